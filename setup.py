@@ -1,0 +1,38 @@
+"""Installs vit_jax: `pip install -e .`, with the extras test, tpu, cuda, plan."""
+
+from setuptools import find_packages, setup
+
+LIBTPU = "libtpu>=0.0.51; sys_platform == 'linux' and platform_machine == 'x86_64'"
+
+# Lower bounds are the versions that the tests have passed with; none is older.
+setup(
+    name="vit_jax",
+    version="0.1.0",
+    description="Pretrain Vision Transformers at TPU scale and carry them over to new tasks.",
+    license="Apache-2.0",
+    packages=find_packages(include=["vit_jax", "vit_jax.*"]),
+    python_requires=">=3.11",
+    install_requires=[
+        "einops>=0.8.2",
+        "etils[epath,epy]>=1.15.0",
+        "flax>=0.12.8",
+        "jax>=0.10.2",
+        "ml_collections>=1.1.0",
+        "numpy>=2.4.6",
+        "optax>=0.2.8",
+        "orbax-checkpoint>=0.12.8",
+        "rich>=15.0.0",
+        "scikit-learn>=1.9.1",
+        "tensorboard>=2.21.0",
+        # TensorFlow reads data, on the CPU only; where there is no CPU build, the full one does.
+        "tensorflow-cpu>=2.21.0; sys_platform == 'linux' and platform_machine == 'x86_64'",
+        "tensorflow>=2.21.0; sys_platform != 'linux' or platform_machine != 'x86_64'",
+        "tensorflow-datasets>=4.9.10",
+    ],
+    extras_require={
+        "test": ["pillow>=13.0.0", "pytest>=9.0.0", "ruff>=0.15.0", LIBTPU],
+        "plan": [LIBTPU],
+        "tpu": ["jax[tpu]>=0.10.2"],
+        "cuda": ["jax[cuda13]>=0.10.2"],
+    },
+)

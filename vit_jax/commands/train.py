@@ -1,0 +1,47 @@
+"""Trains a model as a config file says, and evaluates it on the way.
+
+  python -m vit_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
+
+The same command goes on where an earlier run in the workdir stopped.
+"""
+
+import argparse
+import os
+import sys
+
+from vit_jax import metrics
+from vit_jax.commands import define_process_flags, load_valid_config
+from vit_jax.config import InputError
+from vit_jax.mesh import start_backend, start_processes
+from vit_jax.train import NonFiniteError, Preempted, train_and_evaluate
+
+PREEMPTED = 75
+
+
+def define_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE[:words]", help="config file and its words")
+    parser.add_argument("--workdir", metavar="DIR", help="where everything is written")
+    define_process_flags(parser)
+
+
+def run(flags: argparse.Namespace) -> int:
+    missing = [f"--{name}" for name in ("config", "workdir") if getattr(flags, name) is None]
+    if missing:
+        raise InputError(
+            f"{', '.join(missing)}: missing; e.g. "
+            "python -m vit_jax.main --config=configs/quickstart.py --workdir=runs/quickstart"
+        )
+    config = load_valid_config(flags)
+    start_processes(flags.coordinator, flags.num_processes, flags.process_id)
+    start_backend(config.mesh.platform)
+
+    metrics.log_to_console()
+    try:
+        train_and_evaluate(config, flags.workdir)
+    except Preempted as e:
+        print(e, file=sys.stderr)
+        return PREEMPTED
+    except NonFiniteError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return os.EX_OK

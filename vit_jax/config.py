@@ -1,0 +1,324 @@
+"""The experiment's configuration: every key is born here, typed, and can be overridden by name.
+
+A config file has `get_config(arg: str = "") -> ConfigDict`; `arg` is what stands behind the colon
+of `--config=FILE:arg`, comma-separated words (`split_words`). Importing this module touches no
+device and no TensorFlow.
+"""
+
+import ast
+import difflib
+import importlib.util
+import json
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+class InputError(ValueError):
+    """What the user gave is wrong: names the key, what was got, what was needed, the remedy."""
+
+
+def collect_faults(faults: Sequence[str], where: str) -> None:
+    """Raises one InputError that lists `faults`, if there are any."""
+    if len(faults) == 1:
+        raise InputError(f"{where}: {faults[0]}")
+    if faults:
+        raise InputError("\n  ".join([f"{where}: {len(faults)} faults", *faults]))
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """The hint behind an unknown word: the nearest known one, else all that are known."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def base_config() -> ConfigDict:
+    """Every key of an experiment with its type; locked, but for the names under `evals`.
+
+    A key that is None is either required (`REQUIRED`), or optional: its comment says what None
+    means. Durations are strings with a unit: "90 epochs", "10000 steps", "5e6 examples".
+    """
+    c = ConfigDict()
+    c.seed = 0
+    c.global_batch_size = placeholder(int)  # over all hosts and devices
+    c.duration = placeholder(str)
+    c.init_from = placeholder(str)  # published .npz or a workdir; None: from scratch
+
+    c.model = ConfigDict()  # below `dtype`: None means the default of the model's family
+    c.model.name = placeholder(str)
+    c.model.dtype = "float32"  # of the computation; parameters are always float32
+    c.model.patch_size = placeholder(object)  # int or (height, width); None: as in the name
+    c.model.width = placeholder(int)
+    c.model.depth = placeholder(int)
+    c.model.mlp_dim = placeholder(int)
+    c.model.num_heads = placeholder(int)
+    c.model.pool = placeholder(str)
+    c.model.hidden_head = placeholder(bool)
+    c.model.head_bias = placeholder(float)
+    c.model.pos_embed = placeholder(str)
+    c.model.gelu = placeholder(str)
+    c.model.dropout = placeholder(float)
+    c.model.attention_dropout = placeholder(float)
+    c.model.stochastic_depth = placeholder(float)
+    c.model.scan = placeholder(bool)
+    c.model.remat = placeholder(str)
+
+    c.data = ConfigDict()
+    c.data.name = placeholder(str)  # digits, folder, synthetic, or the name of a TFDS data set
+    c.data.split = "train"
+    c.data.data_dir = placeholder(str)  # None: where TFDS keeps its data sets
+    c.data.image_size = placeholder(object)  # int or (height, width), in pixels
+    c.data.num_classes = placeholder(int)  # None: what the data set says
+    c.data.num_examples = placeholder(int)  # None: what the data set says
+    c.data.ops = ""  # of training; "decode|resize|flip" and so on
+    c.data.mean = (0.5, 0.5, 0.5)  # the model sees (image / 255 - mean) / std
+    c.data.std = (0.5, 0.5, 0.5)
+
+    c.objective = ConfigDict({"name": "supervised"})
+    c.loss = ConfigDict({"name": "softmax", "label_smoothing": 0.0})
+
+    c.optimizer = ConfigDict()
+    c.optimizer.name = "adamw"
+    c.optimizer.peak_lr = placeholder(float)
+    c.optimizer.weight_decay = 0.0  # times the current learning rate
+    c.optimizer.weight_decay_on = ".*/kernel"  # regular expression over whole leaf names
+    c.optimizer.grad_clip_norm = placeholder(float)  # global norm; None: no clipping
+    c.optimizer.b1 = 0.9
+    c.optimizer.b2 = 0.999
+    c.optimizer.eps = 1e-8
+    c.optimizer.momentum = 0.9
+
+    c.schedule = ConfigDict()
+    c.schedule.name = "cosine"
+    c.schedule.warmup = "0 steps"
+    c.schedule.cooldown = "0 steps"
+    c.schedule.timescale = "10000 steps"  # of rsqrt
+
+    c.mesh = ConfigDict()  # sizes of the mesh's axes; -1: what the others leave
+    c.mesh.replica = 1
+    c.mesh.data = -1
+    c.mesh.fsdp = 1
+    c.mesh.tensor = 1
+    c.mesh.platform = placeholder(str)  # cpu, gpu or tpu; None: the best that is there
+
+    c.checkpoint = ConfigDict()
+    c.checkpoint.every = "1000 steps"
+    c.checkpoint.keep_last = 2
+    c.checkpoint.keep_every = placeholder(str)  # kept for ever; None: none is
+
+    c.log = ConfigDict()
+    c.log.every = "50 steps"
+    c.log.profile = placeholder(str)  # "10:15" traces the steps 11 to 15; None: no trace
+
+    c.evals = ConfigDict()
+    c.lock()
+    c.evals.unlock()
+    return c
+
+
+REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.image_size",
+            "optimizer.peak_lr")  # fmt: skip
+
+# What may change when a run is resumed: where and how it runs, never what it computes.
+FREE_ON_RESUME = ("mesh.", "checkpoint.", "log.", "evals.", "data.data_dir", "model.remat")
+
+
+def classification(*, split: str, every: str, ops: str = "", batch_size: int | None = None):
+    """An entry of `evals`: top-1, top-5, loss over one pass of `split`.
+
+    `every` is a duration; `ops` are host ops; `batch_size` None means `global_batch_size`.
+    """
+    entry = ConfigDict({"type": "classification", "split": split, "every": every, "ops": ops})
+    entry.batch_size = placeholder(int)
+    entry.batch_size = batch_size
+    return entry.lock()
+
+
+def split_words(arg: str, known: dict[str, str]) -> tuple[list[str], set[str]]:
+    """Splits a config's argument string into free words, in their order, and those of `known`.
+
+    Args:
+      arg: comma-separated words, e.g. "ViT-L/16,imagenet21k,30ep,debug".
+      known: the words that may stand in any place, with what each does.
+    """
+    words = [word.strip() for word in arg.split(",") if word.strip()]
+    return [w for w in words if w not in known], {w for w in words if w in known}
+
+
+def refuse_words(words: Sequence[str], known: dict[str, str], config_file: str) -> None:
+    """Raises InputError if there are `words` that the config file `config_file` does not know."""
+    meaning = "; ".join(f"{word}: {what}" for word, what in known.items())
+    collect_faults(
+        [f"unknown word {word!r}; it takes {meaning}" for word in words],
+        f"configs/{pathlib.Path(config_file).name}",
+    )
+
+
+def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """{"model.name": "ViT-B/16", ...}: every leaf of `config` by its dotted key."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, ConfigDict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def load_config(spec: str) -> ConfigDict:
+    """Runs `get_config` of the file that `spec` ("FILE" or "FILE:words") names.
+
+    Raises:
+      InputError: no such file, no `get_config`, or a fault in it, with the line.
+    """
+    path, _, arg = spec.partition(":")
+    if not pathlib.Path(path).is_file():
+        raise InputError(f"--config={spec}: no file {path!r}; give the path of a config file")
+    module_spec = importlib.util.spec_from_file_location("vit_jax_config", path)
+    if module_spec is None:
+        raise InputError(f"--config={spec}: {path!r} is not a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+        return module.get_config(arg)
+    except InputError as e:
+        raise InputError(f"--config={spec}: {e}") from None
+    except Exception as e:  # whatever a user's file raises is the file's fault
+        frames, line = e.__traceback__, None
+        while frames is not None:
+            if frames.tb_frame.f_code.co_filename == path:
+                line = frames.tb_lineno
+            frames = frames.tb_next
+        at = f"{path}:{line}" if line else path
+        what = re.sub(r"Other fields present: .*}\"\n?", "", str(e), flags=re.DOTALL)
+        raise InputError(f"--config={spec}: {at}: {type(e).__name__}: {what}") from e
+
+
+def _parse_value(text: str, kind: type, optional: bool) -> Any:
+    """`text` as a value of `kind`; raises ValueError saying what was needed."""
+    if optional and text.lower() == "none":
+        return None
+    if kind is str:
+        return text
+    if kind is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise ValueError("needs true or false")
+    if kind is int:
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError("needs an int") from None
+    if kind is float:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError("needs a number") from None
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise ValueError("needs numbers, e.g. 32 or 32,48") from None
+    return tuple(value) if isinstance(value, list) else value
+
+
+def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) -> list[str]:
+    """Sets `key` to `text` for each override, in place; returns the faults instead of raising."""
+    faults = []
+    optional = {k for k, v in flatten(base_config()).items() if v is None}
+    for key, text in overrides:
+        known = flatten(config)
+        if key not in known:
+            below = [k for k in known if k.startswith(key + ".")]
+            hint = f"it holds {', '.join(below)}" if below else nearest(key, list(known))
+            faults.append(f"--config.{key}: no such key; {hint}")
+            continue
+        *parents, leaf = key.split(".")
+        node = config
+        for parent in parents:
+            node = node[parent]
+        kind = node.get_type(leaf)
+        try:
+            # An entry of `evals` is typed by its helper, whose only None is batch_size.
+            may_be_none = key in optional or leaf == "batch_size"
+            with node.ignore_type():
+                node[leaf] = _parse_value(text, kind, may_be_none)
+        except ValueError as e:
+            faults.append(f"--config.{key}={text!r}: {e}")
+    return faults
+
+
+def to_json(config: ConfigDict) -> str:
+    """The config as the text of `config.json`; `from_json` gives an equal config."""
+    return json.dumps(config.to_dict(), indent=2) + "\n"
+
+
+def from_json(text: str) -> ConfigDict:
+    """The config that `to_json` wrote.
+
+    Raises:
+      InputError: naming every key that this version does not have.
+    """
+    config, stored = base_config(), json.loads(text)
+    for name, entry in stored.pop("evals").items():
+        config.evals[name] = ConfigDict(entry).lock()
+    faults = []
+
+    def fill(node: ConfigDict, values: dict, prefix: str) -> None:
+        for key, value in values.items():
+            if key not in node:
+                faults.append(f"{prefix}{key}: no such key; {nearest(key, list(node))}")
+            elif isinstance(value, dict):
+                fill(node[key], value, f"{prefix}{key}.")
+            else:
+                node[key] = tuple(value) if isinstance(value, list) else value
+
+    fill(config, stored, "")
+    collect_faults(faults, "config.json of another version")
+    return config
+
+
+def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
+    """{key: (old value, new value)} of what differs and may not change on resume."""
+    a, b = flatten(old), flatten(new)
+    return {
+        key: (a.get(key), b.get(key))
+        for key in sorted(a.keys() | b.keys())
+        if a.get(key) != b.get(key) and not key.startswith(FREE_ON_RESUME)
+    }
+
+
+def image_hw(image_size: int | Sequence[int]) -> tuple[int, int]:
+    """(height, width) of an image size given as int or pair.
+
+    Raises:
+      InputError: if it is neither.
+    """
+    pair = (image_size,) * 2 if isinstance(image_size, int) else image_size
+    if not (
+        isinstance(pair, Sequence)
+        and len(pair) == 2
+        and all(isinstance(side, int) and side > 0 for side in pair)
+    ):
+        raise InputError(f"image_size={image_size!r}: needs a positive int or a pair of them")
+    return tuple(pair)
+
+
+def step_range(text: str, key: str) -> range:
+    """The steps that "10:15" names: after the first number, up to and with the second.
+
+    Raises:
+      InputError: if it is not of that form.
+    """
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or not int(match[1]) < int(match[2]):
+        raise InputError(f"{key}={text!r}: needs two steps, the smaller first, e.g. 10:15")
+    return range(int(match[1]), int(match[2]))
+
+
+def model_fields(config: ConfigDict) -> dict[str, Any]:
+    """The keyword arguments for `create_model` that `config.model` sets."""
+    return {k: v for k, v in config.model.items() if k != "name" and v is not None}

@@ -1,0 +1,66 @@
+"""Data: sources of labelled images, preprocessing ops, and the batches of a run.
+
+Adding a data set or an op is a file and a line: in SOURCES here, in HOST_OPS of host_ops.py or in
+DEVICE_OPS of device_ops.py. Importing this package imports no TensorFlow and touches no device.
+"""
+
+import functools
+
+from vit_jax.config import InputError
+from vit_jax.data.device_ops import make_device_transform, to_value_range
+from vit_jax.data.folder import folder
+from vit_jax.data.ops import OPS, parse_ops
+from vit_jax.data.pipeline import eval_batches, train_batches
+from vit_jax.data.sources import Source, digits, synthetic
+from vit_jax.data.tfds_source import tfds_source
+
+__all__ = [
+    "OPS",
+    "SOURCES",
+    "Source",
+    "eval_batches",
+    "make_device_transform",
+    "make_source",
+    "parse_ops",
+    "to_value_range",
+    "train_batches",
+]
+
+# Every factory gets all of make_source's keywords and takes those it needs.
+SOURCES = {"digits": digits, "folder": folder, "synthetic": synthetic}
+
+
+def make_source(
+    name: str,
+    *,
+    split: str,
+    image_size: tuple[int, int],
+    data_dir: str | None = None,
+    seed: int = 0,
+    num_classes: int | None = None,
+    num_examples: int | None = None,
+) -> Source:
+    """One split of a data set.
+
+    Args:
+      name: one of SOURCES, or else a prepared TFDS data set: `cifar10`, `sun397/tfds:4.0.0`.
+      split: `train`, `test`, `val`, ..., as the source has them; TFDS's notation for its own.
+      image_size: (H, W) of synthetic images; no other source looks at it.
+      data_dir: the image folder, or where TFDS data sets lie (None: TFDS's default).
+      seed: chooses the validation images of a folder that has none.
+      num_classes: made up for synthetic data; of others it is what must be found, or None.
+      num_examples: likewise, in this split.
+
+    Raises: InputError if the data are missing or are not what was asked for.
+    """
+    factory = SOURCES.get(name, functools.partial(tfds_source, name))
+    expected = {"num_classes": num_classes, "num_examples": num_examples}
+    source = factory(split=split, image_size=image_size, data_dir=data_dir, seed=seed, **expected)
+    for key, value in expected.items():
+        found = getattr(source, key)
+        if value not in (None, found):
+            raise InputError(
+                f"data.{key}={value}: {name} {split} has {found}; set "
+                f"--config.data.{key}={found} or leave it out"
+            )
+    return source

@@ -1,0 +1,133 @@
+"""A folder of images as a source: one sub-folder a class.
+
+    DIR/cat/1.jpg           or, with a validation set of its own,    DIR/train/cat/1.jpg
+    DIR/dog/more/2.PNG                                               DIR/val/cat/2.jpg
+
+JPEG and PNG files are read, whatever the case of their extension, at any depth below the class;
+names that begin with a dot are ignored. Files are read when their record is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+
+from vit_jax.config import InputError
+from vit_jax.data.host_tf import tf
+from vit_jax.data.sources import Source, fingerprint
+
+_EXTENSIONS = (".jpg", ".jpeg", ".png")
+
+
+def folder(*, split: str, data_dir: str | os.PathLike | None, seed: int, **_) -> Source:
+    """The images below `data_dir`; splits `train` and `val`.
+
+    Without `val/`, a tenth of the images, round(n / 10) but at least one, is held out as `val`:
+    chosen by `seed` and the files' names, and spread evenly over the classes. Classes are the
+    sorted names of the training folder's sub-folders, in both splits.
+
+    Raises: InputError if the folder, a split, or a class is missing or empty.
+    """
+    if split not in ("train", "val"):
+        raise InputError(f"data.split={split!r}: an image folder has the splits 'train' and 'val'")
+    if data_dir is None:
+        raise InputError("data.data_dir=None: data.name='folder' needs the folder with the images")
+    root = pathlib.Path(data_dir)
+    if not root.is_dir():
+        raise InputError(f"data.data_dir={str(root)!r} is not a folder; needed: one folder a class")
+    if (root / "val").is_dir() and not (root / "train").is_dir():
+        raise InputError(f"data.data_dir={str(root)!r} has val/ but no train/ beside it; add it")
+
+    train_root = root / "train" if (root / "train").is_dir() else root
+    class_names = tuple(_visible_folders(train_root))
+    if len(class_names) < 2:
+        raise InputError(
+            f"data.data_dir: {train_root} has {len(class_names)} class folders {class_names}; "
+            "needed: at least 2, each named after its class and holding its images"
+        )
+    files = _list_images(train_root, class_names)
+    if (root / "val").is_dir():
+        if unknown := sorted(set(_visible_folders(root / "val")) - set(class_names)):
+            raise InputError(
+                f"data.data_dir: {root / 'val'} has the classes {unknown}, which {train_root} "
+                "lacks; give them training images there or remove them"
+            )
+        if split == "val":
+            files = _list_images(root / "val", _visible_folders(root / "val"))
+    else:
+        held_out = _held_out(files, seed)
+        files = {path: c for path, c in files.items() if (path in held_out) == (split == "val")}
+    if not files:
+        raise InputError(f"data.data_dir: {root / split} holds no images; add some")
+
+    paths = sorted(files)
+    base = root / "val" if split == "val" and (root / "val").is_dir() else train_root
+    labels = [class_names.index(files[path]) for path in paths]
+    sizes = [(base / path).stat().st_size for path in paths]
+    paths_tensor, labels_tensor = tf.constant(paths), tf.constant(labels, tf.int32)
+
+    def read(record_id):
+        path = tf.strings.join([os.fspath(base), tf.gather(paths_tensor, record_id)], os.sep)
+        return {
+            "image": tf.io.read_file(path),
+            "label": tf.gather(labels_tensor, record_id),
+            "mask": tf.ones([]),
+        }
+
+    return Source(
+        name="folder",
+        split=split,
+        num_examples=len(paths),
+        num_classes=len(class_names),
+        class_names=class_names,
+        image_shape=None,
+        fingerprint=fingerprint("folder", split, class_names, paths, sizes),
+        read=read,
+        record_name=lambda record: os.fspath(base.relative_to(root) / paths[record]),
+    )
+
+
+def _visible_folders(parent: pathlib.Path) -> list[str]:
+    return sorted(p.name for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _list_images(split_root: pathlib.Path, class_names) -> dict[str, str]:
+    """Class of each image, by its path relative to `split_root` with forward slashes."""
+    files = {}
+    for class_name in class_names:
+        num_before = len(files)
+        for parent, folders, names in os.walk(split_root / class_name, followlinks=True):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in names:
+                if name.lower().endswith(_EXTENSIONS) and not name.startswith("."):
+                    path = pathlib.Path(parent, name).relative_to(split_root)
+                    files[path.as_posix()] = class_name
+        if len(files) == num_before:
+            raise InputError(
+                f"data.data_dir: {split_root / class_name} holds no image; needed: files ending "
+                f"in {', '.join(_EXTENSIONS)}; add some or remove the folder"
+            )
+    return files
+
+
+def _held_out(files: dict[str, str], seed: int) -> set[str]:
+    """A tenth of `files` (path -> class), as evenly over the classes as can be.
+
+    The j-th of a class's k files, in an order drawn by `seed`, gets the rank (j + 0.5) / k; the
+    lowest ranks of all classes are held out.
+    """
+
+    def draw(path):
+        return hashlib.sha256(f"{seed}/{path}".encode()).digest()
+
+    by_class = {}
+    for path in sorted(files, key=draw):
+        by_class.setdefault(files[path], []).append(path)
+    ranks = {
+        path: ((j + 0.5) / len(paths), path)
+        for paths in by_class.values()
+        for j, path in enumerate(paths)
+    }
+    num_held_out = max(1, round(len(files) / 10))
+    return set(sorted(files, key=ranks.__getitem__)[:num_held_out])

@@ -1,0 +1,168 @@
+"""Preprocessing on the host: each op is made from literal arguments, and maps an image to another.
+
+An op is called as op(image, key) inside a tf.data map, with uint8 pixels (h, w, 3), or, where
+`takes_encoded` says so, with JPEG or PNG bytes; it gives uint8 pixels. `key` is an int64 (2,) seed
+for TensorFlow's stateless ops. What is computed in floating point is rounded and clipped back.
+`size` is an int or (H, W); left out, it is data.image_size. Wrong arguments raise ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vit_jax.data.host_tf import tf
+
+Size = int | tuple[int, int]
+HostOp = Callable[[Any, Any], Any]  # (image, key) -> image
+
+
+def decode() -> HostOp:
+    """JPEG or PNG bytes to pixels; grey, CMYK, alpha, palette and 16 bit become RGB of 8 bit."""
+    return lambda image, key: to_pixels(image)
+
+
+def inception_crop(
+    size: Size | None = None,
+    area_min: float = 0.05,
+    area_max: float = 1.0,
+    antialias: bool = False,
+) -> HostOp:
+    """A random window, resized to `size`: `area_min` to `area_max` of the image, 3:4 to 4:3.
+
+    Of a JPEG's bytes only the window is decoded; the pixels are those of decoding it all.
+
+    Source: Szegedy et al. 2014 (arXiv:1409.4842), section 6.
+    """
+    size, resized = _height_width(size), _bilinear(antialias)
+    if not 0 < area_min <= area_max <= 1:
+        raise ValueError(f"needs 0 < area_min <= area_max <= 1, not {area_min} and {area_max}")
+
+    def window(shape, key):
+        begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
+            shape,
+            tf.zeros([1, 0, 4]),
+            seed=key,
+            min_object_covered=0.0,
+            aspect_ratio_range=(3 / 4, 4 / 3),
+            area_range=(area_min, area_max),
+            max_attempts=100,
+            use_image_if_no_bounding_boxes=True,
+        )
+        return tf.concat([begin[:2], extent[:2]], 0)
+
+    def crop_jpeg(image, key):
+        shape = tf.image.extract_jpeg_shape(image)
+        return tf.image.decode_and_crop_jpeg(image, window(shape, key), channels=3)
+
+    def crop_pixels(image, key):
+        return tf.image.crop_to_bounding_box(image, *tf.unstack(window(tf.shape(image), key)))
+
+    def apply(image, key):
+        if image.dtype == tf.string:
+            image = tf.cond(
+                tf.io.is_jpeg(image),
+                lambda: crop_jpeg(image, key),
+                lambda: crop_pixels(to_pixels(image), key),
+            )
+        else:
+            image = crop_pixels(image, key)
+        return resized(image, size)
+
+    return apply
+
+
+def resize(size: Size | None = None, antialias: bool = False) -> HostOp:
+    """Both sides to `size`, bilinear; `antialias` acts only where a side shrinks."""
+    size, resized = _height_width(size), _bilinear(antialias)
+    return lambda image, key: resized(image, size)
+
+
+def resize_small(size: int, antialias: bool = False) -> HostOp:
+    """The shorter side to `size`, the other in proportion (to the nearest pixel), bilinear."""
+    if not _is_count(size):
+        raise ValueError(f"size must be a positive integer, not {size!r}")
+    resized = _bilinear(antialias)
+
+    def apply(image, key):
+        sides = tf.shape(image)[:2]
+        shorter = tf.reduce_min(sides)
+        return resized(image, (sides * size + shorter // 2) // shorter)
+
+    return apply
+
+
+def central_crop(size: Size | None = None) -> HostOp:
+    """The middle `size` of the image; what is smaller is padded with black on both sides."""
+    size = _height_width(size)
+    return lambda image, key: tf.image.resize_with_crop_or_pad(image, *size)
+
+
+def pad_crop(padding: int) -> HostOp:
+    """`padding` black pixels on every side, then a random window of the former size.
+
+    Source: He et al. 2015 (arXiv:1512.03385), section 4.2, with padding 4.
+    """
+    if not _is_count(padding):
+        raise ValueError(f"padding must be a positive integer, not {padding!r}")
+
+    def apply(image, key):
+        padded = tf.pad(image, [[padding, padding], [padding, padding], [0, 0]])
+        begin = tf.random.stateless_uniform(
+            [2], key, maxval=2 * padding + 1, dtype=tf.int32, alg="philox"
+        )
+        window = tf.slice(padded, tf.concat([begin, [0]], 0), tf.shape(image))
+        return tf.ensure_shape(window, image.shape)
+
+    return apply
+
+
+HOST_OPS = {
+    "decode": decode,
+    "inception_crop": inception_crop,
+    "resize": resize,
+    "resize_small": resize_small,
+    "central_crop": central_crop,
+    "pad_crop": pad_crop,
+}
+TAKES_ENCODED = ("decode", "inception_crop")
+
+
+def to_pixels(image: tf.Tensor) -> tf.Tensor:
+    """uint8 (h, w, 3) of JPEG or PNG bytes; pixels are left as they are."""
+    if image.dtype != tf.string:
+        return image
+    return tf.io.decode_image(image, channels=3, expand_animations=False)
+
+
+def _bilinear(antialias: bool) -> Callable[[tf.Tensor, Any], tf.Tensor]:
+    """resized(image, size): uint8 (h, w, 3) -> uint8 (*size, 3), rounded to nearest."""
+    if type(antialias) is not bool:
+        raise ValueError(f"antialias must be True or False, not {antialias!r}")
+
+    def bilinear(image, size, antialias):
+        return tf.image.resize(image, size, "bilinear", antialias=antialias)
+
+    def resized(image, size):
+        if antialias:
+            values = tf.cond(
+                tf.reduce_any(tf.shape(image)[:2] > size),
+                lambda: bilinear(image, size, antialias=True),
+                lambda: bilinear(image, size, antialias=False),
+            )
+        else:
+            values = bilinear(image, size, antialias=False)
+        return tf.saturate_cast(tf.round(values), tf.uint8)
+
+    return resized
+
+
+def _height_width(size: Size) -> tuple[int, int]:
+    height, width = size if isinstance(size, tuple) and len(size) == 2 else (size, size)
+    if not (_is_count(height) and _is_count(width)):
+        raise ValueError(f"size must be a positive integer or (H, W), not {size!r}")
+    return height, width
+
+
+def _is_count(value) -> bool:
+    return type(value) is int and value > 0

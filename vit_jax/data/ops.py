@@ -1,0 +1,105 @@
+"""Preprocessing strings: "inception_crop|flip", "decode|resize(72, antialias=True)|central_crop".
+
+Small ops, joined by "|", each with literal arguments only. Host ops come first and run in tf.data
+(host_ops.py); device ops come last and run inside the jitted step (device_ops.py). Parsing finds
+every fault without TensorFlow.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from vit_jax.config import InputError
+from vit_jax.data.device_ops import DEVICE_OPS
+from vit_jax.data.host_ops import HOST_OPS, TAKES_ENCODED
+
+OPS = {**HOST_OPS, **DEVICE_OPS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One op of a string: `text` as the user typed it, `name` in OPS, and the call itself."""
+
+    text: str
+    name: str
+    apply: Callable[[Any, Any], Any]
+
+    def __call__(self, image, key):
+        return self.apply(image, key)
+
+    @property
+    def takes_encoded(self) -> bool:
+        """Whether the op can start from JPEG or PNG bytes."""
+        return self.name in TAKES_ENCODED
+
+
+def parse_ops(
+    string: str, image_size: tuple[int, int], *, key: str = "data.ops"
+) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    """Host ops and device ops of a preprocessing string.
+
+    Args:
+      string: such as "decode|resize|flip"; empty pieces are left out.
+      image_size: (H, W), what a `size` that is left out stands for.
+      key: of the config, named in errors.
+
+    Raises: InputError if an op is unknown, its arguments are wrong, or it is out of place.
+    """
+    ops = [_parse_op(text.strip(), image_size, key) for text in string.split("|") if text.strip()]
+    host_ops = tuple(op for op in ops if op.name in HOST_OPS)
+    device_ops = tuple(op for op in ops if op.name in DEVICE_OPS)
+    for before, op in itertools.pairwise(ops):
+        if op.name in HOST_OPS and before.name in DEVICE_OPS:
+            raise InputError(
+                f"{key}: {op.text!r} runs on the host and {before.text!r} before it on the "
+                f"device; put the device ops last: "
+                f"{'|'.join(op.text for op in host_ops + device_ops)!r}"
+            )
+        if op.name == "decode":
+            raise InputError(
+                f"{key}: {op.text!r} comes after {before.text!r}, which gives pixels already; "
+                "put it first"
+            )
+    return host_ops, device_ops
+
+
+def _parse_op(text: str, image_size: tuple[int, int], key: str) -> Op:
+    name, args, kwargs = _parse_call(text, key)
+    if name not in OPS:
+        close = difflib.get_close_matches(name, OPS, n=1)
+        meant = f"did you mean {close[0]!r}? " if close else ""
+        raise InputError(f"{key}: unknown op {text!r}; {meant}Known: {', '.join(OPS)}")
+    signature = inspect.signature(OPS[name])
+    try:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        if call.arguments.get("size", image_size) is None:
+            call.arguments["size"] = image_size
+        return Op(text, name, OPS[name](*call.args, **call.kwargs))
+    except (TypeError, ValueError) as error:
+        bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        usage = f"{name}({', '.join(map(str, bare))})"
+        raise InputError(f"{key}: {text!r}: {error}; usage: {usage}") from error
+
+
+def _parse_call(text: str, key: str) -> tuple[str, list, dict[str, Any]]:
+    """'resize(72, antialias=True)' -> ('resize', [72], {'antialias': True})."""
+    try:
+        match ast.parse(text, mode="eval").body:
+            case ast.Name(id=name):
+                return name, [], {}
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+                kwargs = {word.arg: ast.literal_eval(word.value) for word in keywords}
+                return name, [ast.literal_eval(arg) for arg in args], kwargs
+    except (SyntaxError, ValueError):
+        pass
+    raise InputError(
+        f"{key}: {text!r} is not an op; needed: a name such as flip, or a call with literal "
+        "arguments such as resize(72, antialias=True)"
+    )

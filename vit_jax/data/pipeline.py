@@ -1,0 +1,261 @@
+"""From a source to global batches on the devices.
+
+    positions -> record ids and keys -> read -> host ops -> local batches -> global jax.Arrays
+    (order.py)                     (a Source)  (tf.data)    (NumPy)
+
+A batch is a dict with leaves, B being the global batch and b this process's rows of it:
+
+    image  uint8 (B, H, W, 3)
+    label  int32 (B,)     without meaning where mask is 0
+    mask   float32 (B,)   0 for padding in evaluation, and for records that could not be decoded
+    id     int32 (B,)     the record's index in its split; -1 for padding
+
+A record that cannot be decoded never ends a run and never moves another: it is black, masked, and
+named in a warning, once a process.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from vit_jax.config import InputError
+from vit_jax.data import order
+from vit_jax.data.host_tf import tf
+from vit_jax.data.ops import Op
+from vit_jax.data.sources import Source
+
+_BATCHES_IN_FLIGHT = 2
+
+Batch = dict[str, np.ndarray]
+
+
+def train_batches(
+    source: Source,
+    host_ops: Sequence[Op],
+    *,
+    global_batch_size: int,
+    seed: int,
+    image_size: tuple[int, int],
+    sharding: jax.sharding.Sharding,
+    start_step: int,
+    num_steps: int,
+) -> Iterator[dict[str, jax.Array]]:
+    """Global batches of steps start_step, ..., start_step + num_steps - 1; see `host_batches`.
+
+    `sharding` is that of every leaf: its first dimension over the mesh's batch axes.
+    """
+    batches = host_batches(
+        source,
+        host_ops,
+        global_batch_size=global_batch_size,
+        seed=seed,
+        image_size=image_size,
+        rows=order.local_rows(sharding, global_batch_size),
+        start_step=start_step,
+        num_steps=num_steps,
+    )
+    return _put_ahead(batches, sharding, global_batch_size)
+
+
+def eval_batches(
+    source: Source,
+    host_ops: Sequence[Op],
+    *,
+    global_batch_size: int,
+    image_size: tuple[int, int],
+    sharding: jax.sharding.Sharding,
+) -> Iterator[dict[str, jax.Array]]:
+    """Global batches of one pass over the split; see `host_eval_batches`."""
+    batches = host_eval_batches(
+        source,
+        host_ops,
+        global_batch_size=global_batch_size,
+        image_size=image_size,
+        rows=order.local_rows(sharding, global_batch_size),
+    )
+    return _put_ahead(batches, sharding, global_batch_size)
+
+
+def host_batches(
+    source: Source,
+    host_ops: Sequence[Op],
+    *,
+    global_batch_size: int,
+    seed: int,
+    image_size: tuple[int, int],
+    rows: np.ndarray,
+    start_step: int,
+    num_steps: int,
+) -> Iterator[Batch]:
+    """The rows `rows` of each training batch, in NumPy.
+
+    What stands in a row depends on (seed, step, row) only: not on `rows`, nor on `start_step`,
+    whose batch comes as quickly as the first.
+
+    Raises: InputError, before the first batch, if the ops do not give image_size.
+    """
+    local_rows = tf.constant(rows, tf.int64)
+
+    def arrange(step):
+        positions = step * global_batch_size + local_rows
+        record_ids = order.record_ids(positions, source.num_examples, seed)
+        return record_ids, order.keys(positions, seed)
+
+    steps = tf.data.Dataset.range(start_step, start_step + num_steps)
+    return _batches(source, host_ops, steps.map(arrange), len(rows), image_size)
+
+
+def host_eval_batches(
+    source: Source,
+    host_ops: Sequence[Op],
+    *,
+    global_batch_size: int,
+    image_size: tuple[int, int],
+    rows: np.ndarray,
+) -> Iterator[Batch]:
+    """The rows `rows` of each batch of one pass over the split, in its order, in NumPy.
+
+    Every example comes once over all rows; the last batch is filled up with padding, so the
+    number of batches is the same on every process.
+
+    Raises: InputError, before the first batch, if the ops do not give image_size.
+    """
+    local_rows = tf.constant(rows, tf.int64)
+
+    def arrange(step):
+        positions = step * global_batch_size + local_rows
+        record_ids = tf.where(positions < source.num_examples, positions, -1)
+        return record_ids, order.keys(positions, seed=0)
+
+    steps = tf.data.Dataset.range(math.ceil(source.num_examples / global_batch_size))
+    return _batches(source, host_ops, steps.map(arrange), len(rows), image_size)
+
+
+def to_global(
+    batch: Batch, sharding: jax.sharding.Sharding, global_batch_size: int
+) -> dict[str, jax.Array]:
+    """This process's rows, as `order.local_rows` lists them, to global arrays.
+
+    Args:
+      batch: leaves (b, ...).
+      sharding: of each leaf.
+      global_batch_size: B, the first dimension of each global leaf.
+    """
+    rows = order.local_rows(sharding, global_batch_size)
+
+    def put(leaf):
+        def shard(index):
+            first, stop, _ = index[0].indices(global_batch_size)
+            return leaf[slice(*np.searchsorted(rows, [first, stop]))]
+
+        shape = (global_batch_size, *leaf.shape[1:])
+        return jax.make_array_from_callback(shape, sharding, shard)
+
+    return jax.tree.map(put, batch)
+
+
+def _batches(source, host_ops, arranged, num_rows, image_size) -> Iterator[Batch]:
+    """Batches of what `arranged` says: record ids (b,), -1 for padding, and keys (b, 2)."""
+    if source.encoded:
+        examples = _load_encoded(source, host_ops, arranged.unbatch(), image_size)
+        batches = examples.batch(num_rows, drop_remainder=True)
+    else:
+        batches = _load_pixels(source, host_ops, arranged, image_size)
+    options = tf.data.Options()
+    options.deterministic = True
+    options.threading.max_intra_op_parallelism = 1
+    batches = batches.with_options(options).prefetch(_BATCHES_IN_FLIGHT)
+    return _name_broken(batches.as_numpy_iterator(), source)
+
+
+def _load_pixels(source, host_ops, arranged, image_size) -> tf.data.Dataset:
+    """Batch by batch, which costs half as much as one example at a time."""
+
+    def load(record_ids, keys):
+        example = source.read(tf.maximum(record_ids, 0))
+        image, mask = example["image"], example["mask"] * tf.cast(record_ids >= 0, tf.float32)
+        if host_ops:
+            image = tf.map_fn(
+                lambda row: _preprocess(host_ops, *row), (image, keys), fn_output_signature=tf.uint8
+            )
+        image *= tf.cast(mask, tf.uint8)[:, None, None, None]
+        return {**example, "image": image, "mask": mask, "id": tf.cast(record_ids, tf.int32)}
+
+    batches = arranged.map(load, tf.data.AUTOTUNE)
+    _check_shape(batches.element_spec["image"].shape[1:], host_ops, image_size)
+    return batches
+
+
+def _load_encoded(source, host_ops, arranged, image_size) -> tf.data.Dataset:
+    """Example by example, each in a data set of its own, so that an error in it stays there."""
+    if not (host_ops and host_ops[0].takes_encoded):
+        first = repr(host_ops[0].text) if host_ops else "no host op"
+        raise InputError(
+            f"data.ops starts with {first}, and the images of data.name={source.name!r} are "
+            "encoded; put 'decode' or 'inception_crop' first"
+        )
+
+    def load(record_id, key):
+        example = source.read(record_id)
+        image = _preprocess(host_ops, example["image"], key)
+        return {**example, "image": image, "id": tf.cast(record_id, tf.int32)}
+
+    def load_or_mask(record_id, key):
+        one = tf.data.Dataset.from_tensors((record_id, key)).filter(lambda i, _: i >= 0)
+        masked = {
+            "image": tf.zeros((*image_size, 3), tf.uint8),
+            "label": tf.constant(0),
+            "mask": tf.constant(0.0),
+            "id": tf.cast(record_id, tf.int32),
+        }
+        either = one.map(load).ignore_errors().concatenate(tf.data.Dataset.from_tensors(masked))
+        return either.take(1).get_single_element()
+
+    _check_shape(arranged.map(load).element_spec["image"].shape, host_ops, image_size)
+    return arranged.map(load_or_mask, tf.data.AUTOTUNE)
+
+
+def _preprocess(host_ops, image, key):
+    for i, op in enumerate(host_ops):
+        image = op(image, order.fold_in(key, i))
+    return image
+
+
+def _check_shape(shape, host_ops, image_size):
+    if tuple(shape) != (*image_size, 3):
+        ops = "|".join(op.text for op in host_ops)
+        raise InputError(
+            f"data.ops={ops!r} gives images of {tuple(shape)}; needed: {(*image_size, 3)}, from "
+            "data.image_size; end the host ops with one that fixes the size, such as 'resize'"
+        )
+
+
+def _name_broken(batches: Iterator[Batch], source: Source) -> Iterator[Batch]:
+    for batch in batches:
+        for record in batch["id"][(batch["mask"] == 0) & (batch["id"] >= 0)]:
+            _warn_broken(source.fingerprint, source.record_name(record))
+        yield batch
+
+
+@functools.cache
+def _warn_broken(fingerprint: str, record_name: str) -> None:
+    """Once a process for each record of a data set."""
+    del fingerprint
+    logging.getLogger("vit_jax").warning("%s cannot be decoded; it is masked", record_name)
+
+
+def _put_ahead(batches: Iterator[Batch], sharding, global_batch_size):
+    """Global batches, some of them on their way to the devices while one is used."""
+    arrays = (to_global(batch, sharding, global_batch_size) for batch in batches)
+    ahead = collections.deque(itertools.islice(arrays, _BATCHES_IN_FLIGHT))
+    while ahead:
+        yield ahead.popleft()
+        ahead.extend(itertools.islice(arrays, 1))

@@ -1,0 +1,148 @@
+"""From a resolved config to the objects of a run, the same for training and for planning."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from vit_jax.config import flatten, image_hw, model_fields
+from vit_jax.data import make_device_transform, parse_ops
+from vit_jax.flops import count_flops
+from vit_jax.mesh import batch_sharding
+from vit_jax.models import create_model
+from vit_jax.models.layers import unconstrained
+from vit_jax.objectives import OBJECTIVES
+from vit_jax.objectives.supervised import make_loss
+from vit_jax.optimizers import make_optimizer
+from vit_jax.schedules import make_schedule, parse_duration
+from vit_jax.sharding import constrain, state_shardings
+from vit_jax.step import TrainState, init_state, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """What a config describes, on a mesh; nothing is computed or placed on a device yet.
+
+    To be used under `jax.set_mesh(mesh)`.
+
+    model, schedule: of the config.
+    total_steps: the run's duration.
+    init: () -> TrainState, jitted, sharded.
+    train_step: (state, batch) -> (state, metrics), jitted; the state is donated.
+    abstract_state, abstract_batch: shapes and dtypes of a step's arguments, with their shardings.
+    """
+
+    model: nn.Module
+    schedule: optax.Schedule
+    total_steps: int
+    init: Any
+    train_step: Any
+    abstract_state: TrainState
+    abstract_batch: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def shardings(self) -> TrainState:
+        """Of every leaf of the state."""
+        return jax.tree.map(lambda x: x.sharding, self.abstract_state)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model."""
+        return sum(x.size for x in jax.tree.leaves(self.abstract_state.params))
+
+    def flops_per_image(self) -> int:
+        """FLOPs of a forward and a backward pass, without what rematerialisation adds."""
+        model = self.model.clone(remat="none", constrain=unconstrained)
+
+        def loss(params, images):
+            return model.apply({"params": params, **self.abstract_state.model_state}, images).sum()
+
+        images = jax.ShapeDtypeStruct((1, *self.model.image_size, 3), jnp.float32)
+        return count_flops(jax.grad(loss), self.abstract_state.params, images)
+
+
+def num_steps(config: ConfigDict, key: str) -> int | None:
+    """Steps in the duration that `key` holds; None if it holds None."""
+    text = flatten(config)[key]
+    if text is None:
+        return None
+    return parse_duration(
+        text,
+        num_examples=config.data.num_examples,
+        global_batch_size=config.global_batch_size,
+        key=key,
+    )
+
+
+def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
+    """The experiment of a config in which `data.num_classes` and `data.num_examples` are set.
+
+    Raises:
+      InputError: for what the config's first validation cannot see.
+    """
+    image_size = image_hw(config.data.image_size)
+    model = create_model(
+        config.model.name,
+        config.data.num_classes,
+        image_size,
+        constrain=constrain,
+        **model_fields(config),
+    )
+    total_steps = num_steps(config, "duration")
+    schedule = make_schedule(
+        config.schedule.name,
+        peak_lr=config.optimizer.peak_lr,
+        total_steps=total_steps,
+        warmup_steps=num_steps(config, "schedule.warmup"),
+        cooldown_steps=num_steps(config, "schedule.cooldown"),
+        timescale=num_steps(config, "schedule.timescale"),
+    )
+    optimizer = {k: v for k, v in config.optimizer.items() if k != "peak_lr"}
+    tx = make_optimizer(**optimizer, schedule=schedule)
+    objective = OBJECTIVES[config.objective.name](model, make_loss(**config.loss))
+    _, device_ops = parse_ops(config.data.ops, image_size)
+    transform = make_device_transform(device_ops, config.data.mean, config.data.std)
+
+    init = functools.partial(init_state, model, tx, image_size, config.seed)
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(init)
+    shardings = state_shardings(shapes, mesh)
+    batch = batch_sharding(mesh)
+    return Experiment(
+        model=model,
+        schedule=schedule,
+        total_steps=total_steps,
+        init=jax.jit(init, out_shardings=shardings),
+        train_step=jax.jit(
+            make_train_step(objective, tx, transform, config.seed),
+            in_shardings=(shardings, batch),
+            out_shardings=(shardings, None),
+            donate_argnums=0,
+        ),
+        abstract_state=_with_sharding(shapes, shardings),
+        abstract_batch=_batch_shapes(config.global_batch_size, image_size, batch),
+    )
+
+
+def _with_sharding(shapes, shardings):
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def _batch_shapes(size, image_size, sharding) -> dict[str, jax.ShapeDtypeStruct]:
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    return {
+        "image": array((size, *image_size, 3), jnp.uint8),
+        "label": array((size,), jnp.int32),
+        "mask": array((size,), jnp.float32),
+        "id": array((size,), jnp.int32),
+    }

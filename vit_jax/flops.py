@@ -1,0 +1,109 @@
+"""What a compiled step costs: floating-point operations, their share of the chip's peak, memory.
+
+XLA's `cost_analysis()` counts the body of a scan once, so operations are counted on the jaxpr.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+
+# Vendors' peaks of dense bfloat16 matrix products, FLOP/s per device, by `jax.Device.device_kind`.
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
+
+def mfu(flops_per_s: float, *, device_kind: str, num_devices: int) -> float | None:
+    """Model FLOPs utilisation: the share of the devices' `PEAK_FLOPS`; None for unknown chips.
+
+    Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B. `flops_per_s` should leave out
+    what rematerialisation computes again.
+    """
+    if device_kind not in PEAK_FLOPS:
+        return None
+    return flops_per_s / (num_devices * PEAK_FLOPS[device_kind])
+
+
+def count_flops(fn: Callable, *args: Any) -> int:
+    """FLOPs of the matrix products and convolutions in `fn(*args)`, over all devices.
+
+    A multiply-add is 2. Elementwise work is not counted. A scan counts its length times its body,
+    `shard_map` its body on every device, `cond` its costliest branch. Products with the zeros that
+    a strided convolution's gradient inserts are left out; those with padding are not.
+
+    Args:
+      fn: traced, never run.
+      *args: arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: `fn` holds work that its jaxpr does not tell: a product in a `while` loop, or a
+        hand-written kernel (count with the plain implementation of attention instead).
+    """
+    return _jaxpr_flops(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+def _jaxpr_flops(jaxpr: Jaxpr) -> int:
+    return sum(_eqn_flops(eqn) for eqn in jaxpr.eqns)
+
+
+def _eqn_flops(eqn: JaxprEqn) -> int:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return 2 * eqn.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval
+        out_features = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
+        pairs = eqn.outvars[0].aval.size * (kernel.size // out_features)
+        return 2 * pairs // math.prod(params["lhs_dilation"])
+    if name in ("pallas_call", "ffi_call") or name.startswith("dot_product_attention"):
+        raise ValueError(f"FLOPs of the hand-written kernel {name} are unknown; count without it")
+    inner = [_jaxpr_flops(jaxpr) for jaxpr in jaxprs_in_params(params)]
+    if name == "cond":
+        return max(inner)
+    if name == "while" and sum(inner):
+        raise ValueError("FLOPs in a while loop are unknown; use jax.lax.scan")
+    if name == "scan":
+        return params["length"] * sum(inner)
+    if name == "shard_map":
+        axes = params["newly_manual_axes"]
+        return math.prod(params["mesh"].shape[axis] for axis in axes) * sum(inner)
+    return sum(inner)
+
+
+class Memory(NamedTuple):
+    """Bytes on one device; `total` is what the program needs at once."""
+
+    arguments: int
+    temporaries: int
+    total: int
+
+
+def expected_memory(stats: Any) -> Memory:
+    """What XLA reserves, from `compiled.memory_analysis()` of a `jax.stages.Compiled`.
+
+    An output that takes over a donated argument's bytes counts once.
+    """
+    arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
+    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return Memory(arguments, temporaries, arguments + outputs + temporaries)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """'13.25 GiB', or '512.0 MiB' below one GiB."""
+    gib = num_bytes / 2**30
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{num_bytes / 2**20:.1f} MiB"

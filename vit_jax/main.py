@@ -1,0 +1,58 @@
+"""python -m vit_jax.main [COMMAND] --config=FILE[:words] --workdir=DIR [--config.key=value ...]
+
+Finds the command, lets it define its own flags and runs it. The command is train where none is
+named. Exit codes: 0 done; 1 failed; 2 the input is wrong; 75 stopped by preemption, start again.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from vit_jax.commands import COMMANDS, find_command
+from vit_jax.config import InputError, nearest
+
+
+def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
+    """The command's flags, and `--config.key=value` as the list of pairs `overrides`.
+
+    Raises:
+      InputError: naming every flag that is unknown.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m vit_jax.main {command}",
+        description=find_command(command).__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    find_command(command).define_flags(parser)
+    overrides, rest, words = [], [], iter(argv)
+    for word in words:
+        if word.startswith("--config."):
+            key, equals, value = word.removeprefix("--config.").partition("=")
+            overrides.append((key, value if equals else next(words, "")))
+        else:
+            rest.append(word)
+    flags, unknown = parser.parse_known_args(rest)
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        hints = [f"{word}: {nearest(word.partition('=')[0], known)}" for word in unknown]
+        raise InputError("unknown flags: " + "; ".join(hints))
+    flags.overrides = overrides
+    return flags
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command that `argv` names and returns the exit code."""
+    words = list(argv)
+    command = words.pop(0) if words and not words[0].startswith("-") else "train"
+    try:
+        if command not in COMMANDS:
+            raise InputError(f"{command!r}: no such command; {nearest(command, COMMANDS)}")
+        return find_command(command).run(parse_flags(command, words))
+    except InputError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

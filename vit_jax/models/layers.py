@@ -1,0 +1,222 @@
+"""The layers of a Transformer encoder.
+
+Axes: B images, N tokens, D width, H heads, K = D / H width of a head, F hidden width of the MLP.
+Parameters are float32; `dtype` is that of the computation.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from vit_jax.models.attention import dot_product_attention
+
+# constrain(x, axes) -> x: states how an activation is laid out over devices. `axes` names, for
+# each axis of x, "batch", "tensor" or None. Models know no mesh: who has one brings it in.
+Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
+
+LayerNorm = partial(nn.LayerNorm, epsilon=1e-6)
+Dense = partial(nn.Dense, kernel_init=nn.initializers.xavier_uniform())
+
+GELU = {"tanh": partial(nn.gelu, approximate=True), "exact": partial(nn.gelu, approximate=False)}
+
+REMAT_POLICIES = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def unconstrained(x, axes):
+    """The `Constrain` of a model that runs on one device."""
+    del axes
+    return x
+
+
+class Attention(nn.Module):
+    """Multi-head attention of queries (B, N, D) over tokens (B, M, D): MSA of Eq. 2.
+
+    Shapes: (B, N, D), (B, M, D) -> (B, N, D).
+    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8.
+    """
+
+    num_heads: int
+    dropout: float = 0.0
+    dtype: Any = jnp.float32
+    constrain: Constrain = unconstrained
+
+    @nn.compact
+    def __call__(self, queries_BND, tokens_BMD, *, train=False):
+        width = queries_BND.shape[-1]
+
+        def project(name, x_BND):
+            y = Dense(width, dtype=self.dtype, name=name)(x_BND)
+            y_BHNK = rearrange(y, "b n (h k) -> b h n k", h=self.num_heads)
+            return self.constrain(y_BHNK, ("batch", "tensor", None, None))
+
+        out_BHNK = dot_product_attention(
+            project("query", queries_BND),
+            project("key", tokens_BMD),
+            project("value", tokens_BMD),
+            dropout_rate=self.dropout,
+            dropout_key=self.make_rng("dropout") if train and self.dropout > 0 else None,
+        )
+        out_BND = rearrange(out_BHNK, "b h n k -> b n (h k)")
+        return Dense(width, dtype=self.dtype, name="out")(out_BND)
+
+
+class Mlp(nn.Module):
+    """Two dense layers with a GELU between, dropout after each.
+
+    Shapes: (B, N, D) -> (B, N, D).
+    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1 and appendix B.1.
+    """
+
+    mlp_dim: int
+    gelu: str = "tanh"
+    dropout: float = 0.0
+    dtype: Any = jnp.float32
+    constrain: Constrain = unconstrained
+
+    @nn.compact
+    def __call__(self, x_BND, *, train=False):
+        dense = partial(Dense, dtype=self.dtype, bias_init=nn.initializers.normal(1e-6))
+        y_BNF = dense(self.mlp_dim, name="up")(x_BND)
+        y_BNF = self.constrain(y_BNF, ("batch", None, "tensor"))
+        y_BNF = GELU[self.gelu](y_BNF)
+        y_BNF = nn.Dropout(self.dropout, deterministic=not train)(y_BNF)
+        y_BND = dense(x_BND.shape[-1], name="down")(y_BNF)
+        return nn.Dropout(self.dropout, deterministic=not train)(y_BND)
+
+
+class EncoderBlock(nn.Module):
+    """Pre-norm block: attention, then MLP, each with a residual.
+
+    In training a residual branch of an example is dropped with probability `drop_rate` (a scalar,
+    which may be traced; used only where `stochastic_depth` says so).
+
+    Shapes: (B, N, D) -> (B, N, D), and None: the form that `nn.scan` needs.
+    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 2-3; stochastic depth: Huang et al.
+      2016 (arXiv:1603.09382).
+    """
+
+    num_heads: int
+    mlp_dim: int
+    gelu: str = "tanh"
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    stochastic_depth: bool = False
+    dtype: Any = jnp.float32
+    constrain: Constrain = unconstrained
+
+    @nn.compact
+    def __call__(self, x_BND, drop_rate, train):
+        def add(x_BND, branch_BND):
+            if train and self.stochastic_depth:
+                keep_rate = 1.0 - drop_rate
+                kept = jax.random.bernoulli(
+                    self.make_rng("dropout"), keep_rate, (x_BND.shape[0], 1, 1)
+                )
+                branch_BND = jnp.where(kept, branch_BND / keep_rate, 0).astype(branch_BND.dtype)
+            return self.constrain(x_BND + branch_BND, ("batch", None, None))
+
+        shared = {"dtype": self.dtype, "constrain": self.constrain}
+        y_BND = LayerNorm(dtype=self.dtype, name="norm_attention")(x_BND)
+        y_BND = Attention(
+            self.num_heads, dropout=self.attention_dropout, name="attention", **shared
+        )(y_BND, y_BND, train=train)
+        y_BND = nn.Dropout(self.dropout, deterministic=not train)(y_BND)
+        x_BND = add(x_BND, y_BND)
+        y_BND = LayerNorm(dtype=self.dtype, name="norm_mlp")(x_BND)
+        mlp = Mlp(self.mlp_dim, gelu=self.gelu, dropout=self.dropout, name="mlp", **shared)
+        return add(x_BND, mlp(y_BND, train=train)), None
+
+
+class Encoder(nn.Module):
+    """`depth` blocks, then a LayerNorm (Eqs. 2-4).
+
+    With `scan` the blocks are one, compiled once, whose parameters (`layers`) have the layer as
+    first axis; without, they are `layer_0`, `layer_1`, ... Both compute the same. `remat` says
+    what the backward pass recomputes: "none" nothing, "dots" all but the dense layers' products,
+    "full" the whole block. The rate of stochastic depth grows linearly from 0 in the first block
+    to `stochastic_depth` in the last.
+
+    Shapes: (B, N, D) -> (B, N, D).
+    """
+
+    depth: int
+    num_heads: int
+    mlp_dim: int
+    gelu: str = "tanh"
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    stochastic_depth: float = 0.0
+    scan: bool = False
+    remat: str = "none"
+    dtype: Any = jnp.float32
+    constrain: Constrain = unconstrained
+
+    @nn.compact
+    def __call__(self, x_BND, *, train=False):
+        block = EncoderBlock
+        if self.remat != "none":
+            block = nn.remat(
+                block,
+                policy=REMAT_POLICIES[self.remat],
+                prevent_cse=not self.scan,
+                static_argnums=(3,),  # train; 0 is self
+            )
+        fields = {
+            "num_heads": self.num_heads,
+            "mlp_dim": self.mlp_dim,
+            "gelu": self.gelu,
+            "dropout": self.dropout,
+            "attention_dropout": self.attention_dropout,
+            "stochastic_depth": self.stochastic_depth > 0,
+            "dtype": self.dtype,
+            "constrain": self.constrain,
+        }
+        drop_rates = self.stochastic_depth * jnp.arange(self.depth) / max(self.depth - 1, 1)
+        if self.scan:
+            layers = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                in_axes=(0, nn.broadcast),
+                length=self.depth,
+            )
+            x_BND, _ = layers(name="layers", **fields)(x_BND, drop_rates, train)
+        else:
+            for i in range(self.depth):
+                x_BND, _ = block(name=f"layer_{i}", **fields)(x_BND, drop_rates[i], train)
+        return LayerNorm(dtype=self.dtype, name="norm")(x_BND)
+
+
+class MapHead(nn.Module):
+    """Multi-head attention pooling: a learned probe attends to all tokens, then an MLP.
+
+    Shapes: (B, N, D) -> (B, D).
+    Source: Zhai et al. 2021 (arXiv:2106.04560), section 3.2, after Lee et al. 2019
+      (arXiv:1810.00825).
+    """
+
+    num_heads: int
+    mlp_dim: int
+    gelu: str = "tanh"
+    dtype: Any = jnp.float32
+    constrain: Constrain = unconstrained
+
+    @nn.compact
+    def __call__(self, tokens_BND):
+        batch, _, width = tokens_BND.shape
+        probe = self.param("probe", nn.initializers.xavier_uniform(), (1, 1, width))
+        probe_B1D = jnp.tile(probe.astype(self.dtype), (batch, 1, 1))
+        shared = {"dtype": self.dtype, "constrain": self.constrain}
+        x_B1D = Attention(self.num_heads, name="attention", **shared)(probe_B1D, tokens_BND)
+        y_B1D = LayerNorm(dtype=self.dtype, name="norm")(x_B1D)
+        x_B1D += Mlp(self.mlp_dim, gelu=self.gelu, name="mlp", **shared)(y_B1D)
+        return x_B1D[:, 0]

@@ -1,0 +1,51 @@
+"""The sizes of Vision Transformers by name, and the names' grammar.
+
+Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929) table 1 for B, L, H; Steiner et al. 2021
+(arXiv:2106.10270) for Ti, S; Zhai et al. 2021 (arXiv:2106.04560) table 2 for g, G, e (Chen et al.
+2022, arXiv:2209.06794) and mu, M; Alabdulmohsin et al. 2023 (arXiv:2305.13035) for So400m.
+"""
+
+import re
+from typing import NamedTuple
+
+from vit_jax.config import InputError, nearest
+
+
+class Variant(NamedTuple):
+    """Sizes of an encoder: token width D, number of blocks, hidden width of the MLP, heads."""
+
+    width: int
+    depth: int
+    mlp_dim: int
+    num_heads: int
+
+
+VIT_VARIANTS = {
+    "mu": Variant(32, 1, 128, 2),
+    "Ti": Variant(192, 12, 768, 3),
+    "S": Variant(384, 12, 1536, 6),
+    "M": Variant(512, 12, 2048, 8),
+    "B": Variant(768, 12, 3072, 12),
+    "L": Variant(1024, 24, 4096, 16),
+    "So400m": Variant(1152, 27, 4304, 16),
+    "H": Variant(1280, 32, 5120, 16),
+    "g": Variant(1408, 40, 6144, 16),
+    "G": Variant(1664, 48, 8192, 16),
+    "e": Variant(1792, 56, 15360, 16),
+}
+
+
+def parse_vit_name(name: str) -> tuple[Variant, int]:
+    """("ViT-L/16") -> (sizes of variant L, patch size 16).
+
+    Raises:
+      InputError: if `name` is not of that form, or the variant is unknown.
+    """
+    match = re.fullmatch(r"ViT-(\w+)/([1-9]\d*)", name)
+    if match is None:
+        raise InputError(f"name={name!r}: needs ViT-VARIANT/PATCH, e.g. ViT-B/16")
+    variant, patch_size = match.groups()
+    if variant not in VIT_VARIANTS:
+        hint = nearest(variant, list(VIT_VARIANTS))
+        raise InputError(f"name={name!r}: no variant {variant!r}; {hint}")
+    return VIT_VARIANTS[variant], int(patch_size)

@@ -1,0 +1,205 @@
+"""The Vision Transformer.
+
+Axes: B images, N tokens, D width, C classes.
+Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from einops import rearrange
+
+from vit_jax.config import InputError, image_hw, nearest
+from vit_jax.models.layers import (
+    GELU,
+    REMAT_POLICIES,
+    Constrain,
+    Dense,
+    Encoder,
+    MapHead,
+    unconstrained,
+)
+from vit_jax.models.position import POS_EMBEDS, sincos_2d
+from vit_jax.models.variants import parse_vit_name
+
+POOLS = ("token", "gap", "map")
+
+
+def extract_patches(images, patch_size: tuple[int, int]):
+    """The flattened patches of images, in raster order; each patch as (row, column, channel).
+
+    Shapes: (B, H, W, 3) -> (B, HW / (p q), p q 3) for patches of p x q pixels.
+    """
+    p, q = patch_size
+    return rearrange(images, "b (h p) (w q) c -> b (h w) (p q c)", p=p, q=q)
+
+
+class ViT(nn.Module):
+    """Vision Transformer: images (B, H, W, 3) in its value range -> logits (B, C), float32.
+
+    `num_classes` None makes a model without head, whose `__call__` gives the features. In
+    training (`train=True`) dropout and stochastic depth need the random stream `dropout`.
+    `hidden_head` puts a dense layer of width D with tanh before the linear one (pretraining).
+
+    Methods: "tokens" -> (B, N, D), the encoder's output, class token first where there is one;
+      "features" -> (B, D), what the head gets; "pre_logits" -> (B, D), after the hidden layer.
+    Raises: InputError for fields that do not go together, or images of another size.
+    """
+
+    num_classes: int | None
+    image_size: tuple[int, int]
+    patch_size: tuple[int, int]
+    width: int
+    depth: int
+    mlp_dim: int
+    num_heads: int
+    pool: str = "token"
+    hidden_head: bool = False
+    head_bias: float = 0.0
+    pos_embed: str = "learned_1d"
+    gelu: str = "tanh"
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    stochastic_depth: float = 0.0
+    scan: bool = False
+    remat: str = "none"
+    dtype: Any = jnp.float32
+    constrain: Constrain = unconstrained
+
+    def __post_init__(self):
+        self._check_fields()
+        super().__post_init__()
+
+    def _check_fields(self):
+        for field, known in (
+            ("pool", POOLS),
+            ("pos_embed", POS_EMBEDS),
+            ("gelu", tuple(GELU)),
+            ("remat", tuple(REMAT_POLICIES)),
+        ):
+            if getattr(self, field) not in known:
+                value = getattr(self, field)
+                raise InputError(f"{field}={value!r}: {nearest(str(value), known)}")
+        for field in ("width", "depth", "mlp_dim", "num_heads"):
+            if getattr(self, field) < 1:
+                raise InputError(f"{field}={getattr(self, field)}: needs a positive int")
+        for field in ("dropout", "attention_dropout", "stochastic_depth"):
+            if not 0.0 <= getattr(self, field) < 1.0:
+                raise InputError(f"{field}={getattr(self, field)}: needs a rate in [0, 1)")
+        if self.num_classes is not None and self.num_classes < 1:
+            raise InputError(f"num_classes={self.num_classes}: needs a positive int, or None")
+        for axis, side, patch in zip(
+            ("height", "width"), self.image_size, self.patch_size, strict=True
+        ):
+            if side % patch:
+                below, above = side // patch * patch, (side // patch + 1) * patch
+                fits = f"{below} or {above}" if below else str(above)
+                raise InputError(
+                    f"patch_size={self.patch_size}: {patch} does not divide the image's {axis} "
+                    f"{side}; choose a divisor of it, or image_size with {axis} {fits}"
+                )
+        if self.width % self.num_heads:
+            raise InputError(
+                f"num_heads={self.num_heads} does not divide width={self.width}; "
+                "choose one that does"
+            )
+        if self.pos_embed == "sincos_2d":
+            sincos_2d((1, 1), self.width)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the patch grid."""
+        return self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1]
+
+    def setup(self):
+        # The reference embeds by a convolution, hence its initialisation, not that of Dense.
+        self.embedding = nn.Dense(
+            self.width, dtype=self.dtype, kernel_init=nn.initializers.lecun_normal()
+        )
+        prefix = int(self.pool == "token")
+        if prefix:
+            self.class_token = self.param("class_token", nn.initializers.zeros, (1, 1, self.width))
+        if self.pos_embed == "learned_1d":
+            num_tokens = prefix + self.grid[0] * self.grid[1]
+            shape = (1, num_tokens, self.width)
+            self.pos_embedding = self.param("pos_embedding", nn.initializers.normal(0.02), shape)
+        self.embedding_dropout = nn.Dropout(self.dropout)
+        self.encoder = Encoder(
+            depth=self.depth,
+            num_heads=self.num_heads,
+            mlp_dim=self.mlp_dim,
+            gelu=self.gelu,
+            dropout=self.dropout,
+            attention_dropout=self.attention_dropout,
+            stochastic_depth=self.stochastic_depth,
+            scan=self.scan,
+            remat=self.remat,
+            dtype=self.dtype,
+            constrain=self.constrain,
+        )
+        if self.pool == "map":
+            self.map_head = MapHead(
+                num_heads=self.num_heads,
+                mlp_dim=self.mlp_dim,
+                gelu=self.gelu,
+                dtype=self.dtype,
+                constrain=self.constrain,
+            )
+        if self.num_classes is not None:
+            if self.hidden_head:
+                self.head_hidden = Dense(self.width, dtype=self.dtype)
+            self.head = nn.Dense(
+                self.num_classes,
+                kernel_init=nn.initializers.zeros,
+                bias_init=nn.initializers.constant(self.head_bias),
+            )
+
+    def tokens(self, images, *, train=False):
+        """Eqs. 1-4: the encoder's output, normalised."""
+        if images.shape[1:] != (*self.image_size, 3):
+            raise InputError(
+                f"images of shape {images.shape}: this model needs (B, H, W, 3) with "
+                f"image_size={self.image_size}; resize them, or the model (image_size=)"
+            )
+        patches_BNP = extract_patches(images.astype(self.dtype), self.patch_size)
+        x_BND = self.constrain(self.embedding(patches_BNP), ("batch", None, None))
+        if self.pos_embed == "sincos_2d":
+            x_BND += jnp.asarray(sincos_2d(self.grid, self.width), self.dtype)[None]
+        if self.pool == "token":
+            class_B1D = jnp.tile(self.class_token.astype(self.dtype), (x_BND.shape[0], 1, 1))
+            x_BND = jnp.concatenate([class_B1D, x_BND], axis=1)
+        if self.pos_embed == "learned_1d":
+            x_BND += self.pos_embedding.astype(self.dtype)
+        x_BND = self.embedding_dropout(x_BND, deterministic=not train)
+        return self.encoder(self.constrain(x_BND, ("batch", None, None)), train=train)
+
+    def features(self, images, *, train=False):
+        """The pooled representation: class token, mean of the patches, or attention pooling."""
+        x_BND = self.tokens(images, train=train)
+        if self.pool == "token":
+            return x_BND[:, 0]
+        return x_BND.mean(axis=1) if self.pool == "gap" else self.map_head(x_BND)
+
+    def pre_logits(self, images, *, train=False):
+        """The features after the hidden layer of the head, where there is one."""
+        x_BD = self.features(images, train=train)
+        if self.num_classes is not None and self.hidden_head:
+            x_BD = jnp.tanh(self.head_hidden(x_BD))
+        return x_BD
+
+    def __call__(self, images, *, train=False):
+        x_BD = self.pre_logits(images, train=train)
+        return x_BD if self.num_classes is None else self.head(x_BD)
+
+
+def make_vit(name: str, num_classes: int | None, image_size: tuple[int, int], **fields) -> ViT:
+    """The ViT called `name`, e.g. "ViT-B/16"; `fields` replace the variant's own."""
+    variant, patch_size = parse_vit_name(name)
+    patch_size = fields.pop("patch_size", patch_size)
+    return ViT(
+        num_classes=num_classes,
+        image_size=image_size,
+        patch_size=image_hw(patch_size),
+        **(variant._asdict() | fields),
+    )

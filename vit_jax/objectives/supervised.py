@@ -1,0 +1,90 @@
+"""Classification of labelled images.
+
+Axes: B examples, C classes.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from vit_jax.config import InputError, nearest
+
+Loss = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class ObjectiveOutput(NamedTuple):
+    """Sums over a batch, to be divided once, by `weight_sum`."""
+
+    loss_sum: jax.Array
+    weight_sum: jax.Array
+    metric_sums: dict[str, jax.Array]
+    model_state: Any
+
+
+def as_targets(labels: jax.Array, num_classes: int) -> jax.Array:
+    """Labels, int (B,) or float (B, C), as float targets (B, C)."""
+    return jax.nn.one_hot(labels, num_classes) if labels.ndim == 1 else labels
+
+
+def softmax_loss(logits_BC, labels, label_smoothing):
+    """-sum_c t_c log softmax(logits)_c; t smoothed towards uniform. Shapes: -> (B,)."""
+    targets_BC = optax.smooth_labels(as_targets(labels, logits_BC.shape[1]), label_smoothing)
+    return optax.losses.softmax_cross_entropy(logits_BC, targets_BC)
+
+
+def sigmoid_loss(logits_BC, labels, label_smoothing):
+    """Sum over classes of the binary cross-entropies. Shapes: -> (B,).
+
+    Source: Beyer et al. 2020 (arXiv:2006.07159), section 5.
+    """
+    targets_BC = optax.smooth_labels(as_targets(labels, logits_BC.shape[1]), label_smoothing)
+    return optax.losses.sigmoid_binary_cross_entropy(logits_BC, targets_BC).sum(axis=-1)
+
+
+LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}
+
+
+def make_loss(name: str, label_smoothing: float = 0.0) -> Loss:
+    """loss(logits (B, C), labels (B,) int or (B, C) float) -> (B,), by its name in LOSSES.
+
+    Raises:
+      InputError: unknown name, or a smoothing outside [0, 1).
+    """
+    if name not in LOSSES:
+        raise InputError(f"loss.name={name!r}: {nearest(name, list(LOSSES))}")
+    if not 0.0 <= label_smoothing < 1.0:
+        raise InputError(f"loss.label_smoothing={label_smoothing}: needs a number in [0, 1)")
+    return lambda logits, labels: LOSSES[name](logits, labels, label_smoothing)
+
+
+def hits(logits_BC: jax.Array, labels: jax.Array, k: int = 1) -> jax.Array:
+    """1.0 where one of the k largest logits is of a right class, else 0.0. Shapes: -> (B,)."""
+    _, classes_Bk = jax.lax.top_k(logits_BC, min(k, logits_BC.shape[1]))
+    targets_BC = as_targets(labels, logits_BC.shape[1])
+    return jnp.take_along_axis(targets_BC, classes_Bk, axis=1).max(axis=1) > 0
+
+
+def make_supervised(model: nn.Module, loss: Loss):
+    """The objective of classifying `batch["image"]` (B, H, W, 3) as `batch["label"]`.
+
+    Returns:
+      objective(params, model_state, batch, frozen, rng) -> ObjectiveOutput.
+    """
+
+    def objective(params, model_state, batch, frozen, rng) -> ObjectiveOutput:
+        del frozen  # a teacher's parameters: there is none here
+        variables = {"params": params, **model_state}
+        logits_BC = model.apply(variables, batch["image"], train=True, rngs={"dropout": rng})
+        mask_B = batch["mask"]
+        return ObjectiveOutput(
+            loss_sum=(mask_B * loss(logits_BC, batch["label"])).sum(),
+            weight_sum=mask_B.sum(),
+            metric_sums={"top1": (mask_B * hits(logits_BC, batch["label"])).sum()},
+            model_state=model_state,
+        )
+
+    return objective

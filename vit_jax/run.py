@@ -1,0 +1,111 @@
+"""What a run consists of, checked against files and devices, before anything is written."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from vit_jax import checkpoint, data, transfer
+from vit_jax import config as config_lib
+from vit_jax.config import InputError
+from vit_jax.data.sources import fingerprint
+from vit_jax.experiment import Experiment, make_experiment
+from vit_jax.mesh import check_batch_size, make_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run needs, checked; nothing is written yet.
+
+    config: resolved: what the data set says is filled in.
+    sources: by split.
+    initial_params: those of `init_from`, as the model has them; None for none.
+    """
+
+    config: ConfigDict
+    workdir: epath.Path
+    mesh: Mesh
+    sources: Mapping[str, data.Source]
+    experiment: Experiment
+    initial_params: Any = None
+
+
+def prepare(config: ConfigDict, workdir: epath.Path, *, resuming: bool = True) -> Run:
+    """The second check of a config, with files and devices; writes nothing.
+
+    Args:
+      config: valid as far as `validation` sees.
+      workdir: of the run.
+      resuming: False: an earlier run's config there need not agree (it is read, not continued).
+
+    Raises:
+      InputError: naming the key.
+    """
+    mesh = make_mesh(**{axis: size for axis, size in config.mesh.items() if axis != "platform"})
+    check_batch_size(mesh, config.global_batch_size, "global_batch_size")
+    for name, entry in config.evals.items():
+        if entry.batch_size is not None:
+            check_batch_size(mesh, entry.batch_size, f"evals.{name}.batch_size")
+    config, sources = open_sources(config)
+    if resuming:
+        check_workdir(config, workdir)
+    experiment = make_experiment(config, mesh)
+    params = None
+    if config.init_from is not None and not checkpoint.saved_steps(workdir / "checkpoints"):
+        params = transfer.init_params(config.init_from, experiment.model)
+    return Run(config, workdir, mesh, sources, experiment, params)
+
+
+def open_sources(config: ConfigDict) -> tuple[ConfigDict, dict[str, data.Source]]:
+    """The config with what the data set says filled in, and the source of every split."""
+    config = config.copy_and_resolve_references()
+    d = config.data
+
+    def open_split(split, num_examples=None):
+        return data.make_source(
+            d.name,
+            split=split,
+            data_dir=d.data_dir,
+            seed=config.seed,
+            image_size=config_lib.image_hw(d.image_size),
+            num_classes=d.num_classes,
+            num_examples=num_examples,
+        )
+
+    sources = {d.split: open_split(d.split, d.num_examples)}
+    d.num_classes, d.num_examples = sources[d.split].num_classes, sources[d.split].num_examples
+    for entry in config.evals.values():
+        if entry.split not in sources:
+            sources[entry.split] = open_split(entry.split)
+    return config, sources
+
+
+def check_workdir(config: ConfigDict, workdir: epath.Path) -> None:
+    """Raises InputError if `workdir` cannot be used, or holds a run of another config."""
+    if workdir.exists() and not workdir.is_dir():
+        raise InputError(f"--workdir={workdir}: is a file; give a directory")
+    if not (workdir / "config.json").exists():
+        return
+    old = config_lib.from_json((workdir / "config.json").read_text())
+    changed = config_lib.changed_keys(old, config)
+    config_lib.collect_faults(
+        [f"{key} was {was!r} and is {now!r} now" for key, (was, now) in changed.items()],
+        f"--workdir={workdir} holds a run of another config; set it back, or take a new --workdir",
+    )
+
+
+def data_fingerprint(run: Run) -> str:
+    """Of all that decides which bytes the batch of a step holds, but for code."""
+    c = run.config
+    return fingerprint(
+        run.sources[c.data.split].fingerprint,
+        c.seed,
+        c.global_batch_size,
+        c.data.ops,
+        config_lib.image_hw(c.data.image_size),
+    )
+
+

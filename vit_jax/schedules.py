@@ -1,0 +1,132 @@
+"""Durations with a unit, and learning-rate schedules.
+
+Rounding, stated once: a duration is turned into steps by exact rational arithmetic and rounded to
+the nearest step, halves up. "90 epochs" of 1,281,167 images in batches of 1024 are 112,603 steps.
+"""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from vit_jax.config import InputError, nearest
+
+UNITS = ("steps", "epochs", "examples")
+
+
+def parse_duration(text: str, *, num_examples: int, global_batch_size: int, key: str) -> int:
+    """Steps in a duration such as "90 epochs", "10000 steps" or "5e6 examples".
+
+    Args:
+      text: a number (an integer, a decimal or 5e6) and a unit, singular or plural.
+      num_examples: examples in an epoch.
+      global_batch_size: examples in a step.
+      key: the config key that `text` was given for, named in errors.
+
+    Raises:
+      InputError: `text` is no duration.
+    """
+    number, unit = _split_duration(text, key)
+    examples_per_unit = {"steps": global_batch_size, "epochs": num_examples, "examples": 1}[unit]
+    steps = number * examples_per_unit / global_batch_size
+    return math.floor(steps + Fraction(1, 2))
+
+
+def check_duration(text: str, *, key: str) -> None:
+    """Raises InputError where `parse_duration` would; needs neither the data nor the batch."""
+    _split_duration(text, key)
+
+
+def _split_duration(text: str, key: str) -> tuple[Fraction, str]:
+    example = 'write a number and a unit, such as "90 epochs", "10000 steps" or "5e6 examples"'
+    try:
+        number, unit = str(text).split()
+        number = Fraction(number)
+    except (ValueError, ZeroDivisionError):
+        raise InputError(f"{key}={text!r} is not a duration; {example}") from None
+    plural = unit if unit.endswith("s") else f"{unit}s"
+    if plural not in UNITS:
+        raise InputError(f"{key}={text!r} has an unknown unit; {nearest(plural, UNITS)}")
+    if number < 0:
+        raise InputError(f"{key}={text!r} is negative; {example}")
+    return number, plural
+
+
+# Each maps (steps since the warm-up's end, steps from there to the run's end, timescale) to a
+# factor of the peak learning rate.
+SCHEDULES: dict[str, Callable[[jax.Array, int, int], jax.Array]] = {
+    "constant": lambda since, span, timescale: jnp.ones_like(since),
+    "linear": lambda since, span, timescale: 1 - since / span,
+    "cosine": lambda since, span, timescale: 0.5 * (1 + jnp.cos(jnp.pi * since / span)),
+    "rsqrt": lambda since, span, timescale: jnp.sqrt(timescale / (timescale + since)),
+}
+
+
+def make_schedule(
+    name: str,
+    *,
+    peak_lr: float,
+    total_steps: int,
+    warmup_steps: int = 0,
+    cooldown_steps: int = 0,
+    timescale: int = 10_000,
+) -> optax.Schedule:
+    """The learning rate as a function of the step: a float32 scalar, safe under jit.
+
+        lr(step) = peak_lr * min(1, step / warmup_steps)
+                 * decay(max(0, step - warmup_steps))
+                 * min(1, (total_steps - step) / cooldown_steps)
+
+    where decay(t), with T = total_steps - warmup_steps, is
+
+        constant  1
+        linear    1 - t / T
+        cosine    (1 + cos(pi t / T)) / 2
+        rsqrt     sqrt(timescale / (timescale + t))
+
+    The first update (step 0) is thus made at 0 where there is a warm-up. A step after the run's
+    end has the rate of the end.
+
+    Args:
+      name: a key of `SCHEDULES`.
+      peak_lr: the rate at the warm-up's end.
+      total_steps: the whole run, warm-up and cooldown included.
+      warmup_steps: linear from 0.
+      cooldown_steps: linear to 0 at the run's end, on top of the decay.
+      timescale: of rsqrt alone, in steps.
+
+    Raises:
+      InputError: an unknown name, or numbers that fit no run.
+
+    Source: linear and cosine: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 3; rsqrt with
+    cooldown: Zhai et al. 2021 (arXiv:2106.04560), section 3.5.
+    """
+    if name not in SCHEDULES:
+        raise InputError(f"schedule.name={name!r} is unknown; {nearest(name, list(SCHEDULES))}")
+    if peak_lr < 0:
+        raise InputError(f"optimizer.peak_lr={peak_lr} must be at least 0")
+    if timescale <= 0:
+        raise InputError(f"schedule.timescale={timescale} must be more than 0 steps")
+    if total_steps < 1:
+        raise InputError(f"duration is {total_steps} steps; give at least one")
+    if warmup_steps + cooldown_steps > total_steps:
+        raise InputError(
+            f"schedule.warmup ({warmup_steps} steps) and schedule.cooldown ({cooldown_steps} "
+            f"steps) do not fit into duration ({total_steps} steps); shorten them"
+        )
+    decay = SCHEDULES[name]
+    span = max(total_steps - warmup_steps, 1)  # 1: the run is all warm-up and never decays
+
+    def schedule(step) -> jax.Array:
+        step = jnp.minimum(jnp.asarray(step, jnp.float32), total_steps)
+        lr = peak_lr * decay(jnp.maximum(step - warmup_steps, 0), span, timescale)
+        if warmup_steps:
+            lr *= jnp.minimum(step / warmup_steps, 1)
+        if cooldown_steps:
+            lr *= jnp.minimum((total_steps - step) / cooldown_steps, 1)
+        return lr
+
+    return schedule

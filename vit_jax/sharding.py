@@ -1,0 +1,87 @@
+"""How every array of a run is laid out over the mesh.
+
+Parameters by rules over their names; what follows a parameter (its moments in the optimizer) is
+named after it and so laid out alike. Activations by `constrain`.
+"""
+
+import logging
+import math
+import re
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from vit_jax import tree
+from vit_jax.mesh import BATCH_AXES
+
+logger = logging.getLogger("vit_jax")
+
+# (regular expression over the end of a leaf's name, mesh axis of each of its last axes); the first
+# that matches counts. Scanned layers have one more axis in front, which is never split.
+RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    (r"(query|key|value|up)/kernel", ("fsdp", "tensor")),
+    (r"(out|down)/kernel", ("tensor", "fsdp")),
+    (r"head_hidden/kernel", ("fsdp", "tensor")),
+    (r"head/kernel", ("fsdp", None)),
+    (r"embedding/kernel", (None, "fsdp")),
+    # Small: biases, norms, class token, probe, position embedding, counts and steps.
+    (r"(bias|scale|class_token|probe|pos_embedding|count|step)", ()),
+)
+
+
+def state_shardings(state, mesh: Mesh):
+    """The sharding of every leaf of `state`, a pytree of arrays or of their shapes.
+
+    What no rule matches, and what an axis of the mesh does not divide, is replicated and named in
+    a warning.
+    """
+    replicated = []
+
+    def shard(name, leaf):
+        axes = next((axes for rule, axes in RULES if re.search(rf"(^|/){rule}$", name)), None)
+        if axes is None:
+            if leaf.ndim:
+                replicated.append(f"{name} {leaf.shape}: no rule")
+            return NamedSharding(mesh, P())
+        spec = [None] * (leaf.ndim - len(axes)) + list(axes)
+        for i, axis in enumerate(spec):
+            if axis is not None and leaf.shape[i] % mesh.shape[axis]:
+                replicated.append(
+                    f"{name} {leaf.shape}: axis {i} does not divide by {axis}={mesh.shape[axis]}"
+                )
+                spec[i] = None
+        while spec and spec[-1] is None:
+            spec.pop()
+        return NamedSharding(mesh, P(*spec))
+
+    shardings = jax.tree.map(shard, tree.leaf_names(state), state)
+    if replicated and mesh.size > 1:
+        logger.warning("replicated over the mesh:\n  %s", "\n  ".join(replicated))
+    return shardings
+
+
+def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """Lays out an activation over the mesh of `jax.set_mesh`; for models' field `constrain`.
+
+    Args:
+      x: any activation.
+      axes: for each of its axes "batch" (split as the batch is), "tensor", or None (whole).
+
+    Raises:
+      RuntimeError: outside `jax.set_mesh`, where a constraint would silently do nothing.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        raise RuntimeError("a sharded model needs its mesh: call it under jax.set_mesh(mesh)")
+    spec = P(*(BATCH_AXES if axis == "batch" else axis for axis in axes))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def bytes_per_device(state, shardings) -> int:
+    """Bytes of the largest share of `state` that a device holds."""
+    shares = jax.tree.map(
+        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        state,
+        shardings,
+    )
+    return sum(jax.tree.leaves(shares))

@@ -1,0 +1,320 @@
+"""A training run, from a checked config to its summary.
+
+config -> mesh -> data -> experiment (model, objective, optimizer, step) -> state -> loop.
+"""
+
+import collections
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from etils import epath
+from ml_collections import ConfigDict
+
+from vit_jax import checkpoint, data, flops, metrics, sharding
+from vit_jax import config as config_lib
+from vit_jax.data.order import local_rows
+from vit_jax.evaluators import make_evaluators
+from vit_jax.experiment import num_steps
+from vit_jax.mesh import BATCH_AXES, PreemptionGuard, batch_sharding
+from vit_jax.run import Run, data_fingerprint, prepare
+
+logger = logging.getLogger("vit_jax")
+
+_STEPS_IN_FLIGHT = 2  # dispatched and not finished; each holds its batch on the devices
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient is infinite or not a number: the run cannot go on."""
+
+
+class Preempted(Exception):
+    """The run was asked to stop, and has saved; the same command goes on from there."""
+
+
+def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, Any]:
+    """Trains as `config` says in `workdir`, from where an earlier run of it stopped.
+
+    Returns:
+      The summary, as in `workdir/summary.json`.
+
+    Raises:
+      InputError: what the user gave is wrong; the workdir is untouched then.
+      Preempted: on SIGTERM, after saving.
+      NonFiniteError: naming the step; the last good checkpoint is kept.
+    """
+    run = prepare(config, epath.Path(workdir))
+    finished = read_summary(run)
+    if finished is not None:
+        logger.info("finished before, at step %d: nothing to do", finished["step"])
+        return finished
+    describe(run)
+    with jax.set_mesh(run.mesh):
+        state, meta = start_state(run)
+        write_workdir(run)
+        train(run, state, meta)
+    return write_summary(run)
+
+
+def describe(run: Run) -> None:
+    """Says what runs where: devices, batch, data, model."""
+    devices = run.mesh.devices.flatten()
+    axes = ", ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items())
+    logger.info(
+        "devices: %d x %s on %d host(s); mesh: %s",
+        devices.size, devices[0].device_kind, jax.process_count(), axes,
+    )  # fmt: skip
+    size = run.config.global_batch_size
+    rows = len(local_rows(batch_sharding(run.mesh), size))
+    ways = math.prod(run.mesh.shape[axis] for axis in BATCH_AXES)
+    logger.info("batch: %d globally, %d per host, %d per device", size, rows, size // ways)
+    source, e = run.sources[run.config.data.split], run.experiment
+    logger.info(
+        "data: %s, %d examples of %d classes; %d steps",
+        source.name, source.num_examples, source.num_classes, e.total_steps,
+    )  # fmt: skip
+    logger.info(
+        "model: %s, %s parameters, %.3g GFLOP an image forward and backward; state %s per device",
+        run.config.model.name, f"{e.num_params:,}", e.flops_per_image() / 1e9,
+        flops.format_bytes(sharding.bytes_per_device(e.abstract_state, e.shardings)),
+    )  # fmt: skip
+
+
+def start_state(run: Run) -> tuple[Any, dict]:
+    """The state to go on from and what was saved with it: resume > init_from > scratch."""
+
+    def from_init():
+        state = run.experiment.init()
+        params = jax.device_put(run.initial_params, run.experiment.shardings.params)
+        logger.info("start: parameters from init_from=%s", run.config.init_from)
+        return state.replace(params=params)
+
+    return checkpoint.start(
+        directory=run.workdir / "checkpoints",
+        abstract_state=run.experiment.abstract_state,
+        fingerprint=data_fingerprint(run),
+        from_init=from_init if run.initial_params is not None else None,
+        from_scratch=run.experiment.init,
+    )
+
+
+def write_workdir(run: Run) -> None:
+    """Makes the workdir, with the resolved config and the names of the classes."""
+    if jax.process_index() == 0:
+        run.workdir.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_whole(run.workdir / "config.json", config_lib.to_json(run.config))
+        class_names = run.sources[run.config.data.split].class_names
+        if class_names is not None:
+            text = json.dumps(list(class_names), indent=2, ensure_ascii=False) + "\n"
+            checkpoint.write_whole(run.workdir / "classes.json", text)
+
+
+def train(run: Run, state, meta: dict) -> None:
+    """The loop: step, log, evaluate, make the rows durable, save."""
+    c, e = run.config, run.experiment
+    start, total = int(state.step), e.total_steps
+    log_every, save_every = num_steps(c, "log.every"), num_steps(c, "checkpoint.every")
+    evaluators = make_evaluators(c, e.model, run.mesh, run.sources)
+    eval_every = {name: num_steps(c, f"evals.{name}.every") for name in evaluators}
+
+    def due(step, every):
+        return step == total or (every > 0 and step % every == 0)
+
+    train_step = compile_step(run)
+    clock = Clock(meta.get("seconds", 0.0))
+    throughput = metrics.Throughput(
+        start,
+        global_batch_size=c.global_batch_size,
+        flops_per_image=e.flops_per_image(),
+        device_kind=run.mesh.devices.flat[0].device_kind,
+        num_devices=run.mesh.size,
+    )
+    is_writer = jax.process_index() == 0
+    writer = (
+        metrics.MetricWriter(run.workdir, restored_step=start if meta else None)
+        if is_writer
+        else metrics.NullWriter()
+    )
+    pending: collections.deque = collections.deque()
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(writer)
+        progress = stack.enter_context(metrics.Progress(total))
+        guard = stack.enter_context(PreemptionGuard())
+        profiler = stack.enter_context(Profiler(c.log.profile, run.workdir / "profile"))
+        checkpoints = checkpoint.Checkpoints(
+            run.workdir / "checkpoints",
+            keep_last=c.checkpoint.keep_last,
+            keep_every=num_steps(c, "checkpoint.keep_every"),
+        )
+        stack.callback(checkpoints.close)
+
+        for step, batch in enumerate(train_batches(run, start), start + 1):
+            profiler.before(step)
+            state, step_metrics = train_step(state, batch)
+            pending.append((step, step_metrics))
+            if len(pending) > _STEPS_IN_FLIGHT:
+                jax.block_until_ready(pending[-1 - _STEPS_IN_FLIGHT][1])
+            profiler.after(step, step_metrics)
+            stopping = guard.should_stop(step) and step < total
+            evaluations = [name for name, every in eval_every.items() if due(step, every)]
+            saving = stopping or due(step, save_every)
+            logging_now = due(step, log_every)
+            if not (logging_now or evaluations or saving):
+                continue
+
+            last = check_finite(pending, run.workdir)
+            if logging_now:
+                row = {f"train/{name}": value for name, value in last.items()}
+                row["train/lr"] = float(e.schedule(step - 1))
+                row |= throughput.read(step)
+                writer.write(step, row)
+                progress.update(step, row)
+            with throughput.pause():
+                for name in evaluations:
+                    values = evaluators[name].run(state)
+                    row = {f"{name}/{key}": value for key, value in values.items()}
+                    writer.write(step, row)
+                    logger.info("step %d: %s", step, _readable(row))
+                if saving:
+                    writer.flush()
+                    checkpoints.save(
+                        step,
+                        state,
+                        {"data_fingerprint": data_fingerprint(run), "seconds": clock.seconds()},
+                    )
+            if stopping:
+                raise Preempted(f"stopped by SIGTERM at step {step}, which is saved")
+
+
+def compile_step(run: Run):
+    """The compiled train step; says how much memory it needs."""
+    e, since = run.experiment, time.perf_counter()
+    compiled = e.train_step.lower(e.abstract_state, e.abstract_batch).compile()
+    memory = flops.expected_memory(compiled.memory_analysis())
+    logger.info(
+        "compiled in %.0f s; expected memory per device: %s, of it %s temporary",
+        time.perf_counter() - since,
+        flops.format_bytes(memory.total),
+        flops.format_bytes(memory.temporaries),
+    )
+    return compiled
+
+
+def train_batches(run: Run, start: int) -> Iterator[dict[str, jax.Array]]:
+    """The batches of the steps after `start`."""
+    image_size = config_lib.image_hw(run.config.data.image_size)
+    host_ops, _ = data.parse_ops(run.config.data.ops, image_size)
+    return data.train_batches(
+        run.sources[run.config.data.split],
+        host_ops,
+        global_batch_size=run.config.global_batch_size,
+        seed=run.config.seed,
+        image_size=image_size,
+        sharding=batch_sharding(run.mesh),
+        start_step=start,
+        num_steps=run.experiment.total_steps - start,
+    )
+
+
+def check_finite(pending: collections.deque, workdir: epath.Path) -> dict[str, float]:
+    """The metrics of the last pending step, once those of all have been seen to be finite."""
+    values: dict[str, float] = {}
+    steps = [step for step, _ in pending]
+    for step, values in zip(steps, jax.device_get([m for _, m in pending]), strict=True):
+        bad = [f"{k} is {v}" for k, v in values.items() if not math.isfinite(v)]
+        if bad:
+            saved = checkpoint.saved_steps(workdir / "checkpoints")
+            kept = f"step {saved[0]} is saved" if saved else "nothing was saved before it"
+            raise NonFiniteError(
+                f"step {step}: {', '.join(bad)}; {kept}. Lower optimizer.peak_lr, lengthen "
+                "schedule.warmup or set optimizer.grad_clip_norm, and take a new --workdir"
+            )
+    pending.clear()
+    return {name: float(value) for name, value in values.items()}
+
+
+class Clock:
+    """Seconds that a run has taken, those of its earlier parts included."""
+
+    def __init__(self, seconds: float):
+        self._since = time.perf_counter() - seconds
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._since
+
+
+class Profiler:
+    """Traces the steps that `log.profile` names into a directory, by `jax.profiler`."""
+
+    def __init__(self, steps: str | None, directory: epath.Path):
+        self._steps = config_lib.step_range(steps, "log.profile") if steps else range(0)
+        self._directory = directory
+        self._tracing = False
+
+    def __enter__(self) -> "Profiler":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        if self._tracing:
+            jax.profiler.stop_trace()
+
+    def before(self, step: int) -> None:
+        """To be called before the step numbered `step` is dispatched."""
+        if step - 1 in self._steps and not self._tracing:
+            jax.profiler.start_trace(self._directory)
+            self._tracing = True
+
+    def after(self, step: int, result: Any) -> None:
+        """To be called with what that step gave, to be waited for before a trace ends."""
+        if self._tracing and step not in self._steps:
+            jax.block_until_ready(result)
+            jax.profiler.stop_trace()
+            self._tracing = False
+            logger.info("traced to %s; look at it with TensorBoard or XProf", self._directory)
+
+
+def read_summary(run: Run) -> dict[str, Any] | None:
+    """The summary of a run that is finished; None if it is not."""
+    path = run.workdir / "summary.json"
+    if not path.exists():
+        return None
+    summary = json.loads(path.read_text())
+    return summary if summary["step"] == run.experiment.total_steps else None
+
+
+def write_summary(run: Run) -> dict[str, Any]:
+    """Writes summary.json from what the run has made durable."""
+    c, e = run.config, run.experiment
+    step = checkpoint.saved_steps(run.workdir / "checkpoints")[0]
+    seconds = checkpoint.read_meta(run.workdir / "checkpoints" / str(step))["seconds"]
+    images = step * c.global_batch_size
+    last = metrics.last_values(run.workdir)
+    summary = {
+        "step": step,
+        **{k: v for k, v in last.items() if k.split("/")[0] in c.evals},
+        "num_params": e.num_params,
+        "images_seen": images,
+        "exaflops": e.flops_per_image() * images / 1e18,
+        "images_per_s": images / seconds,
+        "chip_hours": seconds * run.mesh.size / 3600,
+    }
+    if jax.process_index() == 0:
+        checkpoint.write_whole(run.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    logger.info("finished: %s", _readable(summary))
+    logger.info("summary: %s", run.workdir / "summary.json")
+    return summary
+
+
+def _readable(values: Mapping[str, float]) -> str:
+    def show(name, value):
+        if name.endswith(("top1", "top5")):
+            return f"{name} {value:.2%}"
+        return f"{name} {value:,}" if float(value).is_integer() else f"{name} {value:.4g}"
+
+    return ", ".join(show(name, value) for name, value in values.items())
