@@ -19,6 +19,7 @@ def get_config(arg=""):
     c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 96, 4, 384, 3
 
     c.data.name, c.data.image_size = "digits", 8
+    c.data.ops = "pad_crop(1)"
 
     c.loss.label_smoothing = 0.1
     c.optimizer.peak_lr, c.optimizer.weight_decay = 1.5e-3, 0.05

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 
 from vit_jax import tree
 from vit_jax.config import InputError
@@ -102,7 +103,8 @@ def saved_steps(directory: epath.Path) -> list[int]:
     """The committed steps in `directory`, newest first."""
     if not directory.exists():
         return []
-    return sorted((int(p.name) for p in directory.iterdir() if p.name.isdigit()), reverse=True)
+    steps = [p for p in directory.iterdir() if p.name.isdigit() and p.is_dir()]
+    return sorted((int(p.name) for p in steps), reverse=True)
 
 
 def read_meta(step_dir: epath.Path) -> dict:
@@ -174,12 +176,14 @@ def restore_newest(
 
 def _move_aside(directory: epath.Path, step: int) -> None:
     """Renames a step, before a manager opens that would count it among those it keeps."""
+    aside = directory / f"invalid-{step}"
     if jax.process_index() == 0:
-        aside = directory / f"invalid-{step}"
         if aside.exists():
             aside.rmtree()
         (directory / str(step)).rename(aside)
-        logger.warning("moved it aside to %s", aside)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"moved aside {step}")
+    logger.warning("moved checkpoint %d aside to %s", step, aside)
 
 
 class Checkpoints:

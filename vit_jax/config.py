@@ -11,6 +11,7 @@ import importlib.util
 import json
 import pathlib
 import re
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,9 +133,14 @@ def classification(*, split: str, every: str, ops: str = "", batch_size: int | N
 
     `every` is a duration; `ops` are host ops; `batch_size` None means `global_batch_size`.
     """
-    entry = ConfigDict({"type": "classification", "split": split, "every": every, "ops": ops})
-    entry.batch_size = placeholder(int)
-    entry.batch_size = batch_size
+    entry = {"type": "classification", "split": split, "every": every, "ops": ops}
+    return _typed_entry(entry | {"batch_size": batch_size})
+
+
+def _typed_entry(values: dict[str, Any]) -> ConfigDict:
+    """An entry of `evals`, locked; None is a value of `batch_size` alone."""
+    entry = ConfigDict(values | {"batch_size": placeholder(int)})
+    entry.batch_size = values["batch_size"]
     return entry.lock()
 
 
@@ -159,13 +165,13 @@ def refuse_words(words: Sequence[str], known: dict[str, str], config_file: str) 
 
 
 def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """{"model.name": "ViT-B/16", ...}: every leaf of `config` by its dotted key."""
+    """{"model.name": "ViT-B/16", ...}: every leaf by its dotted key; lists as tuples."""
     flat = {}
     for key, value in config.items():
         if isinstance(value, ConfigDict):
             flat |= flatten(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
+            flat[prefix + key] = tuple(value) if isinstance(value, list) else value
     return flat
 
 
@@ -184,45 +190,75 @@ def load_config(spec: str) -> ConfigDict:
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-        return module.get_config(arg)
+        config = module.get_config(arg)
     except InputError as e:
         raise InputError(f"--config={spec}: {e}") from None
     except Exception as e:  # whatever a user's file raises is the file's fault
-        frames, line = e.__traceback__, None
-        while frames is not None:
-            if frames.tb_frame.f_code.co_filename == path:
-                line = frames.tb_lineno
-            frames = frames.tb_next
+        line = _line_of(e, module_spec.origin)
         at = f"{path}:{line}" if line else path
-        what = re.sub(r"Other fields present: .*}\"\n?", "", str(e), flags=re.DOTALL)
-        raise InputError(f"--config={spec}: {at}: {type(e).__name__}: {what}") from e
+        raise InputError(f"--config={spec}: {at}: {type(e).__name__}: {_say(e)}") from e
+    if not isinstance(config, ConfigDict):
+        got = type(config).__name__
+        raise InputError(f"--config={spec}: get_config gives {got}; it must return a ConfigDict")
+    return config
+
+
+def _line_of(error: Exception, file: str) -> int | None:
+    """The innermost line of `file` on the way to `error`."""
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return error.lineno
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == file
+    ]
+    return lines[-1] if lines else None
+
+
+def _say(error: Exception) -> str:
+    """What an error says, on one line, without the dump of the config that ml_collections adds."""
+    if isinstance(error, AttributeError) and error.args and isinstance(error.args[0], KeyError):
+        error = error.args[0]  # ml_collections wraps the one in the other
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    text = re.sub(r'Other fields present: ".*}"', "", text, flags=re.DOTALL)
+    return " ".join(text.split())
 
 
 def _parse_value(text: str, kind: type, optional: bool) -> Any:
-    """`text` as a value of `kind`; raises ValueError saying what was needed."""
-    if optional and text.lower() == "none":
+    """`text` as a value of `kind`; raises ValueError saying what was needed.
+
+    None is spelled so, as `none` is a value of its own for some keys (`model.pos_embed`).
+    """
+    if optional and text == "None":
         return None
     if kind is str:
         return text
+    or_none = " or None" if optional else ""
     if kind is bool:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
-        raise ValueError("needs true or false")
+        raise ValueError(f"needs true or false{or_none}")
     if kind is int:
         try:
             return int(text)
         except ValueError:
-            raise ValueError("needs an int") from None
+            raise ValueError(f"needs an int{or_none}") from None
     if kind is float:
         try:
             return float(text)
         except ValueError:
-            raise ValueError("needs a number") from None
+            raise ValueError(f"needs a number{or_none}") from None
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        raise ValueError("needs numbers, e.g. 32 or 32,48") from None
-    return tuple(value) if isinstance(value, list) else value
+    except (ValueError, SyntaxError, TypeError):
+        value = None
+    value = tuple(value) if isinstance(value, list) else value
+    if kind is tuple and not isinstance(value, tuple):
+        raise ValueError("needs numbers with commas between them, e.g. 0.5,0.5,0.5")
+    numbers = value if isinstance(value, tuple) else (value,)
+    if not all(type(number) in (int, float) for number in numbers):
+        raise ValueError(f"needs a number or several, e.g. 32 or 32,48{or_none}")
+    return value
 
 
 def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) -> list[str]:
@@ -262,19 +298,26 @@ def from_json(text: str) -> ConfigDict:
     Raises:
       InputError: naming every key that this version does not have.
     """
-    config, stored = base_config(), json.loads(text)
-    for name, entry in stored.pop("evals").items():
-        config.evals[name] = ConfigDict(entry).lock()
-    faults = []
+    config, faults = base_config(), []
+    try:
+        stored = json.loads(text)
+        evals = stored.pop("evals")
+        for name, entry in evals.items():
+            config.evals[name] = _typed_entry(entry)
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise InputError(f"config.json: not as a run writes it ({type(e).__name__}: {e})") from None
 
     def fill(node: ConfigDict, values: dict, prefix: str) -> None:
         for key, value in values.items():
             if key not in node:
                 faults.append(f"{prefix}{key}: no such key; {nearest(key, list(node))}")
-            elif isinstance(value, dict):
+            elif isinstance(node[key], ConfigDict) and isinstance(value, dict):
                 fill(node[key], value, f"{prefix}{key}.")
             else:
-                node[key] = tuple(value) if isinstance(value, list) else value
+                try:
+                    node[key] = tuple(value) if isinstance(value, list) else value
+                except TypeError as e:
+                    faults.append(f"{prefix}{key}: {e}")
 
     fill(config, stored, "")
     collect_faults(faults, "config.json of another version")
@@ -291,19 +334,19 @@ def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]
     }
 
 
-def image_hw(image_size: int | Sequence[int]) -> tuple[int, int]:
-    """(height, width) of an image size given as int or pair.
+def image_hw(size: int | Sequence[int], key: str = "image_size") -> tuple[int, int]:
+    """(height, width) of a size given as int or pair, for the key or argument `key`.
 
     Raises:
       InputError: if it is neither.
     """
-    pair = (image_size,) * 2 if isinstance(image_size, int) else image_size
+    pair = (size, size) if isinstance(size, int) else size
     if not (
         isinstance(pair, Sequence)
         and len(pair) == 2
-        and all(isinstance(side, int) and side > 0 for side in pair)
+        and all(type(side) is int and side > 0 for side in pair)
     ):
-        raise InputError(f"image_size={image_size!r}: needs a positive int or a pair of them")
+        raise InputError(f"{key}={size!r}: needs a positive int or a pair of them")
     return tuple(pair)
 
 

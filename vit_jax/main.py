@@ -29,7 +29,10 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
     for word in words:
         if word.startswith("--config."):
             key, equals, value = word.removeprefix("--config.").partition("=")
-            overrides.append((key, value if equals else next(words, "")))
+            value = value if equals else next(words, None)
+            if value is None or (value.startswith("--") and not equals):
+                raise InputError(f"{word}: no value; write {word}=VALUE")
+            overrides.append((key, value))
         else:
             rest.append(word)
     flags, unknown = parser.parse_known_args(rest)

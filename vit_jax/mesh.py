@@ -6,18 +6,20 @@ split over the first three.
 
 import glob
 import importlib.util
+import logging
 import math
 import os
 import signal
 import types
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.config import InputError
+
+logger = logging.getLogger("vit_jax")
 
 AXES = ("replica", "data", "fsdp", "tensor")
 BATCH_AXES = ("replica", "data", "fsdp")
@@ -61,6 +63,13 @@ def start_backend(platform: str | None = None) -> None:
             f"mesh.platform={platform}: JAX finds only {jax.default_backend()} devices here; "
             f"{hint}set --config.mesh.platform={jax.default_backend()}"
         )
+    unused = accelerators_on_host() if jax.default_backend() == "cpu" and platform is None else []
+    if unused:
+        logger.warning(
+            "running on the CPU, though this host has: %s. Install with pip install -e '.[cuda]' "
+            "or '.[tpu]', or say --config.mesh.platform=cpu",
+            ", ".join(unused),
+        )
 
 
 def start_processes(
@@ -100,8 +109,9 @@ def make_mesh(*, replica: int, data: int, fsdp: int, tensor: int, devices=None) 
     if open_axes:
         sizes[open_axes[0]] = len(devices) // fixed
     if math.prod(sizes.values()) != len(devices):
+        needed = f"a multiple of {fixed}" if open_axes else fixed
         raise InputError(
-            f"{given}: needs a multiple of {fixed} devices, and there are {len(devices)}; "
+            f"{given}: needs {needed} devices, and there are {len(devices)}; "
             "change the sizes so that their product is that number"
         )
     return jax.make_mesh(
@@ -152,10 +162,3 @@ class PreemptionGuard:
         if self._single:
             return self._signalled
         return multihost_utils.reached_preemption_sync_point(step)
-
-
-def sum_over_processes(value: int) -> int:
-    """The sum of a host's number over all hosts."""
-    if jax.process_count() == 1:
-        return value
-    return int(np.sum(multihost_utils.process_allgather(np.int64(value))))

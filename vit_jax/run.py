@@ -22,7 +22,7 @@ class Run:
 
     config: resolved: what the data set says is filled in.
     sources: by split.
-    initial_params: those of `init_from`, as the model has them; None for none.
+    initial_params: {leaf name: array} that the model takes from `init_from`; None for none.
     """
 
     config: ConfigDict

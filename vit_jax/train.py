@@ -16,7 +16,7 @@ import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint, data, flops, metrics, sharding
+from vit_jax import checkpoint, data, flops, metrics, sharding, tree
 from vit_jax import config as config_lib
 from vit_jax.data.order import local_rows
 from vit_jax.evaluators import make_evaluators
@@ -54,10 +54,10 @@ def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str,
         logger.info("finished before, at step %d: nothing to do", finished["step"])
         return finished
     describe(run)
-    with jax.set_mesh(run.mesh):
+    with PreemptionGuard() as guard, jax.set_mesh(run.mesh):
         state, meta = start_state(run)
         write_workdir(run)
-        train(run, state, meta)
+        train(run, state, meta, guard)
     return write_summary(run)
 
 
@@ -90,9 +90,11 @@ def start_state(run: Run) -> tuple[Any, dict]:
 
     def from_init():
         state = run.experiment.init()
-        params = jax.device_put(run.initial_params, run.experiment.shardings.params)
+        params = tree.flatten_names(state.params)
+        for name, array in run.initial_params.items():
+            params[name] = jax.device_put(array, params[name].sharding)
         logger.info("start: parameters from init_from=%s", run.config.init_from)
-        return state.replace(params=params)
+        return state.replace(params=tree.unflatten_names(params))
 
     return checkpoint.start(
         directory=run.workdir / "checkpoints",
@@ -114,16 +116,17 @@ def write_workdir(run: Run) -> None:
             checkpoint.write_whole(run.workdir / "classes.json", text)
 
 
-def train(run: Run, state, meta: dict) -> None:
+def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
     """The loop: step, log, evaluate, make the rows durable, save."""
     c, e = run.config, run.experiment
     start, total = int(state.step), e.total_steps
-    log_every, save_every = num_steps(c, "log.every"), num_steps(c, "checkpoint.every")
+    saved = start if meta else None
     evaluators = make_evaluators(c, e.model, run.mesh, run.sources)
-    eval_every = {name: num_steps(c, f"evals.{name}.every") for name in evaluators}
+    keys = ["log.every", "checkpoint.every", *(f"evals.{name}.every" for name in evaluators)]
+    every = {key: max(num_steps(c, key), 1) for key in keys}
 
-    def due(step, every):
-        return step == total or (every > 0 and step % every == 0)
+    def due(step, key):
+        return step == total or step % every[key] == 0
 
     train_step = compile_step(run)
     clock = Clock(meta.get("seconds", 0.0))
@@ -145,7 +148,6 @@ def train(run: Run, state, meta: dict) -> None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(writer)
         progress = stack.enter_context(metrics.Progress(total))
-        guard = stack.enter_context(PreemptionGuard())
         profiler = stack.enter_context(Profiler(c.log.profile, run.workdir / "profile"))
         checkpoints = checkpoint.Checkpoints(
             run.workdir / "checkpoints",
@@ -162,13 +164,13 @@ def train(run: Run, state, meta: dict) -> None:
                 jax.block_until_ready(pending[-1 - _STEPS_IN_FLIGHT][1])
             profiler.after(step, step_metrics)
             stopping = guard.should_stop(step) and step < total
-            evaluations = [name for name, every in eval_every.items() if due(step, every)]
-            saving = stopping or due(step, save_every)
-            logging_now = due(step, log_every)
+            evaluations = [name for name in evaluators if due(step, f"evals.{name}.every")]
+            saving = stopping or due(step, "checkpoint.every")
+            logging_now = due(step, "log.every")
             if not (logging_now or evaluations or saving):
                 continue
 
-            last = check_finite(pending, run.workdir)
+            last = check_finite(pending, saved)
             if logging_now:
                 row = {f"train/{name}": value for name, value in last.items()}
                 row["train/lr"] = float(e.schedule(step - 1))
@@ -182,6 +184,7 @@ def train(run: Run, state, meta: dict) -> None:
                     writer.write(step, row)
                     logger.info("step %d: %s", step, _readable(row))
                 if saving:
+                    saved = step
                     writer.flush()
                     checkpoints.save(
                         step,
@@ -222,15 +225,17 @@ def train_batches(run: Run, start: int) -> Iterator[dict[str, jax.Array]]:
     )
 
 
-def check_finite(pending: collections.deque, workdir: epath.Path) -> dict[str, float]:
-    """The metrics of the last pending step, once those of all have been seen to be finite."""
+def check_finite(pending: collections.deque, saved: int | None) -> dict[str, float]:
+    """The metrics of the last pending step, once those of all have been seen to be finite.
+
+    `saved` is the step of the newest checkpoint.
+    """
     values: dict[str, float] = {}
     steps = [step for step, _ in pending]
     for step, values in zip(steps, jax.device_get([m for _, m in pending]), strict=True):
         bad = [f"{k} is {v}" for k, v in values.items() if not math.isfinite(v)]
         if bad:
-            saved = checkpoint.saved_steps(workdir / "checkpoints")
-            kept = f"step {saved[0]} is saved" if saved else "nothing was saved before it"
+            kept = "nothing was saved before it" if saved is None else f"step {saved} is saved"
             raise NonFiniteError(
                 f"step {step}: {', '.join(bad)}; {kept}. Lower optimizer.peak_lr, lengthen "
                 "schedule.warmup or set optimizer.grad_clip_norm, and take a new --workdir"

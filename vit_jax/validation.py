@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 from vit_jax.config import (
     REQUIRED,
     InputError,
+    base_config,
     collect_faults,
     flatten,
     image_hw,
@@ -29,11 +30,13 @@ def find_faults(config: ConfigDict) -> list[str]:
     """Every fault of `config`, each naming its key."""
     faults = []
 
-    def check(fn: Callable, *args, prefix: str = "", **kwargs) -> None:
+    def check(fn: Callable, *args, prefix: str = "", **kwargs) -> bool:
         try:
             fn(*args, **kwargs)
         except InputError as e:
             faults.append(f"{prefix}{e}")
+            return False
+        return True
 
     def need(holds: bool, text: str) -> None:
         if not holds:
@@ -42,10 +45,23 @@ def find_faults(config: ConfigDict) -> list[str]:
     def known(key: str, value: str, names) -> None:
         need(value in names, f"{key}={value!r}: {nearest(value, list(names))}")
 
-    values = flatten(config)
+    def positive(key: str) -> None:
+        value = values[key]
+        need(value is None or value > 0, f"{key}={value}: needs a positive number")
+
+    values, defaults = flatten(config), flatten(base_config())
     missing = {key for key in REQUIRED if values[key] is None}
     faults += [f"{key}: not set; set it in the config file or by --config.{key}=..."
                for key in REQUIRED if key in missing]  # fmt: skip
+    emptied = [
+        key for key, default in defaults.items() if default is not None and values[key] is None
+    ]
+    if emptied:  # a config file can do that, and nothing below would expect it
+        return faults + [f"{key}=None: needs a value, e.g. {defaults[key]!r}" for key in emptied]
+    for key, value in values.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        finite = all(math.isfinite(number) for number in numbers if isinstance(number, float))
+        need(finite, f"{key}={value}: needs a finite number")
 
     durations = ["duration", "schedule.warmup", "schedule.cooldown", "schedule.timescale",
                  "checkpoint.every", "checkpoint.keep_every", "log.every"]  # fmt: skip
@@ -53,20 +69,18 @@ def find_faults(config: ConfigDict) -> list[str]:
         if values[key] is not None:
             check(check_duration, values[key], key=key)
 
-    size = config.global_batch_size
-    need(size is None or size > 0, f"global_batch_size={size}: needs a positive number")
-    image_size = config.data.image_size
-    if image_size is not None:
-        check(image_hw, image_size, prefix="data.")
-    if not any(fault.startswith("data.image_size") for fault in faults) and "model.name" not in missing:
-        check(create_model, config.model.name, config.data.num_classes, image_size,
+    for key in ("global_batch_size", "data.num_classes", "data.num_examples"):
+        positive(key)
+    sizes = [key for key in ("data.image_size", "model.patch_size") if values[key] is not None]
+    sizes_are_good = all([check(image_hw, values[key], key) for key in sizes])
+    if sizes_are_good and not missing & {"data.image_size", "model.name"}:
+        check(create_model, config.model.name, 1, config.data.image_size,  # 1: it is checked above
               prefix="model.", **model_fields(config))  # fmt: skip
-        _check_ops(config, check, need)
-    for key in ("mean", "std"):
-        value = config.data[key]
+    _check_ops(config, check, need)
+    for key in ("data.mean", "data.std"):
+        numbers = len(values[key]) == 3 and all(isinstance(v, int | float) for v in values[key])
         need(
-            len(value) == 3 and all(isinstance(v, int | float) for v in value),
-            f"data.{key}={value}: needs three numbers, one a channel, of pixels in [0, 1]",
+            numbers, f"{key}={values[key]}: needs three numbers, one a channel, of pixels in [0, 1]"
         )
     need(all(config.data.std), f"data.std={config.data.std}: needs numbers other than 0")
 
@@ -74,9 +88,8 @@ def find_faults(config: ConfigDict) -> list[str]:
     check(make_loss, **config.loss)
     optimizer = {k: v for k, v in config.optimizer.items() if k != "peak_lr"}
     check(make_optimizer, **optimizer, schedule=lambda step: 0.0)
-    check(make_schedule, config.schedule.name, peak_lr=config.optimizer.peak_lr or 0.0, total_steps=1)
-    lr = config.optimizer.peak_lr
-    need(lr is None or math.isfinite(lr), f"optimizer.peak_lr={lr}: needs a finite number")
+    peak_lr = config.optimizer.peak_lr or 0.0
+    check(make_schedule, config.schedule.name, peak_lr=peak_lr, total_steps=1)
 
     if config.mesh.platform is not None:
         known("mesh.platform", config.mesh.platform, PLATFORMS)
@@ -86,13 +99,12 @@ def find_faults(config: ConfigDict) -> list[str]:
         check(step_range, config.log.profile, key="log.profile")
     for name, entry in config.evals.items():
         known(f"evals.{name}.type", entry.type, EVALUATORS)
-        batch = entry.batch_size
-        need(batch is None or batch > 0, f"evals.{name}.batch_size={batch}: needs a positive number")
+        positive(f"evals.{name}.batch_size")
     return faults
 
 
 def _check_ops(config: ConfigDict, check: Callable, need: Callable) -> None:
-    image_size = image_hw(config.data.image_size)
+    image_size = (1, 1)  # only the sizes that the ops leave out depend on it
     check(parse_ops, config.data.ops, image_size, key="data.ops")
     for name, entry in config.evals.items():
         key = f"evals.{name}.ops"

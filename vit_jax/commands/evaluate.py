@@ -43,11 +43,12 @@ def run(flags: argparse.Namespace) -> int:
     validate(config, faults, f"{workdir}/config.json")
     if not config.evals:
         raise InputError(f"--workdir={workdir}: its config has no evals")
+    metrics.log_to_console(Console(stderr=True))
     start_processes(flags.coordinator, flags.num_processes, flags.process_id)
     start_backend(config.mesh.platform)
-
-    metrics.log_to_console(Console(stderr=True))
-    print(json.dumps(evaluate(config, workdir), indent=2))
+    results = evaluate(config, workdir)
+    if jax.process_index() == 0:
+        print(json.dumps(results, indent=2))
     return os.EX_OK
 
 
@@ -59,9 +60,7 @@ def evaluate(config: ConfigDict, workdir: epath.Path) -> dict[str, float]:
     """
     run = prepare(config, workdir, resuming=False)
     with jax.set_mesh(run.mesh):
-        restored = checkpoint.restore_newest(
-            workdir / "checkpoints", run.experiment.abstract_state
-        )
+        restored = checkpoint.restore_newest(workdir / "checkpoints", run.experiment.abstract_state)
         if restored is None:
             raise InputError(f"--workdir={workdir}: no checkpoint there yet")
         state, meta = restored

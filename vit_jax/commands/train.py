@@ -9,6 +9,8 @@ import argparse
 import os
 import sys
 
+import jax
+
 from vit_jax import metrics
 from vit_jax.commands import define_process_flags, load_valid_config
 from vit_jax.config import InputError
@@ -32,10 +34,10 @@ def run(flags: argparse.Namespace) -> int:
             "python -m vit_jax.main --config=configs/quickstart.py --workdir=runs/quickstart"
         )
     config = load_valid_config(flags)
+    metrics.log_to_console()
     start_processes(flags.coordinator, flags.num_processes, flags.process_id)
     start_backend(config.mesh.platform)
-
-    metrics.log_to_console()
+    metrics.CONSOLE.quiet = jax.process_index() > 0
     try:
         train_and_evaluate(config, flags.workdir)
     except Preempted as e:

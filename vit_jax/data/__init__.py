@@ -8,11 +8,11 @@ import functools
 
 from vit_jax.config import InputError
 from vit_jax.data.device_ops import make_device_transform, to_value_range
-from vit_jax.data.folder import folder
+from vit_jax.data.image_folder import folder
 from vit_jax.data.ops import OPS, parse_ops
 from vit_jax.data.pipeline import eval_batches, train_batches
+from vit_jax.data.prepared_tfds import tfds_source
 from vit_jax.data.sources import Source, digits, synthetic
-from vit_jax.data.tfds_source import tfds_source
 
 __all__ = [
     "OPS",
@@ -53,7 +53,7 @@ def make_source(
 
     Raises: InputError if the data are missing or are not what was asked for.
     """
-    factory = SOURCES.get(name, functools.partial(tfds_source, name))
+    factory = SOURCES.get(name, functools.partial(tfds_source, name, other_sources=[*SOURCES]))
     expected = {"num_classes": num_classes, "num_examples": num_examples}
     source = factory(split=split, image_size=image_size, data_dir=data_dir, seed=seed, **expected)
     for key, value in expected.items():

@@ -28,14 +28,14 @@ def flip() -> DeviceOp:
 DEVICE_OPS = {"flip": flip}
 
 
-def to_value_range(
-    images: jax.Array, mean: Sequence[float] = (0.5,) * 3, std: Sequence[float] = (0.5,) * 3
-) -> jax.Array:
+def to_value_range(images: jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:
     """(images / 255 - mean) / std per channel: uint8 (..., 3) -> float32 (..., 3).
 
     With mean and std of 0.5, the papers' own, values lie in [-1, 1].
     """
-    mean, std = jnp.asarray(mean, jnp.float32), jnp.asarray(std, jnp.float32)
+    per_channel = (1,) * (images.ndim - 1) + (3,)
+    mean = jnp.reshape(jnp.asarray(mean, jnp.float32), per_channel)
+    std = jnp.reshape(jnp.asarray(std, jnp.float32), per_channel)
     return (images.astype(jnp.float32) / 255 - mean) / std
 
 

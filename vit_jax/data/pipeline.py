@@ -110,7 +110,7 @@ def host_batches(
         return record_ids, order.keys(positions, seed)
 
     steps = tf.data.Dataset.range(start_step, start_step + num_steps)
-    return _batches(source, host_ops, steps.map(arrange), len(rows), image_size)
+    return _batches(source, host_ops, steps.map(arrange), len(rows), image_size, "data.ops")
 
 
 def host_eval_batches(
@@ -136,7 +136,7 @@ def host_eval_batches(
         return record_ids, order.keys(positions, seed=0)
 
     steps = tf.data.Dataset.range(math.ceil(source.num_examples / global_batch_size))
-    return _batches(source, host_ops, steps.map(arrange), len(rows), image_size)
+    return _batches(source, host_ops, steps.map(arrange), len(rows), image_size, "evals.*.ops")
 
 
 def to_global(
@@ -162,13 +162,28 @@ def to_global(
     return jax.tree.map(put, batch)
 
 
-def _batches(source, host_ops, arranged, num_rows, image_size) -> Iterator[Batch]:
-    """Batches of what `arranged` says: record ids (b,), -1 for padding, and keys (b, 2)."""
+def _batches(source, host_ops, arranged, num_rows, image_size, key) -> Iterator[Batch]:
+    """Batches of what `arranged` says: record ids (b,), -1 for padding, and keys (b, 2).
+
+    `key` is where the config has the ops, for errors.
+    """
     if source.encoded:
-        examples = _load_encoded(source, host_ops, arranged.unbatch(), image_size)
+        if not (host_ops and host_ops[0].takes_encoded):
+            first = repr(host_ops[0].text) if host_ops else "no host op"
+            raise InputError(
+                f"{key} begins with {first}, and the images of data.name={source.name!r} are "
+                "encoded; put 'decode' or 'inception_crop' first"
+            )
+        examples, shape = _load_encoded(source, host_ops, arranged.unbatch(), image_size)
         batches = examples.batch(num_rows, drop_remainder=True)
     else:
-        batches = _load_pixels(source, host_ops, arranged, image_size)
+        batches, shape = _load_pixels(source, host_ops, arranged)
+    if tuple(shape) != (*image_size, 3):
+        ops = "|".join(op.text for op in host_ops)
+        raise InputError(
+            f"{key}={ops!r} gives images of {tuple(shape)}; needed: {(*image_size, 3)}, from "
+            "data.image_size; end the host ops with one that fixes the size, such as 'resize'"
+        )
     options = tf.data.Options()
     options.deterministic = True
     options.threading.max_intra_op_parallelism = 1
@@ -176,8 +191,8 @@ def _batches(source, host_ops, arranged, num_rows, image_size) -> Iterator[Batch
     return _name_broken(batches.as_numpy_iterator(), source)
 
 
-def _load_pixels(source, host_ops, arranged, image_size) -> tf.data.Dataset:
-    """Batch by batch, which costs half as much as one example at a time."""
+def _load_pixels(source, host_ops, arranged):
+    """Batches, and their images' static shape. By the batch costs half as much as one by one."""
 
     def load(record_ids, keys):
         example = source.read(tf.maximum(record_ids, 0))
@@ -190,18 +205,11 @@ def _load_pixels(source, host_ops, arranged, image_size) -> tf.data.Dataset:
         return {**example, "image": image, "mask": mask, "id": tf.cast(record_ids, tf.int32)}
 
     batches = arranged.map(load, tf.data.AUTOTUNE)
-    _check_shape(batches.element_spec["image"].shape[1:], host_ops, image_size)
-    return batches
+    return batches, batches.element_spec["image"].shape[1:]
 
 
-def _load_encoded(source, host_ops, arranged, image_size) -> tf.data.Dataset:
-    """Example by example, each in a data set of its own, so that an error in it stays there."""
-    if not (host_ops and host_ops[0].takes_encoded):
-        first = repr(host_ops[0].text) if host_ops else "no host op"
-        raise InputError(
-            f"data.ops starts with {first}, and the images of data.name={source.name!r} are "
-            "encoded; put 'decode' or 'inception_crop' first"
-        )
+def _load_encoded(source, host_ops, arranged, image_size):
+    """Examples, and their images' static shape; an error in one becomes its mask."""
 
     def load(record_id, key):
         example = source.read(record_id)
@@ -209,6 +217,7 @@ def _load_encoded(source, host_ops, arranged, image_size) -> tf.data.Dataset:
         return {**example, "image": image, "id": tf.cast(record_id, tf.int32)}
 
     def load_or_mask(record_id, key):
+        # A data set of one example confines its error; ignore_errors on all would move the rest.
         one = tf.data.Dataset.from_tensors((record_id, key)).filter(lambda i, _: i >= 0)
         masked = {
             "image": tf.zeros((*image_size, 3), tf.uint8),
@@ -219,23 +228,14 @@ def _load_encoded(source, host_ops, arranged, image_size) -> tf.data.Dataset:
         either = one.map(load).ignore_errors().concatenate(tf.data.Dataset.from_tensors(masked))
         return either.take(1).get_single_element()
 
-    _check_shape(arranged.map(load).element_spec["image"].shape, host_ops, image_size)
-    return arranged.map(load_or_mask, tf.data.AUTOTUNE)
+    shape = arranged.map(load).element_spec["image"].shape
+    return arranged.map(load_or_mask, tf.data.AUTOTUNE), shape
 
 
 def _preprocess(host_ops, image, key):
     for i, op in enumerate(host_ops):
         image = op(image, order.fold_in(key, i))
     return image
-
-
-def _check_shape(shape, host_ops, image_size):
-    if tuple(shape) != (*image_size, 3):
-        ops = "|".join(op.text for op in host_ops)
-        raise InputError(
-            f"data.ops={ops!r} gives images of {tuple(shape)}; needed: {(*image_size, 3)}, from "
-            "data.image_size; end the host ops with one that fixes the size, such as 'resize'"
-        )
 
 
 def _name_broken(batches: Iterator[Batch], source: Source) -> Iterator[Batch]:
@@ -247,7 +247,7 @@ def _name_broken(batches: Iterator[Batch], source: Source) -> Iterator[Batch]:
 
 @functools.cache
 def _warn_broken(fingerprint: str, record_name: str) -> None:
-    """Once a process for each record of a data set."""
+    """Once a process for each record; `fingerprint` tells equal names of two data sets apart."""
     del fingerprint
     logging.getLogger("vit_jax").warning("%s cannot be decoded; it is masked", record_name)
 

@@ -1,7 +1,7 @@
 """What a data set is to the pipeline: records that are read by their index.
 
-`Source` is the one interface; `digits` and `synthetic` are made here, image folders in folder.py
-and TFDS data sets in tfds_source.py.
+`Source` is the one interface. `digits` and `synthetic` are made here, folders of images in
+image_folder.py, TFDS data sets in prepared_tfds.py.
 """
 
 from __future__ import annotations

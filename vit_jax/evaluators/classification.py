@@ -7,6 +7,8 @@ import numpy as np
 
 from vit_jax.objectives.supervised import Loss, hits
 
+_BATCHES_IN_FLIGHT = 2
+
 
 class Classification:
     """top1, top5, loss and num_examples; `batch["mask"]` (B,) is 0 for what does not count.
@@ -36,8 +38,15 @@ class Classification:
 
     def run(self, state) -> dict[str, float]:
         """The metrics of `state` over the split."""
-        counts = jax.device_get([self._count(state, batch) for batch in self._make_batches()])
+        counts: list = []
+        for batch in self._make_batches():
+            counts.append(self._count(state, batch))
+            if len(counts) > _BATCHES_IN_FLIGHT:  # each holds its images on the devices
+                jax.block_until_ready(counts[-1 - _BATCHES_IN_FLIGHT])
+        counts = jax.device_get(counts)
         seen = float(np.sum([weight for _, weight in counts], dtype=np.float64))
-        totals = {name: np.sum([s[name] for s, _ in counts], dtype=np.float64) for name in counts[0][0]}
+        totals = {
+            name: np.sum([s[name] for s, _ in counts], dtype=np.float64) for name in counts[0][0]
+        }
         means = {name: float(total / max(seen, 1.0)) for name, total in totals.items()}
         return means | {"num_examples": seen}

@@ -96,10 +96,9 @@ def fit(pretrained: Pretrained, model: nn.Module, *, reset_head: bool) -> dict[s
         elif found[name].shape != leaf.shape:
             faults.append(f"{name}: {found[name].shape} in the source, {leaf.shape} in the model")
     if faults:
-        raise InputError(
-            "\n  ".join(
-                [f"init_from={pretrained.source!r} does not fit the model (set the fields of "
-                 "config.model as the source has them):", *faults]  # fmt: skip
-            )
+        said = (
+            f"init_from={pretrained.source!r} does not fit the model (set the fields of "
+            "config.model as the source has them):"
         )
+        raise InputError("\n  ".join([said, *faults]))
     return found

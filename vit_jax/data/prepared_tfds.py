@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import psutil
@@ -21,22 +22,22 @@ from vit_jax.data.sources import Source, fingerprint, numbered, read_pixels
 _NAME = re.compile(r"(?P<name>\w+)(/(?P<config>[\w.-]+))?(:(?P<version>\d+\.\d+\.\d+))?")
 
 
-def tfds_source(name: str, *, split: str, data_dir: str | None, **_) -> Source:
+def tfds_source(
+    name: str, *, split: str, data_dir: str | None, other_sources: Sequence[str] = (), **_
+) -> Source:
     """A split of the prepared TFDS data set `name[/config][:version]` below `data_dir`.
 
     `split` is in TFDS notation (`train`, `train[:90%]`, `train+validation`), `data_dir` None is
     TFDS's own default, and without a version the newest one there is read. Where features.json
     fixes the image's size, images are decoded now and the source is one of pixels; otherwise they
-    stay encoded.
+    stay encoded. `other_sources` are names that a misspelt `name` may have meant.
 
     Raises: InputError if the data set or a file is missing, if it has no `image` or no class
       `label`, if there is no such split, or if it does not fit into this host's memory.
     """
-    builder = tfds.builder_from_directory(_prepared_folder(name, data_dir))
+    builder = tfds.builder_from_directory(_prepared_folder(name, data_dir, other_sources))
     features, full_name = dict(builder.info.features), builder.info.full_name
-    if not isinstance(features.get("image"), tfds.features.Image) or not isinstance(
-        features.get("label"), tfds.features.ClassLabel
-    ):
+    if not (_is_image(features.get("image")) and _is_class_label(features.get("label"))):
         raise InputError(
             f"data.name={name!r}: {full_name} has the features {features}; needed: 'image', "
             "an Image, and 'label', a ClassLabel"
@@ -82,7 +83,15 @@ def tfds_source(name: str, *, split: str, data_dir: str | None, **_) -> Source:
     )
 
 
-def _prepared_folder(name: str, data_dir: str | None) -> epath.Path:
+def _is_image(feature) -> bool:
+    return isinstance(feature, tfds.features.Image)
+
+
+def _is_class_label(feature) -> bool:
+    return isinstance(feature, tfds.features.ClassLabel)
+
+
+def _prepared_folder(name: str, data_dir: str | None, other_sources) -> epath.Path:
     """The folder of the data set's version: data_dir/name[/config]/version."""
     match = _NAME.fullmatch(name)
     if not match:
@@ -100,15 +109,15 @@ def _prepared_folder(name: str, data_dir: str | None) -> epath.Path:
     there = f" (there: {', '.join(found)})" if found else ""
     raise InputError(
         f"data.name={name!r}: no prepared data set, {looked_for} or the dataset_info.json beside "
-        f"it is missing{there}; {_how_to_get(match['name'], name, root)}"
+        f"it is missing{there}; {_how_to_get(match['name'], name, root, other_sources)}"
     )
 
 
-def _how_to_get(catalogue_name: str, name: str, root: epath.Path) -> str:
+def _how_to_get(catalogue_name: str, name: str, root: epath.Path, other_sources) -> str:
     catalogue = tfds.list_builders(with_community_datasets=False)
     if catalogue_name not in catalogue:
-        own = ["digits", "folder", "synthetic"]
-        close = difflib.get_close_matches(catalogue_name, [*own, *catalogue], n=1, cutoff=0.7)
+        known = [*other_sources, *catalogue]
+        close = difflib.get_close_matches(catalogue_name, known, n=1, cutoff=0.7)
         meant = f"did you mean {close[0]!r}? Otherwise " if close else ""
         return f"{meant}set data.data_dir to the folder that holds {catalogue_name}/"
     manual = tfds.builder_cls(catalogue_name).MANUAL_DOWNLOAD_INSTRUCTIONS
@@ -141,25 +150,27 @@ def _check_files(file_instructions, num_examples, image_shape) -> None:
 
 def _read_all(builder, split: str) -> tuple[tf.Tensor, np.ndarray]:
     """Encoded images as a string tensor (n,) and labels (n,), in file order."""
-    skip = {"image": tfds.decode.SkipDecoding()}
+    features = builder.info.features.items()
+    undecoded = {k: tfds.decode.SkipDecoding() for k, f in features if _is_image(f)}
     if builder.info.file_format is tfds.core.FileFormat.ARRAY_RECORD:
-        records = list(builder.as_data_source(split, decoders=skip))
+        records = list(builder.as_data_source(split, decoders=undecoded))
         images = tf.constant([record["image"] for record in records])
         return images, np.array([record["label"] for record in records])
     records = builder.as_dataset(
         split=split,
         shuffle_files=False,
-        decoders=tfds.decode.PartialDecoding({"image": True, "label": True}, decoders=skip),
+        decoders=undecoded,
         read_config=tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False),
     )
+    records = records.map(lambda record: (record["image"], record["label"]))
     try:
-        columns = records.batch(builder.info.splits[split].num_examples).get_single_element()
+        images, labels = records.batch(builder.info.splits[split].num_examples).get_single_element()
     except (tf.errors.DataLossError, tf.errors.InvalidArgumentError) as error:
         raise InputError(
             f"data.data_dir: {builder.data_dir} is damaged ({error.message}); copy or prepare it "
             "anew"
         ) from error
-    return columns["image"], columns["label"].numpy()
+    return images, labels.numpy()
 
 
 def _decode_all(images: tf.Tensor, image_shape) -> tuple[np.ndarray, np.ndarray]:

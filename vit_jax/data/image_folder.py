@@ -46,25 +46,26 @@ def folder(*, split: str, data_dir: str | os.PathLike | None, seed: int, **_) ->
             f"data.data_dir: {train_root} has {len(class_names)} class folders {class_names}; "
             "needed: at least 2, each named after its class and holding its images"
         )
-    files = _list_images(train_root, class_names)
     if (root / "val").is_dir():
         if unknown := sorted(set(_visible_folders(root / "val")) - set(class_names)):
             raise InputError(
                 f"data.data_dir: {root / 'val'} has the classes {unknown}, which {train_root} "
                 "lacks; give them training images there or remove them"
             )
-        if split == "val":
-            files = _list_images(root / "val", _visible_folders(root / "val"))
+        base = root / split
+        files = _list_images(base)
     else:
+        base = train_root
+        files = _list_images(base)
         held_out = _held_out(files, seed)
         files = {path: c for path, c in files.items() if (path in held_out) == (split == "val")}
     if not files:
-        raise InputError(f"data.data_dir: {root / split} holds no images; add some")
+        raise InputError(f"data.data_dir: {base} holds no images; add some")
 
     paths = sorted(files)
-    base = root / "val" if split == "val" and (root / "val").is_dir() else train_root
-    labels = [class_names.index(files[path]) for path in paths]
-    sizes = [(base / path).stat().st_size for path in paths]
+    label_of = {class_name: label for label, class_name in enumerate(class_names)}
+    labels = [label_of[files[path]] for path in paths]
+    sizes = [os.stat(base / path).st_size for path in paths]
     paths_tensor, labels_tensor = tf.constant(paths), tf.constant(labels, tf.int32)
 
     def read(record_id):
@@ -92,10 +93,10 @@ def _visible_folders(parent: pathlib.Path) -> list[str]:
     return sorted(p.name for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def _list_images(split_root: pathlib.Path, class_names) -> dict[str, str]:
+def _list_images(split_root: pathlib.Path) -> dict[str, str]:
     """Class of each image, by its path relative to `split_root` with forward slashes."""
     files = {}
-    for class_name in class_names:
+    for class_name in _visible_folders(split_root):
         num_before = len(files)
         for parent, folders, names in os.walk(split_root / class_name, followlinks=True):
             folders[:] = [name for name in folders if not name.startswith(".")]

@@ -1,0 +1,118 @@
+"""Host ops against NumPy and PIL."""
+
+import numpy as np
+import PIL.Image
+import pytest
+from images import encode, pil_rgb, smooth_image
+
+from vit_jax.data import parse_ops
+from vit_jax.data.host_tf import tf
+
+
+def apply(string, image, position=0, image_size=(16, 16)):
+    (op,), () = parse_ops(string, image_size)
+    return op(tf.constant(image), tf.constant([0, position], tf.int64)).numpy()
+
+
+ENCODED = {
+    "RGB JPEG": encode(smooth_image()),
+    "progressive JPEG": encode(smooth_image(), progressive=True),
+    "grey JPEG": encode(smooth_image(), mode="L"),
+    "CMYK JPEG": encode(smooth_image(), mode="CMYK", quality=95),
+    "RGB PNG": encode(smooth_image(), "PNG"),
+    "grey PNG": encode(smooth_image(), "PNG", mode="L"),
+    "palette PNG": encode(smooth_image(), "PNG", mode="P"),
+    "RGBA PNG": encode(smooth_image(), "PNG", mode="RGBA"),
+    "grey and alpha PNG": encode(smooth_image(), "PNG", mode="LA"),
+}
+
+
+@pytest.mark.parametrize("encoded", ENCODED.values(), ids=ENCODED)
+def test_decode_agrees_with_pil(encoded):
+    image = apply("decode", encoded)
+    assert image.dtype == np.uint8
+    np.testing.assert_array_equal(image, pil_rgb(encoded))
+
+
+def test_decode_keeps_the_high_byte_of_16_bit():
+    grey = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
+    image = apply("decode", encode(grey, "PNG"))
+    np.testing.assert_allclose(image.astype(int), np.repeat(grey[..., None] / 257, 3, -1), atol=1)
+
+
+def test_decode_leaves_pixels_alone():
+    np.testing.assert_array_equal(apply("decode", smooth_image()), smooth_image())
+
+
+@pytest.mark.parametrize("encoded", ENCODED.values(), ids=ENCODED)
+def test_fused_inception_crop_equals_decoding_first(encoded):
+    for position in range(50):
+        fused = apply("inception_crop", encoded, position)
+        apart = apply("inception_crop", apply("decode", encoded), position)
+        np.testing.assert_array_equal(fused, apart)
+        assert fused.shape == (16, 16, 3)
+
+
+def test_inception_crop_windows():
+    y, x = np.mgrid[:256, :256].astype(np.uint8)
+    coordinates = np.stack([y, x, 0 * x], -1)
+    windows = []
+    for position in range(200):
+        crop = apply("inception_crop(64, area_min=0.2, area_max=0.6)", coordinates, position)
+        top_left, bottom_right = crop[0, 0, :2].astype(float), crop[-1, -1, :2].astype(float)
+        height, width = (bottom_right - top_left) * 64 / 63
+        windows.append([height * width / 256**2, width / height, *(top_left + bottom_right) / 2])
+    area, aspect, *centre = np.array(windows).T
+    assert 0.18 < area.min() < 0.25 and 0.55 < area.max() < 0.62
+    assert 0.72 < aspect.min() < 0.8 and 1.25 < aspect.max() < 1.38
+    assert np.std(centre) > 20 and abs(np.mean(centre) - 127.5) < 10
+
+
+def test_resize_rounds():
+    image = np.array([[0, 255]], np.uint8)[..., None].repeat(3, -1)
+    resized = apply("resize((1, 4))", image)  # 0, 63.75, 191.25, 255 before rounding
+    np.testing.assert_array_equal(resized[0, :, 0], [0, 64, 191, 255])
+
+
+@pytest.mark.parametrize("size", [(20, 30), (33, 47), (20, 120), (100, 200)])
+def test_antialiased_resize_agrees_with_pil(size):
+    image = smooth_image()
+    expected = PIL.Image.fromarray(image).resize(size[::-1], PIL.Image.BILINEAR)
+    resized = apply(f"resize({size}, antialias=True)", image)
+    np.testing.assert_allclose(resized.astype(int), np.asarray(expected), atol=1)
+
+
+def test_antialias_acts_only_where_a_side_shrinks():
+    image = np.random.default_rng(0).integers(0, 256, (60, 90, 3), np.uint8)
+    for size, same in [((61, 90), True), ((20, 120), False)]:
+        plain, smooth = (apply(f"resize({size}, antialias={a})", image) for a in (False, True))
+        assert np.array_equal(plain, smooth) == same
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((60, 90), (20, 30)), ((61, 30), (41, 20)), ((10, 10), (20, 20))]
+)
+def test_resize_small_keeps_the_aspect(shape, expected):
+    assert apply("resize_small(20)", smooth_image(*shape)).shape == (*expected, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((60, 90), (20, 30)), ((90, 60), (45, 30)), ((40, 60), (20, 30))]
+)
+def test_resize_small_covers_the_size_tightly(shape, expected):
+    assert apply("resize_small((20, 30))", smooth_image(*shape)).shape == (*expected, 3)
+
+
+def test_central_crop():
+    image = smooth_image(61, 90)
+    np.testing.assert_array_equal(apply("central_crop", image), image[22:38, 37:53])
+    padded = np.pad(smooth_image(10, 12), [(3, 3), (2, 2), (0, 0)])
+    np.testing.assert_array_equal(apply("central_crop", smooth_image(10, 12)), padded)
+
+
+def test_pad_crop_takes_every_window():
+    image = smooth_image(6, 9)
+    padded = np.pad(image, [(1, 1), (1, 1), (0, 0)])
+    windows = [padded[y : y + 6, x : x + 9].tobytes() for y in range(3) for x in range(3)]
+    found = [apply("pad_crop(1)", image, position).tobytes() for position in range(100)]
+    assert set(found) == set(windows)

@@ -1,0 +1,118 @@
+"""Image folders: classes, splits, what is held out, and what is refused."""
+
+import collections
+import shutil
+
+import pytest
+from images import encode, make_folder, smooth_image
+
+from vit_jax.config import InputError
+from vit_jax.data import make_source
+from vit_jax.data.host_tf import tf
+
+TEN_EACH = {"cat": 10, "dog": 10, "eel": 10}
+
+
+def folder(root, split="train", seed=0, **fields):
+    return make_source(
+        "folder", split=split, data_dir=root, seed=seed, image_size=(16, 16), **fields
+    )
+
+
+def names(source):
+    return [source.record_name(record) for record in range(source.num_examples)]
+
+
+def test_extensions_nesting_and_hidden_files(tmp_path):
+    for name in (
+        "b/1.JPG",
+        "b/x/y/2.PnG",
+        "a/3.jpeg",
+        "a/4.jpg",
+        "a/.hidden.jpg",
+        "a/.cache/5.png",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(encode(smooth_image()))
+    (tmp_path / "a/notes.txt").write_text("not an image")
+    (tmp_path / ".git").mkdir()
+
+    train, val = folder(tmp_path), folder(tmp_path, "val")
+    assert train.class_names == val.class_names == ("a", "b")
+    assert sorted(names(train) + names(val)) == ["a/3.jpeg", "a/4.jpg", "b/1.JPG", "b/x/y/2.PnG"]
+    assert train.encoded
+    for record, name in enumerate(names(train)):
+        example = train.read(tf.constant(record, tf.int64))
+        assert example["image"].numpy() == (tmp_path / name).read_bytes()
+        assert train.class_names[example["label"].numpy()] == name[0]
+
+
+def test_a_tenth_is_held_out_evenly(tmp_path):
+    root = make_folder(tmp_path, {"cat": 40, "dog": 20, "eel": 8})
+    train, val = names(folder(root)), names(folder(root, "val"))
+    assert len(val) == 7 and len(train) == 61 and not set(train) & set(val)
+    assert collections.Counter(name[:3] for name in val) == {"cat": 4, "dog": 2, "eel": 1}
+    assert val == names(folder(root, "val"))
+    assert val != names(folder(root, "val", seed=1))
+
+
+def test_at_least_one_is_held_out(tmp_path):
+    assert folder(make_folder(tmp_path, {"cat": 2, "dog": 2}), "val").num_examples == 1
+
+
+def test_train_without_val_is_split_too(tmp_path):
+    make_folder(tmp_path / "train", TEN_EACH)
+    train, val = folder(tmp_path), folder(tmp_path, "val")
+    assert (train.num_examples, val.num_examples) == (27, 3)
+    assert all(name.startswith("train/") for name in names(train) + names(val))
+
+
+def test_a_given_val_is_used_with_train_s_labels(tmp_path):
+    make_folder(tmp_path / "train", TEN_EACH)
+    make_folder(tmp_path / "val", {"eel": 2})
+    train, val = folder(tmp_path), folder(tmp_path, "val")
+    assert (train.num_examples, names(val)) == (30, ["val/eel/0.jpg", "val/eel/1.jpg"])
+    assert val.class_names == ("cat", "dog", "eel")
+    assert val.read(tf.constant(0, tf.int64))["label"] == 2
+
+
+def test_fingerprint_follows_the_files_not_their_place(tmp_path):
+    here = make_folder(tmp_path / "here", TEN_EACH)
+    there = shutil.copytree(here, tmp_path / "there")
+    assert folder(here).fingerprint == folder(there).fingerprint != folder(here, "val").fingerprint
+    assert names(folder(here, "val")) == names(folder(there, "val"))
+    (there / "cat/0.jpg").write_bytes(b"another size")
+    (there / "cat/1.jpg").write_bytes(b"another size")  # at least one of them is in train
+    assert folder(here).fingerprint != folder(there).fingerprint
+
+
+def refused(root, *words, **fields):
+    with pytest.raises(InputError) as error:
+        folder(root, **fields)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_what_is_no_image_folder_is_refused(tmp_path):
+    refused(None, "data.data_dir=None")
+    refused(tmp_path / "absent", "data.data_dir", "absent", "is not a folder")
+    refused(tmp_path, "0 class folders", "at least 2")
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/1.jpg").write_bytes(encode(smooth_image()))
+    refused(tmp_path, "train has 0 class folders")
+
+
+def test_missing_splits_and_classes_are_refused(tmp_path):
+    make_folder(tmp_path / "val", {"cat": 1, "ant": 1})
+    refused(tmp_path, "val/ but no train/")
+    make_folder(tmp_path / "train", TEN_EACH)
+    refused(tmp_path, "data.split='test'", "'train' and 'val'", split="test")
+    refused(tmp_path, "['ant']", "lacks")
+    shutil.rmtree(tmp_path / "val/ant")
+    (tmp_path / "train/fox").mkdir()
+    (tmp_path / "train/fox/1.webp").write_bytes(b"")
+    refused(tmp_path, "fox holds no image", ".jpg, .jpeg, .png")
+    shutil.rmtree(tmp_path / "train/fox")
+    refused(tmp_path, "data.num_classes=2", "has 3", num_classes=2)
+    shutil.rmtree(tmp_path / "val/cat")
+    refused(tmp_path, "val holds no images", split="val")

@@ -1,0 +1,76 @@
+"""Preprocessing strings: what they parse to, and that every fault is answered well."""
+
+import subprocess
+import sys
+
+import pytest
+
+from vit_jax.config import InputError
+from vit_jax.data import parse_ops
+
+
+def test_host_and_device_ops_in_the_words_typed():
+    host_ops, device_ops = parse_ops(
+        " decode|resize( 72, antialias=True) |central_crop|flip|", (8, 6)
+    )
+    assert [op.text for op in host_ops] == ["decode", "resize( 72, antialias=True)", "central_crop"]
+    assert [op.name for op in device_ops] == ["flip"]
+    assert parse_ops("", (8, 8)) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("string", "words"),
+    [
+        ("decode|flipp", ["'flipp'", "did you mean 'flip'?", "inception_crop"]),
+        ("decode|zoom", ["'zoom'", "Known: decode"]),
+        ("decode|resize(8", ["'resize(8' is not an op"]),
+        ("decode|resize(size)", ["'resize(size)'", "literal arguments"]),
+        ("decode|__import__('os').abort()", ["is not an op"]),
+        ("decode|pad_crop", ["missing a required argument: 'padding'", "usage: pad_crop(padding)"]),
+        ("decode|resize(8, 9, 10)", ["too many positional arguments", "usage: resize(size=None"]),
+        ("decode|resize(side=8)", ["unexpected keyword argument 'side'"]),
+        ("decode|resize(0)", ["'resize(0)'", "positive integer or (H, W)"]),
+        ("decode|resize((8, 8, 3))", ["positive integer or (H, W)", "not (8, 8, 3)"]),
+        ("decode|resize(True)", ["positive integer"]),
+        ("decode|resize(antialias='no')", ["antialias must be True or False", "'no'"]),
+        ("decode|pad_crop(-1)", ["padding must be a positive integer, not -1"]),
+        ("inception_crop(area_min=5)", ["0 < area_min <= area_max <= 1"]),
+        ("inception_crop(area_min='x')", ["0 < area_min", "not 'x', 1.0"]),
+        ("decode|flip|resize", ["'resize' runs on the host", "'decode|resize|flip'"]),
+        ("resize|decode", ["'decode' comes after 'resize'", "put it first"]),
+    ],
+)
+def test_faults_name_the_op_and_the_remedy(string, words):
+    with pytest.raises(InputError) as error:
+        parse_ops(string, (8, 8))
+    assert str(error.value).startswith("data.ops")
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_importing_and_parsing_load_no_tensorflow_and_touch_no_device():
+    code = """if True:
+        import sys, vit_jax.data
+        vit_jax.data.parse_ops("inception_crop|flip", (8, 8))
+        try:
+            vit_jax.data.parse_ops("decode|resize(0)", (8, 8))
+        except ValueError:
+            pass
+        assert not {"tensorflow", "tensorflow_datasets", "sklearn"} & set(sys.modules)
+        from jax._src import xla_bridge
+        assert not xla_bridge.backends_are_initialized()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tensorflow_is_denied_accelerators_when_it_is_loaded():
+    code = """if True:
+        import tensorflow
+        denied = []
+        tensorflow.config.set_visible_devices = lambda devices, kind: denied.append((devices, kind))
+        from vit_jax.data.host_tf import tf
+        assert not denied
+        tf.constant(0)
+        assert denied == [([], "GPU"), ([], "TPU")], denied
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)

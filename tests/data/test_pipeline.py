@@ -1,0 +1,248 @@
+"""Batches: the same bytes on any number of hosts, from any step; masks; coverage; arrays."""
+
+import dataclasses
+import itertools
+import logging
+import time
+
+import jax
+import numpy as np
+import pytest
+from images import make_folder, pil_rgb
+
+from vit_jax.config import InputError
+from vit_jax.data import eval_batches, make_source, parse_ops, pipeline, train_batches
+from vit_jax.data.host_tf import tf
+
+DIGITS = {"image_size": (8, 8), "ops": "pad_crop(2)"}
+FOLDER = {"image_size": (16, 16), "ops": "inception_crop|flip"}
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return make_source("digits", split="train", image_size=(8, 8))
+
+
+@pytest.fixture(scope="module")
+def pets(tmp_path_factory):
+    """A folder of 27 training images, one of them broken."""
+    root = make_folder(tmp_path_factory.mktemp("pets"), {"cat": 10, "dog": 10, "eel": 10})
+    source = make_source("folder", split="train", data_dir=root, image_size=(16, 16))
+    broken = root / source.record_name(4)
+    broken.write_bytes(broken.read_bytes()[:300])
+    return source
+
+
+def train(source, *, image_size, ops, start_step=0, num_steps=3, rows=range(16), seed=0):
+    batches = pipeline.host_batches(
+        source,
+        parse_ops(ops, image_size)[0],
+        global_batch_size=16,
+        seed=seed,
+        image_size=image_size,
+        rows=np.array(rows),
+        start_step=start_step,
+        num_steps=num_steps,
+    )
+    return list(batches)
+
+
+def evaluate(source, *, image_size, ops, rows, global_batch_size):
+    host_ops, _ = parse_ops(ops, image_size)
+    return list(
+        pipeline.host_eval_batches(
+            source,
+            host_ops,
+            global_batch_size=global_batch_size,
+            image_size=image_size,
+            rows=np.array(rows),
+        )
+    )
+
+
+def assert_same(batches, others):
+    for batch, other in zip(batches, others, strict=True):
+        assert batch.keys() == other.keys()
+        for key in batch:
+            assert batch[key].dtype == other[key].dtype
+            np.testing.assert_array_equal(batch[key], other[key], err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "num_hosts_tried"),
+    [("digits", DIGITS, (2, 4, 8)), ("pets", FOLDER, (4,))],
+    ids=["digits", "pets"],
+)
+def test_batches_are_the_same_on_any_number_of_hosts(name, how, num_hosts_tried, request):
+    source = request.getfixturevalue(name)
+    alone = train(source, **how)
+    for num_hosts in num_hosts_tried:
+        hosts = [train(source, **how, rows=rows) for rows in np.split(np.arange(16), num_hosts)]
+        together = [
+            {key: np.concatenate([batch[key] for batch in step]) for key in step[0]}
+            for step in zip(*hosts, strict=True)
+        ]
+        assert_same(alone, together)
+
+
+@pytest.mark.parametrize(("name", "how"), [("digits", DIGITS), ("pets", FOLDER)])
+def test_starting_at_a_step_equals_skipping(name, how, request):
+    source = request.getfixturevalue(name)
+    assert_same(
+        train(source, **how, num_steps=5)[3:], train(source, **how, start_step=3, num_steps=2)
+    )
+
+
+def test_seed_and_position_change_what_is_seen(digits):
+    first, second = train(digits, **DIGITS, num_steps=2)
+    (other,) = train(digits, **DIGITS, num_steps=1, seed=1)
+    assert not np.array_equal(first["id"], second["id"])
+    assert not np.array_equal(first["id"], other["id"])
+
+
+def test_an_example_is_augmented_anew_in_every_epoch(digits):
+    batches = train(digits, **DIGITS, num_steps=270)  # three epochs
+    images = {}
+    for batch in batches:
+        for record, image in zip(batch["id"], batch["image"], strict=True):
+            images.setdefault(record, set()).add(image.tobytes())
+    assert np.mean([len(seen) for seen in images.values()]) > 2
+
+
+def test_the_billionth_step_starts_at_once(digits):
+    start = time.perf_counter()
+    (batch,) = train(digits, **DIGITS, start_step=10**9, num_steps=1)
+    assert time.perf_counter() - start < 5
+    position = 10**9 * 16
+    assert position % digits.num_examples != 0 and len(set(batch["id"])) == 16
+
+
+def test_images_and_labels_belong_to_their_ids(digits):
+    (batch,) = train(digits, image_size=(8, 8), ops="", num_steps=1)
+    example = digits.read(tf.constant(batch["id"], tf.int64))
+    np.testing.assert_array_equal(batch["image"], example["image"])
+    np.testing.assert_array_equal(batch["label"], example["label"])
+
+
+@pytest.mark.parametrize(("ops", "size"), [("", 8), ("resize", 16)])
+def test_evaluation_covers_every_digit_once_on_8_hosts(ops, size):
+    test = make_source("digits", split="test", image_size=(8, 8))
+    hosts = [
+        evaluate(test, image_size=(size, size), ops=ops, rows=rows, global_batch_size=64)
+        for rows in np.split(np.arange(64), 8)
+    ]
+    assert {len(batches) for batches in hosts} == {6}
+    batches = list(itertools.chain(*hosts))
+    ids, masks = (np.concatenate([batch[key] for batch in batches]) for key in ("id", "mask"))
+    np.testing.assert_array_equal(np.sort(ids[masks == 1]), np.arange(360))
+    np.testing.assert_array_equal(ids[masks == 0], [-1] * 24)
+    for batch in batches:
+        assert not batch["image"][batch["mask"] == 0].any()
+
+
+def test_a_broken_file_is_masked_and_named_once(pets, caplog):
+    pipeline._warn_broken.cache_clear()
+    with caplog.at_level(logging.WARNING, "vit_jax"):
+        for _ in range(2):
+            how = {"image_size": (16, 16), "ops": "decode|resize(antialias=True)"}
+            first, last = evaluate(pets, **how, rows=range(16), global_batch_size=16)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{pets.record_name(4)} cannot be decoded; it is masked"
+    ]
+    np.testing.assert_array_equal(first["id"], np.arange(16))
+    np.testing.assert_array_equal(first["mask"], np.arange(16) != 4)
+    np.testing.assert_array_equal(last["mask"], np.arange(16) < 11)
+    assert not first["image"][4].any() and first["image"][5].any()
+    np.testing.assert_array_equal(first["label"][5:9], 0)
+    np.testing.assert_array_equal(last["id"][11:], -1)
+
+
+def test_a_host_reads_its_own_records_only(pets):
+    reads = []
+
+    def read(record_id):
+        seen = tf.py_function(lambda i: reads.append(int(i)), [record_id], [])
+        with tf.control_dependencies([seen]):
+            return pets.read(tf.identity(record_id))
+
+    counting = dataclasses.replace(pets, read=read)
+    batches = train(counting, **FOLDER, rows=range(4, 8), num_steps=2)
+    assert sorted(reads) == sorted(np.concatenate([batch["id"] for batch in batches]))
+
+    reads.clear()
+    evaluate(counting, **FOLDER, rows=range(8, 16), global_batch_size=16)
+    assert sorted(reads) == [*range(8, 16), *range(24, 27)]  # padding is not read
+
+
+@pytest.mark.parametrize(
+    ("ops", "image_size", "words"),
+    [
+        ("", (8, 9), ["evals.*.ops=''", "(8, 8, 3)", "(8, 9, 3)"]),
+        ("resize(16)", (8, 8), ["evals.*.ops='resize(16)'", "(16, 16, 3)"]),
+    ],
+)
+def test_pixels_of_another_size_are_refused_before_the_first_batch(digits, ops, image_size, words):
+    refused(digits, ops, image_size, words)
+
+
+@pytest.mark.parametrize(
+    ("ops", "words"),
+    [
+        ("", ["begins with no host op", "put 'decode'"]),
+        ("resize|flip", ["evals.*.ops begins with 'resize'", "'folder' are encoded"]),
+        ("decode", ["(None, None, 3)", "'resize'"]),
+        ("decode|resize_small(16)", ["evals.*.ops='decode|resize_small(16)'"]),
+        ("inception_crop(8)", ["(8, 8, 3)"]),
+    ],
+)
+def test_files_that_end_in_another_size_are_refused_before_the_first_batch(pets, ops, words):
+    refused(pets, ops, (16, 16), words)
+
+
+def test_training_names_its_own_key(digits):
+    with pytest.raises(InputError, match=r"data\.ops='resize\(16\)' gives"):
+        train(digits, image_size=(8, 8), ops="resize(16)")
+
+
+def refused(source, ops, image_size, words):
+    with pytest.raises(InputError) as error:
+        pipeline.host_eval_batches(
+            source,
+            parse_ops(ops, image_size)[0],
+            global_batch_size=16,
+            image_size=image_size,
+            rows=np.arange(16),
+        )
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (4, 2), (1, 8)])
+def test_global_arrays(digits, shape):
+    mesh = jax.make_mesh(shape, ("data", "tensor"))
+    how = {
+        "global_batch_size": 16,
+        "image_size": (8, 8),
+        "sharding": jax.sharding.NamedSharding(mesh, jax.P("data")),
+    }
+    batches = train_batches(digits, (), **how, seed=0, start_step=2, num_steps=5)
+    batches = list(batches)
+    assert_same(
+        jax.device_get(batches), train(digits, image_size=(8, 8), ops="", start_step=2, num_steps=5)
+    )
+    assert all(leaf.sharding == how["sharding"] for leaf in jax.tree.leaves(batches))
+    test = make_source("digits", split="test", image_size=(8, 8))
+    assert sum(float(batch["mask"].sum()) for batch in eval_batches(test, (), **how)) == 360
+
+
+def test_imagenet_sample_is_what_pil_sees(shared_data):
+    source = make_source(
+        "imagenet_sample", split="train[:4]", data_dir=str(shared_data), image_size=(32, 32)
+    )
+    (batch,) = evaluate(
+        source, image_size=(32, 32), ops="decode|central_crop", rows=range(4), global_batch_size=4
+    )
+    for record, image in enumerate(batch["image"]):
+        pixels = pil_rgb(source.read(tf.constant(record, tf.int64))["image"].numpy())
+        top, left = (pixels.shape[0] - 32) // 2, (pixels.shape[1] - 32) // 2
+        np.testing.assert_array_equal(image, pixels[top : top + 32, left : left + 32])

@@ -1,0 +1,179 @@
+"""Prepared TFDS data sets, real ones and small ones made here."""
+
+import logging
+import types
+
+import numpy as np
+import pytest
+from images import encode, smooth_image
+
+from vit_jax.config import InputError
+from vit_jax.data import make_source, pipeline, prepared_tfds
+from vit_jax.data.host_tf import tf, tfds
+
+
+def source(name, data_dir, split="train", **fields):
+    return make_source(name, split=split, data_dir=str(data_dir), image_size=(8, 8), **fields)
+
+
+def read(source, record_id):
+    example = source.read(tf.constant(record_id, tf.int64))
+    return example["image"].numpy(), int(example["label"]), float(example["mask"])
+
+
+def as_dataset(directory, split, encoded=False):
+    builder = tfds.builder_from_directory(directory)
+    decoders = {"image": tfds.decode.SkipDecoding()} if encoded else None
+    return builder.as_dataset(split=split, decoders=decoders).as_numpy_iterator()
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar10:3.0.2"])
+def test_cifar10_in_file_order(shared_data, name):
+    cifar = source(name, shared_data, "test[4970:5030]", num_classes=10, num_examples=60)
+    assert (cifar.image_shape, cifar.encoded) == ((32, 32, 3), False)
+    assert cifar.class_names[:2] == ("airplane", "automobile")
+    # The fourth file ends at 5000. TFDS's own order would mix the two.
+    directory = shared_data / "cifar10/3.0.2"
+    expected = [
+        *as_dataset(directory, "test[4970:5000]"),
+        *as_dataset(directory, "test[5000:5030]"),
+    ]
+    for record, example in enumerate(expected):
+        image, label, mask = read(cifar, record)
+        np.testing.assert_allclose(image.astype(int), example["image"], atol=8)  # another DCT
+        assert (label, mask) == (example["label"], 1)
+
+
+def test_subset_splits_add_up(shared_data):
+    sizes = [source("cifar10", shared_data, s).num_examples for s in ("test[:90%]", "test[90%:]")]
+    assert sizes == [9000, 1000]
+    first, last = (
+        read(source("cifar10", shared_data, s), 0)[0] for s in ("test[:1]", "test[90%:]")
+    )
+    both = source("cifar10", shared_data, "test[9000:9001]+test[:1]")
+    np.testing.assert_array_equal(read(both, 0)[0], last)
+    np.testing.assert_array_equal(read(both, 1)[0], first)
+
+
+def test_array_record_holds_the_same(shared_data):
+    ours = source("cifar10", shared_data / "array_record", "test[:5]")
+    theirs = source("cifar10", shared_data, "test[:5]")
+    for record in range(5):
+        np.testing.assert_array_equal(read(ours, record)[0], read(theirs, record)[0])
+    assert ours.fingerprint == theirs.fingerprint
+
+
+def test_imagenet_sample_stays_encoded(shared_data):
+    sample = source("imagenet_sample", shared_data, num_classes=1000, num_examples=500)
+    assert sample.encoded and sample.image_shape is None
+    expected = as_dataset(shared_data / "imagenet_sample/1.0.0", "train[:5]", encoded=True)
+    for record, example in enumerate(expected):
+        assert read(sample, record) == (example["image"], example["label"], 1)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Small data sets, prepared as TFDS would."""
+    root = tmp_path_factory.mktemp("prepared")
+    label = tfds.features.ClassLabel(names=["no", "yes"])
+    colour = tfds.features.Image(shape=(60, 90, 3), encoding_format="jpeg")
+
+    def prepare(name, features, examples, version="1.0.0"):
+        identity = tfds.core.dataset_info.DatasetIdentity(
+            name=name,
+            version=tfds.core.Version(version),
+            data_dir=str(root / name / version),
+            module_name=__name__,
+        )
+        (root / name / version).mkdir(parents=True)
+        features = tfds.features.FeaturesDict(features)
+        info = tfds.core.DatasetInfo(builder=identity, features=features)
+        writer = tfds.core.SequentialWriter(info, max_examples_per_shard=100)
+        writer.initialize_splits(["train"])
+        writer.add_examples({"train": examples})
+        writer.close_all()
+
+    (root / "broken.jpg").write_bytes(encode(smooth_image())[:500])
+    broken = [
+        {"image": smooth_image(), "label": 1},
+        {"image": str(root / "broken.jpg"), "label": 1},
+    ]
+    prepare("broken", {"image": colour, "label": label}, [*broken, broken[0]])
+    grey = {"image": smooth_image(8, 8)[..., :1], "label": 1, "extra": 0}
+    grey_features = {
+        "image": tfds.features.Image(shape=(8, 8, 1)),
+        "label": label,
+        "extra": np.int64,
+    }
+    prepare("grey", grey_features, [grey])
+    prepare("grey", grey_features, [grey, grey], version="1.10.0")
+    prepare("grey", grey_features, [grey, grey, grey], version="1.9.0")
+    prepare(
+        "unlabelled", {"image": colour, "label": label}, [{"image": smooth_image(), "label": -1}]
+    )
+    prepare("boxes", {"image": colour, "boxes": np.int64}, [{"image": smooth_image(), "boxes": 1}])
+    return root
+
+
+def test_grey_becomes_rgb_and_the_newest_version_is_read(prepared):
+    newest = source("grey", prepared)
+    assert newest.num_examples == 2 and "1.10.0" in newest.record_name(0)
+    np.testing.assert_array_equal(read(newest, 0)[0], smooth_image(8, 8)[..., :1].repeat(3, -1))
+    assert source("grey:1.9.0", prepared).num_examples == 3
+    assert source("grey:1.9.0", prepared).fingerprint != newest.fingerprint
+
+
+def test_a_broken_record_is_masked_and_the_others_stay_in_place(prepared, caplog):
+    broken = source("broken", prepared)
+    assert [read(broken, record)[2] for record in range(3)] == [1, 0, 1]
+    np.testing.assert_array_equal(read(broken, 1)[0], 0)
+    np.testing.assert_array_equal(read(broken, 0)[0], read(broken, 2)[0])
+
+    how = {"global_batch_size": 4, "image_size": (60, 90), "rows": np.arange(4)}
+    with caplog.at_level(logging.WARNING, "vit_jax"):
+        (batch,) = pipeline.host_eval_batches(broken, (), **how)
+    np.testing.assert_array_equal(batch["mask"], [1, 0, 1, 0])
+    assert "record 1 of broken/1.0.0 train cannot be decoded" in caplog.text
+    assert "record 0" not in caplog.text
+
+
+def refused(name, data_dir, *words, **fields):
+    with pytest.raises(InputError) as error:
+        source(name, data_dir, **fields)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_unfit_data_sets_are_refused(prepared):
+    refused("boxes", prepared, "data.name='boxes'", "'label', a ClassLabel")
+    refused("unlabelled", prepared, "holds unlabelled examples")
+    refused("grey", prepared, "data.split='val'", "['train']", split="val")
+    refused("grey", prepared, "data.split='train[2:2]'", "no examples", split="train[2:2]")
+    refused("grey", prepared, "data.num_examples=3", "has 2", num_examples=3)
+
+
+def test_a_missing_data_set_is_named_with_its_place_and_the_way_to_get_it(prepared):
+    refused("mnist", prepared, f"{prepared}/mnist", "features.json", "tfds build mnist --data_dir")
+    refused("digit", prepared, "did you mean 'digits'?", "data.data_dir")
+    refused("grey:2.0.0", prepared, "grey/2.0.0/features.json", "there: 1.0.0, 1.10.0, 1.9.0")
+    refused("grey/tfds", prepared, f"{prepared}/grey/tfds/VERSION")
+    refused("../grey", prepared, "data.name='../grey'; needed")
+    words = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", f"{prepared}/downloads/manual"
+    refused("imagenet2012", prepared, "tfds build imagenet2012", *words)
+
+
+def test_missing_and_damaged_files_are_refused(prepared, tmp_path):
+    shard = next((prepared / "grey/1.9.0").glob("*.tfrecord*"))
+    contents = shard.read_bytes()
+    shard.write_bytes(contents[:-10])
+    refused("grey:1.9.0", prepared, "grey/1.9.0 is damaged")
+    shard.unlink()
+    refused("grey:1.9.0", prepared, str(shard), "is missing")
+    shard.write_bytes(contents)
+
+
+def test_what_does_not_fit_into_memory_is_refused(prepared, monkeypatch):
+    memory = types.SimpleNamespace(available=80_000)
+    monkeypatch.setattr(prepared_tfds.psutil, "virtual_memory", lambda: memory)
+    refused("broken", prepared, "3 examples need about 0.0 GiB", "'train[:10%]'")
+    source("broken", prepared, "train[:1]")

@@ -1,0 +1,52 @@
+"""Two processes make the global batches of one, also where their devices are interleaved."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys, jax
+process_id, port = map(int, sys.argv[1:])
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(f"localhost:{port}", 2, process_id)
+
+import numpy as np
+from vit_jax.data import eval_batches, make_source, order, pipeline, train_batches
+
+digits, test = (make_source("digits", split=s, image_size=(8, 8)) for s in ("train", "test"))
+how = dict(global_batch_size=16, image_size=(8, 8))
+train = dict(**how, seed=0, start_step=3, num_steps=2)
+alone = list(pipeline.host_batches(digits, (), **train, rows=np.arange(16)))
+for order_of_devices, shape in [([0, 2, 1, 3], (4, 1)), ([0, 1, 2, 3], (2, 2))]:
+    devices = np.array(jax.devices())[order_of_devices].reshape(shape)
+    mesh = jax.sharding.Mesh(devices, ("data", "tensor"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    assert len(order.local_rows(sharding, 16)) == 8
+    everywhere = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(mesh, jax.P()))
+    for batch, expected in zip(
+        train_batches(digits, (), **train, sharding=sharding), alone, strict=True
+    ):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(everywhere(batch)), expected)
+    masks = [everywhere(b["mask"]) for b in eval_batches(test, (), **how, sharding=sharding)]
+    assert np.sum(jax.device_get(masks)) == 360
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_batches_of_one():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(process_id), str(port)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process_id in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, errors

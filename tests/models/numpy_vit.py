@@ -1,0 +1,125 @@
+"""The equations of ViT (arXiv:2010.11929, section 3.1) in NumPy, float64, one image at a time.
+
+`p` are the parameters of a module as nested dicts; x_ND are the tokens of one image.
+"""
+
+import jax
+import numpy as np
+from scipy.special import erf
+
+
+def random_params(module, *args, seed=0, scale=0.3, **kwargs):
+    """Parameters of `module` without a zero leaf; `args` are those of its call."""
+    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), *args, **kwargs))["params"]
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: (scale * rng.standard_normal(leaf.shape)).astype(np.float32), shapes
+    )
+
+
+def float64(params):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+
+def gelu(x, form):
+    if form == "exact":
+        return x * 0.5 * (1 + erf(x / np.sqrt(2)))
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def dense(p, x):
+    return x @ p["kernel"] + p["bias"]
+
+
+def layer_norm(p, x_ND):
+    mean, variance = x_ND.mean(-1, keepdims=True), x_ND.var(-1, keepdims=True)
+    return (x_ND - mean) / np.sqrt(variance + 1e-6) * p["scale"] + p["bias"]
+
+
+def attention(p, queries_ND, tokens_MD, num_heads):
+    q_ND = dense(p["query"], queries_ND)
+    k_MD, v_MD = dense(p["key"], tokens_MD), dense(p["value"], tokens_MD)
+    head_width = q_ND.shape[1] // num_heads
+    heads = []
+    for i in range(num_heads):
+        part = slice(i * head_width, (i + 1) * head_width)
+        scores_NM = q_ND[:, part] @ k_MD[:, part].T / np.sqrt(head_width)
+        weights_NM = np.exp(scores_NM - scores_NM.max(axis=1, keepdims=True))
+        weights_NM /= weights_NM.sum(axis=1, keepdims=True)
+        heads.append(weights_NM @ v_MD[:, part])
+    return dense(p["out"], np.concatenate(heads, axis=1))
+
+
+def mlp(p, x_ND, form):
+    return dense(p["down"], gelu(dense(p["up"], x_ND), form))
+
+
+def encoder_block(p, x_ND, num_heads, form):
+    y_ND = layer_norm(p["norm_attention"], x_ND)
+    x_ND = attention(p["attention"], y_ND, y_ND, num_heads) + x_ND
+    return mlp(p["mlp"], layer_norm(p["norm_mlp"], x_ND), form) + x_ND
+
+
+def map_head(p, x_ND, num_heads, form):
+    y_1D = attention(p["attention"], p["probe"][0], x_ND, num_heads)
+    return (y_1D + mlp(p["mlp"], layer_norm(p["norm"], y_1D), form))[0]
+
+
+def patches(image_HWC, patch_size):
+    height, width, _ = image_HWC.shape
+    p, q = patch_size
+    rows = []
+    for top in range(0, height, p):
+        for left in range(0, width, q):
+            rows.append(
+                [
+                    image_HWC[top + y, left + x, c]
+                    for y in range(p)
+                    for x in range(q)
+                    for c in range(3)
+                ]
+            )
+    return np.array(rows, np.float64)
+
+
+def sincos(grid, width):
+    table = np.zeros((grid[0] * grid[1], width))
+    quarter = width // 4
+    for y in range(grid[0]):
+        for x in range(grid[1]):
+            for i in range(quarter):
+                frequency = 10000 ** (-i / (quarter - 1))
+                row = table[y * grid[1] + x]
+                row[i] = np.sin(x * frequency)
+                row[quarter + i] = np.cos(x * frequency)
+                row[2 * quarter + i] = np.sin(y * frequency)
+                row[3 * quarter + i] = np.cos(y * frequency)
+    return table
+
+
+def vit(model, params, image):
+    """{"tokens": (N, D), "features": (D,), "pre_logits": (D,), "__call__": (C,)} of one image."""
+    p = float64(params)
+    x_ND = dense(p["embedding"], patches(image, model.patch_size))
+    if model.pos_embed == "sincos_2d":
+        x_ND += sincos(model.grid, model.width)
+    if model.pool == "token":
+        x_ND = np.concatenate([p["class_token"][0], x_ND])
+    if model.pos_embed == "learned_1d":
+        x_ND += p["pos_embedding"][0]
+    for i in range(model.depth):
+        x_ND = encoder_block(p["encoder"][f"layer_{i}"], x_ND, model.num_heads, model.gelu)
+    x_ND = layer_norm(p["encoder"]["norm"], x_ND)
+    if model.pool == "token":
+        x_D = x_ND[0]
+    elif model.pool == "gap":
+        x_D = x_ND.mean(axis=0)
+    else:
+        x_D = map_head(p["map_head"], x_ND, model.num_heads, model.gelu)
+    y_D = np.tanh(dense(p["head_hidden"], x_D)) if model.hidden_head else x_D
+    return {
+        "tokens": x_ND,
+        "features": x_D,
+        "pre_logits": y_D,
+        "__call__": dense(p["head"], y_D) if model.num_classes else y_D,
+    }

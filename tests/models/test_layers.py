@@ -1,0 +1,202 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_vit
+import pytest
+from numpy_vit import float64, random_params
+
+from vit_jax.models.attention import dot_product_attention
+from vit_jax.models.layers import GELU, Attention, Encoder, EncoderBlock, MapHead, Mlp
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+B, N, D, H, F = 3, 5, 12, 3, 20
+KEYS = {"dropout": jax.random.key(7)}
+
+
+def train(module, params, *args, **kwargs):
+    """What `module` gives in training."""
+    return jax.jit(lambda p: module.apply({"params": p}, *args, rngs=KEYS, **kwargs))(params)
+
+
+def normal(*shape, seed=0, scale=1.0):
+    return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
+
+
+X_BND = normal(B, N, D)
+
+
+def assert_same(ours, reference, tolerance=2e-6):
+    scale = np.abs(reference).max()
+    np.testing.assert_allclose(ours, reference, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("form", ["tanh", "exact"])
+def test_gelu(form):
+    x = np.linspace(-6, 6, 1001)
+    np.testing.assert_allclose(GELU[form](jnp.float32(x)), numpy_vit.gelu(x, form), atol=2e-6)
+
+
+def test_gelu_forms_differ():
+    # By more than the tolerance above, or it would tell nothing.
+    x = np.linspace(-6, 6, 1001)
+    assert np.abs(numpy_vit.gelu(x, "tanh") - numpy_vit.gelu(x, "exact")).max() > 1e-4
+
+
+def test_attention_of_queries_over_other_tokens():
+    queries_BMD = normal(B, 2, D, seed=1)
+    attention = Attention(num_heads=H)
+    params = random_params(attention, queries_BMD, X_BND)
+    ours = jax.jit(attention.apply)({"params": params}, queries_BMD, X_BND)
+    for i in range(B):
+        expected = numpy_vit.attention(float64(params), queries_BMD[i], X_BND[i], H)
+        assert_same(ours[i], expected)
+
+
+def test_attention_survives_scores_that_overflow_exp():
+    q = jnp.full((1, 1, 2, 4), 100.0)
+    k = jnp.stack([jnp.full(4, 100.0), jnp.full(4, -100.0)])[None, None]
+    v = jnp.asarray([[1.0], [2.0]])[None, None]
+    assert dot_product_attention(q, k, v).ravel().tolist() == [1.0, 1.0]
+
+
+def test_attention_dropout_zeroes_weights_and_keeps_their_expectation():
+    tokens, rate = 64, 0.25
+    q, k = normal(4, 2, tokens, 8), normal(4, 2, tokens, 8, seed=1)
+    identity = jnp.broadcast_to(jnp.eye(tokens), (4, 2, tokens, tokens))
+    kept = dot_product_attention(q, k, identity)
+    dropped = dot_product_attention(
+        q, k, identity, dropout_rate=rate, dropout_key=jax.random.key(0)
+    )
+    zero = np.asarray(dropped == 0)
+    assert zero.mean() == pytest.approx(rate, abs=0.01)  # of 32,768 weights: 4 sigma
+    np.testing.assert_allclose(dropped[~zero], kept[~zero] / (1 - rate), rtol=1e-5)
+
+
+def test_attention_dropout_is_off_in_evaluation_only():
+    attention = Attention(num_heads=H, dropout=0.5)
+    params = random_params(attention, X_BND, X_BND)
+    plain = Attention(num_heads=H).apply({"params": params}, X_BND, X_BND)
+    assert_same(attention.apply({"params": params}, X_BND, X_BND), plain)
+    trained = train(attention, params, X_BND, X_BND, train=True)
+    assert np.abs(trained - plain).max() > 0.01
+
+
+@pytest.mark.parametrize("form", ["tanh", "exact"])
+def test_encoder_block(form):
+    block = EncoderBlock(num_heads=H, mlp_dim=F, gelu=form)
+    params = random_params(block, X_BND, 0.0, False)
+    ours, _ = jax.jit(block.apply, static_argnums=3)({"params": params}, X_BND, 0.0, False)
+    for i in range(B):
+        assert_same(ours[i], numpy_vit.encoder_block(float64(params), X_BND[i], H, form))
+
+
+def test_encoder_is_its_blocks_and_a_norm():
+    encoder = Encoder(depth=2, num_heads=H, mlp_dim=F)
+    params = random_params(encoder, X_BND)
+    ours = jax.jit(encoder.apply)({"params": params}, X_BND)
+    p = float64(params)
+    for i in range(B):
+        x_ND = X_BND[i]
+        for layer in ("layer_0", "layer_1"):
+            x_ND = numpy_vit.encoder_block(p[layer], x_ND, H, "tanh")
+        assert_same(ours[i], numpy_vit.layer_norm(p["norm"], x_ND))
+
+
+def test_map_head():
+    head = MapHead(num_heads=H, mlp_dim=F)
+    params = random_params(head, X_BND)
+    ours = jax.jit(head.apply)({"params": params}, X_BND)
+    assert ours.shape == (B, D)
+    for i in range(B):
+        assert_same(ours[i], numpy_vit.map_head(float64(params), X_BND[i], H, "tanh"))
+
+
+def shares(values):
+    """{value: how often, of 1}."""
+    found, counts = np.unique(np.round(np.asarray(values, np.float64), 5), return_counts=True)
+    return dict(zip(found.tolist(), (counts / counts.sum()).tolist(), strict=True))
+
+
+def test_mlp_drops_after_each_of_its_layers():
+    rate, x_BND = 0.25, jnp.zeros((20, 50, 16))
+    mlp = Mlp(mlp_dim=16, dropout=rate)
+    identity, ones = np.eye(16, dtype=np.float32), np.ones(16, np.float32)
+    params = {
+        "up": {"kernel": 0 * identity, "bias": 30 * ones},  # GELU(30) = 30
+        "down": {"kernel": identity, "bias": 2 * ones},
+    }
+    out = train(mlp, params, x_BND, train=True)
+    kept = 1 - rate
+    expected = {
+        0.0: rate,  # the second dropped it
+        round(2 / kept, 5): kept * rate,  # only the first did, before the second layer's bias
+        round((30 / kept + 2) / kept, 5): kept**2,
+    }
+    assert shares(out) == pytest.approx(expected, abs=0.02)
+    assert shares(mlp.apply({"params": params}, x_BND)) == {32.0: 1.0}
+
+
+def constant_branch_params(block, x_BND, *, attention, mlp):
+    """Parameters that make the two branches of a block constant."""
+    params = jax.tree.map(np.zeros_like, random_params(block, x_BND, 0.0, False))
+    params["attention"]["out"]["bias"] += attention
+    params["mlp"]["down"]["bias"] += mlp
+    return params
+
+
+def test_block_drops_after_the_output_projection_of_attention():
+    rate, x_BND = 0.25, jnp.ones((20, 50, 16))
+    block = EncoderBlock(num_heads=2, mlp_dim=4, dropout=rate)
+    params = constant_branch_params(block, x_BND, attention=3.0, mlp=0.0)
+    out, _ = train(block, params, x_BND, 0.0, True)
+    expected = {1.0: rate, 1.0 + 3.0 / (1 - rate): 1 - rate}
+    assert shares(out) == pytest.approx(expected, abs=0.02)
+
+
+def test_stochastic_depth_drops_each_branch_of_whole_examples():
+    rate, x_BND = 0.25, jnp.zeros((4000, 2, 4))
+    block = EncoderBlock(num_heads=2, mlp_dim=4, stochastic_depth=True)
+    params = constant_branch_params(block, x_BND, attention=3.0, mlp=6.0)
+    out = np.asarray(train(block, params, x_BND, rate, True)[0])
+    assert (out == out[:, :1, :1]).all()
+    kept = 1 - rate
+    expected = {0.0: rate**2, 4.0: kept * rate, 8.0: kept * rate, 12.0: kept**2}
+    assert shares(out[:, 0, 0]) == pytest.approx(expected, abs=0.03)  # 4 sigma
+    assert out.mean() == pytest.approx(9.0, rel=0.04)
+    evaluated, _ = block.apply({"params": params}, x_BND, rate, False)
+    assert shares(evaluated) == {9.0: 1.0}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_stochastic_depth_grows_linearly_from_zero(scan):
+    depth, x_BND = 3, jnp.zeros((2000, 1, 8))
+    encoder = Encoder(depth, num_heads=2, mlp_dim=4, stochastic_depth=0.8, scan=scan)
+    params = jax.tree.map(np.zeros_like, random_params(encoder, x_BND))
+    params["norm"]["scale"] += 1
+    for i in range(depth):  # layer i raises channel i
+        if scan:
+            params["layers"]["mlp"]["down"]["bias"][i, i] = 1
+        else:
+            params[f"layer_{i}"]["mlp"]["down"]["bias"][i] = 1
+    out = train(encoder, params, x_BND, train=True)[:, 0]
+    raised = np.asarray(out[:, :depth] > out[:, -1:]).mean(axis=0)
+    assert raised[0] == 1.0
+    np.testing.assert_allclose(raised[1:], [0.6, 0.2], atol=0.045)  # 4 sigma
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_layers_draw_apart(scan):
+    x_BND = jnp.zeros((1000, 1, 8)).at[..., -1].set(1.0)
+    encoder = Encoder(2, num_heads=2, mlp_dim=4, dropout=0.5, scan=scan)
+    params = jax.tree.map(np.zeros_like, random_params(encoder, x_BND))
+    params["norm"]["scale"] += 1
+    for i in range(2):  # layer i adds i + 1 to channel 0, dropout makes that 0 or 2 (i + 1)
+        if scan:
+            params["layers"]["mlp"]["down"]["bias"][i, 0] = i + 1
+        else:
+            params[f"layer_{i}"]["mlp"]["down"]["bias"][0] = i + 1
+    out = train(encoder, params, x_BND, train=True)[:, 0]
+    added = (out[:, 0] - out[:, 1]) / (out[:, -1] - out[:, 1])  # the last norm undone
+    expected = {0.0: 0.25, 2.0: 0.25, 4.0: 0.25, 6.0: 0.25}
+    assert shares(jnp.round(added, 3)) == pytest.approx(expected, abs=0.06)  # 4 sigma

@@ -1,0 +1,132 @@
+"""The layers' forms, scanned and unrolled, with each remat policy, compute one and the same."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from numpy_vit import random_params
+
+from vit_jax import tree
+from vit_jax.flops import count_flops
+from vit_jax.models import create_model
+from vit_jax.transfer.rules import abstract_params, stack_layers, unstack_layers
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+DEPTH, TX = 3, optax.adamw(0.1, eps=1e-3, weight_decay=0.1)
+RNG = np.random.default_rng(1)
+IMAGES = RNG.uniform(-1, 1, (4, 8, 8, 3)).astype(np.float32)
+LABELS = jnp.arange(4)
+
+
+def make(*, scan, remat="none", **fields):
+    sizes = {"width": 16, "depth": DEPTH, "mlp_dim": 24, "num_heads": 2}
+    return create_model("ViT-mu/4", 5, 8, scan=scan, remat=remat, **(sizes | fields))
+
+
+UNROLLED_PARAMS = random_params(make(scan=False), IMAGES)
+# Moments as in the middle of a run, none of them zero.
+MOMENTS = [
+    jax.tree.map(np.abs, random_params(make(scan=False), IMAGES, seed=seed)) for seed in (2, 3)
+]
+
+
+def loss_and_logits(model, params, images=IMAGES):
+    logits = model.apply({"params": params}, images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean(), logits
+
+
+def update(model, params, moments):
+    """What a step of Adam makes of `params`, everything by unrolled names."""
+    grads, logits = jax.grad(functools.partial(loss_and_logits, model), has_aux=True)(params)
+    state = TX.init(params)
+    first, second = moments
+    state = (state[0]._replace(count=jnp.int32(7), mu=first, nu=second), *state[1:])
+    updates, state = TX.update(grads, state, params)
+    out = {"grads": grads, "updates": updates, "mu": state[0].mu, "nu": state[0].nu}
+    if model.scan:
+        out = {name: unstack_layers(leaves) for name, leaves in out.items()}
+    return tree.flatten_names(out | {"logits": logits})
+
+
+@functools.cache
+def computed(scan, remat):
+    run = jax.jit(functools.partial(update, make(scan=scan, remat=remat)))
+    convert = stack_layers if scan else lambda params: params
+    return jax.device_get(run(convert(UNROLLED_PARAMS), [convert(m) for m in MOMENTS]))
+
+
+@pytest.mark.parametrize(
+    ("scan", "remat"),
+    [(scan, remat) for scan in (False, True) for remat in ("none", "dots", "full")][1:],
+)
+def test_same_logits_gradients_updates_and_optimizer_state(scan, remat):
+    expected, found = computed(False, "none"), computed(scan, remat)
+    assert found.keys() == expected.keys()
+    for name, leaf in expected.items():
+        # The keys' bias has no gradient (softmax does not see it): rounding is all there is.
+        floor = 1e-3 if name.endswith("key/bias") else 0.0
+        tolerance = 1e-5 * max(np.abs(leaf).max(), floor)
+        np.testing.assert_allclose(found[name], leaf, rtol=0, atol=tolerance, err_msg=name)
+
+
+def test_the_comparison_sees_layers_out_of_order():
+    swapped = dict(UNROLLED_PARAMS["encoder"])
+    swapped["layer_0"], swapped["layer_1"] = swapped["layer_1"], swapped["layer_0"]
+    run = jax.jit(functools.partial(loss_and_logits, make(scan=True)))
+    params = stack_layers(UNROLLED_PARAMS | {"encoder": swapped})
+    expected = computed(False, "none")["logits"]
+    assert np.abs(run(params)[1] - expected).max() > 1e-2 * np.abs(expected).max()
+
+
+def test_stacking_is_undone_and_fits_the_scanned_model():
+    stacked = stack_layers(UNROLLED_PARAMS)
+    shapes = abstract_params(make(scan=True))
+    found = tree.flatten_names(stacked)
+    assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in shapes.items()}
+    jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), UNROLLED_PARAMS)
+
+
+def kept_for_backward(scan, remat):
+    """Bytes that the forward pass hands to the backward pass, the parameters left out."""
+    model = make(scan=scan, remat=remat, mlp_dim=64)
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+        random_params(model, IMAGES),
+    )
+    images = jax.ShapeDtypeStruct((32, 8, 8, 3), jnp.float32)
+
+    def residuals(params, images):
+        return jax.vjp(lambda p: model.apply({"params": p}, images), params)[1]
+
+    leaves = jax.tree.leaves(jax.eval_shape(residuals, params, images))
+    sizes = {leaf.shape for leaf in jax.tree.leaves(params)}
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.shape not in sizes)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_remat_keeps_less(scan):
+    none, dots, full = (kept_for_backward(scan, remat) for remat in ("none", "dots", "full"))
+    # Of a block: full keeps its input, dots the outputs of six dense layers as well.
+    tokens = 32 * 5 * 4 * DEPTH  # bytes of a number per token and layer
+    assert full < dots < none
+    assert full < 3 * 16 * tokens
+    assert dots - full >= (4 * 16 + 64) * tokens
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_remat_computes_again_what_it_does_not_keep(scan):
+    def flops(remat):
+        model = make(scan=scan, remat=remat)
+        params = tree.unflatten_names(abstract_params(model))
+        return count_flops(jax.grad(lambda p: loss_and_logits(model, p)[0]), params)
+
+    batch, tokens, width, mlp_dim = 4, 5, 16, 24
+    products = 2 * 2 * batch * tokens * tokens * width  # q k^T and A v
+    dense = 2 * batch * tokens * (3 * width * width + width * width + width * mlp_dim)
+    assert flops("dots") - flops("none") == DEPTH * products
+    # The block's last product, `down`, is not needed again.
+    assert flops("full") - flops("none") == DEPTH * (products + dense)

@@ -1,0 +1,313 @@
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_vit
+import pytest
+from numpy_vit import random_params
+
+from vit_jax import tree
+from vit_jax.config import InputError
+from vit_jax.models import create_model
+from vit_jax.models.vit import ViT, extract_patches
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+IMAGE_SIZE, PATCH_SIZE = (4, 12), (2, 4)  # a grid of 2 x 3
+IMAGES = np.random.default_rng(0).uniform(-1, 1, (2, *IMAGE_SIZE, 3)).astype(np.float32)
+SMALL = {"patch_size": PATCH_SIZE, "width": 16, "depth": 2, "mlp_dim": 24, "num_heads": 2}
+
+
+def small(num_classes=5, image_size=IMAGE_SIZE, **fields):
+    return create_model("ViT-mu/4", num_classes, image_size, **(SMALL | fields))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def evaluate(model, params, images=IMAGES):
+    """{method: what it gives}."""
+    methods = ("tokens", "features", "pre_logits", "__call__")
+    return {method: model.apply({"params": params}, images, method=method) for method in methods}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def train(model, params, key):
+    return model.apply({"params": params}, IMAGES, train=True, rngs={"dropout": key})
+
+
+def assert_same(ours, reference, tolerance=5e-6):
+    reference = np.asarray(reference)
+    np.testing.assert_allclose(ours, reference, rtol=0, atol=tolerance * np.abs(reference).max())
+
+
+def test_patches_are_in_raster_order():
+    expected = [numpy_vit.patches(image, PATCH_SIZE) for image in IMAGES]
+    np.testing.assert_array_equal(extract_patches(IMAGES, PATCH_SIZE), expected)
+
+
+def test_shapes_of_the_worked_example():
+    # CIFAR-10 with 4 x 4 patches and width 128.
+    model = create_model("ViT-mu/4", 10, 32, width=128)
+    images = jnp.zeros((1, 32, 32, 3))
+    assert extract_patches(images, model.patch_size).shape == (1, 64, 48)
+    params = random_params(model, images)
+
+    def intermediates():
+        _, kept = model.apply({"params": params}, images, capture_intermediates=True)
+        return kept["intermediates"]
+
+    shapes = jax.eval_shape(intermediates)
+    assert shapes["embedding"]["__call__"][0].shape == (1, 64, 128)
+    assert shapes["embedding_dropout"]["__call__"][0].shape == (1, 65, 128)
+    assert params["pos_embedding"].shape == (1, 65, 128)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pool": "token", "hidden_head": True},
+        {"pool": "gap", "gelu": "exact"},
+        {"pool": "map", "gelu": "exact", "hidden_head": True},
+        {"pool": "token", "pos_embed": "sincos_2d"},
+        {"pool": "gap", "pos_embed": "sincos_2d"},
+        {"pool": "map", "pos_embed": "none"},
+        {"pool": "gap", "num_classes": None},
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)
+def test_model_follows_the_equations(fields):
+    model = small(**fields)
+    params = random_params(model, IMAGES)
+    expected = [numpy_vit.vit(model, params, image) for image in IMAGES]
+    for method, ours in evaluate(model, params).items():
+        assert_same(ours, [e[method] for e in expected])
+
+
+def test_shapes_of_the_methods():
+    for pool, num_tokens in {"token": 7, "gap": 6, "map": 6}.items():
+        model = small(pool=pool, hidden_head=True)
+        made = jax.eval_shape(functools.partial(evaluate, model), random_params(model, IMAGES))
+        assert {method: leaf.shape for method, leaf in made.items()} == {
+            "tokens": (2, num_tokens, 16),
+            "features": (2, 16),
+            "pre_logits": (2, 16),
+            "__call__": (2, 5),
+        }
+
+
+def test_fixed_positions_are_no_parameters():
+    assert "pos_embedding" in random_params(small(), IMAGES)
+    for kind in ("sincos_2d", "none"):
+        assert "pos_embedding" not in random_params(small(pos_embed=kind), IMAGES)
+
+
+def init(**fields):
+    fields = {"width": 64, "mlp_dim": 96, "depth": 3} | fields
+    model = create_model("ViT-mu/8", 10, 32, hidden_head=True, head_bias=-10.0, **fields)
+    images = jnp.zeros((1, 32, 32, 3))
+    return tree.flatten_names(jax.jit(model.init)(jax.random.key(0), images)["params"])
+
+
+@pytest.fixture(scope="module", params=["unrolled", "scanned"])
+def initial(request):
+    return init(pool="token", scan=request.param == "scanned")
+
+
+def test_head_starts_at_zero_with_its_bias(initial):
+    assert (initial["head/kernel"] == 0).all()
+    assert (initial["head/bias"] == -10).all()
+
+
+def test_class_token_starts_at_zero(initial):
+    assert (initial["class_token"] == 0).all()
+
+
+def test_position_embedding_starts_normal(initial):
+    values = initial["pos_embedding"]
+    assert values.std() == pytest.approx(0.02, rel=0.1)
+    assert abs(values.mean()) < 0.003
+
+
+def test_biases_start_at_zero_but_for_the_mlps(initial):
+    for name, leaf in initial.items():
+        if "/mlp/" in name and name.endswith("bias"):
+            assert 0.5e-6 < leaf.std() < 1.5e-6, name
+        elif name.endswith("bias") and name != "head/bias":
+            assert (leaf == 0).all(), name
+        elif name.endswith("scale"):
+            assert (leaf == 1).all(), name
+
+
+def test_kernels_start_xavier_uniform(initial):
+    checked = 0
+    for name, leaf in initial.items():
+        if name.endswith("kernel") and name not in ("head/kernel", "embedding/kernel"):
+            # q, k, v have as many outputs as inputs: the width, however many heads there are.
+            bound = np.sqrt(6 / (leaf.shape[-2] + leaf.shape[-1]))
+            layers = leaf if leaf.ndim == 3 else leaf[None]
+            for layer in layers:
+                assert 0.98 * bound < np.abs(layer).max() <= bound, name
+                assert layer.std() == pytest.approx(bound / np.sqrt(3), rel=0.05), name
+                checked += 1
+    assert checked == 3 * 6 + 1  # q, k, v, out, up, down of 3 layers; the head's hidden layer
+
+
+def test_embedding_starts_as_a_convolution(initial):
+    kernel = initial["embedding/kernel"]
+    assert kernel.std() == pytest.approx(1 / np.sqrt(8 * 8 * 3), rel=0.05)
+
+
+def test_layers_start_differently(initial):
+    if "encoder/layers/mlp/up/kernel" in initial:
+        layers = initial["encoder/layers/mlp/up/kernel"]
+    else:
+        layers = jnp.stack([initial[f"encoder/layer_{i}/mlp/up/kernel"] for i in range(3)])
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert (layers[a] != layers[b]).mean() > 0.99
+
+
+def test_map_head_starts_as_its_layers():
+    params = init(pool="map", depth=1)
+    bound = np.sqrt(6 / (64 + 64))
+    for name in ("query", "key", "value", "out"):
+        largest = np.abs(params[f"map_head/attention/{name}/kernel"]).max()
+        assert 0.98 * bound < largest <= bound
+    assert (params["map_head/probe"] != 0).all()
+
+
+def dropout_places(model, params):
+    """{path of a Dropout that acts: its rate} in training."""
+    places = {}
+
+    def note(next_call, args, kwargs, context):
+        module = context.module
+        if isinstance(module, nn.Dropout) and module.rate > 0:
+            places["/".join(module.path)] = module.rate
+        return next_call(*args, **kwargs)
+
+    with nn.intercept_methods(note):
+        jax.eval_shape(
+            lambda key: model.apply({"params": params}, IMAGES, train=True, rngs={"dropout": key}),
+            jax.random.key(0),
+        )
+    return places
+
+
+def test_dropout_stands_after_every_dense_layer_but_q_k_v_and_the_head():
+    model = small(dropout=0.25, hidden_head=True)
+    places = dropout_places(model, random_params(model, IMAGES))
+    expected = {"embedding_dropout"}
+    for i in range(2):
+        layer = f"encoder/layer_{i}"
+        expected |= {f"{layer}/Dropout_0", f"{layer}/mlp/Dropout_0", f"{layer}/mlp/Dropout_1"}
+    assert places == dict.fromkeys(expected, 0.25)
+
+
+def test_dropout_acts_on_the_sum_of_patches_and_positions():
+    model = small(dropout=0.25)
+    params = random_params(model, IMAGES)
+
+    def stem(train):
+        _, kept = model.apply(
+            {"params": params},
+            IMAGES,
+            train=train,
+            rngs={"dropout": jax.random.key(1)},
+            capture_intermediates=lambda module, _: module.name == "embedding_dropout",
+        )
+        return kept["intermediates"]["embedding_dropout"]["__call__"][0]
+
+    whole, dropped = np.asarray(stem(train=False)), np.asarray(stem(train=True))
+    zero = dropped == 0
+    assert 0.1 < zero.mean() < 0.4
+    assert zero[:, 0].any()  # the class token, too
+    np.testing.assert_allclose(dropped[~zero], whole[~zero] / 0.75, rtol=1e-6)
+
+
+NOISE = {"dropout": 0.5, "attention_dropout": 0.5, "stochastic_depth": 0.5}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [*({field: rate} for field, rate in NOISE.items()), NOISE | {"scan": True, "remat": "full"}],
+    ids=[*NOISE, "all, scanned"],
+)
+def test_noise_is_in_training_and_follows_its_key(fields):
+    model = small(**fields)
+    params = random_params(model, IMAGES)
+    a, same, b = (np.asarray(train(model, params, jax.random.key(seed))) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(a, same)
+    assert np.abs(a - b).max() > 1e-3
+
+
+def test_no_noise_in_evaluation():
+    params = random_params(small(), IMAGES)
+    plain, noisy = evaluate(small(), params), evaluate(small(**NOISE), params)
+    np.testing.assert_array_equal(noisy["__call__"], plain["__call__"])
+
+
+def test_bfloat16_computes_in_it_and_keeps_parameters_and_logits_in_float32():
+    plain, half = (small(pool="map", hidden_head=True, dtype=d) for d in ("float32", "bfloat16"))
+    made = jax.eval_shape(lambda: half.init(jax.random.key(0), IMAGES))["params"]
+    assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {jnp.dtype("float32")}
+    params = random_params(half, IMAGES, scale=0.1)
+    out, expected = evaluate(half, params), evaluate(plain, params)["__call__"]
+    logits = out.pop("__call__")
+    assert {leaf.dtype for leaf in out.values()} == {jnp.dtype("bfloat16")}
+    assert logits.dtype == jnp.float32
+    error = np.abs(logits - expected).max() / np.abs(expected).max()
+    assert 1e-6 < error < 0.03
+
+
+def test_dtype_may_be_a_name_or_a_dtype():
+    for dtype in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")):
+        assert small(dtype=dtype).dtype == jnp.dtype("bfloat16")
+
+
+def test_an_int_image_size_is_square():
+    assert create_model("ViT-mu/16").image_size == (224, 224)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"pol": "gap"}, ["pol", "no such field", "did you mean pool?"]),
+        ({"pol": "gap", "scn": True}, ["2 faults", "pol", "scn", "did you mean scan?"]),
+        ({"pool": "tokens"}, ["pool='tokens'", "did you mean token?"]),
+        ({"pos_embed": "learned"}, ["pos_embed='learned'", "did you mean learned_1d?"]),
+        ({"gelu": "erf"}, ["gelu='erf'", "tanh, exact"]),
+        ({"remat": "half"}, ["remat='half'", "none, dots, full"]),
+        ({"dtype": "float16"}, ["dtype='float16'", "float32, bfloat16"]),
+        ({"depth": 0}, ["depth=0", "positive int"]),
+        ({"num_classes": 0}, ["num_classes=0", "positive int, or None"]),
+        ({"dropout": 1.0}, ["dropout=1.0", "[0, 1)"]),
+        ({"stochastic_depth": -0.1}, ["stochastic_depth=-0.1", "[0, 1)"]),
+        ({"num_heads": 3}, ["num_heads=3", "width=16", "choose"]),
+        ({"width": 4, "pos_embed": "sincos_2d"}, ["sincos_2d", "got 4"]),
+        ({"patch_size": 5}, ["patch_size=(5, 5)", "height 4", "height 5"]),
+        ({"patch_size": (2, 5)}, ["patch_size=(2, 5)", "width 12", "width 10 or 15"]),
+        ({"image_size": 0}, ["image_size=0", "positive int"]),
+        ({"image_size": (4, 4, 3)}, ["image_size=(4, 4, 3)", "pair"]),
+    ],
+)
+def test_faulty_fields(fields, said):
+    with pytest.raises(InputError) as error:
+        small(**fields)
+    for part in said:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(2, 12, 4, 3), (2, 4, 12, 1), (2, 8, 24, 3), (4, 12, 3)])
+def test_images_of_another_size(shape):
+    model = small()
+    params = random_params(model, IMAGES)
+    with pytest.raises(InputError) as error:
+        model.apply({"params": params}, np.zeros(shape, np.float32))
+    for part in (str(shape), "image_size=(4, 12)", "resize"):
+        assert part in str(error.value)
+
+
+def test_a_module_made_by_hand_is_checked_too():
+    with pytest.raises(InputError, match="num_heads=5 does not divide width=16"):
+        ViT(5, (4, 4), (2, 2), width=16, depth=1, mlp_dim=8, num_heads=5)

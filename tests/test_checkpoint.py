@@ -1,0 +1,208 @@
+"""Checkpoints: what is damaged is found and named, and the one before it is used."""
+
+import json
+import pathlib
+import random
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from vit_jax import checkpoint
+from vit_jax.config import InputError
+from vit_jax.mesh import make_mesh
+from vit_jax.step import TrainState
+
+META = {"data_fingerprint": "abc", "seconds": 1.0}
+
+
+def make_state(seed, shape=(16, 24)):
+    a, b = jax.random.split(jax.random.key(seed))
+    params = {"layer": {"kernel": jax.random.normal(a, shape), "bias": jnp.zeros(shape[1])}}
+    moments = {"mu": params, "flags": jnp.array([True, False]), "half": jnp.ones(4, jnp.bfloat16)}
+    return TrainState(jnp.int32(seed), params, {}, (moments, jax.random.bits(b, (5,))))
+
+
+def abstract(state, sharding=None):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), state
+    )
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Checkpoints 1 and 2."""
+    directory = epath.Path(tmp_path / "checkpoints")
+    checkpoints = checkpoint.Checkpoints(directory, keep_last=2, keep_every=None)
+    for step in (1, 2):
+        checkpoints.save(step, make_state(step), META)
+    checkpoints.close()
+    return directory
+
+
+def restored_step(directory, **kwargs):
+    state, meta = checkpoint.restore_newest(directory, abstract(make_state(0)), **kwargs)
+    for found, saved in zip(
+        jax.tree.leaves(state), jax.tree.leaves(make_state(meta["step"])), strict=True
+    ):
+        np.testing.assert_array_equal(found, saved)
+    return meta["step"]
+
+
+def files_of(directory, step):
+    return sorted(p for p in pathlib.Path(directory / str(step)).rglob("*") if p.is_file())
+
+
+def test_the_newest_is_restored_bit_for_bit(directory):
+    assert restored_step(directory) == 2
+
+
+def test_no_directory_and_no_step_are_no_checkpoint(tmp_path):
+    target = abstract(make_state(0))
+    assert checkpoint.restore_newest(epath.Path(tmp_path / "absent"), target) is None
+    (tmp_path / "12.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "pretrained.npz").write_bytes(b"")
+    assert checkpoint.restore_newest(epath.Path(tmp_path), target) is None
+
+
+def test_a_missing_file_of_any_kind_is_named_and_the_step_moved_aside(directory, caplog):
+    intact = directory.parent / "intact"
+    shutil.copytree(directory, intact)
+    for file in files_of(directory, 2):
+        file.unlink()
+        assert restored_step(directory, move_aside=True) == 1, file
+        assert f"file {file.relative_to(directory / '2')} is missing" in caplog.text
+        assert (directory / "invalid-2").exists() and not (directory / "2").exists()
+        shutil.rmtree(directory)
+        shutil.copytree(intact, directory)
+
+
+def test_a_truncated_file_of_any_kind_is_noticed(directory):
+    for file in files_of(directory, 2):
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2])
+        assert restored_step(directory) == 1, file
+        file.write_bytes(content)
+    assert restored_step(directory) == 2
+
+
+def test_one_flipped_bit_in_any_file_is_noticed(directory):
+    draw = random.Random(0)
+    for file in files_of(directory, 2):
+        content = file.read_bytes()
+        bit = draw.randrange(8 * len(content))
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        assert restored_step(directory) == 1, (file, bit)
+        file.write_bytes(content)
+    assert restored_step(directory) == 2
+
+
+def test_a_leaf_that_is_not_as_saved_is_noticed_without_the_seal(directory, monkeypatch, caplog):
+    """The checksums of the leaves stand alone: large files are not digested."""
+    monkeypatch.setattr(checkpoint, "_check_seal", lambda step_dir: None)
+    meta_file = directory / "2" / "meta" / "metadata"
+    meta = json.loads(meta_file.read_text())
+    meta["checksums"]["params/layer/kernel"] ^= 1
+    meta_file.write_text(json.dumps(meta))
+    assert restored_step(directory) == 1
+    assert "leaf params/layer/kernel is not as it was saved" in caplog.text
+
+
+def test_when_none_is_valid_the_run_is_refused_and_nothing_is_moved(directory):
+    for step in (1, 2):
+        (directory / str(step) / "meta" / "metadata").unlink()
+    with pytest.raises(InputError, match="no checkpoint in .* can be read.*\n.*meta/metadata"):
+        checkpoint.restore_newest(directory, abstract(make_state(0)), move_aside=True)
+    assert sorted(p.name for p in directory.iterdir()) == ["1", "2"]
+
+
+def test_checksums_see_every_bit_and_every_place():
+    state = make_state(0)
+    reference = checkpoint.checksums(state)
+    kernel = state.params["layer"]["kernel"]
+
+    def changed(kernel):
+        params = {"layer": state.params["layer"] | {"kernel": kernel}}
+        found = checkpoint.checksums(state.replace(params=params))
+        return {name for name in found if found[name] != reference[name]}
+
+    assert changed(kernel) == set()
+    draw = np.random.default_rng(0)
+    for _ in range(32):
+        bits = np.asarray(kernel).view(np.uint32).copy()
+        i, j, bit = draw.integers(16), draw.integers(24), draw.integers(32)
+        bits[i, j] ^= np.uint32(1 << bit)
+        assert changed(jnp.asarray(bits.view(np.float32))) == {"params/layer/kernel"}
+    swapped = kernel.at[0, 0].set(kernel[0, 1]).at[0, 1].set(kernel[0, 0])
+    assert changed(swapped) == {"params/layer/kernel"}
+    assert changed(kernel[::-1]) == {"params/layer/kernel"}
+    zero = checkpoint.checksums({"x": jnp.zeros(3)})
+    assert zero != checkpoint.checksums({"x": -jnp.zeros(3)})
+
+
+def test_checksums_and_restored_values_do_not_depend_on_the_mesh(directory):
+    mesh = make_mesh(replica=1, data=2, fsdp=2, tensor=2)
+    target = abstract(make_state(0), NamedSharding(mesh, P()))
+    kernel = NamedSharding(mesh, P("fsdp", "tensor"))
+    params = target.params["layer"]
+    params["kernel"] = jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=kernel)
+    state, meta = checkpoint.restore_newest(directory, target)
+    assert meta["step"] == 2
+    assert state.params["layer"]["kernel"].sharding == kernel
+    assert checkpoint.checksums(state) == meta["checksums"]
+    assert checkpoint.checksums(make_state(2)) == meta["checksums"]
+
+
+def test_parameters_alone_can_be_restored(directory):
+    target = {"params": abstract(make_state(0)).params}
+    state, _ = checkpoint.restore_newest(directory, target, partial=True)
+    assert state.keys() == {"params"}
+    np.testing.assert_array_equal(
+        state["params"]["layer"]["kernel"], make_state(2).params["layer"]["kernel"]
+    )
+
+
+def test_the_newest_and_every_nth_are_kept(tmp_path):
+    directory = epath.Path(tmp_path)
+    checkpoints = checkpoint.Checkpoints(directory, keep_last=2, keep_every=4)
+    for step in range(1, 8):
+        checkpoints.save(step, make_state(step), META)
+    checkpoints.close()
+    assert checkpoint.saved_steps(directory) == [7, 6, 4]
+
+
+def test_another_order_of_data_is_refused(directory):
+    with pytest.raises(InputError, match="data set is not the one"):
+        checkpoint.start(
+            directory=directory,
+            abstract_state=abstract(make_state(0)),
+            fingerprint="another",
+            from_init=None,
+            from_scratch=None,
+        )
+
+
+@pytest.mark.parametrize(
+    ("has_checkpoint", "has_init", "expected"),
+    [(True, True, "resumed"), (False, True, "init"), (False, False, "scratch")],
+)
+def test_a_run_resumes_before_it_initialises_before_it_starts_anew(
+    directory, has_checkpoint, has_init, expected
+):
+    if not has_checkpoint:
+        directory.rmtree()
+    state, meta = checkpoint.start(
+        directory=directory,
+        abstract_state=abstract(make_state(0)),
+        fingerprint=META["data_fingerprint"],
+        from_init=(lambda: "init") if has_init else None,
+        from_scratch=lambda: "scratch",
+    )
+    assert ("resumed" if meta else state) == expected

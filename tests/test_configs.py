@@ -1,0 +1,259 @@
+"""Every file in configs/, and the paper's table of pretraining recipes."""
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from etils import epath
+from PIL import Image
+
+from vit_jax.config import InputError, apply_overrides, load_config
+from vit_jax.experiment import make_experiment, num_steps
+from vit_jax.mesh import make_mesh
+from vit_jax.run import prepare
+from vit_jax.validation import find_faults
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+
+# For every file: the words of its full form and those of its debug form.
+FORMS = {
+    "quickstart": ["", "debug"],
+    "pretrain": ["ViT-B/16,imagenet2012", "ViT-L/16,imagenet21k,debug"],
+    "cifar10": ["", "small", "debug", "small,debug"],
+    "folder": ["", "ViT-S/16", "debug", "ViT-S/16,debug"],
+}
+
+
+def load(name, words=""):
+    return load_config(f"{CONFIGS / name}.py" + (f":{words}" if words else ""))
+
+
+def refusal(name, words):
+    with pytest.raises(InputError) as e:
+        load(name, words)
+    return str(e.value)
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A folder of twelve pictures of two classes."""
+    rng = np.random.default_rng(0)
+    for i in range(12):
+        path = tmp_path / "pictures" / ("cat", "dog")[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (70, 90, 3), dtype=np.uint8)).save(path)
+    return str(tmp_path / "pictures")
+
+
+def test_every_config_is_tested():
+    assert {path.stem for path in CONFIGS.glob("*.py")} == FORMS.keys()
+    for forms in FORMS.values():
+        assert any("debug" in form for form in forms) and any("debug" not in f for f in forms)
+
+
+@pytest.mark.parametrize(("name", "words"), [(n, w) for n, forms in FORMS.items() for w in forms])
+def test_config_is_valid(name, words):
+    assert find_faults(load(name, words)) == []
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_config_file_says_how_to_run_it(name):
+    text = (CONFIGS / f"{name}.py").read_text()
+    assert f"python -m vit_jax.main --config=configs/{name}.py" in text
+    assert re.search(rf"--config=configs/{name}\.py:(\S+,)?debug", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [(n, w) for n, forms in FORMS.items() for w in forms if "debug" in w]
+)
+def test_debug_form_is_ready_to_run(name, words, tmp_path, pictures):
+    """Data, model and schedule go together, and are small."""
+    config = load(name, words)
+    if config.data.name == "folder":
+        config.data.data_dir = pictures
+    run = prepare(config, epath.Path(tmp_path / "workdir"))
+    assert run.experiment.total_steps <= 40
+    assert run.experiment.num_params < 100_000
+    assert not (tmp_path / "workdir").exists()
+    for name, entry in run.config.evals.items():
+        assert entry.split in run.sources
+        assert 0 < num_steps(run.config, f"evals.{name}.every") <= run.experiment.total_steps
+
+
+@pytest.mark.parametrize("name", ["quickstart", "cifar10", "folder"])
+def test_unknown_word_names_those_known(name):
+    words = "ViT-S/16,huge,debug" if name == "folder" else "debug,huge"
+    message = refusal(name, words)
+    assert "'huge'" in message and "debug: " in message
+
+
+# The paper's table 3 once more: model, data, epochs (those of the config without a word first),
+# base learning rate, decay, weight decay, dropout.
+TABLE_3 = [
+    ("ViT-B/16", "jft", (7,), 8e-4, "linear", 0.1, 0.0),
+    ("ViT-B/32", "jft", (7,), 8e-4, "linear", 0.1, 0.0),
+    ("ViT-L/32", "jft", (7,), 6e-4, "linear", 0.1, 0.0),
+    ("ViT-L/16", "jft", (7, 14), 4e-4, "linear", 0.1, 0.0),
+    ("ViT-H/14", "jft", (14,), 3e-4, "linear", 0.1, 0.0),
+    ("ViT-B/16", "imagenet21k", (90,), 1e-3, "linear", 0.03, 0.1),
+    ("ViT-B/32", "imagenet21k", (90,), 1e-3, "linear", 0.03, 0.1),
+    ("ViT-L/16", "imagenet21k", (90, 30), 1e-3, "linear", 0.03, 0.1),
+    ("ViT-L/32", "imagenet21k", (90, 30), 1e-3, "linear", 0.03, 0.1),
+    ("ViT-B/16", "imagenet2012", (300,), 3e-3, "cosine", 0.3, 0.1),
+    ("ViT-B/32", "imagenet2012", (300,), 3e-3, "cosine", 0.3, 0.1),
+    ("ViT-L/16", "imagenet2012", (300,), 3e-3, "cosine", 0.3, 0.1),
+    ("ViT-L/32", "imagenet2012", (300,), 3e-3, "cosine", 0.3, 0.1),
+    ("ViT-H/14", "imagenet2012", (300,), 3e-3, "cosine", 0.3, 0.1),
+    ("ViT-S/16", "imagenet2012", (300,), 3e-3, "cosine", 0.3, 0.1),
+]
+ROWS = [(*row[:2], *epochs, *row[3:]) for row in TABLE_3
+        for epochs in [(row[2][0], "")] + [(n, f",{n}ep") for n in row[2] if n != 300]]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "epochs", "word", "lr", "decay", "weight_decay", "dropout"), ROWS
+)
+def test_table_3(model, data, epochs, word, lr, decay, weight_decay, dropout):
+    data_word = "jft=my_photos" if data == "jft" else data
+    c = load("pretrain", f"{model},{data_word}{word}")
+    assert find_faults(c) == []
+
+    assert c.model.name == model
+    assert c.data.name == ("my_photos" if data == "jft" else data)
+    assert (c.duration, c.global_batch_size, c.data.image_size) == (f"{epochs} epochs", 4096, 224)
+    assert (c.optimizer.name, c.optimizer.b1, c.optimizer.b2) == ("adamw", 0.9, 0.999)
+    assert (c.optimizer.peak_lr, c.optimizer.weight_decay) == (lr, weight_decay)
+    assert c.optimizer.weight_decay_on == ".*/kernel"
+    assert (c.schedule.name, c.schedule.warmup, c.schedule.cooldown) == (
+        decay, "10000 steps", "0 steps",
+    )  # fmt: skip
+    assert (c.model.dropout, c.model.attention_dropout) == (dropout, None)
+    assert c.model.hidden_head is True
+    assert c.optimizer.grad_clip_norm == (1.0 if data == "imagenet2012" else None)
+    assert c.loss.label_smoothing == 0.0
+    if data == "imagenet2012":
+        assert (c.loss.name, c.model.head_bias) == ("softmax", None)
+    else:
+        assert (c.loss.name, c.model.head_bias) == ("sigmoid", -10.0)
+
+
+def test_recipe_becomes_an_experiment():
+    """ViT-B/16 on 14,147,841 images: the head, the steps and the rates are those of the paper."""
+    c = load("pretrain", "ViT-B/16,imagenet21k")
+    c.data.num_classes, c.data.num_examples = 21_843, 14_147_841
+    e = make_experiment(c, make_mesh(replica=1, data=-1, fsdp=1, tensor=1))
+    assert e.total_steps == 310_866  # 90 * 14,147,841 / 4096 = 310,865.8
+    assert e.num_params == 85_798_656 + 768 * 769 + 769 * 21_843
+    np.testing.assert_allclose(float(e.schedule(5_000)), 5e-4, rtol=1e-6)
+    np.testing.assert_allclose(float(e.schedule(10_000)), 1e-3, rtol=1e-6)
+    np.testing.assert_allclose(float(e.schedule((10_000 + 310_866) / 2)), 5e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("ViT-H/14,imagenet21k", ["no row for ViT-H/14 on imagenet21k"]),
+        ("ViT-S/16,imagenet21k", ["no row for ViT-S/16 on imagenet21k"]),
+        ("ViT-S/16,jft=x", ["no row for ViT-S/16 on jft"]),
+        ("ViT-L/14,imagenet21k", ["no row for ViT-L/14 on imagenet21k"]),
+    ],
+)
+def test_absent_row_names_those_that_are(words, says):
+    message = refusal("pretrain", words)
+    for text in [*says, "imagenet21k: ViT-B/16, ViT-B/32, ViT-L/16, ViT-L/32", "imagenet2012: any",
+                 "jft: ViT-B/16, ViT-B/32, ViT-L/32, ViT-L/16, ViT-H/14"]:  # fmt: skip
+        assert text in message
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("ViT-B/16,jft=x,14ep", "14 epochs: the paper's row has 7"),
+        ("ViT-H/14,jft=x,7ep", "7 epochs: the paper's row has 14"),
+        ("ViT-L/16,jft=x,90ep", "90 epochs: the paper's row has 7 or 14"),
+        ("ViT-B/16,imagenet21k,30ep", "30 epochs: the paper's row has 90"),
+        ("ViT-B/16,imagenet2012,90ep", "90 epochs: the paper's row has 300"),
+        ("ViT-L/16,imagenet21k,30ep,90ep,debug", "epochs: the paper's row has 90 or 30"),
+    ],
+)
+def test_absent_epochs_name_those_that_are(words, says):
+    assert says in refusal("pretrain", words)
+
+
+@pytest.mark.parametrize("words", ["", "debug", "ViT-B/16", "imagenet2012", "ViT-B/16,jft=x,45ep"])
+def test_pretraining_needs_model_and_data(words):
+    message = refusal("pretrain", words)
+    assert "needs MODEL,DATA, e.g. configs/pretrain.py:ViT-B/16,imagenet2012" in message
+    assert "7ep, 14ep, 30ep, 90ep" in message
+
+
+@pytest.mark.parametrize("data", ["jft", "jft=", "imagenet2012=x", "cifar10", "imagenet"])
+def test_pretraining_data(data):
+    message = refusal("pretrain", f"ViT-B/16,{data}")
+    assert repr(data) in message and "needs imagenet2012, imagenet21k or jft=<TFDS name>" in message
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("BiT-R50x1", "needs ViT-VARIANT/PATCH, e.g. ViT-B/16"),
+        ("ViT-B16", "needs ViT-VARIANT/PATCH"),
+        ("ViT-l/16", "known: mu, Ti, S"),
+        ("ViT-So400/14", "did you mean So400m?"),
+    ],
+)
+@pytest.mark.parametrize("config", ["pretrain", "folder"])
+def test_unknown_model_in_words(config, model, says):
+    words = f"{model},imagenet2012" if config == "pretrain" else model
+    message = refusal(config, words)
+    assert repr(model) in message and says in message
+
+
+def test_words_of_pretraining_in_any_place():
+    expected = load("pretrain", "ViT-L/16,imagenet21k,30ep,debug")
+    for words in ("debug,ViT-L/16,30ep,imagenet21k", "30ep,debug,ViT-L/16,imagenet21k"):
+        assert load("pretrain", words) == expected
+    assert expected.model.name == "ViT-mu/16"
+
+
+@pytest.mark.parametrize(
+    ("data", "train", "val"),
+    [
+        ("imagenet2012", "train", "validation"),
+        ("imagenet21k", "train[50000:]", "train[:50000]"),
+        ("jft=x", "train[50000:]", "train[:50000]"),
+    ],
+)
+def test_pretraining_validates_on_what_it_does_not_train_on(data, train, val):
+    c = load("pretrain", f"ViT-L/16,{data}")
+    assert (c.data.split, c.evals.val.split) == (train, val)
+
+
+def test_folder_takes_a_model():
+    assert load("folder").model.name == "ViT-Ti/8"
+    assert load("folder", "ViT-S/16").model.name == "ViT-S/16"
+    assert load("folder", "debug,ViT-S/16").model.name == "ViT-S/16"
+    message = refusal("folder", "ViT-S/16,ViT-B/16")
+    assert "'ViT-B/16'" in message and "MODEL: a ViT, by default ViT-Ti/8" in message
+
+
+def test_folder_at_another_image_size(pictures, tmp_path):
+    """As its docstring says: the ops follow data.image_size."""
+    c = load("folder", "ViT-S/16")
+    c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 32, 1, 64, 2
+    faults = apply_overrides(
+        c, [("data.image_size", "224"), ("data.data_dir", pictures), ("global_batch_size", "8")]
+    )
+    assert faults + find_faults(c) == []
+    run = prepare(c, epath.Path(tmp_path / "workdir"))
+    assert run.experiment.model.image_size == (224, 224)
+    assert (run.config.data.num_classes, run.config.data.num_examples) == (2, 11)
+
+
+def test_small_cifar10_has_the_parameters_it_says():
+    c = load("cifar10", "small")
+    c.data.num_classes, c.data.num_examples = 10, 50_000
+    e = make_experiment(c, make_mesh(replica=1, data=-1, fsdp=1, tensor=1))
+    assert f"{e.num_params / 1e6:.1f}M parameters" == "1.2M parameters"
+    assert e.total_steps == 1172  # 3 * 50,000 / 128 = 1171.9

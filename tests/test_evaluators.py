@@ -1,0 +1,182 @@
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from vit_jax.config import classification, load_config
+from vit_jax.data import make_source
+from vit_jax.evaluators import make_evaluators
+from vit_jax.evaluators.classification import Classification
+from vit_jax.experiment import make_experiment
+from vit_jax.mesh import make_mesh
+from vit_jax.objectives.supervised import make_loss
+from vit_jax.step import TrainState
+
+SOFTMAX = make_loss("softmax")
+
+
+def batch(logits, label, mask=None):
+    """A batch whose images are the logits."""
+    mask = np.ones(len(logits)) if mask is None else mask
+    return {
+        "image": np.asarray(logits, np.float32),
+        "label": np.asarray(label),
+        "mask": np.asarray(mask, np.float32),
+    }
+
+
+def run(*batches, loss=SOFTMAX):
+    return Classification(lambda state, image: state * image, loss, lambda: batches).run(1.0)
+
+
+def log_softmax(x):
+    x = np.asarray(x, np.float64)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+LOGITS = np.array([[4.0, 1, 0, 0, 0, 0], [0, 3, 2, 1, -1, -2], [0, 1, 2, 3, 4, 5]])
+
+
+def test_metrics_of_one_batch():
+    result = run(batch(LOGITS, [0, 3, 0]))
+    expected = -log_softmax(LOGITS)[[0, 1, 2], [0, 3, 0]].mean()
+    np.testing.assert_allclose(result.pop("loss"), expected, rtol=1e-6)
+    assert result == {"top1": pytest.approx(1 / 3), "top5": pytest.approx(2 / 3), "num_examples": 3}
+
+
+def test_sums_are_divided_once():
+    """Not a mean of the batches' means: three right of four, in batches of three and one."""
+    wrong = batch(LOGITS[:1], [3])
+    right = batch(LOGITS[:1].repeat(3, 0), [0, 0, 0])
+    result = run(right, wrong)
+    assert (result["top1"], result["num_examples"]) == (0.75, 4)
+    losses = -log_softmax(LOGITS[0])[[0, 0, 0, 3]]
+    np.testing.assert_allclose(result["loss"], losses.mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("label", [0, 5])
+def test_padding_never_counts(label):
+    """Whatever stands in the padded rows, right or wrong."""
+    plain = run(batch(LOGITS[:2], [0, 3]))
+    padded = run(batch(np.concatenate([LOGITS[:2], 9 * LOGITS[:2]]), [0, 3, label, label],
+                       [1, 1, 0, 0]))  # fmt: skip
+    assert padded == pytest.approx(plain, rel=1e-6)
+    assert plain["top1"] == 0.5
+
+
+def test_masked_examples_in_the_middle_do_not_count():
+    result = run(batch(LOGITS, [0, 0, 5], [1, 0, 1]), batch(LOGITS, [0, 1, 5], [0, 1, 0]))
+    assert (result["top1"], result["top5"], result["num_examples"]) == (1.0, 1.0, 3)
+
+
+def test_split_of_which_nothing_counts():
+    assert run(batch(LOGITS, [0, 1, 2], [0, 0, 0])) == {
+        "top1": 0, "top5": 0, "loss": 0, "num_examples": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("num_classes", [1, 2, 4, 5])
+def test_top5_of_few_classes(num_classes):
+    result = run(batch(LOGITS[:, :num_classes], [0, 0, 0]))
+    assert result["top5"] == 1.0
+    assert result["top1"] == pytest.approx(1.0 if num_classes == 1 else 1 / 3)
+
+
+def test_label_with_several_classes():
+    """A hit is any of them."""
+    targets = np.array([[0, 1, 0, 0, 0, 1], [0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 1]], np.float32)
+    result = run(batch(LOGITS, targets), loss=make_loss("sigmoid"))
+    assert (result["top1"], result["top5"]) == (pytest.approx(1 / 3), 1.0)
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss(name, smoothing):
+    label = [0, 3, 0]
+    targets = np.eye(6)[label] * (1 - smoothing) + smoothing / 6
+    if name == "softmax":
+        losses = -(targets * log_softmax(LOGITS)).sum(-1)
+    else:
+        p = 1 / (1 + np.exp(-LOGITS))
+        losses = -(targets * np.log(p) + (1 - targets) * np.log(1 - p)).sum(-1)
+    result = run(batch(LOGITS, label), loss=make_loss(name, smoothing))
+    np.testing.assert_allclose(result["loss"], losses.mean(), rtol=1e-5)
+
+
+def test_state_is_an_argument():
+    """It is not what the function was compiled with."""
+    evaluator = Classification(
+        lambda state, image: state * image, SOFTMAX, lambda: [batch(LOGITS, [0, 1, 5])]
+    )
+    assert [evaluator.run(sign)["top1"] for sign in (1.0, -1.0, 1.0)] == [1.0, 0.0, 1.0]
+
+
+# On the real data, over 8 devices
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """The 360 test images and labels of digits, straight from scikit-learn."""
+    bunch = load_digits()
+    grey = np.rint(bunch.images[::5] * (255 / 16))
+    return np.repeat(grey[..., None], 3, axis=-1).astype(np.uint8), bunch.target[::5]
+
+
+@pytest.fixture(scope="module")
+def model_on_mesh():
+    """(config, model, mesh of 8 devices, state) of a tiny model whose head is not zero."""
+    c = load_config(f"{pathlib.Path(__file__).parents[1]}/configs/quickstart.py:debug")
+    c.data.num_classes, c.data.num_examples = 10, 1437
+    c.data.mean, c.data.std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
+    c.global_batch_size = 72  # divides 360
+    c.evals.whole = classification(split="test", every="1 epochs")
+    c.evals.test.batch_size = 64
+    c.evals.larger = classification(split="test", every="1 epochs", batch_size=128)
+    mesh = make_mesh(replica=1, data=4, fsdp=2, tensor=1)
+    experiment = make_experiment(c, mesh)
+    with jax.set_mesh(mesh):
+        params = experiment.init().params
+    kernel = params["head"]["kernel"]
+    params["head"]["kernel"] = 3 * jax.random.normal(jax.random.key(3), kernel.shape)
+    return c, experiment.model, mesh, TrainState(jnp.zeros((), jnp.int32), params, {}, ())
+
+
+@pytest.mark.parametrize("loss_name", ["softmax", "sigmoid"])
+def test_every_digit_counts_once(digits, model_on_mesh, loss_name):
+    """Batches that divide the split, and batches that do not, against NumPy on all at once."""
+    images, labels = digits
+    config, model, mesh, state = model_on_mesh
+    config.loss.name = loss_name
+    sources = {"test": make_source("digits", split="test", image_size=(8, 8))}
+    values = (images / 255 - [0.4, 0.5, 0.6]) / [0.2, 0.3, 0.4]
+    with jax.set_mesh(mesh):
+        evaluators = make_evaluators(config, model, mesh, sources)
+        results = {name: evaluator.run(state) for name, evaluator in evaluators.items()}
+        logits = jax.jit(model.apply)({"params": state.params}, values.astype(np.float32))
+    logits = np.asarray(logits, np.float64)
+
+    # No rounding moves a logit past another: the counts below are exact.
+    assert np.diff(np.sort(logits), axis=-1).min() > 1e-5
+    right = np.argsort(-logits, axis=-1) == labels[:, None]
+    targets = np.eye(10)[labels] * 0.9 + 0.01
+    if loss_name == "softmax":
+        losses = -(targets * log_softmax(logits)).sum(-1)
+    else:
+        losses = (np.logaddexp(0, logits) - targets * logits).sum(-1)
+    assert 0 < right[:, 0].sum() < right[:, :5].sum() < 360
+
+    assert results.keys() == {"test", "larger", "whole"}
+    for result in results.values():
+        assert result.keys() == {"top1", "top5", "loss", "num_examples"}
+        assert result["num_examples"] == 360
+        assert result["top1"] == right[:, 0].sum() / 360
+        assert result["top5"] == right[:, :5].sum() / 360
+        np.testing.assert_allclose(result["loss"], losses.mean(), rtol=1e-5)
+
+
+def test_results_can_be_written_as_json():
+    result = run(batch(LOGITS, [0, 1, 5]))
+    assert {type(value) for value in result.values()} == {float}

@@ -1,0 +1,175 @@
+"""From config to experiment: every key arrives where it acts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax import tree
+from vit_jax.config import InputError, base_config
+from vit_jax.experiment import make_experiment, num_steps
+from vit_jax.flops import count_flops
+from vit_jax.mesh import make_mesh
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+SIZE, B, C = (4, 8), 4, 5
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+
+
+def small_config(**model):
+    c = base_config()
+    c.global_batch_size, c.duration = B, "6 steps"
+    c.model.name = "ViT-mu/2"
+    c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 8, 1, 12, 2
+    for key, value in model.items():
+        c.model[key] = value
+    c.data.name, c.data.image_size = "synthetic", SIZE
+    c.data.num_classes, c.data.num_examples = C, 8
+    c.optimizer.peak_lr = 0.1
+    return c
+
+
+def make_batch(step):
+    rng = np.random.default_rng(step)
+    return {
+        "image": rng.integers(0, 256, (B, *SIZE, 3), np.uint8),
+        "label": rng.integers(0, C, B, np.int32),
+        "mask": np.array([1, 1, 0, 1], np.float32),
+        "id": np.arange(B, dtype=np.int32),
+    }
+
+
+def reference_loss(model, params, batch, config):
+    """Written out from the config's keys alone."""
+    mean, std = (np.reshape(np.float32(config.data[key]), (1, 1, 1, 3)) for key in ("mean", "std"))
+    logits = model.apply({"params": params}, (jnp.float32(batch["image"]) / 255 - mean) / std)
+    target = jnp.eye(C)[batch["label"]] * (1 - config.loss.label_smoothing)
+    target += config.loss.label_smoothing / C
+    loss_B = -(target * jax.nn.log_softmax(logits)).sum(axis=1)
+    return (loss_B * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def test_every_number_of_a_recipe_reaches_the_update(mesh):
+    config = small_config()
+    config.data.mean, config.data.std = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+    config.loss.label_smoothing = 0.2
+    config.optimizer.name, config.optimizer.momentum = "sgd", 0.8
+    config.optimizer.weight_decay, config.optimizer.grad_clip_norm = 0.3, 0.5
+    config.schedule.name, config.schedule.warmup = "linear", "1 epochs"  # of 2 steps
+    experiment = make_experiment(config, mesh)
+    rates = [0.0, 0.05, 0.1, 0.075]  # peak 0.1, 2 of 6 steps of warm-up
+    assert experiment.total_steps == 6
+    np.testing.assert_allclose([experiment.schedule(i) for i in range(4)], rates, rtol=1e-6)
+
+    grad = jax.jit(
+        jax.grad(lambda p, batch: reference_loss(experiment.model, p, batch, config)),
+    )
+    with jax.set_mesh(mesh):
+        state = experiment.init()
+        params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), state.params)
+        params["head"]["kernel"] += 0.1 * np.random.default_rng(9).standard_normal((8, C))
+        state = state.replace(params=jax.tree.map(jnp.float32, params))
+        momentum = jax.tree.map(np.zeros_like, params)
+        for step, rate in enumerate(rates):
+            batch = make_batch(step)
+            grads = grad(jax.tree.map(np.float32, params), batch)
+            norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(grads)))
+            assert norm > 0.5  # clipping acts
+            grads = jax.tree.map(lambda g, scale=0.5 / norm: scale * g, grads)
+            momentum = jax.tree.map(lambda m, g: 0.8 * m + g, momentum, grads)
+            # Kernels alone decay, by the rate of the step.
+            updates = jax.tree.map(
+                lambda m, p, decays: m + 0.3 * decays * p,
+                momentum,
+                params,
+                tree.mask(params, ".*/kernel"),
+            )
+            params = jax.tree.map(lambda p, u, rate=rate: p - rate * u, params, updates)
+            state, metrics = experiment.train_step(state, batch)
+            assert float(metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-4)
+    found, expected = tree.flatten_names(state.params), tree.flatten_names(params)
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(found[name], leaf, atol=2e-5, err_msg=name)
+
+
+def test_losses_and_model_fields_are_chosen_by_the_config(mesh):
+    config = small_config(pool="gap", scan=True, dtype="bfloat16", head_bias=-10.0)
+    config.loss.name = "sigmoid"
+    experiment = make_experiment(config, mesh)
+    model = experiment.model
+    assert (model.pool, model.scan, model.dtype) == ("gap", True, jnp.dtype("bfloat16"))
+    assert (model.num_classes, model.image_size, model.patch_size) == (C, SIZE, (2, 2))
+    with jax.set_mesh(mesh):
+        _, metrics = experiment.train_step(experiment.init(), make_batch(0))
+    # The head starts at zero, its bias at -10: one of C classes costs 10, the others nothing.
+    assert float(metrics["loss"]) == pytest.approx(10, rel=1e-3)
+
+
+def test_a_fields_default_is_the_familys(mesh):
+    model = make_experiment(small_config(), mesh).model
+    assert (model.pool, model.scan, model.remat, model.dropout) == ("token", False, "none", 0.0)
+
+
+def test_the_seed_makes_the_state(mesh):
+    first, same, other = small_config(), small_config(), small_config()
+    other.seed = 1
+    with jax.set_mesh(mesh):
+        states = [make_experiment(c, mesh).init().params for c in (first, same, other)]
+    jax.tree.map(np.testing.assert_array_equal, states[0], states[1])
+    kernels = [params["embedding"]["kernel"] for params in states]
+    assert (kernels[0] != kernels[2]).mean() > 0.99
+
+
+def test_abstract_arguments_are_those_of_a_step(mesh):
+    experiment = make_experiment(small_config(), mesh)
+    with jax.set_mesh(mesh):
+        state = experiment.init()
+    batch = make_batch(0)
+
+    def describe(x):
+        return x.shape, jnp.dtype(x.dtype)
+
+    assert jax.tree.map(describe, experiment.abstract_state) == jax.tree.map(describe, state)
+    assert jax.tree.map(describe, experiment.abstract_batch) == jax.tree.map(describe, batch)
+    assert jax.tree.map(lambda x: x.sharding, state) == experiment.shardings
+    assert experiment.num_params == sum(leaf.size for leaf in jax.tree.leaves(state.params))
+
+
+def test_flops_are_counted_without_what_remat_adds(mesh):
+    counts = [
+        make_experiment(small_config(remat=remat, scan=scan), mesh).flops_per_image()
+        for remat, scan in (("none", False), ("full", False), ("full", True))
+    ]
+    assert counts[0] == counts[1] == counts[2]
+    model = make_experiment(small_config(), mesh).model
+    images = jax.ShapeDtypeStruct((1, *SIZE, 3), jnp.float32)
+    with jax.set_mesh(mesh):
+        params = jax.eval_shape(model.init, jax.random.key(0), images)
+        forward = count_flops(model.apply, params, images)
+    assert 2.5 * forward < counts[0] < 3 * forward  # images have no gradient
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"), [("3 steps", 3), ("5 epochs", 10), ("10 examples", 3), (None, None)]
+)
+def test_num_steps(text, steps):
+    config = small_config()
+    config.checkpoint.keep_every = text
+    assert num_steps(config, "checkpoint.keep_every") == steps
+
+
+def test_num_steps_names_the_key():
+    config = small_config()
+    config.schedule.warmup = "three steps"
+    with pytest.raises(InputError, match=r"schedule\.warmup='three steps'"):
+        num_steps(config, "schedule.warmup")
+
+
+def test_faults_that_only_the_model_sees(mesh):
+    with pytest.raises(InputError, match="num_heads=3 does not divide width=8"):
+        make_experiment(small_config(num_heads=3), mesh)

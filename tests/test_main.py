@@ -1,0 +1,384 @@
+"""The command line: what is wrong with the input is said in one message, and nothing is written."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from vit_jax.commands import COMMANDS
+from vit_jax.config import apply_overrides, load_config, to_json
+from vit_jax.main import main
+from vit_jax.run import open_sources
+from vit_jax.train import NonFiniteError, Preempted
+
+ROOT = pathlib.Path(__file__).parents[1]
+QUICKSTART = "--config=configs/quickstart.py:debug"
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def snapshot(folder):
+    """Everything below `folder`: names, bytes and times."""
+    return {
+        str(path.relative_to(folder)): (
+            path.stat().st_mtime_ns,
+            path.is_file() and path.read_bytes(),
+        )
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """refused(words): runs `main` on them, checks that it refuses them, and gives the message.
+
+    "WORKDIR" in a word is a directory, which need not be there; all in tmp_path stays as it is.
+    """
+
+    def refused(*words):
+        before = snapshot(tmp_path)
+        code = main([word.replace("WORKDIR", str(tmp_path / "workdir")) for word in words])
+        out, err = capsys.readouterr()
+        assert code == 2
+        assert "error" not in out
+        assert err.startswith("error: ") and err.endswith("\n")
+        assert "Traceback" not in out + err
+        assert snapshot(tmp_path) == before
+        return err
+
+    return refused
+
+
+def train(refused, *words):
+    return refused(QUICKSTART, "--workdir=WORKDIR", *words)
+
+
+# What is wrong with a config: (overrides, what the message has to contain)
+BAD_CONFIGS = {
+    "misspelt key": (["model.wdth=3"], ["--config.model.wdth: ", "did you mean model.width?"]),
+    "wrong type": (["seed=x"], ["--config.seed='x': needs an int"]),
+    "two faults": (
+        ["optimiser.name=sgd", "model.scan=maybe"],
+        ["2 faults", "did you mean optimizer.name?", "--config.model.scan='maybe': needs true or"],
+    ),
+    "fault of each kind": (
+        ["sed=1", "data.ops=flop"],
+        ["2 faults", "did you mean seed?", "data.ops: unknown op 'flop'; did you mean 'flip'?"],
+    ),
+    "unknown model": (["model.name=ViT-Q/4"], ["model.name='ViT-Q/4'", "known: mu, Ti"]),
+    "patch that does not divide": (["model.name=ViT-mu/3"], ["patch_size=(3, 3)", "height 6 or 9"]),
+    "batch size": (
+        ["global_batch_size=63"],
+        ["global_batch_size=63: must be a multiple of the 8 ways", "try 56"],
+    ),
+    "small batch size": (["global_batch_size=4"], ["global_batch_size=4: must be", "try 8"]),
+    "batch size of an evaluator": (
+        ["evals.test.batch_size=100"],
+        ["evals.test.batch_size=100: must be a multiple of the 8 ways", "try 96"],
+    ),
+    "mesh that does not divide": (
+        ["mesh.data=3"],
+        ["mesh.data=3", "there are 8", "change the sizes"],
+    ),
+    "mesh too large": (["mesh.fsdp=16"], ["mesh.fsdp=16", "there are 8"]),
+    "mesh too small": (["mesh.data=2"], ["mesh.data=2", "there are 8"]),
+    "two open axes": (["mesh.fsdp=-1"], ["mesh.fsdp=-1", "at most one of them -1"]),
+    "absent platform": (
+        ["mesh.platform=gpu"],
+        ["mesh.platform=gpu: JAX finds only cpu devices", "--config.mesh.platform=cpu"],
+    ),
+    "folder without data_dir": (["data.name=folder"], ["data.data_dir=None", "needs the folder"]),
+    "missing folder": (
+        ["data.name=folder", "data.data_dir=/no/such/folder"],
+        ["data.data_dir='/no/such/folder' is not a folder", "one folder a class"],
+    ),
+    "missing TFDS data set": (
+        ["data.name=cifar10", "data.data_dir=/no/such/folder"],
+        ["data.name='cifar10': no prepared data set", "tfds build cifar10", "set data.data_dir"],
+    ),
+    "misspelt TFDS data set": (
+        ["data.name=cfar10", "data.data_dir=/no/such/folder"],
+        ["data.name='cfar10': no prepared data set", "did you mean 'cifar10'?"],
+    ),
+    "unknown split": (["data.split=trian"], ["data.split='trian'", "'train' and 'test'"]),
+    "unknown split of an evaluator": (["evals.test.split=val"], ["'val'", "'train' and 'test'"]),
+    "wrong number of classes": (["data.num_classes=7"], ["data.num_classes=7", "has 10"]),
+    "wrong number of examples": (["data.num_examples=9"], ["data.num_examples=9", "has 1437"]),
+    "no steps": (["duration=0 steps"], ["duration is 0 steps", "give at least one"]),
+    "warm-up longer than the run": (
+        ["schedule.warmup=50 steps"],
+        ["schedule.warmup (50 steps)", "do not fit into duration (40 steps)", "shorten"],
+    ),
+    "decay of nothing": (
+        ["optimizer.weight_decay_on=kernel"],
+        ["optimizer.weight_decay_on='kernel' matches the whole name of no parameter", "embedding/"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CONFIGS)
+def test_bad_config(refused, what):
+    overrides, says = BAD_CONFIGS[what]
+    err = train(refused, *(f"--config.{override}" for override in overrides))
+    for text in says:
+        assert text in err
+
+
+def test_existing_workdir_is_left_alone(refused, tmp_path):
+    (tmp_path / "workdir/checkpoints").mkdir(parents=True)
+    (tmp_path / "workdir/notes.txt").write_text("mine")
+    assert "model.wdth" in train(refused, "--config.model.wdth=3")
+    assert "global_batch_size=63" in train(refused, "--config.global_batch_size=63")
+    assert "no such file" in train(refused, "--config.init_from=/no/such.npz")
+
+
+def test_missing_config_file(refused):
+    err = refused("--config=configs/quickstrat.py", "--workdir=WORKDIR")
+    assert "--config=configs/quickstrat.py: no file 'configs/quickstrat.py'; give the path" in err
+
+
+# What a run starts from
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: path.with_suffix(".npz"), "no such file or directory"),
+        (lambda path: write(path.with_suffix(".npz"), b"garbage"), "not a readable .npz"),
+        (lambda path: write(path.with_suffix(".npz"), b"PK\x03\x04garbage"), "not a readable .npz"),
+        (lambda path: write(path.with_suffix(".npz"), b""), "not a readable .npz"),
+        (lambda path: other_arrays(path.with_suffix(".npz")), "not a Vision Transformer"),
+        (lambda path: write(path.with_suffix(".pth"), b"x"), "known: a workdir (with config.json"),
+        (lambda path: path.mkdir() or path, "not a source of a known format"),
+    ],
+    ids=["missing", "garbage", "broken zip", "empty", "other arrays", "other format", "directory"],
+)
+def test_unreadable_init_from(refused, tmp_path, make, says):
+    path = make(tmp_path / "pretrained")
+    err = train(refused, f"--config.init_from={path}")
+    assert f"init_from={str(path)!r}" in err and says in err
+
+
+def write(path, data):
+    path.write_bytes(data)
+    return path
+
+
+def other_arrays(path):
+    np.savez(path, weights=np.zeros(3))
+    return path
+
+
+def test_init_from_workdir_without_checkpoint(refused, tmp_path):
+    path = make_workdir(tmp_path / "pretrained")
+    (path / "checkpoints").mkdir()
+    err = train(refused, f"--config.init_from={path}")
+    assert f"init_from={str(path)!r}: no checkpoint there yet" in err
+
+
+def test_init_from_that_does_not_fit(refused, golden):
+    err = train(refused, f"--config.init_from={golden / 'vit_pretrained.npz'}")
+    assert "does not fit the model (set the fields of config.model as the source has them)" in err
+    assert "pos_embedding: (1, 17, 32) in the source, (1, 4, 32) in the model" in err
+
+
+# The workdir
+
+
+def make_workdir(path, *overrides):
+    """The workdir of a run of the quickstart that has saved nothing yet."""
+    config = load_config("configs/quickstart.py:debug")
+    assert apply_overrides(config, list(overrides)) == []
+    config, _ = open_sources(config)
+    path.mkdir()
+    (path / "config.json").write_text(to_json(config))
+    return path
+
+
+def test_workdir_that_is_a_file(refused, tmp_path):
+    write(tmp_path / "workdir", b"mine")
+    err = train(refused)
+    assert f"--workdir={tmp_path / 'workdir'}: is a file; give a directory" in err
+
+
+def test_workdir_of_another_config(refused, tmp_path):
+    make_workdir(tmp_path / "workdir", ("seed", "3"), ("log.every", "7 steps"))
+    err = train(refused, "--config.model.pos_embed=none")
+    assert "holds a run of another config; set it back, or take a new --workdir: 2 faults" in err
+    assert "seed was 3 and is 0 now" in err
+    assert "model.pos_embed was None and is 'none' now" in err
+    assert "log.every" not in err
+
+
+def test_workdir_of_another_version(refused, tmp_path):
+    config = make_workdir(tmp_path / "workdir") / "config.json"
+    config.write_text(config.read_text().replace('"dropout"', '"drop_out"'))
+    err = train(refused)
+    assert "config.json of another version: model.drop_out: no such key" in err
+    assert "model.drop_out: no such key" in refused("evaluate", "--workdir=WORKDIR")
+    config.write_text("{")
+    assert "config.json: not as a run writes it" in train(refused)
+
+
+def test_workdir_that_cannot_be_made(refused, tmp_path):
+    write(tmp_path / "file", b"mine")
+    err = refused(QUICKSTART, f"--workdir={tmp_path / 'file/workdir'}")
+    assert f"--workdir={tmp_path / 'file/workdir'}" in err
+
+
+@pytest.mark.parametrize("key", ["data.ops", "evals.test.ops"])
+def test_ops_that_give_another_image_size(refused, key):
+    err = train(refused, f"--config.{key}=resize(16)")
+    assert f"error: {key.split('.')[0]}." in err
+    assert "ops='resize(16)' gives images of (16, 16, 3); needed: (8, 8, 3)" in err
+
+
+def test_image_size_that_the_data_do_not_have(refused):
+    err = train(refused, "--config.data.image_size=16", "--config.data.ops=")
+    assert "gives images of (8, 8, 3); needed: (16, 16, 3), from data.image_size" in err
+    assert "'resize'" in err
+
+
+# Commands and flags
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["trian", QUICKSTART], ["'trian': no such command", "did you mean train?"]),
+        (["deploy", QUICKSTART], ["'deploy': no such command", "known: train, evaluate"]),
+        ([], ["--config, --workdir: missing", "configs/quickstart.py --workdir="]),
+        ([QUICKSTART], ["--workdir: missing", "configs/quickstart.py --workdir="]),
+        (["--workdir=WORKDIR"], ["--config: missing"]),
+        ([QUICKSTART, "--wrkdir=WORKDIR"], ["--wrkdir", "did you mean --workdir?"]),
+        ([QUICKSTART, "--work=WORKDIR"], ["unknown flags: --work"]),
+        ([QUICKSTART, "--workdir=WORKDIR", "extra", "--zzz"], ["extra: ", "--zzz: known: -h"]),
+        ([QUICKSTART, "--workdir=WORKDIR", "--config.seed"], ["--config.seed: no value"]),
+        ([QUICKSTART, "--config.seed", "--workdir=WORKDIR"], ["--config.seed: no value"]),
+        (["evaluate"], ["--workdir: missing; give the workdir of a run"]),
+        (["evaluate", "--workdir=WORKDIR"], ["/workdir: no config.json there; give the workdir"]),
+        (["evaluate", "--workdir=WORKDIR", QUICKSTART], ["unknown flags: --config="]),
+        ([QUICKSTART, "--workdir=WORKDIR", "--coordinator=localhost:1"],
+         ["--num_processes, --process_id: missing; give all of --coordinator, "]),
+        ([QUICKSTART, "--workdir=WORKDIR", "--process_id=0", "--num_processes=2"],
+         ["--coordinator: missing"]),
+    ],
+)  # fmt: skip
+def test_bad_command_line(refused, words, says):
+    err = refused(*words)
+    for text in says:
+        assert text in err
+
+
+def test_flag_of_wrong_type(tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        main([QUICKSTART, f"--workdir={tmp_path / 'workdir'}", "--num_processes=two"])
+    assert e.value.code == 2
+    assert "--num_processes: invalid int value: 'two'" in capsys.readouterr().err
+    assert not (tmp_path / "workdir").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as e:
+        main([command, "--help"])
+    out, err = capsys.readouterr()
+    assert (e.value.code, err) == (0, "")
+    assert out.startswith(f"usage: python -m vit_jax.main {command} ")
+    assert "--workdir DIR" in out and "--coordinator HOST:PORT" in out
+    assert f"python -m vit_jax.main{'' if command == 'train' else ' ' + command} --" in out
+
+
+def test_command_is_train_where_none_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: python -m vit_jax.main train ")
+
+
+def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
+    words = [QUICKSTART, f"--workdir={tmp_path / 'workdir'}", "--config.seed=5"]
+
+    def end_with(error):
+        def train_and_evaluate(config, workdir):
+            assert (config.seed, workdir) == (5, str(tmp_path / "workdir"))
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr("vit_jax.commands.train.train_and_evaluate", train_and_evaluate)
+        return main(words), capsys.readouterr().err
+
+    assert end_with(None)[0] == 0
+    code, err = end_with(Preempted("stopped at step 7"))
+    assert (code, err.splitlines()[-1]) == (75, "stopped at step 7")
+    code, err = end_with(NonFiniteError("step 8: loss is nan"))
+    assert (code, err.splitlines()[-1]) == (1, "error: step 8: loss is nan")
+
+
+# evaluate
+
+
+def test_evaluate_before_the_first_checkpoint(refused, tmp_path):
+    make_workdir(tmp_path / "workdir")
+    err = refused("evaluate", "--workdir=WORKDIR")
+    assert f"--workdir={tmp_path / 'workdir'}: no checkpoint there yet" in err
+    (tmp_path / "workdir/checkpoints").mkdir()
+    assert "no checkpoint there yet" in refused("evaluate", "--workdir=WORKDIR")
+
+
+def test_evaluate_with_faults(refused, tmp_path):
+    make_workdir(tmp_path / "workdir")
+    err = refused("evaluate", "--workdir=WORKDIR", "--config.evals.tset.split=x", "--config.seed=x")
+    assert f"{tmp_path / 'workdir'}/config.json: 2 faults" in err
+    assert "did you mean evals.test.split?" in err
+    err = refused("evaluate", "--workdir=WORKDIR", "--config.evals.test.batch_size=100")
+    assert "evals.test.batch_size=100" in err
+
+
+def test_evaluate_without_evaluators(refused, tmp_path):
+    config = load_config("configs/quickstart.py:debug")
+    del config.evals.test
+    (tmp_path / "workdir").mkdir()
+    (tmp_path / "workdir/config.json").write_text(to_json(config))
+    assert "its config has no evals" in refused("evaluate", "--workdir=WORKDIR")
+
+
+# As a user runs it
+
+
+def run_command(*words):
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "vit_jax.main", *words],
+        capture_output=True, text=True, env=environment, cwd=ROOT,
+    )  # fmt: skip
+
+
+def test_message_is_all_that_is_printed(tmp_path):
+    """Before and after the first look at devices and data: no warnings, no traceback."""
+    workdir = tmp_path / "workdir"
+    done = run_command(QUICKSTART, f"--workdir={workdir}", "--config.sed=1", "--config.seed=x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        f"error: {QUICKSTART}: 2 faults",
+        "  --config.sed: no such key; did you mean seed?",
+        "  --config.seed='x': needs an int",
+    ]
+    done = run_command(QUICKSTART, f"--workdir={workdir}", "--config.duration=0 steps")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: duration is 0 steps; give at least one\n"
+    assert not workdir.exists()
+
+
+def test_help_as_a_user_asks_for_it():
+    done = run_command("evaluate", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--workdir DIR" in done.stdout

@@ -1,0 +1,147 @@
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from vit_jax import mesh as mesh_lib
+from vit_jax.config import InputError
+from vit_jax.mesh import (
+    PreemptionGuard,
+    accelerators_on_host,
+    batch_sharding,
+    check_batch_size,
+    make_mesh,
+    start_backend,
+    start_processes,
+)
+
+
+def mesh_of(replica=1, data=1, fsdp=1, tensor=1, devices=None):
+    return make_mesh(replica=replica, data=data, fsdp=fsdp, tensor=tensor, devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((1, -1, 1, 1), (1, 8, 1, 1)),
+        ((2, 2, 1, -1), (2, 2, 1, 2)),
+        ((1, 1, 8, 1), (1, 1, 8, 1)),
+        ((1, -1, 8, 1), (1, 1, 8, 1)),
+    ],
+)
+def test_mesh_of_all_devices(sizes, expected):
+    mesh = mesh_of(*sizes)
+    assert dict(mesh.shape) == dict(
+        zip(("replica", "data", "fsdp", "tensor"), expected, strict=True)
+    )
+    assert mesh.axis_types == (AxisType.Auto,) * 4  # Linen needs it
+    assert set(mesh.devices.flat) == set(jax.devices())
+
+
+def test_mesh_of_some_devices():
+    some = jax.devices()[2:6]
+    assert set(mesh_of(data=-1, fsdp=2, devices=some).devices.flat) == set(some)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((1, 3, 1, 1), ["mesh.data=3", "needs 3 devices, and there are 8"]),
+        ((1, 1, 2, 2), ["mesh.fsdp=2, mesh.tensor=2", "needs 4 devices, and there are 8"]),
+        ((1, -1, 3, 1), ["mesh.fsdp=3", "needs a multiple of 3 devices, and there are 8"]),
+        ((1, -1, 16, 1), ["mesh.fsdp=16", "needs a multiple of 16 devices, and there are 8"]),
+        ((-1, -1, 1, 1), ["mesh.replica=-1, mesh.data=-1", "at most one of them -1"]),
+        ((1, 0, 1, 1), ["mesh.data=0", "positive sizes"]),
+        ((1, 1, -2, 1), ["mesh.fsdp=-2", "positive sizes"]),
+    ],
+)
+def test_faulty_meshes(sizes, said):
+    with pytest.raises(InputError) as error:
+        mesh_of(*sizes)
+    for part in said:
+        assert part in str(error.value)
+
+
+def test_the_batch_is_split_over_all_axes_but_tensor():
+    sharding = batch_sharding(mesh_of(replica=2, fsdp=2, tensor=2))
+    assert sharding.spec == P(("replica", "data", "fsdp"))
+    batch = jax.device_put(np.arange(8), sharding)
+    assert {shard.data.shape for shard in batch.addressable_shards} == {(2,)}
+
+
+@pytest.mark.parametrize("size", [4, 8, 400])
+def test_a_batch_that_the_mesh_splits(size):
+    check_batch_size(mesh_of(data=2, fsdp=2, tensor=2), size, "global_batch_size")
+
+
+@pytest.mark.parametrize(("size", "remedy"), [(6, 4), (3, 4), (0, 4), (-4, 4), (11, 8)])
+def test_a_batch_that_it_does_not_split(size, remedy):
+    with pytest.raises(InputError) as error:
+        check_batch_size(mesh_of(data=2, fsdp=2, tensor=2), size, "evals.test.batch_size")
+    for part in (f"evals.test.batch_size={size}:", "multiple of the 4 ways", f"try {remedy}"):
+        assert part in str(error.value)
+    assert str(error.value).endswith(f"try {remedy}")
+
+
+@pytest.fixture
+def no_accelerators(monkeypatch):
+    monkeypatch.setattr(mesh_lib, "accelerators_on_host", lambda: [])
+
+
+@pytest.mark.parametrize(("platform", "extra"), [("gpu", "cuda"), ("tpu", "tpu")])
+def test_a_platform_that_is_not_there(platform, extra, no_accelerators):
+    with pytest.raises(InputError) as error:
+        start_backend(platform)
+    for part in (
+        f"mesh.platform={platform}",
+        "only cpu devices",
+        f"'.[{extra}]'",
+        "--config.mesh.platform=cpu",
+    ):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("platform", ["cpu", None])
+def test_a_platform_that_is_there(platform, no_accelerators):
+    start_backend(platform)
+    assert jax.default_backend() == "cpu"
+
+
+def test_an_accelerator_that_is_left_unused_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(mesh_lib, "accelerators_on_host", lambda: ["NVIDIA GPU"])
+    start_backend("cpu")  # asked for: nothing to say
+    assert not caplog.records
+    start_backend()
+    (record,) = caplog.records
+    assert "this host has: NVIDIA GPU" in record.getMessage()
+
+
+def test_accelerators_show_by_their_device_files(monkeypatch):
+    files = {"/dev/nvidia[0-9]*": ["/dev/nvidia0"], "/dev/vfio/[0-9]*": ["/dev/vfio/3"]}
+    monkeypatch.setattr(mesh_lib.glob, "glob", lambda pattern: files.get(pattern, []))
+    assert accelerators_on_host() == ["NVIDIA GPU", "TPU"]
+    files.clear()
+    assert accelerators_on_host() == []
+
+
+def test_processes_are_told_all_or_nothing():
+    start_processes(None, None, None)
+    with pytest.raises(InputError) as error:
+        start_processes("localhost:1234", None, 0)
+    assert str(error.value).startswith("--num_processes: missing")
+
+
+def test_sigterm_is_noticed_and_the_handler_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with PreemptionGuard() as guard:
+        assert not guard.should_stop(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert guard.should_stop(1)
+        assert guard.should_stop(2)
+    assert signal.getsignal(signal.SIGTERM) == before
+    with PreemptionGuard() as guard:
+        assert not guard.should_stop(0)

@@ -1,0 +1,330 @@
+import io
+import json
+import logging
+import math
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from vit_jax import metrics
+from vit_jax.metrics import MetricWriter, NullWriter, Progress, Throughput
+
+
+def json_rows(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def tensorboard_scalars(workdir):
+    """{(tag, step, value)} as TensorBoard itself reads them."""
+    events = EventAccumulator(str(workdir)).Reload()
+    return {
+        (tag, event.step, event.value)
+        for tag in events.Tags()["scalars"]
+        for event in events.Scalars(tag)
+    }
+
+
+def scalars_of(rows):
+    return {
+        (tag, row["step"], float(np.float32(value)))
+        for row in rows
+        for tag, value in row.items()
+        if tag != "step"
+    }
+
+
+def write_steps(workdir, steps, loss, restored_step=None):
+    """Writes a row at each step and is killed: nothing is flushed or closed."""
+    writer = open_writer(workdir, restored_step=restored_step)
+    for step in steps:
+        writer.write(step, {"train/loss": loss, "test/top1": step / 100})
+
+
+def open_writer(workdir, **fields):
+    """A MetricWriter that stays open until the test is over."""
+    OPEN.append(MetricWriter(workdir, **fields))
+    return OPEN[-1]
+
+
+OPEN = []
+
+
+@pytest.fixture(autouse=True)
+def close_writers():
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
+def row(step, loss):
+    return {"step": step, "train/loss": loss, "test/top1": step / 100}
+
+
+@pytest.fixture(params=["local", "object store"])
+def workdir(request, tmp_path, monkeypatch):
+    """A workdir not yet made, on a disk or on what we take for an object store."""
+    if request.param == "object store":
+        monkeypatch.setattr(metrics, "_open", metrics._StoredObject)
+    return tmp_path / "workdir"
+
+
+def test_rows_are_read_back(workdir):
+    with MetricWriter(workdir) as writer:
+        writer.write(0, {"test/top1": 0.1})
+        writer.write(1, {"train/loss": np.float32(2.5), "train/grad_norm": 1})
+    assert json_rows(workdir) == [
+        {"step": 0, "test/top1": 0.1},
+        {"step": 1, "train/loss": 2.5, "train/grad_norm": 1.0},
+    ]
+    assert tensorboard_scalars(workdir) == scalars_of(json_rows(workdir))
+    assert {path.name.split(".")[0] for path in workdir.iterdir()} == {"metrics", "events"}
+
+
+def test_a_row_is_readable_at_once(tmp_path):
+    write_steps(tmp_path, [1], 3.0)
+    assert json_rows(tmp_path) == [row(1, 3.0)]
+    assert tensorboard_scalars(tmp_path) == scalars_of([row(1, 3.0)])
+
+
+def test_flush_is_durable(tmp_path, monkeypatch):
+    writer, synced = open_writer(tmp_path), []
+    monkeypatch.setattr(metrics.os, "fsync", synced.append)
+    writer.write(1, {"train/loss": 3.0})
+    assert not synced
+    writer.flush()
+    assert len(set(synced)) == 2  # the JSON lines and the events
+
+
+def test_flush_puts_the_whole_object(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "_open", metrics._StoredObject)
+    writer = open_writer(tmp_path)
+    writer.write(1, {"train/loss": 3.0})
+    writer.flush()
+    writer.write(2, {"train/loss": 2.0})
+    assert [row["step"] for row in json_rows(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("gs://bucket/run/metrics.jsonl", "_StoredObject"), ("metrics.jsonl", "_LocalFile")],
+)
+def test_object_stores_are_told_from_disks(path, kind, monkeypatch):
+    for name in ("_StoredObject", "_LocalFile"):
+        monkeypatch.setattr(metrics, name, lambda path, content, name=name: name)
+    assert metrics._open(metrics.epath.Path(path), b"") == kind
+
+
+@pytest.mark.parametrize("restored_step", [0, 20])
+def test_resumed_as_if_never_killed(tmp_path, restored_step):
+    before, after = range(0, restored_step + 1, 10), range(restored_step + 10, 61, 10)
+    write_steps(tmp_path, range(0, 51, 10), loss=3.0)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 0, "train/lo')  # the kill came in the middle of a line
+    write_steps(tmp_path, after, loss=2.0, restored_step=restored_step)
+    expected = [row(step, 3.0) for step in before] + [row(step, 2.0) for step in after]
+    assert json_rows(tmp_path) == expected
+    assert tensorboard_scalars(tmp_path) == scalars_of(expected)
+
+
+def test_killed_again_and_again(workdir):
+    for restored_step in (None, 0, 1, 1, 2):
+        first = 0 if restored_step is None else restored_step + 1
+        with MetricWriter(workdir, restored_step=restored_step) as writer:
+            for step in range(first, 5):
+                writer.write(step, {"train/loss": first})
+    expected = [{"step": s, "train/loss": loss} for s, loss in enumerate([0.0, 1.0, 2.0, 3.0, 3.0])]
+    assert json_rows(workdir) == expected
+    assert tensorboard_scalars(workdir) == scalars_of(expected)
+
+
+def test_killed_before_the_first_row_of_the_second_try(tmp_path):
+    write_steps(tmp_path, [1, 2, 3], loss=3.0)
+    write_steps(tmp_path, [], loss=2.0, restored_step=2)
+    assert tensorboard_scalars(tmp_path) == scalars_of([row(1, 3.0), row(2, 3.0)])
+
+
+def test_from_scratch_drops_everything(tmp_path):
+    write_steps(tmp_path, [0, 1, 2], loss=3.0)
+    write_steps(tmp_path, [1], loss=2.0)
+    assert json_rows(tmp_path) == [row(1, 2.0)]
+    assert tensorboard_scalars(tmp_path) == scalars_of([row(1, 2.0)])
+
+
+def test_a_host_whose_clock_lags_comes_last_all_the_same(tmp_path, monkeypatch):
+    write_steps(tmp_path, [1, 2, 3], loss=3.0)
+    now = metrics.time.time()
+    monkeypatch.setattr(metrics.time, "time", lambda: now - 3600)
+    write_steps(tmp_path, [2, 3], loss=2.0, restored_step=1)
+    expected = [row(1, 3.0), row(2, 2.0), row(3, 2.0)]
+    assert tensorboard_scalars(tmp_path) == scalars_of(expected)
+
+
+def test_not_finite_is_null_in_json_and_itself_in_tensorboard(tmp_path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}
+    with MetricWriter(tmp_path) as writer:
+        writer.write(1, values)
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    expected = {"step": 1, "a": None, "b": None, "c": None, "d": 1.0}
+    assert json.loads(line, parse_constant=refuse) == expected
+    read = {tag: value for tag, _, value in tensorboard_scalars(tmp_path)}
+    np.testing.assert_equal(read, values)
+
+
+def test_null_writer_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with NullWriter() as writer:
+        writer.write(1, {"train/loss": 2.0})
+        writer.flush()
+    assert not list(tmp_path.iterdir())
+
+
+def test_neither_import_nor_use_loads_tensorflow_or_touches_a_device(tmp_path):
+    program = f"""
+import sys
+from vit_jax import flops, metrics, optimizers, schedules, tree
+with metrics.MetricWriter({str(tmp_path)!r}) as writer:
+    writer.write(1, {{"train/loss": 2.0}})
+assert "tensorflow" not in sys.modules
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+class FakeClock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def make_throughput(clock, **fields):
+    fields = {"flops_per_image": 197e9, "device_kind": "TPU v5e", "num_devices": 4} | fields
+    return Throughput(100, global_batch_size=32, clock=clock, **fields)
+
+
+def test_throughput_counts_training_alone():
+    clock = FakeClock()
+    throughput = make_throughput(clock)
+    with throughput.pause():
+        clock.now += 60  # compilation
+    clock.now += 4
+    read = throughput.read(110)
+    assert read == {"time/seconds": 4, "time/images_per_s": 80, "time/mfu": 0.02}
+    clock.now += 1
+    with throughput.pause():
+        clock.now += 30  # evaluation
+    clock.now += 1
+    read = throughput.read(120)
+    assert read == {"time/seconds": 6, "time/images_per_s": 160, "time/mfu": 0.04}
+
+
+@pytest.mark.parametrize("unknown", [{"device_kind": "cpu"}, {"flops_per_image": None}])
+def test_throughput_of_an_unknown_chip_has_no_mfu(unknown):
+    clock = FakeClock()
+    throughput = make_throughput(clock, **unknown)
+    clock.now += 1
+    assert throughput.read(101) == {"time/seconds": 1, "time/images_per_s": 32}
+
+
+def test_a_pause_that_fails_is_still_a_pause():
+    clock = FakeClock()
+    throughput = make_throughput(clock)
+    with pytest.raises(OSError), throughput.pause():
+        clock.now += 5
+        raise OSError
+    clock.now += 1
+    assert throughput.read(101)["time/seconds"] == 1
+
+
+@pytest.fixture(autouse=True)
+def restored_logger(monkeypatch):
+    logger = logging.getLogger("vit_jax")
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+
+
+SCALARS = {
+    "train/loss": 2.30259,
+    "train/top1": 0.125,
+    "train/grad_norm": 7.0,
+    "time/images_per_s": 1234.5,
+    "time/mfu": 0.4123,
+}
+LINE = "step 1,000/3,000 | train/loss 2.303 | train/top1 12.5% | 1,234 images/s | MFU 41.2% | ETA "
+
+
+def console(*, terminal):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=80, color_system=None)
+
+
+def terminal_screen(text):
+    """The lines left on a terminal after `text`, in which rich redraws by "\\r, erase line"."""
+    left = re.sub(r"[^\n]*\r\x1b\[2K", "", text)
+    return re.sub(r"\x1b\[\?25[lh]", "", left).splitlines()
+
+
+def test_progress_prints_lines_where_there_is_no_terminal():
+    out, clock = console(terminal=False), FakeClock()
+    with Progress(3000, console=out, clock=clock) as progress:
+        progress.update(1000, SCALARS)
+        clock.now += 3661
+        progress.update(2000, {"train/loss": 1.0})
+    assert out.file.getvalue().splitlines() == [
+        LINE + "unknown",
+        "step 2,000/3,000 | train/loss 1 | ETA 1:01:01",
+    ]
+
+
+def test_progress_keeps_one_line_on_a_terminal():
+    out = console(terminal=True)
+    metrics.log_to_console(out)
+    with Progress(3000, console=out) as progress:
+        progress.update(1000, SCALARS)
+        logging.getLogger("vit_jax.train").info("saved step 1000")
+        progress.update(1001, SCALARS)
+    screen = terminal_screen(out.file.getvalue())
+    assert len(screen) == 2
+    assert screen[0] == "saved step 1000"
+    assert screen[1].startswith("step 1,001/3,000 | train/loss 2.303")
+
+
+def test_progress_gives_the_terminal_back_after_an_exception():
+    out = console(terminal=True)
+    stdout = sys.stdout
+    with pytest.raises(KeyboardInterrupt), Progress(3000, console=out) as progress:
+        progress.update(1000, SCALARS)
+        raise KeyboardInterrupt
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    text = out.file.getvalue()
+    assert 0 <= text.rfind(hide) < text.rfind(show)
+    assert sys.stdout is stdout
+
+
+def test_a_narrow_terminal_cuts_the_line():
+    out = console(terminal=True)
+    out.width = 30
+    with Progress(3000, console=out) as progress:
+        progress.update(1000, SCALARS)
+    assert [len(line) for line in terminal_screen(out.file.getvalue())] == [30]
+
+
+def test_log_messages_name_their_level_from_warnings_on():
+    out = console(terminal=False)
+    metrics.log_to_console(out)
+    metrics.log_to_console(out)
+    logger = logging.getLogger("vit_jax.sharding")
+    logger.info("[bold] is no markup, " + "and a long line is not wrapped " * 10)
+    logger.warning("not divided")
+    message, warning = out.file.getvalue().splitlines()
+    assert message.startswith("[bold] is no markup, and a long")
+    assert warning == "WARNING: not divided"

@@ -1,0 +1,138 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax.config import InputError
+from vit_jax.schedules import SCHEDULES, check_duration, make_schedule, parse_duration
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("0 steps", 0),
+        ("1 step", 1),
+        ("1e4 steps", 10_000),
+        ("10_000 steps", 10_000),
+        ("1 epoch", 10),
+        ("0.25 epochs", 3),  # 2.5 steps: halves up
+        ("149 examples", 1),
+        ("150 examples", 2),
+        ("  5e2   examples ", 5),
+    ],
+)
+def test_duration(text, steps):
+    kwargs = {"num_examples": 1000, "global_batch_size": 100, "key": "duration"}
+    assert parse_duration(text, **kwargs) == steps
+    check_duration(text, key="duration")
+
+
+@pytest.mark.parametrize(
+    ("text", "num_examples", "global_batch_size", "steps"),
+    [
+        ("90 epochs", 1_281_167, 1024, 112_603),  # 112602.57
+        ("2.01 epochs", 50, 1, 101),  # 100.5; in binary floats 100.49999999999999
+        ("1e20 examples", 1, 3, 33_333_333_333_333_333_333),
+    ],
+)
+def test_duration_is_exact(text, num_examples, global_batch_size, steps):
+    sizes = {"num_examples": num_examples, "global_batch_size": global_batch_size}
+    assert parse_duration(text, **sizes, key="duration") == steps
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("90", '"90 epochs"'),
+        ("", '"90 epochs"'),
+        ("90epochs", '"90 epochs"'),
+        ("ninety epochs", '"90 epochs"'),
+        ("nan epochs", '"90 epochs"'),
+        ("1/0 epochs", '"90 epochs"'),
+        ("90 epoches", "did you mean epochs"),
+        ("90 s", "steps, epochs, examples"),
+        ("-1 steps", "negative"),
+    ],
+)
+def test_bad_duration_names_key_value_and_remedy(text, remedy):
+    for check in (
+        lambda: check_duration(text, key="schedule.warmup"),
+        lambda: parse_duration(text, num_examples=1, global_batch_size=1, key="schedule.warmup"),
+    ):
+        with pytest.raises(InputError) as error:
+            check()
+        for part in (f"schedule.warmup={text!r}", remedy):
+            assert part in str(error.value)
+
+
+RUN = {"peak_lr": 0.5, "total_steps": 100, "warmup_steps": 20}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_warmup_is_linear_from_zero(name):
+    schedule = make_schedule(name, **RUN)
+    for step in range(21):
+        np.testing.assert_allclose(schedule(step), 0.5 * step / 20, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "at_40", "at_100"),
+    [
+        ("constant", 0.5, 0.5),
+        ("linear", 0.375, 0.0),
+        ("cosine", 0.25 * (1 + math.cos(math.pi / 4)), 0.0),
+        ("rsqrt", 0.5 * math.sqrt(60 / 80), 0.5 * math.sqrt(60 / 140)),
+    ],
+)
+def test_decay(name, at_40, at_100):
+    schedule = make_schedule(name, **RUN, timescale=60)
+    np.testing.assert_allclose(schedule(40), at_40, rtol=1e-6)
+    np.testing.assert_allclose(schedule(100), at_100, rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(schedule(120), schedule(100))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_cooldown_multiplies_the_last_steps_down_to_zero(name):
+    plain, cooled = make_schedule(name, **RUN), make_schedule(name, **RUN, cooldown_steps=40)
+    for step in (0, 10, 60):
+        np.testing.assert_array_equal(cooled(step), plain(step))
+    for step in (70, 90, 100, 120):
+        factor = max(0, 100 - step) / 40
+        np.testing.assert_allclose(cooled(step), plain(step) * factor, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_without_warmup_starts_at_the_peak(name):
+    assert make_schedule(name, peak_lr=0.5, total_steps=10)(0) == 0.5
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_float32_scalar_under_jit(name):
+    schedule = make_schedule(name, **RUN, cooldown_steps=10)
+    lr = jax.jit(schedule)(jnp.int32(95))
+    assert (lr.shape, lr.dtype) == ((), jnp.float32)
+    np.testing.assert_allclose(lr, schedule(95), rtol=1e-6)
+
+
+def test_a_run_may_be_all_warmup():
+    schedule = make_schedule("linear", peak_lr=1.0, total_steps=4, warmup_steps=4)
+    assert [float(schedule(step)) for step in range(4)] == [0, 0.25, 0.5, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("change", "keys"),
+    [
+        ({"name": "cosin"}, ["schedule.name='cosin'", "cosine"]),
+        ({"warmup_steps": 101}, ["schedule.warmup", "duration"]),
+        ({"cooldown_steps": 81}, ["schedule.cooldown", "duration"]),
+        ({"total_steps": 0, "warmup_steps": 0}, ["duration"]),
+        ({"peak_lr": -1.0}, ["optimizer.peak_lr"]),
+        ({"timescale": 0}, ["schedule.timescale"]),
+    ],
+)
+def test_faults_name_the_keys(change, keys):
+    with pytest.raises(InputError) as error:
+        make_schedule(**({"name": "cosine"} | RUN | change))
+    assert all(key in str(error.value) for key in keys)

@@ -1,0 +1,316 @@
+"""How a run is laid out over 8 virtual devices."""
+
+import functools
+import logging
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from vit_jax import tree
+from vit_jax.config import base_config
+from vit_jax.experiment import make_experiment
+from vit_jax.mesh import make_mesh
+from vit_jax.models import create_model
+from vit_jax.models.variants import VIT_VARIANTS
+from vit_jax.optimizers import make_optimizer
+from vit_jax.sharding import bytes_per_device, constrain, state_shardings
+from vit_jax.step import init_state
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+STEPS, BATCH, DEPTH = 4, 16, 2
+LAYOUTS = {
+    "one device": {"data": 1},
+    "data 8": {"data": 8},
+    "fsdp 8": {"fsdp": 8},
+    "data 2, fsdp 2, tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "replica 2, fsdp 4": {"replica": 2, "fsdp": 4},
+}
+
+
+def mesh_of(layout):
+    sizes = {"replica": 1, "data": 1, "fsdp": 1, "tensor": 1} | LAYOUTS[layout]
+    return make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+
+
+def small_config(**model):
+    c = base_config()
+    c.global_batch_size, c.duration = BATCH, f"{STEPS} steps"
+    c.model.name, c.model.pool = "ViT-mu/4", "gap"
+    c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 32, DEPTH, 64, 4
+    c.data.name, c.data.image_size, c.data.ops = "synthetic", 16, "flip"
+    c.data.num_classes, c.data.num_examples = 8, 64
+    c.optimizer.peak_lr, c.optimizer.weight_decay = 3e-2, 0.1
+    # Adam divides rounding by rounding where a gradient is zero, unless eps is larger than both.
+    c.optimizer.eps, c.optimizer.grad_clip_norm = 1e-3, 1.0
+    for key, value in model.items():
+        c.model[key] = value
+    return c
+
+
+def make_batch(step, abstract_batch):
+    rng = np.random.default_rng(step)
+    size, *shape = abstract_batch["image"].shape
+    batch = {
+        "image": rng.integers(0, 256, (size, *shape), np.uint8),
+        "label": rng.integers(0, 8, size, np.int32),
+        "mask": (rng.random(size) < 0.8).astype(np.float32),
+        "id": np.arange(size, dtype=np.int32),
+    }
+    return {k: jax.device_put(v, abstract_batch[k].sharding) for k, v in batch.items()}
+
+
+@functools.cache
+def trained(layout):
+    """(losses and gradient norms, final state) with every kind of noise there is."""
+    noise = {"dropout": 0.1, "attention_dropout": 0.1, "stochastic_depth": 0.1}
+    config, mesh = small_config(scan=True, **noise), mesh_of(layout)
+    experiment = make_experiment(config, mesh)
+    history = []
+    with jax.set_mesh(mesh):
+        state = experiment.init()
+        for step in range(STEPS):
+            batch = make_batch(step, experiment.abstract_batch)
+            state, metrics = experiment.train_step(state, batch)
+            history.append(metrics)
+    return jax.device_get(history), state
+
+
+def shape_of_share(leaf):
+    return leaf.sharding.shard_shape(leaf.shape)
+
+
+@pytest.mark.parametrize("layout", ["data 8", "fsdp 8", "data 2, fsdp 2, tensor 2"])
+def test_every_layout_trains_alike(layout):
+    expected, reference = trained("one device")
+    history, state = trained(layout)
+    losses = [metrics["loss"] for metrics in expected]
+    assert max(losses) - min(losses) > 0.1  # there is something to agree on
+    for step in range(STEPS):
+        assert history[step].keys() == expected[step].keys()
+        for name, value in expected[step].items():
+            assert history[step][name] == pytest.approx(value, rel=1e-5), (step, name)
+    assert state.step == STEPS
+    for name, leaf in tree.flatten_names(jax.device_get(reference)).items():
+        ours = np.asarray(tree.flatten_names(state)[name])
+        scale = np.abs(leaf).max()
+        np.testing.assert_allclose(ours, leaf, rtol=0, atol=1e-4 * scale + 1e-7, err_msg=name)
+
+
+def test_with_fsdp_no_device_holds_a_whole_matrix():
+    _, state = trained("fsdp 8")
+    named = tree.flatten_names(state).items()
+    kernels = {name: leaf for name, leaf in named if name.endswith("/kernel")}
+    # Of q, k, v, out, up, down, embedding and head, each with two moments.
+    assert len(kernels) == 3 * 8
+    for name, leaf in kernels.items():
+        for shard in leaf.addressable_shards:
+            assert shard.data.size == leaf.size // 8, name
+
+
+def test_tensor_axis_splits_heads_and_hidden_units():
+    _, state = trained("data 2, fsdp 2, tensor 2")
+    layers = state.params["encoder"]["layers"]
+    for name in ("query", "key", "value"):
+        assert layers["attention"][name]["kernel"].sharding.spec == P(None, "fsdp", "tensor")
+    assert layers["attention"]["out"]["kernel"].sharding.spec == P(None, "tensor", "fsdp")
+    assert shape_of_share(layers["mlp"]["up"]["kernel"]) == (DEPTH, 32 // 2, 64 // 2)
+    assert shape_of_share(layers["mlp"]["down"]["kernel"]) == (DEPTH, 64 // 2, 32 // 2)
+    assert shape_of_share(state.params["embedding"]["kernel"]) == (48, 32 // 2)
+    assert shape_of_share(state.params["head"]["kernel"]) == (32 // 2, 8)
+
+
+def test_the_optimizers_moments_lie_as_their_parameters_do():
+    _, state = trained("data 2, fsdp 2, tensor 2")
+    params = tree.flatten_names(state.params)
+    found = 0
+    for name, leaf in tree.flatten_names(state.opt_state).items():
+        for moment in ("direction/mu/", "direction/nu/"):
+            if name.startswith(moment):
+                assert leaf.sharding == params[name.removeprefix(moment)].sharding, name
+                found += 1
+    assert found == 2 * len(params)
+
+
+# Few parameters, large activations: whoever moves activations between devices is found out.
+COLLECTIVE = re.compile(
+    r"= (.*?) (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+ITEMSIZE = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "u8": 1, "bf16": 2}
+
+
+def collective_bytes(hlo):
+    """Bytes of what the collectives of an optimised program give."""
+    total = 0
+    for result in COLLECTIVE.findall(hlo):
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", result):
+            total += ITEMSIZE[dtype] * math.prod(map(int, filter(None, dims.split(","))))
+    return total
+
+
+def test_collective_bytes_reads_the_compilers_text():
+    hlo = """
+      %all-reduce.1 = f32[4,8]{1,0} all-reduce(%a), channel_id=1, to_apply=%add
+      %b = (f32[2]{0}, bf16[3]{0}, pred[]) all-gather-start(%c, %d, %e), dimensions={0}
+      %fusion = f32[100]{0} fusion(%all-reduce.1), kind=kLoop
+    """
+    assert collective_bytes(hlo) == 4 * 32 + 4 * 2 + 2 * 3 + 1
+
+
+def compile_step(layout, scan):
+    config = small_config(scan=scan)
+    config.global_batch_size, config.data.image_size = 256, 64
+    mesh = mesh_of(layout)
+    experiment = make_experiment(config, mesh)
+    with jax.set_mesh(mesh):
+        step = experiment.train_step.lower(experiment.abstract_state, experiment.abstract_batch)
+    return experiment, step.compile()
+
+
+compiled = functools.cache(compile_step)
+
+
+@pytest.mark.parametrize(
+    ("layout", "scan"),
+    [("data 8", True), ("fsdp 8", True), ("fsdp 8", False), ("replica 2, fsdp 4", True)],
+)
+def test_a_step_moves_weights_between_devices_and_no_activations(layout, scan):
+    experiment, step = compiled(layout, scan)
+    params = 4 * experiment.num_params
+    activation = 4 * 256 * 256 * 32  # of width 32, of the whole batch
+    assert activation / 8 > 6 * params  # a device's share
+    assert params / 2 < collective_bytes(step.as_text()) < 3 * params
+
+
+def test_constraints_that_do_nothing_are_noticed(monkeypatch):
+    monkeypatch.setattr("vit_jax.experiment.constrain", lambda x, axes: x)
+    experiment, step = compile_step("fsdp 8", True)
+    assert collective_bytes(step.as_text()) > 100 * 4 * experiment.num_params
+    assert constraints_in_forward() == 0
+
+
+@pytest.mark.parametrize("layout", ["data 8", "fsdp 8", "data 2, fsdp 2, tensor 2"])
+def test_the_state_is_donated(layout):
+    experiment, step = compiled(layout, True)
+    state = bytes_per_device(experiment.abstract_state, experiment.shardings)
+    assert step.memory_analysis().alias_size_in_bytes >= state
+
+
+def test_bytes_per_device():
+    _, state = trained("data 2, fsdp 2, tensor 2")
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    held = {device: 0 for device in jax.devices()}
+    for leaf in jax.tree.leaves(state):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    assert bytes_per_device(state, shardings) == max(held.values())
+
+
+def count_constraints(jaxpr):
+    count = 0
+    for eqn in jaxpr.eqns:
+        inner = sum(map(count_constraints, jaxprs_in_params(eqn.params)))
+        repeats = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        count += repeats * inner + (eqn.primitive.name == "sharding_constraint")
+    return count
+
+
+def constraints_in_forward(**fields):
+    mesh = mesh_of("data 2, fsdp 2, tensor 2")
+    model = make_experiment(small_config(**fields), mesh).model
+    images = jax.ShapeDtypeStruct((BATCH, 16, 16, 3), jnp.float32)
+    with jax.set_mesh(mesh):
+        params = jax.eval_shape(model.init, jax.random.key(0), images)
+        return count_constraints(jax.make_jaxpr(model.apply)(params, images).jaxpr)
+
+
+FORMS = [{"scan": False}, {"scan": True}, {"scan": True, "remat": "full"}]
+
+
+@pytest.mark.parametrize("fields", FORMS, ids=str)
+def test_every_activation_is_constrained(fields):
+    # Patches, tokens; in a block q, k, v, the hidden units and both sums.
+    assert constraints_in_forward(**fields) == 2 + 6 * DEPTH
+
+
+def test_the_pooling_head_is_constrained_too():
+    assert constraints_in_forward(pool="map") == 2 + 6 * DEPTH + 4
+
+
+@pytest.mark.parametrize("fields", FORMS, ids=str)
+def test_the_backward_pass_keeps_the_constraints(fields):
+    mesh = mesh_of("fsdp 8")
+    experiment = make_experiment(small_config(**fields), mesh)
+    with jax.set_mesh(mesh):
+        step = jax.make_jaxpr(experiment.train_step)(
+            experiment.abstract_state, experiment.abstract_batch
+        )
+    forward = 2 + 6 * DEPTH
+    assert count_constraints(step.jaxpr) >= 2 * forward
+
+
+def test_constrain_splits_the_batch_over_its_axes():
+    mesh = mesh_of("data 2, fsdp 2, tensor 2")
+    with jax.set_mesh(mesh):
+        x = jax.jit(lambda x: constrain(2 * x, ("batch", None, "tensor")))(jnp.ones((8, 3, 4)))
+    assert shape_of_share(x) == (8 // 4, 3, 4 // 2)
+    assert (np.asarray(x) == 2).all()
+
+
+def test_constrain_needs_a_mesh():
+    with pytest.raises(RuntimeError, match=r"jax\.set_mesh"):
+        jax.jit(lambda x: constrain(x, ("batch", None)))(jnp.ones((8, 8)))
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def test_what_cannot_be_split_is_named_once_and_replicated(caplog):
+    state = {
+        "up": {"kernel": jnp.zeros((8, 9)), "bias": jnp.zeros(9)},
+        "down": {"kernel": jnp.zeros((8, 8))},
+        "stranger": jnp.zeros((16, 16)),
+        "number": jnp.zeros(()),
+    }
+    shardings = state_shardings(state, mesh_of("data 2, fsdp 2, tensor 2"))
+    assert shardings["up"]["kernel"].spec == P("fsdp")
+    assert shardings["stranger"].spec == shardings["up"]["bias"].spec == P()
+    assert shardings["down"]["kernel"].spec == P("tensor", "fsdp")
+    (message,) = warnings_of(caplog)
+    assert message.splitlines()[1:] == [
+        "  stranger (16, 16): no rule",
+        "  up/kernel (8, 9): axis 1 does not divide by tensor=2",
+    ]
+
+
+def test_one_device_needs_no_warning(caplog):
+    state_shardings({"stranger": jnp.zeros((16, 16))}, mesh_of("one device"))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("variant", VIT_VARIANTS)
+@pytest.mark.parametrize(("optimizer", "pool"), [("adamw", "token"), ("sgd", "map")])
+def test_every_leaf_of_every_variant_has_a_rule(variant, optimizer, pool, caplog):
+    model = create_model(f"ViT-{variant}/14", 1000, pool=pool, hidden_head=True, scan=True)
+    tx = make_optimizer(optimizer, schedule=lambda step: 0.1, weight_decay=0.1)
+    shapes = jax.eval_shape(lambda: init_state(model, tx, (224, 224), 0))
+    mesh = mesh_of("fsdp 8")
+    shardings = state_shardings(shapes, mesh)
+    assert not caplog.records
+    whole = bytes_per_device(shapes, jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes))
+    assert bytes_per_device(shapes, shardings) < 0.25 * whole
+
+
+def test_rules_are_about_whole_parts_of_names():
+    shapes = {"ahead": {"kernel": jnp.zeros((8, 8))}, "head": {"kernel": jnp.zeros((8, 8))}}
+    shardings = state_shardings(shapes, mesh_of("fsdp 8"))
+    assert shardings["head"]["kernel"].spec == P("fsdp")
+    assert shardings["ahead"]["kernel"].spec == P()

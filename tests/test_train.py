@@ -1,0 +1,215 @@
+"""Whole runs in this process, on 8 virtual devices."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+from etils import epath
+
+from vit_jax import checkpoint, load_pretrained, metrics, tree
+from vit_jax.commands.evaluate import evaluate
+from vit_jax.config import apply_overrides, load_config
+from vit_jax.evaluators.classification import Classification
+from vit_jax.main import main
+from vit_jax.mesh import start_backend
+from vit_jax.train import NonFiniteError, train_and_evaluate
+
+ROOT = pathlib.Path(__file__).parent.parent
+FILE = str(ROOT / "configs/quickstart.py") + ":debug"
+
+
+def make_config(**overrides):
+    """The quickstart's debug form: 40 steps, rows each 5, evaluations each 20, saves each 10."""
+    config = load_config(FILE)
+    faults = apply_overrides(config, [(k.replace("__", "."), v) for k, v in overrides.items()])
+    assert not faults
+    return config
+
+
+def rows(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def final_checksums(workdir, step=40):
+    return checkpoint.read_meta(epath.Path(workdir) / "checkpoints" / str(step))["checksums"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("finished")
+    summary = train_and_evaluate(make_config(), workdir)
+    return workdir, summary
+
+
+def test_what_a_run_leaves(finished):
+    workdir, summary = finished
+    names = {p.name.split(".")[0] for p in workdir.iterdir()}
+    assert names == {"config", "classes", "metrics", "events", "checkpoints", "summary"}
+    assert json.loads((workdir / "summary.json").read_text()) == summary
+    assert summary["step"] == 40 and summary["test/num_examples"] == 360
+    assert summary["images_seen"] == 40 * 64
+    assert summary["chip_hours"] > 0 and summary["images_per_s"] > 0
+    assert json.loads((workdir / "classes.json").read_text()) == list("0123456789")
+    config = json.loads((workdir / "config.json").read_text())
+    assert config["data"]["num_examples"] == 1437 and config["data"]["num_classes"] == 10
+
+
+def test_rows_hold_their_own_steps_values(finished):
+    workdir, summary = finished
+    train = [row for row in rows(workdir) if "train/loss" in row]
+    assert [row["step"] for row in train] == list(range(5, 41, 5))
+    test = [row for row in rows(workdir) if "test/top1" in row]
+    assert [row["step"] for row in test] == [20, 40]
+    assert test[-1]["test/top1"] == summary["test/top1"]
+    # 4 steps of warm-up to 1.5e-3: the update of step 5 is the first at the peak.
+    assert train[0]["train/lr"] == pytest.approx(1.5e-3)
+    assert train[-1]["train/lr"] == pytest.approx(
+        1.5e-3 * 0.5 * (1 + np.cos(np.pi * 35 / 36)), rel=1e-5
+    )
+    every = train_rows_of_each_step(workdir)
+    for row in train:
+        assert row["train/loss"] == every[row["step"]]
+
+
+def train_rows_of_each_step(workdir):
+    """The losses of a second run that logs every step, and so averages or delays nothing."""
+    other = workdir.parent / "every_step"
+    train_and_evaluate(make_config(log__every="1 steps"), other)
+    return {row["step"]: row["train/loss"] for row in rows(other) if "train/loss" in row}
+
+
+def test_order_at_a_step_is_log_evaluate_flush_save(tmp_path, monkeypatch):
+    calls = []
+
+    def spy(owner, name):
+        original = getattr(owner, name)
+
+        def wrapped(self, *args, **kwargs):
+            calls.append(name)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    spy(metrics.MetricWriter, "write")
+    spy(metrics.MetricWriter, "flush")
+    spy(Classification, "run")
+    spy(checkpoint.Checkpoints, "save")
+    train_and_evaluate(
+        make_config(duration="10 steps", log__every="10 steps", evals__test__every="10 steps"),
+        tmp_path,
+    )
+    # The first flush is the opening of the files.
+    assert calls == ["flush", "write", "run", "write", "flush", "save"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
+    from vit_jax import train as train_module
+
+    make = train_module.compile_step
+
+    def poisoned(run):
+        step = make(run)
+
+        def train_step(state, batch):
+            bad = int(state.step) == 16
+            state, values = step(state, batch)
+            return state, {k: v * float("nan") if bad else v for k, v in values.items()}
+
+        return train_step
+
+    monkeypatch.setattr(train_module, "compile_step", poisoned)
+    with pytest.raises(NonFiniteError, match=r"step 17: .*loss is nan.*; step 10 is saved"):
+        train_and_evaluate(make_config(), tmp_path / "a")
+    assert checkpoint.saved_steps(epath.Path(tmp_path / "a/checkpoints")) == [10]
+    assert [row["step"] for row in rows(tmp_path / "a")] == [5, 10, 15]
+
+    assert main([f"--config={FILE}", f"--workdir={tmp_path / 'b'}"]) == 1
+    error = capsys.readouterr().err
+    assert "step 17" in error and "Traceback" not in error
+
+
+def test_started_again_on_another_mesh(finished, tmp_path):
+    """What runs where may change on the way: the data and the randomness do not depend on it."""
+    workdir, summary = finished
+    shutil.copytree(workdir, tmp_path / "run")
+    (tmp_path / "run/summary.json").unlink()
+    shutil.rmtree(tmp_path / "run/checkpoints/40")
+    again = train_and_evaluate(
+        make_config(mesh__data="2", mesh__fsdp="2", mesh__tensor="2"), tmp_path / "run"
+    )
+    assert again["step"] == 40
+    assert again["test/loss"] == pytest.approx(summary["test/loss"], rel=1e-5)
+
+
+def test_a_damaged_newest_checkpoint_is_moved_aside_and_the_run_ends_the_same(finished, tmp_path):
+    workdir, _ = finished
+    run = tmp_path / "run"
+    shutil.copytree(workdir, run)
+    (run / "summary.json").unlink()
+    damaged = max((run / "checkpoints/40/state/d").iterdir(), key=lambda p: p.stat().st_size)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 4
+    damaged.write_bytes(content)
+    train_and_evaluate(make_config(), run)
+    assert (run / "checkpoints/invalid-40").exists()
+    assert final_checksums(run) == final_checksums(workdir)
+
+
+def test_killed_between_the_last_save_and_the_summary(finished, tmp_path):
+    workdir, summary = finished
+    shutil.copytree(workdir, tmp_path / "run")
+    (tmp_path / "run/summary.json").unlink()
+    assert train_and_evaluate(make_config(), tmp_path / "run") == summary
+
+
+def test_evaluate_gives_what_the_run_logged(finished, tmp_path, capsys):
+    workdir, summary = finished
+    results = evaluate(make_config(), epath.Path(workdir))
+    assert results == {k: v for k, v in summary.items() if k == "step" or k.startswith("test/")}
+
+    assert main(["evaluate", f"--workdir={workdir}"]) == 0
+    assert json.loads(capsys.readouterr().out) == results
+
+
+def test_init_from_an_unrolled_workdir_into_a_scanned_model(finished, tmp_path, caplog):
+    workdir, _ = finished
+    caplog.set_level("INFO", "vit_jax")
+    config = make_config(
+        init_from=str(workdir), duration="4 steps", optimizer__peak_lr="0.0", model__scan="true"
+    )
+    config.optimizer.weight_decay = 0.0
+    train_and_evaluate(config, tmp_path / "tuned")
+    assert f"start: parameters from init_from={workdir}" in caplog.text
+
+    _, expected = load_pretrained(workdir, scan=True)
+    _, found = load_pretrained(tmp_path / "tuned", scan=True)
+    expected, found = tree.flatten_names(expected), tree.flatten_names(found)
+    assert found.keys() == expected.keys()
+    for name, leaf in expected.items():
+        np.testing.assert_array_equal(found[name], leaf, name)
+
+
+def test_a_pretrained_file_in_the_workdir_is_no_resume(tmp_path, golden, caplog):
+    caplog.set_level("INFO", "vit_jax")
+    shutil.copy(golden / "vit_finetuned.npz", tmp_path / "checkpoint.npz")
+    (tmp_path / "checkpoints").mkdir()
+    shutil.copy(golden / "vit_finetuned.npz", tmp_path / "checkpoints/7")
+    train_and_evaluate(make_config(duration="4 steps"), tmp_path)
+    assert "start: from scratch" in caplog.text
+
+
+def test_chosen_steps_are_traced(tmp_path):
+    train_and_evaluate(make_config(duration="4 steps", log__profile="1:3"), tmp_path)
+    traces = list((tmp_path / "profile").rglob("*.xplane.pb"))
+    assert traces and traces[0].stat().st_size > 0
+
+
+def test_an_accelerator_that_is_not_used_is_named(monkeypatch, caplog):
+    monkeypatch.setattr("vit_jax.mesh.accelerators_on_host", lambda: ["NVIDIA GPU"])
+    start_backend(None)
+    assert "running on the CPU, though this host has: NVIDIA GPU" in caplog.text
+    caplog.clear()
+    start_backend("cpu")
+    assert not caplog.text

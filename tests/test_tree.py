@@ -1,0 +1,51 @@
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from vit_jax import tree
+
+PARAMS = {
+    "head": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)},
+    "block_0": {"mlp": {"kernel": jnp.ones((2, 2))}},
+}
+
+
+@flax.struct.dataclass
+class State:
+    step: int
+    params: dict
+    opt_state: tuple
+
+
+def test_names_of_params():
+    assert list(tree.flatten_names(PARAMS)) == ["block_0/mlp/kernel", "head/bias", "head/kernel"]
+    assert tree.leaf_names(PARAMS)["head"]["bias"] == "head/bias"
+
+
+def test_names_of_a_whole_state():
+    state = State(0, PARAMS, optax.adam(1e-3).init(PARAMS))
+    named = tree.flatten_names(state)
+    assert named["params/head/bias"] is PARAMS["head"]["bias"]
+    assert {"step", "opt_state/0/count", "opt_state/0/mu/block_0/mlp/kernel"} <= named.keys()
+    assert len(named) == len(jax.tree.leaves(state))
+    assert jax.tree.structure(tree.leaf_names(state)) == jax.tree.structure(state)
+
+
+def test_unflatten_undoes_flatten():
+    assert tree.unflatten_names(tree.flatten_names(PARAMS)) == PARAMS
+
+
+@pytest.mark.parametrize(
+    ("pattern", "chosen"),
+    [
+        (".*/kernel", {"head/kernel", "block_0/mlp/kernel"}),
+        ("head", set()),  # the whole name must match
+        ("head/.*", {"head/kernel", "head/bias"}),
+    ],
+)
+def test_mask(pattern, chosen):
+    mask = tree.mask(PARAMS, pattern)
+    assert {name for name, on in tree.flatten_names(mask).items() if on} == chosen
+    assert jax.tree.structure(mask) == jax.tree.structure(PARAMS)

@@ -1,0 +1,201 @@
+"""What can be known of a config before a file or a device is touched."""
+
+import pytest
+
+from vit_jax import models
+from vit_jax.config import (
+    InputError,
+    apply_overrides,
+    base_config,
+    classification,
+    from_json,
+    to_json,
+)
+from vit_jax.validation import find_faults, validate
+
+
+@pytest.fixture
+def config():
+    c = base_config()
+    c.global_batch_size, c.duration = 64, "10 epochs"
+    c.model.name, c.data.name, c.data.image_size = "ViT-mu/4", "digits", 8
+    c.optimizer.peak_lr = 1e-3
+    c.evals.test = classification(split="test", every="1 epochs")
+    return c
+
+
+def test_valid_config(config):
+    assert find_faults(config) == []
+    validate(config, [], "--config=mine.py")
+    assert find_faults(from_json(to_json(config))) == []
+
+
+# (overrides, what the fault begins with, what it says besides: what is needed, or a remedy)
+FAULTS = [
+    # required keys
+    ({"global_batch_size": "None"}, "global_batch_size: not set", "--config.global_batch_size="),
+    ({"duration": "None"}, "duration: not set", "--config.duration="),
+    ({"model.name": "None"}, "model.name: not set", "--config.model.name="),
+    ({"data.name": "None"}, "data.name: not set", "--config.data.name="),
+    ({"data.image_size": "None"}, "data.image_size: not set", "--config.data.image_size="),
+    ({"optimizer.peak_lr": "None"}, "optimizer.peak_lr: not set", "--config.optimizer.peak_lr="),
+    # durations
+    ({"duration": "90"}, "duration='90' is not a duration", '"90 epochs"'),
+    ({"duration": "9 epoch s"}, "duration='9 epoch s' is not", '"90 epochs"'),
+    ({"duration": "-1 steps"}, "duration='-1 steps' is negative", "write a number"),
+    ({"schedule.warmup": "5 eopchs"}, "schedule.warmup='5 eopchs'", "did you mean epochs?"),
+    ({"schedule.cooldown": "x"}, "schedule.cooldown='x'", '"90 epochs"'),
+    ({"schedule.timescale": "x"}, "schedule.timescale='x'", '"90 epochs"'),
+    ({"checkpoint.every": "hourly"}, "checkpoint.every='hourly'", '"90 epochs"'),
+    ({"checkpoint.keep_every": "all"}, "checkpoint.keep_every='all'", '"90 epochs"'),
+    ({"log.every": "5 s"}, "log.every='5 s'", "steps, epochs, examples"),
+    ({"evals.test.every": "often"}, "evals.test.every='often'", '"90 epochs"'),
+    # counts
+    ({"global_batch_size": "0"}, "global_batch_size=0:", "needs a positive number"),
+    ({"data.num_classes": "0"}, "data.num_classes=0:", "needs a positive number"),
+    ({"data.num_examples": "-5"}, "data.num_examples=-5:", "needs a positive number"),
+    ({"evals.test.batch_size": "0"}, "evals.test.batch_size=0:", "needs a positive number"),
+    # sizes
+    ({"data.image_size": "0"}, "data.image_size=0:", "needs a positive int or a pair"),
+    ({"data.image_size": "8,8,3"}, "data.image_size=(8, 8, 3):", "needs a positive int or a pair"),
+    ({"data.image_size": "8.5"}, "data.image_size=8.5:", "needs a positive int or a pair"),
+    ({"model.patch_size": "0"}, "model.patch_size=0:", "needs a positive int or a pair"),
+    ({"model.patch_size": "4,-4"}, "model.patch_size=(4, -4):", "needs a positive int or a pair"),
+    # the model
+    ({"model.name": "ViT"}, "model.name='ViT'", "ViT-"),
+    ({"model.name": "ResNet-50"}, "model.name='ResNet-50': no such model", "known: ViT-mu/16"),
+    ({"model.name": "ViT-Q/16"}, "model.name='ViT-Q/16': no variant 'Q'", "known: mu, Ti"),
+    ({"model.name": "ViT-B16"}, "model.name='ViT-B16'", "needs ViT-VARIANT/PATCH"),
+    ({"model.name": "ViT-mu/5"}, "model.patch_size=(5, 5): 5 does not divide", "height 5 or 10"),
+    ({"model.patch_size": "4,3"}, "model.patch_size=(4, 3): 3 does not divide", "width 6 or 9"),
+    ({"model.name": "ViT-mu/16"}, "model.patch_size=(16, 16): 16 does not divide", "height 16"),
+    ({"model.num_heads": "3"}, "model.num_heads=3 does not divide width=32", "choose one"),
+    ({"model.width": "0"}, "model.width=0:", "needs a positive int"),
+    ({"model.depth": "-1"}, "model.depth=-1:", "needs a positive int"),
+    ({"model.mlp_dim": "0"}, "model.mlp_dim=0:", "needs a positive int"),
+    ({"model.num_heads": "0"}, "model.num_heads=0:", "needs a positive int"),
+    ({"model.pool": "tokens"}, "model.pool='tokens':", "did you mean token?"),
+    ({"model.pos_embed": "sincos"}, "model.pos_embed='sincos':", "did you mean sincos_2d?"),
+    ({"model.gelu": "fast"}, "model.gelu='fast':", "known: tanh, exact"),
+    ({"model.remat": "everything"}, "model.remat='everything':", "known: none, dots, full"),
+    ({"model.dtype": "float16"}, "model.dtype='float16':", "known: float32, bfloat16"),
+    ({"model.dropout": "1"}, "model.dropout=1.0:", "needs a rate in [0, 1)"),
+    ({"model.attention_dropout": "-0.1"}, "model.attention_dropout=-0.1:", "needs a rate"),
+    ({"model.stochastic_depth": "2"}, "model.stochastic_depth=2.0:", "needs a rate"),
+    # the data
+    ({"data.mean": "0.5,0.5"}, "data.mean=(0.5, 0.5):", "needs three numbers"),
+    ({"data.std": "1,1,1,1"}, "data.std=(1, 1, 1, 1):", "needs three numbers"),
+    ({"data.std": "0,1,1"}, "data.std=(0, 1, 1):", "needs numbers other than 0"),
+    ({"data.ops": "decode|flop"}, "data.ops: unknown op 'flop'", "did you mean 'flip'?"),
+    ({"data.ops": "flip|decode"}, "data.ops: 'decode' runs on the host", "'decode|flip'"),
+    ({"data.ops": "resize(x)"}, "data.ops: 'resize(x)' is not an op", "such as resize(72"),
+    ({"data.ops": "pad_crop"}, "data.ops: 'pad_crop': missing", "usage: pad_crop(padding)"),
+    ({"evals.test.ops": "rezise"}, "evals.test.ops: unknown op", "did you mean 'resize'?"),
+    ({"evals.test.ops": "flip"}, "evals.test.ops='flip': flip is for training", "leave it out"),
+    ({"evals.test.type": "fewshot"}, "evals.test.type='fewshot':", "known: classification"),
+    # what is minimised, and how
+    ({"objective.name": "supervized"}, "objective.name='supervized':", "did you mean supervised?"),
+    ({"loss.name": "softmx"}, "loss.name='softmx':", "did you mean softmax?"),
+    ({"loss.label_smoothing": "1"}, "loss.label_smoothing=1.0:", "needs a number in [0, 1)"),
+    ({"optimizer.name": "adam"}, "optimizer.name='adam'", "did you mean adamw?"),
+    ({"optimizer.weight_decay": "-1"}, "optimizer.weight_decay=-1.0", "must be at least 0"),
+    ({"optimizer.grad_clip_norm": "0"}, "optimizer.grad_clip_norm=0.0", "None turns it off"),
+    ({"optimizer.weight_decay_on": "("}, "optimizer.weight_decay_on='('", "regular expression"),
+    ({"optimizer.peak_lr": "-1"}, "optimizer.peak_lr=-1.0", "must be at least 0"),
+    ({"schedule.name": "cosin"}, "schedule.name='cosin'", "did you mean cosine?"),
+    ({"optimizer.peak_lr": "inf"}, "optimizer.peak_lr=inf:", "needs a finite number"),
+    ({"optimizer.weight_decay": "nan"}, "optimizer.weight_decay=nan:", "needs a finite number"),
+    ({"optimizer.eps": "nan"}, "optimizer.eps=nan:", "needs a finite number"),
+    ({"data.std": "1,1,1e999"}, "data.std=(1, 1, inf):", "needs a finite number"),
+    # where it runs, what it keeps
+    ({"mesh.platform": "cuda"}, "mesh.platform='cuda':", "known: cpu, gpu, tpu"),
+    ({"checkpoint.keep_last": "1"}, "checkpoint.keep_last=1:", "needs at least 2"),
+    ({"log.profile": "5"}, "log.profile='5':", "needs two steps, the smaller first, e.g. 10:15"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "begins", "says"), FAULTS, ids=lambda x: str(x)[:40])
+def test_fault(config, overrides, begins, says):
+    assert apply_overrides(config, list(overrides.items())) == []
+    (fault,) = find_faults(config)
+    assert fault.startswith(begins)
+    assert says in fault
+
+
+@pytest.mark.parametrize(
+    ("key", "example"), [("seed", 0), ("optimizer.weight_decay", 0.0), ("data.ops", "''")]
+)
+def test_config_file_that_empties_a_key(config, key, example):
+    parents, _, leaf = key.rpartition(".")
+    (config[parents] if parents else config)[leaf] = None
+    assert find_faults(config) == [f"{key}=None: needs a value, e.g. {example}"]
+
+
+def test_several_faults_are_all_listed(config):
+    overrides = {
+        "duration": "90",
+        "global_batch_size": "-8",
+        "model.name": "ViT-Q/16",
+        "data.ops": "flop",
+        "data.mean": "1,2",
+        "evals.test.ops": "flip",
+        "loss.name": "x",
+        "optimizer.name": "x",
+        "schedule.name": "x",
+        "mesh.platform": "x",
+        "checkpoint.keep_last": "0",
+        "log.profile": "x",
+    }
+    assert apply_overrides(config, list(overrides.items())) == []
+    config.data.name = None
+    faults = find_faults(config)
+    named = {key: [fault for fault in faults if fault.startswith(key)] for key in overrides}
+    assert {key: len(found) for key, found in named.items()} == dict.fromkeys(overrides, 1)
+    assert faults[0].startswith("data.name: not set")
+    assert len(faults) == len(overrides) + 1
+
+
+def test_faults_do_not_hide_behind_a_missing_size(config):
+    config.data.image_size = None
+    config.data.ops = "flop"
+    sizes, ops = find_faults(config)
+    assert sizes.startswith("data.image_size: not set") and ops.startswith("data.ops: ")
+
+
+def test_faults_of_overrides_and_of_the_config_in_one_error(config):
+    overrides = [("model.wdth", "3"), ("seed", "x"), ("loss.name", "x"), ("mesh.platform", "x")]
+    with pytest.raises(InputError) as e:
+        validate(config, apply_overrides(config, overrides), "--config=mine.py")
+    assert str(e.value).splitlines() == [
+        "--config=mine.py: 4 faults",
+        "  --config.model.wdth: no such key; did you mean model.width?",
+        "  --config.seed='x': needs an int",
+        "  loss.name='x': known: softmax, sigmoid",
+        "  mesh.platform='x': known: cpu, gpu, tpu",
+    ]
+
+
+def test_field_that_the_family_lacks(config, monkeypatch):
+    """Every key of base_config() is one of ViT's, so one that has fewer takes its place."""
+
+    def fewer(num_classes, image_size, patch_size, width, dropout, dtype):
+        raise AssertionError("only its signature counts")
+
+    monkeypatch.setitem(models.MODELS, "ViT", (fewer, fewer))
+    config.model.dropout = 0.1
+    config.model.head_bias, config.model.hidden_head = -10.0, True
+    (fault,) = find_faults(config)
+    assert "head_bias: ViT has no such field" in fault
+    assert "hidden_head: ViT has no such field" in fault
+    assert "dropout: ViT" not in fault
+    config.model.head_bias = config.model.hidden_head = None
+    monkeypatch.undo()
+    assert find_faults(config) == []
+
+
+def test_every_field_of_config_is_one_of_some_family():
+    fields = set(base_config().model) - {"name"}
+    known = set()
+    for module, _ in models.MODELS.values():
+        known |= set(module.__dataclass_fields__)
+    assert fields <= known

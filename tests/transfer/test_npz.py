@@ -1,0 +1,344 @@
+"""Published `.npz` files: goldens, and files of other shapes made here."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.ndimage
+from published import as_void, publish
+
+import vit_jax
+from vit_jax import tree
+from vit_jax.config import InputError
+from vit_jax.models import create_model
+from vit_jax.transfer import init_params, load_pretrained
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(model, params, images):
+    return model.apply({"params": params}, images)
+
+
+def logits_of(model, variables, images):
+    return np.asarray(run(model, variables["params"], images))
+
+
+def assert_close(ours, expected, tolerance=1e-5):
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["vit_finetuned", "vit_pretrained"])
+@pytest.mark.parametrize("fields", [{}, {"scan": True, "remat": "full"}], ids=["plain", "scanned"])
+def test_goldens(golden, name, fields):
+    model, variables = load_pretrained(golden / f"{name}.npz", **fields)
+    with np.load(golden / f"{name}.io.npz") as io:
+        assert_close(logits_of(model, variables, io["image"]), io["logits"], 1e-4)
+
+
+def test_what_a_golden_tells_of_its_model(golden):
+    model, variables = vit_jax.load_pretrained(golden / "vit_pretrained.npz")
+    expected = create_model(
+        "ViT-mu/4", 21, 16, width=32, depth=3, num_heads=2, hidden_head=True,
+        mlp_dim=variables["params"]["encoder"]["layer_0"]["mlp"]["up"]["bias"].size,
+    )  # fmt: skip
+    assert model == expected
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {np.dtype("float32")}
+
+
+SIZES = {"width": 24, "depth": 2, "mlp_dim": 40, "num_heads": 2}
+
+
+def make_file(tmp_path, *, num_classes=5, image_size=12, change=lambda arrays: arrays, **fields):
+    """(path of a published file, its model, its parameters, images)."""
+    model = create_model("ViT-mu/4", num_classes, image_size, **(SIZES | fields))
+    rng = np.random.default_rng(0)
+    images = rng.uniform(-1, 1, (2, *model.image_size, 3)).astype(np.float32)
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), images))["params"]
+    params = jax.tree.map(
+        lambda leaf: (0.3 * rng.standard_normal(leaf.shape)).astype(np.float32), shapes
+    )
+    path = tmp_path / "published.npz"
+    np.savez(path, **change(publish(params, model)))
+    return path, model, params, images
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"patch_size": (2, 6), "image_size": (4, 12)},  # patches and image alike: a square grid
+        {"depth": 12, "width": 8, "num_heads": 4, "mlp_dim": 6},  # layers 10 and 11 sort after 1
+        {"num_heads": 1, "image_size": 4},
+        {"num_classes": None},
+        {"pool": "gap"},
+        {"pool": "gap", "hidden_head": True, "num_classes": 1},
+    ],
+    ids=["non-square patch", "deep", "one patch", "no head", "mean-pooled", "one class"],
+)
+def test_files_of_other_shapes(tmp_path, fields):
+    path, model, params, images = make_file(tmp_path, **fields)
+    loaded, variables = load_pretrained(path)
+    assert loaded == model
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], params)
+    expected = np.asarray(run(model, params, images))
+    np.testing.assert_array_equal(logits_of(loaded, variables, images), expected)
+
+
+def test_a_path_may_be_a_string(tmp_path):
+    path, model, _, _ = make_file(tmp_path)
+    assert load_pretrained(str(path))[0] == model
+
+
+def test_bfloat16_leaves_come_as_two_bytes_without_a_type(tmp_path):
+    def halve(arrays):
+        return {name: as_void(array) for name, array in arrays.items()}
+
+    path, _, params, _ = make_file(tmp_path, change=halve)
+    with np.load(path) as file:
+        assert file["cls"].dtype == np.dtype("V2")
+    _, variables = load_pretrained(path)
+    for leaf, original in zip(
+        jax.tree.leaves(variables["params"]), jax.tree.leaves(params), strict=True
+    ):
+        assert leaf.dtype == np.float32
+        np.testing.assert_array_equal(leaf, original.astype(jnp.bfloat16).astype(np.float32))
+
+
+def test_other_classes_reset_the_whole_head(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "vit_jax")
+    path, _, params, images = make_file(tmp_path, hidden_head=True)
+    model, variables = load_pretrained(path, num_classes=7)
+    assert (model.num_classes, model.hidden_head) == (7, False)
+    named = tree.flatten_names(variables["params"])
+    assert not [name for name in named if name.startswith("head_hidden")]
+    assert named["head/kernel"].shape == (24, 7)
+    assert not named["head/kernel"].any()
+    assert not named["head/bias"].any()
+    for name, leaf in tree.flatten_names(params).items():
+        if not name.startswith("head"):
+            np.testing.assert_array_equal(named[name], leaf, err_msg=name)
+    assert logits_of(model, variables, images).shape == (2, 7)
+    assert "the head is initialised anew" in caplog.text
+
+
+def test_the_same_number_of_classes_resets_it_too(tmp_path):
+    path, _, _, _ = make_file(tmp_path)
+    _, variables = load_pretrained(path, num_classes=5)
+    assert not variables["params"]["head"]["kernel"].any()
+
+
+@pytest.mark.parametrize(("image_size", "grid"), [((8, 20), (2, 5)), (20, (5, 5)), (12, (3, 3))])
+@pytest.mark.parametrize("pool", ["token", "gap"])
+def test_another_image_size_resamples_the_positions(tmp_path, caplog, image_size, grid, pool):
+    caplog.set_level(logging.INFO, "vit_jax")
+    path, _, params, _ = make_file(tmp_path, pool=pool)
+    model, variables = load_pretrained(path, image_size=image_size)
+    assert model.grid == grid
+    prefix = int(pool == "token")
+    old = params["pos_embedding"][0]
+    zoomed = scipy.ndimage.zoom(
+        old[prefix:].reshape(3, 3, 24), (grid[0] / 3, grid[1] / 3, 1), order=1
+    )
+    expected = np.concatenate([old[:prefix], zoomed.reshape(-1, 24)])
+    found = variables["params"]["pos_embedding"]
+    np.testing.assert_allclose(found[0], expected, atol=2e-6)
+    assert ("position embedding resampled (corner_aligned)" in caplog.text) == (grid != (3, 3))
+    images = np.zeros((1, *model.image_size, 3), np.float32)
+    assert np.isfinite(logits_of(model, variables, images)).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16])
+def test_fields_of_the_model(tmp_path, dtype):
+    path, plain, params, images = make_file(tmp_path)
+    fields = {"scan": True, "remat": "dots", "dropout": 0.1, "dtype": dtype}
+    model, variables = load_pretrained(path, **fields)
+    assert (model.scan, model.remat, model.dropout) == (True, "dots", 0.1)
+    assert model.dtype == jnp.dtype("bfloat16")
+    layers = variables["params"]["encoder"]["layers"]
+    assert layers["mlp"]["up"]["kernel"].shape == (2, 24, 40)
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {np.dtype("float32")}
+    assert_close(logits_of(model, variables, images), run(plain, params, images), 0.1)
+
+
+def said(function, *args, **kwargs):
+    with pytest.raises(InputError) as error:
+        function(*args, **kwargs)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"pol": "gap"}, "pol"),
+        ({"pool": "mean"}, "pool='mean'"),
+        ({"dtype": "float8"}, "dtype='float8'"),
+        ({"image_size": 13}, "does not divide"),
+        ({"image_size": "12"}, "image_size='12'"),
+    ],
+)
+def test_faulty_fields(tmp_path, fields, expected):
+    path, _, _, _ = make_file(tmp_path)
+    assert expected in said(load_pretrained, path, **fields)
+
+
+def test_a_misspelt_field_is_answered_with_the_nearest(tmp_path):
+    path, _, _, _ = make_file(tmp_path)
+    assert "did you mean pool?" in said(load_pretrained, path, pol="gap")
+
+
+def test_a_patch_size_may_be_an_int(tmp_path):
+    path, model, _, _ = make_file(tmp_path)
+    assert load_pretrained(path, patch_size=4)[0] == model
+
+
+def test_misfits_are_one_error_naming_all(tmp_path):
+    path, _, _, _ = make_file(tmp_path)
+    text = said(load_pretrained, path, depth=3, mlp_dim=32, pool="gap")
+    for part in (
+        str(path),
+        "class_token (1, 1, 24): the model has no such parameter",
+        "encoder/layer_2/norm_mlp/scale (24,): absent from the source",
+        "encoder/layer_0/mlp/up/kernel: (24, 40) in the source, (24, 32) in the model",
+        "encoder/layer_1/mlp/down/kernel: (40, 24) in the source, (32, 24) in the model",
+        "pos_embedding: (1, 10, 24) in the source, (1, 9, 24) in the model",
+    ):
+        assert part in text
+
+
+def test_a_head_of_other_fields_is_a_misfit(tmp_path):
+    path, _, _, _ = make_file(tmp_path)
+    assert "head_hidden/kernel (24, 24): absent" in said(load_pretrained, path, hidden_head=True)
+
+
+def test_a_layer_that_is_missing_is_named(tmp_path):
+    def drop(arrays):
+        return {name: a for name, a in arrays.items() if "encoderblock_1/" not in name}
+
+    path, _, _, _ = make_file(tmp_path, depth=3, change=drop)
+    text = said(load_pretrained, path)
+    assert text.count("encoder/layer_1/") == 16
+    assert "encoder/layer_1/attention/query/kernel (24, 24): absent from the source" in text
+
+
+def test_init_params_resets_a_head_that_does_not_fit(tmp_path):
+    path, model, params, _ = make_file(tmp_path, hidden_head=True)
+    expected = tree.flatten_names(params)
+    assert init_params(str(path), model).keys() == expected.keys()
+    for changed in ({"num_classes": 9}, {"hidden_head": False}, {"num_classes": None}):
+        found = init_params(str(path), model.clone(**changed))
+        assert found.keys() == {n for n in expected if not n.startswith("head")}
+        for name, leaf in found.items():
+            np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
+
+
+def test_init_params_are_named_as_the_model_has_them(tmp_path):
+    path, model, params, _ = make_file(tmp_path)
+    found = init_params(str(path), model.clone(scan=True, remat="full"))
+    kernel = found["encoder/layers/mlp/up/kernel"]
+    layers = [params["encoder"][f"layer_{i}"]["mlp"]["up"]["kernel"] for i in range(2)]
+    np.testing.assert_array_equal(kernel, np.stack(layers))
+
+
+def add(**arrays):
+    return lambda published: published | arrays
+
+
+def test_hybrid_and_bit_files_are_refused(tmp_path):
+    hybrid = {
+        "conv_root/kernel": np.ones((7, 7, 3, 8), np.float32),
+        "gn_root/scale": np.ones(8, np.float32),
+        **{f"block1/unit{i}/conv1/kernel": np.ones((1, 1, 8, 8), np.float32) for i in range(9)},
+    }
+    path, _, _, _ = make_file(tmp_path, change=add(**hybrid))
+    text = said(load_pretrained, path)
+    for part in (str(path), "conv_root/kernel (7, 7, 3, 8)", "... 6 more", "absent: none"):
+        assert part in text
+    bit = tmp_path / "bit.npz"
+    np.savez(bit, **{"resnet/root_block/standardized_conv2d/kernel": np.ones((7, 7, 3, 8))})
+    text = said(load_pretrained, bit)
+    for part in ("not a Vision Transformer", "resnet/root_block", "absent: embedding/kernel"):
+        assert part in text
+
+
+def test_the_later_variant_is_refused(tmp_path):
+    def rename(arrays):
+        old = "Transformer/posembed_input/pos_embedding"
+        return {"pos_embedding" if n == old else n: a for n, a in arrays.items()}
+
+    path, _, _, _ = make_file(tmp_path, pool="gap", change=rename)
+    assert "unknown arrays: pos_embedding (1, 9, 24)" in said(load_pretrained, path)
+
+
+def test_a_file_without_positions_is_refused(tmp_path):
+    def drop(arrays):
+        return {name: a for name, a in arrays.items() if "pos_embedding" not in name}
+
+    path, _, _, _ = make_file(tmp_path, change=drop)
+    assert "no position embedding" in said(load_pretrained, path)
+
+
+def test_a_grid_that_is_not_square_is_refused(tmp_path):
+    path, _, _, _ = make_file(tmp_path, image_size=(8, 12))
+    assert "6 patches are no square grid" in said(load_pretrained, path)
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    path, _, _, _ = make_file(tmp_path)
+    whole = path.read_bytes()
+    for size in (0, 2, 100, len(whole) // 2, len(whole) - 10):
+        path.write_bytes(whole[:size])
+        text = said(load_pretrained, path)
+        assert str(path) in text
+        assert "not a readable .npz" in text
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    path, _, params, _ = make_file(tmp_path)
+    with np.load(path) as file:
+        arrays = dict(file)
+    for save in (np.savez, np.savez_compressed):
+        save(path, **arrays)
+        damaged = bytearray(path.read_bytes())
+        middle = len(damaged) // 2
+        damaged[middle : middle + 64] = bytes(b ^ 0xFF for b in damaged[middle : middle + 64])
+        path.write_bytes(damaged)
+        assert "not a readable .npz" in said(load_pretrained, path)
+
+
+class Trap:
+    """Its pickle, when loaded, creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_pickle_is_never_loaded(tmp_path):
+    trap = tmp_path / "sprung"
+    objects = np.array([Trap(trap)], dtype=object)
+    path, _, _, _ = make_file(tmp_path, change=add(extra=objects))
+    assert "not a readable .npz of plain arrays" in said(load_pretrained, path)
+    np.save(tmp_path / "alone.npy", objects, allow_pickle=True)
+    alone = (tmp_path / "alone.npy").rename(tmp_path / "alone.npz")
+    assert "not a readable .npz" in said(load_pretrained, alone)
+    assert not trap.exists()
+    np.load(alone, allow_pickle=True)  # the trap works
+    assert trap.exists()
+
+
+def test_a_single_array_under_the_name_of_many(tmp_path):
+    np.save(tmp_path / "one.npy", np.ones(3))
+    path = (tmp_path / "one.npy").rename(tmp_path / "one.npz")
+    assert "not a readable .npz" in said(load_pretrained, path)
+
+
+def test_sources_that_are_none(tmp_path):
+    assert "no such file or directory" in said(load_pretrained, tmp_path / "none.npz")
+    text = said(load_pretrained, tmp_path)
+    assert "known: a workdir" in text

@@ -1,0 +1,62 @@
+"""The papers' tables of hyper-parameters as data, for the files in configs/.
+
+Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 3 (appendix B.1).
+"""
+
+from typing import NamedTuple
+
+from vit_jax.config import InputError
+from vit_jax.models.variants import parse_vit_name
+
+
+class Pretraining(NamedTuple):
+    """A row of table 3; common to all: batch 4096, 10k steps of warm-up, Adam, 224 px.
+
+    epochs: the paper's, the usual one first.
+    weight_decay: decoupled, times the current learning rate.
+    grad_clip_norm: the global norm; None: no clipping.
+    """
+
+    epochs: tuple[int, ...]
+    peak_lr: float
+    decay: str
+    weight_decay: float
+    dropout: float
+    grad_clip_norm: float | None = None
+
+
+_JFT = {
+    "ViT-B/16": Pretraining((7,), 8e-4, "linear", 0.1, 0.0),
+    "ViT-B/32": Pretraining((7,), 8e-4, "linear", 0.1, 0.0),
+    "ViT-L/32": Pretraining((7,), 6e-4, "linear", 0.1, 0.0),
+    "ViT-L/16": Pretraining((7, 14), 4e-4, "linear", 0.1, 0.0),
+    "ViT-H/14": Pretraining((14,), 3e-4, "linear", 0.1, 0.0),
+}
+_IMAGENET21K = {
+    "ViT-B/16": Pretraining((90,), 1e-3, "linear", 0.03, 0.1),
+    "ViT-B/32": Pretraining((90,), 1e-3, "linear", 0.03, 0.1),
+    "ViT-L/16": Pretraining((90, 30), 1e-3, "linear", 0.03, 0.1),
+    "ViT-L/32": Pretraining((90, 30), 1e-3, "linear", 0.03, 0.1),
+}
+_ANY_VIT_ON_IMAGENET = Pretraining((300,), 3e-3, "cosine", 0.3, 0.1, grad_clip_norm=1.0)
+
+
+def find_pretraining(model: str, data: str) -> Pretraining:
+    """The row of table 3 for `model` on `data`: "imagenet2012", "imagenet21k" or "jft".
+
+    Raises:
+      InputError: if the paper has no such row; names those it has.
+    """
+    parse_vit_name(model)
+    if data == "imagenet2012":
+        return _ANY_VIT_ON_IMAGENET
+    rows = {"imagenet21k": _IMAGENET21K, "jft": _JFT}
+    if data not in rows:
+        raise InputError(f"data {data!r}: needs imagenet2012, imagenet21k or jft=<TFDS name>")
+    if model not in rows[data]:
+        have = "; ".join(f"{name}: {', '.join(models)}" for name, models in rows.items())
+        raise InputError(
+            f"table 3 of the paper has no row for {model} on {data}; it has {have}; "
+            "imagenet2012: any ViT"
+        )
+    return rows[data][model]
