@@ -18,6 +18,7 @@ setup(
         "flax>=0.12.8",
         "jax>=0.10.2",
         "ml_collections>=1.1.0",
+        "importlib_resources>=7.1.0",  # of tensorflow-datasets, to prepare a data set
         "ml_dtypes>=0.6.0",
         "numpy>=2.4.6",
         "optax>=0.2.8",

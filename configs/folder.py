@@ -3,35 +3,33 @@
 python -m vit_jax.main --config=configs/folder.py --config.data.data_dir=PICTURES --workdir=$W
 
 PICTURES/train/CLASS/*.jpg and PICTURES/val/CLASS/*.jpg; or PICTURES/CLASS/*.jpg, of which a tenth
-is held out to validate with. A larger model: --config=configs/folder.py:ViT-S/16
---config.data.image_size=224. A few seconds: --config=configs/folder.py:debug
+is held out to validate with. A larger model, at 224 px, which wants an accelerator:
+--config=configs/folder.py:ViT-S/16. A few seconds: --config=configs/folder.py:debug
 """
 
 from vit_jax.config import base_config, classification, refuse_words, split_words
 from vit_jax.models.variants import parse_vit_name
 
-WORDS = {
-    "MODEL": "a ViT such as ViT-S/16, in place of a small one of 1.2M parameters",
-    "debug": "20 steps of a tiny model",
-}
+WORDS = {"debug": "20 steps of a tiny model"}
 
 
 def get_config(arg=""):
     words, chosen = split_words(arg, WORDS)
-    refuse_words(words[1:], WORDS, __file__)
+    model = "a ViT such as ViT-S/16 at 224 px, in place of a small one at 64 px"
+    refuse_words(words[1:], {"MODEL": model} | WORDS, __file__)
     c = base_config()
     c.global_batch_size, c.duration = 32, "40 epochs"
     c.model.pool, c.model.dropout = "gap", 0.1
     if words:
         parse_vit_name(words[0])
-        c.model.name = words[0]
+        c.model.name, c.data.image_size = words[0], 224
     else:
-        c.model.name = "ViT-Ti/8"
+        c.model.name, c.data.image_size = "ViT-Ti/8", 64
         c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 128, 6, 512, 4
 
-    c.data.name, c.data.image_size = "folder", 64
+    c.data.name = "folder"
     c.data.ops = "inception_crop(area_min=0.3)|flip"
-    eval_ops = "decode|resize(antialias=True)"
+    eval_ops = "decode|resize_small(antialias=True)|central_crop"
     c.evals.val = classification(split="val", every="2 epochs", ops=eval_ops)
 
     c.loss.label_smoothing = 0.1

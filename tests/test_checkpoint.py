@@ -118,7 +118,7 @@ def test_a_leaf_that_is_not_as_saved_is_noticed_without_the_seal(directory, monk
 def test_when_none_is_valid_the_run_is_refused_and_nothing_is_moved(directory):
     for step in (1, 2):
         (directory / str(step) / "meta" / "metadata").unlink()
-    with pytest.raises(InputError, match="no checkpoint in .* can be read.*\n.*meta/metadata"):
+    with pytest.raises(InputError, match=r"no checkpoint in .* can be read.*\n.*meta/metadata"):
         checkpoint.restore_newest(directory, abstract(make_state(0)), move_aside=True)
     assert sorted(p.name for p in directory.iterdir()) == ["1", "2"]
 

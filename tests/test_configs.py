@@ -8,7 +8,9 @@ import pytest
 from etils import epath
 from PIL import Image
 
-from vit_jax.config import InputError, apply_overrides, load_config
+from vit_jax.config import InputError, load_config
+from vit_jax.data import parse_ops
+from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.experiment import make_experiment, num_steps
 from vit_jax.mesh import make_mesh
 from vit_jax.run import prepare
@@ -230,25 +232,34 @@ def test_pretraining_validates_on_what_it_does_not_train_on(data, train, val):
     assert (c.data.split, c.evals.val.split) == (train, val)
 
 
-def test_folder_takes_a_model():
-    assert load("folder").model.name == "ViT-Ti/8"
-    assert load("folder", "ViT-S/16").model.name == "ViT-S/16"
-    assert load("folder", "debug,ViT-S/16").model.name == "ViT-S/16"
+@pytest.mark.parametrize(
+    ("words", "model", "image_size"),
+    [("", "ViT-Ti/8", 64), ("ViT-S/16", "ViT-S/16", 224), ("debug,ViT-B/32", "ViT-B/32", 224)],
+)
+def test_folder_takes_a_model(words, model, image_size):
+    c = load("folder", words)
+    assert (c.model.name, c.data.image_size) == (model, image_size)
+
+
+def test_folder_takes_one_model():
     message = refusal("folder", "ViT-S/16,ViT-B/16")
-    assert "'ViT-B/16'" in message and "MODEL: a ViT, by default ViT-Ti/8" in message
+    assert "unknown word 'ViT-B/16'; it takes MODEL: a ViT" in message
 
 
-def test_folder_at_another_image_size(pictures, tmp_path):
-    """As its docstring says: the ops follow data.image_size."""
-    c = load("folder", "ViT-S/16")
-    c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 32, 1, 64, 2
-    faults = apply_overrides(
-        c, [("data.image_size", "224"), ("data.data_dir", pictures), ("global_batch_size", "8")]
-    )
-    assert faults + find_faults(c) == []
+@pytest.mark.parametrize("image_size", [(96, 96), (96, 64)])
+def test_folder_at_another_image_size(pictures, tmp_path, image_size):
+    """The ops follow data.image_size, in training and in evaluation."""
+    c = load("folder", "debug")
+    c.data.image_size, c.data.data_dir, c.global_batch_size = image_size, pictures, 8
+    assert find_faults(c) == []
     run = prepare(c, epath.Path(tmp_path / "workdir"))
-    assert run.experiment.model.image_size == (224, 224)
     assert (run.config.data.num_classes, run.config.data.num_examples) == (2, 11)
+    train_ops, _ = parse_ops(c.data.ops, image_size)
+    eval_ops, _ = parse_ops(c.evals.val.ops, image_size)
+    same = {"global_batch_size": 2, "image_size": image_size, "rows": np.arange(2)}
+    train = host_batches(run.sources["train"], train_ops, **same, seed=0, start_step=0, num_steps=1)
+    for batches in (train, host_eval_batches(run.sources["val"], eval_ops, **same)):
+        assert next(batches)["image"].shape == (2, *image_size, 3)
 
 
 def test_small_cifar10_has_the_parameters_it_says():

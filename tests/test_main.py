@@ -100,7 +100,11 @@ BAD_CONFIGS = {
     ),
     "missing TFDS data set": (
         ["data.name=cifar10", "data.data_dir=/no/such/folder"],
-        ["data.name='cifar10': no prepared data set", "tfds build cifar10", "set data.data_dir"],
+        [
+            "data.name='cifar10': no prepared data set",
+            "tfds.builder('cifar10', data_dir=",
+            "set data.data_dir",
+        ],
     ),
     "misspelt TFDS data set": (
         ["data.name=cfar10", "data.data_dir=/no/such/folder"],

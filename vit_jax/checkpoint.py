@@ -208,7 +208,9 @@ class Checkpoints:
                 preservation_policy=policies.AnyPreservationPolicy(keep),
                 enable_async_checkpointing=True,
                 cleanup_tmp_directories=True,
-                async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal_uncommitted),
+                async_options=ocp.options.AsyncOptions(
+                    post_finalization_callback=self._seal_uncommitted
+                ),
             ),
         )
 
@@ -236,9 +238,7 @@ class Checkpoints:
         self._saving = step
         self._manager.save(
             step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)
-            ),
+            args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)),
             force=True,
         )
 

@@ -20,15 +20,24 @@ from ml_collections.config_dict import placeholder
 
 
 class InputError(ValueError):
-    """What the user gave is wrong: names the key, what was got, what was needed, the remedy."""
+    """What the user gave is wrong: names the key, what was got, what was needed, the remedy.
+
+    faults: one text for each thing that is wrong, beginning with its key.
+    """
+
+    def __init__(self, *faults: str, where: str = ""):
+        self.faults = faults
+        if len(faults) == 1:
+            super().__init__(f"{where}: {faults[0]}" if where else faults[0])
+        else:
+            heading = f"{where}: {len(faults)} faults" if where else f"{len(faults)} faults"
+            super().__init__("\n  ".join([heading, *faults]))
 
 
-def collect_faults(faults: Sequence[str], where: str) -> None:
-    """Raises one InputError that lists `faults`, if there are any."""
-    if len(faults) == 1:
-        raise InputError(f"{where}: {faults[0]}")
+def collect_faults(faults: Sequence[str], where: str = "") -> None:
+    """Raises one InputError that lists `faults`, if there are any; `where` says of what."""
     if faults:
-        raise InputError("\n  ".join([f"{where}: {len(faults)} faults", *faults]))
+        raise InputError(*faults, where=where)
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

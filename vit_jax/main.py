@@ -21,6 +21,8 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python -m vit_jax.main {command}",
         description=find_command(command).__doc__,
+        epilog="Any key of the config is set by --config.KEY=VALUE, e.g. "
+        f"--config.optimizer.peak_lr=3e-4.\nCommands: {', '.join(COMMANDS)}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import optax
 
 from vit_jax import tree
-from vit_jax.config import InputError, nearest
+from vit_jax.config import InputError, collect_faults, nearest
 
 # What turns clipped gradients into a direction; each takes the hyper-parameters that it has.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
@@ -54,20 +54,24 @@ def make_optimizer(
 
     Source: Loshchilov & Hutter 2017 (arXiv:1711.05101), algorithms 1 and 2.
     """
-    if name not in OPTIMIZERS:
-        raise InputError(f"optimizer.name={name!r} is unknown; {nearest(name, list(OPTIMIZERS))}")
-    if weight_decay < 0:
-        raise InputError(f"optimizer.weight_decay={weight_decay} must be at least 0")
-    if grad_clip_norm is not None and grad_clip_norm <= 0:
-        raise InputError(
-            f"optimizer.grad_clip_norm={grad_clip_norm} must be more than 0; None turns it off"
-        )
+    faults = []
+
+    def need(key: str, value, holds: bool, what: str) -> None:
+        if not holds:
+            faults.append(f"optimizer.{key}={value!r} {what}")
+
+    need("name", name, name in OPTIMIZERS, f"is unknown; {nearest(name, list(OPTIMIZERS))}")
+    need("weight_decay", weight_decay, weight_decay >= 0, "must be at least 0")
+    clips = grad_clip_norm is None or grad_clip_norm > 0
+    need("grad_clip_norm", grad_clip_norm, clips, "must be more than 0; None turns it off")
+    for key, value in (("b1", b1), ("b2", b2), ("momentum", momentum)):
+        need(key, value, 0 <= value < 1, "must be at least 0 and less than 1")
+    need("eps", eps, eps > 0, "must be more than 0")
     try:
         re.compile(weight_decay_on)
     except re.error as error:
-        raise InputError(
-            f"optimizer.weight_decay_on={weight_decay_on!r} is not a regular expression: {error}"
-        ) from None
+        need("weight_decay_on", weight_decay_on, False, f"is not a regular expression: {error}")
+    collect_faults(faults)
 
     def decays(params):
         chosen = tree.mask(params, weight_decay_on)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -50,6 +51,7 @@ def prepare(config: ConfigDict, workdir: epath.Path, *, resuming: bool = True) -
         if entry.batch_size is not None:
             check_batch_size(mesh, entry.batch_size, f"evals.{name}.batch_size")
     config, sources = open_sources(config)
+    check_images(config, sources)
     if resuming:
         check_workdir(config, workdir)
     experiment = make_experiment(config, mesh)
@@ -77,16 +79,31 @@ def open_sources(config: ConfigDict) -> tuple[ConfigDict, dict[str, data.Source]
 
     sources = {d.split: open_split(d.split, d.num_examples)}
     d.num_classes, d.num_examples = sources[d.split].num_classes, sources[d.split].num_examples
+    made_up = d.num_examples if d.name == "synthetic" else None
     for entry in config.evals.values():
         if entry.split not in sources:
-            sources[entry.split] = open_split(entry.split)
+            sources[entry.split] = open_split(entry.split, made_up)
     return config, sources
+
+
+def check_images(config: ConfigDict, sources: Mapping[str, data.Source]) -> None:
+    """Raises InputError if the ops of training or of an evaluator do not give `data.image_size`."""
+    image_size = config_lib.image_hw(config.data.image_size)
+    one = {"global_batch_size": 1, "image_size": image_size, "rows": np.arange(1)}
+    host_ops, _ = data.parse_ops(config.data.ops, image_size)
+    source = sources[config.data.split]
+    data.host_batches(source, host_ops, **one, seed=0, start_step=0, num_steps=0)
+    for name, entry in config.evals.items():
+        host_ops, _ = data.parse_ops(entry.ops, image_size)
+        data.host_eval_batches(sources[entry.split], host_ops, **one, key=f"evals.{name}.ops")
 
 
 def check_workdir(config: ConfigDict, workdir: epath.Path) -> None:
     """Raises InputError if `workdir` cannot be used, or holds a run of another config."""
-    if workdir.exists() and not workdir.is_dir():
-        raise InputError(f"--workdir={workdir}: is a file; give a directory")
+    there = next((path for path in [workdir, *workdir.parents] if path.exists()), workdir)
+    if there.exists() and not there.is_dir():
+        what = "" if there == workdir else f"{there} "
+        raise InputError(f"--workdir={workdir}: {what}is a file; give a directory")
     if not (workdir / "config.json").exists():
         return
     old = config_lib.from_json((workdir / "config.json").read_text())
@@ -107,5 +124,3 @@ def data_fingerprint(run: Run) -> str:
         c.data.ops,
         config_lib.image_hw(c.data.image_size),
     )
-
-

@@ -1,6 +1,7 @@
 """The first check of a config: all that can be known before a file or a device is touched."""
 
 import math
+import re
 from collections.abc import Callable
 
 from ml_collections import ConfigDict
@@ -27,14 +28,21 @@ from vit_jax.schedules import check_duration, make_schedule
 
 
 def find_faults(config: ConfigDict) -> list[str]:
-    """Every fault of `config`, each naming its key."""
+    """Every fault of `config`, the first of each key, whose name it begins with."""
+    faults = _all_faults(config)
+    return list({re.match(r"[\w.*]+", fault)[0]: fault for fault in reversed(faults)}.values())[
+        ::-1
+    ]
+
+
+def _all_faults(config: ConfigDict) -> list[str]:
     faults = []
 
     def check(fn: Callable, *args, prefix: str = "", **kwargs) -> bool:
         try:
             fn(*args, **kwargs)
         except InputError as e:
-            faults.append(f"{prefix}{e}")
+            faults.extend(f"{prefix}{fault}" for fault in e.faults)
             return False
         return True
 

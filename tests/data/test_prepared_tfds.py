@@ -153,13 +153,15 @@ def test_unfit_data_sets_are_refused(prepared):
 
 
 def test_a_missing_data_set_is_named_with_its_place_and_the_way_to_get_it(prepared):
-    refused("mnist", prepared, f"{prepared}/mnist", "features.json", "tfds build mnist --data_dir")
+    refused(
+        "mnist", prepared, f"{prepared}/mnist", "features.json", "tfds.builder('mnist', data_dir="
+    )
     refused("digit", prepared, "did you mean 'digits'?", "data.data_dir")
     refused("grey:2.0.0", prepared, "grey/2.0.0/features.json", "there: 1.0.0, 1.10.0, 1.9.0")
     refused("grey/tfds", prepared, f"{prepared}/grey/tfds/VERSION")
     refused("../grey", prepared, "data.name='../grey'; needed")
     words = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", f"{prepared}/downloads/manual"
-    refused("imagenet2012", prepared, "tfds build imagenet2012", *words)
+    refused("imagenet2012", prepared, "tfds.builder('imagenet2012', data_dir=", *words)
 
 
 def test_missing_and_damaged_files_are_refused(prepared, tmp_path):

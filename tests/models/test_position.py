@@ -2,7 +2,6 @@ import numpy as np
 import numpy_vit
 import pytest
 
-from vit_jax.config import InputError
 from vit_jax.models.position import sincos_2d
 
 
@@ -17,9 +16,3 @@ def test_sincos_by_hand():
     # Grid 2 x 2, frequencies 1 and 1/10000; the second patch is at x = 1, y = 0.
     expected = [np.sin(1), np.sin(1e-4), np.cos(1), np.cos(1e-4), 0, 0, 1, 1]
     np.testing.assert_allclose(sincos_2d((2, 2), 8)[1], expected, atol=1e-7)
-
-
-@pytest.mark.parametrize("width", [4, 6, 10])
-def test_sincos_needs_a_width_of_frequencies(width):
-    with pytest.raises(InputError, match=f"pos_embed='sincos_2d'.*got {width}"):
-        sincos_2d((2, 2), width)

@@ -285,9 +285,16 @@ def test_an_int_image_size_is_square():
         ({"stochastic_depth": -0.1}, ["stochastic_depth=-0.1", "[0, 1)"]),
         ({"num_heads": 3}, ["num_heads=3", "width=16", "choose"]),
         ({"width": 4, "pos_embed": "sincos_2d"}, ["sincos_2d", "got 4"]),
+        ({"width": 10, "pos_embed": "sincos_2d"}, ["sincos_2d", "got 10"]),
+        ({"num_heads": 0}, ["num_heads=0", "positive int"]),
+        (
+            {"depth": 0, "gelu": "erf", "num_heads": 3, "patch_size": 5},
+            ["5 faults", "depth=0", "gelu='erf'", "num_heads=3", "height 4", "width 12"],
+        ),
         ({"patch_size": 5}, ["patch_size=(5, 5)", "height 4", "height 5"]),
         ({"patch_size": (2, 5)}, ["patch_size=(2, 5)", "width 12", "width 10 or 15"]),
         ({"image_size": 0}, ["image_size=0", "positive int"]),
+        ({"patch_size": 0}, ["patch_size=0", "positive int"]),
         ({"image_size": (4, 4, 3)}, ["image_size=(4, 4, 3)", "pair"]),
     ],
 )

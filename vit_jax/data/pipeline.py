@@ -120,6 +120,7 @@ def host_eval_batches(
     global_batch_size: int,
     image_size: tuple[int, int],
     rows: np.ndarray,
+    key: str = "evals.*.ops",
 ) -> Iterator[Batch]:
     """The rows `rows` of each batch of one pass over the split, in its order, in NumPy.
 
@@ -136,7 +137,7 @@ def host_eval_batches(
         return record_ids, order.keys(positions, seed=0)
 
     steps = tf.data.Dataset.range(math.ceil(source.num_examples / global_batch_size))
-    return _batches(source, host_ops, steps.map(arrange), len(rows), image_size, "evals.*.ops")
+    return _batches(source, host_ops, steps.map(arrange), len(rows), image_size, key)
 
 
 def to_global(

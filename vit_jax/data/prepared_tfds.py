@@ -121,7 +121,10 @@ def _how_to_get(catalogue_name: str, name: str, root: epath.Path, other_sources)
         meant = f"did you mean {close[0]!r}? Otherwise " if close else ""
         return f"{meant}set data.data_dir to the folder that holds {catalogue_name}/"
     manual = tfds.builder_cls(catalogue_name).MANUAL_DOWNLOAD_INSTRUCTIONS
-    steps = f"prepare it with: tfds build {name} --data_dir={root}"
+    steps = (
+        'prepare it with: python -c "import tensorflow_datasets as tfds; '
+        f'tfds.builder({name!r}, data_dir={str(root)!r}).download_and_prepare()"'
+    )
     if manual:
         steps += f", once {root / 'downloads/manual'} holds what TFDS cannot download. "
         steps += f"TFDS says: {' '.join(manual.split())}"

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -41,14 +42,28 @@ def create_model(
         known = [f"ViT-{variant}/16" for variant in VIT_VARIANTS]
         raise InputError(f"name={name!r}: no such model; {nearest(name, known)}")
     module, make = MODELS[family]
+    return make(name, num_classes, image_hw(image_size), **check_fields(module, fields, name))
+
+
+def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """`fields` as the family's `module` takes them: pairs for sizes, a dtype for its name.
+
+    Raises:
+      InputError: naming `where`: all fields that the family lacks; or a value of a wrong kind.
+    """
     known = [f for f in inspect.signature(module).parameters if f not in ("parent", "name")]
+    family = module.__name__
     collect_faults(
         [f"{f}: {family} has no such field; {nearest(f, known)}" for f in fields if f not in known],
-        name,
+        where,
     )
+    checked = dict(fields)
+    for size in ("image_size", "patch_size"):
+        if size in fields:
+            checked[size] = image_hw(fields[size], size)
     if "dtype" in fields:
         dtype = fields["dtype"]
         if dtype not in DTYPES and dtype not in [jnp.dtype(known) for known in DTYPES]:
             raise InputError(f"dtype={dtype!r}: known: {', '.join(DTYPES)}")
-        fields["dtype"] = jnp.dtype(dtype)
-    return make(name, num_classes, image_hw(image_size), **fields)
+        checked["dtype"] = jnp.dtype(dtype)
+    return checked

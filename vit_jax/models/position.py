@@ -2,8 +2,6 @@
 
 import numpy as np
 
-from vit_jax.config import InputError
-
 POS_EMBEDS = ("learned_1d", "sincos_2d", "none")
 
 
@@ -13,12 +11,9 @@ def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
     For the column x and the row y of a patch: [sin(x w), cos(x w), sin(y w), cos(y w)] with the
     width/4 frequencies w_i = 10000^(-i / (width/4 - 1)).
 
-    Shapes: -> (grid[0] * grid[1], width), float32.
-    Raises: InputError if 4 does not divide the width, or it is 4 (no frequencies to space).
+    Shapes: -> (grid[0] * grid[1], width), float32; 4 divides the width, which is at least 8.
     Source: Beyer et al. 2022 (arXiv:2205.01580), after Chen et al. 2021 (arXiv:2104.02057).
     """
-    if width % 4 or width < 8:
-        raise InputError(f"pos_embed='sincos_2d' needs a width that 4 divides, over 4; got {width}")
     rows, columns = np.mgrid[: grid[0], : grid[1]]
     frequencies = 10000.0 ** -(np.arange(width // 4) / (width // 4 - 1))
     x = columns.reshape(-1, 1) * frequencies

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.config import InputError, image_hw, nearest
+from vit_jax.config import InputError, collect_faults, image_hw, nearest
 from vit_jax.models.layers import (
     GELU,
     REMAT_POLICIES,
@@ -68,44 +68,48 @@ class ViT(nn.Module):
     constrain: Constrain = unconstrained
 
     def __post_init__(self):
-        self._check_fields()
+        collect_faults(self._find_faults())
         super().__post_init__()
 
-    def _check_fields(self):
+    def _find_faults(self) -> list[str]:
+        faults = []
         for field, known in (
             ("pool", POOLS),
             ("pos_embed", POS_EMBEDS),
             ("gelu", tuple(GELU)),
             ("remat", tuple(REMAT_POLICIES)),
         ):
-            if getattr(self, field) not in known:
-                value = getattr(self, field)
-                raise InputError(f"{field}={value!r}: {nearest(str(value), known)}")
+            value = getattr(self, field)
+            if value not in known:
+                faults.append(f"{field}={value!r}: {nearest(str(value), known)}")
         for field in ("width", "depth", "mlp_dim", "num_heads"):
             if getattr(self, field) < 1:
-                raise InputError(f"{field}={getattr(self, field)}: needs a positive int")
+                faults.append(f"{field}={getattr(self, field)}: needs a positive int")
         for field in ("dropout", "attention_dropout", "stochastic_depth"):
             if not 0.0 <= getattr(self, field) < 1.0:
-                raise InputError(f"{field}={getattr(self, field)}: needs a rate in [0, 1)")
+                faults.append(f"{field}={getattr(self, field)}: needs a rate in [0, 1)")
         if self.num_classes is not None and self.num_classes < 1:
-            raise InputError(f"num_classes={self.num_classes}: needs a positive int, or None")
+            faults.append(f"num_classes={self.num_classes}: needs a positive int, or None")
         for axis, side, patch in zip(
             ("height", "width"), self.image_size, self.patch_size, strict=True
         ):
             if side % patch:
                 below, above = side // patch * patch, (side // patch + 1) * patch
                 fits = f"{below} or {above}" if below else str(above)
-                raise InputError(
+                faults.append(
                     f"patch_size={self.patch_size}: {patch} does not divide the image's {axis} "
                     f"{side}; choose a divisor of it, or image_size with {axis} {fits}"
                 )
-        if self.width % self.num_heads:
-            raise InputError(
+        if self.num_heads > 0 and self.width % self.num_heads:
+            faults.append(
                 f"num_heads={self.num_heads} does not divide width={self.width}; "
                 "choose one that does"
             )
-        if self.pos_embed == "sincos_2d":
-            sincos_2d((1, 1), self.width)
+        if self.pos_embed == "sincos_2d" and (self.width % 4 or self.width < 8):
+            faults.append(
+                f"pos_embed='sincos_2d' needs a width that 4 divides, from 8 on; got {self.width}"
+            )
+        return faults
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -200,6 +204,6 @@ def make_vit(name: str, num_classes: int | None, image_size: tuple[int, int], **
     return ViT(
         num_classes=num_classes,
         image_size=image_size,
-        patch_size=image_hw(patch_size),
+        patch_size=image_hw(patch_size, "patch_size"),
         **(variant._asdict() | fields),
     )

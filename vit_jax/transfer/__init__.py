@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from etils import epath
 
 from vit_jax import tree
-from vit_jax.config import InputError, image_hw
+from vit_jax.config import InputError
+from vit_jax.models import check_fields
 from vit_jax.transfer import npz, rules, workdir
 from vit_jax.transfer.rules import Pretrained
 
@@ -73,13 +74,8 @@ def load_pretrained(
     if num_classes is not None:
         changes |= {"num_classes": num_classes, "hidden_head": False}
     if image_size is not None:
-        changes["image_size"] = image_hw(image_size)
-    if "dtype" in changes:
-        changes["dtype"] = jnp.dtype(changes["dtype"])
-    try:
-        model = pretrained.model.clone(**changes)
-    except TypeError as e:
-        raise InputError(f"{type(pretrained.model).__name__}: {e}") from None
+        changes["image_size"] = image_size
+    model = pretrained.model.clone(**check_fields(type(pretrained.model), changes, str(source)))
     named = rules.fit(pretrained, model, reset_head=num_classes is not None)
     if num_classes is not None:
         named["head/kernel"] = jnp.zeros((model.width, num_classes))

@@ -6,6 +6,7 @@ Source: the files published with Dosovitskiy et al. 2020 (arXiv:2010.11929).
 import math
 import re
 import zipfile
+import zlib
 
 import ml_dtypes
 import numpy as np
@@ -41,9 +42,12 @@ def recognises(path: epath.Path) -> bool:
 
 def _read_arrays(path: epath.Path) -> dict[str, np.ndarray]:
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        with path.open("rb") as file:
+            arrays = np.load(file, allow_pickle=False)
+            if isinstance(arrays, np.ndarray):
+                raise ValueError("one array without a name")
             return {name: _as_float32(arrays[name]) for name in arrays.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as e:
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         raise InputError(
             f"init_from={str(path)!r}: not a readable .npz of plain arrays ({e}); fetch it again"
         ) from None

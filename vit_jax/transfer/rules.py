@@ -78,7 +78,6 @@ def fit(pretrained: Pretrained, model: nn.Module, *, reset_head: bool) -> dict[s
     if reset_head:
         found = {name: leaf for name, leaf in found.items() if not re.fullmatch(_HEAD, name)}
         wanted = {name: leaf for name, leaf in wanted.items() if not re.fullmatch(_HEAD, name)}
-        logger.info("%s: the head is initialised anew", pretrained.source)
     if "pos_embedding" in found and "pos_embedding" in wanted:
         old, new = pretrained.model.grid, model.grid
         if old != new and pretrained.model.pool == model.pool:
@@ -101,4 +100,6 @@ def fit(pretrained: Pretrained, model: nn.Module, *, reset_head: bool) -> dict[s
             "config.model as the source has them):"
         )
         raise InputError("\n  ".join([said, *faults]))
+    if reset_head:
+        logger.info("%s: the head is initialised anew", pretrained.source)
     return found
