@@ -142,7 +142,7 @@ def test_abstract_arguments_are_those_of_a_step(mesh):
 
 def test_flops_are_counted_without_what_remat_adds(mesh):
     counts = [
-        make_experiment(small_config(remat=remat, scan=scan), mesh).flops_per_image()
+        make_experiment(small_config(remat=remat, scan=scan), mesh).flops_per_image
         for remat, scan in (("none", False), ("full", False), ("full", True))
     ]
     assert counts[0] == counts[1] == counts[2]

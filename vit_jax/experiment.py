@@ -56,6 +56,7 @@ class Experiment:
         """Parameters of the model."""
         return sum(x.size for x in jax.tree.leaves(self.abstract_state.params))
 
+    @functools.cached_property
     def flops_per_image(self) -> int:
         """FLOPs of a forward and a backward pass, without what rematerialisation adds."""
         model = self.model.clone(remat="none", constrain=unconstrained)

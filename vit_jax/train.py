@@ -57,7 +57,8 @@ def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str,
     with PreemptionGuard() as guard, jax.set_mesh(run.mesh):
         state, meta = start_state(run)
         write_workdir(run)
-        train(run, state, meta, guard)
+        if int(state.step) < run.experiment.total_steps:
+            train(run, state, meta, guard)
     return write_summary(run)
 
 
@@ -80,7 +81,7 @@ def describe(run: Run) -> None:
     )  # fmt: skip
     logger.info(
         "model: %s, %s parameters, %.3g GFLOP an image forward and backward; state %s per device",
-        run.config.model.name, f"{e.num_params:,}", e.flops_per_image() / 1e9,
+        run.config.model.name, f"{e.num_params:,}", e.flops_per_image / 1e9,
         flops.format_bytes(sharding.bytes_per_device(e.abstract_state, e.shardings)),
     )  # fmt: skip
 
@@ -133,7 +134,7 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
     throughput = metrics.Throughput(
         start,
         global_batch_size=c.global_batch_size,
-        flops_per_image=e.flops_per_image(),
+        flops_per_image=e.flops_per_image,
         device_kind=run.mesh.devices.flat[0].device_kind,
         num_devices=run.mesh.size,
     )
@@ -305,7 +306,7 @@ def write_summary(run: Run) -> dict[str, Any]:
         **{k: v for k, v in last.items() if k.split("/")[0] in c.evals},
         "num_params": e.num_params,
         "images_seen": images,
-        "exaflops": e.flops_per_image() * images / 1e18,
+        "exaflops": e.flops_per_image * images / 1e18,
         "images_per_s": images / seconds,
         "chip_hours": seconds * run.mesh.size / 3600,
     }
