@@ -19,7 +19,7 @@ def get_config(arg=""):
     c.global_batch_size, c.duration = 1024, "200 epochs"
 
     c.model.name, c.model.pool = "ViT-S/4", "gap"
-    c.model.dropout = 0.1
+    c.model.dropout, c.model.dtype = 0.1, "bfloat16"
 
     c.data.name, c.data.image_size = "cifar10", 32
     c.data.ops = "decode|pad_crop(4)|flip"
@@ -34,7 +34,7 @@ def get_config(arg=""):
     if "small" in chosen:
         c.model.name = "ViT-Ti/8"
         c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 128, 6, 512, 4
-        c.model.dropout = 0.0
+        c.model.dropout, c.model.dtype = 0.0, "float32"
         c.global_batch_size, c.duration, c.schedule.warmup = 128, "3 epochs", "100 steps"
         c.data.ops = "decode|pad_crop(2)|flip"
         c.loss.label_smoothing, c.optimizer.weight_decay = 0.0, 0.05

@@ -22,9 +22,9 @@ def get_config(arg=""):
     c.model.pool, c.model.dropout = "gap", 0.1
     if words:
         parse_vit_name(words[0])
-        c.model.name, c.data.image_size = words[0], 224
+        c.model.name, c.data.image_size, c.model.dtype = words[0], 224, "bfloat16"
     else:
-        c.model.name, c.data.image_size = "ViT-Ti/8", 64
+        c.model.name, c.data.image_size, c.model.dtype = "ViT-Ti/8", 64, "float32"
         c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 128, 6, 512, 4
 
     c.data.name = "folder"

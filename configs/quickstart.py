@@ -15,7 +15,7 @@ def get_config(arg=""):
     c = base_config()
     c.global_batch_size, c.duration = 64, "2000 steps"
 
-    c.model.name, c.model.pool = "ViT-Ti/4", "gap"
+    c.model.name, c.model.pool, c.model.dtype = "ViT-Ti/4", "gap", "float32"
     c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 96, 4, 384, 3
 
     c.data.name, c.data.image_size = "digits", 8

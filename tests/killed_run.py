@@ -5,17 +5,18 @@ python killed_run.py MOMENT ARGS...; MOMENT is one of
   startup      before the first state exists
   step:N       before the step numbered N is dispatched
   evaluation:N in the N-th evaluation, once it has run over its batches
-  rows:N       in the N-th row, which is written by half
+  rows:N       in the N-th row of metrics.jsonl, which is written by half
+  events:N     in the N-th TensorBoard event of training, which is written by half
   save:N       while the N-th save is held in flight: its files are written and not committed,
-               and training goes on
+               and training has gone on
 """
 
 import os
 import signal
 import sys
-import time
+import threading
 
-from vit_jax import checkpoint, metrics, train
+from vit_jax import checkpoint, files, train
 from vit_jax.evaluators import classification
 from vit_jax.main import main
 
@@ -41,12 +42,6 @@ def kill_after(function, *args, **kwargs):
     kill()
 
 
-def write_half(function, file, content):
-    function(file, content[: len(content) // 2])
-    file.flush()
-    kill()
-
-
 def arm(moment):
     kind, _, number = moment.partition(":")
     count = int(number or 1)
@@ -58,16 +53,36 @@ def arm(moment):
     elif kind == "evaluation":
         owner = classification.Classification
         owner.run = after(count, owner.run, kill_after)
-    elif kind == "rows":
-        owner = metrics._LocalFile
-        owner.write = after(count, owner.write, write_half)
-    elif kind == "save":
-        owner = checkpoint.Checkpoints
+    elif kind in ("rows", "events"):
+        owner, write, seen = files.LocalFile, files.LocalFile.write, []
 
-        def hold(function, self):
-            time.sleep(0.3)
+        def write_half(self, content):
+            is_row = content.startswith(b'{"step"') and content.count(b"\n") == 1
+            is_event = not content.startswith(b"{") and b"train/loss" in content
+            seen.extend([content] * {"rows": is_row, "events": is_event}[kind])
+            if len(seen) < count:
+                return write(self, content)
+            write(self, content[: len(content) // 2])
             kill()
 
+        owner.write = write_half
+    elif kind == "save":
+        owner, went_on = checkpoint.Checkpoints, threading.Event()
+        before, save = train.Profiler.before, owner.save
+
+        def save_and_note(self, *args):
+            save(self, *args)
+            went_on.clear()
+
+        def hold(function, self):
+            assert went_on.wait(timeout=60), "no step was dispatched while the save was held"
+            kill()
+
+        def note(self, step):
+            went_on.set()
+            before(self, step)
+
+        train.Profiler.before, owner.save = note, save_and_note
         owner._seal_uncommitted = after(count, owner._seal_uncommitted, hold)
     else:
         raise ValueError(moment)

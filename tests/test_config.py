@@ -278,7 +278,8 @@ def test_config_of_another_version_names_its_keys(config):
     text = to_json(config).replace('"seed"', '"seeed"').replace('"peak_lr"', '"base_lr"')
     with pytest.raises(InputError) as e:
         from_json(text)
-    assert "config.json of another version: 2 faults" in str(e.value)
+    assert "config.json of another version: 4 faults" in str(e.value)
+    assert "\n  seed: missing" in str(e.value) and "optimizer.peak_lr: missing" in str(e.value)
     assert "seeed: no such key; did you mean seed?" in str(e.value)
     assert "optimizer.base_lr: no such key" in str(e.value)
 

@@ -201,7 +201,8 @@ def test_pretraining_data(data):
     [
         ("BiT-R50x1", "needs ViT-VARIANT/PATCH, e.g. ViT-B/16"),
         ("ViT-B16", "needs ViT-VARIANT/PATCH"),
-        ("ViT-l/16", "known: mu, Ti, S"),
+        ("ViT-l/16", "did you mean L?"),
+        ("ViT-x9/16", "known: mu, Ti, S"),
         ("ViT-So400/14", "did you mean So400m?"),
     ],
 )

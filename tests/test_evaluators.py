@@ -179,4 +179,5 @@ def test_every_digit_counts_once(digits, model_on_mesh, loss_name):
 
 def test_results_can_be_written_as_json():
     result = run(batch(LOGITS, [0, 1, 5]))
-    assert {type(value) for value in result.values()} == {float}
+    assert {type(value) for value in result.values()} == {float, int}
+    assert type(result["num_examples"]) is int

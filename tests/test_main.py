@@ -96,7 +96,7 @@ BAD_CONFIGS = {
     "folder without data_dir": (["data.name=folder"], ["data.data_dir=None", "needs the folder"]),
     "missing folder": (
         ["data.name=folder", "data.data_dir=/no/such/folder"],
-        ["data.data_dir='/no/such/folder' is not a folder", "one folder a class"],
+        ["data.data_dir='/no/such/folder' is not a local folder", "one folder a class"],
     ),
     "missing TFDS data set": (
         ["data.name=cifar10", "data.data_dir=/no/such/folder"],
@@ -114,7 +114,7 @@ BAD_CONFIGS = {
     "unknown split of an evaluator": (["evals.test.split=val"], ["'val'", "'train' and 'test'"]),
     "wrong number of classes": (["data.num_classes=7"], ["data.num_classes=7", "has 10"]),
     "wrong number of examples": (["data.num_examples=9"], ["data.num_examples=9", "has 1437"]),
-    "no steps": (["duration=0 steps"], ["duration is 0 steps", "give at least one"]),
+    "no steps": (["duration=0 steps"], ["duration='0 steps' is never", "give more than 0"]),
     "warm-up longer than the run": (
         ["schedule.warmup=50 steps"],
         ["schedule.warmup (50 steps)", "do not fit into duration (40 steps)", "shorten"],
@@ -187,9 +187,12 @@ def test_init_from_workdir_without_checkpoint(refused, tmp_path):
 
 
 def test_init_from_that_does_not_fit(refused, golden):
-    err = train(refused, f"--config.init_from={golden / 'vit_pretrained.npz'}")
+    source = f"--config.init_from={golden / 'vit_pretrained.npz'}"
+    err = train(refused, source)
+    assert "holds another architecture: model.pool='gap', and 'token' in the source" in err
+    err = train(refused, source, "--config.model.pool=token")
     assert "does not fit the model (set the fields of config.model as the source has them)" in err
-    assert "pos_embedding: (1, 17, 32) in the source, (1, 4, 32) in the model" in err
+    assert "encoder/layer_2/attention/query/kernel (32, 32): the model has no such parameter" in err
 
 
 # The workdir
@@ -199,7 +202,7 @@ def make_workdir(path, *overrides):
     """The workdir of a run of the quickstart that has saved nothing yet."""
     config = load_config("configs/quickstart.py:debug")
     assert apply_overrides(config, list(overrides)) == []
-    config, _ = open_sources(config)
+    config, _ = open_sources(config, training=True)
     path.mkdir()
     (path / "config.json").write_text(to_json(config))
     return path
@@ -224,7 +227,8 @@ def test_workdir_of_another_version(refused, tmp_path):
     config = make_workdir(tmp_path / "workdir") / "config.json"
     config.write_text(config.read_text().replace('"dropout"', '"drop_out"'))
     err = train(refused)
-    assert "config.json of another version: model.drop_out: no such key" in err
+    assert "config.json of another version: 2 faults\n  model.dropout: missing" in err
+    assert "model.drop_out: no such key; did you mean dropout?" in err
     assert "model.drop_out: no such key" in refused("evaluate", "--workdir=WORKDIR")
     config.write_text("{")
     assert "config.json: not as a run writes it" in train(refused)
@@ -314,7 +318,7 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
             if error is not None:
                 raise error
 
-        monkeypatch.setattr("vit_jax.commands.train.train_and_evaluate", train_and_evaluate)
+        monkeypatch.setattr("vit_jax.train.train_and_evaluate", train_and_evaluate)
         return main(words), capsys.readouterr().err
 
     assert end_with(None)[0] == 0
@@ -376,9 +380,10 @@ def test_message_is_all_that_is_printed(tmp_path):
         "  --config.sed: no such key; did you mean seed?",
         "  --config.seed='x': needs an int",
     ]
-    done = run_command(QUICKSTART, f"--workdir={workdir}", "--config.duration=0 steps")
+    done = run_command(QUICKSTART, f"--workdir={workdir}", "--config.data.num_classes=7")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: duration is 0 steps; give at least one\n"
+    assert done.stderr.startswith("error: data.num_classes=7: digits train has 10; set ")
+    assert done.stderr.count("\n") == 1
     assert not workdir.exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vit_jax import metrics
+from vit_jax import files, metrics
 from vit_jax.metrics import MetricWriter, NullWriter, Progress, Throughput
 
 
@@ -69,7 +69,7 @@ def row(step, loss):
 def workdir(request, tmp_path, monkeypatch):
     """A workdir not yet made, on a disk or on what we take for an object store."""
     if request.param == "object store":
-        monkeypatch.setattr(metrics, "_open", metrics._StoredObject)
+        monkeypatch.setattr(metrics, "open_for_append", files.StoredObject)
     return tmp_path / "workdir"
 
 
@@ -101,7 +101,7 @@ def test_flush_is_durable(tmp_path, monkeypatch):
 
 
 def test_flush_puts_the_whole_object(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics, "_open", metrics._StoredObject)
+    monkeypatch.setattr(metrics, "open_for_append", files.StoredObject)
     writer = open_writer(tmp_path)
     writer.write(1, {"train/loss": 3.0})
     writer.flush()
@@ -111,12 +111,12 @@ def test_flush_puts_the_whole_object(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("path", "kind"),
-    [("gs://bucket/run/metrics.jsonl", "_StoredObject"), ("metrics.jsonl", "_LocalFile")],
+    [("gs://bucket/run/metrics.jsonl", "StoredObject"), ("metrics.jsonl", "LocalFile")],
 )
 def test_object_stores_are_told_from_disks(path, kind, monkeypatch):
-    for name in ("_StoredObject", "_LocalFile"):
-        monkeypatch.setattr(metrics, name, lambda path, content, name=name: name)
-    assert metrics._open(metrics.epath.Path(path), b"") == kind
+    for name in ("StoredObject", "LocalFile"):
+        monkeypatch.setattr(files, name, lambda path, content, name=name: name)
+    assert files.open_for_append(metrics.epath.Path(path), b"") == kind
 
 
 @pytest.mark.parametrize("restored_step", [0, 20])

@@ -9,12 +9,12 @@ import pytest
 from etils import epath
 
 from vit_jax import checkpoint, load_pretrained, metrics, tree
-from vit_jax.commands.evaluate import evaluate
-from vit_jax.config import apply_overrides, load_config
+from vit_jax.config import InputError, apply_overrides, load_config, read_config
+from vit_jax.evaluation import evaluate
 from vit_jax.evaluators.classification import Classification
 from vit_jax.main import main
 from vit_jax.mesh import start_backend
-from vit_jax.train import NonFiniteError, train_and_evaluate
+from vit_jax.train import Clock, NonFiniteError, train_and_evaluate
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILE = str(ROOT / "configs/quickstart.py") + ":debug"
@@ -166,7 +166,7 @@ def test_killed_between_the_last_save_and_the_summary(finished, tmp_path):
 
 def test_evaluate_gives_what_the_run_logged(finished, tmp_path, capsys):
     workdir, summary = finished
-    results = evaluate(make_config(), epath.Path(workdir))
+    results = evaluate(read_config(epath.Path(workdir)), workdir)
     assert results == {k: v for k, v in summary.items() if k == "step" or k.startswith("test/")}
 
     assert main(["evaluate", f"--workdir={workdir}"]) == 0
@@ -198,6 +198,91 @@ def test_a_pretrained_file_in_the_workdir_is_no_resume(tmp_path, golden, caplog)
     shutil.copy(golden / "vit_finetuned.npz", tmp_path / "checkpoints/7")
     train_and_evaluate(make_config(duration="4 steps"), tmp_path)
     assert "start: from scratch" in caplog.text
+
+
+def test_a_relative_workdir(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = [f"--config={FILE}", "--workdir=runs/w", "--config.duration=4 steps"]
+    assert main(flags) == 0
+    assert main(["evaluate", "--workdir=runs/w"]) == 0
+    model, variables = load_pretrained("runs/w", num_classes=3)
+    assert model.apply(variables, np.zeros((1, 8, 8, 3), np.float32)).shape == (1, 3)
+    assert main([*flags[:1], "--workdir=tuned", *flags[2:], "--config.init_from=runs/w"]) == 0
+    (tmp_path / "runs/w/summary.json").unlink()
+    capsys.readouterr()
+    assert main(flags) == 0
+    assert "resumed at step 4" in capsys.readouterr().out
+
+
+def test_a_save_that_fails_says_why(tmp_path, monkeypatch):
+    def no_space(self, *args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", no_space)
+    with pytest.raises(OSError, match="No space left on device"):
+        train_and_evaluate(make_config(duration="4 steps"), tmp_path)
+
+
+def test_other_pictures_are_refused_and_nothing_is_moved(finished, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    (run / "summary.json").unlink()
+    (run / "checkpoints/40/meta/metadata").unlink()
+    monkeypatch.setattr("vit_jax.train.data_fingerprint", lambda run: "another")
+    with pytest.raises(InputError, match="the data set is not the one"):
+        train_and_evaluate(make_config(), run)
+    assert (run / "checkpoints/40").exists()
+
+
+def test_a_checkpoint_is_not_condemned_for_what_is_not_its_fault(finished, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    (run / "summary.json").unlink()
+
+    def denied(*args):
+        raise PermissionError("denied")
+
+    monkeypatch.setattr(checkpoint, "_restore", denied)
+    with pytest.raises(PermissionError):
+        train_and_evaluate(make_config(), run)
+    assert (run / "checkpoints/40").exists()
+
+
+def test_evaluate_needs_no_training_data(finished, monkeypatch):
+    from vit_jax import data
+
+    make, splits = data.make_source, []
+
+    def note(name, *, split, **kwargs):
+        splits.append(split)
+        return make(name, split=split, **kwargs)
+
+    monkeypatch.setattr(data, "make_source", note)
+    config = read_config(epath.Path(finished[0]))
+    assert evaluate(config, finished[0])["test/num_examples"] == 360
+    assert splits == ["test"]
+
+
+def test_init_from_another_architecture_of_the_same_shapes_is_refused(finished, tmp_path):
+    config = make_config(init_from=str(finished[0]), model__num_heads="4", model__gelu="exact")
+    with pytest.raises(InputError) as error:
+        train_and_evaluate(config, tmp_path / "tuned")
+    assert "model.num_heads=4, and 2 in the source" in str(error.value)
+    assert "model.gelu='exact', and 'tanh' in the source" in str(error.value)
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_a_tensor_axis_that_does_not_divide_the_heads_is_named(tmp_path, caplog):
+    config = make_config(mesh__data="2", mesh__tensor="4", duration="4 steps")
+    train_and_evaluate(config, tmp_path)
+    assert "mesh.tensor=4 does not divide model.num_heads=2" in caplog.text
+
+
+def test_chip_hours_add_up_over_meshes():
+    clock = Clock({"train_s": 10.0, "chip_s": 80.0}, num_chips=4)
+    read = clock.read(5.0)
+    assert read["train_s"] == 15.0 and read["chip_s"] >= 80.0
+    assert Clock({}, num_chips=4).read(5.0)["train_s"] == 5.0
 
 
 def test_chosen_steps_are_traced(tmp_path):

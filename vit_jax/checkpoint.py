@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 
 from vit_jax import tree
 from vit_jax.config import InputError
+from vit_jax.files import write_whole
 
 logger = logging.getLogger("vit_jax")
 
@@ -73,18 +74,15 @@ def _files(step_dir: epath.Path, prefix: str = "") -> dict[str, list]:
         if path.is_dir():
             found |= _files(path, f"{prefix}{path.name}/")
         elif path.name != _SEAL:
-            size, digest = path.stat().length, None
-            if size <= _DIGESTED_UP_TO:
-                digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            found[prefix + path.name] = [size, digest]
+            found[prefix + path.name] = _entry(path)
     return found
 
 
-def write_whole(path: epath.Path, text: str) -> None:
-    """Writes a file so that a reader sees the old or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+def _entry(path: epath.Path) -> list:
+    size, digest = path.stat().length, None
+    if size <= _DIGESTED_UP_TO:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return [size, digest]
 
 
 def _check_seal(step_dir: epath.Path) -> None:
@@ -134,11 +132,22 @@ def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dic
     return state, meta
 
 
+# What says nothing about the checkpoint that was being read.
+_NOT_ITS_FAULT = (
+    MemoryError,
+    PermissionError,
+    TimeoutError,
+    ConnectionError,
+    jax.errors.JaxRuntimeError,
+)
+
+
 def restore_newest(
     directory: epath.Path,
     abstract_state: Any,
     *,
     partial: bool = False,
+    fingerprint: str | None = None,
     move_aside: bool = False,
 ) -> tuple[Any, dict] | None:
     """(state, meta) of the newest step in `directory` that verifies; None if there is no step.
@@ -148,23 +157,32 @@ def restore_newest(
       abstract_state: shapes and dtypes with shardings, of any mesh; with `partial` it may lack
         whole fields, e.g. be {"params": ...} alone.
       partial: see `abstract_state`.
+      fingerprint: of the data, which must be that of the step; None: it does not matter.
       move_aside: rename what did not verify to `invalid-<step>`, once a good one was found.
 
     Raises:
-      InputError: if there are steps and none verifies; nothing is moved then.
+      InputError: if there are steps and none verifies, or one was made with other data; nothing
+        is moved then.
     """
     invalid = {}
     for step in saved_steps(directory):
         try:
-            restored = _restore(directory / str(step), abstract_state, partial)
+            state, meta = _restore(directory / str(step), abstract_state, partial)
+        except _NOT_ITS_FAULT:
+            raise
         except Exception as e:  # a damaged file may fail anywhere below
             first_line = (str(e).strip() or repr(e)).splitlines()[0]
             invalid[step] = f"{type(e).__name__}: {first_line}"
             logger.warning("checkpoint %s is invalid: %s", directory / str(step), invalid[step])
             continue
+        if fingerprint is not None and meta["data_fingerprint"] != fingerprint:
+            raise InputError(
+                f"the data set is not the one that the checkpoints in {directory} were made with "
+                "(its examples or its classes differ); bring it back, or take a new --workdir"
+            )
         for bad in invalid if move_aside else ():
             _move_aside(directory, bad)
-        return restored
+        return state, meta
     if invalid:
         reasons = "\n  ".join(f"{step}: {reason}" for step, reason in invalid.items())
         raise InputError(
@@ -224,23 +242,34 @@ class Checkpoints:
             write_whole(step_dir / _SEAL, json.dumps(files, indent=1))
 
     def _wait(self) -> None:
-        """Waits for the save in flight, if there is one, and completes its seal."""
-        self._manager.wait_until_finished()
-        if self._saving is not None and jax.process_index() == 0:
-            step_dir = self._directory / str(self._saving)
-            write_whole(step_dir / _SEAL, json.dumps(_files(step_dir), indent=1))
-        self._saving = None
+        """Waits for the save in flight, if there is one, and seals what its commit wrote."""
+        try:
+            self._manager.wait_until_finished()
+        finally:
+            saving, self._saving = self._saving, None
+        if saving is not None and jax.process_index() == 0:
+            step_dir = self._directory / str(saving)
+            sealed = json.loads((step_dir / _SEAL).read_text())
+            committed = [step_dir / name for name in _COMMIT_FILES]
+            sealed |= {path.name: _entry(path) for path in committed if path.exists()}
+            write_whole(step_dir / _SEAL, json.dumps(sealed, indent=1))
 
     def save(self, step: int, state: Any, meta: dict) -> None:
         """Saves `state` as `step`; returns once it may be donated, the files follow."""
         meta = meta | {"step": step, "checksums": checksums(state)}
         self._wait()
         self._saving = step
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)),
-            force=True,
-        )
+        try:
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)
+                ),
+                force=True,
+            )
+        except BaseException:
+            self._saving = None  # there is nothing to wait for and to seal
+            raise
 
     def close(self) -> None:
         """Waits until everything is on disk."""
@@ -264,16 +293,10 @@ def start(
     Raises:
       InputError: if the checkpoint was made with another order of data.
     """
-    restored = restore_newest(directory, abstract_state, move_aside=True)
+    restored = restore_newest(directory, abstract_state, fingerprint=fingerprint, move_aside=True)
     if restored is not None:
-        state, meta = restored
-        if meta["data_fingerprint"] != fingerprint:
-            raise InputError(
-                f"the data set is not the one that the checkpoints in {directory} were made with "
-                "(examples, classes, order or ops differ); bring it back, or take a new --workdir"
-            )
-        logger.info("start: resumed at step %d of %s", meta["step"], directory)
-        return state, meta
+        logger.info("start: resumed at step %d of %s", restored[1]["step"], directory)
+        return restored
     if from_init is not None:
         return from_init(), {}
     logger.info("start: from scratch")

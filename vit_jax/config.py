@@ -12,9 +12,10 @@ import json
 import pathlib
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from etils import epath
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
@@ -40,10 +41,22 @@ def collect_faults(faults: Sequence[str], where: str = "") -> None:
         raise InputError(*faults, where=where)
 
 
+class Faults(list[str]):
+    """Faults found so far, so that all can be told at once."""
+
+    def check(self, fn: Callable, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """fn(*args, **kwargs), or None if it raises InputError, whose faults are added."""
+        try:
+            return fn(*args, **kwargs)
+        except InputError as e:
+            self.extend(f"{prefix}{fault}" for fault in e.faults)
+
+
 def nearest(word: str, known: Sequence[str]) -> str:
     """The hint behind an unknown word: the nearest known one, else all that are known."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f"did you mean {by_lower[close[0]]}?" if close else f"known: {', '.join(known)}"
 
 
 def base_config() -> ConfigDict:
@@ -301,11 +314,11 @@ def to_json(config: ConfigDict) -> str:
     return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
-def from_json(text: str) -> ConfigDict:
-    """The config that `to_json` wrote.
+def from_json(text: str, where: str = "config.json") -> ConfigDict:
+    """The config that `to_json` wrote; `where` names it in errors.
 
     Raises:
-      InputError: naming every key that this version does not have.
+      InputError: naming every key that this version does not have, or that it has besides.
     """
     config, faults = base_config(), []
     try:
@@ -314,9 +327,12 @@ def from_json(text: str) -> ConfigDict:
         for name, entry in evals.items():
             config.evals[name] = _typed_entry(entry)
     except (ValueError, TypeError, KeyError, AttributeError) as e:
-        raise InputError(f"config.json: not as a run writes it ({type(e).__name__}: {e})") from None
+        raise InputError(f"{where}: not as a run writes it ({type(e).__name__}: {e})") from None
 
     def fill(node: ConfigDict, values: dict, prefix: str) -> None:
+        faults.extend(
+            f"{prefix}{key}: missing" for key in node if key not in values and key != "evals"
+        )
         for key, value in values.items():
             if key not in node:
                 faults.append(f"{prefix}{key}: no such key; {nearest(key, list(node))}")
@@ -329,8 +345,14 @@ def from_json(text: str) -> ConfigDict:
                     faults.append(f"{prefix}{key}: {e}")
 
     fill(config, stored, "")
-    collect_faults(faults, "config.json of another version")
+    collect_faults(faults, f"{where} of another version")
     return config
+
+
+def read_config(workdir: epath.Path) -> ConfigDict:
+    """The config of the run in `workdir`; raises what `from_json` raises."""
+    path = workdir / "config.json"
+    return from_json(path.read_text(), str(path))
 
 
 def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:

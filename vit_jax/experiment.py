@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from typing import Any
 
 import flax.linen as nn
@@ -23,6 +24,8 @@ from vit_jax.optimizers import make_optimizer
 from vit_jax.schedules import make_schedule, parse_duration
 from vit_jax.sharding import constrain, state_shardings
 from vit_jax.step import TrainState, init_state, make_train_step
+
+logger = logging.getLogger("vit_jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +72,18 @@ class Experiment:
 
 
 def num_steps(config: ConfigDict, key: str) -> int | None:
-    """Steps in the duration that `key` holds; None if it holds None."""
+    """Steps in the duration that `key` holds, an interval at least 1; None if it holds None."""
     text = flatten(config)[key]
     if text is None:
         return None
-    return parse_duration(
+    steps = parse_duration(
         text,
         num_examples=config.data.num_examples,
         global_batch_size=config.global_batch_size,
         key=key,
     )
+    is_interval = key.rpartition(".")[2] in ("every", "keep_every")
+    return max(steps, 1) if is_interval else steps
 
 
 def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
@@ -87,6 +92,10 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
     Raises:
       InputError: for what the config's first validation cannot see.
     """
+    if None in (config.data.num_classes, config.data.num_examples):
+        raise ValueError(
+            "the config is not resolved: data.num_classes or data.num_examples is None"
+        )
     image_size = image_hw(config.data.image_size)
     model = create_model(
         config.model.name,
@@ -95,6 +104,7 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
         constrain=constrain,
         **model_fields(config),
     )
+    _warn_of_uneven_split(model, mesh)
     total_steps = num_steps(config, "duration")
     schedule = make_schedule(
         config.schedule.name,
@@ -129,6 +139,18 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
         abstract_state=_with_sharding(shapes, shardings),
         abstract_batch=_batch_shapes(config.global_batch_size, image_size, batch),
     )
+
+
+def _warn_of_uneven_split(model: nn.Module, mesh: Mesh) -> None:
+    tensor = mesh.shape["tensor"]
+    uneven = [f for f in ("num_heads", "mlp_dim") if getattr(model, f) % tensor]
+    if uneven:
+        logger.warning(
+            "mesh.tensor=%d does not divide %s: activations are copied between devices instead of "
+            "split; choose a size that does",
+            tensor,
+            " and ".join(f"model.{f}={getattr(model, f)}" for f in uneven),
+        )
 
 
 def _with_sharding(shapes, shardings):

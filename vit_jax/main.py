@@ -22,7 +22,7 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
         prog=f"python -m vit_jax.main {command}",
         description=find_command(command).__doc__,
         epilog="Any key of the config is set by --config.KEY=VALUE, e.g. "
-        f"--config.optimizer.peak_lr=3e-4.\nCommands: {', '.join(COMMANDS)}.",
+        f"--config.mesh.fsdp=8.\nCommands: {', '.join(COMMANDS)}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -57,6 +57,9 @@ def main(argv: Sequence[str]) -> int:
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; what was saved is there for the same command", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from rich.text import Text
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from vit_jax.files import open_for_append
 from vit_jax.flops import mfu
 
 CONSOLE = Console()
@@ -48,9 +49,9 @@ class MetricWriter:
         workdir.mkdir(parents=True, exist_ok=True)
         first_step = 0 if restored_step is None else restored_step + 1
         rows = workdir / "metrics.jsonl"
-        self._rows = _open(rows, _rows_before(first_step, rows))
+        self._rows = open_for_append(rows, _rows_before(first_step, rows))
         # Not tensorboard's EventFileWriter: it loads TensorFlow wherever that is installed.
-        self._events = _open(workdir / _event_file_name(workdir), b"")
+        self._events = open_for_append(workdir / _event_file_name(workdir), b"")
         self._records = RecordWriter(self._events)
         self._write_event(file_version="brain.Event:2")
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -59,9 +60,8 @@ class MetricWriter:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Adds one row. JSON has no NaN and no infinity: they are null there."""
-        scalars = {name: float(value) for name, value in scalars.items()}
-        finite = {name: v if math.isfinite(v) else None for name, v in scalars.items()}
-        self._rows.write(json.dumps({"step": step, **finite}).encode() + b"\n")
+        row = {"step": step, **finite_or_none(scalars)}
+        self._rows.write(json.dumps(row, default=float).encode() + b"\n")
         values = [summary_pb2.Summary.Value(tag=n, simple_value=v) for n, v in scalars.items()]
         self._write_event(step=step, summary=summary_pb2.Summary(value=values))
 
@@ -82,6 +82,11 @@ class MetricWriter:
     def _write_event(self, **fields) -> None:
         event = event_pb2.Event(wall_time=time.time(), **fields)
         self._records.write(event.SerializeToString())
+
+
+def finite_or_none(scalars: Mapping[str, float]) -> dict[str, float | None]:
+    """`scalars` as JSON can hold them."""
+    return {name: v if math.isfinite(v) else None for name, v in scalars.items()}
 
 
 class NullWriter:
@@ -123,47 +128,6 @@ def _event_file_name(workdir: epath.Path) -> str:
     return f"events.out.tfevents.{now:010d}.{socket.gethostname()}.{os.getpid()}"
 
 
-def _open(path: epath.Path, content: bytes) -> "_LocalFile | _StoredObject":
-    return (_StoredObject if "://" in os.fspath(path) else _LocalFile)(path, content)
-
-
-class _LocalFile:
-    """A file to append to, begun with `content` in place of what was there, atomically."""
-
-    def __init__(self, path: epath.Path, content: bytes):
-        temporary = path.with_name(f"{path.name}.tmp")
-        self._file = open(temporary, "wb")  # noqa: SIM115 (closed by `close`)
-        self.write(content)
-        self.flush()
-        temporary.replace(path)
-
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._file.flush()
-
-    def flush(self) -> None:
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self.flush()
-        self._file.close()
-
-
-class _StoredObject:
-    """The same where there is neither append nor rename: put whole by each flush."""
-
-    def __init__(self, path: epath.Path, content: bytes):
-        self._path, self._content = path, bytearray(content)
-
-    def write(self, data: bytes) -> None:
-        self._content += data
-
-    def flush(self) -> None:
-        self._path.write_bytes(bytes(self._content))
-
-    close = flush
-
-
 class Throughput:
     """The speed of training alone: between two readings, without the pauses.
 
@@ -203,6 +167,10 @@ class Throughput:
             yield
         finally:
             self._since += self._clock() - start
+
+    def seconds(self) -> float:
+        """Seconds of training by this process so far; not to be asked in a pause."""
+        return self._total_s + self._clock() - self._since
 
     def read(self, step: int) -> dict[str, float]:
         """The metrics since the last reading, at `step` steps.

@@ -1,6 +1,7 @@
 """What a run consists of, checked against files and devices, before anything is written."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +10,9 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint, data, transfer
+from vit_jax import checkpoint, data, files, transfer
 from vit_jax import config as config_lib
-from vit_jax.config import InputError
+from vit_jax.config import Faults, InputError, collect_faults
 from vit_jax.data.sources import fingerprint
 from vit_jax.experiment import Experiment, make_experiment
 from vit_jax.mesh import check_batch_size, make_mesh
@@ -34,35 +35,48 @@ class Run:
     initial_params: Any = None
 
 
-def prepare(config: ConfigDict, workdir: epath.Path, *, resuming: bool = True) -> Run:
+def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = True) -> Run:
     """The second check of a config, with files and devices; writes nothing.
 
     Args:
       config: valid as far as `validation` sees.
       workdir: of the run.
-      resuming: False: an earlier run's config there need not agree (it is read, not continued).
+      training: False: the run is evaluated only, so neither its training split nor `init_from`
+        is needed, and an earlier run's config in `workdir` need not agree.
 
     Raises:
       InputError: naming the key.
     """
-    mesh = make_mesh(**{axis: size for axis, size in config.mesh.items() if axis != "platform"})
-    check_batch_size(mesh, config.global_batch_size, "global_batch_size")
-    for name, entry in config.evals.items():
-        if entry.batch_size is not None:
-            check_batch_size(mesh, entry.batch_size, f"evals.{name}.batch_size")
-    config, sources = open_sources(config)
-    check_images(config, sources)
-    if resuming:
-        check_workdir(config, workdir)
+    workdir = files.absolute(workdir)
+    faults = Faults()
+    axes = {axis: size for axis, size in config.mesh.items() if axis != "platform"}
+    mesh = faults.check(make_mesh, **axes)
+    if mesh is not None:
+        faults.check(check_batch_size, mesh, config.global_batch_size, "global_batch_size")
+        for name, entry in config.evals.items():
+            if entry.batch_size is not None:
+                faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
+    faults.check(check_writable, workdir)
+    resumes = bool(checkpoint.saved_steps(workdir / "checkpoints"))
+    initialises = training and not resumes and config.init_from is not None
+    pretrained = faults.check(transfer.read_pretrained, config.init_from) if initialises else None
+    resolved = faults.check(open_sources, config, training)
+    if resolved is not None:
+        config, sources = resolved
+        faults.check(check_images, config, sources)
+    collect_faults(faults)
+    if training:
+        check_unchanged(config, workdir)
     experiment = make_experiment(config, mesh)
-    params = None
-    if config.init_from is not None and not checkpoint.saved_steps(workdir / "checkpoints"):
-        params = transfer.init_params(config.init_from, experiment.model)
+    params = transfer.init_params(pretrained, experiment.model) if initialises else None
     return Run(config, workdir, mesh, sources, experiment, params)
 
 
-def open_sources(config: ConfigDict) -> tuple[ConfigDict, dict[str, data.Source]]:
-    """The config with what the data set says filled in, and the source of every split."""
+def open_sources(config: ConfigDict, training: bool) -> tuple[ConfigDict, dict[str, data.Source]]:
+    """The config with what the data set says filled in, and the source of every split.
+
+    Without `training` the training split is left out; what it says is in the config already.
+    """
     config = config.copy_and_resolve_references()
     d = config.data
 
@@ -77,8 +91,10 @@ def open_sources(config: ConfigDict) -> tuple[ConfigDict, dict[str, data.Source]
             num_examples=num_examples,
         )
 
-    sources = {d.split: open_split(d.split, d.num_examples)}
-    d.num_classes, d.num_examples = sources[d.split].num_classes, sources[d.split].num_examples
+    sources = {}
+    if training:
+        sources[d.split] = train = open_split(d.split, d.num_examples)
+        d.num_classes, d.num_examples = train.num_classes, train.num_examples
     made_up = d.num_examples if d.name == "synthetic" else None
     for entry in config.evals.values():
         if entry.split not in sources:
@@ -90,25 +106,33 @@ def check_images(config: ConfigDict, sources: Mapping[str, data.Source]) -> None
     """Raises InputError if the ops of training or of an evaluator do not give `data.image_size`."""
     image_size = config_lib.image_hw(config.data.image_size)
     one = {"global_batch_size": 1, "image_size": image_size, "rows": np.arange(1)}
-    host_ops, _ = data.parse_ops(config.data.ops, image_size)
-    source = sources[config.data.split]
-    data.host_batches(source, host_ops, **one, seed=0, start_step=0, num_steps=0)
+    if config.data.split in sources:
+        host_ops, _ = data.parse_ops(config.data.ops, image_size)
+        source = sources[config.data.split]
+        data.host_batches(source, host_ops, **one, seed=0, start_step=0, num_steps=0)
     for name, entry in config.evals.items():
         host_ops, _ = data.parse_ops(entry.ops, image_size)
         data.host_eval_batches(sources[entry.split], host_ops, **one, key=f"evals.{name}.ops")
 
 
-def check_workdir(config: ConfigDict, workdir: epath.Path) -> None:
-    """Raises InputError if `workdir` cannot be used, or holds a run of another config."""
-    there = next((path for path in [workdir, *workdir.parents] if path.exists()), workdir)
-    if there.exists() and not there.is_dir():
+def check_writable(workdir: epath.Path) -> None:
+    """Raises InputError if `workdir` is no directory that can be made or written to."""
+    there = next((path for path in [workdir, *workdir.parents] if path.exists()), None)
+    if there is None or "://" in os.fspath(workdir):
+        return
+    if not there.is_dir():
         what = "" if there == workdir else f"{there} "
         raise InputError(f"--workdir={workdir}: {what}is a file; give a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"--workdir={workdir}: {there} cannot be written to; choose another")
+
+
+def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
+    """Raises InputError if `workdir` holds a run of another config."""
     if not (workdir / "config.json").exists():
         return
-    old = config_lib.from_json((workdir / "config.json").read_text())
-    changed = config_lib.changed_keys(old, config)
-    config_lib.collect_faults(
+    changed = config_lib.changed_keys(config_lib.read_config(workdir), config)
+    collect_faults(
         [f"{key} was {was!r} and is {now!r} now" for key, (was, now) in changed.items()],
         f"--workdir={workdir} holds a run of another config; set it back, or take a new --workdir",
     )

@@ -35,9 +35,14 @@ def parse_duration(text: str, *, num_examples: int, global_batch_size: int, key:
     return math.floor(steps + Fraction(1, 2))
 
 
-def check_duration(text: str, *, key: str) -> None:
-    """Raises InputError where `parse_duration` would; needs neither the data nor the batch."""
-    _split_duration(text, key)
+def check_duration(text: str, *, key: str, positive: bool = False) -> None:
+    """Raises InputError where `parse_duration` would; needs neither the data nor the batch.
+
+    `positive`: 0 of anything is refused too.
+    """
+    number, _ = _split_duration(text, key)
+    if positive and not number:
+        raise InputError(f'{key}={text!r} is never; give more than 0, such as "1000 steps"')
 
 
 def _split_duration(text: str, key: str) -> tuple[Fraction, str]:

@@ -18,9 +18,11 @@ from ml_collections import ConfigDict
 
 from vit_jax import checkpoint, data, flops, metrics, sharding, tree
 from vit_jax import config as config_lib
+from vit_jax.config import InputError
 from vit_jax.data.order import local_rows
 from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment import num_steps
+from vit_jax.files import write_whole
 from vit_jax.mesh import BATCH_AXES, PreemptionGuard, batch_sharding
 from vit_jax.run import Run, data_fingerprint, prepare
 
@@ -48,7 +50,7 @@ def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str,
       Preempted: on SIGTERM, after saving.
       NonFiniteError: naming the step; the last good checkpoint is kept.
     """
-    run = prepare(config, epath.Path(workdir))
+    run = prepare(config, workdir)
     finished = read_summary(run)
     if finished is not None:
         logger.info("finished before, at step %d: nothing to do", finished["step"])
@@ -74,11 +76,17 @@ def describe(run: Run) -> None:
     rows = len(local_rows(batch_sharding(run.mesh), size))
     ways = math.prod(run.mesh.shape[axis] for axis in BATCH_AXES)
     logger.info("batch: %d globally, %d per host, %d per device", size, rows, size // ways)
-    source, e = run.sources[run.config.data.split], run.experiment
+    e, data_config = run.experiment, run.config.data
+    splits = ", ".join(f"{split} {s.num_examples:,}" for split, s in run.sources.items())
     logger.info(
-        "data: %s, %d examples of %d classes; %d steps",
-        source.name, source.num_examples, source.num_classes, e.total_steps,
+        "data: %s, %d classes, examples: %s; %s steps",
+        data_config.name, data_config.num_classes, splits, f"{e.total_steps:,}",
     )  # fmt: skip
+    if size > data_config.num_examples:
+        logger.warning(
+            "global_batch_size=%d is more than the %d examples: a batch repeats them",
+            size, data_config.num_examples,
+        )  # fmt: skip
     logger.info(
         "model: %s, %s parameters, %.3g GFLOP an image forward and backward; state %s per device",
         run.config.model.name, f"{e.num_params:,}", e.flops_per_image / 1e9,
@@ -109,12 +117,15 @@ def start_state(run: Run) -> tuple[Any, dict]:
 def write_workdir(run: Run) -> None:
     """Makes the workdir, with the resolved config and the names of the classes."""
     if jax.process_index() == 0:
-        run.workdir.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_whole(run.workdir / "config.json", config_lib.to_json(run.config))
+        try:
+            run.workdir.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise InputError(f"--workdir={run.workdir}: {e.strerror}; choose another") from None
+        write_whole(run.workdir / "config.json", config_lib.to_json(run.config))
         class_names = run.sources[run.config.data.split].class_names
         if class_names is not None:
             text = json.dumps(list(class_names), indent=2, ensure_ascii=False) + "\n"
-            checkpoint.write_whole(run.workdir / "classes.json", text)
+            write_whole(run.workdir / "classes.json", text)
 
 
 def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
@@ -124,13 +135,13 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
     saved = start if meta else None
     evaluators = make_evaluators(c, e.model, run.mesh, run.sources)
     keys = ["log.every", "checkpoint.every", *(f"evals.{name}.every" for name in evaluators)]
-    every = {key: max(num_steps(c, key), 1) for key in keys}
+    every = {key: num_steps(c, key) for key in keys}
 
     def due(step, key):
         return step == total or step % every[key] == 0
 
     train_step = compile_step(run)
-    clock = Clock(meta.get("seconds", 0.0))
+    clock = Clock(meta, run.mesh.size)
     throughput = metrics.Throughput(
         start,
         global_batch_size=c.global_batch_size,
@@ -178,6 +189,7 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
                 row |= throughput.read(step)
                 writer.write(step, row)
                 progress.update(step, row)
+            train_s = throughput.seconds()
             with throughput.pause():
                 for name in evaluations:
                     values = evaluators[name].run(state)
@@ -190,7 +202,10 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
                     checkpoints.save(
                         step,
                         state,
-                        {"data_fingerprint": data_fingerprint(run), "seconds": clock.seconds()},
+                        {
+                            "data_fingerprint": data_fingerprint(run),
+                            **clock.read(train_s),
+                        },
                     )
             if stopping:
                 raise Preempted(f"stopped by SIGTERM at step {step}, which is saved")
@@ -246,13 +261,27 @@ def check_finite(pending: collections.deque, saved: int | None) -> dict[str, flo
 
 
 class Clock:
-    """Seconds that a run has taken, those of its earlier parts included."""
+    """What a run has cost, its earlier parts, maybe on other meshes, included.
 
-    def __init__(self, seconds: float):
-        self._since = time.perf_counter() - seconds
+    Args:
+      meta: saved with the state that the run goes on from; {} from scratch.
+      num_chips: of this part.
+    """
 
-    def seconds(self) -> float:
-        return time.perf_counter() - self._since
+    def __init__(self, meta: Mapping[str, Any], num_chips: int):
+        self._meta, self._num_chips = meta, num_chips
+        self._since = time.perf_counter()
+
+    def read(self, train_s: float) -> dict[str, float]:
+        """To be saved; `train_s` is what the steps of this part have taken.
+
+        `train_s`: seconds of training alone; `chip_s`: of everything, times chips.
+        """
+        chip_s = (time.perf_counter() - self._since) * self._num_chips
+        return {
+            "train_s": self._meta.get("train_s", 0.0) + train_s,
+            "chip_s": self._meta.get("chip_s", 0.0) + chip_s,
+        }
 
 
 class Profiler:
@@ -298,7 +327,7 @@ def write_summary(run: Run) -> dict[str, Any]:
     """Writes summary.json from what the run has made durable."""
     c, e = run.config, run.experiment
     step = checkpoint.saved_steps(run.workdir / "checkpoints")[0]
-    seconds = checkpoint.read_meta(run.workdir / "checkpoints" / str(step))["seconds"]
+    meta = checkpoint.read_meta(run.workdir / "checkpoints" / str(step))
     images = step * c.global_batch_size
     last = metrics.last_values(run.workdir)
     summary = {
@@ -307,12 +336,13 @@ def write_summary(run: Run) -> dict[str, Any]:
         "num_params": e.num_params,
         "images_seen": images,
         "exaflops": e.flops_per_image * images / 1e18,
-        "images_per_s": images / seconds,
-        "chip_hours": seconds * run.mesh.size / 3600,
+        "images_per_s": images / meta["train_s"],
+        "chip_hours": meta["chip_s"] / 3600,
     }
     if jax.process_index() == 0:
-        checkpoint.write_whole(run.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
-    logger.info("finished: %s", _readable(summary))
+        write_whole(run.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    shown = {k: v for k, v in summary.items() if "/" in k or k in ("images_per_s", "chip_hours")}
+    logger.info("finished at step %s: %s", f"{step:,}", _readable(shown))
     logger.info("summary: %s", run.workdir / "summary.json")
     return summary
 
@@ -321,6 +351,6 @@ def _readable(values: Mapping[str, float]) -> str:
     def show(name, value):
         if name.endswith(("top1", "top5")):
             return f"{name} {value:.2%}"
-        return f"{name} {value:,}" if float(value).is_integer() else f"{name} {value:.4g}"
+        return f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
 
     return ", ".join(show(name, value) for name, value in values.items())

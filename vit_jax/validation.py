@@ -8,8 +8,9 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import (
     REQUIRED,
-    InputError,
+    Faults,
     base_config,
+    classification,
     collect_faults,
     flatten,
     image_hw,
@@ -36,15 +37,8 @@ def find_faults(config: ConfigDict) -> list[str]:
 
 
 def _all_faults(config: ConfigDict) -> list[str]:
-    faults = []
-
-    def check(fn: Callable, *args, prefix: str = "", **kwargs) -> bool:
-        try:
-            fn(*args, **kwargs)
-        except InputError as e:
-            faults.extend(f"{prefix}{fault}" for fault in e.faults)
-            return False
-        return True
+    faults = Faults()
+    check = faults.check
 
     def need(holds: bool, text: str) -> None:
         if not holds:
@@ -57,6 +51,9 @@ def _all_faults(config: ConfigDict) -> list[str]:
         value = values[key]
         need(value is None or value > 0, f"{key}={value}: needs a positive number")
 
+    misshapen = _misshapen(config)
+    if misshapen:  # nothing below would expect it
+        return misshapen
     values, defaults = flatten(config), flatten(base_config())
     missing = {key for key in REQUIRED if values[key] is None}
     faults += [f"{key}: not set; set it in the config file or by --config.{key}=..."
@@ -75,8 +72,11 @@ def _all_faults(config: ConfigDict) -> list[str]:
                  "checkpoint.every", "checkpoint.keep_every", "log.every"]  # fmt: skip
     for key in durations + [f"evals.{name}.every" for name in config.evals]:
         if values[key] is not None:
-            check(check_duration, values[key], key=key)
+            positive_only = key == "duration" or key.endswith("every")
+            check(check_duration, values[key], key=key, positive=positive_only)
 
+    seed = config.seed
+    need(0 <= seed < 2**32, f"seed={seed}: needs a number from 0 to {2**32 - 1}")
     for key in ("global_batch_size", "data.num_classes", "data.num_examples"):
         positive(key)
     sizes = [key for key in ("data.image_size", "model.patch_size") if values[key] is not None]
@@ -106,8 +106,26 @@ def _all_faults(config: ConfigDict) -> list[str]:
     if config.log.profile is not None:
         check(step_range, config.log.profile, key="log.profile")
     for name, entry in config.evals.items():
+        taken = name in ("train", "time") or not re.fullmatch(r"\w+", name)
+        need(not taken, f"evals.{name}: choose a name of letters other than train and time, which "
+             "the run's own metrics have")  # fmt: skip
         known(f"evals.{name}.type", entry.type, EVALUATORS)
         positive(f"evals.{name}.batch_size")
+    return faults
+
+
+def _misshapen(config: ConfigDict) -> list[str]:
+    """What a config that does not come from `base_config()` lacks, or has besides."""
+    wanted = set(flatten(base_config()))
+    entry = set(classification(split="", every=""))
+    evals = config.get("evals", {})
+    found = set(flatten(config)) - {f"evals.{name}.{key}" for name in evals for key in evals[name]}
+    faults = [f"{key}: missing; begin with base_config()" for key in sorted(wanted - found)]
+    faults += [f"{key}: no such key; {nearest(key, sorted(wanted))}"
+               for key in sorted(found - wanted)]  # fmt: skip
+    for name in evals:
+        faults += [f"evals.{name}.{key}: missing or unknown; make it by config.classification()"
+                   for key in sorted(entry ^ set(evals[name]))]  # fmt: skip
     return faults
 
 

@@ -112,7 +112,7 @@ def test_parse_name():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("ViT-b/16", ["ViT-b/16", "known: mu, Ti, S"]),
+        ("ViT-x9/16", ["ViT-x9/16", "known: mu, Ti, S"]),
         ("ViT-So400/14", ["no variant 'So400'", "did you mean So400m?"]),
         ("ViT-B", ["ViT-B", "ViT-VARIANT/PATCH"]),
         ("ViT-B/0", ["ViT-VARIANT/PATCH"]),

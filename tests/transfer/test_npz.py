@@ -14,7 +14,7 @@ import vit_jax
 from vit_jax import tree
 from vit_jax.config import InputError
 from vit_jax.models import create_model
-from vit_jax.transfer import init_params, load_pretrained
+from vit_jax.transfer import init_params, load_pretrained, read_pretrained
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -227,9 +227,9 @@ def test_a_layer_that_is_missing_is_named(tmp_path):
 def test_init_params_resets_a_head_that_does_not_fit(tmp_path):
     path, model, params, _ = make_file(tmp_path, hidden_head=True)
     expected = tree.flatten_names(params)
-    assert init_params(str(path), model).keys() == expected.keys()
+    assert init_params(read_pretrained(path), model).keys() == expected.keys()
     for changed in ({"num_classes": 9}, {"hidden_head": False}, {"num_classes": None}):
-        found = init_params(str(path), model.clone(**changed))
+        found = init_params(read_pretrained(path), model.clone(**changed))
         assert found.keys() == {n for n in expected if not n.startswith("head")}
         for name, leaf in found.items():
             np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
@@ -237,7 +237,7 @@ def test_init_params_resets_a_head_that_does_not_fit(tmp_path):
 
 def test_init_params_are_named_as_the_model_has_them(tmp_path):
     path, model, params, _ = make_file(tmp_path)
-    found = init_params(str(path), model.clone(scan=True, remat="full"))
+    found = init_params(read_pretrained(path), model.clone(scan=True, remat="full"))
     kernel = found["encoder/layers/mlp/up/kernel"]
     layers = [params["encoder"][f"layer_{i}"]["mlp"]["up"]["kernel"] for i in range(2)]
     np.testing.assert_array_equal(kernel, np.stack(layers))

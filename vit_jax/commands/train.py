@@ -11,11 +11,9 @@ import sys
 
 import jax
 
-from vit_jax import metrics
 from vit_jax.commands import define_process_flags, load_valid_config
 from vit_jax.config import InputError
 from vit_jax.mesh import start_backend, start_processes
-from vit_jax.train import NonFiniteError, Preempted, train_and_evaluate
 
 PREEMPTED = 75
 
@@ -34,16 +32,19 @@ def run(flags: argparse.Namespace) -> int:
             "python -m vit_jax.main --config=configs/quickstart.py --workdir=runs/quickstart"
         )
     config = load_valid_config(flags)
+
+    from vit_jax import metrics, train  # orbax only now, that a typo is answered at once
+
     metrics.log_to_console()
     start_processes(flags.coordinator, flags.num_processes, flags.process_id)
     start_backend(config.mesh.platform)
     metrics.CONSOLE.quiet = jax.process_index() > 0
     try:
-        train_and_evaluate(config, flags.workdir)
-    except Preempted as e:
+        train.train_and_evaluate(config, flags.workdir)
+    except train.Preempted as e:
         print(e, file=sys.stderr)
         return PREEMPTED
-    except NonFiniteError as e:
+    except train.NonFiniteError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
     return os.EX_OK

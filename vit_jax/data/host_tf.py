@@ -8,7 +8,7 @@ import os
 
 from etils import epy
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors only
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # broken records are named by us
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # one order of summation; no start-up notice
 
 

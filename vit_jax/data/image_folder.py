@@ -32,10 +32,15 @@ def folder(*, split: str, data_dir: str | os.PathLike | None, seed: int, **_) ->
     if split not in ("train", "val"):
         raise InputError(f"data.split={split!r}: an image folder has the splits 'train' and 'val'")
     if data_dir is None:
-        raise InputError("data.data_dir=None: data.name='folder' needs the folder with the images")
+        raise InputError(
+            "data.data_dir=None: data.name='folder' needs the folder with the images; "
+            "give --config.data.data_dir=PICTURES"
+        )
     root = pathlib.Path(data_dir)
     if not root.is_dir():
-        raise InputError(f"data.data_dir={str(root)!r} is not a folder; needed: one folder a class")
+        raise InputError(
+            f"data.data_dir={str(root)!r} is not a local folder; needed: one folder a class"
+        )
     if (root / "val").is_dir() and not (root / "train").is_dir():
         raise InputError(f"data.data_dir={str(root)!r} has val/ but no train/ beside it; add it")
 
@@ -98,8 +103,15 @@ def _list_images(split_root: pathlib.Path) -> dict[str, str]:
     files = {}
     for class_name in _visible_folders(split_root):
         num_before = len(files)
+        seen = set()  # links are followed, but not round and round
         for parent, folders, names in os.walk(split_root / class_name, followlinks=True):
-            folders[:] = [name for name in folders if not name.startswith(".")]
+            seen.add(os.path.realpath(parent))
+            folders[:] = [
+                name
+                for name in folders
+                if not name.startswith(".")
+                and os.path.realpath(os.path.join(parent, name)) not in seen
+            ]
             for name in names:
                 if name.lower().endswith(_EXTENSIONS) and not name.startswith("."):
                     path = pathlib.Path(parent, name).relative_to(split_root)

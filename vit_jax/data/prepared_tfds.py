@@ -7,6 +7,8 @@ beside its files, so data sets outside TFDS's catalogue are read as well as thos
 from __future__ import annotations
 
 import difflib
+import math
+import pathlib
 import re
 from collections.abc import Sequence
 
@@ -119,6 +121,7 @@ def _how_to_get(catalogue_name: str, name: str, root: epath.Path, other_sources)
         known = [*other_sources, *catalogue]
         close = difflib.get_close_matches(catalogue_name, known, n=1, cutoff=0.7)
         meant = f"did you mean {close[0]!r}? Otherwise " if close else ""
+        meant += "write it as README's 'Data sets' says, or "
         return f"{meant}set data.data_dir to the folder that holds {catalogue_name}/"
     manual = tfds.builder_cls(catalogue_name).MANUAL_DOWNLOAD_INSTRUCTIONS
     steps = (
@@ -141,7 +144,7 @@ def _check_files(file_instructions, num_examples, image_shape) -> None:
         encoded_bytes += path.stat().length * part.take / part.examples_in_shard
     pixel_bytes = num_examples * np.prod(image_shape) if image_shape else 0
     needed = 2 * (encoded_bytes + pixel_bytes)  # loading holds everything twice for a moment
-    available = psutil.virtual_memory().available
+    available = min(psutil.virtual_memory().available, _container_memory())
     if needed > available:
         raise InputError(
             f"data.split: {num_examples} examples need about {needed / 2**30:.1f} GiB of memory "
@@ -149,6 +152,16 @@ def _check_files(file_instructions, num_examples, image_shape) -> None:
             "(data.split='train[:10%]'), or the same images as data.name='folder', which is "
             "read from disk"
         )
+
+
+def _container_memory() -> float:
+    """What a container (cgroup 2) still allows this process, in bytes; infinite outside of one."""
+    group = pathlib.Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        return int(limit) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # none, or "max"
+        return math.inf
 
 
 def _read_all(builder, split: str) -> tuple[tf.Tensor, np.ndarray]:

@@ -49,4 +49,4 @@ class Classification:
             name: np.sum([s[name] for s, _ in counts], dtype=np.float64) for name in counts[0][0]
         }
         means = {name: float(total / max(seen, 1.0)) for name, total in totals.items()}
-        return means | {"num_examples": seen}
+        return means | {"num_examples": int(seen)}

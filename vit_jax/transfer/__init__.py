@@ -10,10 +10,10 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
-from etils import epath
 
 from vit_jax import tree
 from vit_jax.config import InputError
+from vit_jax.files import absolute
 from vit_jax.models import check_fields
 from vit_jax.transfer import npz, rules, workdir
 from vit_jax.transfer.rules import Pretrained
@@ -36,7 +36,7 @@ def read_pretrained(source: str | os.PathLike) -> Pretrained:
     Raises:
       InputError: if there is nothing, or nothing that can be read.
     """
-    path = epath.Path(source)
+    path = absolute(source)
     if not path.exists():
         raise InputError(f"init_from={str(source)!r}: no such file or directory")
     for recognises, read in FORMATS.values():
@@ -84,8 +84,8 @@ def load_pretrained(
     return model, {"params": rules.stack_layers(params) if model.scan else params}
 
 
-def init_params(source: str, model: nn.Module) -> dict[str, Any]:
-    """{leaf name in `model`: array} of all that `model` takes over from `source`.
+def init_params(pretrained: Pretrained, model: nn.Module) -> dict[str, Any]:
+    """{leaf name in `model`: array} of all that `model` takes over from what a source holds.
 
     The head is left out, to be initialised anew, if it does not fit: other classes, or with a
     hidden layer here and without there.
@@ -93,7 +93,7 @@ def init_params(source: str, model: nn.Module) -> dict[str, Any]:
     Raises:
       InputError: one error naming everything else that does not fit.
     """
-    pretrained = read_pretrained(source)
+    rules.check_architecture(pretrained, model)
     named = rules.fit(pretrained, model, reset_head=not rules.same_head(pretrained.model, model))
     params = tree.unflatten_names(named)
     return tree.flatten_names(rules.stack_layers(params) if model.scan else params)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import tree
-from vit_jax.config import InputError
+from vit_jax.config import InputError, collect_faults
 from vit_jax.transfer.resample import resample_grid
 
 logger = logging.getLogger("vit_jax")
@@ -60,6 +60,16 @@ def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
 def same_head(a: nn.Module, b: nn.Module) -> bool:
     """Whether the heads of two models have the same parameters."""
     return (a.num_classes, a.hidden_head) == (b.num_classes, b.hidden_head)
+
+
+def check_architecture(pretrained: Pretrained, model: nn.Module) -> None:
+    """Raises InputError if `model` computes something else from parameters of the same shapes."""
+    faults = []
+    for field in ("num_heads", "pool", "pos_embed", "gelu"):
+        theirs, ours = getattr(pretrained.model, field), getattr(model, field)
+        if theirs != ours:
+            faults.append(f"model.{field}={ours!r}, and {theirs!r} in the source")
+    collect_faults(faults, f"init_from={pretrained.source!r} holds another architecture")
 
 
 def fit(pretrained: Pretrained, model: nn.Module, *, reset_head: bool) -> dict[str, np.ndarray]:

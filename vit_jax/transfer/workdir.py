@@ -5,7 +5,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax import checkpoint, tree
-from vit_jax.config import InputError, from_json, image_hw, model_fields
+from vit_jax.config import InputError, image_hw, model_fields, read_config
 from vit_jax.models import create_model
 from vit_jax.transfer.rules import Pretrained, abstract_params, unstack_layers
 
@@ -21,7 +21,7 @@ def read(path: epath.Path) -> Pretrained:
     Raises:
       InputError: if there is none.
     """
-    config = from_json((path / "config.json").read_text())
+    config = read_config(path)
     model = create_model(
         config.model.name,
         config.data.num_classes,

@@ -1,0 +1,44 @@
+"""Evaluation of a run, finished or not, from its workdir alone."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+from ml_collections import ConfigDict
+
+from vit_jax import checkpoint
+from vit_jax.config import InputError
+from vit_jax.evaluators import make_evaluators
+from vit_jax.run import prepare
+from vit_jax.step import TrainState
+
+logger = logging.getLogger("vit_jax")
+
+
+def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
+    """{"step": ..., "test/top1": ..., ...} of the newest valid checkpoint; writes nothing.
+
+    `config` is that of the run, resolved (`config.read_config(workdir)`).
+
+    Raises:
+      InputError: if there is no checkpoint that can be read.
+    """
+    run = prepare(config, workdir, training=False)
+    workdir = run.workdir
+    with jax.set_mesh(run.mesh):
+        wanted = {
+            "params": run.experiment.abstract_state.params,
+            "model_state": run.experiment.abstract_state.model_state,
+        }
+        restored = checkpoint.restore_newest(workdir / "checkpoints", wanted, partial=True)
+        if restored is None:
+            raise InputError(f"--workdir={workdir}: no checkpoint there yet")
+        found, meta = restored
+        state = TrainState(jnp.int32(meta["step"]), **found, opt_state=())
+        logger.info("evaluating step %d of %s", meta["step"], workdir)
+        evaluators = make_evaluators(run.config, run.experiment.model, run.mesh, run.sources)
+        results = {"step": meta["step"]}
+        for name, evaluator in evaluators.items():
+            results |= {f"{name}/{k}": v for k, v in evaluator.run(state).items()}
+    return results

@@ -1,0 +1,65 @@
+"""Files that a reader sees whole or not at all, on local disks and in object stores alike."""
+
+import os
+
+from etils import epath
+
+
+def absolute(path: epath.PathLike) -> epath.Path:
+    """`path` from the root, with `~` expanded; an address such as gs://bucket as it is."""
+    path = epath.Path(path)
+    return path if _is_object(path) else path.expanduser().resolve()
+
+
+def write_whole(path: epath.Path, text: str) -> None:
+    """Writes a file so that a reader, or a machine that lost power, has the old or the new one."""
+    open_for_append(path, text.encode()).close()
+
+
+def open_for_append(path: epath.Path, content: bytes) -> "LocalFile | StoredObject":
+    """A file to append to, begun with `content` in place of what was there, atomically.
+
+    It has `write(bytes)`, `flush()`, after which what was written is durable, and `close()`.
+    """
+    return (StoredObject if _is_object(path) else LocalFile)(path, content)
+
+
+def _is_object(path: epath.Path) -> bool:
+    return "://" in os.fspath(path)
+
+
+class LocalFile:
+    """Of a local or shared disk: what is written is there for others to read at once."""
+
+    def __init__(self, path: epath.Path, content: bytes):
+        temporary = path.with_name(f".{path.name}.tmp")
+        self._file = open(temporary, "wb")  # noqa: SIM115 (closed by `close`)
+        self.write(content)
+        self.flush()
+        temporary.replace(path)
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._file.flush()
+
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+
+class StoredObject:
+    """Of a store that has neither append nor rename: put whole by each flush."""
+
+    def __init__(self, path: epath.Path, content: bytes):
+        self._path, self._content = path, bytearray(content)
+
+    def write(self, data: bytes) -> None:
+        self._content += data
+
+    def flush(self) -> None:
+        self._path.write_bytes(bytes(self._content))
+
+    close = flush
