@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -56,10 +57,12 @@ def complete(config, workdir):
 def final_state(workdir):
     """{leaf name: array} of the newest checkpoint."""
     step = max(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
-    with ocp.StandardCheckpointer() as checkpointer:
-        return step, tree.flatten_names(
-            checkpointer.restore(workdir / "checkpoints" / str(step) / "state")
-        )
+    path = workdir / "checkpoints" / str(step) / "state"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        leaves = checkpointer.metadata(path).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), leaves)
+        state = checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    return step, tree.flatten_names(state)
 
 
 def rows(workdir):
