@@ -1,6 +1,7 @@
 """What can be known of a config before a file or a device is touched."""
 
 import pytest
+from ml_collections import ConfigDict
 
 from vit_jax import models
 from vit_jax.config import (
@@ -50,7 +51,12 @@ FAULTS = [
     ({"checkpoint.keep_every": "all"}, "checkpoint.keep_every='all'", '"90 epochs"'),
     ({"log.every": "5 s"}, "log.every='5 s'", "steps, epochs, examples"),
     ({"evals.test.every": "often"}, "evals.test.every='often'", '"90 epochs"'),
+    ({"duration": "0 steps"}, "duration='0 steps' is never", "give more than 0"),
+    ({"log.every": "0 epochs"}, "log.every='0 epochs' is never", "give more than 0"),
+    ({"checkpoint.keep_every": "0 steps"}, "checkpoint.keep_every='0 steps' is", "more than 0"),
     # counts
+    ({"seed": "-1"}, "seed=-1:", "from 0 to 4294967295"),
+    ({"seed": "4294967296"}, "seed=4294967296:", "from 0 to 4294967295"),
     ({"global_batch_size": "0"}, "global_batch_size=0:", "needs a positive number"),
     ({"data.num_classes": "0"}, "data.num_classes=0:", "needs a positive number"),
     ({"data.num_examples": "-5"}, "data.num_examples=-5:", "needs a positive number"),
@@ -99,6 +105,8 @@ FAULTS = [
     ({"loss.label_smoothing": "1"}, "loss.label_smoothing=1.0:", "needs a number in [0, 1)"),
     ({"optimizer.name": "adam"}, "optimizer.name='adam'", "did you mean adamw?"),
     ({"optimizer.weight_decay": "-1"}, "optimizer.weight_decay=-1.0", "must be at least 0"),
+    ({"optimizer.b1": "1"}, "optimizer.b1=1.0", "at least 0 and less than 1"),
+    ({"optimizer.momentum": "-1"}, "optimizer.momentum=-1.0", "at least 0 and less than 1"),
     ({"optimizer.grad_clip_norm": "0"}, "optimizer.grad_clip_norm=0.0", "None turns it off"),
     ({"optimizer.weight_decay_on": "("}, "optimizer.weight_decay_on='('", "regular expression"),
     ({"optimizer.peak_lr": "-1"}, "optimizer.peak_lr=-1.0", "must be at least 0"),
@@ -198,3 +206,20 @@ def test_every_field_of_config_is_one_of_some_family():
     for module, _ in models.MODELS.values():
         known |= set(module.__dataclass_fields__)
     assert fields <= known
+
+
+@pytest.mark.parametrize("name", ["train", "time", "a/b"])
+def test_names_that_an_evaluator_cannot_have(config, name):
+    config.evals[name] = classification(split="test", every="1 epochs")
+    (fault,) = find_faults(config)
+    assert fault.startswith(f"evals.{name}: choose a name")
+
+
+def test_config_that_is_not_born_from_base_config(config):
+    assert "model.name: missing; begin with base_config()" in find_faults(ConfigDict({"seed": 0}))
+    config.evals.own = ConfigDict({"type": "classification", "split": "test", "evry": "1 epochs"})
+    faults = find_faults(config)
+    assert [fault.split(":")[0] for fault in faults] == [
+        f"evals.own.{key}" for key in ("batch_size", "every", "evry", "ops")
+    ]
+    assert all("make it by config.classification()" in fault for fault in faults)
