@@ -31,7 +31,7 @@ from vit_jax.schedules import check_duration, make_schedule
 def find_faults(config: ConfigDict) -> list[str]:
     """Every fault of `config`, the first of each key, whose name it begins with."""
     faults = _all_faults(config)
-    return list({re.match(r"[\w.*]+", fault)[0]: fault for fault in reversed(faults)}.values())[
+    return list({re.match(r"[\w.*]*", fault)[0]: fault for fault in reversed(faults)}.values())[
         ::-1
     ]
 

@@ -116,3 +116,11 @@ def test_missing_splits_and_classes_are_refused(tmp_path):
     refused(tmp_path, "data.num_classes=2", "has 3", num_classes=2)
     shutil.rmtree(tmp_path / "val/cat")
     refused(tmp_path, "val holds no images", split="val")
+
+
+def test_links_are_followed_and_not_round_and_round(tmp_path):
+    make_folder(tmp_path / "elsewhere", {"more": 3})
+    root = make_folder(tmp_path / "pets", {"cat": 20, "dog": 10})
+    (root / "cat" / "more").symlink_to(tmp_path / "elsewhere" / "more")
+    (root / "dog" / "again").symlink_to(root / "dog")
+    assert folder(root).num_examples + folder(root, "val").num_examples == 33
