@@ -112,7 +112,8 @@ def make_mesh(*, replica: int, data: int, fsdp: int, tensor: int, devices=None) 
         needed = f"a multiple of {fixed}" if open_axes else fixed
         raise InputError(
             f"{given}: needs {needed} devices, and there are {len(devices)}; "
-            "change the sizes so that their product is that number"
+            "change the sizes so that their product is that number, e.g. --config.mesh.data=-1 and "
+            "--config.mesh.fsdp=1"
         )
     return jax.make_mesh(
         tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
