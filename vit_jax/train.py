@@ -140,8 +140,8 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
     def due(step, key):
         return step == total or step % every[key] == 0
 
-    train_step = compile_step(run)
     clock = Clock(meta, run.mesh.size)
+    train_step = compile_step(run)
     throughput = metrics.Throughput(
         start,
         global_batch_size=c.global_batch_size,
@@ -149,12 +149,10 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
         device_kind=run.mesh.devices.flat[0].device_kind,
         num_devices=run.mesh.size,
     )
-    is_writer = jax.process_index() == 0
-    writer = (
-        metrics.MetricWriter(run.workdir, restored_step=start if meta else None)
-        if is_writer
-        else metrics.NullWriter()
-    )
+    if jax.process_index() == 0:
+        writer = metrics.MetricWriter(run.workdir, restored_step=saved)
+    else:
+        writer = metrics.NullWriter()
     pending: collections.deque = collections.deque()
 
     with contextlib.ExitStack() as stack:
@@ -199,14 +197,8 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
                 if saving:
                     saved = step
                     writer.flush()
-                    checkpoints.save(
-                        step,
-                        state,
-                        {
-                            "data_fingerprint": data_fingerprint(run),
-                            **clock.read(train_s),
-                        },
-                    )
+                    fingerprint = {"data_fingerprint": data_fingerprint(run)}
+                    checkpoints.save(step, state, fingerprint | clock.read(train_s))
             if stopping:
                 raise Preempted(f"stopped by SIGTERM at step {step}, which is saved")
 
