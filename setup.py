@@ -33,7 +33,7 @@ setup(
         "tensorflow-datasets>=4.9.10",
     ],
     extras_require={
-        "test": ["pillow>=13.0.0", "pytest>=9.0.0", "ruff>=0.15.0", LIBTPU],
+        "test": ["pillow>=13.0.0", "pytest>=9.0.0", "pytest-xdist>=3.8.0", "ruff>=0.15.0", LIBTPU],
         "plan": [LIBTPU],
         "tpu": ["jax[tpu]>=0.10.2"],
         "cuda": ["jax[cuda13]>=0.10.2"],
