@@ -15,9 +15,9 @@ IMAGES = np.arange(B * 2 * 2 * 3, dtype=np.uint8).reshape(B, 2, 2, 3)
 BATCH = {"image": IMAGES, "label": np.arange(B), "mask": np.array([1, 1, 0, 1], np.float32)}
 
 
-def to_float(images, row_keys):
+def to_float(batch, row_keys):
     del row_keys
-    return images.astype(jnp.float32)
+    return batch | {"image": batch["image"].astype(jnp.float32)}
 
 
 def linear_objective(params, model_state, batch, frozen, rng):
@@ -94,9 +94,10 @@ def test_a_batch_that_is_masked_altogether_changes_nothing():
 def draws(seed, step, *, weight=0.5, size=B):
     """(what the rows draw, what the model draws) in one step."""
 
-    def transform(images, row_keys):
+    def transform(batch, row_keys):
         noise = jax.vmap(jax.random.uniform)(row_keys)
-        return jnp.zeros(images.shape, jnp.float32) + noise[:, None, None, None]
+        images = jnp.zeros(batch["image"].shape, jnp.float32) + noise[:, None, None, None]
+        return batch | {"image": images}
 
     def objective(params, model_state, batch, frozen, rng):
         out = linear_objective(params, model_state, batch, frozen, rng)

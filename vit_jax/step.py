@@ -47,7 +47,7 @@ def make_train_step(
     Args:
       objective: (params, model_state, batch, frozen, rng) -> sums over the batch.
       tx: the optimizer.
-      transform: (uint8 images (B, H, W, 3), keys (B,)) -> float32 images in the value range.
+      transform: (batch, keys (B,)) -> batch with float32 images in the value range.
       seed: of the run.
     """
 
@@ -56,7 +56,7 @@ def make_train_step(
         transform_key, model_key = jax.random.split(step_key)
         rows = jnp.arange(batch["image"].shape[0])
         row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(transform_key, rows)
-        batch = batch | {"image": transform(batch["image"], row_keys)}
+        batch = transform(batch, row_keys)
 
         def loss_fn(params):
             out = objective(params, state.model_state, batch, frozen, model_key)

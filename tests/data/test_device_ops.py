@@ -13,7 +13,8 @@ HALF = (0.5, 0.5, 0.5)
 
 def transform(string, mean=HALF, std=HALF):
     _, device_ops = parse_ops(string, (4, 4))
-    return jax.jit(make_device_transform(device_ops, mean, std))
+    apply = jax.jit(make_device_transform(device_ops, mean, std, num_classes=10))
+    return lambda images, keys: apply({"image": images}, keys)["image"]
 
 
 def test_value_range():

@@ -28,10 +28,10 @@ class Op:
 
     text: str
     name: str
-    apply: Callable[[Any, Any], Any]
+    apply: Callable[..., Any]
 
-    def __call__(self, image, key):
-        return self.apply(image, key)
+    def __call__(self, *args):
+        return self.apply(*args)
 
     @property
     def takes_encoded(self) -> bool:

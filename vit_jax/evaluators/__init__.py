@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax.config import image_hw
-from vit_jax.data import Source, eval_batches, make_device_transform, parse_ops
+from vit_jax.data import Source, eval_batches, parse_ops, to_value_range
 from vit_jax.evaluators.classification import Classification
 from vit_jax.mesh import batch_sharding
 from vit_jax.objectives.supervised import make_loss
@@ -20,11 +20,11 @@ EVALUATORS = {"classification": Classification}
 def make_evaluators(config: ConfigDict, model, mesh: Mesh, sources: Mapping[str, Source]) -> dict:
     """{name: evaluator} of `config.evals`, each over the source of its split."""
     image_size = image_hw(config.data.image_size)
-    to_value_range = make_device_transform((), config.data.mean, config.data.std)
 
     def logits_fn(state, images):
         variables = {"params": state.params, **state.model_state}
-        return model.apply(variables, to_value_range(images, None), train=False)
+        values = to_value_range(images, config.data.mean, config.data.std)
+        return model.apply(variables, values, train=False)
 
     def make_batches(entry):
         host_ops, _ = parse_ops(entry.ops, image_size)
