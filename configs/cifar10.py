@@ -7,14 +7,23 @@ Minutes on a CPU: --config=configs/cifar10.py:small (1.2M parameters, 3 epochs)
 A few seconds, synthetic data: --config=configs/cifar10.py:debug
 """
 
-from vit_jax.config import base_config, classification, refuse_words, split_words
+from vit_jax.config import InputError, base_config, classification, refuse_words, split_words
+from vit_jax.recipes import AUGREG
 
-WORDS = {"small": "1.2M parameters, 3 epochs", "debug": "20 steps of a tiny model"}
+WORDS = {
+    "small": "1.2M parameters, 3 epochs",
+    "5k": "5,000 images, a small model that overfits them",
+    **{name: f"AugReg's {name}" for name in AUGREG},
+    "debug": "20 steps of a tiny model",
+}
 
 
 def get_config(arg=""):
     words, chosen = split_words(arg, WORDS)
     refuse_words(words, WORDS, __file__)
+    augmentation = [AUGREG[name] for name in AUGREG if name in chosen]
+    if len(augmentation) > 1 or {"small", "5k"} <= chosen:
+        raise InputError(f"got {arg!r}, needs at most one of {', '.join(AUGREG)}, and of small, 5k")
     c = base_config()
     c.global_batch_size, c.duration = 1024, "200 epochs"
 
@@ -22,7 +31,7 @@ def get_config(arg=""):
     c.model.dropout, c.model.dtype = 0.1, "bfloat16"
 
     c.data.name, c.data.image_size = "cifar10", 32
-    c.data.ops = "decode|pad_crop(4)|flip"
+    crop = "decode|pad_crop(4)"
 
     c.loss.label_smoothing = 0.1
     c.optimizer.peak_lr, c.optimizer.weight_decay = 1e-3, 0.1
@@ -36,9 +45,19 @@ def get_config(arg=""):
         c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 128, 6, 512, 4
         c.model.dropout, c.model.dtype = 0.0, "float32"
         c.global_batch_size, c.duration, c.schedule.warmup = 128, "3 epochs", "100 steps"
-        c.data.ops = "decode|pad_crop(2)|flip"
+        crop = "decode|pad_crop(2)"
         c.loss.label_smoothing, c.optimizer.weight_decay = 0.0, 0.05
         c.checkpoint.every, c.evals.test.every = "1 epochs", "1 epochs"
+    if "5k" in chosen:
+        c.model.name = "ViT-Ti/8"
+        c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 128, 4, 512, 4
+        c.model.dropout, c.model.dtype = 0.0, "float32"
+        c.data.split, crop = "train[:10%]", "decode"
+        c.global_batch_size, c.duration, c.schedule.warmup = 64, "80 epochs", "2 epochs"
+        c.loss.label_smoothing, c.optimizer.weight_decay = 0.0, 0.05
+        c.checkpoint.every, c.evals.test.every = "20 epochs", "10 epochs"
+    c.data.ops = (augmentation[0] if augmentation else AUGREG["none"]).ops(crop)
+
     if "debug" in chosen:
         c.model.name = "ViT-mu/8"
         c.model.width = c.model.depth = c.model.mlp_dim = c.model.num_heads = None

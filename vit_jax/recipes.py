@@ -1,11 +1,13 @@
 """The papers' tables of hyper-parameters as data, for the files in configs/.
 
-Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 3 (appendix B.1).
+Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 3 (appendix B.1), for `Pretraining`;
+Steiner et al. 2021 (arXiv:2106.10270), section 3, for `AUGREG`; Touvron et al. 2020
+(arXiv:2012.12877), table 9, for `DEIT`.
 """
 
 from typing import NamedTuple
 
-from vit_jax.config import InputError
+from vit_jax.config import InputError, nearest
 from vit_jax.models.variants import parse_vit_name
 
 
@@ -60,3 +62,56 @@ def find_pretraining(model: str, data: str) -> Pretraining:
             "imagenet2012: any ViT"
         )
     return rows[data][model]
+
+
+class Augmentation(NamedTuple):
+    """What a recipe does to images besides cropping and flipping them.
+
+    randaugment: its arguments; None: without.
+    mixing: the op that mixes images; "": without.
+    erase: the probability of random erasing.
+    repeats: augmentations of a record in a batch.
+    """
+
+    randaugment: tuple[float, ...] | None = None
+    mixing: str = ""
+    erase: float = 0.0
+    repeats: int = 1
+
+    def ops(self, crop: str) -> str:
+        """The preprocessing string; `crop` stands for the host ops that come first."""
+        found = [crop]
+        if self.randaugment:
+            found.append(f"randaugment({', '.join(map(str, self.randaugment))})")
+        found.append("flip")
+        if self.erase:
+            found.append(f"erase({self.erase}, area_max=0.3333)")
+        if self.mixing:
+            found.append(self.mixing)
+        return "|".join(found)
+
+
+AUGREG = {
+    "none": Augmentation(),
+    "light1": Augmentation((2, 0)),
+    "light2": Augmentation((2, 10), "mixup(0.2)"),
+    "medium1": Augmentation((2, 15), "mixup(0.2)"),
+    "medium2": Augmentation((2, 15), "mixup(0.5)"),
+    "strong1": Augmentation((2, 20), "mixup(0.5)"),
+    "strong2": Augmentation((2, 20), "mixup(0.8)"),
+}
+
+# Its RandAugment is another implementation: there an operation drawn is left out half of the time,
+# and Posterize and Solarize grow stronger with the magnitude. Its noise is Gaussian.
+DEIT = Augmentation((2, 9, 0.5), "mixup_or_cutmix(0.8, 1.0)", erase=0.25, repeats=3)
+
+
+def find_augreg(name: str) -> Augmentation:
+    """The row of AugReg's table for `name`.
+
+    Raises:
+      InputError: if there is none; names the nearest.
+    """
+    if name not in AUGREG:
+        raise InputError(f"augmentation {name!r}: {nearest(name, list(AUGREG))}")
+    return AUGREG[name]

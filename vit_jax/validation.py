@@ -19,6 +19,7 @@ from vit_jax.config import (
     step_range,
 )
 from vit_jax.data import parse_ops
+from vit_jax.data.device_ops import MIXING_OPS, Pairs
 from vit_jax.evaluators import EVALUATORS
 from vit_jax.mesh import PLATFORMS
 from vit_jax.models import create_model
@@ -131,7 +132,10 @@ def _misshapen(config: ConfigDict) -> list[str]:
 
 def _check_ops(config: ConfigDict, check: Callable, need: Callable) -> None:
     image_size = (1, 1)  # only the sizes that the ops leave out depend on it
-    check(parse_ops, config.data.ops, image_size, key="data.ops")
+    ops = check(parse_ops, config.data.ops, image_size, key="data.ops")
+    batch_size = config.global_batch_size or 0
+    if ops and batch_size > 0 and any(op.name in MIXING_OPS for op in ops[1]):
+        check(Pairs().check, batch_size)
     for name, entry in config.evals.items():
         key = f"evals.{name}.ops"
 

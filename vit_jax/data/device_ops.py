@@ -1,25 +1,70 @@
 """Preprocessing on the device: jnp ops on a whole batch, inside the jitted step.
 
-An op is called as op(batch, keys) with the batch, a dict of `image` uint8 (B, H, W, 3), `label`,
-`mask` and `id` (each (B,)), and a JAX key for each row, so that what it draws for a row is the same
-however the batch is sharded. It gives the batch. Wrong arguments raise ValueError.
+An op is called as op(batch, keys, pairs) and gives the batch: a dict of `image` uint8 (B, H, W, 3),
+`label`, `mask` and `id` (each (B,)). There is a JAX key for each row, so that what an op draws for
+a row is the same however the batch is sharded; `pairs` says which rows are mixed with each other.
+Images are pixels from 0 to 255 throughout, and float32 once they are mixed; mixing ops get and give
+labels float32 (B, C). Wrong arguments raise ValueError.
+
+Axes: B images, H height, W width, C classes.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from vit_jax.config import InputError
+
+_ERASED_ASPECT = 0.3  # of height to width, up to 1 / 0.3
+
 Batch = dict[str, jax.Array]
-DeviceOp = Callable[[Batch, jax.Array], Batch]
+DeviceOp = Callable[[Batch, jax.Array, "Pairs"], Batch]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Rows that are mixed with each other: within blocks of 2 R rows, j with j + R.
+
+    R is data.repeats: the augmentations of one record lie side by side, and none is mixed with
+    another. Pairs are fixed, so that they lie on one device and mixing moves nothing between
+    devices (if 2 R divides a device's share); which images meet is the shuffled order's doing.
+    """
+
+    repeats: int = 1
+
+    def check(self, batch_size: int) -> None:
+        """Raises InputError if `batch_size` is not made of pairs."""
+        block = 2 * self.repeats
+        if batch_size % block:
+            of = "" if self.repeats == 1 else f", 2 x data.repeats={self.repeats}"
+            raise InputError(
+                f"global_batch_size={batch_size}: data.ops mixes pairs of images, so it needs a "
+                f"multiple of {block}{of}; try {max(batch_size // block, 1) * block}"
+            )
+
+    def swapped(self, x: jax.Array) -> jax.Array:
+        """Each row's partner's: (B, ...) -> (B, ...)."""
+        return jnp.flip(self._blocks(x), 1).reshape(x.shape)
+
+    def firsts(self, x: jax.Array) -> jax.Array:
+        """That of each pair's first row, for both: (B, ...) -> (B, ...)."""
+        blocks = self._blocks(x)
+        return jnp.broadcast_to(blocks[:, :1], blocks.shape).reshape(x.shape)
+
+    def _blocks(self, x):
+        self.check(x.shape[0])
+        return x.reshape(-1, 2, self.repeats, *x.shape[1:])
 
 
 def flip() -> DeviceOp:
     """Left and right exchanged, in half of the images."""
 
-    def apply(batch, keys):
+    def apply(batch, keys, pairs):
         images = batch["image"]
         flipped = jax.vmap(jax.random.bernoulli)(keys)
         images = jnp.where(flipped[:, None, None, None], images[:, :, ::-1], images)
@@ -28,11 +73,82 @@ def flip() -> DeviceOp:
     return apply
 
 
-DEVICE_OPS = {"flip": flip}
+def erase(probability: float, area_min: float = 0.02, area_max: float = 0.4) -> DeviceOp:
+    """A random rectangle filled with noise, in `probability` of the images.
+
+    Its area is `area_min` to `area_max` of the image, its aspect 0.3 to 1 / 0.3 (uniform in the
+    logarithm) as far as it fits, its place any where it lies within the image; each value in it is
+    uniform over 0 to 255.
+
+    Source: Zhong et al. 2017 (arXiv:1708.04896), algorithm 1, which draws aspect and place again
+    until the rectangle fits.
+    """
+    if not (_is_number(probability) and 0 <= probability <= 1):
+        raise ValueError(f"probability must be a number from 0 to 1, not {probability!r}")
+    is_number = _is_number(area_min) and _is_number(area_max)
+    if not (is_number and 0 < area_min <= area_max <= 1):
+        raise ValueError(f"needs 0 < area_min <= area_max <= 1, not {area_min!r}, {area_max!r}")
+
+    def draw(key, height, width):
+        box_key, noise_key = jax.random.split(key)
+        chosen, area, aspect, top, left = jax.random.uniform(box_key, (5,))
+        area = (area_min + area * (area_max - area_min)) * height * width
+        low = jnp.maximum(math.log(_ERASED_ASPECT), jnp.log(area / width**2))
+        high = jnp.minimum(-math.log(_ERASED_ASPECT), jnp.log(height**2 / area))
+        aspect = jnp.exp(low + aspect * (high - low))
+        rows = jnp.clip(jnp.round(jnp.sqrt(area * aspect)), 1, height)
+        columns = jnp.clip(jnp.round(jnp.sqrt(area / aspect)), 1, width)
+        top, left = jnp.floor(top * (height - rows + 1)), jnp.floor(left * (width - columns + 1))
+        box = _box(height, width, (top, left), (top + rows, left + columns))
+        bits = jax.random.bits(noise_key, (height, width), jnp.uint32)
+        noise = (bits[..., None] >> jnp.array([0, 8, 16], jnp.uint32)).astype(jnp.uint8)
+        return box & (chosen < probability), noise
+
+    def apply(batch, keys, pairs):
+        images = batch["image"]
+        box, noise = jax.vmap(draw, (0, None, None))(keys, *images.shape[1:3])
+        return batch | {"image": jnp.where(box[..., None], noise.astype(images.dtype), images)}
+
+    return apply
+
+
+def mixup(alpha: float) -> DeviceOp:
+    """Each image and its partner's averaged, and their labels: lambda * own + (1 - lambda) * its.
+
+    lambda ~ Beta(alpha, alpha), one for a pair, taken as the larger of lambda and 1 - lambda for
+    both of its rows. The two mixtures that come of a pair are the paper's all the same, one of each
+    image; so a row's own label is the one that weighs most.
+
+    Source: Zhang et al. 2017 (arXiv:1710.09412), equation 2.
+    """
+    return _mixing(alpha, None)
+
+
+def cutmix(alpha: float) -> DeviceOp:
+    """A box of each image replaced by its partner's, and labels mixed by the area that is left.
+
+    The box has the share 1 - lambda of the image, lambda ~ Beta(alpha, alpha), its shape, and its
+    centre anywhere; it is cut off at the border. Both rows of a pair have the same.
+
+    Source: Yun et al. 2019 (arXiv:1905.04899), equations 1 and 2.
+    """
+    return _mixing(None, alpha)
+
+
+def mixup_or_cutmix(mixup: float, cutmix: float) -> DeviceOp:
+    """For each pair one of mixup(`mixup`) and cutmix(`cutmix`), either as likely.
+
+    Source: Touvron et al. 2020 (arXiv:2012.12877), section 6; there one for a whole batch.
+    """
+    return _mixing(mixup, cutmix)
+
+
+MIXING_OPS = {"mixup": mixup, "cutmix": cutmix, "mixup_or_cutmix": mixup_or_cutmix}
+DEVICE_OPS = {"flip": flip, "erase": erase, **MIXING_OPS}
 
 
 def to_value_range(images: jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:
-    """(images / 255 - mean) / std per channel: uint8 (..., 3) -> float32 (..., 3).
+    """(images / 255 - mean) / std per channel: pixels (..., 3) -> float32 (..., 3).
 
     With mean and std of 0.5, the papers' own, values lie in [-1, 1].
     """
@@ -48,6 +164,7 @@ def make_device_transform(
     std: Sequence[float],
     *,
     num_classes: int,
+    repeats: int = 1,
 ) -> Callable[[Batch, jax.Array], Batch]:
     """The device's share of preprocessing, for training.
 
@@ -55,16 +172,88 @@ def make_device_transform(
       device_ops: from `parse_ops`; op i draws from fold_in(row key, i).
       mean: per channel, of pixels in [0, 1].
       std: likewise.
-      num_classes: of the labels, where an op mixes them.
+      num_classes: C, of the labels.
+      repeats: of each record, side by side in the batch; see `Pairs`.
 
     Returns:
       transform(batch, row_keys (B,)) -> batch; pure. Images uint8 (B, H, W, 3) become float32 in
       the value range. Labels stay int32 (B,), or become float32 (B, C) where an op mixes them.
     """
+    pairs = Pairs(repeats)
 
     def transform(batch, row_keys):
         for i, op in enumerate(device_ops):
-            batch = op(batch, jax.vmap(jax.random.fold_in, (0, None))(row_keys, i))
+            if op.name in MIXING_OPS:
+                batch = batch | {"label": jax.nn.one_hot(batch["label"], num_classes)}
+            batch = op(batch, jax.vmap(jax.random.fold_in, (0, None))(row_keys, i), pairs)
         return batch | {"image": to_value_range(batch["image"], mean, std)}
 
     return transform
+
+
+def symmetric_beta(key: jax.Array, alpha: float | jax.Array) -> jax.Array:
+    """One draw from Beta(alpha, alpha), from two uniform ones.
+
+    Without rejection, so that devices need not wait for each other's loops. A Student variable of
+    2 alpha degrees of freedom is T = sqrt(2 alpha (U^(-1/alpha) - 1)) cos(2 pi V), and
+    1/2 + T / (2 sqrt(2 alpha + T^2)) then has the distribution.
+
+    Source: Bailey 1994, "Polar generation of random variates with the t-distribution"; Devroye
+    1996, "Random variate generation in one line of code".
+    """
+    u, v = jax.random.uniform(key, (2,), minval=jnp.finfo(jnp.float32).tiny)
+    cos = jnp.cos(2 * jnp.pi * v)
+    odds = jnp.expm1(-jnp.log(u) / alpha) * cos**2  # T^2 / (2 alpha), infinite at most
+    return 0.5 + 0.5 * jnp.sign(cos) * jnp.sqrt(1 / (1 + 1 / odds))
+
+
+def _mixing(mixup_alpha: float | None, cutmix_alpha: float | None) -> DeviceOp:
+    """The op of one of the two, or of both, of which each pair takes one."""
+    alphas = [alpha for alpha in (mixup_alpha, cutmix_alpha) if alpha is not None]
+    for alpha in alphas:
+        if not (_is_number(alpha) and 0 < alpha < math.inf):
+            raise ValueError(f"the parameter of Beta must be a number above 0, not {alpha!r}")
+
+    def draw(key):
+        beta_key, choice_key, centre_key = jax.random.split(key, 3)
+        choice = jax.random.randint(choice_key, (), 0, len(alphas))
+        share = symmetric_beta(beta_key, jnp.asarray(alphas, jnp.float32)[choice])
+        cuts = (choice == len(alphas) - 1) & (cutmix_alpha is not None)
+        return cuts, share, jax.random.uniform(centre_key, (2,))
+
+    def apply(batch, keys, pairs):
+        images, labels, mask = batch["image"], batch["label"], batch["mask"]
+        _, height, width, _ = images.shape
+        cuts, share, centre = jax.tree.map(pairs.firsts, jax.vmap(draw)(keys))
+        both_count = mask * pairs.swapped(mask) > 0  # a masked image is mixed with none
+
+        half = jnp.sqrt(1 - share)[:, None] * jnp.array([height, width], jnp.float32)
+        half = jnp.floor(jnp.floor(half) / 2)
+        centre = jnp.floor(centre * jnp.array([height, width], jnp.float32))
+        corner = jnp.maximum(centre - half, 0)
+        opposite = jnp.minimum(centre + half, jnp.array([height, width], jnp.float32))
+        box = jax.vmap(_box, (None, None, 0, 0))(height, width, corner, opposite)
+        left_over = 1 - jnp.prod(opposite - corner, axis=1) / (height * width)
+
+        share = jnp.where(cuts, left_over, jnp.maximum(share, 1 - share))
+        share = jnp.where(both_count, share, 1.0)
+        own = jnp.where(cuts[:, None, None], ~box, share[:, None, None])
+        own = jnp.where(both_count[:, None, None], own, 1.0)[..., None]
+        others = pairs.swapped(images).astype(jnp.float32)
+        return batch | {
+            "image": own * images.astype(jnp.float32) + (1 - own) * others,
+            "label": share[:, None] * labels + (1 - share[:, None]) * pairs.swapped(labels),
+        }
+
+    return apply
+
+
+def _box(height, width, corner, opposite):
+    """bool (H, W): rows and columns from `corner` up to but without `opposite`, each (2,)."""
+    y, x = jnp.arange(height)[:, None], jnp.arange(width)[None]
+    rows = (y >= corner[0]) & (y < opposite[0])
+    return rows & (x >= corner[1]) & (x < opposite[1])
+
+
+def _is_number(value) -> bool:
+    return type(value) in (int, float)

@@ -8,9 +8,11 @@ TensorFlow's stateless ops. What is computed in floating point is rounded and cl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+from vit_jax.data.augment import random_operations
 from vit_jax.data.host_tf import tf
 
 Size = int | tuple[int, int]
@@ -130,6 +132,24 @@ def pad_crop(padding: int) -> HostOp:
     return apply
 
 
+def randaugment(layers: int, magnitude: float, magnitude_std: float = 0.0) -> HostOp:
+    """`layers` operations in turn, each drawn anew from the 16 of augment.OPERATIONS, all alike.
+
+    `magnitude` is on the scale whose end is 10 in the paper; beyond, most operations grow on (see
+    augment.py). With `magnitude_std` each operation draws its own about it, of at least 0.
+
+    Source: Cubuk et al. 2019 (arXiv:1909.13719), section 3. It leaves the image as it is as one of
+    14 operations; the release that AugReg used (arXiv:2106.10270) has Invert, SolarizeAdd and
+    Cutout in place of that one, and so has this.
+    """
+    if not _is_count(layers):
+        raise ValueError(f"layers must be a positive integer, not {layers!r}")
+    for name, value in (("magnitude", magnitude), ("magnitude_std", magnitude_std)):
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
+    return lambda image, key: random_operations(image, key, layers, magnitude, magnitude_std)
+
+
 HOST_OPS = {
     "decode": decode,
     "inception_crop": inception_crop,
@@ -137,6 +157,7 @@ HOST_OPS = {
     "resize_small": resize_small,
     "central_crop": central_crop,
     "pad_crop": pad_crop,
+    "randaugment": randaugment,
 }
 TAKES_ENCODED = ("decode", "inception_crop")
 

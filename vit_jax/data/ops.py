@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vit_jax.config import InputError
-from vit_jax.data.device_ops import DEVICE_OPS
+from vit_jax.data.device_ops import DEVICE_OPS, MIXING_OPS
 from vit_jax.data.host_ops import HOST_OPS, TAKES_ENCODED
 
 OPS = {**HOST_OPS, **DEVICE_OPS}
@@ -66,6 +66,12 @@ def parse_ops(
                 f"{key}: {op.text!r} comes after {before.text!r}, which gives pixels already; "
                 "put it first"
             )
+    mixing = [op.text for op in device_ops if op.name in MIXING_OPS]
+    if len(mixing) > 1:
+        raise InputError(
+            f"{key}: {' and '.join(mixing)} would mix images twice; keep one, or take "
+            "mixup_or_cutmix(0.8, 1.0), which draws one of the two for each pair"
+        )
     return host_ops, device_ops
 
 

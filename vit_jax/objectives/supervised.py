@@ -62,10 +62,17 @@ def make_loss(name: str, label_smoothing: float = 0.0) -> Loss:
 
 
 def hits(logits_BC: jax.Array, labels: jax.Array, k: int = 1) -> jax.Array:
-    """1.0 where one of the k largest logits is of a right class, else 0.0. Shapes: -> (B,)."""
+    """1.0 where one of the k largest logits is of a right class, else 0.0. Shapes: -> (B,).
+
+    Right is the class of the greatest target; where several have it, as where an image shows
+    several things, each of them. So of mixed labels it is the one that weighs most: were the other
+    right too, chance alone would score twice as much.
+    """
     _, classes_Bk = jax.lax.top_k(logits_BC, min(k, logits_BC.shape[1]))
     targets_BC = as_targets(labels, logits_BC.shape[1])
-    return jnp.take_along_axis(targets_BC, classes_Bk, axis=1).max(axis=1) > 0
+    greatest_B = targets_BC.max(axis=1)
+    found_B = jnp.take_along_axis(targets_BC, classes_Bk, axis=1).max(axis=1)
+    return (found_B == greatest_B) & (greatest_B > 0)
 
 
 def make_supervised(model: nn.Module, loss: Loss):

@@ -1,0 +1,287 @@
+"""RandAugment's operations in TensorFlow: uint8 pixels (h, w, 3) to uint8 pixels of that shape.
+
+Every pixel is what PIL gives for the same argument: pointwise operations by its tables, blends by
+its truncation, geometric ones by nearest neighbour in its 16-bit fixed point. What comes from
+outside the image is grey. They are pure and draw nothing; what RandAugment draws is handed in.
+
+For speed: tf.where, tf.gather of bytes and broadcasting along three channels cost several times
+what arithmetic on bytes costs, so choices are products with 0 or 1, and rows are taken as (3 w,).
+"""
+
+from __future__ import annotations
+
+import math
+
+from vit_jax.data.host_tf import tf
+
+GREY = 128
+_MAX_MAGNITUDE = 10  # at which the arguments below are reached; beyond, they go on growing
+_FIXED_POINT = 16  # bits behind the point in PIL's coordinates
+
+
+def autocontrast(image: tf.Tensor) -> tf.Tensor:
+    """Each channel stretched so that its darkest value becomes 0 and its brightest 255."""
+    low, high = (
+        tf.cast(reduce(image, [0, 1]), tf.float32) for reduce in (tf.reduce_min, tf.reduce_max)
+    )
+    varied = high > low
+    scale = tf.where(varied, 255 / tf.maximum(high - low, 1), 1.0)
+    low = tf.where(varied, low, 0.0)
+    scale, low = (tf.tile(value, tf.shape(image)[1:2]) for value in (scale, low))
+    # What is truncated is a multiple of 1 / (high - low): the addition hides float32's rounding.
+    stretched = (tf.cast(_rows(image), tf.float32) - low) * scale + 1e-3
+    return tf.reshape(tf.cast(stretched, tf.uint8), tf.shape(image))
+
+
+def equalize(image: tf.Tensor) -> tf.Tensor:
+    """Each channel mapped so that its histogram becomes flat, as far as a table of 256 can."""
+    # Channel c's values lie from 256 c on: one histogram and one table hold all three.
+    channels = tf.tile([0, 256, 512], tf.shape(image)[1:2])
+    values = tf.cast(_rows(image), tf.int32) + channels
+    histogram = tf.math.bincount(values, minlength=768, maxlength=768)
+    histogram = tf.reshape(histogram, [3, 256])
+    brightest = tf.cast(tf.reduce_max(image, [0, 1]), tf.int32)[:, None]
+    others = tf.reduce_sum(histogram, 1, keepdims=True) - tf.gather(
+        histogram, brightest, axis=1, batch_dims=1
+    )
+    step = others // 255
+    darker = tf.cumsum(histogram, axis=1, exclusive=True)
+    flat = (darker + step // 2) // tf.maximum(step, 1)
+    tables = tf.where(step > 0, tf.minimum(flat, 255), tf.range(256)[None])
+    equalized = tf.gather(tf.reshape(tf.cast(tables, tf.uint8), [-1]), values)
+    return tf.reshape(equalized, tf.shape(image))
+
+
+def invert(image: tf.Tensor) -> tf.Tensor:
+    """255 minus the value."""
+    return 255 - image
+
+
+def rotate(image: tf.Tensor, degrees: float | tf.Tensor) -> tf.Tensor:
+    """Counter-clockwise about the centre."""
+    radians = tf.cast(degrees, tf.float64) * (math.pi / 180)
+    cos, sin = tf.cos(radians), tf.sin(radians)
+    y, x = (tf.cast(side, tf.float64) / 2 for side in _sides(image))
+    return _affine(image, (cos, -sin, x - cos * x + sin * y), (sin, cos, y - sin * x - cos * y))
+
+
+def posterize(image: tf.Tensor, bits: int | tf.Tensor) -> tf.Tensor:
+    """The upper `bits` of each value, 1 to 8; the others become 0."""
+    kept = tf.bitwise.left_shift(255, tf.cast(8 - bits, tf.int32)) % 256
+    return tf.bitwise.bitwise_and(image, tf.cast(kept, tf.uint8))
+
+
+def solarize(image: tf.Tensor, threshold: int | tf.Tensor) -> tf.Tensor:
+    """Values of at least `threshold`, 0 to 256, inverted; with 256, none is."""
+    inverted = tf.cast(image >= tf.cast(tf.minimum(threshold, 255), tf.uint8), tf.uint8)
+    inverted *= tf.cast(tf.where(threshold < 256, 255, 0), tf.uint8)
+    return tf.bitwise.bitwise_xor(image, inverted)
+
+
+def solarize_add(image: tf.Tensor, addition: int | tf.Tensor) -> tf.Tensor:
+    """`addition`, 0 to 255, added to values below 128; at most 255 comes of it."""
+    room = tf.minimum(255 - image, tf.cast(addition, tf.uint8))
+    return image + tf.cast(image < 128, tf.uint8) * room
+
+
+def color(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
+    """Saturation: 0 is grey, 1 the image."""
+    return _blend(_luma(image, copies=3), image, factor)
+
+
+def contrast(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
+    """0 is the image's mean grey everywhere, 1 the image."""
+    luma = tf.cast(_luma(image, copies=1), tf.int64)
+    mean = tf.reduce_sum(luma) / tf.size(luma, tf.int64)
+    return _blend(tf.cast(tf.floor(mean + 0.5), tf.float32), image, factor)
+
+
+def brightness(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
+    """0 is black, 1 the image."""
+    return _blend(0.0, image, factor)
+
+
+def sharpness(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
+    """0 is smoothed by 3 x 3, with 5 in the middle of ones; 1 the image, whose border stays."""
+
+    def sharpen():
+        rows = _rows(image)
+        values = tf.cast(rows, tf.float32)
+        sums = values[:-2] + values[1:-1] + values[2:]
+        sums = sums[:, :-6] + sums[:, 3:-3] + sums[:, 6:]
+        smooth = tf.floor((sums + 4 * values[1:-1, 3:-3]) * (1 / 13) + 0.5)
+        inner = _blend(smooth, rows[1:-1, 3:-3], factor)
+        middle = tf.concat([rows[1:-1, :3], inner, rows[1:-1, -3:]], 1)
+        return tf.reshape(tf.concat([rows[:1], middle, rows[-1:]], 0), tf.shape(image))
+
+    if any(side is not None and side < 3 for side in image.shape[:2]):
+        return image  # nothing but border
+    has_inner = tf.reduce_min(tf.shape(image)[:2]) >= 3
+    return tf.cond(has_inner, sharpen, lambda: image)
+
+
+def shear_x(image: tf.Tensor, slope: float | tf.Tensor) -> tf.Tensor:
+    """Row y moved left by slope * y."""
+    return _affine(image, (1.0, slope, 0.0), (0.0, 1.0, 0.0))
+
+
+def shear_y(image: tf.Tensor, slope: float | tf.Tensor) -> tf.Tensor:
+    """Column x moved up by slope * x."""
+    return _affine(image, (1.0, 0.0, 0.0), (slope, 1.0, 0.0))
+
+
+def translate_x(image: tf.Tensor, share: float | tf.Tensor) -> tf.Tensor:
+    """Moved left by `share` of the width, rounded to pixels."""
+    pixels = tf.round(share * tf.cast(_sides(image)[1], tf.float32))
+    return _affine(image, (1.0, 0.0, pixels), (0.0, 1.0, 0.0))
+
+
+def translate_y(image: tf.Tensor, share: float | tf.Tensor) -> tf.Tensor:
+    """Moved up by `share` of the height, rounded to pixels."""
+    pixels = tf.round(share * tf.cast(_sides(image)[0], tf.float32))
+    return _affine(image, (1.0, 0.0, 0.0), (0.0, 1.0, pixels))
+
+
+def cutout(image: tf.Tensor, share: float | tf.Tensor, centre: tf.Tensor) -> tf.Tensor:
+    """A grey square that reaches `share` of the shorter side to each side of its centre.
+
+    Args:
+      centre: float (2,), its row and column as shares of the height and the width, in [0, 1).
+
+    Source: DeVries & Taylor 2017 (arXiv:1708.04552).
+    """
+    sides = tf.stack(_sides(image))
+    reach = tf.cast(share * tf.cast(tf.reduce_min(sides), tf.float32), tf.int32)
+    row, column = tf.unstack(tf.cast(centre * tf.cast(sides, tf.float32), tf.int32))
+    y, x = tf.range(sides[0])[:, None], tf.repeat(tf.range(sides[1]), 3)[None]
+    cut_y, cut_x = (
+        tf.cast((at >= middle - reach) & (at < middle + reach), tf.uint8)
+        for at, middle in ((y, row), (x, column))
+    )
+    cut = cut_y * cut_x
+    return tf.reshape(_rows(image) * (1 - cut) + GREY * cut, tf.shape(image))
+
+
+# name: (image, magnitude / 10, sign, centre) -> image. The scale is that of the reference release
+# of RandAugment, which AugReg used, with its 100 px of translation and 40 px of cutout taken as
+# shares of 224 px, so that they fit images of other sizes. There Posterize keeps more bits and
+# Solarize inverts less as the magnitude grows: from 10 on Solarize, and at 20 Posterize, leave the
+# image alone. At least one bit is kept.
+OPERATIONS = {
+    "AutoContrast": lambda image, m, sign, centre: autocontrast(image),
+    "Equalize": lambda image, m, sign, centre: equalize(image),
+    "Invert": lambda image, m, sign, centre: invert(image),
+    "Rotate": lambda image, m, sign, centre: rotate(image, sign * 30.0 * m),
+    "Posterize": lambda image, m, sign, centre: posterize(image, _whole(4 * m, 1, 8)),
+    "Solarize": lambda image, m, sign, centre: solarize(image, _whole(256 * m, 0, 256)),
+    "SolarizeAdd": lambda image, m, sign, centre: solarize_add(image, _whole(110 * m, 0, 255)),
+    "Color": lambda image, m, sign, centre: color(image, 0.1 + 1.8 * m),
+    "Contrast": lambda image, m, sign, centre: contrast(image, 0.1 + 1.8 * m),
+    "Brightness": lambda image, m, sign, centre: brightness(image, 0.1 + 1.8 * m),
+    "Sharpness": lambda image, m, sign, centre: sharpness(image, 0.1 + 1.8 * m),
+    "ShearX": lambda image, m, sign, centre: shear_x(image, sign * 0.3 * m),
+    "ShearY": lambda image, m, sign, centre: shear_y(image, sign * 0.3 * m),
+    "TranslateX": lambda image, m, sign, centre: translate_x(image, sign * (100 / 224) * m),
+    "TranslateY": lambda image, m, sign, centre: translate_y(image, sign * (100 / 224) * m),
+    "Cutout": lambda image, m, sign, centre: cutout(image, (40 / 224) * m, centre),
+}
+
+
+def operate(
+    name: str,
+    image: tf.Tensor,
+    magnitude: float | tf.Tensor,
+    sign: float | tf.Tensor = 1.0,
+    centre: tf.Tensor = (0.5, 0.5),
+) -> tf.Tensor:
+    """One operation of RandAugment.
+
+    Args:
+      name: in OPERATIONS.
+      image: uint8 (h, w, 3).
+      magnitude: at least 0, on RandAugment's scale, of which 10 is the paper's end.
+      sign: 1 or -1, the direction of the geometric operations.
+      centre: of Cutout, as there.
+
+    Source: Cubuk et al. 2019 (arXiv:1909.13719).
+    """
+    m = tf.cast(magnitude, tf.float32) / _MAX_MAGNITUDE
+    changed = OPERATIONS[name](image, m, tf.cast(sign, tf.float32), tf.cast(centre, tf.float32))
+    return tf.ensure_shape(changed, image.shape)
+
+
+def random_operations(
+    image: tf.Tensor, key: tf.Tensor, layers: int, magnitude: float, magnitude_std: float
+) -> tf.Tensor:
+    """`layers` operations one after the other, each drawn uniformly from OPERATIONS.
+
+    Args:
+      image: uint8 (h, w, 3).
+      key: int64 (2,); all that is drawn depends on it alone.
+      layers, magnitude, magnitude_std: as of host_ops.randaugment.
+    """
+    draws = tf.random.stateless_uniform([layers, 5], key, alg="philox")
+    for draw in tf.unstack(draws):
+        sign = tf.where(draw[1] < 0.5, 1.0, -1.0)
+        strength = magnitude
+        if magnitude_std:
+            strength = tf.maximum(magnitude + magnitude_std * tf.math.ndtri(draw[4]), 0.0)
+        branches = [
+            lambda name=name, image=image, sign=sign, strength=strength, draw=draw: operate(
+                name, image, strength, sign, draw[2:4]
+            )
+            for name in OPERATIONS
+        ]
+        index = tf.cast(draw[0] * len(OPERATIONS), tf.int32)
+        image = tf.ensure_shape(tf.switch_case(index, branches), image.shape)
+    return image
+
+
+def _sides(image):
+    shape = tf.shape(image)
+    return shape[0], shape[1]
+
+
+def _whole(value, least, most):
+    return tf.clip_by_value(tf.cast(value, tf.int32), least, most)
+
+
+def _rows(image):
+    """(h, w, 3) -> (h, 3 w)."""
+    return tf.reshape(image, [tf.shape(image)[0], -1])
+
+
+def _luma(image, copies):
+    """float32 (h, w, copies) of whole numbers, in PIL's weights and rounding; float32 is exact."""
+    weights = tf.constant([[19595.0], [38470.0], [7471.0]]) / 65536
+    pixels = tf.reshape(tf.cast(image, tf.float32), [-1, 3])
+    luma = tf.floor(tf.matmul(pixels, tf.tile(weights, [1, copies])) + 0.5)
+    return tf.reshape(luma, [*_sides(image), copies])
+
+
+def _blend(degenerate, image, factor):
+    """degenerate + factor * (image - degenerate), cut off below 0 and above 255, truncated."""
+    blended = degenerate + factor * (tf.cast(image, tf.float32) - degenerate)
+    return tf.saturate_cast(blended, tf.uint8)
+
+
+def _affine(image, x_row, y_row):
+    """Pixel (x, y) becomes that at (a (x + 1/2) + b (y + 1/2) + c, ...), rounded down.
+
+    `x_row` and `y_row` hold (a, b, c). PIL computes in fixed point, which decides ties.
+    """
+    height, width = _sides(image)
+    y, x = tf.range(height)[:, None], tf.range(width)[None]
+
+    def source(row, side):
+        a, b, c = (tf.cast(value, tf.float64) for value in row)
+        a, b, c = (
+            tf.cast(tf.floor(value * 2**_FIXED_POINT + 0.5), tf.int32)
+            for value in (a, b, c + a * 0.5 + b * 0.5)
+        )
+        at = tf.bitwise.right_shift((a * x + c) + b * y, _FIXED_POINT)
+        return tf.clip_by_value(at, -1, side) + 1  # in the image with its frame
+
+    framed = tf.pad(image, [[1, 1], [1, 1], [0, 0]], constant_values=GREY)
+    index = source(y_row, height) * (width + 2) + source(x_row, width)
+    return tf.gather(tf.reshape(framed, [-1, 3]), index)
