@@ -50,10 +50,10 @@ def get_config(arg=""):
         c.checkpoint.every, c.evals.test.every = "1 epochs", "1 epochs"
     if "5k" in chosen:
         c.model.name = "ViT-Ti/8"
-        c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 128, 4, 512, 4
+        c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 96, 4, 384, 3
         c.model.dropout, c.model.dtype = 0.0, "float32"
         c.data.split, crop = "train[:10%]", "decode"
-        c.global_batch_size, c.duration, c.schedule.warmup = 64, "80 epochs", "2 epochs"
+        c.global_batch_size, c.duration, c.schedule.warmup = 64, "100 epochs", "2 epochs"
         c.loss.label_smoothing, c.optimizer.weight_decay = 0.0, 0.05
         c.checkpoint.every, c.evals.test.every = "20 epochs", "10 epochs"
     c.data.ops = (augmentation[0] if augmentation else AUGREG["none"]).ops(crop)

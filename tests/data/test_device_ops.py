@@ -1,20 +1,63 @@
 """Device ops and the value range."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
+import scipy.stats
 
+from vit_jax.config import InputError
 from vit_jax.data import make_device_transform, parse_ops, to_value_range
+from vit_jax.data.device_ops import Pairs, symmetric_beta
+from vit_jax.objectives.supervised import ObjectiveOutput
+from vit_jax.step import TrainState, make_train_step
 
-IMAGES = np.random.default_rng(0).integers(0, 256, (64, 4, 4, 3), np.uint8)
-KEYS = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(64))
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+B, C = 64, 10
+RNG = np.random.default_rng(0)
+BATCH = {
+    "image": RNG.integers(0, 256, (B, 4, 6, 3), np.uint8),
+    "label": RNG.integers(0, C, B, np.int32),
+    "mask": np.ones(B, np.float32),
+    "id": np.arange(B, dtype=np.int32),
+}
 HALF = (0.5, 0.5, 0.5)
+PIXELS = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}  # values are the pixels
 
 
-def transform(string, mean=HALF, std=HALF):
-    _, device_ops = parse_ops(string, (4, 4))
-    apply = jax.jit(make_device_transform(device_ops, mean, std, num_classes=10))
-    return lambda images, keys: apply({"image": images}, keys)["image"]
+def row_keys(rows=B, seed=0):
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
+
+
+def transform(string, mean=HALF, std=HALF, repeats=1, num_classes=C):
+    _, device_ops = parse_ops(string, (4, 6))
+    return jax.jit(
+        make_device_transform(device_ops, mean, std, num_classes=num_classes, repeats=repeats)
+    )
+
+
+def of_rows(batch, rows):
+    return {key: leaf[rows] for key, leaf in batch.items()}
+
+
+def black(size, height, width):
+    """A batch of black images, of two classes in turn."""
+    return {
+        "image": np.zeros((size, height, width, 3), np.uint8),
+        "label": np.arange(size, dtype=np.int32) % 2,
+        "mask": np.ones(size, np.float32),
+        "id": np.arange(size, dtype=np.int32),
+    }
+
+
+def assert_same(batch, other):
+    assert batch.keys() == other.keys()
+    for key in batch:
+        np.testing.assert_array_equal(batch[key], other[key], err_msg=key)
 
 
 def test_value_range():
@@ -25,27 +68,302 @@ def test_value_range():
     assert values.dtype == jnp.float32
 
 
+def test_without_ops_only_the_images_change():
+    after = transform("")(BATCH, row_keys())
+    expected = BATCH | {"image": to_value_range(BATCH["image"], HALF, HALF)}
+    np.testing.assert_allclose(after["image"], expected["image"], rtol=0, atol=1e-6)
+    assert_same(after | {"image": 0}, expected | {"image": 0})
+    assert after["label"].dtype == jnp.int32
+
+
 def test_flip_exchanges_left_and_right_in_half_of_the_rows():
-    before, after = transform("")(IMAGES, KEYS), transform("flip")(IMAGES, KEYS)
-    flipped = [not np.array_equal(b, a) for b, a in zip(before, after, strict=True)]
+    before, after = transform("")(BATCH, row_keys()), transform("flip")(BATCH, row_keys())
+    assert_same(before | {"image": 0}, after | {"image": 0})
+    images = list(zip(before["image"], after["image"], strict=True))
+    flipped = [not np.array_equal(b, a) for b, a in images]
     assert 16 < sum(flipped) < 48
-    for b, a, was_flipped in zip(before, after, flipped, strict=True):
+    for (b, a), was_flipped in zip(images, flipped, strict=True):
         np.testing.assert_array_equal(a, b[:, ::-1] if was_flipped else b)
 
 
-def test_flip_depends_on_the_row_s_key_only():
-    together = transform("flip")(IMAGES, KEYS)
-    reverse = transform("flip")(IMAGES[::-1], KEYS[::-1])[::-1]
-    np.testing.assert_array_equal(together, reverse)
-
-
-def test_flip_is_the_same_on_any_sharding():
-    mesh = jax.make_mesh((8,), ("data",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
-    sharded = transform("flip")(jax.device_put(IMAGES, sharding), jax.device_put(KEYS, sharding))
-    np.testing.assert_array_equal(sharded, transform("flip")(IMAGES, KEYS))
+@pytest.mark.parametrize("ops", ["flip", "erase(0.5)"])
+def test_what_a_row_gets_depends_on_its_key_only(ops):
+    together = transform(ops)(BATCH, row_keys())
+    reverse = transform(ops)(of_rows(BATCH, np.s_[::-1]), row_keys()[::-1])
+    assert_same(together, of_rows(reverse, np.s_[::-1]))
 
 
 def test_each_op_of_a_string_draws_for_itself():
-    once, thrice = transform("flip")(IMAGES, KEYS), transform("flip|flip|flip")(IMAGES, KEYS)
-    assert not np.array_equal(once, thrice)
+    once, thrice = (transform(ops)(BATCH, row_keys()) for ops in ("flip", "flip|flip|flip"))
+    assert not np.array_equal(once["image"], thrice["image"])
+
+
+# Random erasing.
+
+
+def boxes(changed):
+    """(areas, heights, widths) of what is True in (B, H, W); each must be a full rectangle."""
+    rows, columns = changed.any(2), changed.any(1)
+    for mark in (rows, columns):  # without gaps
+        edges = np.diff(np.pad(mark, [(0, 0), (1, 1)]).astype(int), axis=1)
+        assert ((edges == 1).sum(1) <= 1).all()
+    areas, heights, widths = changed.sum((1, 2)), rows.sum(1), columns.sum(1)
+    np.testing.assert_array_equal(areas, heights * widths)
+    return areas, heights, widths
+
+
+@pytest.fixture(scope="module")
+def erased():
+    """(what was erased (B, H, W), the values after), of 2,000 black images."""
+    after = transform("erase(0.25)", **PIXELS)(black(2000, 48, 64), row_keys(2000))["image"]
+    after = np.asarray(after)
+    return (after > 0.5).any(-1), after
+
+
+def test_a_quarter_of_the_images_is_erased_in_part(erased):
+    changed, _ = erased
+    # A pixel's noise is black in one of 256^3: a rectangle shows whole.
+    areas, heights, widths = boxes(changed)
+    hit = areas > 0
+    assert 0.22 < hit.mean() < 0.28
+    share = areas[hit] / (48 * 64)
+    assert 0.015 < share.min() < 0.04 and 0.37 < share.max() < 0.41
+    assert abs(share.mean() - 0.21) < 0.02  # uniform from 0.02 to 0.4
+    aspect = heights[hit] / widths[hit]
+    assert 0.25 < aspect.min() < 0.4 and 2.5 < aspect.max() < 3.7
+    assert abs(np.log(aspect).mean()) < 0.15
+    where = changed[hit].mean(0)  # how often each pixel is erased
+    for edge in (where[0], where[-1], where[:, 0], where[:, -1]):
+        assert 0 < edge.mean() < where[20:28, 28:36].mean() / 2
+
+
+def test_what_is_erased_becomes_uniform_noise(erased):
+    changed, after = erased
+    for channel in range(3):
+        values = np.round(after[changed][:, channel]).astype(int)
+        counts = np.bincount(values, minlength=256)
+        assert len(counts) == 256
+        assert scipy.stats.chisquare(counts).pvalue > 1e-3
+    assert abs(np.corrcoef(after[changed].T) - np.eye(3)).max() < 0.02
+
+
+def test_erased_area_is_as_asked_even_where_the_aspect_has_to_yield():
+    after = transform("erase(1, 0.9, 0.95)", **PIXELS)(black(200, 16, 64), row_keys(200))["image"]
+    areas, _, _ = boxes((np.asarray(after) > 0.5).any(-1))
+    assert 0.8 < areas.min() / (16 * 64) <= areas.max() / (16 * 64) <= 1
+
+
+# Mixing.
+
+
+def partner(row, repeats):
+    """By hand: within 2 R rows, j and j + R."""
+    block, place = divmod(row, 2 * repeats)
+    return block * 2 * repeats + (place + repeats if place < repeats else place - repeats)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_pairs(repeats):
+    rows = np.arange(24)
+    expected = [partner(row, repeats) for row in rows]
+    np.testing.assert_array_equal(Pairs(repeats).swapped(rows), expected)
+    np.testing.assert_array_equal(Pairs(repeats).firsts(rows), np.minimum(rows, expected))
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_mixup_by_hand(repeats):
+    after = transform("mixup(0.8)", **PIXELS, repeats=repeats)(BATCH, row_keys())
+    images, labels = np.asarray(after["image"]), np.asarray(after["label"])
+    assert (images.dtype, labels.dtype, labels.shape) == (np.float32, np.float32, (B, C))
+    own_labels = np.eye(C)[BATCH["label"]]
+    for row in range(B):
+        other = partner(row, repeats)
+        if BATCH["label"][row] == BATCH["label"][other]:
+            continue
+        share = labels[row, BATCH["label"][row]]
+        assert 0.5 <= share <= 1
+        assert share == labels[other, BATCH["label"][other]]  # one lambda for both
+        for mixed, own in ((images, BATCH["image"]), (labels, own_labels)):
+            by_hand = share * own[row].astype(float) + (1 - share) * own[other]
+            np.testing.assert_allclose(mixed[row], by_hand, rtol=0, atol=1e-3 if own.ndim > 2 else
+                                       1e-6)  # fmt: skip
+    assert len(np.unique(labels.max(1))) > 20
+
+
+def shares(ops, height=40, width=50):
+    """What each of 2,000 rows keeps of its own: of its label, and of its pixels (H, W)."""
+    batch = black(2000, height, width)
+    batch["image"][::2] = 255  # each pair: white of class 0, black of class 1
+    after = transform(ops, num_classes=2)(batch, row_keys(2000))
+    own_label = np.asarray(after["label"])[np.arange(2000), batch["label"]]
+    white = np.asarray(after["image"])[..., 0] / 2 + 0.5
+    return own_label, np.where(batch["label"][:, None, None] == 0, white, 1 - white)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0])
+def test_mixup_s_lambdas_are_of_the_beta_distribution(alpha):
+    own_label, own_pixels = shares(f"mixup({alpha})", 1, 1)
+    np.testing.assert_allclose(own_pixels[:, 0, 0], own_label, atol=1e-6)
+    np.testing.assert_array_equal(own_label[::2], own_label[1::2])
+    draws = np.random.default_rng(0).beta(alpha, alpha, 10**5)
+    assert scipy.stats.ks_2samp(own_label[::2], np.maximum(draws, 1 - draws)).pvalue > 1e-3
+
+
+def numpy_cutmix(alpha, shape, number):
+    """The share of its own label that cutmix leaves, as its paper draws it."""
+    rng = np.random.default_rng(0)
+    height, width = shape
+    ratio = np.sqrt(1 - rng.beta(alpha, alpha, number))
+    inner = []
+    for side in (height, width):
+        cut = (side * ratio).astype(int) // 2
+        middle = rng.integers(0, side, number)
+        inner.append(np.minimum(middle + cut, side) - np.maximum(middle - cut, 0))
+    return 1 - inner[0] * inner[1] / (height * width)
+
+
+def test_cutmix_replaces_a_box_and_mixes_labels_by_its_area():
+    own_label, own_pixels = shares("cutmix(1.0)")
+    assert set(np.unique(own_pixels)) == {0, 1}
+    areas, heights, widths = boxes(own_pixels == 0)
+    np.testing.assert_allclose(own_label, 1 - areas / (40 * 50), atol=1e-6)
+    np.testing.assert_array_equal(own_pixels[::2], own_pixels[1::2])  # the same box in both
+    drawn = numpy_cutmix(1.0, (40, 50), 10**5)
+    assert scipy.stats.ks_2samp(own_label[::2], drawn).pvalue > 1e-3
+    whole = (own_pixels[:, [0, -1]] == 1).all((1, 2)) & (own_pixels[:, :, [0, -1]] == 1).all((1, 2))
+    whole &= areas > 200
+    ratio = (heights / 40)[whole] / (widths / 50)[whole]
+    assert whole.sum() > 100 and abs(ratio - 1).max() < 0.2  # shaped like the image
+
+
+def test_mixup_or_cutmix_draws_one_for_each_pair():
+    own_label, own_pixels = shares("mixup_or_cutmix(0.8, 1.0)")
+    even = np.ptp(own_pixels.reshape(len(own_pixels), -1), axis=1) < 1e-6
+    hit = own_label < 0.99  # else there is little to see of either
+    is_mixup = even & (own_pixels[:, 0, 0] < 0.999)
+    assert 0.42 < is_mixup[hit].mean() < 0.58
+    np.testing.assert_array_equal(is_mixup[::2], is_mixup[1::2])
+    np.testing.assert_allclose(own_pixels.mean((1, 2)), own_label, atol=1e-5)
+    draws = np.random.default_rng(0).beta(0.8, 0.8, 10**5)
+    folded = np.maximum(draws, 1 - draws)
+    found = own_label[::2][is_mixup[::2]]
+    assert scipy.stats.ks_2samp(found, folded[folded < 0.999]).pvalue > 1e-3
+    found = own_label[::2][~is_mixup[::2] & hit[::2]]
+    drawn = numpy_cutmix(1.0, (40, 50), 10**5)
+    assert scipy.stats.ks_2samp(found, drawn[drawn < 0.99]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5, 1.0, 8.0])
+def test_symmetric_beta(alpha):
+    draws = jax.vmap(symmetric_beta, (0, None))(row_keys(20_000), alpha)
+    draws = np.asarray(draws, np.float64)
+    assert draws.min() >= 0 and draws.max() <= 1
+    assert abs(draws.mean() - 0.5) < 0.012
+    np.testing.assert_allclose(draws.var(), 1 / (4 * (2 * alpha + 1)), rtol=0.03)
+    inner = (draws > 1e-3) & (draws < 1 - 1e-3)  # nearer to 0 and 1 float32 is coarse
+    beta = scipy.stats.beta(alpha, alpha)
+    low, high = beta.cdf([1e-3, 1 - 1e-3])
+    np.testing.assert_allclose(inner.mean(), high - low, atol=0.012)
+    within = (beta.cdf(draws[inner]) - low) / (high - low)
+    assert scipy.stats.kstest(within, "uniform").pvalue > 1e-3
+
+
+def test_a_masked_row_is_nobody_s_partner():
+    mask = np.ones(B, np.float32)
+    mask[[3, 10, 11, 40]] = 0
+    for ops in ("mixup(8.0)", "cutmix(1.0)"):
+        after = transform(ops, **PIXELS)(BATCH | {"mask": mask}, row_keys())
+        for row in (2, 41):
+            np.testing.assert_allclose(after["image"][row], BATCH["image"][row], atol=1e-3)
+            np.testing.assert_array_equal(after["label"][row], np.eye(C)[BATCH["label"][row]])
+        np.testing.assert_array_equal(after["mask"], mask)
+        same = transform(ops, **PIXELS)(BATCH, row_keys())
+        unaffected = np.setdiff1d(np.arange(B), [2, 3, 10, 11, 40, 41])
+        assert_same(of_rows(after, unaffected), of_rows(same, unaffected) | {"mask": mask[
+            unaffected]})  # fmt: skip
+
+
+def test_a_batch_that_is_not_made_of_pairs_is_refused():
+    odd = of_rows(BATCH, np.s_[:63])
+    with pytest.raises(InputError, match=r"global_batch_size=63: .* a multiple of 2; try 62"):
+        transform("mixup(0.2)")(odd, row_keys(63))
+    assert transform("flip")(odd, row_keys(63))["image"].shape[0] == 63
+    with pytest.raises(InputError, match=r"a multiple of 6, 2 x data\.repeats=3; try 60"):
+        transform("mixup(0.2)", repeats=3)(BATCH, row_keys())
+
+
+# On several devices.
+
+EVERY_OP = "flip|erase(0.25)|mixup_or_cutmix(0.8, 1.0)"
+COLLECTIVE = re.compile(r"= .* (?:all-reduce|all-gather|all-to-all|collective-permute|"
+                        r"reduce-scatter)(?:-start)?\(")  # fmt: skip
+
+
+def sharded_over(axes):
+    mesh = jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
+    )
+    return jax.sharding.NamedSharding(mesh, jax.P(tuple(a for a in axes if a != "tensor")))
+
+
+@pytest.mark.parametrize("ops", ["mixup(0.2)", EVERY_OP])
+def test_the_same_bits_on_one_device_and_on_eight(ops):
+    sharding = sharded_over({"data": 8})
+    run = transform(ops, repeats=2)
+    shards = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), (BATCH, row_keys()))
+    assert_same(run(*shards), run(BATCH, row_keys()))
+
+
+def objective_of_mean(params, model_state, batch, frozen, rng):
+    """Of one parameter: nothing of an image's size passes between devices for its sake."""
+    loss = params * batch["image"].mean((1, 2, 3)) * batch["label"][:, 0]
+    return ObjectiveOutput(loss.sum(), batch["mask"].sum(), {}, model_state)
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_a_step_moves_no_image_between_devices(axes):
+    _, device_ops = parse_ops(EVERY_OP, (32, 32))
+    run = make_device_transform(device_ops, HALF, HALF, num_classes=C, repeats=2)
+    tx = optax.sgd(0.1)
+    step = make_train_step(objective_of_mean, tx, run, seed=0)
+    sharding = sharded_over(axes)
+    shapes = {"image": ((B, 32, 32, 3), jnp.uint8), "label": ((B,), jnp.int32),
+              "mask": ((B,), jnp.float32), "id": ((B,), jnp.int32)}  # fmt: skip
+    batch = {k: jax.ShapeDtypeStruct(*v, sharding=sharding) for k, v in shapes.items()}
+    state = TrainState(jnp.int32(0), jnp.float32(1), {}, tx.init(jnp.float32(1)))
+    with jax.set_mesh(sharding.mesh):
+        text = jax.jit(step, in_shardings=(None, sharding)).lower(state, batch).compile().as_text()
+    found = [line for line in text.splitlines() if COLLECTIVE.search(line)]
+    assert found  # the gradient's, of one number, and the weight's
+    for line in found:
+        assert re.search(r"= \(?(?:f32\[\][, ]*)+\)? ", line), line
+
+
+def test_the_search_for_collectives_sees_images_that_meet_across_devices():
+    """With pairs that lie on two devices there is something to find."""
+    sharding = sharded_over({"data": 8})
+    run = transform("mixup(0.2)", repeats=8)
+    arguments = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), (BATCH, row_keys()))
+    text = run.lower(*arguments).compile().as_text()
+    assert COLLECTIVE.search(text)
+
+
+@pytest.mark.parametrize(
+    ("op", "says"),
+    [
+        ("mixup(0)", "a number above 0, not 0"),
+        ("mixup('a')", "a number above 0, not 'a'"),
+        ("cutmix(-1.0)", "a number above 0, not -1.0"),
+        ("cutmix(1e999)", "a number above 0, not inf"),
+        ("mixup_or_cutmix(0.8)", "missing a required argument: 'cutmix'"),
+        ("mixup_or_cutmix(0.8, 0)", "a number above 0, not 0"),
+        ("erase(1.5)", "probability must be a number from 0 to 1, not 1.5"),
+        ("erase('x')", "probability must be a number from 0 to 1, not 'x'"),
+        ("erase(0.25, 0.5, 0.1)", "0 < area_min <= area_max <= 1, not 0.5, 0.1"),
+        ("erase(0.25, 'x')", "0 < area_min <= area_max <= 1, not 'x'"),
+        ("mixup(0.2)|cutmix(1.0)", "mixup(0.2) and cutmix(1.0) would mix images twice"),
+    ],
+)
+def test_faulty_arguments(op, says):
+    with pytest.raises(InputError, match=re.escape(says)):
+        parse_ops(op, (8, 8))

@@ -101,7 +101,7 @@ def erase(probability: float, area_min: float = 0.02, area_max: float = 0.4) -> 
         top, left = jnp.floor(top * (height - rows + 1)), jnp.floor(left * (width - columns + 1))
         box = _box(height, width, (top, left), (top + rows, left + columns))
         bits = jax.random.bits(noise_key, (height, width), jnp.uint32)
-        noise = (bits[..., None] >> jnp.array([0, 8, 16], jnp.uint32)).astype(jnp.uint8)
+        noise = jnp.stack([bits >> shift for shift in (0, 8, 16)], axis=-1).astype(jnp.uint8)
         return box & (chosen < probability), noise
 
     def apply(batch, keys, pairs):
@@ -224,14 +224,13 @@ def _mixing(mixup_alpha: float | None, cutmix_alpha: float | None) -> DeviceOp:
     def apply(batch, keys, pairs):
         images, labels, mask = batch["image"], batch["label"], batch["mask"]
         _, height, width, _ = images.shape
+        sides = jnp.array([[height, width]], jnp.float32)
         cuts, share, centre = jax.tree.map(pairs.firsts, jax.vmap(draw)(keys))
         both_count = mask * pairs.swapped(mask) > 0  # a masked image is mixed with none
 
-        half = jnp.sqrt(1 - share)[:, None] * jnp.array([height, width], jnp.float32)
-        half = jnp.floor(jnp.floor(half) / 2)
-        centre = jnp.floor(centre * jnp.array([height, width], jnp.float32))
-        corner = jnp.maximum(centre - half, 0)
-        opposite = jnp.minimum(centre + half, jnp.array([height, width], jnp.float32))
+        half = jnp.floor(jnp.floor(jnp.sqrt(1 - share)[:, None] * sides) / 2)
+        centre = jnp.floor(centre * sides)
+        corner, opposite = jnp.maximum(centre - half, 0), jnp.minimum(centre + half, sides)
         box = jax.vmap(_box, (None, None, 0, 0))(height, width, corner, opposite)
         left_over = 1 - jnp.prod(opposite - corner, axis=1) / (height * width)
 

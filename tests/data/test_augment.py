@@ -1,0 +1,240 @@
+"""RandAugment's operations against PIL, and what RandAugment draws."""
+
+import functools
+
+import numpy as np
+import PIL.Image
+import PIL.ImageEnhance
+import PIL.ImageOps
+import pytest
+import scipy.stats
+from images import pil_rgb, smooth_image
+
+from vit_jax.data import augment, make_source, parse_ops, pipeline
+from vit_jax.data.host_tf import tf
+
+GREY = (128, 128, 128)
+CENTRE = (0.6, 0.3)  # row and column
+MAGNITUDES = (7.5, 15)
+
+RNG = np.random.default_rng(0)
+IMAGES = {
+    "photograph-like": smooth_image(224, 224),
+    "wide": smooth_image(61, 140, seed=1),
+    "grey": smooth_image(47, 33, seed=2)[..., :1].repeat(3, -1),
+    "narrow range": 60 + smooth_image(20, 30, seed=3) // 4,
+    "one colour": np.full((9, 8, 3), 77, np.uint8),
+    "noise": RNG.integers(0, 256, (37, 61, 3), np.uint8),
+    **{f"{h} x {w}": RNG.integers(0, 256, (h, w, 3), np.uint8)
+       for h, w in [(1, 1), (1, 7), (2, 5), (5, 2), (3, 3), (8, 8)]},
+}  # fmt: skip
+
+
+def affine(image, *coefficients):
+    return image.transform(
+        image.size, PIL.Image.AFFINE, coefficients, PIL.Image.NEAREST, fillcolor=GREY
+    )
+
+
+def enhance(image, kind, m):
+    return getattr(PIL.ImageEnhance, kind)(image).enhance(0.1 + 0.18 * m)
+
+
+def pil_cutout(image, half):
+    (width, height), (y, x) = image.size, CENTRE
+    y, x = int(y * height), int(x * width)
+    image = image.copy()
+    image.paste(GREY, (x - half, y - half, x + half, y + half))
+    return image
+
+
+# What each operation is in PIL's words at magnitude m, in the direction s, of width w, height h.
+PIL_OPERATIONS = {
+    "AutoContrast": lambda i, m, s, w, h: PIL.ImageOps.autocontrast(i),
+    "Equalize": lambda i, m, s, w, h: PIL.ImageOps.equalize(i),
+    "Invert": lambda i, m, s, w, h: PIL.ImageOps.invert(i),
+    "Rotate": lambda i, m, s, w, h: i.rotate(s * 3 * m, PIL.Image.NEAREST, fillcolor=GREY),
+    "Posterize": lambda i, m, s, w, h: PIL.ImageOps.posterize(i, min(max(int(0.4 * m), 1), 8)),
+    "Solarize": lambda i, m, s, w, h: PIL.ImageOps.solarize(i, int(25.6 * m)),
+    "SolarizeAdd": lambda i, m, s, w, h: i.point(
+        [min(v + int(11 * m), 255) if v < 128 else v for v in range(256)] * 3
+    ),
+    "Color": lambda i, m, s, w, h: enhance(i, "Color", m),
+    "Contrast": lambda i, m, s, w, h: enhance(i, "Contrast", m),
+    "Brightness": lambda i, m, s, w, h: enhance(i, "Brightness", m),
+    "Sharpness": lambda i, m, s, w, h: enhance(i, "Sharpness", m),
+    "ShearX": lambda i, m, s, w, h: affine(i, 1, s * 0.03 * m, 0, 0, 1, 0),
+    "ShearY": lambda i, m, s, w, h: affine(i, 1, 0, 0, s * 0.03 * m, 1, 0),
+    "TranslateX": lambda i, m, s, w, h: affine(i, 1, 0, s * round(m * w * 10 / 224), 0, 1, 0),
+    "TranslateY": lambda i, m, s, w, h: affine(i, 1, 0, 0, 0, 1, s * round(m * h * 10 / 224)),
+    "Cutout": lambda i, m, s, w, h: pil_cutout(i, int(m * min(h, w) * 4 / 224)),
+}
+BLENDS = ("AutoContrast", "Color", "Contrast", "Brightness", "Sharpness")
+
+
+@functools.cache
+def graph(name):
+    """The operation as tf.data runs it, for images of any size."""
+    signature = [tf.TensorSpec((None, None, 3), tf.uint8), *2 * [tf.TensorSpec((), tf.float32)]]
+    return tf.function(
+        lambda image, m, sign: augment.operate(name, image, m, sign, CENTRE), signature
+    )
+
+
+def assert_as_pil(name, image, magnitude, sign):
+    height, width, _ = image.shape
+    pil_image = PIL.Image.fromarray(image)
+    expected = PIL_OPERATIONS[name](pil_image, magnitude, sign, width, height)
+    found = graph(name)(image, magnitude, sign).numpy()
+    np.testing.assert_allclose(
+        found.astype(int), np.asarray(expected), rtol=0, atol=1 if name in BLENDS else 0
+    )
+
+
+@pytest.mark.parametrize("name", PIL_OPERATIONS)
+def test_operation_agrees_with_pil(name):
+    for image in IMAGES.values():
+        for magnitude in MAGNITUDES:
+            for sign in (1, -1):
+                assert_as_pil(name, image, magnitude, sign)
+
+
+@pytest.fixture(scope="module")
+def photographs(shared_data):
+    """Some of ImageNet, whole and resized, one of them grey."""
+    source = make_source(
+        "imagenet_sample", split="train", data_dir=str(shared_data), image_size=(224, 224)
+    )
+    images = [pil_rgb(source.read(tf.constant(i, tf.int64))["image"].numpy()) for i in range(4)]
+    squares = [
+        np.asarray(PIL.Image.fromarray(image).resize((224, 224), PIL.Image.BILINEAR))
+        for image in images
+    ]
+    grey = PIL.Image.fromarray(squares[0]).convert("L").convert("RGB")
+    return [images[0], *squares, np.asarray(grey)]
+
+
+@pytest.mark.parametrize("name", PIL_OPERATIONS)
+def test_operation_agrees_with_pil_on_photographs(name, photographs):
+    for image in photographs:
+        for magnitude, sign in ((7.5, 1), (15, -1)):
+            assert_as_pil(name, image, magnitude, sign)
+
+
+def test_every_operation_is_tested_and_changes_what_it_should():
+    assert augment.OPERATIONS.keys() == PIL_OPERATIONS.keys()
+    image = IMAGES["photograph-like"] // 2 + 60
+    for name in augment.OPERATIONS:
+        assert (augment.operate(name, image, 7.5).numpy() != image).mean() > 0.05, name
+
+
+def test_the_two_operations_that_fade_as_the_magnitude_grows():
+    image = IMAGES["noise"]
+    np.testing.assert_array_equal(augment.operate("Solarize", image, 10), image)
+    np.testing.assert_array_equal(augment.operate("Posterize", image, 20), image)
+    np.testing.assert_array_equal(augment.operate("Solarize", image, 0), 255 - image)
+    np.testing.assert_array_equal(augment.operate("Posterize", image, 0), image // 128 * 128)
+
+
+def randaugment(arguments, image):
+    (op,), () = parse_ops(f"randaugment({arguments})", (8, 8))
+    return lambda key: op(image, key)
+
+
+def keys(number):
+    return tf.data.Dataset.range(number).map(lambda position: tf.stack([tf.constant(7, tf.int64),
+                                                                        position]))  # fmt: skip
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """drawn(arguments): what 4,000 keys draw: operation, sign, row, column, magnitude, a layer."""
+
+    def write(number, image, m, sign, centre):
+        values = [tf.cast(number, tf.float32), sign, *tf.unstack(centre), m * 10]
+        layer = tf.reduce_sum(tf.cast(image[:, 0, 0] > 0, tf.int32))
+        coded = tf.stack([values[0] + 1, values[1] + 1, *(v * 250 for v in values[2:4]),
+                          values[4] * 8])  # fmt: skip
+        row = tf.saturate_cast(tf.round(coded), tf.uint8)
+        return tf.tensor_scatter_nd_update(image, [[layer]], [tf.stack([row] * 3, 1)])
+
+    operations = {
+        str(i): functools.partial(write, i) for i in range(16)
+    }  # each writes down what it is given, in a row of the image
+    monkeypatch.setattr(augment, "OPERATIONS", operations)
+
+    def draw(arguments):
+        blank = tf.zeros((3, 5, 3), tf.uint8)
+        images = next(iter(keys(4000).map(randaugment(arguments, blank)).batch(4000))).numpy()
+        coded = images[..., 0].astype(float)
+        number, sign, row, column, magnitude = np.moveaxis(coded, -1, 0)
+        return number - 1, sign - 1, row / 250, column / 250, magnitude / 8
+
+    return draw
+
+
+def test_randaugment_draws_each_operation_alike(drawn):
+    number, sign, row, column, magnitude = drawn("2, 15")
+    assert (number[:, 2] == -1).all()  # two layers, not three
+    for layer in (0, 1):
+        counts = np.bincount(number[:, layer].astype(int), minlength=16)
+        assert scipy.stats.chisquare(counts).pvalue > 1e-3
+        assert 0.47 < (sign[:, layer] == 1).mean() < 0.53
+        assert set(sign[:, layer]) == {-1, 1}
+        for share in (row, column):
+            assert scipy.stats.kstest(share[:, layer], "uniform").pvalue > 1e-3
+    assert (magnitude[:, :2] == 15).all()
+    together = np.histogram2d(number[:, 0], number[:, 1], bins=16)[0]
+    assert scipy.stats.chi2_contingency(together).pvalue > 1e-3  # layers draw apart
+
+
+def test_randaugment_draws_magnitudes_about_that_given(drawn):
+    *_, magnitude = drawn("1, 9, magnitude_std=0.5")
+    assert abs(magnitude[:, 0].mean() - 9) < 0.03 and abs(magnitude[:, 0].std() - 0.5) < 0.02
+    *_, magnitude = drawn("1, 0.0, 2.0")
+    assert 0.45 < (magnitude[:, 0] == 0).mean() < 0.55  # none is below 0
+
+
+def test_randaugment_gives_the_same_whatever_the_threads_and_keeps_the_static_shape():
+    image = tf.constant(smooth_image(31, 45))
+
+    def run(parallel):
+        dataset = keys(64).map(randaugment("3, 15", image), parallel, deterministic=True)
+        assert dataset.element_spec.shape == (31, 45, 3)
+        return np.stack(list(dataset.as_numpy_iterator()))
+
+    alone = run(1)
+    np.testing.assert_array_equal(alone, run(8))
+    assert len({image.tobytes() for image in alone}) > 55  # some operations draw nothing
+
+
+def test_batches_with_randaugment_are_the_same_on_any_number_of_hosts():
+    digits = make_source("digits", split="train", image_size=(8, 8))
+    same = {"global_batch_size": 16, "seed": 3, "image_size": (8, 8), "num_steps": 1}
+
+    def images(rows, ops="pad_crop(1)|randaugment(2, 15)"):
+        host_ops, _ = parse_ops(ops, (8, 8))
+        batches = pipeline.host_batches(digits, host_ops, **same, rows=np.array(rows), start_step=5)
+        return next(batches)["image"]
+
+    alone = images(range(16))
+    np.testing.assert_array_equal(alone, np.concatenate([images(range(8)), images(range(8, 16))]))
+    assert (images(range(16), "pad_crop(1)") != alone).any(axis=(1, 2, 3)).sum() > 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("0, 15", "layers must be a positive integer, not 0"),
+        ("2.0, 15", "layers must be a positive integer, not 2.0"),
+        ("2, -1", "magnitude must be a number of at least 0, not -1"),
+        ("2, '15'", "magnitude must be a number of at least 0, not '15'"),
+        ("2, 1e999", "magnitude must be a number of at least 0, not inf"),
+        ("2, 15, -0.5", "magnitude_std must be a number of at least 0, not -0.5"),
+        ("2", "missing a required argument: 'magnitude'"),
+    ],
+)
+def test_faulty_arguments(arguments, says):
+    with pytest.raises(ValueError, match=says) as error:
+        parse_ops(f"randaugment({arguments})", (8, 8))
+    assert "usage: randaugment(layers, magnitude, magnitude_std=0.0)" in str(error.value)
