@@ -83,6 +83,7 @@ def base_config() -> ConfigDict:
     c.model.hidden_head = placeholder(bool)
     c.model.head_bias = placeholder(float)
     c.model.pos_embed = placeholder(str)
+    c.model.pos_embed_class_token = placeholder(bool)  # False: it joins after positions are added
     c.model.gelu = placeholder(str)
     c.model.dropout = placeholder(float)
     c.model.attention_dropout = placeholder(float)

@@ -69,6 +69,7 @@ def test_shapes_of_the_worked_example():
         {"pool": "token", "hidden_head": True},
         {"pool": "gap", "gelu": "exact"},
         {"pool": "map", "gelu": "exact", "hidden_head": True},
+        {"pool": "token", "pos_embed_class_token": False},
         {"pool": "token", "pos_embed": "sincos_2d"},
         {"pool": "gap", "pos_embed": "sincos_2d"},
         {"pool": "map", "pos_embed": "none"},

@@ -1,16 +1,25 @@
 """Writes parameters under the names of the published files, apart from the package's reader."""
 
 import ml_dtypes
+import numpy as np
+
+# Of a layer, or of attention pooling: the second norm, attention, MLP.
+_MODULES = {
+    "first": ("LayerNorm_2", "MultiHeadDotProductAttention_1", "MlpBlock_3"),
+    "later": ("LayerNorm_1", "MultiHeadDotProductAttention_0", "MlpBlock_0"),
+}
 
 
-def publish(params, model):
+def publish(params, model, variant="first"):
     """{published name: array} of an unrolled model's parameters."""
-    heads, (p, q) = model.num_heads, model.patch_size
+    p, q = model.patch_size
     out = {
         "embedding/kernel": params["embedding"]["kernel"].reshape(p, q, 3, model.width),
         "embedding/bias": params["embedding"]["bias"],
-        "Transformer/posembed_input/pos_embedding": params["pos_embedding"],
     }
+    if model.pos_embed == "learned_1d":
+        place = {"first": "Transformer/posembed_input/pos_embedding", "later": "pos_embedding"}
+        out[place[variant]] = params["pos_embedding"]
     if model.pool == "token":
         out["cls"] = params["class_token"]
     for ours, theirs in (("head_hidden", "pre_logits"), ("head", "head")):
@@ -18,22 +27,57 @@ def publish(params, model):
             out |= {f"{theirs}/{leaf}": params[ours][leaf] for leaf in ("kernel", "bias")}
     for leaf in ("scale", "bias"):
         out[f"Transformer/encoder_norm/{leaf}"] = params["encoder"]["norm"][leaf]
+    norm, attention, mlp = _MODULES[variant]
     for i in range(model.depth):
         layer, prefix = params["encoder"][f"layer_{i}"], f"Transformer/encoderblock_{i}"
         for leaf in ("scale", "bias"):
             out[f"{prefix}/LayerNorm_0/{leaf}"] = layer["norm_attention"][leaf]
-            out[f"{prefix}/LayerNorm_2/{leaf}"] = layer["norm_mlp"][leaf]
-        for leaf in ("kernel", "bias"):
-            out[f"{prefix}/MlpBlock_3/Dense_0/{leaf}"] = layer["mlp"]["up"][leaf]
-            out[f"{prefix}/MlpBlock_3/Dense_1/{leaf}"] = layer["mlp"]["down"][leaf]
-        attention = f"{prefix}/MultiHeadDotProductAttention_1"
-        for name in ("query", "key", "value"):
-            kernel, bias = (layer["attention"][name][leaf] for leaf in ("kernel", "bias"))
-            out[f"{attention}/{name}/kernel"] = kernel.reshape(model.width, heads, -1)
-            out[f"{attention}/{name}/bias"] = bias.reshape(heads, -1)
-        kernel = layer["attention"]["out"]["kernel"]
-        out[f"{attention}/out/kernel"] = kernel.reshape(heads, -1, model.width)
-        out[f"{attention}/out/bias"] = layer["attention"]["out"]["bias"]
+            out[f"{prefix}/{norm}/{leaf}"] = layer["norm_mlp"][leaf]
+        out |= publish_attention(layer["attention"], f"{prefix}/{attention}", model.num_heads)
+        out |= publish_mlp(layer["mlp"], f"{prefix}/{mlp}")
+    if model.pool == "map":
+        head = params["map_head"]
+        out["MAPHead_0/probe"] = head["probe"]
+        for leaf in ("scale", "bias"):
+            out[f"MAPHead_0/LayerNorm_0/{leaf}"] = head["norm"][leaf]
+        out |= publish_attention(head["attention"], f"MAPHead_0/{attention}", model.num_heads)
+        out |= publish_mlp(head["mlp"], f"MAPHead_0/{mlp}")
+    return out
+
+
+def publish_mlp(params, prefix):
+    return {
+        f"{prefix}/{theirs}/{leaf}": params[ours][leaf]
+        for ours, theirs in (("up", "Dense_0"), ("down", "Dense_1"))
+        for leaf in ("kernel", "bias")
+    }
+
+
+def publish_attention(params, prefix, heads):
+    out, width = {}, params["out"]["bias"].size
+    for name in ("query", "key", "value"):
+        kernel, bias = (params[name][leaf] for leaf in ("kernel", "bias"))
+        out[f"{prefix}/{name}/kernel"] = kernel.reshape(width, heads, -1)
+        out[f"{prefix}/{name}/bias"] = bias.reshape(heads, -1)
+    kernel = params["out"]["kernel"]
+    out[f"{prefix}/out/kernel"] = kernel.reshape(heads, -1, width)
+    out[f"{prefix}/out/bias"] = params["out"]["bias"]
+    return out
+
+
+def as_scanned(arrays):
+    """Published arrays with the layers stacked, as a scanned model has them."""
+    out, layers = {}, {}
+    for name, array in arrays.items():
+        block, _, rest = name.removeprefix("Transformer/encoderblock_").partition("/")
+        if name.startswith("Transformer/encoderblock_"):
+            layers.setdefault(rest, {})[int(block)] = array
+        else:
+            out[name] = array
+    for rest, by_layer in layers.items():
+        out[f"Transformer/encoderblock/{rest}"] = np.stack(
+            [by_layer[i] for i in range(len(by_layer))]
+        )
     return out
 
 

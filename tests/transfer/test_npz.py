@@ -6,9 +6,10 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy_vit
 import pytest
 import scipy.ndimage
-from published import as_void, publish
+from published import as_scanned, as_void, publish
 
 import vit_jax
 from vit_jax import tree
@@ -19,9 +20,9 @@ from vit_jax.transfer import init_params, load_pretrained, read_pretrained
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def run(model, params, images):
-    return model.apply({"params": params}, images)
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def run(model, params, images, method="__call__"):
+    return model.apply({"params": params}, images, method=method)
 
 
 def logits_of(model, variables, images):
@@ -32,12 +33,15 @@ def assert_close(ours, expected, tolerance=1e-5):
     np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", ["vit_finetuned", "vit_pretrained"])
+@pytest.mark.parametrize("name", ["vit_finetuned", "vit_pretrained", "vit_v2_gap", "vit_v2_map"])
 @pytest.mark.parametrize("fields", [{}, {"scan": True, "remat": "full"}], ids=["plain", "scanned"])
 def test_goldens(golden, name, fields):
     model, variables = load_pretrained(golden / f"{name}.npz", **fields)
     with np.load(golden / f"{name}.io.npz") as io:
         assert_close(logits_of(model, variables, io["image"]), io["logits"], 1e-4)
+        if "features" in io:
+            features = run(model, variables["params"], io["image"], "features")
+            assert_close(features, io["features"], 1e-4)
 
 
 def test_what_a_golden_tells_of_its_model(golden):
@@ -53,7 +57,15 @@ def test_what_a_golden_tells_of_its_model(golden):
 SIZES = {"width": 24, "depth": 2, "mlp_dim": 40, "num_heads": 2}
 
 
-def make_file(tmp_path, *, num_classes=5, image_size=12, change=lambda arrays: arrays, **fields):
+def make_file(
+    tmp_path,
+    *,
+    num_classes=5,
+    image_size=12,
+    change=lambda arrays: arrays,
+    variant="first",
+    **fields,
+):
     """(path of a published file, its model, its parameters, images)."""
     model = create_model("ViT-mu/4", num_classes, image_size, **(SIZES | fields))
     rng = np.random.default_rng(0)
@@ -63,7 +75,7 @@ def make_file(tmp_path, *, num_classes=5, image_size=12, change=lambda arrays: a
         lambda leaf: (0.3 * rng.standard_normal(leaf.shape)).astype(np.float32), shapes
     )
     path = tmp_path / "published.npz"
-    np.savez(path, **change(publish(params, model)))
+    np.savez(path, **change(publish(params, model, variant)))
     return path, model, params, images
 
 
@@ -264,13 +276,132 @@ def test_hybrid_and_bit_files_are_refused(tmp_path):
         assert part in text
 
 
-def test_the_later_variant_is_refused(tmp_path):
+def test_a_mixture_of_the_variants_is_refused(tmp_path):
     def rename(arrays):
         old = "Transformer/posembed_input/pos_embedding"
         return {"pos_embedding" if n == old else n: a for n, a in arrays.items()}
 
     path, _, _, _ = make_file(tmp_path, pool="gap", change=rename)
-    assert "unknown arrays: pos_embedding (1, 9, 24)" in said(load_pretrained, path)
+    text = said(load_pretrained, path)
+    assert "not a Vision Transformer of the first published variant" in text
+    assert "unknown arrays: pos_embedding (1, 9, 24)" in text
+
+
+LATER = {
+    "mean-pooled": {"pool": "gap"},
+    "attention-pooled": {"pool": "map", "hidden_head": True},
+    "token": {"pool": "token", "pos_embed_class_token": False},
+    "mean-pooled, sin-cos": {"pool": "gap", "pos_embed": "sincos_2d"},
+    "attention-pooled, sin-cos, no head": {
+        "pool": "map", "pos_embed": "sincos_2d", "num_classes": None,
+    },
+    "token, sin-cos": {"pool": "token", "pos_embed": "sincos_2d"},
+}  # fmt: skip
+
+
+def later(tmp_path, **fields):
+    return make_file(tmp_path, variant="later", **fields)
+
+
+@pytest.mark.parametrize("fields", LATER.values(), ids=LATER)
+@pytest.mark.parametrize("change", [dict, as_scanned], ids=["plain", "scanned"])
+def test_the_later_variant(tmp_path, fields, change):
+    path, model, params, images = later(tmp_path, change=change, **fields)
+    loaded, variables = load_pretrained(path)
+    fixed = fields.get("pos_embed") == "sincos_2d"
+    assert loaded == (model.clone(image_size=None) if fixed else model)
+    assert tree.flatten_names(variables["params"]).keys() == tree.flatten_names(params).keys()
+    expected = [numpy_vit.vit(model, params, image)["__call__"] for image in images]
+    assert_close(logits_of(loaded, variables, images), np.stack(expected))
+
+
+def test_both_places_of_the_class_token_say_the_same(tmp_path):
+    """A class token without a position is one with a position that it has taken up."""
+    path, model, params, images = later(tmp_path, pool="token", pos_embed_class_token=False)
+    _, variables = load_pretrained(path)
+    entry = np.random.default_rng(1).standard_normal((1, 1, 24)).astype(np.float32)
+    split = params | {
+        "class_token": params["class_token"] - entry,
+        "pos_embedding": np.concatenate([entry, params["pos_embedding"]], axis=1),
+    }
+    expected = run(model.clone(pos_embed_class_token=True), split, images)
+    assert_close(logits_of(model, variables, images), expected)
+
+
+def test_positions_without_a_class_entry_are_resampled_whole(tmp_path):
+    path, _, params, _ = later(tmp_path, pool="token", pos_embed_class_token=False)
+    model, variables = load_pretrained(path, image_size=(8, 20))
+    zoomed = scipy.ndimage.zoom(
+        params["pos_embedding"].reshape(3, 3, 24), (2 / 3, 5 / 3, 1), order=1
+    )
+    assert model.grid == (2, 5)
+    np.testing.assert_allclose(
+        variables["params"]["pos_embedding"][0], zoomed.reshape(-1, 24), atol=2e-6
+    )
+
+
+def test_without_positions_the_model_takes_the_size_of_its_images(tmp_path):
+    path, model, params, _ = later(tmp_path, pool="token", pos_embed="sincos_2d")
+    loaded, variables = load_pretrained(path)
+    for size in ((12, 12), (8, 20)):
+        images = np.random.default_rng(1).uniform(-1, 1, (2, *size, 3)).astype(np.float32)
+        expected = [numpy_vit.vit(model, params, image)["__call__"] for image in images]
+        assert_close(logits_of(loaded, variables, images), np.stack(expected))
+    assert "4 does not divide the image's height 10" in said(
+        logits_of, loaded, variables, np.zeros((1, 10, 12, 3), np.float32)
+    )
+    assert "needs (B, H, W, 3)" in said(
+        logits_of, loaded, variables, np.zeros((1, 12, 12, 4), np.float32)
+    )
+    fixed, variables = load_pretrained(path, image_size=(8, 20))
+    assert fixed.image_size == (8, 20)
+    assert_close(logits_of(fixed, variables, images), np.stack(expected))
+
+
+def test_learned_positions_need_an_image_size(tmp_path):
+    path, _, _, _ = later(tmp_path, pool="gap", pos_embed="sincos_2d")
+    assert "image_size=None: pos_embed='learned_1d'" in said(
+        load_pretrained, path, pos_embed="learned_1d"
+    )
+
+
+def test_init_params_of_a_file_without_positions(tmp_path):
+    path, model, params, _ = later(tmp_path, pool="gap", pos_embed="sincos_2d")
+    found = init_params(read_pretrained(path), model.clone(image_size=(8, 20)))
+    for name, leaf in tree.flatten_names(params).items():
+        np.testing.assert_array_equal(found[name], leaf, err_msg=name)
+
+
+def test_init_params_refuse_a_class_token_with_another_place(tmp_path):
+    path, model, _, _ = later(tmp_path, pool="token", pos_embed_class_token=False)
+    text = said(init_params, read_pretrained(path), model.clone(pos_embed_class_token=True))
+    assert "model.pos_embed_class_token=True, and False in the source" in text
+
+
+@pytest.mark.parametrize("place", ["params/", "opt/target/", "params/img/"])
+def test_a_model_below_other_names(tmp_path, caplog, place):
+    """As a training state, or beside a text tower; what is left out is said."""
+    caplog.set_level(logging.INFO, "vit_jax")
+
+    def nest(arrays):
+        others = {"opt/state/step": np.ones(()), "params/txt/head/bias": np.ones(3)}
+        return {place + name: array for name, array in arrays.items()} | others
+
+    path, model, params, _ = later(tmp_path, pool="map", change=nest)
+    if place == "params/":  # a text tower beside it is no optimizer's state: not to be guessed
+        assert "unknown arrays: txt/head/bias (3,)" in said(load_pretrained, path)
+        return
+    loaded, variables = load_pretrained(path)
+    assert loaded == model
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], params)
+    assert f"is read from {place}; the 2 arrays elsewhere are left out" in caplog.text
+
+
+def test_what_is_unknown_in_a_file_of_the_later_variant(tmp_path):
+    extra = {"Transformer/encoderblock_0/LayerScale_0/gamma": np.ones(24, np.float32)}
+    path, _, _, _ = later(tmp_path, pool="map", change=add(**extra))
+    text = said(load_pretrained, path)
+    assert "of the later published variant; unknown arrays: Transformer/encoderblock_0/L" in text
 
 
 def test_a_file_without_positions_is_refused(tmp_path):

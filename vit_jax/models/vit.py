@@ -41,6 +41,10 @@ class ViT(nn.Module):
     `num_classes` None makes a model without head, whose `__call__` gives the features. In
     training (`train=True`) dropout and stochastic depth need the random stream `dropout`.
     `hidden_head` puts a dense layer of width D with tanh before the linear one (pretraining).
+    `pos_embed_class_token` says whether the class token has an entry in the learned position
+    embedding; without, it joins the patches after their positions are added. `image_size` may be
+    None where no positions are learned: the model then takes images of any size that its patches
+    divide.
 
     Methods: "tokens" -> (B, N, D), the encoder's output, class token first where there is one;
       "features" -> (B, D), what the head gets; "pre_logits" -> (B, D), after the hidden layer.
@@ -48,7 +52,7 @@ class ViT(nn.Module):
     """
 
     num_classes: int | None
-    image_size: tuple[int, int]
+    image_size: tuple[int, int] | None
     patch_size: tuple[int, int]
     width: int
     depth: int
@@ -58,6 +62,7 @@ class ViT(nn.Module):
     hidden_head: bool = False
     head_bias: float = 0.0
     pos_embed: str = "learned_1d"
+    pos_embed_class_token: bool = True
     gelu: str = "tanh"
     dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -90,16 +95,10 @@ class ViT(nn.Module):
                 faults.append(f"{field}={getattr(self, field)}: needs a rate in [0, 1)")
         if self.num_classes is not None and self.num_classes < 1:
             faults.append(f"num_classes={self.num_classes}: needs a positive int, or None")
-        for axis, side, patch in zip(
-            ("height", "width"), self.image_size, self.patch_size, strict=True
-        ):
-            if side % patch:
-                below, above = side // patch * patch, (side // patch + 1) * patch
-                fits = f"{below} or {above}" if below else str(above)
-                faults.append(
-                    f"patch_size={self.patch_size}: {patch} does not divide the image's {axis} "
-                    f"{side}; choose a divisor of it, or image_size with {axis} {fits}"
-                )
+        if self.image_size is not None:
+            faults += self._undivided(self.image_size)
+        elif self.pos_embed == "learned_1d":
+            faults.append("image_size=None: pos_embed='learned_1d' needs a size; give one")
         if self.num_heads > 0 and self.width % self.num_heads:
             faults.append(
                 f"num_heads={self.num_heads} does not divide width={self.width}; "
@@ -111,22 +110,42 @@ class ViT(nn.Module):
             )
         return faults
 
+    def _undivided(self, image_size: tuple[int, int]) -> list[str]:
+        faults = []
+        for axis, side, patch in zip(("height", "width"), image_size, self.patch_size, strict=True):
+            if side % patch:
+                below, above = side // patch * patch, (side // patch + 1) * patch
+                fits = f"{below} or {above}" if below else str(above)
+                faults.append(
+                    f"patch_size={self.patch_size}: {patch} does not divide the image's {axis} "
+                    f"{side}; choose a divisor of it, or image_size with {axis} {fits}"
+                )
+        return faults
+
+    def _grid(self, image_size: tuple[int, int]) -> tuple[int, int]:
+        return image_size[0] // self.patch_size[0], image_size[1] // self.patch_size[1]
+
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of the patch grid."""
-        return self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1]
+        """Rows and columns of the patch grid; of a model that has an image size."""
+        return self._grid(self.image_size)
+
+    @property
+    def num_prefix_positions(self) -> int:
+        """Entries of the position embedding before those of the patches."""
+        learned = self.pos_embed == "learned_1d"
+        return int(learned and self.pool == "token" and self.pos_embed_class_token)
 
     def setup(self):
         # The reference embeds by a convolution, hence its initialisation, not that of Dense.
         self.embedding = nn.Dense(
             self.width, dtype=self.dtype, kernel_init=nn.initializers.lecun_normal()
         )
-        prefix = int(self.pool == "token")
-        if prefix:
+        if self.pool == "token":
             self.class_token = self.param("class_token", nn.initializers.zeros, (1, 1, self.width))
         if self.pos_embed == "learned_1d":
-            num_tokens = prefix + self.grid[0] * self.grid[1]
-            shape = (1, num_tokens, self.width)
+            num_positions = self.num_prefix_positions + self.grid[0] * self.grid[1]
+            shape = (1, num_positions, self.width)
             self.pos_embedding = self.param("pos_embedding", nn.initializers.normal(0.02), shape)
         self.embedding_dropout = nn.Dropout(self.dropout)
         self.encoder = Encoder(
@@ -161,22 +180,32 @@ class ViT(nn.Module):
 
     def tokens(self, images, *, train=False):
         """Eqs. 1-4: the encoder's output, normalised."""
-        if images.shape[1:] != (*self.image_size, 3):
+        image_size = self.image_size or images.shape[1:3]
+        if images.shape[1:] != (*image_size, 3):
             raise InputError(
                 f"images of shape {images.shape}: this model needs (B, H, W, 3) with "
                 f"image_size={self.image_size}; resize them, or the model (image_size=)"
             )
+        collect_faults(self._undivided(image_size))
         patches_BNP = extract_patches(images.astype(self.dtype), self.patch_size)
         x_BND = self.constrain(self.embedding(patches_BNP), ("batch", None, None))
-        if self.pos_embed == "sincos_2d":
-            x_BND += jnp.asarray(sincos_2d(self.grid, self.width), self.dtype)[None]
+        if not self.num_prefix_positions:
+            x_BND = self._add_positions(x_BND, image_size)
         if self.pool == "token":
             class_B1D = jnp.tile(self.class_token.astype(self.dtype), (x_BND.shape[0], 1, 1))
             x_BND = jnp.concatenate([class_B1D, x_BND], axis=1)
-        if self.pos_embed == "learned_1d":
-            x_BND += self.pos_embedding.astype(self.dtype)
+        if self.num_prefix_positions:
+            x_BND = self._add_positions(x_BND, image_size)
         x_BND = self.embedding_dropout(x_BND, deterministic=not train)
         return self.encoder(self.constrain(x_BND, ("batch", None, None)), train=train)
+
+    def _add_positions(self, x_BND, image_size):
+        if self.pos_embed == "none":
+            return x_BND
+        if self.pos_embed == "learned_1d":
+            return x_BND + self.pos_embedding.astype(self.dtype)
+        table_ND = sincos_2d(self._grid(image_size), self.width)
+        return x_BND + jnp.asarray(table_ND, self.dtype)[None]
 
     def features(self, images, *, train=False):
         """The pooled representation: class token, mean of the patches, or attention pooling."""

@@ -63,7 +63,8 @@ def load_pretrained(
       source: see `read_pretrained`.
       num_classes: replaces the whole head by a zero-initialised linear one for that many classes;
         None keeps the head.
-      image_size: resamples the position embedding to that size; None keeps it.
+      image_size: resamples the position embedding to that size; None keeps it. Where the source
+        tells no size (fixed positions) and None is given, the model takes images of any size.
       **fields: of the model's module, e.g. `scan`, `remat`, `dtype`, `dropout`.
 
     Raises:

@@ -53,7 +53,8 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
 
 def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """{leaf name: shape} of the parameters of a model, which are not made."""
-    images = jnp.zeros((1, *model.image_size, 3))
+    size = model.image_size or model.patch_size  # where none is given, none matters
+    images = jnp.zeros((1, *size, 3))
     return tree.flatten_names(jax.eval_shape(model.init, jax.random.key(0), images)["params"])
 
 
@@ -65,7 +66,7 @@ def same_head(a: nn.Module, b: nn.Module) -> bool:
 def check_architecture(pretrained: Pretrained, model: nn.Module) -> None:
     """Raises InputError if `model` computes something else from parameters of the same shapes."""
     faults = []
-    for field in ("num_heads", "pool", "pos_embed", "gelu"):
+    for field in ("num_heads", "pool", "pos_embed", "pos_embed_class_token", "gelu"):
         theirs, ours = getattr(pretrained.model, field), getattr(model, field)
         if theirs != ours:
             faults.append(f"model.{field}={ours!r}, and {theirs!r} in the source")
@@ -90,8 +91,8 @@ def fit(pretrained: Pretrained, model: nn.Module, *, reset_head: bool) -> dict[s
         wanted = {name: leaf for name, leaf in wanted.items() if not re.fullmatch(_HEAD, name)}
     if "pos_embedding" in found and "pos_embedding" in wanted:
         old, new = pretrained.model.grid, model.grid
-        if old != new and pretrained.model.pool == model.pool:
-            prefix = int(model.pool == "token")
+        prefix = model.num_prefix_positions
+        if old != new and pretrained.model.num_prefix_positions == prefix:
             found["pos_embedding"] = resample_grid(
                 found["pos_embedding"], old, new, prefix=prefix, convention=pretrained.resize
             )

@@ -102,10 +102,13 @@ def vit(model, params, image):
     p = float64(params)
     x_ND = dense(p["embedding"], patches(image, model.patch_size))
     if model.pos_embed == "sincos_2d":
-        x_ND += sincos(model.grid, model.width)
+        grid = [side // patch for side, patch in zip(image.shape, model.patch_size, strict=False)]
+        x_ND += sincos(grid, model.width)
+    if model.pos_embed == "learned_1d" and not model.pos_embed_class_token:
+        x_ND += p["pos_embedding"][0]
     if model.pool == "token":
         x_ND = np.concatenate([p["class_token"][0], x_ND])
-    if model.pos_embed == "learned_1d":
+    if model.pos_embed == "learned_1d" and model.pos_embed_class_token:
         x_ND += p["pos_embedding"][0]
     for i in range(model.depth):
         x_ND = encoder_block(p["encoder"][f"layer_{i}"], x_ND, model.num_heads, model.gelu)
