@@ -9,7 +9,7 @@ Published, ViT-B/16 on ImageNet-1k, 300 epochs, from scratch: 77.9 % top-1 at 38
 CPU, under a minute, synthetic data: --config=configs/pretrain.py:ViT-L/16,imagenet21k,debug
 """
 
-from vit_jax.config import InputError, base_config, classification, split_words
+from vit_jax.config import InputError, base_config, classification, fewshot, split_words
 from vit_jax.recipes import find_pretraining
 
 WORDS = {
@@ -18,6 +18,7 @@ WORDS = {
     "14ep": "14 epochs",
     "30ep": "30 epochs",
     "90ep": "90 epochs",
+    "fewshot": "5-shot ImageNet on the way, as in the paper's figures",
 }
 
 # Where each data set has its images to train on and to validate with. The two large ones have no
@@ -54,6 +55,13 @@ def get_config(arg=""):
     eval_ops = "decode|resize_small(256)|central_crop"
     c.evals.val = classification(split=val_split, every="1 epochs", ops=eval_ops)
 
+    if "fewshot" in chosen:
+        c.evals.fewshot = fewshot(
+            data_name=None if data == "imagenet2012" else "imagenet2012",
+            train_split="train", test_split="validation", every="5000 steps",
+            ops=eval_ops, shots=(5,),
+        )  # fmt: skip
+
     if data == "imagenet2012":
         c.loss.name = "softmax"
     else:
@@ -71,6 +79,9 @@ def get_config(arg=""):
         c.data.image_size = 2 * patch_size
         c.data.num_classes, c.data.num_examples = 10, 256
         c.evals.val.split, c.evals.val.ops, c.evals.val.every = "val", "", "10 steps"
+        if "fewshot" in chosen:
+            c.evals.fewshot.data_name, c.evals.fewshot.test_split = None, "val"
+            c.evals.fewshot.ops, c.evals.fewshot.every = "", "10 steps"
         c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "5 steps"
         c.log.every, c.checkpoint.every = "5 steps", "10 steps"
     return c
@@ -78,7 +89,7 @@ def get_config(arg=""):
 
 def choose_epochs(row, chosen):
     """The epochs that a word chooses, else the row's usual ones."""
-    wanted = [int(word.removesuffix("ep")) for word in chosen if word != "debug"]
+    wanted = [int(word.removesuffix("ep")) for word in chosen if word.endswith("ep")]
     if len(wanted) > 1 or (wanted and wanted[0] not in row.epochs):
         has = " or ".join(map(str, row.epochs))
         raise InputError(f"{' and '.join(map(str, wanted))} epochs: the paper's row has {has}")

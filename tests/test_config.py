@@ -13,6 +13,8 @@ from vit_jax.config import (
     changed_keys,
     classification,
     collect_faults,
+    eval_splits,
+    fewshot,
     flatten,
     from_json,
     image_hw,
@@ -22,6 +24,7 @@ from vit_jax.config import (
     split_words,
     step_range,
     to_json,
+    train_split,
 )
 from vit_jax.main import parse_flags
 
@@ -38,6 +41,7 @@ def config():
     c.optimizer.peak_lr = 1e-3
     c.evals.test = classification(split="test", every="1 epochs", ops="decode", batch_size=360)
     c.evals.val = classification(split="train[:10%]", every="500 steps")
+    c.evals.few = fewshot(train_split="train", test_split="test", every="1 epochs")
     return c
 
 
@@ -133,6 +137,11 @@ def test_required_keys_are_born_unset():
         ("evals.test.every", "3 steps", "3 steps"),
         ("evals.test.batch_size", "128", 128),
         ("evals.val.batch_size", "128", 128),
+        ("evals.few.every", "3 steps", "3 steps"),
+        ("evals.few.shots", "1,5", (1, 5)),
+        ("evals.few.l2", "[1, 1024.0]", (1, 1024.0)),
+        ("evals.few.num_draws", "5", 5),
+        ("evals.few.data_name", "cifar100", "cifar100"),
     ],
 )
 def test_override(config, key, text, value):
@@ -146,7 +155,7 @@ def test_override(config, key, text, value):
     "key",
     ["init_from", "model.name", "model.patch_size", "model.width", "model.scan", "model.head_bias",
      "data.image_size", "optimizer.grad_clip_norm", "log.profile", "checkpoint.keep_every",
-     "evals.test.batch_size"],
+     "evals.test.batch_size", "evals.few.data_name", "evals.test.data_dir"],
 )  # fmt: skip
 def test_what_is_optional_can_be_none(config, key):
     examples = {int: "3", float: "3", bool: "true", str: "x", object: "3"}
@@ -185,6 +194,8 @@ def test_what_is_not_optional_cannot_be_none(config):
         ("data.mean", "0.5", "needs numbers with commas between them"),
         ("data.mean", "a,b,c", "needs numbers with commas between them"),
         ("evals.test.batch_size", "many", "needs an int"),
+        ("evals.few.shots", "5", "needs numbers with commas"),
+        ("evals.few.num_draws", "None", "needs an int"),
     ],
 )
 def test_override_of_wrong_type(config, key, text, needed):
@@ -215,7 +226,7 @@ def test_section_given_instead_of_key(config):
         "--config.schedule: no such key; it holds schedule.cooldown, schedule.name, "
     )
     (fault,) = apply_overrides(config, [("evals.test", "1")])
-    assert "it holds evals.test.batch_size, evals.test.every" in fault
+    assert "it holds evals.test.batch_size, evals.test.data_dir" in fault
 
 
 def test_all_faults_at_once_and_the_rest_is_set(config):
@@ -527,11 +538,44 @@ def test_classification_entry():
     entry = classification(split="test", every="1 epochs")
     assert entry.to_dict() == {
         "type": "classification", "split": "test", "every": "1 epochs", "ops": "",
-        "batch_size": None,
+        "batch_size": None, "data_name": None, "data_dir": None,
     }  # fmt: skip
     entry.batch_size = 8
     with pytest.raises(TypeError):
         entry.batch_size = "many"
+
+
+def test_fewshot_entry():
+    entry = fewshot(train_split="train", test_split="test", every="1 epochs", shots=[5])
+    assert entry.to_dict() == {
+        "type": "fewshot", "train_split": "train", "test_split": "test", "every": "1 epochs",
+        "ops": "", "batch_size": None, "data_name": None, "data_dir": None, "shots": (5,),
+        "l2": (1024.0,), "num_draws": 3,
+    }  # fmt: skip
+    with pytest.raises(TypeError):
+        entry.num_draws = "many"
+
+
+def test_splits_that_evaluators_look_at(config):
+    config.data.name, config.data.data_dir = "cifar10", "there"
+    assert train_split(config) == ("cifar10", "train", "there")
+    config.evals.few.data_name, config.evals.val.data_dir = "cifar100", "here"
+    assert eval_splits(config, config.evals.test) == {"split": ("cifar10", "test", "there")}
+    assert eval_splits(config, config.evals.val)["split"].data_dir == "here"
+    assert eval_splits(config, config.evals.few) == {
+        "train_split": ("cifar100", "train", "there"),
+        "test_split": ("cifar100", "test", "there"),
+    }
+
+
+def test_entries_of_another_version_name_their_keys(config):
+    text = to_json(config).replace('"num_draws"', '"num_seeds"')
+    with pytest.raises(InputError) as e:
+        from_json(text)
+    assert e.value.faults == ("evals.few.num_draws: missing", "evals.few.num_seeds: no such key")
+    text = to_json(config).replace('"fewshot"', '"fewshots"')
+    with pytest.raises(InputError, match=r"evals.few.type='fewshots': did you mean fewshot\?"):
+        from_json(text)
 
 
 # Importing

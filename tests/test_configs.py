@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 from PIL import Image
 
-from vit_jax.config import InputError, load_config
+from vit_jax.config import InputError, eval_splits, load_config
 from vit_jax.data import parse_ops
 from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.experiment import make_experiment, num_steps
@@ -21,7 +21,11 @@ CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # For every file: the words of its full form and those of its debug form.
 FORMS = {
     "quickstart": ["", "debug"],
-    "pretrain": ["ViT-B/16,imagenet2012", "ViT-L/16,imagenet21k,debug"],
+    "pretrain": [
+        "ViT-B/16,imagenet2012",
+        "ViT-L/16,imagenet21k,debug",
+        "ViT-B/16,jft=mine,fewshot,debug",
+    ],
     "cifar10": ["", "small", "debug", "small,debug"],
     "folder": ["", "ViT-S/16", "debug", "ViT-S/16,debug"],
 }
@@ -79,7 +83,7 @@ def test_debug_form_is_ready_to_run(name, words, tmp_path, pictures):
     assert run.experiment.num_params < 100_000
     assert not (tmp_path / "workdir").exists()
     for name, entry in run.config.evals.items():
-        assert entry.split in run.sources
+        assert set(eval_splits(run.config, entry).values()) <= run.sources.keys()
         assert 0 < num_steps(run.config, f"evals.{name}.every") <= run.experiment.total_steps
 
 
@@ -258,8 +262,9 @@ def test_folder_at_another_image_size(pictures, tmp_path, image_size):
     train_ops, _ = parse_ops(c.data.ops, image_size)
     eval_ops, _ = parse_ops(c.evals.val.ops, image_size)
     same = {"global_batch_size": 2, "image_size": image_size, "rows": np.arange(2)}
-    train = host_batches(run.sources["train"], train_ops, **same, seed=0, start_step=0, num_steps=1)
-    for batches in (train, host_eval_batches(run.sources["val"], eval_ops, **same)):
+    train = host_batches(run.train_source, train_ops, **same, seed=0, start_step=0, num_steps=1)
+    val = run.sources[eval_splits(run.config, run.config.evals.val)["split"]]
+    for batches in (train, host_eval_batches(val, eval_ops, **same)):
         assert next(batches)["image"].shape == (2, *image_size, 3)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from vit_jax.config import classification, load_config
+from vit_jax.config import SplitKey, classification, load_config
 from vit_jax.data import make_source
 from vit_jax.evaluators import make_evaluators
 from vit_jax.evaluators.classification import Classification
@@ -150,7 +150,8 @@ def test_every_digit_counts_once(digits, model_on_mesh, loss_name):
     images, labels = digits
     config, model, mesh, state = model_on_mesh
     config.loss.name = loss_name
-    sources = {"test": make_source("digits", split="test", image_size=(8, 8))}
+    test = make_source("digits", split="test", image_size=(8, 8))
+    sources = {SplitKey("digits", "test", None): test}
     values = (images / 255 - [0.4, 0.5, 0.6]) / [0.2, 0.3, 0.4]
     with jax.set_mesh(mesh):
         evaluators = make_evaluators(config, model, mesh, sources)

@@ -1,17 +1,23 @@
 """What can be known of a config before a file or a device is touched."""
 
+import inspect
+
 import pytest
 from ml_collections import ConfigDict
 
 from vit_jax import models
 from vit_jax.config import (
+    EVAL_TYPES,
     InputError,
     apply_overrides,
     base_config,
     classification,
+    eval_keys,
+    fewshot,
     from_json,
     to_json,
 )
+from vit_jax.evaluators import EVALUATORS
 from vit_jax.validation import find_faults, validate
 
 
@@ -22,6 +28,7 @@ def config():
     c.model.name, c.data.name, c.data.image_size = "ViT-mu/4", "digits", 8
     c.optimizer.peak_lr = 1e-3
     c.evals.test = classification(split="test", every="1 epochs")
+    c.evals.few = fewshot(train_split="train", test_split="test", every="1 epochs")
     return c
 
 
@@ -98,7 +105,12 @@ FAULTS = [
     ({"data.ops": "pad_crop"}, "data.ops: 'pad_crop': missing", "usage: pad_crop(padding)"),
     ({"evals.test.ops": "rezise"}, "evals.test.ops: unknown op", "did you mean 'resize'?"),
     ({"evals.test.ops": "flip"}, "evals.test.ops='flip': flip is for training", "leave it out"),
-    ({"evals.test.type": "fewshot"}, "evals.test.type='fewshot':", "known: classification"),
+    ({"evals.test.type": "fewshots"}, "evals.test.type='fewshots':", "did you mean fewshot?"),
+    ({"evals.few.every": "often"}, "evals.few.every='often'", '"90 epochs"'),
+    ({"evals.few.ops": "flip"}, "evals.few.ops='flip': flip is for training", "leave it out"),
+    ({"evals.few.shots": "0,"}, "evals.few.shots=(0,): needs positive ints", "1,5,10,25"),
+    ({"evals.few.l2": "-1,"}, "evals.few.l2=(-1,): needs positive numbers", "1024,"),
+    ({"evals.few.num_draws": "0"}, "evals.few.num_draws=0: needs a positive int", "int"),
     # what is minimised, and how
     ({"objective.name": "supervized"}, "objective.name='supervized':", "did you mean supervised?"),
     ({"loss.name": "softmx"}, "loss.name='softmx':", "did you mean softmax?"),
@@ -215,11 +227,22 @@ def test_names_that_an_evaluator_cannot_have(config, name):
     assert fault.startswith(f"evals.{name}: choose a name")
 
 
+def test_every_type_of_evaluator_has_its_helper():
+    assert EVALUATORS.keys() == EVAL_TYPES.keys()
+    for kind, helper in EVAL_TYPES.items():
+        parameters = inspect.signature(helper).parameters.values()
+        required = {p.name: "1 epochs" for p in parameters if p.default is p.empty}
+        entry = helper(**required)
+        assert entry.type == kind
+        assert set(entry) == eval_keys(kind)
+
+
 def test_config_that_is_not_born_from_base_config(config):
     assert "model.name: missing; begin with base_config()" in find_faults(ConfigDict({"seed": 0}))
     config.evals.own = ConfigDict({"type": "classification", "split": "test", "evry": "1 epochs"})
     faults = find_faults(config)
     assert [fault.split(":")[0] for fault in faults] == [
-        f"evals.own.{key}" for key in ("batch_size", "every", "evry", "ops")
+        f"evals.own.{key}"
+        for key in ("batch_size", "data_dir", "data_name", "every", "evry", "ops")
     ]
     assert all("make it by config.classification()" in fault for fault in faults)

@@ -8,12 +8,13 @@ device and no TensorFlow.
 import ast
 import difflib
 import importlib.util
+import inspect
 import json
 import pathlib
 import re
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -151,20 +152,85 @@ REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.im
 FREE_ON_RESUME = ("mesh.", "checkpoint.", "log.", "evals.", "data.data_dir", "model.remat")
 
 
-def classification(*, split: str, every: str, ops: str = "", batch_size: int | None = None):
+def classification(
+    *,
+    split: str,
+    every: str,
+    ops: str = "",
+    batch_size: int | None = None,
+    data_name: str | None = None,
+    data_dir: str | None = None,
+) -> ConfigDict:
     """An entry of `evals`: top-1, top-5, loss over one pass of `split`.
 
-    `every` is a duration; `ops` are host ops; `batch_size` None means `global_batch_size`.
+    `every` is a duration; `ops` are host ops; `batch_size` None means `global_batch_size`;
+    `data_name` and `data_dir` None mean those of training.
     """
-    entry = {"type": "classification", "split": split, "every": every, "ops": ops}
-    return _typed_entry(entry | {"batch_size": batch_size})
+    return _typed_entry({"type": "classification"} | locals())
+
+
+def fewshot(
+    *,
+    train_split: str,
+    test_split: str,
+    every: str,
+    ops: str = "",
+    batch_size: int | None = None,
+    data_name: str | None = None,
+    data_dir: str | None = None,
+    shots: tuple[int, ...] = (1, 5, 10, 25),
+    l2: tuple[float, ...] = (1024.0,),
+    num_draws: int = 3,
+) -> ConfigDict:
+    """An entry of `evals`: top-1 by least squares from frozen features of a few images a class.
+
+    For each k of `shots`, k images of each class are drawn from `train_split`, `num_draws` times.
+    `l2` is the weight of the squared norm; of several the best on `test_split` is reported. The
+    classes may be others than those trained on. What else there is means what it means in
+    `classification`.
+    """
+    return _typed_entry({"type": "fewshot"} | locals())
+
+
+# The kinds of entries of `evals`, each with its helper, whose arguments are the entry's keys.
+EVAL_TYPES = {"classification": classification, "fewshot": fewshot}
+
+_OPTIONAL_IN_EVALS = {"batch_size": int, "data_name": str, "data_dir": str}
+
+
+def eval_keys(kind: str) -> set[str]:
+    """The keys of an entry of `evals` whose type is `kind`, one of EVAL_TYPES."""
+    return {"type", *inspect.signature(EVAL_TYPES[kind]).parameters}
 
 
 def _typed_entry(values: dict[str, Any]) -> ConfigDict:
-    """An entry of `evals`, locked; None is a value of `batch_size` alone."""
-    entry = ConfigDict(values | {"batch_size": placeholder(int)})
-    entry.batch_size = values["batch_size"]
+    """An entry of `evals`, locked; None is a value of what is optional alone."""
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    entry = ConfigDict(values | {key: placeholder(t) for key, t in _OPTIONAL_IN_EVALS.items()})
+    for key in _OPTIONAL_IN_EVALS:
+        entry[key] = values[key]
     return entry.lock()
+
+
+class SplitKey(NamedTuple):
+    """What tells the splits apart that a run opens."""
+
+    data_name: str
+    split: str
+    data_dir: str | None
+
+
+def train_split(config: ConfigDict) -> SplitKey:
+    """The split that is trained on."""
+    return SplitKey(config.data.name, config.data.split, config.data.data_dir)
+
+
+def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:
+    """{key: split} of the keys of an entry of `evals` that hold splits."""
+    name = config.data.name if entry.data_name is None else entry.data_name
+    data_dir = config.data.data_dir if entry.data_dir is None else entry.data_dir
+    keys = sorted(key for key in entry if key.endswith("split"))
+    return {key: SplitKey(name, entry[key], data_dir) for key in keys}
 
 
 def split_words(arg: str, known: dict[str, str]) -> tuple[list[str], set[str]]:
@@ -301,8 +367,9 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
             node = node[parent]
         kind = node.get_type(leaf)
         try:
-            # An entry of `evals` is typed by its helper, whose only None is batch_size.
-            may_be_none = key in optional or leaf == "batch_size"
+            # An entry of `evals` is typed by its helper.
+            in_evals = key.startswith("evals.") and leaf in _OPTIONAL_IN_EVALS
+            may_be_none = key in optional or in_evals
             with node.ignore_type():
                 node[leaf] = _parse_value(text, kind, may_be_none)
         except ValueError as e:
@@ -326,7 +393,15 @@ def from_json(text: str, where: str = "config.json") -> ConfigDict:
         stored = json.loads(text)
         evals = stored.pop("evals")
         for name, entry in evals.items():
-            config.evals[name] = _typed_entry(entry)
+            if entry["type"] not in EVAL_TYPES:
+                hint = nearest(str(entry["type"]), list(EVAL_TYPES))
+                faults.append(f"evals.{name}.type={entry['type']!r}: {hint}")
+                continue
+            wanted, found = eval_keys(entry["type"]), set(entry)
+            faults += [f"evals.{name}.{key}: missing" for key in sorted(wanted - found)]
+            faults += [f"evals.{name}.{key}: no such key" for key in sorted(found - wanted)]
+            if wanted == found:
+                config.evals[name] = _typed_entry(entry)
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise InputError(f"{where}: not as a run writes it ({type(e).__name__}: {e})") from None
 

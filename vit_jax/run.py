@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import checkpoint, data, files, transfer
 from vit_jax import config as config_lib
-from vit_jax.config import Faults, InputError, collect_faults
+from vit_jax.config import Faults, InputError, SplitKey, collect_faults
 from vit_jax.data.sources import fingerprint
 from vit_jax.experiment import Experiment, make_experiment
 from vit_jax.mesh import check_batch_size, make_mesh
@@ -23,16 +23,21 @@ class Run:
     """What a run needs, checked; nothing is written yet.
 
     config: resolved: what the data set says is filled in.
-    sources: by split.
+    sources: by what `config.train_split` and `config.eval_splits` give.
     initial_params: {leaf name: array} that the model takes from `init_from`; None for none.
     """
 
     config: ConfigDict
     workdir: epath.Path
     mesh: Mesh
-    sources: Mapping[str, data.Source]
+    sources: Mapping[SplitKey, data.Source]
     experiment: Experiment
     initial_params: Any = None
+
+    @property
+    def train_source(self) -> data.Source:
+        """The split that is trained on."""
+        return self.sources[config_lib.train_split(self.config)]
 
 
 def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = True) -> Run:
@@ -72,7 +77,9 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     return Run(config, workdir, mesh, sources, experiment, params)
 
 
-def open_sources(config: ConfigDict, training: bool) -> tuple[ConfigDict, dict[str, data.Source]]:
+def open_sources(
+    config: ConfigDict, training: bool
+) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
     """The config with what the data set says filled in, and the source of every split.
 
     Without `training` the training split is left out; what it says is in the config already.
@@ -80,39 +87,50 @@ def open_sources(config: ConfigDict, training: bool) -> tuple[ConfigDict, dict[s
     config = config.copy_and_resolve_references()
     d = config.data
 
-    def open_split(split, num_examples=None):
+    def open_split(key, num_classes, num_examples=None):
         return data.make_source(
-            d.name,
-            split=split,
-            data_dir=d.data_dir,
+            key.data_name,
+            split=key.split,
+            data_dir=key.data_dir,
             seed=config.seed,
             image_size=config_lib.image_hw(d.image_size),
-            num_classes=d.num_classes,
+            num_classes=num_classes,
             num_examples=num_examples,
         )
 
-    sources = {}
+    sources, own, faults = {}, config_lib.train_split(config), Faults()
     if training:
-        sources[d.split] = train = open_split(d.split, d.num_examples)
+        sources[own] = train = open_split(own, d.num_classes, d.num_examples)
         d.num_classes, d.num_examples = train.num_classes, train.num_examples
-    made_up = d.num_examples if d.name == "synthetic" else None
-    for entry in config.evals.values():
-        if entry.split not in sources:
-            sources[entry.split] = open_split(entry.split, made_up)
+    for name, entry in config.evals.items():
+        for split_key, key in config_lib.eval_splits(config, entry).items():
+            synthetic = key.data_name == "synthetic"
+            trained_on = (key.data_name, key.data_dir) == (own.data_name, own.data_dir)
+            # A few-shot evaluator learns the classes of its data; another needs the model's.
+            needs_classes = synthetic or trained_on or entry.type != "fewshot"
+            num_classes = d.num_classes if needs_classes else None
+            num_examples = d.num_examples if synthetic else None
+            source = sources.get(key)
+            if source is None or num_classes not in (None, source.num_classes):
+                sources[key] = faults.check(
+                    open_split, key, num_classes, num_examples, prefix=f"evals.{name}.{split_key}: "
+                )
+    collect_faults(faults)
     return config, sources
 
 
-def check_images(config: ConfigDict, sources: Mapping[str, data.Source]) -> None:
+def check_images(config: ConfigDict, sources: Mapping[SplitKey, data.Source]) -> None:
     """Raises InputError if the ops of training or of an evaluator do not give `data.image_size`."""
     image_size = config_lib.image_hw(config.data.image_size)
     one = {"global_batch_size": 1, "image_size": image_size, "rows": np.arange(1)}
-    if config.data.split in sources:
+    if config_lib.train_split(config) in sources:
         host_ops, _ = data.parse_ops(config.data.ops, image_size)
-        source = sources[config.data.split]
+        source = sources[config_lib.train_split(config)]
         data.host_batches(source, host_ops, **one, seed=0, start_step=0, num_steps=0)
     for name, entry in config.evals.items():
         host_ops, _ = data.parse_ops(entry.ops, image_size)
-        data.host_eval_batches(sources[entry.split], host_ops, **one, key=f"evals.{name}.ops")
+        for key in config_lib.eval_splits(config, entry).values():
+            data.host_eval_batches(sources[key], host_ops, **one, key=f"evals.{name}.ops")
 
 
 def check_writable(workdir: epath.Path) -> None:
@@ -142,7 +160,7 @@ def data_fingerprint(run: Run) -> str:
     """Of all that decides which bytes the batch of a step holds, but for code."""
     c = run.config
     return fingerprint(
-        run.sources[c.data.split].fingerprint,
+        run.train_source.fingerprint,
         c.seed,
         c.global_batch_size,
         c.data.ops,

@@ -77,7 +77,12 @@ def describe(run: Run) -> None:
     ways = math.prod(run.mesh.shape[axis] for axis in BATCH_AXES)
     logger.info("batch: %d globally, %d per host, %d per device", size, rows, size // ways)
     e, data_config = run.experiment, run.config.data
-    splits = ", ".join(f"{split} {s.num_examples:,}" for split, s in run.sources.items())
+    own = config_lib.train_split(run.config).data_name
+    splits = ", ".join(
+        f"{key.split if key.data_name == own else f'{key.data_name} {key.split}'} "
+        f"{source.num_examples:,}"
+        for key, source in run.sources.items()
+    )
     logger.info(
         "data: %s, %d classes, examples: %s; %s steps",
         data_config.name, data_config.num_classes, splits, f"{e.total_steps:,}",
@@ -122,7 +127,7 @@ def write_workdir(run: Run) -> None:
         except OSError as e:
             raise InputError(f"--workdir={run.workdir}: {e.strerror}; choose another") from None
         write_whole(run.workdir / "config.json", config_lib.to_json(run.config))
-        class_names = run.sources[run.config.data.split].class_names
+        class_names = run.train_source.class_names
         if class_names is not None:
             text = json.dumps(list(class_names), indent=2, ensure_ascii=False) + "\n"
             write_whole(run.workdir / "classes.json", text)
@@ -222,7 +227,7 @@ def train_batches(run: Run, start: int) -> Iterator[dict[str, jax.Array]]:
     image_size = config_lib.image_hw(run.config.data.image_size)
     host_ops, _ = data.parse_ops(run.config.data.ops, image_size)
     return data.train_batches(
-        run.sources[run.config.data.split],
+        run.train_source,
         host_ops,
         global_batch_size=run.config.global_batch_size,
         seed=run.config.seed,
@@ -341,7 +346,7 @@ def write_summary(run: Run) -> dict[str, Any]:
 
 def _readable(values: Mapping[str, float]) -> str:
     def show(name, value):
-        if name.endswith(("top1", "top5")):
+        if name.endswith(("top1", "top5", "top1_std")):
             return f"{name} {value:.2%}"
         return f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
 

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from ml_collections import ConfigDict
 
 from vit_jax.config import (
+    EVAL_TYPES,
     REQUIRED,
     Faults,
     base_config,
-    classification,
     collect_faults,
+    eval_keys,
     flatten,
     image_hw,
     model_fields,
@@ -20,7 +21,7 @@ from vit_jax.config import (
 )
 from vit_jax.data import parse_ops
 from vit_jax.data.device_ops import MIXING_OPS, Pairs
-from vit_jax.evaluators import EVALUATORS
+from vit_jax.evaluators.fewshot import check_choices
 from vit_jax.mesh import PLATFORMS
 from vit_jax.models import create_model
 from vit_jax.objectives import OBJECTIVES
@@ -110,23 +111,27 @@ def _all_faults(config: ConfigDict) -> list[str]:
         taken = name in ("train", "time") or not re.fullmatch(r"\w+", name)
         need(not taken, f"evals.{name}: choose a name of letters other than train and time, which "
              "the run's own metrics have")  # fmt: skip
-        known(f"evals.{name}.type", entry.type, EVALUATORS)
         positive(f"evals.{name}.batch_size")
+        if entry.type == "fewshot":
+            check(check_choices, entry.shots, entry.l2, entry.num_draws, prefix=f"evals.{name}.")
     return faults
 
 
 def _misshapen(config: ConfigDict) -> list[str]:
     """What a config that does not come from `base_config()` lacks, or has besides."""
     wanted = set(flatten(base_config()))
-    entry = set(classification(split="", every=""))
     evals = config.get("evals", {})
     found = set(flatten(config)) - {f"evals.{name}.{key}" for name in evals for key in evals[name]}
     faults = [f"{key}: missing; begin with base_config()" for key in sorted(wanted - found)]
     faults += [f"{key}: no such key; {nearest(key, sorted(wanted))}"
                for key in sorted(found - wanted)]  # fmt: skip
     for name in evals:
-        faults += [f"evals.{name}.{key}: missing or unknown; make it by config.classification()"
-                   for key in sorted(entry ^ set(evals[name]))]  # fmt: skip
+        kind = evals[name].get("type")
+        if kind in EVAL_TYPES:
+            faults += [f"evals.{name}.{key}: missing or unknown; make it by config.{kind}()"
+                       for key in sorted(eval_keys(kind) ^ set(evals[name]))]  # fmt: skip
+        else:
+            faults.append(f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVAL_TYPES))}")
     return faults
 
 

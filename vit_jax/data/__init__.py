@@ -10,7 +10,13 @@ from vit_jax.config import InputError
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.image_folder import folder
 from vit_jax.data.ops import OPS, parse_ops
-from vit_jax.data.pipeline import eval_batches, host_batches, host_eval_batches, train_batches
+from vit_jax.data.pipeline import (
+    eval_batches,
+    host_batches,
+    host_eval_batches,
+    read_labels,
+    train_batches,
+)
 from vit_jax.data.prepared_tfds import tfds_source
 from vit_jax.data.sources import Source, digits, synthetic
 
@@ -24,6 +30,7 @@ __all__ = [
     "make_device_transform",
     "make_source",
     "parse_ops",
+    "read_labels",
     "to_value_range",
     "train_batches",
 ]

@@ -33,6 +33,7 @@ from vit_jax.data.ops import Op
 from vit_jax.data.sources import Source
 
 _BATCHES_IN_FLIGHT = 2
+_LABELS_AT_ONCE = 4096
 
 Batch = dict[str, np.ndarray]
 
@@ -72,6 +73,7 @@ def eval_batches(
     global_batch_size: int,
     image_size: tuple[int, int],
     sharding: jax.sharding.Sharding,
+    record_ids: np.ndarray | None = None,
 ) -> Iterator[dict[str, jax.Array]]:
     """Global batches of one pass over the split; see `host_eval_batches`."""
     batches = host_eval_batches(
@@ -80,8 +82,22 @@ def eval_batches(
         global_batch_size=global_batch_size,
         image_size=image_size,
         rows=order.local_rows(sharding, global_batch_size),
+        record_ids=record_ids,
     )
     return _put_ahead(batches, sharding, global_batch_size)
+
+
+def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
+    """The labels of the records from `start` to before `stop`: int32 (stop - start,).
+
+    Images are not decoded, nor read where the source keeps its labels apart.
+    """
+    ids = tf.data.Dataset.range(start, stop)
+    if source.encoded:
+        labels = ids.map(lambda i: source.read(i)["label"], tf.data.AUTOTUNE).batch(_LABELS_AT_ONCE)
+    else:
+        labels = ids.batch(_LABELS_AT_ONCE).map(lambda i: source.read(i)["label"])
+    return np.concatenate([np.zeros(0, np.int32), *labels.as_numpy_iterator()])
 
 
 def host_batches(
@@ -120,9 +136,12 @@ def host_eval_batches(
     global_batch_size: int,
     image_size: tuple[int, int],
     rows: np.ndarray,
+    record_ids: np.ndarray | None = None,
     key: str = "evals.*.ops",
 ) -> Iterator[Batch]:
     """The rows `rows` of each batch of one pass over the split, in its order, in NumPy.
+
+    `record_ids`, int64 (n,), are the records to read, in their order, if not all are.
 
     Every example comes once over all rows; the last batch is filled up with padding, so the
     number of batches is the same on every process.
@@ -131,12 +150,16 @@ def host_eval_batches(
     """
     local_rows = tf.constant(rows, tf.int64)
 
+    num_records = source.num_examples if record_ids is None else len(record_ids)
+
     def arrange(step):
         positions = step * global_batch_size + local_rows
-        record_ids = tf.where(positions < source.num_examples, positions, -1)
-        return record_ids, order.keys(positions, seed=0)
+        found = positions
+        if record_ids is not None:
+            found = tf.gather(tf.constant(record_ids, tf.int64), positions % num_records)
+        return tf.where(positions < num_records, found, -1), order.keys(positions, seed=0)
 
-    steps = tf.data.Dataset.range(math.ceil(source.num_examples / global_batch_size))
+    steps = tf.data.Dataset.range(math.ceil(num_records / global_batch_size))
     return _batches(source, host_ops, steps.map(arrange), len(rows), image_size, key)
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 import jax
 import numpy as np
 
-from vit_jax.objectives.supervised import Loss, hits
+from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.objectives.supervised import Loss, hits, make_loss
 
 _BATCHES_IN_FLIGHT = 2
 
@@ -50,3 +51,8 @@ class Classification:
         }
         means = {name: float(total / max(seen, 1.0)) for name, total in totals.items()}
         return means | {"num_examples": int(seen)}
+
+
+def make_classification(inputs: EvalInputs) -> Classification:
+    """The evaluator of an entry that `config.classification` made."""
+    return Classification(inputs.apply, make_loss(**inputs.config.loss), inputs.batches)

@@ -1,0 +1,71 @@
+"""The splits that a run opens for training and for its evaluators."""
+
+import pytest
+
+from vit_jax.config import (
+    InputError,
+    base_config,
+    classification,
+    eval_splits,
+    fewshot,
+    train_split,
+)
+from vit_jax.run import check_images, open_sources
+
+
+def make_config(num_classes=10, **evals):
+    c = base_config()
+    c.data.name, c.data.num_classes, c.data.num_examples = "synthetic", num_classes, 64
+    c.data.image_size = 8
+    for name, entry in evals.items():
+        c.evals[name] = entry
+    return c
+
+
+def few(**fields):
+    return fewshot(train_split="train", test_split="test", every="1 epochs", **fields)
+
+
+def check(**fields):
+    return classification(split="test", every="1 epochs", **fields)
+
+
+def test_another_data_set_may_have_other_classes_where_these_are_learnt():
+    config = make_config(num_classes=3, few=few(data_name="digits"), own=few(), test=check())
+    config, sources = open_sources(config, training=True)
+    found = {(key.data_name, key.split): s.num_classes for key, s in sources.items()}
+    assert found == {
+        ("synthetic", "train"): 3,
+        ("synthetic", "test"): 3,
+        ("digits", "train"): 10,
+        ("digits", "test"): 10,
+    }
+    assert sources[train_split(config)].num_examples == config.data.num_examples == 64
+    assert sources[eval_splits(config, config.evals.few)["test_split"]].num_examples == 360
+    check_images(config, sources)
+
+
+@pytest.mark.parametrize("first", ["few", "test"])
+def test_another_data_set_must_have_the_classes_of_the_model(first):
+    entries = {"few": few(data_name="digits"), "test": check(data_name="digits")}
+    ordered = {name: entries[name] for name in sorted(entries, key=lambda name: name != first)}
+    with pytest.raises(InputError) as error:
+        open_sources(make_config(num_classes=3, **ordered), training=True)
+    (fault,) = error.value.faults
+    assert fault.startswith("evals.test.split: data.num_classes=3: digits test has 10")
+
+
+def test_all_faulty_splits_are_named():
+    faulty = few(data_name="digits")
+    faulty.train_split, faulty.test_split = "trian", "tset"
+    with pytest.raises(InputError) as error:
+        open_sources(make_config(few=faulty), training=False)
+    test, train = error.value.faults
+    assert test.startswith("evals.few.test_split: data.split='tset'")
+    assert train.startswith("evals.few.train_split: data.split='trian'")
+
+
+def test_images_of_another_data_set_are_checked():
+    config = make_config(few=few(data_name="digits", ops="resize(9)"))
+    with pytest.raises(InputError, match=r"evals\.few\.ops='resize\(9\)' gives images of"):
+        check_images(*open_sources(config, training=False))
