@@ -98,7 +98,16 @@ def base_config() -> ConfigDict:
     c.data.data_dir = placeholder(str)  # None: where TFDS keeps its data sets
     c.data.image_size = placeholder(object)  # int or (height, width), in pixels
     c.data.num_classes = placeholder(int)  # None: what the data set says
-    c.data.num_examples = placeholder(int)  # None: what the data set says
+    # Of training; a mixture has those of all its data sets. An epoch is so many positions, whatever
+    # data.repeats and the weights of data.mix. None: what the data set says.
+    c.data.num_examples = placeholder(int)
+    c.data.mix = ""  # "NAME=WEIGHT, NAME@SPLIT=WEIGHT"; data.name gets what is left of 1
+    c.data.order = placeholder(str)  # record or chunk; None: chunk from 100 million examples on
+    c.data.chunk_size = 64  # consecutive records that `chunk` reads together
+    c.data.streams = placeholder(int)  # chunks read side by side; None: up to 256, by the batch
+    c.data.repeats = 1  # views of a record side by side in a batch (arXiv:1901.09335)
+    c.data.reader = placeholder(str)  # of TFDS: memory, offsets, array_record; None: by size
+    c.data.max_corrupt_fraction = 0.1  # of the examples so far; above it the run stops
     c.data.ops = ""  # of training; "decode|resize|flip" and so on
     c.data.mean = (0.5, 0.5, 0.5)  # the model sees (image / 255 - mean) / std
     c.data.std = (0.5, 0.5, 0.5)
@@ -149,7 +158,8 @@ REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.im
             "optimizer.peak_lr")  # fmt: skip
 
 # What may change when a run is resumed: where and how it runs, never what it computes.
-FREE_ON_RESUME = ("mesh.", "checkpoint.", "log.", "evals.", "data.data_dir", "model.remat")
+FREE_ON_RESUME = ("mesh.", "checkpoint.", "log.", "evals.", "data.data_dir", "data.reader",
+                  "data.max_corrupt_fraction", "model.remat")  # fmt: skip
 
 
 def classification(
@@ -221,8 +231,9 @@ class SplitKey(NamedTuple):
 
 
 def train_split(config: ConfigDict) -> SplitKey:
-    """The split that is trained on."""
-    return SplitKey(config.data.name, config.data.split, config.data.data_dir)
+    """What is trained on: a split, or the mixture that begins with it."""
+    split = config.data.split + (f" + {config.data.mix}" if config.data.mix else "")
+    return SplitKey(config.data.name, split, config.data.data_dir)
 
 
 def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:

@@ -119,7 +119,11 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
     objective = OBJECTIVES[config.objective.name](model, make_loss(**config.loss))
     _, device_ops = parse_ops(config.data.ops, image_size)
     transform = make_device_transform(
-        device_ops, config.data.mean, config.data.std, num_classes=config.data.num_classes
+        device_ops,
+        config.data.mean,
+        config.data.std,
+        num_classes=config.data.num_classes,
+        repeats=config.data.repeats,
     )
 
     init = functools.partial(init_state, model, tx, image_size, config.seed)

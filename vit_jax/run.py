@@ -87,10 +87,11 @@ def open_sources(
     config = config.copy_and_resolve_references()
     d = config.data
 
-    def open_split(key, num_classes, num_examples=None):
+    def open_split(key, num_classes=None, num_examples=None):
         return data.make_source(
             key.data_name,
             split=key.split,
+            reader=d.reader,
             data_dir=key.data_dir,
             seed=config.seed,
             image_size=config_lib.image_hw(d.image_size),
@@ -98,10 +99,28 @@ def open_sources(
             num_examples=num_examples,
         )
 
-    sources, own, faults = {}, config_lib.train_split(config), Faults()
+    sources, own, faults = {}, SplitKey(d.name, d.split, d.data_dir), Faults()
     if training:
-        sources[own] = train = open_split(own, d.num_classes, d.num_examples)
+        parts = data.parse_mix(d.mix)
+        sources[own] = train = open_split(own, d.num_classes, None if parts else d.num_examples)
+        if parts:
+            keys = [SplitKey(part.name, part.split or d.split, d.data_dir) for part in parts]
+            others = [faults.check(open_split, key, prefix="data.mix: ") for key in keys]
+            collect_faults(faults)
+            sources[config_lib.train_split(config)] = train = data.concatenate([train, *others])
+        if d.num_examples not in (None, train.num_examples):
+            raise InputError(
+                f"data.num_examples={d.num_examples}: the data sets of data.mix and data.name have "
+                f"{train.num_examples} together; leave it out"
+            )
         d.num_classes, d.num_examples = train.num_classes, train.num_examples
+        d.order, d.streams = data.resolve_order(
+            d.order,
+            d.streams,
+            num_examples=d.num_examples,
+            global_batch_size=config.global_batch_size,
+            repeats=d.repeats,
+        )
     for name, entry in config.evals.items():
         for split_key, key in config_lib.eval_splits(config, entry).items():
             synthetic = key.data_name == "synthetic"
@@ -117,6 +136,21 @@ def open_sources(
                 )
     collect_faults(faults)
     return config, sources
+
+
+def training_order(config: ConfigDict, source: data.Source) -> data.Order:
+    """The order of training on `source`, by a config that `open_sources` has filled in."""
+    d = config.data
+    return data.make_order(
+        d.order,
+        source.part_sizes,
+        config.seed,
+        global_batch_size=config.global_batch_size,
+        chunk_size=d.chunk_size,
+        streams=d.streams,
+        repeats=d.repeats,
+        weights=[part.weight for part in data.parse_mix(d.mix)],
+    )
 
 
 def check_images(config: ConfigDict, sources: Mapping[SplitKey, data.Source]) -> None:
@@ -165,4 +199,5 @@ def data_fingerprint(run: Run) -> str:
         c.global_batch_size,
         c.data.ops,
         config_lib.image_hw(c.data.image_size),
+        [c.data.order, c.data.chunk_size, c.data.streams, c.data.repeats, c.data.mix],
     )

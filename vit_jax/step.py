@@ -56,6 +56,7 @@ def make_train_step(
         transform_key, model_key = jax.random.split(step_key)
         rows = jnp.arange(batch["image"].shape[0])
         row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(transform_key, rows)
+        mask = batch["mask"]
         batch = transform(batch, row_keys)
 
         def loss_fn(params):
@@ -66,6 +67,7 @@ def make_train_step(
         (loss, (out, weight)), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         metrics = {name: total / weight for name, total in out.metric_sums.items()}
+        metrics["corrupt"] = (1.0 - mask).sum()
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         state = state.replace(
             step=state.step + 1,

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,15 +24,20 @@ from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment import num_steps
 from vit_jax.files import write_whole
 from vit_jax.mesh import BATCH_AXES, PreemptionGuard, batch_sharding
-from vit_jax.run import Run, data_fingerprint, prepare
+from vit_jax.run import Run, data_fingerprint, prepare, training_order
 
 logger = logging.getLogger("vit_jax")
 
+_EXAMPLES_TO_JUDGE_BY = 10_000  # or the data set, if it is smaller; before, few may be many
 _STEPS_IN_FLIGHT = 2  # dispatched and not finished; each holds its batch on the devices
 
 
 class NonFiniteError(RuntimeError):
     """A loss or a gradient is infinite or not a number: the run cannot go on."""
+
+
+class CorruptDataError(RuntimeError):
+    """Too many records cannot be read or decoded."""
 
 
 class Preempted(Exception):
@@ -49,6 +54,7 @@ def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str,
       InputError: what the user gave is wrong; the workdir is untouched then.
       Preempted: on SIGTERM, after saving.
       NonFiniteError: naming the step; the last good checkpoint is kept.
+      CorruptDataError: likewise; too many records are corrupt.
     """
     run = prepare(config, workdir)
     finished = read_summary(run)
@@ -146,6 +152,12 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
         return step == total or step % every[key] == 0
 
     clock = Clock(meta, run.mesh.size)
+    corrupt = CorruptRecords(
+        meta,
+        global_batch_size=c.global_batch_size,
+        num_examples=c.data.num_examples,
+        max_fraction=c.data.max_corrupt_fraction,
+    )
     train_step = compile_step(run)
     throughput = metrics.Throughput(
         start,
@@ -185,8 +197,12 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
             if not (logging_now or evaluations or saving):
                 continue
 
+            new = [step_metrics["corrupt"] for _, step_metrics in pending]
             last = check_finite(pending, saved)
+            corrupt.count(new)
+            corrupt.check(step, saved)
             if logging_now:
+                last["corrupt"] = corrupt.total
                 row = {f"train/{name}": value for name, value in last.items()}
                 row["train/lr"] = float(e.schedule(step - 1))
                 row |= throughput.read(step)
@@ -203,7 +219,8 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
                     saved = step
                     writer.flush()
                     fingerprint = {"data_fingerprint": data_fingerprint(run)}
-                    checkpoints.save(step, state, fingerprint | clock.read(train_s))
+                    meta = fingerprint | corrupt.read() | clock.read(train_s)
+                    checkpoints.save(step, state, meta)
             if stopping:
                 raise Preempted(f"stopped by SIGTERM at step {step}, which is saved")
 
@@ -235,6 +252,7 @@ def train_batches(run: Run, start: int) -> Iterator[dict[str, jax.Array]]:
         sharding=batch_sharding(run.mesh),
         start_step=start,
         num_steps=run.experiment.total_steps - start,
+        data_order=training_order(run.config, run.train_source),
     )
 
 
@@ -255,6 +273,49 @@ def check_finite(pending: collections.deque, saved: int | None) -> dict[str, flo
             )
     pending.clear()
     return {name: float(value) for name, value in values.items()}
+
+
+class CorruptRecords:
+    """How many examples of a run could not be read or decoded, earlier parts of it included.
+
+    Args:
+      meta: saved with the state that the run goes on from; {} from scratch.
+      global_batch_size: B.
+      num_examples: of the data set.
+      max_fraction: of the examples so far that may be corrupt.
+    """
+
+    def __init__(
+        self,
+        meta: Mapping[str, Any],
+        *,
+        global_batch_size: int,
+        num_examples: int,
+        max_fraction: float,
+    ):
+        self.total = int(meta.get("corrupt", 0))
+        self._global_batch_size, self._max_fraction = global_batch_size, max_fraction
+        self._at_least = min(num_examples, _EXAMPLES_TO_JUDGE_BY)
+
+    def count(self, by_step: Sequence[jax.Array]) -> None:
+        """Adds those of some steps."""
+        self.total += round(math.fsum(jax.device_get(by_step)))
+
+    def check(self, step: int, saved: int | None) -> None:
+        """Raises CorruptDataError if they are too many; `saved` is the newest checkpoint's step."""
+        seen = step * self._global_batch_size
+        if self.total > self._max_fraction * max(seen, self._at_least):
+            kept = "nothing was saved" if saved is None else f"step {saved} is saved"
+            raise CorruptDataError(
+                f"step {step}: {self.total} of {seen} examples are corrupt and were masked, more "
+                f"than data.max_corrupt_fraction={self._max_fraction}; {kept}. The warnings above "
+                "name the records: repair them, or set data.max_corrupt_fraction higher and start "
+                "the same command again"
+            )
+
+    def read(self) -> dict[str, int]:
+        """To be saved."""
+        return {"corrupt": self.total}
 
 
 class Clock:

@@ -19,7 +19,7 @@ from vit_jax.config import (
     nearest,
     step_range,
 )
-from vit_jax.data import parse_ops
+from vit_jax.data import check_order, check_reader, parse_mix, parse_ops
 from vit_jax.data.device_ops import MIXING_OPS, Pairs
 from vit_jax.evaluators.fewshot import check_choices
 from vit_jax.mesh import PLATFORMS
@@ -87,6 +87,15 @@ def _all_faults(config: ConfigDict) -> list[str]:
         check(create_model, config.model.name, 1, config.data.image_size,  # 1: it is checked above
               prefix="model.", **model_fields(config))  # fmt: skip
     _check_ops(config, check, need)
+    check(check_order, config.data.order, chunk_size=config.data.chunk_size,
+          streams=config.data.streams, repeats=config.data.repeats,
+          global_batch_size=config.global_batch_size)  # fmt: skip
+    check(check_reader, config.data.reader)
+    mixed = check(parse_mix, config.data.mix)
+    need(not (mixed and config.data.name == "synthetic"),
+         f"data.mix={config.data.mix!r}: synthetic data cannot be mixed with others")  # fmt: skip
+    fraction = config.data.max_corrupt_fraction
+    need(0 <= fraction <= 1, f"data.max_corrupt_fraction={fraction}: needs a number from 0 to 1")
     for key in ("data.mean", "data.std"):
         numbers = len(values[key]) == 3 and all(isinstance(v, int | float) for v in values[key])
         need(
@@ -140,7 +149,7 @@ def _check_ops(config: ConfigDict, check: Callable, need: Callable) -> None:
     ops = check(parse_ops, config.data.ops, image_size, key="data.ops")
     batch_size = config.global_batch_size or 0
     if ops and batch_size > 0 and any(op.name in MIXING_OPS for op in ops[1]):
-        check(Pairs().check, batch_size)
+        check(Pairs(config.data.repeats).check, batch_size)
     for name, entry in config.evals.items():
         key = f"evals.{name}.ops"
 

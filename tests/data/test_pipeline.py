@@ -147,7 +147,7 @@ def test_a_broken_file_is_masked_and_named_once(pets, caplog):
             how = {"image_size": (16, 16), "ops": "decode|resize(antialias=True)"}
             first, last = evaluate(pets, **how, rows=range(16), global_batch_size=16)
     assert [r.getMessage() for r in caplog.records] == [
-        f"{pets.record_name(4)} cannot be decoded; it is masked"
+        f"{pets.record_name(4)} cannot be read or decoded; it is masked"
     ]
     np.testing.assert_array_equal(first["id"], np.arange(16))
     np.testing.assert_array_equal(first["mask"], np.arange(16) != 4)

@@ -133,8 +133,8 @@ def test_a_broken_record_is_masked_and_the_others_stay_in_place(prepared, caplog
     with caplog.at_level(logging.WARNING, "vit_jax"):
         (batch,) = pipeline.host_eval_batches(broken, (), **how)
     np.testing.assert_array_equal(batch["mask"], [1, 0, 1, 0])
-    assert "record 1 of broken/1.0.0 train cannot be decoded" in caplog.text
-    assert "record 0" not in caplog.text
+    assert "record 1 of broken/1.0.0 train) cannot be read or decoded" in caplog.text
+    assert "record 0" not in caplog.text and "record 2" not in caplog.text
 
 
 def refused(name, data_dir, *words, **fields):
@@ -168,7 +168,7 @@ def test_missing_and_damaged_files_are_refused(prepared, tmp_path):
     shard = next((prepared / "grey/1.9.0").glob("*.tfrecord*"))
     contents = shard.read_bytes()
     shard.write_bytes(contents[:-10])
-    refused("grey:1.9.0", prepared, "grey/1.9.0 is damaged")
+    refused("grey:1.9.0", prepared, f"{shard} is damaged", "record 2 ends at byte")
     shard.unlink()
     refused("grey:1.9.0", prepared, str(shard), "is missing")
     shard.write_bytes(contents)
@@ -177,5 +177,6 @@ def test_missing_and_damaged_files_are_refused(prepared, tmp_path):
 def test_what_does_not_fit_into_memory_is_refused(prepared, monkeypatch):
     memory = types.SimpleNamespace(available=80_000)
     monkeypatch.setattr(prepared_tfds.psutil, "virtual_memory", lambda: memory)
-    refused("broken", prepared, "3 examples need about 0.0 GiB", "'train[:10%]'")
-    source("broken", prepared, "train[:1]")
+    refused("broken", prepared, "3 examples need about 0.0 GiB", "'train[:10%]'", reader="memory")
+    assert source("broken", prepared).encoded
+    assert not source("broken", prepared, "train[:1]", reader="memory").encoded

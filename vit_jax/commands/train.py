@@ -44,7 +44,7 @@ def run(flags: argparse.Namespace) -> int:
     except train.Preempted as e:
         print(e, file=sys.stderr)
         return PREEMPTED
-    except train.NonFiniteError as e:
+    except (train.NonFiniteError, train.CorruptDataError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
     return os.EX_OK

@@ -9,7 +9,9 @@ import functools
 from vit_jax.config import InputError
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.image_folder import folder
+from vit_jax.data.mixture import concatenate, parse_mix
 from vit_jax.data.ops import OPS, parse_ops
+from vit_jax.data.order import Order, check_order, make_order, resolve_order
 from vit_jax.data.pipeline import (
     eval_batches,
     host_batches,
@@ -17,20 +19,27 @@ from vit_jax.data.pipeline import (
     read_labels,
     train_batches,
 )
-from vit_jax.data.prepared_tfds import tfds_source
+from vit_jax.data.prepared_tfds import check_reader, tfds_source
 from vit_jax.data.sources import Source, digits, synthetic
 
 __all__ = [
     "OPS",
     "SOURCES",
+    "Order",
     "Source",
+    "check_order",
+    "check_reader",
+    "concatenate",
     "eval_batches",
     "host_batches",
     "host_eval_batches",
     "make_device_transform",
+    "make_order",
     "make_source",
+    "parse_mix",
     "parse_ops",
     "read_labels",
+    "resolve_order",
     "to_value_range",
     "train_batches",
 ]
@@ -48,6 +57,7 @@ def make_source(
     seed: int = 0,
     num_classes: int | None = None,
     num_examples: int | None = None,
+    reader: str | None = None,
 ) -> Source:
     """One split of a data set.
 
@@ -59,12 +69,15 @@ def make_source(
       seed: chooses the validation images of a folder that has none.
       num_classes: made up for synthetic data; of others it is what must be found, or None.
       num_examples: likewise, in this split.
+      reader: of TFDS data sets; see `tfds_source`.
 
     Raises: InputError if the data are missing or are not what was asked for.
     """
     factory = SOURCES.get(name, functools.partial(tfds_source, name, other_sources=[*SOURCES]))
     expected = {"num_classes": num_classes, "num_examples": num_examples}
-    source = factory(split=split, image_size=image_size, data_dir=data_dir, seed=seed, **expected)
+    source = factory(
+        split=split, image_size=image_size, data_dir=data_dir, seed=seed, reader=reader, **expected
+    )
     for key, value in expected.items():
         found = getattr(source, key)
         if value not in (None, found):

@@ -91,6 +91,7 @@ def folder(*, split: str, data_dir: str | os.PathLike | None, seed: int, **_) ->
         fingerprint=fingerprint("folder", split, class_names, paths, sizes),
         read=read,
         record_name=lambda record: os.fspath(base.relative_to(root) / paths[record]),
+        encoded=True,
     )
 
 

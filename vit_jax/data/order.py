@@ -5,36 +5,264 @@ with global batch size B has position s * B + j. What stands there depends on th
 position alone, never on the number of hosts, on threads or on what was read before. So a run
 resumes at any step, on any number of hosts, with the same bytes and without reading ahead.
 
-Positions are int64 tensors.
+An order maps positions to record ids, both int64 tensors (b,). Orders are made of closed forms:
+no table grows with the data set, and position 10^15 costs what position 0 costs.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+
 import jax
 import numpy as np
 
+from vit_jax.config import InputError, nearest
 from vit_jax.data.host_tf import tf
 
 _SHUFFLE_ROUNDS = 16  # with 4, TensorFlow's default, successive epochs correlate by 0.65
+_DRAWS = 2**48  # what is drawn from one number in many is their remainder
+_CHUNK_FROM = 100_000_000  # examples from which on opening a file for each record is too dear
+_MAX_STREAMS = 256
+_MIN_RUN = 8  # records that a stream gives to a batch one after the other, at least
+_WEIGHT_UNITS = 2**20  # weights of a mixture are multiples of 1 / _WEIGHT_UNITS
+
+ORDERS = ("record", "chunk")
+
+Order = Callable[["tf.Tensor"], "tf.Tensor"]  # quoted: nothing is imported for it
 
 
-def record_ids(positions: tf.Tensor, num_records: int, seed: int) -> tf.Tensor:
-    """Which record stands at each position: every epoch is a permutation of its own.
+def resolve_order(
+    name: str | None,
+    streams: int | None,
+    *,
+    num_examples: int,
+    global_batch_size: int,
+    repeats: int,
+) -> tuple[str, int | None]:
+    """The name and the streams of an order, where the config leaves them to the data set.
+
+    By record below 100 million examples, by chunk from there on. The streams of `chunk` are by
+    default the largest power of two up to 256 that gives a batch 8 consecutive records or more
+    of each; those of `record` are None.
 
     Args:
-      positions: int64 (b,).
-      num_records: size of the split; epoch = position // num_records.
-      seed: 0 <= seed < 2**32.
-
-    Returns:
-      int64 (b,), each in [0, num_records).
+      name: of ORDERS, or None.
+      streams: or None.
+      num_examples: of the data set, of all of them in a mixture.
+      global_batch_size: B.
+      repeats: R.
     """
-    epochs = positions // num_records
-    seeds = tf.stack([tf.fill(tf.shape(epochs), tf.cast(seed, tf.int64)), epochs, 0 * epochs], -1)
+    name = name or ("chunk" if num_examples >= _CHUNK_FROM else "record")
+    if name == "chunk" and streams is None:
+        records = global_batch_size // repeats
+        largest = min(_MAX_STREAMS, max(records // _MIN_RUN, 1))
+        streams = math.gcd(records, 2 ** (largest.bit_length() - 1))
+    return name, streams
+
+
+def check_order(
+    name: str | None,
+    *,
+    chunk_size: int,
+    streams: int | None,
+    repeats: int,
+    global_batch_size: int | None,
+) -> None:
+    """Raises InputError, naming the key below `data`, for what `make_order` could not be given.
+
+    A `global_batch_size` of None, or below 1, is found fault with elsewhere.
+    """
+    faults = []
+    if name is not None and name not in ORDERS:
+        faults.append(f"data.order={name!r}: {nearest(name, ORDERS)}")
+    if chunk_size < 1:
+        faults.append(f"data.chunk_size={chunk_size}: needs a positive number of records")
+    for key, value in (("repeats", repeats), ("streams", streams)):
+        if value is not None and value < 1:
+            faults.append(f"data.{key}={value}: needs a positive number")
+    if global_batch_size is not None and global_batch_size > 0 and repeats > 0:
+        records = global_batch_size // repeats
+        if global_batch_size % repeats:
+            faults.append(
+                f"data.repeats={repeats}: must divide global_batch_size={global_batch_size}, so "
+                "that a batch holds all views of a record; change one of them"
+            )
+        elif streams is not None and streams > 0 and records % streams:
+            faults.append(
+                f"data.streams={streams}: must divide the {records} records of a batch "
+                f"(global_batch_size / data.repeats); try {math.gcd(records, streams)}, or leave "
+                "it out"
+            )
+    if faults:
+        raise InputError(*faults)
+
+
+def make_order(
+    name: str,
+    part_sizes: Sequence[int],
+    seed: int,
+    *,
+    global_batch_size: int,
+    chunk_size: int = 64,
+    streams: int | None = None,
+    repeats: int = 1,
+    weights: Sequence[float] = (),
+) -> Order:
+    """The order of a run.
+
+    Args:
+      name: `record` or `chunk`.
+      part_sizes: records of each data set of a mixture, whose ids lie one after the other; one
+        number where there is one data set.
+      seed: 0 <= seed < 2**32.
+      global_batch_size: B.
+      chunk_size: of `chunk`: consecutive records that are read together.
+      streams: of `chunk`: chunks that are read side by side; divides B / repeats.
+      repeats: positions side by side that get one record, each with a key of its own.
+      weights: of all parts but the first, which gets what is left of 1.
+
+    Source of repeats: Hoffer et al. 2020 (arXiv:1901.09335).
+    """
+    cycle = global_batch_size // repeats
+    if name == "chunk":
+        orders = [
+            chunk_order(size, seed, chunk_size=chunk_size, streams=streams, cycle=cycle)
+            for size in part_sizes
+        ]
+        block = cycle // streams
+    else:
+        orders, block = [record_order(size, seed) for size in part_sizes], 1
+    mixed = mixed_order(orders, part_sizes, weights, block=block)
+    return mixed if repeats == 1 else lambda positions: mixed(positions // repeats)
+
+
+def record_order(num_records: int, seed: int) -> Order:
+    """Every epoch is a permutation of its own, of all records; epoch = position // num_records.
+
+    Args:
+      num_records: size of the split.
+      seed: 0 <= seed < 2**32.
+    """
+
+    def order(positions):
+        return _permuted(positions % num_records, positions // num_records, num_records, seed)
+
+    return order
+
+
+def chunk_order(num_records: int, seed: int, *, chunk_size: int, streams: int, cycle: int) -> Order:
+    """Every epoch is a permutation of chunks of consecutive records, read in streams side by side.
+
+    Chunk k holds the records [k C, min((k + 1) C, n)). An epoch lays the full chunks end to end
+    in an order of its own, with the short last one in a place of its own, and cuts the row of n
+    records into V parts, one for each stream. Of every W positions each stream gets W / V in
+    succession and fills them with the next records of its part. With G(v, x) the number of
+    positions before x that belong to streams before v,
+
+        G(v, x) = floor(x / W) v W / V + min(x mod W, v W / V)
+
+    the part of stream v in epoch e begins at place G(v, (e+1) n) - G(v, e n) and position p has
+    the place that lies F(p) - F(e n) further, where F(x) = G(v + 1, x) - G(v, x) counts the
+    positions of the stream itself. So an epoch's positions are mapped to its records one to one,
+    whatever n, C, V and W are; a host that makes whole streams of a batch reads runs of records.
+
+    Args:
+      num_records: n.
+      seed: 0 <= seed < 2**32.
+      chunk_size: C. A data set that is no larger is read in its own order.
+      streams: V; divides `cycle`.
+      cycle: W, the records of a global batch.
+    """
+    per_cycle = cycle // streams
+    num_full, tail = divmod(num_records, chunk_size)
+
+    def before(stream, x):
+        return x // cycle * (stream * per_cycle) + tf.minimum(x % cycle, stream * per_cycle)
+
+    def order(positions):
+        epochs = positions // num_records
+        start = epochs * num_records
+        stream = positions % cycle // per_cycle
+        part_start = before(stream, start + num_records) - before(stream, start)
+        seen = before(stream + 1, positions) - before(stream, positions)
+        seen_at_start = before(stream + 1, start) - before(stream, start)
+        place = part_start + seen - seen_at_start
+        if not num_full:
+            return place
+        draws = _permuted(0 * epochs, epochs, _DRAWS, seed, salt=1)
+        tail_place = chunk_size * (draws % (num_full + 1))
+        past_tail = place - tail * tf.cast(place >= tail_place + tail, tf.int64)
+        in_tail = (place >= tail_place) & (place < tail_place + tail)
+        slot = tf.minimum(past_tail // chunk_size, num_full - 1)  # in the tail it has no meaning
+        # One by one: of a small range each takes long, and a run of positions shares its own.
+        pair, which = tf.unique(epochs * num_full + slot, out_idx=tf.int64)
+        chunk = tf.gather(_permuted(pair % num_full, pair // num_full, num_full, seed), which)
+        return tf.where(
+            in_tail,
+            num_full * chunk_size + place - tail_place,
+            chunk * chunk_size + past_tail % chunk_size,
+        )
+
+    return order
+
+
+def mixed_order(
+    orders: Sequence[Order], part_sizes: Sequence[int], weights: Sequence[float], *, block: int = 1
+) -> Order:
+    """Positions dealt to several data sets by weight, each of which keeps its own order.
+
+    The first of two data sets, of weight w, gets floor(x w) of the first x positions, for every x
+    that is a multiple of `block`, and within a block the first places. The others are dealt what
+    remains by the same rule. A data set thus sees its own positions 0, 1, 2, ... without a gap,
+    all of its records once in each pass over it, whatever is mixed with it. Weights are rounded
+    to multiples of 2**-20 and counted in integers.
+
+    Args:
+      orders: of each data set, on its own positions.
+      part_sizes: their records; the ids of one begin where those of the one before end.
+      weights: of all but the first, which gets what is left of 1.
+      block: positions that are dealt together; more than 1 keeps runs of records together.
+    """
+    units = weight_units(weights)
+    first_ids = np.cumsum([0, *part_sizes])
+
+    def order(positions):
+        ids, undecided, left = tf.zeros_like(positions), tf.ones_like(positions, tf.bool), units
+        for i, part_order in enumerate(orders):
+            whole = sum(left)
+            start = positions - positions % block
+            got = _share(start, left[0], whole)
+            gets = _share(start + block, left[0], whole) - got
+            chosen = undecided & (positions % block < gets)
+            own_position = tf.where(chosen, got + positions % block, 0)
+            ids = tf.where(chosen, first_ids[i] + part_order(own_position), ids)
+            undecided &= ~chosen
+            positions = tf.where(undecided, positions - got - gets, 0)
+            left = left[1:]
+        return ids
+
+    return orders[0] if len(orders) == 1 else order
+
+
+def weight_units(weights: Sequence[float]) -> list[int]:
+    """The weights of all parts, the first's too, in multiples of 2**-20."""
+    rest = [round(weight * _WEIGHT_UNITS) for weight in weights]
+    return [_WEIGHT_UNITS - sum(rest), *rest]
+
+
+def _share(x: tf.Tensor, part: int, whole: int) -> tf.Tensor:
+    """floor(x * part / whole) for any int64 x >= 0, without overflow."""
+    return x // whole * part + x % whole * part // whole
+
+
+def _permuted(index, epochs, size: int, seed: int, salt: int = 0) -> tf.Tensor:
+    """Where each index in [0, size) lies in a permutation drawn by (seed, epoch, salt)."""
+    seeds = [tf.fill(tf.shape(epochs), tf.cast(seed, tf.int64)), epochs, 0 * epochs + salt]
     return tf.raw_ops.RandomIndexShuffle(
-        index=positions % num_records,
-        seed=seeds,
-        max_index=tf.cast(num_records - 1, tf.int64),
+        index=index,
+        seed=tf.stack(seeds, -1),
+        max_index=tf.cast(size - 1, tf.int64),
         rounds=_SHUFFLE_ROUNDS,
     )
 

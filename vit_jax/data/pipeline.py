@@ -1,17 +1,17 @@
 """From a source to global batches on the devices.
 
     positions -> record ids and keys -> read -> host ops -> local batches -> global jax.Arrays
-    (order.py)                     (a Source)  (tf.data)    (NumPy)
+    (order.py)             (runs.py, a Source)  (tf.data)    (NumPy)
 
 A batch is a dict with leaves, B being the global batch and b this process's rows of it:
 
     image  uint8 (B, H, W, 3)
     label  int32 (B,)     without meaning where mask is 0
-    mask   float32 (B,)   0 for padding in evaluation, and for records that could not be decoded
+    mask   float32 (B,)   0 for padding in evaluation, and for records that are corrupt
     id     int32 (B,)     the record's index in its split; -1 for padding
 
-A record that cannot be decoded never ends a run and never moves another: it is black, masked, and
-named in a warning, once a process.
+A record that cannot be read or decoded never moves another: it is black, masked, and named in a
+warning, once a process.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ import jax
 import numpy as np
 
 from vit_jax.config import InputError
+from vit_jax.data import host_ops as host_ops_lib
 from vit_jax.data import order
 from vit_jax.data.host_tf import tf
 from vit_jax.data.ops import Op
+from vit_jax.data.runs import stored_records
 from vit_jax.data.sources import Source
 
 _BATCHES_IN_FLIGHT = 2
@@ -48,6 +50,7 @@ def train_batches(
     sharding: jax.sharding.Sharding,
     start_step: int,
     num_steps: int,
+    data_order: order.Order | None = None,
 ) -> Iterator[dict[str, jax.Array]]:
     """Global batches of steps start_step, ..., start_step + num_steps - 1; see `host_batches`.
 
@@ -62,6 +65,7 @@ def train_batches(
         rows=order.local_rows(sharding, global_batch_size),
         start_step=start_step,
         num_steps=num_steps,
+        data_order=data_order,
     )
     return _put_ahead(batches, sharding, global_batch_size)
 
@@ -90,14 +94,24 @@ def eval_batches(
 def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
     """The labels of the records from `start` to before `stop`: int32 (stop - start,).
 
-    Images are not decoded, nor read where the source keeps its labels apart.
+    Images are not decoded, nor read where the source keeps its labels apart. A record that cannot
+    be read has the label -1.
     """
     ids = tf.data.Dataset.range(start, stop)
-    if source.encoded:
-        labels = ids.map(lambda i: source.read(i)["label"], tf.data.AUTOTUNE).batch(_LABELS_AT_ONCE)
+    by_batch = ids.batch(_LABELS_AT_ONCE)
+    if not source.encoded:
+        examples = by_batch.map(lambda i: (i, source.read(i))).unbatch()
+    elif source.runs is None:
+        examples = ids.map(lambda i: (i, source.read(i)), tf.data.AUTOTUNE).ignore_errors()
     else:
-        labels = ids.batch(_LABELS_AT_ONCE).map(lambda i: source.read(i)["label"])
-    return np.concatenate([np.zeros(0, np.int32), *labels.as_numpy_iterator()])
+        stored = tf.data.Dataset.zip(ids, stored_records(source.runs, by_batch))
+        examples = stored.map(lambda i, s: (i, source.runs.parse(s, i)), tf.data.AUTOTUNE)
+        examples = examples.ignore_errors()
+    found = examples.map(lambda i, example: (i, example["label"], example["mask"]))
+    labels = np.full(stop - start, -1, np.int32)
+    for record_ids, label, mask in found.batch(_LABELS_AT_ONCE).as_numpy_iterator():
+        labels[record_ids - start] = np.where(mask > 0, label, -1)
+    return labels
 
 
 def host_batches(
@@ -110,20 +124,21 @@ def host_batches(
     rows: np.ndarray,
     start_step: int,
     num_steps: int,
+    data_order: order.Order | None = None,
 ) -> Iterator[Batch]:
     """The rows `rows` of each training batch, in NumPy.
 
     What stands in a row depends on (seed, step, row) only: not on `rows`, nor on `start_step`,
-    whose batch comes as quickly as the first.
+    whose batch comes as quickly as the first. `data_order` None is `record`.
 
     Raises: InputError, before the first batch, if the ops do not give image_size.
     """
     local_rows = tf.constant(rows, tf.int64)
+    data_order = data_order or order.record_order(source.num_examples, seed)
 
     def arrange(step):
         positions = step * global_batch_size + local_rows
-        record_ids = order.record_ids(positions, source.num_examples, seed)
-        return record_ids, order.keys(positions, seed)
+        return data_order(positions), order.keys(positions, seed)
 
     steps = tf.data.Dataset.range(start_step, start_step + num_steps)
     return _batches(source, host_ops, steps.map(arrange), len(rows), image_size, "data.ops")
@@ -192,13 +207,13 @@ def _batches(source, host_ops, arranged, num_rows, image_size, key) -> Iterator[
     `key` is where the config has the ops, for errors.
     """
     if source.encoded:
-        if not (host_ops and host_ops[0].takes_encoded):
+        if source.image_shape is None and not (host_ops and host_ops[0].takes_encoded):
             first = repr(host_ops[0].text) if host_ops else "no host op"
             raise InputError(
                 f"{key} begins with {first}, and the images of data.name={source.name!r} are "
                 "encoded; put 'decode' or 'inception_crop' first"
             )
-        examples, shape = _load_encoded(source, host_ops, arranged.unbatch(), image_size)
+        examples, shape = _load_encoded(source, host_ops, arranged, image_size)
         batches = examples.batch(num_rows, drop_remainder=True)
     else:
         batches, shape = _load_pixels(source, host_ops, arranged)
@@ -226,7 +241,9 @@ def _load_pixels(source, host_ops, arranged):
                 lambda row: _preprocess(host_ops, *row), (image, keys), fn_output_signature=tf.uint8
             )
         image *= tf.cast(mask, tf.uint8)[:, None, None, None]
-        return {**example, "image": image, "mask": mask, "id": tf.cast(record_ids, tf.int32)}
+        label = example["label"] * tf.cast(mask, tf.int32)
+        record_ids = tf.cast(record_ids, tf.int32)
+        return {"image": image, "label": label, "mask": mask, "id": record_ids}
 
     batches = arranged.map(load, tf.data.AUTOTUNE)
     return batches, batches.element_spec["image"].shape[1:]
@@ -234,15 +251,27 @@ def _load_pixels(source, host_ops, arranged):
 
 def _load_encoded(source, host_ops, arranged, image_size):
     """Examples, and their images' static shape; an error in one becomes its mask."""
+    rows = arranged.unbatch()
+    if source.runs is None:
+        rows = rows.map(lambda record_id, key: (record_id, key, ""))
+    else:
+        stored = stored_records(source.runs, arranged.map(lambda record_ids, keys: record_ids))
+        rows = tf.data.Dataset.zip(rows, stored).map(lambda row, stored: (*row, stored))
 
-    def load(record_id, key):
-        example = source.read(record_id)
-        image = _preprocess(host_ops, example["image"], key)
+    def load(record_id, key, stored):
+        if source.runs is None:
+            example = source.read(record_id)
+        else:
+            example = source.runs.parse(stored, record_id)
+        image = example["image"]
+        if source.image_shape is not None:  # as a source of pixels has it
+            image = tf.ensure_shape(host_ops_lib.to_pixels(image), source.image_shape)
+        image = _preprocess(host_ops, image, key)
         return {**example, "image": image, "id": tf.cast(record_id, tf.int32)}
 
-    def load_or_mask(record_id, key):
+    def load_or_mask(record_id, key, stored):
         # A data set of one example confines its error; ignore_errors on all would move the rest.
-        one = tf.data.Dataset.from_tensors((record_id, key)).filter(lambda i, _: i >= 0)
+        one = tf.data.Dataset.from_tensors((record_id, key, stored)).filter(lambda i, *_: i >= 0)
         masked = {
             "image": tf.zeros((*image_size, 3), tf.uint8),
             "label": tf.constant(0),
@@ -252,8 +281,8 @@ def _load_encoded(source, host_ops, arranged, image_size):
         either = one.map(load).ignore_errors().concatenate(tf.data.Dataset.from_tensors(masked))
         return either.take(1).get_single_element()
 
-    shape = arranged.map(load).element_spec["image"].shape
-    return arranged.map(load_or_mask, tf.data.AUTOTUNE), shape
+    shape = rows.map(load).element_spec["image"].shape
+    return rows.map(load_or_mask, tf.data.AUTOTUNE), shape
 
 
 def _preprocess(host_ops, image, key):
@@ -273,7 +302,7 @@ def _name_broken(batches: Iterator[Batch], source: Source) -> Iterator[Batch]:
 def _warn_broken(fingerprint: str, record_name: str) -> None:
     """Once a process for each record; `fingerprint` tells equal names of two data sets apart."""
     del fingerprint
-    logging.getLogger("vit_jax").warning("%s cannot be decoded; it is masked", record_name)
+    logging.getLogger("vit_jax").warning("%s cannot be read or decoded; it is masked", record_name)
 
 
 def _put_ahead(batches: Iterator[Batch], sharding, global_batch_size):

@@ -1,7 +1,8 @@
-"""Prepared TFDS data sets as sources: read once, in file order, and held in memory.
+"""Prepared TFDS data sets as sources: by byte offset, from array_record files, or from memory.
 
 Nothing is ever downloaded or prepared here. What a data set holds is read from the features.json
-beside its files, so data sets outside TFDS's catalogue are read as well as those in it.
+beside its files, so data sets outside TFDS's catalogue are read as well as those in it. Record i
+of a split is the i-th in the order of its files, whichever reader gives it.
 """
 
 from __future__ import annotations
@@ -10,32 +11,57 @@ import difflib
 import math
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import psutil
 from etils import epath
 
-from vit_jax.config import InputError
-from vit_jax.data import host_ops
+from vit_jax.config import InputError, nearest
+from vit_jax.data import host_ops, tfrecord
 from vit_jax.data.host_tf import tf, tfds
-from vit_jax.data.sources import Source, fingerprint, numbered, read_pixels
+from vit_jax.data.runs import Runs, stored_records
+from vit_jax.data.sources import Source, fingerprint, read_tensors
 
 _NAME = re.compile(r"(?P<name>\w+)(/(?P<config>[\w.-]+))?(:(?P<version>\d+\.\d+\.\d+))?")
+_SMALL_BYTES = 1 << 30  # of files and pixels: up to there a split is held in memory by default
+
+# What the readers read; memory is filled by the reader of the files' format.
+FORMATS = {"offsets": "tfrecord", "array_record": "array_record"}
+READERS = ("memory", *FORMATS)
+
+
+def check_reader(reader: str | None) -> None:
+    """Raises InputError if `reader` is neither None nor in READERS."""
+    if reader is not None and reader not in READERS:
+        raise InputError(f"data.reader={reader!r}: {nearest(reader, READERS)}")
 
 
 def tfds_source(
-    name: str, *, split: str, data_dir: str | None, other_sources: Sequence[str] = (), **_
+    name: str,
+    *,
+    split: str,
+    data_dir: str | None,
+    reader: str | None = None,
+    other_sources: Sequence[str] = (),
+    **_,
 ) -> Source:
     """A split of the prepared TFDS data set `name[/config][:version]` below `data_dir`.
 
     `split` is in TFDS notation (`train`, `train[:90%]`, `train+validation`), `data_dir` None is
-    TFDS's own default, and without a version the newest one there is read. Where features.json
-    fixes the image's size, images are decoded now and the source is one of pixels; otherwise they
-    stay encoded. `other_sources` are names that a misspelt `name` may have meant.
+    TFDS's own default, and without a version the newest one there is read. `other_sources` are
+    names that a misspelt `name` may have meant.
 
-    Raises: InputError if the data set or a file is missing, if it has no `image` or no class
-      `label`, if there is no such split, or if it does not fit into this host's memory.
+    `reader` is how records are read:
+
+      memory        all of them now, once; decoded too, where features.json fixes the size
+      offsets       each when it is asked for, from TFRecord files by its byte offset
+      array_record  likewise, from array_record files
+      None          memory if files and pixels are small and fit, else as the files are
+
+    Raises: InputError if the data set or a file is missing or not as dataset_info.json says, if
+      it has no `image` or no class `label`, if there is no such split, if `reader` does not read
+      its format, or if it is to be held in memory and does not fit.
     """
     builder = tfds.builder_from_directory(_prepared_folder(name, data_dir, other_sources))
     features, full_name = dict(builder.info.features), builder.info.full_name
@@ -46,6 +72,7 @@ def tfds_source(
         )
     image_shape = features["image"].shape
     image_shape = None if None in image_shape else (*image_shape[:2], 3)
+    class_names = tuple(features["label"].names)
 
     try:
         num_examples = builder.info.splits[split].num_examples
@@ -53,24 +80,29 @@ def tfds_source(
         raise InputError(f"data.split={split!r} of {full_name}: {error}") from error
     if not num_examples:
         raise InputError(f"data.split={split!r} of {full_name} holds no examples")
-    _check_files(builder.info.splits[split].file_instructions, num_examples, image_shape)
+    parts = builder.info.splits[split].file_instructions
+    segments = np.cumsum([0, *(part.take for part in parts)])[:-1]
 
-    images, labels = _read_all(builder, split)
-    if labels.min() < 0:
-        raise InputError(f"data.split={split!r} of {full_name} holds unlabelled examples")
-    class_names = tuple(features["label"].names)
-    if image_shape is None:
-        labels_tensor = tf.constant(labels, tf.int32)
+    reader = _choose_reader(reader, builder, parts, num_examples, image_shape)
+    openers = {"tfrecord": _open_tfrecord, "array_record": _open_array_record}
+    open_run = openers[_format(builder)](parts, segments)
+    parse = _make_parse(features["image"], features["label"])
+    runs = Runs(segments, open_run, parse)
+    _check_labelled(runs, features, f"data.split={split!r} of {full_name}")
+
+    def record_name(record):
+        i = np.searchsorted(segments, record, side="right") - 1
+        in_file = record - segments[i] + parts[i].skip
+        file_name = pathlib.PurePath(parts[i].filename).name
+        return f"{file_name} record {in_file} (record {record} of {full_name} {split})"
+
+    if reader == "memory":
+        read, runs = _read_all(runs, num_examples, image_shape), None
+    else:
 
         def read(record_id):
-            return {
-                "image": tf.gather(images, record_id),
-                "label": tf.gather(labels_tensor, record_id),
-                "mask": tf.ones([]),
-            }
-    else:
-        pixels, mask = _decode_all(images, image_shape)
-        read = read_pixels(pixels, labels, mask)
+            stored = open_run(record_id, tf.constant(1, tf.int64)).get_single_element()
+            return parse(stored, record_id)
 
     return Source(
         name=name,
@@ -81,8 +113,128 @@ def tfds_source(
         image_shape=image_shape,
         fingerprint=fingerprint(full_name, split, num_examples, class_names),
         read=read,
-        record_name=numbered(full_name, split),
+        record_name=record_name,
+        encoded=reader != "memory" or image_shape is None,
+        runs=runs,
     )
+
+
+def _format(builder) -> str:
+    return builder.info.file_format.value
+
+
+def _choose_reader(reader, builder, parts, num_examples, image_shape) -> str:
+    """The reader of READERS; raises InputError if it cannot be the one that is asked for."""
+    by_format = {file_format: reader for reader, file_format in FORMATS.items()}
+    if _format(builder) not in by_format:
+        raise InputError(
+            f"data.name: {builder.info.full_name} is stored as {_format(builder)}; needed: "
+            f"{' or '.join(by_format)}; prepare it anew in one of them"
+        )
+    on_disk = by_format[_format(builder)]
+    if reader not in (None, "memory", on_disk):
+        raise InputError(
+            f"data.reader={reader!r}: {builder.info.full_name} is stored as {_format(builder)}; "
+            f"set data.reader to {on_disk} or memory, or leave it out"
+        )
+    encoded_bytes = 0
+    for part in parts:
+        path = epath.Path(part.filename)
+        if not path.exists():
+            raise InputError(f"data.data_dir: {path} is missing; copy it there or prepare it anew")
+        encoded_bytes += path.stat().length * part.take / part.examples_in_shard
+    pixel_bytes = num_examples * math.prod(image_shape) if image_shape else 0
+    needed = 2 * (encoded_bytes + pixel_bytes)  # loading holds everything twice for a moment
+    available = min(psutil.virtual_memory().available, _container_memory())
+    if reader == "memory" and needed > available:
+        raise InputError(
+            f"data.reader='memory': {num_examples} examples need about {needed / 2**30:.1f} GiB "
+            f"to load and this host has {available / 2**30:.1f} GiB free; leave data.reader out, "
+            "or read a part (data.split='train[:10%]')"
+        )
+    small = encoded_bytes + pixel_bytes <= _SMALL_BYTES and needed <= available
+    return reader or ("memory" if small else on_disk)
+
+
+def _open_tfrecord(parts, segments: np.ndarray) -> Callable:
+    """`Runs.open` of TFRecord files; raises InputError if one is damaged or of another length."""
+    files = sorted({part.filename for part in parts})
+    offsets_of = dict(zip(files, tfrecord.record_offsets(files), strict=True))
+    for part in parts:
+        found = len(offsets_of[part.filename]) - 1
+        if found != part.examples_in_shard:
+            raise InputError(
+                f"data.data_dir: {part.filename} holds {found} records and dataset_info.json "
+                f"says {part.examples_in_shard}; copy or prepare it anew"
+            )
+    ends = [offsets_of[part.filename][part.skip : part.skip + part.take + 1] for part in parts]
+    boundaries = tf.constant(np.concatenate(ends))  # one more a part than it has records
+    paths, firsts = tf.constant([part.filename for part in parts]), tf.constant(segments)
+
+    def open_run(first, count):
+        part = tf.searchsorted(firsts, first[None], side="right", out_type=tf.int64)[0] - 1
+        begin, end = tf.unstack(tf.gather(boundaries, first + part + [0, count]))
+        variant = tf.raw_ops.TFRecordDatasetV2(
+            filenames=tf.gather(paths, part)[None],
+            compression_type="",
+            buffer_size=tf.maximum(end - begin, 1),  # so that the run is one read
+            byte_offsets=begin[None],
+        )
+        spec = tf.TensorSpec([], tf.string)
+        return tf.data.experimental.from_variant(variant, spec).take(count)
+
+    return open_run
+
+
+def _open_array_record(parts, segments: np.ndarray) -> Callable:
+    """`Runs.open` of array_record files."""
+    del segments  # the data source has a table of its own
+    from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+    records = ArrayRecordDataSource(list(parts))
+
+    def read(first, count):
+        return np.array(records.__getitems__(range(first, first + count)), dtype=object)
+
+    def open_run(first, count):
+        at_once = tf.data.Dataset.from_tensors((first, count)).map(
+            lambda first, count: tf.ensure_shape(
+                tf.numpy_function(read, [first, count], tf.string, stateful=False), [None]
+            )
+        )
+        return at_once.unbatch()
+
+    return open_run
+
+
+def _make_parse(image_feature, label_feature) -> Callable:
+    """`Runs.parse` of the two features; the others are not looked at."""
+    features = tfds.features.FeaturesDict({"image": image_feature, "label": label_feature})
+
+    def parse(stored, record_id):
+        del record_id
+        example = _parse_example(features, stored)
+        label = tf.cast(example["label"], tf.int32)
+        labelled = tf.debugging.Assert((label >= 0) & (label < label_feature.num_classes), [label])
+        with tf.control_dependencies([labelled]):
+            label = tf.identity(label)
+        return {"image": example["image"], "label": label, "mask": tf.ones([])}
+
+    return parse
+
+
+def _parse_example(features, stored):
+    decoders = {"image": tfds.decode.SkipDecoding()}
+    return features.deserialize_example(stored, decoders=decoders)
+
+
+def _check_labelled(runs: Runs, features, where: str) -> None:
+    """Raises InputError if the first record has no label, as those of some test splits."""
+    first = stored_records(runs, tf.data.Dataset.from_tensors(tf.zeros([1], tf.int64)))
+    features = tfds.features.FeaturesDict({k: features[k] for k in ("image", "label")})
+    examples = first.map(lambda stored: _parse_example(features, stored)["label"]).ignore_errors()
+    if any(label < 0 for label in examples.as_numpy_iterator()):
+        raise InputError(f"{where} holds unlabelled examples")
 
 
 def _is_image(feature) -> bool:
@@ -134,26 +286,6 @@ def _how_to_get(catalogue_name: str, name: str, root: epath.Path, other_sources)
     return f"{steps}; or set data.data_dir to the folder that holds {catalogue_name}/"
 
 
-def _check_files(file_instructions, num_examples, image_shape) -> None:
-    """Raises InputError if a file of the split is missing, or if memory does not hold them."""
-    encoded_bytes = 0
-    for part in file_instructions:
-        path = epath.Path(part.filename)
-        if not path.exists():
-            raise InputError(f"data.data_dir: {path} is missing; copy it there or prepare it anew")
-        encoded_bytes += path.stat().length * part.take / part.examples_in_shard
-    pixel_bytes = num_examples * np.prod(image_shape) if image_shape else 0
-    needed = 2 * (encoded_bytes + pixel_bytes)  # loading holds everything twice for a moment
-    available = min(psutil.virtual_memory().available, _container_memory())
-    if needed > available:
-        raise InputError(
-            f"data.split: {num_examples} examples need about {needed / 2**30:.1f} GiB of memory "
-            f"to load and this host has {available / 2**30:.1f} GiB free; read a part "
-            "(data.split='train[:10%]'), or the same images as data.name='folder', which is "
-            "read from disk"
-        )
-
-
 def _container_memory() -> float:
     """What a container (cgroup 2) still allows this process, in bytes; infinite outside of one."""
     group = pathlib.Path("/sys/fs/cgroup")
@@ -164,41 +296,24 @@ def _container_memory() -> float:
         return math.inf
 
 
-def _read_all(builder, split: str) -> tuple[tf.Tensor, np.ndarray]:
-    """Encoded images as a string tensor (n,) and labels (n,), in file order."""
-    features = builder.info.features.items()
-    undecoded = {k: tfds.decode.SkipDecoding() for k, f in features if _is_image(f)}
-    if builder.info.file_format is tfds.core.FileFormat.ARRAY_RECORD:
-        records = list(builder.as_data_source(split, decoders=undecoded))
-        images = tf.constant([record["image"] for record in records])
-        return images, np.array([record["label"] for record in records])
-    records = builder.as_dataset(
-        split=split,
-        shuffle_files=False,
-        decoders=undecoded,
-        read_config=tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False),
-    )
-    records = records.map(lambda record: (record["image"], record["label"]))
-    try:
-        images, labels = records.batch(builder.info.splits[split].num_examples).get_single_element()
-    except (tf.errors.DataLossError, tf.errors.InvalidArgumentError) as error:
-        raise InputError(
-            f"data.data_dir: {builder.data_dir} is damaged ({error.message}); copy or prepare it "
-            "anew"
-        ) from error
-    return images, labels.numpy()
+def _read_all(runs: Runs, num_examples: int, image_shape) -> Callable:
+    """`Source.read` of a split that is read now; what is broken is masked, as any reader does."""
+    ids = tf.data.Dataset.range(num_examples)
+    stored = stored_records(runs, ids.batch(1024))
 
+    def load(record_id, stored):
+        example = runs.parse(stored, record_id)
+        if image_shape is not None:
+            pixels = tf.ensure_shape(host_ops.to_pixels(example["image"]), image_shape)
+            example |= {"image": pixels}
+        return record_id, example["image"], example["label"]
 
-def _decode_all(images: tf.Tensor, image_shape) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels uint8 (n, H, W, 3) and mask (n,): 0 where an image is broken or of another size."""
-    num_images = images.shape[0]
-    pixels, mask = np.zeros((num_images, *image_shape), np.uint8), np.zeros(num_images)
-
-    def decode(record_id):
-        image = host_ops.to_pixels(tf.gather(images, record_id))
-        return record_id, tf.ensure_shape(image, image_shape)
-
-    decoded = tf.data.Dataset.range(num_images).map(decode, tf.data.AUTOTUNE).ignore_errors()
-    for record_ids, batch in decoded.batch(1024).as_numpy_iterator():
-        pixels[record_ids], mask[record_ids] = batch, 1
-    return pixels, mask
+    loaded = tf.data.Dataset.zip(ids, stored).map(load, tf.data.AUTOTUNE).ignore_errors()
+    if image_shape is None:
+        images = np.full(num_examples, b"", object)
+    else:
+        images = np.zeros((num_examples, *image_shape), np.uint8)
+    labels, mask = np.zeros(num_examples, np.int32), np.zeros(num_examples, np.float32)
+    for record_ids, image, label in loaded.batch(1024).as_numpy_iterator():
+        images[record_ids], labels[record_ids], mask[record_ids] = image, label, 1
+    return read_tensors(images, labels, mask)

@@ -1,7 +1,7 @@
 """What a data set is to the pipeline: records that are read by their index.
 
 `Source` is the one interface. `digits` and `synthetic` are made here, folders of images in
-image_folder.py, TFDS data sets in prepared_tfds.py.
+image_folder.py, TFDS data sets in prepared_tfds.py, mixtures of these in mixture.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from etils import epy
 
 from vit_jax.config import InputError
 from vit_jax.data.host_tf import tf
+from vit_jax.data.runs import Runs
 
 with epy.lazy_imports():
     import sklearn.datasets
@@ -28,8 +29,9 @@ class Source:
 
     `read(record_ids)` is made of TensorFlow ops, to be called inside a tf.data map with int64 ids
     in [0, num_examples). It gives `image`, `label` (int32) and `mask` (float32; 0 for a record
-    known to be broken). An encoded source takes one id and gives the image as JPEG or PNG bytes;
-    one of pixels takes ids of any shape S and gives uint8 images of shape S + image_shape.
+    known to be broken). An encoded source takes one id and gives the image as JPEG or PNG bytes,
+    or raises; one of pixels takes ids of any shape S and gives uint8 images of shape
+    S + image_shape.
 
     Attributes:
       name: the name in data.name.
@@ -37,10 +39,13 @@ class Source:
       num_examples: records in the split.
       num_classes: labels lie in [0, num_classes).
       class_names: by label, or None.
-      image_shape: (H, W, 3) of a source of pixels; None where images are encoded.
+      image_shape: (H, W, 3), where all images have one; None where they differ.
+      encoded: whether images come as JPEG or PNG bytes.
       fingerprint: hex digest of the data's identity; the same wherever the data lie.
       read: see above.
       record_name: index -> how messages call the record.
+      runs: how an encoded source reads neighbours together; None: one by one is as good.
+      part_sizes: of a mixture, the records of each of its data sets; else those of the one.
     """
 
     name: str
@@ -52,11 +57,13 @@ class Source:
     fingerprint: str
     read: Callable[[tf.Tensor], dict[str, tf.Tensor]]
     record_name: Callable[[int], str]
+    encoded: bool = False
+    runs: Runs | None = None
+    part_sizes: tuple[int, ...] = ()
 
-    @property
-    def encoded(self) -> bool:
-        """Whether images come as JPEG or PNG bytes."""
-        return self.image_shape is None
+    def __post_init__(self):
+        if not self.part_sizes:
+            object.__setattr__(self, "part_sizes", (self.num_examples,))
 
 
 def fingerprint(*identity) -> str:
@@ -69,12 +76,15 @@ def numbered(name: str, split: str) -> Callable[[int], str]:
     return lambda record: f"record {record} of {name} {split}"
 
 
-def read_pixels(
+def read_tensors(
     images: np.ndarray, labels: np.ndarray, mask: np.ndarray
 ) -> Callable[[tf.Tensor], dict[str, tf.Tensor]]:
-    """`read` of a source held in memory: uint8 (n, H, W, 3), int (n,) and 0/1 (n,) by record."""
+    """`read` of a source held in memory: images, labels int (n,) and mask 0/1 (n,) by record.
+
+    Images are uint8 (n, H, W, 3), or bytes (n,), empty where mask is 0.
+    """
     columns = {
-        "image": tf.constant(images, tf.uint8),
+        "image": tf.constant(images),
         "label": tf.constant(labels, tf.int32),
         "mask": tf.constant(mask, tf.float32),
     }
@@ -105,7 +115,7 @@ def digits(*, split: str, **_) -> Source:
         class_names=class_names,
         image_shape=images.shape[1:],
         fingerprint=fingerprint("digits", split, len(images), class_names),
-        read=read_pixels(images, bunch.target[chosen], np.ones(len(images))),
+        read=read_tensors(images, bunch.target[chosen], np.ones(len(images))),
         record_name=numbered("digits", split),
     )
 

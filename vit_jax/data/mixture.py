@@ -1,0 +1,183 @@
+"""Mixtures: several data sets as one source, whose records lie one after the other.
+
+Which of them a position gets, by weight, is decided by the order (`order.mixed_order`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from vit_jax.config import InputError
+from vit_jax.data.host_tf import tf
+from vit_jax.data.order import weight_units
+from vit_jax.data.runs import Runs
+from vit_jax.data.sources import Source, fingerprint
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """An entry of `data.mix`: a data set, its split (None: `data.split`) and its weight."""
+
+    name: str
+    split: str | None
+    weight: float
+
+
+def parse_mix(text: str) -> tuple[Part, ...]:
+    """The entries of "NAME=WEIGHT, NAME@SPLIT=WEIGHT", such as "cifar10@train[:50%]=0.3".
+
+    Raises: InputError if it is not of that form, a weight is not between 0 and 1, or they leave
+      nothing to the first data set, which is `data.name`.
+    """
+    parts, faults = [], []
+    for entry in filter(None, (entry.strip() for entry in text.split(","))):
+        names, equals, weight = entry.rpartition("=")
+        name, at, split = (word.strip() for word in names.partition("@"))
+        try:
+            part = Part(name, split if at else None, float(weight))
+            if not (equals and name and (split or not at) and round(part.weight * 2**20) > 0):
+                raise ValueError
+            parts.append(part)
+        except (ValueError, OverflowError):
+            faults.append(
+                f"data.mix: {entry!r} is no entry; write NAME=WEIGHT or NAME@SPLIT=WEIGHT with a "
+                "weight between 0 and 1, such as cifar10@train[:50%]=0.3"
+            )
+        if name == "synthetic":
+            faults.append("data.mix: synthetic data cannot be mixed with others; leave them out")
+    if parts and not faults and weight_units([part.weight for part in parts])[0] <= 0:
+        faults.append(
+            f"data.mix={text!r}: the weights add up to {sum(part.weight for part in parts):g} and "
+            "leave nothing to data.name; needed: less than 1"
+        )
+    if faults:
+        raise InputError(*faults)
+    return tuple(parts)
+
+
+def concatenate(sources: Sequence[Source]) -> Source:
+    """One source of all records: those of `sources[i]` begin where those of `sources[i - 1]` end.
+
+    Raises: InputError if their classes differ in names or order, or if only some are held as
+      pixels, or in another size.
+    """
+    first = sources[0]
+    for other in sources[1:]:
+        _check_alike(first, other)
+    sizes = [source.num_examples for source in sources]
+    first_ids = np.cumsum([0, *sizes])[:-1]
+
+    def record_name(record):
+        i = np.searchsorted(first_ids, record, side="right") - 1
+        return sources[i].record_name(record - first_ids[i])
+
+    shapes = {source.image_shape for source in sources}
+    return Source(
+        name=" + ".join(source.name for source in sources),
+        split=" + ".join(source.split for source in sources),
+        num_examples=sum(sizes),
+        num_classes=first.num_classes,
+        class_names=first.class_names,
+        image_shape=first.image_shape if len(shapes) == 1 else None,
+        fingerprint=fingerprint("mixture", *(source.fingerprint for source in sources)),
+        read=_read_one(sources, first_ids) if first.encoded else _read_many(sources, first_ids),
+        record_name=record_name,
+        encoded=first.encoded,
+        runs=_concatenate_runs(sources, first_ids) if any(s.runs for s in sources) else None,
+        part_sizes=tuple(sizes),
+    )
+
+
+def _check_alike(first: Source, other: Source) -> None:
+    def names(source):
+        return source.class_names or tuple(map(str, range(source.num_classes)))
+
+    if names(first) != names(other):
+        pairs = itertools.zip_longest(names(first), names(other))
+        label, pair = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        raise InputError(
+            f"data.mix: {other.name} {other.split} has {other.num_classes} classes and "
+            f"{first.name} {first.split} has {first.num_classes}; label {label} is {pair[1]!r} "
+            f"in the one and {pair[0]!r} in the other; needed: the same classes in the same order"
+        )
+    held_alike = first.encoded == other.encoded and (
+        first.encoded or first.image_shape == other.image_shape
+    )
+    if not held_alike:
+        raise InputError(
+            f"data.mix: {first.name} {first.split} comes as {_form(first)} and {other.name} "
+            f"{other.split} as {_form(other)}; set data.reader=offsets (or array_record), which "
+            "leaves the images of a TFDS data set encoded"
+        )
+
+
+def _form(source: Source) -> str:
+    return "encoded images" if source.encoded else f"pixels {source.image_shape}"
+
+
+def _read_many(sources, first_ids):
+    """`read` of sources of pixels: ids of any shape, of any of the sources."""
+
+    def read(record_ids):
+        result = sources[0].read(tf.minimum(record_ids, sources[0].num_examples - 1))
+        for source, first_id in zip(sources[1:], first_ids[1:], strict=True):
+            own_ids = tf.clip_by_value(record_ids - first_id, 0, source.num_examples - 1)
+            for key, column in source.read(own_ids).items():
+                ones = (1,) * (column.shape.rank - record_ids.shape.rank)
+                chosen = tf.reshape(
+                    record_ids >= first_id, tf.concat([tf.shape(record_ids), ones], 0)
+                )
+                result[key] = tf.where(chosen, column, result[key])
+        return result
+
+    return read
+
+
+def _read_one(sources, first_ids):
+    """`read` of encoded sources: one id."""
+
+    def read(record_id):
+        return _of_part(first_ids, record_id, [lambda own_id, s=s: s.read(own_id) for s in sources])
+
+    return read
+
+
+def _of_part(first_ids, record_id, functions):
+    """What the function of the source that a record belongs to makes of its id there."""
+    firsts = tf.constant(first_ids, tf.int64)
+    part = tf.searchsorted(firsts, record_id[None], side="right")[0] - 1
+    own_id = record_id - tf.gather(firsts, part)
+    return tf.switch_case(part, [lambda f=f: f(own_id) for f in functions])
+
+
+def _concatenate_runs(sources, first_ids) -> Runs:
+    """Of sources some of which read by runs. The others give nothing here and read in `parse`."""
+    spec = tf.TensorSpec([], tf.string)
+
+    def open_part(source, own_id, count):
+        if source.runs is None:
+            records = tf.data.Dataset.from_tensors("").repeat(count)
+        else:
+            records = source.runs.open(own_id, count)
+        return tf.data.experimental.to_variant(records)
+
+    def open_run(first, count):
+        functions = [lambda own_id, s=s: open_part(s, own_id, count) for s in sources]
+        return tf.data.experimental.from_variant(_of_part(first_ids, first, functions), spec)
+
+    def parse(stored, record_id):
+        def parse_part(source, own_id):
+            return source.read(own_id) if source.runs is None else source.runs.parse(stored, own_id)
+
+        functions = [lambda own_id, s=s: parse_part(s, own_id) for s in sources]
+        return _of_part(first_ids, record_id, functions)
+
+    segments = [
+        first_id + (np.zeros(1, np.int64) if source.runs is None else source.runs.segments)
+        for source, first_id in zip(sources, first_ids, strict=True)
+    ]
+    return Runs(np.concatenate(segments), open_run, parse)
