@@ -18,7 +18,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error:::vit_jax")
-    if hasattr(config, "cache"):  # what was compiled once is kept for the next run
+    if hasattr(config, "cache"):
+        os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("xdg"))
+        # What was compiled once is kept for the next run.
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

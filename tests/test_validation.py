@@ -127,6 +127,15 @@ FAULTS = [
     ({"optimizer.weight_decay": "nan"}, "optimizer.weight_decay=nan:", "needs a finite number"),
     ({"optimizer.eps": "nan"}, "optimizer.eps=nan:", "needs a finite number"),
     ({"data.std": "1,1,1e999"}, "data.std=(1, 1, inf):", "needs a finite number"),
+    # data
+    ({"data.order": "chunks"}, "data.order='chunks':", "did you mean chunk?"),
+    ({"data.chunk_size": "0"}, "data.chunk_size=0:", "needs a positive number"),
+    ({"data.repeats": "3"}, "data.repeats=3:", "must divide global_batch_size=64"),
+    ({"data.repeats": "0"}, "data.repeats=0:", "needs a positive number"),
+    ({"data.streams": "12"}, "data.streams=12:", "divide the 64 records of a batch"),
+    ({"data.reader": "offset"}, "data.reader='offset':", "did you mean offsets?"),
+    ({"data.mix": "digits"}, "data.mix: 'digits' is no entry", "NAME@SPLIT=WEIGHT"),
+    ({"data.max_corrupt_fraction": "2"}, "data.max_corrupt_fraction=2.0:", "from 0 to 1"),
     # where it runs, what it keeps
     ({"mesh.platform": "cuda"}, "mesh.platform='cuda':", "known: cpu, gpu, tpu"),
     ({"checkpoint.keep_last": "1"}, "checkpoint.keep_last=1:", "needs at least 2"),

@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 from images import encode, smooth_image
+from prepared import prepare
 
 from vit_jax.config import InputError
 from vit_jax.data import make_source, pipeline, prepared_tfds
@@ -78,40 +79,30 @@ def prepared(tmp_path_factory):
     label = tfds.features.ClassLabel(names=["no", "yes"])
     colour = tfds.features.Image(shape=(60, 90, 3), encoding_format="jpeg")
 
-    def prepare(name, features, examples, version="1.0.0"):
-        identity = tfds.core.dataset_info.DatasetIdentity(
-            name=name,
-            version=tfds.core.Version(version),
-            data_dir=str(root / name / version),
-            module_name=__name__,
-        )
-        (root / name / version).mkdir(parents=True)
-        features = tfds.features.FeaturesDict(features)
-        info = tfds.core.DatasetInfo(builder=identity, features=features)
-        writer = tfds.core.SequentialWriter(info, max_examples_per_shard=100)
-        writer.initialize_splits(["train"])
-        writer.add_examples({"train": examples})
-        writer.close_all()
-
     (root / "broken.jpg").write_bytes(encode(smooth_image())[:500])
     broken = [
         {"image": smooth_image(), "label": 1},
         {"image": str(root / "broken.jpg"), "label": 1},
     ]
-    prepare("broken", {"image": colour, "label": label}, [*broken, broken[0]])
+    prepare(root, "broken", {"image": colour, "label": label}, [*broken, broken[0]])
     grey = {"image": smooth_image(8, 8)[..., :1], "label": 1, "extra": 0}
     grey_features = {
         "image": tfds.features.Image(shape=(8, 8, 1)),
         "label": label,
         "extra": np.int64,
     }
-    prepare("grey", grey_features, [grey])
-    prepare("grey", grey_features, [grey, grey], version="1.10.0")
-    prepare("grey", grey_features, [grey, grey, grey], version="1.9.0")
+    prepare(root, "grey", grey_features, [grey])
+    prepare(root, "grey", grey_features, [grey, grey], version="1.10.0")
+    prepare(root, "grey", grey_features, [grey, grey, grey], version="1.9.0")
     prepare(
-        "unlabelled", {"image": colour, "label": label}, [{"image": smooth_image(), "label": -1}]
+        root,
+        "unlabelled",
+        {"image": colour, "label": label},
+        [{"image": smooth_image(), "label": -1}],
     )
-    prepare("boxes", {"image": colour, "boxes": np.int64}, [{"image": smooth_image(), "boxes": 1}])
+    prepare(
+        root, "boxes", {"image": colour, "boxes": np.int64}, [{"image": smooth_image(), "boxes": 1}]
+    )
     return root
 
 

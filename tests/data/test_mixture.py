@@ -1,0 +1,131 @@
+"""Mixtures: their notation, what they hold, and what is refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from prepared import prepare
+
+from vit_jax.config import InputError, apply_overrides, load_config
+from vit_jax.data import concatenate, make_source, parse_mix, pipeline
+from vit_jax.data.host_tf import tf, tfds
+from vit_jax.data.mixture import Part
+from vit_jax.run import open_sources, training_order, training_split
+
+
+def test_notation():
+    assert parse_mix("") == ()
+    assert parse_mix("cifar10=0.3") == (Part("cifar10", None, 0.3),)
+    text = "sun397/tfds:4.0.0@train[:50%]+test[10:]=0.25, digits=1e-3"
+    assert parse_mix(text) == (
+        Part("sun397/tfds:4.0.0", "train[:50%]+test[10:]", 0.25),
+        Part("digits", None, 0.001),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("cifar10", "'cifar10' is no entry; write NAME=WEIGHT"),
+        ("cifar10=", "is no entry"),
+        ("=0.3", "is no entry"),
+        ("a@=0.3", "is no entry"),
+        ("a=0", "is no entry"),
+        ("a=-0.1", "is no entry"),
+        ("a=nan", "is no entry"),
+        ("a=inf", "is no entry"),
+        ("a=0.5,b=0.5", "add up to 1 and leave nothing to data.name"),
+        ("synthetic=0.5", "synthetic data cannot be mixed"),
+    ],
+)
+def test_what_is_no_mixture_is_refused(text, says):
+    with pytest.raises(InputError) as error:
+        parse_mix(text)
+    assert str(error.value).startswith("data.mix") and says in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return [make_source("digits", split=split, image_size=(8, 8)) for split in ("train", "test")]
+
+
+def test_pixels_lie_one_after_the_other(digits):
+    both = concatenate(digits)
+    assert (both.num_examples, both.part_sizes, both.encoded) == (1797, (1437, 360), False)
+    ids = tf.constant([0, 1436, 1437, 1796, 5], tf.int64)
+    found = both.read(ids)
+    for i, record in enumerate(ids.numpy()):
+        part, own = (digits[0], record) if record < 1437 else (digits[1], record - 1437)
+        for key, column in part.read(tf.constant(own)).items():
+            np.testing.assert_array_equal(found[key][i], column)
+    assert both.record_name(1440) == "record 3 of digits test"
+    assert both.fingerprint not in (digits[0].fingerprint, concatenate(digits[::-1]).fingerprint)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Two data sets of PNGs of one size; image i of one is i everywhere, of the other 100 + i."""
+    root = tmp_path_factory.mktemp("tiny")
+    for name, n, base in (("tens", 10, 0), ("sixes", 6, 100)):
+        features = {
+            "image": tfds.features.Image(shape=(8, 8, 3), encoding_format="png"),
+            "label": tfds.features.ClassLabel(num_classes=10),
+        }
+        images = [np.full((8, 8, 3), base + i, np.uint8) for i in range(n)]
+        examples = [{"image": image, "label": i} for i, image in enumerate(images)]
+        prepare(root, name, features, examples, examples_per_shard=4)
+    return root
+
+
+def of_tiny(root, name, reader):
+    return make_source(name, split="train", data_dir=str(root), image_size=(8, 8), reader=reader)
+
+
+def test_encoded_sources_with_and_without_runs(tiny):
+    tens, sixes = (of_tiny(tiny, name, "offsets") for name in ("tens", "sixes"))
+    kept = dataclasses.replace(sixes, runs=None)
+    for parts in ([tens, sixes], [tens, kept], [kept, tens]):
+        source = concatenate(parts)
+        how = {"global_batch_size": 16, "image_size": (8, 8), "rows": np.arange(16)}
+        (batch,) = pipeline.host_eval_batches(source, (), **how)
+        assert batch["mask"].all()
+        tens_first = [*range(10), *range(100, 106)]
+        expected = tens_first if parts[0] is tens else tens_first[10:] + tens_first[:10]
+        np.testing.assert_array_equal(batch["image"][:, 0, 0, 0], expected)
+        np.testing.assert_array_equal(batch["label"], [v % 100 for v in expected])
+        example = source.read(tf.constant(12, tf.int64))
+        assert int(example["label"]) == expected[12] % 100
+
+
+def test_what_does_not_go_together_is_refused(digits, tiny):
+    with pytest.raises(InputError, match=r"pixels.*encoded images; set data.reader=offsets"):
+        concatenate([of_tiny(tiny, "tens", "memory"), of_tiny(tiny, "sixes", "offsets")])
+    other = dataclasses.replace(digits[1], class_names=("a",) * 10)
+    with pytest.raises(InputError, match="label 0 is 'a' in the one and '0' in the other"):
+        concatenate([digits[0], other])
+
+
+def config_of(**overrides):
+    config = load_config("configs/quickstart.py:debug")
+    overrides = [(f"data.{key}", value) for key, value in overrides.items()]
+    assert not apply_overrides(config, overrides)
+    return config
+
+
+def test_a_mixture_in_a_config():
+    config, sources = open_sources(config_of(mix="digits@test=0.25", order="chunk"), training=True)
+    assert (config.data.num_examples, config.data.streams) == (1797, 8)
+    mixture = sources[training_split(config)]
+    assert mixture.part_sizes == (1437, 360) and sources["test"].num_examples == 360
+    ids = training_order(config, mixture)(tf.range(4 * 360, dtype=tf.int64)).numpy()
+    np.testing.assert_array_equal(np.sort(ids[ids >= 1437]), np.arange(1437, 1797))
+    with pytest.raises(InputError, match=r"data.num_examples=5: .* have 1797 together"):
+        open_sources(config_of(mix="digits@test=0.25", num_examples="5"), training=True)
+    with pytest.raises(InputError, match=r"^data.mix: data.split='val': digits has"):
+        open_sources(config_of(mix="digits@val=0.25"), training=True)
+
+
+def test_without_a_mixture_the_order_is_resolved():
+    config, sources = open_sources(config_of(), training=True)
+    assert (config.data.order, config.data.streams) == ("record", None)
+    assert training_split(config) == "train" and sources["train"].part_sizes == (1437,)

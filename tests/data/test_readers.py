@@ -1,0 +1,328 @@
+"""Readers: the same batches from memory, by offset and from array_record; corrupt records."""
+
+import logging
+import shutil
+
+import numpy as np
+import pytest
+from etils import epath
+from images import encode, pil_rgb, smooth_image
+from prepared import break_image, flip_a_byte, prepare
+
+from vit_jax.config import InputError
+from vit_jax.data import make_order, make_source, parse_ops, pipeline, tfrecord
+from vit_jax.data.host_tf import tf, tfds
+from vit_jax.data.runs import Runs, run_starts, stored_records
+
+ORDERS = {"record": {}, "chunk": {"chunk_size": 97, "streams": 4}}
+
+
+def batches(source, order_name, ops, *, size, batch=64, seed=0, start=0, steps=2, rows=None):
+    data_order = make_order(
+        order_name, source.part_sizes, seed, global_batch_size=batch, **ORDERS[order_name]
+    )
+    return list(
+        pipeline.host_batches(
+            source,
+            parse_ops(ops, size)[0],
+            global_batch_size=batch,
+            seed=seed,
+            image_size=size,
+            rows=np.arange(batch) if rows is None else rows,
+            start_step=start,
+            num_steps=steps,
+            data_order=data_order,
+        )
+    )
+
+
+def assert_same(some, others):
+    for batch, other in zip(some, others, strict=True):
+        for key in ("image", "label", "mask", "id"):
+            assert batch[key].dtype == other[key].dtype
+            np.testing.assert_array_equal(batch[key], other[key], err_msg=key)
+
+
+@pytest.fixture(scope="module")
+def cifar10(shared_data):
+    folders = {"memory": "", "offsets": "", "array_record": "array_record"}
+    return {
+        reader: make_source(
+            "cifar10",
+            split="test",
+            data_dir=str(shared_data / folder),
+            image_size=(32, 32),
+            reader=reader,
+        )
+        for reader, folder in folders.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("order_name", "ops"), [("record", ""), ("chunk", ""), ("chunk", "decode|pad_crop(2)")]
+)
+def test_every_reader_gives_the_same_batches(cifar10, order_name, ops):
+    assert [source.encoded for source in cifar10.values()] == [False, True, True]
+    assert len({source.fingerprint for source in cifar10.values()}) == 1
+    how = {"size": (32, 32), "start": 155, "steps": 3}  # over the end of an epoch
+    expected = batches(cifar10["memory"], order_name, ops, **how)
+    assert all(batch["mask"].all() for batch in expected)
+    for reader in ("offsets", "array_record"):
+        assert_same(batches(cifar10[reader], order_name, ops, **how), expected)
+
+
+@pytest.mark.parametrize("order_name", ORDERS)
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+def test_an_epoch_visits_each_record_once_from_any_step(order_name, num_hosts):
+    n, batch = 500, 20  # imagenet_sample, in 25 steps an epoch
+    data_order = make_order(order_name, [n], 0, global_batch_size=batch, **ORDERS[order_name])
+    for start in (0, 1, 7, 10**6 + 3):
+        epoch_start = -(-start // 25) * 25  # the first epoch that begins at the step or after it
+        steps = np.arange(epoch_start, epoch_start + 25)
+        epoch = [
+            data_order(tf.constant((steps[:, None] * batch + rows).ravel(), tf.int64)).numpy()
+            for rows in np.split(np.arange(batch), num_hosts)
+        ]
+        np.testing.assert_array_equal(np.sort(np.concatenate(epoch)), np.arange(n))
+
+
+@pytest.fixture(scope="module")
+def sample(shared_data):
+    return make_source(
+        "imagenet_sample",
+        split="train",
+        data_dir=str(shared_data),
+        image_size=(32, 32),
+        reader="offsets",
+    )
+
+
+@pytest.mark.parametrize(("order_name", "num_hosts"), [("record", 2), ("chunk", 4)])
+def test_hosts_together_make_the_batch_of_one(sample, order_name, num_hosts):
+    how = {"size": (32, 32), "batch": 16, "start": 30}  # 500 = 31 * 16 + 4
+    alone = batches(sample, order_name, "inception_crop", **how)
+    hosts = [
+        batches(sample, order_name, "inception_crop", **how, rows=rows)
+        for rows in np.split(np.arange(16), num_hosts)
+    ]
+    together = [
+        {key: np.concatenate([host[key] for host in step]) for key in step[0]}
+        for step in zip(*hosts, strict=True)
+    ]
+    assert_same(together, alone)
+
+
+def test_evaluation_by_offset_covers_the_split_in_its_order(sample):
+    ops, _ = parse_ops("decode|resize", (32, 32))
+    how = {"global_batch_size": 64, "image_size": (32, 32), "rows": np.arange(64)}
+    found = list(pipeline.host_eval_batches(sample, ops, **how))
+    ids, mask = (np.concatenate([batch[key] for batch in found]) for key in ("id", "mask"))
+    np.testing.assert_array_equal(ids, [*range(500), *[-1] * 12])
+    np.testing.assert_array_equal(mask, ids >= 0)
+
+
+# Runs
+
+
+def test_runs_are_neighbours_in_one_segment():
+    ids = [3, 4, 5, 6, 7, 9, 9, 10, 2, 1, 19, 20, 21, -1, -1, 0, *range(40, 80)]
+    starts = run_starts(tf.constant(ids, tf.int64), tf.constant([0, 5, 20], tf.int64)).numpy()
+    found = [tuple(run) for run in np.split(ids, starts[1:])]
+    assert found == [
+        (3, 4), (5, 6, 7), (9, 9, 10), (2,), (1,), (19,), (20, 21), (-1, -1), (0,),
+        tuple(range(40, 56)), tuple(range(56, 72)), tuple(range(72, 80)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("fails", ["raises", "ends"])
+def test_a_run_is_opened_once_and_a_record_that_fails_takes_no_other_with_it(fails):
+    opened = []
+
+    def note(first, count):
+        opened.append((int(first), int(count)))
+        records = [b"%d" % i for i in range(first, first + count)]
+        if any(i in (6, 8) for i in range(first, first + count)):
+            if fails == "raises":
+                raise OSError("damaged")
+            records = records[: max(0, 6 - first)] if first <= 6 else records[: max(0, 8 - first)]
+        return np.array(records, object)
+
+    def open_run(first, count):
+        at_once = tf.data.Dataset.from_tensors((first, count)).map(
+            lambda f, c: tf.ensure_shape(tf.numpy_function(note, [f, c], tf.string), [None])
+        )
+        return at_once.unbatch()
+
+    runs = Runs(np.array([0, 20]), open_run, lambda stored, i: {})
+    ids = tf.data.Dataset.from_tensor_slices(
+        tf.constant([[0, 1, 2, 3, -1], [5, 6, 7, 8, 9], [18, 19, 20, 20, 21]], tf.int64)
+    )
+    found = [stored.decode() for stored in stored_records(runs, ids).as_numpy_iterator()]
+    assert found == "0 1 2 3 _ 5 _ 7 _ 9 18 19 20 20 21".replace("_", "").split(" ")
+    assert {(0, 4), (5, 5), (18, 2), (20, 2)} <= set(opened)
+    apart = {(i, 1) for i in range(5, 10)}
+    assert set(opened) - {(0, 0)} == {(0, 4), (5, 5), (18, 2), (20, 2)} | apart
+
+
+# Corrupt records
+
+
+@pytest.fixture(scope="module", params=["one size", "any size"])
+def corrupt(request, tmp_path_factory):
+    """30 images in 3 files: 12 has a wrong checksum, 17 half a JPEG, 3 is a PNG, 4 is grey."""
+    root = tmp_path_factory.mktemp("corrupt")
+    shape = (60, 90, 3) if request.param == "one size" else (None, None, 3)
+    (root / "3.png").write_bytes(encode(smooth_image(seed=3), "PNG"))
+    (root / "4.jpg").write_bytes(encode(smooth_image(seed=4), mode="L"))
+    images = {i: smooth_image(seed=i) for i in range(30)}
+    images |= {3: str(root / "3.png"), 4: str(root / "4.jpg")}
+    features = {
+        "image": tfds.features.Image(shape=shape, encoding_format="jpeg"),
+        "label": tfds.features.ClassLabel(num_classes=30),
+    }
+    examples = [{"image": images[i], "label": i} for i in range(30)]
+    prepare(root, "pets", features, examples, examples_per_shard=10)
+    shards = sorted((root / "pets/1.0.0").glob("*.tfrecord*"))
+    assert len(shards) == 3
+    break_image(shards[1], 7)
+    flip_a_byte(shards[1], 2)
+    return root
+
+
+def pets(root, reader, split="train"):
+    return make_source("pets", split=split, data_dir=str(root), image_size=(60, 90), reader=reader)
+
+
+def test_a_corrupt_record_masks_itself_alone_for_every_reader(corrupt, caplog):
+    how = {"size": (60, 90), "batch": 10, "steps": 6}
+    for order_name in ORDERS:
+        with caplog.at_level(logging.WARNING, "vit_jax"):
+            pipeline._warn_broken.cache_clear()
+            caplog.clear()
+            # Chunks of 97 of 30 records: the split in its own order, so that runs are long.
+            ORDERS["chunk"]["streams"] = 1
+            by_offset, memory = (
+                batches(pets(corrupt, reader), order_name, "decode|resize", **how)
+                for reader in ("offsets", "memory")
+            )
+            ORDERS["chunk"]["streams"] = 4
+        assert_same(by_offset, memory)
+        ids, labels, mask = (
+            np.concatenate([batch[key] for batch in by_offset]) for key in ("id", "label", "mask")
+        )
+        assert sorted(ids[mask == 0]) == [12, 12, 17, 17]
+        np.testing.assert_array_equal(labels, ids * mask.astype(int))
+        names = sorted(record.getMessage() for record in caplog.records)
+        assert len(names) == 2
+        for name, in_file, record in zip(names, (2, 7), (12, 17), strict=True):
+            assert name.startswith("pets-train.tfrecord-00001")
+            assert f" record {in_file} (record {record} of pets/1.0.0 train) cannot be" in name
+
+
+def test_png_and_grey_images_in_a_jpeg_set(corrupt):
+    source = pets(corrupt, "offsets", "train[3:5]")
+    found = list(
+        pipeline.host_eval_batches(
+            source,
+            parse_ops("decode|resize", (60, 90))[0],
+            global_batch_size=2,
+            image_size=(60, 90),
+            rows=np.arange(2),
+        )
+    )
+    files = [corrupt / "3.png", corrupt / "4.jpg"]
+    for image, file in zip(found[0]["image"], files, strict=True):
+        np.testing.assert_array_equal(image, pil_rgb(file.read_bytes()))
+
+
+# The index of a TFRecord file
+
+
+@pytest.fixture
+def shard(corrupt, tmp_path, monkeypatch):
+    """A copy of a file of 10 records, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = sorted((corrupt / "pets/1.0.0").glob("*.tfrecord*"))[0]
+    return epath.Path(shutil.copy(source, tmp_path / "shard"))
+
+
+def test_offsets_are_those_of_the_records(shard):
+    (offsets,) = tfrecord.record_offsets([shard])
+    records = [record.numpy() for record in tf.data.TFRecordDataset(str(shard))]
+    assert len(offsets) == len(records) + 1 == 11
+    np.testing.assert_array_equal(np.diff(offsets), [16 + len(record) for record in records])
+
+
+def test_a_file_is_walked_once_and_again_when_it_changes(shard, tmp_path, monkeypatch):
+    walked, walk = [], tfrecord.walk
+    monkeypatch.setattr(tfrecord, "walk", lambda *args: walked.append(args[0]) or walk(*args))
+    first, second = (tfrecord.record_offsets([shard])[0] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert len(walked) == 1
+    (entry,) = (tmp_path / "cache/vit_jax/tfrecord").iterdir()
+    entry.write_bytes(entry.read_bytes()[:100])  # a damaged entry is made anew
+    np.testing.assert_array_equal(tfrecord.record_offsets([shard])[0], first)
+    assert len(walked) == 2
+    shard.write_bytes(shard.read_bytes() * 2)
+    assert len(tfrecord.record_offsets([shard])[0]) == 21 and len(walked) == 3
+
+
+def test_a_cache_that_cannot_be_written_only_warns(shard, tmp_path, caplog):
+    (tmp_path / "cache").write_text("a file")
+    assert len(tfrecord.record_offsets([shard])[0]) == 11
+    assert "cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize("cut", [1, 20, -5])
+def test_a_file_that_does_not_end_with_a_record_is_refused(shard, cut):
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-cut] if cut > 0 else content + b"12345")
+    with pytest.raises(InputError, match=f"data.data_dir: {shard} is damaged"):
+        tfrecord.record_offsets([shard])
+
+
+def test_a_file_of_another_length_is_refused(corrupt, tmp_path):
+    shutil.copytree(corrupt / "pets", tmp_path / "pets")
+    first, second, _ = sorted((tmp_path / "pets/1.0.0").glob("*.tfrecord*"))
+    first.write_bytes(first.read_bytes() + second.read_bytes())
+    with pytest.raises(InputError, match="holds 20 records and dataset_info"):
+        pets(tmp_path, "offsets")
+
+
+def test_a_reader_that_the_format_lacks_is_refused(corrupt, shared_data):
+    with pytest.raises(InputError, match=r"data.reader='array_record': pets.* tfrecord; set .*off"):
+        pets(corrupt, "array_record")
+    with pytest.raises(
+        InputError, match=r"data.reader='offsets': cifar10.* array_record or memory"
+    ):
+        make_source(
+            "cifar10",
+            split="test",
+            data_dir=str(shared_data / "array_record"),
+            image_size=(32, 32),
+            reader="offsets",
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order_name", ORDERS)
+def test_memory_does_not_grow(sample, order_name):
+    import psutil
+
+    rss = {}
+    data_order = make_order(order_name, [500], 0, global_batch_size=32, **ORDERS[order_name])
+    stream = pipeline.host_batches(
+        sample,
+        parse_ops("inception_crop", (224, 224))[0],
+        global_batch_size=32,
+        seed=0,
+        image_size=(224, 224),
+        rows=np.arange(32),
+        start_step=0,
+        num_steps=2000,
+        data_order=data_order,
+    )
+    for step, _ in enumerate(stream, 1):
+        if step in (500, 2000):
+            rss[step] = psutil.Process().memory_info().rss
+    assert rss[2000] - rss[500] < 50e6

@@ -1,0 +1,128 @@
+"""Runs over data that are corrupt in part: masked, counted, and stopped when they are too many."""
+
+import json
+import pathlib
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+
+from vit_jax import checkpoint
+from vit_jax.config import apply_overrides, load_config
+from vit_jax.data.host_tf import tf, tfds
+from vit_jax.data.order import record_order
+from vit_jax.main import main
+from vit_jax.train import CorruptDataError, CorruptRecords, train_and_evaluate
+
+FILE = str(pathlib.Path(__file__).parent.parent / "configs/quickstart.py") + ":debug"
+CORRUPT = [3, 50, 51, 90]
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    """100 images of 8 x 8, by hand as TFDS has them, of which four are no images."""
+    root = tmp_path_factory.mktemp("data")
+    folder = root / "noise/1.0.0"
+    folder.mkdir(parents=True)
+    features = tfds.features.FeaturesDict(
+        {
+            "image": tfds.features.Image(shape=(8, 8, 3), encoding_format="png"),
+            "label": tfds.features.ClassLabel(num_classes=10),
+        }
+    )
+    identity = tfds.core.dataset_info.DatasetIdentity(
+        name="noise",
+        version=tfds.core.Version("1.0.0"),
+        data_dir=str(folder),
+        module_name=__name__,
+    )
+    info = tfds.core.DatasetInfo(builder=identity, features=features)
+    images = np.random.default_rng(0).integers(0, 256, (100, 8, 8, 3), np.uint8)
+    examples = [
+        features.serialize_example({"image": image, "label": i % 10})
+        for i, image in enumerate(images)
+    ]
+    with tf.io.TFRecordWriter(str(folder / "noise-train.tfrecord-00000-of-00001")) as writer:
+        for i, example in enumerate(examples):
+            writer.write(example[:40] if i in CORRUPT else example)
+    template = tfds.core.ShardedFileTemplate(
+        dataset_name="noise", data_dir=epath.Path(folder), split="train", filetype_suffix="tfrecord"
+    )
+    split = tfds.core.SplitInfo(
+        name="train", shard_lengths=[100], num_bytes=0, filename_template=template
+    )
+    info.set_splits(tfds.core.splits.SplitDict([split]))
+    info.write_to_directory(folder)
+    return root
+
+
+def make_config(data_dir, **overrides):
+    config = load_config(FILE)
+    fields = {
+        "data.name": "noise",
+        "data.data_dir": str(data_dir),
+        "duration": "8 steps",
+        "log.every": "2 steps",
+        "checkpoint.every": "4 steps",
+        "schedule.warmup": "0 steps",
+        "global_batch_size": "16",
+    } | {key.replace("__", "."): value for key, value in overrides.items()}
+    assert not apply_overrides(config, list(fields.items()))
+    config.data.ops = "decode"
+    del config.evals["test"]
+    return config
+
+
+def corrupt_rows(workdir):
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["train/corrupt"] for row in rows if "train/corrupt" in row}
+
+
+def test_corrupt_records_are_counted_over_the_run_and_its_resumption(data_dir, tmp_path):
+    config = make_config(data_dir, data__reader="offsets")
+    train_and_evaluate(config, tmp_path / "a")
+    ids = record_order(100, config.seed)(tf.range(8 * 16, dtype=tf.int64)).numpy()
+    expected = {step: int(np.isin(ids[: step * 16], CORRUPT).sum()) for step in (2, 4, 6, 8)}
+    assert corrupt_rows(tmp_path / "a") == expected and expected[8] > 4
+    assert checkpoint.read_meta(epath.Path(tmp_path / "a/checkpoints/4"))["corrupt"] == expected[4]
+
+    shutil.rmtree(tmp_path / "a/checkpoints/8")
+    (tmp_path / "a/summary.json").unlink()
+    train_and_evaluate(make_config(data_dir, data__reader="memory"), tmp_path / "a")
+    assert corrupt_rows(tmp_path / "a") == expected
+
+
+def test_a_run_stops_above_the_limit_and_goes_on_with_a_higher_one(data_dir, tmp_path, capsys):
+    config = make_config(data_dir, data__max_corrupt_fraction="0.01")
+    words = r"step \d: \d of \d+ examples .* more than data.max_corrupt_fraction=0.01; "
+    with pytest.raises(CorruptDataError, match=words):
+        train_and_evaluate(config, tmp_path)
+    flags = {
+        "data.data_dir": data_dir, "data.name": "noise", "data.ops": "decode",
+        "evals.test.split": "train", "evals.test.ops": "decode", "data.max_corrupt_fraction": 0,
+    }  # fmt: skip
+    overrides = [f"--config.{key}={value}" for key, value in flags.items()]
+    assert main([f"--config={FILE}", f"--workdir={tmp_path / 'b'}", *overrides]) == 1
+    error = capsys.readouterr().err
+    assert "data.max_corrupt_fraction" in error and "Traceback" not in error
+    config.data.max_corrupt_fraction = 0.5
+    assert train_and_evaluate(config, tmp_path)["step"] == 8
+
+
+def test_the_limit():
+    how = {"global_batch_size": 10, "num_examples": 50, "max_fraction": 0.1}
+    few = CorruptRecords({"corrupt": 2}, **how)
+    few.count([jnp.float32(1), jnp.float32(2)])
+    few.check(1, None)  # 5 of 10, but the data set has 50
+    few.check(5, None)
+    few.count([jnp.float32(1)])
+    assert few.read() == {"corrupt": 6}
+    with pytest.raises(CorruptDataError, match=r"step 5: 6 of 50 .* nothing was saved"):
+        few.check(5, None)
+    with pytest.raises(CorruptDataError, match="step 4 is saved"):
+        few.check(5, 4)
+    few.check(6, 4)
+    CorruptRecords({}, **how | {"max_fraction": 0.0}).check(1, None)
