@@ -13,6 +13,7 @@ setup(
     packages=find_packages(include=["vit_jax", "vit_jax.*"]),
     python_requires=">=3.11",
     install_requires=[
+        "array_record>=0.8.6; sys_platform == 'linux'",  # wherever tensorflow-datasets has it
         "einops>=0.8.2",
         "etils[epath,epy]>=1.15.0",
         "flax>=0.12.8",
