@@ -24,6 +24,7 @@ setup(
         "numpy>=2.4.6",
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12.8",
+        "pillow>=13.0.0",
         "psutil>=7.2.2",
         "rich>=15.0.0",
         "scikit-learn>=1.9.1",
@@ -34,7 +35,7 @@ setup(
         "tensorflow-datasets>=4.9.10",
     ],
     extras_require={
-        "test": ["pillow>=13.0.0", "pytest>=9.0.0", "pytest-xdist>=3.8.0", "ruff>=0.15.0", LIBTPU],
+        "test": ["pytest>=9.0.0", "pytest-xdist>=3.8.0", "ruff>=0.15.0", LIBTPU],
         "plan": [LIBTPU],
         "tpu": ["jax[tpu]>=0.10.2"],
         "cuda": ["jax[cuda13]>=0.10.2"],

@@ -13,6 +13,7 @@ from vit_jax.data import parse_ops
 from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.experiment import make_experiment, num_steps
 from vit_jax.mesh import make_mesh
+from vit_jax.recipes import DEIT
 from vit_jax.run import prepare
 from vit_jax.validation import find_faults
 
@@ -26,8 +27,10 @@ FORMS = {
         "ViT-L/16,imagenet21k,debug",
         "ViT-B/16,jft=mine,fewshot,debug",
     ],
-    "cifar10": ["", "small", "debug", "small,debug"],
+    "cifar10": ["", "small", "5k", "5k,medium1", "debug", "small,debug", "5k,strong2,debug"],
     "folder": ["", "ViT-S/16", "debug", "ViT-S/16,debug"],
+    "vit_s16_in1k": ["", "debug"],
+    "augreg": ["ViT-B/16,imagenet2012,none", "ViT-B/16,imagenet21k,medium1,debug"],
 }
 
 
@@ -87,7 +90,7 @@ def test_debug_form_is_ready_to_run(name, words, tmp_path, pictures):
         assert 0 < num_steps(run.config, f"evals.{name}.every") <= run.experiment.total_steps
 
 
-@pytest.mark.parametrize("name", ["quickstart", "cifar10", "folder"])
+@pytest.mark.parametrize("name", ["quickstart", "cifar10", "folder", "vit_s16_in1k"])
 def test_unknown_word_names_those_known(name):
     words = "ViT-S/16,huge,debug" if name == "folder" else "debug,huge"
     message = refusal(name, words)
@@ -274,3 +277,97 @@ def test_small_cifar10_has_the_parameters_it_says():
     e = make_experiment(c, make_mesh(replica=1, data=-1, fsdp=1, tensor=1))
     assert f"{e.num_params / 1e6:.1f}M parameters" == "1.2M parameters"
     assert e.total_steps == 1172  # 3 * 50,000 / 128 = 1171.9
+
+
+# AugReg's table once more: RandAugment's layers and magnitude, MixUp's parameter.
+AUGREG = {
+    "none": None,
+    "light1": (2, 0, 0.0),
+    "light2": (2, 10, 0.2),
+    "medium1": (2, 15, 0.2),
+    "medium2": (2, 15, 0.5),
+    "strong1": (2, 20, 0.5),
+    "strong2": (2, 20, 0.8),
+}
+
+
+def augreg_ops(crop, name):
+    if AUGREG[name] is None:
+        return f"{crop}|flip"
+    layers, magnitude, mixup = AUGREG[name]
+    mixing = f"|mixup({mixup})" if mixup else ""
+    return f"{crop}|randaugment({layers}, {magnitude})|flip{mixing}"
+
+
+@pytest.mark.parametrize("name", AUGREG)
+def test_augreg(name):
+    c = load("augreg", f"ViT-L/16,imagenet2012,{name}")
+    assert find_faults(c) == []
+    assert c.data.ops == augreg_ops("inception_crop", name)
+    assert (c.model.name, c.data.name) == ("ViT-L/16", "imagenet2012")
+    assert (c.duration, c.global_batch_size, c.data.image_size) == ("300 epochs", 4096, 224)
+    optimizer = c.optimizer
+    assert (optimizer.name, optimizer.peak_lr, optimizer.b2) == ("adamw", 1e-3, 0.999)
+    assert (optimizer.weight_decay, optimizer.grad_clip_norm) == (0.1, 1.0)
+    assert (c.schedule.name, c.schedule.warmup) == ("cosine", "10000 steps")
+    assert (c.model.dropout, c.model.stochastic_depth, c.model.hidden_head) == (None, None, None)
+    assert (c.loss.name, c.model.head_bias) == ("softmax", None)
+    assert load("cifar10", f"5k,{name}").data.ops == augreg_ops("decode", name)
+    assert load("cifar10", name).data.ops == augreg_ops("decode|pad_crop(4)", name)
+
+
+def test_augreg_s_other_choices():
+    c = load("augreg", "ViT-S/16,imagenet21k,light1,reg,wd0.03,30ep")
+    assert find_faults(c) == []
+    assert (c.model.dropout, c.model.stochastic_depth) == (0.1, 0.1)
+    assert (c.optimizer.weight_decay, c.duration) == (0.03, "30 epochs")
+    assert (c.loss.name, c.model.head_bias) == ("sigmoid", -10.0)
+    assert (c.data.split, c.evals.val.split) == ("train[50000:]", "train[:50000]")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("ViT-B/16,imagenet21k", "needs MODEL,DATA,AUG, e.g. configs/augreg.py:ViT-B/16,"),
+        ("ViT-B/16,imagenet21k,medium", "augmentation 'medium': did you mean medium1?"),
+        ("ViT-B/16,cifar10,medium1", "data 'cifar10': needs imagenet2012 or imagenet21k"),
+        ("ViT-b/16,imagenet21k,medium1", "did you mean B?"),
+        ("ViT-B/16,imagenet2012,medium1,30ep", "30ep: the paper trains on imagenet2012 for 300"),
+    ],
+)
+def test_augreg_refuses(words, says):
+    assert says in refusal("augreg", words)
+
+
+@pytest.mark.parametrize("words", ["medium1,strong1", "small,5k"])
+def test_cifar10_takes_one_augmentation_and_one_size(words):
+    message = refusal("cifar10", words)
+    assert repr(words) in message and "at most one of none, light1" in message
+
+
+def test_the_two_arms_of_5k_differ_in_their_ops_only():
+    plain, medium1 = load("cifar10", "5k"), load("cifar10", "5k,medium1")
+    assert plain.data.ops == "decode|flip"
+    medium1.data.ops = plain.data.ops
+    assert plain == medium1
+    assert (plain.data.split, plain.evals.test.split) == ("train[:10%]", "test")
+
+
+def test_better_plain_vit():
+    c = load("vit_s16_in1k")
+    assert (c.model.name, c.model.pool, c.model.pos_embed) == ("ViT-S/16", "gap", "sincos_2d")
+    assert (c.global_batch_size, c.duration, c.data.image_size) == (1024, "90 epochs", 224)
+    assert c.data.ops == "inception_crop|randaugment(2, 10)|flip|mixup(0.2)"
+    assert (c.optimizer.peak_lr, c.optimizer.weight_decay) == (1e-3, 0.1)
+    assert c.optimizer.grad_clip_norm == 1.0
+    assert (c.schedule.name, c.schedule.warmup) == ("cosine", "10000 steps")
+
+
+def test_deit_s_augmentation():
+    assert DEIT.repeats == 3
+    ops = DEIT.ops("inception_crop(area_min=0.08)")
+    assert ops == (
+        "inception_crop(area_min=0.08)|randaugment(2, 9, 0.5)|flip|erase(0.25, area_max=0.3333)|"
+        "mixup_or_cutmix(0.8, 1.0)"
+    )
+    parse_ops(ops, (224, 224))

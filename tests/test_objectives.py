@@ -80,6 +80,13 @@ def test_hits_any_of_the_right_classes():
     assert hits(logits, labels).tolist() == [1, 0, 0]
 
 
+def test_hits_of_mixed_labels_are_of_the_class_that_weighs_most():
+    logits = np.array([[3, 2, 1]] * 4, np.float32)
+    labels = np.array([[0.7, 0.3, 0], [0.3, 0.7, 0], [0.5, 0.5, 0], [0, 0.4, 0.6]], np.float32)
+    assert hits(logits, labels).tolist() == [1, 0, 1, 0]
+    assert hits(logits, labels, k=2).tolist() == [1, 1, 1, 0]
+
+
 MODEL = create_model("ViT-mu/4", C, 8, dropout=0.2)
 IMAGES = RNG.uniform(-1, 1, (B, 8, 8, 3)).astype(np.float32)
 

@@ -61,6 +61,12 @@ FAULTS = [
     ({"duration": "0 steps"}, "duration='0 steps' is never", "give more than 0"),
     ({"log.every": "0 epochs"}, "log.every='0 epochs' is never", "give more than 0"),
     ({"checkpoint.keep_every": "0 steps"}, "checkpoint.keep_every='0 steps' is", "more than 0"),
+    (
+        {"data.ops": "mixup(0.2)", "global_batch_size": "63"},
+        "global_batch_size=63: data.ops mixes",
+        "a multiple of 2; try 62",
+    ),
+    ({"data.ops": "mixup(0.2)|cutmix(1.0)"}, "data.ops: mixup(0.2) and cutmix(1.0)", "keep one"),
     # counts
     ({"seed": "-1"}, "seed=-1:", "from 0 to 4294967295"),
     ({"seed": "4294967296"}, "seed=4294967296:", "from 0 to 4294967295"),

@@ -2,7 +2,7 @@
 
 Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 3 (appendix B.1), for `Pretraining`;
 Steiner et al. 2021 (arXiv:2106.10270), section 3, for `AUGREG`; Touvron et al. 2020
-(arXiv:2012.12877), table 9, for `DEIT`.
+(arXiv:2012.12877), table 9, for `DEIT`; Beyer et al. 2022 (arXiv:2205.01580) for `BETTER_PLAIN`.
 """
 
 from typing import NamedTuple
@@ -79,8 +79,8 @@ class Augmentation(NamedTuple):
     repeats: int = 1
 
     def ops(self, crop: str) -> str:
-        """The preprocessing string; `crop` stands for the host ops that come first."""
-        found = [crop]
+        """The preprocessing string; `crop` stands for the host ops that come first, if any."""
+        found = [crop] if crop else []
         if self.randaugment:
             found.append(f"randaugment({', '.join(map(str, self.randaugment))})")
         found.append("flip")
@@ -100,6 +100,9 @@ AUGREG = {
     "strong1": Augmentation((2, 20), "mixup(0.5)"),
     "strong2": Augmentation((2, 20), "mixup(0.8)"),
 }
+
+# "Better plain ViT".
+BETTER_PLAIN = Augmentation((2, 10), "mixup(0.2)")
 
 # Its RandAugment is another implementation: there an operation drawn is left out half of the time,
 # and Posterize and Solarize grow stronger with the magnitude. Its noise is Gaussian.

@@ -10,6 +10,7 @@ what arithmetic on bytes costs, so choices are products with 0 or 1, and rows ar
 
 from __future__ import annotations
 
+import functools
 import math
 
 from vit_jax.data.host_tf import tf
@@ -220,21 +221,22 @@ def random_operations(
       key: int64 (2,); all that is drawn depends on it alone.
       layers, magnitude, magnitude_std: as of host_ops.randaugment.
     """
-    draws = tf.random.stateless_uniform([layers, 5], key, alg="philox")
-    for draw in tf.unstack(draws):
+
+    def layer(image, draw):
         sign = tf.where(draw[1] < 0.5, 1.0, -1.0)
         strength = magnitude
         if magnitude_std:
             strength = tf.maximum(magnitude + magnitude_std * tf.math.ndtri(draw[4]), 0.0)
         branches = [
-            lambda name=name, image=image, sign=sign, strength=strength, draw=draw: operate(
-                name, image, strength, sign, draw[2:4]
-            )
+            functools.partial(operate, name, image, strength, sign, draw[2:4])
             for name in OPERATIONS
         ]
         index = tf.cast(draw[0] * len(OPERATIONS), tf.int32)
-        image = tf.ensure_shape(tf.switch_case(index, branches), image.shape)
-    return image
+        return tf.ensure_shape(tf.switch_case(index, branches), image.shape)
+
+    draws = tf.random.stateless_uniform([layers, 5], key, alg="philox")
+    # A loop, so that the graph holds the branches once.
+    return tf.ensure_shape(tf.foldl(layer, draws, image), image.shape)
 
 
 def _sides(image):

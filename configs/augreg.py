@@ -1,0 +1,83 @@
+"""Pretraining with AugReg (arXiv:2106.10270): --config=configs/augreg.py:MODEL,DATA,AUG
+
+DATA is imagenet2012 or imagenet21k (README says how to bring the latter), AUG one of none, light1,
+light2, medium1, medium2, strong1, strong2. Other words: wd0.03, reg, 30ep.
+
+The paper's: the rows of AUG, Inception crops and flips, Adam with b2 0.999, batch 4096, learning
+rate 1e-3 warmed up over 10,000 steps and decayed by a cosine, clipping at norm 1, weight decay 0.1
+or 0.03, dropout and stochastic depth both 0 or both 0.1, 300 epochs of ImageNet-1k, 300 or 30 of
+ImageNet-21k, no hidden layer in the head. Ours: decay 0.1 and no dropout unless a word says else;
+decay of kernels only, as in table 3 of arXiv:2010.11929, and so its losses: softmax for
+ImageNet-1k, sigmoid for ImageNet-21k with 50,000 images held out; bfloat16 in the computation.
+
+python -m vit_jax.main --config=configs/augreg.py:ViT-B/16,imagenet21k,medium1 --workdir=$W
+CPU, under a minute, synthetic data: --config=configs/augreg.py:ViT-B/16,imagenet21k,medium1,debug
+"""
+
+from vit_jax.config import InputError, base_config, classification, split_words
+from vit_jax.models.variants import parse_vit_name
+from vit_jax.recipes import find_augreg
+
+WORDS = {
+    "debug": "20 steps of a tiny model",
+    "wd0.03": "weight decay 0.03 in place of 0.1",
+    "reg": "dropout 0.1 and stochastic depth 0.1",
+    "30ep": "30 epochs, of imagenet21k",
+}
+
+# Where each data set has its images to train on and to validate with.
+SPLITS = {
+    "imagenet2012": ("train", "validation"),
+    "imagenet21k": ("train[50000:]", "train[:50000]"),
+}
+
+
+def get_config(arg=""):
+    words, chosen = split_words(arg, WORDS)
+    if len(words) != 3:
+        raise InputError(
+            f"got {arg!r}, needs MODEL,DATA,AUG, e.g. configs/augreg.py:ViT-B/16,imagenet21k,"
+            f"medium1; besides them it takes {', '.join(WORDS)}"
+        )
+    model, data, augmentation = words
+    parse_vit_name(model)
+    if data not in SPLITS:
+        raise InputError(f"data {data!r}: needs {' or '.join(SPLITS)}")
+    if "30ep" in chosen and data != "imagenet21k":
+        raise InputError(f"30ep: the paper trains on {data} for 300 epochs; leave it out")
+    recipe = find_augreg(augmentation)
+
+    c = base_config()
+    c.global_batch_size, c.duration = 4096, "30 epochs" if "30ep" in chosen else "300 epochs"
+    c.model.name, c.model.dtype = model, "bfloat16"
+    if "reg" in chosen:
+        c.model.dropout = c.model.stochastic_depth = 0.1
+
+    train_split, val_split = SPLITS[data]
+    c.data.name, c.data.image_size = data, 224
+    c.data.split = train_split
+    c.data.ops = recipe.ops("inception_crop")
+    eval_ops = "decode|resize_small(256)|central_crop"
+    c.evals.val = classification(split=val_split, every="1 epochs", ops=eval_ops)
+
+    if data == "imagenet2012":
+        c.loss.name = "softmax"
+    else:
+        c.loss.name, c.model.head_bias = "sigmoid", -10.0
+
+    c.optimizer.peak_lr = 1e-3
+    c.optimizer.weight_decay = 0.03 if "wd0.03" in chosen else 0.1
+    c.optimizer.grad_clip_norm = 1.0
+    c.schedule.name, c.schedule.warmup = "cosine", "10000 steps"
+    c.checkpoint.every, c.log.every = "1000 steps", "50 steps"
+
+    if "debug" in chosen:
+        patch_size = int(model.rsplit("/", 1)[1])
+        c.model.name = f"ViT-mu/{patch_size}"
+        c.data.name, c.data.split, c.data.ops = "synthetic", "train", recipe.ops("")
+        c.data.image_size = 2 * patch_size
+        c.data.num_classes, c.data.num_examples = 10, 256
+        c.evals.val.split, c.evals.val.ops, c.evals.val.every = "val", "", "10 steps"
+        c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "5 steps"
+        c.log.every, c.checkpoint.every = "5 steps", "10 steps"
+    return c

@@ -1,0 +1,40 @@
+"""ViT-S/16, ImageNet-1k, 90 epochs. Published: 76.5 % top-1 at 224 px (arXiv:2205.01580).
+
+python -m vit_jax.main --config=configs/vit_s16_in1k.py --workdir=$W
+A few seconds, synthetic data: --config=configs/vit_s16_in1k.py:debug
+"""
+
+from vit_jax.config import base_config, classification, refuse_words, split_words
+from vit_jax.recipes import BETTER_PLAIN
+
+WORDS = {"debug": "20 steps of a tiny model"}
+
+
+def get_config(arg=""):
+    words, chosen = split_words(arg, WORDS)
+    refuse_words(words, WORDS, __file__)
+    c = base_config()
+    c.global_batch_size, c.duration = 1024, "90 epochs"
+
+    c.model.name, c.model.pool, c.model.pos_embed = "ViT-S/16", "gap", "sincos_2d"
+    c.model.dtype = "bfloat16"
+
+    c.data.name, c.data.image_size = "imagenet2012", 224
+    c.data.ops = BETTER_PLAIN.ops("inception_crop")
+    eval_ops = "decode|resize_small(256)|central_crop"
+    c.evals.val = classification(split="validation", every="1 epochs", ops=eval_ops)
+
+    c.optimizer.peak_lr, c.optimizer.weight_decay = 1e-3, 0.1
+    c.optimizer.grad_clip_norm = 1.0
+    c.schedule.name, c.schedule.warmup = "cosine", "10000 steps"
+    c.checkpoint.every, c.log.every = "1000 steps", "50 steps"
+
+    if "debug" in chosen:
+        c.model.name = "ViT-mu/16"
+        c.data.name, c.data.image_size = "synthetic", 32
+        c.data.ops = BETTER_PLAIN.ops("")
+        c.data.num_classes, c.data.num_examples = 10, 256
+        c.evals.val.split, c.evals.val.ops, c.evals.val.every = "val", "", "10 steps"
+        c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "5 steps"
+        c.log.every, c.checkpoint.every = "5 steps", "10 steps"
+    return c

@@ -1,0 +1,68 @@
+"""The picture of what augmentation does."""
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from vit_jax.config import base_config
+from vit_jax.contact_sheet import draw_bands, draw_contact_sheet, make_columns
+from vit_jax.data import augment, make_source
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+
+@pytest.fixture
+def config():
+    c = base_config()
+    c.global_batch_size, c.duration, c.optimizer.peak_lr = 32, "1 epochs", 1e-3
+    c.model.name, c.data.name, c.data.image_size = "ViT-mu/4", "digits", 8
+    c.data.ops = "pad_crop(1)|randaugment(1, 5)|flip|mixup(0.2)"
+    return c
+
+
+def test_columns(config):
+    source = make_source("digits", split="train", image_size=(8, 8))
+    config.data.num_classes = 10
+    columns = dict(make_columns(config, source))
+    original = columns["original\n"]
+    digits = source.read(np.array([0, 359, 718, 1077]))["image"].numpy()
+    for image, digit in zip(original, digits, strict=True):  # cropped, not yet augmented
+        padded = np.pad(digit, [(1, 1), (1, 1), (0, 0)])
+        windows = [padded[y : y + 8, x : x + 8] for y in range(3) for x in range(3)]
+        assert any(np.array_equal(image, window) for window in windows)
+    for name in augment.OPERATIONS:
+        shown = [columns[f"{name}\nmagnitude {magnitude}"] for magnitude in (5, 15)]
+        assert np.shape(shown) == (2, 4, 8, 8, 3)
+    np.testing.assert_array_equal(columns["Invert\nmagnitude 5"], 255 - np.stack(original))
+    for op in ("mixup(8.0)\n", "cutmix(1.0)\n", "erase(1.0)\n"):
+        assert (columns[op] != np.stack(original)).any(), op
+    draws = [np.stack(columns[f"data.ops\ndraw {i}"]).tobytes() for i in range(1, 6)]
+    assert len(set(draws)) == 5
+
+
+def test_bands_lie_below_each_other_and_columns_beside():
+    def column(red):
+        """Four images in one shade of red, lighter in green from row to row."""
+        return f"{red}\n", [np.full((8, 16, 3), (red, 60 * row, 9), np.uint8) for row in range(4)]
+
+    sheet = np.asarray(draw_bands("title", [[column(10), column(20)], [column(30)]]))
+
+    def box(red, row):
+        at = np.argwhere((sheet == (red, 60 * row, 9)).all(-1))
+        assert len(at) == 112 * 56  # twice as wide as high; seven pixels for one
+        return at[0]
+
+    right, down = np.array([0, 116]), np.array([116, 0])
+    np.testing.assert_array_equal(box(20, 0) - box(10, 0), right)
+    for red in (10, 20, 30):
+        for row in (1, 2, 3):
+            np.testing.assert_array_equal(box(red, row) - box(red, 0), row * down)
+    assert box(30, 0)[0] > box(10, 3)[0] + 112
+    assert box(30, 0)[1] == box(10, 0)[1]
+    assert (sheet[: box(10, 0)[0], 116:] < 128).any()  # a heading above the second column
+
+
+def test_the_file(config, tmp_path):
+    config.data.ops = ""
+    draw_contact_sheet(config, tmp_path / "sheet.png")
+    assert PIL.Image.open(tmp_path / "sheet.png").size == (4 + 17 * 116, 30 + 3 * (45 + 4 * 116))

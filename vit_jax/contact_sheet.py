@@ -1,0 +1,140 @@
+"""A picture of what augmentation does to a config's images."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+from PIL import Image, ImageDraw, ImageFont
+
+from vit_jax import files
+from vit_jax.config import image_hw
+from vit_jax.data import Source, augment, make_device_transform, order, parse_ops
+from vit_jax.data.host_tf import tf
+from vit_jax.run import open_sources
+
+_ROWS = 4  # photographs
+_SAMPLES = 5
+_MAGNITUDES = (5, 15)
+_DEVICE_OPS = ("mixup(8.0)", "cutmix(1.0)", "erase(1.0)")
+_CHANGES_IN_A_BAND = 16
+_CELL, _GAP, _LINE, _FONT_SIZE = 112, 4, 15, 12  # pixels
+
+Column = tuple[str, Sequence[np.ndarray]]  # heading, of two lines, and an image a row
+
+
+def draw_contact_sheet(config: ConfigDict, output: epath.PathLike) -> None:
+    """Writes a PNG: a row for each of four training images, a column for each way to change them.
+
+    The first column is the image after those host ops of `data.ops` that come before `randaugment`
+    (all of them, if there is none). Then come each operation of RandAugment at magnitudes 5 and 15;
+    five draws of randaugment(2, 15); MixUp, CutMix and erasing, with parameters that show much; and
+    five draws of the whole of `data.ops`, as training sees them. They are wrapped into bands.
+
+    Args:
+      config: valid; its data set must be there.
+      output: the PNG's path; overwritten.
+
+    Raises:
+      InputError: if the data set is not as the config says.
+    """
+    config, sources = open_sources(config, training=True)
+    original, *changed = make_columns(config, sources[config.data.split])
+    sheet = draw_bands(
+        f"{config.data.name} {config.data.split}; data.ops: {config.data.ops}",
+        [
+            [original, *changed[i : i + _CHANGES_IN_A_BAND]]
+            for i in range(0, len(changed), _CHANGES_IN_A_BAND)
+        ],
+    )
+    buffer = io.BytesIO()
+    sheet.save(buffer, "PNG")
+    files.open_for_append(files.absolute(output), buffer.getvalue()).close()
+
+
+def make_columns(config: ConfigDict, source: Source) -> list[Column]:
+    """The sheet's columns in order, each of images uint8 (H, W, 3), one of each of four records.
+
+    Args:
+      config: with data.num_classes set.
+      source: of the training split.
+    """
+    size = image_hw(config.data.image_size)
+    host_ops, device_ops = parse_ops(config.data.ops, size)
+    names = [op.name for op in host_ops]
+    before = host_ops[: names.index("randaugment")] if "randaugment" in names else host_ops
+    records = [i * source.num_examples // _ROWS for i in range(_ROWS)]
+    read = [source.read(tf.constant(record, tf.int64))["image"] for record in records]
+
+    def on_host(ops, images, sample=0):
+        keys = order.keys(tf.range(_ROWS, dtype=tf.int64) + _ROWS * sample, config.seed)
+        for i, op in enumerate(ops):
+            images = [op(image, order.fold_in(keys[j], i)) for j, image in enumerate(images)]
+        return [image.numpy() for image in images]
+
+    def on_device(ops):
+        pixels = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}
+        classes = {"num_classes": config.data.num_classes}
+        transform = jax.jit(make_device_transform(ops, **pixels, **classes))
+
+        def apply(images, sample=0):
+            batch = {
+                "image": jnp.asarray(np.stack(images)),
+                "label": jnp.zeros(_ROWS, jnp.int32),
+                "mask": jnp.ones(_ROWS),
+                "id": jnp.asarray(records, jnp.int32),
+            }
+            row_keys = jax.random.split(jax.random.key(config.seed + sample), _ROWS)
+            changed = transform(batch, row_keys)["image"]
+            return np.asarray(jnp.round(changed)).astype(np.uint8)
+
+        return apply
+
+    originals = on_host(before, read)
+    columns = [("original\n", originals)]
+    for name in augment.OPERATIONS:
+        for magnitude in _MAGNITUDES:
+            changed = [augment.operate(name, image, magnitude).numpy() for image in originals]
+            columns.append((f"{name}\nmagnitude {magnitude}", changed))
+    (randaugment,), _ = parse_ops("randaugment(2, 15)", size)
+    for i in range(_SAMPLES):
+        changed = on_host([randaugment], originals, i)
+        columns.append((f"randaugment\n(2, 15), draw {i + 1}", changed))
+    for op in _DEVICE_OPS:
+        columns.append((f"{op}\n", on_device(parse_ops(op, size)[1])(originals)))
+    finish = on_device(device_ops)
+    for i in range(_SAMPLES):
+        columns.append((f"data.ops\ndraw {i + 1}", finish(on_host(host_ops, read, i), i)))
+    return columns
+
+
+def draw_bands(title: str, bands: Sequence[Sequence[Column]]) -> Image.Image:
+    """One picture of bands below each other, each of columns beside each other."""
+    font = ImageFont.load_default(_FONT_SIZE)
+    step = _CELL + _GAP
+    band_height = 3 * _LINE + _ROWS * step
+    width = _GAP + step * max(len(band) for band in bands)
+    sheet = Image.new("RGB", (width, 2 * _LINE + band_height * len(bands)), "white")
+    draw = ImageDraw.Draw(sheet)
+    draw.text((_GAP, _GAP), title, "black", font)
+    for i, band in enumerate(bands):
+        for j, (heading, images) in enumerate(band):
+            left, top = _GAP + j * step, 2 * _LINE + i * band_height
+            draw.multiline_text((left, top), heading, "black", font, spacing=1)
+            for row, image in enumerate(images):
+                cell = _fit(Image.fromarray(image))
+                sheet.paste(cell, (left, top + 2 * _LINE + _GAP + row * step))
+    return sheet
+
+
+def _fit(image: Image.Image) -> Image.Image:
+    """In proportion to a cell; small images by whole pixels, so that each is seen."""
+    longer = max(image.size)
+    scale = _CELL // longer if longer <= _CELL else _CELL / longer
+    size = [max(round(side * scale), 1) for side in image.size]
+    return image.resize(size, Image.NEAREST if longer <= _CELL else Image.LANCZOS)
