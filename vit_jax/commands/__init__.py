@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from vit_jax import config as config_lib
 from vit_jax.validation import validate
 
-COMMANDS = ("train", "evaluate")
+COMMANDS = ("train", "evaluate", "benchmark")
 
 
 def find_command(name: str) -> types.ModuleType:

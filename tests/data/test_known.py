@@ -1,0 +1,55 @@
+"""The sizes of public data sets that need not be there."""
+
+import pytest
+
+from vit_jax.config import InputError
+from vit_jax.data import make_source
+from vit_jax.data.known import KNOWN_DATA, known_sizes
+
+
+@pytest.mark.parametrize(
+    ("split", "num_examples"),
+    [
+        ("train", 1_281_167),
+        ("train[50000:]", 1_231_167),
+        ("train[:50000]", 50_000),
+        ("train[:-1000]", 1_280_167),
+        ("validation[:1%]", 500),
+        ("train[:10]+validation", 50_010),
+    ],
+)
+def test_splits_are_counted_in_tfds_notation(split, num_examples):
+    assert known_sizes("imagenet2012", split) == (1000, num_examples)
+    assert known_sizes("imagenet2012:5.1.0", split) == (1000, num_examples)
+
+
+@pytest.mark.parametrize(
+    ("name", "split"), [("digits", "train"), ("digits", "test"), ("cifar10", "test")]
+)
+def test_table_agrees_with_the_data(name, split, request):
+    data_dir = request.getfixturevalue("shared_data") if name == "cifar10" else None
+    source = make_source(name, split=split, image_size=(8, 8), data_dir=data_dir)
+    assert known_sizes(name, split) == (source.num_classes, source.num_examples)
+
+
+def test_what_the_user_says_goes_before_the_table():
+    assert known_sizes("cifar10", "train", num_classes=3) == (3, 50_000)
+    assert known_sizes("cifar10", "train", num_examples=7) == (10, 7)
+    assert known_sizes("mine", "any", num_classes=3, num_examples=7) == (3, 7)
+
+
+def test_what_is_not_known_is_asked_for():
+    with pytest.raises(InputError, match=r"^data\.num_examples: .*'mine'.*--config\.data\.num_ex"):
+        known_sizes("mine", "train", num_classes=3)
+    with pytest.raises(InputError, match=r"^data\.num_classes and data\.num_examples: .*'mine'"):
+        known_sizes("mine", "train")
+
+
+@pytest.mark.parametrize("split", ["val", "train[x:]", "train[99999999:]"])
+def test_split_that_is_not_there_is_refused(split):
+    with pytest.raises(InputError, match=r"^data\.split='"):
+        known_sizes("imagenet2012", split)
+
+
+def test_every_known_set_has_the_split_that_is_trained_on():
+    assert all("train" in splits for _, splits in KNOWN_DATA.values())

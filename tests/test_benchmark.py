@@ -1,0 +1,154 @@
+"""`benchmark`: figures that agree with each other, and refusals."""
+
+import json
+import math
+
+import jax
+import pytest
+
+from vit_jax.benchmarks.input import measure_input
+from vit_jax.benchmarks.step import make_matmuls, measure_step
+from vit_jax.commands.benchmark import BENCHMARKS, as_table
+from vit_jax.config import base_config
+from vit_jax.experiment import make_experiment
+from vit_jax.main import main
+from vit_jax.mesh import make_mesh
+
+TINY = ("--config.global_batch_size=8", "--config.model.depth=1")
+SPREAD = {"median", "min", "max"}
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+
+def tiny_config():
+    c = base_config()
+    c.model.name, c.data.name, c.data.image_size = "ViT-mu/8", "synthetic", 16
+    c.data.num_classes, c.data.num_examples, c.data.ops = 10, 64, "flip"
+    c.global_batch_size, c.duration, c.optimizer.peak_lr = 8, "10 steps", 1e-3
+    return c
+
+
+def make_data_mesh():
+    return make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
+
+
+@pytest.fixture(scope="module")
+def step_figures():
+    return measure_step(tiny_config(), make_data_mesh(), num_steps=5, matmul_size=64)
+
+
+def spreads(figures):
+    return [v for v in figures.values() if isinstance(v, dict) and v.keys() == SPREAD]
+
+
+def test_step_figures_are_those_of_the_experiment(step_figures):
+    experiment = make_experiment(tiny_config(), make_data_mesh())
+    assert step_figures["gflop_per_image"] * 1e9 == experiment.flops_per_image
+    assert step_figures["num_params"] == experiment.num_params
+    assert step_figures["num_devices"] == math.prod(step_figures["mesh"].values()) == 8
+    assert step_figures["steps"] == 5
+    assert step_figures["global_batch_size"] == 8
+    assert step_figures["mfu"] is None  # a CPU's peak is in no table
+    assert step_figures["memory_per_device_bytes"] > 3 * 4 * experiment.num_params
+
+
+def test_step_figures_are_positive_and_ordered(step_figures):
+    assert step_figures["compile_s"] > 0
+    assert len(spreads(step_figures)) == 4
+    for figure in spreads(step_figures):
+        assert 0 < figure["min"] <= figure["median"] <= figure["max"]
+
+
+def test_step_ratio_is_the_quotient_of_steps_and_products():
+    # Of one round: the median, the least and the greatest are that round's.
+    figures = measure_step(tiny_config(), make_data_mesh(), num_steps=1, matmul_size=64)
+    steps, products = figures["cpu_s_per_image"], figures["matmul_cpu_s_per_image"]
+    assert figures["ratio_to_matmul"]["median"] == steps["median"] / products["median"]
+
+
+def test_products_are_as_many_as_asked_for(monkeypatch):
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    make_matmuls(8, 3)()
+    assert [product.shape for product in waited] == [(8, 8)] * 3
+
+
+@pytest.fixture(scope="module")
+def input_config(shared_data):
+    c = tiny_config()
+    c.data.name, c.data.data_dir, c.data.num_classes = "imagenet_sample", str(shared_data), None
+    c.data.num_examples, c.data.ops = None, "inception_crop|flip"
+    return c
+
+
+def test_input_figures_are_consistent(input_config, monkeypatch):
+    monkeypatch.setattr("vit_jax.benchmarks.input._IMAGES_A_ROUND", 16)
+    monkeypatch.setattr("vit_jax.benchmarks.input._NUM_ROUNDS", 1)
+    figures = measure_input(input_config)
+    assert (figures["data"], figures["rows"], figures["images"]) == ("imagenet_sample", 8, 16)
+    ms = figures["cpu_ms_per_image"]
+    assert list(ms) == ["pipeline", "decode", "fused_float32", "unfused_float32"]
+    assert all(0 < figure["min"] <= figure["max"] for figure in ms.values())
+    for name in list(ms)[1:]:
+        assert (
+            figures[f"ratio_to_{name}"]["median"] == ms["pipeline"]["median"] / ms[name]["median"]
+        )
+
+
+def test_input_of_pixels_stands_alone(monkeypatch):
+    monkeypatch.setattr("vit_jax.benchmarks.input._IMAGES_A_ROUND", 16)
+    figures = measure_input(tiny_config())
+    assert list(figures["cpu_ms_per_image"]) == ["pipeline"]
+    assert not [name for name in figures if name.startswith("ratio")]
+
+
+def test_json_stands_alone_on_stdout_and_in_the_file(tmp_path, capsys):
+    output = tmp_path / "figures.json"
+    words = ["--what=step", "--config=configs/quickstart.py:debug", *TINY, "--steps=1"]
+    assert main(["benchmark", *words, "--format=json", f"--output={output}"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(output.read_text())
+    assert printed["what"] == "step"
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_step_needs_no_data(tmp_path, capsys):
+    words = ["--config=configs/pretrain.py:ViT-mu/16,imagenet2012", "--config.data.image_size=32"]
+    words += ["--config.optimizer.peak_lr=0.1", f"--config.data.data_dir={tmp_path / 'nothing'}"]
+    assert main(["benchmark", "--what=step", *words, *TINY, "--steps=1"]) == 0
+    assert "gflop_per_image" in capsys.readouterr().out
+
+
+def test_table_has_a_row_for_every_figure():
+    table = as_table({"a": 1, "b": {"c": 2.0, "d": {"median": 3, "min": 1, "max": 5}}, "e": None})
+    assert [list(column.cells) for column in table.columns] == [
+        ["a", "b.c", "b.d", "e"],
+        ["1", "2", "3", "unknown"],
+        ["", "", "1", ""],
+        ["", "", "5", ""],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--what=stap"], "--what=stap: did you mean step?"),
+        (["--what=zzz"], f"--what=zzz: known: {', '.join(BENCHMARKS)}"),
+        ([], "--what: missing"),
+        (["--what=step", "--format=jsn"], "--format=jsn: did you mean json?"),
+        (["--what=step", "--steps=0"], "--steps=0: needs a positive number"),
+        (["--what=step", "--output=TMP/no/file"], "--output=TMP/no/file: there is no directory"),
+        (["--what=step", "--output=TMP"], "--output=TMP: is a directory"),
+        (["--what=step", "--workdir=TMP"], "--workdir"),
+        (["--what=step", "--config.data.name=mine"], "data.num_classes and data.num_examples: not"),
+        (["--what=step", "--config.global_batch_size=3"], "global_batch_size=3: must be a multi"),
+        (["--what=input", "--config.data.name=mine"], "data.name='mine': no prepared data set"),
+    ],
+)
+def test_wrong_flags_are_refused(words, message, tmp_path, capsys):
+    words = [word.replace("TMP", str(tmp_path)) for word in words]
+    code = main(["benchmark", "--config=configs/quickstart.py", *words])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert message.replace("TMP", str(tmp_path)) in err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,1 @@
+"""What the command `benchmark` measures: the input pipeline and the training step."""

@@ -1,0 +1,158 @@
+"""What the input pipeline costs on this host, beside the plain ways to read the same images."""
+
+import collections
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from vit_jax import data
+from vit_jax.benchmarks.rounds import measure, spread
+from vit_jax.config import image_hw
+from vit_jax.data import order
+from vit_jax.data.host_ops import to_pixels
+from vit_jax.data.host_tf import tf
+
+_NUM_ROUNDS = 7
+_MOST_ROWS = 128  # of the global batch that are read
+_IMAGES_A_ROUND = 512
+
+
+def measure_input(config: ConfigDict) -> dict[str, Any]:
+    """CPU milliseconds an image of `config`'s training input pipeline, on one host.
+
+    The pipeline gives the first rows of each global batch, at most 128, as a host would whose
+    share they are. Where images are encoded it stands in the same rounds beside other ways to
+    read the same records, all of them tf.data pipelines with JPEGs in memory:
+
+    decode: the whole image is decoded, and nothing else.
+    fused_float32, unfused_float32: an Inception crop, bilinear, flipped in half of the cases,
+      normalised to float32 in [-1, 1], all on the host; fused: only the window is decoded.
+
+    A round reads some batches of each, from its first to its last.
+
+    Returns:
+      Figures as JSON takes them; `cpu_ms_per_image` as {"median", "min", "max"} of the rounds for
+      each, `ratio_to_*` likewise, of the pipeline to one of the others in one round.
+
+    Raises:
+      InputError: the data are missing, or do not go with the ops.
+    """
+    image_size = image_hw(config.data.image_size)
+    source = data.make_source(
+        config.data.name,
+        split=config.data.split,
+        data_dir=config.data.data_dir,
+        seed=config.seed,
+        image_size=image_size,
+        num_classes=config.data.num_classes,
+        num_examples=config.data.num_examples,
+    )
+    host_ops, _ = data.parse_ops(config.data.ops, image_size)
+    rows = np.arange(min(config.global_batch_size, _MOST_ROWS))
+    num_batches = max(1, _IMAGES_A_ROUND // len(rows))
+    where = {
+        "global_batch_size": config.global_batch_size,
+        "seed": config.seed,
+        "rows": rows,
+        "num_steps": num_batches,
+    }
+    makers = {
+        "pipeline": functools.partial(
+            data.host_batches, source, host_ops, image_size=image_size, **where
+        )
+    }
+    if source.encoded:
+        for name, load in {
+            "decode": lambda image, key: tf.shape(to_pixels(image)),
+            "fused_float32": make_plain_load(fused=True, image_size=image_size),
+            "unfused_float32": make_plain_load(fused=False, image_size=image_size),
+        }.items():
+            makers[name] = functools.partial(plain_batches, source, load, **where)
+
+    # Made beforehand, as building them costs seconds; each is read to its end in its round, so
+    # that nothing it reads ahead falls into another's.
+    iterators = {
+        name: iter([make(start_step=i * num_batches) for i in range(1 + _NUM_ROUNDS)])
+        for name, make in makers.items()
+    }
+    calls = {
+        name: lambda rounds=rounds: collections.deque(next(rounds), maxlen=0)
+        for name, rounds in iterators.items()
+    }
+    measure(calls, 1)  # to warm up
+    costs = measure(calls, _NUM_ROUNDS)
+    images = num_batches * len(rows)
+    cpu_ms = {name: [1e3 * c.cpu_s / images for c in found] for name, found in costs.items()}
+    figures = {
+        "data": source.name,
+        "ops": config.data.ops,
+        "image_size": list(image_size),
+        "rows": len(rows),
+        "images": images * _NUM_ROUNDS,
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "cpu_ms_per_image": {name: spread(values) for name, values in cpu_ms.items()},
+    }
+    for name in list(cpu_ms)[1:]:
+        ratios = [a / b for a, b in zip(cpu_ms["pipeline"], cpu_ms[name], strict=True)]
+        figures[f"ratio_to_{name}"] = spread(ratios)
+    return figures
+
+
+def plain_batches(
+    source: data.Source,
+    load: Callable,
+    *,
+    global_batch_size: int,
+    seed: int,
+    rows: np.ndarray,
+    start_step: int,
+    num_steps: int,
+) -> Iterator[tuple]:
+    """Batches of (load(image, key), label) of the records that `data.host_batches` reads."""
+
+    def arrange(step):
+        positions = step * global_batch_size + tf.constant(rows, tf.int64)
+        return order.record_ids(positions, source.num_examples, seed), order.keys(positions, seed)
+
+    def read(record_id, key):
+        example = source.read(record_id)
+        return load(example["image"], key), example["label"]
+
+    options = tf.data.Options()
+    options.threading.max_intra_op_parallelism = 1
+    steps = tf.data.Dataset.range(start_step, start_step + num_steps)
+    examples = steps.map(arrange).unbatch().map(read, tf.data.AUTOTUNE)
+    batches = examples.batch(len(rows), drop_remainder=True)
+    return batches.with_options(options).prefetch(2).as_numpy_iterator()
+
+
+def make_plain_load(*, fused: bool, image_size: tuple[int, int]) -> Callable:
+    """load(JPEG bytes, key) -> float32 (H, W, 3): what is commonly written with `tf.image`."""
+
+    def load(image, key):
+        begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
+            tf.image.extract_jpeg_shape(image),
+            tf.zeros([1, 0, 4]),
+            seed=key,
+            min_object_covered=0.0,
+            aspect_ratio_range=(3 / 4, 4 / 3),
+            area_range=(0.05, 1.0),
+            max_attempts=100,
+            use_image_if_no_bounding_boxes=True,
+        )
+        top, left, _ = tf.unstack(begin)
+        height, width, _ = tf.unstack(extent)
+        if fused:
+            pixels = tf.io.decode_and_crop_jpeg(image, [top, left, height, width], channels=3)
+        else:
+            pixels = tf.io.decode_jpeg(image, channels=3)
+            pixels = tf.image.crop_to_bounding_box(pixels, top, left, height, width)
+        pixels = tf.image.resize(pixels, image_size, "bilinear")
+        pixels = tf.image.stateless_random_flip_left_right(pixels, key)
+        return pixels / 127.5 - 1.0  # three channels apart would cost half as much again
+
+    return load

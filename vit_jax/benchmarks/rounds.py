@@ -1,0 +1,37 @@
+"""Things measured beside each other, in rounds, so that a busy machine slows all of them alike."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+Clock = Callable[[], float]
+
+
+class Cost(NamedTuple):
+    """What one call took, in seconds: by the clock, and user + system of all threads."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def measure(
+    calls: Mapping[str, Callable[[], object]],
+    num_rounds: int,
+    *,
+    wall_clock: Clock = time.perf_counter,
+    cpu_clock: Clock = time.process_time,
+) -> dict[str, list[Cost]]:
+    """Calls all of `calls` in turn, `num_rounds` times: the costs of each, by round."""
+    costs = {name: [] for name in calls}
+    for _ in range(num_rounds):
+        for name, call in calls.items():
+            wall, cpu = wall_clock(), cpu_clock()
+            call()
+            costs[name].append(Cost(wall_clock() - wall, cpu_clock() - cpu))
+    return costs
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The median of the rounds, and how far they lie apart."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}

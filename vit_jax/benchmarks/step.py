@@ -1,0 +1,135 @@
+"""What a training step costs on the devices that are there, without input."""
+
+import math
+import os
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from vit_jax import flops
+from vit_jax.benchmarks.rounds import measure, spread
+from vit_jax.experiment import Experiment, make_experiment
+
+MATMUL_SIZE = 1536  # of the float32 products that a CPU's steps are compared with
+_WARM_UP_STEPS = 2
+_NUM_ROUNDS = 10
+_BUDGET_S = 20.0  # of the steps, where their number is not given
+
+
+def measure_step(
+    config: ConfigDict,
+    mesh: Mesh,
+    *,
+    num_steps: int | None = None,
+    matmul_size: int = MATMUL_SIZE,
+) -> dict[str, Any]:
+    """Compiles and runs the training step of `config` on made-up batches that lie on the devices.
+
+    On a CPU each round of steps stands beside float32 products of two square matrices, with as
+    many FLOPs, on the same threads; `ratio_to_matmul` is the quotient of the CPU seconds of the
+    two in one round: 1 would be a step in which only the products cost anything.
+
+    Args:
+      config: with `data.num_classes` and `data.num_examples` set; no data are read.
+      mesh: of the devices.
+      num_steps: to be timed; None: what 20 seconds hold, at least 5.
+      matmul_size: rows and columns of those matrices.
+
+    Returns:
+      Figures as JSON takes them; those with a spread as {"median", "min", "max"} of the rounds.
+      `mfu` is None where the chip's peak is not known.
+    """
+    experiment = make_experiment(config, mesh)
+    device_kind = mesh.devices.flat[0].device_kind
+    with jax.set_mesh(mesh):
+        state = experiment.init()
+        batch = made_up_batch(experiment, config.data.num_classes)
+        since = time.perf_counter()
+        lowered = experiment.train_step.lower(experiment.abstract_state, experiment.abstract_batch)
+        compiled = lowered.compile()
+        compile_s = time.perf_counter() - since
+        memory = flops.expected_memory(compiled.memory_analysis())
+
+        def run_steps(number):
+            nonlocal state
+            for _ in range(number):
+                state, metrics = compiled(state, batch)
+            jax.block_until_ready((state, metrics))
+
+        run_steps(_WARM_UP_STEPS)
+        if num_steps is None:
+            since = time.perf_counter()
+            run_steps(1)
+            num_steps = max(5, math.floor(_BUDGET_S / (time.perf_counter() - since)))
+        num_rounds = min(num_steps, _NUM_ROUNDS)
+        images = config.global_batch_size * (num_steps // num_rounds)
+        calls = {"steps": lambda: run_steps(num_steps // num_rounds)}
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        if on_cpu:
+            products = max(1, round(images * experiment.flops_per_image / (2 * matmul_size**3)))
+            calls["matmul"] = make_matmuls(matmul_size, products)
+            calls["matmul"]()
+        costs = measure(calls, num_rounds)
+
+    images_per_s = [images / cost.wall_s for cost in costs["steps"]]
+    cpu_s = [cost.cpu_s / images for cost in costs["steps"]]
+    figures = {
+        "device_kind": device_kind,
+        "num_devices": mesh.size,
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "mesh": dict(mesh.shape),
+        "global_batch_size": config.global_batch_size,
+        "num_params": experiment.num_params,
+        "gflop_per_image": experiment.flops_per_image / 1e9,
+        "compile_s": compile_s,
+        "memory_per_device_bytes": memory.total,
+        "steps": num_rounds * (num_steps // num_rounds),
+        "images_per_s": spread(images_per_s),
+        "cpu_s_per_image": spread(cpu_s),
+        "mfu": flops.mfu(
+            experiment.flops_per_image * spread(images_per_s)["median"],
+            device_kind=device_kind,
+            num_devices=mesh.size,
+        ),
+    }
+    if on_cpu:
+        # The products have nearly as many FLOPs as the steps; what is missing is scaled.
+        scale = experiment.flops_per_image / (products * 2 * matmul_size**3)
+        matmul_s = [cost.cpu_s * scale for cost in costs["matmul"]]
+        ratios = [step_s / product_s for step_s, product_s in zip(cpu_s, matmul_s, strict=True)]
+        figures["matmul_size"] = matmul_size
+        figures["matmul_cpu_s_per_image"] = spread(matmul_s)
+        figures["ratio_to_matmul"] = spread(ratios)
+    return figures
+
+
+def made_up_batch(experiment: Experiment, num_classes: int) -> dict[str, jax.Array]:
+    """A training batch of noise on the devices, laid out as the step takes it."""
+    shapes = experiment.abstract_batch
+
+    def make(key):
+        return {
+            "image": jax.random.bits(key, shapes["image"].shape, jnp.uint8),
+            "label": jax.random.randint(key, shapes["label"].shape, 0, num_classes, jnp.int32),
+            "mask": jnp.ones(shapes["mask"].shape, jnp.float32),
+            "id": jnp.arange(*shapes["id"].shape, dtype=jnp.int32),
+        }
+
+    shardings = {name: leaf.sharding for name, leaf in shapes.items()}
+    return jax.jit(make, out_shardings=shardings)(jax.random.key(0))
+
+
+def make_matmuls(size: int, number: int):
+    """() -> None: `number` products of two float32 matrices of `size` x `size`, one by one."""
+    a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.float32)
+    product = jax.jit(jnp.matmul).lower(a, b).compile()
+
+    def run():
+        for _ in range(number):
+            jax.block_until_ready(product(a, b))
+
+    return run

@@ -1,0 +1,142 @@
+"""Measures the input pipeline or the training step of a config, on the devices that are there.
+
+  python -m vit_jax.main benchmark --what=input --config=configs/pretrain.py:ViT-S/16,imagenet2012
+  python -m vit_jax.main benchmark --what=step --config=configs/pretrain.py:ViT-L/16,imagenet2012
+
+input: CPU milliseconds an image, beside the mere decoding of the same images and beside a plain
+float32 pipeline; of the data only the training split is opened.
+step: seconds to compile, images/s, CPU seconds and GFLOP an image, MFU, memory; no data are read.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from vit_jax import files
+from vit_jax.commands import load_valid_config
+from vit_jax.config import InputError, nearest
+from vit_jax.mesh import check_batch_size, make_mesh, start_backend
+
+FORMATS = ("table", "json")
+
+
+def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
+    """See `benchmarks.input`; `flags` say nothing to it."""
+    del flags
+    from vit_jax.benchmarks import input as input_benchmark
+
+    return input_benchmark.measure_input(config)
+
+
+def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
+    """See `benchmarks.step`; takes `flags.steps`."""
+    from vit_jax.benchmarks import step
+    from vit_jax.data.known import known_sizes
+
+    d = config.data
+    with d.unlocked():
+        d.num_classes, d.num_examples = known_sizes(
+            d.name, d.split, num_classes=d.num_classes, num_examples=d.num_examples
+        )
+    start_backend(config.mesh.platform)
+    mesh = make_mesh(**{axis: size for axis, size in config.mesh.items() if axis != "platform"})
+    check_batch_size(mesh, config.global_batch_size, "global_batch_size")
+    return step.measure_step(config, mesh, num_steps=flags.steps)
+
+
+# What --what names -> its function of the config and the flags. It returns the figures to be
+# shown, or, having written --output itself, None.
+BENCHMARKS: dict[str, Callable[[ConfigDict, argparse.Namespace], dict[str, Any] | None]] = {
+    "input": measure_input,
+    "step": measure_step,
+}
+
+
+def define_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--what", help=" or ".join(BENCHMARKS))
+    parser.add_argument("--config", metavar="FILE[:words]", help="config file and its words")
+    parser.add_argument("--output", metavar="FILE", help="where the figures are written, as JSON")
+    parser.add_argument("--format", default="table", help="of standard output: table or json")
+    parser.add_argument("--steps", type=int, help="to be timed; otherwise what 20 seconds hold")
+
+
+def run(flags: argparse.Namespace) -> int:
+    missing = [f"--{name}" for name in ("what", "config") if getattr(flags, name) is None]
+    if missing:
+        raise InputError(
+            f"{', '.join(missing)}: missing; e.g. python -m vit_jax.main benchmark --what=step "
+            "--config=configs/quickstart.py"
+        )
+    for name, known in (("what", tuple(BENCHMARKS)), ("format", FORMATS)):
+        value = getattr(flags, name)
+        if value not in known:
+            raise InputError(f"--{name}={value}: {nearest(value, known)}")
+    if flags.steps is not None and flags.steps < 1:
+        raise InputError(f"--steps={flags.steps}: needs a positive number")
+    output = None if flags.output is None else files.absolute(flags.output)
+    if output is not None:
+        check_output(output)
+    config = load_valid_config(flags)
+
+    from vit_jax import metrics  # TensorBoard only now, that a typo is answered at once
+
+    metrics.log_to_console(Console(stderr=True))
+    figures = BENCHMARKS[flags.what](config, flags)
+    if figures is None or jax.process_index() > 0:
+        return os.EX_OK
+    named = {"what": flags.what, "config": flags.config, "model": config.model.name, **figures}
+    text = json.dumps(named, indent=2) + "\n"
+    if output is not None:
+        files.write_whole(output, text)
+    if flags.format == "json":
+        print(text, end="")
+    else:
+        Console().print(as_table(named))
+    return os.EX_OK
+
+
+def check_output(output) -> None:
+    """Raises InputError if the file `output` could not be written in the end."""
+    if "://" in os.fspath(output):
+        return
+    if output.is_dir():
+        raise InputError(f"--output={output}: is a directory; give a file")
+    if not output.parent.is_dir():
+        raise InputError(f"--output={output}: there is no directory {output.parent}; make it")
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        raise InputError(f"--output={output}: {output.parent} cannot be written to; choose another")
+
+
+def as_table(figures: Mapping[str, Any]) -> Table:
+    """One row a figure; those with a spread as median, least and greatest."""
+    table = Table("", "", "least", "greatest")
+    for name, value in _rows(figures):
+        if isinstance(value, dict) and value.keys() == {"median", "min", "max"}:
+            table.add_row(name, *(_readable(value[key]) for key in ("median", "min", "max")))
+        else:
+            table.add_row(name, _readable(value))
+    return table
+
+
+def _rows(figures: Mapping[str, Any], prefix: str = ""):
+    """Every figure by its name; `outer.inner` where one holds several."""
+    for name, value in figures.items():
+        if isinstance(value, dict) and "median" not in value:
+            yield from _rows(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _readable(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

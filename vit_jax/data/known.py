@@ -1,0 +1,59 @@
+"""What public data sets hold, for whoever plans or measures where they do not lie."""
+
+from __future__ import annotations
+
+from vit_jax.config import InputError
+from vit_jax.data.host_tf import tfds
+
+# name -> classes, examples by split. As in TFDS's catalogue, but for imagenet21k, which it lacks:
+# the images of the release of 2011 (14,197,122) and the classes that published models have.
+KNOWN_DATA: dict[str, tuple[int, dict[str, int]]] = {
+    "imagenet2012": (1000, {"train": 1_281_167, "validation": 50_000}),
+    "imagenet21k": (21_843, {"train": 14_197_122}),
+    "cifar10": (10, {"train": 50_000, "test": 10_000}),
+    "cifar100": (100, {"train": 50_000, "test": 10_000}),
+    "oxford_iiit_pet": (37, {"train": 3_680, "test": 3_669}),
+    "oxford_flowers102": (102, {"train": 1_020, "validation": 1_020, "test": 6_149}),
+    "digits": (10, {"train": 1_437, "test": 360}),
+}
+
+
+def known_sizes(
+    name: str, split: str, *, num_classes: int | None = None, num_examples: int | None = None
+) -> tuple[int, int]:
+    """Classes and examples of `split`, in TFDS notation, of a data set that need not be there.
+
+    Args:
+      name: as in data.name; what stands behind "/" or ":" in it makes no difference.
+      split: as in data.split.
+      num_classes, num_examples: what the user says of it; None: what the table says.
+
+    Raises:
+      InputError: a number that neither says, or a split that there is not.
+    """
+    given = {"num_classes": num_classes, "num_examples": num_examples}
+    missing = [f"data.{key}" for key, value in given.items() if value is None]
+    if not missing:
+        return num_classes, num_examples
+    known_name = name.partition(":")[0].partition("/")[0]
+    if known_name not in KNOWN_DATA:
+        raise InputError(
+            f"{' and '.join(missing)}: not known of data.name={name!r} without its files; set "
+            f"{' and '.join(f'--config.{key}=...' for key in missing)} (known without: "
+            f"{', '.join(KNOWN_DATA)})"
+        )
+    known_classes, splits = KNOWN_DATA[known_name]
+    if num_examples is None:
+        infos = {
+            part: tfds.core.SplitInfo(name=part, shard_lengths=[size], num_bytes=0)
+            for part, size in splits.items()
+        }
+        try:
+            parts = tfds.core.ReadInstruction.from_spec(split).to_absolute(infos)
+        except ValueError as error:
+            raise InputError(f"data.split={split!r} of {name}: {error}") from error
+        num_examples = sum(
+            (splits[part.splitname] if part.to is None else part.to) - (part.from_ or 0)
+            for part in parts
+        )
+    return num_classes or known_classes, num_examples
