@@ -1,18 +1,16 @@
-import io
+"""Metrics written, read back as JSON and by TensorBoard itself."""
+
 import json
-import logging
 import math
-import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vit_jax import files, metrics
-from vit_jax.metrics import MetricWriter, NullWriter, Progress, Throughput
+from vit_jax import files
+from vit_jax.metrics import MetricWriter, NullWriter, writers
 
 
 def json_rows(workdir):
@@ -69,7 +67,7 @@ def row(step, loss):
 def workdir(request, tmp_path, monkeypatch):
     """A workdir not yet made, on a disk or on what we take for an object store."""
     if request.param == "object store":
-        monkeypatch.setattr(metrics, "open_for_append", files.StoredObject)
+        monkeypatch.setattr(writers, "open_for_append", files.StoredObject)
     return tmp_path / "workdir"
 
 
@@ -93,7 +91,7 @@ def test_a_row_is_readable_at_once(tmp_path):
 
 def test_flush_is_durable(tmp_path, monkeypatch):
     writer, synced = open_writer(tmp_path), []
-    monkeypatch.setattr(metrics.os, "fsync", synced.append)
+    monkeypatch.setattr(writers.os, "fsync", synced.append)
     writer.write(1, {"train/loss": 3.0})
     assert not synced
     writer.flush()
@@ -101,7 +99,7 @@ def test_flush_is_durable(tmp_path, monkeypatch):
 
 
 def test_flush_puts_the_whole_object(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics, "open_for_append", files.StoredObject)
+    monkeypatch.setattr(writers, "open_for_append", files.StoredObject)
     writer = open_writer(tmp_path)
     writer.write(1, {"train/loss": 3.0})
     writer.flush()
@@ -116,7 +114,7 @@ def test_flush_puts_the_whole_object(tmp_path, monkeypatch):
 def test_object_stores_are_told_from_disks(path, kind, monkeypatch):
     for name in ("StoredObject", "LocalFile"):
         monkeypatch.setattr(files, name, lambda path, content, name=name: name)
-    assert files.open_for_append(metrics.epath.Path(path), b"") == kind
+    assert files.open_for_append(writers.epath.Path(path), b"") == kind
 
 
 @pytest.mark.parametrize("restored_step", [0, 20])
@@ -157,8 +155,8 @@ def test_from_scratch_drops_everything(tmp_path):
 
 def test_a_host_whose_clock_lags_comes_last_all_the_same(tmp_path, monkeypatch):
     write_steps(tmp_path, [1, 2, 3], loss=3.0)
-    now = metrics.time.time()
-    monkeypatch.setattr(metrics.time, "time", lambda: now - 3600)
+    now = writers.time.time()
+    monkeypatch.setattr(writers.time, "time", lambda: now - 3600)
     write_steps(tmp_path, [2, 3], loss=2.0, restored_step=1)
     expected = [row(1, 3.0), row(2, 2.0), row(3, 2.0)]
     assert tensorboard_scalars(tmp_path) == scalars_of(expected)
@@ -197,134 +195,3 @@ from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-class FakeClock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-def make_throughput(clock, **fields):
-    fields = {"flops_per_image": 197e9, "device_kind": "TPU v5e", "num_devices": 4} | fields
-    return Throughput(100, global_batch_size=32, clock=clock, **fields)
-
-
-def test_throughput_counts_training_alone():
-    clock = FakeClock()
-    throughput = make_throughput(clock)
-    with throughput.pause():
-        clock.now += 60  # compilation
-    clock.now += 4
-    read = throughput.read(110)
-    assert read == {"time/seconds": 4, "time/images_per_s": 80, "time/mfu": 0.02}
-    clock.now += 1
-    with throughput.pause():
-        clock.now += 30  # evaluation
-    clock.now += 1
-    read = throughput.read(120)
-    assert read == {"time/seconds": 6, "time/images_per_s": 160, "time/mfu": 0.04}
-
-
-@pytest.mark.parametrize("unknown", [{"device_kind": "cpu"}, {"flops_per_image": None}])
-def test_throughput_of_an_unknown_chip_has_no_mfu(unknown):
-    clock = FakeClock()
-    throughput = make_throughput(clock, **unknown)
-    clock.now += 1
-    assert throughput.read(101) == {"time/seconds": 1, "time/images_per_s": 32}
-
-
-def test_a_pause_that_fails_is_still_a_pause():
-    clock = FakeClock()
-    throughput = make_throughput(clock)
-    with pytest.raises(OSError), throughput.pause():
-        clock.now += 5
-        raise OSError
-    clock.now += 1
-    assert throughput.read(101)["time/seconds"] == 1
-
-
-@pytest.fixture(autouse=True)
-def restored_logger(monkeypatch):
-    logger = logging.getLogger("vit_jax")
-    for name in ("handlers", "level", "propagate"):
-        monkeypatch.setattr(logger, name, getattr(logger, name))
-
-
-SCALARS = {
-    "train/loss": 2.30259,
-    "train/top1": 0.125,
-    "train/grad_norm": 7.0,
-    "time/images_per_s": 1234.5,
-    "time/mfu": 0.4123,
-}
-LINE = "step 1,000/3,000 | train/loss 2.303 | train/top1 12.5% | 1,234 images/s | MFU 41.2% | ETA "
-
-
-def console(*, terminal):
-    return Console(file=io.StringIO(), force_terminal=terminal, width=80, color_system=None)
-
-
-def terminal_screen(text):
-    """The lines left on a terminal after `text`, in which rich redraws by "\\r, erase line"."""
-    left = re.sub(r"[^\n]*\r\x1b\[2K", "", text)
-    return re.sub(r"\x1b\[\?25[lh]", "", left).splitlines()
-
-
-def test_progress_prints_lines_where_there_is_no_terminal():
-    out, clock = console(terminal=False), FakeClock()
-    with Progress(3000, console=out, clock=clock) as progress:
-        progress.update(1000, SCALARS)
-        clock.now += 3661
-        progress.update(2000, {"train/loss": 1.0})
-    assert out.file.getvalue().splitlines() == [
-        LINE + "unknown",
-        "step 2,000/3,000 | train/loss 1 | ETA 1:01:01",
-    ]
-
-
-def test_progress_keeps_one_line_on_a_terminal():
-    out = console(terminal=True)
-    metrics.log_to_console(out)
-    with Progress(3000, console=out) as progress:
-        progress.update(1000, SCALARS)
-        logging.getLogger("vit_jax.train").info("saved step 1000")
-        progress.update(1001, SCALARS)
-    screen = terminal_screen(out.file.getvalue())
-    assert len(screen) == 2
-    assert screen[0] == "saved step 1000"
-    assert screen[1].startswith("step 1,001/3,000 | train/loss 2.303")
-
-
-def test_progress_gives_the_terminal_back_after_an_exception():
-    out = console(terminal=True)
-    stdout = sys.stdout
-    with pytest.raises(KeyboardInterrupt), Progress(3000, console=out) as progress:
-        progress.update(1000, SCALARS)
-        raise KeyboardInterrupt
-    hide, show = "\x1b[?25l", "\x1b[?25h"
-    text = out.file.getvalue()
-    assert 0 <= text.rfind(hide) < text.rfind(show)
-    assert sys.stdout is stdout
-
-
-def test_a_narrow_terminal_cuts_the_line():
-    out = console(terminal=True)
-    out.width = 30
-    with Progress(3000, console=out) as progress:
-        progress.update(1000, SCALARS)
-    assert [len(line) for line in terminal_screen(out.file.getvalue())] == [30]
-
-
-def test_log_messages_name_their_level_from_warnings_on():
-    out = console(terminal=False)
-    metrics.log_to_console(out)
-    metrics.log_to_console(out)
-    logger = logging.getLogger("vit_jax.sharding")
-    logger.info("[bold] is no markup, " + "and a long line is not wrapped " * 10)
-    logger.warning("not divided")
-    message, warning = out.file.getvalue().splitlines()
-    assert message.startswith("[bold] is no markup, and a long")
-    assert warning == "WARNING: not divided"

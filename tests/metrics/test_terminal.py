@@ -1,0 +1,97 @@
+"""What is left on a terminal, and what goes to a file."""
+
+import io
+import logging
+import re
+import sys
+
+import pytest
+from fake_clock import FakeClock
+from rich.console import Console
+
+from vit_jax import metrics
+from vit_jax.metrics import Progress
+
+
+@pytest.fixture(autouse=True)
+def restored_logger(monkeypatch):
+    logger = logging.getLogger("vit_jax")
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+
+
+SCALARS = {
+    "train/loss": 2.30259,
+    "train/top1": 0.125,
+    "train/grad_norm": 7.0,
+    "time/images_per_s": 1234.5,
+    "time/mfu": 0.4123,
+}
+LINE = "step 1,000/3,000 | train/loss 2.303 | train/top1 12.5% | 1,234 images/s | MFU 41.2% | ETA "
+
+
+def console(*, terminal):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=80, color_system=None)
+
+
+def terminal_screen(text):
+    """The lines left on a terminal after `text`, in which rich redraws by "\\r, erase line"."""
+    left = re.sub(r"[^\n]*\r\x1b\[2K", "", text)
+    return re.sub(r"\x1b\[\?25[lh]", "", left).splitlines()
+
+
+def test_progress_prints_lines_where_there_is_no_terminal():
+    out, clock = console(terminal=False), FakeClock()
+    with Progress(3000, console=out, clock=clock) as progress:
+        progress.update(1000, SCALARS)
+        clock.now += 3661
+        progress.update(2000, {"train/loss": 1.0})
+    assert out.file.getvalue().splitlines() == [
+        LINE + "unknown",
+        "step 2,000/3,000 | train/loss 1 | ETA 1:01:01",
+    ]
+
+
+def test_progress_keeps_one_line_on_a_terminal():
+    out = console(terminal=True)
+    metrics.log_to_console(out)
+    with Progress(3000, console=out) as progress:
+        progress.update(1000, SCALARS)
+        logging.getLogger("vit_jax.train").info("saved step 1000")
+        progress.update(1001, SCALARS)
+    screen = terminal_screen(out.file.getvalue())
+    assert len(screen) == 2
+    assert screen[0] == "saved step 1000"
+    assert screen[1].startswith("step 1,001/3,000 | train/loss 2.303")
+
+
+def test_progress_gives_the_terminal_back_after_an_exception():
+    out = console(terminal=True)
+    stdout = sys.stdout
+    with pytest.raises(KeyboardInterrupt), Progress(3000, console=out) as progress:
+        progress.update(1000, SCALARS)
+        raise KeyboardInterrupt
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    text = out.file.getvalue()
+    assert 0 <= text.rfind(hide) < text.rfind(show)
+    assert sys.stdout is stdout
+
+
+def test_a_narrow_terminal_cuts_the_line():
+    out = console(terminal=True)
+    out.width = 30
+    with Progress(3000, console=out) as progress:
+        progress.update(1000, SCALARS)
+    assert [len(line) for line in terminal_screen(out.file.getvalue())] == [30]
+
+
+def test_log_messages_name_their_level_from_warnings_on():
+    out = console(terminal=False)
+    metrics.log_to_console(out)
+    metrics.log_to_console(out)
+    logger = logging.getLogger("vit_jax.sharding")
+    logger.info("[bold] is no markup, " + "and a long line is not wrapped " * 10)
+    logger.warning("not divided")
+    message, warning = out.file.getvalue().splitlines()
+    assert message.startswith("[bold] is no markup, and a long")
+    assert warning == "WARNING: not divided"

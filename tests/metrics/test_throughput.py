@@ -1,0 +1,45 @@
+"""The speed of training, by a clock of the test's own."""
+
+import pytest
+from fake_clock import FakeClock
+
+from vit_jax.metrics import Throughput
+
+
+def make_throughput(clock, **fields):
+    fields = {"flops_per_image": 197e9, "device_kind": "TPU v5e", "num_devices": 4} | fields
+    return Throughput(100, global_batch_size=32, clock=clock, **fields)
+
+
+def test_throughput_counts_training_alone():
+    clock = FakeClock()
+    throughput = make_throughput(clock)
+    with throughput.pause():
+        clock.now += 60  # compilation
+    clock.now += 4
+    read = throughput.read(110)
+    assert read == {"time/seconds": 4, "time/images_per_s": 80, "time/mfu": 0.02}
+    clock.now += 1
+    with throughput.pause():
+        clock.now += 30  # evaluation
+    clock.now += 1
+    read = throughput.read(120)
+    assert read == {"time/seconds": 6, "time/images_per_s": 160, "time/mfu": 0.04}
+
+
+@pytest.mark.parametrize("unknown", [{"device_kind": "cpu"}, {"flops_per_image": None}])
+def test_throughput_of_an_unknown_chip_has_no_mfu(unknown):
+    clock = FakeClock()
+    throughput = make_throughput(clock, **unknown)
+    clock.now += 1
+    assert throughput.read(101) == {"time/seconds": 1, "time/images_per_s": 32}
+
+
+def test_a_pause_that_fails_is_still_a_pause():
+    clock = FakeClock()
+    throughput = make_throughput(clock)
+    with pytest.raises(OSError), throughput.pause():
+        clock.now += 5
+        raise OSError
+    clock.now += 1
+    assert throughput.read(101)["time/seconds"] == 1

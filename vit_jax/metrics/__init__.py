@@ -1,0 +1,20 @@
+"""Metrics of a run: writers, the line on the terminal, the speed.
+
+Metrics are flat: {"train/loss": 2.3}. Those that depend on the clock are named `time/...`; all
+others are the same in every run of one config, one mesh and one build.
+"""
+
+from vit_jax.metrics.terminal import CONSOLE, Progress, log_to_console
+from vit_jax.metrics.throughput import Throughput
+from vit_jax.metrics.writers import MetricWriter, NullWriter, finite_or_none, last_values
+
+__all__ = [
+    "CONSOLE",
+    "MetricWriter",
+    "NullWriter",
+    "Progress",
+    "Throughput",
+    "finite_or_none",
+    "last_values",
+    "log_to_console",
+]
