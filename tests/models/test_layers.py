@@ -73,6 +73,39 @@ def test_attention_dropout_zeroes_weights_and_keeps_their_expectation():
     np.testing.assert_allclose(dropped[~zero], kept[~zero] / (1 - rate), rtol=1e-5)
 
 
+def plain_attention(q, k, v, kept, rate):
+    """As the paper writes it; differentiated by JAX."""
+    weights = jax.nn.softmax(jnp.einsum("bhnk,bhmk->bhnm", q, k) / q.shape[-1] ** 0.5)
+    return jnp.einsum("bhnm,bhmk->bhnk", jnp.where(kept, weights / (1 - rate), 0), v)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+def test_attention_gradients_are_those_of_the_plain_form(rate):
+    q, g = normal(2, H, N, 4), normal(2, H, N, 6, seed=3)  # fewer queries than keys
+    k, v = normal(2, H, N + 2, 4, seed=1), normal(2, H, N + 2, 6, seed=2)
+    key = jax.random.key(0)
+    kept = jax.random.bernoulli(key, 1 - rate, (2, H, N, N + 2))
+
+    def ours(q, k, v):
+        return dot_product_attention(q, k, v, dropout_rate=rate, dropout_key=key)
+
+    expected, expected_vjp = jax.vjp(lambda *qkv: plain_attention(*qkv, kept, rate), q, k, v)
+    for form in (ours, jax.checkpoint(ours)):
+        out, vjp = jax.vjp(form, q, k, v)
+        assert_same(out, expected)
+        for found, grad in zip(vjp(g), expected_vjp(g), strict=True):
+            assert_same(found, grad)
+
+
+def test_attention_gradients_in_bfloat16_are_near_and_of_its_dtype():
+    q, k, v, g = (normal(2, H, 64, 8, seed=i) for i in range(4))
+    _, exact_vjp = jax.vjp(dot_product_attention, q, k, v)
+    out, vjp = jax.vjp(dot_product_attention, *(x.astype(jnp.bfloat16) for x in (q, k, v)))
+    for found, grad in zip(vjp(g.astype(out.dtype)), exact_vjp(g), strict=True):
+        assert found.dtype == jnp.bfloat16
+        assert_same(found.astype(jnp.float32), grad, tolerance=0.02)
+
+
 def test_attention_dropout_is_off_in_evaluation_only():
     attention = Attention(num_heads=H, dropout=0.5)
     params = random_params(attention, X_BND, X_BND)
