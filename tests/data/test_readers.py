@@ -99,11 +99,11 @@ def sample(shared_data):
 
 @pytest.mark.parametrize(("order_name", "num_hosts"), [("record", 2), ("chunk", 4)])
 def test_hosts_together_make_the_batch_of_one(sample, order_name, num_hosts):
-    how = {"size": (32, 32), "batch": 16, "start": 30}  # 500 = 31 * 16 + 4
+    how = {"size": (32, 32), "batch": 8, "start": 62, "steps": 1}  # over the end of an epoch
     alone = batches(sample, order_name, "inception_crop", **how)
     hosts = [
         batches(sample, order_name, "inception_crop", **how, rows=rows)
-        for rows in np.split(np.arange(16), num_hosts)
+        for rows in np.split(np.arange(8), num_hosts)
     ]
     together = [
         {key: np.concatenate([host[key] for host in step]) for key in step[0]}
