@@ -1,7 +1,8 @@
-"""Installs vit_jax: `pip install -e .`, with the extras test, tpu, cuda, plan."""
+"""Installs vit_jax: `pip install -e .`, with the extras test, tpu, cuda, plan, wandb."""
 
 from setuptools import find_packages, setup
 
+WANDB = "wandb>=0.31.0"
 LIBTPU = "libtpu>=0.0.51; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
 # Lower bounds are the versions that the tests have passed with; none is older.
@@ -35,8 +36,9 @@ setup(
         "tensorflow-datasets>=4.9.10",
     ],
     extras_require={
-        "test": ["pytest>=9.0.0", "pytest-xdist>=3.8.0", "ruff>=0.15.0", LIBTPU],
+        "test": ["pytest>=9.0.0", "pytest-xdist>=3.8.0", "ruff>=0.15.0", LIBTPU, WANDB],
         "plan": [LIBTPU],
+        "wandb": [WANDB],
         "tpu": ["jax[tpu]>=0.10.2"],
         "cuda": ["jax[cuda13]>=0.10.2"],
     },

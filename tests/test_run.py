@@ -1,4 +1,6 @@
-"""The splits that a run opens for training and for its evaluators."""
+"""What a run needs, checked before anything is written: packages, and the splits that it opens."""
+
+import importlib.util
 
 import pytest
 
@@ -10,7 +12,7 @@ from vit_jax.config import (
     fewshot,
     train_split,
 )
-from vit_jax.run import check_images, open_sources
+from vit_jax.run import check_images, open_sources, prepare
 
 
 def make_config(num_classes=10, **evals):
@@ -69,3 +71,16 @@ def test_images_of_another_data_set_are_checked():
     config = make_config(few=few(data_name="digits", ops="resize(9)"))
     with pytest.raises(InputError, match=r"evals\.few\.ops='resize\(9\)' gives images of"):
         check_images(*open_sources(config, training=False))
+
+
+def test_without_wandb_a_run_that_asks_for_it_does_not_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = make_config()
+    config.global_batch_size, config.duration = 8, "1 steps"
+    config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
+    prepare(config, tmp_path / "workdir")
+    config.log.wandb = "digits"
+    with pytest.raises(InputError, match=r"^log\.wandb='digits': .*pip install -e '\.\[wandb\]'"):
+        prepare(config, tmp_path / "workdir")
+    prepare(config, tmp_path / "workdir", training=False)
+    assert not (tmp_path / "workdir").exists()

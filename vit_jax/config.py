@@ -146,6 +146,7 @@ def base_config() -> ConfigDict:
 
     c.log = ConfigDict()
     c.log.every = "50 steps"
+    c.log.wandb = placeholder(str)  # project of Weights & Biases; None: no W&B
     c.log.profile = placeholder(str)  # "10:15" traces the steps 11 to 15; None: no trace
 
     c.evals = ConfigDict()

@@ -10,7 +10,7 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint, data, files, transfer
+from vit_jax import checkpoint, data, files, metrics, transfer
 from vit_jax import config as config_lib
 from vit_jax.config import Faults, InputError, SplitKey, collect_faults
 from vit_jax.data.sources import fingerprint
@@ -62,6 +62,8 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
             if entry.batch_size is not None:
                 faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
     faults.check(check_writable, workdir)
+    if training and config.log.wandb is not None:
+        faults.check(metrics.check_installed, config.log.wandb)
     resumes = bool(checkpoint.saved_steps(workdir / "checkpoints"))
     initialises = training and not resumes and config.init_from is not None
     pretrained = faults.check(transfer.read_pretrained, config.init_from) if initialises else None

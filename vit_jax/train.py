@@ -159,6 +159,12 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
         max_fraction=c.data.max_corrupt_fraction,
     )
     train_step = compile_step(run)
+    if jax.process_index() == 0:
+        writer = metrics.MetricWriter(
+            run.workdir, restored_step=saved, wandb_project=c.log.wandb, config=c.to_dict()
+        )
+    else:
+        writer = metrics.NullWriter()
     throughput = metrics.Throughput(
         start,
         global_batch_size=c.global_batch_size,
@@ -166,10 +172,6 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
         device_kind=run.mesh.devices.flat[0].device_kind,
         num_devices=run.mesh.size,
     )
-    if jax.process_index() == 0:
-        writer = metrics.MetricWriter(run.workdir, restored_step=saved)
-    else:
-        writer = metrics.NullWriter()
     pending: collections.deque = collections.deque()
 
     with contextlib.ExitStack() as stack:

@@ -6,6 +6,7 @@ others are the same in every run of one config, one mesh and one build.
 
 from vit_jax.metrics.terminal import CONSOLE, Progress, log_to_console
 from vit_jax.metrics.throughput import Throughput
+from vit_jax.metrics.weights_and_biases import check_installed
 from vit_jax.metrics.writers import MetricWriter, NullWriter, finite_or_none, last_values
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "NullWriter",
     "Progress",
     "Throughput",
+    "check_installed",
     "finite_or_none",
     "last_values",
     "log_to_console",

@@ -1,4 +1,4 @@
-"""Writers of metrics: JSON lines and TensorBoard events in the workdir.
+"""Writers of metrics: JSON lines and TensorBoard events in the workdir, and W&B.
 
 Each has `write(step, scalars)`, `flush()` and `close()`.
 """
@@ -9,13 +9,15 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from etils import epath
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from vit_jax.files import open_for_append
+from vit_jax.metrics.weights_and_biases import WeightsAndBiases
 
 
 class MetricWriter:
@@ -33,14 +35,26 @@ class MetricWriter:
     Args:
       workdir: made where it is absent.
       restored_step: the step that the run was restored at; None: it starts from scratch.
+      wandb_project: where W&B gets the same besides; None: it gets nothing.
+      config: of the run, as nested dicts, for W&B.
     """
 
-    def __init__(self, workdir: epath.PathLike, *, restored_step: int | None = None):
+    def __init__(
+        self,
+        workdir: epath.PathLike,
+        *,
+        restored_step: int | None = None,
+        wandb_project: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ):
         workdir = epath.Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         first_step = 0 if restored_step is None else restored_step + 1
         self._writers = [JsonLines(workdir, first_step), TensorBoard(workdir, first_step)]
         self.flush()
+        if wandb_project is not None:
+            rows = _read_rows(workdir)
+            self._writers.append(WeightsAndBiases(workdir, wandb_project, config or {}, rows))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Adds one row."""
@@ -155,6 +169,13 @@ def _event_file_name(workdir: epath.Path) -> str:
     times = [int(path.name.split(".")[3]) for path in workdir.glob("events.out.tfevents.*")]
     now = max([int(time.time()), *(t + 1 for t in times)])
     return f"events.out.tfevents.{now:010d}.{socket.gethostname()}.{os.getpid()}"
+
+
+def _read_rows(workdir: epath.Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """(step, scalars) of every row of WORKDIR/metrics.jsonl; what was not finite is NaN."""
+    for line in (workdir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        yield row.pop("step"), {n: math.nan if v is None else v for n, v in row.items()}
 
 
 def last_values(workdir: epath.Path) -> dict[str, float]:
