@@ -329,7 +329,7 @@ def test_augreg_s_other_choices():
     ("words", "says"),
     [
         ("ViT-B/16,imagenet21k", "needs MODEL,DATA,AUG, e.g. configs/augreg.py:ViT-B/16,"),
-        ("ViT-B/16,imagenet21k,medium", "augmentation 'medium': did you mean medium1?"),
+        ("ViT-B/16,imagenet21k,medum1", "augmentation 'medum1': did you mean medium1?"),
         ("ViT-B/16,cifar10,medium1", "data 'cifar10': needs imagenet2012 or imagenet21k"),
         ("ViT-b/16,imagenet21k,medium1", "did you mean B?"),
         ("ViT-B/16,imagenet2012,medium1,30ep", "30ep: the paper trains on imagenet2012 for 300"),
