@@ -43,7 +43,11 @@ def attention(p, queries_ND, tokens_MD, num_heads):
     heads = []
     for i in range(num_heads):
         part = slice(i * head_width, (i + 1) * head_width)
-        scores_NM = q_ND[:, part] @ k_MD[:, part].T / np.sqrt(head_width)
+        q_NK, k_MK = q_ND[:, part], k_MD[:, part]
+        if "query_norm" in p:
+            q_NK = layer_norm(p["query_norm"] | {"bias": 0}, q_NK)
+            k_MK = layer_norm(p["key_norm"] | {"bias": 0}, k_MK)
+        scores_NM = q_NK @ k_MK.T / np.sqrt(head_width)
         weights_NM = np.exp(scores_NM - scores_NM.max(axis=1, keepdims=True))
         weights_NM /= weights_NM.sum(axis=1, keepdims=True)
         heads.append(weights_NM @ v_MD[:, part])
@@ -55,9 +59,12 @@ def mlp(p, x_ND, form):
 
 
 def encoder_block(p, x_ND, num_heads, form):
+    def scaled(branch, y_ND):
+        return p[branch]["scale"] * y_ND if branch in p else y_ND
+
     y_ND = layer_norm(p["norm_attention"], x_ND)
-    x_ND = attention(p["attention"], y_ND, y_ND, num_heads) + x_ND
-    return mlp(p["mlp"], layer_norm(p["norm_mlp"], x_ND), form) + x_ND
+    x_ND = scaled("scale_attention", attention(p["attention"], y_ND, y_ND, num_heads)) + x_ND
+    return scaled("scale_mlp", mlp(p["mlp"], layer_norm(p["norm_mlp"], x_ND), form)) + x_ND
 
 
 def map_head(p, x_ND, num_heads, form):

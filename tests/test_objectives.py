@@ -42,6 +42,14 @@ def test_losses(name, label_smoothing, kind):
     np.testing.assert_allclose(ours, expected, rtol=2e-5)
 
 
+def test_z_loss():
+    plain = make_loss("softmax", 0.1)(LOGITS_BC, LABELS_B)
+    ours = make_loss("softmax", 0.1, 0.2)(LOGITS_BC, LABELS_B)
+    log_z_B = np.log(np.exp(LOGITS_BC.astype(np.float64)).sum(axis=1))
+    np.testing.assert_allclose(ours, plain + 0.2 * log_z_B**2, rtol=2e-5)
+    assert np.abs(log_z_B).max() > 1
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_certain_logits_are_finite(name):
     logits = jnp.asarray([[1e4, -1e4], [-1e4, 1e4]])
@@ -57,6 +65,8 @@ def test_losses_of_certain_logits_are_finite(name):
         (("sofmax",), ["loss.name='sofmax'", "did you mean softmax?"]),
         (("softmax", 1.0), ["loss.label_smoothing=1.0", "[0, 1)"]),
         (("sigmoid", -0.1), ["loss.label_smoothing=-0.1", "[0, 1)"]),
+        (("softmax", 0.0, -1.0), ["loss.z_loss=-1.0", "turns it off"]),
+        (("sigmoid", 0.0, 0.1), ["loss.z_loss=0.1", "loss.name=softmax alone"]),
     ],
 )
 def test_faulty_losses(args, said):

@@ -88,6 +88,8 @@ def base_config() -> ConfigDict:
     c.model.gelu = placeholder(str)
     c.model.dropout = placeholder(float)
     c.model.attention_dropout = placeholder(float)
+    c.model.qk_norm = placeholder(bool)
+    c.model.layer_scale = placeholder(float)
     c.model.stochastic_depth = placeholder(float)
     c.model.scan = placeholder(bool)
     c.model.remat = placeholder(str)
@@ -114,6 +116,7 @@ def base_config() -> ConfigDict:
 
     c.objective = ConfigDict({"name": "supervised"})
     c.loss = ConfigDict({"name": "softmax", "label_smoothing": 0.0})
+    c.loss.z_loss = 0.0  # times log(Z)^2, Z the sum of the softmax; 0: off
 
     c.optimizer = ConfigDict()
     c.optimizer.name = "adamw"

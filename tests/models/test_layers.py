@@ -5,6 +5,7 @@ import numpy_vit
 import pytest
 from numpy_vit import float64, random_params
 
+from vit_jax import tree
 from vit_jax.models.attention import dot_product_attention
 from vit_jax.models.layers import GELU, Attention, Encoder, EncoderBlock, MapHead, Mlp
 
@@ -122,6 +123,26 @@ def test_encoder_block(form):
     ours, _ = jax.jit(block.apply, static_argnums=3)({"params": params}, X_BND, 0.0, False)
     for i in range(B):
         assert_same(ours[i], numpy_vit.encoder_block(float64(params), X_BND[i], H, form))
+
+
+def test_switches_of_a_block():
+    """LayerNorm of queries and keys, factors of the branches; neither has parameters when off."""
+    block = EncoderBlock(num_heads=H, mlp_dim=F, qk_norm=True, layer_scale=1e-4)
+    params = random_params(block, X_BND, 0.0, False)
+    ours, _ = jax.jit(block.apply, static_argnums=3)({"params": params}, X_BND, 0.0, False)
+    for i in range(B):
+        assert_same(ours[i], numpy_vit.encoder_block(float64(params), X_BND[i], H, "tanh"))
+
+    off = EncoderBlock(num_heads=H, mlp_dim=F).init(jax.random.key(0), X_BND, 0.0, False)["params"]
+    initial = block.init(jax.random.key(0), X_BND, 0.0, False)["params"]
+    off, initial = tree.flatten_names(off), tree.flatten_names(initial)
+    added = {name: initial[name] for name in initial.keys() - off.keys()}
+    assert {name: leaf.shape for name, leaf in added.items()} == {
+        "attention/query_norm/scale": (D // H,), "attention/key_norm/scale": (D // H,),
+        "scale_attention/scale": (D,), "scale_mlp/scale": (D,),
+    }  # fmt: skip
+    for name, leaf in added.items():
+        np.testing.assert_allclose(leaf, 1.0 if "norm" in name else 1e-4, rtol=1e-6)
 
 
 def test_encoder_is_its_blocks_and_a_norm():

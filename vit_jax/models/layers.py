@@ -40,12 +40,17 @@ def unconstrained(x, axes):
 class Attention(nn.Module):
     """Multi-head attention of queries (B, N, D) over tokens (B, M, D): MSA of Eq. 2.
 
+    `qk_norm` normalises the queries and the keys of each head by a LayerNorm without bias, whose
+    scale (K,) the heads share.
+
     Shapes: (B, N, D), (B, M, D) -> (B, N, D).
-    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8.
+    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8; qk_norm: Dehghani et al. 2023
+      (arXiv:2302.05442), section 2.
     """
 
     num_heads: int
     dropout: float = 0.0
+    qk_norm: bool = False
     dtype: Any = jnp.float32
     constrain: Constrain = unconstrained
 
@@ -56,6 +61,9 @@ class Attention(nn.Module):
         def project(name, x_BND):
             y = Dense(width, dtype=self.dtype, name=name)(x_BND)
             y_BHNK = rearrange(y, "b n (h k) -> b h n k", h=self.num_heads)
+            if self.qk_norm and name != "value":
+                norm = LayerNorm(use_bias=False, dtype=self.dtype, name=f"{name}_norm")
+                y_BHNK = norm(y_BHNK)
             return self.constrain(y_BHNK, ("batch", "tensor", None, None))
 
         out_BHNK = dot_product_attention(
@@ -93,11 +101,28 @@ class Mlp(nn.Module):
         return nn.Dropout(self.dropout, deterministic=not train)(y_BND)
 
 
+class LayerScale(nn.Module):
+    """A learned factor for each channel, of which all begin at `initial`.
+
+    Shapes: (B, N, D) -> (B, N, D).
+    Source: Touvron et al. 2021 (arXiv:2103.17239), section 2.
+    """
+
+    initial: float
+
+    @nn.compact
+    def __call__(self, x_BND):
+        constant = nn.initializers.constant(self.initial)
+        scale_D = self.param("scale", constant, x_BND.shape[-1:])
+        return x_BND * jnp.reshape(scale_D.astype(x_BND.dtype), (1, 1, -1))
+
+
 class EncoderBlock(nn.Module):
     """Pre-norm block: attention, then MLP, each with a residual.
 
     In training a residual branch of an example is dropped with probability `drop_rate` (a scalar,
-    which may be traced; used only where `stochastic_depth` says so).
+    which may be traced; used only where `stochastic_depth` says so). `layer_scale` is where the
+    factors of a branch's channels begin; None: it has none.
 
     Shapes: (B, N, D) -> (B, N, D), and None: the form that `nn.scan` needs.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 2-3; stochastic depth: Huang et al.
@@ -109,13 +134,17 @@ class EncoderBlock(nn.Module):
     gelu: str = "tanh"
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    qk_norm: bool = False
+    layer_scale: float | None = None
     stochastic_depth: bool = False
     dtype: Any = jnp.float32
     constrain: Constrain = unconstrained
 
     @nn.compact
     def __call__(self, x_BND, drop_rate, train):
-        def add(x_BND, branch_BND):
+        def add(x_BND, branch_BND, scale_name):
+            if self.layer_scale is not None:
+                branch_BND = LayerScale(self.layer_scale, name=scale_name)(branch_BND)
             if train and self.stochastic_depth:
                 keep_rate = 1.0 - drop_rate
                 kept = jax.random.bernoulli(
@@ -127,13 +156,17 @@ class EncoderBlock(nn.Module):
         shared = {"dtype": self.dtype, "constrain": self.constrain}
         y_BND = LayerNorm(dtype=self.dtype, name="norm_attention")(x_BND)
         y_BND = Attention(
-            self.num_heads, dropout=self.attention_dropout, name="attention", **shared
+            self.num_heads,
+            dropout=self.attention_dropout,
+            qk_norm=self.qk_norm,
+            name="attention",
+            **shared,
         )(y_BND, y_BND, train=train)
         y_BND = nn.Dropout(self.dropout, deterministic=not train)(y_BND)
-        x_BND = add(x_BND, y_BND)
+        x_BND = add(x_BND, y_BND, "scale_attention")
         y_BND = LayerNorm(dtype=self.dtype, name="norm_mlp")(x_BND)
         mlp = Mlp(self.mlp_dim, gelu=self.gelu, dropout=self.dropout, name="mlp", **shared)
-        return add(x_BND, mlp(y_BND, train=train)), None
+        return add(x_BND, mlp(y_BND, train=train), "scale_mlp"), None
 
 
 class Encoder(nn.Module):
@@ -154,6 +187,8 @@ class Encoder(nn.Module):
     gelu: str = "tanh"
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    qk_norm: bool = False
+    layer_scale: float | None = None
     stochastic_depth: float = 0.0
     scan: bool = False
     remat: str = "none"
@@ -176,6 +211,8 @@ class Encoder(nn.Module):
             "gelu": self.gelu,
             "dropout": self.dropout,
             "attention_dropout": self.attention_dropout,
+            "qk_norm": self.qk_norm,
+            "layer_scale": self.layer_scale,
             "stochastic_depth": self.stochastic_depth > 0,
             "dtype": self.dtype,
             "constrain": self.constrain,

@@ -45,6 +45,8 @@ class ViT(nn.Module):
     embedding; without, it joins the patches after their positions are added. `image_size` may be
     None where no positions are learned: the model then takes images of any size that its patches
     divide.
+    `qk_norm` and `layer_scale` are of the encoder's blocks (`layers.Attention`, `LayerScale`), off
+    by default; the pooling head has neither.
 
     Methods: "tokens" -> (B, N, D), the encoder's output, class token first where there is one;
       "features" -> (B, D), what the head gets; "pre_logits" -> (B, D), after the hidden layer.
@@ -66,6 +68,8 @@ class ViT(nn.Module):
     gelu: str = "tanh"
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    qk_norm: bool = False
+    layer_scale: float | None = None
     stochastic_depth: float = 0.0
     scan: bool = False
     remat: str = "none"
@@ -93,6 +97,8 @@ class ViT(nn.Module):
         for field in ("dropout", "attention_dropout", "stochastic_depth"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 faults.append(f"{field}={getattr(self, field)}: needs a rate in [0, 1)")
+        if self.layer_scale is not None and self.layer_scale <= 0:
+            faults.append(f"layer_scale={self.layer_scale}: needs a positive number, or None")
         if self.num_classes is not None and self.num_classes < 1:
             faults.append(f"num_classes={self.num_classes}: needs a positive int, or None")
         if self.image_size is not None:
@@ -155,6 +161,8 @@ class ViT(nn.Module):
             gelu=self.gelu,
             dropout=self.dropout,
             attention_dropout=self.attention_dropout,
+            qk_norm=self.qk_norm,
+            layer_scale=self.layer_scale,
             stochastic_depth=self.stochastic_depth,
             scan=self.scan,
             remat=self.remat,

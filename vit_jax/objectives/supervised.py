@@ -48,17 +48,35 @@ def sigmoid_loss(logits_BC, labels, label_smoothing):
 LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}
 
 
-def make_loss(name: str, label_smoothing: float = 0.0) -> Loss:
+def make_loss(name: str, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Loss:
     """loss(logits (B, C), labels (B,) int or (B, C) float) -> (B,), by its name in LOSSES.
 
+    Args:
+      name: a key of LOSSES.
+      label_smoothing: share of the target that goes to all classes alike.
+      z_loss: of softmax: the loss grows by z_loss * log(Z)^2, Z = sum_c exp(logit_c), which keeps
+        the logits from drifting; 0: it does not. Zoph et al. 2022 (arXiv:2202.08906);
+        Chowdhery et al. 2022 (arXiv:2204.02311), section 5, take 1e-4.
+
     Raises:
-      InputError: unknown name, or a smoothing outside [0, 1).
+      InputError: unknown name, a number out of range, or a z_loss where there is no softmax.
     """
     if name not in LOSSES:
         raise InputError(f"loss.name={name!r}: {nearest(name, list(LOSSES))}")
     if not 0.0 <= label_smoothing < 1.0:
         raise InputError(f"loss.label_smoothing={label_smoothing}: needs a number in [0, 1)")
-    return lambda logits, labels: LOSSES[name](logits, labels, label_smoothing)
+    if z_loss < 0.0:
+        raise InputError(f"loss.z_loss={z_loss}: needs at least 0, which turns it off")
+    if z_loss and name != "softmax":
+        raise InputError(f"loss.z_loss={z_loss}: goes with loss.name=softmax alone; set it to 0")
+
+    def loss(logits_BC, labels):
+        loss_B = LOSSES[name](logits_BC, labels, label_smoothing)
+        if z_loss:
+            loss_B += z_loss * jax.nn.logsumexp(logits_BC, axis=-1) ** 2
+        return loss_B
+
+    return loss
 
 
 def hits(logits_BC: jax.Array, labels: jax.Array, k: int = 1) -> jax.Array:
