@@ -171,7 +171,7 @@ def test_none_as_a_word_of_its_own(config):
 
 
 def test_what_is_not_optional_cannot_be_none(config):
-    faults = set_keys(config, seed="None", optimizer__b1="None", data__mean="None")
+    faults = set_keys(config, seed="None", optimizer__weight_decay="None", data__mean="None")
     assert len(faults) == 3
     assert set_keys(config, optimizer__name="None") == []
     assert config.optimizer.name == "None"

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,13 @@ import pytest
 from vit_jax import tree
 from vit_jax.config import InputError
 from vit_jax.optimizers import OPTIMIZERS, make_optimizer
+from vit_jax.transfer.rules import stack_layers, unstack_layers
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
 STEPS = 5
 WEIGHT_DECAY, B1, B2, EPS, MOMENTUM = 0.3, 0.8, 0.95, 1e-3, 0.7
+CAP = 0.6  # of adafactor's rate, which reaches it at the fourth step
 
 
 def learning_rate(step):
@@ -21,6 +27,8 @@ def random_params(seed):
     return {
         "dense/kernel": rng.normal(size=(3, 2)).astype(np.float32),
         "dense/bias": rng.normal(size=2).astype(np.float32),
+        "wide/kernel": rng.normal(size=(32, 40)).astype(np.float32),
+        "tall/kernel": rng.normal(size=(40, 32)).astype(np.float32),
     }
 
 
@@ -28,11 +36,11 @@ PARAMS = random_params(0)
 GRADS = [random_params(1 + step) for step in range(STEPS)]
 
 
-def run(tx):
-    params = tree.unflatten_names(jax.tree.map(jnp.asarray, PARAMS))
+def run(tx, params=PARAMS, all_grads=GRADS):
+    params = tree.unflatten_names(jax.tree.map(jnp.asarray, params))
     state = tx.init(params)
     update = jax.jit(tx.update)
-    for grads in GRADS:
+    for grads in all_grads:
         updates, state = update(tree.unflatten_names(grads), state, params)
         params = optax.apply_updates(params, updates)
     return tree.flatten_names(params)
@@ -56,39 +64,240 @@ def sgd_direction(grads, memory, name, step):
     return memory[name]
 
 
+def lion_direction(grads, memory, name, step):
+    m = memory.get(name, 0)
+    memory[name] = B2 * m + (1 - B2) * grads[name]
+    return np.sign(B1 * m + (1 - B1) * grads[name])
+
+
+def adafactor_direction(grads, memory, name, step):
+    g = grads[name].astype(np.float64)
+    m, v, row, column = memory.get(name, (0, 0, 0, 0))
+    b = min(CAP, 1 - (step + 1) ** -0.8)
+    v = b * v + (1 - b) * g**2
+    if name in ("wide/kernel", "tall/kernel"):
+        row = b * row + (1 - b) * (g**2).mean(axis=1)
+        column = b * column + (1 - b) * (g**2).mean(axis=0)
+        m = B1 * m + (1 - B1) * g / np.sqrt(np.outer(row, column) / row.mean())
+    else:
+        m = B1 * m + (1 - B1) * g / np.sqrt(v)
+    memory[name] = m, v, row, column
+    return m
+
+
+EQUATIONS = {
+    "adamw": (adamw_direction, {"b1": B1, "b2": B2, "eps": EPS}),
+    "sgd": (sgd_direction, {"momentum": MOMENTUM}),
+    "lion": (lion_direction, {"b1": B1, "b2": B2}),
+    "adafactor": (adafactor_direction, {"b1": B1, "b2": CAP, "momentum_dtype": "float32"}),
+}
+
+
 @pytest.mark.parametrize("grad_clip_norm", [None, 1.5])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equation(name, grad_clip_norm):
-    direction = {"adamw": adamw_direction, "sgd": sgd_direction}[name]
+    direction, numbers = EQUATIONS[name]
     expected, memory = {name: p.astype(np.float64) for name, p in PARAMS.items()}, {}
     for step, grads in enumerate(GRADS):
         grads = clipped(grads, grad_clip_norm or np.inf)
         for leaf, p in expected.items():
             d = direction(grads, memory, leaf, step)
-            decay = WEIGHT_DECAY if leaf == "dense/kernel" else 0
+            decay = WEIGHT_DECAY if leaf.endswith("kernel") else 0
             expected[leaf] = p - learning_rate(step) * (d + decay * p)
     tx = make_optimizer(
         name,
         schedule=learning_rate,
         weight_decay=WEIGHT_DECAY,
         grad_clip_norm=grad_clip_norm,
-        b1=B1,
-        b2=B2,
-        eps=EPS,
-        momentum=MOMENTUM,
+        **numbers,
     )
     actual = run(tx)
     for leaf, p in expected.items():
-        np.testing.assert_allclose(actual[leaf], p, rtol=2e-5, atol=1e-6, err_msg=leaf)
+        np.testing.assert_allclose(actual[leaf], p, rtol=2e-5, atol=2e-6, err_msg=leaf)
 
 
-def test_adamw_is_that_of_optax():
-    ours = run(make_optimizer("adamw", schedule=learning_rate, weight_decay=0.1))
-    theirs = run(
-        optax.adamw(learning_rate, weight_decay=0.1, mask=lambda p: tree.mask(p, ".*/kernel"))
-    )
+def same_with_optax(name, theirs, rate=learning_rate, **numbers):
+    ours, theirs = run(make_optimizer(name, schedule=rate, **numbers)), run(theirs)
     for leaf, p in theirs.items():
         np.testing.assert_allclose(ours[leaf], p, rtol=1e-6, err_msg=leaf)
+
+
+def kernels(params):
+    return tree.mask(params, ".*/kernel")
+
+
+def test_own_numbers_are_those_of_the_papers():
+    """Table 3 of ViT for adamw; of the others those in their papers' pseudo-code."""
+    adamw = optax.adamw(learning_rate, 0.9, 0.999, 1e-8, weight_decay=0.1, mask=kernels)
+    same_with_optax("adamw", adamw, weight_decay=0.1)
+    lion = optax.lion(learning_rate, 0.9, 0.99, weight_decay=0.1, mask=kernels)
+    same_with_optax("lion", lion, weight_decay=0.1)
+    same_with_optax("sgd", optax.sgd(learning_rate, momentum=0.9))
+
+
+def optax_adafactor(dtype):
+    """The rate of the second moment is not capped in it: that is far from 0.999 in five steps."""
+    return optax.adafactor(
+        0.125,  # by a power of two, because optax rounds after it has multiplied by the rate
+        min_dim_size_to_factor=32,
+        multiply_by_parameter_scale=False,
+        clipping_threshold=None,
+        momentum=0.9,
+        dtype_momentum=dtype,
+    )
+
+
+HALF = {
+    "adamw": lambda dtype: optax.adamw(0.125, weight_decay=0.0, mu_dtype=dtype),
+    "sgd": lambda dtype: optax.sgd(0.125, momentum=0.9, accumulator_dtype=dtype),
+    "lion": lambda dtype: optax.lion(0.125, weight_decay=0.0, mu_dtype=dtype),
+    "adafactor": optax_adafactor,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_momentum_in_half_the_bytes(name):
+    def rate(step):
+        return 0.125
+
+    def dtypes(momentum_dtype):
+        tx = make_optimizer(name, schedule=rate, momentum_dtype=momentum_dtype)
+        named = tree.flatten_names(tx.init(tree.unflatten_names(PARAMS)))
+        return {leaf: x.dtype for leaf, x in named.items() if x.ndim}
+
+    full, half, own = dtypes("float32"), dtypes("bfloat16"), dtypes(None)
+    assert own == (half if name == "adafactor" else full)
+    assert set(full.values()) == {jnp.dtype("float32")}
+    changed = {leaf for leaf in full if full[leaf] != half[leaf]}
+    assert {half[leaf] for leaf in changed} == {jnp.dtype("bfloat16")}
+    # The first moments, all of them and nothing else.
+    moment = r"direction/.*\b(mu|trace|momentum/ema)/.*"
+    assert changed == {leaf for leaf in full if re.fullmatch(moment, leaf)}
+    assert len(changed) == len(PARAMS)
+    same_with_optax(name, HALF[name]("bfloat16"), rate, momentum_dtype="bfloat16")
+
+
+# A stack of layers
+
+LAYERS = 4
+
+
+def layer_leaves(rng):
+    return {
+        "norm/scale": rng.normal(size=36).astype(np.float32),
+        "mlp/kernel": rng.normal(size=(32, 36)).astype(np.float32),
+    }
+
+
+def unrolled(seed, depth=LAYERS):
+    rng = np.random.default_rng(seed)
+    layers = {f"encoder/layer_{i}/{k}": v for i in range(depth)
+              for k, v in layer_leaves(rng).items()}  # fmt: skip
+    embedding = rng.normal(size=(48, 36)).astype(np.float32)
+    head = rng.normal(size=(36, 33)).astype(np.float32)
+    norm = rng.normal(size=36).astype(np.float32)
+    rest = {"embedding/kernel": embedding, "head/kernel": head, "encoder/norm/scale": norm}
+    return layers | rest
+
+
+def stacked(named):
+    return tree.flatten_names(stack_layers(tree.unflatten_names(named)))
+
+
+def unstacked(named):
+    return tree.flatten_names(unstack_layers(tree.unflatten_names(named)))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_stack_of_layers_is_updated_as_its_layers_are(name):
+    tx = make_optimizer(
+        name, schedule=learning_rate, weight_decay=0.1, layer_decay=0.9, grad_clip_norm=1.0,
+        momentum_dtype="float32", freeze="encoder/layer_(0|2)/.*|embedding/.*",
+    )  # fmt: skip
+    params, all_grads = unrolled(0), [unrolled(1 + i) for i in range(3)]
+    expected = run(tx, params, all_grads)
+    found = unstacked(run(tx, stacked(params), [stacked(g) for g in all_grads]))
+    assert found.keys() == expected.keys()
+    for leaf, p in expected.items():
+        np.testing.assert_allclose(found[leaf], p, rtol=1e-5, atol=1e-6, err_msg=leaf)
+
+
+def test_adafactor_not_mapped_over_layers_would_differ(monkeypatch):
+    # So many layers that a stack of vectors looks like a matrix worth factoring.
+    params, *all_grads = (stacked(unrolled(seed, depth=40)) for seed in range(3))
+    mapped = run(make_optimizer("adafactor", schedule=learning_rate), params, all_grads)
+    monkeypatch.setattr("vit_jax.optimizers.over_layers", lambda tx: tx)
+    naive = run(make_optimizer("adafactor", schedule=learning_rate), params, all_grads)
+    for leaf in ("encoder/layers/norm/scale", "encoder/layers/mlp/kernel"):
+        assert np.abs(mapped[leaf] - naive[leaf]).max() > 1e-2, leaf
+    np.testing.assert_array_equal(mapped["embedding/kernel"], naive["embedding/kernel"])
+
+    def seventh(named):
+        return {"kernel": named["encoder/layers/mlp/kernel"][7]}
+
+    alone = run(
+        make_optimizer("adafactor", schedule=learning_rate),
+        seventh(params),
+        [seventh(grads) for grads in all_grads],
+    )
+    np.testing.assert_allclose(seventh(mapped)["kernel"], alone["kernel"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", [stacked, dict])
+def test_layer_decay(form):
+    params = form(unrolled(0))
+    ones = {name: np.ones_like(p) for name, p in params.items()}
+    tx = make_optimizer("sgd", schedule=lambda step: 0.5, layer_decay=0.8)
+    params, ones = tree.unflatten_names(params), tree.unflatten_names(ones)
+    updates, _ = tx.update(ones, tx.init(params), params)
+    named = tree.flatten_names(updates)
+    updates = unstacked(named) if form is stacked else named
+    for name, update in updates.items():
+        if name.startswith("encoder/layer_"):
+            index = int(name.split("/")[1].removeprefix("layer_")) + 1
+        else:
+            index = 0 if name.startswith("embedding") else LAYERS + 1
+        np.testing.assert_allclose(update, -0.5 * 0.8 ** (LAYERS + 1 - index), rtol=1e-6)
+
+
+FREEZE = "embedding/.*|encoder/layer_(0|3)/.*|encoder/layer_\\d+/norm/.*"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("form", [stacked, dict])
+def test_what_is_frozen_keeps_every_bit(name, form):
+    params = unrolled(0)
+    for p in params.values():
+        p.flat[0], p.flat[1] = -0.0, 0.0
+    numbers = {"schedule": learning_rate, "weight_decay": 0.1, "weight_decay_on": ".*"}
+    tx = make_optimizer(name, **numbers, freeze=FREEZE, grad_clip_norm=1.0)
+    found = run(tx, form(params), [form(unrolled(1 + i)) for i in range(2)])
+    found = unstacked(found) if form is stacked else found
+    frozen = {leaf for leaf in params if re.fullmatch(FREEZE, leaf)}
+    assert len(frozen) == 1 + LAYERS + 2
+    for leaf, p in params.items():
+        same = np.asarray(found[leaf]).view(np.uint32) == p.view(np.uint32)
+        assert same.all() if leaf in frozen else not same.all(), leaf
+
+
+def test_what_is_frozen_whole_has_no_state():
+    tx = make_optimizer("adamw", schedule=learning_rate, freeze=FREEZE)
+    state = tree.flatten_names(tx.init(tree.unflatten_names(stacked(unrolled(0)))))
+    moments = {leaf.split("/mu/")[1] for leaf in state if "/mu/" in leaf}
+    assert moments == {"encoder/layers/mlp/kernel", "encoder/norm/scale", "head/kernel"}
+
+
+@pytest.mark.parametrize("form", [stacked, dict])
+def test_the_norm_that_is_clipped_leaves_the_frozen_out(form):
+    params, grads = unrolled(0), unrolled(1)
+    learning = {leaf: g for leaf, g in grads.items() if not re.fullmatch(FREEZE, leaf)}
+    norm = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in learning.values()))
+    tx = make_optimizer("sgd", schedule=lambda step: 1.0, freeze=FREEZE, grad_clip_norm=0.5)
+    params = tree.unflatten_names(form(params))
+    updates, _ = tx.update(tree.unflatten_names(form(grads)), tx.init(params), params)
+    np.testing.assert_allclose(
+        tree.flatten_names(updates)["head/kernel"], -0.5 / norm * grads["head/kernel"], rtol=1e-5
+    )
 
 
 def test_weight_decay_on_chooses_the_leaves():
@@ -114,7 +323,18 @@ def test_state_is_named_alike_with_and_without_clipping():
     ("change", "parts"),
     [
         ({"name": "adam"}, ["optimizer.name='adam'", "adamw"]),
-        ({"name": "x"}, ["optimizer.name='x'", "adamw, sgd"]),
+        ({"name": "x"}, ["optimizer.name='x'", "adamw, sgd, lion, adafactor"]),
+        ({"b2": 1.0}, ["optimizer.b2=1.0", "less than 1"]),
+        ({"momentum": 0.9}, ["optimizer.momentum=0.9 is nothing that adamw has", "None"]),
+        ({"name": "lion", "eps": 1e-8}, ["optimizer.eps=1e-08 is nothing that lion has"]),
+        ({"name": "sgd", "b1": 0.9, "b2": 0.9}, ["optimizer.b1=0.9", "optimizer.b2=0.9"]),
+        ({"momentum_dtype": "float16"}, ["optimizer.momentum_dtype='float16'", "bfloat16"]),
+        ({"layer_decay": 0.0}, ["optimizer.layer_decay=0.0", "at most 1"]),
+        ({"layer_decay": 1.1}, ["optimizer.layer_decay=1.1", "at most 1"]),
+        ({"layer_decay": 0.9}, ["optimizer.layer_decay=0.9", "no layers"]),
+        ({"freeze": "*"}, ["optimizer.freeze='*' is not a regular expression"]),
+        ({"freeze": "encoder"}, ["optimizer.freeze='encoder'", "no parameter", "dense/bias"]),
+        ({"freeze": ".*"}, ["optimizer.freeze='.*'", "every parameter"]),
         ({"weight_decay": -0.1}, ["optimizer.weight_decay=-0.1"]),
         ({"grad_clip_norm": 0.0}, ["optimizer.grad_clip_norm=0.0", "None"]),
         ({"weight_decay_on": "*kernel"}, ["optimizer.weight_decay_on='*kernel'"]),

@@ -124,10 +124,13 @@ def base_config() -> ConfigDict:
     c.optimizer.weight_decay = 0.0  # times the current learning rate
     c.optimizer.weight_decay_on = ".*/kernel"  # regular expression over whole leaf names
     c.optimizer.grad_clip_norm = placeholder(float)  # global norm; None: no clipping
-    c.optimizer.b1 = 0.9
-    c.optimizer.b2 = 0.999
-    c.optimizer.eps = 1e-8
-    c.optimizer.momentum = 0.9
+    c.optimizer.b1 = placeholder(float)  # None: 0.9 (adamw, lion, adafactor)
+    c.optimizer.b2 = placeholder(float)  # None: adamw 0.999, lion 0.99, adafactor at most 0.999
+    c.optimizer.eps = placeholder(float)  # None: adamw 1e-8, adafactor 1e-30
+    c.optimizer.momentum = placeholder(float)  # of sgd; None: 0.9
+    c.optimizer.momentum_dtype = placeholder(str)  # None: adafactor bfloat16, others float32
+    c.optimizer.layer_decay = placeholder(float)  # rate of a layer by the next one's; None: 1
+    c.optimizer.freeze = placeholder(str)  # regular expression, encoder/layer_0/.*; None: nothing
 
     c.schedule = ConfigDict()
     c.schedule.name = "cosine"
@@ -487,3 +490,8 @@ def step_range(text: str, key: str) -> range:
 def model_fields(config: ConfigDict) -> dict[str, Any]:
     """The keyword arguments for `create_model` that `config.model` sets."""
     return {k: v for k, v in config.model.items() if k != "name" and v is not None}
+
+
+def optimizer_fields(config: ConfigDict) -> dict[str, Any]:
+    """The keyword arguments for `make_optimizer` in `config.optimizer`."""
+    return {k: v for k, v in config.optimizer.items() if k != "peak_lr"}

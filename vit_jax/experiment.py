@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.config import flatten, image_hw, model_fields
+from vit_jax.config import flatten, image_hw, model_fields, optimizer_fields
 from vit_jax.data import make_device_transform, parse_ops
 from vit_jax.flops import count_flops
 from vit_jax.mesh import batch_sharding
@@ -114,8 +114,7 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
         cooldown_steps=num_steps(config, "schedule.cooldown"),
         timescale=num_steps(config, "schedule.timescale"),
     )
-    optimizer = {k: v for k, v in config.optimizer.items() if k != "peak_lr"}
-    tx = make_optimizer(**optimizer, schedule=schedule)
+    tx = make_optimizer(**optimizer_fields(config), schedule=schedule)
     objective = OBJECTIVES[config.objective.name](model, make_loss(**config.loss))
     _, device_ops = parse_ops(config.data.ops, image_size)
     transform = make_device_transform(

@@ -29,17 +29,25 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(bias|scale|class_token|probe|pos_embedding|count|step)", ()),
 )
 
+# Adafactor's moments of a parameter: its means over one axis, or all of it.
+_FACTORED = re.compile(r"opt_state/(?:.*/)?(?P<moment>v_row|v_col|v)/(?P<param>.*)")
+
 
 def state_shardings(state, mesh: Mesh):
     """The sharding of every leaf of `state`, a pytree of arrays or of their shapes.
 
-    What no rule matches, and what an axis of the mesh does not divide, is replicated and named in
-    a warning.
+    Factored moments keep of their parameter's layout what is left of its axes. What no rule
+    matches, and what an axis of the mesh does not divide, is replicated and named in a warning.
     """
     replicated = []
+    named = tree.flatten_names(state)
 
     def shard(name, leaf):
+        factored = _FACTORED.fullmatch(name)
         axes = next((axes for rule, axes in RULES if re.search(rf"(^|/){rule}$", name)), None)
+        if axes and factored:
+            param = named[f"params/{factored['param']}"]
+            axes = _axes_left(axes, param.shape, leaf.shape, factored["moment"])
         if axes is None:
             if leaf.ndim:
                 replicated.append(f"{name} {leaf.shape}: no rule")
@@ -59,6 +67,21 @@ def state_shardings(state, mesh: Mesh):
     if replicated and mesh.size > 1:
         logger.warning("replicated over the mesh:\n  %s", "\n  ".join(replicated))
     return shardings
+
+
+def _axes_left(axes, shape, left: tuple[int, ...], moment: str) -> tuple[str | None, ...]:
+    """`axes` of a parameter of `shape` that are there in its `moment`, of shape `left`."""
+    if left == shape:
+        return axes
+    layers = shape[: len(shape) - len(axes)]
+    sizes = shape[len(layers) :]
+    # Of a square matrix optax takes the rows' moment over the last axis, the columns' over the
+    # first; of others the shape tells.
+    order = range(len(axes)) if moment == "v_col" else reversed(range(len(axes)))
+    for i in order:
+        if left == layers + sizes[:i] + sizes[i + 1 :]:
+            return axes[:i] + axes[i + 1 :]
+    return ()  # one number in the place of a moment that is kept in the other form
 
 
 def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:

@@ -17,6 +17,7 @@ from vit_jax.config import (
     image_hw,
     model_fields,
     nearest,
+    optimizer_fields,
     step_range,
 )
 from vit_jax.data import check_order, check_reader, parse_mix, parse_ops
@@ -105,8 +106,7 @@ def _all_faults(config: ConfigDict) -> list[str]:
 
     known("objective.name", config.objective.name, OBJECTIVES)
     check(make_loss, **config.loss)
-    optimizer = {k: v for k, v in config.optimizer.items() if k != "peak_lr"}
-    check(make_optimizer, **optimizer, schedule=lambda step: 0.0)
+    check(make_optimizer, **optimizer_fields(config), schedule=lambda step: 0.0)
     peak_lr = config.optimizer.peak_lr or 0.0
     check(make_schedule, config.schedule.name, peak_lr=peak_lr, total_steps=1)
 
