@@ -10,6 +10,9 @@ from vit_jax.config import InputError, base_config
 from vit_jax.experiment import make_experiment, num_steps
 from vit_jax.flops import count_flops
 from vit_jax.mesh import make_mesh
+from vit_jax.models.layers import unconstrained
+from vit_jax.step import start_from
+from vit_jax.transfer.rules import abstract_params, stack_layers, unstack_layers
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -173,3 +176,89 @@ def test_num_steps_names_the_key():
 def test_faults_that_only_the_model_sees(mesh):
     with pytest.raises(InputError, match="num_heads=3 does not divide width=8"):
         make_experiment(small_config(num_heads=3), mesh)
+
+
+def random_params(config, mesh):
+    """Parameters without a zero leaf."""
+    model = make_experiment(config, mesh).model.clone(constrain=unconstrained)
+    rng = np.random.default_rng(0)
+    return tree.unflatten_names(
+        {name: 0.3 * rng.standard_normal(leaf.shape, np.float32)
+         for name, leaf in abstract_params(model).items()}
+    )  # fmt: skip
+
+
+def trained(config, mesh, params):
+    """(state, metrics of the last step) after three steps from `params`."""
+    experiment = make_experiment(config, mesh)
+    with jax.set_mesh(mesh):
+        state = experiment.init()
+        start = jax.tree.map(jax.device_put, params, experiment.shardings.params)
+        state = start_from(state, start) if state.ema else state.replace(params=start)
+        for step in range(3):
+            batch = {k: np.concatenate([v] * 4) for k, v in make_batch(step).items()}
+            batch["image"] = np.random.default_rng(step).permuted(batch["image"], axis=1)
+            # The first of two microbatches counts 8 rows, the second 2.
+            batch["mask"] = np.where(np.arange(4 * B) % 2, np.arange(4 * B) < 4, 1).astype("f")
+            batch = jax.tree.map(
+                lambda x, like: jax.device_put(x, like.sharding), batch, experiment.abstract_batch
+            )
+            norms = experiment.layer_norms(state, batch) if config.log.by_layer else {}
+            state, metrics = experiment.train_step(state, batch)
+            metrics |= norms
+    return jax.device_get(state), jax.device_get(metrics)
+
+
+def everything_config(**model):
+    """Every switch of the optimizer and of the model, none of which leaves a gradient at zero."""
+    config = small_config(qk_norm=True, layer_scale=0.5, depth=2, pool="gap", **model)
+    config.global_batch_size = 4 * B
+    config.optimizer.weight_decay, config.optimizer.grad_clip_norm = 0.1, 1.0
+    config.optimizer.layer_decay, config.optimizer.ema_decay = 0.8, 0.5
+    config.optimizer.freeze = "encoder/layer_1/.*|pos_embedding"
+    config.optimizer.accum_steps, config.log.by_layer = 2, True
+    config.loss.z_loss = 0.01
+    return config
+
+
+def assert_trees_close(found, expected, tolerance):
+    found, expected = tree.flatten_names(found), tree.flatten_names(expected)
+    assert found.keys() == expected.keys()
+    for name, leaf in expected.items():
+        atol = tolerance * max(np.abs(leaf).max(), 1e-2)
+        np.testing.assert_allclose(found[name], leaf, rtol=0, atol=atol, err_msg=name)
+
+
+def test_scanned_and_unrolled_train_alike(mesh):
+    config = everything_config()
+    config.optimizer.name = "adafactor"
+    config.optimizer.momentum_dtype = "float32"  # rounding to fewer bits would part them
+    params = random_params(config, mesh)
+    expected, expected_metrics = trained(config, mesh, params)
+    config.model.scan = True
+    state, metrics = trained(config, mesh, stack_layers(params))
+    assert_trees_close(unstack_layers(state.params), expected.params, 2e-5)
+    assert_trees_close(unstack_layers(state.ema), expected.ema, 2e-5)
+    assert metrics.keys() == expected_metrics.keys() and "grad_norm/encoder/layer_1" in metrics
+    for key, value in expected_metrics.items():
+        assert metrics[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+    for leaf, before in tree.flatten_names(params["encoder"]["layer_1"]).items():
+        after = tree.flatten_names(expected.params["encoder"]["layer_1"])[leaf]
+        assert after.tobytes() == before.tobytes(), leaf
+
+
+@pytest.mark.parametrize(("name", "devices"), [("sgd", 8), ("adamw", 1)])
+def test_microbatches_on_many_devices_and_on_one(mesh, name, devices):
+    """The masks are uneven between the microbatches."""
+    many = make_mesh(replica=1, data=4, fsdp=2, tensor=1) if devices == 8 else mesh
+    config = small_config(scan=True)
+    config.global_batch_size, config.optimizer.name = 4 * B, name
+    config.optimizer.eps = 1e-3 if name == "adamw" else None
+    params = random_params(config, mesh)
+    expected, expected_metrics = trained(config, mesh, params)
+    config.optimizer.accum_steps = 2
+    state, metrics = trained(config, many, params)
+    assert_trees_close(state.params, expected.params, 2e-5)
+    assert metrics.keys() == expected_metrics.keys()
+    for key, value in expected_metrics.items():
+        assert metrics[key] == pytest.approx(value, rel=1e-4), key

@@ -13,6 +13,7 @@ from vit_jax.mesh import (
     PreemptionGuard,
     accelerators_on_host,
     batch_sharding,
+    check_accum_steps,
     check_batch_size,
     make_mesh,
     start_backend,
@@ -85,6 +86,16 @@ def test_a_batch_that_it_does_not_split(size, remedy):
     for part in (f"evals.test.batch_size={size}:", "multiple of the 4 ways", f"try {remedy}"):
         assert part in str(error.value)
     assert str(error.value).endswith(f"try {remedy}")
+
+
+def test_microbatches_are_parts_of_each_devices_rows():
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)  # 4 ways
+    for accum_steps in (1, 2, 3, 6):
+        check_accum_steps(mesh, 24, accum_steps)
+    for accum_steps, remedy in [(4, 3), (5, 3), (12, 6)]:
+        with pytest.raises(InputError, match=r"accum_steps=.*the 6 rows.*4 ways.*try") as error:
+            check_accum_steps(mesh, 24, accum_steps)
+        assert str(error.value).endswith(f"try {remedy}")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from vit_jax.experiment import make_experiment
 from vit_jax.mesh import make_mesh
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS
-from vit_jax.optimizers import make_optimizer
+from vit_jax.optimizers import OPTIMIZERS, make_optimizer
 from vit_jax.sharding import bytes_per_device, constrain, state_shardings
 from vit_jax.step import init_state
 
@@ -164,8 +164,9 @@ def test_collective_bytes_reads_the_compilers_text():
     assert collective_bytes(hlo) == 4 * 32 + 4 * 2 + 2 * 3 + 1
 
 
-def compile_step(layout, scan):
+def compile_step(layout, scan, accum_steps=1):
     config = small_config(scan=scan)
+    config.optimizer.accum_steps = accum_steps
     config.global_batch_size, config.data.image_size = 256, 64
     mesh = mesh_of(layout)
     experiment = make_experiment(config, mesh)
@@ -314,3 +315,59 @@ def test_rules_are_about_whole_parts_of_names():
     shardings = state_shardings(shapes, mesh_of("fsdp 8"))
     assert shardings["head"]["kernel"].spec == P("fsdp")
     assert shardings["ahead"]["kernel"].spec == P()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("scan", [False, True])
+def test_every_optimizers_state_is_split(name, scan, caplog):
+    model = create_model("ViT-B/16", 1000, depth=2, scan=scan, qk_norm=True, layer_scale=0.1)
+    tx = make_optimizer(
+        name, schedule=lambda step: 0.1, momentum_dtype="bfloat16", freeze="embedding/.*"
+    )
+    shapes = jax.eval_shape(lambda: init_state(model, tx, (224, 224), 0, with_ema=True))
+    mesh = mesh_of("fsdp 8")
+    shardings = state_shardings(shapes, mesh)
+    assert not caplog.records
+    replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes)
+    for field in ("opt_state", "ema"):
+        share, whole = (
+            bytes_per_device(getattr(shapes, field), getattr(s, field))
+            for s in (shardings, replicated)
+        )
+        assert share < 0.16 * whole, field
+    assert shardings.ema == shardings.params
+
+
+def test_factored_moments_keep_what_is_left_of_their_parameters_layout():
+    model = create_model("ViT-B/16", 1000, depth=2, scan=True)
+    tx = make_optimizer("adafactor", schedule=lambda step: 0.1)
+    shapes = jax.eval_shape(lambda: init_state(model, tx, (224, 224), 0))
+    shardings = state_shardings(shapes, mesh_of("data 2, fsdp 2, tensor 2"))
+    state = shardings.opt_state["direction"].layers["second_moment"]
+    rows, columns = state.v_row["encoder"]["layers"], state.v_col["encoder"]["layers"]
+    for layer in ("query", "out"):  # square: rows are means over the last axis
+        kernel = shardings.params["encoder"]["layers"]["attention"][layer]["kernel"].spec
+        assert rows["attention"][layer]["kernel"].spec == P(None, kernel[1])
+        assert columns["attention"][layer]["kernel"].spec == P(None, kernel[2])
+    for layer in ("up", "down"):  # rows have the width D, columns the hidden width F
+        assert rows["mlp"][layer]["kernel"].spec == P(None, "fsdp")
+        assert columns["mlp"][layer]["kernel"].spec == P(None, "tensor")
+    whole = state.v["encoder"]["layers"]
+    assert {leaf.spec for leaf in jax.tree.leaves(whole)} == {P()}  # vectors, and mere places
+
+    square = {"kernel": jnp.zeros((64, 64))}
+    tx = make_optimizer("adafactor", schedule=lambda step: 0.1)
+    grads = {"kernel": jnp.zeros((64, 64)).at[5].set(1.0)}
+    _, state = tx.update(grads, tx.init(square), square)
+    found = state["direction"].others["second_moment"]
+    assert found.v_row["kernel"][5] == pytest.approx(1.0)
+    np.testing.assert_allclose(found.v_col["kernel"], 1 / 64)
+
+
+def test_microbatches_take_less_memory_and_move_no_images():
+    _, whole = compiled("data 8", True)
+    experiment, step = compile_step("data 8", True, accum_steps=4)
+    temporaries = [s.memory_analysis().temp_size_in_bytes for s in (whole, step)]
+    assert temporaries[1] < 0.3 * temporaries[0]
+    # The text holds the loop over microbatches once.
+    assert collective_bytes(step.as_text()) < 3 * 4 * experiment.num_params

@@ -4,9 +4,11 @@ import numpy as np
 import optax
 import pytest
 
+from vit_jax.config import InputError
+from vit_jax.flops import count_flops
 from vit_jax.models import create_model
-from vit_jax.objectives.supervised import ObjectiveOutput
-from vit_jax.step import TrainState, init_state, make_train_step
+from vit_jax.objectives.supervised import ObjectiveOutput, make_loss, make_supervised
+from vit_jax.step import TrainState, init_state, make_layer_norms, make_train_step, start_from
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -42,8 +44,8 @@ def state_at(step, weight=0.5, tx=None):
     return TrainState(jnp.int32(step), params, {"calls": jnp.int32(0)}, tx.init(params))
 
 
-def make_step(seed=0, transform=to_float, objective=linear_objective, tx=None):
-    return jax.jit(make_train_step(objective, tx or optax.sgd(0.01), transform, seed))
+def make_step(seed=0, transform=to_float, objective=linear_objective, tx=None, **fields):
+    return jax.jit(make_train_step(objective, tx or optax.sgd(0.01), transform, seed, **fields))
 
 
 def test_a_step_by_hand():
@@ -128,6 +130,166 @@ def test_a_row_draws_by_its_place_in_the_global_batch():
     more, _ = draws(0, 5, size=2 * B)
     assert more[:B] == pytest.approx(rows, rel=1e-6)
     assert len(set(more)) == 2 * B
+
+
+# Microbatches
+
+UNEVEN = BATCH | {"mask": np.array([1, 0, 1, 0], np.float32)}  # all rows of one, none of the other
+
+
+@pytest.mark.parametrize("batch", [BATCH, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("accum_steps", [2, 4])
+def test_microbatches_add_up_to_the_batch(batch, accum_steps):
+    def objective(params, model_state, batch, frozen, rng):
+        del rng  # which differs
+        return linear_objective(params, model_state, batch, frozen, KEY)
+
+    expected_state, expected = make_step(objective=objective)(state_at(0), batch)
+    state, metrics = make_step(objective=objective, accum_steps=accum_steps)(state_at(0), batch)
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(float(value), rel=1e-6), name
+    np.testing.assert_allclose(state.params["weight"], expected_state.params["weight"], rtol=1e-6)
+    assert state.model_state == {"calls": accum_steps}  # one microbatch hands it to the next
+
+
+def test_microbatches_are_strided_and_draw_apart():
+    """Microbatch i has the rows i, i + A, ... and the key fold_in(key, i)."""
+
+    def objective(params, model_state, batch, frozen, rng):
+        out = linear_objective(params, model_state, batch, frozen, rng)
+        number = batch["label"][0]  # of the microbatch, if its first row is that of the same number
+        strided = (batch["label"] == number + 3 * jnp.arange(2)).all()
+        draws = {f"draw_{i}": jax.random.uniform(rng) * (number == i) * 6 for i in range(3)}
+        return out._replace(metric_sums=draws | {"strided": 2.0 * strided})
+
+    batch = {"image": np.zeros((6, 2, 2, 3), np.uint8), "label": np.arange(6),
+             "mask": np.ones(6, np.float32)}  # fmt: skip
+    _, metrics = make_step(7, objective=objective, accum_steps=3)(state_at(5), batch)
+    _, key = jax.random.split(jax.random.fold_in(jax.random.key(7), 5))
+    assert metrics["strided"] == 1
+    for i in range(3):
+        expected = jax.random.uniform(jax.random.fold_in(key, i))
+        assert metrics[f"draw_{i}"] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_microbatches_of_a_batch_that_is_masked_altogether():
+    step = make_step(accum_steps=2)
+    state, metrics = step(state_at(3), BATCH | {"mask": np.zeros(B, np.float32)})
+    assert metrics["loss"] == metrics["grad_norm"] == 0
+    assert state.params["weight"] == 0.5
+
+
+def test_numbers_out_of_range_are_refused():
+    with pytest.raises(InputError) as error:
+        make_step(accum_steps=0, ema_decay=1.0)
+    assert [fault.split(":")[0] for fault in error.value.faults] == [
+        "optimizer.accum_steps=0", "optimizer.ema_decay=1.0",
+    ]  # fmt: skip
+    with pytest.raises(InputError, match=r"accum_steps=3: does not divide the batch of 4"):
+        make_step(accum_steps=3)(state_at(0), BATCH)
+
+
+# The running average
+
+
+def test_running_average_by_hand():
+    step = make_step(ema_decay=0.25)
+    state = start_from(state_at(0), {"weight": jnp.float32(0.5)})
+    expected = 0.5
+    for i in range(5):
+        state, _ = step(state, BATCH)
+        decay = min(0.25, (1 + i) / (10 + i))  # 0.1, 0.18, then 0.25
+        expected = decay * expected + (1 - decay) * float(state.params["weight"])
+        assert state.ema["weight"] == pytest.approx(expected, rel=1e-6)
+    assert state.ema["weight"] != state.params["weight"]
+
+
+def test_without_an_average_there_is_none():
+    state, _ = make_step()(state_at(0), BATCH)
+    assert state.ema == {}
+
+
+def test_the_average_begins_at_the_parameters_in_arrays_of_its_own():
+    model, tx = create_model("ViT-mu/4", 3, (8, 12)), optax.sgd(0.1)
+    state = jax.jit(lambda: init_state(model, tx, (8, 12), 0, with_ema=True))()
+    jax.tree.map(np.testing.assert_array_equal, state.ema, state.params)
+    jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(state)
+
+
+# What is frozen, and norms by layer
+
+LAYERS_PARAMS = {
+    "embedding": {"kernel": jnp.full((2, 3), 2.0)},
+    "encoder": {
+        "layers": {"kernel": jnp.arange(12.0).reshape(2, 2, 3)},
+        "norm": {"scale": jnp.zeros(3)},
+    },
+}
+
+
+def norms_of_layers(**fields):
+    """Of a step of sgd with rate 0.5 on the sum of the parameters, layer 1's times 3."""
+
+    def objective(params, model_state, batch, frozen, rng):
+        layers = params["encoder"]["layers"]["kernel"]
+        sums = layers[0].sum() + 3 * layers[1].sum() + params["embedding"]["kernel"].sum()
+        sums += params["encoder"]["norm"]["scale"].sum()
+        return ObjectiveOutput(sums * batch["mask"].sum(), batch["mask"].sum(), {}, model_state)
+
+    tx = optax.sgd(0.5)
+    state = TrainState(jnp.int32(0), LAYERS_PARAMS, {}, tx.init(LAYERS_PARAMS))
+    return jax.jit(make_layer_norms(objective, tx, to_float, 0, **fields))(state, BATCH)
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_norms_by_layer(accum_steps):
+    metrics = norms_of_layers(accum_steps=accum_steps)
+    root = np.sqrt(6)
+    params = {"embedding": 2 * root, "encoder/layer_0": np.sqrt(55), "encoder/layer_1":
+              np.sqrt(451), "head": 0.0}  # fmt: skip
+    grads = {"embedding": root, "encoder/layer_0": root, "encoder/layer_1": 3 * root,
+             "head": np.sqrt(3)}  # fmt: skip
+    for part in params:
+        update = 0.5 * grads[part]
+        ratio = update / params[part] if params[part] else 0.0
+        found = [metrics[f"{kind}/{part}"] for kind in
+                 ("grad_norm", "param_norm", "update_norm", "update_ratio")]  # fmt: skip
+        np.testing.assert_allclose(found, [grads[part], params[part], update, ratio], rtol=1e-6)
+    assert len(metrics) == 4 * len(params)
+
+
+def test_what_is_frozen_has_no_gradient():
+    metrics = norms_of_layers(freeze="embedding/.*|encoder/layer_1/.*")
+    assert metrics["grad_norm/embedding"] == metrics["grad_norm/encoder/layer_1"] == 0
+    assert metrics["grad_norm/encoder/layer_0"] == pytest.approx(np.sqrt(6))
+
+    def objective(params, model_state, batch, frozen, rng):
+        out = linear_objective({"weight": 2.0}, model_state, batch, frozen, rng)
+        return out._replace(loss_sum=3 * (3 * params["a"] + 4 * params["b"]))
+
+    params = {"a": jnp.float32(1), "b": jnp.float32(1)}
+    state = TrainState(jnp.int32(0), params, {"calls": 0}, optax.sgd(0.01).init(params))
+    for freeze, norm in ((None, 5), ("a", 4), ("b", 3)):
+        _, metrics = make_step(objective=objective, freeze=freeze)(state, BATCH)
+        assert metrics["grad_norm"] == pytest.approx(norm)
+
+
+def test_gradients_of_what_is_frozen_whole_are_not_computed():
+    model, tx = create_model("ViT-mu/4", 3, 8), optax.sgd(0.1)
+    objective = make_supervised(model, make_loss("softmax"))
+    state = jax.eval_shape(lambda: init_state(model, tx, (8, 8), 0))
+    batch = {"image": np.zeros((B, 8, 8, 3), np.uint8), "label": np.zeros(B, np.int32),
+             "mask": np.ones(B, np.float32)}  # fmt: skip
+
+    def flops(freeze):
+        step = make_train_step(objective, tx, to_float, 0, freeze=freeze)
+        return count_flops(step, state, batch)
+
+    forward = count_flops(model.apply, {"params": state.params}, jnp.zeros((B, 8, 8, 3)))
+    head_kernel = 2 * B * 32 * 3
+    assert flops("(embedding|encoder)/.*|class_token|pos_embedding") == forward + head_kernel
+    assert flops(None) > 2.5 * forward
 
 
 def test_the_teacher_reaches_the_objective():

@@ -1,12 +1,15 @@
 """Whole runs in this process, on 8 virtual devices."""
 
+import collections
 import json
 import pathlib
 import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from sklearn.datasets import load_digits
 
 from vit_jax import checkpoint, load_pretrained, metrics, tree
 from vit_jax.config import InputError, apply_overrides, load_config, read_config
@@ -14,7 +17,7 @@ from vit_jax.evaluation import evaluate
 from vit_jax.evaluators.classification import Classification
 from vit_jax.main import main
 from vit_jax.mesh import start_backend
-from vit_jax.train import Clock, NonFiniteError, train_and_evaluate
+from vit_jax.train import Clock, NonFiniteError, check_finite, train_and_evaluate
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILE = str(ROOT / "configs/quickstart.py") + ":debug"
@@ -246,6 +249,113 @@ def test_a_checkpoint_is_not_condemned_for_what_is_not_its_fault(finished, tmp_p
     with pytest.raises(PermissionError):
         train_and_evaluate(make_config(), run)
     assert (run / "checkpoints/40").exists()
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory):
+    """A run with everything that the state may hold."""
+    workdir = tmp_path_factory.mktemp("averaged")
+    return workdir, train_and_evaluate(averaged_config(), workdir)
+
+
+def averaged_config(**overrides):
+    return make_config(
+        model__scan="true",
+        model__depth="2",
+        optimizer__name="adafactor",
+        optimizer__ema_decay="0.9",
+        optimizer__accum_steps="2",
+        optimizer__layer_decay="0.8",
+        optimizer__freeze="encoder/layer_0/mlp/.*",
+        **overrides,
+    )
+
+
+def test_resumed_with_everything_on_the_run_ends_bit_identical(averaged, tmp_path):
+    """Norms by layer are asked for in the second part only: they change nothing."""
+    workdir, summary = averaged
+    run = tmp_path / "run"
+    shutil.copytree(workdir, run)
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "checkpoints/40")
+    again = train_and_evaluate(averaged_config(log__by_layer="true"), run)
+    expected = final_checksums(workdir)
+    assert {name.split("/")[0] for name in expected} == {"step", "params", "opt_state", "ema"}
+    assert final_checksums(run) == expected
+    assert {k: v for k, v in again.items() if k.startswith("test/")} == {
+        k: v for k, v in summary.items() if k.startswith("test/")
+    }
+    by_layer = [row for row in rows(run) if "train/grad_norm/encoder/layer_1" in row]
+    assert [row["step"] for row in by_layer] == [35, 40]
+    assert by_layer[0]["train/update_norm/encoder/layer_0"] > 0
+
+
+def test_norms_by_layer_change_no_bit_of_the_plain_run(finished, tmp_path):
+    train_and_evaluate(make_config(log__by_layer="true"), tmp_path)
+    assert final_checksums(tmp_path) == final_checksums(finished[0])
+    assert rows(tmp_path)[0]["train/param_norm/head"] > 0
+
+
+def test_the_average_is_evaluated_beside_the_raw_weights(averaged):
+    workdir, summary = averaged
+    tested = {k for k in summary if k.startswith("test/")}
+    names = ("top1", "top5", "loss")
+    assert tested == {
+        "test/num_examples", *(f"test/{n}" for n in names), *(f"test/{n}_raw" for n in names),
+    }  # fmt: skip
+    assert summary["test/loss"] != summary["test/loss_raw"]
+    results = evaluate(read_config(epath.Path(workdir)), workdir)
+    assert results == {k: v for k, v in summary.items() if k == "step" or k in tested}
+
+    # What is loaded is the average: it gives the metrics without suffix.
+    model, variables = load_pretrained(workdir)
+    bunch = load_digits()
+    images = np.repeat(np.rint(bunch.images[::5] * (255 / 16))[..., None], 3, axis=-1)
+    logits = model.apply(variables, jnp.float32(images / 127.5 - 1))
+    top1 = (np.argmax(logits, axis=-1) == bunch.target[::5]).mean()
+    assert top1 == pytest.approx(summary["test/top1"], abs=1e-6)
+    assert top1 != pytest.approx(summary["test/top1_raw"], abs=1e-6)
+
+
+def test_an_average_begins_at_the_weights_of_init_from(finished, tmp_path):
+    config = make_config(
+        init_from=str(finished[0]),
+        duration="2 steps",
+        schedule__warmup="0 steps",
+        optimizer__peak_lr="0.0",
+        optimizer__ema_decay="0.9",
+    )
+    train_and_evaluate(config, tmp_path)
+    _, expected = load_pretrained(finished[0])
+    _, found = load_pretrained(tmp_path)
+    assert read_config(epath.Path(tmp_path)).optimizer.ema_decay == 0.9
+    assert_equal = np.testing.assert_array_equal
+    assert_equal(found["params"]["head"]["kernel"], expected["params"]["head"]["kernel"])
+
+
+def test_a_run_from_before_the_average_is_refused_by_name(finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    with pytest.raises(InputError, match=r"optimizer\.ema_decay was None and is 0\.9 now"):
+        train_and_evaluate(make_config(optimizer__ema_decay="0.9"), run)
+    config = json.loads((run / "config.json").read_text())
+    del config["optimizer"]["ema_decay"]
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"another version: optimizer\.ema_decay: missing"):
+        read_config(epath.Path(run))
+
+
+def test_layers_whose_gradients_are_not_finite_are_named():
+    nan, inf = float("nan"), float("inf")
+    norms = {"embedding": nan, "encoder/layer_0": nan, "encoder/layer_1": inf, "head": 1.0}
+    values = {"loss": 1.0, "grad_norm": nan, "update_norm/head": nan}
+    values |= {f"grad_norm/{part}": norm for part, norm in norms.items()}
+    with pytest.raises(NonFiniteError) as error:
+        check_finite(collections.deque([(17, values)]), None)
+    assert str(error.value).startswith(
+        "step 17: grad_norm is nan, with gradients of that kind in embedding, encoder/layer_0, "
+        "encoder/layer_1; nothing was saved"
+    )
 
 
 def test_evaluate_needs_no_training_data(finished, monkeypatch):

@@ -131,6 +131,8 @@ def base_config() -> ConfigDict:
     c.optimizer.momentum_dtype = placeholder(str)  # None: adafactor bfloat16, others float32
     c.optimizer.layer_decay = placeholder(float)  # rate of a layer by the next one's; None: 1
     c.optimizer.freeze = placeholder(str)  # regular expression, encoder/layer_0/.*; None: nothing
+    c.optimizer.accum_steps = 1  # microbatches whose gradients are added before an update
+    c.optimizer.ema_decay = placeholder(float)  # of the parameters' running average; None: none
 
     c.schedule = ConfigDict()
     c.schedule.name = "cosine"
@@ -153,6 +155,7 @@ def base_config() -> ConfigDict:
     c.log = ConfigDict()
     c.log.every = "50 steps"
     c.log.wandb = placeholder(str)  # project of Weights & Biases; None: no W&B
+    c.log.by_layer = False  # norms of each layer in every row, for one more backward pass a row
     c.log.profile = placeholder(str)  # "10:15" traces the steps 11 to 15; None: no trace
 
     c.evals = ConfigDict()
@@ -494,4 +497,10 @@ def model_fields(config: ConfigDict) -> dict[str, Any]:
 
 def optimizer_fields(config: ConfigDict) -> dict[str, Any]:
     """The keyword arguments for `make_optimizer` in `config.optimizer`."""
-    return {k: v for k, v in config.optimizer.items() if k != "peak_lr"}
+    of_others = ("peak_lr", "accum_steps", "ema_decay")
+    return {k: v for k, v in config.optimizer.items() if k not in of_others}
+
+
+def step_fields(config: ConfigDict) -> dict[str, Any]:
+    """The keyword arguments for `make_train_step` that the config sets."""
+    return {k: config.optimizer[k] for k in ("accum_steps", "ema_decay", "freeze")}

@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import checkpoint
 from vit_jax.config import InputError
+from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
 from vit_jax.run import prepare
 from vit_jax.step import TrainState
@@ -30,6 +31,7 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
         wanted = {
             "params": run.experiment.abstract_state.params,
             "model_state": run.experiment.abstract_state.model_state,
+            "ema": run.experiment.abstract_state.ema,
         }
         restored = checkpoint.restore_newest(workdir / "checkpoints", wanted, partial=True)
         if restored is None:
@@ -40,5 +42,5 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
         evaluators = make_evaluators(run.config, run.experiment.model, run.mesh, run.sources)
         results = {"step": meta["step"]}
         for name, evaluator in evaluators.items():
-            results |= {f"{name}/{k}": v for k, v in evaluator.run(state).items()}
+            results |= run_evaluator(name, evaluator, state)
     return results

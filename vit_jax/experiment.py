@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.config import flatten, image_hw, model_fields, optimizer_fields
+from vit_jax.config import flatten, image_hw, model_fields, optimizer_fields, step_fields
 from vit_jax.data import make_device_transform, parse_ops
 from vit_jax.flops import count_flops
 from vit_jax.mesh import batch_sharding
@@ -23,7 +23,7 @@ from vit_jax.objectives.supervised import make_loss
 from vit_jax.optimizers import make_optimizer
 from vit_jax.schedules import make_schedule, parse_duration
 from vit_jax.sharding import constrain, state_shardings
-from vit_jax.step import TrainState, init_state, make_train_step
+from vit_jax.step import TrainState, init_state, make_layer_norms, make_train_step
 
 logger = logging.getLogger("vit_jax")
 
@@ -38,6 +38,7 @@ class Experiment:
     total_steps: the run's duration.
     init: () -> TrainState, jitted, sharded.
     train_step: (state, batch) -> (state, metrics), jitted; the state is donated.
+    layer_norms: (state, batch) -> norms by layer of that step, jitted; the state is kept.
     abstract_state, abstract_batch: shapes and dtypes of a step's arguments, with their shardings.
     """
 
@@ -46,6 +47,7 @@ class Experiment:
     total_steps: int
     init: Any
     train_step: Any
+    layer_norms: Any
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
 
@@ -125,21 +127,28 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
         repeats=config.data.repeats,
     )
 
-    init = functools.partial(init_state, model, tx, image_size, config.seed)
+    with_ema = config.optimizer.ema_decay is not None
+    init = functools.partial(init_state, model, tx, image_size, config.seed, with_ema=with_ema)
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(init)
     shardings = state_shardings(shapes, mesh)
     batch = batch_sharding(mesh)
+    step = step_fields(config)
+    parts = (objective, tx, transform, config.seed)
     return Experiment(
         model=model,
         schedule=schedule,
         total_steps=total_steps,
         init=jax.jit(init, out_shardings=shardings),
         train_step=jax.jit(
-            make_train_step(objective, tx, transform, config.seed),
+            make_train_step(*parts, **step),
             in_shardings=(shardings, batch),
             out_shardings=(shardings, None),
             donate_argnums=0,
+        ),
+        layer_norms=jax.jit(
+            make_layer_norms(*parts, accum_steps=step["accum_steps"], freeze=step["freeze"]),
+            in_shardings=(shardings, batch),
         ),
         abstract_state=_with_sharding(shapes, shardings),
         abstract_batch=_batch_shapes(config.global_batch_size, image_size, batch),

@@ -135,6 +135,22 @@ def check_batch_size(mesh: Mesh, size: int, key: str) -> None:
         )
 
 
+def check_accum_steps(mesh: Mesh, size: int, accum_steps: int) -> None:
+    """Raises InputError if `accum_steps` does not divide each device's share of a batch of `size`.
+
+    A microbatch is a part of every device's own rows.
+    """
+    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    share = size // ways
+    if size % ways == 0 and share % accum_steps:
+        good = max(n for n in range(1, min(accum_steps, share) + 1) if share % n == 0)
+        raise InputError(
+            f"optimizer.accum_steps={accum_steps}: must divide the {share} rows of "
+            f"global_batch_size={size} on each of the {ways} ways in which the mesh splits a "
+            f"batch; try {good}"
+        )
+
+
 class PreemptionGuard:
     """Turns SIGTERM into an answer that is the same on every process.
 

@@ -15,7 +15,7 @@ from vit_jax import config as config_lib
 from vit_jax.config import Faults, InputError, SplitKey, collect_faults
 from vit_jax.data.sources import fingerprint
 from vit_jax.experiment import Experiment, make_experiment
-from vit_jax.mesh import check_batch_size, make_mesh
+from vit_jax.mesh import check_accum_steps, check_batch_size, make_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,8 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     mesh = faults.check(make_mesh, **axes)
     if mesh is not None:
         faults.check(check_batch_size, mesh, config.global_batch_size, "global_batch_size")
+        accum_steps = config.optimizer.accum_steps
+        faults.check(check_accum_steps, mesh, config.global_batch_size, accum_steps)
         for name, entry in config.evals.items():
             if entry.batch_size is not None:
                 faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")

@@ -20,11 +20,12 @@ from vit_jax import checkpoint, data, flops, metrics, sharding, tree
 from vit_jax import config as config_lib
 from vit_jax.config import InputError
 from vit_jax.data.order import local_rows
-from vit_jax.evaluators import make_evaluators
+from vit_jax.evaluators import evaluate, make_evaluators
 from vit_jax.experiment import num_steps
 from vit_jax.files import write_whole
 from vit_jax.mesh import BATCH_AXES, PreemptionGuard, batch_sharding
 from vit_jax.run import Run, data_fingerprint, prepare, training_order
+from vit_jax.step import start_from
 
 logger = logging.getLogger("vit_jax")
 
@@ -114,7 +115,8 @@ def start_state(run: Run) -> tuple[Any, dict]:
         for name, array in run.initial_params.items():
             params[name] = jax.device_put(array, params[name].sharding)
         logger.info("start: parameters from init_from=%s", run.config.init_from)
-        return state.replace(params=tree.unflatten_names(params))
+        params = tree.unflatten_names(params)
+        return start_from(state, params) if state.ema else state.replace(params=params)
 
     return checkpoint.start(
         directory=run.workdir / "checkpoints",
@@ -159,6 +161,9 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
         max_fraction=c.data.max_corrupt_fraction,
     )
     train_step = compile_step(run)
+    layer_norms = None
+    if c.log.by_layer:
+        layer_norms = e.layer_norms.lower(e.abstract_state, e.abstract_batch).compile()
     if jax.process_index() == 0:
         writer = metrics.MetricWriter(
             run.workdir, restored_step=saved, wandb_project=c.log.wandb, config=c.to_dict()
@@ -187,7 +192,10 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
 
         for step, batch in enumerate(train_batches(run, start), start + 1):
             profiler.before(step)
+            logging_now = due(step, "log.every")
+            norms = layer_norms(state, batch) if layer_norms and logging_now else {}
             state, step_metrics = train_step(state, batch)
+            step_metrics |= norms
             pending.append((step, step_metrics))
             if len(pending) > _STEPS_IN_FLIGHT:
                 jax.block_until_ready(pending[-1 - _STEPS_IN_FLIGHT][1])
@@ -195,7 +203,6 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
             stopping = guard.should_stop(step) and step < total
             evaluations = [name for name in evaluators if due(step, f"evals.{name}.every")]
             saving = stopping or due(step, "checkpoint.every")
-            logging_now = due(step, "log.every")
             if not (logging_now or evaluations or saving):
                 continue
 
@@ -213,8 +220,7 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
             train_s = throughput.seconds()
             with throughput.pause():
                 for name in evaluations:
-                    values = evaluators[name].run(state)
-                    row = {f"{name}/{key}": value for key, value in values.items()}
+                    row = evaluate(name, evaluators[name], state)
                     writer.write(step, row)
                     logger.info("step %d: %s", step, _readable(row))
                 if saving:
@@ -266,8 +272,12 @@ def check_finite(pending: collections.deque, saved: int | None) -> dict[str, flo
     values: dict[str, float] = {}
     steps = [step for step, _ in pending]
     for step, values in zip(steps, jax.device_get([m for _, m in pending]), strict=True):
-        bad = [f"{k} is {v}" for k, v in values.items() if not math.isfinite(v)]
+        bad = [f"{k} is {v}" for k, v in values.items() if "/" not in k and not math.isfinite(v)]
         if bad:
+            grads = {k.partition("/")[2]: v for k, v in values.items() if k[:10] == "grad_norm/"}
+            layers = [layer for layer, norm in grads.items() if not math.isfinite(norm)]
+            if layers:
+                bad.append(f"with gradients of that kind in {', '.join(layers)}")
             kept = "nothing was saved before it" if saved is None else f"step {saved} is saved"
             raise NonFiniteError(
                 f"step {step}: {', '.join(bad)}; {kept}. Lower optimizer.peak_lr, lengthen "
@@ -409,7 +419,7 @@ def write_summary(run: Run) -> dict[str, Any]:
 
 def _readable(values: Mapping[str, float]) -> str:
     def show(name, value):
-        if name.endswith(("top1", "top5", "top1_std")):
+        if name.removesuffix("_raw").endswith(("top1", "top5", "top1_std")):
             return f"{name} {value:.2%}"
         return f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
 

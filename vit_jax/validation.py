@@ -18,6 +18,7 @@ from vit_jax.config import (
     model_fields,
     nearest,
     optimizer_fields,
+    step_fields,
     step_range,
 )
 from vit_jax.data import check_order, check_reader, parse_mix, parse_ops
@@ -29,6 +30,7 @@ from vit_jax.objectives import OBJECTIVES
 from vit_jax.objectives.supervised import make_loss
 from vit_jax.optimizers import make_optimizer
 from vit_jax.schedules import check_duration, make_schedule
+from vit_jax.step import make_train_step
 
 
 def find_faults(config: ConfigDict) -> list[str]:
@@ -107,6 +109,10 @@ def _all_faults(config: ConfigDict) -> list[str]:
     known("objective.name", config.objective.name, OBJECTIVES)
     check(make_loss, **config.loss)
     check(make_optimizer, **optimizer_fields(config), schedule=lambda step: 0.0)
+    check(make_train_step, None, None, None, seed, **step_fields(config))
+    size, accum_steps = config.global_batch_size, config.optimizer.accum_steps
+    divides = size is None or accum_steps < 1 or size % accum_steps == 0
+    need(divides, f"optimizer.accum_steps={accum_steps}: must divide global_batch_size={size}")
     peak_lr = config.optimizer.peak_lr or 0.0
     check(make_schedule, config.schedule.name, peak_lr=peak_lr, total_steps=1)
 

@@ -14,8 +14,26 @@ from vit_jax.data import Source
 from vit_jax.evaluators.classification import make_classification
 from vit_jax.evaluators.fewshot import make_fewshot
 from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.step import TrainState
 
 EVALUATORS = {"classification": make_classification, "fewshot": make_fewshot}
+
+
+def evaluate(name: str, evaluator, state: TrainState) -> dict[str, float]:
+    """{"name/metric": ...} of what the evaluator called `name` finds about `state`.
+
+    Where the state holds an average of the parameters, that is what the metrics are about; those of
+    the parameters themselves follow as "name/metric_raw". Counts are told once.
+    """
+
+    def run(params):
+        return evaluator.run(state.replace(params=params, ema={}))
+
+    if not state.ema:
+        return {f"{name}/{key}": value for key, value in run(state.params).items()}
+    metrics = {f"{name}/{key}": value for key, value in run(state.ema).items()}
+    raw = {f"{name}/{key}_raw": v for key, v in run(state.params).items() if type(v) is float}
+    return metrics | raw
 
 
 def make_evaluators(

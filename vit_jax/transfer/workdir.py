@@ -16,7 +16,7 @@ def recognises(path: epath.Path) -> bool:
 
 
 def read(path: epath.Path) -> Pretrained:
-    """The newest valid checkpoint of the workdir `path`.
+    """The newest valid checkpoint of the workdir `path`; of the running average where it has one.
 
     Raises:
       InputError: if there is none.
@@ -33,11 +33,12 @@ def read(path: epath.Path) -> Pretrained:
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
         for name, leaf in abstract_params(model).items()
     }
-    target = {"params": tree.unflatten_names(params)}
+    weights = "params" if config.optimizer.ema_decay is None else "ema"
+    target = {weights: tree.unflatten_names(params)}
     restored = checkpoint.restore_newest(path / "checkpoints", target, partial=True)
     if restored is None:
         raise InputError(f"init_from={str(path)!r}: no checkpoint there yet")
-    params = jax.tree.map(np.asarray, restored[0]["params"])
+    params = jax.tree.map(np.asarray, restored[0][weights])
     if model.scan:
         params = unstack_layers(params)
     return Pretrained(
