@@ -13,10 +13,10 @@ from ml_collections import ConfigDict
 from PIL import Image, ImageDraw, ImageFont
 
 from vit_jax import files
-from vit_jax.config import image_hw
+from vit_jax.config import image_hw, train_split
 from vit_jax.data import Source, augment, make_device_transform, order, parse_ops
 from vit_jax.data.host_tf import tf
-from vit_jax.run import open_sources
+from vit_jax.run import open_training
 
 _ROWS = 4  # photographs
 _SAMPLES = 5
@@ -43,8 +43,8 @@ def draw_contact_sheet(config: ConfigDict, output: epath.PathLike) -> None:
     Raises:
       InputError: if the data set is not as the config says.
     """
-    config, sources = open_sources(config, training=True)
-    original, *changed = make_columns(config, sources[config.data.split])
+    config, sources = open_training(config)
+    original, *changed = make_columns(config, sources[train_split(config)])
     sheet = draw_bands(
         f"{config.data.name} {config.data.split}; data.ops: {config.data.ops}",
         [

@@ -88,47 +88,12 @@ def open_sources(
 
     Without `training` the training split is left out; what it says is in the config already.
     """
-    config = config.copy_and_resolve_references()
-    d = config.data
-
-    def open_split(key, num_classes=None, num_examples=None):
-        return data.make_source(
-            key.data_name,
-            split=key.split,
-            reader=d.reader,
-            data_dir=key.data_dir,
-            seed=config.seed,
-            image_size=config_lib.image_hw(d.image_size),
-            num_classes=num_classes,
-            num_examples=num_examples,
-        )
-
-    sources, own, faults = {}, SplitKey(d.name, d.split, d.data_dir), Faults()
-    if training:
-        parts = data.parse_mix(d.mix)
-        sources[own] = train = open_split(own, d.num_classes, None if parts else d.num_examples)
-        if parts:
-            keys = [SplitKey(part.name, part.split or d.split, d.data_dir) for part in parts]
-            others = [faults.check(open_split, key, prefix="data.mix: ") for key in keys]
-            collect_faults(faults)
-            sources[config_lib.train_split(config)] = train = data.concatenate([train, *others])
-        if d.num_examples not in (None, train.num_examples):
-            raise InputError(
-                f"data.num_examples={d.num_examples}: the data sets of data.mix and data.name have "
-                f"{train.num_examples} together; leave it out"
-            )
-        d.num_classes, d.num_examples = train.num_classes, train.num_examples
-        d.order, d.streams = data.resolve_order(
-            d.order,
-            d.streams,
-            num_examples=d.num_examples,
-            global_batch_size=config.global_batch_size,
-            repeats=d.repeats,
-        )
+    config, sources = open_training(config) if training else (config, {})
+    d, faults = config.data, Faults()
     for name, entry in config.evals.items():
         for split_key, key in config_lib.eval_splits(config, entry).items():
             synthetic = key.data_name == "synthetic"
-            trained_on = (key.data_name, key.data_dir) == (own.data_name, own.data_dir)
+            trained_on = (key.data_name, key.data_dir) == (d.name, d.data_dir)
             # A few-shot evaluator learns the classes of its data; another needs the model's.
             needs_classes = synthetic or trained_on or entry.type != "fewshot"
             num_classes = d.num_classes if needs_classes else None
@@ -136,10 +101,62 @@ def open_sources(
             source = sources.get(key)
             if source is None or num_classes not in (None, source.num_classes):
                 sources[key] = faults.check(
-                    open_split, key, num_classes, num_examples, prefix=f"evals.{name}.{split_key}: "
+                    _open_split,
+                    config,
+                    key,
+                    num_classes,
+                    num_examples,
+                    prefix=f"evals.{name}.{split_key}: ",
                 )
     collect_faults(faults)
     return config, sources
+
+
+def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
+    """The config with what the data set says filled in, and the sources that are trained on.
+
+    Under `config.train_split(config)` is the whole of them, of a mixture the first by itself too.
+
+    Raises:
+      InputError: the data are missing, or not as the config says.
+    """
+    config = config.copy_and_resolve_references()
+    d, faults = config.data, Faults()
+    own, parts = SplitKey(d.name, d.split, d.data_dir), data.parse_mix(d.mix)
+    source = _open_split(config, own, d.num_classes, None if parts else d.num_examples)
+    sources = {own: source}
+    if parts:
+        keys = [SplitKey(part.name, part.split or d.split, d.data_dir) for part in parts]
+        others = [faults.check(_open_split, config, key, prefix="data.mix: ") for key in keys]
+        collect_faults(faults)
+        sources[config_lib.train_split(config)] = source = data.concatenate([source, *others])
+    if d.num_examples not in (None, source.num_examples):
+        raise InputError(
+            f"data.num_examples={d.num_examples}: the data sets of data.mix and data.name have "
+            f"{source.num_examples} together; leave it out"
+        )
+    d.num_classes, d.num_examples = source.num_classes, source.num_examples
+    d.order, d.streams = data.resolve_order(
+        d.order,
+        d.streams,
+        num_examples=d.num_examples,
+        global_batch_size=config.global_batch_size,
+        repeats=d.repeats,
+    )
+    return config, sources
+
+
+def _open_split(config, key: SplitKey, num_classes=None, num_examples=None) -> data.Source:
+    return data.make_source(
+        key.data_name,
+        split=key.split,
+        reader=config.data.reader,
+        data_dir=key.data_dir,
+        seed=config.seed,
+        image_size=config_lib.image_hw(config.data.image_size),
+        num_classes=num_classes,
+        num_examples=num_examples,
+    )
 
 
 def training_order(config: ConfigDict, source: data.Source) -> data.Order:

@@ -61,7 +61,8 @@ def read_run(path):
 
 
 def recorded(workdir):
-    """The .wandb files in a workdir, oldest first."""
+    """The .wandb files in a workdir, oldest first, once W&B's service has written them."""
+    wandb.teardown()
     return sorted(workdir.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns)
 
 

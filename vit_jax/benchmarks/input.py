@@ -11,10 +11,11 @@ from ml_collections import ConfigDict
 
 from vit_jax import data
 from vit_jax.benchmarks.rounds import measure, spread
-from vit_jax.config import image_hw
+from vit_jax.config import image_hw, train_split
 from vit_jax.data import order
 from vit_jax.data.host_ops import to_pixels
 from vit_jax.data.host_tf import tf
+from vit_jax.run import open_training, training_order
 
 _NUM_ROUNDS = 7
 _MOST_ROWS = 128  # of the global batch that are read
@@ -42,15 +43,8 @@ def measure_input(config: ConfigDict) -> dict[str, Any]:
       InputError: the data are missing, or do not go with the ops.
     """
     image_size = image_hw(config.data.image_size)
-    source = data.make_source(
-        config.data.name,
-        split=config.data.split,
-        data_dir=config.data.data_dir,
-        seed=config.seed,
-        image_size=image_size,
-        num_classes=config.data.num_classes,
-        num_examples=config.data.num_examples,
-    )
+    config, sources = open_training(config)
+    source = sources[train_split(config)]
     host_ops, _ = data.parse_ops(config.data.ops, image_size)
     rows = np.arange(min(config.global_batch_size, _MOST_ROWS))
     num_batches = max(1, _IMAGES_A_ROUND // len(rows))
@@ -59,6 +53,7 @@ def measure_input(config: ConfigDict) -> dict[str, Any]:
         "seed": config.seed,
         "rows": rows,
         "num_steps": num_batches,
+        "data_order": training_order(config, source),
     }
     makers = {
         "pipeline": functools.partial(
@@ -111,12 +106,13 @@ def plain_batches(
     rows: np.ndarray,
     start_step: int,
     num_steps: int,
+    data_order: data.Order,
 ) -> Iterator[tuple]:
     """Batches of (load(image, key), label) of the records that `data.host_batches` reads."""
 
     def arrange(step):
         positions = step * global_batch_size + tf.constant(rows, tf.int64)
-        return order.record_ids(positions, source.num_examples, seed), order.keys(positions, seed)
+        return data_order(positions), order.keys(positions, seed)
 
     def read(record_id, key):
         example = source.read(record_id)

@@ -1,4 +1,4 @@
-"""Measures the input pipeline or the training step of a config, on the devices that are there.
+"""Measures the input pipeline or the training step of a config, or draws what augmentation does.
 
   python -m vit_jax.main benchmark --what=input --config=configs/pretrain.py:ViT-S/16,imagenet2012
   python -m vit_jax.main benchmark --what=step --config=configs/pretrain.py:ViT-L/16,imagenet2012
@@ -6,6 +6,7 @@
 input: CPU milliseconds an image, beside the mere decoding of the same images and beside a plain
 float32 pipeline; of the data only the training split is opened.
 step: seconds to compile, images/s, CPU seconds and GFLOP an image, MFU, memory; no data are read.
+augmentations: a picture of some training images and of what is made of them, as PNG in --output.
 """
 
 import argparse
@@ -51,18 +52,29 @@ def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any
     return step.measure_step(config, mesh, num_steps=flags.steps)
 
 
+def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
+    """See `contact_sheet`; the PNG is `flags.output`."""
+    if flags.output is None:
+        raise InputError("--output: missing; give the PNG file that the picture goes to")
+    from vit_jax.contact_sheet import draw_contact_sheet
+
+    start_backend(config.mesh.platform)
+    draw_contact_sheet(config, flags.output)
+
+
 # What --what names -> its function of the config and the flags. It returns the figures to be
 # shown, or, having written --output itself, None.
 BENCHMARKS: dict[str, Callable[[ConfigDict, argparse.Namespace], dict[str, Any] | None]] = {
     "input": measure_input,
     "step": measure_step,
+    "augmentations": draw_augmentations,
 }
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--what", help=" or ".join(BENCHMARKS))
     parser.add_argument("--config", metavar="FILE[:words]", help="config file and its words")
-    parser.add_argument("--output", metavar="FILE", help="where the figures are written, as JSON")
+    parser.add_argument("--output", metavar="FILE", help="of the figures, as JSON, or the picture")
     parser.add_argument("--format", default="table", help="of standard output: table or json")
     parser.add_argument("--steps", type=int, help="to be timed; otherwise what 20 seconds hold")
 
