@@ -46,7 +46,6 @@ def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any
         d.num_classes, d.num_examples = known_sizes(
             d.name, d.split, num_classes=d.num_classes, num_examples=d.num_examples
         )
-    start_backend(config.mesh.platform)
     mesh = make_mesh(**{axis: size for axis, size in config.mesh.items() if axis != "platform"})
     check_batch_size(mesh, config.global_batch_size, "global_batch_size")
     return step.measure_step(config, mesh, num_steps=flags.steps)
@@ -100,6 +99,7 @@ def run(flags: argparse.Namespace) -> int:
     from vit_jax import metrics  # TensorBoard only now, that a typo is answered at once
 
     metrics.log_to_console(Console(stderr=True))
+    start_backend(config.mesh.platform)
     figures = BENCHMARKS[flags.what](config, flags)
     if figures is None or jax.process_index() > 0:
         return os.EX_OK
