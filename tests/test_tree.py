@@ -49,3 +49,32 @@ def test_mask(pattern, chosen):
     mask = tree.mask(PARAMS, pattern)
     assert {name for name, on in tree.flatten_names(mask).items() if on} == chosen
     assert jax.tree.structure(mask) == jax.tree.structure(PARAMS)
+
+
+SCANNED = {
+    "class_token": jnp.ones((1, 1, 2)),
+    "embedding": {"bias": jnp.ones(2)},
+    "encoder": {
+        "layers": {"mlp": {"kernel": jnp.ones((12, 2, 3))}},
+        "norm": {"scale": jnp.ones(2)},
+    },
+    "head": {"bias": jnp.ones(3)},
+}
+
+
+def test_parts_stand_in_the_order_of_the_forward_pass():
+    layers = [f"encoder/layer_{i}" for i in range(12)]
+    assert tree.parts(SCANNED) == ["embedding", *layers, "head"]
+    names = ["class_token", "embedding/bias", "encoder/layer_11/mlp/kernel", "encoder/norm/scale"]
+    assert [tree.part_of(name) for name in names] == [
+        "embedding", "embedding", "encoder/layer_11", "head",
+    ]  # fmt: skip
+    assert tree.parts(PARAMS) == ["head"]
+
+
+def test_layers_are_chosen_by_their_unrolled_names():
+    found = tree.flatten_names(tree.map_layers(lambda name: name.count("1"), SCANNED))
+    kernel = found.pop("encoder/layers/mlp/kernel")
+    assert kernel.shape == (12, 1, 1)
+    assert kernel.ravel().tolist() == [0, 1, *[0] * 8, 1, 2]
+    assert set(found.values()) == {0}
