@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 from prepared import prepare
 
-from vit_jax.config import InputError, apply_overrides, load_config
+from vit_jax.config import (
+    InputError,
+    SplitKey,
+    apply_overrides,
+    load_config,
+    train_split,
+)
 from vit_jax.data import concatenate, make_source, parse_mix, pipeline
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.mixture import Part
-from vit_jax.run import open_sources, training_order, training_split
+from vit_jax.run import open_sources, training_order
 
 
 def test_notation():
@@ -115,8 +121,9 @@ def config_of(**overrides):
 def test_a_mixture_in_a_config():
     config, sources = open_sources(config_of(mix="digits@test=0.25", order="chunk"), training=True)
     assert (config.data.num_examples, config.data.streams) == (1797, 8)
-    mixture = sources[training_split(config)]
-    assert mixture.part_sizes == (1437, 360) and sources["test"].num_examples == 360
+    mixture = sources[train_split(config)]
+    assert mixture.part_sizes == (1437, 360)
+    assert sources[SplitKey("digits", "test", None)].num_examples == 360
     ids = training_order(config, mixture)(tf.range(4 * 360, dtype=tf.int64)).numpy()
     np.testing.assert_array_equal(np.sort(ids[ids >= 1437]), np.arange(1437, 1797))
     with pytest.raises(InputError, match=r"data.num_examples=5: .* have 1797 together"):
@@ -128,4 +135,5 @@ def test_a_mixture_in_a_config():
 def test_without_a_mixture_the_order_is_resolved():
     config, sources = open_sources(config_of(), training=True)
     assert (config.data.order, config.data.streams) == ("record", None)
-    assert training_split(config) == "train" and sources["train"].part_sizes == (1437,)
+    assert train_split(config) == ("digits", "train", None)
+    assert sources[train_split(config)].part_sizes == (1437,)
