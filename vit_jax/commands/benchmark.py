@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from vit_jax import files
 from vit_jax.commands import load_valid_config
@@ -128,7 +128,7 @@ def check_output(output) -> None:
 
 def as_table(figures: Mapping[str, Any]) -> Table:
     """One row a figure; those with a spread as median, least and greatest."""
-    table = Table("", "", "least", "greatest")
+    table = Table(Column(no_wrap=True), Column(overflow="fold"), "least", "greatest")
     for name, value in _rows(figures):
         if isinstance(value, dict) and value.keys() == {"median", "min", "max"}:
             table.add_row(name, *(_readable(value[key]) for key in ("median", "min", "max")))

@@ -140,8 +140,8 @@ def host_batches(
         positions = step * global_batch_size + local_rows
         return data_order(positions), order.keys(positions, seed)
 
-    steps = tf.data.Dataset.range(start_step, start_step + num_steps)
-    return _batches(source, host_ops, steps.map(arrange), len(rows), image_size, "data.ops")
+    steps = range(start_step, start_step + num_steps)
+    return _batches(source, host_ops, steps, arrange, len(rows), image_size, "data.ops")
 
 
 def host_eval_batches(
@@ -174,8 +174,8 @@ def host_eval_batches(
             found = tf.gather(tf.constant(record_ids, tf.int64), positions % num_records)
         return tf.where(positions < num_records, found, -1), order.keys(positions, seed=0)
 
-    steps = tf.data.Dataset.range(math.ceil(num_records / global_batch_size))
-    return _batches(source, host_ops, steps.map(arrange), len(rows), image_size, key)
+    steps = range(math.ceil(num_records / global_batch_size))
+    return _batches(source, host_ops, steps, arrange, len(rows), image_size, key)
 
 
 def to_global(
@@ -201,33 +201,56 @@ def to_global(
     return jax.tree.map(put, batch)
 
 
-def _batches(source, host_ops, arranged, num_rows, image_size, key) -> Iterator[Batch]:
-    """Batches of what `arranged` says: record ids (b,), -1 for padding, and keys (b, 2).
+def _batches(source, host_ops, steps, arrange, num_rows, image_size, key) -> Iterator[Batch]:
+    """Batches of what arrange(step) says: record ids (b,), -1 for padding, and keys (b, 2).
 
     `key` is where the config has the ops, for errors.
     """
-    if source.encoded:
-        if source.image_shape is None and not (host_ops and host_ops[0].takes_encoded):
-            first = repr(host_ops[0].text) if host_ops else "no host op"
-            raise InputError(
-                f"{key} begins with {first}, and the images of data.name={source.name!r} are "
-                "encoded; put 'decode' or 'inception_crop' first"
-            )
-        examples, shape = _load_encoded(source, host_ops, arranged, image_size)
-        batches = examples.batch(num_rows, drop_remainder=True)
-    else:
-        batches, shape = _load_pixels(source, host_ops, arranged)
+    takes_encoded = bool(host_ops) and host_ops[0].takes_encoded
+    if source.encoded and source.image_shape is None and not takes_encoded:
+        first = repr(host_ops[0].text) if host_ops else "no host op"
+        raise InputError(
+            f"{key} begins with {first}, and the images of data.name={source.name!r} are "
+            "encoded; put 'decode' or 'inception_crop' first"
+        )
+    options = tf.data.Options()
+    options.deterministic = True
+    options.threading.max_intra_op_parallelism = 1
+
+    def make(steps, *, careful):
+        arranged = tf.data.Dataset.range(steps.start, steps.stop).map(arrange)
+        if source.encoded:
+            examples, shape = _load_encoded(source, host_ops, arranged, image_size, careful)
+            batches = examples.batch(num_rows, drop_remainder=True)
+        else:
+            batches, shape = _load_pixels(source, host_ops, arranged)
+        return batches.with_options(options).prefetch(_BATCHES_IN_FLIGHT), shape
+
+    batches, shape = make(steps, careful=False)
     if tuple(shape) != (*image_size, 3):
         ops = "|".join(op.text for op in host_ops)
         raise InputError(
             f"{key}={ops!r} gives images of {tuple(shape)}; needed: {(*image_size, 3)}, from "
             "data.image_size; end the host ops with one that fixes the size, such as 'resize'"
         )
-    options = tf.data.Options()
-    options.deterministic = True
-    options.threading.max_intra_op_parallelism = 1
-    batches = batches.with_options(options).prefetch(_BATCHES_IN_FLIGHT)
-    return _name_broken(batches.as_numpy_iterator(), source)
+
+    iterator = batches.as_numpy_iterator()
+
+    def read():
+        # Care costs a quarter more: it is taken from the batch on that holds the first broken
+        # record. What stands in a batch depends on its step alone, so nothing else changes.
+        num_read = 0
+        try:
+            for batch in iterator:
+                yield batch
+                num_read += 1
+            return
+        except (tf.errors.OpError, UnicodeDecodeError):  # the error may quote the record's bytes
+            pass
+        careful_batches, _ = make(steps[num_read:], careful=True)
+        yield from careful_batches.as_numpy_iterator()
+
+    return _name_broken(read(), source)
 
 
 def _load_pixels(source, host_ops, arranged):
@@ -249,8 +272,11 @@ def _load_pixels(source, host_ops, arranged):
     return batches, batches.element_spec["image"].shape[1:]
 
 
-def _load_encoded(source, host_ops, arranged, image_size):
-    """Examples, and their images' static shape; an error in one becomes its mask."""
+def _load_encoded(source, host_ops, arranged, image_size, careful):
+    """Examples, and their images' static shape.
+
+    If `careful`, an error in one becomes its mask; otherwise it ends them all.
+    """
     rows = arranged.unbatch()
     if source.runs is None:
         rows = rows.map(lambda record_id, key: (record_id, key, ""))
@@ -269,20 +295,28 @@ def _load_encoded(source, host_ops, arranged, image_size):
         image = _preprocess(host_ops, image, key)
         return {**example, "image": image, "id": tf.cast(record_id, tf.int32)}
 
-    def load_or_mask(record_id, key, stored):
-        # A data set of one example confines its error; ignore_errors on all would move the rest.
-        one = tf.data.Dataset.from_tensors((record_id, key, stored)).filter(lambda i, *_: i >= 0)
-        masked = {
+    def masked(record_id):
+        return {
             "image": tf.zeros((*image_size, 3), tf.uint8),
             "label": tf.constant(0),
             "mask": tf.constant(0.0),
             "id": tf.cast(record_id, tf.int32),
         }
-        either = one.map(load).ignore_errors().concatenate(tf.data.Dataset.from_tensors(masked))
+
+    def load_or_pad(record_id, key, stored):
+        return tf.cond(
+            record_id >= 0, lambda: load(record_id, key, stored), lambda: masked(record_id)
+        )
+
+    def load_or_mask(record_id, key, stored):
+        # A data set of one example confines its error; ignore_errors on all would move the rest.
+        one = tf.data.Dataset.from_tensors((record_id, key, stored)).filter(lambda i, *_: i >= 0)
+        padding = tf.data.Dataset.from_tensors(masked(record_id))
+        either = one.map(load).ignore_errors().concatenate(padding)
         return either.take(1).get_single_element()
 
     shape = rows.map(load).element_spec["image"].shape
-    return rows.map(load_or_mask, tf.data.AUTOTUNE), shape
+    return rows.map(load_or_mask if careful else load_or_pad, tf.data.AUTOTUNE), shape
 
 
 def _preprocess(host_ops, image, key):
