@@ -56,6 +56,7 @@ def test_a_step_by_hand():
     gradient = (2 * residual * mean[rows]).sum() / 3
     assert metrics["loss"] == pytest.approx((residual**2).sum() / 3)
     assert metrics["grad_norm"] == pytest.approx(abs(gradient))
+    assert metrics["masked"] == 1
     assert metrics["rows"] == 1  # sums are divided by the weight, once
     assert state.params["weight"] == pytest.approx(0.5 - 0.01 * gradient)
     assert state.step == 1

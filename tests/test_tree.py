@@ -78,3 +78,12 @@ def test_layers_are_chosen_by_their_unrolled_names():
     assert kernel.shape == (12, 1, 1)
     assert kernel.ravel().tolist() == [0, 1, *[0] * 8, 1, 2]
     assert set(found.values()) == {0}
+
+
+def test_mask_goes_by_unrolled_names():
+    chosen = tree.flatten_names(tree.mask(SCANNED, r"encoder/layer_(0|11)/.*|head/bias"))
+    assert chosen["encoder/layers/mlp/kernel"].ravel().tolist() == [True, *[False] * 10, True]
+    assert chosen["encoder/layers/mlp/kernel"].shape == (12, 1, 1)
+    assert [name for name, on in chosen.items() if on is True] == ["head/bias"]
+    stacked = tree.flatten_names(tree.mask(SCANNED, "encoder/layers/.*"))
+    assert not stacked["encoder/layers/mlp/kernel"].any()

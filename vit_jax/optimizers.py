@@ -19,18 +19,27 @@ MOMENTUM_DTYPES = ("float32", "bfloat16")
 _FACTORED_FROM = 32
 
 
+def _rate(value: float, momentum_dtype: str) -> float | np.float32:
+    """What optax is to multiply a first moment by.
+
+    A Python float would be rounded to bfloat16 with the moment's type, and 0.9 be 0.8984.
+    """
+    return np.float32(value) if momentum_dtype == "bfloat16" else value
+
+
 def adamw(b1=0.9, b2=0.999, eps=1e-8, momentum_dtype="float32"):
     """Kingma & Ba 2014 (arXiv:1412.6980), algorithm 1."""
-    return optax.scale_by_adam(b1, b2, eps, mu_dtype=momentum_dtype)
+    return optax.scale_by_adam(_rate(b1, momentum_dtype), b2, eps, mu_dtype=momentum_dtype)
 
 
 def sgd(momentum=0.9, momentum_dtype="float32"):
     """Heavy-ball momentum (Polyak 1964)."""
-    return optax.trace(momentum, accumulator_dtype=momentum_dtype)
+    return optax.trace(_rate(momentum, momentum_dtype), accumulator_dtype=momentum_dtype)
 
 
 def lion(b1=0.9, b2=0.99, momentum_dtype="float32"):
     """Chen et al. 2023 (arXiv:2302.06675), algorithm 2."""
+    b1, b2 = _rate(b1, momentum_dtype), _rate(b2, momentum_dtype)
     return optax.scale_by_lion(b1, b2, mu_dtype=momentum_dtype)
 
 
@@ -46,6 +55,7 @@ def adafactor(b1=0.9, b2=0.999, eps=1e-30, momentum_dtype="bfloat16"):
         epsilon=eps,
         min_dim_size_to_factor=_FACTORED_FROM,
     )
+    b1 = _rate(b1, momentum_dtype)
     momentum = optax.ema(b1, debias=False, accumulator_dtype=momentum_dtype)
     return over_layers(optax.named_chain(("second_moment", second_moment), ("momentum", momentum)))
 
@@ -75,7 +85,9 @@ def make_optimizer(
     layer_decay: float | None = None,
     freeze: str | None = None,
 ) -> optax.GradientTransformation:
-    """A chain of named parts: freeze, clip, direction, weight_decay, layer_decay, learning_rate.
+    """A chain of named parts, of which those that a setting turns off do nothing:
+
+    frozen_gradients, clip, direction, weight_decay, layer_decay, learning_rate, frozen_updates.
 
         g <- g * min(1, grad_clip_norm / ||g||)       over all parameters together
         d <- m_hat / (sqrt(v_hat) + eps)              adamw; m_hat, v_hat corrected for their start
@@ -103,7 +115,8 @@ def make_optimizer(
       name: a key of `OPTIMIZERS`.
       schedule: update's number, from 0 -> learning rate.
       weight_decay: factor of the parameters that decay.
-      weight_decay_on: regex; parameters whose whole name (`tree.leaf_names`) matches decay.
+      weight_decay_on: regex over whole names; what matches decays. Layers are named as in the
+        unrolled model (`encoder/layer_3/.*`) also where they are scanned.
       grad_clip_norm: greatest global norm of the gradients; None: no clipping.
       b1, b2: None: adamw's 0.9 and 0.999, lion's 0.9 and 0.99, adafactor's 0.9 and 0.999.
       eps: None: adamw's 1e-8, adafactor's 1e-30.
@@ -113,10 +126,9 @@ def make_optimizer(
       layer_decay: each layer learns at this share of the rate of the one above it: i is 0 for the
         embedding (patches, class token, positions), l + 1 for layer l, depth + 1 for the last norm
         and the head. None: all learn at the schedule's rate.
-      freeze: regex over whole names, layers named as in the unrolled model
-        (`encoder/layer_3/.*`) also where they are scanned. What matches is never changed, not a
-        bit of it; its gradients do not count in the clip's norm; a leaf that is frozen whole has no
-        state. None: everything learns.
+      freeze: regex over the same names. What matches is never changed, not a bit of it; its
+        gradients do not count in the clip's norm; a leaf that is frozen whole has no state. None:
+        everything learns.
 
     Raises:
       InputError: an unknown name, a number out of range, or one that the optimizer does not have;
@@ -158,29 +170,20 @@ def make_optimizer(
             need(key, given[key], False, f"is nothing that {name} has; set it to None")
     collect_faults(faults)
 
-    def decays(params):
-        chosen = tree.mask(params, weight_decay_on)
-        if weight_decay and not any(tree.flatten_names(chosen).values()):
-            raise InputError(
-                f"optimizer.weight_decay_on={weight_decay_on!r} matches the whole name of no "
-                f"parameter; the names are like {', '.join(list(tree.flatten_names(params))[:3])}"
-            )
-        return chosen
-
     clip = optax.identity() if grad_clip_norm is None else optax.clip_by_global_norm(grad_clip_norm)
     direction = OPTIMIZERS[name](**given)
     drop_frozen = optax.identity()
     if freeze is not None:
-        direction = optax.masked(direction, lambda params: _learning_leaves(params, freeze))
+        direction = optax.masked(direction, lambda params: _leaves_that_learn(params, freeze))
         drop_frozen = _drop_frozen(freeze)
     return optax.named_chain(
-        ("freeze", drop_frozen),
+        ("frozen_gradients", drop_frozen),
         ("clip", clip),
         ("direction", direction),
-        ("weight_decay", optax.add_decayed_weights(weight_decay, mask=decays)),
+        ("weight_decay", _decay_weights(weight_decay, weight_decay_on)),
         ("layer_decay", optax.identity() if layer_decay is None else _scale_layers(layer_decay)),
         ("learning_rate", optax.scale_by_learning_rate(schedule)),
-        ("frozen", drop_frozen),
+        ("frozen_updates", drop_frozen),
     )
 
 
@@ -236,34 +239,68 @@ def over_layers(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     return optax.GradientTransformation(init, update)
 
 
-def learns(params: Any, freeze: str) -> Any:
-    """Whether each parameter learns: a bool, or for a leaf of scanned layers (L, 1, ..., 1) bools.
+def _decay_weights(weight_decay: float, weight_decay_on: str) -> optax.GradientTransformation:
+    def decaying(params):
+        mask = tree.mask(params, weight_decay_on)
+        if weight_decay and not _values(mask).any():
+            raise InputError(
+                f"optimizer.weight_decay_on={weight_decay_on!r} matches the whole name of no "
+                f"parameter; {_some_names(params)}"
+            )
+        return mask
+
+    def init(params):
+        decaying(params)  # to be refused before anything is computed
+        return optax.EmptyState()
+
+    def add(decays, update, param):
+        if not np.any(decays):
+            return update
+        decayed = update + weight_decay * param
+        return decayed if np.all(decays) else jnp.where(decays, decayed, update)
+
+    def update(updates, state, params=None):
+        return jax.tree.map(add, decaying(params), updates, params), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _frozen(params: Any, freeze: str) -> Any:
+    """`tree.mask` of what does not learn.
 
     Raises:
       InputError: if `freeze` matches no parameter's name, or all of them.
     """
-    mask = tree.map_layers(lambda name: re.fullmatch(freeze, name) is None, params)
-    named = tree.flatten_names(params)
-    values = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(mask)])
+    mask = tree.mask(params, freeze)
+    values = _values(mask)
     if values.all() or not values.any():
-        names = [tree.unrolled_names(name, leaf)[0] for name, leaf in named.items()]
-        what = "no parameter" if values.all() else "every parameter"
         raise InputError(
-            f"optimizer.freeze={freeze!r} matches the whole name of {what}; "
-            f"the names are like {', '.join(names[:3])}; None freezes nothing"
+            f"optimizer.freeze={freeze!r} matches the whole name of "
+            f"{'every' if values.all() else 'no'} parameter; {_some_names(params)}; "
+            "None freezes nothing"
         )
     return mask
 
 
-def _learning_leaves(params: Any, freeze: str) -> Any:
-    return jax.tree.map(lambda mask: bool(np.any(mask)), learns(params, freeze))
+def _values(mask: Any) -> np.ndarray:
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(mask)])
+
+
+def _some_names(params: Any) -> str:
+    named = tree.flatten_names(params)
+    names = [tree.unrolled_names(name, leaf)[0] for name, leaf in named.items()]
+    return f"the names are like {', '.join(names[:3])}"
+
+
+def _leaves_that_learn(params: Any, freeze: str) -> Any:
+    return jax.tree.map(lambda frozen: not np.all(frozen), _frozen(params, freeze))
 
 
 def _drop_frozen(freeze: str) -> optax.GradientTransformation:
     def update(updates, params):
         # -0.0, because adding it changes no bit of a parameter: -0.0 + 0.0 is 0.0.
         return jax.tree.map(
-            lambda mask, leaf: jnp.where(mask, leaf, -0.0), learns(params, freeze), updates
+            lambda frozen, leaf: jnp.where(frozen, -0.0, leaf), _frozen(params, freeze), updates
         )
 
     return optax.stateless(update)

@@ -1,6 +1,5 @@
 """The training step: state and batch in, state and metrics out."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -112,7 +111,7 @@ def make_train_step(
         weight = _at_least_one(sums.weight_sum)
         metrics = {name: total / weight for name, total in sums.metric_sums.items()}
         metrics |= {"loss": sums.loss_sum / weight, "grad_norm": optax.tree.norm(grads)}
-        metrics["corrupt"] = (1.0 - batch["mask"]).sum()
+        metrics["masked"] = (1.0 - batch["mask"]).sum()
         ema = state.ema
         if ema_decay is not None:
             keep = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
@@ -238,15 +237,14 @@ def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:
 
 def _stop_gradients(params: Any, freeze: str) -> Any:
     """`params`, of which nothing flows back to those, or to those layers, that `freeze` matches."""
-    learns = tree.map_layers(lambda name: re.fullmatch(freeze, name) is None, params)
 
-    def stop(mask, leaf):
-        if np.all(mask):
+    def stop(frozen, leaf):
+        if not np.any(frozen):
             return leaf
         stopped = jax.lax.stop_gradient(leaf)
-        return jnp.where(mask, leaf, stopped) if np.any(mask) else stopped
+        return stopped if np.all(frozen) else jnp.where(frozen, stopped, leaf)
 
-    return jax.tree.map(stop, learns, params)
+    return jax.tree.map(stop, tree.mask(params, freeze), params)
 
 
 def _norms_by_part(leaves: Any) -> dict[str, jax.Array]:

@@ -40,11 +40,6 @@ def unflatten_names(named: Mapping[str, Any]) -> dict[str, Any]:
     return traverse_util.unflatten_dict(dict(named), sep="/")
 
 
-def mask(tree: PyTree, pattern: str) -> PyTree:
-    """The same tree of bools: True where the regex `pattern` matches the whole name."""
-    return jax.tree.map(lambda name: re.fullmatch(pattern, name) is not None, leaf_names(tree))
-
-
 def is_stacked(name: str) -> bool:
     """Whether the leaf called `name` has scanned layers along its first axis."""
     return _STACKED.fullmatch(name) is not None
@@ -72,6 +67,14 @@ def map_layers(function: Callable[[str], Any], tree: PyTree) -> PyTree:
         return np.reshape(np.array(values), (-1, *(1,) * (leaf.ndim - 1)))
 
     return jax.tree.map(value, leaf_names(tree), tree)
+
+
+def mask(tree: PyTree, pattern: str) -> PyTree:
+    """Whether the regex `pattern` matches the whole name that a leaf has in the unrolled model.
+
+    A bool for each leaf; for one of scanned layers an array (L, 1, ..., 1) of bools.
+    """
+    return map_layers(lambda name: re.fullmatch(pattern, name) is not None, tree)
 
 
 def part_of(name: str) -> str:
