@@ -53,9 +53,14 @@ def get_config(arg=""):
         c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 96, 4, 384, 3
         c.model.dropout, c.model.dtype = 0.0, "float32"
         c.data.split, crop = "train[:10%]", "decode"
-        c.global_batch_size, c.duration, c.schedule.warmup = 64, "100 epochs", "2 epochs"
+        c.model.pos_embed = "sincos_2d"
+        c.global_batch_size, c.duration, c.schedule.warmup = 32, "100 epochs", "2 epochs"
+        c.optimizer.peak_lr = 5e-4
         c.loss.label_smoothing, c.optimizer.weight_decay = 0.0, 0.05
-        c.checkpoint.every, c.evals.test.every = "20 epochs", "10 epochs"
+        c.log.every, c.checkpoint.every = "500 steps", "20 epochs"
+        c.evals.test = classification(
+            split="test", every="50 epochs", ops="decode", batch_size=1024
+        )
     c.data.ops = (augmentation[0] if augmentation else AUGREG["none"]).ops(crop)
 
     if "debug" in chosen:

@@ -13,7 +13,6 @@ from vit_jax.data import parse_ops
 from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.experiment import make_experiment, num_steps
 from vit_jax.mesh import make_mesh
-from vit_jax.recipes import DEIT
 from vit_jax.run import prepare
 from vit_jax.validation import find_faults
 
@@ -362,13 +361,3 @@ def test_better_plain_vit():
     assert (c.optimizer.peak_lr, c.optimizer.weight_decay) == (1e-3, 0.1)
     assert c.optimizer.grad_clip_norm == 1.0
     assert (c.schedule.name, c.schedule.warmup) == ("cosine", "10000 steps")
-
-
-def test_deit_s_augmentation():
-    assert DEIT.repeats == 3
-    ops = DEIT.ops("inception_crop(area_min=0.08)")
-    assert ops == (
-        "inception_crop(area_min=0.08)|randaugment(2, 9, 0.5)|flip|erase(0.25, area_max=0.3333)|"
-        "mixup_or_cutmix(0.8, 1.0)"
-    )
-    parse_ops(ops, (224, 224))

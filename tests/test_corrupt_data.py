@@ -78,6 +78,7 @@ def make_config(data_dir, **overrides):
 
 def corrupt_rows(workdir):
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert not any("masked" in name for row in rows for name in row)  # of one batch
     return {row["step"]: row["train/corrupt"] for row in rows if "train/corrupt" in row}
 
 

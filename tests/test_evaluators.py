@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from vit_jax.config import SplitKey, classification, load_config
+from vit_jax.config import InputError, SplitKey, classification, load_config
 from vit_jax.data import make_source
-from vit_jax.evaluators import make_evaluators
+from vit_jax.evaluators import evaluate, make_evaluators
 from vit_jax.evaluators.classification import Classification
 from vit_jax.experiment import make_experiment
 from vit_jax.mesh import make_mesh
@@ -182,3 +182,17 @@ def test_results_can_be_written_as_json():
     result = run(batch(LOGITS, [0, 1, 5]))
     assert {type(value) for value in result.values()} == {float, int}
     assert type(result["num_examples"]) is int
+
+
+class Faulty:
+    def run(self, state):
+        raise InputError("train_split: none can be read", "test_split: none can be read")
+
+
+def test_a_fault_names_the_evaluator():
+    state = TrainState(jnp.int32(0), {}, {}, {})
+    with pytest.raises(InputError) as error:
+        evaluate("few", Faulty(), state)
+    assert error.value.faults == (
+        "evals.few.train_split: none can be read", "evals.few.test_split: none can be read",
+    )  # fmt: skip

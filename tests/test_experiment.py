@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from vit_jax import experiment as experiment_lib
 from vit_jax import tree
 from vit_jax.config import InputError, base_config
+from vit_jax.data import make_device_transform
 from vit_jax.experiment import make_experiment, num_steps
 from vit_jax.flops import count_flops
 from vit_jax.mesh import make_mesh
@@ -262,3 +264,42 @@ def test_microbatches_on_many_devices_and_on_one(mesh, name, devices):
     assert metrics.keys() == expected_metrics.keys()
     for key, value in expected_metrics.items():
         assert metrics[key] == pytest.approx(value, rel=1e-4), key
+
+
+@pytest.mark.parametrize(
+    ("order", "streams", "repeats", "num_examples", "distance"),
+    [
+        ("record", None, 1, 8, 1),
+        (None, None, 2, 8, 2),  # as in a config that no data set has filled in
+        ("chunk", 4, 1, 8, 16),
+        ("chunk", 2, 4, 8, 32),
+        (None, 8, 1, 10**8, 8),
+        ("chunk", None, 1, 8, 8),
+    ],
+)
+def test_images_meet_those_of_other_records_and_streams(
+    mesh, monkeypatch, order, streams, repeats, num_examples, distance
+):
+    found = []
+
+    def spy(*args, distance, **kwargs):
+        found.append(distance)
+        return make_device_transform(*args, distance=distance, **kwargs)
+
+    monkeypatch.setattr(experiment_lib, "make_device_transform", spy)
+    config = small_config()
+    config.global_batch_size, config.data.num_examples = 64, num_examples
+    config.data.order, config.data.streams, config.data.repeats = order, streams, repeats
+    config.data.ops = "mixup(0.2)"
+    make_experiment(config, mesh)
+    assert found == [distance]
+
+
+def test_a_batch_that_a_resolved_order_does_not_pair_is_refused(mesh):
+    config = small_config()
+    config.global_batch_size, config.data.num_examples = 24, 10**8
+    config.data.streams = 3  # what validation cannot know: the order is chunk
+    make_experiment(config, mesh)
+    config.data.ops = "mixup(0.2)"
+    with pytest.raises(InputError, match=r"^data\.streams=3: data\.ops mixes .* try 6$"):
+        make_experiment(config, mesh)

@@ -13,6 +13,7 @@ from vit_jax.config import (
     train_split,
 )
 from vit_jax.run import check_images, open_sources, prepare
+from vit_jax.validation import find_faults
 
 
 def make_config(num_classes=10, **evals):
@@ -84,3 +85,17 @@ def test_without_wandb_a_run_that_asks_for_it_does_not_start(tmp_path, monkeypat
         prepare(config, tmp_path / "workdir")
     prepare(config, tmp_path / "workdir", training=False)
     assert not (tmp_path / "workdir").exists()
+
+
+def test_streams_that_do_not_pair_are_refused_once_the_order_is_known(tmp_path):
+    config = make_config()
+    config.global_batch_size, config.duration = 24, "1 steps"
+    config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
+    config.data.ops, config.data.streams = "mixup(0.2)", 3
+    config.data.num_examples = 10**8
+    assert find_faults(config) == []
+    with pytest.raises(InputError, match=r"^data\.streams=3: data\.ops mixes"):
+        prepare(config, tmp_path / "workdir")
+    assert not (tmp_path / "workdir").exists()
+    config.data.num_examples = 64
+    assert prepare(config, tmp_path / "workdir").config.data.streams is None

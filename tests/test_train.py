@@ -311,10 +311,14 @@ def test_the_average_is_evaluated_beside_the_raw_weights(averaged):
     model, variables = load_pretrained(workdir)
     bunch = load_digits()
     images = np.repeat(np.rint(bunch.images[::5] * (255 / 16))[..., None], 3, axis=-1)
-    logits = model.apply(variables, jnp.float32(images / 127.5 - 1))
-    top1 = (np.argmax(logits, axis=-1) == bunch.target[::5]).mean()
-    assert top1 == pytest.approx(summary["test/top1"], abs=1e-6)
-    assert top1 != pytest.approx(summary["test/top1_raw"], abs=1e-6)
+    logits = np.float64(model.apply(variables, jnp.float32(images / 127.5 - 1)))
+    labels = bunch.target[::5]
+    assert (logits.argmax(axis=-1) == labels).mean() == pytest.approx(summary["test/top1"])
+    log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    smoothed = 0.9 * np.eye(10)[labels] + 0.1 / 10  # the config's label smoothing
+    loss = -(smoothed * log_p).sum(axis=-1).mean()
+    assert loss == pytest.approx(summary["test/loss"], rel=1e-5)
+    assert loss != pytest.approx(summary["test/loss_raw"], rel=1e-4)
 
 
 def test_an_average_begins_at_the_weights_of_init_from(finished, tmp_path):

@@ -66,6 +66,21 @@ FAULTS = [
         "global_batch_size=63: data.ops mixes",
         "a multiple of 2; try 62",
     ),
+    (
+        {"data.ops": "cutmix(1.0)", "global_batch_size": "63", "data.repeats": "3"},
+        "global_batch_size=63: data.ops mixes",
+        "a multiple of 6, 2 x data.repeats=3; try 60",
+    ),
+    (
+        {"data.ops": "mixup(0.2)", "data.order": "chunk", "data.streams": "1", "data.repeats": "4"},
+        "data.streams=1: data.ops mixes",
+        "an even number that divides the 16 records of a batch",
+    ),
+    (
+        {"data.ops": "mixup(0.2)", "data.order": "chunk", "global_batch_size": "12"},
+        "data.streams=1: data.ops mixes",
+        "try 2",
+    ),
     ({"data.ops": "mixup(0.2)|cutmix(1.0)"}, "data.ops: mixup(0.2) and cutmix(1.0)", "keep one"),
     # counts
     ({"seed": "-1"}, "seed=-1:", "from 0 to 4294967295"),
@@ -149,12 +164,21 @@ FAULTS = [
     ({"data.repeats": "3"}, "data.repeats=3:", "must divide global_batch_size=64"),
     ({"data.repeats": "0"}, "data.repeats=0:", "needs a positive number"),
     ({"data.streams": "12"}, "data.streams=12:", "divide the 64 records of a batch"),
+    (
+        {"data.order": "record", "data.streams": "8"},
+        "data.streams=8: data.order='record' has none",
+        "set data.order=chunk",
+    ),
     ({"data.reader": "offset"}, "data.reader='offset':", "did you mean offsets?"),
     ({"data.mix": "digits"}, "data.mix: 'digits' is no entry", "NAME@SPLIT=WEIGHT"),
     ({"data.max_corrupt_fraction": "2"}, "data.max_corrupt_fraction=2.0:", "from 0 to 1"),
     # where it runs, what it keeps
     ({"mesh.platform": "cuda"}, "mesh.platform='cuda':", "known: cpu, gpu, tpu"),
     ({"checkpoint.keep_last": "1"}, "checkpoint.keep_last=1:", "needs at least 2"),
+    ({"log.wandb": "a/b"}, "log.wandb='a/b':", r"none of them in /\#?%:"),
+    ({"log.wandb": "a:b"}, "log.wandb='a:b':", "needs the name of a project"),
+    ({"log.wandb": " "}, "log.wandb=' ':", "needs the name of a project"),
+    ({"log.wandb": "a" * 129}, "log.wandb='aaa", "at most 128 characters"),
     ({"log.profile": "5"}, "log.profile='5':", "needs two steps, the smaller first, e.g. 10:15"),
 ]
 
@@ -165,6 +189,20 @@ def test_fault(config, overrides, begins, says):
     (fault,) = find_faults(config)
     assert fault.startswith(begins)
     assert says in fault
+
+
+@pytest.mark.parametrize("order", ["None", "record", "chunk"])
+def test_pairs_are_needed_where_images_are_mixed_alone(config, order):
+    odd = {"global_batch_size": "63", "data.ops": "flip", "data.order": order}
+    assert apply_overrides(config, list(odd.items())) == []
+    assert find_faults(config) == []
+    config.global_batch_size, config.data.ops = 64, "mixup(0.2)"
+    assert find_faults(config) == []
+
+
+def test_streams_may_be_given_before_the_order_is_known(config):
+    config.data.streams = 8
+    assert find_faults(config) == []
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def base_config() -> ConfigDict:
     c.data.mix = ""  # "NAME=WEIGHT, NAME@SPLIT=WEIGHT"; data.name gets what is left of 1
     c.data.order = placeholder(str)  # record or chunk; None: chunk from 100 million examples on
     c.data.chunk_size = 64  # consecutive records that `chunk` reads together
-    c.data.streams = placeholder(int)  # chunks read side by side; None: up to 256, by the batch
+    c.data.streams = placeholder(int)  # of `chunk`, read side by side; None: up to 256, by batch
     c.data.repeats = 1  # views of a record side by side in a batch (arXiv:1901.09335)
     c.data.reader = placeholder(str)  # of TFDS: memory, offsets, array_record; None: by size
     c.data.max_corrupt_fraction = 0.1  # of the examples so far; above it the run stops
@@ -122,7 +122,7 @@ def base_config() -> ConfigDict:
     c.optimizer.name = "adamw"
     c.optimizer.peak_lr = placeholder(float)
     c.optimizer.weight_decay = 0.0  # times the current learning rate
-    c.optimizer.weight_decay_on = ".*/kernel"  # regular expression over whole leaf names
+    c.optimizer.weight_decay_on = ".*/kernel"  # regular expression over whole names
     c.optimizer.grad_clip_norm = placeholder(float)  # global norm; None: no clipping
     c.optimizer.b1 = placeholder(float)  # None: 0.9 (adamw, lion, adafactor)
     c.optimizer.b2 = placeholder(float)  # None: adamw 0.999, lion 0.99, adafactor at most 0.999
@@ -208,6 +208,9 @@ def fewshot(
     `l2` is the weight of the squared norm; of several the best on `test_split` is reported. The
     classes may be others than those trained on. What else there is means what it means in
     `classification`.
+
+    To draw, the labels of all of `train_split` are read, once each time the process starts. From
+    TFRecord files they come with the images, so of a large set take a slice: "train[:5%]".
     """
     return _typed_entry({"type": "fewshot"} | locals())
 

@@ -13,7 +13,14 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax.config import flatten, image_hw, model_fields, optimizer_fields, step_fields
-from vit_jax.data import make_device_transform, parse_ops
+from vit_jax.data import (
+    check_order,
+    make_device_transform,
+    pair_distance,
+    parse_ops,
+    resolve_order,
+)
+from vit_jax.data.device_ops import MIXING_OPS
 from vit_jax.flops import count_flops
 from vit_jax.mesh import batch_sharding
 from vit_jax.models import create_model
@@ -124,7 +131,7 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
         config.data.mean,
         config.data.std,
         num_classes=config.data.num_classes,
-        repeats=config.data.repeats,
+        distance=_pair_distance(config, mixes=any(op.name in MIXING_OPS for op in device_ops)),
     )
 
     with_ema = config.optimizer.ema_decay is not None
@@ -153,6 +160,15 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
         abstract_state=_with_sharding(shapes, shardings),
         abstract_batch=_batch_shapes(config.global_batch_size, image_size, batch),
     )
+
+
+def _pair_distance(config: ConfigDict, mixes: bool) -> int:
+    """Raises InputError if data.ops `mixes` and a batch is not made of pairs so far apart."""
+    d = config.data
+    batch = {"global_batch_size": config.global_batch_size, "repeats": d.repeats}
+    name, streams = resolve_order(d.order, d.streams, num_examples=d.num_examples, **batch)
+    check_order(name, chunk_size=d.chunk_size, streams=streams, **batch, mixes=mixes)
+    return pair_distance(name, streams, **batch)
 
 
 def _warn_of_uneven_split(model: nn.Module, mesh: Mesh) -> None:

@@ -11,9 +11,10 @@ def absolute(path: epath.PathLike) -> epath.Path:
     return path if _is_object(path) else path.expanduser().resolve()
 
 
-def write_whole(path: epath.Path, text: str) -> None:
+def write_whole(path: epath.Path, content: str | bytes) -> None:
     """Writes a file so that a reader, or a machine that lost power, has the old or the new one."""
-    open_for_append(path, text.encode()).close()
+    data = content.encode() if isinstance(content, str) else content
+    open_for_append(path, data).close()
 
 
 def open_for_append(path: epath.Path, content: bytes) -> "LocalFile | StoredObject":

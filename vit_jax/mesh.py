@@ -147,7 +147,8 @@ def check_accum_steps(mesh: Mesh, size: int, accum_steps: int) -> None:
         raise InputError(
             f"optimizer.accum_steps={accum_steps}: must divide the {share} rows of "
             f"global_batch_size={size} on each of the {ways} ways in which the mesh splits a "
-            f"batch; try {good}"
+            "batch; choose mesh sizes that split it otherwise, or, for a new run, "
+            f"optimizer.accum_steps={good}"
         )
 
 

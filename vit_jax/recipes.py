@@ -1,8 +1,8 @@
 """The papers' tables of hyper-parameters as data, for the files in configs/.
 
 Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 3 (appendix B.1), for `Pretraining`;
-Steiner et al. 2021 (arXiv:2106.10270), section 3, for `AUGREG`; Touvron et al. 2020
-(arXiv:2012.12877), table 9, for `DEIT`; Beyer et al. 2022 (arXiv:2205.01580) for `BETTER_PLAIN`.
+Steiner et al. 2021 (arXiv:2106.10270), section 3, for `AUGREG`; Beyer et al. 2022
+(arXiv:2205.01580) for `BETTER_PLAIN`.
 """
 
 from typing import NamedTuple
@@ -69,14 +69,10 @@ class Augmentation(NamedTuple):
 
     randaugment: its arguments; None: without.
     mixing: the op that mixes images; "": without.
-    erase: the probability of random erasing.
-    repeats: augmentations of a record in a batch.
     """
 
     randaugment: tuple[float, ...] | None = None
     mixing: str = ""
-    erase: float = 0.0
-    repeats: int = 1
 
     def ops(self, crop: str) -> str:
         """The preprocessing string; `crop` stands for the host ops that come first, if any."""
@@ -84,8 +80,6 @@ class Augmentation(NamedTuple):
         if self.randaugment:
             found.append(f"randaugment({', '.join(map(str, self.randaugment))})")
         found.append("flip")
-        if self.erase:
-            found.append(f"erase({self.erase}, area_max=0.3333)")
         if self.mixing:
             found.append(self.mixing)
         return "|".join(found)
@@ -103,10 +97,6 @@ AUGREG = {
 
 # "Better plain ViT".
 BETTER_PLAIN = Augmentation((2, 10), "mixup(0.2)")
-
-# Its RandAugment is another implementation: there an operation drawn is left out half of the time,
-# and Posterize and Solarize grow stronger with the magnitude. Its noise is Gaussian.
-DEIT = Augmentation((2, 9, 0.5), "mixup_or_cutmix(0.8, 1.0)", erase=0.25, repeats=3)
 
 
 def find_augreg(name: str) -> Augmentation:

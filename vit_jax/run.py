@@ -129,7 +129,16 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
         keys = [SplitKey(part.name, part.split or d.split, d.data_dir) for part in parts]
         others = [faults.check(_open_split, config, key, prefix="data.mix: ") for key in keys]
         collect_faults(faults)
-        sources[config_lib.train_split(config)] = source = data.concatenate([source, *others])
+        opened = [source, *others]
+        if d.reader is None and not data.held_alike(opened):
+            # By size and free memory some are held as pixels; what is mixed depends on neither.
+            opened = [
+                s if s.encoded or key.data_name in data.SOURCES
+                else _open_split(config, key, reader=data.ON_DISK)
+                for key, s in zip([own, *keys], opened, strict=True)
+            ]  # fmt: skip
+            sources[own] = opened[0]
+        sources[config_lib.train_split(config)] = source = data.concatenate(opened)
     if d.num_examples not in (None, source.num_examples):
         raise InputError(
             f"data.num_examples={d.num_examples}: the data sets of data.mix and data.name have "
@@ -146,11 +155,13 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
     return config, sources
 
 
-def _open_split(config, key: SplitKey, num_classes=None, num_examples=None) -> data.Source:
+def _open_split(
+    config, key: SplitKey, num_classes=None, num_examples=None, reader=None
+) -> data.Source:
     return data.make_source(
         key.data_name,
         split=key.split,
-        reader=config.data.reader,
+        reader=reader or config.data.reader,
         data_dir=key.data_dir,
         seed=config.seed,
         image_size=config_lib.image_hw(config.data.image_size),

@@ -206,7 +206,7 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
             if not (logging_now or evaluations or saving):
                 continue
 
-            new = [step_metrics["corrupt"] for _, step_metrics in pending]
+            new = [step_metrics.pop("masked") for _, step_metrics in pending]
             last = check_finite(pending, saved)
             corrupt.count(new)
             corrupt.check(step, saved)

@@ -22,7 +22,7 @@ from vit_jax.config import (
     step_range,
 )
 from vit_jax.data import check_order, check_reader, parse_mix, parse_ops
-from vit_jax.data.device_ops import MIXING_OPS, Pairs
+from vit_jax.data.device_ops import MIXING_OPS
 from vit_jax.evaluators.fewshot import check_choices
 from vit_jax.mesh import PLATFORMS
 from vit_jax.models import create_model
@@ -31,6 +31,10 @@ from vit_jax.objectives.supervised import make_loss
 from vit_jax.optimizers import make_optimizer
 from vit_jax.schedules import check_duration, make_schedule
 from vit_jax.step import make_train_step
+
+# What W&B refuses in a project's name; the package need not be there to tell.
+_NOT_IN_WANDB_NAMES = r"/\#?%:"
+_MAX_WANDB_NAME = 128
 
 
 def find_faults(config: ConfigDict) -> list[str]:
@@ -89,10 +93,10 @@ def _all_faults(config: ConfigDict) -> list[str]:
     if sizes_are_good and not missing & {"data.image_size", "model.name"}:
         check(create_model, config.model.name, 1, config.data.image_size,  # 1: it is checked above
               prefix="model.", **model_fields(config))  # fmt: skip
-    _check_ops(config, check, need)
+    mixes = _check_ops(config, check, need)
     check(check_order, config.data.order, chunk_size=config.data.chunk_size,
           streams=config.data.streams, repeats=config.data.repeats,
-          global_batch_size=config.global_batch_size)  # fmt: skip
+          global_batch_size=config.global_batch_size, mixes=mixes)  # fmt: skip
     check(check_reader, config.data.reader)
     mixed = check(parse_mix, config.data.mix)
     need(not (mixed and config.data.name == "synthetic"),
@@ -122,6 +126,12 @@ def _all_faults(config: ConfigDict) -> list[str]:
     need(keep >= 2, f"checkpoint.keep_last={keep}: needs at least 2, should the newest be damaged")
     if config.log.profile is not None:
         check(step_range, config.log.profile, key="log.profile")
+    if config.log.wandb is not None:
+        project = config.log.wandb
+        named = project.strip() and len(project) <= _MAX_WANDB_NAME
+        need(named and not set(project) & set(_NOT_IN_WANDB_NAMES),
+             f"log.wandb={project!r}: needs the name of a project, at most {_MAX_WANDB_NAME} "
+             f"characters, none of them in {_NOT_IN_WANDB_NAMES}")  # fmt: skip
     for name, entry in config.evals.items():
         taken = name in ("train", "time") or not re.fullmatch(r"\w+", name)
         need(not taken, f"evals.{name}: choose a name of letters other than train and time, which "
@@ -150,12 +160,10 @@ def _misshapen(config: ConfigDict) -> list[str]:
     return faults
 
 
-def _check_ops(config: ConfigDict, check: Callable, need: Callable) -> None:
+def _check_ops(config: ConfigDict, check: Callable, need: Callable) -> bool:
+    """Checks those of training and of evaluators; whether those of training mix images."""
     image_size = (1, 1)  # only the sizes that the ops leave out depend on it
     ops = check(parse_ops, config.data.ops, image_size, key="data.ops")
-    batch_size = config.global_batch_size or 0
-    if ops and batch_size > 0 and any(op.name in MIXING_OPS for op in ops[1]):
-        check(Pairs(config.data.repeats).check, batch_size)
     for name, entry in config.evals.items():
         key = f"evals.{name}.ops"
 
@@ -165,6 +173,7 @@ def _check_ops(config: ConfigDict, check: Callable, need: Callable) -> None:
             need(not device_ops, f"{key}={ops!r}: {names} is for training; leave it out here")
 
         check(host_only)
+    return bool(ops) and any(op.name in MIXING_OPS for op in ops[1])
 
 
 def validate(config: ConfigDict, override_faults: list[str], where: str) -> None:

@@ -4,8 +4,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from vit_jax.benchmarks.augmentations import draw_bands, draw_contact_sheet, make_columns
 from vit_jax.config import base_config
-from vit_jax.contact_sheet import draw_bands, draw_contact_sheet, make_columns
 from vit_jax.data import augment, make_source
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
@@ -66,3 +66,29 @@ def test_the_file(config, tmp_path):
     config.data.ops = ""
     draw_contact_sheet(config, tmp_path / "sheet.png")
     assert PIL.Image.open(tmp_path / "sheet.png").size == (4 + 17 * 116, 30 + 3 * (45 + 4 * 116))
+
+
+def test_operations_before_the_crop_and_images_decoded_by_their_reader(
+    shared_data, config, tmp_path
+):
+    config.data.name, config.data.data_dir = "imagenet_sample", str(shared_data)
+    config.data.ops = "decode|randaugment(1, 5)|inception_crop|flip"
+    draw_contact_sheet(config, tmp_path / "sizes.png")
+    config.data.name, config.data.image_size, config.model.name = "cifar10", 32, "ViT-mu/8"
+    config.data.split, config.data.reader, config.data.ops = "test[:50]", "offsets", "flip"
+    draw_contact_sheet(config, tmp_path / "encoded.png")
+    with PIL.Image.open(tmp_path / "sizes.png") as a, PIL.Image.open(tmp_path / "encoded.png") as b:
+        assert a.size == b.size
+
+
+def test_records_that_cannot_be_decoded_are_passed_over(tmp_path, config):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "broken.jpg").write_bytes(b"no picture")
+        for i in range(3):
+            red = np.full((8, 8, 3), (200, 10 * i, 0), np.uint8)
+            PIL.Image.fromarray(red).save(tmp_path / name / f"{i}.png")
+    source = make_source("folder", split="train", image_size=(8, 8), data_dir=tmp_path)
+    config.data.num_classes, config.data.ops = 2, "decode|resize"
+    original = np.stack(dict(make_columns(config, source))["original\n"])
+    assert (original[..., 0] == 200).all()

@@ -10,8 +10,9 @@ import pytest
 import scipy.stats
 
 from vit_jax.config import InputError
-from vit_jax.data import make_device_transform, parse_ops, to_value_range
+from vit_jax.data import make_device_transform, order, parse_ops, to_value_range
 from vit_jax.data.device_ops import Pairs, symmetric_beta
+from vit_jax.data.host_tf import tf
 from vit_jax.objectives.supervised import ObjectiveOutput
 from vit_jax.step import TrainState, make_train_step
 
@@ -33,10 +34,10 @@ def row_keys(rows=B, seed=0):
     return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
 
 
-def transform(string, mean=HALF, std=HALF, repeats=1, num_classes=C):
+def transform(string, mean=HALF, std=HALF, distance=1, num_classes=C):
     _, device_ops = parse_ops(string, (4, 6))
     return jax.jit(
-        make_device_transform(device_ops, mean, std, num_classes=num_classes, repeats=repeats)
+        make_device_transform(device_ops, mean, std, num_classes=num_classes, distance=distance)
     )
 
 
@@ -156,28 +157,44 @@ def test_erased_area_is_as_asked_even_where_the_aspect_has_to_yield():
 # Mixing.
 
 
-def partner(row, repeats):
-    """By hand: within 2 R rows, j and j + R."""
-    block, place = divmod(row, 2 * repeats)
-    return block * 2 * repeats + (place + repeats if place < repeats else place - repeats)
+def partner(row, distance):
+    """By hand: within 2 D rows, j and j + D."""
+    block, place = divmod(row, 2 * distance)
+    return block * 2 * distance + (place + distance if place < distance else place - distance)
 
 
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_pairs(repeats):
+@pytest.mark.parametrize("distance", [1, 3])
+def test_pairs(distance):
     rows = np.arange(24)
-    expected = [partner(row, repeats) for row in rows]
-    np.testing.assert_array_equal(Pairs(repeats).swapped(rows), expected)
-    np.testing.assert_array_equal(Pairs(repeats).firsts(rows), np.minimum(rows, expected))
+    expected = [partner(row, distance) for row in rows]
+    np.testing.assert_array_equal(Pairs(distance).swapped(rows), expected)
+    np.testing.assert_array_equal(Pairs(distance).firsts(rows), np.minimum(rows, expected))
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_mixup_by_hand(repeats):
-    after = transform("mixup(0.8)", **PIXELS, repeats=repeats)(BATCH, row_keys())
+@pytest.mark.parametrize("name", order.ORDERS)
+def test_a_record_meets_another_in_every_epoch(name, repeats):
+    n, records, epochs = 512, 32, 12
+    how = {"global_batch_size": records * repeats, "repeats": repeats}
+    streams = 4 if name == "chunk" else None
+    data_order = order.make_order(name, [n], 0, chunk_size=16, streams=streams, **how)
+    ids = data_order(tf.range(epochs * n * repeats, dtype=tf.int64)).numpy()
+    pairs = Pairs(order.pair_distance(name, streams, **how))
+    met = np.concatenate([pairs.swapped(b) for b in ids.reshape(-1, records * repeats)])
+    assert (met != ids).mean() > 0.99
+    assert (met // 16 == ids // 16).mean() < 0.1  # of one chunk, and often of one class
+    partners = [len(set(met[ids == record])) for record in range(n)]
+    assert np.mean(partners) > 0.75 * epochs and min(partners) > epochs / 3
+
+
+@pytest.mark.parametrize("distance", [1, 2])
+def test_mixup_by_hand(distance):
+    after = transform("mixup(0.8)", **PIXELS, distance=distance)(BATCH, row_keys())
     images, labels = np.asarray(after["image"]), np.asarray(after["label"])
     assert (images.dtype, labels.dtype, labels.shape) == (np.float32, np.float32, (B, C))
     own_labels = np.eye(C)[BATCH["label"]]
     for row in range(B):
-        other = partner(row, repeats)
+        other = partner(row, distance)
         if BATCH["label"][row] == BATCH["label"][other]:
             continue
         share = labels[row, BATCH["label"][row]]
@@ -282,13 +299,9 @@ def test_a_masked_row_is_nobody_s_partner():
     assert_same(of_rows(after, others), unmasked)  # a mask is nothing to other pairs
 
 
-def test_a_batch_that_is_not_made_of_pairs_is_refused():
+def test_without_mixing_a_batch_need_not_be_made_of_pairs():
     odd = of_rows(BATCH, np.s_[:63])
-    with pytest.raises(InputError, match=r"global_batch_size=63: .* a multiple of 2; try 62"):
-        transform("mixup(0.2)")(odd, row_keys(63))
     assert transform("flip")(odd, row_keys(63))["image"].shape[0] == 63
-    with pytest.raises(InputError, match=r"a multiple of 6, 2 x data\.repeats=3; try 60"):
-        transform("mixup(0.2)", repeats=3)(BATCH, row_keys())
 
 
 # On several devices.
@@ -308,7 +321,7 @@ def sharded_over(axes):
 @pytest.mark.parametrize("ops", ["mixup(0.2)", EVERY_OP])
 def test_the_same_bits_on_one_device_and_on_eight(ops):
     sharding = sharded_over({"data": 8})
-    run = transform(ops, repeats=2)
+    run = transform(ops, distance=2)
     shards = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), (BATCH, row_keys()))
     assert_same(run(*shards), run(BATCH, row_keys()))
 
@@ -322,7 +335,7 @@ def objective_of_mean(params, model_state, batch, frozen, rng):
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_a_step_moves_no_image_between_devices(axes):
     _, device_ops = parse_ops(EVERY_OP, (32, 32))
-    run = make_device_transform(device_ops, HALF, HALF, num_classes=C, repeats=2)
+    run = make_device_transform(device_ops, HALF, HALF, num_classes=C, distance=2)
     tx = optax.sgd(0.1)
     step = make_train_step(objective_of_mean, tx, run, seed=0)
     sharding = sharded_over(axes)
@@ -341,7 +354,7 @@ def test_a_step_moves_no_image_between_devices(axes):
 def test_the_search_for_collectives_sees_images_that_meet_across_devices():
     """With pairs that lie on two devices there is something to find."""
     sharding = sharded_over({"data": 8})
-    run = transform("mixup(0.2)", repeats=8)
+    run = transform("mixup(0.2)", distance=8)
     arguments = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), (BATCH, row_keys()))
     text = run.lower(*arguments).compile().as_text()
     assert COLLECTIVE.search(text)

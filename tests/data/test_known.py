@@ -45,7 +45,10 @@ def test_what_is_not_known_is_asked_for():
         known_sizes("mine", "train")
 
 
-@pytest.mark.parametrize("split", ["val", "train[x:]", "train[99999999:]"])
+@pytest.mark.parametrize(
+    "split",
+    ["val", "train[x:]", "train[99999999:]", "train[10:5]", "train[10:5]+train[:20]", "train[5:5]"],
+)
 def test_split_that_is_not_there_is_refused(split):
     with pytest.raises(InputError, match=r"^data\.split='"):
         known_sizes("imagenet2012", split)

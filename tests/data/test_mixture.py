@@ -13,10 +13,10 @@ from vit_jax.config import (
     load_config,
     train_split,
 )
-from vit_jax.data import concatenate, make_source, parse_mix, pipeline
+from vit_jax.data import concatenate, make_source, parse_mix, pipeline, prepared_tfds
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.mixture import Part
-from vit_jax.run import open_sources, training_order
+from vit_jax.run import open_sources, open_training, training_order
 
 
 def test_notation():
@@ -104,8 +104,10 @@ def test_encoded_sources_with_and_without_runs(tiny):
 
 
 def test_what_does_not_go_together_is_refused(digits, tiny):
-    with pytest.raises(InputError, match=r"pixels.*encoded images; set data.reader=offsets"):
+    with pytest.raises(InputError, match=r"tens train comes as pixels.*as encoded images") as error:
         concatenate([of_tiny(tiny, "tens", "memory"), of_tiny(tiny, "sixes", "offsets")])
+    message = str(error.value)
+    assert "data.reader is left out" in message and "data.reader=memory" in message
     other = dataclasses.replace(digits[1], class_names=("a",) * 10)
     with pytest.raises(InputError, match="label 0 is 'a' in the one and '0' in the other"):
         concatenate([digits[0], other])
@@ -130,6 +132,51 @@ def test_a_mixture_in_a_config():
         open_sources(config_of(mix="digits@test=0.25", num_examples="5"), training=True)
     with pytest.raises(InputError, match=r"^data.mix: data.split='val': digits has"):
         open_sources(config_of(mix="digits@val=0.25"), training=True)
+
+
+def mixed_tiny(root, mix="sixes=0.25", **overrides):
+    """The pixels of the first batches, and the sources."""
+    config = config_of(name="tens", data_dir=str(root), mix=mix, **overrides)
+    config, sources = open_training(config)
+    mixture = sources[train_split(config)]
+    how = {"global_batch_size": 16, "image_size": (8, 8), "rows": np.arange(16)}
+    batches = pipeline.host_batches(
+        mixture, (), **how, seed=0, start_step=0, num_steps=3,
+        data_order=training_order(config, mixture),
+    )  # fmt: skip
+    return list(batches), sources
+
+
+def test_what_is_mixed_does_not_depend_on_what_fits_into_memory(tiny, monkeypatch):
+    expected, sources = mixed_tiny(tiny)
+    assert not any(source.encoded for source in sources.values())
+    choose = prepared_tfds._choose_reader
+
+    def only_sixes_fit(reader, builder, *args):
+        small = builder.info.name == "sixes"
+        return choose(reader or ("memory" if small else "offsets"), builder, *args)
+
+    monkeypatch.setattr(prepared_tfds, "_choose_reader", only_sixes_fit)
+    found, sources = mixed_tiny(tiny)
+    assert all(source.encoded and source.runs for source in sources.values())
+    for batch, other in zip(found, expected, strict=True):
+        for key in other:
+            np.testing.assert_array_equal(batch[key], other[key])
+    with pytest.raises(InputError, match=r"tens .* as encoded images .* digits .* as pixels"):
+        mixed_tiny(tiny, mix="digits=0.25", reader="offsets")
+
+
+def test_sets_in_memory_whose_images_differ_in_size_are_mixed_from_their_files(tiny):
+    features = {
+        "image": tfds.features.Image(shape=(9, 8, 3), encoding_format="png"),
+        "label": tfds.features.ClassLabel(num_classes=10),
+    }
+    prepare(tiny, "tall", features, [{"image": np.zeros((9, 8, 3), np.uint8), "label": 0}])
+    how = {"name": "tens", "data_dir": str(tiny), "mix": "tall=0.25"}
+    config, sources = open_training(config_of(**how))
+    assert sources[train_split(config)].encoded
+    with pytest.raises(InputError, match=r"pixels \(8, 8, 3\) .* pixels \(9, 8, 3\); needed: "):
+        open_training(config_of(**how, reader="memory"))
 
 
 def test_without_a_mixture_the_order_is_resolved():

@@ -183,6 +183,8 @@ def test_what_is_left_to_the_data_set_is_filled_in():
     assert resolve(None, None, 100_000_000, 4096) == ("chunk", 256)
     assert resolve("record", None, 10**9, 4096) == ("record", None)
     assert resolve("chunk", 12, 10, 24) == ("chunk", 12)
+    assert resolve(None, 12, 10, 24) == ("record", None)
+    assert resolve(None, 12, 10**9, 24) == ("chunk", 12)
     for batch, repeats, streams in [
         (1024, 1, 128),
         (1024, 4, 32),

@@ -174,6 +174,29 @@ def test_a_host_reads_its_own_records_only(pets):
     assert sorted(reads) == [*range(8, 16), *range(24, 27)]  # padding is not read
 
 
+def test_of_a_folder_no_image_is_read_for_its_label(tmp_path):
+    root = make_folder(tmp_path, {"cat": 10, "dog": 10})
+    source = make_source("folder", split="train", data_dir=root, image_size=(8, 8))
+    expected = ["dog" in source.record_name(i) for i in range(source.num_examples)]
+    for file in root.rglob("*.jpg"):
+        file.unlink()
+    labels = pipeline.read_labels(source, 0, source.num_examples)
+    np.testing.assert_array_equal(labels, expected)
+
+
+def test_chosen_records_are_handed_to_the_graph_and_no_part_of_it(digits, monkeypatch):
+    """There they would be copied, and folded, with it."""
+    arranged = []
+    monkeypatch.setattr(pipeline, "_batches", lambda *args: arranged.append(args[3]))
+    how = {"global_batch_size": 4, "image_size": (8, 8), "rows": np.arange(4)}
+    pipeline.host_eval_batches(digits, (), **how, record_ids=np.arange(1000)[::-1])
+    (arrange,) = arranged
+    traced = tf.function(arrange).get_concrete_function(tf.TensorSpec([], tf.int64))
+    assert max(node.ByteSize() for node in traced.graph.as_graph_def().node) < 1000
+    ids, _ = traced(tf.constant(2, tf.int64))
+    np.testing.assert_array_equal(ids, [991, 990, 989, 988])
+
+
 @pytest.mark.parametrize(
     ("ops", "image_size", "words"),
     [

@@ -140,6 +140,8 @@ def test_unfit_data_sets_are_refused(prepared):
     refused("unlabelled", prepared, "holds unlabelled examples")
     refused("grey", prepared, "data.split='val'", "['train']", split="val")
     refused("grey", prepared, "data.split='train[2:2]'", "no examples", split="train[2:2]")
+    for backwards in ("train[2:1]", "train[2:1]+train"):
+        refused("grey:1.9.0", prepared, f"data.split={backwards!r}", "before", split=backwards)
     refused("grey", prepared, "data.num_examples=3", "has 2", num_examples=3)
 
 

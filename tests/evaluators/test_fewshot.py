@@ -137,9 +137,11 @@ def make_batches(features, labels, broken=()):
     return batches
 
 
-def evaluate(features, labels, test, *, broken=(), shots=(2,), l2=(1.0,), num_draws=3):
+def evaluate(
+    features, labels, test, *, broken=(), broken_tests=(), shots=(2,), l2=(1.0,), num_draws=3
+):
     support = make_batches(features, labels, broken)
-    tests = make_batches(*test)
+    tests = make_batches(*test, broken_tests)
     evaluator = FewShot(
         lambda state, image: state * image,
         labels=lambda: labels,
@@ -203,6 +205,29 @@ def test_broken_images_are_left_out():
     assert evaluate(features, labels, test, broken=broken) == evaluate(
         other, labels, test, broken=broken
     )
+
+
+@pytest.mark.parametrize("has", ["no images", "broken images"])
+@pytest.mark.parametrize("key", ["train_split", "test_split"])
+def test_a_split_of_which_nothing_can_be_read_is_refused(key, has):
+    splits = {"train_split": clusters(60, 0.2), "test_split": clusters(30, 0.2)}
+    broken = dict.fromkeys(splits, ())
+    if has == "no images":
+        splits[key] = tuple(column[:0] for column in splits[key])
+    else:
+        broken[key] = np.arange(60)
+    with pytest.raises(InputError, match=f"^{key}: none of the images .* can be read"):
+        evaluate(
+            *splits["train_split"], splits["test_split"],
+            broken=broken["train_split"], broken_tests=broken["test_split"],
+        )  # fmt: skip
+
+
+def test_a_draw_of_which_nothing_can_be_read_is_refused():
+    (features, labels), test = clusters(60, 0.2), clusters(30, 0.2)
+    broken = draw_support(labels, 3, 1, seed=1)
+    with pytest.raises(InputError, match=r"^train_split: none of the images"):
+        evaluate(features, labels, test, broken=broken, shots=(1, 5))
 
 
 def test_a_class_with_too_few_images_gives_what_it_has(caplog):

@@ -7,7 +7,9 @@ import struct
 
 import pytest
 
+from vit_jax.config import base_config
 from vit_jax.metrics import MetricWriter
+from vit_jax.validation import find_faults
 
 wandb = pytest.importorskip("wandb", reason="the optional package wandb is not installed")
 from wandb.proto import wandb_internal_pb2  # noqa: E402 (only where it is installed)
@@ -164,6 +166,32 @@ def test_what_cannot_be_reached_is_recorded_offline(tmp_path, monkeypatch, caplo
     assert read_run(path)[2] == {10: {"train/loss": 1.0}}
     assert "W&B cannot be reached (connection refused); recording offline" in caplog.text
     assert f"wandb sync {path.parent}" in caplog.text
+
+
+def test_where_offline_fails_too_it_is_left_out(tmp_path, monkeypatch, caplog):
+    def fails(mode, **kwargs):
+        raise OSError("disk full") if mode else wandb.errors.CommError("connection refused")
+
+    monkeypatch.setattr(wandb, "init", fails)
+    with open_writer(tmp_path) as writer:
+        writer.write(10, {"train/loss": 1.0})
+    first, second = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "W&B cannot be reached (connection refused)" in first
+    assert "W&B fails offline too (disk full); it is left out" in second
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("project", ["d-i g_i.t's", *(f"a{c}b" for c in "/\\#?%:"), 129 * "a"])
+def test_what_wandb_refuses_is_refused_before(project):
+    config = base_config()
+    config.log.wandb = project
+    faults = [fault for fault in find_faults(config) if fault.startswith("log.wandb=")]
+    try:
+        wandb.Settings(project=project)
+        refused = False
+    except Exception:
+        refused = True
+    assert bool(faults) == refused == (project != "d-i g_i.t's")
 
 
 @pytest.mark.slow

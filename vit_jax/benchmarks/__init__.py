@@ -1,1 +1,1 @@
-"""What the command `benchmark` measures: the input pipeline and the training step."""
+"""What the command `benchmark` measures or draws: input, the training step, augmentation."""

@@ -13,8 +13,9 @@ from ml_collections import ConfigDict
 from PIL import Image, ImageDraw, ImageFont
 
 from vit_jax import files
-from vit_jax.config import image_hw, train_split
+from vit_jax.config import InputError, image_hw, train_split
 from vit_jax.data import Source, augment, make_device_transform, order, parse_ops
+from vit_jax.data.host_ops import to_pixels
 from vit_jax.data.host_tf import tf
 from vit_jax.run import open_training
 
@@ -54,7 +55,7 @@ def draw_contact_sheet(config: ConfigDict, output: epath.PathLike) -> None:
     )
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG")
-    files.open_for_append(files.absolute(output), buffer.getvalue()).close()
+    files.write_whole(files.absolute(output), buffer.getvalue())
 
 
 def make_columns(config: ConfigDict, source: Source) -> list[Column]:
@@ -68,8 +69,8 @@ def make_columns(config: ConfigDict, source: Source) -> list[Column]:
     host_ops, device_ops = parse_ops(config.data.ops, size)
     names = [op.name for op in host_ops]
     before = host_ops[: names.index("randaugment")] if "randaugment" in names else host_ops
-    records = [i * source.num_examples // _ROWS for i in range(_ROWS)]
-    read = [source.read(tf.constant(record, tf.int64))["image"] for record in records]
+    records, read = zip(*(_first_readable(source, i) for i in range(_ROWS)), strict=True)
+    (to_size,), _ = parse_ops("resize", size)
 
     def on_host(ops, images, sample=0):
         keys = order.keys(tf.range(_ROWS, dtype=tf.int64) + _ROWS * sample, config.seed)
@@ -95,7 +96,7 @@ def make_columns(config: ConfigDict, source: Source) -> list[Column]:
 
         return apply
 
-    originals = on_host(before, read)
+    originals = on_host([*before, to_size], read)
     columns = [("original\n", originals)]
     for name in augment.OPERATIONS:
         for magnitude in _MAGNITUDES:
@@ -111,6 +112,23 @@ def make_columns(config: ConfigDict, source: Source) -> list[Column]:
     for i in range(_SAMPLES):
         columns.append((f"data.ops\ndraw {i + 1}", finish(on_host(host_ops, read, i), i)))
     return columns
+
+
+def _first_readable(source: Source, row: int) -> tuple[int, tf.Tensor]:
+    """The record that a row of the sheet shows and its image: encoded, or pixels.
+
+    Raises:
+      InputError: none can be decoded, of those from where the row's are.
+    """
+    for record in range(row * source.num_examples // _ROWS, source.num_examples):
+        try:
+            example = source.read(tf.constant(record, tf.int64))
+            pixels = to_pixels(example["image"])
+        except tf.errors.OpError:
+            continue
+        if example["mask"] > 0:
+            return record, pixels if source.image_shape is not None else example["image"]
+    raise InputError(f"data.name={source.name!r}: no image of {source.split} can be decoded")
 
 
 def draw_bands(title: str, bands: Sequence[Sequence[Column]]) -> Image.Image:

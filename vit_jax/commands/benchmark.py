@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Column, Table
@@ -23,7 +22,7 @@ from rich.table import Column, Table
 from vit_jax import files
 from vit_jax.commands import load_valid_config
 from vit_jax.config import InputError, nearest
-from vit_jax.mesh import check_batch_size, make_mesh, start_backend
+from vit_jax.mesh import check_accum_steps, check_batch_size, make_mesh, start_backend
 
 FORMATS = ("table", "json")
 
@@ -48,16 +47,16 @@ def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any
         )
     mesh = make_mesh(**{axis: size for axis, size in config.mesh.items() if axis != "platform"})
     check_batch_size(mesh, config.global_batch_size, "global_batch_size")
+    check_accum_steps(mesh, config.global_batch_size, config.optimizer.accum_steps)
     return step.measure_step(config, mesh, num_steps=flags.steps)
 
 
 def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
-    """See `contact_sheet`; the PNG is `flags.output`."""
+    """See `benchmarks.augmentations`; the PNG is `flags.output`."""
     if flags.output is None:
         raise InputError("--output: missing; give the PNG file that the picture goes to")
-    from vit_jax.contact_sheet import draw_contact_sheet
+    from vit_jax.benchmarks.augmentations import draw_contact_sheet
 
-    start_backend(config.mesh.platform)
     draw_contact_sheet(config, flags.output)
 
 
@@ -89,6 +88,8 @@ def run(flags: argparse.Namespace) -> int:
         value = getattr(flags, name)
         if value not in known:
             raise InputError(f"--{name}={value}: {nearest(value, known)}")
+    if flags.steps is not None and flags.what != "step":
+        raise InputError(f"--steps={flags.steps}: is for --what=step; leave it out")
     if flags.steps is not None and flags.steps < 1:
         raise InputError(f"--steps={flags.steps}: needs a positive number")
     output = None if flags.output is None else files.absolute(flags.output)
@@ -101,7 +102,7 @@ def run(flags: argparse.Namespace) -> int:
     metrics.log_to_console(Console(stderr=True))
     start_backend(config.mesh.platform)
     figures = BENCHMARKS[flags.what](config, flags)
-    if figures is None or jax.process_index() > 0:
+    if figures is None:
         return os.EX_OK
     named = {"what": flags.what, "config": flags.config, "model": config.model.name, **figures}
     text = json.dumps(named, indent=2) + "\n"

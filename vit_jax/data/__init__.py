@@ -9,9 +9,9 @@ import functools
 from vit_jax.config import InputError
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.image_folder import folder
-from vit_jax.data.mixture import concatenate, parse_mix
+from vit_jax.data.mixture import concatenate, held_alike, parse_mix
 from vit_jax.data.ops import OPS, parse_ops
-from vit_jax.data.order import Order, check_order, make_order, resolve_order
+from vit_jax.data.order import Order, check_order, make_order, pair_distance, resolve_order
 from vit_jax.data.pipeline import (
     eval_batches,
     host_batches,
@@ -19,10 +19,11 @@ from vit_jax.data.pipeline import (
     read_labels,
     train_batches,
 )
-from vit_jax.data.prepared_tfds import check_reader, tfds_source
+from vit_jax.data.prepared_tfds import ON_DISK, check_reader, tfds_source
 from vit_jax.data.sources import Source, digits, synthetic
 
 __all__ = [
+    "ON_DISK",
     "OPS",
     "SOURCES",
     "Order",
@@ -31,11 +32,13 @@ __all__ = [
     "check_reader",
     "concatenate",
     "eval_batches",
+    "held_alike",
     "host_batches",
     "host_eval_batches",
     "make_device_transform",
     "make_order",
     "make_source",
+    "pair_distance",
     "parse_mix",
     "parse_ops",
     "read_labels",

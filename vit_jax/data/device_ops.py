@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from vit_jax.config import InputError
-
 _ERASED_ASPECT = 0.3  # of height to width, up to 1 / 0.3
 
 Batch = dict[str, jax.Array]
@@ -28,24 +26,14 @@ DeviceOp = Callable[[Batch, jax.Array, "Pairs"], Batch]
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Rows that are mixed with each other: within blocks of 2 R rows, j with j + R.
+    """Rows that are mixed with each other: within blocks of 2 D rows, j with j + D.
 
-    R is data.repeats: the augmentations of one record lie side by side, and none is mixed with
-    another. Pairs are fixed, so that they lie on one device and mixing moves nothing between
-    devices (if 2 R divides a device's share); which images meet is the shuffled order's doing.
+    D is `order.pair_distance`. Pairs are fixed, so that they lie on one device and mixing moves
+    nothing between devices (if 2 D divides a device's share); which images meet is the shuffled
+    order's doing.
     """
 
-    repeats: int = 1
-
-    def check(self, batch_size: int) -> None:
-        """Raises InputError if `batch_size` is not made of pairs."""
-        block = 2 * self.repeats
-        if batch_size % block:
-            of = "" if self.repeats == 1 else f", 2 x data.repeats={self.repeats}"
-            raise InputError(
-                f"global_batch_size={batch_size}: data.ops mixes pairs of images, so it needs a "
-                f"multiple of {block}{of}; try {max(batch_size // block, 1) * block}"
-            )
+    distance: int = 1
 
     def swapped(self, x: jax.Array) -> jax.Array:
         """Each row's partner's: (B, ...) -> (B, ...)."""
@@ -57,8 +45,7 @@ class Pairs:
         return jnp.broadcast_to(blocks[:, :1], blocks.shape).reshape(x.shape)
 
     def _blocks(self, x):
-        self.check(x.shape[0])
-        return x.reshape(-1, 2, self.repeats, *x.shape[1:])
+        return x.reshape(-1, 2, self.distance, *x.shape[1:])
 
 
 def flip() -> DeviceOp:
@@ -164,7 +151,7 @@ def make_device_transform(
     std: Sequence[float],
     *,
     num_classes: int,
-    repeats: int = 1,
+    distance: int = 1,
 ) -> Callable[[Batch, jax.Array], Batch]:
     """The device's share of preprocessing, for training.
 
@@ -173,13 +160,13 @@ def make_device_transform(
       mean: per channel, of pixels in [0, 1].
       std: likewise.
       num_classes: C, of the labels.
-      repeats: of each record, side by side in the batch; see `Pairs`.
+      distance: between rows that are mixed; see `Pairs`. Twice this divides B if an op mixes.
 
     Returns:
       transform(batch, row_keys (B,)) -> batch; pure. Images uint8 (B, H, W, 3) become float32 in
       the value range. Labels stay int32 (B,), or become float32 (B, C) where an op mixes them.
     """
-    pairs = Pairs(repeats)
+    pairs = Pairs(distance)
 
     def transform(batch, row_keys):
         for i, op in enumerate(device_ops):

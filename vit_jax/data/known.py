@@ -52,8 +52,13 @@ def known_sizes(
             parts = tfds.core.ReadInstruction.from_spec(split).to_absolute(infos)
         except ValueError as error:
             raise InputError(f"data.split={split!r} of {name}: {error}") from error
-        num_examples = sum(
+        sizes = [
             (splits[part.splitname] if part.to is None else part.to) - (part.from_ or 0)
             for part in parts
-        )
+        ]
+        num_examples = sum(sizes)
+        if num_examples < 1 or min(sizes) < 0:
+            raise InputError(
+                f"data.split={split!r} of {name} holds no examples, or ends before it begins"
+            )
     return num_classes or known_classes, num_examples

@@ -39,7 +39,7 @@ def parse_mix(text: str) -> tuple[Part, ...]:
         name, at, split = (word.strip() for word in names.partition("@"))
         try:
             part = Part(name, split if at else None, float(weight))
-            if not (equals and name and (split or not at) and round(part.weight * 2**20) > 0):
+            if not (equals and name and (split or not at) and weight_units([part.weight])[1] > 0):
                 raise ValueError
             parts.append(part)
         except (ValueError, OverflowError):
@@ -104,15 +104,18 @@ def _check_alike(first: Source, other: Source) -> None:
             f"{first.name} {first.split} has {first.num_classes}; label {label} is {pair[1]!r} "
             f"in the one and {pair[0]!r} in the other; needed: the same classes in the same order"
         )
-    held_alike = first.encoded == other.encoded and (
-        first.encoded or first.image_shape == other.image_shape
-    )
-    if not held_alike:
+    if not held_alike([first, other]):
         raise InputError(
             f"data.mix: {first.name} {first.split} comes as {_form(first)} and {other.name} "
-            f"{other.split} as {_form(other)}; set data.reader=offsets (or array_record), which "
-            "leaves the images of a TFDS data set encoded"
+            f"{other.split} as {_form(other)}; needed: encoded images of all, as a folder has "
+            "them and a TFDS data set too if data.reader is left out, or pixels of one size, as "
+            "digits has them and by data.reader=memory a TFDS data set whose images have one size"
         )
+
+
+def held_alike(sources: Sequence[Source]) -> bool:
+    """Whether all are encoded, or all are pixels of one size, as `concatenate` needs them."""
+    return len({None if source.encoded else source.image_shape for source in sources}) == 1
 
 
 def _form(source: Source) -> str:

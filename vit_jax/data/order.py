@@ -44,7 +44,7 @@ def resolve_order(
 
     By record below 100 million examples, by chunk from there on. The streams of `chunk` are by
     default the largest power of two up to 256 that gives a batch 8 consecutive records or more
-    of each; those of `record` are None.
+    of each; those of `record` are None, also if they are given and the name is not.
 
     Args:
       name: of ORDERS, or None.
@@ -58,7 +58,19 @@ def resolve_order(
         records = global_batch_size // repeats
         largest = min(_MAX_STREAMS, max(records // _MIN_RUN, 1))
         streams = math.gcd(records, 2 ** (largest.bit_length() - 1))
-    return name, streams
+    return name, streams if name == "chunk" else None
+
+
+def pair_distance(name: str, streams: int | None, *, global_batch_size: int, repeats: int) -> int:
+    """Between two rows of a batch that are mixed with each other (device_ops.py).
+
+    What lies nearer is of the same record (`repeats`), or, under `chunk`, what a stream gives to
+    the batch: neighbours in the data, which would meet in every epoch and are often of one class.
+
+    Args: as `resolve_order` takes and gives them.
+    """
+    run = 1 if name == "record" else global_batch_size // repeats // streams
+    return repeats * run
 
 
 def check_order(
@@ -68,10 +80,13 @@ def check_order(
     streams: int | None,
     repeats: int,
     global_batch_size: int | None,
+    mixes: bool = False,
 ) -> None:
-    """Raises InputError, naming the key below `data`, for what `make_order` could not be given.
+    """Raises InputError, naming the key, for what `make_order` could not be given.
 
-    A `global_batch_size` of None, or below 1, is found fault with elsewhere.
+    If `mixes`, as data.ops may, a batch must also be made of pairs `pair_distance` apart; with a
+    `name` of None this is checked as for `record`, which needs less. A `global_batch_size` of
+    None, or below 1, is found fault with elsewhere.
     """
     faults = []
     if name is not None and name not in ORDERS:
@@ -81,6 +96,11 @@ def check_order(
     for key, value in (("repeats", repeats), ("streams", streams)):
         if value is not None and value < 1:
             faults.append(f"data.{key}={value}: needs a positive number")
+    if name == "record" and streams is not None:
+        faults.append(
+            f"data.streams={streams}: data.order='record' has none; leave it out, or set "
+            "data.order=chunk"
+        )
     if global_batch_size is not None and global_batch_size > 0 and repeats > 0:
         records = global_batch_size // repeats
         if global_batch_size % repeats:
@@ -94,6 +114,23 @@ def check_order(
                 f"(global_batch_size / data.repeats); try {math.gcd(records, streams)}, or leave "
                 "it out"
             )
+        elif mixes and records % 2:
+            block = 2 * repeats
+            of = "" if repeats == 1 else f", 2 x data.repeats={repeats}"
+            faults.append(
+                f"global_batch_size={global_batch_size}: data.ops mixes pairs of images, so it "
+                f"needs a multiple of {block}{of}; try {max(global_batch_size // block, 1) * block}"
+            )
+        elif mixes and name == "chunk" and (streams is None or streams > 0):
+            how = {"global_batch_size": global_batch_size, "repeats": repeats}
+            _, streams = resolve_order(name, streams, num_examples=0, **how)
+            if streams % 2:
+                faults.append(
+                    f"data.streams={streams}: data.ops mixes the images of one stream with those "
+                    "of the next, so data.order=chunk needs an even number that divides the "
+                    f"{records} records of a batch (global_batch_size / data.repeats); try "
+                    f"{2 * streams}"
+                )
     if faults:
         raise InputError(*faults)
 

@@ -94,20 +94,23 @@ def eval_batches(
 def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
     """The labels of the records from `start` to before `stop`: int32 (stop - start,).
 
-    Images are not decoded, nor read where the source keeps its labels apart. A record that cannot
-    be read has the label -1.
+    Images are not decoded, nor read where the source keeps its labels apart, as a folder does. A
+    record whose label cannot be read has the label -1.
     """
+
+    def label_of(record_ids, example):  # in the map that reads, so that the rest of it is pruned
+        return record_ids, example["label"], example["mask"]
+
     ids = tf.data.Dataset.range(start, stop)
     by_batch = ids.batch(_LABELS_AT_ONCE)
     if not source.encoded:
-        examples = by_batch.map(lambda i: (i, source.read(i))).unbatch()
+        found = by_batch.map(lambda i: label_of(i, source.read(i))).unbatch()
     elif source.runs is None:
-        examples = ids.map(lambda i: (i, source.read(i)), tf.data.AUTOTUNE).ignore_errors()
+        found = ids.map(lambda i: label_of(i, source.read(i)), tf.data.AUTOTUNE).ignore_errors()
     else:
         stored = tf.data.Dataset.zip(ids, stored_records(source.runs, by_batch))
-        examples = stored.map(lambda i, s: (i, source.runs.parse(s, i)), tf.data.AUTOTUNE)
-        examples = examples.ignore_errors()
-    found = examples.map(lambda i, example: (i, example["label"], example["mask"]))
+        found = stored.map(lambda i, s: label_of(i, source.runs.parse(s, i)), tf.data.AUTOTUNE)
+        found = found.ignore_errors()
     labels = np.full(stop - start, -1, np.int32)
     for record_ids, label, mask in found.batch(_LABELS_AT_ONCE).as_numpy_iterator():
         labels[record_ids - start] = np.where(mask > 0, label, -1)
@@ -164,14 +167,14 @@ def host_eval_batches(
     Raises: InputError, before the first batch, if the ops do not give image_size.
     """
     local_rows = tf.constant(rows, tf.int64)
-
     num_records = source.num_examples if record_ids is None else len(record_ids)
+    chosen = None if record_ids is None else tf.constant(record_ids, tf.int64)
 
     def arrange(step):
         positions = step * global_batch_size + local_rows
         found = positions
-        if record_ids is not None:
-            found = tf.gather(tf.constant(record_ids, tf.int64), positions % num_records)
+        if chosen is not None:
+            found = tf.gather(chosen, positions % num_records)
         return tf.where(positions < num_records, found, -1), order.keys(positions, seed=0)
 
     steps = range(math.ceil(num_records / global_batch_size))

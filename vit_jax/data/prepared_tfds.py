@@ -29,6 +29,7 @@ _SMALL_BYTES = 1 << 30  # of files and pixels: up to there a split is held in me
 # What the readers read; memory is filled by the reader of the files' format.
 FORMATS = {"offsets": "tfrecord", "array_record": "array_record"}
 READERS = ("memory", *FORMATS)
+ON_DISK = "on_disk"  # of the two the one that fits; for callers, a config has READERS
 
 
 def check_reader(reader: str | None) -> None:
@@ -57,7 +58,8 @@ def tfds_source(
       memory        all of them now, once; decoded too, where features.json fixes the size
       offsets       each when it is asked for, from TFRecord files by its byte offset
       array_record  likewise, from array_record files
-      None          memory if files and pixels are small and fit, else as the files are
+      on_disk       one of these two, by the files
+      None          memory if files and pixels are small and fit, else on_disk
 
     Raises: InputError if the data set or a file is missing or not as dataset_info.json says, if
       it has no `image` or no class `label`, if there is no such split, if `reader` does not read
@@ -78,8 +80,15 @@ def tfds_source(
         num_examples = builder.info.splits[split].num_examples
     except (ValueError, KeyError) as error:
         raise InputError(f"data.split={split!r} of {full_name}: {error}") from error
-    if not num_examples:
-        raise InputError(f"data.split={split!r} of {full_name} holds no examples")
+    # Of a slice that ends before it begins TFDS makes any number of examples, negative ones too.
+    slices = []
+    if "[" in split:
+        slices = tfds.core.ReadInstruction.from_spec(split).to_absolute(builder.info.splits)
+    backwards = any(s.to is not None and s.to < (s.from_ or 0) for s in slices)
+    if backwards or num_examples < 1:
+        raise InputError(
+            f"data.split={split!r} of {full_name} holds no examples, or ends before it begins"
+        )
     parts = builder.info.splits[split].file_instructions
     segments = np.cumsum([0, *(part.take for part in parts)])[:-1]
 
@@ -132,6 +141,8 @@ def _choose_reader(reader, builder, parts, num_examples, image_shape) -> str:
             f"{' or '.join(by_format)}; prepare it anew in one of them"
         )
     on_disk = by_format[_format(builder)]
+    if reader == ON_DISK:
+        reader = on_disk
     if reader not in (None, "memory", on_disk):
         raise InputError(
             f"data.reader={reader!r}: {builder.info.full_name} is stored as {_format(builder)}; "

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.config import SplitKey
+from vit_jax.config import Faults, SplitKey, collect_faults
 from vit_jax.data import Source
 from vit_jax.evaluators.classification import make_classification
 from vit_jax.evaluators.fewshot import make_fewshot
@@ -24,10 +24,17 @@ def evaluate(name: str, evaluator, state: TrainState) -> dict[str, float]:
 
     Where the state holds an average of the parameters, that is what the metrics are about; those of
     the parameters themselves follow as "name/metric_raw". Counts are told once.
+
+    Raises:
+      InputError: naming a key of the evaluator's entry, if it finds nothing to measure on.
     """
 
     def run(params):
-        return evaluator.run(state.replace(params=params, ema={}))
+        faults = Faults()
+        measured = state.replace(params=params, ema={})
+        results = faults.check(evaluator.run, measured, prefix=f"evals.{name}.")
+        collect_faults(faults)
+        return results
 
     if not state.ema:
         return {f"{name}/{key}": value for key, value in run(state.params).items()}

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vit_jax.config import collect_faults
+from vit_jax.config import InputError, collect_faults
 from vit_jax.data import Source, read_labels
 from vit_jax.evaluators.inputs import EvalInputs
 
@@ -168,10 +168,16 @@ class FewShot:
         return draws
 
     def run(self, state) -> dict[str, float]:
-        """The metrics of `state`."""
+        """The metrics of `state`.
+
+        Raises:
+          InputError: naming the split's key, if no image of the test split, or none of those drawn
+            from the support split, can be read; the same on every process.
+        """
         chosen = np.unique(self._draws)
-        support = self._features(state, self._support_batches(chosen[chosen >= 0]))
-        test = self._features(state, self._test_batches())
+        support_batches = self._support_batches(chosen[chosen >= 0])
+        support = self._features(state, support_batches, "train_split")
+        test = self._features(state, self._test_batches(), "test_split")
         results = {}
         for shots in self._shots:
             top1 = np.array([self._top1(drawn[:, :shots], support, test) for drawn in self._draws])
@@ -183,7 +189,7 @@ class FewShot:
                 results[f"{shots}shot_l2"] = float(self._l2[best])
         return results
 
-    def _features(self, state, batches: Iterable[dict]) -> Features:
+    def _features(self, state, batches: Iterable[dict], split_key: str) -> Features:
         parts, pending = [], []
 
         def fetch(count):
@@ -196,11 +202,13 @@ class FewShot:
             pending.append(self._compute(state, batch))
             fetch(max(len(pending) - _BATCHES_IN_FLIGHT, 0))
         fetch(len(pending))
+        _need_images(sum(len(ids) for _, _, ids in parts), split_key)
         return Features(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def _top1(self, drawn: np.ndarray, support: Features, test: Features) -> list[float]:
         """The accuracy for each weight of `l2`."""
         rows = np.isin(support.id_N, drawn)
+        _need_images(rows.sum(), "train_split")
         predictions = predict(
             support.x_ND[rows],
             support.label_N[rows],
@@ -209,6 +217,14 @@ class FewShot:
             l2=self._l2,
         )
         return [float((predicted == test.label_N).mean()) for predicted in predictions]
+
+
+def _need_images(number: int, split_key: str) -> None:
+    if number == 0:
+        raise InputError(
+            f"{split_key}: none of the images that few-shot evaluation needs of it can be read; "
+            "the warnings above name the records: repair them, or choose another split"
+        )
 
 
 def gather_labels(source: Source) -> np.ndarray:

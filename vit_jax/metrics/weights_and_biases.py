@@ -36,8 +36,8 @@ class WeightsAndBiases:
     client loses what it holds when it is killed, are sent again from metrics.jsonl.
 
     W&B never ends a run. Where it cannot be reached at the start, or there is no login, the run
-    is recorded offline in WORKDIR/wandb, for `wandb sync` to send; where it fails later it is left
-    out from there on. `WANDB_MODE=offline` records offline from the start.
+    is recorded offline in WORKDIR/wandb, for `wandb sync` to send; where that fails too, or W&B
+    fails later, it is left out from there on. `WANDB_MODE=offline` records offline from the start.
 
     Args:
       workdir: of the run; its name is the W&B run's.
@@ -77,12 +77,17 @@ class WeightsAndBiases:
                 ),
             )
 
-        try:
-            self._run = init(None)
-        except wandb.Error as e:
-            logger.warning("log.wandb: W&B cannot be reached (%s); recording offline", e)
-            wandb.teardown()  # its service still holds the run's id
-            self._run = init("offline")
+        self._run = None
+        for mode, instead in ((None, "recording offline"), ("offline", "it is left out")):
+            try:
+                self._run = init(mode)
+                break
+            except Exception as e:  # whatever it is, it shall not end the run
+                what = "fails offline too" if mode else "cannot be reached"
+                logger.warning("log.wandb: W&B %s (%s); %s", what, e, instead)
+                wandb.teardown()  # its service still holds the run's id
+        if self._run is None:
+            return
         if self._run.offline:
             logger.info("W&B: offline; send it by: wandb sync %s", os.path.dirname(self._run.dir))
         elif self._run.url:  # there is none with WANDB_MODE=disabled
@@ -96,7 +101,7 @@ class WeightsAndBiases:
             return
         try:
             self._run.log(dict(scalars), step=step)
-        except Exception as e:  # whatever it is, it shall not end the run
+        except Exception as e:  # see above
             logger.warning("log.wandb: W&B failed at step %d (%s); it is left out now", step, e)
             self._run = None
 
