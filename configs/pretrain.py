@@ -10,7 +10,7 @@ CPU, under a minute, synthetic data: --config=configs/pretrain.py:ViT-L/16,image
 """
 
 from vit_jax.config import InputError, base_config, classification, fewshot, split_words
-from vit_jax.recipes import find_pretraining
+from vit_jax.recipes import SPLITS, find_pretraining
 
 WORDS = {
     "debug": "20 steps of a tiny model",
@@ -19,14 +19,6 @@ WORDS = {
     "30ep": "30 epochs",
     "90ep": "90 epochs",
     "fewshot": "5-shot ImageNet on the way, as in the paper's figures",
-}
-
-# Where each data set has its images to train on and to validate with. The two large ones have no
-# validation split of their own: as many images as ImageNet's are held out.
-SPLITS = {
-    "imagenet2012": ("train", "validation"),
-    "imagenet21k": ("train[50000:]", "train[:50000]"),
-    "jft": ("train[50000:]", "train[:50000]"),
 }
 
 

@@ -10,6 +10,14 @@ from typing import NamedTuple
 from vit_jax.config import InputError, nearest
 from vit_jax.models.variants import parse_vit_name
 
+# Where each data set has its images to train on and to validate with. The two large ones have no
+# validation split of their own: as many images as ImageNet's are held out.
+SPLITS = {
+    "imagenet2012": ("train", "validation"),
+    "imagenet21k": ("train[50000:]", "train[:50000]"),
+    "jft": ("train[50000:]", "train[:50000]"),
+}
+
 
 class Pretraining(NamedTuple):
     """A row of table 3; common to all: batch 4096, 10k steps of warm-up, Adam, 224 px.
