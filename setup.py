@@ -1,8 +1,9 @@
-"""Installs vit_jax: `pip install -e .`, with the extras test, tpu, cuda, plan, wandb."""
+"""Installs vit_jax: `pip install -e .`, with the extras test, tpu, cuda, plan, gcs, wandb."""
 
 from setuptools import find_packages, setup
 
 WANDB = "wandb>=0.31.0"
+GCS = ["google-cloud-storage>=3.0.0", "google-cloud-storage-control>=1.0.0"]  # what orbax needs
 LIBTPU = "libtpu>=0.0.51; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
 # Lower bounds are the versions that the tests have passed with; none is older.
@@ -27,7 +28,9 @@ setup(
         "orbax-checkpoint>=0.12.8",
         "pillow>=13.0.0",
         "psutil>=7.2.2",
+        "pyyaml>=6.0.3",
         "rich>=15.0.0",
+        "safetensors>=0.8.0",
         "scikit-learn>=1.9.1",
         "tensorboard>=2.21.0",
         # TensorFlow reads data, on the CPU only; where there is no CPU build, the full one does.
@@ -36,9 +39,18 @@ setup(
         "tensorflow-datasets>=4.9.10",
     ],
     extras_require={
-        "test": ["pytest>=9.0.0", "pytest-xdist>=3.8.0", "ruff>=0.15.0", LIBTPU, WANDB],
+        "test": [
+            "jsonschema>=4.26.0",
+            "kubernetes-validate>=1.37.0",
+            "pytest>=9.0.0",
+            "pytest-xdist>=3.8.0",
+            "ruff>=0.15.0",
+            LIBTPU,
+            WANDB,
+        ],
         "plan": [LIBTPU],
         "wandb": [WANDB],
+        "gcs": GCS,
         "tpu": ["jax[tpu]>=0.10.2"],
         "cuda": ["jax[cuda13]>=0.10.2"],
     },

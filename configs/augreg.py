@@ -14,7 +14,8 @@ python -m vit_jax.main --config=configs/augreg.py:ViT-B/16,imagenet21k,medium1 -
 CPU, under a minute, synthetic data: --config=configs/augreg.py:ViT-B/16,imagenet21k,medium1,debug
 """
 
-from vit_jax.config import InputError, base_config, classification, split_words
+from vit_jax.config import base_config, classification, split_words
+from vit_jax.errors import InputError
 from vit_jax.models.variants import parse_vit_name
 from vit_jax.recipes import SPLITS, find_augreg
 

@@ -7,7 +7,8 @@ Minutes on a CPU: --config=configs/cifar10.py:small (1.2M parameters, 3 epochs)
 A few seconds, synthetic data: --config=configs/cifar10.py:debug
 """
 
-from vit_jax.config import InputError, base_config, classification, refuse_words, split_words
+from vit_jax.config import base_config, classification, refuse_words, split_words
+from vit_jax.errors import InputError
 from vit_jax.recipes import AUGREG
 
 WORDS = {

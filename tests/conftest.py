@@ -20,10 +20,24 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error:::vit_jax")
     if hasattr(config, "cache"):
         os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("xdg"))
-        # What was compiled once is kept for the next run.
-        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        # What was compiled once is kept for the next run, and for the processes that tests start.
+        kept = {
+            "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
+            "jax_persistent_cache_min_compile_time_secs": 0.0,
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+        }
+        for name, value in kept.items():
+            jax.config.update(name, value)
+            os.environ[name.upper()] = str(value)
+
+
+# Files of few tests that start processes: first, so that no worker is left with them in the end.
+LONG_FILES = ("test_resume.py", "test_processes.py", "test_faults.py", "test_elastic.py",
+              "test_corrupt_data.py", "test_local.py", "test_train.py")  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
 
 
 @pytest.fixture(autouse=True)

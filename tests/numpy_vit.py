@@ -28,15 +28,17 @@ def gelu(x, form):
 
 
 def dense(p, x):
-    return x @ p["kernel"] + p["bias"]
+    return x @ p["kernel"] + p.get("bias", 0)
 
 
 def layer_norm(p, x_ND):
+    if "bias" not in p:
+        return x_ND / np.sqrt((x_ND**2).mean(-1, keepdims=True) + 1e-6) * p["scale"]
     mean, variance = x_ND.mean(-1, keepdims=True), x_ND.var(-1, keepdims=True)
     return (x_ND - mean) / np.sqrt(variance + 1e-6) * p["scale"] + p["bias"]
 
 
-def attention(p, queries_ND, tokens_MD, num_heads):
+def attention(p, queries_ND, tokens_MD, num_heads, norm="layer"):
     q_ND = dense(p["query"], queries_ND)
     k_MD, v_MD = dense(p["key"], tokens_MD), dense(p["value"], tokens_MD)
     head_width = q_ND.shape[1] // num_heads
@@ -45,8 +47,9 @@ def attention(p, queries_ND, tokens_MD, num_heads):
         part = slice(i * head_width, (i + 1) * head_width)
         q_NK, k_MK = q_ND[:, part], k_MD[:, part]
         if "query_norm" in p:
-            q_NK = layer_norm(p["query_norm"] | {"bias": 0}, q_NK)
-            k_MK = layer_norm(p["key_norm"] | {"bias": 0}, k_MK)
+            bias = {"bias": 0} if norm == "layer" else {}
+            q_NK = layer_norm(p["query_norm"] | bias, q_NK)
+            k_MK = layer_norm(p["key_norm"] | bias, k_MK)
         scores_NM = q_NK @ k_MK.T / np.sqrt(head_width)
         weights_NM = np.exp(scores_NM - scores_NM.max(axis=1, keepdims=True))
         weights_NM /= weights_NM.sum(axis=1, keepdims=True)
@@ -58,12 +61,17 @@ def mlp(p, x_ND, form):
     return dense(p["down"], gelu(dense(p["up"], x_ND), form))
 
 
-def encoder_block(p, x_ND, num_heads, form):
+def encoder_block(p, x_ND, num_heads, form, norm="layer"):
     def scaled(branch, y_ND):
         return p[branch]["scale"] * y_ND if branch in p else y_ND
 
+    if "norm" in p:
+        y_ND = layer_norm(p["norm"], x_ND)
+        attended_ND = attention(p["attention"], y_ND, y_ND, num_heads, norm)
+        x_ND = x_ND + scaled("scale_attention", attended_ND)
+        return x_ND + scaled("scale_mlp", mlp(p["mlp"], y_ND, form))
     y_ND = layer_norm(p["norm_attention"], x_ND)
-    x_ND = scaled("scale_attention", attention(p["attention"], y_ND, y_ND, num_heads)) + x_ND
+    x_ND = scaled("scale_attention", attention(p["attention"], y_ND, y_ND, num_heads, norm)) + x_ND
     return scaled("scale_mlp", mlp(p["mlp"], layer_norm(p["norm_mlp"], x_ND), form)) + x_ND
 
 
@@ -113,23 +121,27 @@ def vit(model, params, image):
         x_ND += sincos(grid, model.width)
     if model.pos_embed == "learned_1d" and not model.pos_embed_class_token:
         x_ND += p["pos_embedding"][0]
-    if model.pool == "token":
-        x_ND = np.concatenate([p["class_token"][0], x_ND])
+    prefix = [p[name][0] for name in ("class_token", "distillation_token") if name in p]
+    x_ND = np.concatenate([*prefix, x_ND])
     if model.pos_embed == "learned_1d" and model.pos_embed_class_token:
         x_ND += p["pos_embedding"][0]
     for i in range(model.depth):
-        x_ND = encoder_block(p["encoder"][f"layer_{i}"], x_ND, model.num_heads, model.gelu)
-    x_ND = layer_norm(p["encoder"]["norm"], x_ND)
+        layer = p["encoder"][f"layer_{i}"]
+        x_ND = encoder_block(layer, x_ND, model.num_heads, model.gelu, model.norm)
+    if not model.norm_pooled:
+        x_ND = layer_norm(p["encoder"]["norm"], x_ND)
     if model.pool == "token":
         x_D = x_ND[0]
     elif model.pool == "gap":
-        x_D = x_ND.mean(axis=0)
+        x_D = x_ND[len(prefix) :].mean(axis=0)
     else:
-        x_D = map_head(p["map_head"], x_ND, model.num_heads, model.gelu)
+        x_D = map_head(p["map_head"], x_ND[len(prefix) :], model.num_heads, model.gelu)
+    if model.norm_pooled:
+        x_D = layer_norm(p["pooled_norm"], x_D)
     y_D = np.tanh(dense(p["head_hidden"], x_D)) if model.hidden_head else x_D
     return {
         "tokens": x_ND,
         "features": x_D,
         "pre_logits": y_D,
-        "__call__": dense(p["head"], y_D) if model.num_classes else y_D,
+        "__call__": dense(p["head"], y_D) if model.num_classes else x_D,
     }

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vit_jax import checkpoint
-from vit_jax.config import InputError
+from vit_jax.checksums import checksums
+from vit_jax.errors import InputError
 from vit_jax.mesh import make_mesh
 from vit_jax.step import TrainState
 
@@ -125,12 +126,12 @@ def test_when_none_is_valid_the_run_is_refused_and_nothing_is_moved(directory):
 
 def test_checksums_see_every_bit_and_every_place():
     state = make_state(0)
-    reference = checkpoint.checksums(state)
+    reference = checksums(state)
     kernel = state.params["layer"]["kernel"]
 
     def changed(kernel):
         params = {"layer": state.params["layer"] | {"kernel": kernel}}
-        found = checkpoint.checksums(state.replace(params=params))
+        found = checksums(state.replace(params=params))
         return {name for name in found if found[name] != reference[name]}
 
     assert changed(kernel) == set()
@@ -143,8 +144,8 @@ def test_checksums_see_every_bit_and_every_place():
     swapped = kernel.at[0, 0].set(kernel[0, 1]).at[0, 1].set(kernel[0, 0])
     assert changed(swapped) == {"params/layer/kernel"}
     assert changed(kernel[::-1]) == {"params/layer/kernel"}
-    zero = checkpoint.checksums({"x": jnp.zeros(3)})
-    assert zero != checkpoint.checksums({"x": -jnp.zeros(3)})
+    zero = checksums({"x": jnp.zeros(3)})
+    assert zero != checksums({"x": -jnp.zeros(3)})
 
 
 def test_checksums_and_restored_values_do_not_depend_on_the_mesh(directory):
@@ -156,8 +157,8 @@ def test_checksums_and_restored_values_do_not_depend_on_the_mesh(directory):
     state, meta = checkpoint.restore_newest(directory, target)
     assert meta["step"] == 2
     assert state.params["layer"]["kernel"].sharding == kernel
-    assert checkpoint.checksums(state) == meta["checksums"]
-    assert checkpoint.checksums(make_state(2)) == meta["checksums"]
+    assert checksums(state) == meta["checksums"]
+    assert checksums(make_state(2)) == meta["checksums"]
 
 
 def test_parameters_alone_can_be_restored(directory):

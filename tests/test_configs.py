@@ -8,9 +8,11 @@ import pytest
 from etils import epath
 from PIL import Image
 
-from vit_jax.config import InputError, eval_splits, load_config
+from vit_jax.config import eval_splits
+from vit_jax.config_text import load_config
 from vit_jax.data import parse_ops
 from vit_jax.data.pipeline import host_batches, host_eval_batches
+from vit_jax.errors import InputError
 from vit_jax.experiment import make_experiment, num_steps
 from vit_jax.mesh import make_mesh
 from vit_jax.run import prepare
@@ -206,7 +208,7 @@ def test_pretraining_data(data):
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("BiT-R50x1", "needs ViT-VARIANT/PATCH, e.g. ViT-B/16"),
+        ("BiT-R50x1", "needs BiT-VARIANT/PATCH, e.g. BiT-B/16"),
         ("ViT-B16", "needs ViT-VARIANT/PATCH"),
         ("ViT-l/16", "did you mean L?"),
         ("ViT-x9/16", "known: mu, Ti, S"),

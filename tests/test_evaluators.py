@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from vit_jax.config import InputError, SplitKey, classification, load_config
+from vit_jax.config import SplitKey, classification
+from vit_jax.config_text import load_config
 from vit_jax.data import make_source
+from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate, make_evaluators
 from vit_jax.evaluators.classification import Classification
 from vit_jax.experiment import make_experiment

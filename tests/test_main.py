@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vit_jax.commands import COMMANDS
-from vit_jax.config import apply_overrides, load_config, to_json
+from vit_jax.config_text import apply_overrides, load_config, to_json
 from vit_jax.main import main
 from vit_jax.run import open_sources
 from vit_jax.train import NonFiniteError, Preempted
@@ -157,7 +157,7 @@ def test_missing_config_file(refused):
         (lambda path: write(path.with_suffix(".npz"), b"garbage"), "not a readable .npz"),
         (lambda path: write(path.with_suffix(".npz"), b"PK\x03\x04garbage"), "not a readable .npz"),
         (lambda path: write(path.with_suffix(".npz"), b""), "not a readable .npz"),
-        (lambda path: other_arrays(path.with_suffix(".npz")), "not a Vision Transformer"),
+        (lambda path: other_arrays(path.with_suffix(".npz")), "embedding/kernel: absent"),
         (lambda path: write(path.with_suffix(".pth"), b"x"), "known: a workdir (with config.json"),
         (lambda path: path.mkdir() or path, "not a source of a known format"),
     ],
@@ -184,6 +184,11 @@ def test_init_from_workdir_without_checkpoint(refused, tmp_path):
     (path / "checkpoints").mkdir()
     err = train(refused, f"--config.init_from={path}")
     assert f"init_from={str(path)!r}: no checkpoint there yet" in err
+
+
+def test_an_unknown_convention_of_resampling(refused):
+    err = train(refused, "--config.init_resize=half_pixels")
+    assert "init_resize='half_pixels': did you mean half_pixel?" in err
 
 
 def test_init_from_that_does_not_fit(refused, golden):
@@ -227,7 +232,7 @@ def test_workdir_of_another_version(refused, tmp_path):
     config = make_workdir(tmp_path / "workdir") / "config.json"
     config.write_text(config.read_text().replace('"dropout"', '"drop_out"'))
     err = train(refused)
-    assert "config.json of another version: 2 faults\n  model.dropout: missing" in err
+    assert "use the one that wrote it: 2 faults\n  model.dropout: missing" in err
     assert "model.drop_out: no such key; did you mean dropout?" in err
     assert "model.drop_out: no such key" in refused("evaluate", "--workdir=WORKDIR")
     config.write_text("{")
@@ -299,8 +304,9 @@ def test_help(command, capsys):
     out, err = capsys.readouterr()
     assert (e.value.code, err) == (0, "")
     assert out.startswith(f"usage: python -m vit_jax.main {command} ")
-    runs = command != "benchmark"  # which has neither a workdir nor other processes
-    assert ("--workdir DIR" in out) == ("--coordinator HOST:PORT" in out) == runs
+    of_runs, of_jobs = ("train", "evaluate", "predict", "export"), ("train", "evaluate")
+    assert ("--workdir DIR" in out) == (command in of_runs)
+    assert ("--coordinator HOST:PORT" in out) == (command in of_jobs)
     assert f"python -m vit_jax.main{'' if command == 'train' else ' ' + command} --" in out
 
 

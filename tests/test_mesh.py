@@ -1,5 +1,6 @@
 import os
-import signal
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -8,16 +9,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from vit_jax import mesh as mesh_lib
-from vit_jax.config import InputError
+from vit_jax.errors import InputError
 from vit_jax.mesh import (
-    PreemptionGuard,
     accelerators_on_host,
     batch_sharding,
     check_accum_steps,
     check_batch_size,
     make_mesh,
     start_backend,
-    start_processes,
 )
 
 
@@ -140,20 +139,31 @@ def test_accelerators_show_by_their_device_files(monkeypatch):
     assert accelerators_on_host() == []
 
 
-def test_processes_are_told_all_or_nothing():
-    start_processes(None, None, None)
-    with pytest.raises(InputError) as error:
-        start_processes("localhost:1234", None, 0)
-    assert str(error.value).startswith("--num_processes: missing")
+SLICES = """
+import sys
+from jax.experimental import topologies
+from vit_jax.errors import InputError
+from vit_jax.mesh import make_mesh
+
+devices = topologies.get_topology_desc("v5e:2x4", "tpu", num_slices=2).devices
+for replica, data, fsdp in [(None, -1, 2), (4, -1, 2), (1, -1, 2), (-1, 2, 2)]:
+    try:
+        mesh = make_mesh(replica=replica, data=data, fsdp=fsdp, tensor=1, devices=devices)
+        slices = [len({device.slice_index for device in part.flat}) for part in mesh.devices]
+        print(tuple(mesh.shape.values()), slices)
+    except InputError as e:
+        print(e)
+"""
 
 
-def test_sigterm_is_noticed_and_the_handler_put_back():
-    before = signal.getsignal(signal.SIGTERM)
-    with PreemptionGuard() as guard:
-        assert not guard.should_stop(0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert guard.should_stop(1)
-        assert guard.should_stop(2)
-    assert signal.getsignal(signal.SIGTERM) == before
-    with PreemptionGuard() as guard:
-        assert not guard.should_stop(0)
+def test_each_slice_holds_whole_replicas():
+    pytest.importorskip("libtpu")
+    env = os.environ | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
+    job = subprocess.run([sys.executable, "-c", SLICES], env=env, capture_output=True, text=True)
+    assert job.stdout.splitlines() == [
+        "(2, 4, 2, 1) [1, 1]",
+        "(4, 2, 2, 1) [1, 1, 1, 1]",
+        "mesh.replica=1: the devices are 2 slices, and each must hold whole replicas; set "
+        "--config.mesh.replica=2 or a multiple of it",
+        "(4, 2, 2, 1) [1, 1, 1, 1]",
+    ], job.stderr  # fmt: skip

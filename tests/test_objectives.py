@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit_jax.config import InputError
+from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.objectives.supervised import LOSSES, hits, make_loss, make_supervised
 

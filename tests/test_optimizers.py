@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from vit_jax import tree
-from vit_jax.config import InputError
+from vit_jax.errors import InputError
 from vit_jax.optimizers import OPTIMIZERS, make_optimizer
 from vit_jax.transfer.rules import stack_layers, unstack_layers
 

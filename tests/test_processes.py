@@ -1,68 +1,292 @@
-"""Two processes of one job do what one process with as many devices does."""
+"""Processes of one job do what one process with as many devices does, and agree before they do."""
 
 import os
-import pathlib
 import signal
-import socket
-import subprocess
-import sys
+import threading
 
+import jax
 import numpy as np
+import pytest
+from etils import epath
+from started_job import TERMINATE, Job
 from test_resume import final_state, rows
 
-ROOT = pathlib.Path(__file__).parent.parent
+from vit_jax import processes
+from vit_jax.errors import InputError
+from vit_jax.processes import (
+    PreemptionGuard,
+    ProcessError,
+    agree,
+    check_devices,
+    check_one_workdir,
+    start,
+)
+
+# With Adam's usual eps the noise of gradients that are zero in exact arithmetic is scaled up.
+RUN = ("--config=configs/quickstart.py:debug", "--config.mesh.fsdp=2",
+       "--config.optimizer.eps=1e-3", "--num_devices=4")  # fmt: skip
 
 
-def start(workdir, devices, *words):
-    # With Adam's usual eps the noise of gradients that are zero in exact arithmetic is scaled up.
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    return subprocess.Popen(
-        [
-            sys.executable, "-m", "vit_jax.main", "--config=configs/quickstart.py:debug",
-            f"--workdir={workdir}", "--config.mesh.fsdp=2", "--config.optimizer.eps=1e-3", *words,
-        ],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
+def finished(folder, *words, **kwargs):
+    """The outputs of a job that ends well."""
+    folder.mkdir(exist_ok=True)
+    with Job(folder, *RUN, f"--workdir={folder}/run", *words, **kwargs) as job:
+        assert set(job.codes()) == {0}, job.everything()
+        return [job.said(i) for i in range(len(job.outputs))]
 
 
-def start_two(workdir, *words):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    job = (f"--coordinator=localhost:{port}", "--num_processes=2")
-    return [start(workdir, 2, *job, f"--process_id={i}", *words) for i in range(2)]
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    finished(folder, num_processes=1, devices=4)
+    return folder / "run"
 
 
-def test_two_processes_end_where_one_does(tmp_path):
-    alone = start(tmp_path / "alone", 4)
-    output, _ = alone.communicate(timeout=300)
-    assert alone.returncode == 0, output
-
-    # The second is told to stop on its way: both save the same step, and go on from there.
-    both = start_two(tmp_path / "both")
-    for line in both[0].stdout:
-        if line.startswith("start: from scratch"):
-            both[1].send_signal(signal.SIGTERM)
-    outputs = [process.communicate(timeout=300)[0] for process in both]
-    assert [process.returncode for process in both] == [75, 75], outputs
-
-    both = start_two(tmp_path / "both")
-    outputs = [process.communicate(timeout=300)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    assert "2 host(s)" in outputs[0] and "start: resumed at step" in outputs[0]
-    assert "step 40/40" not in outputs[1]  # the first alone speaks
-
-    (step, found), (last, expected) = (
-        final_state(tmp_path / "both"),
-        final_state(tmp_path / "alone"),
-    )
+def check_same_end(found, expected):
+    """Metrics and state to float tolerance; what is counted, exactly."""
+    (step, state), (last, expected_state) = final_state(found), final_state(expected)
     assert step == last == 40
-    for name, leaf in expected.items():
-        np.testing.assert_allclose(found[name], leaf, rtol=1e-3, atol=1e-5, err_msg=name)
-    for mine, other in zip(rows(tmp_path / "both"), rows(tmp_path / "alone"), strict=True):
+    for name, leaf in expected_state.items():
+        np.testing.assert_allclose(state[name], leaf, rtol=1e-3, atol=1e-5, err_msg=name)
+    for mine, other in zip(rows(found), rows(expected), strict=True):
         assert mine.keys() == other.keys()
         np.testing.assert_allclose(list(mine.values()), list(other.values()), rtol=1e-3)
+        assert mine.get("test/num_examples", 360) == 360
+        assert mine.get("test/top1") == other.get("test/top1")
+
+
+def check_who_wrote(run, outputs, starts=1):
+    """Process 0 alone writes rows and speaks; every process writes its part of a checkpoint."""
+    assert f"{len(outputs)} host(s)" in outputs[0] and "step 40/40" in outputs[0]
+    assert not any("step 40/40" in output for output in outputs[1:])
+    assert len([*run.glob("events.out.tfevents.*")]) == starts
+    parts = [path.name for path in (run / "checkpoints/40/state").glob("ocdbt.process_*")]
+    assert sorted(parts) == [f"ocdbt.process_{i}" for i in range(len(outputs))]
+
+
+def test_two_processes_end_where_one_does(alone, tmp_path):
+    """One is told to stop on its way: both save the same step, and go on from there.
+
+    After that one of them takes, in what may last long, longer than a step may take.
+    """
+    with Job(tmp_path, *RUN, f"--workdir={tmp_path}/run") as job:
+        job.wait_until_said(0, "start: from scratch")
+        job.signal(1, TERMINATE)
+        assert job.codes() == [75, 75], job.everything()
+        stopped = [job.said(i).split("stopped by SIGTERM at ")[1].split(",")[0] for i in range(2)]
+    assert stopped[0] == stopped[1]
+    outputs = finished(
+        tmp_path,
+        "--config.job.step_deadline_s=6",
+        own={1: ("slow:9", ())},
+    )
+    assert f"start: resumed at {stopped[0]}" in outputs[0]
+    check_same_end(tmp_path / "run", alone)
+    check_who_wrote(tmp_path / "run", outputs, starts=2)
+
+
+@pytest.mark.slow
+def test_four_processes_end_where_one_does(alone, tmp_path):
+    outputs = finished(tmp_path, num_processes=4, devices=1)
+    check_same_end(tmp_path / "run", alone)
+    check_who_wrote(tmp_path / "run", outputs)
+
+
+class Store:
+    """What `jax.distributed` keeps, for threads in the place of processes."""
+
+    def __init__(self):
+        self.values, self.changed = {}, threading.Condition()
+
+    def key_value_set(self, key, value):
+        with self.changed:
+            assert key not in self.values
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def key_value_try_get(self, key):
+        return self.values[key]
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, timeout_ms / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.values[key]
+
+
+@pytest.fixture
+def on_each(monkeypatch):
+    """on_each(*calls): what each raises, run at once, as if each were a process; None: nothing."""
+    store, number = Store(), threading.local()
+    monkeypatch.setattr(processes, "client", lambda: store)
+    monkeypatch.setattr(jax, "process_index", lambda: number.value)
+    monkeypatch.setattr(processes, "_SHARED_WITHIN_S", 0.2)
+
+    def on_each(*calls, num_processes=None):
+        monkeypatch.setattr(jax, "process_count", lambda: num_processes or len(calls))
+        raised = [None] * len(calls)
+        monkeypatch.setattr(processes, "_next_comparison", lambda: 0)
+
+        def run(i):
+            number.value = i
+            try:
+                calls[i]()
+            except (InputError, ProcessError) as e:
+                raised[i] = e
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return raised
+
+    return on_each
+
+
+def test_processes_that_agree_go_on(on_each):
+    def compare():
+        agree("what they run", {"seed": 0, "packages": ("jax", "0.10")}, timeout_s=5)
+
+    assert on_each(*[compare] * 3) == [None] * 3
+
+
+def test_every_difference_is_told_with_its_processes_everywhere(on_each):
+    facts = [{"seed": 0, "batch": 8, "jax": "1"} for _ in range(4)]
+    facts[2]["seed"], facts[3]["jax"] = 1, "2"
+    del facts[0]["batch"]
+    calls = [lambda f=f: agree("what they run", f, timeout_s=5) for f in facts]
+    for error in on_each(*calls):
+        assert isinstance(error, InputError)
+        assert str(error).splitlines() == [
+            "the processes do not agree on what they run: 3 faults",
+            "  batch: missing on process 0; 8 on processes 1, 2, 3",
+            "  jax: '1' on processes 0, 1, 2; '2' on process 3",
+            "  seed: 0 on processes 0, 1, 3; 1 on process 2",
+        ]
+
+
+def test_who_does_not_come_is_named(on_each):
+    errors = on_each(
+        lambda: agree("the program", {}, timeout_s=0.2),
+        lambda: agree("the program", {}, timeout_s=0.2),
+        num_processes=4,
+    )
+    for error in errors:
+        assert isinstance(error, ProcessError)
+        assert str(error).startswith("processes 2, 3 did not come to the comparison of the program")
+
+
+def test_without_its_coordinator_a_process_does_not_wait_for_ever(on_each, monkeypatch):
+    monkeypatch.setattr(processes, "_VERDICT_S", 0.2)
+    _, error = on_each(lambda: None, lambda: agree("the program", {}, timeout_s=0.2))
+    assert str(error).startswith("process 0 did not come to the comparison of the program")
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_one_workdir_is_seen_by_all_and_left_as_it_was(on_each, tmp_path, exists):
+    workdir = epath.Path(tmp_path) / "run"
+    if exists:
+        workdir.mkdir()
+    assert on_each(*[lambda: check_one_workdir(workdir, 5)] * 2) == [None, None]
+    assert not [*workdir.iterdir()]
+
+
+def test_a_workdir_that_is_not_shared_is_told(on_each, tmp_path):
+    mine, other = (epath.Path(tmp_path) / name for name in ("mine", "other"))
+    errors = on_each(lambda: check_one_workdir(mine, 5), lambda: check_one_workdir(other, 5))
+    for error in errors:
+        assert isinstance(error, InputError)
+        assert "--workdir: 'one for all' on process 0; '" in str(error)
+        assert f"{other} on " in str(error) and "not that of process 0" in str(error)
+    assert not mine.exists() and not other.exists()
+
+
+class Cluster:
+    """A cluster as JAX describes it."""
+
+    name, opt_in_only_method = "slurm", False
+
+    def __init__(self, count):
+        self._count = count
+
+    def is_env_present(self):
+        return True
+
+    def get_process_count(self):
+        if isinstance(self._count, Exception):
+            raise self._count
+        return self._count
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """started(cluster, ...): the arguments with which JAX is started; None if it is not."""
+
+    def started(count, coordinator=None, num_processes=None, process_id=None):
+        found = [] if count is None else [Cluster(count)]
+        monkeypatch.setattr(processes.clusters.ClusterEnv, "_cluster_types", found)
+        calls = []
+        monkeypatch.setattr(
+            jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs))
+        )
+        start(coordinator, num_processes, process_id, join_deadline_s=60, heartbeat_s=30)
+        return calls[0] if calls else None
+
+    return started
+
+
+def test_where_the_processes_come_from(started):
+    assert started(None) is None
+    assert started(None, num_processes=1) is None
+    assert started(1) is None  # a cluster with one task
+    assert started(Exception("no permission"), num_processes=1) is None
+
+    (coordinator, num_processes, process_id), options = started(4)
+    assert (coordinator, num_processes, process_id) == (None, None, None)  # JAX asks the cluster
+    assert options["cluster_detection_method"] is None
+    assert options["heartbeat_timeout_seconds"] == 30
+    assert started(4, num_processes=4) == started(4)
+
+    arguments, options = started(None, "localhost:1234", 2, 1)
+    assert arguments == ("localhost:1234", 2, 1)
+    assert options["cluster_detection_method"] == "deactivate"
+    assert started(4, "localhost:1234", 2, 1) == started(None, "localhost:1234", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "given", "said"),
+    [
+        (None, {"num_processes": 2}, "--num_processes=2: this is one of 1; start as many, or give"),
+        (8, {"num_processes": 16}, "--num_processes=16: this is one of 8"),
+        (None, {"coordinator": "localhost:1", "process_id": 0}, "--num_processes: missing; give"),
+        (None, {"coordinator": "localhost:1", "num_processes": 2}, "--process_id: missing; give"),
+        (None, {"coordinator": "localhost:1", "num_processes": 2, "process_id": 2},
+         "--process_id=2: needs a number from 0 to 1, as --num_processes=2"),
+        (RuntimeError("forbidden"), {}, "--num_processes: slurm does not say how many processes "
+         "this job has (RuntimeError: forbidden); give --num_processes=1 for one alone"),
+    ],
+)  # fmt: skip
+def test_what_is_asked_for_must_be_there(started, count, given, said):
+    with pytest.raises(InputError) as error:
+        started(count, **given)
+    assert str(error.value).startswith(said)
+
+
+def test_devices_that_are_not_there_are_told():
+    check_devices(None)
+    check_devices(8)
+    with pytest.raises(InputError, match=r"--num_devices=16: JAX finds 8 devices \(cpu\) in 1 pro"):
+        check_devices(16)
+
+
+def test_sigterm_is_noticed_and_the_handler_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with PreemptionGuard() as guard:
+        assert not guard.should_stop(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert guard.should_stop(1)
+        assert guard.should_stop(2)
+    assert signal.getsignal(signal.SIGTERM) == before
+    with PreemptionGuard() as guard:
+        assert not guard.should_stop(0)

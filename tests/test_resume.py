@@ -103,9 +103,17 @@ def uninterrupted(tmp_path_factory):
     return workdir
 
 
-def test_killed_at_every_kind_of_moment_the_run_ends_bit_identical(uninterrupted, tmp_path):
-    # 40 steps; a row each 5, an evaluation each 20, a save each 10.
-    moments = ("startup", "step:8", "save:1", "rows:3", "save:1", "events:5", "evaluation:1")
+# 40 steps; a row each 5, an evaluation each 20, a save each 10.
+SOME_MOMENTS = ("save:1", "rows:3", "evaluation:1")
+ALL_MOMENTS = ("startup", "step:8", "save:1", "rows:3", "save:1", "events:5", "evaluation:1")
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [SOME_MOMENTS, pytest.param(ALL_MOMENTS, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_killed_at_any_moment_the_run_ends_bit_identical(uninterrupted, tmp_path, moments):
     for moment in moments:
         code, output = finish(KILLED, moment, *arguments("quickstart.py:debug", tmp_path))
         assert code == -signal.SIGKILL, f"{moment}: {output}"

@@ -4,14 +4,8 @@ import importlib.util
 
 import pytest
 
-from vit_jax.config import (
-    InputError,
-    base_config,
-    classification,
-    eval_splits,
-    fewshot,
-    train_split,
-)
+from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
+from vit_jax.errors import InputError
 from vit_jax.run import check_images, open_sources, prepare
 from vit_jax.validation import find_faults
 

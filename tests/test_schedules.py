@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit_jax.config import InputError
+from vit_jax.errors import InputError
 from vit_jax.schedules import SCHEDULES, check_duration, make_schedule, parse_duration
 
 

@@ -127,16 +127,33 @@ def test_tensor_axis_splits_heads_and_hidden_units():
     assert shape_of_share(state.params["head"]["kernel"]) == (32 // 2, 8)
 
 
-def test_the_optimizers_moments_lie_as_their_parameters_do():
+def test_the_optimizers_moments_lie_as_their_parameters_do_split_over_data_besides():
     _, state = trained("data 2, fsdp 2, tensor 2")
     params = tree.flatten_names(state.params)
     found = 0
     for name, leaf in tree.flatten_names(state.opt_state).items():
         for moment in ("direction/mu/", "direction/nu/"):
             if name.startswith(moment):
-                assert leaf.sharding == params[name.removeprefix(moment)].sharding, name
+                param = params[name.removeprefix(moment)]
+                ways = 2 if name.endswith("/kernel") else 1
+                of_param, of_moment = (
+                    x.sharding.devices_indices_map(x.shape) for x in (param, leaf)
+                )
+                for device, share in of_moment.items():
+                    inside = np.zeros(leaf.shape, bool)
+                    inside[share] = True
+                    assert inside.sum() * ways == inside[of_param[device]].size, name
+                    assert inside[of_param[device]].sum() == inside.sum(), name
                 found += 1
     assert found == 2 * len(params)
+
+
+def test_no_two_devices_keep_the_same_moments_though_both_have_the_parameter():
+    _, state = trained("data 8")
+    for name, leaf in tree.flatten_names(state).items():
+        copies = 1 if name.startswith("opt_state/") and name.endswith("/kernel") else 8
+        assert shape_of_share(leaf) == leaf.shape or copies == 1, name
+        assert np.prod(shape_of_share(leaf)) * 8 == copies * leaf.size, name
 
 
 # Few parameters, large activations: whoever moves activations between devices is found out.

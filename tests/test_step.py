@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from vit_jax.config import InputError
+from vit_jax.errors import InputError
 from vit_jax.flops import count_flops
 from vit_jax.models import create_model
 from vit_jax.objectives.supervised import ObjectiveOutput, make_loss, make_supervised

@@ -12,7 +12,8 @@ from etils import epath
 from sklearn.datasets import load_digits
 
 from vit_jax import checkpoint, load_pretrained, metrics, tree
-from vit_jax.config import InputError, apply_overrides, load_config, read_config
+from vit_jax.config_text import apply_overrides, load_config, read_config
+from vit_jax.errors import InputError
 from vit_jax.evaluation import evaluate
 from vit_jax.evaluators.classification import Classification
 from vit_jax.main import main
@@ -345,7 +346,7 @@ def test_a_run_from_before_the_average_is_refused_by_name(finished, tmp_path):
     config = json.loads((run / "config.json").read_text())
     del config["optimizer"]["ema_decay"]
     (run / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"another version: optimizer\.ema_decay: missing"):
+    with pytest.raises(InputError, match=r"that wrote it: optimizer\.ema_decay: missing"):
         read_config(epath.Path(run))
 
 

@@ -6,17 +6,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from vit_jax import models
-from vit_jax.config import (
-    EVAL_TYPES,
-    InputError,
-    apply_overrides,
-    base_config,
-    classification,
-    eval_keys,
-    fewshot,
-    from_json,
-    to_json,
-)
+from vit_jax.config import EVAL_TYPES, base_config, classification, eval_keys, fewshot
+from vit_jax.config_text import apply_overrides, from_json, to_json
+from vit_jax.errors import InputError
 from vit_jax.evaluators import EVALUATORS
 from vit_jax.validation import find_faults, validate
 
@@ -179,6 +171,13 @@ FAULTS = [
     ({"log.wandb": "a:b"}, "log.wandb='a:b':", "needs the name of a project"),
     ({"log.wandb": " "}, "log.wandb=' ':", "needs the name of a project"),
     ({"log.wandb": "a" * 129}, "log.wandb='aaa", "at most 128 characters"),
+    ({"job.heartbeat_s": "0"}, "job.heartbeat_s=0:", "a positive number"),
+    ({"job.save_deadline_s": "-1"}, "job.save_deadline_s=-1.0:", "a positive number"),
+    (
+        {"job.step_deadline_s": "60", "job.heartbeat_s": "60"},
+        "job.step_deadline_s=60.0: needs at most 0.75 of job.heartbeat_s=60",
+        "cannot say why",
+    ),
     ({"log.profile": "5"}, "log.profile='5':", "needs two steps, the smaller first, e.g. 10:15"),
 ]
 

@@ -9,8 +9,14 @@ Importing this touches no device, no flag and no TensorFlow.
 
 import importlib
 
-_HOMES = {"create_model": "vit_jax.models", "load_pretrained": "vit_jax.transfer"}
-__all__ = ["create_model", "load_pretrained"]
+_HOMES = {
+    "create_model": "vit_jax.models",
+    "load_image": "vit_jax.transfer.images",
+    "load_pretrained": "vit_jax.transfer",
+    "pretrained_spec": "vit_jax.transfer",
+    "save_pretrained": "vit_jax.transfer",
+}
+__all__ = ["create_model", "load_image", "load_pretrained", "pretrained_spec", "save_pretrained"]
 
 
 def __getattr__(name: str):

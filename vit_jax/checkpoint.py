@@ -10,6 +10,8 @@ checksum that does not depend on how it is laid out over devices, and what the l
 is sealed, before the commit.
 """
 
+import concurrent.futures
+import functools
 import hashlib
 import json
 import logging
@@ -17,65 +19,46 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from vit_jax import tree
-from vit_jax.config import InputError
+from vit_jax.checksums import checksums
+from vit_jax.errors import InputError
 from vit_jax.files import write_whole
 
 logger = logging.getLogger("vit_jax")
 
 _SEAL = "seal.json"
+_READ_AT_ONCE = 32
 _DIGESTED_UP_TO = 1 << 20  # bytes; array data above that is covered by the leaves' checksums
 # What orbax still writes while it commits, after the seal: it is sealed when the commit is over.
 _COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
-def _mix(bits: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every bit of the input moves half of the output's."""
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
-    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
-    return bits ^ (bits >> 16)
+# A process reads whole chunks of a leaf, so they are small beside what it keeps of it: of the two
+# greatest axes of a leaf's share orbax makes about equal pieces.
+_CHUNKS_OF_A_LEAF = 4096
+_MIN_CHUNK_BYTES = 1 << 14
+# orbax warns, once a leaf, that chunks below a MiB could be slow.
+logging.getLogger("absl").addFilter(lambda record: record.module != "subchunking")
 
 
-def _leaf_checksum(leaf: jax.Array) -> jax.Array:
-    word = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[leaf.dtype.itemsize]
-    if leaf.dtype == jnp.bool_:
-        leaf = leaf.astype(jnp.uint8)
-    # A 64-bit number becomes two words, along an axis of their own.
-    bits = jax.lax.bitcast_convert_type(leaf, word).astype(jnp.uint32)
-    for axis in range(bits.ndim):  # one by one: a flat index would wrap in large leaves
-        index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-        bits = _mix(bits ^ _mix(index + jnp.uint32(axis + 1)))
-    return bits.sum(dtype=jnp.uint32)
-
-
-@jax.jit
-def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return jax.tree.map(_leaf_checksum, leaves)
-
-
-def checksums(state) -> dict[str, int]:
-    """{leaf name: 32-bit checksum of its bits and their places}, the same on any mesh.
-
-    A sum over elements of the mixed bits, so that it can be taken shard by shard; any change of one
-    element changes it.
-    """
-    return {n: int(x) for n, x in jax.device_get(_checksums(tree.flatten_names(state))).items()}
-
-
-def _files(step_dir: epath.Path, prefix: str = "") -> dict[str, list]:
+def _files(step_dir: epath.Path) -> dict[str, list]:
     """{relative path: [bytes, digest or None if the file is large]} but for the seal."""
-    found = {}
-    for path in step_dir.iterdir():
-        if path.is_dir():
-            found |= _files(path, f"{prefix}{path.name}/")
-        elif path.name != _SEAL:
-            found[prefix + path.name] = _entry(path)
-    return found
+
+    def below(folder, prefix):
+        for path in folder.iterdir():
+            if path.is_dir():
+                yield from below(path, f"{prefix}{path.name}/")
+            elif path.name != _SEAL:
+                yield prefix + path.name, path
+
+    paths = dict(below(step_dir, ""))
+    # Of a pod's many files each is a request to a store, which takes its time.
+    with concurrent.futures.ThreadPoolExecutor(_READ_AT_ONCE) as pool:
+        return dict(zip(paths, pool.map(_entry, paths.values()), strict=True))
 
 
 def _entry(path: epath.Path) -> list:
@@ -101,8 +84,22 @@ def saved_steps(directory: epath.Path) -> list[int]:
     """The committed steps in `directory`, newest first."""
     if not directory.exists():
         return []
-    steps = [p for p in directory.iterdir() if p.name.isdigit() and p.is_dir()]
+    # An object store, which cannot rename, has a step under its name before it is committed.
+    steps = [
+        p for p in directory.iterdir()
+        if p.name.isdigit() and p.is_dir() and ocp.utils.is_checkpoint_finalized(p)
+    ]  # fmt: skip
     return sorted((int(p.name) for p in steps), reverse=True)
+
+
+def _steps_of_first(directory: epath.Path) -> list[int]:
+    """`saved_steps` as process 0 sees it; a shared disk may show others an older listing."""
+    steps = saved_steps(directory)
+    if jax.process_count() == 1:
+        return steps
+    count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
+    steps = np.resize(np.array(steps, np.int32), count)
+    return multihost_utils.broadcast_one_to_all(steps).tolist()
 
 
 def read_meta(step_dir: epath.Path) -> dict:
@@ -110,15 +107,64 @@ def read_meta(step_dir: epath.Path) -> dict:
     return json.loads((step_dir / "meta" / "metadata").read_text())
 
 
-def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dict]:
-    """One step's state as `target` and its meta.
+class InvalidError(ValueError):
+    """A saved step is not as it was saved; says what is wrong, and which process found it."""
 
-    Raises whatever orbax, or a check, finds wrong with it.
+
+def _on_all(read: Callable[[], Any]) -> Any:
+    """read(), unless it fails on any process: then every process raises.
+
+    Raises:
+      InvalidError: for what the step is to blame for.
     """
-    _check_seal(step_dir)
-    meta = read_meta(step_dir)
+    result, fault = None, None
+    try:
+        result = read()
+    except Exception as e:  # told to the other processes first
+        fault = e
+    blameless = fault is not None and not isinstance(fault, _ITS_FAULT)
+    verdicts = _from_all(0 if fault is None else 1 if blameless else 2)
+    if blameless:
+        raise fault
+    if 1 in verdicts:
+        raise RuntimeError(f"process {verdicts.index(1)} could not read the checkpoints")
+    if fault is not None:
+        first_line = (str(fault).strip() or repr(fault)).splitlines()[0]
+        raise InvalidError(f"{type(fault).__name__}: {first_line}") from fault
+    if any(verdicts):
+        raise InvalidError(f"process {verdicts.index(2)} cannot read its part")
+    return result
+
+
+def _from_all(number: int) -> list[int]:
+    """The number that each process gives."""
+    return multihost_utils.process_allgather(np.int32(number)).ravel().tolist()
+
+
+def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dict]:
+    """One step's state as `target` and its meta; on all processes, or on none.
+
+    Raises:
+      InvalidError: whatever orbax, or a check, finds wrong with it on any process.
+    """
+
+    def check_seal():
+        if jax.process_index() == 0:  # it reads every small file: once is enough
+            _check_seal(step_dir)
+        return read_meta(step_dir)
+
+    meta = _on_all(check_seal)
+    state = _on_all(functools.partial(_read_state, step_dir, target, partial))
+    for name, found in checksums(state).items():  # of whole leaves, the same on every process
+        if meta["checksums"].get(name) != found:
+            raise InvalidError(f"leaf {name} is not as it was saved (checksum)")
+    return state, meta
+
+
+def _read_state(step_dir: epath.Path, target: Any, partial: bool) -> Any:
+    """The leaves of one step that `target` has; of each this process's shards."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        state = checkpointer.restore(
+        return checkpointer.restore(
             step_dir / "state",
             args=ocp.args.PyTreeRestore(
                 item=target,
@@ -126,20 +172,12 @@ def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dic
                 partial_restore=partial,
             ),
         )
-    for name, found in checksums(state).items():
-        if meta["checksums"].get(name) != found:
-            raise ValueError(f"leaf {name} is not as it was saved (checksum)")
-    return state, meta
 
 
-# What says nothing about the checkpoint that was being read.
-_NOT_ITS_FAULT = (
-    MemoryError,
-    PermissionError,
-    TimeoutError,
-    ConnectionError,
-    jax.errors.JaxRuntimeError,
-)
+# What a damaged step raises, here, in orbax or in tensorstore; all else is the disk's or the
+# store's fault, and may be gone at the next try.
+_ITS_FAULT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, EOFError, KeyError,
+              TypeError, ValueError)  # fmt: skip
 
 
 def restore_newest(
@@ -165,14 +203,11 @@ def restore_newest(
         is moved then.
     """
     invalid = {}
-    for step in saved_steps(directory):
+    for step in _steps_of_first(directory):
         try:
             state, meta = _restore(directory / str(step), abstract_state, partial)
-        except _NOT_ITS_FAULT:
-            raise
-        except Exception as e:  # a damaged file may fail anywhere below
-            first_line = (str(e).strip() or repr(e)).splitlines()[0]
-            invalid[step] = f"{type(e).__name__}: {first_line}"
+        except InvalidError as e:
+            invalid[step] = str(e)
             logger.warning("checkpoint %s is invalid: %s", directory / str(step), invalid[step])
             continue
         if fingerprint is not None and meta["data_fingerprint"] != fingerprint:
@@ -202,6 +237,11 @@ def _move_aside(directory: epath.Path, step: int) -> None:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"moved aside {step}")
     logger.warning("moved checkpoint %d aside to %s", step, aside)
+
+
+def _save_args(leaf: jax.Array) -> ocp.SaveArgs:
+    chunk_bytes = max(leaf.nbytes // _CHUNKS_OF_A_LEAF, _MIN_CHUNK_BYTES)
+    return ocp.SaveArgs(chunk_byte_size=chunk_bytes)
 
 
 class Checkpoints:
@@ -241,7 +281,7 @@ class Checkpoints:
             files = _files(step_dir) | dict.fromkeys(_COMMIT_FILES)
             write_whole(step_dir / _SEAL, json.dumps(files, indent=1))
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Waits for the save in flight, if there is one, and seals what its commit wrote."""
         try:
             self._manager.wait_until_finished()
@@ -257,13 +297,14 @@ class Checkpoints:
     def save(self, step: int, state: Any, meta: dict) -> None:
         """Saves `state` as `step`; returns once it may be donated, the files follow."""
         meta = meta | {"step": step, "checksums": checksums(state)}
-        self._wait()
+        self.wait()
         self._saving = step
         try:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta)
+                    state=ocp.args.PyTreeSave(state, save_args=jax.tree.map(_save_args, state)),
+                    meta=ocp.args.JsonSave(meta),
                 ),
                 force=True,
             )
@@ -273,7 +314,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until everything is on disk."""
-        self._wait()
+        self.wait()
         self._manager.close()
 
 

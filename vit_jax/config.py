@@ -5,59 +5,16 @@ of `--config=FILE:arg`, comma-separated words (`split_words`). Importing this mo
 device and no TensorFlow.
 """
 
-import ast
-import difflib
-import importlib.util
 import inspect
-import json
 import pathlib
 import re
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from etils import epath
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-
-class InputError(ValueError):
-    """What the user gave is wrong: names the key, what was got, what was needed, the remedy.
-
-    faults: one text for each thing that is wrong, beginning with its key.
-    """
-
-    def __init__(self, *faults: str, where: str = ""):
-        self.faults = faults
-        if len(faults) == 1:
-            super().__init__(f"{where}: {faults[0]}" if where else faults[0])
-        else:
-            heading = f"{where}: {len(faults)} faults" if where else f"{len(faults)} faults"
-            super().__init__("\n  ".join([heading, *faults]))
-
-
-def collect_faults(faults: Sequence[str], where: str = "") -> None:
-    """Raises one InputError that lists `faults`, if there are any; `where` says of what."""
-    if faults:
-        raise InputError(*faults, where=where)
-
-
-class Faults(list[str]):
-    """Faults found so far, so that all can be told at once."""
-
-    def check(self, fn: Callable, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
-        """fn(*args, **kwargs), or None if it raises InputError, whose faults are added."""
-        try:
-            return fn(*args, **kwargs)
-        except InputError as e:
-            self.extend(f"{prefix}{fault}" for fault in e.faults)
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """The hint behind an unknown word: the nearest known one, else all that are known."""
-    by_lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return f"did you mean {by_lower[close[0]]}?" if close else f"known: {', '.join(known)}"
+from vit_jax.errors import InputError, collect_faults
 
 
 def base_config() -> ConfigDict:
@@ -70,7 +27,8 @@ def base_config() -> ConfigDict:
     c.seed = 0
     c.global_batch_size = placeholder(int)  # over all hosts and devices
     c.duration = placeholder(str)
-    c.init_from = placeholder(str)  # published .npz or a workdir; None: from scratch
+    c.init_from = placeholder(str)  # see transfer.read_pretrained; None: from scratch
+    c.init_resize = placeholder(str)  # of its position embedding; None: as its own library does
 
     c.model = ConfigDict()  # below `dtype`: None means the default of the model's family
     c.model.name = placeholder(str)
@@ -81,14 +39,21 @@ def base_config() -> ConfigDict:
     c.model.mlp_dim = placeholder(int)
     c.model.num_heads = placeholder(int)
     c.model.pool = placeholder(str)
+    c.model.class_token = placeholder(bool)  # None: where `pool` takes it
+    c.model.norm_pooled = placeholder(bool)  # the last norm after pooling instead of before
     c.model.hidden_head = placeholder(bool)
     c.model.head_bias = placeholder(float)
+    c.model.distillation_head = placeholder(bool)  # of DeiT: False leaves the second head out
     c.model.pos_embed = placeholder(str)
     c.model.pos_embed_class_token = placeholder(bool)  # False: it joins after positions are added
     c.model.gelu = placeholder(str)
     c.model.dropout = placeholder(float)
     c.model.attention_dropout = placeholder(float)
+    c.model.parallel = placeholder(bool)  # attention and MLP side by side
+    c.model.norm = placeholder(str)
+    c.model.norm_eps = placeholder(float)
     c.model.qk_norm = placeholder(bool)
+    c.model.qkv_bias = placeholder(bool)
     c.model.layer_scale = placeholder(float)
     c.model.stochastic_depth = placeholder(float)
     c.model.scan = placeholder(bool)
@@ -141,7 +106,7 @@ def base_config() -> ConfigDict:
     c.schedule.timescale = "10000 steps"  # of rsqrt
 
     c.mesh = ConfigDict()  # sizes of the mesh's axes; -1: what the others leave
-    c.mesh.replica = 1
+    c.mesh.replica = placeholder(int)  # across TPU slices; None: as many as there are slices
     c.mesh.data = -1
     c.mesh.fsdp = 1
     c.mesh.tensor = 1
@@ -158,6 +123,14 @@ def base_config() -> ConfigDict:
     c.log.by_layer = False  # norms of each layer in every row, for one more backward pass a row
     c.log.profile = placeholder(str)  # "10:15" traces the steps 11 to 15; None: no trace
 
+    c.job = ConfigDict()  # of one or more processes; how long, in seconds, what may take
+    c.job.join_deadline_s = 1800  # until all processes have started
+    c.job.heartbeat_s = 100  # a process that is not heard of for so long is dead
+    c.job.step_deadline_s = placeholder(float)  # None: 0.6 of heartbeat_s; alone an hour
+    c.job.compile_deadline_s = 3600.0  # what comes before the first step, each thing by itself
+    c.job.evaluation_deadline_s = 3600.0  # each evaluator
+    c.job.save_deadline_s = 3600.0
+
     c.evals = ConfigDict()
     c.lock()
     c.evals.unlock()
@@ -168,7 +141,7 @@ REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.im
             "optimizer.peak_lr")  # fmt: skip
 
 # What may change when a run is resumed: where and how it runs, never what it computes.
-FREE_ON_RESUME = ("mesh.", "checkpoint.", "log.", "evals.", "data.data_dir", "data.reader",
+FREE_ON_RESUME = ("mesh.", "checkpoint.", "log.", "evals.", "job.", "data.data_dir", "data.reader",
                   "data.max_corrupt_fraction", "model.remat")  # fmt: skip
 
 
@@ -186,7 +159,7 @@ def classification(
     `every` is a duration; `ops` are host ops; `batch_size` None means `global_batch_size`;
     `data_name` and `data_dir` None mean those of training.
     """
-    return _typed_entry({"type": "classification"} | locals())
+    return typed_entry({"type": "classification"} | locals())
 
 
 def fewshot(
@@ -212,13 +185,13 @@ def fewshot(
     To draw, the labels of all of `train_split` are read, once each time the process starts. From
     TFRecord files they come with the images, so of a large set take a slice: "train[:5%]".
     """
-    return _typed_entry({"type": "fewshot"} | locals())
+    return typed_entry({"type": "fewshot"} | locals())
 
 
 # The kinds of entries of `evals`, each with its helper, whose arguments are the entry's keys.
 EVAL_TYPES = {"classification": classification, "fewshot": fewshot}
 
-_OPTIONAL_IN_EVALS = {"batch_size": int, "data_name": str, "data_dir": str}
+OPTIONAL_IN_EVALS = {"batch_size": int, "data_name": str, "data_dir": str}
 
 
 def eval_keys(kind: str) -> set[str]:
@@ -226,11 +199,11 @@ def eval_keys(kind: str) -> set[str]:
     return {"type", *inspect.signature(EVAL_TYPES[kind]).parameters}
 
 
-def _typed_entry(values: dict[str, Any]) -> ConfigDict:
+def typed_entry(values: dict[str, Any]) -> ConfigDict:
     """An entry of `evals`, locked; None is a value of what is optional alone."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    entry = ConfigDict(values | {key: placeholder(t) for key, t in _OPTIONAL_IN_EVALS.items()})
-    for key in _OPTIONAL_IN_EVALS:
+    entry = ConfigDict(values | {key: placeholder(t) for key, t in OPTIONAL_IN_EVALS.items()})
+    for key in OPTIONAL_IN_EVALS:
         entry[key] = values[key]
     return entry.lock()
 
@@ -286,173 +259,6 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = tuple(value) if isinstance(value, list) else value
     return flat
-
-
-def load_config(spec: str) -> ConfigDict:
-    """Runs `get_config` of the file that `spec` ("FILE" or "FILE:words") names.
-
-    Raises:
-      InputError: no such file, no `get_config`, or a fault in it, with the line.
-    """
-    path, _, arg = spec.partition(":")
-    if not pathlib.Path(path).is_file():
-        raise InputError(f"--config={spec}: no file {path!r}; give the path of a config file")
-    module_spec = importlib.util.spec_from_file_location("vit_jax_config", path)
-    if module_spec is None:
-        raise InputError(f"--config={spec}: {path!r} is not a Python file")
-    module = importlib.util.module_from_spec(module_spec)
-    try:
-        module_spec.loader.exec_module(module)
-        config = module.get_config(arg)
-    except InputError as e:
-        raise InputError(f"--config={spec}: {e}") from None
-    except Exception as e:  # whatever a user's file raises is the file's fault
-        line = _line_of(e, module_spec.origin)
-        at = f"{path}:{line}" if line else path
-        raise InputError(f"--config={spec}: {at}: {type(e).__name__}: {_say(e)}") from e
-    if not isinstance(config, ConfigDict):
-        got = type(config).__name__
-        raise InputError(f"--config={spec}: get_config gives {got}; it must return a ConfigDict")
-    return config
-
-
-def _line_of(error: Exception, file: str) -> int | None:
-    """The innermost line of `file` on the way to `error`."""
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return error.lineno
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == file
-    ]
-    return lines[-1] if lines else None
-
-
-def _say(error: Exception) -> str:
-    """What an error says, on one line, without the dump of the config that ml_collections adds."""
-    if isinstance(error, AttributeError) and error.args and isinstance(error.args[0], KeyError):
-        error = error.args[0]  # ml_collections wraps the one in the other
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    text = re.sub(r'Other fields present: ".*}"', "", text, flags=re.DOTALL)
-    return " ".join(text.split())
-
-
-def _parse_value(text: str, kind: type, optional: bool) -> Any:
-    """`text` as a value of `kind`; raises ValueError saying what was needed.
-
-    None is spelled so, as `none` is a value of its own for some keys (`model.pos_embed`).
-    """
-    if optional and text == "None":
-        return None
-    if kind is str:
-        return text
-    or_none = " or None" if optional else ""
-    if kind is bool:
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        raise ValueError(f"needs true or false{or_none}")
-    if kind is int:
-        try:
-            return int(text)
-        except ValueError:
-            raise ValueError(f"needs an int{or_none}") from None
-    if kind is float:
-        try:
-            return float(text)
-        except ValueError:
-            raise ValueError(f"needs a number{or_none}") from None
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError):
-        value = None
-    value = tuple(value) if isinstance(value, list) else value
-    if kind is tuple and not isinstance(value, tuple):
-        raise ValueError("needs numbers with commas between them, e.g. 0.5,0.5,0.5")
-    numbers = value if isinstance(value, tuple) else (value,)
-    if not all(type(number) in (int, float) for number in numbers):
-        raise ValueError(f"needs a number or several, e.g. 32 or 32,48{or_none}")
-    return value
-
-
-def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) -> list[str]:
-    """Sets `key` to `text` for each override, in place; returns the faults instead of raising."""
-    faults = []
-    optional = {k for k, v in flatten(base_config()).items() if v is None}
-    for key, text in overrides:
-        known = flatten(config)
-        if key not in known:
-            below = [k for k in known if k.startswith(key + ".")]
-            hint = f"it holds {', '.join(below)}" if below else nearest(key, list(known))
-            faults.append(f"--config.{key}: no such key; {hint}")
-            continue
-        *parents, leaf = key.split(".")
-        node = config
-        for parent in parents:
-            node = node[parent]
-        kind = node.get_type(leaf)
-        try:
-            # An entry of `evals` is typed by its helper.
-            in_evals = key.startswith("evals.") and leaf in _OPTIONAL_IN_EVALS
-            may_be_none = key in optional or in_evals
-            with node.ignore_type():
-                node[leaf] = _parse_value(text, kind, may_be_none)
-        except ValueError as e:
-            faults.append(f"--config.{key}={text!r}: {e}")
-    return faults
-
-
-def to_json(config: ConfigDict) -> str:
-    """The config as the text of `config.json`; `from_json` gives an equal config."""
-    return json.dumps(config.to_dict(), indent=2) + "\n"
-
-
-def from_json(text: str, where: str = "config.json") -> ConfigDict:
-    """The config that `to_json` wrote; `where` names it in errors.
-
-    Raises:
-      InputError: naming every key that this version does not have, or that it has besides.
-    """
-    config, faults = base_config(), []
-    try:
-        stored = json.loads(text)
-        evals = stored.pop("evals")
-        for name, entry in evals.items():
-            if entry["type"] not in EVAL_TYPES:
-                hint = nearest(str(entry["type"]), list(EVAL_TYPES))
-                faults.append(f"evals.{name}.type={entry['type']!r}: {hint}")
-                continue
-            wanted, found = eval_keys(entry["type"]), set(entry)
-            faults += [f"evals.{name}.{key}: missing" for key in sorted(wanted - found)]
-            faults += [f"evals.{name}.{key}: no such key" for key in sorted(found - wanted)]
-            if wanted == found:
-                config.evals[name] = _typed_entry(entry)
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
-        raise InputError(f"{where}: not as a run writes it ({type(e).__name__}: {e})") from None
-
-    def fill(node: ConfigDict, values: dict, prefix: str) -> None:
-        faults.extend(
-            f"{prefix}{key}: missing" for key in node if key not in values and key != "evals"
-        )
-        for key, value in values.items():
-            if key not in node:
-                faults.append(f"{prefix}{key}: no such key; {nearest(key, list(node))}")
-            elif isinstance(node[key], ConfigDict) and isinstance(value, dict):
-                fill(node[key], value, f"{prefix}{key}.")
-            else:
-                try:
-                    node[key] = tuple(value) if isinstance(value, list) else value
-                except TypeError as e:
-                    faults.append(f"{prefix}{key}: {e}")
-
-    fill(config, stored, "")
-    collect_faults(faults, f"{where} of another version")
-    return config
-
-
-def read_config(workdir: epath.Path) -> ConfigDict:
-    """The config of the run in `workdir`; raises what `from_json` raises."""
-    path = workdir / "config.json"
-    return from_json(path.read_text(), str(path))
 
 
 def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:

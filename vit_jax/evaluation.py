@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from etils import epath
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint
-from vit_jax.config import InputError
+from vit_jax import checkpoint, watchdog
+from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
-from vit_jax.run import prepare
+from vit_jax.run import compare, prepare
 from vit_jax.step import TrainState
 
 logger = logging.getLogger("vit_jax")
@@ -20,13 +20,14 @@ logger = logging.getLogger("vit_jax")
 def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
     """{"step": ..., "test/top1": ..., ...} of the newest valid checkpoint; writes nothing.
 
-    `config` is that of the run, resolved (`config.read_config(workdir)`).
+    `config` is that of the run, resolved (`config_text.read_config(workdir)`).
 
     Raises:
       InputError: if there is no checkpoint that can be read.
     """
     run = prepare(config, workdir, training=False)
     workdir = run.workdir
+    compare(run, {"checkpoints in --workdir": checkpoint.saved_steps(workdir / "checkpoints")})
     with jax.set_mesh(run.mesh):
         wanted = {
             "params": run.experiment.abstract_state.params,
@@ -42,5 +43,6 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
         evaluators = make_evaluators(run.config, run.experiment.model, run.mesh, run.sources)
         results = {"step": meta["step"]}
         for name, evaluator in evaluators.items():
-            results |= run_evaluator(name, evaluator, state)
+            with watchdog.phase("evaluation"):
+                results |= run_evaluator(name, evaluator, state)
     return results

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from vit_jax.compiler import compiler_options
 from vit_jax.config import flatten, image_hw, model_fields, optimizer_fields, step_fields
 from vit_jax.data import (
     check_order,
@@ -21,9 +22,10 @@ from vit_jax.data import (
     resolve_order,
 )
 from vit_jax.data.device_ops import MIXING_OPS
-from vit_jax.flops import count_flops
+from vit_jax.flops import count_flops, jaxpr_flops
 from vit_jax.mesh import batch_sharding
 from vit_jax.models import create_model
+from vit_jax.models.attention import choose_attention
 from vit_jax.models.layers import unconstrained
 from vit_jax.objectives import OBJECTIVES
 from vit_jax.objectives.supervised import make_loss
@@ -62,6 +64,19 @@ class Experiment:
     def shardings(self) -> TrainState:
         """Of every leaf of the state."""
         return jax.tree.map(lambda x: x.sharding, self.abstract_state)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The training step, for the devices of its mesh, which need not be there.
+
+        Training, planning and measuring all compile this.
+        """
+        return self.train_step.lower(self.abstract_state, self.abstract_batch)
+
+    @functools.cached_property
+    def flops_per_step(self) -> int:
+        """FLOPs of the training step, over all devices, with what rematerialisation adds."""
+        traced = self.train_step.trace(self.abstract_state, self.abstract_batch)
+        return jaxpr_flops(traced.jaxpr.jaxpr)
 
     @property
     def num_params(self) -> int:
@@ -113,6 +128,8 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
         constrain=constrain,
         **model_fields(config),
     )
+    platform = mesh.devices.flat[0].platform
+    model = model.clone(attend=choose_attention(platform, model.remat))
     _warn_of_uneven_split(model, mesh)
     total_steps = num_steps(config, "duration")
     schedule = make_schedule(
@@ -142,18 +159,19 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
     batch = batch_sharding(mesh)
     step = step_fields(config)
     parts = (objective, tx, transform, config.seed)
+    jit = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
     return Experiment(
         model=model,
         schedule=schedule,
         total_steps=total_steps,
-        init=jax.jit(init, out_shardings=shardings),
-        train_step=jax.jit(
+        init=jit(init, out_shardings=shardings),
+        train_step=jit(
             make_train_step(*parts, **step),
             in_shardings=(shardings, batch),
             out_shardings=(shardings, None),
             donate_argnums=0,
         ),
-        layer_norms=jax.jit(
+        layer_norms=jit(
             make_layer_norms(*parts, accum_steps=step["accum_steps"], freeze=step["freeze"]),
             in_shardings=(shardings, batch),
         ),

@@ -10,19 +10,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-# Vendors' peaks of dense bfloat16 matrix products, FLOP/s per device, by `jax.Device.device_kind`.
+from vit_jax.models.vit import ViT
+from vit_jax.topologies import CHIPS
+
+# Peaks of dense bfloat16 matrix products, FLOP/s per device, by `jax.Device.device_kind`.
 PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
+    kind: chip.peak_flops / chip.devices for chip in CHIPS.values() for kind in chip.device_kinds
 }
 
 
@@ -52,10 +45,11 @@ def count_flops(fn: Callable, *args: Any) -> int:
       ValueError: `fn` holds work that its jaxpr does not tell: a product in a `while` loop, or a
         hand-written kernel (count with the plain implementation of attention instead).
     """
-    return _jaxpr_flops(jax.make_jaxpr(fn)(*args).jaxpr)
+    return jaxpr_flops(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
-def _jaxpr_flops(jaxpr: Jaxpr) -> int:
+def jaxpr_flops(jaxpr: Jaxpr) -> int:
+    """`count_flops` of what is traced already."""
     return sum(_eqn_flops(eqn) for eqn in jaxpr.eqns)
 
 
@@ -72,7 +66,7 @@ def _eqn_flops(eqn: JaxprEqn) -> int:
         return 2 * pairs // math.prod(params["lhs_dilation"])
     if name in ("pallas_call", "ffi_call") or name.startswith("dot_product_attention"):
         raise ValueError(f"FLOPs of the hand-written kernel {name} are unknown; count without it")
-    inner = [_jaxpr_flops(jaxpr) for jaxpr in jaxprs_in_params(params)]
+    inner = [jaxpr_flops(jaxpr) for jaxpr in jaxprs_in_params(params)]
     if name == "cond":
         return max(inner)
     if name == "while" and sum(inner):
@@ -83,6 +77,25 @@ def _eqn_flops(eqn: JaxprEqn) -> int:
         axes = params["newly_manual_axes"]
         return math.prod(params["mesh"].shape[axis] for axis in axes) * sum(inner)
     return sum(inner)
+
+
+def vit_flops(model: ViT) -> int:
+    """FLOPs of a forward and a backward pass of one image, by the sizes alone.
+
+    Of N tokens of width D a block's products are 2 N D (4 D + 2 F) + 4 N^2 D, F the width of its
+    MLP; the backward pass makes each twice, but for the gradient by the image's pixels.
+    """
+    height, width = model.image_size
+    patch_height, patch_width = model.patch_size
+    patches = (height // patch_height) * (width // patch_width)
+    tokens = patches + (model.pool == "token")
+    d, f = model.width, model.mlp_dim
+    embedding = 2 * patches * patch_height * patch_width * 3 * d
+    layers = model.depth * (2 * tokens * d * (4 * d + 2 * f) + 4 * tokens**2 * d)
+    head = 2 * d * (model.num_classes or 0) + 2 * d**2 * bool(model.hidden_head)
+    if model.pool == "map":  # one query: the probe
+        head += 2 * d * (2 * d + 2 * f) + 4 * tokens * d**2 + 4 * tokens * d
+    return 2 * embedding + 3 * (layers + head)
 
 
 class Memory(NamedTuple):

@@ -1,15 +1,18 @@
 """python -m vit_jax.main [COMMAND] --config=FILE[:words] --workdir=DIR [--config.key=value ...]
 
 Finds the command, lets it define its own flags and runs it. The command is train where none is
-named. Exit codes: 0 done; 1 failed; 2 the input is wrong; 75 stopped by preemption, start again.
+named. Exit codes: 0 done; 1 failed; 2 the input is wrong; 3 the plan does not fit; 75 stopped by
+preemption, start again.
 """
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from vit_jax.commands import COMMANDS, find_command
-from vit_jax.config import InputError, nearest
+from vit_jax.errors import InputError, nearest
 
 
 def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
@@ -48,19 +51,45 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command that `argv` names and returns the exit code."""
+    from vit_jax import watchdog  # JAX only now, that a wrong command is answered at once
+
+    try:
+        code, _ = run(argv)
+    finally:
+        watchdog.stop()
+    return code
+
+
+def run(argv: Sequence[str]) -> tuple[int, BaseException | None]:
+    """Runs the command that `argv` names: the exit code, and the error that made it so.
+
+    What is raised is not for the user to mend.
+    """
     words = list(argv)
     command = words.pop(0) if words and not words[0].startswith("-") else "train"
     try:
         if command not in COMMANDS:
             raise InputError(f"{command!r}: no such command; {nearest(command, COMMANDS)}")
-        return find_command(command).run(parse_flags(command, words))
+        return find_command(command).run(parse_flags(command, words)), None
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
+        return 2, e
+    except KeyboardInterrupt as e:
         print("interrupted; what was saved is there for the same command", file=sys.stderr)
-        return 130
+        return 130, e
+
+
+def run_and_exit(argv: Sequence[str]) -> NoReturn:
+    """Runs the command that `argv` names and ends this process, of a job's as one of them."""
+    try:
+        code, error = run(argv)
+    except Exception as e:
+        traceback.print_exc()
+        code, error = 1, e
+    from vit_jax import watchdog
+
+    watchdog.leave(code, error)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_and_exit(sys.argv[1:])

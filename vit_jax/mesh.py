@@ -1,4 +1,4 @@
-"""Devices and processes: the backend, the mesh, the signal to stop.
+"""Devices: the backend and the mesh.
 
 The mesh has the axes replica (across slices), data, fsdp and tensor, all of type Auto; the batch is
 split over the first three.
@@ -9,15 +9,14 @@ import importlib.util
 import logging
 import math
 import os
-import signal
-import types
+from collections.abc import Sequence
 
 import jax
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vit_jax.config import InputError
+from vit_jax.errors import InputError
 
 logger = logging.getLogger("vit_jax")
 
@@ -72,34 +71,21 @@ def start_backend(platform: str | None = None) -> None:
         )
 
 
-def start_processes(
-    coordinator: str | None, num_processes: int | None, process_id: int | None
-) -> None:
-    """Joins the processes of one job by `jax.distributed`, where the three say so.
-
-    Raises:
-      InputError: if only some of them are given.
-    """
-    given = {
-        "--coordinator": coordinator,
-        "--num_processes": num_processes,
-        "--process_id": process_id,
-    }
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) == len(given):
-        return
-    if missing:
-        raise InputError(f"{', '.join(missing)}: missing; give all of {', '.join(given)}")
-    jax.distributed.initialize(coordinator, num_processes, process_id)
-
-
-def make_mesh(*, replica: int, data: int, fsdp: int, tensor: int, devices=None) -> Mesh:
+def make_mesh(
+    *, replica: int | None, data: int, fsdp: int, tensor: int, devices: Sequence | None = None
+) -> Mesh:
     """A mesh of all devices (or of `devices`); one axis may be -1, what the others leave.
 
+    Of several TPU slices each holds whole replicas, so that the other axes stay on the fast links
+    inside it; `replica` None makes one replica a slice.
+
     Raises:
-      InputError: if the sizes do not multiply to the number of devices.
+      InputError: if the sizes do not multiply to the number of devices, or `replica` is not a
+        multiple of the slices.
     """
     devices = jax.devices() if devices is None else devices
+    num_slices = count_slices(devices)
+    replica = num_slices if replica is None else replica
     sizes = dict(zip(AXES, (replica, data, fsdp, tensor), strict=True))
     given = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     open_axes = [axis for axis, size in sizes.items() if size == -1]
@@ -115,9 +101,27 @@ def make_mesh(*, replica: int, data: int, fsdp: int, tensor: int, devices=None) 
             "change the sizes so that their product is that number, e.g. --config.mesh.data=-1 and "
             "--config.mesh.fsdp=1"
         )
-    return jax.make_mesh(
-        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
-    )
+    if sizes["replica"] % num_slices:
+        raise InputError(
+            f"mesh.replica={sizes['replica']}: the devices are {num_slices} slices, and each must "
+            f"hold whole replicas; set --config.mesh.replica={num_slices} or a multiple of it"
+        )
+    in_slice = (sizes["replica"] // num_slices, *list(sizes.values())[1:])
+    over_slices = (num_slices, 1, 1, 1)
+    if num_slices == 1:
+        grid = mesh_utils.create_device_mesh(in_slice, devices, allow_split_physical_axes=True)
+    else:
+        grid = mesh_utils.create_hybrid_device_mesh(
+            in_slice, over_slices, devices, allow_split_physical_axes=True
+        )
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def count_slices(devices: Sequence) -> int:
+    """TPU slices among `devices`; 1 for others, which JAX may number by host."""
+    if devices[0].platform != "tpu":
+        return 1
+    return len({getattr(device, "slice_index", 0) for device in devices})
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -150,33 +154,3 @@ def check_accum_steps(mesh: Mesh, size: int, accum_steps: int) -> None:
             "batch; choose mesh sizes that split it otherwise, or, for a new run, "
             f"optimizer.accum_steps={good}"
         )
-
-
-class PreemptionGuard:
-    """Turns SIGTERM into an answer that is the same on every process.
-
-    with PreemptionGuard() as guard:
-        for step in ...:
-            if guard.should_stop(step): ...
-    """
-
-    def __enter__(self):
-        self._signalled = False
-        # With several processes JAX's own handler tells them all, and they agree on a step.
-        self._single = jax.process_count() == 1
-        if self._single:
-            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
-        return self
-
-    def __exit__(self, kind, error, traceback: types.TracebackType | None):
-        if self._single:
-            signal.signal(signal.SIGTERM, self._previous)
-
-    def _on_signal(self, number, frame):
-        self._signalled = True
-
-    def should_stop(self, step: int) -> bool:
-        """Whether to save and stop after `step`; every process asks after every step."""
-        if self._single:
-            return self._signalled
-        return multihost_utils.reached_preemption_sync_point(step)

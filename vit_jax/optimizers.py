@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from vit_jax import tree
-from vit_jax.config import InputError, collect_faults, nearest
+from vit_jax.errors import InputError, collect_faults, nearest
 
 MOMENTUM_DTYPES = ("float32", "bfloat16")
 

@@ -7,7 +7,7 @@ Steiner et al. 2021 (arXiv:2106.10270), section 3, for `AUGREG`; Beyer et al. 20
 
 from typing import NamedTuple
 
-from vit_jax.config import InputError, nearest
+from vit_jax.errors import InputError, nearest
 from vit_jax.models.variants import parse_vit_name
 
 # Where each data set has its images to train on and to validate with. The two large ones have no

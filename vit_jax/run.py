@@ -1,21 +1,26 @@
 """What a run consists of, checked against files and devices, before anything is written."""
 
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint, data, files, metrics, transfer
+from vit_jax import checkpoint, config_text, data, files, metrics, processes, transfer, watchdog
 from vit_jax import config as config_lib
-from vit_jax.config import Faults, InputError, SplitKey, collect_faults
+from vit_jax.config import SplitKey
 from vit_jax.data.sources import fingerprint
+from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.experiment import Experiment, make_experiment
 from vit_jax.mesh import check_accum_steps, check_batch_size, make_mesh
+from vit_jax.software import software
+from vit_jax.transfer.resample import check_convention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +72,9 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     if training and config.log.wandb is not None:
         faults.check(metrics.check_installed, config.log.wandb)
     resumes = bool(checkpoint.saved_steps(workdir / "checkpoints"))
+    compare_requests(config, {"resumes": resumes})
     initialises = training and not resumes and config.init_from is not None
+    faults.check(check_convention, config.init_resize, "init_resize")
     pretrained = faults.check(transfer.read_pretrained, config.init_from) if initialises else None
     resolved = faults.check(open_sources, config, training)
     if resolved is not None:
@@ -77,7 +84,9 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     if training:
         check_unchanged(config, workdir)
     experiment = make_experiment(config, mesh)
-    params = transfer.init_params(pretrained, experiment.model) if initialises else None
+    params = None
+    if initialises:
+        params = transfer.init_params(pretrained, experiment.model, config.init_resize)
     return Run(config, workdir, mesh, sources, experiment, params)
 
 
@@ -201,6 +210,11 @@ def check_images(config: ConfigDict, sources: Mapping[SplitKey, data.Source]) ->
 
 def check_writable(workdir: epath.Path) -> None:
     """Raises InputError if `workdir` is no directory that can be made or written to."""
+    if os.fspath(workdir).startswith("gs://") and not _is_installed("google.cloud.storage"):
+        raise InputError(
+            f"--workdir={workdir}: checkpoints on gs:// need google-cloud-storage, which is not "
+            "installed; pip install -e '.[gcs]'"
+        )
     there = next((path for path in [workdir, *workdir.parents] if path.exists()), None)
     if there is None or "://" in os.fspath(workdir):
         return
@@ -211,15 +225,57 @@ def check_writable(workdir: epath.Path) -> None:
         raise InputError(f"--workdir={workdir}: {there} cannot be written to; choose another")
 
 
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of its parent
+        return False
+
+
 def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
     """Raises InputError if `workdir` holds a run of another config."""
     if not (workdir / "config.json").exists():
         return
-    changed = config_lib.changed_keys(config_lib.read_config(workdir), config)
+    changed = config_lib.changed_keys(config_text.read_config(workdir), config)
     collect_faults(
         [f"{key} was {was!r} and is {now!r} now" for key, (was, now) in changed.items()],
         f"--workdir={workdir} holds a run of another config; set it back, or take a new --workdir",
     )
+
+
+def compare_requests(config: ConfigDict, more: Mapping[str, Any]) -> None:
+    """Checks that all processes of the job are asked for the same, with the same `more` facts.
+
+    It comes before whatever they do together, which would hang where they are not.
+
+    Raises:
+      InputError: with the processes and their differences.
+      ProcessError: naming those that have not come.
+    """
+    if jax.process_count() == 1:
+        return
+    facts = {
+        f"--config.{key}": value
+        for key, value in config_lib.flatten(config).items()
+        if not key.endswith("data_dir")  # each may have its own copy of the data
+    }
+    facts["devices of a process"] = (jax.local_device_count(), jax.local_devices()[0].device_kind)
+    with watchdog.phase("comparison"):
+        deadline_s = config.job.compile_deadline_s
+        processes.agree("what they run", facts | software() | more, deadline_s)
+
+
+def compare(run: Run, more: Mapping[str, Any]) -> None:
+    """Checks that all processes have found the same data, with the same `more` facts.
+
+    Raises:
+      InputError, ProcessError: as `compare_requests`.
+    """
+    if jax.process_count() == 1:
+        return
+    facts = {f"{k.data_name} {k.split}": s.fingerprint for k, s in run.sources.items()}
+    with watchdog.phase("comparison"):
+        processes.agree("what they found", facts | more, run.config.job.compile_deadline_s)
 
 
 def data_fingerprint(run: Run) -> str:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.config import InputError, nearest
+from vit_jax.errors import InputError, nearest
 
 UNITS = ("steps", "epochs", "examples")
 

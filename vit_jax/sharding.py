@@ -1,7 +1,8 @@
 """How every array of a run is laid out over the mesh.
 
-Parameters by rules over their names; what follows a parameter (its moments in the optimizer) is
-named after it and so laid out alike. Activations by `constrain`.
+Parameters by rules over their names; what follows a parameter (its moments in the optimizer, its
+average) is named after it and so laid out alike, and split over `data` besides. Activations by
+`constrain`.
 """
 
 import logging
@@ -23,11 +24,17 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"(query|key|value|up)/kernel", ("fsdp", "tensor")),
     (r"(out|down)/kernel", ("tensor", "fsdp")),
     (r"head_hidden/kernel", ("fsdp", "tensor")),
-    (r"head/kernel", ("fsdp", None)),
+    (r"(head|head_distillation)/kernel", ("fsdp", None)),
     (r"embedding/kernel", (None, "fsdp")),
-    # Small: biases, norms, class token, probe, position embedding, counts and steps.
-    (r"(bias|scale|class_token|probe|pos_embedding|count|step)", ()),
+    # Small: biases, norms, tokens, probe, position embedding, counts and steps.
+    (r"(bias|scale|class_token|distillation_token|probe|pos_embedding|count|step)", ()),
 )
+
+# What follows a parameter is read and written by the update alone, so that each of the devices that
+# hold a copy of the parameter may keep and update a part of it (Rajbhandari et al. 2019,
+# arXiv:1910.02054, stage 1). The gradients are scattered instead of reduced, and the new parameters
+# gathered: as many bytes.
+_FOLLOWERS = re.compile(r"(opt_state|ema)/")
 
 # Adafactor's moments of a parameter: its means over one axis, or all of it.
 _FACTORED = re.compile(r"opt_state/(?:.*/)?(?P<moment>v_row|v_col|v)/(?P<param>.*)")
@@ -36,8 +43,10 @@ _FACTORED = re.compile(r"opt_state/(?:.*/)?(?P<moment>v_row|v_col|v)/(?P<param>.
 def state_shardings(state, mesh: Mesh):
     """The sharding of every leaf of `state`, a pytree of arrays or of their shapes.
 
-    Factored moments keep of their parameter's layout what is left of its axes. What no rule
-    matches, and what an axis of the mesh does not divide, is replicated and named in a warning.
+    Factored moments keep of their parameter's layout what is left of its axes. What else follows a
+    parameter that a rule splits is split over `data` too, on the last axis that it divides. What no
+    rule matches, and what an axis of the mesh does not divide, is replicated and named in a
+    warning.
     """
     replicated = []
     named = tree.flatten_names(state)
@@ -59,6 +68,8 @@ def state_shardings(state, mesh: Mesh):
                     f"{name} {leaf.shape}: axis {i} does not divide by {axis}={mesh.shape[axis]}"
                 )
                 spec[i] = None
+        if axes and not factored and _FOLLOWERS.match(name):
+            spec = _split_over_data(spec, leaf.shape, mesh)
         while spec and spec[-1] is None:
             spec.pop()
         return NamedSharding(mesh, P(*spec))
@@ -67,6 +78,15 @@ def state_shardings(state, mesh: Mesh):
     if replicated and mesh.size > 1:
         logger.warning("replicated over the mesh:\n  %s", "\n  ".join(replicated))
     return shardings
+
+
+def _split_over_data(spec: list, shape: tuple[int, ...], mesh: Mesh) -> list:
+    """`spec` with `data` on an axis whose parts it divides; of the last axes first."""
+    for i in reversed(range(len(spec))):
+        parts = mesh.shape[spec[i]] if spec[i] else 1
+        if mesh.shape["data"] > 1 and shape[i] % (parts * mesh.shape["data"]) == 0:
+            return [*spec[:i], (spec[i], "data") if spec[i] else "data", *spec[i + 1 :]]
+    return spec
 
 
 def _axes_left(axes, shape, left: tuple[int, ...], moment: str) -> tuple[str | None, ...]:

@@ -5,6 +5,7 @@ config -> mesh -> data -> experiment (model, objective, optimizer, step) -> stat
 
 import collections
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -13,23 +14,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint, data, flops, metrics, sharding, tree
+from vit_jax import (
+    checkpoint,
+    config_text,
+    data,
+    flops,
+    metrics,
+    processes,
+    sharding,
+    tree,
+    watchdog,
+)
 from vit_jax import config as config_lib
-from vit_jax.config import InputError
 from vit_jax.data.order import local_rows
+from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate, make_evaluators
 from vit_jax.experiment import num_steps
 from vit_jax.files import write_whole
-from vit_jax.mesh import BATCH_AXES, PreemptionGuard, batch_sharding
-from vit_jax.run import Run, data_fingerprint, prepare, training_order
+from vit_jax.mesh import BATCH_AXES, batch_sharding
+from vit_jax.processes import PreemptionGuard
+from vit_jax.replicas import DivergedError, check_replicas
+from vit_jax.run import Run, compare, data_fingerprint, prepare, training_order
 from vit_jax.step import start_from
 
 logger = logging.getLogger("vit_jax")
 
 _EXAMPLES_TO_JUDGE_BY = 10_000  # or the data set, if it is smaller; before, few may be many
+_BATCHES_COMPARED = 2
 _STEPS_IN_FLIGHT = 2  # dispatched and not finished; each holds its batch on the devices
 
 
@@ -45,19 +60,26 @@ class Preempted(Exception):
     """The run was asked to stop, and has saved; the same command goes on from there."""
 
 
+# By every process at the same step, as they come from what all have in common.
+_RAISED_BY_ALL = (Preempted, NonFiniteError, CorruptDataError, DivergedError)
+
+
 def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, Any]:
     """Trains as `config` says in `workdir`, from where an earlier run of it stopped.
 
     Returns:
-      The summary, as in `workdir/summary.json`.
+      The summary, as in `workdir/summary.json`; {} on processes other than 0.
 
     Raises:
       InputError: what the user gave is wrong; the workdir is untouched then.
       Preempted: on SIGTERM, after saving.
       NonFiniteError: naming the step; the last good checkpoint is kept.
       CorruptDataError: likewise; too many records are corrupt.
+      DivergedError: likewise; devices do not agree on what they should all have.
+      ProcessError: another process of the job is missing.
     """
     run = prepare(config, workdir)
+    compare_runs(run)
     finished = read_summary(run)
     if finished is not None:
         logger.info("finished before, at step %d: nothing to do", finished["step"])
@@ -66,9 +88,33 @@ def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str,
     with PreemptionGuard() as guard, jax.set_mesh(run.mesh):
         state, meta = start_state(run)
         write_workdir(run)
+        compare_starts(run, int(state.step))
         if int(state.step) < run.experiment.total_steps:
             train(run, state, meta, guard)
     return write_summary(run)
+
+
+def compare_runs(run: Run) -> None:
+    """Checks that all processes run one thing in one workdir, before anything that they share.
+
+    Raises:
+      InputError: with the processes and their differences.
+    """
+    compare(run, {"finished before": read_summary(run) is not None})
+    with watchdog.phase("comparison"):
+        processes.check_one_workdir(run.workdir, run.config.job.compile_deadline_s)
+
+
+def compare_starts(run: Run, start: int) -> None:
+    """Checks that all processes begin at one step with the same examples in one order."""
+    size, order = run.config.global_batch_size, training_order(run.config, run.train_source)
+    first = np.arange(start * size, (start + _BATCHES_COMPARED) * size)
+    facts = {
+        "first step": start + 1,
+        "ids of the first batches": np.asarray(order(first)).tobytes(),
+    }
+    with watchdog.phase("comparison"):
+        processes.agree("where they start", facts, run.config.job.compile_deadline_s)
 
 
 def describe(run: Run) -> None:
@@ -116,7 +162,10 @@ def start_state(run: Run) -> tuple[Any, dict]:
             params[name] = jax.device_put(array, params[name].sharding)
         logger.info("start: parameters from init_from=%s", run.config.init_from)
         params = tree.unflatten_names(params)
-        return start_from(state, params) if state.ema else state.replace(params=params)
+        if not state.ema:
+            return state.replace(params=params)
+        # The average lies otherwise over the devices than the parameters.
+        return jax.jit(start_from, out_shardings=run.experiment.shardings)(state, params)
 
     return checkpoint.start(
         directory=run.workdir / "checkpoints",
@@ -134,7 +183,7 @@ def write_workdir(run: Run) -> None:
             run.workdir.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise InputError(f"--workdir={run.workdir}: {e.strerror}; choose another") from None
-        write_whole(run.workdir / "config.json", config_lib.to_json(run.config))
+        write_whole(run.workdir / "config.json", config_text.to_json(run.config))
         class_names = run.train_source.class_names
         if class_names is not None:
             text = json.dumps(list(class_names), indent=2, ensure_ascii=False) + "\n"
@@ -163,7 +212,8 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
     train_step = compile_step(run)
     layer_norms = None
     if c.log.by_layer:
-        layer_norms = e.layer_norms.lower(e.abstract_state, e.abstract_batch).compile()
+        with watchdog.phase("compile"):
+            layer_norms = e.layer_norms.lower(e.abstract_state, e.abstract_batch).compile()
     if jax.process_index() == 0:
         writer = metrics.MetricWriter(
             run.workdir, restored_step=saved, wandb_project=c.log.wandb, config=c.to_dict()
@@ -179,6 +229,13 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
     )
     pending: collections.deque = collections.deque()
 
+    def evaluate_all(step, names):
+        for name in names:
+            with watchdog.phase("evaluation"), throughput.pause("evaluation"):
+                row = evaluate(name, evaluators[name], state)
+                writer.write(step, row)
+                logger.info("step %d: %s", step, _readable(row))
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(writer)
         progress = stack.enter_context(metrics.Progress(total))
@@ -188,13 +245,20 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
             keep_last=c.checkpoint.keep_last,
             keep_every=num_steps(c, "checkpoint.keep_every"),
         )
-        stack.callback(checkpoints.close)
+        stack.enter_context(closing(checkpoints))
 
-        for step, batch in enumerate(train_batches(run, start), start + 1):
+        batches = train_batches(run, start)
+        stack.callback(close_batches, batches)
+        for step, batch in zip(range(start + 1, total + 1), batches, strict=False):
+            watchdog.arrive(step)
             profiler.before(step)
             logging_now = due(step, "log.every")
             norms = layer_norms(state, batch) if layer_norms and logging_now else {}
-            state, step_metrics = train_step(state, batch)
+            first = step == start + 1  # it also loads the program and connects the devices
+            with watchdog.phase("compile") if first else contextlib.nullcontext():
+                state, step_metrics = train_step(state, batch)
+                if first:
+                    jax.block_until_ready(step_metrics)
             step_metrics |= norms
             pending.append((step, step_metrics))
             if len(pending) > _STEPS_IN_FLIGHT:
@@ -218,25 +282,51 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
                 writer.write(step, row)
                 progress.update(step, row)
             train_s = throughput.seconds()
-            with throughput.pause():
-                for name in evaluations:
-                    row = evaluate(name, evaluators[name], state)
-                    writer.write(step, row)
-                    logger.info("step %d: %s", step, _readable(row))
-                if saving:
+            if not stopping:
+                evaluate_all(step, evaluations)
+            if saving:
+                with watchdog.phase("save"), throughput.pause("save"):
                     saved = step
                     writer.flush()
                     fingerprint = {"data_fingerprint": data_fingerprint(run)}
                     meta = fingerprint | corrupt.read() | clock.read(train_s)
+                    check_replicas(state, run.mesh)
                     checkpoints.save(step, state, meta)
-            if stopping:
+            if stopping:  # what was sent the signal may not have long: first it saves
+                with watchdog.phase("save"):
+                    checkpoints.wait()
+                evaluate_all(step, evaluations)
                 raise Preempted(f"stopped by SIGTERM at step {step}, which is saved")
+
+
+@contextlib.contextmanager
+def closing(checkpoints: checkpoint.Checkpoints) -> Iterator[None]:
+    """Waits in the end until what was saved is on disk.
+
+    Not where this process of several fails alone: to commit takes all, and the others may be gone.
+    """
+    alone = False
+    try:
+        yield
+    except BaseException as e:
+        alone = jax.process_count() > 1 and not isinstance(e, _RAISED_BY_ALL)
+        raise
+    finally:
+        if not alone:
+            with watchdog.phase("save"):
+                checkpoints.close()
 
 
 def compile_step(run: Run):
     """The compiled train step; says how much memory it needs."""
     e, since = run.experiment, time.perf_counter()
-    compiled = e.train_step.lower(e.abstract_state, e.abstract_batch).compile()
+    lowered = e.lower()
+    if jax.process_count() > 1:
+        facts = {"lowered step": hashlib.sha256(lowered.as_text().encode()).hexdigest()}
+        with watchdog.phase("comparison"):
+            processes.agree("the program", facts, run.config.job.compile_deadline_s)
+    with watchdog.phase("compile"):
+        compiled = lowered.compile()
     memory = flops.expected_memory(compiled.memory_analysis())
     logger.info(
         "compiled in %.0f s; expected memory per device: %s, of it %s temporary",
@@ -262,6 +352,12 @@ def train_batches(run: Run, start: int) -> Iterator[dict[str, jax.Array]]:
         num_steps=run.experiment.total_steps - start,
         data_order=training_order(run.config, run.train_source),
     )
+
+
+def close_batches(batches: Iterator[dict[str, jax.Array]]) -> None:
+    """Ends the threads that read ahead, however long that takes."""
+    with watchdog.phase("leave"):
+        batches.close()
 
 
 def check_finite(pending: collections.deque, saved: int | None) -> dict[str, float]:
@@ -394,7 +490,12 @@ def read_summary(run: Run) -> dict[str, Any] | None:
 
 
 def write_summary(run: Run) -> dict[str, Any]:
-    """Writes summary.json from what the run has made durable."""
+    """Writes summary.json from what the run has made durable; {} on processes other than 0.
+
+    A shared disk may show these an older listing.
+    """
+    if jax.process_index() > 0:
+        return {}
     c, e = run.config, run.experiment
     step = checkpoint.saved_steps(run.workdir / "checkpoints")[0]
     meta = checkpoint.read_meta(run.workdir / "checkpoints" / str(step))
@@ -409,8 +510,7 @@ def write_summary(run: Run) -> dict[str, Any]:
         "images_per_s": images / meta["train_s"],
         "chip_hours": meta["chip_s"] / 3600,
     }
-    if jax.process_index() == 0:
-        write_whole(run.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_whole(run.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     shown = {k: v for k, v in summary.items() if "/" in k or k in ("images_per_s", "chip_hours")}
     logger.info("finished at step %s: %s", f"{step:,}", _readable(shown))
     logger.info("summary: %s", run.workdir / "summary.json")

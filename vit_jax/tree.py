@@ -20,7 +20,7 @@ PyTree = Any
 
 _STACKED = re.compile(r"(?P<above>(?:.*/)?)layers/(?P<below>.*)")
 _LAYER = re.compile(r"((?:.*/)?layer_\d+)/.*")
-_EMBEDDING = re.compile(r"(embedding|class_token|pos_embedding)(/.*)?")
+_EMBEDDING = re.compile(r"(embedding|class_token|distillation_token|pos_embedding)(/.*)?")
 
 
 def leaf_names(tree: PyTree) -> PyTree:

@@ -9,20 +9,18 @@ from ml_collections import ConfigDict
 from vit_jax.config import (
     EVAL_TYPES,
     REQUIRED,
-    Faults,
     base_config,
-    collect_faults,
     eval_keys,
     flatten,
     image_hw,
     model_fields,
-    nearest,
     optimizer_fields,
     step_fields,
     step_range,
 )
 from vit_jax.data import check_order, check_reader, parse_mix, parse_ops
 from vit_jax.data.device_ops import MIXING_OPS
+from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.evaluators.fewshot import check_choices
 from vit_jax.mesh import PLATFORMS
 from vit_jax.models import create_model
@@ -124,6 +122,16 @@ def _all_faults(config: ConfigDict) -> list[str]:
         known("mesh.platform", config.mesh.platform, PLATFORMS)
     keep = config.checkpoint.keep_last
     need(keep >= 2, f"checkpoint.keep_last={keep}: needs at least 2, should the newest be damaged")
+    for key in ("heartbeat_s", "step_deadline_s", "compile_deadline_s", "evaluation_deadline_s",
+                "save_deadline_s"):  # fmt: skip
+        positive(f"job.{key}")
+    job = config.job
+    late = job.step_deadline_s is not None and job.step_deadline_s > 0.75 * job.heartbeat_s
+    need(
+        not late,
+        f"job.step_deadline_s={job.step_deadline_s}: needs at most 0.75 of "
+        f"job.heartbeat_s={job.heartbeat_s}, after which JAX ends the run and cannot say why",
+    )
     if config.log.profile is not None:
         check(step_range, config.log.profile, key="log.profile")
     if config.log.wandb is not None:

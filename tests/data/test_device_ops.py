@@ -9,10 +9,10 @@ import optax
 import pytest
 import scipy.stats
 
-from vit_jax.config import InputError
 from vit_jax.data import make_device_transform, order, parse_ops, to_value_range
 from vit_jax.data.device_ops import Pairs, symmetric_beta
 from vit_jax.data.host_tf import tf
+from vit_jax.errors import InputError
 from vit_jax.objectives.supervised import ObjectiveOutput
 from vit_jax.step import TrainState, make_train_step
 

@@ -6,9 +6,9 @@ import shutil
 import pytest
 from images import encode, make_folder, smooth_image
 
-from vit_jax.config import InputError
 from vit_jax.data import make_source
 from vit_jax.data.host_tf import tf
+from vit_jax.errors import InputError
 
 TEN_EACH = {"cat": 10, "dog": 10, "eel": 10}
 

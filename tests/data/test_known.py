@@ -2,9 +2,10 @@
 
 import pytest
 
-from vit_jax.config import InputError
+from vit_jax.config import base_config
 from vit_jax.data import make_source
-from vit_jax.data.known import KNOWN_DATA, known_sizes
+from vit_jax.data.known import KNOWN_DATA, fill_in_sizes, known_sizes
+from vit_jax.errors import InputError
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,15 @@ def test_split_that_is_not_there_is_refused(split):
 
 def test_every_known_set_has_the_split_that_is_trained_on():
     assert all("train" in splits for _, splits in KNOWN_DATA.values())
+
+
+def test_sizes_of_a_config_and_of_its_mixture():
+    c = base_config()
+    c.data.name, c.data.split = "cifar10", "train[:50%]"
+    filled = fill_in_sizes(c)
+    assert (filled.data.num_classes, filled.data.num_examples) == (10, 25_000)
+    assert c.data.num_examples is None  # the user's own stays as it is
+    c.data.mix = "digits@train=0.3, cifar100=0.2"
+    assert fill_in_sizes(c).data.num_examples == 25_000 + 1_437 + 25_000
+    c.data.num_examples = 7
+    assert fill_in_sizes(c).data.num_examples == 7

@@ -6,16 +6,12 @@ import numpy as np
 import pytest
 from prepared import prepare
 
-from vit_jax.config import (
-    InputError,
-    SplitKey,
-    apply_overrides,
-    load_config,
-    train_split,
-)
+from vit_jax.config import SplitKey, train_split
+from vit_jax.config_text import apply_overrides, load_config
 from vit_jax.data import concatenate, make_source, parse_mix, pipeline, prepared_tfds
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.mixture import Part
+from vit_jax.errors import InputError
 from vit_jax.run import open_sources, open_training, training_order
 
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from vit_jax.config import InputError
 from vit_jax.data import parse_ops
+from vit_jax.errors import InputError
 
 
 def test_host_and_device_ops_in_the_words_typed():

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from images import make_folder, pil_rgb
 
-from vit_jax.config import InputError
 from vit_jax.data import eval_batches, make_source, parse_ops, pipeline, train_batches
 from vit_jax.data.host_tf import tf
+from vit_jax.errors import InputError
 
 DIGITS = {"image_size": (8, 8), "ops": "pad_crop(2)"}
 FOLDER = {"image_size": (16, 16), "ops": "inception_crop|flip"}

@@ -8,9 +8,9 @@ import pytest
 from images import encode, smooth_image
 from prepared import prepare
 
-from vit_jax.config import InputError
 from vit_jax.data import make_source, pipeline, prepared_tfds
 from vit_jax.data.host_tf import tf, tfds
+from vit_jax.errors import InputError
 
 
 def source(name, data_dir, split="train", **fields):

@@ -9,10 +9,10 @@ from etils import epath
 from images import encode, pil_rgb, smooth_image
 from prepared import break_image, flip_a_byte, prepare
 
-from vit_jax.config import InputError
 from vit_jax.data import make_order, make_source, parse_ops, pipeline, tfrecord
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.runs import Runs, run_starts, stored_records
+from vit_jax.errors import InputError
 
 ORDERS = {"record": {}, "chunk": {"chunk_size": 97, "streams": 4}}
 

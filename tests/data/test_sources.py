@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import sklearn.datasets
 
-from vit_jax.config import InputError
 from vit_jax.data import make_source
 from vit_jax.data.host_tf import tf
+from vit_jax.errors import InputError
 
 
 def read(source, *record_ids):

@@ -17,9 +17,10 @@ from sklearn.datasets import load_digits
 from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
 
-from vit_jax.config import InputError, SplitKey, base_config, fewshot
+from vit_jax.config import SplitKey, base_config, fewshot
 from vit_jax.data import make_source
 from vit_jax.data.pipeline import host_eval_batches, read_labels
+from vit_jax.errors import InputError
 from vit_jax.evaluators import make_evaluators
 from vit_jax.evaluators.fewshot import FewShot, draw_support, predict, ridge
 from vit_jax.mesh import make_mesh

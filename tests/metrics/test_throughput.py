@@ -14,17 +14,19 @@ def make_throughput(clock, **fields):
 def test_throughput_counts_training_alone():
     clock = FakeClock()
     throughput = make_throughput(clock)
-    with throughput.pause():
-        clock.now += 60  # compilation
     clock.now += 4
     read = throughput.read(110)
     assert read == {"time/seconds": 4, "time/images_per_s": 80, "time/mfu": 0.02}
     clock.now += 1
-    with throughput.pause():
-        clock.now += 30  # evaluation
+    for what, seconds in (("evaluation", 20), ("save", 60), ("evaluation", 10)):
+        with throughput.pause(what):
+            clock.now += seconds
     clock.now += 1
     read = throughput.read(120)
+    assert (read.pop("time/evaluation_s"), read.pop("time/save_s")) == (30, 60)
     assert read == {"time/seconds": 6, "time/images_per_s": 160, "time/mfu": 0.04}
+    clock.now += 2
+    assert "time/save_s" not in throughput.read(130)
 
 
 @pytest.mark.parametrize("unknown", [{"device_kind": "cpu"}, {"flops_per_image": None}])
@@ -38,7 +40,7 @@ def test_throughput_of_an_unknown_chip_has_no_mfu(unknown):
 def test_a_pause_that_fails_is_still_a_pause():
     clock = FakeClock()
     throughput = make_throughput(clock)
-    with pytest.raises(OSError), throughput.pause():
+    with pytest.raises(OSError), throughput.pause("save"):
         clock.now += 5
         raise OSError
     clock.now += 1

@@ -6,7 +6,7 @@ import pytest
 from numpy_vit import float64, random_params
 
 from vit_jax import tree
-from vit_jax.models.attention import dot_product_attention
+from vit_jax.models.attention import choose_attention, dot_product_attention
 from vit_jax.models.layers import GELU, Attention, Encoder, EncoderBlock, MapHead, Mlp
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
@@ -80,15 +80,25 @@ def plain_attention(q, k, v, kept, rate):
     return jnp.einsum("bhnm,bhmk->bhnk", jnp.where(kept, weights / (1 - rate), 0), v)
 
 
+ATTENTIONS = {choose_attention("cpu", "full"), choose_attention("tpu", "full")}
+
+
+def test_attention_is_chosen_by_platform_and_remat():
+    assert len(ATTENTIONS) == 2
+    assert choose_attention("tpu", "none") == choose_attention("gpu", "full")
+    assert choose_attention("gpu", "full") == dot_product_attention
+
+
+@pytest.mark.parametrize("attend", ATTENTIONS)
 @pytest.mark.parametrize("rate", [0.0, 0.25])
-def test_attention_gradients_are_those_of_the_plain_form(rate):
+def test_attention_gradients_are_those_of_the_plain_form(rate, attend):
     q, g = normal(2, H, N, 4), normal(2, H, N, 6, seed=3)  # fewer queries than keys
     k, v = normal(2, H, N + 2, 4, seed=1), normal(2, H, N + 2, 6, seed=2)
     key = jax.random.key(0)
     kept = jax.random.bernoulli(key, 1 - rate, (2, H, N, N + 2))
 
     def ours(q, k, v):
-        return dot_product_attention(q, k, v, dropout_rate=rate, dropout_key=key)
+        return attend(q, k, v, dropout_rate=rate, dropout_key=key)
 
     expected, expected_vjp = jax.vjp(lambda *qkv: plain_attention(*qkv, kept, rate), q, k, v)
     for form in (ours, jax.checkpoint(ours)):
@@ -143,6 +153,26 @@ def test_switches_of_a_block():
     }  # fmt: skip
     for name, leaf in added.items():
         np.testing.assert_allclose(leaf, 1.0 if "norm" in name else 1e-4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_parallel_block(norm):
+    block = EncoderBlock(
+        num_heads=H, mlp_dim=F, parallel=True, norm=norm, qk_norm=True, qkv_bias=False
+    )
+    params = random_params(block, X_BND, 0.0, False)
+    ours, _ = jax.jit(block.apply, static_argnums=3)({"params": params}, X_BND, 0.0, False)
+    for i in range(B):
+        expected = numpy_vit.encoder_block(float64(params), X_BND[i], H, "tanh", norm)
+        assert_same(ours[i], expected)
+    # One norm; it has a bias unless it is rms. Queries, keys and values have none, all else has.
+    without_bias = {"attention/query", "attention/key", "attention/value"}
+    without_bias |= {"attention/query_norm", "attention/key_norm"}
+    without_bias |= {"norm"} if norm == "rms" else set()
+    names = set(tree.flatten_names(params))
+    layers = {name.rpartition("/")[0] for name in names}
+    assert layers == without_bias | {"norm", "attention/out", "mlp/up", "mlp/down"}
+    assert {layer for layer in layers if f"{layer}/bias" not in names} == without_bias
 
 
 def test_encoder_is_its_blocks_and_a_norm():

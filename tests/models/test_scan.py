@@ -28,7 +28,7 @@ def make(*, scan, remat="none", **fields):
 
 
 UNROLLED_PARAMS = random_params(make(scan=False), IMAGES)
-SWITCHES = {"qk_norm": True, "layer_scale": 0.1}
+SWITCHES = {"qk_norm": True, "layer_scale": 0.1, "norm": "rms", "qkv_bias": False, "parallel": True}
 # Moments as in the middle of a run, none of them zero.
 MOMENTS = [
     jax.tree.map(np.abs, random_params(make(scan=False), IMAGES, seed=seed)) for seed in (2, 3)

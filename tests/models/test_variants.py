@@ -1,6 +1,6 @@
 import pytest
 
-from vit_jax.config import InputError
+from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS, parse_vit_name
 from vit_jax.transfer.rules import abstract_params
@@ -33,6 +33,7 @@ SIZES = {
     "g": (1408, 40, 6144, 16),
     "G": (1664, 48, 8192, 16),
     "e": (1792, 56, 15360, 16),
+    "22B": (6144, 48, 24576, 48),
 }
 
 
@@ -41,13 +42,17 @@ def count_params(model):
 
 
 def expected_params(variant, patch_size, *, grid, num_classes, pool="token", hidden_head=False):
-    width, depth, mlp_dim, _ = SIZES[variant]
+    width, depth, mlp_dim, num_heads = SIZES[variant]
     norm, attention = 2 * width, 4 * (width * width + width)
     mlp = width * mlp_dim + mlp_dim + mlp_dim * width + width
+    block = 2 * norm + attention + mlp
+    if variant == "22B":  # norms without bias, one a block; q, k without bias, normalised; v too
+        norm, attention = width, attention - 3 * width
+        block = norm + attention + mlp + 2 * (width // num_heads)
     token = int(pool == "token")
     total = (patch_size[0] * patch_size[1] * 3 + 1) * width  # embedding
     total += token * width + (token + grid[0] * grid[1]) * width
-    total += depth * (2 * norm + attention + mlp) + norm
+    total += depth * block + norm
     if pool == "map":
         total += width + attention + norm + mlp
     if hidden_head:
@@ -106,7 +111,17 @@ def test_fields_replace_the_variants_own():
 
 
 def test_parse_name():
-    assert parse_vit_name("ViT-So400m/14") == (SIZES["So400m"], 14)
+    names = ("width", "depth", "mlp_dim", "num_heads")
+    assert parse_vit_name("ViT-So400m/14") == (dict(zip(names, SIZES["So400m"], strict=True)), 14)
+
+
+def test_22b_has_a_block_of_its_own():
+    model = create_model("ViT-22B/14")
+    assert (model.parallel, model.norm, model.qk_norm, model.qkv_bias) == (True, "rms", True, False)
+    assert model.pool == "map"
+    params = abstract_params(model.clone(scan=True))
+    encoder = sum(leaf.size for name, leaf in params.items() if name.startswith("encoder/"))
+    assert round(encoder / 1e6) == 21_745  # of these 21 743 M in matrices, as published
 
 
 @pytest.mark.parametrize(

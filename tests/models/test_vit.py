@@ -9,7 +9,7 @@ import pytest
 from numpy_vit import random_params
 
 from vit_jax import tree
-from vit_jax.config import InputError
+from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.vit import ViT, extract_patches
 
@@ -74,6 +74,10 @@ def test_shapes_of_the_worked_example():
         {"pool": "gap", "pos_embed": "sincos_2d"},
         {"pool": "map", "pos_embed": "none"},
         {"pool": "gap", "num_classes": None},
+        {"pool": "token", "num_classes": None, "hidden_head": True},
+        {"pool": "gap", "class_token": True, "norm_pooled": True, "hidden_head": True},
+        {"pool": "map", "class_token": True},
+        {"pool": "map", "parallel": True, "norm": "rms", "qk_norm": True, "qkv_bias": False},
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
@@ -95,6 +99,20 @@ def test_shapes_of_the_methods():
             "pre_logits": (2, 16),
             "__call__": (2, 5),
         }
+
+
+def test_every_norm_has_the_epsilon():
+    model = small(pool="map", qk_norm=True, norm_eps=0.5)
+    epsilons = []
+
+    def note(next_call, args, kwargs, context):
+        if isinstance(context.module, nn.LayerNorm):
+            epsilons.append(context.module.epsilon)
+        return next_call(*args, **kwargs)
+
+    with nn.intercept_methods(note):
+        jax.eval_shape(model.init, jax.random.key(0), IMAGES)
+    assert epsilons == [0.5] * (2 * (2 + 2) + 1 + 1)  # of 2 layers; the last; the pooling head's
 
 
 def test_fixed_positions_are_no_parameters():
@@ -288,6 +306,8 @@ def test_an_int_image_size_is_square():
         ({"width": 4, "pos_embed": "sincos_2d"}, ["sincos_2d", "got 4"]),
         ({"width": 10, "pos_embed": "sincos_2d"}, ["sincos_2d", "got 10"]),
         ({"num_heads": 0}, ["num_heads=0", "positive int"]),
+        ({"norm_eps": 0.0}, ["norm_eps=0.0", "positive number"]),
+        ({"class_token": False}, ["class_token=False", "gap or map"]),
         (
             {"depth": 0, "gelu": "erf", "num_heads": 3, "patch_size": 5},
             ["5 faults", "depth=0", "gelu='erf'", "num_heads=3", "height 4", "width 12"],

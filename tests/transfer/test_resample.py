@@ -52,8 +52,33 @@ def test_antialiased_is_pillows_bicubic(old, new):
 def test_the_conventions_differ():
     grid = random_grid((4, 4))
     made = [resample(grid, (4, 4), (7, 5), convention) for convention in CONVENTIONS]
-    assert len(made) == 2
-    assert np.abs(made[0] - made[1]).max() > 0.05
+    assert len(made) == 3
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        assert np.abs(made[a] - made[b]).max() > 0.05
+
+
+def cubic(x):
+    """The kernel with a = -0.75."""
+    a, x = -0.75, abs(x)
+    if x <= 1:
+        return (a + 2) * x**3 - (a + 3) * x**2 + 1
+    return a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a if x < 2 else 0.0
+
+
+@pytest.mark.parametrize(("old", "new"), GRIDS)
+def test_half_pixel_is_a_cubic_kernel_over_repeated_edges(old, new):
+    grid = random_grid(old)
+    expected = grid.reshape(*old, WIDTH).astype(np.float64)
+    for axis in (0, 1):
+        rows = np.moveaxis(expected, axis, 0)
+        made = []
+        for i in range(new[axis]):
+            place = (i + 0.5) * old[axis] / new[axis] - 0.5
+            near = range(int(np.floor(place)) - 1, int(np.floor(place)) + 3)
+            made.append(sum(cubic(place - j) * rows[np.clip(j, 0, old[axis] - 1)] for j in near))
+        expected = np.moveaxis(np.stack(made), 0, axis)
+    ours = resample(grid, old, new, "half_pixel")
+    np.testing.assert_allclose(ours.reshape(*new, WIDTH), expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("convention", CONVENTIONS)

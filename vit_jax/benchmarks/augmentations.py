@@ -13,10 +13,11 @@ from ml_collections import ConfigDict
 from PIL import Image, ImageDraw, ImageFont
 
 from vit_jax import files
-from vit_jax.config import InputError, image_hw, train_split
+from vit_jax.config import image_hw, train_split
 from vit_jax.data import Source, augment, make_device_transform, order, parse_ops
 from vit_jax.data.host_ops import to_pixels
 from vit_jax.data.host_tf import tf
+from vit_jax.errors import InputError
 from vit_jax.run import open_training
 
 _ROWS = 4  # photographs

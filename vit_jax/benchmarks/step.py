@@ -49,8 +49,7 @@ def measure_step(
         state = experiment.init()
         batch = made_up_batch(experiment, config.data.num_classes)
         since = time.perf_counter()
-        lowered = experiment.train_step.lower(experiment.abstract_state, experiment.abstract_batch)
-        compiled = lowered.compile()
+        compiled = experiment.lower().compile()
         compile_s = time.perf_counter() - since
         memory = flops.expected_memory(compiled.memory_analysis())
 

@@ -7,13 +7,18 @@ returns the exit code. What commands share about flags is here.
 import argparse
 import importlib
 import types
+from typing import TYPE_CHECKING
 
 from ml_collections import ConfigDict
 
-from vit_jax import config as config_lib
+from vit_jax import config_text, mesh, processes, watchdog
+from vit_jax.errors import InputError, nearest
 from vit_jax.validation import validate
 
-COMMANDS = ("train", "evaluate", "benchmark")
+if TYPE_CHECKING:
+    from vit_jax.transfer import Pretrained
+
+COMMANDS = ("train", "evaluate", "predict", "export", "benchmark", "plan")
 
 
 def find_command(name: str) -> types.ModuleType:
@@ -24,8 +29,27 @@ def find_command(name: str) -> types.ModuleType:
 def define_process_flags(parser: argparse.ArgumentParser) -> None:
     """The flags by which processes of one job find each other, where no cluster is detected."""
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    parser.add_argument("--num_processes", type=int, help="processes of this job")
+    parser.add_argument("--num_processes", type=int, help="processes that this job must have")
     parser.add_argument("--process_id", type=int, help="number of this process, from 0")
+    parser.add_argument("--num_devices", type=int, help="devices that they must have together")
+
+
+def start_job(flags: argparse.Namespace, config: ConfigDict) -> None:
+    """Joins the processes, chooses the backend, checks what was found, starts the watchdog.
+
+    Raises:
+      InputError: what was found is not what was asked for.
+    """
+    processes.start(
+        flags.coordinator,
+        flags.num_processes,
+        flags.process_id,
+        join_deadline_s=config.job.join_deadline_s,
+        heartbeat_s=config.job.heartbeat_s,
+    )
+    mesh.start_backend(config.mesh.platform)
+    processes.check_devices(flags.num_devices)
+    watchdog.start(config.job)
 
 
 def load_valid_config(flags: argparse.Namespace) -> ConfigDict:
@@ -34,7 +58,43 @@ def load_valid_config(flags: argparse.Namespace) -> ConfigDict:
     Raises:
       InputError: with all faults.
     """
-    config = config_lib.load_config(flags.config)
-    faults = config_lib.apply_overrides(config, flags.overrides)
+    config = config_text.load_config(flags.config)
+    faults = config_text.apply_overrides(config, flags.overrides)
     validate(config, faults, f"--config={flags.config}")
     return config
+
+
+def define_source_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which model a command is about."""
+    parser.add_argument("--workdir", metavar="DIR", help="of a run: its newest valid checkpoint")
+    parser.add_argument("--init_from", metavar="SOURCE", help="a workdir, a file, a name")
+    parser.add_argument("--weights", help="of a run with a running average: average or raw")
+    parser.add_argument("--image_size", metavar="SIZE", help="another: 384, or 384,256")
+    parser.add_argument("--resize", help="how positions are resampled to it; by default as the "
+                        "source's library does")  # fmt: skip
+
+
+def read_source(flags: argparse.Namespace) -> "Pretrained":
+    """The model that the flags of `define_source_flags` name.
+
+    Raises:
+      InputError: if none is named, or it cannot be read.
+    """
+    if (flags.workdir is None) == (flags.init_from is None):
+        raise InputError("give one of --workdir=DIR and --init_from=SOURCE")
+    if flags.overrides:
+        raise InputError(f"--config.{flags.overrides[0][0]}: this command takes no config")
+    if flags.weights not in (None, "average", "raw"):
+        raise InputError(f"--weights={flags.weights}: {nearest(flags.weights, ['average', 'raw'])}")
+
+    from vit_jax import transfer  # orbax only now, that a typo is answered at once
+
+    source = flags.init_from or flags.workdir
+    pretrained = transfer.read_pretrained(source, averaged=flags.weights != "raw")
+    if flags.image_size is None:
+        return pretrained
+    sides = flags.image_size.split(",")
+    if not all(side.strip().isdigit() for side in sides):
+        raise InputError(f"--image_size={flags.image_size}: needs an int, or two as HEIGHT,WIDTH")
+    size = tuple(map(int, sides)) if len(sides) > 1 else int(sides[0])
+    return transfer.with_image_size(pretrained, size, flags.resize)

@@ -21,7 +21,7 @@ from rich.table import Column, Table
 
 from vit_jax import files
 from vit_jax.commands import load_valid_config
-from vit_jax.config import InputError, nearest
+from vit_jax.errors import InputError, nearest
 from vit_jax.mesh import check_accum_steps, check_batch_size, make_mesh, start_backend
 
 FORMATS = ("table", "json")
@@ -38,13 +38,9 @@ def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, An
 def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
     """See `benchmarks.step`; takes `flags.steps`."""
     from vit_jax.benchmarks import step
-    from vit_jax.data.known import known_sizes
+    from vit_jax.data.known import fill_in_sizes
 
-    d = config.data
-    with d.unlocked():
-        d.num_classes, d.num_examples = known_sizes(
-            d.name, d.split, num_classes=d.num_classes, num_examples=d.num_examples
-        )
+    config = fill_in_sizes(config)
     mesh = make_mesh(**{axis: size for axis, size in config.mesh.items() if axis != "platform"})
     check_batch_size(mesh, config.global_batch_size, "global_batch_size")
     check_accum_steps(mesh, config.global_batch_size, config.optimizer.accum_steps)

@@ -8,15 +8,14 @@ Prints one JSON object of metrics on standard output. The workdir is only read.
 import argparse
 import json
 import os
+import signal
 
 import jax
 from rich.console import Console
 
-from vit_jax import config as config_lib
-from vit_jax import files
-from vit_jax.commands import define_process_flags
-from vit_jax.config import InputError
-from vit_jax.mesh import start_backend, start_processes
+from vit_jax import config_text, files
+from vit_jax.commands import define_process_flags, start_job
+from vit_jax.errors import InputError
 from vit_jax.validation import validate
 
 
@@ -31,8 +30,8 @@ def run(flags: argparse.Namespace) -> int:
     workdir = files.absolute(flags.workdir)
     if not (workdir / "config.json").exists():
         raise InputError(f"--workdir={workdir}: no config.json there; give the workdir of a run")
-    config = config_lib.read_config(workdir)
-    faults = config_lib.apply_overrides(config, flags.overrides)
+    config = config_text.read_config(workdir)
+    faults = config_text.apply_overrides(config, flags.overrides)
     validate(config, faults, f"{workdir}/config.json")
     if not config.evals:
         raise InputError(f"--workdir={workdir}: its config has no evals")
@@ -40,8 +39,9 @@ def run(flags: argparse.Namespace) -> int:
     from vit_jax import evaluation, metrics  # orbax only now, that a typo is answered at once
 
     metrics.log_to_console(Console(stderr=True))
-    start_processes(flags.coordinator, flags.num_processes, flags.process_id)
-    start_backend(config.mesh.platform)
+    start_job(flags, config)
+    # It has nothing to save: what JAX has put in the place of the signal's default is for training.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     results = evaluation.evaluate(config, workdir)
     if jax.process_index() == 0:
         print(json.dumps(metrics.finite_or_none(results), indent=2))

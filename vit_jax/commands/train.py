@@ -11,9 +11,8 @@ import sys
 
 import jax
 
-from vit_jax.commands import define_process_flags, load_valid_config
-from vit_jax.config import InputError
-from vit_jax.mesh import start_backend, start_processes
+from vit_jax.commands import define_process_flags, load_valid_config, start_job
+from vit_jax.errors import InputError
 
 PREEMPTED = 75
 
@@ -34,17 +33,17 @@ def run(flags: argparse.Namespace) -> int:
     config = load_valid_config(flags)
 
     from vit_jax import metrics, train  # orbax only now, that a typo is answered at once
+    from vit_jax.replicas import DivergedError
 
     metrics.log_to_console()
-    start_processes(flags.coordinator, flags.num_processes, flags.process_id)
-    start_backend(config.mesh.platform)
+    start_job(flags, config)
     metrics.CONSOLE.quiet = jax.process_index() > 0
     try:
         train.train_and_evaluate(config, flags.workdir)
     except train.Preempted as e:
         print(e, file=sys.stderr)
         return PREEMPTED
-    except (train.NonFiniteError, train.CorruptDataError) as e:
+    except (train.NonFiniteError, train.CorruptDataError, DivergedError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
     return os.EX_OK

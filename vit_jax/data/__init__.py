@@ -6,7 +6,6 @@ DEVICE_OPS of device_ops.py. Importing this package imports no TensorFlow and to
 
 import functools
 
-from vit_jax.config import InputError
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.image_folder import folder
 from vit_jax.data.mixture import concatenate, held_alike, parse_mix
@@ -21,6 +20,7 @@ from vit_jax.data.pipeline import (
 )
 from vit_jax.data.prepared_tfds import ON_DISK, check_reader, tfds_source
 from vit_jax.data.sources import Source, digits, synthetic
+from vit_jax.errors import InputError
 
 __all__ = [
     "ON_DISK",

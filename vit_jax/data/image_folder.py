@@ -13,11 +13,11 @@ import hashlib
 import os
 import pathlib
 
-from vit_jax.config import InputError
 from vit_jax.data.host_tf import tf
 from vit_jax.data.sources import Source, fingerprint
+from vit_jax.errors import InputError
 
-_EXTENSIONS = (".jpg", ".jpeg", ".png")
+EXTENSIONS = (".jpg", ".jpeg", ".png")
 
 
 def folder(*, split: str, data_dir: str | os.PathLike | None, seed: int, **_) -> Source:
@@ -114,13 +114,13 @@ def _list_images(split_root: pathlib.Path) -> dict[str, str]:
                 and os.path.realpath(os.path.join(parent, name)) not in seen
             ]
             for name in names:
-                if name.lower().endswith(_EXTENSIONS) and not name.startswith("."):
+                if name.lower().endswith(EXTENSIONS) and not name.startswith("."):
                     path = pathlib.Path(parent, name).relative_to(split_root)
                     files[path.as_posix()] = class_name
         if len(files) == num_before:
             raise InputError(
                 f"data.data_dir: {split_root / class_name} holds no image; needed: files ending "
-                f"in {', '.join(_EXTENSIONS)}; add some or remove the folder"
+                f"in {', '.join(EXTENSIONS)}; add some or remove the folder"
             )
     return files
 

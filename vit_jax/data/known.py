@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from vit_jax.config import InputError
+from ml_collections import ConfigDict
+
 from vit_jax.data.host_tf import tfds
+from vit_jax.data.mixture import parse_mix
+from vit_jax.errors import InputError
 
 # name -> classes, examples by split. As in TFDS's catalogue, but for imagenet21k, which it lacks:
 # the images of the release of 2011 (14,197,122) and the classes that published models have.
@@ -16,6 +19,26 @@ KNOWN_DATA: dict[str, tuple[int, dict[str, int]]] = {
     "oxford_flowers102": (102, {"train": 1_020, "validation": 1_020, "test": 6_149}),
     "digits": (10, {"train": 1_437, "test": 360}),
 }
+
+
+def fill_in_sizes(config: ConfigDict) -> ConfigDict:
+    """`config` with the classes and examples of its training data, none of which need be there.
+
+    Raises:
+      InputError: as `known_sizes`.
+    """
+    config = config.copy_and_resolve_references()
+    d = config.data
+    if d.num_examples is None and d.mix:
+        parts = parse_mix(d.mix)
+        sizes = [known_sizes(part.name, part.split or d.split) for part in parts]
+        own = known_sizes(d.name, d.split, num_classes=d.num_classes)
+        d.num_classes, d.num_examples = own[0], own[1] + sum(size for _, size in sizes)
+    else:
+        d.num_classes, d.num_examples = known_sizes(
+            d.name, d.split, num_classes=d.num_classes, num_examples=d.num_examples
+        )
+    return config
 
 
 def known_sizes(

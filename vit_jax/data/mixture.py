@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vit_jax.config import InputError
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
 from vit_jax.data.runs import Runs
 from vit_jax.data.sources import Source, fingerprint
+from vit_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,9 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from vit_jax.config import InputError
 from vit_jax.data.device_ops import DEVICE_OPS, MIXING_OPS
 from vit_jax.data.host_ops import HOST_OPS, TAKES_ENCODED
+from vit_jax.errors import InputError
 
 OPS = {**HOST_OPS, **DEVICE_OPS}
 

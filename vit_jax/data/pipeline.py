@@ -26,13 +26,13 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from vit_jax.config import InputError
 from vit_jax.data import host_ops as host_ops_lib
 from vit_jax.data import order
 from vit_jax.data.host_tf import tf
 from vit_jax.data.ops import Op
 from vit_jax.data.runs import stored_records
 from vit_jax.data.sources import Source
+from vit_jax.errors import InputError
 
 _BATCHES_IN_FLIGHT = 2
 _LABELS_AT_ONCE = 4096
@@ -67,7 +67,7 @@ def train_batches(
         num_steps=num_steps,
         data_order=data_order,
     )
-    return _put_ahead(batches, sharding, global_batch_size)
+    return _put_ahead(batches, num_steps, sharding, global_batch_size)
 
 
 def eval_batches(
@@ -88,7 +88,9 @@ def eval_batches(
         rows=order.local_rows(sharding, global_batch_size),
         record_ids=record_ids,
     )
-    return _put_ahead(batches, sharding, global_batch_size)
+    num_records = source.num_examples if record_ids is None else len(record_ids)
+    num_steps = math.ceil(num_records / global_batch_size)
+    return _put_ahead(batches, num_steps, sharding, global_batch_size)
 
 
 def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
@@ -342,10 +344,15 @@ def _warn_broken(fingerprint: str, record_name: str) -> None:
     logging.getLogger("vit_jax").warning("%s cannot be read or decoded; it is masked", record_name)
 
 
-def _put_ahead(batches: Iterator[Batch], sharding, global_batch_size):
-    """Global batches, some of them on their way to the devices while one is used."""
+def _put_ahead(batches: Iterator[Batch], num_steps: int, sharding, global_batch_size):
+    """`num_steps` global batches, some on their way to the devices while one is used.
+
+    It never looks for a batch behind the last: there tf.data's threads would be waited for, while
+    steps are still to be made.
+    """
     arrays = (to_global(batch, sharding, global_batch_size) for batch in batches)
-    ahead = collections.deque(itertools.islice(arrays, _BATCHES_IN_FLIGHT))
-    while ahead:
+    ahead = collections.deque(itertools.islice(arrays, min(_BATCHES_IN_FLIGHT, num_steps)))
+    for step in range(num_steps):
         yield ahead.popleft()
-        ahead.extend(itertools.islice(arrays, 1))
+        if step + len(ahead) + 1 < num_steps:
+            ahead.append(next(arrays))

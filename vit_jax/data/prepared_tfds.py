@@ -17,11 +17,11 @@ import numpy as np
 import psutil
 from etils import epath
 
-from vit_jax.config import InputError, nearest
 from vit_jax.data import host_ops, tfrecord
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.runs import Runs, stored_records
 from vit_jax.data.sources import Source, fingerprint, read_tensors
+from vit_jax.errors import InputError, nearest
 
 _NAME = re.compile(r"(?P<name>\w+)(/(?P<config>[\w.-]+))?(:(?P<version>\d+\.\d+\.\d+))?")
 _SMALL_BYTES = 1 << 30  # of files and pixels: up to there a split is held in memory by default

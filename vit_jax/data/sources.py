@@ -15,9 +15,9 @@ from collections.abc import Callable
 import numpy as np
 from etils import epy
 
-from vit_jax.config import InputError
 from vit_jax.data.host_tf import tf
 from vit_jax.data.runs import Runs
+from vit_jax.errors import InputError
 
 with epy.lazy_imports():
     import sklearn.datasets

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from etils import epath
 
-from vit_jax.config import InputError
+from vit_jax.errors import InputError
 
 _HEADER_BYTES = 12
 _FOOTER_BYTES = 4

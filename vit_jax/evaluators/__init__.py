@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.config import Faults, SplitKey, collect_faults
+from vit_jax.config import SplitKey
 from vit_jax.data import Source
+from vit_jax.errors import Faults, collect_faults
 from vit_jax.evaluators.classification import make_classification
 from vit_jax.evaluators.fewshot import make_fewshot
 from vit_jax.evaluators.inputs import EvalInputs

@@ -16,8 +16,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vit_jax.config import InputError, collect_faults
 from vit_jax.data import Source, read_labels
+from vit_jax.errors import InputError, collect_faults
 from vit_jax.evaluators.inputs import EvalInputs
 
 logger = logging.getLogger("vit_jax")

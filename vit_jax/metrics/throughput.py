@@ -36,16 +36,19 @@ class Throughput:
         self._device_kind, self._num_devices = device_kind, num_devices
         self._clock = clock
         self._total_s = 0.0
+        self._paused_s: dict[str, float] = {}
         self._since = clock()
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Around what is not training: compilation, evaluation, saving."""
+    def pause(self, what: str) -> Iterator[None]:
+        """Around what is not training; `what` names it, e.g. "save"."""
         start = self._clock()
         try:
             yield
         finally:
-            self._since += self._clock() - start
+            passed = self._clock() - start
+            self._since += passed
+            self._paused_s[what] = self._paused_s.get(what, 0.0) + passed
 
     def seconds(self) -> float:
         """Seconds of training by this process so far; not to be asked in a pause."""
@@ -55,7 +58,8 @@ class Throughput:
         """The metrics since the last reading, at `step` steps.
 
         `time/seconds`: of training by this process so far; `time/images_per_s`: over all devices;
-        `time/mfu`: a share, absent where the chip's peak or the FLOPs are not known.
+        `time/mfu`: a share, absent where the chip's peak or the FLOPs are not known;
+        `time/save_s` and so on: of each pause since the last reading, where there was one.
         """
         now = self._clock()
         seconds = now - self._since
@@ -63,6 +67,8 @@ class Throughput:
         self._step, self._since = step, now
         self._total_s += seconds
         scalars = {"time/seconds": self._total_s, "time/images_per_s": images_per_s}
+        scalars |= {f"time/{what}_s": paused for what, paused in self._paused_s.items()}
+        self._paused_s = {}
         if self._flops_per_image is not None:
             share = mfu(
                 self._flops_per_image * images_per_s,

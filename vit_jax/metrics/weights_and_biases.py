@@ -9,7 +9,7 @@ from typing import Any
 
 from etils import epath
 
-from vit_jax.config import InputError
+from vit_jax.errors import InputError
 from vit_jax.files import write_whole
 
 logger = logging.getLogger("vit_jax")

@@ -7,12 +7,14 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from vit_jax.config import InputError, collect_faults, image_hw, nearest
+from vit_jax.config import image_hw
+from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.models.deit import DeiT, make_deit
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.models.vit import ViT, make_vit
 
 # What a model's name begins with -> (its module, its maker).
-MODELS = {"ViT": (ViT, make_vit)}
+MODELS = {"ViT": (ViT, make_vit), "DeiT": (DeiT, make_deit)}
 DTYPES = ("float32", "bfloat16")
 
 
@@ -39,7 +41,7 @@ def create_model(
     """
     family = next((f for f in MODELS if name.startswith(f + "-")), None)
     if family is None:
-        known = [f"ViT-{variant}/16" for variant in VIT_VARIANTS]
+        known = [f"{f}-{variant}/16" for f in MODELS for variant in VIT_VARIANTS]
         raise InputError(f"name={name!r}: no such model; {nearest(name, known)}")
     module, make = MODELS[family]
     return make(name, num_classes, image_hw(image_size), **check_fields(module, fields, name))

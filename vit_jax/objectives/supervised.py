@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.config import InputError, nearest
+from vit_jax.errors import InputError, nearest
 
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -103,10 +103,12 @@ def make_supervised(model: nn.Module, loss: Loss):
     def objective(params, model_state, batch, frozen, rng) -> ObjectiveOutput:
         del frozen  # a teacher's parameters: there is none here
         variables = {"params": params, **model_state}
-        logits_BC = model.apply(variables, batch["image"], train=True, rngs={"dropout": rng})
-        mask_B = batch["mask"]
+        logits = model.apply(variables, batch["image"], train=True, rngs={"dropout": rng})
+        heads = jax.tree.leaves(logits)  # each of several is to tell the label
+        loss_B = sum(loss(logits_BC, batch["label"]) for logits_BC in heads) / len(heads)
+        logits_BC, mask_B = sum(heads) / len(heads), batch["mask"]
         return ObjectiveOutput(
-            loss_sum=(mask_B * loss(logits_BC, batch["label"])).sum(),
+            loss_sum=(mask_B * loss_B).sum(),
             weight_sum=mask_B.sum(),
             metric_sums={"top1": (mask_B * hits(logits_BC, batch["label"])).sum()},
             model_state=model_state,

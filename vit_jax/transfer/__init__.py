@@ -5,53 +5,158 @@ One file and one line in FORMATS for each kind of source.
 
 import logging
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+import numpy as np
+from etils import epath
 
 from vit_jax import tree
-from vit_jax.config import InputError
+from vit_jax.config import image_hw
+from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.files import absolute
 from vit_jax.models import check_fields
-from vit_jax.transfer import npz, rules, workdir
-from vit_jax.transfer.rules import Pretrained
+from vit_jax.models.layers import unconstrained
+from vit_jax.transfer import huggingface, npz, rules, safetensors, timm, workdir
+from vit_jax.transfer.published import PUBLISHED, locate
+from vit_jax.transfer.resample import check_convention
+from vit_jax.transfer.rules import Pretrained, Spec
 
 logger = logging.getLogger("vit_jax")
+
+
+class Writer(NamedTuple):
+    """How a format is written.
+
+    check: model -> what of it the format cannot hold, each with its remedy.
+    write: (path, what to write) -> the names of the files.
+    """
+
+    check: Callable[[nn.Module], list[str]]
+    write: Callable[[epath.Path, Pretrained], list[str]]
+
+
+def _read_safetensors(path: epath.Path) -> Pretrained:
+    arrays = safetensors.read_arrays(path)
+    for naming in (huggingface, timm):
+        if naming.knows(arrays):
+            return naming.read(path, arrays)
+    names = ", ".join(list(arrays)[:5])
+    raise InputError(
+        f"init_from={str(path)!r}: its arrays are named neither as Hugging Face's nor as timm's "
+        f"Vision Transformers: {names}, ..."
+    )
+
 
 # (whether a path is of this format, its reader); the first that says yes reads.
 FORMATS = {
     "workdir": (workdir.recognises, workdir.read),
     "npz": (npz.recognises, npz.read),
+    "safetensors": (safetensors.recognises, _read_safetensors),
+}
+
+WRITERS = {
+    "npz": Writer(partial(npz.check, variant="first"), partial(npz.write, variant="first")),
+    "npz_v2": Writer(partial(npz.check, variant="later"), partial(npz.write, variant="later")),
+    "hf": Writer(huggingface.check, huggingface.write),
+    "timm": Writer(timm.check, timm.write),
 }
 
 
-def read_pretrained(source: str | os.PathLike) -> Pretrained:
+def read_pretrained(source: str | os.PathLike, *, averaged: bool = True) -> Pretrained:
     """The model and parameters that `source` holds.
 
     Args:
-      source: a workdir of this project (its newest valid checkpoint), or a published `.npz`.
+      source: a workdir of this project (its newest valid checkpoint); a published `.npz`; a
+        `.safetensors` file, or a folder with one, in the names of Hugging Face or timm; the address
+        of such a file; or a name in PUBLISHED, e.g. "ViT-B/16@augreg".
+      averaged: of a workdir whose run keeps a running average of the parameters, take that.
 
     Raises:
       InputError: if there is nothing, or nothing that can be read.
     """
-    path = absolute(source)
-    if not path.exists():
-        raise InputError(f"init_from={str(source)!r}: no such file or directory")
-    for recognises, read in FORMATS.values():
-        if recognises(path):
-            return read(path)
-    raise InputError(
-        f"init_from={str(source)!r}: not a source of a known format; known: a workdir (with "
-        "config.json and checkpoints/), a .npz file"
-    )
+    path = locate(source)
+    read = next((read for recognises, read in FORMATS.values() if recognises(path)), None)
+    if read is None:
+        raise InputError(
+            f"init_from={str(source)!r}: not a source of a known format; known: a workdir (with "
+            "config.json and checkpoints/), a .npz file, a .safetensors file or a folder with "
+            "model.safetensors"
+        )
+    if not averaged:
+        if read is not workdir.read:
+            raise InputError(
+                f"init_from={str(source)!r}: only a workdir has weights to choose from"
+            )
+        read = partial(workdir.read, averaged=False)
+    try:
+        pretrained = read(path)
+    except InputError as e:
+        if str(path) in str(e):
+            raise
+        raise InputError(f"init_from={str(path)!r}: {e}") from None
+    known = PUBLISHED.get(str(source))
+    found = pretrained.model.num_classes
+    if known is not None and found != known.num_classes:
+        raise InputError(
+            f"init_from={source!r}: {found} classes, and was published with {known.num_classes}"
+        )
+    fetched = known is not None or "://" in str(source)
+    return pretrained._replace(source=str(source)) if fetched else pretrained
+
+
+def pretrained_spec(source: str | os.PathLike) -> Spec:
+    """What `source` tells beside its model: image size, value range, class names, conventions.
+
+    Raises:
+      InputError: as `read_pretrained`.
+    """
+    return read_pretrained(source).spec
+
+
+def save_pretrained(
+    path: str | os.PathLike,
+    model: nn.Module,
+    variables: Mapping[str, Any],
+    format: str,
+    spec: Spec | None = None,
+) -> list[str]:
+    """Writes a model in a foreign format; returns the names of the files.
+
+        vit_jax.save_pretrained("exported", model, variables, format="hf")
+
+    Args:
+      path: a file for npz and npz_v2, a folder for hf, either for timm.
+      model: its parameters may be scanned.
+      variables: with "params".
+      format: one of WRITERS.
+      spec: value range, class names; None: pixels in [-1, 1], no names.
+
+    Raises:
+      InputError: naming what the format cannot hold, with the remedy; nothing is written.
+    """
+    if format not in WRITERS:
+        raise InputError(f"format={format!r}: {nearest(format, list(WRITERS))}")
+    collect_faults(WRITERS[format].check(model), f"format={format} cannot hold this model")
+    params = jax.tree.map(np.asarray, dict(variables["params"]))
+    if model.scan:
+        params = rules.unstack_layers(params)
+    plain = model.clone(scan=False, remat="none", constrain=unconstrained)
+    spec = spec or Spec(plain.image_size, "antialiased")
+    pretrained = Pretrained(str(path), plain, tree.flatten_names(params), spec)
+    return WRITERS[format].write(absolute(path), pretrained)
 
 
 def load_pretrained(
     source: str | os.PathLike,
     num_classes: int | None = None,
     image_size: int | Sequence[int] | None = None,
+    *,
+    resize: str | None = None,
     **fields: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """A pretrained model, whose architecture is inferred from the source.
@@ -65,36 +170,67 @@ def load_pretrained(
         None keeps the head.
       image_size: resamples the position embedding to that size; None keeps it. Where the source
         tells no size (fixed positions) and None is given, the model takes images of any size.
+      resize: the convention of resampling, one of CONVENTIONS; None: that of the source's library.
       **fields: of the model's module, e.g. `scan`, `remat`, `dtype`, `dropout`.
 
     Raises:
       InputError: one error naming everything that does not fit.
     """
+    check_convention(resize, "resize")
     pretrained = read_pretrained(source)
     changes = dict(fields)
     if num_classes is not None:
-        changes |= {"num_classes": num_classes, "hidden_head": False}
+        changes = {"num_classes": num_classes, "hidden_head": False} | changes
     if image_size is not None:
         changes["image_size"] = image_size
     model = pretrained.model.clone(**check_fields(type(pretrained.model), changes, str(source)))
-    named = rules.fit(pretrained, model, reset_head=num_classes is not None)
+    named = rules.fit(pretrained, model, reset_head=num_classes is not None, resize=resize)
     if num_classes is not None:
-        named["head/kernel"] = jnp.zeros((model.width, num_classes))
-        named["head/bias"] = jnp.zeros((num_classes,))
-    params = tree.unflatten_names(named)
-    return model, {"params": rules.stack_layers(params) if model.scan else params}
+        named |= {
+            name: jnp.zeros(leaf.shape)
+            for name, leaf in rules.abstract_params(model).items()
+            if rules.is_of_head(name)
+        }
+    return model, {"params": _as_scanned(named, model, pretrained.source)}
 
 
-def init_params(pretrained: Pretrained, model: nn.Module) -> dict[str, Any]:
+def with_image_size(
+    pretrained: Pretrained, image_size: int | Sequence[int], resize: str | None = None
+) -> Pretrained:
+    """The same for another image size; `resize`: see `load_pretrained`.
+
+    Raises:
+      InputError: if its patches do not divide it.
+    """
+    check_convention(resize, "resize")
+    size = image_hw(image_size)
+    model = pretrained.model.clone(image_size=size)
+    params = rules.fit(pretrained, model, reset_head=False, resize=resize)
+    spec = pretrained.spec._replace(image_size=size)
+    return pretrained._replace(model=model, params=params, spec=spec)
+
+
+def init_params(
+    pretrained: Pretrained, model: nn.Module, resize: str | None = None
+) -> dict[str, Any]:
     """{leaf name in `model`: array} of all that `model` takes over from what a source holds.
 
     The head is left out, to be initialised anew, if it does not fit: other classes, or with a
-    hidden layer here and without there.
+    hidden layer here and without there. `resize`: see `load_pretrained`.
 
     Raises:
       InputError: one error naming everything else that does not fit.
     """
     rules.check_architecture(pretrained, model)
-    named = rules.fit(pretrained, model, reset_head=not rules.same_head(pretrained.model, model))
+    reset_head = not rules.same_head(pretrained.model, model)
+    named = rules.fit(pretrained, model, reset_head=reset_head, resize=resize)
+    return tree.flatten_names(_as_scanned(named, model, pretrained.source))
+
+
+def _as_scanned(named: dict[str, Any], model: nn.Module, source: str) -> dict[str, Any]:
+    """Unrolled parameters by name as `model` has them: stacked, if it scans its layers."""
     params = tree.unflatten_names(named)
-    return tree.flatten_names(rules.stack_layers(params) if model.scan else params)
+    if not model.scan:
+        return params
+    logger.info("%s: its layers are stacked, to be scanned", source)
+    return rules.stack_layers(params)

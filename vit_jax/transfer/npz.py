@@ -1,65 +1,111 @@
-"""Models from published `.npz` files: both variants in which the reference family names its ViTs.
+"""Models in published `.npz` files: both variants in which the reference family names its ViTs.
 
 The first variant is that of the files published with Dosovitskiy et al. 2020 (arXiv:2010.11929)
 and Steiner et al. 2021 (arXiv:2106.10270); the later one that of Zhai et al. 2021
 (arXiv:2106.04560) and Beyer et al. 2022 (arXiv:2205.01580). In the later one the class token joins
 after the positions are added, and a file without positions has fixed sine-cosine ones.
+
+What no array tells, the rows of a grid that is not square, the value range, the names of the
+classes, is in NAME.json beside NAME.npz where `write` made the file.
 """
 
+import io
 import logging
-import math
-import re
 import zipfile
 import zlib
 
+import flax.linen as nn
 import ml_dtypes
 import numpy as np
 from etils import epath
 
-from vit_jax.config import InputError
+from vit_jax.config import image_hw
+from vit_jax.errors import InputError
+from vit_jax.files import write_whole
+from vit_jax.models.deit import DeiT
 from vit_jax.models.vit import ViT
-from vit_jax.transfer.rules import Pretrained
+from vit_jax.transfer import layout
+from vit_jax.transfer.layout import Entry, rearranged, same
+from vit_jax.transfer.rules import Pretrained, Spec, class_names_of, square_side, to_json
+from vit_jax.transfer.safetensors import read_json
 
 logger = logging.getLogger("vit_jax")
 
-
-def _names(positions: str, norm_mlp: str, attention: str, mlp: str) -> list[tuple[str, str]]:
-    """(the file's name, ours), as regular expression and replacement, of a variant's arrays."""
-    theirs, ours = r"Transformer/encoderblock_(\d+)", r"encoder/layer_\1"
-    return [
-        (r"cls", r"class_token"),
-        (r"embedding/(kernel|bias)", r"embedding/\1"),
-        (positions, r"pos_embedding"),
-        (rf"{theirs}/LayerNorm_0/(.*)", rf"{ours}/norm_attention/\2"),
-        (rf"{theirs}/{norm_mlp}/(.*)", rf"{ours}/norm_mlp/\2"),
-        (rf"{theirs}/{attention}/(.*)", rf"{ours}/attention/\2"),
-        (rf"{theirs}/{mlp}/Dense_0/(.*)", rf"{ours}/mlp/up/\2"),
-        (rf"{theirs}/{mlp}/Dense_1/(.*)", rf"{ours}/mlp/down/\2"),
-        (r"Transformer/encoder_norm/(.*)", r"encoder/norm/\1"),
-        (r"pre_logits/(.*)", r"head_hidden/\1"),
-        (r"head/(.*)", r"head/\1"),
-    ]
-
-
+# By variant: the position embedding; of a layer the second norm, attention, MLP.
 _VARIANTS = {
-    "first": _names(
+    "first": (
         "Transformer/posembed_input/pos_embedding",
         "LayerNorm_2",
         "MultiHeadDotProductAttention_1",
         "MlpBlock_3",
     ),
-    "later": [
-        *_names("pos_embedding", "LayerNorm_1", "MultiHeadDotProductAttention_0", "MlpBlock_0"),
-        (r"MAPHead_0/probe", r"map_head/probe"),
-        (r"MAPHead_0/LayerNorm_0/(.*)", r"map_head/norm/\1"),
-        (r"MAPHead_0/MultiHeadDotProductAttention_0/(.*)", r"map_head/attention/\1"),
-        (r"MAPHead_0/MlpBlock_0/Dense_0/(.*)", r"map_head/mlp/up/\1"),
-        (r"MAPHead_0/MlpBlock_0/Dense_1/(.*)", r"map_head/mlp/down/\1"),
-    ],
+    "later": ("pos_embedding", "LayerNorm_1", "MultiHeadDotProductAttention_0", "MlpBlock_0"),
 }
+
+
+def _entries(model: nn.Module, variant: str) -> list[Entry]:
+    positions, norm_mlp, attention, mlp = _VARIANTS[variant]
+    p, q = model.patch_size
+    entries = [
+        rearranged("embedding/kernel", "embedding/kernel", "p q c d -> (p q c) d", p=p, q=q, c=3),
+        same("embedding/bias", "embedding/bias"),
+    ]
+    if model.has_class_token:
+        entries.append(same("cls", "class_token"))
+    if model.pos_embed == "learned_1d":
+        entries.append(same(positions, "pos_embedding"))
+    for i in range(model.depth):
+        theirs, ours = f"Transformer/encoderblock_{i}", f"encoder/layer_{i}"
+        entries += _norm(f"{theirs}/LayerNorm_0", f"{ours}/norm_attention")
+        entries += _norm(f"{theirs}/{norm_mlp}", f"{ours}/norm_mlp")
+        entries += _attention(f"{theirs}/{attention}", f"{ours}/attention", model.num_heads)
+        entries += _mlp(f"{theirs}/{mlp}", f"{ours}/mlp")
+    entries += _norm("Transformer/encoder_norm", "encoder/norm")
+    if model.pool == "map":
+        theirs = "MAPHead_0"
+        entries.append(same(f"{theirs}/probe", "map_head/probe"))
+        entries += _norm(f"{theirs}/LayerNorm_0", "map_head/norm")
+        entries += _attention(f"{theirs}/{attention}", "map_head/attention", model.num_heads)
+        entries += _mlp(f"{theirs}/{mlp}", "map_head/mlp")
+    if model.hidden_head:
+        entries += _dense("pre_logits", "head_hidden")
+    if model.num_classes is not None:
+        entries += _dense("head", "head")
+    return entries
+
+
+def _dense(theirs: str, ours: str) -> list[Entry]:
+    return [same(f"{theirs}/{leaf}", f"{ours}/{leaf}") for leaf in ("kernel", "bias")]
+
+
+def _norm(theirs: str, ours: str) -> list[Entry]:
+    return [same(f"{theirs}/{leaf}", f"{ours}/{leaf}") for leaf in ("scale", "bias")]
+
+
+def _mlp(theirs: str, ours: str) -> list[Entry]:
+    return _dense(f"{theirs}/Dense_0", f"{ours}/up") + _dense(f"{theirs}/Dense_1", f"{ours}/down")
+
+
+def _attention(theirs: str, ours: str, h: int) -> list[Entry]:
+    """Kernels have an axis for the heads."""
+    entries = []
+    for name in ("query", "key", "value"):
+        kernel, bias = f"{name}/kernel", f"{name}/bias"
+        entries += [
+            rearranged(f"{theirs}/{kernel}", f"{ours}/{kernel}", "d h k -> d (h k)", h=h),
+            rearranged(f"{theirs}/{bias}", f"{ours}/{bias}", "h k -> (h k)", h=h),
+        ]
+    return [
+        *entries,
+        rearranged(f"{theirs}/out/kernel", f"{ours}/out/kernel", "h k d -> (h k) d", h=h),
+        same(f"{theirs}/out/bias", f"{ours}/out/bias"),
+    ]
+
 
 # Where a file holds more than a ViT's parameters, they stand below one of these: beside the
 # optimizer's state, or as the image tower beside a text tower.
+_UNREADABLE = (MemoryError, ValueError, OSError, EOFError, NotImplementedError, SyntaxError,
+               zipfile.BadZipFile, zlib.error)  # fmt: skip
 _PLACES = ("", "params/", "opt/target/", "params/img/")
 
 
@@ -74,18 +120,18 @@ def _read_arrays(path: epath.Path) -> dict[str, np.ndarray]:
             arrays = np.load(file, allow_pickle=False)
             if isinstance(arrays, np.ndarray):
                 raise ValueError("one array without a name")
-            return {name: _as_float32(arrays[name]) for name in arrays.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as e:
+            return {name: _as_float32(name, arrays[name]) for name in arrays.files}
+    except _UNREADABLE as e:
         raise InputError(
             f"init_from={str(path)!r}: not a readable .npz of plain arrays ({e}); fetch it again"
         ) from None
 
 
-def _as_float32(array: np.ndarray) -> np.ndarray:
-    """Widened from bfloat16, which NumPy stores as two bytes without a type."""
+def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
+    """Also of bfloat16, which NumPy stores as two bytes without a type."""
     if array.dtype == np.dtype("V2"):
         array = array.view(ml_dtypes.bfloat16)
-    return array.astype(np.float32)
+    return layout.as_float32(name, array)
 
 
 def read(path: epath.Path) -> Pretrained:
@@ -94,34 +140,28 @@ def read(path: epath.Path) -> Pretrained:
     Raises:
       InputError: if the file cannot be read or holds another architecture.
     """
+    source = str(path)
     arrays = _unstack_scanned(_find_model(path, _read_arrays(path)))
-    variant, names, foreign = _rename(arrays)
-    params, heads, patch_size = {}, set(), None
-    for ours, theirs in names.items():
-        array = arrays[theirs]
-        if ours == "embedding/kernel":  # a convolution's, (P, P, 3, D)
-            patch_size = array.shape[:2]
-            array = array.reshape(-1, array.shape[-1])
-        elif re.search(r"/(query|key|value)/kernel$", ours):  # (D, heads, D_h)
-            heads.add(array.shape[1])
-            array = array.reshape(array.shape[0], -1)
-        elif re.search(r"/(query|key|value)/bias$", ours):  # (heads, D_h)
-            array = array.reshape(-1)
-        elif re.search(r"/attention/out/kernel$", ours):  # (heads, D_h, D)
-            array = array.reshape(-1, array.shape[-1])
-        params[ours] = array
-    needed = ("embedding/kernel", "encoder/norm/scale", "encoder/layer_0/mlp/up/kernel")
-    absent = [name for name in needed if name not in params]
-    if foreign or absent or len(heads) != 1:
-        shown = [f"{name} {arrays[name].shape}" for name in foreign[:5]]
-        shown += [f"... {len(foreign) - 5} more"] * (len(foreign) > 5)
-        raise InputError(
-            f"init_from={str(path)!r}: not a Vision Transformer of the {variant} published "
-            f"variant; unknown arrays: {', '.join(shown) or 'none'}; "
-            f"absent: {', '.join(absent) or 'none'}"
+    beside = path.with_suffix(".json")
+    stated = read_json(beside) if beside.exists() else {}
+    kinds = {"mean": "three numbers", "std": "three positive numbers", "class_names": "a list"}
+    layout.check_kinds(stated, kinds, str(beside))
+    # Of the names that the variants do not share, one is enough to tell them apart.
+    seen = {
+        variant: sum(any(part in name for part in parts) for name in arrays)
+        for variant, parts in (
+            ("first", ("posembed_input/", *(f"/{part}/" for part in _VARIANTS["first"][1:]))),
+            ("later", ("MAPHead_0/", *(f"/{part}/" for part in _VARIANTS["later"][1:]))),
         )
-    model = _infer_model(path, variant, params, patch_size, heads.pop())
-    return Pretrained(str(path), model, params, resize="corner_aligned")
+    }
+    variant = max(seen, key=seen.get)
+    model = _infer_model(source, variant, arrays, stated)
+    params = layout.read_entries(_entries(model, variant), arrays, model, source)
+    names = class_names_of(stated.get("class_names"), model.num_classes, source)
+    pixels = {key: tuple(stated[key]) for key in ("mean", "std") if key in stated}
+    size = image_hw(stated["image_size"]) if "image_size" in stated else model.image_size
+    spec = Spec(size, "corner_aligned", class_names=names, **pixels)
+    return Pretrained(source, model, params, spec)
 
 
 def _find_model(path: epath.Path, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -146,48 +186,82 @@ def _unstack_scanned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return unstacked
 
 
-def _rename(arrays: dict[str, np.ndarray]) -> tuple[str, dict[str, str], list[str]]:
-    """The variant that knows most of the names, {our name: the file's}, and the unknown names."""
-    readings = []
-    for variant, rules in _VARIANTS.items():
-        names, foreign = {}, []
-        for name in arrays:
-            rule = next((rule for rule in rules if re.fullmatch(rule[0], name)), None)
-            if rule is None:
-                foreign.append(name)
-            else:
-                names[re.sub(*rule, name)] = name
-        readings.append((variant, names, foreign))
-    return min(readings, key=lambda reading: len(reading[2]))
-
-
-def _infer_model(path, variant, params, patch_size, num_heads) -> ViT:
-    has_token, has_positions = "class_token" in params, "pos_embedding" in params
+def _infer_model(source, variant, arrays, stated) -> ViT:
+    positions, _, attention, mlp = _VARIANTS[variant]
+    first_layer = "Transformer/encoderblock_0"
+    query, up = f"{first_layer}/{attention}/query/kernel", f"{first_layer}/{mlp}/Dense_0/kernel"
+    needed = {"embedding/kernel": 4, query: 3, up: 2}
+    if variant == "first" or positions in arrays:
+        needed[positions] = 3
+    layout.require(arrays, needed, source, {"head/kernel": 2})
+    has_token, has_positions = "cls" in arrays, positions in arrays
+    has_probe = "MAPHead_0/probe" in arrays
     class_token_has_position = variant == "first"
-    image_size = None
+    patch_size, image_size = arrays["embedding/kernel"].shape[:2], None
     if has_positions:
-        prefix = int(has_token and class_token_has_position)
-        num_patches = params["pos_embedding"].shape[1] - prefix
-        side = math.isqrt(num_patches)
-        if side**2 != num_patches:
-            raise InputError(
-                f"init_from={str(path)!r}: its {num_patches} patches are no square grid, and the "
-                "file does not tell their rows"
-            )
-        image_size = (side * patch_size[0], side * patch_size[1])
-    elif variant == "first":
-        raise InputError(f"init_from={str(path)!r}: no position embedding, so no image size")
-    layers = {int(m[1]) for name in params if (m := re.match(r"encoder/layer_(\d+)/", name))}
+        num_patches = arrays[positions].shape[1] - int(has_token and class_token_has_position)
+        if "image_size" in stated:
+            image_size = image_hw(stated["image_size"])
+        else:
+            side = square_side(num_patches, source)
+            image_size = (side * patch_size[0], side * patch_size[1])
     return ViT(
-        num_classes=params["head/kernel"].shape[1] if "head/kernel" in params else None,
+        num_classes=arrays["head/kernel"].shape[1] if "head/kernel" in arrays else None,
         image_size=image_size,
         patch_size=tuple(patch_size),
-        width=params["embedding/kernel"].shape[1],
-        depth=max(layers) + 1,
-        mlp_dim=params["encoder/layer_0/mlp/up/kernel"].shape[1],
-        num_heads=num_heads,
-        pool="map" if "map_head/probe" in params else "token" if has_token else "gap",
-        hidden_head="head_hidden/kernel" in params,
+        width=arrays["embedding/kernel"].shape[3],
+        depth=layout.count_layers(arrays, r"Transformer/encoderblock_(\d+)/", source),
+        mlp_dim=arrays[up].shape[1],
+        num_heads=arrays[query].shape[1],
+        pool="map" if has_probe else "token" if has_token else "gap",
+        hidden_head="pre_logits/kernel" in arrays,
         pos_embed="learned_1d" if has_positions else "sincos_2d",
         pos_embed_class_token=class_token_has_position or not (has_token and has_positions),
     )
+
+
+def check(model: nn.Module, variant: str) -> list[str]:
+    """What of `model` a file of the variant cannot hold."""
+    faults = []
+    if isinstance(model, DeiT):
+        faults.append("a distillation token: format=hf or timm holds it")
+    only = {"parallel": False, "norm": "layer", "qk_norm": False, "qkv_bias": True}
+    elsewhere = {"gelu": "tanh", "norm_eps": 1e-6, "norm_pooled": False, "layer_scale": None}
+    for field, value in (only | elsewhere).items():
+        if getattr(model, field) != value:
+            remedy = "format=timm holds it" if field in elsewhere else "keep the run's checkpoint"
+            faults.append(f"{field}={getattr(model, field)!r}: {remedy}")
+    token = model.has_class_token
+    if token and model.pool != "token":
+        faults.append(f"a class token that pool={model.pool!r} leaves out: format=timm holds it")
+    if variant == "first":
+        if model.pool == "map":
+            faults.append("pool='map': format=npz_v2 holds it")
+        if model.pos_embed != "learned_1d":
+            faults.append(f"pos_embed={model.pos_embed!r}: format=npz_v2 or timm holds it")
+        elif token and not model.pos_embed_class_token:
+            faults.append("pos_embed_class_token=False: format=npz_v2 holds it")
+    else:
+        if model.num_prefix_positions:
+            faults.append("pos_embed_class_token=True: format=npz holds it")
+        if model.pos_embed == "none":
+            faults.append("pos_embed='none': format=timm holds it")
+    return faults
+
+
+def write(path: epath.Path, pretrained: Pretrained, variant: str) -> list[str]:
+    """Writes NAME.npz, and NAME.json with what it does not tell; returns the files' names."""
+    if path.suffix != ".npz":
+        raise InputError(f"--output={path}: needs a name that ends in .npz")
+    model, spec = pretrained.model, pretrained.spec
+    stated = {"mean": list(spec.mean), "std": list(spec.std)}
+    if model.image_size is not None:
+        stated["image_size"] = list(model.image_size)
+    if spec.class_names:
+        stated["class_names"] = list(spec.class_names)
+    content = io.BytesIO()
+    np.savez(content, **layout.write_entries(_entries(model, variant), pretrained.params))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path.with_suffix(".json"), to_json(stated))
+    write_whole(path, content.getvalue())
+    return [path.name, path.with_suffix(".json").name]

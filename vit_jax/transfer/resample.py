@@ -6,6 +6,8 @@ pre-trained position embeddings, according to their location in the original ima
 
 import numpy as np
 
+from vit_jax.errors import InputError, nearest
+
 
 def _corner_aligned(old: int, new: int) -> np.ndarray:
     """Bilinear, the first and last entries kept in place. Shapes: -> (new, old)."""
@@ -24,8 +26,33 @@ def _antialiased(old: int, new: int) -> np.ndarray:
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-# The convention of the published .npz files' library, and this project's own (as timm's).
-CONVENTIONS = {"corner_aligned": _corner_aligned, "antialiased": _antialiased}
+def _half_pixel(old: int, new: int) -> np.ndarray:
+    """Bicubic (a = -0.75) about pixel centres, the edges repeated. Shapes: -> (new, old)."""
+    places = (np.arange(new) + 0.5) * old / new - 0.5
+    first = np.floor(places).astype(int) - 1
+    weights = np.zeros((new, old))
+    for i in range(4):
+        x = np.abs(places - (first + i))
+        near = 1.25 * x**3 - 2.25 * x**2 + 1.0
+        far = -0.75 * x**3 + 3.75 * x**2 - 6.0 * x + 3.0
+        taken = np.clip(first + i, 0, old - 1)
+        np.add.at(weights, (np.arange(new), taken), np.where(x <= 1, near, far))
+    return weights
+
+
+# The conventions of the published .npz files' library, of Hugging Face's transformers, and of timm,
+# which is this project's own.
+CONVENTIONS = {
+    "corner_aligned": _corner_aligned,
+    "half_pixel": _half_pixel,
+    "antialiased": _antialiased,
+}
+
+
+def check_convention(name: str | None, key: str) -> None:
+    """Raises InputError if `name`, the value of `key`, is no convention and not None."""
+    if name is not None and name not in CONVENTIONS:
+        raise InputError(f"{key}={name!r}: {nearest(name, list(CONVENTIONS))}")
 
 
 def resample_grid(

@@ -1,7 +1,10 @@
 """How pretrained parameters are fitted to a model: each change is a named rule, and is logged."""
 
+import json
 import logging
+import math
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -10,12 +13,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import tree
-from vit_jax.config import InputError, collect_faults
+from vit_jax.errors import InputError
+from vit_jax.models.position import sincos_2d
 from vit_jax.transfer.resample import resample_grid
 
 logger = logging.getLogger("vit_jax")
 
-_HEAD = r"(head|head_hidden)/.*"
+_HEAD = r"(head|head_hidden|head_distillation)/.*"
+
+
+class Spec(NamedTuple):
+    """What a source tells beside its model: what its images were, and what its classes are called.
+
+    image_size: (height, width) in pixels; None: it does not tell, or takes any.
+    resize: the convention by which its own library resamples position embeddings.
+    mean, std: the model sees (image / 255 - mean) / std, for each channel.
+    class_names: in the order of the logits; None: it does not tell.
+    crop: the share of the image, whose sides keep their proportion, that the central crop shows;
+      None: the whole image, squeezed to the size.
+    """
+
+    image_size: tuple[int, int] | None
+    resize: str
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    class_names: tuple[str, ...] | None = None
+    crop: float | None = None
 
 
 class Pretrained(NamedTuple):
@@ -24,13 +47,86 @@ class Pretrained(NamedTuple):
     source: for messages.
     model: as the source has it, unrolled.
     params: {leaf name: float32 array} of that model.
-    resize: the convention by which the source's own library resamples position embeddings.
+    spec: see `Spec`.
+    run: of a workdir its step, config and results; None of other sources.
     """
 
     source: str
     model: nn.Module
     params: dict[str, np.ndarray]
-    resize: str
+    spec: Spec
+    run: dict[str, Any] | None = None
+
+
+def refuse(faults: Sequence[str], where: str) -> None:
+    """Raises InputError if there are `faults`: as one, which is about the source `where` names."""
+    if len(faults) == 1:
+        raise InputError(f"{where}: {faults[0]}")
+    if faults:
+        raise InputError("\n  ".join([f"{where}: {len(faults)} faults", *faults]))
+
+
+def class_names_of(names: Any, num_classes: int | None, source: str) -> tuple[str, ...] | None:
+    """The class names that a source states; None if it states none.
+
+    Raises:
+      InputError: if there are not as many as classes, or they are no names.
+    """
+    if names is None or num_classes is None:
+        return None
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"init_from={source!r}: its class names are no list of strings")
+    if len(names) != num_classes:
+        raise InputError(
+            f"init_from={source!r}: {len(names)} class names for {num_classes} classes"
+        )
+    return tuple(names)
+
+
+def square_side(num_patches: int, source: str) -> int:
+    """The side of the square grid that a source which tells no rows must have.
+
+    Raises:
+      InputError: if the patches make none.
+    """
+    side = math.isqrt(max(num_patches, 0))
+    if side < 1 or side**2 != num_patches:
+        raise InputError(
+            f"init_from={source!r}: its {num_patches} patches are no square grid, and it does not "
+            "tell their rows; state the image size in the JSON file beside it"
+        )
+    return side
+
+
+def to_json(content: dict[str, Any]) -> str:
+    """As a file's text."""
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def with_learned_positions(pretrained: Pretrained, *, class_token_has_one: bool) -> Pretrained:
+    """Fixed positions as learned ones that add the same, for formats that know no others.
+
+    With `class_token_has_one` the class token gets an entry as well, of zeros if it had none.
+    """
+    model, params = pretrained.model, dict(pretrained.params)
+    if model.image_size is None:
+        raise InputError(
+            f"{pretrained.source}: it has no image size, and the format needs one; give image_size"
+        )
+    if model.pos_embed != "learned_1d":
+        rows, columns = model.grid
+        table = np.zeros((rows * columns, model.width), np.float32)
+        if model.pos_embed == "sincos_2d":
+            table = sincos_2d(model.grid, model.width)
+        params["pos_embedding"] = table[None]
+        logger.info("positions: %s is written as a table", model.pos_embed)
+        model = model.clone(pos_embed="learned_1d", pos_embed_class_token=False)
+    if class_token_has_one and not model.num_prefix_positions:
+        none = np.zeros((1, model.num_prefix_tokens, model.width), np.float32)
+        params["pos_embedding"] = np.concatenate([none, params["pos_embedding"]], axis=1)
+        logger.info("positions: the class token's entry is written as zeros")
+        model = model.clone(pos_embed_class_token=True)
+    return pretrained._replace(model=model, params=params)
 
 
 def stack_layers(params: dict[str, Any]) -> dict[str, Any]:
@@ -55,29 +151,48 @@ def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """{leaf name: shape} of the parameters of a model, which are not made."""
     size = model.image_size or model.patch_size  # where none is given, none matters
     images = jnp.zeros((1, *size, 3))
-    return tree.flatten_names(jax.eval_shape(model.init, jax.random.key(0), images)["params"])
+    scanned = model.clone(scan=True)  # traced in a fraction of the time
+    params = tree.flatten_names(jax.eval_shape(scanned.init, jax.random.key(0), images)["params"])
+    if model.scan:
+        return params
+    return {
+        unrolled: jax.ShapeDtypeStruct(leaf.shape[tree.is_stacked(name) :], leaf.dtype)
+        for name, leaf in params.items()
+        for unrolled in tree.unrolled_names(name, leaf)
+    }
+
+
+def is_of_head(name: str) -> bool:
+    """Whether the leaf called `name` belongs to the head, which other classes replace."""
+    return re.fullmatch(_HEAD, name) is not None
 
 
 def same_head(a: nn.Module, b: nn.Module) -> bool:
     """Whether the heads of two models have the same parameters."""
-    return (a.num_classes, a.hidden_head) == (b.num_classes, b.hidden_head)
+    fields = ("num_classes", "hidden_head", "distillation_head")
+    return all(getattr(a, field, None) == getattr(b, field, None) for field in fields)
 
 
 def check_architecture(pretrained: Pretrained, model: nn.Module) -> None:
     """Raises InputError if `model` computes something else from parameters of the same shapes."""
     faults = []
-    for field in ("num_heads", "pool", "pos_embed", "pos_embed_class_token", "gelu"):
+    if type(pretrained.model) is not type(model):
+        families = type(model).__name__, type(pretrained.model).__name__
+        faults.append("model.name: a {}, and a {} in the source".format(*families))
+    for field in ("num_heads", "pool", "pos_embed", "pos_embed_class_token", "gelu", "norm_eps"):
         theirs, ours = getattr(pretrained.model, field), getattr(model, field)
         if theirs != ours:
             faults.append(f"model.{field}={ours!r}, and {theirs!r} in the source")
-    collect_faults(faults, f"init_from={pretrained.source!r} holds another architecture")
+    refuse(faults, f"init_from={pretrained.source!r} holds another architecture")
 
 
-def fit(pretrained: Pretrained, model: nn.Module, *, reset_head: bool) -> dict[str, np.ndarray]:
+def fit(
+    pretrained: Pretrained, model: nn.Module, *, reset_head: bool, resize: str | None = None
+) -> dict[str, np.ndarray]:
     """{leaf name: array} for the unrolled form of `model`, without its head if `reset_head`.
 
     Rules, in this order: the head is dropped (`reset_head`); the grid of `pos_embedding` is
-    resampled if `model` has another.
+    resampled if `model` has another, by the convention `resize`; None: the source's.
 
     Raises:
       InputError: one error naming everything that no rule makes fit.
@@ -87,17 +202,18 @@ def fit(pretrained: Pretrained, model: nn.Module, *, reset_head: bool) -> dict[s
     wanted = abstract_params(model.clone(**plain))
     found = dict(pretrained.params)
     if reset_head:
-        found = {name: leaf for name, leaf in found.items() if not re.fullmatch(_HEAD, name)}
-        wanted = {name: leaf for name, leaf in wanted.items() if not re.fullmatch(_HEAD, name)}
+        found = {name: leaf for name, leaf in found.items() if not is_of_head(name)}
+        wanted = {name: leaf for name, leaf in wanted.items() if not is_of_head(name)}
     if "pos_embedding" in found and "pos_embedding" in wanted:
         old, new = pretrained.model.grid, model.grid
         prefix = model.num_prefix_positions
         if old != new and pretrained.model.num_prefix_positions == prefix:
+            convention = resize or pretrained.spec.resize
             found["pos_embedding"] = resample_grid(
-                found["pos_embedding"], old, new, prefix=prefix, convention=pretrained.resize
+                found["pos_embedding"], old, new, prefix=prefix, convention=convention
             )
             logger.info("%s: position embedding resampled (%s) from a grid of %s to %s",
-                        pretrained.source, pretrained.resize, old, new)  # fmt: skip
+                        pretrained.source, convention, old, new)  # fmt: skip
     faults = [f"{name} {leaf.shape}: the model has no such parameter"
               for name, leaf in sorted(found.items()) if name not in wanted]  # fmt: skip
     for name, leaf in sorted(wanted.items()):

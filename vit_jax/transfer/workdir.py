@@ -1,13 +1,26 @@
 """Models from the workdirs of this project."""
 
+import json
+import re
+from collections.abc import Container
+
 import jax
 import numpy as np
 from etils import epath
+from ml_collections import ConfigDict
 
 from vit_jax import checkpoint, tree
-from vit_jax.config import InputError, image_hw, model_fields, read_config
+from vit_jax.config import image_hw, model_fields
+from vit_jax.config_text import read_config
+from vit_jax.errors import InputError
 from vit_jax.models import create_model
-from vit_jax.transfer.rules import Pretrained, abstract_params, unstack_layers
+from vit_jax.transfer.rules import (
+    Pretrained,
+    Spec,
+    abstract_params,
+    class_names_of,
+    unstack_layers,
+)
 
 
 def recognises(path: epath.Path) -> bool:
@@ -15,8 +28,10 @@ def recognises(path: epath.Path) -> bool:
     return (path / "config.json").exists() and (path / "checkpoints").exists()
 
 
-def read(path: epath.Path) -> Pretrained:
-    """The newest valid checkpoint of the workdir `path`; of the running average where it has one.
+def read(path: epath.Path, *, averaged: bool = True) -> Pretrained:
+    """The newest valid checkpoint of the workdir `path`.
+
+    Of the running average of the parameters where there is one, unless `averaged` is False.
 
     Raises:
       InputError: if there is none.
@@ -33,14 +48,51 @@ def read(path: epath.Path) -> Pretrained:
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
         for name, leaf in abstract_params(model).items()
     }
-    weights = "params" if config.optimizer.ema_decay is None else "ema"
+    weights = "ema" if averaged and config.optimizer.ema_decay is not None else "params"
     target = {weights: tree.unflatten_names(params)}
     restored = checkpoint.restore_newest(path / "checkpoints", target, partial=True)
     if restored is None:
         raise InputError(f"init_from={str(path)!r}: no checkpoint there yet")
+    step = restored[1]["step"]
     params = jax.tree.map(np.asarray, restored[0][weights])
     if model.scan:
         params = unstack_layers(params)
-    return Pretrained(
-        str(path), model.clone(scan=False), tree.flatten_names(params), resize="antialiased"
+    named = path / "classes.json"
+    names = json.loads(named.read_text()) if named.exists() else None
+    spec = Spec(
+        image_size=model.image_size,
+        resize="antialiased",
+        mean=tuple(config.data.mean),
+        std=tuple(config.data.std),
+        class_names=class_names_of(names, model.num_classes, str(path)),
+        crop=_crop(config),
     )
+    run = {
+        "step": step,
+        "weights": "running average" if weights == "ema" else "as trained",
+        "config": config.to_dict(),
+        "results": _results(path, step, config.evals),
+    }
+    plain = model.clone(scan=False)
+    return Pretrained(str(path), plain, tree.flatten_names(params), spec, run)
+
+
+def _crop(config: ConfigDict) -> float | None:
+    """The share of an image that the run's first classification evaluator looks at; None: all."""
+    ops = next((e.ops for e in config.evals.values() if e.type == "classification"), "")
+    if "central_crop" not in ops:
+        return None
+    resized = re.search(r"resize_small\((\d+)", ops)
+    side = min(image_hw(config.data.image_size))
+    return min(side / int(resized[1]), 1.0) if resized else 1.0
+
+
+def _results(path: epath.Path, step: int, evals: Container[str]) -> dict[str, float]:
+    """The newest value up to `step` of each metric of the evaluators."""
+    rows = path / "metrics.jsonl"
+    found = {}
+    for line in rows.read_text().splitlines() if rows.exists() else []:
+        row = json.loads(line)
+        if row["step"] <= step:
+            found |= {name: v for name, v in row.items() if name.partition("/")[0] in evals}
+    return found

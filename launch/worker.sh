@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# What launch/tpu_vm.py runs on the workers, beside the code that it has sent them.
+#
+#   worker.sh install          installs the code, with a Python that is new enough
+#   worker.sh start WORDS...   ends what was started before, and leaves `vit_jax.main WORDS` running,
+#                              again and again while it is told to stop and saves
+#   worker.sh ask OFFSET       prints "job: RUNNING CODE WORDS" (yes or no; the exit code or -), and
+#                              the log from byte OFFSET
+set -euo pipefail
+cd "$(dirname "$0")/.."
+action=$1
+shift
+
+case $action in
+install)
+  python3 -m pip install --quiet --user uv
+  [ -d .venv ] || python3 -m uv venv --quiet --python 3.11 .venv
+  python3 -m uv pip install --quiet --python .venv/bin/python --constraint launch/constraints.txt \
+    --editable '.[tpu,gcs]'
+  ;;
+
+start)
+  if [ -e job.pid ]; then
+    kill -KILL -- "-$(cat job.pid)" 2> /dev/null || true
+  fi
+  rm -f job.code
+  echo "$*" > job.words
+  PYTHONUNBUFFERED=1 setsid nohup bash launch/worker.sh keep "$@" >> job.log 2>&1 < /dev/null &
+  echo $! > job.pid
+  ;;
+
+keep)
+  while :; do
+    code=0
+    .venv/bin/python -m vit_jax.main "$@" || code=$?
+    # 75: told to stop, and saved; 143: told to stop before it trained.
+    [ $code = 75 ] || [ $code = 143 ] || break
+  done
+  echo $code > job.code
+  ;;
+
+ask)
+  [ -e job.pid ] || exit 0
+  running=no
+  kill -0 "$(cat job.pid)" 2> /dev/null && running=yes
+  code=-
+  [ -e job.code ] && code=$(cat job.code)
+  echo "job: $running $code $(cat job.words)"
+  tail --bytes="+$(($1 + 1))" job.log
+  ;;
+esac

@@ -1,0 +1,89 @@
+"""Runs `python -m vit_jax.main ARGS` with something wrong in this process.
+
+python faulty_run.py FAULT ARGS...; FAULT is one of
+
+  loader:N     the batch of step N never comes
+  bit:N        before step N a bit of a parameter is flipped on one device
+  slow:S       compilation and every evaluation take S seconds more, which is no fault
+  code         the package's code is another
+  program      the lowered step is another
+"""
+
+import sys
+import time
+
+import jax
+import numpy as np
+
+from vit_jax import run as run_module
+from vit_jax import train, tree
+from vit_jax.main import run_and_exit
+
+
+def flip(state):
+    """`state`, of which one device of this process has another bit in one parameter."""
+    params = tree.flatten_names(state.params)
+    leaf = params["head/bias"]
+    shards = [shard.data for shard in leaf.addressable_shards]
+    wrong = np.array(shards[-1])
+    wrong.view(np.uint32)[0] ^= 1 << 20
+    shards[-1] = jax.device_put(wrong, shards[-1].sharding, may_alias=False)
+    params["head/bias"] = jax.make_array_from_single_device_arrays(
+        leaf.shape, leaf.sharding, shards
+    )
+    return state.replace(params=tree.unflatten_names(params))
+
+
+def before(function, then):
+    """`function`, but `then` is called first."""
+
+    def wrapped(*args, **kwargs):
+        then()
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def arm(fault):
+    kind, _, number = fault.partition(":")
+    if kind == "loader":
+        batches = train.train_batches
+
+        def stuck(run, start):
+            for step, batch in enumerate(batches(run, start), start + 1):
+                if step == int(number):
+                    time.sleep(1e6)
+                yield batch
+
+        train.train_batches = stuck
+    elif kind == "bit":
+        compile_step = train.compile_step
+
+        def with_flip(run):
+            compiled = compile_step(run)
+
+            def step(state, batch):
+                return compiled(flip(state) if int(state.step) + 1 == int(number) else state, batch)
+
+            return step
+
+        train.compile_step = with_flip
+    elif kind == "slow":
+        seconds = float(number)
+        train.evaluate = before(train.evaluate, lambda: time.sleep(seconds))
+        train.flops.expected_memory = before(
+            train.flops.expected_memory, lambda: time.sleep(seconds)
+        )
+    elif kind == "code":
+        software = run_module.software
+        run_module.software = lambda: software() | {"code of vit_jax": "other"}
+    elif kind == "program":
+        sha256 = train.hashlib.sha256
+        train.hashlib.sha256 = lambda text: sha256(text + b" ")
+    else:
+        raise ValueError(fault)
+
+
+if __name__ == "__main__":
+    arm(sys.argv[1])
+    run_and_exit(sys.argv[2:])

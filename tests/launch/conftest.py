@@ -1,0 +1,74 @@
+"""The launchers, which are scripts, as modules."""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def load(name):
+    """launch/NAME.py under a name that no installed package has."""
+    launch = str(ROOT / "launch")
+    if launch not in sys.path:
+        sys.path.append(launch)
+    spec = importlib.util.spec_from_file_location(f"launch_{name}", f"{launch}/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def local():
+    return load("local")
+
+
+@pytest.fixture(scope="session")
+def slurm():
+    return load("slurm")
+
+
+@pytest.fixture(scope="session")
+def kubernetes():
+    return load("kubernetes")
+
+
+@pytest.fixture(scope="session")
+def tpu_vm():
+    return load("tpu_vm")
+
+
+@pytest.fixture
+def call(capfd, monkeypatch):
+    """call(launcher, *words) -> (exit code, standard output, standard error), as a user types it.
+
+    In the repository's root, as the configs are named from there.
+    """
+    monkeypatch.chdir(ROOT)
+
+    def call(launcher, *words):
+        monkeypatch.setattr(sys, "argv", [launcher.__file__, *words])
+        try:
+            code = launcher.run_launcher(launcher.define_flags(), launcher.launch)
+        except SystemExit as e:  # of argparse
+            code = e.code
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def refused(call, tmp_path):
+    """refused(launcher, *words) -> what is said; the exit code is 2, and nothing else happened."""
+
+    def refused(launcher, *words):
+        code, out, err = call(launcher, *words)
+        assert (code, out) == (2, ""), err
+        assert "Traceback" not in err
+        assert list(tmp_path.iterdir()) == []
+        return err
+
+    return refused

@@ -1,0 +1,66 @@
+"""What the launchers share about a job."""
+
+import pathlib
+import re
+
+import pytest
+
+from vit_jax.commands import plan, train
+from vit_jax.errors import InputError
+
+ROOT = pathlib.Path(__file__).parents[2]
+QUICKSTART = "--config=configs/quickstart.py:debug"
+
+
+@pytest.fixture
+def job(local, monkeypatch):
+    import job  # which the launchers have made importable
+
+    monkeypatch.chdir(ROOT)
+    return job
+
+
+def test_exit_codes_are_those_of_the_commands(job):
+    assert (job.PREEMPTED, job.DOES_NOT_FIT) == (train.PREEMPTED, plan.DOES_NOT_FIT)
+    found = re.findall(r"\$code = (\d+)", (ROOT / "launch/worker.sh").read_text())
+    assert found == [str(job.PREEMPTED), str(job.TERMINATED)]
+
+
+@pytest.mark.parametrize(
+    ("workdir", "name"),
+    [
+        ("runs/ViT_L", "vit-l"),
+        ("gs://bucket/runs/a.b/", "a-b"),
+        ("/runs/" + "x" * 60, "x" * 40),
+        ("/runs/--", "run"),
+    ],
+)
+def test_name(job, workdir, name):
+    assert job.check_job([QUICKSTART, f"--workdir={workdir}"]).name == name
+
+
+def test_platform_is_the_launchers_unless_it_is_given(job):
+    checked = job.check_job([QUICKSTART, "--workdir=w"])
+    assert checked.on("tpu").words == (*checked.words, "--config.mesh.platform=tpu")
+    words = (QUICKSTART, "--workdir=w", "--config.mesh.platform", "cpu")
+    assert job.check_job(words).on("tpu").words == words
+
+
+def test_job_without_a_config_of_its_own(job):
+    checked = job.check_job(["evaluate", "--workdir=w", "--config.evals.test.batch_size=8"])
+    assert checked.config is None and checked.workdir == "w"
+    assert checked.command(python="py")[:5] == [
+        "py",
+        "-m",
+        "vit_jax.main",
+        "evaluate",
+        "--workdir=w",
+    ]
+    job.check_config_travels(checked, "a worker")
+
+
+@pytest.mark.parametrize("config", ["mine.py", "/etc/mine.py", f"{ROOT}/configs/quickstart.py"])
+def test_config_that_does_not_travel(job, config):
+    made = job.Job((), f"{config}:debug", "w")
+    with pytest.raises(InputError, match="the image holds the repository's files alone"):
+        job.check_config_travels(made, "the image")

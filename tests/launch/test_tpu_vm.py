@@ -1,0 +1,313 @@
+"""Cloud TPU VMs, played by stand_in/gcloud, whose workers run their commands on this host."""
+
+import json
+import pathlib
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+STAND_IN = pathlib.Path(__file__).parent / "stand_in"
+QUICKSTART = "--config=configs/quickstart.py:debug"
+BUCKET = "--workdir=gs://bucket/runs/digits"
+WHERE = ["--name=digits", "--zone=us-west4-a"]
+WORDS = [QUICKSTART, BUCKET, "--config.log.every=7 steps"]
+RUN = ["run", *WHERE, "--topology=v5e:2x2", "--no_plan"]
+
+
+class Cloud:
+    """What the stand-in plays, and what it was called with."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def play(self, *states):
+        (self.folder / "next").write_text("\n".join(states))
+
+    def job(self, script):
+        """What `python` is on the workers."""
+        path = self.folder / "job"
+        path.write_text(f"#!/usr/bin/env bash\n{script.replace('PLAYS', str(self.folder))}\n")
+        path.chmod(0o755)
+
+    def calls(self, verb=None):
+        """The words behind each verb, of the calls so far."""
+        path = self.folder / "calls"
+        calls = [json.loads(line) for line in path.read_text().splitlines()]
+        assert all(call[:3] == ["compute", "tpus", "queued-resources"] for call in calls)
+        return [call[4:] if verb else call[3] for call in calls if verb in (None, call[3])]
+
+    def workers(self):
+        return sorted(path.name for path in self.folder.glob("[0-9]*-[0-9]*"))
+
+
+@pytest.fixture
+def cloud(tpu_vm, tmp_path, monkeypatch):
+    folder = tmp_path / "plays"
+    folder.mkdir()
+    monkeypatch.setenv("GCLOUD_PLAYS", str(folder))
+    monkeypatch.setenv("PATH", str(STAND_IN), prepend=":")
+    monkeypatch.setattr(tpu_vm, "_POLL_S", 0.2)
+    monkeypatch.setattr(tpu_vm.tempfile, "gettempdir", lambda: str(tmp_path))
+    cloud = Cloud(folder)
+    yield cloud
+    if (folder / "state").exists():
+        (folder / "state").write_text("ACTIVE")
+        subprocess.run([STAND_IN / "gcloud", "compute", "tpus", "queued-resources", "delete",
+                        "digits", "--force"], check=True)  # fmt: skip
+
+
+# The stand-in
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["compute", "tpus", "queued-resources", "ssh", "qr", "--command=true", "--all"], "--all"),
+        (["compute", "tpus", "queued-resources", "resume", "qr"], "Invalid choice"),
+        (["compute", "tpu", "queued-resources", "create", "qr"], "Invalid choice"),
+        (["compute", "tpus", "queued-resources", "create", "qr", "--zone=z", "--node-id=n",
+          "--accelerator-type=v5e-16", "--runtime-version=r"], "v5e-16 is not found"),
+        (["compute", "tpus", "queued-resources", "create", "qr", "--zone=z", "--node-count=1",
+          "--accelerator-type=v6e-16", "--runtime-version=r"], "greater than 1"),
+        (["compute", "tpus", "queued-resources", "delete", "qr", "--recreate"], "--recreate"),
+    ],
+)  # fmt: skip
+def test_stand_in_refuses_what_gcloud_refuses(cloud, words, says):
+    done = subprocess.run([STAND_IN / "gcloud", *words], capture_output=True, text=True)
+    assert done.returncode and says in done.stderr
+
+
+# create, by the reference's flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "created"),
+    [
+        (["--topology=v5e:4x4", "--spot"],
+         ["--accelerator-type=v5litepod-16", "--runtime-version=v2-alpha-tpuv5-lite",
+          "--node-id=digits", "--spot"]),
+        (["--topology=v6e:16x16", "--num_slices=2", "--reserved"],
+         ["--accelerator-type=v6e-256", "--runtime-version=v2-alpha-tpuv6e", "--node-count=2",
+          "--node-prefix=digits", "--reserved"]),
+        (["--topology=v5p:4x4x4"],
+         ["--accelerator-type=v5p-128", "--runtime-version=v2-alpha-tpuv5", "--node-id=digits"]),
+        (["--topology=v4:2x2x2", "--runtime=tpu-ubuntu2204-base-2", "--service_account=me@p",
+          "--project=p", "--create_flag=--subnetwork=s"],
+         ["--accelerator-type=v4-16", "--runtime-version=tpu-ubuntu2204-base-2",
+          "--node-id=digits", "--service-account=me@p",
+          "--scopes=https://www.googleapis.com/auth/cloud-platform", "--subnetwork=s"]),
+    ],
+)  # fmt: skip
+def test_create(tpu_vm, call, cloud, flags, created):
+    code, _, err = call(tpu_vm, "create", *WHERE, *flags)
+    assert (code, err) == (0, "")
+    [words] = cloud.calls("create")
+    project = ["--project=p"] * ("--project=p" in flags)
+    assert words == ["digits", *created, "--zone=us-west4-a", *project, "--quiet"]
+
+
+def test_quota(tpu_vm, call, cloud):
+    (cloud.folder / "refusal").write_text("RESOURCE_EXHAUSTED: Quota 'TPUV5sLitepod' exceeded")
+    cloud.job("exit 0")
+    code, out, err = call(tpu_vm, *RUN, "--", *WORDS)
+    assert code == 2 and "asking for slices ..." in out
+    assert "Quota 'TPUV5sLitepod' exceeded; ask for more quota in this zone, or take" in err
+    assert cloud.calls() == ["describe", "create"]
+
+
+def test_request_that_fails(tpu_vm, call, cloud):
+    cloud.play("WAITING_FOR_RESOURCES", "PROVISIONING", "FAILED")
+    code, out, err = call(tpu_vm, *RUN, "--", *WORDS)
+    assert code == 2 and "slices: PROVISIONING\nslices: FAILED\n" in out
+    assert "the request for slices failed: " in err and "no more capacity in the zone" in err
+
+
+# run
+
+
+def test_run(tpu_vm, call, cloud):
+    cloud.play("WAITING_FOR_RESOURCES", "ACTIVE")
+    cloud.job('echo "$@" > words; echo trains; exit 0')
+    flags = ["--topology=v5e:4x4", "--ssh_flag=--tunnel-through-iap", "--no_plan"]
+    code, out, err = call(tpu_vm, "run", *WHERE, *flags, "--", *WORDS)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[:4] == [
+        "slices: ABSENT", "asking for slices ...", "slices: WAITING_FOR_RESOURCES", "slices: ACTIVE"
+    ]  # fmt: skip
+    assert "starting the job ...\ntrains\nthe job ended with exit code 0; give the slices" in out
+    assert out.endswith("python launch/tpu_vm.py delete --name=digits --zone=us-west4-a\n")
+    assert cloud.workers() == ["0-0", "0-1", "0-2", "0-3"]
+    for worker in cloud.workers():
+        at = cloud.folder / worker / "vit_jax"
+        words = ["-m", "vit_jax.main", *WORDS, "--config.mesh.platform=tpu"]
+        assert (at / "words").read_text().split() == " ".join(words).split()
+        assert (at / "installed").read_text() == "installed\n"
+        assert (at / "job.log").read_text() == "trains\n"
+    assert all("--tunnel-through-iap" in words for words in cloud.calls("ssh"))
+
+
+def test_processes_of_two_slices(tpu_vm, call, cloud):
+    cloud.play("ACTIVE")
+    cloud.job("exit 0")
+    words = ["run", *WHERE, "--topology=v5p:2x2x2", "--num_slices=2", "--no_plan", "--", *WORDS]
+    assert call(tpu_vm, *words)[0] == 0
+    assert cloud.workers() == ["0-0", "0-1", "1-0", "1-1"]
+
+
+def test_preempted_slices_are_asked_for_anew_and_the_job_resumes(tpu_vm, call, cloud):
+    cloud.play("ACTIVE")
+    cloud.job("""
+if [ ! -e PLAYS/saved ]; then
+  touch PLAYS/saved; printf 'SUSPENDING\\nSUSPENDED\\nACTIVE' > PLAYS/next; sleep 100
+fi
+echo resumes
+""")
+    code, out, err = call(tpu_vm, *RUN, "--spot", "--", *WORDS)
+    assert (code, err) == (0, ""), out
+    assert "preempted; the job goes on where it saved\nslices: SUSPENDED\ngiving them back" in out
+    assert "\nresumes\nthe job ended with exit code 0" in out
+    assert len(cloud.calls("create")) == 2 and cloud.calls("create")[0] == cloud.calls("create")[1]
+    assert cloud.calls("delete") == [["digits", "--force", "--zone=us-west4-a", "--quiet"]]
+
+
+@pytest.mark.parametrize("told", [75, 143])
+def test_process_that_was_told_to_stop_starts_again_by_itself(tpu_vm, call, cloud, told):
+    cloud.play("ACTIVE")
+    cloud.job(f"[ -e saved ] && echo resumes || {{ touch saved; echo saves; exit {told}; }}")
+    code, out, _ = call(tpu_vm, *RUN, "--", *WORDS)
+    assert code == 0 and "saves\nresumes\n" in out
+    assert len(cloud.calls("scp")) == 1
+
+
+@pytest.mark.parametrize(("ends_with", "starts"), [(2, 1), (1, 2)])
+def test_failures(tpu_vm, call, cloud, ends_with, starts):
+    cloud.play("ACTIVE")
+    cloud.job(f"echo starts; exit {ends_with}")
+    code, out, _ = call(tpu_vm, *RUN, "--max_restarts=1", "--", *WORDS)
+    assert code == ends_with and out.count("\nstarts\n") == starts
+    assert f"the job ended with exit code {ends_with}" in out
+    assert ("failed with exit code 1; starts again, 1 of 1" in out) == (ends_with == 1)
+
+
+def test_called_again_it_goes_on_with_the_running_job(tpu_vm, call, cloud):
+    cloud.play("ACTIVE")
+    cloud.job("echo trains; while [ ! -e PLAYS/go ]; do sleep 0.05; done; echo ends")
+    look, tries = tpu_vm.look, []
+
+    def leave(gcloud, offset):
+        tries.append(offset)
+        if len(tries) == 3:
+            raise KeyboardInterrupt
+        return look(gcloud, offset)
+
+    tpu_vm.look = leave
+    try:
+        code, out, err = call(tpu_vm, *RUN, "--", *WORDS)
+    finally:
+        tpu_vm.look = look
+    assert code == 130 and "the job goes on; see it by the same command" in err
+
+    code, out, err = call(tpu_vm, *RUN, "--", *WORDS, "--config.seed=1")
+    assert code == 2 and "--name=digits: another job runs there (--config=configs/quick" in err
+
+    code, out, _ = call(tpu_vm, "status", *WHERE)
+    assert code == 0 and out.startswith("slices: ACTIVE\njob: running: --config=configs/quick")
+
+    (cloud.folder / "go").touch()
+    code, out, err = call(tpu_vm, *RUN, "--", *WORDS)
+    assert (code, err) == (0, "") and "trains\nends\nthe job ended with exit code 0" in out
+    assert len(cloud.calls("scp")) <= 2  # one, unless it had ended before it was looked at
+
+
+def test_worker_out_of_reach(tpu_vm, call, cloud, monkeypatch):
+    cloud.play("ACTIVE")
+    cloud.job("sleep 100")
+    monkeypatch.setattr(tpu_vm, "look", lambda gcloud, offset: None)
+    code, _, err = call(tpu_vm, *RUN, "--", *WORDS)
+    assert code == 2 and "worker 0 cannot be reached, 10 times; try: gcloud compute tpus" in err
+
+
+# status, logs, delete
+
+
+def test_status_logs_delete(tpu_vm, call, cloud):
+    assert call(tpu_vm, "status", *WHERE)[:2] == (0, "slices: ABSENT\n")
+    cloud.play("ACTIVE")
+    call(tpu_vm, "create", *WHERE, "--topology=v5e:4x4")
+    assert call(tpu_vm, "status", *WHERE)[:2] == (0, "slices: ACTIVE\njob: none\n")
+    cloud.job("echo trains; exit 3")
+    call(tpu_vm, *RUN, "--max_restarts=0", "--", *WORDS)
+    assert call(tpu_vm, "status", *WHERE)[1].endswith(
+        "job: ended with exit code 3: " + " ".join(WORDS) + " --config.mesh.platform=tpu\ntrains\n"
+    )
+    code, out, err = call(tpu_vm, "delete", *WHERE)
+    assert (code, out, err) == (0, "giving the slices back ...\n", "")
+    assert cloud.workers() == [] and call(tpu_vm, "status", *WHERE)[1] == "slices: ABSENT\n"
+
+
+def test_dry_run(tpu_vm, call, cloud):
+    code, out, err = call(tpu_vm, "logs", *WHERE, "--node=1", "--worker=3", "--dry_run")
+    assert (code, err) == (0, "")
+    assert shlex.split(out) == [
+        "gcloud", "compute", "tpus", "queued-resources", "ssh", "digits", "--node=1", "--worker=3",
+        "--command=tail --lines=100 --follow vit_jax/job.log", "--zone=us-west4-a", "--quiet",
+    ]  # fmt: skip
+    for action in ("status", "delete"):
+        assert "gcloud compute tpus" in call(tpu_vm, action, *WHERE, "--dry_run")[1]
+    words = ["--topology=v5e:2x2", "--dry_run", "--", *WORDS]
+    code, out, err = call(tpu_vm, "run", *WHERE, *words)
+    assert (code, err) == (0, "")
+    assert " -m vit_jax.main plan --config=configs/quickstart.py:debug --topology=v5e:2x2" in out
+    assert not (cloud.folder / "calls").exists()
+    # What it prints is what it then calls, but for the plan.
+    cloud.play("ACTIVE")
+    cloud.job("exit 0")
+    shown = {tuple(shlex.split(line)) for line in out.splitlines() if line.startswith("gcloud")}
+    assert call(tpu_vm, "run", *WHERE, "--no_plan", *words[0:1], "--", *WORDS)[0] == 0
+    lines = (cloud.folder / "calls").read_text().splitlines()
+    called = {("gcloud", *json.loads(line)) for line in lines}
+    assert called == {line for line in shown if line[4] != "delete"}
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["run", *WHERE, "--", *WORDS], "--topology: missing; e.g. --topology=v5e:4x4"),
+        (["run", *WHERE, "--topology=v5e:5x5", "--", *WORDS], "no such slice is rented; known"),
+        (["create", *WHERE, "--topology=tpu7x:4x4x4"], "Cloud TPU VMs do not have it; take launch"),
+        (["create", *WHERE, "--topology=v5e:4x4", "--", *WORDS], "create: takes no job"),
+        (["create", *WHERE, "--topology=v5e:4x4", "--num_slices=0"], "--num_slices=0: needs a pos"),
+        (["create", *WHERE, "--topology=v5e:4x4", "--spot", "--reserved"], "not allowed with"),
+        (["run", *WHERE, "--topology=v5e:4x4", "--", QUICKSTART, "--workdir=runs/x"],
+         "--workdir=runs/x: would be another one on each worker, and lost with it; give gs://"),
+        (["run", *WHERE, "--topology=v5e:4x4", "--"], "no job: give what it runs behind --"),
+        (["runn", *WHERE], "invalid choice: 'runn'"),
+    ],
+)  # fmt: skip
+def test_refused(tpu_vm, refused, words, says):
+    assert says in refused(tpu_vm, *words)
+
+
+def test_without_gcloud(tpu_vm, refused, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    says = refused(tpu_vm, *RUN, "--", *WORDS)
+    assert "gcloud: not found on PATH; install the Google Cloud SDK, or take --dry_run" in says
+
+
+def test_config_that_does_not_travel(tpu_vm, call, tmp_path):
+    shutil.copy(pathlib.Path(__file__).parents[2] / "configs/quickstart.py", tmp_path / "mine.py")
+    code, _, err = call(tpu_vm, *RUN, "--", f"--config={tmp_path}/mine.py", BUCKET)
+    assert code == 2 and "a worker holds the repository's files alone; put the file into" in err
+
+
+def test_what_does_not_fit_is_refused(tpu_vm, call, cloud, monkeypatch):
+    monkeypatch.setattr(tpu_vm.tpus, "plan_command", lambda *args: ["bash", "-c", "exit 3"])
+    words = [word for word in RUN if word != "--no_plan"]
+    code, _, err = call(tpu_vm, *words, "--", *WORDS)
+    assert code == 3 and "error: the run does not fit v5e:2x2" in err
+    assert not (cloud.folder / "calls").exists()

@@ -1,0 +1,83 @@
+import jax
+import numpy as np
+import numpy_vit
+import pytest
+from numpy_vit import dense, random_params
+
+from vit_jax.errors import InputError
+from vit_jax.models import create_model
+from vit_jax.objectives.supervised import make_loss, make_supervised
+from vit_jax.transfer.rules import abstract_params
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+SIZES = {"width": 16, "depth": 1, "mlp_dim": 24, "num_heads": 2}
+IMAGES = np.random.default_rng(0).uniform(-1, 1, (2, 4, 12, 3)).astype(np.float32)
+
+
+def small(num_classes=5, **fields):
+    return create_model("DeiT-mu/2", num_classes, (4, 12), **(SIZES | fields))
+
+
+# Distilled, at 224 px and 1000 classes, as published.
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("DeiT-Ti/16", 5_910_800), ("DeiT-S/16", 22_436_432), ("DeiT-B/16", 87_338_192)],
+)
+def test_published_parameter_counts(name, count):
+    params = abstract_params(create_model(name, scan=True))
+    assert sum(leaf.size for leaf in params.values()) == count
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_it_follows_the_equations(scan):
+    plain = small()
+    params = random_params(plain, IMAGES)
+    tokens = [numpy_vit.vit(plain, params, image)["tokens"] for image in IMAGES]
+    heads = {
+        "class": [dense(params["head"], t[0]) for t in tokens],
+        "distillation": [dense(params["head_distillation"], t[1]) for t in tokens],
+    }
+    model = small(scan=scan)
+    if scan:
+        stacked = jax.tree.map(lambda leaf: leaf[None], params["encoder"].pop("layer_0"))
+        params["encoder"]["layers"] = stacked
+    apply = jax.jit(model.apply, static_argnames=("train", "method"))
+    features = [t[:2].mean(axis=0) for t in tokens]
+    found = apply({"params": params}, IMAGES, method="features")
+    np.testing.assert_allclose(found, features, atol=1e-5)
+    mean = np.mean(list(heads.values()), axis=0)
+    np.testing.assert_allclose(apply({"params": params}, IMAGES), mean, atol=1e-5)
+    named = apply({"params": params}, IMAGES, train=True)
+    assert named.keys() == heads.keys()
+    for name, logits in heads.items():
+        np.testing.assert_allclose(named[name], logits, atol=1e-5)
+
+
+def test_without_second_head_the_class_token_is_classified():
+    model = small(distillation_head=False)
+    params = random_params(model, IMAGES)
+    assert "head_distillation" not in params
+    expected = [numpy_vit.vit(model, params, image)["__call__"] for image in IMAGES]
+    found = model.apply({"params": params}, IMAGES, train=True)
+    np.testing.assert_allclose(found, np.stack(expected), atol=1e-5)
+
+
+def test_a_label_trains_both_heads():
+    model, label = small(), np.array([1, 4])
+    params = random_params(model, IMAGES)
+    batch = {"image": IMAGES, "label": label, "mask": np.ones(2, np.float32)}
+    loss = make_loss("softmax")
+    out = make_supervised(model, loss)(params, {}, batch, None, jax.random.key(0))
+    heads = model.apply({"params": params}, IMAGES, train=True)
+    expected = np.mean([loss(logits, label).sum() for logits in heads.values()])
+    assert float(out.loss_sum) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"pool": "gap"}, "pool='gap': a DeiT needs token"), ({"hidden_head": True}, "are linear")],
+)
+def test_what_a_deit_cannot_have(fields, said):
+    with pytest.raises(InputError, match=said):
+        small(**fields)

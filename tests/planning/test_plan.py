@@ -1,0 +1,413 @@
+"""Plans: what the command prints, what it refuses, and what its figures are made of."""
+
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from vit_jax import hlo, planning
+from vit_jax import run as run_module
+from vit_jax import train as train_module
+from vit_jax.config import base_config
+from vit_jax.data.known import fill_in_sizes
+from vit_jax.experiment import Experiment, make_experiment
+from vit_jax.main import main
+from vit_jax.mesh import make_mesh
+from vit_jax.models import create_model
+from vit_jax.planning import calculated, layout
+from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
+from vit_jax.planning.estimates import estimate
+from vit_jax.planning.search import find_remedies, largest_batch, search
+from vit_jax.planning.targets import Target, readable_mesh
+from vit_jax.topologies import CHIPS, find_slice
+
+ROOT = pathlib.Path(__file__).parents[2]
+TINY = "--config=configs/pretrain.py:ViT-B/16,imagenet21k,debug"
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def tiny_config(**changes):
+    c = base_config()
+    c.model.name, c.data.name, c.data.image_size = "ViT-mu/8", "imagenet2012", 16
+    c.data.ops, c.model.dtype = "flip", "bfloat16"
+    c.global_batch_size, c.duration, c.optimizer.peak_lr = 64, "100 steps", 1e-3
+    c.update_from_flattened_dict(changes)
+    return fill_in_sizes(c)
+
+
+def plan_by_command(capsys, *words):
+    code = main(["plan", "--format=json", *words])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def plan_by_process(*words):
+    """As a user types it: where libtpu was loaded, JAX's profiler crashes."""
+    command = [sys.executable, "-m", "vit_jax.main", "plan", "--format=json", *words]
+    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert job.returncode in (0, 3), job.stderr
+    return job.returncode, json.loads(job.stdout)
+
+
+def test_plan_for_tpus_compiles_here_and_is_kept(tmp_path):
+    pytest.importorskip("libtpu")
+    words = (TINY, "--topology=v5e:2x2", "--price_per_chip_hour=2")
+    code, figures = plan_by_process(*words)
+    memory, timing = figures["memory_bytes"], figures["estimate"]
+    assert code == 0 and memory["fits"]
+    assert memory["capacity"] == 15.75 * GIB
+    assert memory["margin"] == memory["capacity"] - memory["peak"]
+    # Adam's two moments, of which each of four devices keeps about a quarter.
+    assert memory["params"] / 2 <= memory["optimizer"] < memory["params"]
+    held = sum(memory[part] for part in ("params", "optimizer", "batch", "temporaries"))
+    assert held <= memory["peak"] < 1.3 * held
+    assert figures["by"] == "compiler" and figures["compiler_cycles"] > 10_000
+    exchanges = figures["collectives"]
+    assert {(*row["axes"], row["network"]) for row in exchanges} == {("data", "ICI")}
+    reduced = [row for row in exchanges if row["kind"] in ("all-reduce", "reduce-scatter")]
+    assert sum(row["bytes"] for row in reduced) >= figures["num_params"] * 2
+    assert timing["run"]["by"] == "compiler"
+    assert timing["compiler"]["step_s"] > timing["roofline"]["step_s"] > 0
+    assert timing["run"]["chip_hours"] == 4 * timing["run"]["hours"]
+    assert timing["run"]["cost"] == 2 * timing["run"]["chip_hours"]
+    assert timing["run"]["tpu_core_days"] * 24 == pytest.approx(timing["run"]["chip_hours"])
+
+    (kept,) = (tmp_path / "cache" / "vit_jax" / "plans").iterdir()
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"compile_s": 12345}))
+    assert plan_by_process(*words) == (code, figures | {"compile_s": 12345})
+
+
+def test_plan_is_of_the_step_that_is_trained(monkeypatch, tmp_path):
+    config = base_config()
+    config.model.name, config.data.name, config.data.image_size = "ViT-mu/4", "digits", 8
+    config.global_batch_size, config.duration, config.optimizer.peak_lr = 16, "10 steps", 1e-3
+    config.data.ops, config.mesh.fsdp = "flip", 2
+    lowered, lower = [], Experiment.lower
+
+    class Recorded(Exception):
+        """Instead of a compilation."""
+
+    def record(experiment):
+        lowered.append(lower(experiment).as_text())
+        raise Recorded
+
+    monkeypatch.setattr(Experiment, "lower", record)
+    monkeypatch.setattr("vit_jax.planning.targets.find_devices", lambda target: jax.devices())
+    with pytest.raises(Recorded):
+        compile_plan(fill_in_sizes(config), Target(find_slice("v5e:2x4")))
+    run = run_module.prepare(config, tmp_path / "workdir")
+    with pytest.raises(Recorded), jax.set_mesh(run.mesh):
+        train_module.compile_step(run)
+    planned, trained = lowered
+    assert len(planned) > 10_000 and planned == trained
+
+
+def test_plan_for_gpus_is_calculated(capsys):
+    words = (TINY, "--topology=H100:8", "--config.mesh.fsdp=4", "--config.mesh.data=2")
+    code, figures = plan_by_command(capsys, *words)
+    assert code == 0 and figures["by"] == "calculation"
+    assert figures["compiler_cycles"] is None and figures["estimate"]["compiler"] is None
+    assert figures["estimate"]["run"]["by"] == "roofline"
+    assert figures["estimate"]["run"]["tpu_core_days"] is None
+    assert [(row["kind"], row["axes"], row["network"]) for row in figures["collectives"]] == [
+        ("all-gather", ["fsdp"], "NVLink"),
+        ("reduce-scatter", ["fsdp"], "NVLink"),
+        ("all-reduce", ["data"], "NVLink"),
+    ]
+
+
+def test_gpus_of_several_hosts_exchange_over_the_network():
+    target = Target(find_slice("A100:32"))
+    config = tiny_config(**{"mesh.data": 4, "mesh.fsdp": 8})
+    networks = {
+        row["axes"][0]: row["network"]
+        for row in calculated.calculate_plan(config, target)["collectives"]
+    }
+    assert networks == {"fsdp": "NVLink", "data": "network"}
+
+
+def test_activations_are_those_of_the_paper():
+    # Korthikanti et al.: s D (34 + 5 H s / D) bytes a layer in 16 bits, where F is 4 D.
+    sizes = {"depth": 3, "width": 64, "mlp_dim": 256, "num_heads": 4, "dtype": jnp.bfloat16}
+    model = create_model("ViT-mu/8", 10, 32, **sizes)
+    s, d, h = 17, 64, 4
+    block = s * d * 34 + 5 * h * s**2
+    assert calculated.activation_bytes(model) == 3 * block
+    full = create_model("ViT-mu/8", 10, 32, remat="full", **sizes)
+    assert calculated.activation_bytes(full) == 3 * 2 * s * d + block
+    dots = create_model("ViT-mu/8", 10, 32, remat="dots", **sizes)
+    assert full.depth * 2 * s * d < calculated.activation_bytes(dots) - block < 3 * block
+
+
+def test_exchanges_name_axes_and_networks():
+    mesh = make_mesh(replica=2, data=2, fsdp=2, tensor=1)
+
+    def step(x):
+        return jax.lax.psum(x, ("replica", "data")), jax.lax.all_gather(x, "fsdp")
+
+    step = jax.shard_map(step, mesh=mesh, in_specs=P("fsdp"), out_specs=(P("fsdp"), P()),
+                         check_vma=False)  # fmt: skip
+    text = jax.jit(step).lower(jnp.zeros((4, 8))).compile().as_text()
+    rows = collective_table(hlo.Program(text), mesh)
+    assert {row["kind"]: row["axes"] for row in rows} == {
+        "all-reduce": ["replica", "data"],
+        "all-gather": ["fsdp"],
+    }
+    assert {row["network"] for row in rows} == {"ICI"}
+
+
+def fake_figures(**changes):
+    return {
+        "topology": "v5e:2x2", "num_chips": 4, "global_batch_size": 100, "total_steps": 3600,
+        "flops": {"model_per_step": 4 * 197e12, "counted_per_step": 6 * 197e12},
+        "hbm_bytes_accessed": 819e9, "compiler_cycles": 3_000_000_000,
+        "collectives": [
+            {"network": "ICI", "asynchronous": True, "sent_bytes": 100e9},
+            {"network": "DCN", "asynchronous": False, "sent_bytes": 3.125e9},
+        ],
+    } | changes  # fmt: skip
+
+
+def test_estimate():
+    figures = estimate(fake_figures(), price_per_chip_hour=3.0)
+    roofline, compiler, run = (figures[key] for key in ("roofline", "compiler", "run"))
+    assert (roofline["flops_s"], roofline["hbm_s"], roofline["collectives_s"]) == (1.5, 1.0, 1.5)
+    assert roofline["step_s"] == 1.5 and roofline["mfu"] == pytest.approx(1 / 1.5)
+    # Two seconds of computation, which hide half a second of exchanges; one more is added.
+    assert compiler["compute_s"] == 2.0 and compiler["step_s"] == 3.0
+    assert compiler["mfu"] == pytest.approx(1 / 3)
+    assert (run["hours"], run["chip_hours"], run["cost"]) == (3.0, 12.0, 36.0)
+    assert run["tpu_core_days"] == 0.5
+    assert all(part["assumptions"] for part in (roofline, compiler))
+
+
+def test_estimate_without_cycles_is_the_roofline():
+    figures = estimate(fake_figures(topology="v6e:2x2"), None)
+    assert figures["compiler"] is None  # the clock of v6e is not published
+    assert figures["run"]["by"] == "roofline" and figures["run"]["cost"] is None
+
+
+def test_two_core_chips_count_twice():
+    one, two = (estimate(fake_figures(topology=name, compiler_cycles=None), None)["run"]
+                for name in ("v5e:2x2", "v5p:2x2x1"))  # fmt: skip
+    assert one["tpu_core_days"] == one["chip_hours"] / 24
+    assert two["tpu_core_days"] == 2 * two["chip_hours"] / 24
+
+
+@pytest.mark.parametrize(
+    ("message", "needed"),
+    [
+        ("RESOURCE_EXHAUSTED: CompileTimeHbmOom: temporaries (304.00G) exceeds available HBM "
+         "(15.75G)", 304 * GIB + 1000),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm. "
+         "Exceeded hbm capacity by 4.75G.", 20.5 * GIB),
+        ("RESOURCE_EXHAUSTED: Used 512.0M of 256.0M hbm", 512 * 2**20),
+        ("RESOURCE_EXHAUSTED: something else", None),
+        ("INTERNAL: Used 20.50G of 15.75G hbm", None),
+    ],
+)  # fmt: skip
+def test_compiler_says_how_much_is_needed(message, needed):
+    assert needed_memory(message, state=1000) == needed
+
+
+def test_state_and_host_bytes_follow_the_layout():
+    mesh = make_mesh(replica=1, data=2, fsdp=4, tensor=1)
+    experiment = make_experiment(tiny_config(), mesh)
+    kept = layout.state_bytes(experiment)
+    whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(experiment.abstract_state.params))
+    assert whole / 4 < kept["params"] < whole / 2  # the kernels lie in four parts
+    state = sum(leaf.size * leaf.dtype.itemsize
+                for leaf in jax.tree.leaves(experiment.abstract_state))  # fmt: skip
+    # All devices here are of one host, which takes every part once.
+    assert layout.host_bytes_at_save(experiment, mesh) == state
+
+
+@pytest.fixture
+def linear(monkeypatch):
+    """Plans whose temporaries are 1 GiB an image, a quarter of it with full remat.
+
+    Over fsdp they are the same; gradients are accumulated without any of their own.
+    """
+    planned = []
+
+    def plan(config, target):
+        remat = config.model.remat or "none"
+        data, fsdp = config.mesh.data, config.mesh.fsdp
+        data = 4 // fsdp if data == -1 else data
+        images = config.global_batch_size // 4
+        micro = images // config.optimizer.accum_steps
+        temporaries = int(micro * GIB * {"none": 1, "dots": 0.5, "full": 0.25}[remat])
+        state = 8 * GIB // fsdp
+        peak, capacity = state + temporaries, 15 * GIB
+        planned.append((fsdp, remat, images))
+        return fake_figures() | {
+            "mesh": {"replica": 1, "data": data, "fsdp": fsdp, "tensor": 1},
+            "remat": remat, "global_batch_size": config.global_batch_size,
+            "images_per_way": images,
+            "memory_bytes": {"temporaries": temporaries, "batch": 0, "peak": peak,
+                             "capacity": capacity, "fits": peak <= capacity},
+        }  # fmt: skip
+
+    monkeypatch.setattr("vit_jax.planning.search.plan", plan)
+    monkeypatch.setattr("vit_jax.planning.targets.find_devices", lambda _: jax.devices()[:4])
+    return planned
+
+
+FOUR = Target(find_slice("v5e:2x2"))
+
+
+@pytest.mark.parametrize("start", [4, 40, 4096])
+def test_largest_batch(linear, start):
+    figures = largest_batch(tiny_config(global_batch_size=start), FOUR)
+    assert figures["images_per_way"] == 4  # 7 fit; 4 is the next that suits the chip
+    full = tiny_config(**{"global_batch_size": start, "model.remat": "full", "mesh.fsdp": 4})
+    assert largest_batch(full, FOUR)["images_per_way"] == 48  # of 52
+    assert len(linear) <= 12
+
+
+def test_largest_batch_where_memory_grows_faster_than_it_seemed(monkeypatch):
+    planned = []
+
+    def plan(config, target):
+        images = config.global_batch_size // 4
+        planned.append(images)
+        return {"images_per_way": images, "memory_bytes": {
+            "temporaries": images * GIB // 10, "batch": 0, "peak": images * GIB // 10,
+            "capacity": 7 * GIB, "fits": images <= 20}}  # fmt: skip
+
+    monkeypatch.setattr("vit_jax.planning.search.plan", plan)
+    monkeypatch.setattr("vit_jax.planning.targets.find_devices", lambda _: jax.devices()[:4])
+    assert largest_batch(tiny_config(global_batch_size=16), FOUR)["images_per_way"] == 16
+    assert planned == [4, 64, 32, 16, 24]
+
+
+def test_search_compares_meshes_and_remat(linear):
+    rows = search(tiny_config(), FOUR, None)
+    assert len(rows) == 6  # fsdp 1 and 4, times three
+    assert {(row["mesh"]["fsdp"], row["remat"], row["images_per_way"]) for row in rows} == {
+        (1, "none", 4), (1, "dots", 8), (1, "full", 24),
+        (4, "none", 8), (4, "dots", 24), (4, "full", 48),
+    }  # fmt: skip
+    speeds = [row["estimate"]["images_per_s"] for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("batch", "changes"),
+    [
+        (4 * 16, [{"model.remat": "full"}]),
+        (4 * 40, [{"model.remat": "full"}, {"mesh.data": 1, "mesh.fsdp": 4},
+                  {"model.remat": "full", "mesh.data": 1, "mesh.fsdp": 4}]),
+    ],
+)  # fmt: skip
+def test_remedies_are_tried_until_one_fits(linear, batch, changes):
+    config = tiny_config(global_batch_size=batch)
+    figures = planning.search.plan(config, FOUR)
+    tried = find_remedies(config, FOUR, figures)
+    assert [remedy["fits"] for remedy in tried] == [False] * (len(tried) - 1) + [True]
+    found = [{k: v for k, v in r["change"].items() if k != "mesh.replica"} for r in tried]
+    assert found == changes
+
+
+def test_remedies_name_a_larger_slice_in_the_end(linear, monkeypatch):
+    config = tiny_config(global_batch_size=4 * 10_000)
+    monkeypatch.setattr(
+        "vit_jax.planning.search.plan",
+        lambda *_: {"memory_bytes": {"peak": 99 * GIB, "fits": False}},
+    )
+    figures = {"mesh": {"replica": 1, "data": 4, "fsdp": 1, "tensor": 1}, "remat": "none",
+               "images_per_way": 10_000, "global_batch_size": 40_000}  # fmt: skip
+    tried = find_remedies(config, FOUR, figures)
+    assert tried[-1] == {"change": {"topology": "v5e:2x4"}, "peak_bytes": None, "fits": None}
+    assert any("optimizer.accum_steps" in remedy["change"] for remedy in tried)
+    assert any("global_batch_size" in remedy["change"] for remedy in tried)
+
+
+def test_plan_that_does_not_fit_says_so(capsys):
+    # Of GPUs, because that takes no compilation.
+    words = (TINY, "--topology=H100:8", "--config.model.depth=4")
+    words += ("--config.global_batch_size=32000000",)
+    code, figures = plan_by_command(capsys, *words)
+    memory = figures["memory_bytes"]
+    assert code == 3 and not memory["fits"] and memory["margin"] < 0
+    (remedy,) = figures["remedies"]
+    assert remedy["fits"] and remedy["change"] == {"model.remat": "full"}
+    assert main(["plan", *words]) == 3
+    shown = capsys.readouterr().out
+    assert "too much" in shown and "fits" in shown
+
+
+def test_show_sharding(capsys):
+    words = ("--show_sharding", "--topology=H100:8", "--config.mesh.fsdp=8", "--config.mesh.data=1")
+    code, rows = plan_by_command(capsys, TINY, *words)
+    assert code == 0
+    by_name = {row["name"]: row for row in rows}
+    up = by_name["encoder/layer_0/mlp/up/kernel"]
+    assert up["sharding"][0] == "fsdp"
+    assert up["bytes_per_device"] * 8 == math.prod(up["shape"]) * 4
+    assert main(["plan", TINY, *words]) == 0
+    assert "encoder/layer_0/mlp/up/kernel" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([TINY], "--topology: missing"),
+        ([TINY, "--topology=v5e:3x3"], "--topology=v5e:3x3: no such slice is rented; known: v5e:1"),
+        ([TINY, "--topology=v5e:2x2", "--format=yaml"], "--format=yaml: known: table, json"),
+        ([TINY, "--topology=v5e:2x2", "--num_slices=0"], "--num_slices=0: needs a positive"),
+        ([TINY, "--topology=H100:8", "--num_slices=2"], "--num_slices: is for TPUs"),
+        ([TINY, "--topology=H100:8", "--price_per_chip_hour=-1"], "--price_per_chip_hour=-1.0"),
+        ([TINY, "--topology=H100:8", "--config.mesh.fsdp=3"], "mesh.fsdp=3"),
+        ([TINY, "--topology=H100:8", "--config.global_batch_size=12"], "_batch_size=12: must be"),
+        ([TINY, "--topology=H100:8", "--config.data.name=mine", "--config.data.num_classes=None"],
+         "data.num_classes"),
+    ],
+)  # fmt: skip
+def test_wrong_flags_are_refused(words, message, capsys):
+    assert main(["plan", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and message in err
+
+
+def test_plans_are_kept_by_all_that_they_depend_on(tmp_path, monkeypatch):
+    target = Target(find_slice("v5e:2x2"))
+    of = planning.cache_file
+    first = of(tiny_config(), target)
+    assert first == of(tiny_config(), target)
+    assert first.is_relative_to(tmp_path / "cache" / "vit_jax" / "plans")
+    others = {
+        of(tiny_config(seed=1), target),
+        of(tiny_config(), Target(find_slice("v5e:2x4"))),
+        of(tiny_config(), Target(find_slice("v5e:2x2"), 2)),
+    }
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_some_flag=true")
+    others.add(of(tiny_config(), target))
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    monkeypatch.setattr(planning, "software", lambda: {"code of vit_jax": "other"})
+    others.add(of(tiny_config(), target))
+    assert len(others | {first}) == 6
+
+
+def test_readable_mesh():
+    assert readable_mesh({"replica": 2, "data": 1, "fsdp": 8, "tensor": 1}) == "replica 2 x fsdp 8"
+    assert readable_mesh(dict.fromkeys(("replica", "data", "fsdp", "tensor"), 1)) == "one device"
+
+
+def test_devices_of_a_target_are_as_many_as_its_chips():
+    target = Target(find_slice("B200:16"))
+    devices = planning.targets.find_devices(target)
+    assert len(devices) == target.num_chips == 16
+    assert {device.process_index for device in devices} == {0, 1}
+    assert {device.device_kind for device in devices} <= set(CHIPS["B200"].device_kinds)

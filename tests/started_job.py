@@ -1,0 +1,87 @@
+"""Starts a training run of several processes on this host, to be looked at and disturbed."""
+
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).parent.parent
+FAULTY = ROOT / "tests" / "faulty_run.py"
+
+
+class Job:
+    """The processes of one job, each with its output in a file; all are gone when it is left.
+
+    Args:
+      folder: of the outputs.
+      words: of every process.
+      num_processes, devices: of the job, and of each.
+      own: {process: (fault of faulty_run.py, "" for none; words of this process alone)}.
+    """
+
+    def __init__(self, folder, *words, num_processes=2, devices=2, own=None):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        }
+        self.outputs = [folder / f"process-{i}.txt" for i in range(num_processes)]
+        self.processes, self.ended_at = [], {}
+        for i, output in enumerate(self.outputs):
+            fault, more = (own or {}).get(i, ("", ()))
+            joined = (
+                f"--coordinator=localhost:{port}", f"--num_processes={num_processes}",
+                f"--process_id={i}",
+            )  # fmt: skip
+            program = [FAULTY, fault] if fault else ["-m", "vit_jax.main"]
+            arguments = [*program, *(joined if num_processes > 1 else ()), *words, *more]
+            with open(output, "w") as file:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, *arguments],
+                        cwd=ROOT,
+                        env=environment,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()  # of a stopped one too
+                process.wait()
+
+    def said(self, i):
+        return self.outputs[i].read_text()
+
+    def everything(self):
+        return "\n".join(f"--- process {i}\n{self.said(i)}" for i in range(len(self.outputs)))
+
+    def wait_until_said(self, i, text, timeout_s=300):
+        until = time.monotonic() + timeout_s
+        while not re.search(text, self.said(i)):
+            running = [process.poll() is None for process in self.processes]
+            assert time.monotonic() < until and all(running), f"no {text!r}: {self.everything()}"
+            time.sleep(0.1)
+
+    def signal(self, i, number):
+        self.processes[i].send_signal(number)
+
+    def codes(self, of=None, timeout_s=120):
+        """The exit codes of all processes, or of those in `of`."""
+        until = time.monotonic() + timeout_s
+        of = range(len(self.processes)) if of is None else of
+        return [self.processes[i].wait(max(until - time.monotonic(), 0.1)) for i in of]
+
+
+KILL, STOP, TERMINATE = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM

@@ -1,0 +1,120 @@
+"""What a job of several processes says, and how it ends, when one of them does not do its part.
+
+The faults are real: processes are killed, stopped and terminated, and every job is a run of the
+command line.
+"""
+
+import re
+import time
+
+import pytest
+from started_job import KILL, STOP, Job
+
+HEARTBEAT_S = 16
+ENDLESS = (
+    "--config=configs/quickstart.py:debug", "--config.duration=1000000 steps",
+    "--config.log.every=20 steps", "--config.checkpoint.every=1000000 steps",
+    "--config.evals.test.every=1000000 steps", f"--config.job.heartbeat_s={HEARTBEAT_S}",
+    "--config.job.step_deadline_s=8",
+)  # fmt: skip
+
+
+def endless(tmp_path, *words, **kwargs):
+    return Job(tmp_path, *ENDLESS, f"--workdir={tmp_path / 'run'}", *words, **kwargs)
+
+
+def verdict(job, i):
+    """What the watchdog of process i says."""
+    found = re.findall(r"^watchdog: process .*$", job.said(i), re.MULTILINE)
+    assert found, job.everything()
+    return "\n".join(found)
+
+
+def check_that_others_name(victim, job):
+    others = [i for i in range(len(job.processes)) if i != victim]
+    assert job.codes(others) == [1] * len(others), job.everything()
+    gone = f"process {victim} is lost"
+    if victim == 0:
+        gone += "|process 0, the coordinator, cannot be reached"
+    for i in others:
+        assert re.search(gone, verdict(job, i)), job.everything()
+        assert re.search(r"at step \d+, phase step", verdict(job, i)), job.everything()
+
+
+# Without process 0, which keeps the store, the others have nothing to look at.
+def victims(first, then):
+    return pytest.mark.parametrize("victim", [first, pytest.param(then, marks=pytest.mark.slow)])
+
+
+@victims(1, then=0)
+def test_when_one_is_killed_the_others_end_and_name_it(tmp_path, victim):
+    with endless(tmp_path) as job:
+        job.wait_until_said(0, "step 40/")
+        job.signal(victim, KILL)
+        since = time.monotonic()
+        check_that_others_name(victim, job)
+        assert time.monotonic() - since < HEARTBEAT_S
+
+
+@victims(0, then=1)
+def test_when_one_is_stopped_the_others_end_and_name_it(tmp_path, victim):
+    with endless(tmp_path) as job:
+        job.wait_until_said(0, "step 40/")
+        job.signal(victim, STOP)
+        check_that_others_name(victim, job)
+        assert 'train.py", line' in job.said(1 - victim)  # the stacks
+
+
+def test_a_loader_that_hangs_is_named_with_its_process(tmp_path):
+    with endless(tmp_path, own={1: ("loader:30", ())}) as job:
+        assert job.codes() == [1, 1], job.everything()
+        for i in range(2):
+            said = verdict(job, i)
+            # Where the machine is busy, so that a watchdog is late, it may count as lost.
+            named = r"process 1 (has not come further than|is lost .*, last seen at) step 29"
+            assert re.search(named, said), said
+        assert 'faulty_run.py", line' in job.said(1)  # where it hangs
+
+
+def test_processes_that_do_not_run_the_same_end_before_the_first_step(tmp_path):
+    own = {1: ("code", ("--config.optimizer.peak_lr=0.002",))}
+    with endless(tmp_path, own=own) as job:
+        assert job.codes() == [2, 2], job.everything()
+        for i in range(2):
+            said = job.said(i)
+            assert "--config.optimizer.peak_lr: 0.0015 on process 0; 0.002 on process 1" in said, (
+                said
+            )
+            assert "'other' on process 1" in said
+            assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_flipped_bit_in_one_replica_is_found_before_it_is_saved(tmp_path):
+    words = ("--config.checkpoint.every=20 steps",)
+    with endless(tmp_path, *words, own={1: ("bit:25", ())}) as job:
+        assert job.codes() == [1, 1], job.everything()
+        for i in range(2):
+            said = job.said(i)
+            assert re.search(
+                r"params/head/bias: device \d+ of process 1 / device 0, 1 of process 0, device",
+                said,
+            ), said
+    saved = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
+    assert saved == ["20"]
+
+
+@pytest.mark.slow
+def test_another_program_is_found_before_the_first_step(tmp_path):
+    with endless(tmp_path, own={1: ("program", ())}) as job:
+        assert job.codes() == [2, 2], job.everything()
+        assert "lowered step: " in job.said(0) and "on process 1" in job.said(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "number"), [(0, KILL), (2, KILL), (0, STOP), (3, STOP)])
+def test_of_four_the_others_name_the_one_that_is_lost(tmp_path, victim, number):
+    with endless(tmp_path, num_processes=4, devices=1) as job:
+        job.wait_until_said(0, "step 40/")
+        job.signal(victim, number)
+        check_that_others_name(victim, job)

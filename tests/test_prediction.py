@@ -1,0 +1,152 @@
+"""The predict command, and images as a model wants them."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax import load_image, load_pretrained, pretrained_spec
+from vit_jax.errors import InputError
+from vit_jax.main import main
+from vit_jax.transfer.images import class_names
+from vit_jax.transfer.rules import Spec
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A folder with three images, one that is none, and a text."""
+    folder = tmp_path / "pictures"
+    (folder / "more").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name, size in (("a.png", (32, 32)), ("b.JPG", (50, 40)), ("more/c.jpeg", (40, 50))):
+        pixels = rng.integers(0, 256, (*size, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / name, "PNG" if name == "a.png" else "JPEG")
+    (folder / "broken.png").write_bytes(b"not an image")
+    (folder / "notes.txt").write_text("mine")
+    return folder
+
+
+def predict(capsys, *words, code=0):
+    assert main(["predict", "--batch_size=8", *map(str, words)]) == code
+    return capsys.readouterr().out
+
+
+def test_images_and_folders(golden, pictures, capsys):
+    source = golden / "hf_vit"
+    words = [f"--init_from={source}", "--format=json", "--top=2", pictures, pictures / "a.png"]
+    rows = [json.loads(line) for line in predict(capsys, *words, code=1).splitlines()]
+    names = ["a.png", "b.JPG", "broken.png", "more/c.jpeg", "a.png"]
+    assert [row["file"] for row in rows] == [str(pictures / name) for name in names]
+    assert rows[2]["error"] == "cannot be read or decoded"
+    model, variables = load_pretrained(source)
+    for row in (rows[0], rows[1], rows[3]):
+        image = load_image(row["file"], pretrained_spec(source))
+        expected = np.asarray(jax.nn.softmax(model.apply(variables, image[None])))[0]
+        assert [c["index"] for c in row["classes"]] == list(np.argsort(-expected)[:2])
+        for found in row["classes"]:
+            assert found["probability"] == pytest.approx(expected[found["index"]], rel=1e-4)
+            assert found["name"] == f"class {found['index']}"
+    assert rows[4] == rows[0]
+
+
+def test_a_table(golden, pictures, capsys):
+    out = predict(capsys, f"--init_from={golden / 'hf_vit'}", "--top=1", pictures / "a.png")
+    assert "class " in out
+    assert "%" in out
+
+
+def test_pixels_of_an_image(pictures):
+    pixels = np.asarray(Image.open(pictures / "a.png"), np.float32)
+    spec = Spec((32, 32), "antialiased", mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
+    expected = (pixels / 255 - spec.mean) / spec.std
+    found = load_image(pictures / "a.png", spec)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    # Squeezed, or cut out of its middle.
+    assert load_image(pictures / "b.JPG", spec._replace(image_size=(8, 24))).shape == (8, 24, 3)
+    inner = load_image(pictures / "a.png", spec._replace(image_size=(16, 16), crop=0.5))
+    np.testing.assert_allclose(inner, expected[8:24, 8:24], atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", ["pooled", "patches"])
+def test_features_of_files(golden, pictures, tmp_path, capsys, tokens):
+    source, output = golden / "hf_deit", tmp_path / "features.npz"
+    words = [f"--init_from={source}", f"--features={output}", f"--tokens={tokens}", pictures]
+    said = json.loads(predict(capsys, *words))
+    model, variables = load_pretrained(source)
+    method = {"pooled": "features", "patches": "tokens"}[tokens]
+    with np.load(output, allow_pickle=False) as file:
+        assert said["shape"] == list(file["features"].shape)
+        assert file["valid"].tolist() == [True, True, False, True]
+        assert "label" not in file
+        for name, valid, features in zip(
+            file["record"], file["valid"], file["features"], strict=True
+        ):
+            if not valid:
+                assert np.isnan(features).all()
+                continue
+            image = load_image(name, pretrained_spec(source))
+            expected = np.asarray(model.apply(variables, image[None], method=method))[0]
+            if tokens == "patches":
+                expected = expected[2:].reshape(4, 4, -1)
+            np.testing.assert_allclose(features, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_features_of_a_data_set(golden, tmp_path, capsys):
+    output = tmp_path / "digits.npz"
+    words = [f"--init_from={golden / 'timm_vit_gap.safetensors'}", "--data=digits:test"]
+    predict(capsys, *words, f"--features={output}", "--batch_size=64")  # the last one half full
+    with np.load(output) as file:
+        assert file["features"].shape == (360, 32)
+        assert np.isfinite(file["features"]).all()
+        assert file["label"].shape == file["record"].shape == (360,)
+        assert sorted(set(file["label"])) == list(range(10))
+
+
+REFUSED = {
+    "no images": ([], "give either images"),
+    "no such image": (["nowhere.png"], "nowhere.png: no such file or folder"),
+    "an empty folder": (["empty"], "empty: holds no file ending in .jpg, .jpeg, .png"),
+    "another format": (["x.png", "--format=jsonl"], "did you mean json?"),
+    "no top": (["x.png", "--top=0"], "--top=0"),
+    "data without features": (["--data=digits:test"], "--data: is for --features"),
+    "features of another kind": (["x.png", "--features=f.npy"], "ends in .npz"),
+    "features nowhere": (["x.png", "--features=no/f.npz"], "there is no folder"),
+    "no classes": (["x.png"], "has no classes"),
+    "a batch too small": (["x.png", "--batch_size=3"], "--batch_size=3"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(golden, tmp_path, capsys, monkeypatch, case):
+    words, says = REFUSED[case]
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (8, 8)).save("x.png")
+    (tmp_path / "empty").mkdir()
+    source = "hf_vit_backbone" if case == "no classes" else "hf_vit"
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["predict", f"--init_from={golden / source}", *words]) == 2
+    assert says in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_image_that_cannot_be_read(tmp_path):
+    (tmp_path / "x.png").write_bytes(b"no image")
+    for name in ("x.png", "none.png"):
+        with pytest.raises(InputError, match="not a readable JPEG or PNG"):
+            load_image(tmp_path / name, Spec((8, 8), "antialiased"))
+
+
+def test_names_of_classes():
+    spec = Spec((8, 8), "antialiased", class_names=("a", "b"))
+    assert class_names(spec, 2) == ("a", "b")
+    assert class_names(spec._replace(class_names=None), 2) == ("class 0", "class 1")
+    imagenet = class_names(spec._replace(class_names=None), 1000)
+    assert len(imagenet) == 1000
+    assert imagenet[0] == "tench, Tinca tinca"
+    assert imagenet[388].startswith("giant panda")
+    assert imagenet[999].startswith("toilet tissue")

@@ -1,0 +1,20 @@
+"""What a run depends on beside its config."""
+
+import jax
+
+from vit_jax.software import code_digest, software
+
+
+def test_software_is_the_same_twice_and_knows_the_code(monkeypatch):
+    found = software()
+    assert found == software() and found["jax"] == jax.__version__
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/mine --xla_b=1 --xla_a=2")
+    assert software() == found | {"XLA_FLAGS": "--xla_a=2 --xla_b=1"}
+
+
+def test_code_digest_follows_every_source_file(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.py").write_text("x = 1")
+    first = code_digest(tmp_path)
+    (tmp_path / "inner" / "a.py").write_text("x = 2")
+    assert code_digest(tmp_path) != first

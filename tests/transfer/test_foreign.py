@@ -1,0 +1,331 @@
+"""Files of Hugging Face and timm: goldens, their round trip, and what is told of them."""
+
+import functools
+import json
+import logging
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import vit_jax
+from vit_jax.errors import InputError
+from vit_jax.models import create_model
+from vit_jax.models.deit import DeiT
+from vit_jax.transfer import load_pretrained, pretrained_spec, read_pretrained, save_pretrained
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+METHODS = {"logits": "__call__", "features": "features", "tokens": "tokens", "pooled": "pre_logits"}
+# Source, what was computed from it, the format that it is written in.
+GOLDENS = {
+    "hf_vit": ("hf_vit", "hf_vit/io.npz", "hf"),
+    "hf_vit_backbone": ("hf_vit_backbone", "hf_vit_backbone/io.npz", "hf"),
+    "hf_deit": ("hf_deit", "hf_deit/io.npz", "hf"),
+    "timm_vit": ("timm_vit.safetensors", "timm_vit.io.npz", "timm"),
+    "timm_vit_gap": ("timm_vit_gap.safetensors", "timm_vit_gap.io.npz", "timm"),
+    "vit_finetuned": ("vit_finetuned.npz", "vit_finetuned.io.npz", "npz"),
+    "vit_pretrained": ("vit_pretrained.npz", "vit_pretrained.io.npz", "npz"),
+    "vit_v2_gap": ("vit_v2_gap.npz", "vit_v2_gap.io.npz", "npz_v2"),
+    "vit_v2_map": ("vit_v2_map.npz", "vit_v2_map.io.npz", "npz_v2"),
+}
+FOREIGN = [name for name, (_, _, format) in GOLDENS.items() if not format.startswith("npz")]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def run(model, variables, images, method="__call__"):
+    return model.apply(variables, images, method=method)
+
+
+def assert_close(ours, expected, tolerance=1e-4):
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("suffix", ["", "_resampled"], ids=["native", "resampled"])
+def test_goldens(golden, name, suffix):
+    source, io, _ = GOLDENS[name]
+    with np.load(golden / io) as expected:
+        images = expected["image" + suffix]
+        size = images.shape[1:3] if suffix else None
+        model, variables = load_pretrained(golden / source, image_size=size)
+        assert model.image_size == images.shape[1:3]
+        compared = [key for key in METHODS if key + suffix in expected]
+        assert {"logits", "features"} & set(compared)
+        for key in compared:
+            assert_close(run(model, variables, images, METHODS[key]), expected[key + suffix])
+
+
+def read_arrays(path):
+    if path.suffix == ".npz":
+        with np.load(path) as arrays:
+            return dict(arrays)
+    return load_file(path / "model.safetensors" if path.is_dir() else path)
+
+
+def keys_of(config):
+    """Of a JSON object, those within objects included, but for the names of classes."""
+    named = ("id2label", "label2id")
+    return {
+        key if not isinstance(value, dict) or key in named else (key, inner)
+        for key, value in config.items()
+        for inner in (value if isinstance(value, dict) and key not in named else [None])
+    }
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_a_golden_is_written_bit_for_bit(golden, tmp_path, name):
+    source, _, format = GOLDENS[name]
+    target = tmp_path / "made" / source
+    pretrained = read_pretrained(golden / source)
+    model, variables = load_pretrained(golden / source, scan=True)
+    save_pretrained(target, model, variables, format, pretrained.spec)
+    ours, theirs = read_arrays(target), read_arrays(golden / source)
+    assert ours.keys() == theirs.keys()
+    for key, array in theirs.items():
+        assert (ours[key].dtype, ours[key].shape) == (array.dtype, array.shape)
+        assert ours[key].tobytes() == array.tobytes()
+    again = read_pretrained(target)
+    assert again.model == pretrained.model
+    assert again.spec._replace(crop=None) == pretrained.spec._replace(crop=None)
+    if format == "hf":
+        stated = json.loads((golden / source / "config.json").read_text())
+        assert json.loads((target / "config.json").read_text()) == stated
+    if format == "timm":
+        stated = json.loads((golden / source).with_suffix(".json").read_text())
+        written = json.loads(target.with_suffix(".json").read_text())
+        assert keys_of(stated) <= keys_of(written)
+        for key in ("num_classes", "model_args", "pretrained_cfg"):
+            value = written[key]
+            assert value == (value | stated[key] if isinstance(value, dict) else stated[key])
+
+
+def make(format, tmp_path, num_classes=5, image_size=(8, 12), **fields):
+    """(path, model, variables) of a file with random weights."""
+    fields = {"name": "ViT-mu/4", "width": 24, "depth": 2, "mlp_dim": 40, "num_heads": 2} | fields
+    model = create_model(fields.pop("name"), num_classes, image_size, **fields)
+    images = np.zeros((1, *model.image_size, 3), np.float32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), images)
+    rng = np.random.default_rng(0)
+    variables = jax.tree.map(
+        lambda leaf: (0.3 * rng.standard_normal(leaf.shape)).astype(np.float32), shapes
+    )
+    path = tmp_path / ("made.npz" if format.startswith("npz") else "made")
+    save_pretrained(path, model, variables, format)
+    return path, model, variables
+
+
+TOKEN = {"gelu": "exact", "norm_eps": 1e-3}
+OTHERS = {
+    "hf, non-square patches": ("hf", {"patch_size": (2, 6), **TOKEN}),
+    "hf, no biases in q, k, v": ("hf", {"qkv_bias": False, **TOKEN}),
+    "hf, DeiT with one head": ("hf", {"name": "DeiT-mu/4", "distillation_head": False}),
+    "hf, DeiT without a head": ("hf", {"name": "DeiT-mu/4", "num_classes": None}),
+    "timm, 11 layers": ("timm", {"depth": 11, "width": 8, "mlp_dim": 9, "num_heads": 4, **TOKEN}),
+    "timm, fc_norm": ("timm", {"pool": "gap", "norm_pooled": True}),
+    "timm, fc_norm, class token": (
+        "timm", {"pool": "gap", "norm_pooled": True, "class_token": True},
+    ),
+    "timm, class token left out": ("timm", {"pool": "gap", "class_token": True}),
+    "timm, class token without position": ("timm", {"pos_embed_class_token": False}),
+    "timm, attention pooling": ("timm", {"pool": "map", "gelu": "exact"}),
+    "timm, layer scale": ("timm", {"layer_scale": 0.1, "num_classes": None}),
+    "timm, DeiT": ("timm", {"name": "DeiT-mu/4"}),
+    "npz, mean-pooled": ("npz", {"pool": "gap", "hidden_head": True}),
+    "npz_v2, class token": ("npz_v2", {"pos_embed_class_token": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_shapes_are_read_as_they_were_written(tmp_path, case):
+    format, fields = OTHERS[case]
+    path, model, variables = make(format, tmp_path, **fields)
+    loaded, found = load_pretrained(path)
+    default = {"class_token": None} if model.class_token == loaded.class_token else {}
+    assert loaded.clone(**default) == model.clone(**default)
+    jax.tree.map(np.testing.assert_array_equal, found, variables)
+    assert isinstance(loaded, DeiT) == case.startswith(("hf, DeiT", "timm, DeiT"))
+
+
+def test_a_file_of_fixed_positions_tells_its_images_size(tmp_path):
+    fields = {"pos_embed": "sincos_2d", "pool": "gap"}
+    path, model, _ = make("npz_v2", tmp_path, **fields)
+    assert load_pretrained(path)[0] == model.clone(image_size=None)
+    assert pretrained_spec(path).image_size == (8, 12)
+
+
+@pytest.mark.parametrize(
+    ("format", "fields"),
+    [
+        ("hf", {"pos_embed": "sincos_2d"}),
+        ("hf", {"pos_embed": "none"}),
+        ("hf", {"pos_embed_class_token": False}),
+        ("timm", {"pos_embed": "sincos_2d", "pool": "gap"}),
+    ],
+)
+def test_positions_that_a_format_knows_not_become_a_table(tmp_path, caplog, format, fields):
+    caplog.set_level(logging.INFO, "vit_jax")
+    path, model, variables = make(format, tmp_path, **fields)
+    loaded, found = load_pretrained(path)
+    assert loaded.pos_embed == "learned_1d"
+    assert "positions: " in caplog.text
+    images = np.random.default_rng(1).uniform(-1, 1, (2, 8, 12, 3)).astype(np.float32)
+    assert_close(run(loaded, found, images), run(model, variables, images), 1e-5)
+
+
+@pytest.mark.parametrize("format", ["hf", "timm"])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_halves_are_widened(tmp_path, format, dtype):
+    path, _, variables = make(format, tmp_path)
+    file = path / "model.safetensors"
+    save_file({name: a.astype(dtype) for name, a in load_file(file).items()}, file)
+    _, found = load_pretrained(path)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b.astype(dtype).astype(np.float32)),
+        found, variables,
+    )  # fmt: skip
+
+
+def test_a_folder_of_shards(golden, tmp_path):
+    whole = load_file(golden / "hf_vit" / "model.safetensors")
+    names = sorted(whole)
+    parts = {"model-1-of-2.safetensors": names[:20], "model-2-of-2.safetensors": names[20:]}
+    for file, part in parts.items():
+        save_file({name: whole[name] for name in part}, tmp_path / file)
+    places = {name: file for file, part in parts.items() for name in part}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    shutil.copy(golden / "hf_vit" / "config.json", tmp_path)
+    expected = load_pretrained(golden / "hf_vit")
+    model, variables = load_pretrained(tmp_path)
+    assert model == expected[0]
+    jax.tree.map(np.testing.assert_array_equal, variables, expected[1])
+
+
+@pytest.mark.parametrize("format", ["hf", "timm"])
+def test_without_a_config_what_is_assumed_is_said(tmp_path, caplog, format):
+    caplog.set_level(logging.INFO, "vit_jax")
+    fields = {"gelu": "exact", "norm_eps": 1e-12 if format == "hf" else 1e-6, "image_size": 8}
+    path, model, _ = make(format, tmp_path, width=192, num_heads=3, **fields)
+    (path / "config.json").unlink()
+    assert load_pretrained(path)[0] == model
+    assert "heads by width" in caplog.text
+    path, _, _ = make(format, tmp_path / "other", width=24)
+    (path / "config.json").unlink()
+    with pytest.raises(InputError, match="no published ViT is 24 wide"):
+        load_pretrained(path)
+
+
+def change_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_absent_arguments_of_timm_have_its_defaults(tmp_path):
+    path, model, _ = make("timm", tmp_path, width=24, num_heads=12, pool="gap", norm_pooled=True,
+                          class_token=True, gelu="exact")  # fmt: skip
+    config = path / "config.json"
+    change_json(config, architecture="vit", model_args={"global_pool": "avg", "img_size": [8, 12]})
+    assert load_pretrained(path)[0] == model
+    change_json(config, model_args={"global_pool": "avg", "fc_norm": False})
+    with pytest.raises(InputError, match="fc_norm=False, and True in the arrays"):
+        load_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pool": "gap"},
+        {"pool": "map"},
+        {"pool": "gap", "class_token": True, "norm_pooled": True},
+        {"pos_embed_class_token": False},
+    ],
+    ids=["mean-pooled", "attention-pooled", "fc_norm", "class token without position"],
+)
+def test_of_a_named_architecture_the_arrays_tell_the_arguments(tmp_path, caplog, fields):
+    caplog.set_level(logging.INFO, "vit_jax")
+    fields = {"gelu": "exact", "width": 192, "num_heads": 3, "image_size": 8} | fields
+    path, model, _ = make("timm", tmp_path, **fields)
+    config = json.loads((path / "config.json").read_text())
+    del config["model_args"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert load_pretrained(path)[0] == model
+    assert "taken to be: {'act_layer': 'gelu', 'num_heads': 3}" in caplog.text
+
+
+def test_what_a_folder_tells_beside_the_model(tmp_path):
+    path, _, _ = make("hf", tmp_path)
+    names = {str(i): name for i, name in enumerate("abcde")}
+    change_json(path / "config.json", id2label=names)
+    change_json(path / "preprocessor_config.json", image_mean=[0.1, 0.2, 0.3])
+    spec = vit_jax.pretrained_spec(path)
+    assert spec.class_names == tuple("abcde")
+    assert (spec.image_size, spec.mean, spec.std) == ((8, 12), (0.1, 0.2, 0.3), (0.5, 0.5, 0.5))
+    assert spec.resize == "half_pixel"
+
+
+def test_the_convention_may_be_chosen(golden, caplog):
+    caplog.set_level(logging.INFO, "vit_jax")
+    made = [
+        load_pretrained(golden / "hf_vit", image_size=(48, 40), resize=resize)[1]["params"]
+        for resize in (None, "half_pixel", "corner_aligned")
+    ]
+    default, same, other = (params["pos_embedding"] for params in made)
+    np.testing.assert_array_equal(default, same)
+    assert np.abs(default - other).max() > 0.01
+    assert "resampled (corner_aligned) from a grid of (4, 4) to (6, 5)" in caplog.text
+    with pytest.raises(InputError, match="did you mean half_pixel"):
+        load_pretrained(golden / "hf_vit", resize="half-pixel")
+
+
+@pytest.mark.parametrize("name", ["hf_vit_backbone", "hf_deit", "timm_vit.safetensors"])
+def test_other_classes_get_a_linear_head_of_zeros(golden, name):
+    _, variables = load_pretrained(golden / name, num_classes=7)
+    heads = {n: p for n, p in variables["params"].items() if n.startswith("head")}
+    two = {"head", "head_distillation"} if name == "hf_deit" else {"head"}
+    assert heads.keys() == two
+    for head in heads.values():
+        assert head["kernel"].shape == (32, 7)
+        assert not head["kernel"].any()
+
+
+REFUSED = {
+    "hf": [
+        ({"pool": "gap"}, "format=timm holds it"),
+        ({"hidden_head": True}, "format=npz holds it, or fine-tune"),
+        ({"layer_scale": 0.1}, "format=timm holds it"),
+        ({"norm": "rms", "qk_norm": True}, "2 faults"),
+    ],
+    "timm": [
+        ({"hidden_head": True}, "format=npz holds it, or fine-tune"),
+        ({"parallel": True}, "keep the run's checkpoint"),
+        ({"name": "DeiT-mu/4", "distillation_head": False}, "format=hf holds it"),
+    ],
+    "npz": [
+        ({"gelu": "exact"}, "gelu='exact': format=timm holds it"),
+        ({"pool": "map"}, "format=npz_v2 holds it"),
+        ({"pos_embed_class_token": False}, "format=npz_v2 holds it"),
+        ({"pos_embed": "sincos_2d"}, "format=npz_v2 or timm holds it"),
+        ({"name": "DeiT-mu/4"}, "format=hf or timm holds it"),
+    ],
+    "npz_v2": [({}, "pos_embed_class_token=True: format=npz holds it")],
+    "tim": [({}, "did you mean timm?")],
+}
+
+
+@pytest.mark.parametrize(
+    ("format", "fields", "said"),
+    [(format, fields, said) for format, cases in REFUSED.items() for fields, said in cases],
+)
+def test_what_a_format_cannot_hold_is_refused(tmp_path, format, fields, said):
+    with pytest.raises(InputError) as error:
+        make(format, tmp_path, **fields)
+    assert said in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_spec_is_that_of_the_source(golden):
+    assert pretrained_spec(golden / "timm_vit.safetensors").resize == "antialiased"
+    assert pretrained_spec(golden / "hf_vit").class_names is None

@@ -1,0 +1,201 @@
+"""Files by name and by address, from a server of this machine."""
+
+import base64
+import functools
+import hashlib
+import http.server
+import shutil
+import threading
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+
+from vit_jax.errors import InputError
+from vit_jax.transfer import load_pretrained, published, read_pretrained
+
+
+class Server(http.server.SimpleHTTPRequestHandler):
+    """Counts what is asked for, and may lie about it."""
+
+    asked: list = []  # noqa: RUF012 (of one test at a time)
+    lies: dict = {}  # noqa: RUF012
+
+    def do_GET(self):
+        self.asked.append(self.path)
+        super().do_GET()
+
+    def send_header(self, keyword, value):
+        super().send_header(keyword, self.lies.get(keyword, value))
+
+    def end_headers(self):
+        if "x-goog-hash" in self.lies:
+            self.send_header("x-goog-hash", "")
+        super().end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(golden, tmp_path, monkeypatch):
+    """(address, the server's class) of a server of the goldens; the cache is a new one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Server.asked, Server.lies = [], {}
+    handler = functools.partial(Server, directory=str(shutil.copytree(golden, tmp_path / "there")))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as there:
+        threading.Thread(target=there.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{there.server_port}", Server
+        there.shutdown()
+
+
+def same(a, b):
+    assert a[0] == b[0]
+    jax.tree.map(np.testing.assert_array_equal, a[1], b[1])
+
+
+@pytest.mark.parametrize(
+    "source", ["vit_finetuned.npz", "timm_vit.safetensors", "hf_vit/model.safetensors"]
+)
+def test_a_file_is_fetched_once_with_the_json_beside_it(golden, server, source):
+    address, seen = server
+    local = golden / source
+    expected = load_pretrained(local.parent if local.name == "model.safetensors" else local)
+    same(load_pretrained(f"{address}/{source}"), expected)
+    asked = list(seen.asked)
+    assert asked[0] == f"/{source}"
+    assert len(asked) == (3 if source.startswith("hf") else 2)
+    same(load_pretrained(f"{address}/{source}"), expected)
+    assert seen.asked == asked
+
+
+def test_a_cached_file_that_changed_is_fetched_again(golden, server, tmp_path, caplog):
+    address, _ = server
+    load_pretrained(f"{address}/vit_finetuned.npz")
+    (cached,) = (tmp_path / "cache").rglob("*.npz")
+    cached.write_bytes(cached.read_bytes()[:-1])
+    expected = load_pretrained(golden / "vit_finetuned.npz")
+    same(load_pretrained(f"{address}/vit_finetuned.npz"), expected)
+    assert "is fetched again" in caplog.text
+
+
+def files(tmp_path):
+    return [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("lies", "said"),
+    [
+        ({"Content-Length": "999999"}, "cannot be fetched"),
+        ({"x-goog-hash": "crc32c=AAAAAA==,md5=AAAA"}, "the server states AAAA"),
+    ],
+)
+def test_what_is_not_what_was_sent_is_refused(server, tmp_path, lies, said):
+    address, seen = server
+    seen.lies = lies
+    with pytest.raises(InputError, match=said):
+        load_pretrained(f"{address}/vit_finetuned.npz")
+    assert len(seen.asked) == 3
+    assert not files(tmp_path)
+
+
+def test_the_hash_of_the_server_is_checked(golden, server):
+    address, seen = server
+    content = (golden / "vit_finetuned.npz").read_bytes()
+    digest = base64.b64encode(hashlib.md5(content).digest()).decode()
+    seen.lies = {"x-goog-hash": f"crc32c=AAAAAA==,md5={digest}"}
+    path = published.locate(f"{address}/vit_finetuned.npz")
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("source", ["none.npz", "timm_vit.json"])
+def test_what_is_not_there(server, tmp_path, source):
+    address, _ = server
+    said = "404" if source == "none.npz" else "ending in .npz or .safetensors"
+    with pytest.raises(InputError, match=said):
+        load_pretrained(f"{address}/{source}")
+    assert not files(tmp_path)
+
+
+def test_a_server_that_cannot_be_reached(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(InputError, match="or fetch it by other means and give the path"):
+        load_pretrained("http://127.0.0.1:9/ViT-B_16.npz")
+
+
+def test_a_name(golden, server, monkeypatch):
+    address, _ = server
+    entry = published.Published(f"{address}/vit_finetuned.npz", 10, 0)
+    monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@test", entry)
+    same(load_pretrained("ViT-mu/8@test"), load_pretrained(golden / "vit_finetuned.npz"))
+    assert read_pretrained("ViT-mu/8@test").source == "ViT-mu/8@test"
+    for changed, said in (
+        (entry._replace(mebibytes=37), "has 0 MiB, and was published with 37 MiB"),
+        (entry._replace(num_classes=9), "10 classes, and was published with 9"),
+    ):
+        monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@test", changed)
+        with pytest.raises(InputError, match=said):
+            load_pretrained("ViT-mu/8@test")
+
+
+class Store:
+    """Stands for the client of an object store, whose bucket is a folder."""
+
+    def __init__(self, folder):
+        self._folder, self._disk = folder, epath.Path(folder)._backend
+
+    def __getattr__(self, name):
+        def call(path, *args, **kwargs):
+            if "forbidden" in str(path):
+                raise RuntimeError("no permission")
+            path = str(path).replace("gs://bucket", str(self._folder))
+            return getattr(self._disk, name)(path, *args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def bucket(golden, tmp_path, monkeypatch):
+    """gs://bucket holds the goldens; the cache is a new one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    store, disk = Store(golden), epath.Path(golden)._backend
+
+    def backend(path):
+        return store if str(path).startswith("gs://") else disk
+
+    monkeypatch.setattr(type(epath.Path(golden)), "_backend", property(backend))
+    return tmp_path
+
+
+def test_a_folder_in_an_object_store_is_read_where_it_is(golden, bucket):
+    same(load_pretrained("gs://bucket/hf_vit"), load_pretrained(golden / "hf_vit"))
+    assert not list(bucket.iterdir())
+
+
+def test_a_file_in_an_object_store_is_fetched(golden, bucket):
+    source = "vit_finetuned.npz"
+    same(load_pretrained(f"gs://bucket/{source}"), load_pretrained(golden / source))
+    assert [path.name for path in bucket.rglob("*.npz")] == [source]
+
+
+@pytest.mark.parametrize("source", ["none", "none.npz", "forbidden", "forbidden.npz"])
+def test_what_an_object_store_does_not_give(bucket, source):
+    with pytest.raises(InputError, match=f"gs://bucket/{source}"):
+        load_pretrained(f"gs://bucket/{source}")
+    assert not [path for path in bucket.rglob("*") if path.is_file()]
+
+
+def test_the_table():
+    table = published.PUBLISHED
+    assert table["ViT-B/16@imagenet21k"] == published.Published(
+        "https://storage.googleapis.com/vit_models/imagenet21k/ViT-B_16.npz", 21_843
+    )
+    addresses = [entry.address for entry in table.values()]
+    assert len(set(addresses)) == len(addresses)
+    assert {entry.num_classes for entry in table.values()} == {1000, 21_843}
+
+
+def test_a_misspelt_name():
+    with pytest.raises(InputError, match="did you mean ViT-B/16@augreg"):
+        load_pretrained("ViT-B16@augreg")

@@ -1,0 +1,39 @@
+"""Checksums of arrays by their bits, which do not depend on how they are laid out over devices."""
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax import tree
+
+
+def _mix(bits: jax.Array) -> jax.Array:
+    """A bijection of uint32 in which every bit of the input moves half of the output's."""
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)
+
+
+def checksum(leaf: jax.Array) -> jax.Array:
+    word = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[leaf.dtype.itemsize]
+    if leaf.dtype == jnp.bool_:
+        leaf = leaf.astype(jnp.uint8)
+    # A 64-bit number becomes two words, along an axis of their own.
+    bits = jax.lax.bitcast_convert_type(leaf, word).astype(jnp.uint32)
+    for axis in range(bits.ndim):  # one by one: a flat index would wrap in large leaves
+        index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        bits = _mix(bits ^ _mix(index + jnp.uint32(axis + 1)))
+    return bits.sum(dtype=jnp.uint32)
+
+
+@jax.jit
+def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(checksum, leaves)
+
+
+def checksums(state) -> dict[str, int]:
+    """{leaf name: 32-bit checksum of its bits and their places}, the same on any mesh.
+
+    A sum over elements of the mixed bits, so that it can be taken shard by shard; any change of one
+    element changes it.
+    """
+    return {n: int(x) for n, x in jax.device_get(_checksums(tree.flatten_names(state))).items()}

@@ -1,0 +1,221 @@
+"""Says what a run needs and takes on chips that are not there: memory, exchanges, time, cost.
+
+  python -m vit_jax.main plan --config=configs/pretrain.py:ViT-L/16,imagenet21k --topology=v5e:4x4
+
+The real training step is compiled ahead of time for a TPU slice, on any Linux machine without one;
+for GPUs memory and time are calculated. No data are read. What was planned once is kept. Exit
+code 3: it does not fit.
+"""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vit_jax.commands import load_valid_config
+from vit_jax.errors import InputError, nearest
+from vit_jax.flops import format_bytes
+from vit_jax.topologies import CHIPS, find_slice
+
+FORMATS = ("table", "json")
+DOES_NOT_FIT = 3
+
+
+def define_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE[:words]", help="config file and its words")
+    parser.add_argument("--topology", metavar="SLICE", help="e.g. v5e:4x4, v5p:4x8x8 or H100:64")
+    parser.add_argument("--num_slices", type=int, default=1, help="slices of TPUs, over DCN")
+    parser.add_argument("--format", default="table", help="of standard output: table or json")
+    parser.add_argument("--price_per_chip_hour", type=float, help="in any currency, for the cost")
+    parser.add_argument(
+        "--search", action="store_true", help="compare meshes and remat by their largest batches"
+    )
+    parser.add_argument(
+        "--show_sharding", action="store_true", help="how every parameter is laid out, and no more"
+    )
+
+
+def run(flags: argparse.Namespace) -> int:
+    missing = [f"--{name}" for name in ("config", "topology") if getattr(flags, name) is None]
+    if missing:
+        raise InputError(
+            f"{', '.join(missing)}: missing; e.g. python -m vit_jax.main plan "
+            "--config=configs/pretrain.py:ViT-L/16,imagenet21k --topology=v5e:4x4"
+        )
+    if flags.format not in FORMATS:
+        raise InputError(f"--format={flags.format}: {nearest(flags.format, FORMATS)}")
+    slice_ = find_slice(flags.topology)
+    if flags.num_slices < 1:
+        raise InputError(f"--num_slices={flags.num_slices}: needs a positive number")
+    if flags.num_slices > 1 and CHIPS[slice_.chip].is_gpu:
+        raise InputError("--num_slices: is for TPUs; give the number of all GPUs in --topology")
+    price = flags.price_per_chip_hour
+    if price is not None and not 0 <= price < float("inf"):
+        raise InputError(f"--price_per_chip_hour={price}: needs a number from 0")
+    config = load_valid_config(flags)
+
+    from vit_jax import metrics  # TensorBoard only now, that a typo is answered at once
+    from vit_jax.data.known import fill_in_sizes
+    from vit_jax.planning import plan
+    from vit_jax.planning.estimates import estimate
+    from vit_jax.planning.layout import show_sharding
+    from vit_jax.planning.search import find_remedies, search
+    from vit_jax.planning.targets import Target, start_planning
+
+    metrics.log_to_console(Console(stderr=True))
+    config = fill_in_sizes(config)
+    target = Target(slice_, flags.num_slices)
+    start_planning(target)
+    if flags.show_sharding:
+        return _show(flags, show_sharding(config, target), sharding_table)
+    if flags.search:
+        rows = search(config, target, price)
+        return _show(flags, rows, search_table, any(row["fits"] for row in rows))
+    figures = plan(config, target)
+    figures |= {"estimate": estimate(figures, price)}
+    if not figures["memory_bytes"]["fits"]:
+        figures["remedies"] = find_remedies(config, target, figures)
+    return _show(flags, figures, print_plan, figures["memory_bytes"]["fits"])
+
+
+def _show(flags: argparse.Namespace, result: Any, draw: Any, fits: bool = True) -> int:
+    """Prints what was found, as JSON or by `draw`; the exit code."""
+    if flags.format == "json":
+        json.dump(result, sys.stdout, indent=2)
+        print()
+    else:
+        console = Console()
+        for part in draw(result):
+            console.print(part)
+    return 0 if fits else DOES_NOT_FIT
+
+
+def print_plan(figures: dict[str, Any]) -> list[Any]:
+    """Tables of a plan, and the assumptions of its estimates."""
+    from vit_jax.planning.targets import readable_mesh
+
+    memory, estimate = figures["memory_bytes"], figures["estimate"]
+    chips, hosts = figures["num_chips"], figures["num_hosts"]
+    head = Table("run", "", show_header=False, title=f"{figures['model']} on {figures['topology']}")
+    slices = f", {figures['num_slices']} slices" if figures["num_slices"] > 1 else ""
+    rows = {
+        "chips": f"{chips:,} on {hosts:,} hosts{slices}",
+        "mesh": readable_mesh(figures["mesh"]),
+        "batch": f"{figures['global_batch_size']:,}, {figures['images_per_way']:,} a way",
+        "layers": f"{'scanned' if figures['scan'] else 'unrolled'}, remat {figures['remat']}",
+        "parameters": f"{figures['num_params']:,}",
+        "steps": f"{figures['total_steps']:,}",
+        "by": f"the compiler, in {figures['compile_s']:.0f} s"
+        if figures["by"] == "compiler"
+        else "calculation",
+    }
+    for row in rows.items():
+        head.add_row(*row)
+    per = "chip" if figures["devices_per_chip"] == 1 else "device (half a chip)"
+    space = Table("", "bytes", title=f"Memory of a {per}")
+    for name in ("params", "optimizer", "ema", "other_state", "batch", "temporaries", "peak",
+                 "capacity", "margin"):  # fmt: skip
+        space.add_row(name, _bytes(memory[name]))
+    space.add_row("fits", "yes" if memory["fits"] else f"no: {_bytes(-memory['margin'])} too much")
+    space.add_row("host, at save", _bytes(figures["host_bytes_at_save"]))
+    work = Table("", "a step", title="Work")
+    flops = figures["flops"]
+    work.add_row("FLOPs of the model, by its sizes", _flops(
+        flops["model_per_image_by_sizes"] * figures["global_batch_size"]))  # fmt: skip
+    work.add_row("FLOPs of the model, counted", _flops(flops["model_per_step"]))
+    work.add_row("FLOPs with what is recomputed, counted", _flops(flops["counted_per_step"]))
+    if figures["hbm_bytes_accessed"] is not None:
+        work.add_row(f"HBM accessed by a {per}", _bytes(figures["hbm_bytes_accessed"]))
+    if figures["compiler_cycles"] is not None:
+        work.add_row("compiler's estimate", f"{figures['compiler_cycles'] / 1e6:,.1f} Mcycles")
+    parts: list[Any] = [head, space, work]
+    if figures["collectives"] is not None:
+        parts.append(collectives_table(figures["collectives"], per))
+    parts.append(estimate_table(estimate))
+    for kind in ("roofline", "compiler"):
+        if estimate[kind] is not None:
+            parts.append(f"{kind}: assumes " + "; ".join(estimate[kind]["assumptions"]) + ".")
+    for remedy in figures.get("remedies", []):
+        change = " ".join(
+            f"--{'' if key == 'topology' else 'config.'}{key}={value}"
+            for key, value in remedy["change"].items()
+        )
+        verdict = {True: "fits", False: "does not fit", None: "not tried"}[remedy["fits"]]
+        peak = "" if remedy["peak_bytes"] is None else f", peak {_bytes(remedy['peak_bytes'])}"
+        parts.append(f"with {change}: {verdict}{peak}")
+    return parts
+
+
+def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
+    """What is exchanged between devices in a step."""
+    table = Table("", "axes", "network", "count", "bytes", f"sent by a {per}", "meanwhile",
+                  title="Exchanges in a step")  # fmt: skip
+    for row in rows:
+        table.add_row(
+            row["kind"], " ".join(row["axes"]), row["network"], f"{row['count']:,}",
+            _bytes(row["bytes"]), _bytes(row["sent_bytes"]),
+            "computes" if row["asynchronous"] else "waits",
+        )  # fmt: skip
+    return table
+
+
+def estimate_table(estimate: dict[str, Any]) -> Table:
+    """Time and cost, all of them estimates."""
+    table = Table("", "", show_header=False, title="Estimates")
+    roofline, compiler, run = estimate["roofline"], estimate["compiler"], estimate["run"]
+    bound = f"bound by {roofline['bound_by']}"
+    table.add_row("step by the roofline, at least", f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}")
+    table.add_row("MFU by the roofline, at most", f"{roofline['mfu']:.1%}")
+    if compiler is not None:
+        table.add_row("step by the compiler", f"{compiler['step_s'] * 1e3:,.4g} ms")
+        table.add_row("MFU by the compiler", f"{compiler['mfu']:.1%}")
+    by = "by the compiler" if run["by"] == "compiler" else "by the roofline, at best"
+    table.add_row(f"images/s, {by}", f"{run['images_per_s']:,.0f}")
+    table.add_row(f"hours, {by}", f"{run['hours']:,.4g}")
+    table.add_row(f"chip-hours, {by}", f"{run['chip_hours']:,.4g}")
+    if run["tpu_core_days"] is not None:
+        table.add_row(f"TPU-core-days, {by}", f"{run['tpu_core_days']:,.4g}")
+    if run["cost"] is not None:
+        table.add_row(f"cost, {by}", f"{run['cost']:,.2f}")
+    return table
+
+
+def search_table(rows: list[dict[str, Any]]) -> list[Table]:
+    """One row a mesh and a way to rematerialise."""
+    from vit_jax.planning.targets import readable_mesh
+
+    table = Table("mesh", "remat", "largest batch", "a way", "peak", "images/s", "MFU", "hours",
+                  title="Largest batches that fit; speeds are estimates")  # fmt: skip
+    for row in rows:
+        mesh = readable_mesh(row["mesh"])
+        if not row["fits"]:
+            table.add_row(mesh, row["remat"], "none fits")
+            continue
+        run = row["estimate"]
+        table.add_row(
+            mesh, row["remat"], f"{row['global_batch_size']:,}", f"{row['images_per_way']:,}",
+            _bytes(row["peak_bytes"]), f"{run['images_per_s']:,.0f}",
+            f"{row['estimated_mfu']:.1%}", f"{run['hours']:,.4g}",
+        )  # fmt: skip
+    return [table]
+
+
+def sharding_table(rows: list[dict[str, Any]]) -> list[Table]:
+    """One row a parameter."""
+    table = Table("parameter", "shape", "split over", "a device", title="Parameters")
+    for row in rows:
+        axes = ", ".join("+".join(a) if isinstance(a, list) else str(a) for a in row["sharding"])
+        table.add_row(row["name"], str(tuple(row["shape"])), axes or "-",
+                      _bytes(row["bytes_per_device"]))  # fmt: skip
+    return [table]
+
+
+def _bytes(number: float) -> str:
+    return format_bytes(int(number)) if number >= 0 else f"-{format_bytes(int(-number))}"
+
+
+def _flops(number: float) -> str:
+    return f"{number / 1e12:,.4g} TFLOP"

@@ -1,0 +1,190 @@
+"""A config as text: the files that make one, overrides by name, the config.json of a run."""
+
+import ast
+import importlib.util
+import json
+import pathlib
+import re
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from vit_jax.config import (
+    EVAL_TYPES,
+    OPTIONAL_IN_EVALS,
+    base_config,
+    eval_keys,
+    flatten,
+    typed_entry,
+)
+from vit_jax.errors import InputError, collect_faults, nearest
+
+
+def load_config(spec: str) -> ConfigDict:
+    """Runs `get_config` of the file that `spec` ("FILE" or "FILE:words") names.
+
+    Raises:
+      InputError: no such file, no `get_config`, or a fault in it, with the line.
+    """
+    path, _, arg = spec.partition(":")
+    if not pathlib.Path(path).is_file():
+        raise InputError(f"--config={spec}: no file {path!r}; give the path of a config file")
+    module_spec = importlib.util.spec_from_file_location("vit_jax_config", path)
+    if module_spec is None:
+        raise InputError(f"--config={spec}: {path!r} is not a Python file")
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+        config = module.get_config(arg)
+    except InputError as e:
+        raise InputError(f"--config={spec}: {e}") from None
+    except Exception as e:  # whatever a user's file raises is the file's fault
+        line = _line_of(e, module_spec.origin)
+        at = f"{path}:{line}" if line else path
+        raise InputError(f"--config={spec}: {at}: {type(e).__name__}: {_say(e)}") from e
+    if not isinstance(config, ConfigDict):
+        got = type(config).__name__
+        raise InputError(f"--config={spec}: get_config gives {got}; it must return a ConfigDict")
+    return config
+
+
+def _line_of(error: Exception, file: str) -> int | None:
+    """The innermost line of `file` on the way to `error`."""
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return error.lineno
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == file
+    ]
+    return lines[-1] if lines else None
+
+
+def _say(error: Exception) -> str:
+    """What an error says, on one line, without the dump of the config that ml_collections adds."""
+    if isinstance(error, AttributeError) and error.args and isinstance(error.args[0], KeyError):
+        error = error.args[0]  # ml_collections wraps the one in the other
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    text = re.sub(r'Other fields present: ".*}"', "", text, flags=re.DOTALL)
+    return " ".join(text.split())
+
+
+def _parse_value(text: str, kind: type, optional: bool) -> Any:
+    """`text` as a value of `kind`; raises ValueError saying what was needed.
+
+    None is spelled so, as `none` is a value of its own for some keys (`model.pos_embed`).
+    """
+    if optional and text == "None":
+        return None
+    if kind is str:
+        return text
+    or_none = " or None" if optional else ""
+    if kind is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise ValueError(f"needs true or false{or_none}")
+    if kind is int:
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"needs an int{or_none}") from None
+    if kind is float:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"needs a number{or_none}") from None
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError):
+        value = None
+    value = tuple(value) if isinstance(value, list) else value
+    if kind is tuple and not isinstance(value, tuple):
+        raise ValueError("needs numbers with commas between them, e.g. 0.5,0.5,0.5")
+    numbers = value if isinstance(value, tuple) else (value,)
+    if not all(type(number) in (int, float) for number in numbers):
+        raise ValueError(f"needs a number or several, e.g. 32 or 32,48{or_none}")
+    return value
+
+
+def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) -> list[str]:
+    """Sets `key` to `text` for each override, in place; returns the faults instead of raising."""
+    faults = []
+    optional = {k for k, v in flatten(base_config()).items() if v is None}
+    for key, text in overrides:
+        known = flatten(config)
+        if key not in known:
+            below = [k for k in known if k.startswith(key + ".")]
+            hint = f"it holds {', '.join(below)}" if below else nearest(key, list(known))
+            faults.append(f"--config.{key}: no such key; {hint}")
+            continue
+        *parents, leaf = key.split(".")
+        node = config
+        for parent in parents:
+            node = node[parent]
+        kind = node.get_type(leaf)
+        try:
+            # An entry of `evals` is typed by its helper.
+            in_evals = key.startswith("evals.") and leaf in OPTIONAL_IN_EVALS
+            may_be_none = key in optional or in_evals
+            with node.ignore_type():
+                node[leaf] = _parse_value(text, kind, may_be_none)
+        except ValueError as e:
+            faults.append(f"--config.{key}={text!r}: {e}")
+    return faults
+
+
+def to_json(config: ConfigDict) -> str:
+    """The config as the text of `config.json`; `from_json` gives an equal config."""
+    return json.dumps(config.to_dict(), indent=2) + "\n"
+
+
+def from_json(text: str, where: str = "config.json") -> ConfigDict:
+    """The config that `to_json` wrote; `where` names it in errors.
+
+    Raises:
+      InputError: naming every key that this version does not have, or that it has besides.
+    """
+    config, faults = base_config(), []
+    try:
+        stored = json.loads(text)
+        evals = stored.pop("evals")
+        for name, entry in evals.items():
+            if entry["type"] not in EVAL_TYPES:
+                hint = nearest(str(entry["type"]), list(EVAL_TYPES))
+                faults.append(f"evals.{name}.type={entry['type']!r}: {hint}")
+                continue
+            wanted, found = eval_keys(entry["type"]), set(entry)
+            faults += [f"evals.{name}.{key}: missing" for key in sorted(wanted - found)]
+            faults += [f"evals.{name}.{key}: no such key" for key in sorted(found - wanted)]
+            if wanted == found:
+                config.evals[name] = typed_entry(entry)
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise InputError(f"{where}: not as a run writes it ({type(e).__name__}: {e})") from None
+
+    def fill(node: ConfigDict, values: dict, prefix: str) -> None:
+        faults.extend(
+            f"{prefix}{key}: missing" for key in node if key not in values and key != "evals"
+        )
+        for key, value in values.items():
+            if key not in node:
+                faults.append(f"{prefix}{key}: no such key; {nearest(key, list(node))}")
+            elif isinstance(node[key], ConfigDict) and isinstance(value, dict):
+                fill(node[key], value, f"{prefix}{key}.")
+            else:
+                try:
+                    node[key] = tuple(value) if isinstance(value, list) else value
+                except TypeError as e:
+                    faults.append(f"{prefix}{key}: {e}")
+
+    fill(config, stored, "")
+    collect_faults(faults, f"{where} of another version of vit_jax; use the one that wrote it")
+    return config
+
+
+def read_config(workdir: epath.Path) -> ConfigDict:
+    """The config of the run in `workdir`; raises what `from_json` raises."""
+    path = workdir / "config.json"
+    return from_json(path.read_text(), str(path))

@@ -1,0 +1,44 @@
+"""What is said of bad input: every fault at once, each with its remedy."""
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class InputError(ValueError):
+    """What the user gave is wrong: names the key, what was got, what was needed, the remedy.
+
+    faults: one text for each thing that is wrong, beginning with its key.
+    """
+
+    def __init__(self, *faults: str, where: str = ""):
+        self.faults = faults
+        if len(faults) == 1:
+            super().__init__(f"{where}: {faults[0]}" if where else faults[0])
+        else:
+            heading = f"{where}: {len(faults)} faults" if where else f"{len(faults)} faults"
+            super().__init__("\n  ".join([heading, *faults]))
+
+
+def collect_faults(faults: Sequence[str], where: str = "") -> None:
+    """Raises one InputError that lists `faults`, if there are any; `where` says of what."""
+    if faults:
+        raise InputError(*faults, where=where)
+
+
+class Faults(list[str]):
+    """Faults found so far, so that all can be told at once."""
+
+    def check(self, fn: Callable, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """fn(*args, **kwargs), or None if it raises InputError, whose faults are added."""
+        try:
+            return fn(*args, **kwargs)
+        except InputError as e:
+            self.extend(f"{prefix}{fault}" for fault in e.faults)
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """The hint behind an unknown word: the nearest known one, else all that are known."""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f"did you mean {by_lower[close[0]]}?" if close else f"known: {', '.join(known)}"

@@ -1,0 +1,374 @@
+"""Reading the text of a program that XLA has compiled: what it moves, and what it is said to take.
+
+A loop's body stands once in the text and runs many times: everything here counts it so often.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all",
+          "collective-broadcast")  # fmt: skip
+_DTYPE_BITS = {"pred": 8, "bf16": 16, "s4": 4, "u4": 4}
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
+_ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a layout's memory space; without one it is HBM
+
+
+class Instruction(NamedTuple):
+    """One line: `%name = type opcode(operands), attributes`; a constant's value begins them."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+
+
+class Collective(NamedTuple):
+    """One kind of exchange in a program, at one place.
+
+    kind: all-gather, all-reduce, ...
+    groups: numbers of the devices, in the order of the mesh, that exchange with each other; of a
+      collective-permute the pairs (from, to).
+    size: bytes on one device of what is gathered, reduced or sent: the larger of input and output.
+    count: how often a step does it.
+    asynchronous: whether computation goes on meanwhile.
+    """
+
+    kind: str
+    groups: tuple[tuple[int, ...], ...]
+    size: int
+    count: int
+    asynchronous: bool
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends each time, by the ring algorithm."""
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.size
+        n = len(self.groups[0])
+        return self.size * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
+
+
+class _Place(NamedTuple):
+    """An instruction, how often it runs, and the fusions that it stands in, outermost first."""
+
+    instruction: Instruction
+    count: int
+    computation: str
+    within: tuple[Instruction, ...]
+
+
+class Program:
+    """A compiled program's text, taken apart.
+
+    Args:
+      text: of `jax.stages.Compiled.as_text()`.
+    """
+
+    def __init__(self, text: str):
+        self._computations: dict[str, dict[str, Instruction]] = {}
+        self._entry: str | None = None
+        partitions = re.search(r"num_partitions=(\d+)", text)
+        self.num_devices = int(partitions[1]) if partitions else 1
+        current = None
+        for line in text.splitlines():
+            if line.endswith("{") and (start := re.match(r"(ENTRY )?%?([\w.\-]+) \(", line)):
+                current = self._computations.setdefault(start[2], {})
+                self._entry = start[2] if start[1] else self._entry
+            elif current is not None and (parsed := _parse(line)):
+                current[parsed.name] = parsed
+        if self._entry is None:
+            raise ValueError("no entry computation: this is not the text of a compiled program")
+
+    def collectives(self) -> list[Collective]:
+        """Every exchange between devices.
+
+        What runs beside others stands in several fusions (its start, its steps, its end), under
+        one channel: it is counted once. An all-reduce of which each device keeps a part is what it
+        is in effect, a reduce-scatter.
+        """
+        found: dict[tuple, Collective] = {}
+        for place in self._places():
+            each = place.instruction
+            between_slices = _between_slices(each, self.num_devices, place.count)
+            if between_slices is not None:
+                found[place.computation, each.name] = between_slices
+                continue
+            kind = each.opcode.removesuffix("-start")
+            if kind not in _KINDS:
+                continue
+            fused = [called for outer in place.within for called in _called(outer, "calls")]
+            asynchronous = each.opcode != kind or any("async" in name for name in fused) or any(
+                outer.name.startswith("async") for outer in place.within
+            )  # fmt: skip
+            channel = re.search(r"channel_id=(\d+)", each.attributes)
+            key = (place.computation, kind, channel[1] if channel else each.name)
+            groups = _groups(each.attributes, self.num_devices)
+            size = _bytes(each.type)
+            if each.opcode != kind and each.type.startswith("("):  # (operand, result, ...)
+                size = max(map(_bytes, _elements(each.type)))
+            if kind == "reduce-scatter":
+                size *= len(groups[0])
+            if kind == "all-reduce" and any("all-reduce-scatter" in name for name in fused):
+                kind = "reduce-scatter"
+            earlier = found.get(key)
+            found[key] = Collective(
+                kind,
+                groups,
+                max(size, earlier.size if earlier else 0),
+                place.count,
+                asynchronous or bool(earlier and earlier.asynchronous),
+            )
+        return [each for each in found.values() if len(each.groups[0]) > 1]
+
+    def cycles(self) -> int | None:
+        """The compiler's estimate of a step's computation, in cycles; None if it gives none.
+
+        Neither exchanges between devices nor kernels written by hand are in it.
+        """
+        total, found = 0, False
+        for place in self._places():
+            estimate = re.search(r'"estimated_cycles":"(\d+)"', place.instruction.attributes)
+            if estimate and not place.within:
+                total, found = total + place.count * int(estimate[1]), True
+        return total if found else None
+
+    def bytes_accessed(self) -> int:
+        """Bytes read from and written to HBM by a device in a step.
+
+        Of an array of which a fusion takes or writes a slice only that slice counts.
+        """
+        free = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call",
+                "conditional", "after-all", "partition-id", "replica-id")  # fmt: skip
+        total = 0
+        for place in self._places():
+            each = place.instruction
+            if place.within or each.opcode in free or each.opcode.endswith("-done"):
+                continue
+            total += place.count * self._bytes_of(each, self._computations[place.computation])
+        return total
+
+    def _bytes_of(self, each: Instruction, siblings: dict[str, Instruction]) -> int:
+        types = [siblings[name].type for name in each.operands if name in siblings]
+        if each.opcode in ("copy-start", "slice-start"):  # (result, operand, context)
+            return sum(map(_hbm_bytes, _elements(each.type)[:2]))
+        if each.opcode.endswith("-start"):
+            return _hbm_bytes(each.type)
+        if each.opcode == "dynamic-slice":
+            return 2 * _hbm_bytes(each.type)
+        if each.opcode == "dynamic-update-slice":
+            return 2 * _hbm_bytes(types[1])
+        body = next((self._computations.get(name, {}) for name in _called(each, "calls")), {})
+        read = [_hbm_bytes(kind) for kind in types]
+        written = _hbm_bytes(each.type)
+        for i, parameter in _parameters(body).items():
+            users = [other for other in body.values() if parameter in other.operands]
+            if i >= len(read) or not read[i] or not users:
+                continue
+            if all(u.opcode == "dynamic-slice" and u.operands[0] == parameter for u in users):
+                read[i] = sum(_bytes(user.type) for user in users)
+            updates = [user for user in users if user.opcode == "dynamic-update-slice"
+                       and user.operands[0] == parameter]  # fmt: skip
+            if len(updates) == len(users) == 1:
+                update = _bytes(body[updates[0].operands[1]].type)
+                written += update - min(read[i], written)
+                read[i] = 0
+        return sum(read) + max(written, 0)
+
+    def _places(self) -> Iterator[_Place]:
+        assert self._entry is not None
+        yield from self._walk(self._entry, 1, self._entry, ())
+
+    def _walk(self, name, count, computation, within) -> Iterator[_Place]:
+        for each in self._computations.get(name, {}).values():
+            yield _Place(each, count, computation, within)
+            if each.opcode == "while":
+                (body,), (condition,) = _called(each, "body"), _called(each, "condition")
+                times = count * self._trip_count(each, condition)
+                yield from self._walk(body, times, body, within)
+            elif each.opcode in ("call", "conditional"):
+                called = _called(each, "to_apply") + _called(each, "branch_computations")
+                for inner in called + _called(each, "calls"):
+                    yield from self._walk(inner, count, inner, within)
+            else:
+                for inner in _called(each, "calls"):
+                    yield from self._walk(inner, count, computation, (*within, each))
+
+    def _trip_count(self, loop: Instruction, condition: str) -> int:
+        """Of a loop that counts from 0, as `jax.lax.scan` makes them; 1 where it cannot be told."""
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+        if known:
+            return int(known[1])
+        limits = [
+            _literal(each)
+            for each in self._computations.get(condition, {}).values()
+            if each.opcode == "constant" and re.match(r"[su]32\[\]", each.type)
+        ]
+        return limits[0] if len(limits) == 1 else 1
+
+
+def _parse(line: str) -> Instruction | None:
+    start = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line)
+    if not start:
+        return None
+    rest = line[start.end() :]
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    kind, rest = rest[:end], rest[end:].lstrip()
+    opcode, _, rest = rest.partition("(")
+    end = _closing("(" + rest, 0) - 1
+    operands = tuple(re.findall(r"%([\w.\-]+)", rest[:end]))
+    attributes = rest if opcode in ("constant", "parameter") else rest[end:]
+    return Instruction(start[1], kind, opcode, operands, attributes)
+
+
+def _closing(text: str, start: int) -> int:
+    """The index of the bracket that closes the one at `start`."""
+    depth = 0
+    for match in re.finditer(r"[()]", text[start:]):
+        depth += 1 if match[0] == "(" else -1
+        if not depth:
+            return start + match.start()
+    return len(text)
+
+
+def _called(each: Instruction, role: str) -> list[str]:
+    match = re.search(rf"\b{role}=(?:\{{([^}}]*)\}}|%?([\w.\-]+))", each.attributes)
+    if not match:
+        return []
+    return re.findall(r"[\w.\-]+", match[1]) if match[1] else [match[2]]
+
+
+def _parameters(body: dict[str, Instruction]) -> dict[int, str]:
+    """{position: name} of a computation's parameters."""
+    return {_literal(each): each.name for each in body.values() if each.opcode == "parameter"}
+
+
+def _literal(each: Instruction) -> int:
+    """N of `constant(N)` or `parameter(N)`."""
+    return int(each.attributes.partition(")")[0])
+
+
+def _elements(kind: str) -> list[str]:
+    """The types of the arrays in a tuple's, or of the array itself."""
+    return [match[0] for match in _ARRAY.finditer(kind)]
+
+
+def _bytes(kind: str) -> int:
+    """Bytes of an array or of a tuple of arrays, by its type's text."""
+    return sum(_size(match) for match in _ARRAY.finditer(kind))
+
+
+def _hbm_bytes(kind: str) -> int:
+    """Those of them that lie in HBM."""
+    return sum(_size(m) for m in _ARRAY.finditer(kind) if not _ON_CHIP.search(m[3] or ""))
+
+
+def _size(match: re.Match) -> int:
+    dtype, dims = match[1], match[2]
+    bits = _DTYPE_BITS.get(dtype) or int((re.search(r"\d+", dtype) or ["0"])[0])
+    return math.prod(int(d) for d in dims.split(",") if d) * bits // 8
+
+
+def _between_slices(each: Instruction, in_slice: int, count: int) -> Collective | None:
+    """The exchange between TPU slices that a send begins, if it is one: through the hosts.
+
+    The program is that of one slice, of `in_slice` devices; each exchanges with its likes.
+    """
+    kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', each.attributes)
+    if each.opcode != "send" or kind is None:
+        return None
+    kind = {"ONE_TO_ONE": "collective-permute"}.get(kind[1], kind[1].lower().replace("_", "-"))
+    slices = re.search(r'_xla_megascale_target="\{([^}]*)\}', each.attributes)
+    number = len(_slice_ids(slices[1])) if slices else 2
+    groups = tuple(tuple(range(i, number * in_slice, in_slice)) for i in range(in_slice))
+    size = _bytes(_elements(each.type)[0]) * (number if kind == "all-gather" else 1)
+    return Collective(kind, groups, size, count, asynchronous=True)
+
+
+def _slice_ids(text: str) -> list[int]:
+    """Of "1,2,5:8", in which the last stands for 5 to 8."""
+    ids = []
+    for part in text.split(","):
+        first, _, last = part.partition(":")
+        ids += range(int(first), int(last or first) + 1)
+    return ids
+
+
+def _groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """Which devices exchange, of the three ways in which XLA writes that."""
+    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", attributes)
+    if pairs:
+        return _listed(pairs[1])
+    mesh = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}", attributes
+    )
+    if mesh:
+        return _along_mesh(*mesh.groups())
+    text = re.search(r"replica_groups=(\{.*?\}\}|\[[^ ]*?\](?:T\([\d,]*\))?(?=,|$))", attributes)
+    if text is None:
+        return (tuple(range(num_devices)),)
+    if text[1].startswith("{"):
+        return _listed(text[1])
+    shape, _, source = text[1].partition("<=")
+    return _rows(_iota(source).reshape(_numbers(shape)))
+
+
+def _along_mesh(axes: str, device_ids: str | None, along_axes: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along some axes of a mesh, or along parts of them.
+
+    Args:
+      axes: 'a'=2,'b'=8: their sizes.
+      device_ids: [8,2]T(1,0): the devices in the order of the mesh, an iota or a list; None: 0, 1,
+        and so on.
+      along_axes: 'a','b':(2)4: of b the part of size 4 that 2 others stand before.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
+    if device_ids is None:
+        devices = np.arange(math.prod(sizes.values()))
+    elif device_ids.startswith("["):
+        devices = _iota(device_ids)
+    else:
+        devices = np.array(_numbers(device_ids))
+    chosen = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", along_axes)
+    shape, along = [], []
+    for name, size in sizes.items():
+        parts = [(int(before), int(part)) for axis, before, part in chosen if axis == name and part]
+        if any(axis == name and not part for axis, _, part in chosen):
+            parts = [(1, size)]
+        done = 1
+        for before, part in sorted(parts):
+            if before > done:
+                shape.append(before // done)
+                done = before
+            along.append(len(shape))
+            shape.append(part)
+            done *= part
+        if size > done:
+            shape.append(size // done)
+    devices = devices.reshape(shape)
+    rest = [axis for axis in range(len(shape)) if axis not in along]
+    size = math.prod(shape[axis] for axis in along)
+    return _rows(devices.transpose(rest + along).reshape(-1, size))
+
+
+def _iota(text: str) -> np.ndarray:
+    """[4,2]T(1,0) or [8]: the numbers from 0 in that shape, transposed."""
+    shape, _, order = text.partition("T")
+    values = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
+    return values.transpose(_numbers(order)) if order else values
+
+
+def _listed(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d, ]+)", text))
+
+
+def _rows(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(i) for i in row) for row in groups)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]

@@ -1,0 +1,55 @@
+"""What a run will need and take on chips that are not there.
+
+For TPUs the real training step is compiled ahead of time, on the CPU: memory, exchanges between
+chips and cycles are what the compiler says. For GPUs they are calculated. What follows from them,
+time and cost, is an estimate.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from vit_jax import config_text, files
+from vit_jax.planning.calculated import calculate_plan
+from vit_jax.planning.compiled import compile_plan
+from vit_jax.planning.targets import Target
+from vit_jax.software import software
+
+
+def plan(config: ConfigDict, target: Target) -> dict[str, Any]:
+    """All that is known of the run of `config` before it begins, as JSON takes it.
+
+    What was planned once, with the same config, code and versions, is read from a cache.
+
+    Args:
+      config: with `data.num_classes` and `data.num_examples` set; no data are read.
+      target: where it runs.
+
+    Raises:
+      InputError: the config does not suit the devices.
+    """
+    cached = cache_file(config, target)
+    if cached.exists():
+        return json.loads(cached.read_text())
+    make_plan = calculate_plan if target.chip.is_gpu else compile_plan
+    figures = make_plan(config, target) | {"software": software()}
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    files.write_whole(files.absolute(cached), json.dumps(figures) + "\n")
+    return figures
+
+
+def cache_file(config: ConfigDict, target: Target) -> pathlib.Path:
+    """Where the plan of `config` for `target` is kept, by all that it depends on."""
+    default = pathlib.Path.home() / ".cache"
+    root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or default) / "vit_jax/plans"
+    said = [
+        config_text.to_json(config),
+        target.slice.name,
+        target.num_slices,
+        software(),
+    ]
+    return root / f"{hashlib.sha256(json.dumps(said).encode()).hexdigest()}.json"

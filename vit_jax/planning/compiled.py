@@ -1,0 +1,100 @@
+"""A plan for TPUs: the real training step, compiled for them ahead of time."""
+
+import contextlib
+import logging
+import re
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from vit_jax import flops, hlo
+from vit_jax.experiment import make_experiment
+from vit_jax.planning.layout import describe, judge, state_bytes
+from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
+
+logger = logging.getLogger("vit_jax")
+
+
+def compile_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
+    """`plan` for TPUs, by their compiler."""
+    mesh = plan_mesh(config, target)
+    experiment = make_experiment(config, mesh)
+    figures = describe(config, target, mesh, experiment)
+    logger.info(
+        "compiling %s for %d x %s, mesh %s, %d images a way, remat %s",
+        config.model.name, target.num_slices, target.slice.name, readable_mesh(mesh.shape),
+        figures["images_per_way"], experiment.model.remat,
+    )  # fmt: skip
+    since = time.perf_counter()
+    state = state_bytes(experiment)
+    compiled, needed = None, 0
+    with jax.set_mesh(mesh):
+        try:
+            compiled = experiment.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            needed = needed_memory(str(error), sum(state.values()))
+            if needed is None:
+                raise
+    compile_s = time.perf_counter() - since
+    logger.info("%s after %.0f s", "compiled" if compiled else "does not fit", compile_s)
+    if compiled is None:
+        memory = state | {"temporaries": max(needed - sum(state.values()), 0), "peak": needed}
+    else:
+        stats = flops.expected_memory(compiled.memory_analysis())
+        memory = state | {"temporaries": stats.temporaries, "peak": stats.total}
+    program = None
+    if compiled is not None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # tpu7x's has no text
+            program = hlo.Program(compiled.as_text())
+    return figures | {
+        "by": "compiler",
+        "compile_s": compile_s,
+        "memory_bytes": memory | judge(memory["peak"], target, compiled is not None),
+        "collectives": None if program is None else collective_table(program, mesh),
+        "hbm_bytes_accessed": None if program is None else program.bytes_accessed(),
+        "compiler_cycles": None if program is None else program.cycles(),
+    }
+
+
+def needed_memory(message: str, state: int) -> int | None:
+    """Bytes that the program needs, if the compiler failed because they are too many.
+
+    Args:
+      message: the compiler's.
+      state: bytes of the arguments, which it leaves out where it speaks of temporaries.
+    """
+    if "RESOURCE_EXHAUSTED" not in message:
+        return None
+    number = r"([\d.]+)([KMGT]?)"
+    used = re.search(rf"Used {number} of", message)
+    temporaries = re.search(rf"temporaries \({number}\)", message)
+    found = used or temporaries
+    if found is None:
+        return None
+    exponent = "KMGT".index(found[2]) + 1 if found[2] else 0
+    return int(float(found[1]) * 1024**exponent) + (0 if used else state)
+
+
+def collective_table(program: hlo.Program, mesh: Mesh) -> list[dict[str, Any]]:
+    """The exchanges of a step, alike ones together: along which axes, over which network."""
+    shape = tuple(mesh.shape.values())
+    slices = [getattr(device, "slice_index", None) for device in mesh.devices.flat]
+    rows: dict[tuple, dict[str, Any]] = {}
+    for each in program.collectives():
+        places = np.unravel_index(each.groups[0], shape)
+        axes = [axis for axis, at in zip(mesh.shape, places, strict=True) if len(set(at)) > 1]
+        crosses = any(len({slices[i] for i in group}) > 1 for group in each.groups)
+        key = (each.kind, tuple(axes), "DCN" if crosses else "ICI", each.asynchronous)
+        row = rows.setdefault(key, {"count": 0, "bytes": 0, "sent_bytes": 0.0})
+        row["count"] += each.count
+        row["bytes"] += each.count * each.size
+        row["sent_bytes"] += each.count * each.sent
+    named = ("kind", "axes", "network", "asynchronous")
+    table = [dict(zip(named, key, strict=True)) | row for key, row in rows.items()]
+    for row in table:
+        row["axes"] = list(row["axes"])
+    return sorted(table, key=lambda row: -row["sent_bytes"])

@@ -1,0 +1,108 @@
+"""What a plan says without compiling: sizes, the layout over devices, bytes of the state."""
+
+import collections
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from vit_jax import config_text, flops, sharding, tree
+from vit_jax.experiment import Experiment, make_experiment
+from vit_jax.planning.targets import Target, batch_ways, plan_mesh
+
+
+def describe(
+    config: ConfigDict, target: Target, mesh: Mesh, experiment: Experiment
+) -> dict[str, Any]:
+    """What is planned, where, and what of it needs no compiler."""
+    ways = batch_ways(mesh.shape)
+    with jax.set_mesh(mesh):
+        step_flops = experiment.flops_per_step
+    return {
+        "config": config_text.to_json(config),
+        "model": config.model.name,
+        "topology": target.slice.name,
+        "num_slices": target.num_slices,
+        "num_chips": target.num_chips,
+        "num_hosts": target.slice.num_hosts * target.num_slices,
+        "devices_per_chip": target.chip.devices,
+        "mesh": dict(mesh.shape),
+        "remat": experiment.model.remat,
+        "scan": experiment.model.scan,
+        "global_batch_size": config.global_batch_size,
+        "images_per_way": config.global_batch_size // ways,
+        "total_steps": experiment.total_steps,
+        "num_params": experiment.num_params,
+        "host_bytes_at_save": host_bytes_at_save(experiment, mesh),
+        "flops": {
+            "model_per_image_by_sizes": flops.vit_flops(experiment.model),
+            "model_per_image_by_jaxpr": experiment.flops_per_image,
+            "model_per_step": experiment.flops_per_image * config.global_batch_size,
+            "counted_per_step": step_flops,
+        },
+    }
+
+
+def judge(peak: int, target: Target, fits: bool = True) -> dict[str, Any]:
+    """`peak` bytes against what a device of the target has; not `fits`, where that is known."""
+    capacity = target.chip.usable_bytes // target.chip.devices
+    return {"capacity": capacity, "margin": capacity - peak, "fits": fits and peak <= capacity}
+
+
+def state_bytes(experiment: Experiment) -> dict[str, int]:
+    """What a device holds from step to step, and its share of a batch."""
+    e = experiment
+
+    def size(leaves, shardings):
+        return sharding.bytes_per_device(leaves, shardings)
+
+    state, where = e.abstract_state, e.shardings
+    batch_shardings = {name: leaf.sharding for name, leaf in e.abstract_batch.items()}
+    return {
+        "params": size(state.params, where.params),
+        "optimizer": size(state.opt_state, where.opt_state),
+        "ema": size(state.ema, where.ema),
+        "other_state": size((state.step, state.model_state), (where.step, where.model_state)),
+        "batch": size(e.abstract_batch, batch_shardings),
+    }
+
+
+def host_bytes_at_save(experiment: Experiment, mesh: Mesh) -> int:
+    """The most that a host holds at once when the state is copied to it to be saved.
+
+    That is one copy of every part of the state that its devices hold, once each.
+    """
+    by_host = collections.defaultdict(list)
+    for device in mesh.devices.flat:
+        slice_index = getattr(device, "slice_index", None)
+        by_host[slice_index, device.process_index].append(device)
+    devices = set(next(iter(by_host.values())))
+    total = 0
+    parts: dict[tuple, int] = {}
+    for leaf in jax.tree.leaves(experiment.abstract_state):
+        key = leaf.shape, leaf.sharding
+        if key not in parts:
+            indices = leaf.sharding.devices_indices_map(leaf.shape)
+            parts[key] = len({str(index) for device, index in indices.items() if device in devices})
+        share = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        total += parts[key] * share
+    return total
+
+
+def show_sharding(config: ConfigDict, target: Target) -> list[dict[str, Any]]:
+    """Of every parameter its name, shape, layout over the mesh, and the bytes a device holds."""
+    experiment = make_experiment(config, plan_mesh(config, target))
+    rows = []
+    for name, leaf in tree.flatten_names(experiment.abstract_state.params).items():
+        share = leaf.sharding.shard_shape(leaf.shape)
+        rows.append(
+            {
+                "name": name,
+                "shape": list(leaf.shape),
+                "sharding": [list(a) if isinstance(a, tuple) else a for a in leaf.sharding.spec],
+                "bytes_per_device": math.prod(share) * leaf.dtype.itemsize,
+            }
+        )
+    return rows

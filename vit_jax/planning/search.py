@@ -1,0 +1,128 @@
+"""Other meshes, other ways to rematerialise, other batches: which fit, and which is fastest."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from vit_jax.planning import plan
+from vit_jax.planning.estimates import estimate
+from vit_jax.planning.targets import Target, batch_ways, target_mesh
+from vit_jax.topologies import SLICES
+
+REMATS = ("none", "dots", "full")
+_FSDP = (1, 4, 16, 64)  # over more chips the compiler makes all-reduces of the weights' gathering
+_TRIES = 6  # of batch sizes, for one mesh and one way to rematerialise
+
+
+def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
+    """A copy of `config` with other values, by their dotted keys."""
+    config = config.copy_and_resolve_references()
+    config.update_from_flattened_dict(dict(changes))
+    return config
+
+
+def search(
+    config: ConfigDict, target: Target, price_per_chip_hour: float | None
+) -> list[dict[str, Any]]:
+    """Meshes and ways to rematerialise, each with its largest batch that fits; the fastest first.
+
+    Batches keep the images on each way in which the mesh splits them a multiple of 8, or one of 1,
+    2, 4; duration is as the config says it, so "90 epochs" stay 90. Besides the config's own mesh
+    there are those with fsdp 1, 4, 16 and 64.
+    """
+    own = target_mesh(config, target).shape
+    rest = target.num_chips * target.chip.devices // (own["replica"] * own["tensor"])
+    splits = {own["fsdp"]} | {fsdp for fsdp in _FSDP if rest % fsdp == 0}
+    rows = []
+    for fsdp in sorted(splits):
+        for remat in REMATS:
+            mesh = dict(own) | {"fsdp": fsdp, "data": rest // fsdp}
+            changes = {f"mesh.{axis}": size for axis, size in mesh.items()}
+            changes["model.remat"] = remat
+            figures = largest_batch(changed(config, changes), target)
+            row = {"mesh": mesh, "remat": remat, "fits": figures is not None}
+            if figures is not None:
+                timing = estimate(figures, price_per_chip_hour)
+                row |= {
+                    "global_batch_size": figures["global_batch_size"],
+                    "images_per_way": figures["images_per_way"],
+                    "peak_bytes": figures["memory_bytes"]["peak"],
+                    "estimate": timing["run"],
+                    "estimated_mfu": (timing["compiler"] or timing["roofline"])["mfu"],
+                }
+            rows.append(row)
+    return sorted(rows, key=lambda row: -row["estimate"]["images_per_s"] if row["fits"] else 0)
+
+
+def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any] | None:
+    """`plan` of the largest batch that fits, as good as `_TRIES` compilations find it, or None."""
+    ways = batch_ways(target_mesh(config, target).shape)
+    unit = config.optimizer.accum_steps
+    least, fitting = 0, None  # the largest that fits, and its plan
+    too_many = math.inf
+    number = _round_down(max(config.global_batch_size // ways, unit), unit)
+    for _ in range(_TRIES):
+        figures = plan(changed(config, {"global_batch_size": number * ways}), target)
+        memory = figures["memory_bytes"]
+        if memory["fits"]:
+            least, fitting = number, figures
+        else:
+            too_many = number
+        # What grows with the batch is taken to be all of the temporaries: as many fit at least.
+        growing = memory["temporaries"] + memory["batch"]
+        room = memory["capacity"] - memory["peak"] + growing
+        number = _round_down(int(number * max(room, 0) / growing), unit)
+        if number >= too_many:
+            number = _round_down((least + too_many) // 2, unit)
+        if number <= least:
+            break
+    return fitting
+
+
+def _round_down(number: int, unit: int) -> int:
+    """The next lower number of images that suits the chip and is a multiple of `unit`."""
+    good = number // 8 * 8 if number >= 8 else 2 ** max(number.bit_length() - 1, 0)
+    return max(good // unit, 1) * unit if number else 0
+
+
+def find_remedies(
+    config: ConfigDict, target: Target, figures: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """What would make a plan fit that does not: changes, each tried, up to the first that does.
+
+    `figures` are those of `plan`. A change is {key of the config: value} or {"topology": name}.
+    """
+    shape = figures["mesh"]
+    remat = {} if figures["remat"] == "full" else {"model.remat": "full"}
+    together = shape["data"] * shape["fsdp"]
+    fsdp = max(size for size in range(1, min(together, _FSDP[-1]) + 1) if together % size == 0)
+    split = {} if shape["fsdp"] >= fsdp else {
+        "mesh.fsdp": fsdp, "mesh.data": together // fsdp, "mesh.replica": shape["replica"],
+    }  # fmt: skip
+    both, tries = remat | split, [remat, split, remat | split]
+    share, accum = figures["images_per_way"], config.optimizer.accum_steps
+    tries += [
+        both | {"optimizer.accum_steps": steps}
+        for steps in (accum * 2, accum * 4, accum * 8)
+        if share % steps == 0
+    ]
+    ways = figures["global_batch_size"] // share
+    tries += [both | {"global_batch_size": ways * accum}]
+    larger = [
+        other.name
+        for other in SLICES.values()
+        if other.chip == target.slice.chip and other.num_chips > target.slice.num_chips
+    ]
+    tried: list[dict[str, Any]] = []
+    for change in tries:
+        if change and change not in [earlier["change"] for earlier in tried]:
+            memory = plan(changed(config, change), target)["memory_bytes"]
+            fits = memory["fits"]
+            tried.append({"change": change, "peak_bytes": memory["peak"], "fits": fits})
+            if fits:
+                return tried
+    if larger:
+        tried.append({"change": {"topology": larger[0]}, "peak_bytes": None, "fits": None})
+    return tried

@@ -1,0 +1,169 @@
+"""The chips that can be planned for, with their vendors' peaks, and the slices that can be rented.
+
+Importing this module starts neither JAX's backend nor libtpu.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+from vit_jax.errors import InputError, nearest
+
+GIB, GB = 2**30, 10**9
+
+
+class Chip(NamedTuple):
+    """What a chip can do at best, as its vendor says; dense products, one direction.
+
+    A TPU7x chip is two devices to JAX; the figures are of the whole chip.
+
+    peak_flops: bfloat16 FLOP/s.
+    hbm_bytes: of memory, nominal.
+    usable_bytes: of it that a program gets: of a TPU what its compiler says is available, of a GPU
+      the share that JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION, 0.75).
+    hbm_bytes_per_s: of its memory.
+    fast_bytes_per_s: sent to other chips over ICI (TPU) or NVLink (GPU).
+    slow_bytes_per_s: its share of the host's network (DCN).
+    cycles_per_s: of the clock that the compiler's cycles count; None: not published.
+    devices: by which JAX sees the chip.
+    device_kinds: what `jax.Device.device_kind` calls it.
+    source: of the peaks.
+    """
+
+    peak_flops: float
+    hbm_bytes: int
+    usable_bytes: int
+    hbm_bytes_per_s: float
+    fast_bytes_per_s: float
+    slow_bytes_per_s: float
+    cycles_per_s: float | None
+    device_kinds: tuple[str, ...]
+    source: str
+    devices: int = 1
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU; else it is a TPU."""
+        return self.device_kinds[0].startswith("NVIDIA")
+
+
+_TPU_DOCS = "https://cloud.google.com/tpu/docs/"
+
+# The clock of v4, v5e and v5p is their peak by what their matrix units do in a cycle: 128 x 128
+# multiply-adds in each of four units a core (the pages below). Of v6e and TPU7x the compiler's
+# cycles do not agree with the published units, so there is none.
+CHIPS: dict[str, Chip] = {
+    "v4": Chip(
+        275e12, 32 * GIB, int(30.75 * GIB), 1200e9, 300e9, 6.25e9, 1.05e9, ("TPU v4",),
+        f"{_TPU_DOCS}v4; ICI: Jouppi et al. 2023 (arXiv:2304.01433), 6 links of 50 GB/s; DCN: "
+        "taken to be v5p's",
+    ),
+    "v5e": Chip(
+        197e12, 16 * GIB, int(15.75 * GIB), 819e9, 200e9, 3.125e9, 1.5e9,
+        ("TPU v5 lite", "TPU v5e"),
+        f"{_TPU_DOCS}v5e; DCN: 6.4 Tbit/s by the 256 chips of a pod",
+    ),
+    "v5p": Chip(
+        459e12, 96 * GIB, int(95.73 * GIB), 2765e9, 600e9, 6.25e9, 1.75e9, ("TPU v5", "TPU v5p"),
+        f"{_TPU_DOCS}v5p",
+    ),
+    "v6e": Chip(
+        918e12, 32 * GIB, int(31.24 * GIB), 1638e9, 400e9, 12.5e9, None,
+        ("TPU v6 lite", "TPU v6e"),
+        f"{_TPU_DOCS}v6e; DCN: taken to be 100 Gbit/s a chip",
+    ),
+    "tpu7x": Chip(
+        2307e12, 192 * GIB, int(2 * 94.74 * GIB), 7380e9, 600e9, 12.5e9, None, ("TPU7x",),
+        f"{_TPU_DOCS}tpu7x (peak, memory); memory's and ICI's speed and DCN: taken from reports, "
+        "not from that page",
+        devices=2,
+    ),
+    "A100": Chip(
+        312e12, 80 * GB, 60 * GB, 2039e9, 300e9, 25e9, None,
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB"),
+        "NVIDIA A100 80GB SXM data sheet; network: DGX A100, 8 x 200 Gbit/s",
+    ),
+    "H100": Chip(
+        989e12, 80 * GB, 60 * GB, 3350e9, 450e9, 50e9, None, ("NVIDIA H100 80GB HBM3",),
+        "NVIDIA H100 SXM data sheet; network: DGX H100, 8 x 400 Gbit/s",
+    ),
+    "H200": Chip(
+        989e12, 141 * GB, int(105.75 * GB), 4800e9, 450e9, 50e9, None, ("NVIDIA H200",),
+        "NVIDIA H200 SXM data sheet; network: DGX H200, 8 x 400 Gbit/s",
+    ),
+    "B200": Chip(
+        2250e12, 180 * GB, 135 * GB, 8000e9, 900e9, 50e9, None, ("NVIDIA B200",),
+        "NVIDIA DGX B200 data sheet, by its 8 GPUs; network: 8 x 400 Gbit/s",
+    ),
+}  # fmt: skip
+
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16",
+          "8x16x16")  # fmt: skip
+_SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+# Those that Google Cloud rents, by the pages named with each chip; the compiler takes others too.
+_SHAPES = {
+    "v4": _CUBES,
+    "v5e": _SQUARES,
+    "v5p": (*_CUBES, "16x16x16", "16x16x24"),
+    "v6e": _SQUARES,
+    "tpu7x": (*_CUBES, "16x16x16"),
+}
+GPUS_PER_HOST = 8
+
+
+class Slice(NamedTuple):
+    """Chips that are rented together: a slice of a TPU pod, or hosts with GPUs.
+
+    name: as in --topology.
+    chip: a key of CHIPS.
+    num_chips, num_hosts: of one slice.
+    """
+
+    name: str
+    chip: str
+    num_chips: int
+    num_hosts: int
+
+
+def _tpu_slice(chip: str, shape: str) -> Slice:
+    num_chips = math.prod(int(side) for side in shape.split("x"))
+    # A 2x4 of v5e or v6e is one host with eight chips; larger slices are of hosts with four.
+    on_one_host = num_chips <= (8 if shape in _SQUARES else 4)
+    return Slice(f"{chip}:{shape}", chip, num_chips, 1 if on_one_host else num_chips // 4)
+
+
+SLICES: dict[str, Slice] = {
+    tpu.name: tpu
+    for tpu in (_tpu_slice(chip, shape) for chip, shapes in _SHAPES.items() for shape in shapes)
+}
+
+
+def find_slice(name: str) -> Slice:
+    """The slice called `name`: one of SLICES, or GPU:NUMBER, e.g. H100:64.
+
+    Raises:
+      InputError: there is no such slice.
+    """
+    if name in SLICES:
+        return SLICES[name]
+    chip, _, shape = name.partition(":")
+    gpus = [kind for kind, facts in CHIPS.items() if facts.is_gpu]
+    if chip in gpus:
+        number = int(shape) if re.fullmatch(r"[1-9]\d*", shape) else 0
+        if number in (1, 2, 4) or (number and number % GPUS_PER_HOST == 0):
+            return Slice(name, chip, number, math.ceil(number / GPUS_PER_HOST))
+        raise InputError(
+            f"--topology={name}: needs 1, 2, 4 or a multiple of {GPUS_PER_HOST} GPUs, e.g. "
+            f"{chip}:{GPUS_PER_HOST}"
+        )
+    if chip in _SHAPES:
+        raise InputError(
+            f"--topology={name}: no such slice is rented; known: "
+            + ", ".join(known for known in SLICES if known.startswith(f"{chip}:"))
+        )
+    hint = nearest(name, [*SLICES])
+    raise InputError(
+        f"--topology={name}: {hint if hint.startswith('did') else 'unknown'} (known: "
+        + "; ".join(f"{kind}:{','.join(shapes)}" for kind, shapes in _SHAPES.items())
+        + f"; {', '.join(f'{gpu}:NUMBER' for gpu in gpus)})"
+    )

@@ -1,0 +1,207 @@
+"""Export: a model in a format of others, read back and compared, with a receipt.
+
+The receipt (JSON, and a model card for people) tells what was exported, from where, and the largest
+difference of a logit between the model and what the exported files give.
+"""
+
+import hashlib
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from vit_jax import tree
+from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.files import absolute, write_whole
+from vit_jax.software import software
+from vit_jax.transfer import WRITERS, load_pretrained
+from vit_jax.transfer.rules import Pretrained, to_json
+
+STABLEHLO = "stablehlo"
+EXPORTS = (*WRITERS, STABLEHLO)
+PLATFORMS = ("cpu", "cuda", "tpu")
+
+_TOLERANCE = 1e-4  # of the largest logit; a greater difference is no export
+_MOST_BYTES = 2**31 - 2**20  # of the serialised program, whose lengths have 31 bits
+_IMAGES = 2
+
+Logits = Callable[[np.ndarray], Any]
+
+
+def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[str, Any]:
+    """Writes `pretrained` as `format`, one of EXPORTS, with its receipt, which it returns.
+
+    Everything is written and read back elsewhere first, so that `output` gets all or nothing.
+
+    Raises:
+      InputError: if the format cannot hold the model, or `output` cannot be written to.
+      RuntimeError: if what is read back computes something else.
+    """
+    if format not in EXPORTS:
+        raise InputError(f"--format={format}: {nearest(format, EXPORTS)}")
+    output = absolute(output)
+    _check_output(output, format)
+    pretrained = pretrained._replace(model=pretrained.model.clone(dtype=jnp.dtype("float32")))
+    model = pretrained.model
+    if format != STABLEHLO:
+        faults = WRITERS[format].check(model)
+        collect_faults(faults, f"--format={format} cannot hold this model")
+    size = model.image_size
+    if size is None:
+        raise InputError(
+            f"{pretrained.source}: it takes images of any size; give --image_size, for which it is "
+            "exported"
+        )
+    images = np.random.default_rng(0).uniform(-1, 1, (_IMAGES, *size, 3)).astype(np.float32)
+    variables = {"params": tree.unflatten_names(pretrained.params)}
+    expected = np.asarray(jax.jit(model.apply)(variables, images))
+    with tempfile.TemporaryDirectory() as folder:
+        staged = epath.Path(folder) / (output.name or "model")
+        if format == STABLEHLO:
+            files, logits = _write_stablehlo(staged, model, variables)
+        else:
+            files = WRITERS[format].write(staged, pretrained)
+            exported, found = load_pretrained(staged)
+            logits = jax.jit(lambda images: exported.apply(found, images))
+        difference = float(np.abs(np.asarray(logits(images)) - expected).max())
+        largest = float(np.abs(expected).max())
+        if not difference <= _TOLERANCE * max(largest, 1e-6):
+            raise RuntimeError(
+                f"--output={output}: what was exported gives logits that differ by "
+                f"{difference:.3g} where the largest is {largest:.3g}; nothing was written"
+            )
+        receipt = {
+            "format": format,
+            "source": pretrained.source,
+            **(pretrained.run or {}),
+            "model": _describe(model),
+            "parameters": {
+                "count": sum(array.size for array in pretrained.params.values()),
+                "sha256": hash_params(pretrained.params),
+            },
+            "preprocessing": {
+                "image_size": list(size),
+                "mean": list(pretrained.spec.mean),
+                "std": list(pretrained.spec.std),
+                "crop": pretrained.spec.crop,
+            },
+            "class_names": pretrained.spec.class_names,
+            "read_back": {
+                "images": _IMAGES,
+                "largest_logit_difference": difference,
+                "largest_logit": largest,
+            },
+            "software": software(),
+        }
+        inside = staged.is_dir()
+        root = staged if inside else staged.parent
+        receipt["files"] = {name: _sha256(root / name) for name in files}
+        card, record = ("README.md", "receipt.json") if inside else (
+            f"{staged.stem}.md", f"{staged.stem}.receipt.json"
+        )  # fmt: skip
+        write_whole(root / card, _card(receipt, output))
+        write_whole(root / record, to_json(receipt))
+        target = output if inside else output.parent
+        target.mkdir(parents=True, exist_ok=True)
+        for name in [*files, card, record]:
+            write_whole(target / name, (root / name).read_bytes())
+    return receipt
+
+
+def _check_output(output: epath.Path, format: str) -> None:
+    if format.startswith("npz") and output.suffix != ".npz":
+        raise InputError(f"--output={output}: needs a name that ends in .npz")
+    if format == STABLEHLO and output.suffix != ".stablehlo":
+        raise InputError(f"--output={output}: needs a name that ends in .stablehlo")
+    if output.exists():
+        raise InputError(f"--output={output}: is there already; remove it, or give another name")
+    there = next(path for path in output.parents if path.exists() or path == path.parent)
+    if there.exists() and not there.is_dir():
+        raise InputError(f"--output={output}: {there} is a file; give another name")
+
+
+def _write_stablehlo(
+    path: epath.Path, model: nn.Module, variables: dict[str, Any]
+) -> tuple[list[str], Logits]:
+    """The program `images (b, H, W, 3) -> logits (b, C)`, its parameters within, for any b."""
+    num_bytes = sum(array.nbytes for array in jax.tree.leaves(variables))
+    if num_bytes > _MOST_BYTES:
+        raise InputError(
+            f"--format={STABLEHLO}: {num_bytes / 2**30:.1f} GiB of parameters, and a serialised "
+            "program holds 2; export as timm, hf or npz"
+        )
+    batch = jax.export.symbolic_shape("b")
+    images = jax.ShapeDtypeStruct((*batch, *model.image_size, 3), jnp.float32)
+    program = jax.jit(lambda images: model.apply(variables, images))
+    exported = jax.export.export(program, platforms=PLATFORMS)(images)
+    write_whole(path, bytes(exported.serialize()))
+    again = jax.export.deserialize(bytearray(path.read_bytes()))
+    return [path.name], again.call
+
+
+def hash_params(params: dict[str, np.ndarray]) -> str:
+    """SHA-256 of the names, shapes and float32 values of all parameters, in order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(params):
+        array = np.ascontiguousarray(params[name], np.float32)
+        digest.update(f"{name} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _describe(model: nn.Module) -> dict[str, Any]:
+    fields = {
+        name: value
+        for name, value in vars(model).items()
+        if value is None or isinstance(value, bool | int | float | str | tuple)
+    }
+    return {"family": type(model).__name__} | fields
+
+
+def _sha256(path: pathlib.Path | epath.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _card(receipt: dict[str, Any], output: epath.Path) -> str:
+    """What a person wants to know of an export, in Markdown."""
+    pixels, back, model = receipt["preprocessing"], receipt["read_back"], receipt["model"]
+    height, width = pixels["image_size"]
+    at = f", step {receipt['step']:,}, weights {receipt['weights']}" if "step" in receipt else ""
+    lines = [
+        f"# {output.name}",
+        "",
+        f"{model['family']}: width {model['width']}, {model['depth']} layers, "
+        f"{model['num_heads']} heads, {receipt['parameters']['count']:,} parameters; "
+        f"format {receipt['format']}.",
+        "",
+        f"- Source: `{receipt['source']}`{at}",
+        f"- Images: {height} x {width} pixels, (pixel / 255 - mean) / std with mean "
+        f"{pixels['mean']}, std {pixels['std']}",
+        f"- Classes: {model['num_classes']}",
+        f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
+        f"- Read back: logits differ by at most {back['largest_logit_difference']:.3g} where the "
+        f"largest is {back['largest_logit']:.3g}",
+    ]
+    if receipt.get("results"):
+        lines += ["", "| metric | value |", "|---|---|"]
+        lines += [f"| {name} | {value:.6g} |" for name, value in receipt["results"].items()]
+    if receipt["model"].get("norm_eps") != 1e-6 and receipt["format"] == "timm":
+        lines += ["", f"timm takes no LayerNorm epsilon as text: take `eps` out of model_args and "
+                  f"give `norm_layer=partial(nn.LayerNorm, eps={model['norm_eps']})`."]  # fmt: skip
+    if receipt["format"] == STABLEHLO:
+        lines += [
+            "",
+            "```python",
+            f'program = jax.export.deserialize(bytearray(open("{output.name}", "rb").read()))',
+            f"logits = program.call(images)  # float32 (b, {height}, {width}, 3)",
+            "```",
+        ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,249 @@
+"""Models in the names of Hugging Face's `transformers`: ViT and DeiT, with or without a head.
+
+Read: `ViTForImageClassification`, `ViTModel`, `DeiTForImageClassification(WithTeacher)`,
+`DeiTModel`, as a file or as a folder with config.json. The pooler of a `ViTModel` is the hidden
+layer of the head, whose output `method="pre_logits"` gives.
+"""
+
+import logging
+import re
+from typing import Any
+
+import flax.linen as nn
+import numpy as np
+from etils import epath
+
+from vit_jax.config import image_hw
+from vit_jax.files import write_whole
+from vit_jax.models.deit import DeiT
+from vit_jax.models.vit import ViT
+from vit_jax.transfer import layout, safetensors
+from vit_jax.transfer.layout import Entry, same, torch_linear, torch_norm, torch_patches
+from vit_jax.transfer.rules import (
+    Pretrained,
+    Spec,
+    class_names_of,
+    refuse,
+    square_side,
+    to_json,
+    with_learned_positions,
+)
+
+logger = logging.getLogger("vit_jax")
+
+_GELU = {"gelu": "exact", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh"}
+_HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
+_DEFAULT_HEADS, _DEFAULT_EPS = 12, 1e-12  # of ViTConfig and DeiTConfig
+_CONFIG_FORMAT = "5.23.0"  # the version of transformers whose keys are written
+_KINDS = {"num_attention_heads": "a positive int", "layer_norm_eps": "a positive number",
+          "hidden_act": "text", "id2label": "an object"}  # fmt: skip
+_BILINEAR = 2  # as PIL numbers its filters
+
+
+def knows(arrays: dict[str, np.ndarray]) -> bool:
+    """Whether arrays have such names."""
+    return any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in arrays)
+
+
+def _entries(model: nn.Module, prefix: str) -> list[Entry]:
+    embeddings = f"{prefix}embeddings."
+    entries = [
+        same(f"{embeddings}cls_token", "class_token"),
+        same(f"{embeddings}position_embeddings", "pos_embedding"),
+        *torch_patches(f"{embeddings}patch_embeddings.projection", model.patch_size),
+    ]
+    if isinstance(model, DeiT):
+        entries.append(same(f"{embeddings}distillation_token", "distillation_token"))
+    for i in range(model.depth):
+        theirs, ours = f"{prefix}encoder.layer.{i}", f"encoder/layer_{i}"
+        entries += torch_norm(f"{theirs}.layernorm_before", f"{ours}/norm_attention")
+        entries += torch_norm(f"{theirs}.layernorm_after", f"{ours}/norm_mlp")
+        attention = f"{theirs}.attention"
+        for name in ("query", "key", "value"):
+            entries += torch_linear(
+                f"{attention}.attention.{name}", f"{ours}/attention/{name}", model.qkv_bias
+            )
+        entries += torch_linear(f"{attention}.output.dense", f"{ours}/attention/out")
+        entries += torch_linear(f"{theirs}.intermediate.dense", f"{ours}/mlp/up")
+        entries += torch_linear(f"{theirs}.output.dense", f"{ours}/mlp/down")
+    entries += torch_norm(f"{prefix}layernorm", "encoder/norm")
+    if model.hidden_head:
+        entries += torch_linear(f"{prefix}pooler.dense", "head_hidden")
+    if model.num_classes is not None:
+        two = isinstance(model, DeiT) and model.distillation_head
+        entries += torch_linear("cls_classifier" if two else "classifier", "head")
+        if two:
+            entries += torch_linear("distillation_classifier", "head_distillation")
+    return entries
+
+
+def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
+    """The model that `arrays`, read from `path`, are.
+
+    Raises:
+      InputError: naming what is no such model's, or what config.json says otherwise.
+    """
+    source = str(path)
+    prefix = next((p for p in ("vit.", "deit.") if f"{p}embeddings.cls_token" in arrays), "")
+    projection = f"{prefix}embeddings.patch_embeddings.projection.weight"
+    up = f"{prefix}encoder.layer.0.intermediate.dense.weight"
+    positions = f"{prefix}embeddings.position_embeddings"
+    classifiers = ("classifier", "cls_classifier")
+    optional = {f"{name}.weight": 2 for name in classifiers}
+    layout.require(arrays, {projection: 4, positions: 3, up: 2}, source, optional)
+    config = safetensors.read_config(path)
+    width, patch_size = arrays[projection].shape[0], arrays[projection].shape[2:]
+    found = {
+        "hidden_size": width,
+        "num_hidden_layers": layout.count_layers(
+            arrays, rf"{re.escape(prefix)}encoder\.layer\.(\d+)\.", source
+        ),
+        "intermediate_size": arrays[up].shape[0],
+        "num_channels": 3,
+        "pooler_act": "tanh",
+    }
+    distilled = f"{prefix}embeddings.distillation_token" in arrays
+    if config is None:
+        logger.info(
+            "%s: no %s beside it: heads by width, LayerNorm epsilon %g, exact gelu and pixels in "
+            "[-1, 1] are assumed", source, safetensors.config_path(path).name, _DEFAULT_EPS,
+        )  # fmt: skip
+        config = {"num_attention_heads": layout.heads_by_width(width)}
+    layout.check_kinds(config, _KINDS, source)
+    if "patch_size" in config:
+        config["patch_size"] = image_hw(config["patch_size"], "patch_size")
+    layout.check_agreement(config, found | {"patch_size": patch_size}, source)
+    heads = config.get("num_attention_heads", _DEFAULT_HEADS)
+    act = config.get("hidden_act", "gelu")
+    faults = []
+    if heads is None:
+        faults.append(f"its heads: no published ViT is {width} wide; put config.json beside it")
+    if act not in _GELU:
+        faults.append(f"hidden_act={act!r}: known: {', '.join(_GELU)}")
+    refuse(faults, f"init_from={source!r}: cannot tell")
+    num_patches = arrays[positions].shape[1] - 1 - distilled
+    if "image_size" in config:
+        image_size = image_hw(config["image_size"], "image_size")
+    else:
+        side = square_side(num_patches, source)
+        image_size = (side * patch_size[0], side * patch_size[1])
+    head = next((n for n in classifiers if f"{n}.weight" in arrays), None)
+    fields = {
+        "num_classes": None if head is None else arrays[f"{head}.weight"].shape[0],
+        "image_size": image_size,
+        "patch_size": tuple(patch_size),
+        "width": width,
+        "depth": found["num_hidden_layers"],
+        "mlp_dim": found["intermediate_size"],
+        "num_heads": heads,
+        "hidden_head": f"{prefix}pooler.dense.weight" in arrays,
+        "gelu": _GELU[act],
+        "norm_eps": float(config.get("layer_norm_eps", _DEFAULT_EPS)),
+        "qkv_bias": f"{prefix}encoder.layer.0.attention.attention.query.bias" in arrays,
+    }
+    of_deit = {"distillation_head": head != "classifier"}
+    model = DeiT(**fields, **of_deit) if distilled else ViT(**fields)
+    params = layout.read_entries(_entries(model, prefix), arrays, model, source)
+    spec = _read_spec(path, model, config)
+    return Pretrained(source, model, params, spec)
+
+
+def _read_spec(path: epath.Path, model: nn.Module, config: dict[str, Any]) -> Spec:
+    pixels = path / "preprocessor_config.json"
+    stated = safetensors.read_json(pixels) if path.is_dir() and pixels.exists() else {}
+    kinds = {"do_normalize": "true or false", "image_mean": "three numbers",
+             "image_std": "three positive numbers"}  # fmt: skip
+    layout.check_kinds(stated, kinds, str(pixels))
+    names = config.get("id2label")
+    if names == {str(i): f"LABEL_{i}" for i in range(len(names or {}))}:
+        names = None  # what transformers writes where there are none
+    if names is not None:
+        names = [names.get(str(i)) for i in range(len(names))]
+    scaled = stated.get("do_normalize", True)
+    return Spec(
+        image_size=model.image_size,
+        resize="half_pixel",
+        mean=tuple(stated.get("image_mean", (0.5,) * 3)) if scaled else (0.0,) * 3,
+        std=tuple(stated.get("image_std", (0.5,) * 3)) if scaled else (1.0,) * 3,
+        class_names=class_names_of(names, model.num_classes, str(path)),
+    )
+
+
+def check(model: nn.Module) -> list[str]:
+    """What of `model` the format cannot hold."""
+    faults = []
+    if model.pool != "token":
+        faults.append(f"pool={model.pool!r}: it classifies the class token; format=timm holds it")
+    if model.hidden_head and model.num_classes is not None:
+        faults.append("hidden_head=True: its head is linear; format=npz holds it, or fine-tune")
+    if model.norm_pooled:
+        faults.append("norm_pooled=True: it normalises the tokens; format=timm holds it")
+    for field, value in (("parallel", False), ("norm", "layer"), ("qk_norm", False)):
+        if getattr(model, field) != value:
+            faults.append(f"{field}={getattr(model, field)!r}: keep the run's checkpoint instead")
+    if model.layer_scale is not None:
+        faults.append(f"layer_scale={model.layer_scale}: format=timm holds it")
+    return faults
+
+
+def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
+    """Writes a folder that `transformers` opens; returns the files' names."""
+    pretrained = with_learned_positions(pretrained, class_token_has_one=True)
+    model = pretrained.model
+    distilled = isinstance(model, DeiT)
+    kind = "deit" if distilled else "vit"
+    if model.num_classes is None:
+        architecture, prefix = ("DeiTModel" if distilled else "ViTModel"), ""
+    else:
+        teacher = "WithTeacher" if distilled and model.distillation_head else ""
+        family = "DeiT" if distilled else "ViT"
+        architecture, prefix = f"{family}ForImageClassification{teacher}", f"{kind}."
+    arrays = layout.write_entries(_entries(model, prefix), pretrained.params)
+    # As transformers has it, a model without classes is described with ten.
+    count = model.num_classes or 10
+    labels = pretrained.spec.class_names or [f"LABEL_{i}" for i in range(count)]
+    config = {
+        "architectures": [architecture],
+        "attention_probs_dropout_prob": 0.0,
+        "dtype": "float32",
+        "encoder_stride": 16,
+        "hidden_act": _HIDDEN_ACT[model.gelu],
+        "hidden_dropout_prob": 0.0,
+        "hidden_size": model.width,
+        "id2label": {str(i): name for i, name in enumerate(labels)},
+        "image_size": _int_or_pair(model.image_size),
+        "initializer_range": 0.02,
+        "intermediate_size": model.mlp_dim,
+        "label2id": {name: i for i, name in enumerate(labels)},
+        "layer_norm_eps": model.norm_eps,
+        "model_type": kind,
+        "num_attention_heads": model.num_heads,
+        "num_channels": 3,
+        "num_hidden_layers": model.depth,
+        "patch_size": _int_or_pair(model.patch_size),
+        "pooler_act": "tanh",
+        "pooler_output_size": model.width,
+        "qkv_bias": model.qkv_bias,
+        "transformers_version": _CONFIG_FORMAT,
+    }
+    height, width = model.image_size
+    pixels = {
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": list(pretrained.spec.mean),
+        "image_processor_type": "ViTImageProcessor",
+        "image_std": list(pretrained.spec.std),
+        "resample": _BILINEAR,
+        "rescale_factor": 1 / 255,
+        "size": {"height": height, "width": width},
+    }
+    path.mkdir(parents=True, exist_ok=True)
+    write_whole(path / "config.json", to_json(config))
+    write_whole(path / "preprocessor_config.json", to_json(pixels))
+    safetensors.write_arrays(path / "model.safetensors", arrays)
+    return ["config.json", "preprocessor_config.json", "model.safetensors"]
+
+
+def _int_or_pair(size: tuple[int, int]) -> int | list[int]:
+    return size[0] if size[0] == size[1] else list(size)

@@ -1,0 +1,231 @@
+"""How the arrays of a foreign format correspond to a model's parameters, in both directions.
+
+A format lists an `Entry` for each array that a model has there. From the list a file is read, with
+every array that is absent, unknown or misshapen named as the file names it, and written.
+"""
+
+import math
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import ml_dtypes
+import numpy as np
+from einops import rearrange
+
+from vit_jax.errors import InputError
+from vit_jax.models.variants import VIT_VARIANTS
+from vit_jax.transfer.rules import abstract_params, refuse
+
+_FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)
+_SHOWN = 8  # of the arrays of a file that is another model's; the rest is counted
+
+
+class Entry(NamedTuple):
+    """One array of a foreign file and the parameters that it holds.
+
+    theirs: its name in the file.
+    ours: the names of the parameters, in the unrolled model.
+    read: array -> the parameters, in the order of `ours`.
+    write: the parameters -> array.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    read: Callable[[np.ndarray], Sequence[np.ndarray]]
+    write: Callable[..., np.ndarray]
+
+
+def same(theirs: str, ours: str) -> Entry:
+    """An array that is stored as it is."""
+    return Entry(theirs, (ours,), lambda a: (a,), lambda a: a)
+
+
+def transposed(theirs: str, ours: str) -> Entry:
+    """A matrix stored as (outputs, inputs)."""
+    return Entry(theirs, (ours,), lambda a: (a.T,), lambda a: a.T)
+
+
+def joined(entry: Callable[[str, str], Entry], theirs: str, ours: Sequence[str]) -> Entry:
+    """Several parameters, each stored as by `entry`, one behind the other on the first axis."""
+    parts = [entry(theirs, name) for name in ours]
+
+    def read(array):
+        pieces = np.split(array, len(parts))
+        return [part.read(piece)[0] for part, piece in zip(parts, pieces, strict=True)]
+
+    def write(*params):
+        return np.concatenate([part.write(p) for part, p in zip(parts, params, strict=True)])
+
+    return Entry(theirs, tuple(ours), read, write)
+
+
+def rearranged(theirs: str, ours: str, pattern: str, **sizes: int) -> Entry:
+    """An array stored as the einops `pattern` "theirs -> ours" says."""
+    their_axes, our_axes = pattern.split(" -> ")
+    return Entry(
+        theirs,
+        (ours,),
+        lambda a: (rearrange(a, pattern, **sizes),),
+        lambda a: rearrange(a, f"{our_axes} -> {their_axes}", **sizes),
+    )
+
+
+def torch_linear(theirs: str, ours: str, bias: bool = True) -> list[Entry]:
+    """A dense layer as PyTorch stores it."""
+    entries = [transposed(f"{theirs}.weight", f"{ours}/kernel")]
+    return entries + [same(f"{theirs}.bias", f"{ours}/bias")] * bias
+
+
+def torch_norm(theirs: str, ours: str) -> list[Entry]:
+    """A LayerNorm as PyTorch stores it."""
+    return [same(f"{theirs}.weight", f"{ours}/scale"), same(f"{theirs}.bias", f"{ours}/bias")]
+
+
+def torch_patches(theirs: str, patch_size: tuple[int, int]) -> list[Entry]:
+    """The embedding of patches, stored as a convolution's (D, 3, P, Q)."""
+    p, q = patch_size
+    kernel = rearranged(
+        f"{theirs}.weight", "embedding/kernel", "d c p q -> (p q c) d", p=p, q=q, c=3
+    )
+    return [kernel, same(f"{theirs}.bias", "embedding/bias")]
+
+
+def read_entries(
+    entries: Sequence[Entry], arrays: Mapping[str, np.ndarray], model: nn.Module, source: str
+) -> dict[str, np.ndarray]:
+    """{leaf name: array} of the unrolled `model`.
+
+    Raises:
+      InputError: one error naming every array of `source` that is absent, unknown, of another shape
+        or not finite.
+    """
+    params = abstract_params(model)
+    found, faults = {}, []
+    for entry in entries:
+        if entry.theirs not in arrays:
+            faults.append(f"{entry.theirs}: absent")
+            continue
+        array = arrays[entry.theirs]
+        needed = entry.write(*(np.zeros(params[name].shape, np.float32) for name in entry.ours))
+        if array.shape != needed.shape:
+            faults.append(f"{entry.theirs}: {array.shape}, and needs {needed.shape}")
+        elif not np.isfinite(array).all():
+            count = array.size - int(np.isfinite(array).sum())
+            faults.append(f"{entry.theirs}: {count} of its {array.size} values are not finite")
+        else:
+            pieces = entry.read(array)
+            found |= {name: piece for name, piece in zip(entry.ours, pieces, strict=True)}
+    known = {entry.theirs for entry in entries}
+    unknown = [name for name in arrays if name not in known]
+    faults += [f"{name} {arrays[name].shape}: unknown" for name in unknown[:_SHOWN]]
+    faults += [f"{len(unknown) - _SHOWN} more unknown"] * (len(unknown) > _SHOWN)
+    refuse(faults, f"init_from={source!r}: not the {type(model).__name__} that it seems")
+    return found
+
+
+def write_entries(
+    entries: Sequence[Entry], params: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """{name in the file: contiguous float32 array}; undoes `read_entries`."""
+    return {
+        entry.theirs: np.ascontiguousarray(
+            entry.write(*(np.asarray(params[name], np.float32) for name in entry.ours))
+        )
+        for entry in entries
+    }
+
+
+def require(
+    arrays: Mapping[str, np.ndarray],
+    ranks: Mapping[str, int],
+    source: str,
+    optional: Mapping[str, int] = types.MappingProxyType({}),
+) -> None:
+    """Raises InputError if an array from which a model is inferred is absent or misshapen.
+
+    `ranks` says of each of them how many axes it has; those in `optional` may be absent.
+    """
+    faults = []
+    for name, rank in (ranks | optional).items():
+        if name not in arrays:
+            if name in ranks:
+                faults.append(f"{name}: absent")
+        elif arrays[name].ndim != rank or 0 in arrays[name].shape:
+            faults.append(f"{name}: {arrays[name].shape}, and needs {rank} axes")
+    refuse(faults, f"init_from={source!r}: its architecture cannot be told")
+
+
+def count_layers(arrays: Mapping[str, np.ndarray], pattern: str, source: str) -> int:
+    """How many layers there are, whose number is the first group of the regex `pattern`."""
+    layers = {int(m[1]) for name in arrays if (m := re.match(pattern, name))}
+    if not layers:
+        raise InputError(f"init_from={source!r}: it has no layers")
+    missing = sorted(set(range(max(layers) + 1)) - layers)
+    if missing:
+        raise InputError(
+            f"init_from={source!r}: of its {max(layers) + 1} layers those numbered "
+            f"{', '.join(map(str, missing))} are absent; fetch it again"
+        )
+    return len(layers)
+
+
+def heads_by_width(width: int) -> int | None:
+    """The heads of the published ViTs of that width; None if there is none."""
+    return {variant.width: variant.num_heads for variant in VIT_VARIANTS.values()}.get(width)
+
+
+def as_float32(name: str, array: np.ndarray) -> np.ndarray:
+    """Weights widened to float32, or narrowed from float64.
+
+    Raises:
+      ValueError: if they are not floating point.
+    """
+    if not any(array.dtype == np.dtype(d) for d in _FLOATS):
+        raise ValueError(f"{name} is of dtype {array.dtype}, and weights are floating point")
+    return array.astype(np.float32, copy=False)
+
+
+def check_agreement(stated: Mapping[str, Any], found: Mapping[str, Any], source: str) -> None:
+    """Raises InputError for what a config states otherwise than the arrays show."""
+    faults = [
+        f"{key}={value!r}, and {found[key]!r} in the arrays"
+        for key, value in stated.items()
+        if key in found and value is not None and value != found[key]
+    ]
+    refuse(faults, f"init_from={source!r}: its config and its arrays disagree")
+
+
+def check_kinds(content: Mapping[str, Any], kinds: Mapping[str, str], source: str) -> None:
+    """Raises InputError naming each value of a JSON object that is not of the kind of its key.
+
+    `kinds`: by key, one of KINDS; a key may be absent, and None is as if it were.
+    """
+    faults = [
+        f"{key}={content[key]!r}: needs {kind}"
+        for key, kind in kinds.items()
+        if content.get(key) is not None and not KINDS[kind](content[key])
+    ]
+    refuse(faults, f"init_from={source!r}: its JSON file")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+KINDS: dict[str, Callable[[Any], bool]] = {
+    "a positive int": lambda value: type(value) is int and value > 0,
+    "a positive number": lambda value: _is_number(value) and value > 0,
+    "true or false": lambda value: type(value) is bool,
+    "text": lambda value: isinstance(value, str),
+    "an object": lambda value: isinstance(value, dict),
+    "a list": lambda value: isinstance(value, list),
+    "three numbers": lambda value: (
+        isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))
+    ),
+    "three positive numbers": lambda value: (
+        KINDS["three numbers"](value) and all(number > 0 for number in value)
+    ),
+}

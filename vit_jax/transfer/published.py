@@ -1,0 +1,242 @@
+"""Published files by name, and the fetching of files by address into a cache.
+
+Addresses, sizes and classes: the README of github.com/google-research/vision_transformer for the
+ViT and AugReg releases, of github.com/google-research/big_transfer for BiT, and
+github.com/google-research/big_vision for "better plain ViT". None of them publishes hashes; the
+server that has most of them sends one with the file, which is checked.
+"""
+
+import base64
+import hashlib
+import http.client
+import json
+import logging
+import os
+import pathlib
+import shutil
+import tempfile
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from vit_jax.errors import InputError, nearest
+from vit_jax.files import absolute
+from vit_jax.models import MODELS
+
+logger = logging.getLogger("vit_jax")
+
+_ATTEMPTS = 3
+_TIMEOUT_S = 60  # without a byte
+_CHUNK_BYTES = 1 << 20
+_SINGLE = (".npz", ".safetensors")
+
+
+class Published(NamedTuple):
+    """A published file. The models that it names see pixels in [-1, 1].
+
+    address: where it is.
+    num_classes: of its head.
+    mebibytes: its size, rounded, where that is published.
+    """
+
+    address: str
+    num_classes: int
+    mebibytes: int | None = None
+
+
+_VIT = "https://storage.googleapis.com/vit_models"
+_BIT = "https://storage.googleapis.com/bit_models"
+
+
+def _table() -> dict[str, Published]:
+    table = {}
+    for model in ("ViT-B_16", "ViT-B_32", "ViT-L_16", "ViT-L_32", "ViT-H_14", "R50+ViT-B_16"):
+        name = model.replace("_", "/")
+        table[f"{name}@imagenet21k"] = Published(f"{_VIT}/imagenet21k/{model}.npz", 21_843)
+        if model != "ViT-H_14":
+            address = f"{_VIT}/imagenet21k+imagenet2012/{model}.npz"
+            table[f"{name}@imagenet2012"] = Published(address, 1000)
+    for model in ("ViT-B_16", "ViT-L_16"):
+        address = f"{_VIT}/imagenet21k+imagenet2012/{model}-224.npz"
+        table[f"{model.replace('_', '/')}@imagenet2012-224"] = Published(address, 1000)
+    # The recommended ones: model, name of its file, MiB, learning rate of fine-tuning at 384 px.
+    for name, file, mebibytes, rate in (
+        ("ViT-L/16", "L_16-i21k-300ep-lr_0.001-aug_strong1-wd_0.1-do_0.0-sd_0.0", 1243, "0.01"),
+        ("ViT-B/16", "B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0", 391, "0.03"),
+        ("ViT-S/16", "S_16-i21k-300ep-lr_0.001-aug_light1-wd_0.03-do_0.0-sd_0.0", 115, "0.03"),
+        ("R50+ViT-L/32", "R50_L_32-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.1-sd_0.1", 1337,
+         "0.01"),
+        ("R26+ViT-S/32", "R26_S_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0", 170,
+         "0.01"),
+        ("ViT-Ti/16", "Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0", 37, "0.03"),
+        ("ViT-B/32", "B_32-i21k-300ep-lr_0.001-aug_light1-wd_0.1-do_0.0-sd_0.0", 398, "0.01"),
+        ("ViT-S/32", "S_32-i21k-300ep-lr_0.001-aug_none-wd_0.1-do_0.0-sd_0.0", 118, "0.01"),
+        ("R+ViT-Ti/16", "R_Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0", 40, "0.03"),
+    ):  # fmt: skip
+        tuned = f"{file}--imagenet2012-steps_20k-lr_{rate}-res_384"
+        table[f"{name}@augreg"] = Published(f"{_VIT}/augreg/{file}.npz", 21_843, mebibytes)
+        table[f"{name}@augreg-imagenet2012"] = Published(f"{_VIT}/augreg/{tuned}.npz", 1000)
+    table["ViT-S/16@better-plain"] = Published("gs://big_vision/vit_s16_i1k_90ep.npz", 1000)
+    for size in ("R50x1", "R50x3", "R101x1", "R101x3", "R152x4"):
+        table[f"BiT-{size}@imagenet21k"] = Published(f"{_BIT}/BiT-M-{size}.npz", 21_843)
+        table[f"BiT-{size}@imagenet2012"] = Published(f"{_BIT}/BiT-S-{size}.npz", 1000)
+    return table
+
+
+PUBLISHED = _table()
+
+
+def locate(source: str | os.PathLike) -> epath.Path:
+    """The file or folder that `source` means: a path, an address, or a name in PUBLISHED.
+
+    A single file elsewhere is fetched into the cache, $XDG_CACHE_HOME/vit_jax/pretrained, with the
+    JSON beside it where there is one. A folder in an object store is read where it is.
+
+    Raises:
+      InputError: if there is nothing there, or what came is not what was sent.
+    """
+    source = os.fspath(source)
+    if source in PUBLISHED:
+        known = PUBLISHED[source]
+        if not any(source.startswith(f"{family}-") for family in MODELS):
+            raise InputError(f"init_from={source!r}: {source.partition('-')[0]} is not read yet")
+        path = _cached(source, known.address)
+        found = round(path.stat().length / 2**20)
+        if known.mebibytes is not None and abs(found - known.mebibytes) > 1:
+            raise InputError(
+                f"init_from={source!r}: {known.address} has {found} MiB, and was published with "
+                f"{known.mebibytes} MiB"
+            )
+        return path
+    scheme = source.partition("://")[0] if "://" in source else None
+    if scheme in ("http", "https") or (scheme and source.endswith(_SINGLE)):
+        if not urllib.parse.urlsplit(source).path.endswith(_SINGLE):
+            raise InputError(
+                f"init_from={source!r}: needs an address ending in .npz or .safetensors"
+            )
+        return _cached(source, source)
+    path = absolute(source)
+    try:
+        there = path.exists()
+    except Exception as e:  # whatever the client of an object store raises
+        raise InputError(f"init_from={source!r}: cannot be reached ({e})") from None
+    if not there:
+        hint = f"; {nearest(source, list(PUBLISHED))}" if "@" in source else ""
+        raise InputError(f"init_from={source!r}: no such file or directory{hint}")
+    return path
+
+
+def _cached(source: str, address: str) -> epath.Path:
+    """The file at `address`, fetched unless an earlier one is still as it was."""
+    home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = home / "vit_jax/pretrained" / hashlib.sha256(address.encode()).hexdigest()[:16]
+    name = pathlib.PurePosixPath(urllib.parse.urlsplit(address).path).name
+    note = folder / "fetched.json"
+    if note.exists():
+        written = json.loads(note.read_text())
+        if all(_sha256(folder / file) == digest for file, digest in written["sha256"].items()):
+            return _entrance(folder, name)
+        logger.warning("%s is not as it was fetched: it is fetched again", folder / name)
+    folder.mkdir(parents=True, exist_ok=True)
+    logger.info("fetching %s", address)
+    digests = {name: _fetch(source, address, folder / name)}
+    stem = name.rpartition(".")[0]
+    beside = [f"{stem}.json"]
+    if name == "model.safetensors":
+        beside = ["config.json", "preprocessor_config.json"]
+    for file in beside:
+        digest = _fetch(source, urllib.parse.urljoin(address, file), folder / file, optional=True)
+        if digest is not None:
+            digests[file] = digest
+    _replace(note, json.dumps({"address": address, "sha256": digests}, indent=1).encode())
+    logger.info("fetched %s to %s", address, folder)
+    return _entrance(folder, name)
+
+
+def _entrance(folder: pathlib.Path, name: str) -> epath.Path:
+    return epath.Path(folder if name == "model.safetensors" else folder / name)
+
+
+def _fetch(
+    source: str, address: str, target: pathlib.Path, *, optional: bool = False
+) -> str | None:
+    """Puts what is at `address` into `target`, whole; its SHA-256, or None if nothing is there."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
+            try:
+                if address.startswith(("http://", "https://")):
+                    digest = _download(address, file)
+                else:
+                    digest = _copy(address, file)
+                file.flush()
+                os.replace(file.name, target)
+                return digest
+            except (OSError, http.client.HTTPException, ValueError) as e:
+                os.unlink(file.name)
+                refused = isinstance(e, urllib.error.HTTPError) and 400 <= e.code < 500
+                gone = refused or isinstance(e, FileNotFoundError)
+                if optional and gone:
+                    return None
+                if gone or attempt == _ATTEMPTS:
+                    raise InputError(
+                        f"init_from={source!r}: {address} cannot be fetched ({e}); see that it can "
+                        "be reached, or fetch it by other means and give the path"
+                    ) from None
+                logger.warning("%s: %s; attempt %d of %d failed", address, e, attempt, _ATTEMPTS)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+
+
+def _download(address: str, file: Any) -> str:
+    """Raises ValueError if the size or the hash that the server states are not those that came."""
+    with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as response:
+        md5, sha256, size = hashlib.md5(usedforsecurity=False), hashlib.sha256(), 0
+        while chunk := response.read(_CHUNK_BYTES):
+            file.write(chunk)
+            size += len(chunk)
+            md5.update(chunk)
+            sha256.update(chunk)
+        stated = response.headers.get("Content-Length")
+        if stated is not None and int(stated) != size:
+            raise ValueError(f"{size} of {stated} bytes came")
+        # "crc32c=...,md5=...", in one header or several.
+        hashes = ",".join(response.headers.get_all("x-goog-hash", []))
+        stated = [h.strip()[4:] for h in hashes.split(",") if h.strip().startswith("md5=")]
+        found = base64.b64encode(md5.digest()).decode()
+        if stated and stated[0] != found:
+            raise ValueError(f"its MD5 is {found}, and the server states {stated[0]}")
+    return sha256.hexdigest()
+
+
+def _copy(address: str, file: Any) -> str:
+    """From an object store, whose client may raise anything; what is not there is told apart."""
+    path = epath.Path(address)
+    try:
+        if not path.exists():
+            raise FileNotFoundError("no such object")
+        with path.open("rb") as stored:
+            shutil.copyfileobj(stored, file, _CHUNK_BYTES)
+    except FileNotFoundError:
+        raise
+    except Exception as e:
+        raise OSError(str(e)) from e
+    file.flush()
+    return _sha256(pathlib.Path(file.name))
+
+
+def _sha256(path: pathlib.Path) -> str | None:
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _replace(path: pathlib.Path, content: bytes) -> None:
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(content)
+        file.flush()
+        os.replace(file.name, path)

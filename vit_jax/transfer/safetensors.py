@@ -1,0 +1,114 @@
+"""Files of named arrays in the safetensors format, alone or as the shards of a folder.
+
+What the arrays mean is told by their names: see `huggingface` and `timm`.
+"""
+
+import json
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import safetensors
+from etils import epath
+from safetensors.numpy import save
+
+from vit_jax.errors import InputError
+from vit_jax.files import write_whole
+from vit_jax.transfer.layout import as_float32
+
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_INDEX = "model.safetensors.index.json"
+_ALONE = "model.safetensors"
+
+
+def recognises(path: epath.Path) -> bool:
+    """Whether `path` is such a file, or a folder with one."""
+    if path.suffix == ".safetensors":
+        return True
+    return path.is_dir() and any((path / name).exists() for name in (_INDEX, _ALONE))
+
+
+def read_arrays(path: epath.Path) -> dict[str, np.ndarray]:
+    """{name: float32 array} of a file, or of the shards that a folder's index names.
+
+    Raises:
+      InputError: if one cannot be read, holds what is not floating point, or is missing.
+    """
+    if not path.is_dir():
+        return _read_file(path)
+    if not (path / _INDEX).exists():
+        return _read_file(path / _ALONE)
+    places = read_json(path / _INDEX).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(f, str) for f in places.values()):
+        raise InputError(f"init_from={str(path)!r}: {_INDEX} has no weight_map; fetch it again")
+    shards = sorted(set(places.values()))
+    outside = [shard for shard in shards if "/" in shard or "\\" in shard]
+    if outside:
+        raise InputError(
+            f"init_from={str(path)!r}: {_INDEX} names {outside[0]!r}, which is no file of it"
+        )
+    missing = [shard for shard in shards if not (path / shard).exists()]
+    if missing:
+        raise InputError(
+            f"init_from={str(path)!r}: {', '.join(missing)} missing, of the {len(shards)} files "
+            f"that {_INDEX} names; fetch the folder again"
+        )
+    arrays: dict[str, np.ndarray] = {}
+    for shard in shards:
+        arrays |= _read_file(path / shard)
+    absent = sorted(places.keys() - arrays.keys())
+    if absent:
+        raise InputError(
+            f"init_from={str(path)!r}: {', '.join(absent[:5])} absent, though {_INDEX} names "
+            f"{len(absent)} such; fetch the folder again"
+        )
+    return arrays
+
+
+def _read_file(path: epath.Path) -> dict[str, np.ndarray]:
+    try:
+        arrays = {}
+        for name, spec in safetensors.deserialize(path.read_bytes()):
+            if spec["dtype"] not in _DTYPES:
+                raise ValueError(f"{name} is of dtype {spec['dtype']}; weights are floating point")
+            flat = np.frombuffer(spec["data"], _DTYPES[spec["dtype"]])
+            arrays[name] = as_float32(name, flat.reshape(spec["shape"]))
+    except (safetensors.SafetensorError, ValueError, OSError) as e:
+        raise InputError(
+            f"init_from={str(path)!r}: not a readable .safetensors file of weights ({e}); fetch it "
+            "again"
+        ) from None
+    if not arrays:
+        raise InputError(f"init_from={str(path)!r}: it holds no arrays")
+    return arrays
+
+
+def write_arrays(path: epath.Path, arrays: dict[str, np.ndarray]) -> None:
+    """Writes a file; marked, as those of PyTorch are, for the libraries that ask for it."""
+    write_whole(path, save(arrays, metadata={"format": "pt"}))
+
+
+def config_path(path: epath.Path) -> epath.Path:
+    """Where the config that belongs to a file or folder is: inside, or beside by the same stem."""
+    return path / "config.json" if path.is_dir() else path.with_suffix(".json")
+
+
+def read_config(path: epath.Path) -> dict[str, Any] | None:
+    """What `config_path` holds; None if there is no such file."""
+    config = config_path(path)
+    return read_json(config) if config.exists() else None
+
+
+def read_json(path: epath.Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      InputError: if there is none.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, OSError) as e:  # text that is not UTF-8 is a ValueError too
+        raise InputError(f"init_from={str(path)!r}: not readable as JSON ({e})") from None
+    if not isinstance(content, dict):
+        raise InputError(f"init_from={str(path)!r}: needs a JSON object")
+    return content

@@ -1,0 +1,347 @@
+"""Models in the names of the `timm` library: its VisionTransformer, and the distilled form of it.
+
+What the arrays do not tell is in a JSON file as `timm` keeps it: `model_args` are arguments of
+VisionTransformer, and what is absent there has the default it has in `timm`.
+"""
+
+import logging
+import math
+import re
+from typing import Any
+
+import flax.linen as nn
+import numpy as np
+from etils import epath
+
+from vit_jax.config import image_hw
+from vit_jax.files import write_whole
+from vit_jax.models.deit import DeiT
+from vit_jax.models.variants import VIT_VARIANTS
+from vit_jax.models.vit import ViT
+from vit_jax.transfer import layout, safetensors
+from vit_jax.transfer.layout import (
+    Entry,
+    joined,
+    same,
+    torch_linear,
+    torch_norm,
+    torch_patches,
+    transposed,
+)
+from vit_jax.transfer.rules import (
+    Pretrained,
+    Spec,
+    class_names_of,
+    refuse,
+    square_side,
+    to_json,
+    with_learned_positions,
+)
+
+logger = logging.getLogger("vit_jax")
+
+_GELU = {"gelu": "exact", "gelu_tanh": "tanh"}
+_ACT_LAYER = {ours: theirs for theirs, ours in _GELU.items()}
+_POOLS = {"token": "token", "avg": "gap", "map": "map"}
+_GLOBAL_POOL = {ours: theirs for theirs, ours in _POOLS.items()}
+_DEFAULT_HEADS, _DEFAULT_EPS, _DEFAULT_CROP = 12, 1e-6, 0.875
+# Architectures by the sizes that VIT_VARIANTS has, for `timm` to begin with.
+_NAMES = {"Ti": "tiny", "S": "small", "M": "medium", "B": "base", "L": "large", "H": "huge",
+          "g": "giant", "G": "gigantic", "So400m": "so400m"}  # fmt: skip
+# Arguments that change what is computed, with the one value that is read here.
+_ONLY = {"pre_norm": False, "reg_tokens": 0, "pool_include_prefix": False, "in_chans": 3,
+         "scale_attn_norm": False, "scale_mlp_norm": False, "proj_bias": True,
+         "final_norm": True}  # fmt: skip
+
+_KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list"}
+_ARGUMENTS = {"num_heads": "a positive int", "mlp_ratio": "a positive number",
+              "eps": "a positive number", "init_values": "a positive number"}  # fmt: skip
+_PIXELS = {"mean": "three numbers", "std": "three positive numbers", "input_size": "a list",
+           "crop_pct": "a positive number"}  # fmt: skip
+
+
+def knows(arrays: dict[str, np.ndarray]) -> bool:
+    """Whether arrays have such names."""
+    return "patch_embed.proj.weight" in arrays
+
+
+def _entries(model: nn.Module) -> list[Entry]:
+    entries = torch_patches("patch_embed.proj", model.patch_size)
+    if model.has_class_token:
+        entries.append(same("cls_token", "class_token"))
+    if model.pos_embed == "learned_1d":
+        entries.append(same("pos_embed", "pos_embedding"))
+    if isinstance(model, DeiT):
+        entries.append(same("dist_token", "distillation_token"))
+    for i in range(model.depth):
+        theirs, ours = f"blocks.{i}", f"encoder/layer_{i}"
+        entries += torch_norm(f"{theirs}.norm1", f"{ours}/norm_attention")
+        entries += torch_norm(f"{theirs}.norm2", f"{ours}/norm_mlp")
+        fused = [f"{ours}/attention/{name}" for name in ("query", "key", "value")]
+        entries += _fused(f"{theirs}.attn.qkv", fused, model.qkv_bias)
+        entries += torch_linear(f"{theirs}.attn.proj", f"{ours}/attention/out")
+        entries += torch_linear(f"{theirs}.mlp.fc1", f"{ours}/mlp/up")
+        entries += torch_linear(f"{theirs}.mlp.fc2", f"{ours}/mlp/down")
+        if model.layer_scale is not None:
+            entries.append(same(f"{theirs}.ls1.gamma", f"{ours}/scale_attention/scale"))
+            entries.append(same(f"{theirs}.ls2.gamma", f"{ours}/scale_mlp/scale"))
+    if model.norm_pooled:
+        entries += torch_norm("fc_norm", "pooled_norm")
+    else:
+        entries += torch_norm("norm", "encoder/norm")
+    if model.pool == "map":
+        entries.append(same("attn_pool.latent", "map_head/probe"))
+        entries += torch_linear("attn_pool.q", "map_head/attention/query")
+        entries += _fused("attn_pool.kv", [f"map_head/attention/{n}" for n in ("key", "value")])
+        entries += torch_linear("attn_pool.proj", "map_head/attention/out")
+        entries += torch_norm("attn_pool.norm", "map_head/norm")
+        entries += torch_linear("attn_pool.mlp.fc1", "map_head/mlp/up")
+        entries += torch_linear("attn_pool.mlp.fc2", "map_head/mlp/down")
+    if model.num_classes is not None:
+        entries += torch_linear("head", "head")
+        if isinstance(model, DeiT):
+            entries += torch_linear("head_dist", "head_distillation")
+    return entries
+
+
+def _fused(theirs: str, ours: list[str], bias: bool = True) -> list[Entry]:
+    """Several dense layers of the same inputs, stored as one."""
+    entries = [joined(transposed, f"{theirs}.weight", [f"{name}/kernel" for name in ours])]
+    return entries + [joined(same, f"{theirs}.bias", [f"{name}/bias" for name in ours])] * bias
+
+
+def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
+    """The model that `arrays`, read from `path`, are.
+
+    Raises:
+      InputError: naming what is no such model's, or what its config says otherwise.
+    """
+    source = str(path)
+    needed = {"patch_embed.proj.weight": 4, "blocks.0.mlp.fc1.weight": 2}
+    layout.require(arrays, needed, source, {"pos_embed": 3, "head.weight": 2})
+    config = safetensors.read_config(path)
+    if config is None:
+        logger.info(
+            "%s: no %s beside it: heads by width, exact gelu, LayerNorm epsilon %g and pixels in "
+            "[-1, 1] are assumed", source, safetensors.config_path(path).name, _DEFAULT_EPS,
+        )  # fmt: skip
+    stated = config or {}
+    layout.check_kinds(stated, _KINDS, source)
+    args, pixels = stated.get("model_args") or {}, stated.get("pretrained_cfg") or {}
+    layout.check_kinds(args, _ARGUMENTS, source)
+    layout.check_kinds(pixels, _PIXELS, source)
+    width, _, p, q = arrays["patch_embed.proj.weight"].shape
+    mlp_dim = arrays["blocks.0.mlp.fc1.weight"].shape[0]
+    depth = layout.count_layers(arrays, r"blocks\.(\d+)\.", source)
+    distilled = "dist_token" in arrays
+    has_token = "cls_token" in arrays
+    # A named architecture has arguments of its own, which only the arrays tell; VisionTransformer
+    # itself has defaults.
+    named = config is None or _is_named(stated)
+    pool = args.get("global_pool", stated.get("global_pool"))
+    if pool is None:
+        by_arrays = "map" if "attn_pool.latent" in arrays else "token" if has_token else "avg"
+        pool = by_arrays if named else "token"
+    faults = [
+        f"{name}={args[name]!r} is not supported" for name, value in _ONLY.items()
+        if args.get(name, value) != value
+    ]  # fmt: skip
+    if pool not in _POOLS:
+        faults.append(f"global_pool={pool!r}: known: {', '.join(_POOLS)}")
+    act = args.get("act_layer") or "gelu"
+    if act not in _GELU:
+        faults.append(f"act_layer={act!r}: known: {', '.join(_GELU)}")
+    heads = _num_heads(args, stated, width)
+    if heads is None:
+        faults.append(f"its heads: no published ViT is {width} wide; state num_heads in model_args")
+    refuse(faults, f"init_from={source!r}: cannot be read")
+
+    norm_pooled = "fc_norm.weight" in arrays
+    found = {
+        "embed_dim": width,
+        "depth": depth,
+        "class_token": has_token,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in arrays,
+        "qk_norm": False,
+        "patch_size": (p, q),
+        "fc_norm": norm_pooled,
+        "num_classes": arrays["head.weight"].shape[0] if "head.weight" in arrays else 0,
+    }
+    wanted = {key: args[key] for key in found if key in args}
+    wanted.setdefault("num_classes", stated.get("num_classes"))
+    if not named:
+        wanted.setdefault("class_token", True)
+        if wanted.get("fc_norm") is None:
+            wanted["fc_norm"] = pool == "avg"
+    if config is not None:
+        assumed = {"act_layer": act, "global_pool": pool, "num_heads": heads}
+        said = {key: value for key, value in assumed.items() if key not in args | stated}
+        logger.info("%s: not stated, and taken to be: %s; LayerNorm epsilon %g", source,
+                    said, args.get("eps", _DEFAULT_EPS))  # fmt: skip
+    if "patch_size" in args:
+        wanted["patch_size"] = image_hw(args["patch_size"], "patch_size")
+    if "mlp_ratio" in args:
+        found["mlp_dim"], wanted["mlp_dim"] = mlp_dim, int(width * args["mlp_ratio"])
+    layout.check_agreement(wanted, found, source)
+
+    prefix = int(has_token) + int(distilled)
+    no_embed_class = args.get("no_embed_class")
+    num_positions = arrays["pos_embed"].shape[1] if "pos_embed" in arrays else None
+    image_size = _image_size(args, pixels)
+    if num_positions is not None and prefix and no_embed_class is None:
+        # As many positions as patches; where the size is not told, as many as fill a square.
+        patches = None if image_size is None else (image_size[0] // p) * (image_size[1] // q)
+        square = math.isqrt(num_positions) ** 2 == num_positions
+        no_embed_class = square if patches is None else num_positions == patches
+    if image_size is None and num_positions is not None:
+        side = square_side(num_positions - (0 if no_embed_class else prefix), source)
+        image_size = (side * p, side * q)
+    fields = {
+        "num_classes": found["num_classes"] or None,
+        "image_size": image_size,
+        "patch_size": (p, q),
+        "width": width,
+        "depth": depth,
+        "mlp_dim": mlp_dim,
+        "num_heads": heads,
+        "pool": _POOLS[pool],
+        "norm_pooled": norm_pooled,
+        "pos_embed": "none" if num_positions is None else "learned_1d",
+        "pos_embed_class_token": not no_embed_class,
+        "gelu": _GELU[act],
+        "norm_eps": float(args.get("eps", _DEFAULT_EPS)),
+        "qkv_bias": found["qkv_bias"],
+    }
+    if has_token != (_POOLS[pool] == "token"):
+        fields["class_token"] = has_token
+    if "blocks.0.ls1.gamma" in arrays:
+        fields["layer_scale"] = float(args.get("init_values") or 1e-5)
+    model = DeiT(**fields) if distilled else ViT(**fields)
+    params = layout.read_entries(_entries(model), arrays, model, source)
+    spec = Spec(
+        image_size=model.image_size,
+        resize="antialiased",
+        mean=tuple(pixels.get("mean", (0.5,) * 3)),
+        std=tuple(pixels.get("std", (0.5,) * 3)),
+        class_names=class_names_of(stated.get("label_names"), model.num_classes, source),
+        crop=float(pixels.get("crop_pct") or _DEFAULT_CROP) if pixels else None,
+    )
+    return Pretrained(source, model, params, spec)
+
+
+def _is_named(stated: dict[str, Any]) -> bool:
+    """Whether the architecture is one that timm has registered, as vit_base_patch16_224."""
+    return re.match(r"\w+_\w+_patch\d+", str(stated.get("architecture", ""))) is not None
+
+
+def _num_heads(args: dict[str, Any], stated: dict[str, Any], width: int) -> int | None:
+    """As stated; by the size that the architecture's name has; by timm's default; by width."""
+    if "num_heads" in args:
+        return args["num_heads"]
+    by_width = layout.heads_by_width(width)
+    if "model_args" in stated and not _is_named(stated):
+        return _DEFAULT_HEADS
+    if by_width is not None:
+        logger.info("%d heads, as of published ViTs that are %d wide", by_width, width)
+    return by_width
+
+
+def _image_size(args: dict[str, Any], pixels: dict[str, Any]) -> tuple[int, int] | None:
+    if "img_size" in args:
+        return image_hw(args["img_size"], "img_size")
+    if "input_size" in pixels:
+        return image_hw(pixels["input_size"][1:], "input_size")
+    return None
+
+
+def check(model: nn.Module) -> list[str]:
+    """What of `model` the format cannot hold."""
+    faults = []
+    if model.hidden_head:
+        faults.append("hidden_head=True: its head is linear; format=npz holds it, or fine-tune")
+    if isinstance(model, DeiT) and not model.distillation_head and model.num_classes is not None:
+        faults.append("distillation_head=False: its DeiT has two heads; format=hf holds it")
+    for field, value in (("parallel", False), ("norm", "layer"), ("qk_norm", False)):
+        if getattr(model, field) != value:
+            faults.append(f"{field}={getattr(model, field)!r}: keep the run's checkpoint instead")
+    if model.pool == "map" and not model.qkv_bias:
+        faults.append("qkv_bias=False with pool='map': its attention pooling has biases")
+    return faults
+
+
+def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
+    """Writes model.safetensors and config.json into a folder; or NAME.safetensors and NAME.json.
+
+    Returns the files' names.
+    """
+    pretrained = with_learned_positions(pretrained, class_token_has_one=False)
+    model, spec = pretrained.model, pretrained.spec
+    arrays = layout.write_entries(_entries(model), pretrained.params)
+    height, width = model.image_size
+    args = {
+        "img_size": height if height == width else [height, width],
+        "patch_size": _int_or_pair(model.patch_size),
+        "embed_dim": model.width,
+        "depth": model.depth,
+        "num_heads": model.num_heads,
+        "mlp_ratio": _mlp_ratio(model),
+        "qkv_bias": model.qkv_bias,
+        "global_pool": _GLOBAL_POOL[model.pool],
+        "class_token": model.has_class_token,
+        "no_embed_class": not model.pos_embed_class_token,
+        "fc_norm": model.norm_pooled,
+        "act_layer": _ACT_LAYER[model.gelu],
+    }
+    if model.pos_embed == "none":
+        args["pos_embed"] = "none"
+    if model.layer_scale is not None:
+        args["init_values"] = model.layer_scale
+    if model.norm_eps != _DEFAULT_EPS:
+        # No argument of timm's: better refused there than computed with another epsilon.
+        args["eps"] = model.norm_eps
+    pixels = {
+        "mean": list(spec.mean),
+        "std": list(spec.std),
+        "input_size": [3, height, width],
+        "crop_pct": 1.0 if spec.crop is None else spec.crop,
+        "interpolation": "bilinear",
+    }
+    config = {
+        "architecture": _architecture(model),
+        "num_classes": model.num_classes or 0,
+        "num_features": model.width,
+        "global_pool": args["global_pool"],
+        "model_args": args,
+        "pretrained_cfg": pixels,
+    }
+    if spec.class_names:
+        config["label_names"] = list(spec.class_names)
+    alone = path.suffix == ".safetensors"
+    beside = path.with_suffix(".json") if alone else path / "config.json"
+    path = path if alone else path / "model.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(beside, to_json(config))
+    safetensors.write_arrays(path, arrays)
+    return [beside.name, path.name]
+
+
+def _architecture(model: nn.Module) -> str:
+    """A registered one, of the model's size where there is one; model_args replace all of it."""
+    sizes = {v.width: _NAMES[name] for name, v in VIT_VARIANTS.items() if name in _NAMES}
+    size = sizes.get(model.width, "base")
+    if isinstance(model, DeiT):
+        size = size if size in ("tiny", "small", "base") else "base"
+        return f"deit_{size}_distilled_patch16_224"
+    return f"vit_{size}_patch{14 if size in ('huge', 'giant', 'gigantic') else 16}_224"
+
+
+def _mlp_ratio(model: nn.Module) -> float:
+    """The ratio for which int(width * ratio), as timm computes it, is the hidden width."""
+    ratio = model.mlp_dim / model.width
+    while int(model.width * ratio) < model.mlp_dim:
+        ratio = math.nextafter(ratio, math.inf)
+    return int(ratio) if ratio.is_integer() else ratio
+
+
+def _int_or_pair(size: tuple[int, int]) -> int | list[int]:
+    return size[0] if size[0] == size[1] else list(size)

@@ -1,0 +1,382 @@
+"""Ends a run in which nothing moves any more, and says which process is to blame.
+
+A thread on every process knows its phase and step, tells the others of them, and looks whether they
+move. It must find what is wrong before JAX does: where no heartbeat of a process has come for
+`job.heartbeat_s`, JAX aborts the others from C++, and little is said then.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import logging
+import math
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import jax
+from jax._src import distributed
+from ml_collections import ConfigDict
+
+from vit_jax import processes
+
+_BEATS_A_DEADLINE = 20
+_LONGEST_INTERVAL_S = 5.0
+_SILENT_BEATS = 4  # a process whose watchdog misses so many is stopped, or dead
+_ANSWER_BEATS = 2  # for the coordinator to answer
+_STEP_SHARE = 0.6  # of the heartbeat's timeout; the rest is for finding out who is late
+_ALONE_S = 3600.0  # for a step, where there is one process and so no heartbeat
+
+
+def step_deadline(job: ConfigDict, num_processes: int) -> float:
+    """Seconds that a step may take."""
+    if job.step_deadline_s is not None:
+        return job.step_deadline_s
+    return _STEP_SHARE * job.heartbeat_s if num_processes > 1 else _ALONE_S
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a process says of itself.
+
+    beat: counts up as long as its watchdog runs.
+    phase: start, compile, step, evaluation, save, leave or comparison.
+    step: the last one that it has the batch of; -1 before the first.
+    waited_s: for how long it has been there.
+    failure: what it ends for; "" while it does not.
+    """
+
+    beat: int
+    phase: str
+    step: int
+    waited_s: float
+    failure: str = ""
+
+    def __str__(self) -> str:
+        step = f"step {self.step}, " if self.step >= 0 else ""
+        return f"{step}phase {self.phase}, for {self.waited_s:.0f} s"
+
+
+class Board:
+    """Where the processes of a job hang out their reports: the store of `jax.distributed`.
+
+    No call waits for a coordinator that does not answer.
+    """
+
+    def __init__(self, process: int):
+        self._process, self._client = process, processes.client()
+        self._publishing: threading.Thread | None = None
+
+    def publish(self, report: Report) -> None:
+        """Replaces this process's report, unless an earlier one is still on its way."""
+        if self._publishing is not None and self._publishing.is_alive():
+            return
+        self._publishing = self._put(report)
+
+    def publish_last(self, report: Report, timeout_s: float) -> None:
+        """Replaces it once more and waits, for not too long, until it is there."""
+        self._put(report).join(timeout_s)
+
+    def _put(self, report: Report) -> threading.Thread:
+        text = json.dumps(dataclasses.asdict(report))
+
+        def put():
+            for name in ["report", "failed"] if report.failure else ["report"]:
+                key = f"watchdog/{name}/{self._process}"
+                self._client.key_value_set(key, text, allow_overwrite=True)
+
+        thread, _ = self._ask(put)
+        return thread
+
+    def read(self, name: str, timeout_s: float) -> dict[int, Report] | None:
+        """The reports by process: "report", of all, or "failed", of those alone that end.
+
+        None if the coordinator does not answer in time.
+        """
+        _, answer = self._ask(lambda: self._client.key_value_dir_get(f"watchdog/{name}/"))
+        try:
+            found = answer.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        return {int(key.rpartition("/")[2]): Report(**json.loads(text)) for key, text in found}
+
+    def _ask(self, call: Callable[[], Any]) -> tuple[threading.Thread, queue.SimpleQueue]:
+        answer: queue.SimpleQueue = queue.SimpleQueue()
+
+        def run():
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # then no answer comes
+                answer.put(call())
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread, answer
+
+
+class Watchdog:
+    """The watch over one process's progress, by its own and by the others' reports.
+
+    Time in which this process itself did not run, because it was stopped or the machine asleep,
+    does not count: that is for the others to judge.
+
+    Args:
+      deadlines: {phase: seconds}, with "step"; a phase that is not there has none.
+      process, num_processes: this one's number, and how many there are.
+      board: see `Board`; None where there is one process.
+      end: called once with what is wrong.
+      clock: seconds.
+    """
+
+    def __init__(
+        self,
+        deadlines: Mapping[str, float],
+        *,
+        process: int = 0,
+        num_processes: int = 1,
+        board: Any = None,
+        end: Callable[[str], Any],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._deadlines, self._board, self._end, self._clock = deadlines, board, end, clock
+        self._process, self._num_processes = process, num_processes
+        self.interval_s = min(deadlines["step"] / _BEATS_A_DEADLINE, _LONGEST_INTERVAL_S)
+        self.failure, self.exit_code = "", processes.FAILED
+        # Replaced as a whole by the thread that trains: a lock could be what is stuck.
+        self._place = (0, "start", -1)
+        self._seen, self._waited, self._beat = self._place, 0.0, 0
+        self._ticked_at, self._ticking, self._lived = clock(), 0.0, 0.0
+        self._heard: dict[int, tuple[Report, float]] = {}  # and when it last had a new beat
+        self.answered = True
+        self._failed_at: float | None = None
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around what has a deadline of its own, which begins with the block."""
+        moves, outer, step = self._place
+        self._place = (moves + 1, name, step)
+        try:
+            yield
+        finally:
+            self._place = (self._place[0] + 1, outer, step)
+
+    def arrive(self, step: int) -> None:
+        """To be called when the batch of `step` is there; the phase is `step` from then on."""
+        self._place = (self._place[0] + 1, "step", step)
+
+    def fail(self, failure: str, exit_code: int) -> None:
+        """Lets the others know that this process ends, and why."""
+        self.failure, self.exit_code = failure, exit_code
+        if self._board is not None:
+            self._board.publish_last(self.report(), _SILENT_BEATS * self.interval_s)
+
+    def report(self) -> Report:
+        """Of this process."""
+        _, phase, step = self._seen
+        return Report(self._beat, phase, step, round(self._waited, 1), self.failure)
+
+    def tick(self) -> None:
+        """To be called every `interval_s`: tells the others, and ends what has come to a stop."""
+        now, place = self._clock(), self._place
+        passed = self._ticking + min(now - self._ticked_at, 2 * self.interval_s)
+        self._lived, self._beat = self._lived + passed, self._beat + 1
+        self._waited = 0.0 if place != self._seen else self._waited + passed
+        self._seen = place
+        self._check(late=self._waited > self._deadlines.get(place[1], math.inf))
+        self._ticked_at = self._clock()
+        # Of which it waited for the coordinator; it may have been stopped meanwhile.
+        self._ticking = min(self._ticked_at - now, 2 * _ANSWER_BEATS * self.interval_s)
+
+    def _check(self, late: bool) -> None:
+        if self._board is None:
+            if late and not self.failure:
+                self._end(f"nothing has moved: {self.report()}")
+            return
+        self._board.publish(self.report())
+        failed = self._failed()
+        if failed and self._failed_at is None:
+            self._failed_at = self._lived
+        # What JAX says when its own heartbeat is missed is completed by what was read before.
+        waits = self._seen[1] == "step" and self._waited > self._deadlines["step"] / 2
+        if self.answered and (late or failed or self.failure or waits):
+            self._look()
+        if self.failure:
+            return  # it ends already
+        if failed and self._lived - self._failed_at > 2 * _SILENT_BEATS * self.interval_s:
+            # By now the thread that trains would have found the same, and said more.
+            self._end(self.describe_others())
+        elif late and not failed and (verdict := self._judge()):
+            self._end(verdict)
+
+    def _failed(self) -> dict[int, Report]:
+        found = self._board.read("failed", _ANSWER_BEATS * self.interval_s)
+        self.answered = found is not None
+        return {i: report for i, report in (found or {}).items() if i != self._process}
+
+    def _look(self) -> None:
+        found = self._board.read("report", _ANSWER_BEATS * self.interval_s)
+        self.answered = found is not None
+        for i, report in (found or {}).items():
+            if i not in self._heard or self._heard[i][0].beat != report.beat:
+                self._heard[i] = (report, self._lived)
+
+    def _silent(self) -> dict[int, Report | None]:
+        """The processes whose watchdog does not run, as they were seen last; None: never."""
+        limit = self._lived - _SILENT_BEATS * self.interval_s
+        silent = {
+            i: report
+            for i, (report, heard_at) in self._heard.items()
+            if heard_at < limit and not report.failure and i != self._process
+        }
+        return silent | {i: None for i in range(self._num_processes) if i not in self._heard}
+
+    def describe_others(self) -> str:
+        """Which processes cannot be reached, are lost or end; "" if none is known to."""
+        if not self.answered:
+            return f"process 0, the coordinator, cannot be reached; this one is at {self.report()}"
+        said = [
+            f"process {i} is lost (killed, stopped or without network), "
+            + (f"last seen at {report}" if report else "never seen")
+            for i, report in self._silent().items()
+        ]
+        said += [
+            f"process {i} ends, at {report}: {report.failure}"
+            for i, (report, _) in self._heard.items()
+            if report.failure not in ("", self.failure) and i != self._process
+        ]
+        return f"{'; '.join(said)}; this one is at {self.report()}" if said else ""
+
+    def _judge(self) -> str:
+        """Who is to blame that this process waits; "" if somebody takes the time it may take."""
+        silent = self._silent()
+        # Compiling and saving may keep even a watchdog from running; JAX's own heartbeat goes on.
+        if not self.answered or any(r is None or r.phase == "step" for r in silent.values()):
+            return self.describe_others()
+        reports = {i: report for i, (report, _) in self._heard.items()}
+        if any(
+            r.phase != "step" and r.waited_s <= self._deadlines.get(r.phase, math.inf)
+            for r in reports.values()
+        ):
+            return ""
+        first, last = (pick(r.step for r in reports.values()) for pick in (min, max))
+        if first == last:
+            return f"all processes have arrived, and nothing moves: {self.report()}"
+        late = "; ".join(
+            f"process {i} has not come further than {report}"
+            for i, report in reports.items()
+            if report.step == first
+        )
+        return f"{late}; the others wait for it, the first at step {last}"
+
+
+_watchdog: Watchdog | None = None
+
+
+def start(job: ConfigDict) -> None:
+    """Starts the watchdog of this process; `job` is that section of the config."""
+    global _watchdog
+    num_processes = jax.process_count()
+    watchdog = _watchdog = Watchdog(
+        {
+            "step": step_deadline(job, num_processes),
+            "start": job.compile_deadline_s,
+            "compile": job.compile_deadline_s,
+            "evaluation": job.evaluation_deadline_s,
+            "save": job.save_deadline_s,
+        },
+        process=jax.process_index(),
+        num_processes=num_processes,
+        board=Board(jax.process_index()) if num_processes > 1 else None,
+        end=_end,
+    )
+
+    def run():
+        while watchdog is _watchdog:
+            watchdog.tick()
+            time.sleep(watchdog.interval_s)
+
+    threading.Thread(target=run, name="watchdog", daemon=True).start()
+    if num_processes > 1:
+        processes.on_abort(_speak_on_abort)
+
+
+def stop() -> None:
+    """Ends the watch."""
+    global _watchdog
+    _watchdog = None
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """`Watchdog.phase` of this process, where a watchdog was started."""
+    with _watchdog.phase(name) if _watchdog is not None else contextlib.nullcontext():
+        yield
+
+
+def arrive(step: int) -> None:
+    """`Watchdog.arrive` of this process, where a watchdog was started."""
+    if _watchdog is not None:
+        _watchdog.arrive(step)
+
+
+def leave(code: int, error: BaseException | None = None) -> NoReturn:
+    """Ends this process; what is wrong was said.
+
+    Args:
+      code: for the system.
+      error: why this process ends before its time. Then it does not wait, as JAX would, for the
+        others, who may never come; it says which of them are lost, and lets the others know.
+    """
+    if error is None or processes.client() is None:
+        with phase("leave"):
+            jax.distributed.shutdown()
+        stop()
+        sys.exit(code)
+    if _watchdog is not None:
+        first_line = (str(error).strip() or repr(error)).splitlines()[0]
+        _watchdog.fail(f"{type(error).__name__}: {first_line}", code)
+        time.sleep(2 * _SILENT_BEATS * _watchdog.interval_s)
+        others = _watchdog.describe_others()
+        if others:
+            processes.say(others)
+    _exit(code)
+
+
+def _end(what: str) -> NoReturn:
+    processes.say(what)
+    faulthandler.dump_traceback(all_threads=True)
+    _watchdog.fail(what, processes.FAILED)
+    _exit(processes.FAILED)
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends this process without waiting for others; process 0 lets them read from its store."""
+    if _watchdog is not None and processes.client() is not None and jax.process_index() == 0:
+        time.sleep(3 * _SILENT_BEATS * _watchdog.interval_s)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _speak_on_abort() -> int:
+    if not _watchdog.failure:
+        if not _coordinator_listens():
+            _watchdog.answered = False
+        processes.say(
+            _watchdog.describe_others()
+            or f"JAX ends it, for what it says above; this one is at {_watchdog.report()}"
+        )
+        faulthandler.dump_traceback(all_threads=True)
+    return _watchdog.exit_code
+
+
+def _coordinator_listens() -> bool:
+    host, _, port = distributed.global_state.coordinator_address.rpartition(":")
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2.0):
+        return True
+    return False
