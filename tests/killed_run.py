@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 
-from vit_jax import checkpoint, files, train
+from vit_jax import checkpoint, files, metrics, train
 from vit_jax.evaluators import classification
 from vit_jax.main import main
 
@@ -48,8 +48,8 @@ def arm(moment):
     if kind == "startup":
         train.start_state = lambda run: kill()
     elif kind == "step":
-        before = train.Profiler.before
-        train.Profiler.before = lambda self, step: kill() if step == count else before(self, step)
+        before = metrics.Profiler.before
+        metrics.Profiler.before = lambda self, step: kill() if step == count else before(self, step)
     elif kind == "evaluation":
         owner = classification.Classification
         owner.run = after(count, owner.run, kill_after)
@@ -68,7 +68,7 @@ def arm(moment):
         owner.write = write_half
     elif kind == "save":
         owner, went_on = checkpoint.Checkpoints, threading.Event()
-        before, save = train.Profiler.before, owner.save
+        before, save = metrics.Profiler.before, owner.save
 
         def save_and_note(self, *args):
             save(self, *args)
@@ -82,7 +82,7 @@ def arm(moment):
             went_on.set()
             before(self, step)
 
-        train.Profiler.before, owner.save = note, save_and_note
+        metrics.Profiler.before, owner.save = note, save_and_note
         owner._seal_uncommitted = after(count, owner._seal_uncommitted, hold)
     else:
         raise ValueError(moment)

@@ -10,9 +10,10 @@ import pytest
 
 from vit_jax.commands import COMMANDS
 from vit_jax.config_text import apply_overrides, load_config, to_json
+from vit_jax.guards import NonFiniteError
 from vit_jax.main import main
 from vit_jax.run import open_sources
-from vit_jax.train import NonFiniteError, Preempted
+from vit_jax.train import Preempted
 
 ROOT = pathlib.Path(__file__).parents[1]
 QUICKSTART = "--config=configs/quickstart.py:debug"

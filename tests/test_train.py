@@ -16,9 +16,11 @@ from vit_jax.config_text import apply_overrides, load_config, read_config
 from vit_jax.errors import InputError
 from vit_jax.evaluation import evaluate
 from vit_jax.evaluators.classification import Classification
+from vit_jax.guards import NonFiniteError, check_finite
 from vit_jax.main import main
 from vit_jax.mesh import start_backend
-from vit_jax.train import Clock, NonFiniteError, check_finite, train_and_evaluate
+from vit_jax.summary import Clock
+from vit_jax.train import train_and_evaluate
 
 ROOT = pathlib.Path(__file__).parent.parent
 FILE = str(ROOT / "configs/quickstart.py") + ":debug"

@@ -8,10 +8,11 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from vit_jax import checkpoint, watchdog
+from vit_jax.comparison import compare_findings
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
-from vit_jax.run import compare, prepare
+from vit_jax.run import prepare
 from vit_jax.step import TrainState
 
 logger = logging.getLogger("vit_jax")
@@ -27,7 +28,8 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
     """
     run = prepare(config, workdir, training=False)
     workdir = run.workdir
-    compare(run, {"checkpoints in --workdir": checkpoint.saved_steps(workdir / "checkpoints")})
+    saved = checkpoint.saved_steps(workdir / "checkpoints")
+    compare_findings(run.config, run.sources, {"checkpoints in --workdir": saved})
     with jax.set_mesh(run.mesh):
         wanted = {
             "params": run.experiment.abstract_state.params,

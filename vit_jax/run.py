@@ -6,20 +6,19 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint, config_text, data, files, metrics, processes, transfer, watchdog
+from vit_jax import checkpoint, config_text, data, files, metrics, transfer
 from vit_jax import config as config_lib
+from vit_jax.comparison import compare_requests
 from vit_jax.config import SplitKey
 from vit_jax.data.sources import fingerprint
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.experiment import Experiment, make_experiment
 from vit_jax.mesh import check_accum_steps, check_batch_size, make_mesh
-from vit_jax.software import software
 from vit_jax.transfer.resample import check_convention
 
 
@@ -241,41 +240,6 @@ def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
         [f"{key} was {was!r} and is {now!r} now" for key, (was, now) in changed.items()],
         f"--workdir={workdir} holds a run of another config; set it back, or take a new --workdir",
     )
-
-
-def compare_requests(config: ConfigDict, more: Mapping[str, Any]) -> None:
-    """Checks that all processes of the job are asked for the same, with the same `more` facts.
-
-    It comes before whatever they do together, which would hang where they are not.
-
-    Raises:
-      InputError: with the processes and their differences.
-      ProcessError: naming those that have not come.
-    """
-    if jax.process_count() == 1:
-        return
-    facts = {
-        f"--config.{key}": value
-        for key, value in config_lib.flatten(config).items()
-        if not key.endswith("data_dir")  # each may have its own copy of the data
-    }
-    facts["devices of a process"] = (jax.local_device_count(), jax.local_devices()[0].device_kind)
-    with watchdog.phase("comparison"):
-        deadline_s = config.job.compile_deadline_s
-        processes.agree("what they run", facts | software() | more, deadline_s)
-
-
-def compare(run: Run, more: Mapping[str, Any]) -> None:
-    """Checks that all processes have found the same data, with the same `more` facts.
-
-    Raises:
-      InputError, ProcessError: as `compare_requests`.
-    """
-    if jax.process_count() == 1:
-        return
-    facts = {f"{k.data_name} {k.split}": s.fingerprint for k, s in run.sources.items()}
-    with watchdog.phase("comparison"):
-        processes.agree("what they found", facts | more, run.config.job.compile_deadline_s)
 
 
 def data_fingerprint(run: Run) -> str:

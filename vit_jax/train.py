@@ -5,16 +5,14 @@ config -> mesh -> data -> experiment (model, objective, optimizer, step) -> stat
 
 import collections
 import contextlib
-import hashlib
 import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -24,36 +22,33 @@ from vit_jax import (
     data,
     flops,
     metrics,
-    processes,
     sharding,
     tree,
     watchdog,
 )
 from vit_jax import config as config_lib
+from vit_jax.comparison import (
+    compare_findings,
+    compare_programs,
+    compare_starts,
+    compare_workdirs,
+)
 from vit_jax.data.order import local_rows
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate, make_evaluators
 from vit_jax.experiment import num_steps
 from vit_jax.files import write_whole
+from vit_jax.guards import CorruptDataError, CorruptRecords, NonFiniteError, check_finite
 from vit_jax.mesh import BATCH_AXES, batch_sharding
 from vit_jax.processes import PreemptionGuard
 from vit_jax.replicas import DivergedError, check_replicas
-from vit_jax.run import Run, compare, data_fingerprint, prepare, training_order
+from vit_jax.run import Run, data_fingerprint, prepare, training_order
 from vit_jax.step import start_from
+from vit_jax.summary import Clock, read_summary, write_summary
 
 logger = logging.getLogger("vit_jax")
 
-_EXAMPLES_TO_JUDGE_BY = 10_000  # or the data set, if it is smaller; before, few may be many
-_BATCHES_COMPARED = 2
 _STEPS_IN_FLIGHT = 2  # dispatched and not finished; each holds its batch on the devices
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or a gradient is infinite or not a number: the run cannot go on."""
-
-
-class CorruptDataError(RuntimeError):
-    """Too many records cannot be read or decoded."""
 
 
 class Preempted(Exception):
@@ -79,8 +74,9 @@ def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str,
       ProcessError: another process of the job is missing.
     """
     run = prepare(config, workdir)
-    compare_runs(run)
     finished = read_summary(run)
+    compare_findings(run.config, run.sources, {"finished before": finished is not None})
+    compare_workdirs(run.config, run.workdir)
     if finished is not None:
         logger.info("finished before, at step %d: nothing to do", finished["step"])
         return finished
@@ -88,33 +84,10 @@ def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str,
     with PreemptionGuard() as guard, jax.set_mesh(run.mesh):
         state, meta = start_state(run)
         write_workdir(run)
-        compare_starts(run, int(state.step))
+        compare_starts(run.config, training_order(run.config, run.train_source), int(state.step))
         if int(state.step) < run.experiment.total_steps:
             train(run, state, meta, guard)
     return write_summary(run)
-
-
-def compare_runs(run: Run) -> None:
-    """Checks that all processes run one thing in one workdir, before anything that they share.
-
-    Raises:
-      InputError: with the processes and their differences.
-    """
-    compare(run, {"finished before": read_summary(run) is not None})
-    with watchdog.phase("comparison"):
-        processes.check_one_workdir(run.workdir, run.config.job.compile_deadline_s)
-
-
-def compare_starts(run: Run, start: int) -> None:
-    """Checks that all processes begin at one step with the same examples in one order."""
-    size, order = run.config.global_batch_size, training_order(run.config, run.train_source)
-    first = np.arange(start * size, (start + _BATCHES_COMPARED) * size)
-    facts = {
-        "first step": start + 1,
-        "ids of the first batches": np.asarray(order(first)).tobytes(),
-    }
-    with watchdog.phase("comparison"):
-        processes.agree("where they start", facts, run.config.job.compile_deadline_s)
 
 
 def describe(run: Run) -> None:
@@ -234,12 +207,12 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
             with watchdog.phase("evaluation"), throughput.pause("evaluation"):
                 row = evaluate(name, evaluators[name], state)
                 writer.write(step, row)
-                logger.info("step %d: %s", step, _readable(row))
+                logger.info("step %d: %s", step, metrics.readable(row))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(writer)
         progress = stack.enter_context(metrics.Progress(total))
-        profiler = stack.enter_context(Profiler(c.log.profile, run.workdir / "profile"))
+        profiler = stack.enter_context(metrics.Profiler(c.log.profile, run.workdir / "profile"))
         checkpoints = checkpoint.Checkpoints(
             run.workdir / "checkpoints",
             keep_last=c.checkpoint.keep_last,
@@ -321,10 +294,7 @@ def compile_step(run: Run):
     """The compiled train step; says how much memory it needs."""
     e, since = run.experiment, time.perf_counter()
     lowered = e.lower()
-    if jax.process_count() > 1:
-        facts = {"lowered step": hashlib.sha256(lowered.as_text().encode()).hexdigest()}
-        with watchdog.phase("comparison"):
-            processes.agree("the program", facts, run.config.job.compile_deadline_s)
+    compare_programs(run.config, lowered)
     with watchdog.phase("compile"):
         compiled = lowered.compile()
     memory = flops.expected_memory(compiled.memory_analysis())
@@ -358,169 +328,3 @@ def close_batches(batches: Iterator[dict[str, jax.Array]]) -> None:
     """Ends the threads that read ahead, however long that takes."""
     with watchdog.phase("leave"):
         batches.close()
-
-
-def check_finite(pending: collections.deque, saved: int | None) -> dict[str, float]:
-    """The metrics of the last pending step, once those of all have been seen to be finite.
-
-    `saved` is the step of the newest checkpoint.
-    """
-    values: dict[str, float] = {}
-    steps = [step for step, _ in pending]
-    for step, values in zip(steps, jax.device_get([m for _, m in pending]), strict=True):
-        bad = [f"{k} is {v}" for k, v in values.items() if "/" not in k and not math.isfinite(v)]
-        if bad:
-            grads = {k.partition("/")[2]: v for k, v in values.items() if k[:10] == "grad_norm/"}
-            layers = [layer for layer, norm in grads.items() if not math.isfinite(norm)]
-            if layers:
-                bad.append(f"with gradients of that kind in {', '.join(layers)}")
-            kept = "nothing was saved before it" if saved is None else f"step {saved} is saved"
-            raise NonFiniteError(
-                f"step {step}: {', '.join(bad)}; {kept}. Lower optimizer.peak_lr, lengthen "
-                "schedule.warmup or set optimizer.grad_clip_norm, and take a new --workdir"
-            )
-    pending.clear()
-    return {name: float(value) for name, value in values.items()}
-
-
-class CorruptRecords:
-    """How many examples of a run could not be read or decoded, earlier parts of it included.
-
-    Args:
-      meta: saved with the state that the run goes on from; {} from scratch.
-      global_batch_size: B.
-      num_examples: of the data set.
-      max_fraction: of the examples so far that may be corrupt.
-    """
-
-    def __init__(
-        self,
-        meta: Mapping[str, Any],
-        *,
-        global_batch_size: int,
-        num_examples: int,
-        max_fraction: float,
-    ):
-        self.total = int(meta.get("corrupt", 0))
-        self._global_batch_size, self._max_fraction = global_batch_size, max_fraction
-        self._at_least = min(num_examples, _EXAMPLES_TO_JUDGE_BY)
-
-    def count(self, by_step: Sequence[jax.Array]) -> None:
-        """Adds those of some steps."""
-        self.total += round(math.fsum(jax.device_get(by_step)))
-
-    def check(self, step: int, saved: int | None) -> None:
-        """Raises CorruptDataError if they are too many; `saved` is the newest checkpoint's step."""
-        seen = step * self._global_batch_size
-        if self.total > self._max_fraction * max(seen, self._at_least):
-            kept = "nothing was saved" if saved is None else f"step {saved} is saved"
-            raise CorruptDataError(
-                f"step {step}: {self.total} of {seen} examples are corrupt and were masked, more "
-                f"than data.max_corrupt_fraction={self._max_fraction}; {kept}. The warnings above "
-                "name the records: repair them, or set data.max_corrupt_fraction higher and start "
-                "the same command again"
-            )
-
-    def read(self) -> dict[str, int]:
-        """To be saved."""
-        return {"corrupt": self.total}
-
-
-class Clock:
-    """What a run has cost, its earlier parts, maybe on other meshes, included.
-
-    Args:
-      meta: saved with the state that the run goes on from; {} from scratch.
-      num_chips: of this part.
-    """
-
-    def __init__(self, meta: Mapping[str, Any], num_chips: int):
-        self._meta, self._num_chips = meta, num_chips
-        self._since = time.perf_counter()
-
-    def read(self, train_s: float) -> dict[str, float]:
-        """To be saved; `train_s` is what the steps of this part have taken.
-
-        `train_s`: seconds of training alone; `chip_s`: of everything, times chips.
-        """
-        chip_s = (time.perf_counter() - self._since) * self._num_chips
-        return {
-            "train_s": self._meta.get("train_s", 0.0) + train_s,
-            "chip_s": self._meta.get("chip_s", 0.0) + chip_s,
-        }
-
-
-class Profiler:
-    """Traces the steps that `log.profile` names into a directory, by `jax.profiler`."""
-
-    def __init__(self, steps: str | None, directory: epath.Path):
-        self._steps = config_lib.step_range(steps, "log.profile") if steps else range(0)
-        self._directory = directory
-        self._tracing = False
-
-    def __enter__(self) -> "Profiler":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        if self._tracing:
-            jax.profiler.stop_trace()
-
-    def before(self, step: int) -> None:
-        """To be called before the step numbered `step` is dispatched."""
-        if step - 1 in self._steps and not self._tracing:
-            jax.profiler.start_trace(self._directory)
-            self._tracing = True
-
-    def after(self, step: int, result: Any) -> None:
-        """To be called with what that step gave, to be waited for before a trace ends."""
-        if self._tracing and step not in self._steps:
-            jax.block_until_ready(result)
-            jax.profiler.stop_trace()
-            self._tracing = False
-            logger.info("traced to %s; look at it with TensorBoard or XProf", self._directory)
-
-
-def read_summary(run: Run) -> dict[str, Any] | None:
-    """The summary of a run that is finished; None if it is not."""
-    path = run.workdir / "summary.json"
-    if not path.exists():
-        return None
-    summary = json.loads(path.read_text())
-    return summary if summary["step"] == run.experiment.total_steps else None
-
-
-def write_summary(run: Run) -> dict[str, Any]:
-    """Writes summary.json from what the run has made durable; {} on processes other than 0.
-
-    A shared disk may show these an older listing.
-    """
-    if jax.process_index() > 0:
-        return {}
-    c, e = run.config, run.experiment
-    step = checkpoint.saved_steps(run.workdir / "checkpoints")[0]
-    meta = checkpoint.read_meta(run.workdir / "checkpoints" / str(step))
-    images = step * c.global_batch_size
-    last = metrics.last_values(run.workdir)
-    summary = {
-        "step": step,
-        **{k: v for k, v in last.items() if k.split("/")[0] in c.evals},
-        "num_params": e.num_params,
-        "images_seen": images,
-        "exaflops": e.flops_per_image * images / 1e18,
-        "images_per_s": images / meta["train_s"],
-        "chip_hours": meta["chip_s"] / 3600,
-    }
-    write_whole(run.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
-    shown = {k: v for k, v in summary.items() if "/" in k or k in ("images_per_s", "chip_hours")}
-    logger.info("finished at step %s: %s", f"{step:,}", _readable(shown))
-    logger.info("summary: %s", run.workdir / "summary.json")
-    return summary
-
-
-def _readable(values: Mapping[str, float]) -> str:
-    def show(name, value):
-        if name.removesuffix("_raw").endswith(("top1", "top5", "top1_std")):
-            return f"{name} {value:.2%}"
-        return f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
-
-    return ", ".join(show(name, value) for name, value in values.items())

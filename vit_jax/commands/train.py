@@ -32,7 +32,7 @@ def run(flags: argparse.Namespace) -> int:
         )
     config = load_valid_config(flags)
 
-    from vit_jax import metrics, train  # orbax only now, that a typo is answered at once
+    from vit_jax import guards, metrics, train  # orbax only now, that a typo is answered at once
     from vit_jax.replicas import DivergedError
 
     metrics.log_to_console()
@@ -43,7 +43,7 @@ def run(flags: argparse.Namespace) -> int:
     except train.Preempted as e:
         print(e, file=sys.stderr)
         return PREEMPTED
-    except (train.NonFiniteError, train.CorruptDataError, DivergedError) as e:
+    except (guards.NonFiniteError, guards.CorruptDataError, DivergedError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
     return os.EX_OK

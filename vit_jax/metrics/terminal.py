@@ -92,3 +92,14 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
         self._console.out(level + self.format(record), highlight=False)
+
+
+def readable(values: Mapping[str, float]) -> str:
+    """Metrics in a message: accuracies in percent, counts in full, the rest in four digits."""
+
+    def show(name, value):
+        if name.removesuffix("_raw").endswith(("top1", "top5", "top1_std")):
+            return f"{name} {value:.2%}"
+        return f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
+
+    return ", ".join(show(name, value) for name, value in values.items())

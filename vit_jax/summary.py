@@ -1,0 +1,76 @@
+"""What a run has cost and come to: the clock that is saved with its state, and summary.json."""
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from vit_jax import checkpoint, metrics
+from vit_jax.files import write_whole
+from vit_jax.run import Run
+
+logger = logging.getLogger("vit_jax")
+
+
+class Clock:
+    """What a run has cost, its earlier parts, maybe on other meshes, included.
+
+    Args:
+      meta: saved with the state that the run goes on from; {} from scratch.
+      num_chips: of this part.
+    """
+
+    def __init__(self, meta: Mapping[str, Any], num_chips: int):
+        self._meta, self._num_chips = meta, num_chips
+        self._since = time.perf_counter()
+
+    def read(self, train_s: float) -> dict[str, float]:
+        """To be saved; `train_s` is what the steps of this part have taken.
+
+        `train_s`: seconds of training alone; `chip_s`: of everything, times chips.
+        """
+        chip_s = (time.perf_counter() - self._since) * self._num_chips
+        return {
+            "train_s": self._meta.get("train_s", 0.0) + train_s,
+            "chip_s": self._meta.get("chip_s", 0.0) + chip_s,
+        }
+
+
+def read_summary(run: Run) -> dict[str, Any] | None:
+    """The summary of a run that is finished; None if it is not."""
+    path = run.workdir / "summary.json"
+    if not path.exists():
+        return None
+    summary = json.loads(path.read_text())
+    return summary if summary["step"] == run.experiment.total_steps else None
+
+
+def write_summary(run: Run) -> dict[str, Any]:
+    """Writes summary.json from what the run has made durable; {} on processes other than 0.
+
+    A shared disk may show these an older listing.
+    """
+    if jax.process_index() > 0:
+        return {}
+    c, e = run.config, run.experiment
+    step = checkpoint.saved_steps(run.workdir / "checkpoints")[0]
+    meta = checkpoint.read_meta(run.workdir / "checkpoints" / str(step))
+    images = step * c.global_batch_size
+    last = metrics.last_values(run.workdir)
+    summary = {
+        "step": step,
+        **{k: v for k, v in last.items() if k.split("/")[0] in c.evals},
+        "num_params": e.num_params,
+        "images_seen": images,
+        "exaflops": e.flops_per_image * images / 1e18,
+        "images_per_s": images / meta["train_s"],
+        "chip_hours": meta["chip_s"] / 3600,
+    }
+    write_whole(run.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    shown = {k: v for k, v in summary.items() if "/" in k or k in ("images_per_s", "chip_hours")}
+    logger.info("finished at step %s: %s", f"{step:,}", metrics.readable(shown))
+    logger.info("summary: %s", run.workdir / "summary.json")
+    return summary
