@@ -249,8 +249,11 @@ def check_one_workdir(workdir: epath.Path, timeout_s: float) -> None:
     if jax.process_index() == 0:
         made = not workdir.exists()
         token = workdir / f".seen-by-all-{uuid.uuid4().hex}"
-        workdir.mkdir(parents=True, exist_ok=True)
-        token.write_text("")
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+            token.write_text("")
+        except OSError as e:
+            raise InputError(f"--workdir={workdir}: {e.strerror or e}; choose another") from None
         client().key_value_set(key, token.name)
         seen = True
     else:

@@ -5,7 +5,8 @@ the memory of one stays flipped there, and its replica goes its own way.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,15 +38,16 @@ def check_replicas(state: Any, mesh: Mesh) -> None:
       DivergedError: on every process, naming leaves, devices and their processes.
     """
     leaves = tree.flatten_names(state)
-    shardings = {name: leaf.sharding for name, leaf in leaves.items()}
-    if all(_num_copies(shardings[name], leaf.shape) == 1 for name, leaf in leaves.items()):
+    specs = tuple(leaf.sharding.spec for leaf in leaves.values())
+    if all(_num_copies(mesh, spec) == 1 for spec in set(specs)):
         return
-    specs = tuple(sharding.spec for sharding in shardings.values())
-    checksums_DL = np.asarray(_make_checksums(mesh, specs)(list(leaves.values())))
+    checksums = np.asarray(_make_checksums(mesh, specs)(list(leaves.values())))
+    by_place = checksums.reshape(*mesh.devices.shape, len(leaves))
     differing = []
-    for name, of_device_D in zip(leaves, checksums_DL.T, strict=True):
-        by_device = dict(zip(mesh.devices.flat, of_device_D, strict=True))
-        differing += _describe(name, shardings[name], leaves[name].shape, by_device)
+    for i in _differing(mesh, specs, by_place):
+        (name, leaf), values = list(leaves.items())[i], by_place[..., i].flat
+        by_device = dict(zip(mesh.devices.flat, values, strict=True))
+        differing += _describe(name, leaf.sharding, leaf.shape, by_device)
     if differing:
         more = len(differing) - _NAMED_AT_MOST
         raise DivergedError(
@@ -56,9 +58,26 @@ def check_replicas(state: Any, mesh: Mesh) -> None:
         )
 
 
-def _num_copies(sharding: NamedSharding, shape: tuple[int, ...]) -> int:
-    places = sharding.devices_indices_map(shape).values()
-    return len(places) // len({str(place) for place in places})
+def _copied_over(mesh: Mesh, spec: P) -> tuple[int, ...]:
+    """The axes of the mesh, by number, along which an array laid out by `spec` is the same."""
+    split = {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    return tuple(i for i, axis in enumerate(mesh.axis_names) if axis not in split)
+
+
+def _num_copies(mesh: Mesh, spec: P) -> int:
+    return math.prod(mesh.devices.shape[i] for i in _copied_over(mesh, spec))
+
+
+def _differing(mesh: Mesh, specs: Sequence[P], checksums: np.ndarray) -> list[int]:
+    """The leaves of whose shards some copies differ; `checksums` are (*mesh, leaves)."""
+    found = []
+    for spec in set(specs):
+        rows = np.array([i for i, other in enumerate(specs) if other == spec])
+        of_spec = checksums[..., rows]
+        axes = _copied_over(mesh, spec)
+        differ = of_spec.max(axis=axes) != of_spec.min(axis=axes)
+        found += rows[differ.reshape(-1, len(rows)).any(axis=0)].tolist()
+    return sorted(found)
 
 
 @functools.cache

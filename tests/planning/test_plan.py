@@ -320,11 +320,26 @@ def test_remedies_are_tried_until_one_fits(linear, batch, changes):
     assert found == changes
 
 
+def test_of_smaller_batches_the_largest_that_fits_is_the_remedy(linear):
+    config = tiny_config(global_batch_size=4 * 1000 + 4)  # no number of microbatches divides it
+    *others, last = find_remedies(config, FOUR, planning.search.plan(config, FOUR))
+    assert not any(remedy["fits"] for remedy in others)
+    assert last["fits"] and last["change"]["global_batch_size"] == 4 * 48
+
+
 def test_remedies_name_a_larger_slice_in_the_end(linear, monkeypatch):
     config = tiny_config(global_batch_size=4 * 10_000)
     monkeypatch.setattr(
         "vit_jax.planning.search.plan",
-        lambda *_: {"memory_bytes": {"peak": 99 * GIB, "fits": False}},
+        lambda *_: {
+            "memory_bytes": {
+                "peak": 99 * GIB,
+                "fits": False,
+                "capacity": 7 * GIB,
+                "temporaries": GIB,
+                "batch": 0,
+            }
+        },
     )
     figures = {"mesh": {"replica": 1, "data": 4, "fsdp": 1, "tensor": 1}, "remat": "none",
                "images_per_way": 10_000, "global_batch_size": 40_000}  # fmt: skip

@@ -108,8 +108,6 @@ def find_remedies(
         for steps in (accum * 2, accum * 4, accum * 8)
         if share % steps == 0
     ]
-    ways = figures["global_batch_size"] // share
-    tries += [both | {"global_batch_size": ways * accum}]
     larger = [
         other.name
         for other in SLICES.values()
@@ -123,6 +121,11 @@ def find_remedies(
             tried.append({"change": change, "peak_bytes": memory["peak"], "fits": fits})
             if fits:
                 return tried
-    if larger:
+    most = largest_batch(changed(config, both), target)
+    least = figures["global_batch_size"] // share * accum
+    change = both | {"global_batch_size": most["global_batch_size"] if most else least}
+    memory = (most or plan(changed(config, change), target))["memory_bytes"]
+    tried.append({"change": change, "peak_bytes": memory["peak"], "fits": memory["fits"]})
+    if larger and not most:
         tried.append({"change": {"topology": larger[0]}, "peak_bytes": None, "fits": None})
     return tried
