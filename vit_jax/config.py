@@ -129,7 +129,7 @@ def base_config() -> ConfigDict:
     c.job.step_deadline_s = placeholder(float)  # None: 0.6 of heartbeat_s; alone an hour
     c.job.compile_deadline_s = 3600.0  # what comes before the first step, each thing by itself
     c.job.evaluation_deadline_s = 3600.0  # each evaluator
-    c.job.save_deadline_s = 3600.0
+    c.job.save_deadline_s = 3600.0  # each save, and ending the threads that read ahead
 
     c.evals = ConfigDict()
     c.lock()

@@ -287,6 +287,7 @@ def start(job: ConfigDict) -> None:
             "compile": job.compile_deadline_s,
             "evaluation": job.evaluation_deadline_s,
             "save": job.save_deadline_s,
+            "leave": job.save_deadline_s,
         },
         process=jax.process_index(),
         num_processes=num_processes,
