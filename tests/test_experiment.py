@@ -250,7 +250,9 @@ def test_scanned_and_unrolled_train_alike(mesh):
         assert after.tobytes() == before.tobytes(), leaf
 
 
-@pytest.mark.parametrize(("name", "devices"), [("sgd", 8), ("adamw", 1)])
+@pytest.mark.parametrize(
+    ("name", "devices"), [("sgd", 8), pytest.param("adamw", 1, marks=pytest.mark.slow)]
+)
 def test_microbatches_on_many_devices_and_on_one(mesh, name, devices):
     """The masks are uneven between the microbatches."""
     many = make_mesh(replica=1, data=4, fsdp=2, tensor=1) if devices == 8 else mesh

@@ -197,7 +197,12 @@ compiled = functools.cache(compile_step)
 
 @pytest.mark.parametrize(
     ("layout", "scan"),
-    [("data 8", True), ("fsdp 8", True), ("fsdp 8", False), ("replica 2, fsdp 4", True)],
+    [
+        ("data 8", True),
+        ("fsdp 8", True),
+        pytest.param("fsdp 8", False, marks=pytest.mark.slow),
+        ("replica 2, fsdp 4", True),
+    ],
 )
 def test_a_step_moves_weights_between_devices_and_no_activations(layout, scan):
     experiment, step = compiled(layout, scan)
@@ -214,7 +219,10 @@ def test_constraints_that_do_nothing_are_noticed(monkeypatch):
     assert constraints_in_forward() == 0
 
 
-@pytest.mark.parametrize("layout", ["data 8", "fsdp 8", "data 2, fsdp 2, tensor 2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["data 8", "fsdp 8", pytest.param("data 2, fsdp 2, tensor 2", marks=pytest.mark.slow)],
+)
 def test_the_state_is_donated(layout):
     experiment, step = compiled(layout, True)
     state = bytes_per_device(experiment.abstract_state, experiment.shardings)
