@@ -9,22 +9,16 @@ import pathlib
 import re
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # that a clone which is not installed can be launched from
 
-from vit_jax.commands import COMMANDS, load_valid_config  # noqa: E402
+from vit_jax import exit_codes  # noqa: E402
+from vit_jax.commands import COMMANDS, load_valid_config, require_flags  # noqa: E402
 from vit_jax.errors import InputError  # noqa: E402
 from vit_jax.main import parse_flags  # noqa: E402
-
-# Exit codes of vit_jax.main.
-INPUT_WRONG = 2  # nothing was written
-DOES_NOT_FIT = 3  # by the plan
-PREEMPTED = 75  # told to stop, and saved: the same command goes on
-TERMINATED = 128 + signal.SIGTERM  # told to stop before it trained
 
 _OF_PROCESSES = ("coordinator", "num_processes", "process_id")
 
@@ -90,9 +84,7 @@ def check_job(words: Sequence[str]) -> Job:
     if given:
         raise InputError(f"{', '.join(given)}: the launcher sets these; leave them out")
     needed = [name for name in ("config", "workdir") if hasattr(flags, name)]
-    missing = [f"--{name}" for name in needed if getattr(flags, name) is None]
-    if missing:
-        raise InputError(f"{', '.join(missing)}: missing behind --; e.g. {example}")
+    require_flags(flags, needed, example)
     config = getattr(flags, "config", None)
     if config is not None:
         load_valid_config(flags)
@@ -122,7 +114,7 @@ def run_launcher(
         return launch(flags, argv[split + 1 :])
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 2
+        return exit_codes.INPUT_WRONG
 
 
 def make_parser(doc: str, action: str = "") -> argparse.ArgumentParser:

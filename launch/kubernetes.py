@@ -12,7 +12,6 @@ taken away; after a failure likewise, --max_restarts times, but not if the input
 """
 
 import argparse
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,9 +20,6 @@ from typing import Any
 import tpus
 import yaml
 from job import (
-    INPUT_WRONG,
-    PREEMPTED,
-    TERMINATED,
     Job,
     check_config_travels,
     check_job,
@@ -36,6 +32,7 @@ from job import (
 )
 
 from vit_jax.errors import InputError
+from vit_jax.exit_codes import DONE, INPUT_WRONG, PREEMPTED, TERMINATED
 
 _PORT = 8482  # of process 0 in its pod
 _SPOT = "cloud.google.com/gke-spot"
@@ -249,7 +246,7 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
         if plan:
             print(f"# {shell(plan)}")
         print(f"# kubectl create -f -\n{manifest}", end="")
-        return os.EX_OK
+        return DONE
     kubectl = find_program("kubectl", "install it and choose a cluster, or take --dry_run")
     if planned and (code := tpus.check_plan(job, flags.topology, flags.num_slices)):
         return code
@@ -264,7 +261,7 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     print(f"its state: {shell(['kubectl', 'get', 'jobset', name, *at])}")
     print(f"follow it: {shell(['kubectl', 'logs', '--follow', '--selector', first, *at])}")
     print(f"end it: {shell(['kubectl', 'delete', 'jobset', name, *at])}")
-    return os.EX_OK
+    return DONE
 
 
 if __name__ == "__main__":

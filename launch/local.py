@@ -23,10 +23,11 @@ import time
 from collections.abc import Mapping, Sequence
 
 from etils import epath
-from job import INPUT_WRONG, PREEMPTED, Job, check_job, make_parser, positive, run_launcher, shell
+from job import Job, check_job, make_parser, positive, run_launcher, shell
 
 from vit_jax import files
 from vit_jax.errors import InputError
+from vit_jax.exit_codes import DONE, INPUT_WRONG, INTERRUPTED, PREEMPTED, of_ended
 
 _LAST_LINES = 20  # that are shown of the process that failed
 _GRACE_S = 5  # for the others to say what they have to say, once one has failed
@@ -185,7 +186,7 @@ def wait(processes: Sequence[Process], logs: Sequence, stop: Stop) -> Process | 
         time.sleep(_POLL_S)
         now = time.monotonic()
         if deadline is None and stop.signal is None:
-            ended_by = next((p for p in processes if p.code not in (None, 0, PREEMPTED)), None)
+            ended_by = next((p for p in processes if p.code not in (None, DONE, PREEMPTED)), None)
             deadline = now + _GRACE_S if ended_by else None
         if deadline is not None and now > deadline:
             for process in processes:
@@ -196,7 +197,7 @@ def wait(processes: Sequence[Process], logs: Sequence, stop: Stop) -> Process | 
                 log.flush()
     for process in processes:
         process.finish()
-    bad = (p for p in processes if p.code not in (0, PREEMPTED, -signal.SIGTERM))
+    bad = (p for p in processes if p.code not in (DONE, PREEMPTED, -signal.SIGTERM))
     return ended_by or next(bad, None)
 
 
@@ -211,9 +212,9 @@ def run_once(job: Job, environments: Sequence[Mapping[str, str]], logs, stop: St
     stop.pass_on_to(processes)
     failed = wait(processes, logs, stop)
     if stop.signal == signal.SIGINT:
-        return 130
+        return INTERRUPTED
     if failed is None:
-        return max(0 if process.code == 0 else PREEMPTED for process in processes)
+        return max(DONE if process.code == DONE else PREEMPTED for process in processes)
     if failed.code == -signal.SIGTERM:
         return PREEMPTED
     number = processes.index(failed)
@@ -223,7 +224,7 @@ def run_once(job: Job, environments: Sequence[Mapping[str, str]], logs, stop: St
         print(f"  {line.decode(errors='replace').rstrip()}", file=sys.stderr)
     if failed.code != INPUT_WRONG:
         print(f"all it said is in {log_path(job, number)}", file=sys.stderr)
-    return failed.code if failed.code > 0 else 128 - failed.code
+    return of_ended(failed.code)
 
 
 def describe(code: int) -> str:
@@ -279,7 +280,7 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
             )
         ]
         print("\n".join([*(f"{line} > /dev/null &" for line in lines[1:]), lines[0]]))
-        return 0
+        return DONE
     is_new = not files.absolute(job.workdir).exists()
     with Stop() as stop, contextlib.ExitStack() as stack:
         logs = open_logs(job, flags.num_processes, stack)

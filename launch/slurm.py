@@ -21,8 +21,6 @@ import sys
 from collections.abc import Sequence
 
 from job import (
-    PREEMPTED,
-    TERMINATED,
     Job,
     check_job,
     find_program,
@@ -34,6 +32,7 @@ from job import (
 
 from vit_jax import files
 from vit_jax.errors import InputError
+from vit_jax.exit_codes import DONE, PREEMPTED, TERMINATED
 
 # As JAX does: ports above those that the system hands out, by the number of the job.
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
@@ -145,7 +144,7 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     if flags.dry_run:
         print(shell(["mkdir", "-p", str(logs)]))
         print(f"sbatch <<'END'\n{script}END")
-        return 0
+        return DONE
     sbatch = find_program("sbatch", "call this on a login node of a Slurm cluster, or --dry_run")
     made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
     try:
@@ -161,7 +160,7 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     print(f"submitted job {number}; its state: squeue --job={number}")
     print(f"follow it: tail -F {shlex.quote(str(logs / 'process_0.log'))}")
     print(f"save and start again: scancel --signal=TERM {number}; end it: scancel {number}")
-    return 0
+    return DONE
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ All by the gcloud client, with the account and the project that it is set to.
 
 import argparse
 import json
-import os
 import pathlib
 import shlex
 import subprocess
@@ -29,7 +28,6 @@ from typing import Any, NamedTuple
 
 import tpus
 from job import (
-    INPUT_WRONG,
     ROOT,
     Job,
     check_config_travels,
@@ -42,6 +40,7 @@ from job import (
 )
 
 from vit_jax.errors import InputError
+from vit_jax.exit_codes import DONE, INPUT_WRONG, INTERRUPTED
 
 ACTIONS = ("create", "run", "status", "logs", "delete")
 _SENT = ("setup.py", "pyproject.toml", "LICENSE", "README.md", "vit_jax", "configs", "launch")
@@ -302,7 +301,7 @@ def run(gcloud: Gcloud, flags: argparse.Namespace, tpu: tpus.Slice, job: Job) ->
         code = follow(gcloud, 0 if before.running else len(before.log))
         if code is None:
             print("preempted; the job goes on where it saved", flush=True)
-        elif code in (os.EX_OK, INPUT_WRONG) or failures == flags.max_restarts:
+        elif code in (DONE, INPUT_WRONG) or failures == flags.max_restarts:
             delete = shell(["python", "launch/tpu_vm.py", "delete", *same(flags)])
             print(f"the job ended with exit code {code}; give the slices back: {delete}")
             return code
@@ -365,7 +364,7 @@ def status(gcloud: Gcloud) -> int:
             ended = "ended" if job.code is None else f"ended with exit code {job.code}"
             print(f"job: {'running' if job.running else ended}: {job.words}")
             print(b"\n".join(job.log.splitlines()[-5:]).decode(errors="replace"))
-    return os.EX_OK
+    return DONE
 
 
 def check(flags: argparse.Namespace, words: Sequence[str]) -> tuple[tpus.Slice | None, Job | None]:
@@ -405,7 +404,7 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     if flags.dry_run:
         for remark, command in steps(gcloud, flags, tpu, job):
             print(f"# {remark}\n{shell(command)}" if remark else shell(command))
-        return os.EX_OK
+        return DONE
     find_program("gcloud", "install the Google Cloud SDK, or take --dry_run")
     if flags.action == "create":
         call(gcloud.create(tpu), "asking for slices")
@@ -422,8 +421,8 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
             return run(gcloud, flags, tpu, job)
         except KeyboardInterrupt:
             print("the job goes on; see it by the same command, end it by delete", file=sys.stderr)
-            return 130
-    return os.EX_OK
+            return INTERRUPTED
+    return DONE
 
 
 if __name__ == "__main__":

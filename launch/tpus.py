@@ -1,12 +1,12 @@
 """TPU slices as Google's tools call them, and the check that a job fits them."""
 
-import os
 import subprocess
 import sys
 from typing import NamedTuple
 
-from job import DOES_NOT_FIT, Job
+from job import Job
 
+from vit_jax import exit_codes
 from vit_jax.errors import InputError
 from vit_jax.topologies import CHIPS, Slice, find_slice
 
@@ -73,18 +73,18 @@ def check_plan(job: Job, topology: str, num_slices: int) -> int:
     """
     command = plan_command(job, topology, num_slices)
     if not command:
-        return os.EX_OK
+        return exit_codes.DONE
     where = topology if num_slices == 1 else f"{num_slices} x {topology}"
     print(f"planning for {where} ...", file=sys.stderr, flush=True)
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == DOES_NOT_FIT:
+    if done.returncode == exit_codes.DOES_NOT_FIT:
         print(done.stdout.rstrip(), file=sys.stderr)
         print(f"error: the run does not fit {where}; --no_plan goes on nevertheless",
               file=sys.stderr)  # fmt: skip
-        return DOES_NOT_FIT
+        return exit_codes.DOES_NOT_FIT
     if done.returncode:
         raise InputError(
             f"the run cannot be planned for {where}: "
             f"{done.stderr.strip().removeprefix('error: ')}; --no_plan goes on without a plan"
         )
-    return os.EX_OK
+    return exit_codes.DONE

@@ -275,7 +275,7 @@ def test_image_size_that_the_data_do_not_have(refused):
         ([QUICKSTART, "--workdir=WORKDIR", "extra", "--zzz"], ["extra: ", "--zzz: known: -h"]),
         ([QUICKSTART, "--workdir=WORKDIR", "--config.seed"], ["--config.seed: no value"]),
         ([QUICKSTART, "--config.seed", "--workdir=WORKDIR"], ["--config.seed: no value"]),
-        (["evaluate"], ["--workdir: missing; give the workdir of a run"]),
+        (["evaluate"], ["--workdir: missing; e.g. python -m vit_jax.main evaluate"]),
         (["evaluate", "--workdir=WORKDIR"], ["/workdir: no config.json there; give the workdir"]),
         (["evaluate", "--workdir=WORKDIR", QUICKSTART], ["unknown flags: --config="]),
         ([QUICKSTART, "--workdir=WORKDIR", "--coordinator=localhost:1"],

@@ -130,7 +130,7 @@ def test_sigterm_saves_and_exits_75_and_the_run_goes_on(uninterrupted, tmp_path)
     output = ""
     for line in process.stdout:
         output += line
-        if line.startswith("start: from scratch"):
+        if line.startswith("step 5/40"):
             process.send_signal(signal.SIGTERM)
     assert process.wait() == 75, output
     assert "stopped by SIGTERM at step" in output

@@ -4,6 +4,8 @@ import collections
 import json
 import pathlib
 import shutil
+import signal
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from vit_jax.evaluators.classification import Classification
 from vit_jax.guards import NonFiniteError, check_finite
 from vit_jax.main import main
 from vit_jax.mesh import start_backend
+from vit_jax.run import prepare
 from vit_jax.summary import Clock
 from vit_jax.train import train_and_evaluate
 
@@ -134,6 +137,28 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
     assert main([f"--config={FILE}", f"--workdir={tmp_path / 'b'}"]) == 1
     error = capsys.readouterr().err
     assert "step 17" in error and "Traceback" not in error
+
+
+def test_told_to_stop_before_the_step_is_compiled_it_ends_at_once(tmp_path, monkeypatch):
+    from vit_jax import train as train_module
+
+    class Told(BaseException):
+        """By the handler that was there before."""
+
+    def told(*args):
+        raise Told
+
+    def compile_step(run):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(train_module, "compile_step", compile_step)
+    run = prepare(make_config(), tmp_path)
+    earlier = signal.signal(signal.SIGTERM, told)
+    try:
+        with pytest.raises(Told):
+            train_module.train(run, types.SimpleNamespace(step=0), {})
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
 
 
 def test_started_again_on_another_mesh(finished, tmp_path):

@@ -2,7 +2,7 @@
 
 Finds the command, lets it define its own flags and runs it. The command is train where none is
 named. Exit codes: 0 done; 1 failed; 2 the input is wrong; 3 the plan does not fit; 75 stopped by
-preemption, start again.
+preemption, and 143 before it trained: start again.
 """
 
 import argparse
@@ -11,8 +11,10 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from vit_jax import exit_codes
 from vit_jax.commands import COMMANDS, find_command
 from vit_jax.errors import InputError, nearest
+from vit_jax.first_process import run_in_child_of_first_process
 
 
 def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
@@ -73,19 +75,20 @@ def run(argv: Sequence[str]) -> tuple[int, BaseException | None]:
         return find_command(command).run(parse_flags(command, words)), None
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 2, e
+        return exit_codes.INPUT_WRONG, e
     except KeyboardInterrupt as e:
         print("interrupted; what was saved is there for the same command", file=sys.stderr)
-        return 130, e
+        return exit_codes.INTERRUPTED, e
 
 
 def run_and_exit(argv: Sequence[str]) -> NoReturn:
     """Runs the command that `argv` names and ends this process, of a job's as one of them."""
+    run_in_child_of_first_process()
     try:
         code, error = run(argv)
     except Exception as e:
         traceback.print_exc()
-        code, error = 1, e
+        code, error = exit_codes.FAILED, e
     from vit_jax import watchdog
 
     watchdog.leave(code, error)

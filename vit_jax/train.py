@@ -81,12 +81,12 @@ def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str,
         logger.info("finished before, at step %d: nothing to do", finished["step"])
         return finished
     describe(run)
-    with PreemptionGuard() as guard, jax.set_mesh(run.mesh):
+    with jax.set_mesh(run.mesh):
         state, meta = start_state(run)
         write_workdir(run)
         compare_starts(run.config, training_order(run.config, run.train_source), int(state.step))
         if int(state.step) < run.experiment.total_steps:
-            train(run, state, meta, guard)
+            train(run, state, meta)
     return write_summary(run)
 
 
@@ -163,8 +163,11 @@ def write_workdir(run: Run) -> None:
             write_whole(run.workdir / "classes.json", text)
 
 
-def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
-    """The loop: step, log, evaluate, make the rows durable, save."""
+def train(run: Run, state, meta: dict) -> None:
+    """The loop: step, log, evaluate, make the rows durable, save.
+
+    Until the step is compiled there is nothing to save, and SIGTERM ends a process alone at once.
+    """
     c, e = run.config, run.experiment
     start, total = int(state.step), e.total_steps
     saved = start if meta else None
@@ -210,6 +213,7 @@ def train(run: Run, state, meta: dict, guard: PreemptionGuard) -> None:
                 logger.info("step %d: %s", step, metrics.readable(row))
 
     with contextlib.ExitStack() as stack:
+        guard = stack.enter_context(PreemptionGuard())
         stack.enter_context(writer)
         progress = stack.enter_context(metrics.Progress(total))
         profiler = stack.enter_context(metrics.Profiler(c.log.profile, run.workdir / "profile"))

@@ -25,6 +25,7 @@ from jax._src import distributed
 from ml_collections import ConfigDict
 
 from vit_jax import processes
+from vit_jax.exit_codes import FAILED
 
 _BEATS_A_DEADLINE = 20
 _LONGEST_INTERVAL_S = 5.0
@@ -145,7 +146,7 @@ class Watchdog:
         self._deadlines, self._board, self._end, self._clock = deadlines, board, end, clock
         self._process, self._num_processes = process, num_processes
         self.interval_s = min(deadlines["step"] / _BEATS_A_DEADLINE, _LONGEST_INTERVAL_S)
-        self.failure, self.exit_code = "", processes.FAILED
+        self.failure, self.exit_code = "", FAILED
         # Replaced as a whole by the thread that trains: a lock could be what is stuck.
         self._place = (0, "start", -1)
         self._seen, self._waited, self._beat = self._place, 0.0, 0
@@ -350,8 +351,8 @@ def leave(code: int, error: BaseException | None = None) -> NoReturn:
 def _end(what: str) -> NoReturn:
     processes.say(what)
     faulthandler.dump_traceback(all_threads=True)
-    _watchdog.fail(what, processes.FAILED)
-    _exit(processes.FAILED)
+    _watchdog.fail(what, FAILED)
+    _exit(FAILED)
 
 
 def _exit(code: int) -> NoReturn:

@@ -88,8 +88,8 @@ def test_dry_run_prints_what_would_run_and_does_nothing(local, call, on_cpu, tmp
     [
         (["--", QUICKSTART, "--workdir=W"], "required: --num_processes"),
         (["--num_processes=2"], "no job: give what it runs behind --, e.g. -- --config=configs"),
-        (["--num_processes=2", "--", QUICKSTART], "--workdir: missing behind --"),
-        (["--num_processes=2", "--", "--workdir=W"], "--config: missing behind --"),
+        (["--num_processes=2", "--", QUICKSTART], "--workdir: missing; e.g. -- --config="),
+        (["--num_processes=2", "--", "--workdir=W"], "--config: missing; e.g. -- --config="),
         (["--num_processes=0", "--", QUICKSTART, "--workdir=W"], "--num_processes=0: needs a pos"),
         (["--num_processes=2", "--", QUICKSTART, "--workdir=W", "--config.seeed=1"],
          "did you mean seed?"),

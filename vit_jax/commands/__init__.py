@@ -1,21 +1,21 @@
 """Commands of `python -m vit_jax.main`: one file and one name in COMMANDS each.
 
 A command is a module with a docstring (its help), `define_flags(parser)` and `run(flags)`, which
-returns the exit code. What commands share about flags is here.
+returns the exit code. What commands share about flags is here; importing it loads no JAX, so that
+a process can be ended, and a wrong command is answered, at once.
 """
 
 import argparse
 import importlib
 import types
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ml_collections import ConfigDict
-
-from vit_jax import config_text, mesh, processes, watchdog
 from vit_jax.errors import InputError, nearest
-from vit_jax.validation import validate
 
 if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
     from vit_jax.transfer import Pretrained
 
 COMMANDS = ("train", "evaluate", "predict", "export", "benchmark", "plan")
@@ -26,6 +26,13 @@ def find_command(name: str) -> types.ModuleType:
     return importlib.import_module(f"vit_jax.commands.{name}")
 
 
+def require_flags(flags: argparse.Namespace, names: Sequence[str], example: str) -> None:
+    """Raises InputError with those of the flags `names` that were not given, and an example."""
+    missing = [f"--{name}" for name in names if getattr(flags, name) is None]
+    if missing:
+        raise InputError(f"{', '.join(missing)}: missing; e.g. {example}")
+
+
 def define_process_flags(parser: argparse.ArgumentParser) -> None:
     """The flags by which processes of one job find each other, where no cluster is detected."""
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
@@ -34,12 +41,14 @@ def define_process_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_devices", type=int, help="devices that they must have together")
 
 
-def start_job(flags: argparse.Namespace, config: ConfigDict) -> None:
+def start_job(flags: argparse.Namespace, config: "ConfigDict") -> None:
     """Joins the processes, chooses the backend, checks what was found, starts the watchdog.
 
     Raises:
       InputError: what was found is not what was asked for.
     """
+    from vit_jax import mesh, processes, watchdog
+
     processes.start(
         flags.coordinator,
         flags.num_processes,
@@ -52,12 +61,15 @@ def start_job(flags: argparse.Namespace, config: ConfigDict) -> None:
     watchdog.start(config.job)
 
 
-def load_valid_config(flags: argparse.Namespace) -> ConfigDict:
+def load_valid_config(flags: argparse.Namespace) -> "ConfigDict":
     """The config of `--config`, overridden and checked.
 
     Raises:
       InputError: with all faults.
     """
+    from vit_jax import config_text
+    from vit_jax.validation import validate
+
     config = config_text.load_config(flags.config)
     faults = config_text.apply_overrides(config, flags.overrides)
     validate(config, faults, f"--config={flags.config}")

@@ -19,8 +19,8 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Column, Table
 
-from vit_jax import files
-from vit_jax.commands import load_valid_config
+from vit_jax import exit_codes, files
+from vit_jax.commands import load_valid_config, require_flags
 from vit_jax.errors import InputError, nearest
 from vit_jax.mesh import check_accum_steps, check_batch_size, make_mesh, start_backend
 
@@ -74,12 +74,8 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    missing = [f"--{name}" for name in ("what", "config") if getattr(flags, name) is None]
-    if missing:
-        raise InputError(
-            f"{', '.join(missing)}: missing; e.g. python -m vit_jax.main benchmark --what=step "
-            "--config=configs/quickstart.py"
-        )
+    example = "python -m vit_jax.main benchmark --what=step --config=configs/quickstart.py"
+    require_flags(flags, ("what", "config"), example)
     for name, known in (("what", tuple(BENCHMARKS)), ("format", FORMATS)):
         value = getattr(flags, name)
         if value not in known:
@@ -99,7 +95,7 @@ def run(flags: argparse.Namespace) -> int:
     start_backend(config.mesh.platform)
     figures = BENCHMARKS[flags.what](config, flags)
     if figures is None:
-        return os.EX_OK
+        return exit_codes.DONE
     named = {"what": flags.what, "config": flags.config, "model": config.model.name, **figures}
     text = json.dumps(named, indent=2) + "\n"
     if output is not None:
@@ -108,7 +104,7 @@ def run(flags: argparse.Namespace) -> int:
         print(text, end="")
     else:
         Console().print(as_table(named))
-    return os.EX_OK
+    return exit_codes.DONE
 
 
 def check_output(output) -> None:

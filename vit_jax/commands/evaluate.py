@@ -7,14 +7,13 @@ Prints one JSON object of metrics on standard output. The workdir is only read.
 
 import argparse
 import json
-import os
 import signal
 
 import jax
 from rich.console import Console
 
-from vit_jax import config_text, files
-from vit_jax.commands import define_process_flags, start_job
+from vit_jax import config_text, exit_codes, files
+from vit_jax.commands import define_process_flags, require_flags, start_job
 from vit_jax.errors import InputError
 from vit_jax.validation import validate
 
@@ -25,8 +24,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    if flags.workdir is None:
-        raise InputError("--workdir: missing; give the workdir of a run")
+    require_flags(flags, ("workdir",), "python -m vit_jax.main evaluate --workdir=runs/quickstart")
     workdir = files.absolute(flags.workdir)
     if not (workdir / "config.json").exists():
         raise InputError(f"--workdir={workdir}: no config.json there; give the workdir of a run")
@@ -45,4 +43,4 @@ def run(flags: argparse.Namespace) -> int:
     results = evaluation.evaluate(config, workdir)
     if jax.process_index() == 0:
         print(json.dumps(metrics.finite_or_none(results), indent=2))
-    return os.EX_OK
+    return exit_codes.DONE

@@ -13,13 +13,12 @@ difference of a logit. Prints that and the files' names as JSON on standard outp
 
 import argparse
 import json
-import os
 import sys
 
 from rich.console import Console
 
-from vit_jax.commands import define_source_flags, read_source
-from vit_jax.errors import InputError
+from vit_jax import exit_codes
+from vit_jax.commands import define_source_flags, read_source, require_flags
 from vit_jax.mesh import start_backend
 
 
@@ -30,12 +29,8 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    missing = [f"--{name}" for name in ("output", "format") if getattr(flags, name) is None]
-    if missing:
-        raise InputError(
-            f"{', '.join(missing)}: missing; e.g. python -m vit_jax.main export "
-            "--workdir=runs/mine --output=mine --format=hf"
-        )
+    example = "python -m vit_jax.main export --workdir=runs/mine --output=mine --format=hf"
+    require_flags(flags, ("output", "format"), example)
     from vit_jax import metrics  # the rest only now, that a typo is answered at once
 
     metrics.log_to_console(Console(stderr=True))
@@ -46,7 +41,7 @@ def run(flags: argparse.Namespace) -> int:
         receipt = export(read_source(flags), flags.output, flags.format)
     except RuntimeError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 1
+        return exit_codes.FAILED
     shown = {"output": flags.output, **receipt["read_back"], "files": list(receipt["files"])}
     print(json.dumps(shown, indent=2))
-    return os.EX_OK
+    return exit_codes.DONE

@@ -15,13 +15,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vit_jax.commands import load_valid_config
+from vit_jax import exit_codes
+from vit_jax.commands import load_valid_config, require_flags
 from vit_jax.errors import InputError, nearest
 from vit_jax.flops import format_bytes
 from vit_jax.topologies import CHIPS, find_slice
 
 FORMATS = ("table", "json")
-DOES_NOT_FIT = 3
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +39,11 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    missing = [f"--{name}" for name in ("config", "topology") if getattr(flags, name) is None]
-    if missing:
-        raise InputError(
-            f"{', '.join(missing)}: missing; e.g. python -m vit_jax.main plan "
-            "--config=configs/pretrain.py:ViT-L/16,imagenet21k --topology=v5e:4x4"
-        )
+    example = (
+        "python -m vit_jax.main plan --config=configs/pretrain.py:ViT-L/16,imagenet21k "
+        "--topology=v5e:4x4"
+    )
+    require_flags(flags, ("config", "topology"), example)
     if flags.format not in FORMATS:
         raise InputError(f"--format={flags.format}: {nearest(flags.format, FORMATS)}")
     slice_ = find_slice(flags.topology)
@@ -90,7 +89,7 @@ def _show(flags: argparse.Namespace, result: Any, draw: Any, fits: bool = True) 
         console = Console()
         for part in draw(result):
             console.print(part)
-    return 0 if fits else DOES_NOT_FIT
+    return exit_codes.DONE if fits else exit_codes.DOES_NOT_FIT
 
 
 def print_plan(figures: dict[str, Any]) -> list[Any]:

@@ -11,11 +11,11 @@ name where the source tells names; 1,000 classes without names are taken for Ima
 
 import argparse
 import json
-import os
 
 from rich.console import Console
 from rich.table import Table
 
+from vit_jax import exit_codes
 from vit_jax.commands import define_source_flags, read_source
 from vit_jax.errors import InputError, nearest
 from vit_jax.mesh import start_backend
@@ -69,7 +69,7 @@ def run(flags: argparse.Namespace) -> int:
     if flags.features:
         options["what"] = flags.tokens
         print(json.dumps(prediction.write_features(pretrained, source, flags.features, **options)))
-        return os.EX_OK
+        return exit_codes.DONE
     console, unreadable = Console(), 0
     table = Table("image", "class", "probability")
     for row in prediction.predict(pretrained, source, top=flags.top, **options):
@@ -84,4 +84,4 @@ def run(flags: argparse.Namespace) -> int:
                 table.add_row(shown, found["name"], f"{found['probability']:.1%}")
     if flags.format == "table":
         console.print(table)
-    return 1 if unreadable else os.EX_OK
+    return exit_codes.FAILED if unreadable else exit_codes.DONE

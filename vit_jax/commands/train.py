@@ -6,15 +6,12 @@ The same command goes on where an earlier run in the workdir stopped.
 """
 
 import argparse
-import os
 import sys
 
 import jax
 
-from vit_jax.commands import define_process_flags, load_valid_config, start_job
-from vit_jax.errors import InputError
-
-PREEMPTED = 75
+from vit_jax import exit_codes
+from vit_jax.commands import define_process_flags, load_valid_config, require_flags, start_job
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
@@ -24,12 +21,8 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    missing = [f"--{name}" for name in ("config", "workdir") if getattr(flags, name) is None]
-    if missing:
-        raise InputError(
-            f"{', '.join(missing)}: missing; e.g. "
-            "python -m vit_jax.main --config=configs/quickstart.py --workdir=runs/quickstart"
-        )
+    example = "python -m vit_jax.main --config=configs/quickstart.py --workdir=runs/quickstart"
+    require_flags(flags, ("config", "workdir"), example)
     config = load_valid_config(flags)
 
     from vit_jax import guards, metrics, train  # orbax only now, that a typo is answered at once
@@ -42,8 +35,8 @@ def run(flags: argparse.Namespace) -> int:
         train.train_and_evaluate(config, flags.workdir)
     except train.Preempted as e:
         print(e, file=sys.stderr)
-        return PREEMPTED
+        return exit_codes.PREEMPTED
     except (guards.NonFiniteError, guards.CorruptDataError, DivergedError) as e:
         print(f"error: {e}", file=sys.stderr)
-        return 1
-    return os.EX_OK
+        return exit_codes.FAILED
+    return exit_codes.DONE
