@@ -18,12 +18,13 @@ All by the gcloud client, with the account and the project that it is set to.
 import argparse
 import json
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tpus
@@ -46,7 +47,7 @@ ACTIONS = ("create", "run", "status", "logs", "delete")
 _SENT = ("setup.py", "pyproject.toml", "LICENSE", "README.md", "vit_jax", "configs", "launch")
 _WORKER = "vit_jax/launch/worker.sh"  # on a worker, in its home directory
 _POLL_S = 30
-_TRIES = 10  # to reach a worker of slices that are active
+_TRIES = 10  # of what the network may fail, with such pauses
 
 
 def define_flags() -> argparse.ArgumentParser:
@@ -72,7 +73,12 @@ def define_flags() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--node", default="0", help="slice whose logs to show, from 0")
     parser.add_argument("--worker", default="0", help="worker of it, from 0")
-    parser.add_argument("--max_restarts", type=int, default=3, help="of run, after failures")
+    parser.add_argument(
+        "--max_restarts",
+        type=int,
+        default=3,
+        help="of run, after failures, since it came further than ever",
+    )
     parser.add_argument("--no_plan", action="store_true", help="do not check that the job fits")
     parser.add_argument("--dry_run", action="store_true", help="print what would run, and end")
     return parser
@@ -82,7 +88,7 @@ class Gcloud:
     """Commands of the gcloud client about one queued resource."""
 
     def __init__(self, flags: argparse.Namespace):
-        self._flags = flags
+        self.name, self._flags = flags.name, flags
         self._where = [f"--zone={flags.zone}"]
         if flags.project is not None:
             self._where.append(f"--project={flags.project}")
@@ -186,13 +192,17 @@ def read_answer(answer: bytes) -> JobState:
 # The actions
 
 
-def query(command: Sequence[str]) -> dict[str, Any] | None:
+class PreemptedError(Exception):
+    """The slices are no longer there, or their VMs were restarted."""
+
+
+def query(gcloud: Gcloud) -> dict[str, Any] | None:
     """What `describe` answers; None: there is no such queued resource.
 
     Raises:
-      InputError: gcloud refuses.
+      InputError: gcloud refuses, or cannot ask.
     """
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(gcloud.describe(), capture_output=True, text=True)
     if done.returncode == 0:
         return json.loads(done.stdout)
     if "NOT_FOUND" in done.stderr:
@@ -215,6 +225,41 @@ def call(command: Sequence[str], what: str) -> None:
         raise InputError(f"{what}: {(done.stderr or done.stdout).strip()}{hint}")
 
 
+def insist(fn: Callable[[], Any], before_again: Callable[[], None] = lambda: None) -> Any:
+    """fn(), which is tried again where it raises InputError: the network may fail for a while.
+
+    Args:
+      before_again: called before each further try; what it raises ends them.
+
+    Raises:
+      InputError: of the last of _TRIES.
+    """
+    for number in range(1, _TRIES):
+        try:
+            return fn()
+        except InputError as e:
+            print(f"{e}\nfailed, try {number} of {_TRIES}; the next in {_POLL_S} s", flush=True)
+        time.sleep(_POLL_S)
+        before_again()
+    return fn()
+
+
+def check_active(gcloud: Gcloud) -> None:
+    """Raises PreemptedError unless the slices are there."""
+    if state_of(insist(lambda: query(gcloud))) != "ACTIVE":
+        raise PreemptedError
+
+
+def call_there(gcloud: Gcloud, command: Sequence[str], what: str) -> None:
+    """`call` of what has workers do something; again where it fails though they are there.
+
+    Raises:
+      InputError: it fails again and again.
+      PreemptedError: they are not.
+    """
+    insist(lambda: call(command, what), lambda: check_active(gcloud))
+
+
 def state_of(described: dict[str, Any] | None) -> str:
     """The state of a queued resource, e.g. ACTIVE; ABSENT if there is none."""
     return "ABSENT" if described is None else described.get("state", {}).get("state", "UNKNOWN")
@@ -228,8 +273,8 @@ def wait_until_active(gcloud: Gcloud, tpu: tpus.Slice) -> None:
     """
     seen = None
     asked = False
+    described = query(gcloud)  # where that fails gcloud is not set up
     while True:
-        described = query(gcloud.describe())
         state = state_of(described)
         if state != seen:
             print(f"slices: {state}", flush=True)
@@ -241,74 +286,109 @@ def wait_until_active(gcloud: Gcloud, tpu: tpus.Slice) -> None:
             if asked and reason:
                 raise InputError(f"the request for slices failed: {reason}")
             if described is not None:
-                call(gcloud.delete(), "giving them back")
+                insist(lambda: call(gcloud.delete(), "giving them back"))
             call(gcloud.create(tpu), "asking for slices")
             asked = True
         time.sleep(_POLL_S)
+        described = insist(lambda: query(gcloud))
 
 
-def look(gcloud: Gcloud, offset: int) -> JobState | None:
-    """How the job is by worker 0 of slice 0, and its log from `offset`; None: out of reach."""
-    done = subprocess.run(gcloud.ssh(ask(offset), "0", "0"), capture_output=True)
-    return read_answer(done.stdout) if done.returncode == 0 else None
-
-
-def follow(gcloud: Gcloud, offset: int) -> int | None:
-    """Shows the log from `offset` until the job ends: its exit code; None: it was taken away.
+def look(gcloud: Gcloud, offset: int) -> JobState:
+    """How the job is by worker 0 of slice 0, and its log from `offset`.
 
     Raises:
-      InputError: the worker cannot be reached though the slices are active.
+      InputError: the worker cannot be reached.
     """
-    failed = 0
+    done = subprocess.run(gcloud.ssh(ask(offset), "0", "0"), capture_output=True)
+    if done.returncode:
+        raise InputError(
+            f"worker 0 cannot be reached: {done.stderr.decode(errors='replace').strip()}; try: "
+            f"{shell(gcloud.ssh('true', '0', '0'))}"
+        )
+    return read_answer(done.stdout)
+
+
+def look_there(gcloud: Gcloud, offset: int) -> JobState:
+    """`look`; again where the worker cannot be reached though the slices are there.
+
+    Raises:
+      InputError: it cannot be reached again and again.
+      PreemptedError: they are not.
+    """
+    return insist(lambda: look(gcloud, offset), lambda: check_active(gcloud))
+
+
+def follow(gcloud: Gcloud, offset: int) -> tuple[int, int]:
+    """Shows the log from `offset` until the job ends: its exit code, the last step in the log.
+
+    Raises:
+      InputError: the worker cannot be reached though the slices are there.
+      PreemptedError: the job was taken away.
+    """
+    step, line = 0, b""
     while True:
-        state = look(gcloud, offset)
-        if state is not None:
-            failed = 0
-            offset += len(state.log)
-            sys.stdout.buffer.write(state.log)
-            sys.stdout.flush()
-            if not state.running:
-                return state.code
-        if state_of(query(gcloud.describe())) != "ACTIVE":
-            return None
-        if state is None:
-            failed += 1
-            if failed == _TRIES:
-                raise InputError(
-                    f"worker 0 cannot be reached, {_TRIES} times; try: "
-                    f"{shell(gcloud.ssh('true', '0', '0'))}"
-                )
+        state = look_there(gcloud, offset)
+        offset += len(state.log)
+        sys.stdout.buffer.write(state.log)
+        sys.stdout.flush()
+        *lines, line = (line + state.log).split(b"\n")
+        step = max([step, *map(step_of, lines)])
+        if not state.running:
+            if state.code is None:
+                raise PreemptedError
+            return state.code, step
+        check_active(gcloud)
         time.sleep(_POLL_S)
+
+
+def step_of(line: bytes) -> int:
+    """The step that a line of the log says has been trained; 0 if it says none."""
+    found = re.match(rb"step ([\d,]+)[/:]", line)
+    return int(found[1].replace(b",", b"")) if found else 0
+
+
+def begin(gcloud: Gcloud, path: str, words: Sequence[str]) -> int:
+    """Has all workers run the job of `words`, unless they do: where its log begins.
+
+    Raises:
+      InputError: they run another, or something fails again and again.
+      PreemptedError: the slices are no longer there.
+    """
+    before = look_there(gcloud, 0)
+    if before.running:
+        if before.words != " ".join(words):
+            raise InputError(
+                f"--name={gcloud.name}: another job runs there ({before.words}); delete it, or "
+                "take another --name"
+            )
+        return 0
+    call(pack(path), "packing the code")
+    call_there(gcloud, gcloud.copy(path), "copying it to all workers")
+    call_there(gcloud, gcloud.ssh(unpack(path)), "installing it there")
+    call_there(gcloud, gcloud.ssh(start(words)), "starting the job")
+    return len(before.log)
 
 
 def run(gcloud: Gcloud, flags: argparse.Namespace, tpu: tpus.Slice, job: Job) -> int:
     """Keeps the job going until it ends; its exit code."""
     path, words = archive(flags.name), job.on("tpu").words
-    failures = 0
+    failures, furthest = 0, 0
     while True:
         wait_until_active(gcloud, tpu)
-        before = look(gcloud, 0) or read_answer(b"")
-        if before.running and before.words != " ".join(words):
-            raise InputError(
-                f"--name={flags.name}: another job runs there ({before.words}); delete it, or take "
-                "another --name"
-            )
-        if not before.running:
-            call(pack(path), "packing the code")
-            call(gcloud.copy(path), "copying it to all workers")
-            call(gcloud.ssh(unpack(path)), "installing it there")
-            call(gcloud.ssh(start(words)), "starting the job")
-        code = follow(gcloud, 0 if before.running else len(before.log))
-        if code is None:
+        try:
+            code, step = follow(gcloud, begin(gcloud, path, words))
+        except PreemptedError:
             print("preempted; the job goes on where it saved", flush=True)
-        elif code in (DONE, INPUT_WRONG) or failures == flags.max_restarts:
+            continue
+        if step > furthest:
+            failures, furthest = 0, step
+        if code in (DONE, INPUT_WRONG) or failures == flags.max_restarts:
             delete = shell(["python", "launch/tpu_vm.py", "delete", *same(flags)])
             print(f"the job ended with exit code {code}; give the slices back: {delete}")
             return code
-        else:
-            failures += 1
-            print(f"failed with exit code {code}; starts again, {failures} of {flags.max_restarts}",
-                  flush=True)  # fmt: skip
+        failures += 1
+        print(f"failed with exit code {code}; starts again, {failures} of {flags.max_restarts}",
+              flush=True)  # fmt: skip
 
 
 def same(flags: argparse.Namespace) -> list[str]:
@@ -352,13 +432,11 @@ def follow_log(gcloud: Gcloud, flags: argparse.Namespace) -> list[str]:
 
 def status(gcloud: Gcloud) -> int:
     """Says how the slices and the job are."""
-    state = state_of(query(gcloud.describe()))
-    print(f"slices: {state}")
+    state = state_of(query(gcloud))
+    print(f"slices: {state}", flush=True)
     if state == "ACTIVE":
         job = look(gcloud, 0)
-        if job is None:
-            print("job: worker 0 cannot be reached")
-        elif job.words is None:
+        if job.words is None:
             print("job: none")
         else:
             ended = "ended" if job.code is None else f"ended with exit code {job.code}"

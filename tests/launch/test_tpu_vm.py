@@ -31,6 +31,10 @@ class Cloud:
         path.write_text(f"#!/usr/bin/env bash\n{script.replace('PLAYS', str(self.folder))}\n")
         path.chmod(0o755)
 
+    def fail(self, *calls):
+        """The network fails these, e.g. "ssh 2": the second call of ssh."""
+        (self.folder / "failing").write_text("\n".join(calls))
+
     def calls(self, verb=None):
         """The words behind each verb, of the calls so far."""
         path = self.folder / "calls"
@@ -48,7 +52,7 @@ def cloud(tpu_vm, tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setenv("GCLOUD_PLAYS", str(folder))
     monkeypatch.setenv("PATH", str(STAND_IN), prepend=":")
-    monkeypatch.setattr(tpu_vm, "_POLL_S", 0.2)
+    monkeypatch.setattr(tpu_vm, "_POLL_S", 0.05)
     monkeypatch.setattr(tpu_vm.tempfile, "gettempdir", lambda: str(tmp_path))
     cloud = Cloud(folder)
     yield cloud
@@ -181,14 +185,26 @@ def test_process_that_was_told_to_stop_starts_again_by_itself(tpu_vm, call, clou
     assert len(cloud.calls("scp")) == 1
 
 
-@pytest.mark.parametrize(("ends_with", "starts"), [(2, 1), (1, 2)])
-def test_failures(tpu_vm, call, cloud, ends_with, starts):
+def test_wrong_input_does_not_start_again(tpu_vm, call, cloud):
     cloud.play("ACTIVE")
-    cloud.job(f"echo starts; exit {ends_with}")
+    cloud.job("echo starts; exit 2")
     code, out, _ = call(tpu_vm, *RUN, "--max_restarts=1", "--", *WORDS)
-    assert code == ends_with and out.count("\nstarts\n") == starts
-    assert f"the job ended with exit code {ends_with}" in out
-    assert ("failed with exit code 1; starts again, 1 of 1" in out) == (ends_with == 1)
+    assert code == 2 and out.count("\nstarts\n") == 1
+    assert "the job ended with exit code 2" in out
+
+
+def test_failures_are_counted_from_where_it_came_further(tpu_vm, call, cloud):
+    cloud.play("ACTIVE")
+    cloud.job("""
+[ -e PLAYS/before ] && step=1,002 || step=1,001
+touch PLAYS/before
+echo "step $step/2,000 | train/loss"; exit 1
+""")
+    code, out, _ = call(tpu_vm, *RUN, "--max_restarts=1", "--", *WORDS)
+    steps = [line[:10] for line in out.splitlines() if line.startswith("step")]
+    assert code == 1 and steps == ["step 1,001", "step 1,002", "step 1,002"]
+    assert out.count("failed with exit code 1; starts again, 1 of 1\n") == 2
+    assert "the job ended with exit code 1" in out
 
 
 def test_called_again_it_goes_on_with_the_running_job(tpu_vm, call, cloud):
@@ -221,12 +237,59 @@ def test_called_again_it_goes_on_with_the_running_job(tpu_vm, call, cloud):
     assert len(cloud.calls("scp")) <= 2  # one, unless it had ended before it was looked at
 
 
-def test_worker_out_of_reach(tpu_vm, call, cloud, monkeypatch):
+def test_network_that_fails_for_a_while(tpu_vm, call, cloud):
     cloud.play("ACTIVE")
-    cloud.job("sleep 100")
-    monkeypatch.setattr(tpu_vm, "look", lambda gcloud, offset: None)
+    cloud.job("echo trains; exit 0")
+    # ssh: the job's state, the code's installation, the job's start, its state again.
+    cloud.fail("describe 2", "describe 3", "ssh 1", "scp 1", "scp 2", "ssh 3", "ssh 5", "ssh 7")
+    code, out, err = call(tpu_vm, *RUN, "--", *WORDS)
+    assert (code, err) == (0, ""), out
+    assert "Connection reset by peer\nfailed, try 2 of 10; the next in 0.05 s\ncopying it" in out
+    assert "\ntrains\nthe job ended with exit code 0" in out
+    assert len(cloud.calls("create")) == 1 and len(cloud.calls("scp")) == 3
+    assert cloud.calls("delete") == []
+
+
+def test_network_that_fails_does_not_end_a_running_job(tpu_vm, call, cloud, monkeypatch):
+    cloud.play("ACTIVE")
+    call(tpu_vm, "create", *WHERE, "--topology=v5e:2x2")
+    cloud.job("echo trains; while [ ! -e PLAYS/go ]; do sleep 0.05; done; echo ends")
+    cloud.fail("ssh 4", "ssh 5", "ssh 6")
+    monkeypatch.setattr(tpu_vm, "_TRIES", 3)
     code, _, err = call(tpu_vm, *RUN, "--", *WORDS)
-    assert code == 2 and "worker 0 cannot be reached, 10 times; try: gcloud compute tpus" in err
+    assert code == 2 and "worker 0 cannot be reached: ERROR: " in err
+    assert "; try: gcloud compute tpus queued-resources ssh digits --node=0 --worker=0" in err
+
+    (cloud.folder / "go").touch()
+    cloud.fail("ssh 7")
+    code, out, err = call(tpu_vm, *RUN, "--", *WORDS)
+    assert (code, err) == (0, "") and out.count("trains\nends\n") == 1
+    assert len(cloud.calls("scp")) == 1
+
+
+def test_what_fails_always_is_said_in_the_end(tpu_vm, call, cloud, monkeypatch):
+    monkeypatch.setattr(tpu_vm, "_TRIES", 3)
+    cloud.play("ACTIVE")
+    cloud.fail("scp 1", "scp 2", "scp 3")
+    code, _, err = call(tpu_vm, *RUN, "--", *WORDS)
+    assert code == 2 and "error: copying it to all workers: ERROR: " in err
+    assert "Connection reset by peer" in err and len(cloud.calls("scp")) == 3
+
+
+def test_gcloud_that_is_not_set_up_is_said_at_once(tpu_vm, call, cloud):
+    cloud.fail("describe 1")
+    code, out, err = call(tpu_vm, *RUN, "--", *WORDS)
+    assert (code, out) == (2, "") and "gcloud refused: ERROR: " in err
+    assert cloud.calls() == ["describe"]
+
+
+def test_preempted_before_the_job_has_begun(tpu_vm, call, cloud):
+    cloud.play("ACTIVE", "SUSPENDED", "SUSPENDED", "ACTIVE")
+    cloud.job("exit 0")
+    cloud.fail("scp 1")
+    code, out, err = call(tpu_vm, *RUN, "--", *WORDS)
+    assert (code, err) == (0, "") and "preempted; the job goes on where it saved" in out
+    assert len(cloud.calls("create")) == 2 and len(cloud.calls("scp")) == 2
 
 
 # status, logs, delete
