@@ -66,7 +66,9 @@ def plan_command(job: Job, topology: str, num_slices: int) -> list[str]:
 
 
 def check_plan(job: Job, topology: str, num_slices: int) -> int:
-    """Says by `plan`, which keeps what it has planned, whether the job fits: 0, or DOES_NOT_FIT.
+    """Says by `plan`, which keeps what it has planned, whether the job fits: DONE or DOES_NOT_FIT.
+
+    Where libtpu is not installed the plan is calculated; `plan` says so.
 
     Raises:
       InputError: it cannot be planned.
@@ -76,7 +78,7 @@ def check_plan(job: Job, topology: str, num_slices: int) -> int:
         return exit_codes.DONE
     where = topology if num_slices == 1 else f"{num_slices} x {topology}"
     print(f"planning for {where} ...", file=sys.stderr, flush=True)
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode == exit_codes.DOES_NOT_FIT:
         print(done.stdout.rstrip(), file=sys.stderr)
         print(f"error: the run does not fit {where}; --no_plan goes on nevertheless",
@@ -84,7 +86,6 @@ def check_plan(job: Job, topology: str, num_slices: int) -> int:
         return exit_codes.DOES_NOT_FIT
     if done.returncode:
         raise InputError(
-            f"the run cannot be planned for {where}: "
-            f"{done.stderr.strip().removeprefix('error: ')}; --no_plan goes on without a plan"
+            f"the run cannot be planned for {where}, see above; --no_plan goes on without a plan"
         )
     return exit_codes.DONE

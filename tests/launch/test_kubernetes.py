@@ -320,8 +320,8 @@ def test_is_planned_before_it_is_started(kubernetes, call, kubectl, monkeypatch,
         return
     assert code == ends_with and not kubectl.exists()
     expected = {
-        3: "peak 20 GiB\nerror: the run does not fit v5e:4x4; --no_plan goes on nevertheless",
-        2: "the run cannot be planned for v5e:4x4: x; --no_plan goes on without a plan",
+        3: "error: x\npeak 20 GiB\nerror: the run does not fit v5e:4x4; --no_plan goes on",
+        2: "error: x\nerror: the run cannot be planned for v5e:4x4, see above; --no_plan goes on",
     }
     assert expected[ends_with] in err
 

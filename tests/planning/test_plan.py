@@ -1,5 +1,6 @@
 """Plans: what the command prints, what it refuses, and what its figures are made of."""
 
+import collections
 import json
 import math
 import pathlib
@@ -418,6 +419,58 @@ def test_plans_are_kept_by_all_that_they_depend_on(tmp_path, monkeypatch):
 def test_readable_mesh():
     assert readable_mesh({"replica": 2, "data": 1, "fsdp": 8, "tensor": 1}) == "replica 2 x fsdp 8"
     assert readable_mesh(dict.fromkeys(("replica", "data", "fsdp", "tensor"), 1)) == "one device"
+
+
+def test_plan_without_libtpu_is_calculated_and_says_so(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    words = (TINY, "--topology=v5e:4x4", "--num_slices=2", "--config.mesh.fsdp=16")
+    code = main(["plan", "--format=json", *words, "--config.mesh.data=1"])
+    out, err = capsys.readouterr()
+    assert "libtpu, which compiles for TPUs, is not installed" in err
+    assert "pip install -e '.[plan]'" in err
+    figures = json.loads(out)
+    assert code == 0 and figures["by"] == "calculation"
+    assert figures["memory_bytes"]["capacity"] == 15.75 * GIB
+    assert [(row["kind"], row["axes"], row["network"]) for row in figures["collectives"]] == [
+        ("all-gather", ["fsdp"], "ICI"),
+        ("reduce-scatter", ["fsdp"], "ICI"),
+        ("all-reduce", ["replica"], "DCN"),
+    ]
+    assert figures["estimate"]["run"]["by"] == "roofline"
+    words = (TINY, "--topology=v5e:2x2", "--config.global_batch_size=4000000")
+    assert plan_by_command(capsys, *words, "--config.model.depth=4")[0] == 3
+
+
+PLACES = """
+from vit_jax.planning.targets import Target, describe_devices, find_devices, start_planning
+from vit_jax.topologies import find_slice
+
+for name, num_slices in [("v5e:1x1", 1), ("v5e:2x4", 1), ("v6e:4x8", 2), ("v5p:2x4x4", 2),
+                         ("tpu7x:2x2x2", 1)]:
+    target = Target(find_slice(name), num_slices)
+    start_planning(target)
+    described, found = (
+        {(getattr(d, "slice_index", 0), *d.coords, d.core_on_chip, d.platform) for d in devices}
+        for devices in (describe_devices(target), find_devices(target))
+    )
+    assert described == found, (name, described ^ found)
+"""
+
+
+def test_described_tpus_are_as_their_compiler_describes_them():
+    pytest.importorskip("libtpu")
+    job = subprocess.run([sys.executable, "-c", PLACES], cwd=ROOT, capture_output=True, text=True)
+    assert job.returncode == 0, job.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "num_slices", "hosts", "devices"),
+    [("v5e:2x4", 1, 1, 8), ("v5e:4x8", 2, 16, 4), ("v5p:2x2x4", 1, 4, 4), ("tpu7x:2x2x2", 1, 2, 8)],
+)
+def test_hosts_of_described_tpus(name, num_slices, hosts, devices):
+    described = planning.targets.describe_devices(Target(find_slice(name), num_slices))
+    by_host = collections.Counter(device.process_index for device in described)
+    assert by_host == {host: devices for host in range(hosts)}
 
 
 def test_devices_of_a_target_are_as_many_as_its_chips():

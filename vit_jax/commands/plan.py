@@ -3,8 +3,8 @@
   python -m vit_jax.main plan --config=configs/pretrain.py:ViT-L/16,imagenet21k --topology=v5e:4x4
 
 The real training step is compiled ahead of time for a TPU slice, on any Linux machine without one;
-for GPUs memory and time are calculated. No data are read. What was planned once is kept. Exit
-code 3: it does not fit.
+for GPUs, and where libtpu is not installed, memory and time are calculated. No data are read. What
+was planned once is kept. Exit code 3: it does not fit.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """What a run will need and take on chips that are not there.
 
 For TPUs the real training step is compiled ahead of time, on the CPU: memory, exchanges between
-chips and cycles are what the compiler says. For GPUs they are calculated. What follows from them,
-time and cost, is an estimate.
+chips and cycles are what the compiler says. For GPUs they are calculated, and for TPUs where libtpu
+is not installed. What follows from them, time and cost, is an estimate.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ def plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     cached = cache_file(config, target)
     if cached.exists():
         return json.loads(cached.read_text())
-    make_plan = calculate_plan if target.chip.is_gpu else compile_plan
+    make_plan = compile_plan if target.is_compiled_for else calculate_plan
     figures = make_plan(config, target) | {"software": software()}
     cached.parent.mkdir(parents=True, exist_ok=True)
     files.write_whole(files.absolute(cached), json.dumps(figures) + "\n")

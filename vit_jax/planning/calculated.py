@@ -1,4 +1,7 @@
-"""A plan for GPUs: calculated, because their compiler is not there and says nothing of capacity."""
+"""A plan that is calculated.
+
+For GPUs, whose compiler is not there and says nothing of capacity, and for TPUs without libtpu.
+"""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +18,7 @@ from vit_jax.topologies import GPUS_PER_HOST
 
 
 def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
-    """`plan` for GPUs.
+    """`plan` without a compiler.
 
     Temporaries are the gradients, in float32 and laid out as the parameters are, and what the
     backward pass keeps of a microbatch; the compiler's working space is not among them. Of what
@@ -35,7 +38,7 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
         "by": "calculation",
         "compile_s": 0.0,
         "memory_bytes": memory | judge(peak, target),
-        "collectives": collective_table(experiment, mesh.shape, state["params"], images),
+        "collectives": collective_table(experiment, mesh.shape, target, state["params"], images),
         "hbm_bytes_accessed": 2 * (sum(state.values()) + state["params"] + activations),
         "compiler_cycles": None,
     }
@@ -63,7 +66,11 @@ def activation_bytes(model: ViT) -> int:
 
 
 def collective_table(
-    experiment: Experiment, shape: Mapping[str, int], params_bytes: int, images: int
+    experiment: Experiment,
+    shape: Mapping[str, int],
+    target: Target,
+    params_bytes: int,
+    images: int,
 ) -> list[dict[str, Any]]:
     """The exchanges that the layout needs, by the ring algorithm, all beside computation.
 
@@ -94,14 +101,18 @@ def collective_table(
         n = math.prod(shape[axis] for axis in axes)
         if n == 1:
             continue
-        # Neighbours on the mesh are the devices of its last axes.
-        near = n * inner.get(axes[0], shape["tensor"] * shape["fsdp"]) <= GPUS_PER_HOST
+        if target.chip.is_gpu:
+            # Neighbours on the mesh are the devices of its last axes.
+            near = n * inner.get(axes[0], shape["tensor"] * shape["fsdp"]) <= GPUS_PER_HOST
+            network = "NVLink" if near else "network"
+        else:
+            network = "DCN" if "replica" in axes and target.num_slices > 1 else "ICI"
         sent = number * (n - 1) / n * (2 if kind == "all-reduce" else 1)
         table.append(
             {
                 "kind": kind,
                 "axes": [axis for axis in axes if shape[axis] > 1],
-                "network": "NVLink" if near else "network",
+                "network": network,
                 "asynchronous": True,
                 "count": count,
                 "bytes": count * number,

@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib.util
+import itertools
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -12,9 +14,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.errors import InputError
 from vit_jax.mesh import AXES, BATCH_AXES, check_accum_steps, check_batch_size, make_mesh
 from vit_jax.topologies import CHIPS, GPUS_PER_HOST, Chip, Slice
+
+logger = logging.getLogger("vit_jax")
 
 
 class Target(NamedTuple):
@@ -31,42 +34,74 @@ class Target(NamedTuple):
     def num_chips(self) -> int:
         return self.slice.num_chips * self.num_slices
 
+    @property
+    def is_compiled_for(self) -> bool:
+        """Whether its compiler is here: libtpu, for TPUs. What it would say is calculated else."""
+        return not self.chip.is_gpu and importlib.util.find_spec("libtpu") is not None
+
 
 def start_planning(target: Target) -> None:
-    """Sets JAX up to compile on the CPU for others; call it before anything asks for a device.
-
-    Raises:
-      InputError: libtpu, which compiles for TPUs, is not installed.
-    """
+    """Sets JAX up to compile on the CPU for others; call it before anything asks for a device."""
     jax.config.update("jax_platforms", "cpu")
-    if target.chip.is_gpu:
+    if not target.is_compiled_for:
+        if not target.chip.is_gpu:
+            logger.warning(
+                "libtpu, which compiles for TPUs, is not installed: memory and exchanges are "
+                "calculated, without what the compiler adds; for its own figures "
+                "pip install -e '.[plan]' (Linux on x86-64)"
+            )
         return
     # Other programs may use libtpu on this host, and there may be no metadata server to ask.
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    if importlib.util.find_spec("libtpu") is None:
-        raise InputError(
-            "--topology: libtpu, which compiles for TPUs, is not installed; "
-            "pip install -e '.[plan]' (Linux on x86-64)"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
-class DescribedGpu:
-    """Of a GPU what laying a run out needs; nothing can be compiled for it."""
+class DescribedDevice:
+    """Of a device what laying a run out needs; nothing can be compiled for it.
+
+    The last three are of a TPU: the chip's place in its slice, which of the chip's devices it is,
+    and which slice.
+    """
 
     id: int
     process_index: int
     device_kind: str
-    platform: str = "gpu"
+    platform: str
+    coords: tuple[int, ...] = ()
+    core_on_chip: int = 0
+    slice_index: int = 0
+
+
+def describe_devices(target: Target) -> list[DescribedDevice]:
+    """The target's devices, without its compiler."""
+    kind = target.chip.device_kinds[0]
+    if target.chip.is_gpu:
+        return [
+            DescribedDevice(i, i // GPUS_PER_HOST, kind, "gpu") for i in range(target.num_chips)
+        ]
+    x, y, z = (*map(int, target.slice.name.partition(":")[2].split("x")), 1)[:3]
+    places = [
+        (slice_index, (i, j, k), core)
+        for slice_index in range(target.num_slices)
+        for k, j, i in itertools.product(range(z), range(y), range(x))
+        for core in range(target.chip.devices)
+    ]
+    on_one_host = target.slice.num_hosts == 1
+    hosts: dict[tuple, int] = {}  # of 2 x 2 x 1 chips
+    devices = []
+    for number, (slice_index, (i, j, k), core) in enumerate(places):
+        host = (slice_index, *((0, 0, 0) if on_one_host else (i // 2, j // 2, k)))
+        process = hosts.setdefault(host, len(hosts))
+        devices.append(DescribedDevice(number, process, kind, "tpu", (i, j, k), core, slice_index))
+    return devices
 
 
 def find_devices(target: Target) -> list[Any]:
-    """Descriptions of the target's devices; those of TPUs are as good as devices to compile."""
-    if target.chip.is_gpu:
-        kind = target.chip.device_kinds[0]
-        return [DescribedGpu(i, i // GPUS_PER_HOST, kind) for i in range(target.num_chips)]
+    """The target's devices: such as can be compiled for, where its compiler is here."""
+    if not target.is_compiled_for:
+        return describe_devices(target)
     options: dict[str, Any] = {}
     if target.slice.chip in ("v4", "v5p"):  # a chip's two cores are one device to JAX
         options["chip_config_name"] = "megacore"
