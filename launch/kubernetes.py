@@ -19,17 +19,8 @@ from typing import Any
 
 import tpus
 import yaml
-from job import (
-    Job,
-    check_config_travels,
-    check_job,
-    find_program,
-    make_parser,
-    parse_pairs,
-    positive,
-    run_launcher,
-    shell,
-)
+from command_line import find_program, make_parser, parse_pairs, positive, run_launcher, shell
+from job import Job, check_config_travels, check_job
 
 from vit_jax.errors import InputError
 from vit_jax.exit_codes import DONE, INPUT_WRONG, PREEMPTED, TERMINATED

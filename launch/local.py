@@ -22,8 +22,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from command_line import make_parser, positive, run_launcher, shell
 from etils import epath
-from job import Job, check_job, make_parser, positive, run_launcher, shell
+from job import Job, check_job
 
 from vit_jax import files
 from vit_jax.errors import InputError

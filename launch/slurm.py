@@ -20,15 +20,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from job import (
-    Job,
-    check_job,
-    find_program,
-    make_parser,
-    positive,
-    run_launcher,
-    shell,
-)
+from command_line import find_program, make_parser, positive, run_launcher, shell
+from job import Job, check_job
 
 from vit_jax import files
 from vit_jax.errors import InputError

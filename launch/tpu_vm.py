@@ -28,17 +28,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tpus
-from job import (
-    ROOT,
-    Job,
-    check_config_travels,
-    check_job,
-    find_program,
-    make_parser,
-    positive,
-    run_launcher,
-    shell,
-)
+from command_line import ROOT, find_program, make_parser, positive, run_launcher, shell
+from job import Job, check_config_travels, check_job
 
 from vit_jax.errors import InputError
 from vit_jax.exit_codes import DONE, INPUT_WRONG, INTERRUPTED

@@ -20,24 +20,12 @@ def load(name):
     return module
 
 
-@pytest.fixture(scope="session")
-def local():
-    return load("local")
+def launcher(name):
+    """The fixture called `name` that is that launcher."""
+    return pytest.fixture(scope="session", name=name)(lambda: load(name))
 
 
-@pytest.fixture(scope="session")
-def slurm():
-    return load("slurm")
-
-
-@pytest.fixture(scope="session")
-def kubernetes():
-    return load("kubernetes")
-
-
-@pytest.fixture(scope="session")
-def tpu_vm():
-    return load("tpu_vm")
+local, slurm, kubernetes, tpu_vm = map(launcher, ("local", "slurm", "kubernetes", "tpu_vm"))
 
 
 @pytest.fixture

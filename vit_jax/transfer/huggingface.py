@@ -17,17 +17,9 @@ from vit_jax.config import image_hw
 from vit_jax.files import write_whole
 from vit_jax.models.deit import DeiT
 from vit_jax.models.vit import ViT
-from vit_jax.transfer import layout, safetensors
+from vit_jax.transfer import layout, rules, safetensors
 from vit_jax.transfer.layout import Entry, same, torch_linear, torch_norm, torch_patches
-from vit_jax.transfer.rules import (
-    Pretrained,
-    Spec,
-    class_names_of,
-    refuse,
-    square_side,
-    to_json,
-    with_learned_positions,
-)
+from vit_jax.transfer.rules import Pretrained, Spec
 
 logger = logging.getLogger("vit_jax")
 
@@ -120,12 +112,12 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
         faults.append(f"its heads: no published ViT is {width} wide; put config.json beside it")
     if act not in _GELU:
         faults.append(f"hidden_act={act!r}: known: {', '.join(_GELU)}")
-    refuse(faults, f"init_from={source!r}: cannot tell")
+    rules.refuse(faults, f"init_from={source!r}: cannot tell")
     num_patches = arrays[positions].shape[1] - 1 - distilled
     if "image_size" in config:
         image_size = image_hw(config["image_size"], "image_size")
     else:
-        side = square_side(num_patches, source)
+        side = rules.square_side(num_patches, source)
         image_size = (side * patch_size[0], side * patch_size[1])
     head = next((n for n in classifiers if f"{n}.weight" in arrays), None)
     fields = {
@@ -165,7 +157,7 @@ def _read_spec(path: epath.Path, model: nn.Module, config: dict[str, Any]) -> Sp
         resize="half_pixel",
         mean=tuple(stated.get("image_mean", (0.5,) * 3)) if scaled else (0.0,) * 3,
         std=tuple(stated.get("image_std", (0.5,) * 3)) if scaled else (1.0,) * 3,
-        class_names=class_names_of(names, model.num_classes, str(path)),
+        class_names=rules.class_names_of(names, model.num_classes, str(path)),
     )
 
 
@@ -188,7 +180,7 @@ def check(model: nn.Module) -> list[str]:
 
 def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     """Writes a folder that `transformers` opens; returns the files' names."""
-    pretrained = with_learned_positions(pretrained, class_token_has_one=True)
+    pretrained = rules.with_learned_positions(pretrained, class_token_has_one=True)
     model = pretrained.model
     distilled = isinstance(model, DeiT)
     kind = "deit" if distilled else "vit"
@@ -239,8 +231,8 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
         "size": {"height": height, "width": width},
     }
     path.mkdir(parents=True, exist_ok=True)
-    write_whole(path / "config.json", to_json(config))
-    write_whole(path / "preprocessor_config.json", to_json(pixels))
+    write_whole(path / "config.json", rules.to_json(config))
+    write_whole(path / "preprocessor_config.json", rules.to_json(pixels))
     safetensors.write_arrays(path / "model.safetensors", arrays)
     return ["config.json", "preprocessor_config.json", "model.safetensors"]
 

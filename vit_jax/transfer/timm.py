@@ -18,7 +18,7 @@ from vit_jax.files import write_whole
 from vit_jax.models.deit import DeiT
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.models.vit import ViT
-from vit_jax.transfer import layout, safetensors
+from vit_jax.transfer import layout, rules, safetensors
 from vit_jax.transfer.layout import (
     Entry,
     joined,
@@ -28,15 +28,7 @@ from vit_jax.transfer.layout import (
     torch_patches,
     transposed,
 )
-from vit_jax.transfer.rules import (
-    Pretrained,
-    Spec,
-    class_names_of,
-    refuse,
-    square_side,
-    to_json,
-    with_learned_positions,
-)
+from vit_jax.transfer.rules import Pretrained, Spec
 
 logger = logging.getLogger("vit_jax")
 
@@ -154,7 +146,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     heads = _num_heads(args, stated, width)
     if heads is None:
         faults.append(f"its heads: no published ViT is {width} wide; state num_heads in model_args")
-    refuse(faults, f"init_from={source!r}: cannot be read")
+    rules.refuse(faults, f"init_from={source!r}: cannot be read")
 
     norm_pooled = "fc_norm.weight" in arrays
     found = {
@@ -194,7 +186,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
         square = math.isqrt(num_positions) ** 2 == num_positions
         no_embed_class = square if patches is None else num_positions == patches
     if image_size is None and num_positions is not None:
-        side = square_side(num_positions - (0 if no_embed_class else prefix), source)
+        side = rules.square_side(num_positions - (0 if no_embed_class else prefix), source)
         image_size = (side * p, side * q)
     fields = {
         "num_classes": found["num_classes"] or None,
@@ -223,7 +215,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
         resize="antialiased",
         mean=tuple(pixels.get("mean", (0.5,) * 3)),
         std=tuple(pixels.get("std", (0.5,) * 3)),
-        class_names=class_names_of(stated.get("label_names"), model.num_classes, source),
+        class_names=rules.class_names_of(stated.get("label_names"), model.num_classes, source),
         crop=float(pixels.get("crop_pct") or _DEFAULT_CROP) if pixels else None,
     )
     return Pretrained(source, model, params, spec)
@@ -274,7 +266,7 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
 
     Returns the files' names.
     """
-    pretrained = with_learned_positions(pretrained, class_token_has_one=False)
+    pretrained = rules.with_learned_positions(pretrained, class_token_has_one=False)
     model, spec = pretrained.model, pretrained.spec
     arrays = layout.write_entries(_entries(model), pretrained.params)
     height, width = model.image_size
@@ -320,7 +312,7 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     beside = path.with_suffix(".json") if alone else path / "config.json"
     path = path if alone else path / "model.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(beside, to_json(config))
+    write_whole(beside, rules.to_json(config))
     safetensors.write_arrays(path, arrays)
     return [beside.name, path.name]
 

@@ -1,0 +1,83 @@
+"""The command line of a launcher: its own flags, then `--`, then what its job runs."""
+
+import argparse
+import pathlib
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # that a clone which is not installed can be launched from
+
+from vit_jax import exit_codes  # noqa: E402
+from vit_jax.errors import InputError  # noqa: E402
+
+
+def run_launcher(
+    parser: argparse.ArgumentParser, launch: Callable[[argparse.Namespace, list[str]], int]
+) -> int:
+    """launch(flags before `--`, words behind it); the exit code, 2 where the input is wrong."""
+    argv = sys.argv[1:]
+    split = argv.index("--") if "--" in argv else len(argv)
+    flags = parser.parse_args(argv[:split])
+    try:
+        return launch(flags, argv[split + 1 :])
+    except InputError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return exit_codes.INPUT_WRONG
+
+
+def make_parser(doc: str, action: str = "") -> argparse.ArgumentParser:
+    """A launcher's parser, whose help is the docstring of its file; `action`: its first word."""
+    return argparse.ArgumentParser(
+        usage=f"python launch/{pathlib.Path(sys.argv[0]).name} {action}[FLAGS] -- [COMMAND] "
+        "--config=FILE --workdir=DIR [--config.key=value ...]",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def shell(words: Iterable[str], environment: Mapping[str, str] | None = None) -> str:
+    """A command as one types it, with its environment in front."""
+    settings = [f"{key}={shlex.quote(value)}" for key, value in (environment or {}).items()]
+    return " ".join([*settings, shlex.join(words)])
+
+
+def find_program(name: str, remedy: str) -> str:
+    """The path of a program.
+
+    Raises:
+      InputError: it is not on PATH.
+    """
+    path = shutil.which(name)
+    if path is None:
+        raise InputError(f"{name}: not found on PATH; {remedy}")
+    return path
+
+
+def positive(flags: argparse.Namespace, *names: str) -> None:
+    """Raises InputError for what is given and below 1."""
+    faults = [
+        f"--{name}={value}: needs a positive number"
+        for name in names
+        if (value := getattr(flags, name)) is not None and value < 1
+    ]
+    if faults:
+        raise InputError(*faults, where="flags") if len(faults) > 1 else InputError(faults[0])
+
+
+def parse_pairs(name: str, values: Sequence[str], separator: str) -> dict[str, str]:
+    """{key: value} of the flag --NAME=KEY<separator>VALUE, which may be given again.
+
+    Raises:
+      InputError: one is no pair.
+    """
+    pairs = {}
+    for value in values:
+        key, found, rest = value.partition(separator)
+        if not (key and found and rest):
+            raise InputError(f"--{name}={value}: needs two parts with {separator!r} between them")
+        pairs[key] = rest
+    return pairs
