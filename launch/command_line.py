@@ -2,6 +2,7 @@
 
 import argparse
 import pathlib
+import re
 import shlex
 import shutil
 import sys
@@ -20,7 +21,9 @@ def run_launcher(
     """launch(flags before `--`, words behind it); the exit code, 2 where the input is wrong."""
     argv = sys.argv[1:]
     split = argv.index("--") if "--" in argv else len(argv)
-    flags = parser.parse_args(argv[:split])
+    flags, unknown = parser.parse_known_args(argv[:split])
+    if unknown:
+        parser.error(f"unknown: {' '.join(unknown)}; what the job runs stands behind --")
     try:
         return launch(flags, argv[split + 1 :])
     except InputError as e:
@@ -66,6 +69,15 @@ def positive(flags: argparse.Namespace, *names: str) -> None:
     ]
     if faults:
         raise InputError(*faults, where="flags") if len(faults) > 1 else InputError(faults[0])
+
+
+def check_name(name: str | None) -> None:
+    """Raises InputError for a --name that Google's tools or Kubernetes would refuse."""
+    if name is not None and not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
+        raise InputError(
+            f"--name={name}: needs at most 40 of a to z, 0 to 9 and -, beginning with a letter and "
+            "not ending with -"
+        )
 
 
 def parse_pairs(name: str, values: Sequence[str], separator: str) -> dict[str, str]:

@@ -19,7 +19,15 @@ from typing import Any
 
 import tpus
 import yaml
-from command_line import find_program, make_parser, parse_pairs, positive, run_launcher, shell
+from command_line import (
+    check_name,
+    find_program,
+    make_parser,
+    parse_pairs,
+    positive,
+    run_launcher,
+    shell,
+)
 from job import Job, check_config_travels, check_job
 
 from vit_jax.errors import InputError
@@ -75,6 +83,7 @@ def check(flags: argparse.Namespace, job: Job) -> None:
         raise InputError("--num_slices: goes with --topology, not with --nodes")
     if flags.max_restarts < 0:
         raise InputError(f"--max_restarts={flags.max_restarts}: needs a number from 0")
+    check_name(flags.name)
     mounts = parse_pairs("volume", flags.volume, ":").values()
     if "://" not in job.workdir and not any(
         job.workdir.startswith(f"{mount.rstrip('/')}/") for mount in mounts

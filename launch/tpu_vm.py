@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tpus
-from command_line import ROOT, find_program, make_parser, positive, run_launcher, shell
+from command_line import ROOT, check_name, find_program, make_parser, positive, run_launcher, shell
 from job import Job, check_config_travels, check_job
 
 from vit_jax.errors import InputError
@@ -442,6 +442,7 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> tuple[tpus.Slice |
     Raises:
       InputError: the flags do not go together.
     """
+    check_name(flags.name)
     if flags.action != "run" and words:
         raise InputError(f"{flags.action}: takes no job; only run does")
     if flags.action not in ("create", "run"):

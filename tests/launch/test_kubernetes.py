@@ -268,6 +268,7 @@ def test_what_starts_again(render, message, action):
         (["--nodes=0"], "--nodes=0: needs a positive number"),
         (["--nodes=2", "--volume=runs"], "--volume=runs: needs two parts with ':' between them"),
         (["--nodes=2", "--node_selector=a"], "--node_selector=a: needs two parts with '='"),
+        (["--nodes=2", "--name=vit-"], "--name=vit-: needs at most 40 of a to z"),
         (["--nodes=2", "--max_restarts=-1"], "--max_restarts=-1: needs a number from 0"),
     ],
 )

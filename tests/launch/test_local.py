@@ -87,6 +87,8 @@ def test_dry_run_prints_what_would_run_and_does_nothing(local, call, on_cpu, tmp
     ("words", "says"),
     [
         (["--", QUICKSTART, "--workdir=W"], "required: --num_processes"),
+        (["--num_processes=2", QUICKSTART],
+         f"unknown: {QUICKSTART}; what the job runs stands behind --"),
         (["--num_processes=2"], "no job: give what it runs behind --, e.g. -- --config=configs"),
         (["--num_processes=2", "--", QUICKSTART], "--workdir: missing; e.g. -- --config="),
         (["--num_processes=2", "--", "--workdir=W"], "--config: missing; e.g. -- --config="),

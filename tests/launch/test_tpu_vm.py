@@ -350,6 +350,7 @@ def test_dry_run(tpu_vm, call, cloud):
          "--workdir=runs/x: would be another one on each worker, and lost with it; give gs://"),
         (["run", *WHERE, "--topology=v5e:4x4", "--"], "no job: give what it runs behind --"),
         (["runn", *WHERE], "invalid choice: 'runn'"),
+        (["status", "--name=ViT_L", "--zone=us-west4-a"], "--name=ViT_L: needs at most 40 of a to"),
     ],
 )  # fmt: skip
 def test_refused(tpu_vm, refused, words, says):

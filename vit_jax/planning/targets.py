@@ -54,6 +54,7 @@ def start_planning(target: Target) -> None:
     # Other programs may use libtpu on this host, and there may be no metadata server to ask.
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # any, lest libtpu complain
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
