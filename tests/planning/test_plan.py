@@ -437,8 +437,8 @@ def test_plan_without_libtpu_is_calculated_and_says_so(monkeypatch, capsys):
         ("all-reduce", ["replica"], "DCN"),
     ]
     assert figures["estimate"]["run"]["by"] == "roofline"
-    words = (TINY, "--topology=v5e:2x2", "--config.global_batch_size=4000000")
-    assert plan_by_command(capsys, *words, "--config.model.depth=4")[0] == 3
+    too_many = planning.plan(tiny_config(global_batch_size=400_000_000), FOUR)
+    assert not too_many["memory_bytes"]["fits"]
 
 
 PLACES = """
