@@ -11,7 +11,7 @@ from vit_jax.config_text import load_config
 from vit_jax.data import make_source
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate, make_evaluators
-from vit_jax.evaluators.classification import Classification
+from vit_jax.evaluators.classification import Classification, bins
 from vit_jax.experiment import make_experiment
 from vit_jax.mesh import make_mesh
 from vit_jax.objectives.supervised import make_loss
@@ -39,6 +39,19 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
+def calibration_error(logits, labels, loss_name="softmax"):
+    """Bin by bin, as the paper defines it."""
+    logits = np.asarray(logits, np.float64)
+    p = np.exp(log_softmax(logits)) if loss_name == "softmax" else 1 / (1 + np.exp(-logits))
+    confidence, right = p.max(-1), p.argmax(-1) == labels
+    error = 0.0
+    for k in range(15):
+        inside = (confidence > k / 15) & (confidence <= (k + 1) / 15)
+        if inside.any():
+            error += inside.mean() * abs(right[inside].mean() - confidence[inside].mean())
+    return error
+
+
 LOGITS = np.array([[4.0, 1, 0, 0, 0, 0], [0, 3, 2, 1, -1, -2], [0, 1, 2, 3, 4, 5]])
 
 
@@ -46,6 +59,7 @@ def test_metrics_of_one_batch():
     result = run(batch(LOGITS, [0, 3, 0]))
     expected = -log_softmax(LOGITS)[[0, 1, 2], [0, 3, 0]].mean()
     np.testing.assert_allclose(result.pop("loss"), expected, rtol=1e-6)
+    del result["ece"]  # below
     assert result == {"top1": pytest.approx(1 / 3), "top5": pytest.approx(2 / 3), "num_examples": 3}
 
 
@@ -76,7 +90,7 @@ def test_masked_examples_in_the_middle_do_not_count():
 
 def test_split_of_which_nothing_counts():
     assert run(batch(LOGITS, [0, 1, 2], [0, 0, 0])) == {
-        "top1": 0, "top5": 0, "loss": 0, "num_examples": 0,
+        "top1": 0, "top5": 0, "loss": 0, "ece": 0, "num_examples": 0,
     }  # fmt: skip
 
 
@@ -92,6 +106,29 @@ def test_label_with_several_classes():
     targets = np.array([[0, 1, 0, 0, 0, 1], [0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 1]], np.float32)
     result = run(batch(LOGITS, targets), loss=make_loss("sigmoid"))
     assert (result["top1"], result["top5"]) == (pytest.approx(1 / 3), 1.0)
+
+
+def test_calibration_error():
+    """Over several batches, with masked rows, which count neither as right nor as confident."""
+    rng = np.random.default_rng(0)
+    logits, labels = 2 * rng.standard_normal((300, 6)), rng.integers(0, 6, 300)
+    mask = rng.random(300) < 0.8
+    batches = [batch(logits[s], labels[s], mask[s]) for s in (np.s_[:100], np.s_[100:])]
+    found = run(*batches)["ece"]
+    assert found == pytest.approx(calibration_error(logits[mask], labels[mask]), abs=1e-6)
+    assert found > 0.1
+
+
+def test_what_is_as_often_right_as_it_says_is_calibrated():
+    """Two thirds of the probability on one of two classes, which is right two times of three."""
+    logits = np.repeat([[np.log(2.0), 0.0]], 3, axis=0)
+    assert run(batch(logits, [0, 0, 1]))["ece"] == pytest.approx(0, abs=1e-6)
+    assert run(batch(logits, [0, 0, 0]))["ece"] == pytest.approx(1 / 3, abs=1e-6)
+
+
+def test_bins_of_confidence():
+    found = bins(jnp.array([0.0, 1e-6, 0.25, 0.5, 0.99, 1.0]))
+    assert found.tolist() == [0, 0, 3, 7, 14, 14]
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
@@ -173,11 +210,13 @@ def test_every_digit_counts_once(digits, model_on_mesh, loss_name):
 
     assert results.keys() == {"test", "larger", "whole"}
     for result in results.values():
-        assert result.keys() == {"top1", "top5", "loss", "num_examples"}
+        assert result.keys() == {"top1", "top5", "loss", "ece", "num_examples"}
         assert result["num_examples"] == 360
         assert result["top1"] == right[:, 0].sum() / 360
         assert result["top5"] == right[:, :5].sum() / 360
         np.testing.assert_allclose(result["loss"], losses.mean(), rtol=1e-5)
+        ece = calibration_error(logits, labels, loss_name)
+        assert 0.05 < ece == pytest.approx(result["ece"], abs=1e-6)
 
 
 def test_results_can_be_written_as_json():

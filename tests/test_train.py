@@ -327,7 +327,7 @@ def test_norms_by_layer_change_no_bit_of_the_plain_run(finished, tmp_path):
 def test_the_average_is_evaluated_beside_the_raw_weights(averaged):
     workdir, summary = averaged
     tested = {k for k in summary if k.startswith("test/")}
-    names = ("top1", "top5", "loss")
+    names = ("top1", "top5", "loss", "ece")
     assert tested == {
         "test/num_examples", *(f"test/{n}" for n in names), *(f"test/{n}_raw" for n in names),
     }  # fmt: skip

@@ -154,7 +154,7 @@ def classification(
     data_name: str | None = None,
     data_dir: str | None = None,
 ) -> ConfigDict:
-    """An entry of `evals`: top-1, top-5, loss over one pass of `split`.
+    """An entry of `evals`: top-1, top-5, loss, calibration error over one pass of `split`.
 
     `every` is a duration; `ops` are host ops; `batch_size` None means `global_batch_size`;
     `data_name` and `data_dir` None mean those of training.

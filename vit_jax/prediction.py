@@ -22,6 +22,7 @@ from vit_jax.data import Source, eval_batches, parse_ops, to_value_range
 from vit_jax.errors import InputError
 from vit_jax.files import absolute
 from vit_jax.mesh import batch_sharding, check_batch_size, make_mesh
+from vit_jax.objectives.supervised import PROBABILITIES
 from vit_jax.transfer.images import class_names, ops_for
 from vit_jax.transfer.rules import Pretrained
 
@@ -51,15 +52,14 @@ def outputs(
     mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
     check_batch_size(mesh, batch_size, "--batch_size")
     params = jax.device_put(tree.unflatten_names(pretrained.params), NamedSharding(mesh, P()))
-    scores = jax.nn.softmax
-    if pretrained.run is not None and pretrained.run["config"]["loss"]["name"] == "sigmoid":
-        scores = jax.nn.sigmoid
+    loss_name = "softmax" if pretrained.run is None else pretrained.run["config"]["loss"]["name"]
+    probabilities = PROBABILITIES[loss_name]
 
     @jax.jit
     def compute(params, images):
         images = to_value_range(images, spec.mean, spec.std)
         if what == "probabilities":
-            return scores(model.apply({"params": params}, images))
+            return probabilities(model.apply({"params": params}, images))
         if what == "pooled":
             return model.apply({"params": params}, images, method="features")
         tokens_BND = model.apply({"params": params}, images, method="tokens")

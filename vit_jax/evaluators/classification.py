@@ -1,39 +1,62 @@
-"""Classification: accuracy and loss over one pass of a labelled split."""
+"""Classification: accuracy, loss and calibration over one pass of a labelled split.
+
+Axes: B examples, C classes, K bins of confidence.
+"""
 
 from collections.abc import Callable, Iterable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.evaluators.inputs import EvalInputs
-from vit_jax.objectives.supervised import Loss, hits, make_loss
+from vit_jax.objectives.supervised import PROBABILITIES, Loss, hits, make_loss
 
 _BATCHES_IN_FLIGHT = 2
+_NUM_BINS = 15  # as in the paper of calibration
 
 
 class Classification:
-    """top1, top5, loss and num_examples; `batch["mask"]` (B,) is 0 for what does not count.
+    """top1, top5, loss, ece and num_examples; `batch["mask"]` (B,) is 0 for what does not count.
 
     Sums over the split, divided once. With fewer than five classes top5 is 1.
+
+    `ece` is the expected calibration error: examples are put into 15 bins of equal width by their
+    confidence, the probability of the class that is predicted, and
+    ece = sum_k |hits in bin k - sum of the confidences in bin k| / examples. It is 0 where of all
+    that is said with a confidence of p, a share of p is right. Source: Guo et al. 2017
+    (arXiv:1706.04599), section 2, equations 2 and 3.
 
     Args:
       logits_fn: (state, uint8 images (B, H, W, 3)) -> logits (B, C).
       loss: (logits (B, C), labels) -> (B,).
       make_batches: one pass over the split, the same number of batches on every process.
+      probabilities: logits (B, C) -> probabilities (B, C), which grow with the logits.
     """
 
-    def __init__(self, logits_fn: Callable, loss: Loss, make_batches: Callable[[], Iterable[dict]]):
+    def __init__(
+        self,
+        logits_fn: Callable,
+        loss: Loss,
+        make_batches: Callable[[], Iterable[dict]],
+        probabilities: Callable = jax.nn.softmax,
+    ):
         self._make_batches = make_batches
 
         def count(state, batch):
             logits_BC = logits_fn(state, batch["image"])
             mask_B, label = batch["mask"], batch["label"]
+            hits_B = hits(logits_BC, label)
             sums = {
-                "top1": (mask_B * hits(logits_BC, label)).sum(),
+                "top1": (mask_B * hits_B).sum(),
                 "top5": (mask_B * hits(logits_BC, label, k=5)).sum(),
                 "loss": (mask_B * loss(logits_BC, label)).sum(),
             }
-            return sums, mask_B.sum()
+            confidence_B = probabilities(logits_BC.astype(jnp.float32)).max(axis=1)
+            in_bin_BK = mask_B[:, None] * jax.nn.one_hot(bins(confidence_B), _NUM_BINS)
+            # Elementwise, not a matrix product, whose operands an accelerator may round.
+            gap_K = (in_bin_BK * (hits_B - confidence_B)[:, None]).sum(axis=0)
+            return sums, gap_K, mask_B.sum()
 
         self._count = jax.jit(count)
 
@@ -44,15 +67,21 @@ class Classification:
             counts.append(self._count(state, batch))
             if len(counts) > _BATCHES_IN_FLIGHT:  # each holds its images on the devices
                 jax.block_until_ready(counts[-1 - _BATCHES_IN_FLIGHT])
-        counts = jax.device_get(counts)
-        seen = float(np.sum([weight for _, weight in counts], dtype=np.float64))
-        totals = {
-            name: np.sum([s[name] for s, _ in counts], dtype=np.float64) for name in counts[0][0]
-        }
+        sums, gaps_K, weights = zip(*jax.device_get(counts), strict=True)
+        seen = float(np.sum(weights, dtype=np.float64))
+        totals = {name: np.sum([s[name] for s in sums], dtype=np.float64) for name in sums[0]}
+        totals["ece"] = np.abs(np.sum(gaps_K, axis=0, dtype=np.float64)).sum()
         means = {name: float(total / max(seen, 1.0)) for name, total in totals.items()}
         return means | {"num_examples": int(seen)}
 
 
+def bins(confidence_B: jax.Array) -> jax.Array:
+    """The bin of each confidence, int (B,): k where it is above k / 15 and at most (k + 1) / 15."""
+    return jnp.clip(jnp.ceil(confidence_B * _NUM_BINS).astype(jnp.int32) - 1, 0, _NUM_BINS - 1)
+
+
 def make_classification(inputs: EvalInputs) -> Classification:
     """The evaluator of an entry that `config.classification` made."""
-    return Classification(inputs.apply, make_loss(**inputs.config.loss), inputs.batches)
+    loss = inputs.config.loss
+    probabilities = PROBABILITIES[loss.name]
+    return Classification(inputs.apply, make_loss(**loss), inputs.batches, probabilities)

@@ -47,6 +47,9 @@ def sigmoid_loss(logits_BC, labels, label_smoothing):
 
 LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}
 
+# What a model that was trained with a loss says of each class: its probability. Shapes: (B, C).
+PROBABILITIES = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
+
 
 def make_loss(name: str, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Loss:
     """loss(logits (B, C), labels (B,) int or (B, C) float) -> (B,), by its name in LOSSES.
