@@ -7,35 +7,20 @@ Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 4.1, "Metrics".
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vit_jax.data import Source, read_labels
-from vit_jax.errors import InputError, collect_faults
+from vit_jax.errors import collect_faults
+from vit_jax.evaluators.features import FeatureGatherer, Features, gather_labels, need_images
 from vit_jax.evaluators.inputs import EvalInputs
 
 logger = logging.getLogger("vit_jax")
 
-_BATCHES_IN_FLIGHT = 2
 _STD_FLOOR = 1e-5
 _CONSTANT = 100.0  # so large that its weight, the bias, is hardly regularised
-
-
-class Features(NamedTuple):
-    """Of the images of a split that could be decoded, in the split's order.
-
-    x_ND: float32 features; label_N: int32; id_N: int32 record ids.
-    """
-
-    x_ND: np.ndarray
-    label_N: np.ndarray
-    id_N: np.ndarray
 
 
 def check_choices(shots: tuple[int, ...], l2: tuple[float, ...], num_draws: int) -> None:
@@ -145,12 +130,7 @@ class FewShot:
         self._labels, self._num_classes = labels, num_classes
         self._support_batches, self._test_batches = support_batches, test_batches
         self._shots, self._l2, self._num_draws = shots, l2, num_draws
-
-        def compute(state, batch):
-            x_BD = features_fn(state, batch["image"]).astype(jnp.float32)
-            return x_BD, batch["label"], batch["id"], batch["mask"]
-
-        self._compute = jax.jit(compute, out_shardings=gathered)
+        self._features = FeatureGatherer(features_fn, gathered)
 
     @functools.cached_property
     def _draws(self) -> list[np.ndarray]:
@@ -189,26 +169,10 @@ class FewShot:
                 results[f"{shots}shot_l2"] = float(self._l2[best])
         return results
 
-    def _features(self, state, batches: Iterable[dict], split_key: str) -> Features:
-        parts, pending = [], []
-
-        def fetch(count):
-            for x_BD, label_B, id_B, mask_B in jax.device_get(pending[:count]):
-                kept = mask_B > 0
-                parts.append((x_BD[kept], label_B[kept], id_B[kept]))
-            del pending[:count]
-
-        for batch in batches:
-            pending.append(self._compute(state, batch))
-            fetch(max(len(pending) - _BATCHES_IN_FLIGHT, 0))
-        fetch(len(pending))
-        _need_images(sum(len(ids) for _, _, ids in parts), split_key)
-        return Features(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
     def _top1(self, drawn: np.ndarray, support: Features, test: Features) -> list[float]:
         """The accuracy for each weight of `l2`."""
         rows = np.isin(support.id_N, drawn)
-        _need_images(rows.sum(), "train_split")
+        need_images(rows.sum(), "train_split")
         predictions = predict(
             support.x_ND[rows],
             support.label_N[rows],
@@ -217,23 +181,6 @@ class FewShot:
             l2=self._l2,
         )
         return [float((predicted == test.label_N).mean()) for predicted in predictions]
-
-
-def _need_images(number: int, split_key: str) -> None:
-    if number == 0:
-        raise InputError(
-            f"{split_key}: none of the images that few-shot evaluation needs of it can be read; "
-            "the warnings above name the records: repair them, or choose another split"
-        )
-
-
-def gather_labels(source: Source) -> np.ndarray:
-    """The labels of a whole split, int32 (n,), of which every process reads its share."""
-    share = -(-source.num_examples // jax.process_count())
-    start = min(jax.process_index() * share, source.num_examples)
-    mine = read_labels(source, start, min(start + share, source.num_examples))
-    mine = np.pad(mine, (0, share - len(mine)))
-    return multihost_utils.process_allgather(mine, tiled=True)[: source.num_examples]
 
 
 def make_fewshot(inputs: EvalInputs) -> FewShot:
