@@ -162,6 +162,25 @@ def classification(
     return typed_entry({"type": "classification"} | locals())
 
 
+def real(
+    *,
+    split: str,
+    every: str,
+    labels_file: str,
+    ops: str = "",
+    batch_size: int | None = None,
+    data_name: str | None = None,
+    data_dir: str | None = None,
+) -> ConfigDict:
+    """An entry of `evals`: top-1 on ImageNet's validation split by its ReaL labels.
+
+    `labels_file` is the path of real.json. The records of `split` are told apart by the names of
+    their files, ILSVRC2012_val_N, so of TFRecord files each process reads its share once more when
+    it starts. What else there is means what it means in `classification`.
+    """
+    return typed_entry({"type": "real"} | locals())
+
+
 def fewshot(
     *,
     train_split: str,
@@ -189,7 +208,7 @@ def fewshot(
 
 
 # The kinds of entries of `evals`, each with its helper, whose arguments are the entry's keys.
-EVAL_TYPES = {"classification": classification, "fewshot": fewshot}
+EVAL_TYPES = {"classification": classification, "real": real, "fewshot": fewshot}
 
 OPTIONAL_IN_EVALS = {"batch_size": int, "data_name": str, "data_dir": str}
 

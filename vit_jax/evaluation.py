@@ -11,7 +11,6 @@ from vit_jax import checkpoint, watchdog
 from vit_jax.comparison import compare_findings
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate as run_evaluator
-from vit_jax.evaluators import make_evaluators
 from vit_jax.run import prepare
 from vit_jax.step import TrainState
 
@@ -42,9 +41,8 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
         found, meta = restored
         state = TrainState(jnp.int32(meta["step"]), **found, opt_state=())
         logger.info("evaluating step %d of %s", meta["step"], workdir)
-        evaluators = make_evaluators(run.config, run.experiment.model, run.mesh, run.sources)
         results = {"step": meta["step"]}
-        for name, evaluator in evaluators.items():
+        for name, evaluator in run.evaluators.items():
             with watchdog.phase("evaluation"):
                 results |= run_evaluator(name, evaluator, state)
     return results

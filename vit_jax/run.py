@@ -17,6 +17,7 @@ from vit_jax.comparison import compare_requests
 from vit_jax.config import SplitKey
 from vit_jax.data.sources import fingerprint
 from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment import Experiment, make_experiment
 from vit_jax.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.transfer.resample import check_convention
@@ -28,6 +29,7 @@ class Run:
 
     config: resolved: what the data set says is filled in.
     sources: by what `config.train_split` and `config.eval_splits` give.
+    evaluators: {name: evaluator} of `config.evals`.
     initial_params: {leaf name: array} that the model takes from `init_from`; None for none.
     """
 
@@ -36,6 +38,7 @@ class Run:
     mesh: Mesh
     sources: Mapping[SplitKey, data.Source]
     experiment: Experiment
+    evaluators: Mapping[str, Any]
     initial_params: Any = None
 
     @property
@@ -83,10 +86,11 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     if training:
         check_unchanged(config, workdir)
     experiment = make_experiment(config, mesh)
+    evaluators = make_evaluators(config, experiment.model, mesh, sources)
     params = None
     if initialises:
         params = transfer.init_params(pretrained, experiment.model, config.init_resize)
-    return Run(config, workdir, mesh, sources, experiment, params)
+    return Run(config, workdir, mesh, sources, experiment, evaluators, params)
 
 
 def open_sources(

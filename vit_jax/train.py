@@ -35,7 +35,7 @@ from vit_jax.comparison import (
 )
 from vit_jax.data.order import local_rows
 from vit_jax.errors import InputError
-from vit_jax.evaluators import evaluate, make_evaluators
+from vit_jax.evaluators import evaluate
 from vit_jax.experiment import num_steps
 from vit_jax.files import write_whole
 from vit_jax.guards import CorruptDataError, CorruptRecords, NonFiniteError, check_finite
@@ -171,8 +171,7 @@ def train(run: Run, state, meta: dict) -> None:
     c, e = run.config, run.experiment
     start, total = int(state.step), e.total_steps
     saved = start if meta else None
-    evaluators = make_evaluators(c, e.model, run.mesh, run.sources)
-    keys = ["log.every", "checkpoint.every", *(f"evals.{name}.every" for name in evaluators)]
+    keys = ["log.every", "checkpoint.every", *(f"evals.{name}.every" for name in run.evaluators)]
     every = {key: num_steps(c, key) for key in keys}
 
     def due(step, key):
@@ -208,7 +207,7 @@ def train(run: Run, state, meta: dict) -> None:
     def evaluate_all(step, names):
         for name in names:
             with watchdog.phase("evaluation"), throughput.pause("evaluation"):
-                row = evaluate(name, evaluators[name], state)
+                row = evaluate(name, run.evaluators[name], state)
                 writer.write(step, row)
                 logger.info("step %d: %s", step, metrics.readable(row))
 
@@ -242,7 +241,7 @@ def train(run: Run, state, meta: dict) -> None:
                 jax.block_until_ready(pending[-1 - _STEPS_IN_FLIGHT][1])
             profiler.after(step, step_metrics)
             stopping = guard.should_stop(step) and step < total
-            evaluations = [name for name in evaluators if due(step, f"evals.{name}.every")]
+            evaluations = [name for name in run.evaluators if due(step, f"evals.{name}.every")]
             saving = stopping or due(step, "checkpoint.every")
             if not (logging_now or evaluations or saving):
                 continue

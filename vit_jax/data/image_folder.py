@@ -92,6 +92,7 @@ def folder(*, split: str, data_dir: str | os.PathLike | None, seed: int, **_) ->
         read=read,
         record_name=lambda record: os.fspath(base.relative_to(root) / paths[record]),
         encoded=True,
+        file_names=lambda start, stop: paths[start:stop],
     )
 
 

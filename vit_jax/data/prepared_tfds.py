@@ -24,6 +24,7 @@ from vit_jax.data.sources import Source, fingerprint, read_tensors
 from vit_jax.errors import InputError, nearest
 
 _NAME = re.compile(r"(?P<name>\w+)(/(?P<config>[\w.-]+))?(:(?P<version>\d+\.\d+\.\d+))?")
+_RECORDS_AT_ONCE = 1024
 _SMALL_BYTES = 1 << 30  # of files and pixels: up to there a split is held in memory by default
 
 # What the readers read; memory is filled by the reader of the files' format.
@@ -105,6 +106,10 @@ def tfds_source(
         file_name = pathlib.PurePath(parts[i].filename).name
         return f"{file_name} record {in_file} (record {record} of {full_name} {split})"
 
+    names_feature = features.get("file_name")
+    file_names = None
+    if isinstance(names_feature, tfds.features.Text):
+        file_names = _make_file_names(runs, names_feature)
     if reader == "memory":
         read, runs = _read_all(runs, num_examples, image_shape), None
     else:
@@ -125,6 +130,7 @@ def tfds_source(
         record_name=record_name,
         encoded=reader != "memory" or image_shape is None,
         runs=runs,
+        file_names=file_names,
     )
 
 
@@ -234,6 +240,25 @@ def _make_parse(image_feature, label_feature) -> Callable:
     return parse
 
 
+def _make_file_names(runs: Runs, feature) -> Callable:
+    """`Source.file_names` of the feature `file_name`."""
+    features = tfds.features.FeaturesDict({"file_name": feature})
+
+    def file_names(start, stop):
+        ids = tf.data.Dataset.range(start, stop)
+        stored = stored_records(runs, ids.batch(_RECORDS_AT_ONCE))
+        found = tf.data.Dataset.zip(ids, stored).map(
+            lambda i, s: (i, features.deserialize_example(s)["file_name"]), tf.data.AUTOTUNE
+        )
+        names = [""] * (stop - start)
+        for record_ids, batch in found.ignore_errors().batch(_RECORDS_AT_ONCE).as_numpy_iterator():
+            for record_id, name in zip(record_ids, batch, strict=True):
+                names[record_id - start] = name.decode()
+        return names
+
+    return file_names
+
+
 def _parse_example(features, stored):
     decoders = {"image": tfds.decode.SkipDecoding()}
     return features.deserialize_example(stored, decoders=decoders)
@@ -310,7 +335,7 @@ def _container_memory() -> float:
 def _read_all(runs: Runs, num_examples: int, image_shape) -> Callable:
     """`Source.read` of a split that is read now; what is broken is masked, as any reader does."""
     ids = tf.data.Dataset.range(num_examples)
-    stored = stored_records(runs, ids.batch(1024))
+    stored = stored_records(runs, ids.batch(_RECORDS_AT_ONCE))
 
     def load(record_id, stored):
         example = runs.parse(stored, record_id)
@@ -325,6 +350,6 @@ def _read_all(runs: Runs, num_examples: int, image_shape) -> Callable:
     else:
         images = np.zeros((num_examples, *image_shape), np.uint8)
     labels, mask = np.zeros(num_examples, np.int32), np.zeros(num_examples, np.float32)
-    for record_ids, image, label in loaded.batch(1024).as_numpy_iterator():
+    for record_ids, image, label in loaded.batch(_RECORDS_AT_ONCE).as_numpy_iterator():
         images[record_ids], labels[record_ids], mask[record_ids] = image, label, 1
     return read_tensors(images, labels, mask)

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from etils import epy
@@ -45,6 +45,8 @@ class Source:
       read: see above.
       record_name: index -> how messages call the record.
       runs: how an encoded source reads neighbours together; None: one by one is as good.
+      file_names: (start, stop) -> what the files were called that these records were made of, ""
+        where one cannot be read; None where it is not known.
       part_sizes: of a mixture, the records of each of its data sets; else those of the one.
     """
 
@@ -59,6 +61,7 @@ class Source:
     record_name: Callable[[int], str]
     encoded: bool = False
     runs: Runs | None = None
+    file_names: Callable[[int, int], Sequence[str]] | None = None
     part_sizes: tuple[int, ...] = ()
 
     def __post_init__(self):

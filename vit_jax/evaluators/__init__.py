@@ -15,9 +15,14 @@ from vit_jax.errors import Faults, collect_faults
 from vit_jax.evaluators.classification import make_classification
 from vit_jax.evaluators.fewshot import make_fewshot
 from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.evaluators.real import make_real
 from vit_jax.step import TrainState
 
-EVALUATORS = {"classification": make_classification, "fewshot": make_fewshot}
+EVALUATORS = {
+    "classification": make_classification,
+    "real": make_real,
+    "fewshot": make_fewshot,
+}
 
 
 def evaluate(name: str, evaluator, state: TrainState) -> dict[str, float]:
@@ -47,8 +52,15 @@ def evaluate(name: str, evaluator, state: TrainState) -> dict[str, float]:
 def make_evaluators(
     config: ConfigDict, model, mesh: Mesh, sources: Mapping[SplitKey, Source]
 ) -> dict:
-    """{name: evaluator} of `config.evals`, over the sources that `run.open_sources` gives."""
-    return {
-        name: EVALUATORS[entry.type](EvalInputs(config, entry, model, mesh, sources))
-        for name, entry in config.evals.items()
-    }
+    """{name: evaluator} of `config.evals`, over the sources that `run.open_sources` gives.
+
+    Raises:
+      InputError: naming the key, for what an evaluator needs besides and does not find.
+    """
+    faults, evaluators = Faults(), {}
+    for name, entry in config.evals.items():
+        inputs = EvalInputs(config, entry, model, mesh, sources)
+        make = EVALUATORS[entry.type]
+        evaluators[name] = faults.check(make, inputs, prefix=f"evals.{name}.")
+    collect_faults(faults)
+    return evaluators

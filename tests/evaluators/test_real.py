@@ -1,0 +1,118 @@
+"""ReaL: labels by the number in a file's name, from folders and TFDS sets, and what is counted."""
+
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax.config import SplitKey, base_config, real
+from vit_jax.data import make_source
+from vit_jax.errors import InputError
+from vit_jax.evaluators import make_evaluators
+from vit_jax.evaluators.real import Real, labels_by_record, read_numbers, read_real_labels
+from vit_jax.mesh import make_mesh
+
+LABELS = [[], [2, 0], [1], [0], [1, 2], [0, 1, 2]]  # of images 1 to 6
+
+
+def test_labels_by_record():
+    table = labels_by_record(LABELS, np.array([6, 1, 3, 0]))
+    assert table.tolist() == [[0, 1, 2], [-1, -1, -1], [1, -1, -1], [-1, -1, -1]]
+
+
+def test_what_counts():
+    """Right by any label; what has none, and what is masked, is left out."""
+    logits = np.eye(3, dtype=np.float32)[[0, 0, 1, 2, 1, 1, 2, 0]]
+    batches = [
+        {"image": logits[:4], "id": np.arange(4), "mask": np.float32([1, 1, 1, 1])},
+        {"image": logits[4:], "id": np.array([4, 5, -1, -1]), "mask": np.float32([1, 0, 0, 0])},
+    ]
+    table = labels_by_record(LABELS, np.arange(1, 7))
+    result = Real(lambda state, image: image, lambda: batches, lambda: table).run(None)
+    # Predicted 0 0 1 2 1: no label; right; right; wrong; right.
+    assert result == {"top1": 0.75, "num_examples": 4}
+
+
+class MeanColour:
+    """A model whose logits are the means of an image's channels."""
+
+    def apply(self, variables, images, train, method):
+        return images.mean(axis=(1, 2))
+
+
+def evaluator(root, labels_file, names=None):
+    """Of a folder with a picture each, red, green, blue and so on, of the images 6 down to 1."""
+    for i, number in enumerate(range(6, 0, -1)):
+        colour = np.zeros((8, 8, 3), np.uint8)
+        colour[..., i % 3] = 255
+        name = (names or "ILSVRC2012_val_{:08d}.png").format(number)
+        path = root / "pictures/val" / "abc"[number % 3] / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(colour).save(path)
+        (root / "pictures/train" / path.parent.name).mkdir(parents=True, exist_ok=True)
+    data_dir = str(root / "pictures")
+    c = base_config()
+    c.global_batch_size, c.data.name, c.data.image_size, c.data.data_dir = 8, "folder", 8, data_dir
+    c.evals.real = real(
+        split="val", every="1 epochs", ops="decode|resize", labels_file=str(labels_file)
+    )
+    source = make_source("folder", split="val", data_dir=data_dir, image_size=(8, 8))
+    mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
+    sources = {SplitKey("folder", "val", data_dir): source}
+    return make_evaluators(c, MeanColour(), mesh, sources)["real"]
+
+
+@pytest.fixture
+def labels_file(tmp_path):
+    path = tmp_path / "real.json"
+    path.write_text(json.dumps(LABELS))
+    return path
+
+
+class State(NamedTuple):
+    """All that an evaluator looks at."""
+
+    params: Any
+    model_state: Any
+
+
+def test_a_folder_of_the_validation_images(tmp_path, labels_file):
+    result = evaluator(tmp_path, labels_file).run(State({}, {}))
+    # Images 6 to 2 are predicted 0 1 2 0 1: the first two are right. Image 1 has no label.
+    assert result == {"top1": pytest.approx(0.4), "num_examples": 5}
+
+
+def test_faults_name_the_key(tmp_path, labels_file):
+    with pytest.raises(InputError, match=r"evals\.real\.split: folder val has a record .*cat3.png"):
+        evaluator(tmp_path / "names", labels_file, names="cat{}.png")
+    with pytest.raises(InputError, match=r"evals\.real\.labels_file=.* take real\.json of https"):
+        evaluator(tmp_path / "none", tmp_path / "nothing.json")
+    labels_file.write_text(json.dumps([[3]]))
+    with pytest.raises(InputError, match=r"labels_file=.* has the class 3, and the model 3 class"):
+        evaluator(tmp_path / "classes", labels_file)
+    labels_file.write_text(json.dumps([[1]]))
+    with pytest.raises(InputError, match=r"labels of 1 images, and the split one .* number 6"):
+        evaluator(tmp_path / "number", labels_file).run(State({}, {}))
+
+
+def test_the_published_labels(shared_data):
+    labels = read_real_labels(str(shared_data / "imagenet_real/real.json"), 1000)
+    assert len(labels) == 50_000
+    assert sum(map(bool, labels)) == 46_837
+    assert labels[:3] == [[], [970, 795], [230, 231]]
+
+
+def test_file_names_of_a_prepared_data_set(shared_data):
+    sample = make_source(
+        "imagenet_sample", split="train", data_dir=str(shared_data), image_size=(1, 1)
+    )
+    names = sample.file_names(60, 64)
+    assert len(set(names)) == 4 and sample.file_names(0, 1) == ["n04238763_slide_rule.JPEG"]
+    assert sample.file_names(62, 63) == names[2:3]
+    with pytest.raises(InputError, match=r"of the file 'n04238763_slide_rule\.JPEG'; needed"):
+        read_numbers(sample, 0, 1)
+    digits = make_source("digits", split="test", image_size=(8, 8))
+    with pytest.raises(InputError, match="digits test does not tell its records' file names"):
+        read_numbers(digits, 0, 1)
