@@ -207,8 +207,32 @@ def fewshot(
     return typed_entry({"type": "fewshot"} | locals())
 
 
+def knn(
+    *,
+    train_split: str,
+    test_split: str,
+    every: str,
+    ops: str = "",
+    batch_size: int | None = None,
+    data_name: str | None = None,
+    data_dir: str | None = None,
+    num_neighbours: tuple[int, ...] = (10, 20, 100, 200),
+    temperature: float = 0.07,
+) -> ConfigDict:
+    """An entry of `evals`: top-1 by a vote of the training images nearest in frozen features.
+
+    For each k of `num_neighbours`; a lower `temperature` gives the nearest of them more weight. The
+    features of all of `train_split` are held on every host. The classes may be others than those
+    trained on. What else there is means what it means in `classification`.
+    """
+    return typed_entry({"type": "knn"} | locals())
+
+
 # The kinds of entries of `evals`, each with its helper, whose arguments are the entry's keys.
-EVAL_TYPES = {"classification": classification, "real": real, "fewshot": fewshot}
+EVAL_TYPES = {"classification": classification, "real": real, "fewshot": fewshot, "knn": knn}
+
+# Those that learn the classes of their data from features; the others need the model's.
+LEARNING_EVALS = ("fewshot", "knn")
 
 OPTIONAL_IN_EVALS = {"batch_size": int, "data_name": str, "data_dir": str}
 

@@ -106,8 +106,8 @@ def open_sources(
         for split_key, key in config_lib.eval_splits(config, entry).items():
             synthetic = key.data_name == "synthetic"
             trained_on = (key.data_name, key.data_dir) == (d.name, d.data_dir)
-            # A few-shot evaluator learns the classes of its data; another needs the model's.
-            needs_classes = synthetic or trained_on or entry.type != "fewshot"
+            learns = entry.type in config_lib.LEARNING_EVALS
+            needs_classes = synthetic or trained_on or not learns
             num_classes = d.num_classes if needs_classes else None
             num_examples = d.num_examples if synthetic else None
             source = sources.get(key)

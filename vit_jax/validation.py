@@ -22,6 +22,7 @@ from vit_jax.data import check_order, check_reader, parse_mix, parse_ops
 from vit_jax.data.device_ops import MIXING_OPS
 from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.evaluators.fewshot import check_choices
+from vit_jax.evaluators.knn import check_neighbours
 from vit_jax.mesh import PLATFORMS
 from vit_jax.models import create_model
 from vit_jax.objectives import OBJECTIVES
@@ -145,8 +146,11 @@ def _all_faults(config: ConfigDict) -> list[str]:
         need(not taken, f"evals.{name}: choose a name of letters other than train and time, which "
              "the run's own metrics have")  # fmt: skip
         positive(f"evals.{name}.batch_size")
+        prefix = f"evals.{name}."
         if entry.type == "fewshot":
-            check(check_choices, entry.shots, entry.l2, entry.num_draws, prefix=f"evals.{name}.")
+            check(check_choices, entry.shots, entry.l2, entry.num_draws, prefix=prefix)
+        if entry.type == "knn":
+            check(check_neighbours, entry.num_neighbours, entry.temperature, prefix=prefix)
     return faults
 
 

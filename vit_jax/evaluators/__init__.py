@@ -15,6 +15,7 @@ from vit_jax.errors import Faults, collect_faults
 from vit_jax.evaluators.classification import make_classification
 from vit_jax.evaluators.fewshot import make_fewshot
 from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.evaluators.knn import make_knn
 from vit_jax.evaluators.real import make_real
 from vit_jax.step import TrainState
 
@@ -22,6 +23,7 @@ EVALUATORS = {
     "classification": make_classification,
     "real": make_real,
     "fewshot": make_fewshot,
+    "knn": make_knn,
 }
 
 
