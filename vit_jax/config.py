@@ -228,11 +228,38 @@ def knn(
     return typed_entry({"type": "knn"} | locals())
 
 
+def linear_probe(
+    *,
+    train_split: str,
+    test_split: str,
+    every: str,
+    ops: str = "",
+    batch_size: int | None = None,
+    data_name: str | None = None,
+    data_dir: str | None = None,
+    l2: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
+) -> ConfigDict:
+    """An entry of `evals`: top-1 of logistic regression on frozen features.
+
+    `l2` is the weight of half the squared norm beside the mean cross-entropy; of several the best
+    on a tenth of `train_split` is taken, and fitted to all of it. The features of all of
+    `train_split` are held on every host and, split, on the devices. The classes may be others than
+    those trained on. What else there is means what it means in `classification`.
+    """
+    return typed_entry({"type": "linear_probe"} | locals())
+
+
 # The kinds of entries of `evals`, each with its helper, whose arguments are the entry's keys.
-EVAL_TYPES = {"classification": classification, "real": real, "fewshot": fewshot, "knn": knn}
+EVAL_TYPES = {
+    "classification": classification,
+    "real": real,
+    "fewshot": fewshot,
+    "knn": knn,
+    "linear_probe": linear_probe,
+}
 
 # Those that learn the classes of their data from features; the others need the model's.
-LEARNING_EVALS = ("fewshot", "knn")
+LEARNING_EVALS = ("fewshot", "knn", "linear_probe")
 
 OPTIONAL_IN_EVALS = {"batch_size": int, "data_name": str, "data_dir": str}
 

@@ -23,6 +23,7 @@ from vit_jax.data.device_ops import MIXING_OPS
 from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.evaluators.fewshot import check_choices
 from vit_jax.evaluators.knn import check_neighbours
+from vit_jax.evaluators.linear_probe import check_weights
 from vit_jax.mesh import PLATFORMS
 from vit_jax.models import create_model
 from vit_jax.objectives import OBJECTIVES
@@ -151,6 +152,8 @@ def _all_faults(config: ConfigDict) -> list[str]:
             check(check_choices, entry.shots, entry.l2, entry.num_draws, prefix=prefix)
         if entry.type == "knn":
             check(check_neighbours, entry.num_neighbours, entry.temperature, prefix=prefix)
+        if entry.type == "linear_probe":
+            check(check_weights, entry.l2, prefix=prefix)
     return faults
 
 

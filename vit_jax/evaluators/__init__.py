@@ -16,6 +16,7 @@ from vit_jax.evaluators.classification import make_classification
 from vit_jax.evaluators.fewshot import make_fewshot
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.evaluators.knn import make_knn
+from vit_jax.evaluators.linear_probe import make_linear_probe
 from vit_jax.evaluators.real import make_real
 from vit_jax.step import TrainState
 
@@ -24,6 +25,7 @@ EVALUATORS = {
     "real": make_real,
     "fewshot": make_fewshot,
     "knn": make_knn,
+    "linear_probe": make_linear_probe,
 }
 
 

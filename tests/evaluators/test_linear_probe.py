@@ -1,0 +1,127 @@
+"""The linear probe against scikit-learn's logistic regression."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+from test_fewshot import Pixels, State, digit_pixels, make_batches
+
+from vit_jax.config import SplitKey, base_config, linear_probe
+from vit_jax.data import make_source
+from vit_jax.errors import InputError
+from vit_jax.evaluators import make_evaluators
+from vit_jax.evaluators.linear_probe import Classifier, LinearProbe, fit
+from vit_jax.mesh import make_mesh
+from vit_jax.validation import find_faults
+
+RNG = np.random.default_rng(0)
+START = Classifier(jnp.zeros((6, 3)), jnp.zeros(3))
+
+
+def noisy(num_examples, spread=1.0):
+    """Features about three corners, of other means and scales, and labels."""
+    labels = RNG.choice(3, num_examples, p=[0.6, 0.3, 0.1]).astype(np.int32)
+    features = np.eye(6)[labels] + spread * RNG.standard_normal((num_examples, 6))
+    return (features * [1, 10, 1, 0.1, 1, 1] + 5).astype(np.float32), labels
+
+
+@pytest.mark.parametrize("l2", [1e-3, 0.1])
+def test_the_fit_is_that_of_scikit_learn(l2):
+    """From wherever it starts, and whatever stands in rows that do not count."""
+    x, labels = noisy(80)
+    x = np.float32((x - x.mean(axis=0)) / x.std(axis=0))
+    expected = LogisticRegression(C=1 / (l2 * 60), tol=1e-8, max_iter=10_000)
+    expected.fit(np.float64(x[:60]), labels[:60])
+    counts = np.float32(np.arange(80) < 60)
+    far = Classifier(START.kernel_DC + 1.0, START.bias_C - 1.0)
+    for start in (START, far):
+        found = fit(x, labels, counts, l2, start)
+        np.testing.assert_allclose(found.kernel_DC, expected.coef_.T, atol=2e-3)
+        # Only differences of biases matter.
+        bias = found.bias_C - found.bias_C.mean()
+        np.testing.assert_allclose(
+            bias, expected.intercept_ - expected.intercept_.mean(), atol=2e-3
+        )
+
+
+def evaluate(train, test, *, l2, mesh=None, broken=()):
+    evaluator = LinearProbe(
+        lambda state, image: state * image,
+        train_batches=lambda: make_batches(*train, broken)(np.arange(len(train[1]))),
+        test_batches=lambda: make_batches(*test)(np.arange(len(test[1]))),
+        num_classes=3,
+        mesh=mesh or make_mesh(replica=1, data=-1, fsdp=1, tensor=1),
+        l2=l2,
+    )
+    return evaluator.run(jnp.float32(1.0))
+
+
+def scikit_learn(train, test, l2):
+    scaler = StandardScaler().fit(np.float64(train[0]))
+    model = LogisticRegression(C=1 / (l2 * len(train[1])), tol=1e-8, max_iter=10_000)
+    model.fit(scaler.transform(np.float64(train[0])), train[1])
+    return model.score(scaler.transform(np.float64(test[0])), test[1])
+
+
+def test_the_weight_is_chosen_on_held_out_training_images():
+    """Never on the test images: here these would choose another."""
+    train, test = noisy(61), noisy(80)
+    weights = (1e-3, 0.03, 1.0)
+    held_out = np.isin(np.arange(61), np.random.default_rng(0).permutation(61)[:6])
+    scores = {}
+    for l2 in weights:
+        scaler = StandardScaler().fit(np.float64(train[0]))
+        model = LogisticRegression(C=1 / (l2 * 55), tol=1e-8, max_iter=10_000)
+        model.fit(scaler.transform(np.float64(train[0][~held_out])), train[1][~held_out])
+        scores[l2] = model.score(
+            scaler.transform(np.float64(train[0][held_out])), train[1][held_out]
+        )
+    result = evaluate(train, test, l2=weights)
+    assert result["held_out_top1"] == pytest.approx(max(scores.values()))
+    assert scores[result["l2"]] == max(scores.values())
+    assert result["top1"] == pytest.approx(scikit_learn(train, test, result["l2"]), abs=0.02)
+
+
+def test_broken_images_are_left_out():
+    (features, labels), test = noisy(61), noisy(40)
+    broken = np.arange(0, 61, 3)
+    whole = np.setdiff1d(np.arange(61), broken)
+    found = evaluate((features, labels), test, l2=(0.1,), broken=broken)
+    assert found == evaluate((features[whole], labels[whole]), test, l2=(0.1,))
+    with pytest.raises(InputError, match=r"^train_split: none of the images"):
+        evaluate((features, labels), test, l2=(0.1,), broken=np.arange(61))
+
+
+def test_weights_that_cannot_be():
+    c = base_config()
+    c.evals.probe = linear_probe(train_split="train", test_split="test", every="1 epochs")
+    c.evals.probe.l2 = (1e-3, 0.0)
+    assert "evals.probe.l2=(0.001, 0.0): needs positive numbers, e.g. 1e-4,1e-2" in find_faults(c)
+
+
+def test_digits_over_eight_devices():
+    """1,437 images, which eight devices do not divide."""
+    c = base_config()
+    c.global_batch_size, c.data.name, c.data.image_size = 64, "digits", 8
+    c.data.mean, c.data.std = (0.0,) * 3, (1.0,) * 3
+    c.evals.probe = linear_probe(
+        train_split="train", test_split="test", every="1 epochs", l2=(0.1,)
+    )
+    sources = {
+        SplitKey("digits", s, None): make_source("digits", split=s, image_size=(8, 8))
+        for s in ("train", "test")
+    }
+    projection = RNG.standard_normal((192, 20)).astype(np.float32)
+    mesh = make_mesh(replica=1, data=4, fsdp=2, tensor=1)
+    with jax.set_mesh(mesh):
+        result = make_evaluators(c, Pixels(), mesh, sources)["probe"].run(State(projection, {}))
+    features, labels = digit_pixels().reshape(-1, 192) @ projection, load_digits().target
+    held_out = np.arange(len(labels)) % 5 == 0
+    expected = scikit_learn(
+        (features[~held_out], labels[~held_out]), (features[held_out], labels[held_out]), 0.1
+    )
+    assert result == {"top1": pytest.approx(expected, abs=1.5 / 360)}
+    assert 0.7 < result["top1"] < 1

@@ -1,0 +1,177 @@
+"""Linear probe: what a linear classifier trained on frozen features gets right.
+
+Axes: N training images, M test images, D features, C classes.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from vit_jax.errors import collect_faults
+from vit_jax.evaluators.features import FeatureGatherer
+from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.mesh import BATCH_AXES
+
+_STD_FLOOR = 1e-5
+_HELD_OUT = 0.1  # of the training images, to choose the weight by
+_MAX_STEPS = 1000
+_GRADIENT = 1e-5  # its largest entry where a solution is taken for one
+
+
+class Classifier(NamedTuple):
+    """Logits are x W + b."""
+
+    kernel_DC: jax.Array
+    bias_C: jax.Array
+
+
+def check_weights(l2: tuple[float, ...]) -> None:
+    """Raises InputError, naming the key, if these are no weights of a `LinearProbe`."""
+    some = isinstance(l2, tuple) and len(l2) > 0
+    if not (some and all(isinstance(w, int | float) and w > 0 for w in l2)):
+        collect_faults([f"l2={l2}: needs positive numbers, e.g. 1e-4,1e-2"])
+
+
+@jax.jit
+def fit(
+    x_ND: jax.Array, label_N: jax.Array, counts_N: jax.Array, l2: jax.Array, start: Classifier
+) -> Classifier:
+    """The classifier that minimises the mean cross-entropy + l2 / 2 |W|^2, by L-BFGS from `start`.
+
+    It is that of scikit-learn's LogisticRegression with C = 1 / (l2 * N). The bias is not
+    regularised. `counts_N` is 0 for what does not count.
+    """
+
+    def loss(classifier):
+        logits_NC = (
+            jnp.matmul(x_ND, classifier.kernel_DC, precision="highest") + classifier.bias_C[None]
+        )
+        loss_N = optax.losses.softmax_cross_entropy_with_integer_labels(logits_NC, label_N)
+        mean = (counts_N * loss_N).sum() / counts_N.sum()
+        return mean + l2 / 2 * jnp.square(classifier.kernel_DC).sum()
+
+    solver = optax.lbfgs()
+    value_and_grad = optax.value_and_grad_from_state(loss)
+
+    def step(carry):
+        classifier, state, steps, _ = carry
+        value, gradient = value_and_grad(classifier, state=state)
+        updates, state = solver.update(
+            gradient, state, classifier, value=value, grad=gradient, value_fn=loss
+        )
+        classifier = optax.apply_updates(classifier, updates)
+        left = optax.tree.norm(optax.tree.get(state, "grad"), ord=jnp.inf)
+        return classifier, state, steps + 1, left
+
+    def unfinished(carry):
+        *_, steps, left = carry
+        return (steps < _MAX_STEPS) & (left > _GRADIENT)
+
+    begin = (start, solver.init(start), jnp.int32(0), jnp.float32(jnp.inf))
+    return jax.lax.while_loop(unfinished, step, begin)[0]
+
+
+class LinearProbe:
+    """Top-1 accuracy of multinomial logistic regression on frozen features.
+
+    Features are whitened by the mean and standard deviation of the training images. Of several
+    weights `l2` the one is taken that classifies best a tenth of the training images, drawn at
+    random and held out; the classifier is then fitted to all of them. The test split is looked at
+    once: `top1`. With a choice of weights `l2` is the one, and `held_out_top1` what it was chosen
+    by.
+
+    Features are gathered by every process; fitting splits the training images over the devices.
+
+    Args:
+      features_fn: (state, uint8 images (B, H, W, 3)) -> (B, D).
+      train_batches, test_batches: one pass over the split.
+      num_classes: of both.
+      mesh: whose devices fit.
+      l2: see `config.linear_probe`.
+    """
+
+    def __init__(
+        self,
+        features_fn: Callable,
+        *,
+        train_batches: Callable[[], Iterable[dict]],
+        test_batches: Callable[[], Iterable[dict]],
+        num_classes: int,
+        mesh: Mesh,
+        l2: tuple[float, ...],
+    ):
+        check_weights(l2)
+        self._train_batches, self._test_batches = train_batches, test_batches
+        self._num_classes, self._mesh = num_classes, mesh
+        self._l2 = sorted(l2, reverse=True)  # the easiest to fit first, each from the one before
+        self._features = FeatureGatherer(features_fn, NamedSharding(mesh, P()))
+
+    def run(self, state) -> dict[str, float]:
+        """The metrics of `state`.
+
+        Raises:
+          InputError: naming the split's key, if no image of a split can be read; the same on every
+            process.
+        """
+        train = self._features(state, self._train_batches(), "train_split")
+        test = self._features(state, self._test_batches(), "test_split")
+        mean_D = train.x_ND.mean(axis=0, dtype=np.float64)
+        std_D = train.x_ND.std(axis=0, dtype=np.float64) + _STD_FLOOR
+
+        def whiten(x):
+            return ((x - mean_D) / std_D).astype(np.float32)
+
+        train_ND, test_MD = whiten(train.x_ND), whiten(test.x_ND)
+        x_ND, label_N = self._put(train_ND), self._put(train.label_N)
+        num_images, width = train_ND.shape
+        shapes = (width, self._num_classes), (self._num_classes,)
+        replicated = NamedSharding(self._mesh, P())
+        classifier = Classifier(*(jnp.zeros(shape, device=replicated) for shape in shapes))
+
+        chosen, results = self._l2[0], {}
+        if len(self._l2) > 1:
+            held_out = np.zeros(num_images, bool)
+            shuffled = np.random.default_rng(0).permutation(num_images)
+            held_out[shuffled[: max(round(_HELD_OUT * num_images), 1)]] = True
+            counts_N = self._put((~held_out).astype(np.float32))
+            best = -1.0
+            for l2 in self._l2:
+                classifier = fit(x_ND, label_N, counts_N, l2, classifier)
+                top1 = _top1(classifier, train_ND[held_out], train.label_N[held_out])
+                if top1 > best:
+                    best, chosen = top1, l2
+            results = {"l2": float(chosen), "held_out_top1": best}
+        counts_N = self._put(np.ones(num_images, np.float32))
+        classifier = fit(x_ND, label_N, counts_N, chosen, classifier)
+        return {"top1": _top1(classifier, test_MD, test.label_N)} | results
+
+    def _put(self, column: np.ndarray) -> jax.Array:
+        """A column that every process has, (N, ...), split over the devices, zeros at its end."""
+        sharding = NamedSharding(self._mesh, P(BATCH_AXES))
+        padding = -len(column) % sharding.num_devices
+        column = np.pad(column, [(0, padding)] + [(0, 0)] * (column.ndim - 1))
+        return jax.make_array_from_callback(column.shape, sharding, lambda index: column[index])
+
+
+def _top1(classifier: Classifier, x_MD: np.ndarray, label_M: np.ndarray) -> float:
+    kernel_DC, bias_C = jax.device_get(classifier)
+    return float(((x_MD @ kernel_DC + bias_C[None]).argmax(axis=1) == label_M).mean())
+
+
+def make_linear_probe(inputs: EvalInputs) -> LinearProbe:
+    """The evaluator of an entry that `config.linear_probe` made."""
+    return LinearProbe(
+        functools.partial(inputs.apply, method="features"),
+        train_batches=functools.partial(inputs.batches, "train_split"),
+        test_batches=functools.partial(inputs.batches, "test_split"),
+        num_classes=inputs.source("train_split").num_classes,
+        mesh=inputs.mesh,
+        l2=inputs.entry.l2,
+    )
