@@ -74,8 +74,11 @@ def check_job(words: Sequence[str]) -> Job:
     given = [f"--{name}" for name in _OF_PROCESSES if getattr(flags, name, None) is not None]
     if given:
         raise InputError(f"{', '.join(given)}: the launcher sets these; leave them out")
-    needed = [name for name in ("config", "workdir") if hasattr(flags, name)]
-    require_flags(flags, needed, example)
+    if command == "evaluate" and (flags.init_from or flags.config):
+        raise InputError("-- evaluate: as a job it takes --workdir alone; run it by itself")
+    # `evaluate` takes its config from the workdir.
+    of_command = ("workdir",) if command == "evaluate" else ("config", "workdir")
+    require_flags(flags, [name for name in of_command if hasattr(flags, name)], example)
     config = getattr(flags, "config", None)
     if config is not None:
         load_valid_config(flags)

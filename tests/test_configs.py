@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 from PIL import Image
 
-from vit_jax.config import eval_splits
+from vit_jax.config import REQUIRED_TO_EVALUATE, eval_splits
 from vit_jax.config_text import load_config
 from vit_jax.data import parse_ops
 from vit_jax.data.pipeline import host_batches, host_eval_batches
@@ -35,6 +35,10 @@ FORMS = {
 }
 
 
+# Those of `evaluate`, which describe no run.
+EVALUATION_FORMS = {"evaluate": ["cifar10", "real,classification,imagenet2012", "debug"]}
+
+
 def load(name, words=""):
     return load_config(f"{CONFIGS / name}.py" + (f":{words}" if words else ""))
 
@@ -57,14 +61,39 @@ def pictures(tmp_path):
 
 
 def test_every_config_is_tested():
-    assert {path.stem for path in CONFIGS.glob("*.py")} == FORMS.keys()
-    for forms in FORMS.values():
+    forms_of = FORMS | EVALUATION_FORMS
+    assert {path.stem for path in CONFIGS.glob("*.py")} == forms_of.keys()
+    for forms in forms_of.values():
         assert any("debug" in form for form in forms) and any("debug" not in f for f in forms)
 
 
 @pytest.mark.parametrize(("name", "words"), [(n, w) for n, forms in FORMS.items() for w in forms])
 def test_config_is_valid(name, words):
     assert find_faults(load(name, words)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [(n, w) for n, forms in EVALUATION_FORMS.items() for w in forms]
+)
+def test_evaluation_config_is_valid(name, words):
+    config = load(name, words)
+    assert find_faults(config, REQUIRED_TO_EVALUATE) == []
+    text = (CONFIGS / f"{name}.py").read_text()
+    assert f"evaluate --init_from=SOURCE --config=configs/{name}.py:" in text
+    assert f"--config=configs/{name}.py:debug" in text
+
+
+def test_words_of_evaluation():
+    config = load("evaluate", "probe,vtab/dtd,knn")
+    assert list(config.evals) == ["knn", "probe"]
+    entry = config.evals.probe
+    assert (config.data.name, entry.train_split, entry.test_split) == (
+        "vtab/dtd", "train800val200", "test",
+    )  # fmt: skip
+    assert load("evaluate", "real,imagenet2012").evals.real.split == "validation"
+    assert list(load("evaluate").evals) == ["fewshot", "knn", "probe"]
+    message = refusal("evaluate", "knn,cifar10,cifar100")
+    assert "unknown word 'cifar100'; it takes DATA: a data set; classification: " in message
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -140,6 +140,8 @@ def base_config() -> ConfigDict:
 REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.image_size",
             "optimizer.peak_lr")  # fmt: skip
 
+REQUIRED_TO_EVALUATE = ("global_batch_size", "data.name")  # a model that is there already
+
 # What may change when a run is resumed: where and how it runs, never what it computes.
 FREE_ON_RESUME = ("mesh.", "checkpoint.", "log.", "evals.", "job.", "data.data_dir", "data.reader",
                   "data.max_corrupt_fraction", "model.remat")  # fmt: skip

@@ -1,18 +1,27 @@
-"""Evaluation of a run, finished or not, from its workdir alone."""
+"""Evaluation without training: of a run from its workdir alone, and of a model from anywhere."""
 
 import logging
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from etils import epath
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint, watchdog
-from vit_jax.comparison import compare_findings
-from vit_jax.errors import InputError
+from vit_jax import checkpoint, transfer, tree, watchdog
+from vit_jax import config as config_lib
+from vit_jax.comparison import compare_findings, compare_requests
+from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import evaluate as run_evaluator
-from vit_jax.run import prepare
+from vit_jax.evaluators import make_evaluators
+from vit_jax.models import check_fields
+from vit_jax.models.attention import choose_attention
+from vit_jax.run import check_evaluated_images, check_mesh, open_sources, prepare
+from vit_jax.sharding import constrain, state_shardings
 from vit_jax.step import TrainState
+from vit_jax.transfer.images import ops_for
+from vit_jax.transfer.rules import Pretrained
 
 logger = logging.getLogger("vit_jax")
 
@@ -41,8 +50,77 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
         found, meta = restored
         state = TrainState(jnp.int32(meta["step"]), **found, opt_state=())
         logger.info("evaluating step %d of %s", meta["step"], workdir)
-        results = {"step": meta["step"]}
-        for name, evaluator in run.evaluators.items():
-            with watchdog.phase("evaluation"):
-                results |= run_evaluator(name, evaluator, state)
+        return {"step": meta["step"]} | _run_all(run.evaluators, state)
+
+
+def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str, float]:
+    """{"knn/10nn_top1": ..., ...}: what `config.evals` finds of a model from anywhere.
+
+    What the source states holds: its value range, its loss, its image size unless
+    `config.data.image_size` is another, and its way to cut images to size where an evaluator has no
+    ops. Of `config.model` only what does not change the function may be set, such as `dtype`.
+
+    Raises:
+      InputError: naming the key, before anything is computed.
+    """
+    config = config.copy_and_resolve_references()
+    faults = Faults()
+    mesh = check_mesh(config, faults)
+    _fill_in(config, pretrained, faults)
+    collect_faults(faults)
+    compare_requests(config, {"--init_from": pretrained.source})
+    model = _model_on(mesh, config, pretrained)
+    params = transfer.init_params(pretrained, model, config.init_resize)
+    config, sources = open_sources(config, training=False)
+    check_evaluated_images(config, sources)
+    evaluators = make_evaluators(config, model, mesh, sources)
+    compare_findings(config, sources, {})
+    with jax.set_mesh(mesh):
+        params = {"params": tree.unflatten_names(params)}
+        placed = jax.device_put(params, state_shardings(params, mesh))
+        state = TrainState(jnp.int32(0), placed["params"], {}, ())
+        logger.info("evaluating %s", pretrained.source)
+        step = {} if pretrained.run is None else {"step": pretrained.run["step"]}
+        return step | _run_all(evaluators, state)
+
+
+def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None:
+    """Sets in `config` what the source states."""
+    d, spec = config.data, pretrained.spec
+    if d.image_size is None:
+        d.image_size = spec.image_size
+    if d.image_size is None:
+        faults.append(
+            f"data.image_size=None: {pretrained.source} takes images of any size; "
+            "set --config.data.image_size"
+        )
+        return
+    size = config_lib.image_hw(d.image_size)
+    d.mean, d.std, d.num_classes = spec.mean, spec.std, pretrained.model.num_classes
+    if pretrained.run is not None:
+        config.loss.update(pretrained.run["config"]["loss"])
+    for name, entry in config.evals.items():
+        entry.ops = entry.ops or ops_for(spec._replace(image_size=size))
+        if d.num_classes is None and entry.type not in config_lib.LEARNING_EVALS:
+            faults.append(
+                f"evals.{name}.type={entry.type!r}: {pretrained.source} has no classes; needed: "
+                f"one of {', '.join(config_lib.LEARNING_EVALS)}"
+            )
+
+
+def _model_on(mesh: Mesh, config: ConfigDict, pretrained: Pretrained) -> nn.Module:
+    """The source's model, to compute on a mesh."""
+    family = type(pretrained.model)
+    fields = check_fields(family, config_lib.model_fields(config), "config.model")
+    size = config_lib.image_hw(config.data.image_size)
+    model = pretrained.model.clone(**fields, image_size=size, constrain=constrain)
+    platform = mesh.devices.flat[0].platform
+    return model.clone(attend=choose_attention(platform, model.remat))
+
+
+def _run_all(evaluators, state: TrainState) -> dict[str, float]:
+    results = {}
+    for name, evaluator in evaluators.items():
+        with watchdog.phase("evaluation"):
+            results |= run_evaluator(name, evaluator, state)
     return results

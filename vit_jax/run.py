@@ -61,15 +61,7 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     """
     workdir = files.absolute(workdir)
     faults = Faults()
-    axes = {axis: size for axis, size in config.mesh.items() if axis != "platform"}
-    mesh = faults.check(make_mesh, **axes)
-    if mesh is not None:
-        faults.check(check_batch_size, mesh, config.global_batch_size, "global_batch_size")
-        accum_steps = config.optimizer.accum_steps
-        faults.check(check_accum_steps, mesh, config.global_batch_size, accum_steps)
-        for name, entry in config.evals.items():
-            if entry.batch_size is not None:
-                faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
+    mesh = check_mesh(config, faults)
     faults.check(check_writable, workdir)
     if training and config.log.wandb is not None:
         faults.check(metrics.check_installed, config.log.wandb)
@@ -93,6 +85,20 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     return Run(config, workdir, mesh, sources, experiment, evaluators, params)
 
 
+def check_mesh(config: ConfigDict, faults: Faults) -> Mesh | None:
+    """The mesh, whose devices every batch must divide into; None if there is none such."""
+    axes = {axis: size for axis, size in config.mesh.items() if axis != "platform"}
+    mesh = faults.check(make_mesh, **axes)
+    if mesh is not None:
+        faults.check(check_batch_size, mesh, config.global_batch_size, "global_batch_size")
+        accum_steps = config.optimizer.accum_steps
+        faults.check(check_accum_steps, mesh, config.global_batch_size, accum_steps)
+        for name, entry in config.evals.items():
+            if entry.batch_size is not None:
+                faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
+    return mesh
+
+
 def open_sources(
     config: ConfigDict, training: bool
 ) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
@@ -105,7 +111,7 @@ def open_sources(
     for name, entry in config.evals.items():
         for split_key, key in config_lib.eval_splits(config, entry).items():
             synthetic = key.data_name == "synthetic"
-            trained_on = (key.data_name, key.data_dir) == (d.name, d.data_dir)
+            trained_on = training and (key.data_name, key.data_dir) == (d.name, d.data_dir)
             learns = entry.type in config_lib.LEARNING_EVALS
             needs_classes = synthetic or trained_on or not learns
             num_classes = d.num_classes if needs_classes else None
@@ -205,6 +211,13 @@ def check_images(config: ConfigDict, sources: Mapping[SplitKey, data.Source]) ->
         host_ops, _ = data.parse_ops(config.data.ops, image_size)
         source = sources[config_lib.train_split(config)]
         data.host_batches(source, host_ops, **one, seed=0, start_step=0, num_steps=0)
+    check_evaluated_images(config, sources)
+
+
+def check_evaluated_images(config: ConfigDict, sources: Mapping[SplitKey, data.Source]) -> None:
+    """Raises InputError if the ops of an evaluator do not give `data.image_size`."""
+    image_size = config_lib.image_hw(config.data.image_size)
+    one = {"global_batch_size": 1, "image_size": image_size, "rows": np.arange(1)}
     for name, entry in config.evals.items():
         host_ops, _ = data.parse_ops(entry.ops, image_size)
         for key in config_lib.eval_splits(config, entry).values():

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
@@ -37,15 +37,18 @@ _NOT_IN_WANDB_NAMES = r"/\#?%:"
 _MAX_WANDB_NAME = 128
 
 
-def find_faults(config: ConfigDict) -> list[str]:
-    """Every fault of `config`, the first of each key, whose name it begins with."""
-    faults = _all_faults(config)
+def find_faults(config: ConfigDict, required: Sequence[str] = REQUIRED) -> list[str]:
+    """Every fault of `config`, the first of each key, whose name it begins with.
+
+    `required` are the keys that must be set.
+    """
+    faults = _all_faults(config, required)
     return list({re.match(r"[\w.*]*", fault)[0]: fault for fault in reversed(faults)}.values())[
         ::-1
     ]
 
 
-def _all_faults(config: ConfigDict) -> list[str]:
+def _all_faults(config: ConfigDict, required: Sequence[str]) -> list[str]:
     faults = Faults()
     check = faults.check
 
@@ -66,7 +69,7 @@ def _all_faults(config: ConfigDict) -> list[str]:
     values, defaults = flatten(config), flatten(base_config())
     missing = {key for key in REQUIRED if values[key] is None}
     faults += [f"{key}: not set; set it in the config file or by --config.{key}=..."
-               for key in REQUIRED if key in missing]  # fmt: skip
+               for key in required if key in missing]  # fmt: skip
     emptied = [
         key for key, default in defaults.items() if default is not None and values[key] is None
     ]
@@ -191,6 +194,11 @@ def _check_ops(config: ConfigDict, check: Callable, need: Callable) -> bool:
     return bool(ops) and any(op.name in MIXING_OPS for op in ops[1])
 
 
-def validate(config: ConfigDict, override_faults: list[str], where: str) -> None:
+def validate(
+    config: ConfigDict,
+    override_faults: list[str],
+    where: str,
+    required: Sequence[str] = REQUIRED,
+) -> None:
     """Raises one InputError with every fault of a config and of the overrides given to it."""
-    collect_faults(override_faults + find_faults(config), where)
+    collect_faults(override_faults + find_faults(config, required), where)

@@ -61,18 +61,23 @@ def start_job(flags: argparse.Namespace, config: "ConfigDict") -> None:
     watchdog.start(config.job)
 
 
-def load_valid_config(flags: argparse.Namespace) -> "ConfigDict":
+def load_valid_config(
+    flags: argparse.Namespace, required: Sequence[str] | None = None
+) -> "ConfigDict":
     """The config of `--config`, overridden and checked.
+
+    `required` are the keys that must be set, None for those of a run.
 
     Raises:
       InputError: with all faults.
     """
     from vit_jax import config_text
+    from vit_jax.config import REQUIRED
     from vit_jax.validation import validate
 
     config = config_text.load_config(flags.config)
     faults = config_text.apply_overrides(config, flags.overrides)
-    validate(config, faults, f"--config={flags.config}")
+    validate(config, faults, f"--config={flags.config}", required or REQUIRED)
     return config
 
 

@@ -1,0 +1,64 @@
+"""What a model from anywhere is worth, without training: on its own classes, or by its features.
+
+python -m vit_jax.main evaluate --init_from=SOURCE --config=configs/evaluate.py:knn,probe,cifar10
+
+SOURCE is a workdir, an .npz or .safetensors file, an address, or a name such as ViT-B/16@augreg.
+The words are evaluators, by default fewshot, knn and probe, and a data set: a TFDS name (then
+--config.data.data_dir=DIR may say where), vtab/TASK, digits or folder. Splits are overridden by
+name: --config.evals.knn.train_split='train[:10%]'. A few seconds, with the quickstart's run:
+--config=configs/evaluate.py:debug
+"""
+
+from vit_jax.config import (
+    base_config,
+    classification,
+    fewshot,
+    knn,
+    linear_probe,
+    real,
+    refuse_words,
+    split_words,
+)
+
+EVALUATORS = {
+    "classification": "accuracy, loss, calibration of the model's own classes",
+    "real": "ImageNet ReaL; --config.evals.real.labels_file=real.json",
+    "fewshot": "least squares from a few images a class",
+    "knn": "the vote of the nearest images",
+    "probe": "logistic regression",
+}
+WORDS = EVALUATORS | {"debug": "of the digits, quickly"}
+
+TEST_SPLITS = {"imagenet2012": "validation", "folder": "val"}  # of others: test
+
+
+def get_config(arg=""):
+    words, chosen = split_words(arg, WORDS)
+    refuse_words(words[1:], {"DATA": "a data set"} | WORDS, __file__)
+    c = base_config()
+    c.global_batch_size = 256
+    c.data.name = words[0] if words else "digits" if "debug" in chosen else None
+
+    train, test = "train", TEST_SPLITS.get(c.data.name, "test")
+    if (c.data.name or "").startswith("vtab/"):
+        train = "train800val200"
+    of_classes = {"split": test, "every": "1 epochs"}  # `every` has no meaning without training
+    of_features = {"train_split": train, "test_split": test, "every": "1 epochs"}
+    make = {
+        "classification": lambda: classification(**of_classes),
+        "real": lambda: real(**of_classes, labels_file="real.json"),
+        "fewshot": lambda: fewshot(**of_features),
+        "knn": lambda: knn(**of_features),
+        "probe": lambda: linear_probe(**of_features),
+    }
+    for name in [e for e in EVALUATORS if e in chosen] or ["fewshot", "knn", "probe"]:
+        c.evals[name] = make[name]()
+
+    if "debug" in chosen:
+        c.global_batch_size = 64
+        for entry in c.evals.values():
+            if entry.type == "fewshot":
+                entry.shots, entry.num_draws = (1, 5), 1
+            if entry.type == "linear_probe":
+                entry.l2 = (0.01,)
+    return c

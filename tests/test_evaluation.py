@@ -1,0 +1,94 @@
+"""Evaluation of models from anywhere, without training, against the model applied by hand."""
+
+import json
+
+import numpy as np
+import pytest
+from numpy_vit import random_params
+from sklearn.datasets import load_digits
+
+import vit_jax
+from vit_jax.config import REQUIRED_TO_EVALUATE
+from vit_jax.config_text import apply_overrides, load_config
+from vit_jax.errors import InputError
+from vit_jax.evaluation import evaluate_pretrained
+from vit_jax.main import main
+from vit_jax.transfer import read_pretrained
+from vit_jax.validation import find_faults
+
+SMALL = {"num_heads": 2, "mlp_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A random ViT with ten classes for images of 8 x 8, as a file of the reference release."""
+    path = tmp_path_factory.mktemp("published") / "digits.npz"
+    model = vit_jax.create_model("ViT-mu/4", 10, 8, **SMALL)
+    params = random_params(model, np.zeros((1, 8, 8, 3), np.float32))
+    vit_jax.save_pretrained(path, model, {"params": params}, format="npz")
+    return path
+
+
+def evaluation_config(words, **overrides):
+    config = load_config(f"configs/evaluate.py:{words}")
+    pairs = [(key.replace("__", "."), value) for key, value in overrides.items()]
+    assert apply_overrides(config, pairs) == []
+    assert find_faults(config, REQUIRED_TO_EVALUATE) == []
+    return config
+
+
+def scores(path, image_size=None):
+    """Of the test digits, as an image of twice the size has each pixel four times."""
+    model, variables = vit_jax.load_pretrained(path, image_size=image_size)
+    bunch = load_digits()
+    grey = np.rint(bunch.images[::5] * (255 / 16))
+    images = np.float32(np.repeat(grey[..., None], 3, axis=-1) / 127.5 - 1)
+    return np.asarray(model.apply(variables, images)), bunch.target[::5]
+
+
+def test_a_file_on_the_command_line(published, capsys):
+    words = ["--config=configs/evaluate.py:classification,knn,debug"]
+    assert main(["evaluate", f"--init_from={published}", *words]) == 0
+    results = json.loads(capsys.readouterr().out)
+    logits, labels = scores(published)
+    assert results["classification/num_examples"] == 360
+    assert results["classification/top1"] == pytest.approx((logits.argmax(1) == labels).mean())
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    loss = -log_p[np.arange(360), labels].mean()
+    assert results["classification/loss"] == pytest.approx(loss, rel=1e-5)
+    assert results["knn/10nn_top1"] > 0.5  # of random features
+
+
+def test_at_another_size_positions_are_resampled(published, caplog):
+    caplog.set_level("INFO", "vit_jax")
+    config = evaluation_config("classification,debug", data__image_size="12")
+    results = evaluate_pretrained(config, read_pretrained(published))
+    assert results["classification/num_examples"] == 360
+    assert "from a grid of (2, 2) to (3, 3)" in caplog.text
+
+
+def test_features_know_no_classes(published, tmp_path):
+    """Ten classes in the model, two in the data: of no matter to what learns its own."""
+    config = evaluation_config(
+        "knn,synthetic", data__num_examples="64", global_batch_size="32", data__num_classes="2"
+    )
+    pretrained = read_pretrained(published)
+    config.evals.knn.data_name = "digits"
+    assert "knn/10nn_top1" in evaluate_pretrained(config, pretrained)
+
+    headless = pretrained._replace(model=pretrained.model.clone(num_classes=None))
+    config = evaluation_config("classification,knn,debug")
+    with pytest.raises(InputError, match=r"evals\.classification\.type=.* has no classes; needed"):
+        evaluate_pretrained(config, headless)
+
+
+def test_what_the_source_does_not_tell_must_be_said(published):
+    pretrained = read_pretrained(published)
+    of_any_size = pretrained._replace(spec=pretrained.spec._replace(image_size=None))
+    with pytest.raises(InputError, match=r"^data\.image_size=None: .*digits\.npz takes images of"):
+        evaluate_pretrained(evaluation_config("knn,debug"), of_any_size)
+    with pytest.raises(InputError, match=r"config\.model: pools: "):
+        config = evaluation_config("knn,debug")
+        config.model.unlock()
+        config.model.pools = "gap"
+        evaluate_pretrained(config, pretrained)
