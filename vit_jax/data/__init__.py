@@ -20,6 +20,7 @@ from vit_jax.data.pipeline import (
 )
 from vit_jax.data.prepared_tfds import ON_DISK, check_reader, tfds_source
 from vit_jax.data.sources import Source, digits, synthetic
+from vit_jax.data.vtab import vtab_source
 from vit_jax.errors import InputError
 
 __all__ = [
@@ -65,7 +66,8 @@ def make_source(
     """One split of a data set.
 
     Args:
-      name: one of SOURCES, or else a prepared TFDS data set: `cifar10`, `sun397/tfds:4.0.0`.
+      name: one of SOURCES; a task of VTAB-1k, `vtab/dtd`; or else a prepared TFDS data set:
+        `cifar10`, `sun397/tfds:4.0.0`.
       split: `train`, `test`, `val`, ..., as the source has them; TFDS's notation for its own.
       image_size: (H, W) of synthetic images; no other source looks at it.
       data_dir: the image folder, or where TFDS data sets lie (None: TFDS's default).
@@ -76,7 +78,10 @@ def make_source(
 
     Raises: InputError if the data are missing or are not what was asked for.
     """
-    factory = SOURCES.get(name, functools.partial(tfds_source, name, other_sources=[*SOURCES]))
+    if name.startswith("vtab/"):
+        factory = functools.partial(vtab_source, name)
+    else:
+        factory = SOURCES.get(name, functools.partial(tfds_source, name, other_sources=[*SOURCES]))
     expected = {"num_classes": num_classes, "num_examples": num_examples}
     source = factory(
         split=split, image_size=image_size, data_dir=data_dir, seed=seed, reader=reader, **expected

@@ -6,6 +6,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.data.host_tf import tfds
 from vit_jax.data.mixture import parse_mix
+from vit_jax.data.vtab import TASKS
 from vit_jax.errors import InputError
 
 # name -> classes, examples by split. As in TFDS's catalogue, but for imagenet21k, which it lacks:
@@ -19,6 +20,7 @@ KNOWN_DATA: dict[str, tuple[int, dict[str, int]]] = {
     "oxford_flowers102": (102, {"train": 1_020, "validation": 1_020, "test": 6_149}),
     "digits": (10, {"train": 1_437, "test": 360}),
 }
+_VTAB = {f"vtab/{name}": (task.num_classes, task.sizes) for name, task in TASKS.items()}
 
 
 def fill_in_sizes(config: ConfigDict) -> ConfigDict:
@@ -58,14 +60,15 @@ def known_sizes(
     missing = [f"data.{key}" for key, value in given.items() if value is None]
     if not missing:
         return num_classes, num_examples
-    known_name = name.partition(":")[0].partition("/")[0]
-    if known_name not in KNOWN_DATA:
+    table = KNOWN_DATA | _VTAB
+    known_name = name if name in _VTAB else name.partition(":")[0].partition("/")[0]
+    if known_name not in table:
         raise InputError(
             f"{' and '.join(missing)}: not known of data.name={name!r} without its files; set "
             f"{' and '.join(f'--config.{key}=...' for key in missing)} (known without: "
-            f"{', '.join(KNOWN_DATA)})"
+            f"{', '.join(KNOWN_DATA)}, vtab/TASK)"
         )
-    known_classes, splits = KNOWN_DATA[known_name]
+    known_classes, splits = table[known_name]
     if num_examples is None:
         infos = {
             part: tfds.core.SplitInfo(name=part, shard_lengths=[size], num_bytes=0)

@@ -7,6 +7,7 @@ of a split is the i-th in the order of its files, whichever reader gives it.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import pathlib
@@ -39,6 +40,27 @@ def check_reader(reader: str | None) -> None:
         raise InputError(f"data.reader={reader!r}: {nearest(reader, READERS)}")
 
 
+@dataclasses.dataclass(frozen=True)
+class View:
+    """What of a data set's examples becomes image and label.
+
+    Attributes:
+      features: those that the label is made of; the first alone, a ClassLabel, if num_classes is
+        None.
+      label: {feature: tensor} -> the label, an integer in [0, num_classes).
+      num_classes: None for those of the ClassLabel, which has their names too.
+      image_scale: of the stored pixels, where these are not 0 to 255.
+    """
+
+    features: tuple[str, ...] = ("label",)
+    label: Callable[[dict[str, tf.Tensor]], tf.Tensor] = lambda example: example["label"]
+    num_classes: int | None = None
+    image_scale: int = 1
+
+
+_LABEL = View()
+
+
 def tfds_source(
     name: str,
     *,
@@ -46,13 +68,14 @@ def tfds_source(
     data_dir: str | None,
     reader: str | None = None,
     other_sources: Sequence[str] = (),
+    view: View = _LABEL,
     **_,
 ) -> Source:
     """A split of the prepared TFDS data set `name[/config][:version]` below `data_dir`.
 
     `split` is in TFDS notation (`train`, `train[:90%]`, `train+validation`), `data_dir` None is
     TFDS's own default, and without a version the newest one there is read. `other_sources` are
-    names that a misspelt `name` may have meant.
+    names that a misspelt `name` may have meant. `view` is how examples become images and labels.
 
     `reader` is how records are read:
 
@@ -66,16 +89,20 @@ def tfds_source(
       it has no `image` or no class `label`, if there is no such split, if `reader` does not read
       its format, or if it is to be held in memory and does not fit.
     """
-    builder = tfds.builder_from_directory(_prepared_folder(name, data_dir, other_sources))
+    builder = tfds.builder_from_directory(prepared_folder(name, data_dir, other_sources))
     features, full_name = dict(builder.info.features), builder.info.full_name
-    if not (_is_image(features.get("image")) and _is_class_label(features.get("label"))):
+    by_rule, first_feature = view.num_classes is not None, features.get(view.features[0])
+    labelled = by_rule or _is_class_label(first_feature)
+    if not (_is_image(features.get("image")) and labelled and features.keys() >= {*view.features}):
+        needed = ", ".join(map(repr, view.features)) + ("" if by_rule else ", a ClassLabel")
         raise InputError(
             f"data.name={name!r}: {full_name} has the features {features}; needed: 'image', "
-            "an Image, and 'label', a ClassLabel"
+            f"an Image, and {needed}"
         )
     image_shape = features["image"].shape
     image_shape = None if None in image_shape else (*image_shape[:2], 3)
-    class_names = tuple(features["label"].names)
+    class_names = None if by_rule else tuple(first_feature.names)
+    num_classes = view.num_classes if by_rule else len(class_names)
 
     try:
         num_examples = builder.info.splits[split].num_examples
@@ -96,9 +123,11 @@ def tfds_source(
     reader = _choose_reader(reader, builder, parts, num_examples, image_shape)
     openers = {"tfrecord": _open_tfrecord, "array_record": _open_array_record}
     open_run = openers[_format(builder)](parts, segments)
-    parse = _make_parse(features["image"], features["label"])
+    looked_at = {key: features[key] for key in ("image", *view.features)}
+    parse = _make_parse(looked_at, view, num_classes)
     runs = Runs(segments, open_run, parse)
-    _check_labelled(runs, features, f"data.split={split!r} of {full_name}")
+    if not by_rule:
+        _check_labelled(runs, looked_at, view, f"data.split={split!r} of {full_name}")
 
     def record_name(record):
         i = np.searchsorted(segments, record, side="right") - 1
@@ -122,7 +151,7 @@ def tfds_source(
         name=name,
         split=split,
         num_examples=num_examples,
-        num_classes=len(class_names),
+        num_classes=num_classes,
         class_names=class_names,
         image_shape=image_shape,
         fingerprint=fingerprint(full_name, split, num_examples, class_names),
@@ -224,18 +253,21 @@ def _open_array_record(parts, segments: np.ndarray) -> Callable:
     return open_run
 
 
-def _make_parse(image_feature, label_feature) -> Callable:
-    """`Runs.parse` of the two features; the others are not looked at."""
-    features = tfds.features.FeaturesDict({"image": image_feature, "label": label_feature})
+def _make_parse(features: dict, view: View, num_classes: int) -> Callable:
+    """`Runs.parse` of `features`; others are not looked at."""
+    features = tfds.features.FeaturesDict(features)
 
     def parse(stored, record_id):
         del record_id
         example = _parse_example(features, stored)
-        label = tf.cast(example["label"], tf.int32)
-        labelled = tf.debugging.Assert((label >= 0) & (label < label_feature.num_classes), [label])
+        label = tf.cast(view.label(example), tf.int32)
+        labelled = tf.debugging.Assert((label >= 0) & (label < num_classes), [label])
         with tf.control_dependencies([labelled]):
             label = tf.identity(label)
-        return {"image": example["image"], "label": label, "mask": tf.ones([])}
+        image = example["image"]
+        if view.image_scale != 1:
+            image = host_ops.to_pixels(image) * tf.constant(view.image_scale, tf.uint8)
+        return {"image": image, "label": label, "mask": tf.ones([])}
 
     return parse
 
@@ -264,12 +296,12 @@ def _parse_example(features, stored):
     return features.deserialize_example(stored, decoders=decoders)
 
 
-def _check_labelled(runs: Runs, features, where: str) -> None:
+def _check_labelled(runs: Runs, features: dict, view: View, where: str) -> None:
     """Raises InputError if the first record has no label, as those of some test splits."""
     first = stored_records(runs, tf.data.Dataset.from_tensors(tf.zeros([1], tf.int64)))
-    features = tfds.features.FeaturesDict({k: features[k] for k in ("image", "label")})
-    examples = first.map(lambda stored: _parse_example(features, stored)["label"]).ignore_errors()
-    if any(label < 0 for label in examples.as_numpy_iterator()):
+    features = tfds.features.FeaturesDict(features)
+    labels = first.map(lambda stored: view.label(_parse_example(features, stored))).ignore_errors()
+    if any(label < 0 for label in labels.as_numpy_iterator()):
         raise InputError(f"{where} holds unlabelled examples")
 
 
@@ -281,8 +313,13 @@ def _is_class_label(feature) -> bool:
     return isinstance(feature, tfds.features.ClassLabel)
 
 
-def _prepared_folder(name: str, data_dir: str | None, other_sources) -> epath.Path:
-    """The folder of the data set's version: data_dir/name[/config]/version."""
+def prepared_folder(
+    name: str, data_dir: str | None, other_sources: Sequence[str] = ()
+) -> epath.Path:
+    """The folder of the data set's version: data_dir/name[/config]/version.
+
+    Raises: InputError if it is not there, saying how to get it.
+    """
     match = _NAME.fullmatch(name)
     if not match:
         raise InputError(f"data.name={name!r}; needed: a name such as 'cifar10', 'cifar10:3.0.2'")
