@@ -372,9 +372,18 @@ process_id, port = map(int, sys.argv[1:])
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"localhost:{port}", 2, process_id)
 from vit_jax.mesh import make_mesh
-from test_fewshot import run_on_digits
-print(json.dumps(run_on_digits(None, make_mesh(replica=1, data=4, fsdp=1, tensor=1))))
+import test_fewshot
+print(json.dumps(test_fewshot.all_on_digits(make_mesh(replica=1, data=4, fsdp=1, tensor=1))))
 """
+
+
+def all_on_digits(mesh):
+    """What each evaluator that learns from features finds."""
+    import test_knn
+    import test_linear_probe
+
+    found = [run_on_digits(None, mesh)]
+    return found + [test.run_on_digits(mesh) for test in (test_knn, test_linear_probe)]
 
 
 @pytest.mark.slow
@@ -393,5 +402,5 @@ def test_two_processes_find_the_same_as_one():
     outputs = [process.communicate(timeout=200) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     both = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
-    alone = run_on_digits(None, make_mesh(replica=1, data=-1, fsdp=1, tensor=1))
+    alone = all_on_digits(make_mesh(replica=1, data=4, fsdp=1, tensor=1, devices=jax.devices()[:4]))
     assert both == [alone, alone]

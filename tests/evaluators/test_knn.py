@@ -95,7 +95,7 @@ def test_choices_that_cannot_be():
     ]
 
 
-def test_digits_over_eight_devices():
+def run_on_digits(mesh):
     c = base_config()
     c.global_batch_size, c.data.name, c.data.image_size = 64, "digits", 8
     c.data.mean, c.data.std = (0.0,) * 3, (1.0,) * 3
@@ -105,9 +105,12 @@ def test_digits_over_eight_devices():
         SplitKey("digits", s, None): make_source("digits", split=s, image_size=(8, 8))
         for s in ("train", "test")
     }
-    mesh = make_mesh(replica=1, data=4, fsdp=2, tensor=1)
     with jax.set_mesh(mesh):
-        result = make_evaluators(c, Pixels(), mesh, sources)["near"].run(State(PROJECTION, {}))
+        return make_evaluators(c, Pixels(), mesh, sources)["near"].run(State(PROJECTION, {}))
+
+
+def test_digits_over_eight_devices():
+    result = run_on_digits(make_mesh(replica=1, data=4, fsdp=2, tensor=1))
     features, labels = digit_pixels().reshape(-1, 192) @ PROJECTION, load_digits().target
     held_out = np.arange(len(labels)) % 5 == 0
     train, test = (features[~held_out], labels[~held_out]), (features[held_out], labels[held_out])

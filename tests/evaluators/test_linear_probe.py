@@ -102,23 +102,27 @@ def test_weights_that_cannot_be():
     assert "evals.probe.l2=(0.001, 0.0): needs positive numbers, e.g. 1e-4,1e-2" in find_faults(c)
 
 
-def test_digits_over_eight_devices():
-    """1,437 images, which eight devices do not divide."""
+PROJECTION = RNG.standard_normal((192, 20)).astype(np.float32)
+
+
+def run_on_digits(mesh):
     c = base_config()
     c.global_batch_size, c.data.name, c.data.image_size = 64, "digits", 8
     c.data.mean, c.data.std = (0.0,) * 3, (1.0,) * 3
-    c.evals.probe = linear_probe(
-        train_split="train", test_split="test", every="1 epochs", l2=(0.1,)
-    )
+    splits = {"train_split": "train", "test_split": "test", "every": "1 epochs"}
+    c.evals.probe = linear_probe(**splits, l2=(0.1,))
     sources = {
         SplitKey("digits", s, None): make_source("digits", split=s, image_size=(8, 8))
         for s in ("train", "test")
     }
-    projection = RNG.standard_normal((192, 20)).astype(np.float32)
-    mesh = make_mesh(replica=1, data=4, fsdp=2, tensor=1)
     with jax.set_mesh(mesh):
-        result = make_evaluators(c, Pixels(), mesh, sources)["probe"].run(State(projection, {}))
-    features, labels = digit_pixels().reshape(-1, 192) @ projection, load_digits().target
+        return make_evaluators(c, Pixels(), mesh, sources)["probe"].run(State(PROJECTION, {}))
+
+
+def test_digits_over_eight_devices():
+    """1,437 images, which eight devices do not divide."""
+    result = run_on_digits(make_mesh(replica=1, data=4, fsdp=2, tensor=1))
+    features, labels = digit_pixels().reshape(-1, 192) @ PROJECTION, load_digits().target
     held_out = np.arange(len(labels)) % 5 == 0
     expected = scikit_learn(
         (features[~held_out], labels[~held_out]), (features[held_out], labels[held_out]), 0.1
