@@ -3,10 +3,13 @@
 import logging
 import math
 
+import jax
 import numpy as np
 import pytest
 from stand_in_vtab import SPLITS, TEST_EXAMPLES, split_infos, write_stand_ins
 
+import vit_jax
+from vit_jax.config_text import load_config
 from vit_jax.data import make_source, parse_ops, read_labels
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.known import known_sizes
@@ -22,6 +25,9 @@ from vit_jax.data.vtab import (
     vehicle_label,
 )
 from vit_jax.errors import InputError
+from vit_jax.evaluation import evaluate_pretrained
+from vit_jax.transfer import read_pretrained
+from vit_jax.vtab_report import report
 
 # The table once more: group, TFDS, the 200, test, its size, classes.
 TABLE = """
@@ -217,3 +223,20 @@ def test_unknown_names_and_other_sets_are_refused(stand_ins, tmp_path):
     assert "needed: 'image', an Image, and 'label_x_position'" in refusal(
         "dsprites_location", tmp_path
     )
+
+
+@pytest.mark.slow
+def test_a_model_on_all_tasks(stand_ins, tmp_path):
+    """A random model's features through the probe, from its file to the report."""
+    model = vit_jax.create_model("ViT-mu/4", 3, 16, num_heads=2, mlp_dim=32)
+    variables = model.init(jax.random.key(0), np.zeros((1, 16, 16, 3), np.float32))
+    vit_jax.save_pretrained(tmp_path / "random.npz", model, variables, format="npz")
+    pretrained, top1 = read_pretrained(tmp_path / "random.npz"), {}
+    for name, task in TASKS.items():
+        config = load_config(f"configs/evaluate.py:probe,vtab/{name}")
+        config.data.data_dir, config.evals.probe.l2 = str(stand_ins), (1e-3,)
+        top1[name] = evaluate_pretrained(config, pretrained)["probe/top1"]
+        assert top1[name] > 2 / task.num_classes or task.num_classes == 2
+    found = report(top1)
+    assert found.missing == () and found.mean == pytest.approx(np.mean(list(top1.values())))
+    assert found.mean > 0.5
