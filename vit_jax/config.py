@@ -60,7 +60,7 @@ def base_config() -> ConfigDict:
     c.model.remat = placeholder(str)
 
     c.data = ConfigDict()
-    c.data.name = placeholder(str)  # digits, folder, synthetic, or the name of a TFDS data set
+    c.data.name = placeholder(str)  # digits, folder, synthetic, vtab/TASK, or a TFDS data set
     c.data.split = "train"
     c.data.data_dir = placeholder(str)  # None: where TFDS keeps its data sets
     c.data.image_size = placeholder(object)  # int or (height, width), in pixels
