@@ -27,7 +27,9 @@ def base_config() -> ConfigDict:
     c.seed = 0
     c.global_batch_size = placeholder(int)  # over all hosts and devices
     c.duration = placeholder(str)
-    c.init_from = placeholder(str)  # see transfer.read_pretrained; None: from scratch
+    # See transfer.read_pretrained. None and "scratch": from scratch; "": it has to be given.
+    c.init_from = placeholder(str)
+    c.init_head = "new"  # or kept: whether its head is replaced, as in fine-tuning
     c.init_resize = placeholder(str)  # of its position embedding; None: as its own library does
 
     c.model = ConfigDict()  # below `dtype`: None means the default of the model's family
@@ -65,6 +67,7 @@ def base_config() -> ConfigDict:
     c.data.data_dir = placeholder(str)  # None: where TFDS keeps its data sets
     c.data.image_size = placeholder(object)  # int or (height, width), in pixels
     c.data.num_classes = placeholder(int)  # None: what the data set says
+    c.data.classes = placeholder(tuple)  # labels kept, renumbered from 0; None: all
     # Of training; a mixture has those of all its data sets. An epoch is so many positions, whatever
     # data.repeats and the weights of data.mix. None: what the data set says.
     c.data.num_examples = placeholder(int)
@@ -131,6 +134,14 @@ def base_config() -> ConfigDict:
     c.job.evaluation_deadline_s = 3600.0  # each evaluator
     c.job.save_deadline_s = 3600.0  # each save, and ending the threads that read ahead
 
+    c.study = ConfigDict()  # what `study` makes of the config; `train` does not look at it
+    c.study.name = placeholder(str)  # one of studies.STUDIES
+    c.study.peak_lrs = ()  # to choose from
+    c.study.seeds = 3  # runs of what was chosen
+    c.study.train_split = placeholder(str)  # of data.name, trained on while choosing
+    c.study.dev_split = placeholder(str)  # of data.name, by which is chosen
+    c.study.metric = "held_out/top1"  # of the only evaluator, that decides and is reported
+
     c.evals = ConfigDict()
     c.lock()
     c.evals.unlock()
@@ -143,8 +154,8 @@ REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.im
 REQUIRED_TO_EVALUATE = ("global_batch_size", "data.name")  # a model that is there already
 
 # What may change when a run is resumed: where and how it runs, never what it computes.
-FREE_ON_RESUME = ("mesh.", "checkpoint.", "log.", "evals.", "job.", "data.data_dir", "data.reader",
-                  "data.max_corrupt_fraction", "model.remat")  # fmt: skip
+FREE_ON_RESUME = ("mesh.", "checkpoint.", "log.", "evals.", "job.", "study.", "data.data_dir",
+                  "data.reader", "data.max_corrupt_fraction", "model.remat")  # fmt: skip
 
 
 def classification(
@@ -286,6 +297,11 @@ class SplitKey(NamedTuple):
     data_name: str
     split: str
     data_dir: str | None
+
+
+def weights_source(config: ConfigDict) -> str | None:
+    """What a run takes its first weights from; None: nothing, it starts from scratch."""
+    return None if config.init_from == "scratch" else config.init_from
 
 
 def train_split(config: ConfigDict) -> SplitKey:

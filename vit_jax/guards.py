@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+DIVERGED_FILE = "diverged.json"  # in the workdir of a run that a NonFiniteError has ended
 _EXAMPLES_TO_JUDGE_BY = 10_000  # or the data set, if it is smaller; before, few may be many
 
 

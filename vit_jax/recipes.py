@@ -1,8 +1,8 @@
 """The papers' tables of hyper-parameters as data, for the files in configs/.
 
-Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 3 (appendix B.1), for `Pretraining`;
-Steiner et al. 2021 (arXiv:2106.10270), section 3, for `AUGREG`; Beyer et al. 2022
-(arXiv:2205.01580) for `BETTER_PLAIN`.
+Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), tables 3 and 4 (appendix B.1), for
+`Pretraining` and `FineTuning`; Steiner et al. 2021 (arXiv:2106.10270), section 3, for `AUGREG`;
+Beyer et al. 2022 (arXiv:2205.01580) for `BETTER_PLAIN`.
 """
 
 from typing import NamedTuple
@@ -70,6 +70,57 @@ def find_pretraining(model: str, data: str) -> Pretraining:
             "imagenet2012: any ViT"
         )
     return rows[data][model]
+
+
+class FineTuning(NamedTuple):
+    """A row of table 4; common to all: SGD, momentum 0.9, batch 512, cosine, clipping at norm 1.
+
+    steps: of a run, those by which the learning rate is chosen included.
+    peak_lrs: to choose from.
+    dev_percent: of the training split, its last ones, by which is chosen; None: nothing is.
+    test_split: what results are reported on.
+    """
+
+    steps: int
+    peak_lrs: tuple[float, ...]
+    dev_percent: int | None = None
+    test_split: str = "test"
+
+    @property
+    def dev_splits(self) -> tuple[str, str]:
+        """What is trained on, and what is looked at, while choosing."""
+        cut = 100 - self.dev_percent
+        return f"train[:{cut}%]", f"train[{cut}%:]"
+
+
+_SMALL = (0.001, 0.003, 0.01, 0.03)
+FINE_TUNING = {
+    "imagenet2012": FineTuning(20_000, (0.003, 0.01, 0.03, 0.06), 1, "validation"),
+    "cifar10": FineTuning(10_000, _SMALL, 2),
+    "cifar100": FineTuning(10_000, _SMALL, 2),
+    "oxford_iiit_pet": FineTuning(500, _SMALL, 10),
+    "oxford_flowers102": FineTuning(500, _SMALL, 10),
+}
+VTAB = FineTuning(2_500, (0.01,))  # each of the 19 tasks; nothing is chosen
+
+
+def find_fine_tuning(data: str) -> FineTuning:
+    """The row of table 4 for a data set, by its TFDS name.
+
+    Raises:
+      InputError: if there is none; names the nearest.
+    """
+    if data not in FINE_TUNING:
+        raise InputError(f"data {data!r}: {nearest(data, list(FINE_TUNING))}")
+    return FINE_TUNING[data]
+
+
+def fine_tuning_size(patch_size: int, *, headline: bool = False) -> int:
+    """The side of an image, in pixels: 384, or 512 of the headline results on ImageNet.
+
+    That is, the multiple of the patch size which is nearest: 378 and 518 of /14.
+    """
+    return round((512 if headline else 384) / patch_size) * patch_size
 
 
 class Augmentation(NamedTuple):

@@ -67,9 +67,10 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
         faults.check(metrics.check_installed, config.log.wandb)
     resumes = bool(checkpoint.saved_steps(workdir / "checkpoints"))
     compare_requests(config, {"resumes": resumes})
-    initialises = training and not resumes and config.init_from is not None
+    weights_from = config_lib.weights_source(config)
+    initialises = training and not resumes and weights_from is not None
     faults.check(check_convention, config.init_resize, "init_resize")
-    pretrained = faults.check(transfer.read_pretrained, config.init_from) if initialises else None
+    pretrained = faults.check(transfer.read_pretrained, weights_from) if initialises else None
     resolved = faults.check(open_sources, config, training)
     if resolved is not None:
         config, sources = resolved
@@ -81,7 +82,12 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     evaluators = make_evaluators(config, experiment.model, mesh, sources)
     params = None
     if initialises:
-        params = transfer.init_params(pretrained, experiment.model, config.init_resize)
+        params = transfer.init_params(
+            pretrained,
+            experiment.model,
+            config.init_resize,
+            keep_head=config.init_head == "kept",
+        )
     return Run(config, workdir, mesh, sources, experiment, evaluators, params)
 
 
@@ -124,6 +130,7 @@ def open_sources(
                     key,
                     num_classes,
                     num_examples,
+                    own_classes=needs_classes,
                     prefix=f"evals.{name}.{split_key}: ",
                 )
     collect_faults(faults)
@@ -174,11 +181,12 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
 
 
 def _open_split(
-    config, key: SplitKey, num_classes=None, num_examples=None, reader=None
+    config, key: SplitKey, num_classes=None, num_examples=None, reader=None, own_classes=True
 ) -> data.Source:
     return data.make_source(
         key.data_name,
         split=key.split,
+        classes=config.data.classes if own_classes else None,
         reader=reader or config.data.reader,
         data_dir=key.data_dir,
         seed=config.seed,

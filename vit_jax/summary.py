@@ -10,6 +10,7 @@ import jax
 
 from vit_jax import checkpoint, metrics
 from vit_jax.files import write_whole
+from vit_jax.guards import DIVERGED_FILE, NonFiniteError
 from vit_jax.run import Run
 
 logger = logging.getLogger("vit_jax")
@@ -46,6 +47,13 @@ def read_summary(run: Run) -> dict[str, Any] | None:
         return None
     summary = json.loads(path.read_text())
     return summary if summary["step"] == run.experiment.total_steps else None
+
+
+def write_diverged(run: Run, error: NonFiniteError) -> None:
+    """Writes, from process 0, what has ended the run; as configured it will not get further."""
+    if jax.process_index() == 0:
+        text = json.dumps({"error": str(error)}, indent=2) + "\n"
+        write_whole(run.workdir / DIVERGED_FILE, text)
 
 
 def write_summary(run: Run) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from vit_jax.processes import PreemptionGuard
 from vit_jax.replicas import DivergedError, check_replicas
 from vit_jax.run import Run, data_fingerprint, prepare, training_order
 from vit_jax.step import start_from
-from vit_jax.summary import Clock, read_summary, write_summary
+from vit_jax.summary import Clock, read_summary, write_diverged, write_summary
 
 logger = logging.getLogger("vit_jax")
 
@@ -86,7 +86,11 @@ def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str,
         write_workdir(run)
         compare_starts(run.config, training_order(run.config, run.train_source), int(state.step))
         if int(state.step) < run.experiment.total_steps:
-            train(run, state, meta)
+            try:
+                train(run, state, meta)
+            except NonFiniteError as e:
+                write_diverged(run, e)
+                raise
     return write_summary(run)
 
 

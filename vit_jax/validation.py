@@ -18,7 +18,7 @@ from vit_jax.config import (
     step_fields,
     step_range,
 )
-from vit_jax.data import check_order, check_reader, parse_mix, parse_ops
+from vit_jax.data import check_classes, check_order, check_reader, parse_mix, parse_ops
 from vit_jax.data.device_ops import MIXING_OPS
 from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.evaluators.fewshot import check_choices
@@ -75,6 +75,10 @@ def _all_faults(config: ConfigDict, required: Sequence[str]) -> list[str]:
     ]
     if emptied:  # a config file can do that, and nothing below would expect it
         return faults + [f"{key}=None: needs a value, e.g. {defaults[key]!r}" for key in emptied]
+    need(config.init_from != "",
+         "init_from: not set; give --config.init_from=SOURCE, a workdir, a file or the name of a "
+         "published one, or say --config.init_from=scratch")  # fmt: skip
+    known("init_head", config.init_head, ("new", "kept"))
     for key, value in values.items():
         numbers = value if isinstance(value, tuple) else (value,)
         finite = all(math.isfinite(number) for number in numbers if isinstance(number, float))
@@ -101,6 +105,9 @@ def _all_faults(config: ConfigDict, required: Sequence[str]) -> list[str]:
           streams=config.data.streams, repeats=config.data.repeats,
           global_batch_size=config.global_batch_size, mixes=mixes)  # fmt: skip
     check(check_reader, config.data.reader)
+    check(check_classes, config.data.classes)
+    need(config.data.classes is None or config.data.name != "synthetic",
+         f"data.classes={config.data.classes}: synthetic data have data.num_classes")  # fmt: skip
     mixed = check(parse_mix, config.data.mix)
     need(not (mixed and config.data.name == "synthetic"),
          f"data.mix={config.data.mix!r}: synthetic data cannot be mixed with others")  # fmt: skip

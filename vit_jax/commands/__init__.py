@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from vit_jax.transfer import Pretrained
 
-COMMANDS = ("train", "evaluate", "predict", "export", "benchmark", "plan")
+COMMANDS = ("train", "evaluate", "predict", "export", "benchmark", "plan", "study")
 
 
 def find_command(name: str) -> types.ModuleType:

@@ -20,6 +20,7 @@ from vit_jax.data.pipeline import (
 )
 from vit_jax.data.prepared_tfds import ON_DISK, check_reader, tfds_source
 from vit_jax.data.sources import Source, digits, synthetic
+from vit_jax.data.subset import check_classes, keep_classes
 from vit_jax.data.vtab import vtab_source
 from vit_jax.errors import InputError
 
@@ -29,6 +30,7 @@ __all__ = [
     "SOURCES",
     "Order",
     "Source",
+    "check_classes",
     "check_order",
     "check_reader",
     "concatenate",
@@ -62,6 +64,7 @@ def make_source(
     num_classes: int | None = None,
     num_examples: int | None = None,
     reader: str | None = None,
+    classes: tuple[int, ...] | None = None,
 ) -> Source:
     """One split of a data set.
 
@@ -75,6 +78,7 @@ def make_source(
       num_classes: made up for synthetic data; of others it is what must be found, or None.
       num_examples: likewise, in this split.
       reader: of TFDS data sets; see `tfds_source`.
+      classes: the labels that are kept, as `keep_classes` does; None: all.
 
     Raises: InputError if the data are missing or are not what was asked for.
     """
@@ -86,6 +90,8 @@ def make_source(
     source = factory(
         split=split, image_size=image_size, data_dir=data_dir, seed=seed, reader=reader, **expected
     )
+    if classes is not None:
+        source = keep_classes(source, classes)
     for key, value in expected.items():
         found = getattr(source, key)
         if value not in (None, found):

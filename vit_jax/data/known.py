@@ -31,6 +31,13 @@ def fill_in_sizes(config: ConfigDict) -> ConfigDict:
     """
     config = config.copy_and_resolve_references()
     d = config.data
+    if d.classes is not None:
+        if d.num_examples is None:
+            raise InputError(
+                f"data.num_examples: not known of data.classes={d.classes} alone; set "
+                "--config.data.num_examples=..."
+            )
+        d.num_classes = len(d.classes)
     if d.num_examples is None and d.mix:
         parts = parse_mix(d.mix)
         sizes = [known_sizes(part.name, part.split or d.split) for part in parts]

@@ -211,19 +211,21 @@ def with_image_size(
 
 
 def init_params(
-    pretrained: Pretrained, model: nn.Module, resize: str | None = None
+    pretrained: Pretrained, model: nn.Module, resize: str | None = None, *, keep_head: bool = False
 ) -> dict[str, Any]:
     """{leaf name in `model`: array} of all that `model` takes over from what a source holds.
 
-    The head is left out, to be initialised anew, if it does not fit: other classes, or with a
-    hidden layer here and without there. `resize`: see `load_pretrained`.
+    The whole head, its hidden layer included, is left out, to be initialised anew (the linear one
+    by zeros), also where there are as many classes: they may be others, and the paper replaces it
+    always. `keep_head` takes it over too. `resize`: see `load_pretrained`.
 
     Raises:
       InputError: one error naming everything else that does not fit.
+
+    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.2, for the head.
     """
     rules.check_architecture(pretrained, model)
-    reset_head = not rules.same_head(pretrained.model, model)
-    named = rules.fit(pretrained, model, reset_head=reset_head, resize=resize)
+    named = rules.fit(pretrained, model, reset_head=not keep_head, resize=resize)
     return tree.flatten_names(_as_scanned(named, model, pretrained.source))
 
 

@@ -167,12 +167,6 @@ def is_of_head(name: str) -> bool:
     return re.fullmatch(_HEAD, name) is not None
 
 
-def same_head(a: nn.Module, b: nn.Module) -> bool:
-    """Whether the heads of two models have the same parameters."""
-    fields = ("num_classes", "hidden_head", "distillation_head")
-    return all(getattr(a, field, None) == getattr(b, field, None) for field in fields)
-
-
 def check_architecture(pretrained: Pretrained, model: nn.Module) -> None:
     """Raises InputError if `model` computes something else from parameters of the same shapes."""
     faults = []

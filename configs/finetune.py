@@ -1,0 +1,67 @@
+"""Fine-tuning as in the paper's table 4 (arXiv:2010.11929): configs/finetune.py:MODEL,DATA
+
+DATA is imagenet2012, cifar10, cifar100, oxford_iiit_pet or oxford_flowers102. Other words:
+headline, head_only. What to start from has to be said; the whole head is replaced by a new one.
+
+The paper's: steps, SGD with momentum 0.9, batch 512, cosine, clipping at norm 1, no weight decay,
+384 px (/14: 378), Inception crops and flips, tests on the whole image; of headline, for ImageNet,
+512 px (/14: 518) and averages of 0.9999. Ours: of the learning rates of the row the third, unless
+--config.optimizer.peak_lr says else (configs/finetune_study.py chooses); bfloat16.
+
+python -m vit_jax.main --config=configs/finetune.py:ViT-B/16,cifar10 --workdir=$W \\
+  --config.init_from=ViT-B/16@imagenet21k
+A few seconds, digits from scratch: --config=configs/finetune.py:ViT-B/16,cifar10,debug
+"""
+
+from vit_jax.config import base_config, classification, split_words
+from vit_jax.errors import InputError
+from vit_jax.models.variants import parse_vit_name
+from vit_jax.recipes import FINE_TUNING, find_fine_tuning, fine_tuning_size
+
+WORDS = {
+    "debug": "20 steps of a tiny model",
+    "headline": "512 px and averaged weights, of imagenet2012",
+    "head_only": "all but the head is frozen",
+}
+
+
+def get_config(arg=""):
+    words, chosen = split_words(arg, WORDS)
+    if len(words) != 2:
+        raise InputError(
+            f"got {arg!r}, needs MODEL,DATA, e.g. configs/finetune.py:ViT-B/16,cifar10, DATA one "
+            f"of {', '.join(FINE_TUNING)}; besides them it takes {', '.join(WORDS)}"
+        )
+    model, data = words
+    row, headline = find_fine_tuning(data), "headline" in chosen
+    _, patch_size = parse_vit_name(model)
+    if headline and data != "imagenet2012":
+        raise InputError(f"headline: the paper has it for imagenet2012 alone, not for {data}")
+
+    c = base_config()
+    c.init_from = ""  # has to be given
+    c.global_batch_size, c.duration = 512, f"{row.steps} steps"
+    c.model.name, c.model.dtype = model, "bfloat16"
+
+    c.data.name, c.data.image_size = data, fine_tuning_size(patch_size, headline=headline)
+    c.data.ops = "inception_crop|flip"
+    c.evals.test = classification(split=row.test_split, every="500 steps", ops="decode|resize")
+
+    c.optimizer.name, c.optimizer.peak_lr = "sgd", row.peak_lrs[2]
+    c.optimizer.grad_clip_norm = 1.0
+    if headline:
+        c.optimizer.ema_decay = 0.9999
+    if "head_only" in chosen:
+        c.optimizer.freeze = "(?!head/).*"
+    c.schedule.name = "cosine"
+    c.checkpoint.every, c.log.every = "500 steps", "50 steps"
+
+    if "debug" in chosen:
+        c.init_from = "scratch"
+        c.model.name, c.model.dtype = f"ViT-mu/{patch_size}", "float32"
+        c.data.name, c.data.image_size = "digits", 2 * patch_size
+        c.data.ops = "inception_crop(area_min=0.5)|flip"
+        c.evals.test = classification(split="test", every="10 steps", ops="resize")
+        c.global_batch_size, c.duration = 32, "20 steps"
+        c.log.every, c.checkpoint.every = "5 steps", "10 steps"
+    return c

@@ -1,0 +1,148 @@
+"""The learning rate chosen on a development split, then several runs of it on the whole split.
+
+    dev_lr_0.003  dev_lr_0.01 ...      trained on study.train_split, judged on study.dev_split
+              best of them
+    lr_0.01_seed_0  lr_0.01_seed_1 ... trained on data.split, judged on the evaluator's own split
+
+While choosing, the evaluator sees the development split in place of its own (the test's).
+
+Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix B.1.1: three runs, mean and deviation.
+"""
+
+import statistics
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict
+
+from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.studies.members import DIVERGED, FINISHED, Member, Report, Result, Study
+
+
+def check(config: ConfigDict) -> None:
+    """Raises InputError if the config's `study` or `evals` are not those of a sweep."""
+    study, faults = config.study, Faults()
+    lrs = study.peak_lrs
+    if not lrs or len(set(lrs)) < len(lrs) or not all(lr > 0 for lr in lrs):
+        faults.append(f"study.peak_lrs={lrs}: needs different positive numbers, e.g. 0.01,0.03")
+    if study.seeds < 1:
+        faults.append(f"study.seeds={study.seeds}: needs a positive int")
+    if len(lrs) > 1:
+        faults += [f"study.{key}: not set; needs a split of {config.data.name}"
+                   for key in ("train_split", "dev_split") if not study[key]]  # fmt: skip
+    name = study.metric.partition("/")[0]
+    if list(config.evals) != [name] or "split" not in config.evals[name]:
+        faults.append(
+            f"evals: has {', '.join(config.evals) or 'none'}; a sweep needs one evaluator of one "
+            f"split, {name!r} of study.metric={study.metric!r}, that nothing else looks at the test"
+        )
+    elif study.dev_split == config.evals[name].split:
+        faults.append(f"study.dev_split={study.dev_split!r}: is that of evals.{name}; it must not "
+                      "be what is reported on")  # fmt: skip
+    collect_faults(faults)
+
+
+def find_members(config: ConfigDict, results: Mapping[str, Result]) -> list[Member]:
+    """The choices, and once they have all ended the runs of the best."""
+    choices = _choices(config)
+    best = best_lr(config, results)
+    return list(choices.values()) + ([] if best is None else _runs(config, best))
+
+
+def _choices(config: ConfigDict) -> dict[float, Member]:
+    """{learning rate: its member}; {} where there is nothing to choose."""
+    study = config.study
+    if len(study.peak_lrs) == 1:
+        return {}
+    evaluator = study.metric.partition("/")[0]
+    splits = {"data.split": study.train_split, f"evals.{evaluator}.split": study.dev_split}
+    return {
+        lr: Member(f"dev_lr_{lr}", {"optimizer.peak_lr": str(lr), **splits})
+        for lr in study.peak_lrs
+    }
+
+
+def _runs(config: ConfigDict, lr: float) -> list[Member]:
+    seeds = range(config.seed, config.seed + config.study.seeds)
+    return [
+        Member(f"lr_{lr}_seed_{seed}", {"optimizer.peak_lr": str(lr), "seed": str(seed)})
+        for seed in seeds
+    ]
+
+
+def best_lr(config: ConfigDict, results: Mapping[str, Result]) -> float | None:
+    """The learning rate of the best choice, of equals the lowest.
+
+    None until all choices have ended, or if all have diverged.
+    """
+    choices = _choices(config)
+    if not choices:
+        return config.study.peak_lrs[0]
+    ended = {lr: results.get(member.name) for lr, member in choices.items()}
+    if any(result is None or result.state not in (FINISHED, DIVERGED) for result in ended.values()):
+        return None
+    values = {lr: _value(config, result) for lr, result in ended.items()}
+    return max(
+        (lr for lr in sorted(values) if values[lr] is not None), key=values.get, default=None
+    )
+
+
+def _value(config: ConfigDict, result: Result | None) -> float | None:
+    """The metric that counts; None of a member that has none, as it diverged or has not ended."""
+    if result is None or result.state != FINISHED:
+        return None
+    if config.study.metric not in result.summary:
+        known = ", ".join(name for name in result.summary if "/" in name)
+        raise InputError(f"study.metric={config.study.metric!r}: a member has {known}")
+    return result.summary[config.study.metric]
+
+
+def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
+    """A row for each member, and mean and sample standard deviation of the runs."""
+    best, choices = best_lr(config, results), _choices(config)
+    runs = [] if best is None else _runs(config, best)
+    split_key = f"evals.{config.study.metric.partition('/')[0]}.split"
+    test_split = config.evals[config.study.metric.partition("/")[0]].split
+    rows = []
+    for member in [*choices.values(), *runs]:
+        value = _value(config, results.get(member.name))
+        state = results[member.name].state if member.name in results else "waits"
+        rows.append([
+            member.name, member.overrides["optimizer.peak_lr"],
+            member.overrides.get("seed", str(config.seed)),
+            member.overrides.get(split_key, test_split),
+            state if value is None else f"{value:.4f}",
+        ])  # fmt: skip
+    summaries = [
+        results[run.name].summary
+        for run in runs
+        if _value(config, results.get(run.name)) is not None
+    ]
+    names = [name for name, value in summaries[0].items() if "/" in name] if summaries else []
+    metrics = {name: _mean_and_std([summary[name] for summary in summaries]) for name in names}
+    if metrics:
+        found = metrics[config.study.metric]
+        spread = "" if found["std"] is None else f" ± {found['std']:.4f}"
+        seeds = f"{len(summaries)} of {len(runs)}"
+        rows.append(["mean ± std", str(best), seeds, test_split, f"{found['mean']:.4f}{spread}"])
+    values = {
+        "metric": config.study.metric,
+        "peak_lr": best,
+        "dev": {str(lr): _value(config, results.get(m.name)) for lr, m in choices.items()},
+        "seeds": len(summaries),
+        "metrics": metrics,
+    }
+    columns = ["member", "peak_lr", "seed", "judged on", config.study.metric]
+    return Report(columns, rows, values, complete=len(summaries) == config.study.seeds)
+
+
+def _mean_and_std(values: list[float]) -> dict[str, float | None]:
+    """Of a sample; one value has no deviation. None among them is what was not finite."""
+    if None in values:
+        return {"mean": None, "std": None}
+    return {
+        "mean": statistics.fmean(values),
+        "std": statistics.stdev(values) if len(values) > 1 else None,
+    }
+
+
+STUDY = Study(("optimizer.peak_lr",), check, find_members, report)

@@ -1,0 +1,62 @@
+"""What a study is made of: its members, what became of them, and what it reports."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+FINISHED, DIVERGED, FAILED, HANDED_OVER = "finished", "diverged", "failed", "handed over"
+
+
+class Member(NamedTuple):
+    """A training run of a study.
+
+    name: of its workdir below that of the study.
+    overrides: of the study's config, as after `--config.`: {"optimizer.peak_lr": "0.01"}.
+    """
+
+    name: str
+    overrides: Mapping[str, str]
+
+
+class Result(NamedTuple):
+    """What became of a member.
+
+    state: FINISHED; DIVERGED, its loss was not finite; FAILED otherwise; HANDED_OVER to a launcher
+      and not known to have ended.
+    summary: its summary.json, if it is finished.
+    error: what it said last, if it is not.
+    """
+
+    state: str
+    summary: Mapping[str, Any] = {}
+    error: str = ""
+
+
+class Report(NamedTuple):
+    """What a study has come to, so far.
+
+    columns, rows: a table, the members first.
+    values: for study.json.
+    complete: whether it has all that it was made for.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    values: Mapping[str, Any]
+    complete: bool
+
+
+class Study(NamedTuple):
+    """A study, as functions of its config and of the results so far, {name of a member: result}.
+
+    sets: keys that members get their values of from the study, not from the user.
+    check: raises InputError if the config is none for this study.
+    members: all that are known so far, those with a result included, in the order of running.
+    report: see `Report`.
+    """
+
+    sets: tuple[str, ...]
+    check: Callable[[ConfigDict], None]
+    members: Callable[[ConfigDict, Mapping[str, Result]], list[Member]]
+    report: Callable[[ConfigDict, Mapping[str, Result]], Report]

@@ -1,0 +1,242 @@
+"""Runs the members of a study, one after another or through a launcher, and reports on them.
+
+A member is the training command with its own overrides and workdir: each can be repeated by hand.
+What it came to is read from its workdir alone, so a study goes on where it was, on any machine.
+"""
+
+import collections
+import json
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from etils import epath
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from vit_jax import config as config_lib
+from vit_jax import config_text
+from vit_jax.errors import collect_faults
+from vit_jax.files import write_whole
+from vit_jax.guards import DIVERGED_FILE
+from vit_jax.studies.members import (
+    DIVERGED,
+    FAILED,
+    FINISHED,
+    HANDED_OVER,
+    Member,
+    Report,
+    Result,
+    Study,
+)
+from vit_jax.validation import validate
+
+logger = logging.getLogger("vit_jax")
+
+INPUT_WRONG, PREEMPTED = 2, 75  # exit codes of a member
+
+# Of a resolved config what the data say, where the user says nothing.
+_FILLED_IN = ("data.num_classes", "data.num_examples", "data.order", "data.streams")
+_FREE_IN_EVALS = (".every", ".batch_size", ".data_dir")
+_LAST_LINES = 20
+
+
+class Call(NamedTuple):
+    """How a study was called.
+
+    config_file: FILE[:words].
+    overrides: the user's, which every member gets.
+    workdir: of the study.
+    launcher: its words; None: members run here.
+    again: whether members that were handed over are handed over once more.
+    """
+
+    config_file: str
+    overrides: Sequence[tuple[str, str]]
+    workdir: epath.Path
+    launcher: Sequence[str] | None
+    again: bool
+
+
+def member_words(call: Call, member: Member) -> list[str]:
+    """What follows `python -m vit_jax.main`, or the `--` of a launcher."""
+    overrides = [*call.overrides, *member.overrides.items()]
+    return [
+        f"--config={call.config_file}",
+        *(f"--config.{key}={value}" for key, value in overrides),
+        f"--workdir={os.fspath(call.workdir / member.name)}",
+    ]
+
+
+def check_member(config: ConfigDict, call: Call, member: Member) -> None:
+    """Raises InputError if a member's config is wrong, or its workdir holds a run of another."""
+    own = config.copy_and_resolve_references()
+    faults = config_text.apply_overrides(own, list(member.overrides.items()))
+    validate(own, faults, f"member {member.name}")
+    workdir = call.workdir / member.name
+    if not (workdir / "config.json").exists():
+        return
+    stored = config_text.read_config(workdir)
+    changed = config_lib.changed_keys(stored, own)
+    seen = {"evals": stored.evals}, {"evals": own.evals}  # a single run may change what it looks at
+    was, now = (config_lib.flatten(ConfigDict(evals)) for evals in seen)
+    changed |= {
+        key: (was.get(key), now.get(key))
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key) and not key.endswith(_FREE_IN_EVALS)
+    }
+    collect_faults(
+        [
+            f"{key} was {was!r} and is {now!r} now"
+            for key, (was, now) in changed.items()
+            if now is not None or key not in _FILLED_IN
+        ],
+        f"{workdir} holds a run of another config; set it back, or take a new --workdir",
+    )
+
+
+def read_result(workdir: epath.Path) -> Result | None:
+    """What the run in `workdir` came to; None if it has not ended, or ended otherwise."""
+    for name, state in (("summary.json", FINISHED), (DIVERGED_FILE, DIVERGED)):
+        if (workdir / name).exists():
+            found = json.loads((workdir / name).read_text())
+            return Result(state, found) if state == FINISHED else Result(state, {}, found["error"])
+    return None
+
+
+def run_study(study: Study, config: ConfigDict, call: Call) -> int:
+    """Runs what is not finished of a study, as far as it goes; returns the exit code.
+
+    Raises:
+      InputError: the config is none for this study or a member; nothing was run then.
+    """
+    results: dict[str, Result] = {}
+    while True:
+        waiting = [m for m in study.members(config, results) if m.name not in results]
+        for member in waiting:
+            check_member(config, call, member)
+        if not waiting:
+            break
+        for member in waiting:
+            code, results[member.name] = _bring_about(call, member)
+            _write_report(study, config, call, results)
+            if code in (INPUT_WRONG, PREEMPTED):
+                what = "is refused" if code == INPUT_WRONG else "was told to stop, and has saved"
+                print(f"{member.name} {what}; the same command goes on", file=sys.stderr)
+                return code
+    return _conclude(_write_report(study, config, call, results), call, results)
+
+
+def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
+    """The exit code of a member, 0 if it is not run now, and what it came to."""
+    result = read_result(call.workdir / member.name)
+    if result is not None:
+        logger.info("%s: %s before", member.name, result.state)
+        return os.EX_OK, result
+    handed_over = _read_handed_over(call.workdir)
+    if member.name in handed_over and not call.again:
+        return os.EX_OK, Result(HANDED_OVER)
+    words = member_words(call, member)
+    command = [sys.executable, "-m", "vit_jax.main", *words]
+    shown = ["python", *command[1:]]
+    if call.launcher is not None:
+        command = shown = [*call.launcher, "--", *words]
+    logger.info("%s: %s", member.name, shlex.join(shown))
+    code, last_lines = _run(command)
+    result = read_result(call.workdir / member.name)
+    if result is not None:
+        return os.EX_OK, result
+    if code == os.EX_OK and call.launcher is not None:
+        content = json.dumps(handed_over | {member.name: shlex.join(shown)}, indent=2) + "\n"
+        write_whole(_handed_over_file(call.workdir), content)
+        return code, Result(HANDED_OVER)
+    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return code, Result(FAILED, {}, f"ended with {ended}\n{last_lines}".strip())
+
+
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """Runs a command, which may be told to stop by SIGTERM; its exit code and last error lines."""
+    last_lines: collections.deque = collections.deque(maxlen=_LAST_LINES)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            for line in process.stderr:
+                sys.stderr.write(line)
+                last_lines.append(line)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    return process.returncode, "".join(last_lines)
+
+
+def _handed_over_file(workdir: epath.Path) -> epath.Path:
+    return workdir / "handed_over.json"
+
+
+def _read_handed_over(workdir: epath.Path) -> dict[str, str]:
+    """{member: command} of all that was ever handed over."""
+    path = _handed_over_file(workdir)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _write_report(
+    study: Study, config: ConfigDict, call: Call, results: Mapping[str, Result]
+) -> Report:
+    """Writes study.json and study.md, of what there is by now."""
+    report = study.report(config, results)
+    members = {
+        member.name: {
+            "state": results[member.name].state,
+            "command": shlex.join(["python", "-m", "vit_jax.main", *member_words(call, member)]),
+            "summary": dict(results[member.name].summary),
+            "error": results[member.name].error,
+        }
+        for member in study.members(config, results)
+        if member.name in results
+    }
+    content = {
+        "study": config.study.name,
+        "complete": report.complete,
+        **report.values,
+        "members": members,
+    }
+    write_whole(call.workdir / "study.json", json.dumps(content, indent=2) + "\n")
+    lines = [report.columns, ["---"] * len(report.columns), *report.rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    commands = "\n".join(member["command"] for member in members.values())
+    text = f"# {config.study.name}\n\n{table}\n\nThe members:\n\n```sh\n{commands}\n```\n"
+    write_whole(call.workdir / "study.md", text)
+    return report
+
+
+def _conclude(report: Report, call: Call, results: Mapping[str, Result]) -> int:
+    """Shows what a study has come to; the exit code."""
+    table = Table(*report.columns)
+    for row in report.rows:
+        table.add_row(*row)
+    Console().print(table)
+    by_state = {
+        state: [name for name, result in results.items() if result.state == state]
+        for state in (FAILED, HANDED_OVER, DIVERGED)
+    }
+    for name in by_state[FAILED]:
+        print(f"{name} failed: {results[name].error}", file=sys.stderr)
+    for name in by_state[DIVERGED]:
+        print(f"{name} diverged: {results[name].error}", file=sys.stderr)
+    print(f"report: {call.workdir / 'study.md'}, {call.workdir / 'study.json'}")
+    if by_state[FAILED]:
+        return 1
+    if by_state[HANDED_OVER]:
+        print(
+            f"handed over and not finished: {', '.join(by_state[HANDED_OVER])}; once they are, the "
+            "same command goes on (--again hands them over once more, should they be lost)"
+        )
+        return os.EX_OK
+    if not report.complete:
+        print("error: the study cannot be completed: too many members diverged", file=sys.stderr)
+    return os.EX_OK if report.complete else 1
