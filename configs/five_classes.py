@@ -59,7 +59,8 @@ def get_config(arg=""):
         c.data.name, c.data.split = "digits", "train"
         c.duration, c.schedule.warmup, c.log.every = "20 steps", "2 steps", "5 steps"
         for entry in c.evals.values():
-            entry.every, entry.ops = "10 steps", "resize"
+            entry.every, entry.ops, entry.batch_size = "10 steps", "resize", None
+        c.global_batch_size = 32
         c.study.train_split, c.study.dev_split = "train", "train"
         c.data.ops = "resize|flip"
     return c

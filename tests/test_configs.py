@@ -15,6 +15,7 @@ from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.errors import InputError
 from vit_jax.experiment import make_experiment, num_steps
 from vit_jax.mesh import make_mesh
+from vit_jax.recipes import VTAB
 from vit_jax.run import prepare
 from vit_jax.validation import find_faults
 
@@ -31,6 +32,14 @@ FORMS = {
     "cifar10": ["", "small", "5k", "5k,medium1", "debug", "small,debug", "5k,strong2,debug"],
     "folder": ["", "ViT-S/16", "debug", "ViT-S/16,debug"],
     "vit_s16_in1k": ["", "debug"],
+    "finetune": [
+        "ViT-B/16,cifar10",
+        "ViT-H/14,imagenet2012,headline",
+        "ViT-B/16,cifar10,debug",
+        "ViT-B/16,cifar10,head_only,debug",
+    ],
+    "finetune_study": ["ViT-L/32,oxford_flowers102", "ViT-B/16,cifar10,debug"],
+    "five_classes": ["", "pretrain", "debug", "pretrain,debug"],
     "augreg": ["ViT-B/16,imagenet2012,none", "ViT-B/16,imagenet21k,medium1,debug"],
 }
 
@@ -69,7 +78,12 @@ def test_every_config_is_tested():
 
 @pytest.mark.parametrize(("name", "words"), [(n, w) for n, forms in FORMS.items() for w in forms])
 def test_config_is_valid(name, words):
-    assert find_faults(load(name, words)) == []
+    config = load(name, words)
+    if config.init_from == "":  # what to start from has to be said
+        (fault,) = find_faults(config)
+        assert fault.startswith("init_from: not set; give --config.init_from=SOURCE")
+        config.init_from = "scratch"
+    assert find_faults(config) == []
 
 
 @pytest.mark.parametrize(
@@ -99,7 +113,7 @@ def test_words_of_evaluation():
 @pytest.mark.parametrize("name", FORMS)
 def test_config_file_says_how_to_run_it(name):
     text = (CONFIGS / f"{name}.py").read_text()
-    assert f"python -m vit_jax.main --config=configs/{name}.py" in text
+    assert re.search(rf"python -m vit_jax.main (study )?--config=configs/{name}\.py", text)
     assert re.search(rf"--config=configs/{name}\.py:(\S+,)?debug", text)
 
 
@@ -392,3 +406,81 @@ def test_better_plain_vit():
     assert (c.optimizer.peak_lr, c.optimizer.weight_decay) == (1e-3, 0.1)
     assert c.optimizer.grad_clip_norm == 1.0
     assert (c.schedule.name, c.schedule.warmup) == ("cosine", "10000 steps")
+
+
+# The paper's table 4 once more: data, steps, learning rates, share of the development split in per
+# cent, what is reported on.
+TABLE_4 = [
+    ("imagenet2012", 20_000, (0.003, 0.01, 0.03, 0.06), 1, "validation"),
+    ("cifar100", 10_000, (0.001, 0.003, 0.01, 0.03), 2, "test"),
+    ("cifar10", 10_000, (0.001, 0.003, 0.01, 0.03), 2, "test"),
+    ("oxford_iiit_pet", 500, (0.001, 0.003, 0.01, 0.03), 10, "test"),
+    ("oxford_flowers102", 500, (0.001, 0.003, 0.01, 0.03), 10, "test"),
+]
+
+
+@pytest.mark.parametrize(("data", "steps", "peak_lrs", "dev", "test_split"), TABLE_4)
+def test_table_4(data, steps, peak_lrs, dev, test_split):
+    c = load("finetune", f"ViT-L/16,{data}")
+    assert (c.model.name, c.data.name, c.data.split) == ("ViT-L/16", data, "train")
+    assert (c.duration, c.global_batch_size, c.data.image_size) == (f"{steps} steps", 512, 384)
+    optimizer = c.optimizer
+    assert (optimizer.name, optimizer.momentum) == ("sgd", None)  # its own: 0.9
+    assert (optimizer.weight_decay, optimizer.grad_clip_norm) == (0.0, 1.0)
+    assert optimizer.peak_lr in peak_lrs and optimizer.ema_decay is None
+    assert (c.schedule.name, c.schedule.warmup) == ("cosine", "0 steps")
+    assert (c.model.dropout, c.model.hidden_head, c.init_head) == (None, None, "new")
+    assert (c.data.ops, c.evals.test.ops) == ("inception_crop|flip", "decode|resize")
+    assert (c.evals.test.split, c.study.name) == (test_split, None)
+
+    study = load("finetune_study", f"ViT-L/16,{data}")
+    cut = 100 - dev
+    assert study.study.name == "finetune_sweep" and study.study.peak_lrs == peak_lrs
+    assert (study.study.train_split, study.study.dev_split) == (
+        f"train[:{cut}%]",
+        f"train[{cut}%:]",
+    )
+    assert study.study.seeds == 3 and study.evals.held_out == c.evals.test
+
+
+def test_vtab_has_one_learning_rate():
+    assert (VTAB.steps, VTAB.peak_lrs) == (2_500, (0.01,))
+
+
+@pytest.mark.parametrize(
+    ("model", "usual", "headline"),
+    [("ViT-L/16", 384, 512), ("ViT-H/14", 378, 518), ("ViT-B/32", 384, 512)],
+)
+def test_fine_tuning_sizes(model, usual, headline):
+    assert load("finetune", f"{model},cifar10").data.image_size == usual
+    c = load("finetune", f"{model},imagenet2012,headline")
+    assert (c.data.image_size, c.optimizer.ema_decay) == (headline, 0.9999)
+    assert load("finetune", f"{model},imagenet2012").optimizer.ema_decay is None
+
+
+def test_head_only_trains_the_head():
+    c = load("finetune", "ViT-B/16,cifar10,head_only")
+    assert re.fullmatch(c.optimizer.freeze, "encoder/layer_0/mlp/up/kernel")
+    assert not re.fullmatch(c.optimizer.freeze, "head/kernel")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("ViT-B/16", "needs MODEL,DATA, e.g. configs/finetune.py:ViT-B/16,cifar10, DATA one of"),
+        ("ViT-B/16,cifar", "data 'cifar': did you mean cifar10?"),
+        ("ViT-b/16,cifar10", "did you mean B?"),
+        ("ViT-B/16,cifar10,headline", "headline: the paper has it for imagenet2012 alone"),
+    ],
+)
+@pytest.mark.parametrize("name", ["finetune", "finetune_study"])
+def test_fine_tuning_refuses(name, words, says):
+    assert says in refusal(name, words)
+
+
+def test_no_arm_of_five_classes_sees_what_it_is_judged_by():
+    """Pretraining and fine-tuning share no class, the three splits of fine-tuning no picture."""
+    pretraining, c = load("five_classes", "pretrain"), load("five_classes")
+    assert sorted(pretraining.data.classes + c.data.classes) == list(range(10))
+    assert (c.data.split, c.study.train_split) == ("train[2500:2961]", "train[2500:2961]")
+    assert (c.study.dev_split, c.evals.held_out.split) == ("train[10000:20000]", "test")

@@ -208,8 +208,9 @@ def test_init_from_an_unrolled_workdir_into_a_scanned_model(finished, tmp_path, 
     workdir, _ = finished
     caplog.set_level("INFO", "vit_jax")
     config = make_config(
-        init_from=str(workdir), duration="4 steps", optimizer__peak_lr="0.0", model__scan="true"
-    )
+        init_from=str(workdir), init_head="kept", duration="4 steps", optimizer__peak_lr="0.0",
+        model__scan="true",
+    )  # fmt: skip
     config.optimizer.weight_decay = 0.0
     train_and_evaluate(config, tmp_path / "tuned")
     assert f"start: parameters from init_from={workdir}" in caplog.text
@@ -220,6 +221,22 @@ def test_init_from_an_unrolled_workdir_into_a_scanned_model(finished, tmp_path, 
     assert found.keys() == expected.keys()
     for name, leaf in expected.items():
         np.testing.assert_array_equal(found[name], leaf, name)
+
+
+def test_init_from_replaces_the_head_also_for_as_many_classes(finished, tmp_path, caplog):
+    caplog.set_level("INFO", "vit_jax")
+    config = make_config(
+        init_from=str(finished[0]), duration="1 steps", schedule__warmup="0 steps",
+        optimizer__peak_lr="0.0",
+    )  # fmt: skip
+    train_and_evaluate(config, tmp_path)
+    _, expected = load_pretrained(finished[0], num_classes=10)
+    _, found = load_pretrained(tmp_path)
+    expected, found = tree.flatten_names(expected), tree.flatten_names(found)
+    assert not found["params/head/kernel"].any() and not found["params/head/bias"].any()
+    for name, leaf in expected.items():
+        np.testing.assert_array_equal(found[name], leaf, name)
+    assert "the head is initialised anew" in caplog.text
 
 
 def test_a_pretrained_file_in_the_workdir_is_no_resume(tmp_path, golden, caplog):
@@ -352,6 +369,7 @@ def test_the_average_is_evaluated_beside_the_raw_weights(averaged):
 def test_an_average_begins_at_the_weights_of_init_from(finished, tmp_path):
     config = make_config(
         init_from=str(finished[0]),
+        init_head="kept",
         duration="2 steps",
         schedule__warmup="0 steps",
         optimizer__peak_lr="0.0",

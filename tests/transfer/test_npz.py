@@ -251,11 +251,14 @@ def test_an_array_that_is_missing_or_misshapen_is_named(tmp_path):
     assert f"{query}/bias: absent" in text
 
 
-def test_init_params_resets_a_head_that_does_not_fit(tmp_path):
+def test_init_params_leave_out_the_whole_head_unless_it_is_kept(tmp_path):
     path, model, params, _ = make_file(tmp_path, hidden_head=True)
     expected = tree.flatten_names(params)
-    assert init_params(read_pretrained(path), model).keys() == expected.keys()
-    for changed in ({"num_classes": 9}, {"hidden_head": False}, {"num_classes": None}):
+    kept = init_params(read_pretrained(path), model, keep_head=True)
+    assert kept.keys() == expected.keys()
+    text = said(init_params, read_pretrained(path), model.clone(num_classes=9), keep_head=True)
+    assert "head/bias: (" in text and "in the source, (9,) in the model" in text
+    for changed in ({}, {"num_classes": 9}, {"hidden_head": False}, {"num_classes": None}):
         found = init_params(read_pretrained(path), model.clone(**changed))
         assert found.keys() == {n for n in expected if not n.startswith("head")}
         for name, leaf in found.items():
@@ -381,7 +384,7 @@ def test_learned_positions_need_an_image_size(tmp_path):
 
 def test_init_params_of_a_file_without_positions(tmp_path):
     path, model, params, _ = later(tmp_path, pool="gap", pos_embed="sincos_2d")
-    found = init_params(read_pretrained(path), model.clone(image_size=(8, 20)))
+    found = init_params(read_pretrained(path), model.clone(image_size=(8, 20)), keep_head=True)
     for name, leaf in tree.flatten_names(params).items():
         np.testing.assert_array_equal(found[name], leaf, err_msg=name)
 

@@ -38,6 +38,7 @@ __all__ = [
     "held_alike",
     "host_batches",
     "host_eval_batches",
+    "keep_classes",
     "make_device_transform",
     "make_order",
     "make_source",

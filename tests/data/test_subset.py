@@ -1,0 +1,174 @@
+"""data.classes: the records of some classes, with labels of their own, from any reader."""
+
+import numpy as np
+import pytest
+from images import encode, smooth_image
+from prepared import prepare
+
+from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
+from vit_jax.data import keep_classes, make_source, parse_ops, pipeline, read_labels
+from vit_jax.data.host_tf import tfds
+from vit_jax.data.known import fill_in_sizes
+from vit_jax.errors import InputError
+from vit_jax.run import open_sources
+from vit_jax.validation import find_faults
+
+SIZE = (16, 16)
+CLASSES = (2, 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A data set of 30 small images of three classes."""
+    root = tmp_path_factory.mktemp("data")
+    names = ["ant", "bee", "cat"]
+    features = {
+        "image": tfds.features.Image(shape=(*SIZE, 3), encoding_format="png"),
+        "label": tfds.features.ClassLabel(names=names),
+    }
+    rng = np.random.default_rng(0)
+    examples = [
+        {"image": rng.integers(0, 256, (*SIZE, 3), np.uint8), "label": int(label)}
+        for label in rng.integers(0, 3, 30)
+    ]
+    prepare(root, "insects", features, examples, examples_per_shard=11)
+    return root, [example["label"] for example in examples]
+
+
+def open_insects(root, reader, classes=CLASSES):
+    where = {"split": "train", "image_size": SIZE, "data_dir": str(root), "reader": reader}
+    return make_source("insects", classes=classes, **where)
+
+
+def batches(source, steps=4):
+    return pipeline.host_batches(
+        source,
+        parse_ops("decode", SIZE)[0] if source.encoded else (),
+        global_batch_size=8,
+        seed=3,
+        image_size=SIZE,
+        rows=np.arange(8),
+        start_step=1,
+        num_steps=steps,
+    )
+
+
+@pytest.fixture(scope="module")
+def in_memory(folder):
+    return open_insects(folder[0], "memory")
+
+
+def test_labels_are_renumbered_in_the_order_given(folder, in_memory):
+    root, labels = folder
+    whole, source = open_insects(root, "memory", None), in_memory
+    kept = [i for i, label in enumerate(labels) if label in CLASSES]
+    assert source.num_examples == len(kept) < 30 and source.part_sizes == (len(kept),)
+    assert (source.num_classes, source.class_names) == (2, ("cat", "ant"))
+    found = read_labels(source, 0, source.num_examples)
+    assert [CLASSES[label] for label in found] == [labels[i] for i in kept]
+    assert source.record_name(3) == whole.record_name(kept[3])
+    first = source.read(np.array([0, 3]))
+    np.testing.assert_array_equal(first["image"], whole.read(np.array([kept[0], kept[3]]))["image"])
+
+
+def test_every_reader_gives_the_same_batches_of_some_classes(folder, in_memory):
+    memory, offsets = in_memory, open_insects(folder[0], "offsets")
+    assert memory.fingerprint == offsets.fingerprint
+    assert (memory.encoded, offsets.encoded) == (False, True)
+    for batch, other in zip(batches(memory), batches(offsets), strict=True):
+        assert set(np.unique(batch["label"])) == {0, 1} and batch["mask"].all()
+        for key in batch:
+            np.testing.assert_array_equal(batch[key], other[key], err_msg=key)
+
+
+def test_classes_are_part_of_the_fingerprint():
+    whole = make_source("digits", split="test", image_size=(8, 8))
+    sources = [whole, *(keep_classes(whole, classes) for classes in ((0, 1), (1, 0), (0, 2)))]
+    assert len({source.fingerprint for source in sources}) == 4
+
+
+def test_a_folder_of_images(tmp_path):
+    for i in range(6):
+        path = tmp_path / "abc"[i % 3] / f"{i}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encode(smooth_image(*SIZE), "png"))
+    where = {"split": "train", "image_size": SIZE, "data_dir": str(tmp_path)}
+    source = make_source("folder", classes=(1, 2), **where)
+    assert source.class_names == ("b", "c") and source.record_name(0).startswith("b")
+
+
+@pytest.mark.parametrize(
+    ("classes", "says"),
+    [
+        ((7, 12), "has the labels 0 to 9; leave out 12"),
+        ((3,), "needs two or more different labels"),
+        ((3, 3), "needs two or more different labels"),
+        ((3, -1), "needs two or more different labels"),
+    ],
+)
+def test_classes_that_there_are_not(classes, says):
+    with pytest.raises(InputError, match=says):
+        make_source("digits", split="train", image_size=(8, 8), classes=classes)
+
+
+def test_a_split_without_these_classes(folder):
+    root, labels = folder
+    absent = next(label for label in (0, 1, 2) if label != labels[0])
+    other = 3 - absent - labels[0]
+    where = {"image_size": SIZE, "data_dir": str(root), "classes": (absent, other)}
+    with pytest.raises(InputError, match="holds no record of these"):
+        make_source("insects", split="train[:1]", **where)
+
+
+def make_config(**data):
+    c = base_config()
+    c.data.name, c.data.image_size, c.global_batch_size = "digits", 8, 8
+    c.data.classes = (4, 9)
+    c.evals.test = classification(split="test", every="1 epochs")
+    c.data.update(data)
+    return c
+
+
+def test_training_and_its_evaluators_have_the_same_classes(folder):
+    root, _ = folder
+    config = make_config()
+    config.evals.few = fewshot(
+        train_split="train", test_split="train", every="1 epochs", data_name="insects",
+        data_dir=str(root),
+    )  # fmt: skip
+    config, sources = open_sources(config, training=True)
+    train, test = sources[train_split(config)], _source(config, sources, "test")
+    assert (config.data.num_classes, config.data.num_examples) == (2, train.num_examples)
+    assert train.class_names == test.class_names == ("4", "9")
+    assert _source(config, sources, "few").num_classes == 3
+    again, _ = open_sources(config, training=True)  # as resolved, from config.json
+    assert again == config
+
+
+def _source(config, sources, name):
+    return sources[next(iter(eval_splits(config, config.evals[name]).values()))]
+
+
+def test_a_mixture_of_some_classes():
+    config, sources = open_sources(make_config(mix="digits@test=0.3"), training=True)
+    whole = sources[train_split(config)]
+    assert whole.num_classes == 2 and whole.num_examples == sum(whole.part_sizes)
+    assert np.isin(read_labels(whole, 0, whole.num_examples), (0, 1)).all()
+
+
+def test_synthetic_data_have_no_classes_to_choose_from():
+    (fault,) = [f for f in find_faults(make_config(name="synthetic")) if "classes" in f]
+    assert fault.startswith("data.classes=(4, 9): synthetic")
+
+
+def test_a_plan_needs_the_number_of_examples_of_some_classes():
+    with pytest.raises(InputError, match=r"data.num_examples: not known of data.classes=\(4, 9\)"):
+        fill_in_sizes(make_config())
+    config = fill_in_sizes(make_config(num_examples=300))
+    assert (config.data.num_classes, config.data.num_examples) == (2, 300)
+
+
+def test_the_wrapper_itself_checks_its_classes():
+    source = make_source("digits", split="test", image_size=(8, 8))
+    with pytest.raises(InputError, match="two or more"):
+        keep_classes(source, (1,))

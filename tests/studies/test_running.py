@@ -1,0 +1,212 @@
+"""Studies of stand-in members: what is run, what is not run again, what is handed over."""
+
+import json
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from vit_jax.main import main
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = f"{ROOT / 'configs/finetune_study.py'}:ViT-B/4,cifar10,debug"
+MEMBER = pathlib.Path(__file__).with_name("member.py")
+ALL = ["dev_lr_0.003", "dev_lr_0.03", "lr_0.03_seed_0", "lr_0.03_seed_1"]
+
+
+@pytest.fixture
+def python(tmp_path, monkeypatch):
+    """Members are the stand-in."""
+    path = tmp_path / "python"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {MEMBER} "$@"\n')
+    path.chmod(0o755)
+    monkeypatch.setattr("vit_jax.studies.running.sys.executable", str(path))
+    return path
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    path = tmp_path / "study"
+    path.mkdir()
+    return path
+
+
+def study(workdir, *flags):
+    return main(["study", f"--config={CONFIG}", f"--workdir={workdir}", *flags])
+
+
+def fate(workdir, **members):
+    (workdir / "fate.json").write_text(json.dumps(members))
+
+
+def calls(workdir):
+    """The members that were called since this was asked last."""
+    path = workdir / "calls.txt"
+    found = path.read_text().split() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return found
+
+
+def report(workdir):
+    return json.loads((workdir / "study.json").read_text())
+
+
+def test_all_members_and_the_report(python, workdir, capsys):
+    assert study(workdir) == 0
+    assert calls(workdir) == ALL
+    found = report(workdir)
+    assert found["complete"] and found["peak_lr"] == 0.03
+    assert found["metrics"]["held_out/top1"] == {"mean": 0.03, "std": 0.0}
+    assert [m["state"] for m in found["members"].values()] == ["finished"] * 4
+    for name, member in found["members"].items():
+        words = shlex.split(member["command"])
+        assert words[:4] == ["python", "-m", "vit_jax.main", f"--config={CONFIG}"]
+        assert words[-1] == f"--workdir={workdir / name}"
+        assert member["command"] in (workdir / "study.md").read_text()
+    captured = capsys.readouterr()
+    assert "mean ± std" in captured.out
+    assert f"dev_lr_0.003: python -m vit_jax.main --config={CONFIG} " in captured.err
+
+    assert study(workdir) == 0
+    assert calls(workdir) == []
+
+
+def test_a_killed_member_does_not_end_the_study_and_is_run_again(python, workdir, capsys):
+    fate(workdir, **{"dev_lr_0.003": "signal 9"})
+    assert study(workdir) == 1
+    assert calls(workdir) == ALL[:2]  # nothing is chosen without it
+    assert "dev_lr_0.003 failed: ended with signal 9" in capsys.readouterr().err
+    assert report(workdir)["members"]["dev_lr_0.003"]["state"] == "failed"
+    fate(workdir)
+    assert study(workdir) == 0
+    assert calls(workdir) == [ALL[0], *ALL[2:]]
+    assert report(workdir)["complete"]
+
+
+def test_a_run_that_fails_leaves_the_others(python, workdir, capsys):
+    fate(workdir, **{"lr_0.03_seed_0": "exit 1"})
+    assert study(workdir) == 1
+    assert calls(workdir) == ALL
+    error = report(workdir)["members"]["lr_0.03_seed_0"]["error"]
+    assert error == "ended with exit code 1\nerror: lr_0.03_seed_0 cannot"
+    assert report(workdir)["seeds"] == 1 and not report(workdir)["complete"]
+
+
+def test_a_diverged_choice_is_lost_and_no_failure(python, workdir, capsys):
+    fate(workdir, **{"dev_lr_0.03": "diverge"})
+    assert study(workdir) == 0
+    assert calls(workdir) == [*ALL[:2], "lr_0.003_seed_0", "lr_0.003_seed_1"]
+    assert "dev_lr_0.03 diverged: step 3: loss is nan" in capsys.readouterr().err
+    assert report(workdir)["dev"] == {"0.003": 0.003, "0.03": None}
+    assert study(workdir) == 0
+    assert calls(workdir) == []
+
+
+def test_all_diverged(python, workdir, capsys):
+    fate(workdir, **dict.fromkeys(ALL, "diverge"))
+    assert study(workdir) == 1
+    assert calls(workdir) == ALL[:2]
+    assert "cannot be completed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "says"), [(75, "was told to stop"), (2, "is refused")])
+def test_what_ends_a_study_at_once(python, workdir, capsys, code, says):
+    fate(workdir, **{"dev_lr_0.003": f"exit {code}"})
+    assert study(workdir) == code
+    assert calls(workdir) == ALL[:1]
+    assert f"dev_lr_0.003 {says}" in capsys.readouterr().err
+
+
+def test_members_get_the_overrides_of_the_user(python, workdir):
+    assert study(workdir, "--config.study.seeds=1", "--config.log.every", "2 steps") == 0
+    member = report(workdir)["members"]["lr_0.03_seed_0"]
+    assert "'--config.log.every=2 steps'" in member["command"]
+    assert calls(workdir) == ALL[:3]
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    """A launcher that notes where `--` stands, and then does what a member does."""
+    path = tmp_path / "launcher.sh"
+    path.write_text(
+        f'#!/bin/sh\necho "$1 $2" > {tmp_path}/flags\nshift 2\n'
+        f'exec {sys.executable} -IS {MEMBER} "$@"\n'
+    )
+    return f"--launcher=sh {shlex.quote(str(path))} --nodes=2"
+
+
+def test_a_launcher_that_waits(launcher, workdir, tmp_path):
+    assert study(workdir, launcher) == 0
+    assert calls(workdir) == ALL and report(workdir)["complete"]
+    assert (tmp_path / "flags").read_text() == "--nodes=2 --\n"
+
+
+def test_a_launcher_that_does_not_wait(launcher, workdir, capsys):
+    fate(workdir, **dict.fromkeys(ALL, "later"))
+    assert study(workdir, launcher) == 0
+    assert calls(workdir) == ALL[:2]
+    assert "handed over and not finished: dev_lr_0.003, dev_lr_0.03" in capsys.readouterr().out
+    assert not report(workdir)["complete"]
+
+    (workdir / "dev_lr_0.003").mkdir()  # one has ended meanwhile
+    (workdir / "dev_lr_0.003/summary.json").write_text('{"step": 20, "held_out/top1": 0.5}')
+    assert study(workdir, launcher) == 0
+    assert calls(workdir) == []  # nothing is submitted twice
+    fate(workdir, **{ALL[2]: "later"})
+    assert study(workdir, launcher, "--again") == 0
+    assert calls(workdir) == [ALL[1], "lr_0.003_seed_0", "lr_0.003_seed_1"]
+
+
+def test_a_launcher_that_cannot(launcher, workdir):
+    fate(workdir, **{"dev_lr_0.003": "exit 2"})
+    assert study(workdir, launcher) == 2
+    assert calls(workdir) == ALL[:1]
+    assert not (workdir / "handed_over.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--config.optimizer.peak_lr=1"], "the study finetune_sweep sets it for each member"),
+        (["--config.study.name=sweep"], "study.name='sweep': "),
+        (["--config.study.seeds=0"], "study.seeds=0: needs a positive int"),
+        (["--config.study.peak_lrs=0.1,inf"], "study.peak_lrs"),
+        (["--config.study.dev_split="], "study.dev_split: not set"),
+        (["--again"], "--again: is for --launcher=COMMAND"),
+        (["--launcher="], "--launcher: is empty"),
+        (["--config.init_from="], "init_from: not set; give --config.init_from=SOURCE"),
+    ],
+)
+def test_what_is_refused_before_anything_runs(python, workdir, capsys, flags, says):
+    assert study(workdir, *flags) == 2
+    assert says in capsys.readouterr().err
+    assert list(workdir.iterdir()) == []
+
+
+def test_a_config_of_one_run_is_no_study(capsys, tmp_path):
+    flags = [f"--config={ROOT / 'configs/quickstart.py'}", f"--workdir={tmp_path / 'w'}"]
+    assert main(["study", *flags]) == 2
+    assert "study.name: not set by" in capsys.readouterr().err
+    assert main(["study"]) == 2
+    assert "--config, --workdir: missing" in capsys.readouterr().err
+
+
+def test_a_member_is_told_to_stop(tmp_path):
+    """SIGTERM to the study reaches the member, and both end with what it ends with."""
+    script = (
+        "import sys\nfrom vit_jax.studies.running import _run\n"
+        "code, _ = _run(['sh', '-c', 'trap \"exit 75\" TERM; touch started; "
+        "while true; do sleep 0.05; done'])\nsys.exit(code)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=environment)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
