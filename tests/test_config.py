@@ -118,7 +118,7 @@ def test_change_of_a_key_on_resume(config, key):
     new = from_json(to_json(config))
     parents, _, leaf = key.rpartition(".")
     (new[parents] if parents else new)[leaf] = other_value(config, key)
-    free = key.startswith(("mesh.", "checkpoint.", "log.", "job.")) or key in (
+    free = key.startswith(("mesh.", "checkpoint.", "log.", "job.", "study.")) or key in (
         "data.data_dir",
         "data.reader",
         "data.max_corrupt_fraction",
