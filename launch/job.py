@@ -71,6 +71,11 @@ def check_job(words: Sequence[str]) -> Job:
     flags = parse_flags(command, words[1:] if words[0] == command else words)
     if not hasattr(flags, "workdir"):
         raise InputError(f"-- {command}: has no workdir, so it is no job; run it by itself")
+    if command == "study":
+        raise InputError(
+            "-- study: is no job, but hands each of its members to a launcher: python -m "
+            'vit_jax.main study ... --launcher="python launch/LAUNCHER.py WHERE ..."'
+        )
     given = [f"--{name}" for name in _OF_PROCESSES if getattr(flags, name, None) is not None]
     if given:
         raise InputError(f"{', '.join(given)}: the launcher sets these; leave them out")

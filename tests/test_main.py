@@ -310,7 +310,7 @@ def test_help(command, capsys):
     out, err = capsys.readouterr()
     assert (e.value.code, err) == (0, "")
     assert out.startswith(f"usage: python -m vit_jax.main {command} ")
-    of_runs, of_jobs = ("train", "evaluate", "predict", "export"), ("train", "evaluate")
+    of_runs, of_jobs = ("train", "evaluate", "predict", "export", "study"), ("train", "evaluate")
     assert ("--workdir DIR" in out) == (command in of_runs)
     assert ("--coordinator HOST:PORT" in out) == (command in of_jobs)
     assert f"python -m vit_jax.main{'' if command == 'train' else ' ' + command} --" in out

@@ -99,6 +99,7 @@ def test_dry_run_prints_what_would_run_and_does_nothing(local, call, on_cpu, tmp
          "--process_id: the launcher sets these; leave them out"),
         (["--num_processes=2", "--", "trian", QUICKSTART, "--workdir=W"],
          "trian: no such command; known: train"),
+        (["--num_processes=2", "--", "study", QUICKSTART, "--workdir=w"], "-- study: is no job"),
         (["--num_processes=2", "--", "benchmark", "--what=step", QUICKSTART], "has no workdir"),
         (["--num_processes=2", "--platform=gpu", "--", QUICKSTART, "--workdir=W"],
          "--platform=gpu: this host shows no NVIDIA GPU"),
