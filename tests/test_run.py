@@ -6,7 +6,8 @@ import pytest
 
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
 from vit_jax.errors import InputError
-from vit_jax.run import check_images, open_sources, prepare
+from vit_jax.run import check_images, compare_value_ranges, open_sources, prepare
+from vit_jax.transfer.rules import Pretrained, Spec
 from vit_jax.validation import find_faults
 
 
@@ -50,6 +51,20 @@ def test_another_data_set_must_have_the_classes_of_the_model(first):
         open_sources(make_config(num_classes=3, **ordered), training=True)
     (fault,) = error.value.faults
     assert fault.startswith("evals.test.split: data.num_classes=3: digits test has 10")
+
+
+def test_another_value_range_than_the_source_s_is_said(caplog):
+    config = base_config()
+    config.init_from, config.data.mean = "w.safetensors", (0.5, 0.4, 0.5)
+    spec = Spec((8, 8), "antialiased", std=(0.5, 0.5, 0.25))
+    compare_value_ranges(config, Pretrained("w.safetensors", None, {}, spec))
+    assert "data.mean=(0.5, 0.4, 0.5), and init_from=w.safetensors was trained" in caplog.text
+    for key in ("mean=0.5,0.5,0.5", "std=0.5,0.5,0.25"):
+        assert f"set --config.data.{key}" in caplog.text
+    caplog.clear()
+    config.data.mean, config.data.std = spec.mean, spec.std
+    compare_value_ranges(config, Pretrained("w.safetensors", None, {}, spec))
+    assert not caplog.records
 
 
 def test_all_faulty_splits_are_named():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,8 @@ from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment import Experiment, make_experiment
 from vit_jax.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.transfer.resample import check_convention
+
+logger = logging.getLogger("vit_jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,7 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     evaluators = make_evaluators(config, experiment.model, mesh, sources)
     params = None
     if initialises:
+        compare_value_ranges(config, pretrained)
         params = transfer.init_params(
             pretrained,
             experiment.model,
@@ -247,6 +251,17 @@ def check_writable(workdir: epath.Path) -> None:
         raise InputError(f"--workdir={workdir}: {what}is a file; give a directory")
     if not os.access(there, os.W_OK | os.X_OK):
         raise InputError(f"--workdir={workdir}: {there} cannot be written to; choose another")
+
+
+def compare_value_ranges(config: ConfigDict, pretrained: transfer.Pretrained) -> None:
+    """Warns if the model of `init_from` has seen another range of pixels than `config.data` says."""
+    for key in ("mean", "std"):
+        ours, theirs = config.data[key], getattr(pretrained.spec, key)
+        if not np.allclose(ours, theirs, rtol=0, atol=1e-6):
+            logger.warning(
+                "data.%s=%s, and init_from=%s was trained with %s; set --config.data.%s=%s",
+                key, ours, config.init_from, theirs, key, ",".join(map(str, theirs)),
+            )  # fmt: skip
 
 
 def _is_installed(module: str) -> bool:
