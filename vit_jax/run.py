@@ -254,7 +254,7 @@ def check_writable(workdir: epath.Path) -> None:
 
 
 def compare_value_ranges(config: ConfigDict, pretrained: transfer.Pretrained) -> None:
-    """Warns if the model of `init_from` has seen another range of pixels than `config.data` says."""
+    """Warns if the model of `init_from` has seen another range of pixels than `config.data`."""
     for key in ("mean", "std"):
         ours, theirs = config.data[key], getattr(pretrained.spec, key)
         if not np.allclose(ours, theirs, rtol=0, atol=1e-6):
