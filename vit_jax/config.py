@@ -140,7 +140,7 @@ def base_config() -> ConfigDict:
     c.study.seeds = 3  # runs of what was chosen
     c.study.train_split = placeholder(str)  # of data.name, trained on while choosing
     c.study.dev_split = placeholder(str)  # of data.name, by which is chosen
-    c.study.metric = "held_out/top1"  # of the only evaluator, that decides and is reported
+    c.study.metric = "held_out/top1"  # of the only evaluator; the higher is the better
 
     c.evals = ConfigDict()
     c.lock()

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
+from vit_jax.config import flatten
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.studies.members import DIVERGED, FINISHED, Member, Report, Result, Study
 
@@ -29,7 +30,9 @@ def check(config: ConfigDict) -> None:
     if len(lrs) > 1:
         faults += [f"study.{key}: not set; needs a split of {config.data.name}"
                    for key in ("train_split", "dev_split") if not study[key]]  # fmt: skip
-    name = study.metric.partition("/")[0]
+    name, _, kind = study.metric.partition("/")
+    if not kind.startswith("top"):
+        faults.append(f"study.metric={study.metric!r}: needs an accuracy, such as held_out/top1")
     if list(config.evals) != [name] or "split" not in config.evals[name]:
         faults.append(
             f"evals: has {', '.join(config.evals) or 'none'}; a sweep needs one evaluator of one "
@@ -53,12 +56,15 @@ def _choices(config: ConfigDict) -> dict[float, Member]:
     study = config.study
     if len(study.peak_lrs) == 1:
         return {}
-    evaluator = study.metric.partition("/")[0]
-    splits = {"data.split": study.train_split, f"evals.{evaluator}.split": study.dev_split}
+    splits = {"data.split": study.train_split, _split_key(config): study.dev_split}
     return {
         lr: Member(f"dev_lr_{lr}", {"optimizer.peak_lr": str(lr), **splits})
         for lr in study.peak_lrs
     }
+
+
+def _split_key(config: ConfigDict) -> str:
+    return f"evals.{config.study.metric.partition('/')[0]}.split"
 
 
 def _runs(config: ConfigDict, lr: float) -> list[Member]:
@@ -100,8 +106,8 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     """A row for each member, and mean and sample standard deviation of the runs."""
     best, choices = best_lr(config, results), _choices(config)
     runs = [] if best is None else _runs(config, best)
-    split_key = f"evals.{config.study.metric.partition('/')[0]}.split"
-    test_split = config.evals[config.study.metric.partition("/")[0]].split
+    split_key = _split_key(config)
+    test_split = flatten(config)[split_key]
     rows = []
     for member in [*choices.values(), *runs]:
         value = _value(config, results.get(member.name))
