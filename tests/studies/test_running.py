@@ -80,7 +80,7 @@ def test_a_killed_member_does_not_end_the_study_and_is_run_again(python, workdir
     fate(workdir, **{"dev_lr_0.003": "signal 9"})
     assert study(workdir) == 1
     assert calls(workdir) == ALL[:2]  # nothing is chosen without it
-    assert "dev_lr_0.003 failed: ended with signal 9" in capsys.readouterr().err
+    assert "dev_lr_0.003 failed: ended with exit code 137" in capsys.readouterr().err
     assert report(workdir)["members"]["dev_lr_0.003"]["state"] == "failed"
     fate(workdir)
     assert study(workdir) == 0
@@ -114,7 +114,10 @@ def test_all_diverged(python, workdir, capsys):
     assert "cannot be completed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("code", "says"), [(75, "was told to stop"), (2, "is refused")])
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [(75, "was told to stop"), (2, "is refused"), (3, "does not fit"), (143, "was told to stop")],
+)
 def test_what_ends_a_study_at_once(python, workdir, capsys, code, says):
     fate(workdir, **{"dev_lr_0.003": f"exit {code}"})
     assert study(workdir) == code

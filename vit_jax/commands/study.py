@@ -13,7 +13,8 @@ With --launcher="python launch/slurm.py --nodes=1" each member is handed to that
 are handed over and the study ends; once they are finished, the same command goes on.
 
 Exit codes: 0 complete, or handed over; 1 a member failed, or so many diverged that there is no
-result; 2 a member was refused; 75 a member was told to stop.
+result; 2 a member was refused; 3 it does not fit by the launcher's plan; 75 and 143 a member was
+told to stop, 130 by Ctrl-C: no other is run then.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import shlex
 from rich.console import Console
 
 from vit_jax import files
-from vit_jax.commands import load_valid_config
+from vit_jax.commands import load_valid_config, require_flags
 from vit_jax.errors import InputError, collect_faults, nearest
 
 
@@ -36,12 +37,11 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    missing = [f"--{name}" for name in ("config", "workdir") if getattr(flags, name) is None]
-    if missing:
-        raise InputError(
-            f"{', '.join(missing)}: missing; e.g. python -m vit_jax.main study "
-            "--config=configs/finetune_study.py:ViT-B/16,cifar10 --workdir=runs/cifar10"
-        )
+    example = (
+        "python -m vit_jax.main study --config=configs/finetune_study.py:ViT-B/16,cifar10 "
+        "--workdir=runs/cifar10"
+    )
+    require_flags(flags, ("config", "workdir"), example)
     if flags.again and flags.launcher is None:
         raise InputError("--again: is for --launcher=COMMAND; leave it out")
     launcher = None if flags.launcher is None else shlex.split(flags.launcher)

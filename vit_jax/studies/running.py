@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vit_jax import config as config_lib
-from vit_jax import config_text
+from vit_jax import config_text, exit_codes
 from vit_jax.errors import collect_faults
 from vit_jax.files import write_whole
 from vit_jax.guards import DIVERGED_FILE
@@ -39,7 +39,14 @@ from vit_jax.validation import validate
 
 logger = logging.getLogger("vit_jax")
 
-INPUT_WRONG, PREEMPTED = 2, 75  # exit codes of a member
+# Exit codes of a member after which no other is run.
+_ENDS_THE_STUDY = {
+    exit_codes.INPUT_WRONG: "is refused",
+    exit_codes.DOES_NOT_FIT: "does not fit, by the plan",
+    exit_codes.PREEMPTED: "was told to stop, and has saved; the same command goes on",
+    exit_codes.TERMINATED: "was told to stop; the same command goes on",
+    exit_codes.INTERRUPTED: "was interrupted; the same command goes on",
+}
 
 # Of a resolved config what the data say, where the user says nothing.
 _FILLED_IN = ("data.num_classes", "data.num_examples", "data.order", "data.streams")
@@ -126,22 +133,21 @@ def run_study(study: Study, config: ConfigDict, call: Call) -> int:
         for member in waiting:
             code, results[member.name] = _bring_about(call, member)
             _write_report(study, config, call, results)
-            if code in (INPUT_WRONG, PREEMPTED):
-                what = "is refused" if code == INPUT_WRONG else "was told to stop, and has saved"
-                print(f"{member.name} {what}; the same command goes on", file=sys.stderr)
+            if code in _ENDS_THE_STUDY:
+                print(f"{member.name} {_ENDS_THE_STUDY[code]}", file=sys.stderr)
                 return code
     return _conclude(_write_report(study, config, call, results), call, results)
 
 
 def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
-    """The exit code of a member, 0 if it is not run now, and what it came to."""
+    """The exit code of a member, 0 if it is not run or has a result, and what it came to."""
     result = read_result(call.workdir / member.name)
     if result is not None:
         logger.info("%s: %s before", member.name, result.state)
-        return os.EX_OK, result
+        return exit_codes.DONE, result
     handed_over = _read_handed_over(call.workdir)
     if member.name in handed_over and not call.again:
-        return os.EX_OK, Result(HANDED_OVER)
+        return exit_codes.DONE, Result(HANDED_OVER)
     words = member_words(call, member)
     command = [sys.executable, "-m", "vit_jax.main", *words]
     shown = ["python", *command[1:]]
@@ -151,27 +157,37 @@ def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
     code, last_lines = _run(command)
     result = read_result(call.workdir / member.name)
     if result is not None:
-        return os.EX_OK, result
-    if code == os.EX_OK and call.launcher is not None:
+        return exit_codes.DONE, result
+    if code == exit_codes.DONE and call.launcher is not None:
         content = json.dumps(handed_over | {member.name: shlex.join(shown)}, indent=2) + "\n"
         write_whole(_handed_over_file(call.workdir), content)
         return code, Result(HANDED_OVER)
-    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return code, Result(FAILED, {}, f"ended with {ended}\n{last_lines}".strip())
+    return code, Result(FAILED, {}, f"ended with exit code {code}\n{last_lines}".strip())
 
 
 def _run(command: Sequence[str]) -> tuple[int, str]:
     """Runs a command, which may be told to stop by SIGTERM; its exit code and last error lines."""
     last_lines: collections.deque = collections.deque(maxlen=_LAST_LINES)
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace") as process:
-        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        try:
+    process, told_to_stop = None, False
+
+    def stop(*_):
+        nonlocal told_to_stop
+        told_to_stop = True
+        if process is not None:
+            process.terminate()
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
+        if told_to_stop:
+            process.terminate()
+        with process:
             for line in process.stderr:
                 sys.stderr.write(line)
                 last_lines.append(line)
-        finally:
-            signal.signal(signal.SIGTERM, before)
-    return process.returncode, "".join(last_lines)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return exit_codes.of_ended(process.returncode), "".join(last_lines)
 
 
 def _handed_over_file(workdir: epath.Path) -> epath.Path:
@@ -230,13 +246,13 @@ def _conclude(report: Report, call: Call, results: Mapping[str, Result]) -> int:
         print(f"{name} diverged: {results[name].error}", file=sys.stderr)
     print(f"report: {call.workdir / 'study.md'}, {call.workdir / 'study.json'}")
     if by_state[FAILED]:
-        return 1
+        return exit_codes.FAILED
     if by_state[HANDED_OVER]:
         print(
             f"handed over and not finished: {', '.join(by_state[HANDED_OVER])}; once they are, the "
             "same command goes on (--again hands them over once more, should they be lost)"
         )
-        return os.EX_OK
+        return exit_codes.DONE
     if not report.complete:
         print("error: the study cannot be completed: too many members diverged", file=sys.stderr)
-    return os.EX_OK if report.complete else 1
+    return exit_codes.DONE if report.complete else exit_codes.FAILED
