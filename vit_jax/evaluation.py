@@ -70,7 +70,7 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
     collect_faults(faults)
     compare_requests(config, {"--init_from": pretrained.source})
     model = _model_on(mesh, config, pretrained)
-    params = transfer.init_params(pretrained, model, config.init_resize)
+    params = transfer.init_params(pretrained, model, config.init_resize, keep_head=True)
     config, sources = open_sources(config, training=False)
     check_evaluated_images(config, sources)
     evaluators = make_evaluators(config, model, mesh, sources)

@@ -121,7 +121,8 @@ def open_sources(
     for name, entry in config.evals.items():
         for split_key, key in config_lib.eval_splits(config, entry).items():
             synthetic = key.data_name == "synthetic"
-            trained_on = training and (key.data_name, key.data_dir) == (d.name, d.data_dir)
+            same_data = (key.data_name, key.data_dir) == (d.name, d.data_dir)
+            trained_on = training and same_data
             learns = entry.type in config_lib.LEARNING_EVALS
             needs_classes = synthetic or trained_on or not learns
             num_classes = d.num_classes if needs_classes else None
@@ -134,7 +135,7 @@ def open_sources(
                     key,
                     num_classes,
                     num_examples,
-                    own_classes=needs_classes,
+                    own_classes=needs_classes or same_data,
                     prefix=f"evals.{name}.{split_key}: ",
                 )
     collect_faults(faults)

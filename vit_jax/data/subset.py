@@ -53,6 +53,13 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
         example = source.read(tf.gather(kept_tensor, record_ids))
         return example | {"label": tf.gather(labels_tensor, example["label"])}
 
+    def file_names(start, stop):
+        wanted = kept[start:stop]
+        if not len(wanted):
+            return []
+        found = source.file_names(int(wanted[0]), int(wanted[-1]) + 1)
+        return [found[i - wanted[0]] for i in wanted]
+
     names = source.class_names
     which = hashlib.sha256(kept.tobytes()).hexdigest()
     return dataclasses.replace(
@@ -64,5 +71,6 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
         read=read,
         record_name=lambda record: source.record_name(int(kept[record])),
         runs=None,
+        file_names=None if source.file_names is None else file_names,
         part_sizes=(len(kept),),
     )
