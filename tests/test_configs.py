@@ -39,6 +39,7 @@ FORMS = {
         "ViT-B/16,cifar10,head_only,debug",
     ],
     "finetune_study": ["ViT-L/32,oxford_flowers102", "ViT-B/16,cifar10,debug"],
+    "vtab": ["ViT-H/14", "ViT-B/16,debug"],
     "five_classes": ["", "pretrain", "debug", "pretrain,debug"],
     "augreg": ["ViT-B/16,imagenet2012,none", "ViT-B/16,imagenet21k,medium1,debug"],
 }

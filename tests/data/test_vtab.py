@@ -27,7 +27,6 @@ from vit_jax.data.vtab import (
 from vit_jax.errors import InputError
 from vit_jax.evaluation import evaluate_pretrained
 from vit_jax.transfer import read_pretrained
-from vit_jax.vtab_report import report
 
 # The table once more: group, TFDS, the 200, test, its size, classes.
 TABLE = """
@@ -227,7 +226,7 @@ def test_unknown_names_and_other_sets_are_refused(stand_ins, tmp_path):
 
 @pytest.mark.slow
 def test_a_model_on_all_tasks(stand_ins, tmp_path):
-    """A random model's features through the probe, from its file to the report."""
+    """A random model's features through the probe, from its file to the accuracies."""
     model = vit_jax.create_model("ViT-mu/4", 3, 16, num_heads=2, mlp_dim=32)
     variables = model.init(jax.random.key(0), np.zeros((1, 16, 16, 3), np.float32))
     vit_jax.save_pretrained(tmp_path / "random.npz", model, variables, format="npz")
@@ -237,6 +236,4 @@ def test_a_model_on_all_tasks(stand_ins, tmp_path):
         config.data.data_dir, config.evals.probe.l2 = str(stand_ins), (1e-3,)
         top1[name] = evaluate_pretrained(config, pretrained)["probe/top1"]
         assert top1[name] > 2 / task.num_classes or task.num_classes == 2
-    found = report(top1)
-    assert found.missing == () and found.mean == pytest.approx(np.mean(list(top1.values())))
-    assert found.mean > 0.5
+    assert np.mean(list(top1.values())) > 0.5

@@ -9,14 +9,22 @@ While choosing, the evaluator sees the development split in place of its own (th
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix B.1.1: three runs, mean and deviation.
 """
 
-import statistics
 from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
 from vit_jax.config import flatten
-from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.studies.members import DIVERGED, FINISHED, Member, Report, Result, Study
+from vit_jax.errors import Faults, collect_faults
+from vit_jax.studies.members import (
+    DIVERGED,
+    FINISHED,
+    Member,
+    Report,
+    Result,
+    Study,
+    mean_and_std,
+    value_of,
+)
 
 
 def check(config: ConfigDict) -> None:
@@ -86,20 +94,10 @@ def best_lr(config: ConfigDict, results: Mapping[str, Result]) -> float | None:
     ended = {lr: results.get(member.name) for lr, member in choices.items()}
     if any(result is None or result.state not in (FINISHED, DIVERGED) for result in ended.values()):
         return None
-    values = {lr: _value(config, result) for lr, result in ended.items()}
+    values = {lr: value_of(config, result) for lr, result in ended.items()}
     return max(
         (lr for lr in sorted(values) if values[lr] is not None), key=values.get, default=None
     )
-
-
-def _value(config: ConfigDict, result: Result | None) -> float | None:
-    """The metric that counts; None of a member that has none, as it diverged or has not ended."""
-    if result is None or result.state != FINISHED:
-        return None
-    if config.study.metric not in result.summary:
-        known = ", ".join(name for name in result.summary if "/" in name)
-        raise InputError(f"study.metric={config.study.metric!r}: a member has {known}")
-    return result.summary[config.study.metric]
 
 
 def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
@@ -110,7 +108,7 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     test_split = flatten(config)[split_key]
     rows = []
     for member in [*choices.values(), *runs]:
-        value = _value(config, results.get(member.name))
+        value = value_of(config, results.get(member.name))
         state = results[member.name].state if member.name in results else "waits"
         rows.append([
             member.name, member.overrides["optimizer.peak_lr"],
@@ -121,10 +119,10 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     summaries = [
         results[run.name].summary
         for run in runs
-        if _value(config, results.get(run.name)) is not None
+        if value_of(config, results.get(run.name)) is not None
     ]
     names = [name for name, value in summaries[0].items() if "/" in name] if summaries else []
-    metrics = {name: _mean_and_std([summary[name] for summary in summaries]) for name in names}
+    metrics = {name: mean_and_std([summary[name] for summary in summaries]) for name in names}
     if metrics:
         found = metrics[config.study.metric]
         spread = "" if found["std"] is None else f" ± {found['std']:.4f}"
@@ -133,22 +131,12 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     values = {
         "metric": config.study.metric,
         "peak_lr": best,
-        "dev": {str(lr): _value(config, results.get(m.name)) for lr, m in choices.items()},
+        "dev": {str(lr): value_of(config, results.get(m.name)) for lr, m in choices.items()},
         "seeds": len(summaries),
         "metrics": metrics,
     }
     columns = ["member", "peak_lr", "seed", "judged on", config.study.metric]
     return Report(columns, rows, values, complete=len(summaries) == config.study.seeds)
-
-
-def _mean_and_std(values: list[float]) -> dict[str, float | None]:
-    """Of a sample; one value has no deviation. None among them is what was not finite."""
-    if None in values:
-        return {"mean": None, "std": None}
-    return {
-        "mean": statistics.fmean(values),
-        "std": statistics.stdev(values) if len(values) > 1 else None,
-    }
 
 
 STUDY = Study(("optimizer.peak_lr",), check, find_members, report)

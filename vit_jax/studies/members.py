@@ -1,9 +1,12 @@
 """What a study is made of: its members, what became of them, and what it reports."""
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
+
+from vit_jax.errors import InputError
 
 FINISHED, DIVERGED, FAILED, HANDED_OVER = "finished", "diverged", "failed", "handed over"
 
@@ -60,3 +63,26 @@ class Study(NamedTuple):
     check: Callable[[ConfigDict], None]
     members: Callable[[ConfigDict, Mapping[str, Result]], list[Member]]
     report: Callable[[ConfigDict, Mapping[str, Result]], Report]
+
+
+def value_of(config: ConfigDict, result: Result | None) -> float | None:
+    """The metric that counts; None of a member that has none, as it diverged or has not ended."""
+    if result is None or result.state != FINISHED:
+        return None
+    if config.study.metric not in result.summary:
+        known = ", ".join(name for name in result.summary if "/" in name)
+        raise InputError(f"study.metric={config.study.metric!r}: a member has {known}")
+    return result.summary[config.study.metric]
+
+
+def mean_and_std(values: list[float]) -> dict[str, float | None]:
+    """Of a sample, of which one value has no deviation; of none, and with a None, neither is there.
+
+    None is what was not finite.
+    """
+    if not values or None in values:
+        return {"mean": None, "std": None}
+    return {
+        "mean": statistics.fmean(values),
+        "std": statistics.stdev(values) if len(values) > 1 else None,
+    }

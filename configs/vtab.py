@@ -1,0 +1,53 @@
+"""VTAB-1k, as the paper fine-tunes on its 19 tasks: --config=configs/vtab.py:MODEL
+
+python -m vit_jax.main study --config=configs/vtab.py:ViT-B/16 --workdir=$W \\
+  --config.init_from=ViT-B/16@imagenet21k --config.data.data_dir=DIR
+
+DIR holds the TFDS data sets, as TFDS prepares them; tasks whose data are not there are left out,
+and named with the way to get them. Table 4 (arXiv:2010.11929): 2,500 steps, SGD with momentum 0.9
+at 0.01, batch 512, cosine, clipping at norm 1; appendix B.1.1: 384 px (/14: 378) for every task.
+Ours: images are resized and not augmented, as positions and counts are among the classes; bfloat16.
+Three runs of each task: --config.study.seeds=1 for one.
+
+A few seconds, on the digits: --config=configs/vtab.py:ViT-B/16,debug
+"""
+
+from vit_jax.config import base_config, classification, split_words
+from vit_jax.errors import InputError
+from vit_jax.models.variants import parse_vit_name
+from vit_jax.recipes import VTAB, fine_tuning_size
+
+WORDS = {"debug": "20 steps of a tiny model"}
+
+
+def get_config(arg=""):
+    words, chosen = split_words(arg, WORDS)
+    if len(words) != 1:
+        raise InputError(f"got {arg!r}, needs MODEL, e.g. configs/vtab.py:ViT-B/16; besides debug")
+    (model,) = words
+    _, patch_size = parse_vit_name(model)
+    c = base_config()
+    c.init_from = ""  # has to be given
+    c.global_batch_size, c.duration = 512, f"{VTAB.steps} steps"
+    c.model.name, c.model.dtype = model, "bfloat16"
+
+    c.data.name, c.data.split = "vtab/caltech101", "train800val200"  # the study sets them
+    c.data.image_size = fine_tuning_size(patch_size)
+    c.data.ops = "decode|resize"
+    c.evals.test = classification(split="test", every="2500 steps", ops="decode|resize")
+
+    c.optimizer.name, c.optimizer.peak_lr = "sgd", VTAB.peak_lrs[0]
+    c.optimizer.grad_clip_norm = 1.0
+    c.schedule.name = "cosine"
+    c.checkpoint.every, c.log.every = "500 steps", "50 steps"
+    c.study.name, c.study.metric = "vtab", "test/top1"
+
+    if "debug" in chosen:
+        c.init_from = "scratch"
+        c.model.name, c.model.dtype = f"ViT-mu/{patch_size}", "float32"
+        c.data.name, c.data.split, c.data.image_size = "digits", "train", 2 * patch_size
+        c.global_batch_size, c.duration = 32, "20 steps"
+        c.evals.test.every = "20 steps"
+        c.log.every, c.checkpoint.every = "10 steps", "20 steps"
+        c.study.seeds = 1
+    return c

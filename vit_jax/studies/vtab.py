@@ -1,0 +1,107 @@
+"""VTAB-1k: one model fine-tuned on each of 19 tasks of 1,000 images, and the mean accuracy.
+
+    dtd_seed_0  dtd_seed_1 ... pets_seed_0 ...   of the tasks whose data are there
+
+All tasks have the config's settings; nothing is chosen. A mean over tasks is reported where none
+of them is missing, as others would not compare; a deviation is that of the means of each seed.
+
+Sources: Zhai et al. 2019 (arXiv:1910.04867), section 2; Dosovitskiy et al. 2020
+(arXiv:2010.11929), section 4.2 and appendix B.1.1.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from vit_jax.data.vtab import GROUPS, TASKS, find_missing
+from vit_jax.errors import Faults, collect_faults
+from vit_jax.studies.members import Member, Report, Result, Study, mean_and_std, value_of
+
+_SPLIT = {"data.split": "train800val200"}
+
+
+def check(config: ConfigDict) -> None:
+    """Raises InputError if the config is none for all tasks, or if no task's data are there."""
+    faults = Faults()
+    if config.study.seeds < 1:
+        faults.append(f"study.seeds={config.study.seeds}: needs a positive int")
+    name = config.study.metric.partition("/")[0]
+    if list(config.evals) != [name]:
+        faults.append(
+            f"evals: has {', '.join(config.evals) or 'none'}; VTAB needs one evaluator, {name!r} "
+            f"of study.metric={config.study.metric!r}"
+        )
+    missing = find_missing(TASKS, config.data.data_dir)
+    if len(missing) == len(TASKS):
+        faults.append(f"data.data_dir={config.data.data_dir!r}: no task's data are there. "
+                      + "; ".join(dict.fromkeys(missing.values())))  # fmt: skip
+    collect_faults(faults)
+
+
+def find_members(config: ConfigDict, results: Mapping[str, Result]) -> list[Member]:
+    """A run of each task whose data are there, with each seed; they do not wait for each other."""
+    del results
+    missing = find_missing(TASKS, config.data.data_dir)
+    return [
+        Member(_name(task, seed), {"data.name": f"vtab/{task}", **_SPLIT, "seed": str(seed)})
+        for task in TASKS
+        if task not in missing
+        for seed in _seeds(config)
+    ]
+
+
+def _seeds(config: ConfigDict) -> Sequence[int]:
+    return range(config.seed, config.seed + config.study.seeds)
+
+
+def _name(task: str, seed: int) -> str:
+    return f"{task}_seed_{seed}"
+
+
+def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
+    """A row for each task, each group and all of them: mean and deviation over the seeds."""
+    missing, seeds = find_missing(TASKS, config.data.data_dir), _seeds(config)
+    found = {
+        seed: {
+            task: value
+            for task in TASKS
+            if (value := value_of(config, results.get(_name(task, seed)))) is not None
+        }
+        for seed in seeds
+    }
+    tasks = {task: mean_and_std([v[task] for v in found.values() if task in v]) for task in TASKS}
+    means = {name: _mean_over(tasks_of, found) for name, tasks_of in _averages().items()}
+    rows = [
+        [task, TASKS[task].group, _shown(tasks[task], "missing" if task in missing else "waits")]
+        for task in TASKS
+    ]
+    rows += [[f"mean of {name}", name, _shown(means[name], "lacks tasks")] for name in means]
+    rows += [[f"missing: {task}", TASKS[task].group, how] for task, how in missing.items()]
+    return Report(
+        columns=["task", "group", config.study.metric],
+        rows=rows,
+        values={"tasks": tasks, "means": means, "missing": missing},
+        complete=all(len(value) + len(missing) == len(TASKS) for value in found.values()),
+    )
+
+
+def _averages() -> dict[str, list[str]]:
+    """{what is averaged over: its tasks}: the groups, and VTAB's score over all, alike."""
+    groups = {group: [name for name, t in TASKS.items() if t.group == group] for group in GROUPS}
+    return groups | {"all 19": list(TASKS)}
+
+
+def _mean_over(names: Sequence[str], found: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+    """Of the seeds that have them all."""
+    whole = [values for values in found.values() if values.keys() >= {*names}]
+    return mean_and_std([sum(values[name] for name in names) / len(names) for values in whole])
+
+
+def _shown(found: Mapping[str, float | None], otherwise: str) -> str:
+    if found["mean"] is None:
+        return otherwise
+    return f"{found['mean']:.4f}" + ("" if found["std"] is None else f" ± {found['std']:.4f}")
+
+
+STUDY = Study(("data.name", "data.split"), check, find_members, report)
