@@ -65,6 +65,24 @@ def test_what_a_run_leaves(finished):
     assert config["data"]["num_examples"] == 1437 and config["data"]["num_classes"] == 10
 
 
+def test_a_step_of_a_run_is_a_source_too(finished, tmp_path):
+    checkpoints = finished[0] / "checkpoints"
+    steps = sorted(int(p.name) for p in checkpoints.iterdir())
+    assert len(steps) == 2 and steps[-1] == 40
+    heads = [
+        np.asarray(load_pretrained(path)[1]["params"]["head"]["kernel"])
+        for path in (finished[0], checkpoints / "40", checkpoints / str(steps[0]))
+    ]
+    np.testing.assert_array_equal(heads[0], heads[1])
+    assert not np.array_equal(heads[0], heads[2])
+    with pytest.raises(InputError, match="no such file or directory"):
+        load_pretrained(checkpoints / "41")
+    shutil.copytree(finished[0], tmp_path / "run")
+    next((tmp_path / "run/checkpoints/40/state").rglob("*/d/*")).write_bytes(b"")
+    with pytest.raises(InputError, match=r"checkpoints/40 is invalid: .*take another step"):
+        load_pretrained(tmp_path / "run/checkpoints/40")
+
+
 def test_rows_hold_their_own_steps_values(finished):
     workdir, summary = finished
     train = [row for row in rows(workdir) if "train/loss" in row]

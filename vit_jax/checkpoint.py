@@ -180,6 +180,18 @@ _ITS_FAULT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, EOFError
               TypeError, ValueError)  # fmt: skip
 
 
+def restore_step(path: epath.Path, abstract_state: Any, *, partial: bool = False) -> tuple:
+    """(state, meta) of the checkpoint `path`, a step's; arguments as of `restore_newest`.
+
+    Raises:
+      InputError: if it does not verify.
+    """
+    try:
+        return _restore(path, abstract_state, partial)
+    except InvalidError as e:
+        raise InputError(f"checkpoint {path} is invalid: {e}; take another step") from None
+
+
 def restore_newest(
     directory: epath.Path,
     abstract_state: Any,

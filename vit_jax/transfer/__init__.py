@@ -71,9 +71,9 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool = True) -> Pret
     """The model and parameters that `source` holds.
 
     Args:
-      source: a workdir of this project (its newest valid checkpoint); a published `.npz`; a
-        `.safetensors` file, or a folder with one, in the names of Hugging Face or timm; the address
-        of such a file; or a name in PUBLISHED, e.g. "ViT-B/16@augreg".
+      source: a workdir of this project (its newest valid checkpoint), or WORKDIR/checkpoints/STEP;
+        a published `.npz`; a `.safetensors` file, or a folder with one, in the names of Hugging
+        Face or timm; the address of such a file; or a name in PUBLISHED, e.g. "ViT-B/16@augreg".
       averaged: of a workdir whose run keeps a running average of the parameters, take that.
 
     Raises:

@@ -24,18 +24,25 @@ from vit_jax.transfer.rules import (
 
 
 def recognises(path: epath.Path) -> bool:
-    """Whether `path` is the workdir of a run."""
+    """Whether `path` is the workdir of a run, or a checkpoint in one: WORKDIR/checkpoints/STEP."""
+    path = _workdir_of(path) if path.exists() else path
     return (path / "config.json").exists() and (path / "checkpoints").exists()
 
 
+def _workdir_of(path: epath.Path) -> epath.Path:
+    is_step = path.parent.name == "checkpoints" and path.name.isdigit()
+    return path.parent.parent if is_step else path
+
+
 def read(path: epath.Path, *, averaged: bool = True) -> Pretrained:
-    """The newest valid checkpoint of the workdir `path`.
+    """The newest valid checkpoint of the workdir `path`, or the checkpoint that `path` is itself.
 
     Of the running average of the parameters where there is one, unless `averaged` is False.
 
     Raises:
-      InputError: if there is none.
+      InputError: if there is none, or it does not verify.
     """
+    source, path = path, _workdir_of(path)
     config = read_config(path)
     model = create_model(
         config.model.name,
@@ -50,7 +57,10 @@ def read(path: epath.Path, *, averaged: bool = True) -> Pretrained:
     }
     weights = "ema" if averaged and config.optimizer.ema_decay is not None else "params"
     target = {weights: tree.unflatten_names(params)}
-    restored = checkpoint.restore_newest(path / "checkpoints", target, partial=True)
+    if source == path:
+        restored = checkpoint.restore_newest(path / "checkpoints", target, partial=True)
+    else:
+        restored = checkpoint.restore_step(source, target, partial=True)
     if restored is None:
         raise InputError(f"init_from={str(path)!r}: no checkpoint there yet")
     step = restored[1]["step"]
@@ -74,7 +84,7 @@ def read(path: epath.Path, *, averaged: bool = True) -> Pretrained:
         "results": _results(path, step, config.evals),
     }
     plain = model.clone(scan=False)
-    return Pretrained(str(path), plain, tree.flatten_names(params), spec, run)
+    return Pretrained(str(source), plain, tree.flatten_names(params), spec, run)
 
 
 def _crop(config: ConfigDict) -> float | None:
