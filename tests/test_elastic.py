@@ -46,6 +46,7 @@ def train_on(workdir, devices, *, until=None, **mesh):
                 train.train_and_evaluate(config, workdir)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_over_other_devices_meshes_and_processes(tmp_path, cheap_compilation):
     unbroken, moved = tmp_path / "unbroken", tmp_path / "moved"
     train_on(unbroken, 8, fsdp=8)

@@ -13,7 +13,7 @@ from started_job import KILL, STOP, Job
 HEARTBEAT_S = 16
 ENDLESS = (
     "--config=configs/quickstart.py:debug", "--config.duration=1000000 steps",
-    "--config.log.every=20 steps", "--config.checkpoint.every=1000000 steps",
+    "--config.log.every=5 steps", "--config.checkpoint.every=1000000 steps",
     "--config.evals.test.every=1000000 steps", f"--config.job.heartbeat_s={HEARTBEAT_S}",
     "--config.job.step_deadline_s=8",
 )  # fmt: skip
@@ -49,7 +49,7 @@ def victims(first, then):
 @victims(1, then=0)
 def test_when_one_is_killed_the_others_end_and_name_it(tmp_path, victim):
     with endless(tmp_path) as job:
-        job.wait_until_said(0, "step 40/")
+        job.wait_until_said(0, "step 10/")
         job.signal(victim, KILL)
         since = time.monotonic()
         check_that_others_name(victim, job)
@@ -59,7 +59,7 @@ def test_when_one_is_killed_the_others_end_and_name_it(tmp_path, victim):
 @victims(0, then=1)
 def test_when_one_is_stopped_the_others_end_and_name_it(tmp_path, victim):
     with endless(tmp_path) as job:
-        job.wait_until_said(0, "step 40/")
+        job.wait_until_said(0, "step 10/")
         job.signal(victim, STOP)
         check_that_others_name(victim, job)
         assert 'train.py", line' in job.said(1 - victim)  # the stacks
@@ -115,6 +115,6 @@ def test_another_program_is_found_before_the_first_step(tmp_path):
 @pytest.mark.parametrize(("victim", "number"), [(0, KILL), (2, KILL), (0, STOP), (3, STOP)])
 def test_of_four_the_others_name_the_one_that_is_lost(tmp_path, victim, number):
     with endless(tmp_path, num_processes=4, devices=1) as job:
-        job.wait_until_said(0, "step 40/")
+        job.wait_until_said(0, "step 10/")
         job.signal(victim, number)
         check_that_others_name(victim, job)

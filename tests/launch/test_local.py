@@ -205,16 +205,17 @@ def test_two_processes_with_two_devices(local, call, on_cpu, tmp_path, pytestcon
     try:
         code, out, err = call(
             local, "--num_processes=2", "--devices_per_process=2", "--",
-            QUICKSTART, f"--workdir={tmp_path}", "--config.evals.test.every=40 steps",
+            QUICKSTART, f"--workdir={tmp_path}", "--config.evals.test.every=10 steps",
+            "--config.duration=10 steps",
         )  # fmt: skip
     finally:
         del os.environ["JAX_COMPILATION_CACHE_DIR"]
     assert (code, err) == (0, "")
     assert "devices: 4 x cpu on 2 host(s); mesh: replica 1, data 4" in out
-    assert json.loads((tmp_path / "summary.json").read_text())["step"] == 40
+    assert json.loads((tmp_path / "summary.json").read_text())["step"] == 10
     logs = tmp_path / "logs"
-    assert "step 40/40" in out and out == (logs / "process_0.log").read_text()
-    assert "step 40/40" not in (logs / "process_1.log").read_text()
+    assert "step 10/10" in out and out == (logs / "process_0.log").read_text()
+    assert "step 10/10" not in (logs / "process_1.log").read_text()
 
 
 @pytest.mark.slow
