@@ -1,13 +1,16 @@
 """Stands in for `python -m vit_jax.main`: ends as the file `fate.json` of the study says.
 
 {"dev_lr_0.1": "signal 9"}, or "exit 1", "diverge"; without a word a member is finished, and its
-accuracy is its learning rate. Each call is a line in `calls.txt`. Behind `--` of a launcher alike.
+accuracy is its learning rate. After "stop, " the study has been told to stop, and it has not. Each
+call is a line in `calls.txt`. Behind `--` of a launcher alike.
 """
 
 import json
 import os
 import pathlib
+import signal
 import sys
+import time
 
 words = dict(word.removeprefix("--").partition("=")[::2] for word in sys.argv if "=" in word)
 workdir = pathlib.Path(words["workdir"])
@@ -15,6 +18,11 @@ with (workdir.parent / "calls.txt").open("a") as calls:
     calls.write(f"{workdir.name}\n")
 fates = workdir.parent / "fate.json"
 fate = json.loads(fates.read_text()).get(workdir.name, "") if fates.exists() else ""
+if fate.startswith("stop, "):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(0.2)  # until it has passed that on
+    fate = fate.removeprefix("stop, ")
 if fate.startswith("exit"):
     print(f"error: {workdir.name} cannot", file=sys.stderr)
     sys.exit(int(fate.split()[1]))

@@ -125,6 +125,27 @@ def test_what_ends_a_study_at_once(python, workdir, capsys, code, says):
     assert f"dev_lr_0.003 {says}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("then", ["finish", "diverge", "exit 1"])
+def test_told_to_stop_too_late_for_the_member(python, workdir, capsys, then):
+    """It ends as if it was not; but no other is begun."""
+    fate(workdir, **{"dev_lr_0.003": f"stop, {then}"})
+    assert study(workdir) == 143
+    assert calls(workdir) == ALL[:1]
+    assert "dev_lr_0.003 was told to stop; the same command goes on" in capsys.readouterr().err
+    state = {"finish": "finished", "diverge": "diverged", "exit 1": "failed"}[then]
+    assert report(workdir)["members"]["dev_lr_0.003"]["state"] == state
+    fate(workdir)
+    assert study(workdir) == 0
+    assert calls(workdir) == (ALL if then == "exit 1" else ALL[1:])
+
+
+def test_told_to_stop_while_a_member_is_handed_over(launcher, workdir):
+    fate(workdir, **dict.fromkeys(ALL, "stop, later"))
+    assert study(workdir, launcher) == 143
+    assert calls(workdir) == ALL[:1]
+    assert json.loads((workdir / "handed_over.json").read_text()).keys() == {ALL[0]}
+
+
 def test_members_get_the_overrides_of_the_user(python, workdir):
     assert study(workdir, "--config.study.seeds=1", "--config.log.every", "2 steps") == 0
     member = report(workdir)["members"]["lr_0.03_seed_0"]
@@ -203,8 +224,8 @@ def test_a_member_is_told_to_stop(tmp_path):
     """SIGTERM to the study reaches the member, and both end with what it ends with."""
     script = (
         "import sys\nfrom vit_jax.studies.running import _run\n"
-        "code, _ = _run(['sh', '-c', 'trap \"exit 75\" TERM; touch started; "
-        "while true; do sleep 0.05; done'])\nsys.exit(code)\n"
+        "ended = _run(['sh', '-c', 'trap \"exit 75\" TERM; touch started; "
+        "while true; do sleep 0.05; done'])\nsys.exit(ended.code)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=environment)

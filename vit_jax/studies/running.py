@@ -140,7 +140,10 @@ def run_study(study: Study, config: ConfigDict, call: Call) -> int:
 
 
 def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
-    """The exit code of a member, 0 if it is not run or has a result, and what it came to."""
+    """The exit code of a member, 0 if it is not run or has a result, and what it came to.
+
+    143 though it has one, if the study was told to stop meanwhile.
+    """
     result = read_result(call.workdir / member.name)
     if result is not None:
         logger.info("%s: %s before", member.name, result.state)
@@ -154,19 +157,36 @@ def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
     if call.launcher is not None:
         command = shown = [*call.launcher, "--", *words]
     logger.info("%s: %s", member.name, shlex.join(shown))
-    code, last_lines = _run(command)
+    ended = _run(command)
+    # What had all but ended when it was told to stop may end as if it was not.
+    stopped = exit_codes.TERMINATED if ended.told_to_stop else exit_codes.DONE
     result = read_result(call.workdir / member.name)
     if result is not None:
-        return exit_codes.DONE, result
-    if code == exit_codes.DONE and call.launcher is not None:
+        return stopped, result
+    if ended.code == exit_codes.DONE and call.launcher is not None:
         content = json.dumps(handed_over | {member.name: shlex.join(shown)}, indent=2) + "\n"
         write_whole(_handed_over_file(call.workdir), content)
-        return code, Result(HANDED_OVER)
-    return code, Result(FAILED, {}, f"ended with exit code {code}\n{last_lines}".strip())
+        return stopped, Result(HANDED_OVER)
+    error = f"ended with exit code {ended.code}\n{ended.last_lines}".strip()
+    code = ended.code if ended.code in _ENDS_THE_STUDY else stopped or ended.code
+    return code, Result(FAILED, {}, error)
 
 
-def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Runs a command, which may be told to stop by SIGTERM; its exit code and last error lines."""
+class _Ended(NamedTuple):
+    """How a command has ended.
+
+    code: its exit code.
+    last_lines: of what it said on standard error.
+    told_to_stop: whether SIGTERM came to this process, and was passed on, while it ran.
+    """
+
+    code: int
+    last_lines: str
+    told_to_stop: bool
+
+
+def _run(command: Sequence[str]) -> _Ended:
+    """Runs a command; SIGTERM to this process is passed on to it."""
     last_lines: collections.deque = collections.deque(maxlen=_LAST_LINES)
     process, told_to_stop = None, False
 
@@ -187,7 +207,7 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
                 last_lines.append(line)
     finally:
         signal.signal(signal.SIGTERM, before)
-    return exit_codes.of_ended(process.returncode), "".join(last_lines)
+    return _Ended(exit_codes.of_ended(process.returncode), "".join(last_lines), told_to_stop)
 
 
 def _handed_over_file(workdir: epath.Path) -> epath.Path:
