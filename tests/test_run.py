@@ -1,6 +1,7 @@
 """What a run needs, checked before anything is written: packages, and the splits that it opens."""
 
 import importlib.util
+import os
 
 import pytest
 
@@ -94,6 +95,16 @@ def test_without_wandb_a_run_that_asks_for_it_does_not_start(tmp_path, monkeypat
         prepare(config, tmp_path / "workdir")
     prepare(config, tmp_path / "workdir", training=False)
     assert not (tmp_path / "workdir").exists()
+
+
+def test_only_what_trains_needs_a_workdir_to_write_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    config = make_config()
+    config.global_batch_size, config.duration = 8, "1 steps"
+    config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
+    with pytest.raises(InputError, match=r"^--workdir=.* cannot be written to; choose another"):
+        prepare(config, tmp_path)
+    prepare(config, tmp_path, training=False)
 
 
 def test_streams_that_do_not_pair_are_refused_once_the_order_is_known(tmp_path):

@@ -65,7 +65,7 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     workdir = files.absolute(workdir)
     faults = Faults()
     mesh = check_mesh(config, faults)
-    faults.check(check_writable, workdir)
+    faults.check(check_writable if training else check_store, workdir)
     if training and config.log.wandb is not None:
         faults.check(metrics.check_installed, config.log.wandb)
     resumes = bool(checkpoint.saved_steps(workdir / "checkpoints"))
@@ -237,13 +237,18 @@ def check_evaluated_images(config: ConfigDict, sources: Mapping[SplitKey, data.S
             data.host_eval_batches(sources[key], host_ops, **one, key=f"evals.{name}.ops")
 
 
-def check_writable(workdir: epath.Path) -> None:
-    """Raises InputError if `workdir` is no directory that can be made or written to."""
+def check_store(workdir: epath.Path) -> None:
+    """Raises InputError if what checkpoints in `workdir` are read and written by is missing."""
     if os.fspath(workdir).startswith("gs://") and not _is_installed("google.cloud.storage"):
         raise InputError(
             f"--workdir={workdir}: checkpoints on gs:// need google-cloud-storage, which is not "
             "installed; pip install -e '.[gcs]'"
         )
+
+
+def check_writable(workdir: epath.Path) -> None:
+    """Raises InputError if `workdir` is no directory that can be made or written to."""
+    check_store(workdir)
     there = next((path for path in [workdir, *workdir.parents] if path.exists()), None)
     if there is None or "://" in os.fspath(workdir):
         return
