@@ -89,6 +89,9 @@ def test_faults_name_the_key(tmp_path, labels_file):
         evaluator(tmp_path / "names", labels_file, names="cat{}.png")
     with pytest.raises(InputError, match=r"evals\.real\.labels_file=.* take real\.json of https"):
         evaluator(tmp_path / "none", tmp_path / "nothing.json")
+    labels_file.write_text(json.dumps([[], []]))
+    with pytest.raises(InputError, match=r"labels_file=.* \(no image has a label\); take real"):
+        evaluator(tmp_path / "empty", labels_file)
     labels_file.write_text(json.dumps([[3]]))
     with pytest.raises(InputError, match=r"labels_file=.* has the class 3, and the model 3 class"):
         evaluator(tmp_path / "classes", labels_file)

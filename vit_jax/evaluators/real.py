@@ -77,6 +77,8 @@ def read_real_labels(path: str, num_classes: int) -> list[list[int]]:
         labels = json.loads(epath.Path(path).read_text())
         if not all(type(c) is int and c >= 0 for classes in labels for c in classes):
             raise ValueError("not every label is a class")
+        if not any(labels):
+            raise ValueError("no image has a label")
     except (OSError, ValueError, TypeError) as e:
         raise InputError(
             f"labels_file={path!r} cannot be read as lists of classes ({e}); take real.json of "
