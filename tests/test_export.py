@@ -12,6 +12,7 @@ from etils import epath
 
 from vit_jax import load_pretrained, pretrained_spec, tree
 from vit_jax.checkpoint import Checkpoints
+from vit_jax.checksums import hash_params
 from vit_jax.config_text import apply_overrides, load_config
 from vit_jax.main import main
 from vit_jax.run import prepare
@@ -76,7 +77,7 @@ def test_a_run(run, tmp_path, capsys, format):
     assert receipt["config"] == json.loads((run / "config.json").read_text())
     assert receipt["results"] == {"test/top1": 0.5}
     assert receipt["parameters"]["count"] == sum(leaf.size for leaf in named(variables).values())
-    assert receipt["parameters"]["sha256"] == export_lib.hash_params(read_pretrained(run).params)
+    assert receipt["parameters"]["sha256"] == hash_params(read_pretrained(run).params)
     for name, digest in receipt["files"].items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
     card = (folder / ("README.md" if stem == "" else "model.md")).read_text()

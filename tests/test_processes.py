@@ -1,6 +1,8 @@
 """Processes of one job do what one process with as many devices does, and agree before they do."""
 
+import functools
 import os
+import re
 import signal
 import threading
 
@@ -12,6 +14,8 @@ from started_job import TERMINATE, Job
 from test_resume import final_state, rows
 
 from vit_jax import processes
+from vit_jax.comparison import compare_weights
+from vit_jax.config import base_config
 from vit_jax.errors import InputError
 from vit_jax.processes import (
     PreemptionGuard,
@@ -164,6 +168,21 @@ def test_every_difference_is_told_with_its_processes_everywhere(on_each):
             "  jax: '1' on processes 0, 1, 2; '2' on process 3",
             "  seed: 0 on processes 0, 1, 3; 1 on process 2",
         ]
+
+
+def test_weights_that_are_not_the_same_are_told(on_each):
+    config, ours = base_config(), {"head/bias": np.zeros(3, np.float32)}
+    theirs = {"head/bias": np.float32([0, 0, 1e-30])}
+    calls = [functools.partial(compare_weights, config, params) for params in (ours, theirs, ours)]
+    for error in on_each(*calls):
+        assert isinstance(error, InputError)
+        assert re.search("weights read: .* on processes 0, 2; .* on process 1", str(error))
+
+
+def test_weights_that_are_the_same_and_none(on_each):
+    params = {"head/bias": np.zeros(3, np.float32)}
+    assert on_each(*[lambda: compare_weights(base_config(), params)] * 2) == [None, None]
+    assert on_each(*[lambda: compare_weights(base_config(), None)] * 2) == [None, None]
 
 
 def test_who_does_not_come_is_named(on_each):

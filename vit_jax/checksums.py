@@ -1,7 +1,11 @@
 """Checksums of arrays by their bits, which do not depend on how they are laid out over devices."""
 
+import hashlib
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vit_jax import tree
 
@@ -37,3 +41,13 @@ def checksums(state) -> dict[str, int]:
     element changes it.
     """
     return {n: int(x) for n, x in jax.device_get(_checksums(tree.flatten_names(state))).items()}
+
+
+def hash_params(params: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of the names, shapes and float32 values of all parameters, in order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(params):
+        array = np.ascontiguousarray(params[name], np.float32)
+        digest.update(f"{name} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()

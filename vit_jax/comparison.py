@@ -1,7 +1,7 @@
 """What the processes of a job compare before the first step, each time before what would hang.
 
-Requests come first, then what was found on disk, then the lowered program, then where they start.
-A process alone compares nothing.
+Requests come first, then what was found on disk and the weights read, then the lowered program,
+then where they start. A process alone compares nothing.
 
 Each raises:
   InputError: with the processes and their differences.
@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
 from vit_jax import data, processes, watchdog
+from vit_jax.checksums import hash_params
 from vit_jax.config import SplitKey
 from vit_jax.software import software
 
@@ -52,6 +53,13 @@ def compare_workdirs(config: ConfigDict, workdir: epath.Path) -> None:
     """That all write to one workdir, though its name may be another disk's on another host."""
     with watchdog.phase("comparison"):
         processes.check_one_workdir(workdir, config.job.compile_deadline_s)
+
+
+def compare_weights(config: ConfigDict, params: Mapping[str, np.ndarray] | None) -> None:
+    """That all have read the same weights to begin with; None: none were to be read."""
+    if jax.process_count() == 1 or params is None:
+        return
+    _agree(config, "what they begin with", {"weights read": hash_params(params)})
 
 
 def compare_programs(config: ConfigDict, lowered: jax.stages.Lowered) -> None:

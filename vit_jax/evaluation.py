@@ -11,14 +11,14 @@ from ml_collections import ConfigDict
 
 from vit_jax import checkpoint, transfer, tree, watchdog
 from vit_jax import config as config_lib
-from vit_jax.comparison import compare_findings, compare_requests
+from vit_jax.comparison import compare_findings, compare_requests, compare_weights
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
 from vit_jax.models import check_fields
 from vit_jax.models.attention import choose_attention
 from vit_jax.run import check_evaluated_images, check_mesh, open_sources, prepare
-from vit_jax.sharding import constrain, state_shardings
+from vit_jax.sharding import constrain, place, state_shardings
 from vit_jax.step import TrainState
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.rules import Pretrained
@@ -75,9 +75,10 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
     check_evaluated_images(config, sources)
     evaluators = make_evaluators(config, model, mesh, sources)
     compare_findings(config, sources, {})
+    compare_weights(config, params)
     with jax.set_mesh(mesh):
         params = {"params": tree.unflatten_names(params)}
-        placed = jax.device_put(params, state_shardings(params, mesh))
+        placed = jax.tree.map(place, params, state_shardings(params, mesh))
         state = TrainState(jnp.int32(0), placed["params"], {}, ())
         logger.info("evaluating %s", pretrained.source)
         step = {} if pretrained.run is None else {"step": pretrained.run["step"]}

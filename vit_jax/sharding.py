@@ -10,6 +10,7 @@ import math
 import re
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -102,6 +103,14 @@ def _axes_left(axes, shape, left: tuple[int, ...], moment: str) -> tuple[str | N
         if left == layers + sizes[:i] + sizes[i + 1 :]:
             return axes[:i] + axes[i + 1 :]
     return ()  # one number in the place of a moment that is kept in the other form
+
+
+def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has, laid out over the devices; none is sent more than its share.
+
+    `jax.device_put` would have all devices of several processes hold the whole of it, to compare.
+    """
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:

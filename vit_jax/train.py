@@ -31,6 +31,7 @@ from vit_jax.comparison import (
     compare_findings,
     compare_programs,
     compare_starts,
+    compare_weights,
     compare_workdirs,
 )
 from vit_jax.data.order import local_rows
@@ -76,6 +77,7 @@ def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str,
     run = prepare(config, workdir)
     finished = read_summary(run)
     compare_findings(run.config, run.sources, {"finished before": finished is not None})
+    compare_weights(run.config, run.initial_params)
     compare_workdirs(run.config, run.workdir)
     if finished is not None:
         logger.info("finished before, at step %d: nothing to do", finished["step"])
@@ -136,7 +138,7 @@ def start_state(run: Run) -> tuple[Any, dict]:
         state = run.experiment.init()
         params = tree.flatten_names(state.params)
         for name, array in run.initial_params.items():
-            params[name] = jax.device_put(array, params[name].sharding)
+            params[name] = sharding.place(array, params[name].sharding)
         logger.info("start: parameters from init_from=%s", run.config.init_from)
         params = tree.unflatten_names(params)
         if not state.ema:

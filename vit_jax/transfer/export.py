@@ -18,6 +18,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax import tree
+from vit_jax.checksums import hash_params
 from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.files import absolute, write_whole
 from vit_jax.software import software
@@ -144,16 +145,6 @@ def _write_stablehlo(
     write_whole(path, bytes(exported.serialize()))
     again = jax.export.deserialize(bytearray(path.read_bytes()))
     return [path.name], again.call
-
-
-def hash_params(params: dict[str, np.ndarray]) -> str:
-    """SHA-256 of the names, shapes and float32 values of all parameters, in order of the names."""
-    digest = hashlib.sha256()
-    for name in sorted(params):
-        array = np.ascontiguousarray(params[name], np.float32)
-        digest.update(f"{name} {array.shape}\n".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
 
 
 def _describe(model: nn.Module) -> dict[str, Any]:
