@@ -86,6 +86,8 @@ def test_what_diverged_or_waits_has_no_mean(make_config):
     del found["dmlab_seed_0"]
     report = STUDY.report(config, found)
     assert not report.complete
+    shown = {task: value for task, _, value in report.rows}
+    assert (shown["svhn"], shown["dmlab"], shown["dtd"]) == ("diverged", "waits", "0.5000")
     means = {name: value["mean"] for name, value in report.values["means"].items()}
     assert means == {"natural": None, "specialised": 0.5, "structured": None, "all 19": None}
 

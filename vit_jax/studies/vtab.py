@@ -72,10 +72,11 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     }
     tasks = {task: mean_and_std([v[task] for v in found.values() if task in v]) for task in TASKS}
     means = {name: _mean_over(tasks_of, found) for name, tasks_of in _averages().items()}
-    rows = [
-        [task, TASKS[task].group, _shown(tasks[task], "missing" if task in missing else "waits")]
-        for task in TASKS
-    ]
+    rows = []
+    for task in TASKS:
+        ended = [results[_name(task, s)].state for s in seeds if _name(task, s) in results]
+        otherwise = "missing" if task in missing else ", ".join(dict.fromkeys(ended)) or "waits"
+        rows.append([task, TASKS[task].group, _shown(tasks[task], otherwise)])
     rows += [[f"mean of {name}", name, _shown(means[name], "lacks tasks")] for name in means]
     rows += [[f"missing: {task}", TASKS[task].group, how] for task, how in missing.items()]
     return Report(
