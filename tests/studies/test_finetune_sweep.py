@@ -120,6 +120,7 @@ def test_a_run_that_fails_leaves_the_study_incomplete():
         ({"dev_split": None}, "study.dev_split: not set; needs a split of cifar10"),
         ({"dev_split": "test"}, "study.dev_split='test': is that of evals.held_out"),
         ({"metric": "held_out/loss"}, "study.metric='held_out/loss': needs an accuracy"),
+        ({"metric": "held_out/top9"}, "study.metric='held_out/top9': needs an accuracy"),
         ({"metric": "test/top1"}, "evals: has held_out; a sweep needs one evaluator"),
     ],
 )

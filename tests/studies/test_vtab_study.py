@@ -101,6 +101,9 @@ def test_refusals(make_config):
     config.study.metric = "val/top1"
     with pytest.raises(InputError, match="VTAB needs one evaluator, 'val'"):
         STUDY.check(config)
+    config.study.metric = "test/top2"
+    with pytest.raises(InputError, match=r"study\.metric='test/top2': needs an accuracy"):
+        STUDY.check(config)
     with pytest.raises(InputError, match=r"study\.seeds=0"):
         STUDY.check(make_config(seeds=0))
 

@@ -22,6 +22,7 @@ from vit_jax.studies.members import (
     Report,
     Result,
     Study,
+    check_report,
     mean_and_std,
     value_of,
 )
@@ -33,14 +34,11 @@ def check(config: ConfigDict) -> None:
     lrs = study.peak_lrs
     if not lrs or len(set(lrs)) < len(lrs) or not all(lr > 0 for lr in lrs):
         faults.append(f"study.peak_lrs={lrs}: needs different positive numbers, e.g. 0.01,0.03")
-    if study.seeds < 1:
-        faults.append(f"study.seeds={study.seeds}: needs a positive int")
+    check_report(config, faults)
     if len(lrs) > 1:
         faults += [f"study.{key}: not set; needs a split of {config.data.name}"
                    for key in ("train_split", "dev_split") if not study[key]]  # fmt: skip
-    name, _, kind = study.metric.partition("/")
-    if not kind.startswith("top"):
-        faults.append(f"study.metric={study.metric!r}: needs an accuracy, such as held_out/top1")
+    name = study.metric.partition("/")[0]
     if list(config.evals) != [name] or "split" not in config.evals[name]:
         faults.append(
             f"evals: has {', '.join(config.evals) or 'none'}; a sweep needs one evaluator of one "

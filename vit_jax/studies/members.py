@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from vit_jax.errors import InputError
+from vit_jax.errors import Faults, InputError
 
 FINISHED, DIVERGED, FAILED, HANDED_OVER = "finished", "diverged", "failed", "handed over"
 
@@ -63,6 +63,16 @@ class Study(NamedTuple):
     check: Callable[[ConfigDict], None]
     members: Callable[[ConfigDict, Mapping[str, Result]], list[Member]]
     report: Callable[[ConfigDict, Mapping[str, Result]], Report]
+
+
+def check_report(config: ConfigDict, faults: Faults) -> None:
+    """Adds to `faults` what is wrong with the keys by which any study reports."""
+    study = config.study
+    if study.seeds < 1:
+        faults.append(f"study.seeds={study.seeds}: needs a positive int")
+    name, _, kind = study.metric.partition("/")
+    if kind not in ("top1", "top5"):  # told now, not when the first member has ended
+        faults.append(f"study.metric={study.metric!r}: needs an accuracy, such as {name}/top1")
 
 
 def value_of(config: ConfigDict, result: Result | None) -> float | None:

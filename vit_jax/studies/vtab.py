@@ -16,7 +16,15 @@ from ml_collections import ConfigDict
 
 from vit_jax.data.vtab import GROUPS, TASKS, find_missing
 from vit_jax.errors import Faults, collect_faults
-from vit_jax.studies.members import Member, Report, Result, Study, mean_and_std, value_of
+from vit_jax.studies.members import (
+    Member,
+    Report,
+    Result,
+    Study,
+    check_report,
+    mean_and_std,
+    value_of,
+)
 
 _SPLIT = {"data.split": "train800val200"}
 
@@ -24,8 +32,7 @@ _SPLIT = {"data.split": "train800val200"}
 def check(config: ConfigDict) -> None:
     """Raises InputError if the config is none for all tasks, or if no task's data are there."""
     faults = Faults()
-    if config.study.seeds < 1:
-        faults.append(f"study.seeds={config.study.seeds}: needs a positive int")
+    check_report(config, faults)
     name = config.study.metric.partition("/")[0]
     if list(config.evals) != [name]:
         faults.append(
