@@ -141,7 +141,9 @@ def unpack(path: str) -> str:
     """The command of a worker that unpacks the code and installs it."""
     name = shlex.quote(pathlib.Path(path).name)
     return (
-        f"mkdir -p vit_jax && tar --extract --gzip --file={name} --directory=vit_jax && "
+        # What is no longer in the code must not be found in it.
+        "mkdir -p vit_jax && (cd vit_jax && rm -rf vit_jax configs launch) && "
+        f"tar --extract --gzip --file={name} --directory=vit_jax && "
         f"{_WORKER} install"
     )
 
@@ -373,7 +375,7 @@ def run(gcloud: Gcloud, flags: argparse.Namespace, tpu: tpus.Slice, job: Job) ->
             continue
         if step > furthest:
             failures, furthest = 0, step
-        if code in (DONE, INPUT_WRONG) or failures == flags.max_restarts:
+        if code in (DONE, INPUT_WRONG) or failures >= flags.max_restarts:
             delete = shell(["python", "launch/tpu_vm.py", "delete", *same(flags)])
             print(f"the job ended with exit code {code}; give the slices back: {delete}")
             return code

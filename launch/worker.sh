@@ -11,6 +11,11 @@ cd "$(dirname "$0")/.."
 action=$1
 shift
 
+runs() {  # a number of an earlier boot may be another process's by now
+  [ -e job.pid ] && cmp --silent job.boot /proc/sys/kernel/random/boot_id &&
+    kill -0 "$(cat job.pid)" 2> /dev/null
+}
+
 case $action in
 install)
   python3 -m pip install --quiet --user uv
@@ -20,13 +25,14 @@ install)
   ;;
 
 start)
-  if [ -e job.pid ]; then
+  if runs; then
     kill -KILL -- "-$(cat job.pid)" 2> /dev/null || true
   fi
   rm -f job.code
   echo "$*" > job.words
   PYTHONUNBUFFERED=1 setsid nohup bash launch/worker.sh keep "$@" >> job.log 2>&1 < /dev/null &
   echo $! > job.pid
+  cat /proc/sys/kernel/random/boot_id > job.boot
   ;;
 
 keep)
@@ -42,7 +48,7 @@ keep)
 ask)
   [ -e job.pid ] || exit 0
   running=no
-  kill -0 "$(cat job.pid)" 2> /dev/null && running=yes
+  if runs; then running=yes; fi
   code=-
   [ -e job.code ] && code=$(cat job.code)
   echo "job: $running $code $(cat job.words)"

@@ -125,6 +125,13 @@ def test_what_ends_a_study_at_once(python, workdir, capsys, code, says):
     assert f"dev_lr_0.003 {says}" in capsys.readouterr().err
 
 
+def test_a_member_that_is_refused_leaves_the_others_once_one_was_not(python, workdir):
+    fate(workdir, **{"lr_0.03_seed_0": "exit 2"})
+    assert study(workdir) == 1
+    assert calls(workdir) == ALL
+    assert report(workdir)["members"]["lr_0.03_seed_0"]["state"] == "failed"
+
+
 @pytest.mark.parametrize("then", ["finish", "diverge", "exit 1"])
 def test_told_to_stop_too_late_for_the_member(python, workdir, capsys, then):
     """It ends as if it was not; but no other is begun."""

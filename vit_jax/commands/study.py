@@ -13,8 +13,8 @@ With --launcher="python launch/slurm.py --nodes=1" each member is handed to that
 are handed over and the study ends; once they are finished, the same command goes on.
 
 Exit codes: 0 complete, or handed over; 1 a member failed, or so many diverged that there is no
-result; 2 a member was refused; 3 it does not fit by the launcher's plan; 75 and 143 a member was
-told to stop, 130 by Ctrl-C: no other is run then.
+result; 2 the first member was refused; 3 it does not fit by the launcher's plan; 75 and 143 a
+member was told to stop, 130 by Ctrl-C: no other is run then.
 """
 
 import argparse

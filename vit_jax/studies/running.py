@@ -133,7 +133,11 @@ def run_study(study: Study, config: ConfigDict, call: Call) -> int:
         for member in waiting:
             code, results[member.name] = _bring_about(call, member)
             _write_report(study, config, call, results)
-            if code in _ENDS_THE_STUDY:
+            # One member's data may be wrong where those of others are not.
+            others_go = code == exit_codes.INPUT_WRONG and any(
+                result.state in (FINISHED, HANDED_OVER) for result in results.values()
+            )
+            if code in _ENDS_THE_STUDY and not others_go:
                 print(f"{member.name} {_ENDS_THE_STUDY[code]}", file=sys.stderr)
                 return code
     return _conclude(_write_report(study, config, call, results), call, results)
