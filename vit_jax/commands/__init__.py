@@ -27,8 +27,8 @@ def find_command(name: str) -> types.ModuleType:
 
 
 def require_flags(flags: argparse.Namespace, names: Sequence[str], example: str) -> None:
-    """Raises InputError with those of the flags `names` that were not given, and an example."""
-    missing = [f"--{name}" for name in names if getattr(flags, name) is None]
+    """Raises InputError with those of the flags `names` that are missing or empty."""
+    missing = [f"--{name}" for name in names if getattr(flags, name) in (None, "")]
     if missing:
         raise InputError(f"{', '.join(missing)}: missing; e.g. {example}")
 

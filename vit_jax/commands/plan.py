@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from vit_jax import exit_codes
 from vit_jax.commands import load_valid_config, require_flags
@@ -204,9 +204,10 @@ def search_table(rows: list[dict[str, Any]]) -> list[Table]:
 
 def sharding_table(rows: list[dict[str, Any]]) -> list[Table]:
     """One row a parameter."""
-    table = Table("parameter", "shape", "split over", "a device", title="Parameters")
+    name = Column("parameter", no_wrap=True)  # whole also where the terminal is narrow
+    table = Table(name, "shape", "split over", "a device", title="Parameters")
     for row in rows:
-        axes = ", ".join("+".join(a) if isinstance(a, list) else str(a) for a in row["sharding"])
+        axes = ", ".join("+".join(a) if isinstance(a, list) else a or "-" for a in row["sharding"])
         table.add_row(row["name"], str(tuple(row["shape"])), axes or "-",
                       _bytes(row["bytes_per_device"]))  # fmt: skip
     return [table]

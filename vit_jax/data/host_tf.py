@@ -8,7 +8,8 @@ import os
 
 from etils import epy
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # broken records are named by us
+if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # which JAX sets when it is imported
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # broken records are named by us
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # one order of summation; no start-up notice
 
 # TensorFlow loads Keras when it is imported, a quarter of its time, and nothing here uses it. Sent
