@@ -26,12 +26,16 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python -m vit_jax.main {command}",
         description=find_command(command).__doc__,
-        epilog="Any key of the config is set by --config.KEY=VALUE, e.g. "
-        f"--config.mesh.fsdp=8.\nCommands: {', '.join(COMMANDS)}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     find_command(command).define_flags(parser)
+    parser.epilog = f"Commands: {', '.join(COMMANDS)}."
+    if "--config" in parser.format_usage():
+        parser.epilog = (
+            "Any key of the config is set by --config.KEY=VALUE, e.g. --config.mesh.fsdp=8.\n"
+            + parser.epilog
+        )
     overrides, rest, words = [], [], iter(argv)
     for word in words:
         if word.startswith("--config."):

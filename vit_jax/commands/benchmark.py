@@ -11,6 +11,7 @@ augmentations: a picture of some training images and of what is made of them, as
 
 import argparse
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,8 @@ from vit_jax import exit_codes, files
 from vit_jax.commands import load_valid_config, require_flags
 from vit_jax.errors import InputError, nearest
 from vit_jax.mesh import check_accum_steps, check_batch_size, make_mesh, start_backend
+
+logger = logging.getLogger("vit_jax")
 
 FORMATS = ("table", "json")
 
@@ -54,6 +57,7 @@ def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
     from vit_jax.benchmarks.augmentations import draw_contact_sheet
 
     draw_contact_sheet(config, flags.output)
+    logger.info("drawn: %s", flags.output)
 
 
 # What --what names -> its function of the config and the flags. It returns the figures to be

@@ -9,6 +9,7 @@ was planned once is kept. Exit code 3: it does not fit.
 
 import argparse
 import json
+import logging
 import sys
 from typing import Any
 
@@ -20,6 +21,8 @@ from vit_jax.commands import load_valid_config, require_flags
 from vit_jax.errors import InputError, nearest
 from vit_jax.flops import format_bytes
 from vit_jax.topologies import CHIPS, find_slice
+
+logger = logging.getLogger("vit_jax")
 
 FORMATS = ("table", "json")
 
@@ -75,9 +78,14 @@ def run(flags: argparse.Namespace) -> int:
         return _show(flags, rows, search_table, any(row["fits"] for row in rows))
     figures = plan(config, target)
     figures |= {"estimate": estimate(figures, price)}
-    if not figures["memory_bytes"]["fits"]:
+    memory = figures["memory_bytes"]
+    if not memory["fits"]:
+        logger.info(
+            "it does not fit: %s of %s; what would make it fit is tried now",
+            format_bytes(memory["peak"]), format_bytes(memory["capacity"]),
+        )  # fmt: skip
         figures["remedies"] = find_remedies(config, target, figures)
-    return _show(flags, figures, print_plan, figures["memory_bytes"]["fits"])
+    return _show(flags, figures, print_plan, memory["fits"])
 
 
 def _show(flags: argparse.Namespace, result: Any, draw: Any, fits: bool = True) -> int:

@@ -3,6 +3,7 @@
 For GPUs, whose compiler is not there and says nothing of capacity, and for TPUs without libtpu.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +14,10 @@ from ml_collections import ConfigDict
 from vit_jax.experiment import Experiment, make_experiment
 from vit_jax.models.vit import ViT
 from vit_jax.planning.layout import describe, judge, state_bytes
-from vit_jax.planning.targets import Target, plan_mesh
+from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
 from vit_jax.topologies import GPUS_PER_HOST
+
+logger = logging.getLogger("vit_jax")
 
 
 def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
@@ -30,6 +33,11 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     figures = describe(config, target, mesh, experiment)
     state = state_bytes(experiment)
     images, accum_steps = figures["images_per_way"], config.optimizer.accum_steps
+    logger.info(
+        "calculating %s for %s, mesh %s, %d images a way, remat %s",
+        config.model.name, target.slice.name, readable_mesh(mesh.shape), images,
+        experiment.model.remat,
+    )  # fmt: skip
     activations = images * activation_bytes(experiment.model)
     temporaries = state["params"] + activations // accum_steps
     peak = sum(state.values()) + temporaries
