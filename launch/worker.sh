@@ -11,8 +11,9 @@ cd "$(dirname "$0")/.."
 action=$1
 shift
 
+boot_id=/proc/sys/kernel/random/boot_id
 runs() {  # a number of an earlier boot may be another process's by now
-  [ -e job.pid ] && cmp --silent job.boot /proc/sys/kernel/random/boot_id &&
+  [ -e job.pid ] && [ "$(cat job.boot)" = "$(cat "$boot_id")" ] &&
     kill -0 "$(cat job.pid)" 2> /dev/null
 }
 
@@ -32,7 +33,7 @@ start)
   echo "$*" > job.words
   PYTHONUNBUFFERED=1 setsid nohup bash launch/worker.sh keep "$@" >> job.log 2>&1 < /dev/null &
   echo $! > job.pid
-  cat /proc/sys/kernel/random/boot_id > job.boot
+  cat "$boot_id" > job.boot
   ;;
 
 keep)
