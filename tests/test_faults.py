@@ -65,6 +65,7 @@ def test_when_one_is_stopped_the_others_end_and_name_it(tmp_path, victim):
         assert 'train.py", line' in job.said(1 - victim)  # the stacks
 
 
+@pytest.mark.slow
 def test_a_loader_that_hangs_is_named_with_its_process(tmp_path):
     with endless(tmp_path, own={1: ("loader:30", ())}) as job:
         assert job.codes() == [1, 1], job.everything()
@@ -91,8 +92,8 @@ def test_processes_that_do_not_run_the_same_end_before_the_first_step(tmp_path):
 
 
 def test_a_flipped_bit_in_one_replica_is_found_before_it_is_saved(tmp_path):
-    words = ("--config.checkpoint.every=20 steps",)
-    with endless(tmp_path, *words, own={1: ("bit:25", ())}) as job:
+    words = ("--config.checkpoint.every=5 steps",)
+    with endless(tmp_path, *words, own={1: ("bit:7", ())}) as job:
         assert job.codes() == [1, 1], job.everything()
         for i in range(2):
             said = job.said(i)
@@ -101,7 +102,7 @@ def test_a_flipped_bit_in_one_replica_is_found_before_it_is_saved(tmp_path):
                 said,
             ), said
     saved = [path.name for path in (tmp_path / "run/checkpoints").iterdir()]
-    assert saved == ["20"]
+    assert saved == ["5"]
 
 
 @pytest.mark.slow

@@ -384,6 +384,7 @@ def test_the_average_is_evaluated_beside_the_raw_weights(averaged):
     assert loss != pytest.approx(summary["test/loss_raw"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_an_average_begins_at_the_weights_of_init_from(finished, tmp_path):
     config = make_config(
         init_from=str(finished[0]),
@@ -450,6 +451,7 @@ def test_init_from_another_architecture_of_the_same_shapes_is_refused(finished, 
     assert not (tmp_path / "tuned").exists()
 
 
+@pytest.mark.slow
 def test_a_tensor_axis_that_does_not_divide_the_heads_is_named(tmp_path, caplog):
     config = make_config(mesh__data="2", mesh__tensor="4", duration="4 steps")
     train_and_evaluate(config, tmp_path)
