@@ -1,5 +1,6 @@
 """Process 1 of a real container's namespace: signals reach what runs there, at any time."""
 
+import contextlib
 import pathlib
 import signal
 import subprocess
@@ -44,8 +45,23 @@ def namespaces():
         pytest.skip(f"no PID namespaces here: {done.stderr.strip()}")
 
 
+def interruptible():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+
+
+@contextlib.contextmanager
 def start(*command):
-    return subprocess.Popen([*UNSHARE, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    with subprocess.Popen(
+        [*UNSHARE, *command],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        preexec_fn=interruptible,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # and with it all that are in the namespace
 
 
 def child_of(pid):
