@@ -12,6 +12,7 @@ import time
 import pytest
 
 from vit_jax.main import main
+from vit_jax.studies import running
 
 ROOT = pathlib.Path(__file__).parents[2]
 WORDS = "ViT-B/4,cifar10,debug"
@@ -32,7 +33,7 @@ def test_training_runs_as_members(tmp_path, monkeypatch, capsys):
 
     def run_here(command):
         commands.append(command[1:])
-        return main(command[3:]), ""
+        return running._Ended(main(command[3:]), "", told_to_stop=False)
 
     monkeypatch.setattr("vit_jax.studies.running._run", run_here)
     flags = ["study", CONFIG, f"--workdir={tmp_path / 'study'}"]
