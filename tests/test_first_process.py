@@ -18,6 +18,8 @@ SCRIPT = """
 import ctypes, os, signal, sys
 from vit_jax import main
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
 def command(argv):
     assert os.getpid() != 1
     {command}
@@ -45,10 +47,6 @@ def namespaces():
         pytest.skip(f"no PID namespaces here: {done.stderr.strip()}")
 
 
-def interruptible():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
-
-
 @contextlib.contextmanager
 def start(*command):
     with subprocess.Popen(
@@ -56,7 +54,6 @@ def start(*command):
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
-        preexec_fn=interruptible,
     ) as process:
         try:
             yield process
