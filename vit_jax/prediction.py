@@ -20,6 +20,7 @@ from rich.progress import track
 from vit_jax import tree
 from vit_jax.data import Source, eval_batches, parse_ops, to_value_range
 from vit_jax.errors import InputError
+from vit_jax.fetching import fetch
 from vit_jax.files import absolute
 from vit_jax.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.objectives.supervised import PROBABILITIES
@@ -76,11 +77,14 @@ def outputs(
     total = -(-source.num_examples // batch_size)
     left = source.num_examples
     progress = {"total": total, "console": Console(stderr=True), "description": "images"}
-    for batch in track(batches, **progress):
-        found, rest = jax.device_get((compute(params, batch["image"]), batch))
+    results = (
+        (compute(params, batch["image"]), {k: batch[k] for k in ("mask", "label")})
+        for batch in track(batches, **progress)
+    )
+    for found, rest in fetch(results):
         kept = min(left, batch_size)
         left -= kept
-        yield np.asarray(found[:kept], np.float32), {k: rest[k][:kept] for k in ("mask", "label")}
+        yield np.asarray(found[:kept], np.float32), {k: v[:kept] for k, v in rest.items()}
 
 
 def _check_size(pretrained: Pretrained) -> None:

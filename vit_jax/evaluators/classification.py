@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.fetching import fetch
 from vit_jax.objectives.supervised import PROBABILITIES, Loss, hits, make_loss
 
-_BATCHES_IN_FLIGHT = 2
 _NUM_BINS = 15  # as in the paper of calibration
 
 
@@ -62,12 +62,8 @@ class Classification:
 
     def run(self, state) -> dict[str, float]:
         """The metrics of `state` over the split."""
-        counts: list = []
-        for batch in self._make_batches():
-            counts.append(self._count(state, batch))
-            if len(counts) > _BATCHES_IN_FLIGHT:  # each holds its images on the devices
-                jax.block_until_ready(counts[-1 - _BATCHES_IN_FLIGHT])
-        sums, gaps_K, weights = zip(*jax.device_get(counts), strict=True)
+        counts = fetch(self._count(state, batch) for batch in self._make_batches())
+        sums, gaps_K, weights = zip(*counts, strict=True)
         seen = float(np.sum(weights, dtype=np.float64))
         totals = {name: np.sum([s[name] for s in sums], dtype=np.float64) for name in sums[0]}
         totals["ece"] = np.abs(np.sum(gaps_K, axis=0, dtype=np.float64)).sum()

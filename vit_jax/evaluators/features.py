@@ -13,8 +13,7 @@ from jax.experimental import multihost_utils
 
 from vit_jax.data import Source, read_labels
 from vit_jax.errors import InputError
-
-_BATCHES_IN_FLIGHT = 2
+from vit_jax.fetching import fetch
 
 
 class Features(NamedTuple):
@@ -50,18 +49,10 @@ class FeatureGatherer:
           InputError: naming `split_key`, the split's key, if there are none; the same on every
             process.
         """
-        parts, pending = [], []
-
-        def fetch(count):
-            for x_BD, label_B, id_B, mask_B in jax.device_get(pending[:count]):
-                kept = mask_B > 0
-                parts.append((x_BD[kept], label_B[kept], id_B[kept]))
-            del pending[:count]
-
-        for batch in batches:
-            pending.append(self._compute(state, batch))
-            fetch(max(len(pending) - _BATCHES_IN_FLIGHT, 0))
-        fetch(len(pending))
+        parts = []
+        for x_BD, label_B, id_B, mask_B in fetch(self._compute(state, b) for b in batches):
+            kept = mask_B > 0
+            parts.append((x_BD[kept], label_B[kept], id_B[kept]))
         need_images(sum(len(ids) for _, _, ids in parts), split_key)
         return Features(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
