@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 from vit_jax.config import (
     FREE_ON_RESUME,
     REQUIRED,
+    SplitKey,
     base_config,
     changed_keys,
     classification,
@@ -221,13 +222,15 @@ def test_fewshot_entry():
 
 def test_splits_that_evaluators_look_at(config):
     config.data.name, config.data.data_dir = "cifar10", "there"
-    assert train_split(config) == ("cifar10", "train", "there")
+    assert train_split(config) == SplitKey("cifar10", "train", "there", None)
     config.evals.few.data_name, config.evals.val.data_dir = "cifar100", "here"
-    assert eval_splits(config, config.evals.test) == {"split": ("cifar10", "test", "there")}
+    assert eval_splits(config, config.evals.test) == {
+        "split": SplitKey("cifar10", "test", "there", None)
+    }
     assert eval_splits(config, config.evals.val)["split"].data_dir == "here"
     assert eval_splits(config, config.evals.few) == {
-        "train_split": ("cifar100", "train", "there"),
-        "test_split": ("cifar100", "test", "there"),
+        "train_split": SplitKey("cifar100", "train", "there", None),
+        "test_split": SplitKey("cifar100", "test", "there", None),
     }
 
 

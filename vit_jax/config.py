@@ -292,11 +292,15 @@ def typed_entry(values: dict[str, Any]) -> ConfigDict:
 
 
 class SplitKey(NamedTuple):
-    """What tells the splits apart that a run opens."""
+    """What tells the splits apart that a run opens.
+
+    classes: those that are kept, as in `data.classes`; None: all.
+    """
 
     data_name: str
     split: str
     data_dir: str | None
+    classes: tuple[int, ...] | None = None
 
 
 def weights_source(config: ConfigDict) -> str | None:
@@ -307,15 +311,21 @@ def weights_source(config: ConfigDict) -> str | None:
 def train_split(config: ConfigDict) -> SplitKey:
     """What is trained on: a split, or the mixture that begins with it."""
     split = config.data.split + (f" + {config.data.mix}" if config.data.mix else "")
-    return SplitKey(config.data.name, split, config.data.data_dir)
+    return SplitKey(config.data.name, split, config.data.data_dir, config.data.classes)
 
 
 def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:
-    """{key: split} of the keys of an entry of `evals` that hold splits."""
-    name = config.data.name if entry.data_name is None else entry.data_name
-    data_dir = config.data.data_dir if entry.data_dir is None else entry.data_dir
+    """{key: split} of the keys of an entry of `evals` that hold splits.
+
+    Of other data than those of training, `data.classes` are not chosen for what learns its own.
+    """
+    d = config.data
+    name = d.name if entry.data_name is None else entry.data_name
+    data_dir = d.data_dir if entry.data_dir is None else entry.data_dir
+    own = (name, data_dir) == (d.name, d.data_dir) or name == "synthetic"
+    classes = d.classes if own or entry.type not in LEARNING_EVALS else None
     keys = sorted(key for key in entry if key.endswith("split"))
-    return {key: SplitKey(name, entry[key], data_dir) for key in keys}
+    return {key: SplitKey(name, entry[key], data_dir, classes) for key in keys}
 
 
 def split_words(arg: str, known: dict[str, str]) -> tuple[list[str], set[str]]:

@@ -121,8 +121,7 @@ def open_sources(
     for name, entry in config.evals.items():
         for split_key, key in config_lib.eval_splits(config, entry).items():
             synthetic = key.data_name == "synthetic"
-            same_data = (key.data_name, key.data_dir) == (d.name, d.data_dir)
-            trained_on = training and same_data
+            trained_on = training and (key.data_name, key.data_dir) == (d.name, d.data_dir)
             learns = entry.type in config_lib.LEARNING_EVALS
             needs_classes = synthetic or trained_on or not learns
             num_classes = d.num_classes if needs_classes else None
@@ -135,7 +134,6 @@ def open_sources(
                     key,
                     num_classes,
                     num_examples,
-                    own_classes=needs_classes or same_data,
                     prefix=f"evals.{name}.{split_key}: ",
                 )
     collect_faults(faults)
@@ -152,11 +150,11 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
     """
     config = config.copy_and_resolve_references()
     d, faults = config.data, Faults()
-    own, parts = SplitKey(d.name, d.split, d.data_dir), data.parse_mix(d.mix)
+    own, parts = SplitKey(d.name, d.split, d.data_dir, d.classes), data.parse_mix(d.mix)
     source = _open_split(config, own, d.num_classes, None if parts else d.num_examples)
     sources = {own: source}
     if parts:
-        keys = [SplitKey(part.name, part.split or d.split, d.data_dir) for part in parts]
+        keys = [own._replace(data_name=part.name, split=part.split or d.split) for part in parts]
         others = [faults.check(_open_split, config, key, prefix="data.mix: ") for key in keys]
         collect_faults(faults)
         opened = [source, *others]
@@ -186,12 +184,12 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
 
 
 def _open_split(
-    config, key: SplitKey, num_classes=None, num_examples=None, reader=None, own_classes=True
+    config, key: SplitKey, num_classes=None, num_examples=None, reader=None
 ) -> data.Source:
     return data.make_source(
         key.data_name,
         split=key.split,
-        classes=config.data.classes if own_classes else None,
+        classes=key.classes,
         reader=reader or config.data.reader,
         data_dir=key.data_dir,
         seed=config.seed,

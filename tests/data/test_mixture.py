@@ -178,5 +178,5 @@ def test_sets_in_memory_whose_images_differ_in_size_are_mixed_from_their_files(t
 def test_without_a_mixture_the_order_is_resolved():
     config, sources = open_sources(config_of(), training=True)
     assert (config.data.order, config.data.streams) == ("record", None)
-    assert train_split(config) == ("digits", "train", None)
+    assert train_split(config) == SplitKey("digits", "train", None)
     assert sources[train_split(config)].part_sizes == (1437,)
