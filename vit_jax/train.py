@@ -36,7 +36,7 @@ from vit_jax.comparison import (
 )
 from vit_jax.data.order import local_rows
 from vit_jax.errors import InputError
-from vit_jax.evaluators import evaluate
+from vit_jax.evaluators import NothingToMeasureError, evaluate
 from vit_jax.experiment import num_steps
 from vit_jax.files import write_whole
 from vit_jax.guards import CorruptDataError, CorruptRecords, NonFiniteError, check_finite
@@ -57,7 +57,13 @@ class Preempted(Exception):
 
 
 # By every process at the same step, as they come from what all have in common.
-_RAISED_BY_ALL = (Preempted, NonFiniteError, CorruptDataError, DivergedError)
+_RAISED_BY_ALL = (
+    Preempted,
+    NonFiniteError,
+    CorruptDataError,
+    DivergedError,
+    NothingToMeasureError,
+)
 
 
 def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, Any]:

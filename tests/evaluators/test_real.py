@@ -10,9 +10,16 @@ from PIL import Image
 from vit_jax.config import SplitKey, base_config, real
 from vit_jax.data import make_source
 from vit_jax.errors import InputError
-from vit_jax.evaluators import make_evaluators
-from vit_jax.evaluators.real import Real, labels_by_record, read_numbers, read_real_labels
+from vit_jax.evaluators import NothingToMeasureError, evaluate, make_evaluators
+from vit_jax.evaluators.real import (
+    Real,
+    check_numbers,
+    labels_by_record,
+    read_numbers,
+    read_real_labels,
+)
 from vit_jax.mesh import make_mesh
+from vit_jax.step import TrainState
 
 LABELS = [[], [2, 0], [1], [0], [1, 2], [0, 1, 2]]  # of images 1 to 6
 
@@ -87,6 +94,19 @@ def test_a_folder_of_the_validation_images(tmp_path, labels_file):
 def test_faults_name_the_key(tmp_path, labels_file):
     with pytest.raises(InputError, match=r"evals\.real\.split: folder val has a record .*cat3.png"):
         evaluator(tmp_path / "names", labels_file, names="cat{}.png")
+    # Of several processes one alone may read such a name: it is said once all have read theirs.
+    (tmp_path / "later/pictures/val/c").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "later/pictures/val/c/zebra.png")
+    later = evaluator(tmp_path / "later", labels_file)
+    with pytest.raises(NothingToMeasureError, match=r"evals\.real\.split: .*zebra.png"):
+        evaluate("real", later, TrainState(0, {}, {}, ()))
+    c = base_config()
+    c.global_batch_size, c.data.name, c.data.image_size = 8, "digits", 8
+    c.evals.real = real(split="test", every="1 epochs", labels_file=str(labels_file))
+    digits = make_source("digits", split="test", image_size=(8, 8))
+    mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
+    with pytest.raises(InputError, match="digits test does not tell its records' file names"):
+        make_evaluators(c, MeanColour(), mesh, {SplitKey("digits", "test", None): digits})
     with pytest.raises(InputError, match=r"evals\.real\.labels_file=.* take real\.json of https"):
         evaluator(tmp_path / "none", tmp_path / "nothing.json")
     labels_file.write_text(json.dumps([[], []]))
@@ -115,7 +135,4 @@ def test_file_names_of_a_prepared_data_set(shared_data):
     assert len(set(names)) == 4 and sample.file_names(0, 1) == ["n04238763_slide_rule.JPEG"]
     assert sample.file_names(62, 63) == names[2:3]
     with pytest.raises(InputError, match=r"of the file 'n04238763_slide_rule\.JPEG'; needed"):
-        read_numbers(sample, 0, 1)
-    digits = make_source("digits", split="test", image_size=(8, 8))
-    with pytest.raises(InputError, match="digits test does not tell its records' file names"):
-        read_numbers(digits, 0, 1)
+        check_numbers(sample, read_numbers(sample, 0, 1))

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import SplitKey
 from vit_jax.data import Source
-from vit_jax.errors import Faults, collect_faults
+from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.classification import make_classification
 from vit_jax.evaluators.fewshot import make_fewshot
 from vit_jax.evaluators.inputs import EvalInputs
@@ -29,6 +29,10 @@ EVALUATORS = {
 }
 
 
+class NothingToMeasureError(InputError):
+    """An evaluator finds nothing in its data to measure on; every process finds the same."""
+
+
 def evaluate(name: str, evaluator, state: TrainState) -> dict[str, float]:
     """{"name/metric": ...} of what the evaluator called `name` finds about `state`.
 
@@ -36,15 +40,14 @@ def evaluate(name: str, evaluator, state: TrainState) -> dict[str, float]:
     the parameters themselves follow as "name/metric_raw". Counts are told once.
 
     Raises:
-      InputError: naming a key of the evaluator's entry, if it finds nothing to measure on.
+      NothingToMeasureError: naming a key of the evaluator's entry.
     """
 
     def run(params):
-        faults = Faults()
-        measured = state.replace(params=params, ema={})
-        results = faults.check(evaluator.run, measured, prefix=f"evals.{name}.")
-        collect_faults(faults)
-        return results
+        try:
+            return evaluator.run(state.replace(params=params, ema={}))
+        except InputError as e:
+            raise NothingToMeasureError(*(f"evals.{name}.{fault}" for fault in e.faults)) from None
 
     if not state.ema:
         return {f"{name}/{key}": value for key, value in run(state.params).items()}

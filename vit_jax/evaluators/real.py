@@ -19,9 +19,11 @@ from vit_jax.data import Source
 from vit_jax.errors import InputError
 from vit_jax.evaluators.features import gather_by_record
 from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.fetching import fetch
 
-_BATCHES_IN_FLIGHT = 2
 _FILE_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\b")
+_OTHER_NAME = -1  # in the place of a number
+_NEEDED = "needed: records of files named ILSVRC2012_val_00000001.JPEG and so on"
 
 
 class Real:
@@ -58,12 +60,9 @@ class Real:
 
     def run(self, state) -> dict[str, float]:
         """The metrics of `state` over the split."""
-        counts: list = []
-        for batch in self._make_batches():
-            counts.append(self._count(state, batch, self._labels))
-            if len(counts) > _BATCHES_IN_FLIGHT:  # each holds its images on the devices
-                jax.block_until_ready(counts[-1 - _BATCHES_IN_FLIGHT])
-        hits, seen = np.sum(jax.device_get(counts), axis=0, dtype=np.float64)
+        labels_NL = self._labels
+        counts = fetch(self._count(state, batch, labels_NL) for batch in self._make_batches())
+        hits, seen = np.sum(list(counts), axis=0, dtype=np.float64)
         return {"top1": float(hits / max(seen, 1.0)), "num_examples": int(seen)}
 
 
@@ -106,22 +105,25 @@ def labels_by_record(labels: list[list[int]], numbers_N: np.ndarray) -> np.ndarr
 
 
 def read_numbers(source: Source, start: int, stop: int) -> np.ndarray:
-    """N of the file names ILSVRC2012_val_N of these records, int32; 0 where one cannot be read.
+    """N of the file names ILSVRC2012_val_N of these records, int32.
 
-    Raises:
-      InputError: if there are no file names, or others.
+    0 where a name cannot be read, _OTHER_NAME where it is of another kind.
     """
-    said = f"split: {source.name} {source.split}"
-    needed = "needed: records of files named ILSVRC2012_val_00000001.JPEG and so on"
-    if source.file_names is None:
-        raise InputError(f"{said} does not tell its records' file names; {needed}")
     numbers = np.zeros(stop - start, np.int32)
     for i, name in enumerate(source.file_names(start, stop)):
         match = _FILE_NAME.search(name)
-        if match is None and name:
-            raise InputError(f"{said} has a record of the file {name!r}; {needed}")
-        numbers[i] = int(match[1]) if match else 0
+        numbers[i] = int(match[1]) if match else _OTHER_NAME if name else 0
     return numbers
+
+
+def check_numbers(source: Source, numbers: np.ndarray) -> None:
+    """Raises InputError if `numbers`, of the first records, tell of files with other names."""
+    other = np.flatnonzero(numbers == _OTHER_NAME)
+    if len(other):
+        (name,) = source.file_names(int(other[0]), int(other[0]) + 1)
+        raise InputError(
+            f"split: {source.name} {source.split} has a record of the file {name!r}; {_NEEDED}"
+        )
 
 
 def make_real(inputs: EvalInputs) -> Real:
@@ -133,10 +135,15 @@ def make_real(inputs: EvalInputs) -> Real:
     """
     source, labels_file = inputs.source(), inputs.entry.labels_file
     labels = read_real_labels(labels_file, source.num_classes)
-    read_numbers(source, 0, 1)
+    if source.file_names is None:
+        raise InputError(
+            f"split: {source.name} {source.split} does not tell its records' file names; {_NEEDED}"
+        )
+    check_numbers(source, read_numbers(source, 0, 1))
 
     def read_labels():
         numbers_N = gather_by_record(functools.partial(read_numbers, source), source.num_examples)
+        check_numbers(source, numbers_N)  # on every process alike, though one alone has read them
         if numbers_N.max() > len(labels):
             raise InputError(
                 f"labels_file={labels_file!r} has the labels of {len(labels)} images, and the "
