@@ -93,6 +93,14 @@ def test_decay(name, at_40, at_100):
     np.testing.assert_array_equal(schedule(120), schedule(100))
 
 
+def test_multistep_divides_by_ten_from_each_milestone_on():
+    run = {"peak_lr": 0.3, "total_steps": 500, "warmup_steps": 100}
+    schedule = make_schedule("multistep", **run, milestones=(200, 300, 400))
+    at = {100: 0.3, 199: 0.3, 200: 0.03, 299: 0.03, 300: 0.003, 400: 0.0003, 500: 0.0003}
+    for step, lr in at.items():
+        np.testing.assert_allclose(schedule(step), lr, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_cooldown_multiplies_the_last_steps_down_to_zero(name):
     plain, cooled = make_schedule(name, **RUN), make_schedule(name, **RUN, cooldown_steps=40)
@@ -130,6 +138,9 @@ def test_a_run_may_be_all_warmup():
         ({"total_steps": 0, "warmup_steps": 0}, ["duration"]),
         ({"peak_lr": -1.0}, ["optimizer.peak_lr"]),
         ({"timescale": 0}, ["schedule.timescale"]),
+        ({"milestones": (50, 50)}, ["schedule.milestones=[50, 50]"]),
+        ({"milestones": (20,)}, ["schedule.milestones", "(20)"]),
+        ({"milestones": (100,)}, ["schedule.milestones", "(100)"]),
     ],
 )
 def test_faults_name_the_keys(change, keys):

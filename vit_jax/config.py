@@ -107,6 +107,7 @@ def base_config() -> ConfigDict:
     c.schedule.warmup = "0 steps"
     c.schedule.cooldown = "0 steps"
     c.schedule.timescale = "10000 steps"  # of rsqrt
+    c.schedule.milestones = ""  # of multistep: "200 steps, 300 steps", each divides the rate by 10
 
     c.mesh = ConfigDict()  # sizes of the mesh's axes; -1: what the others leave
     c.mesh.replica = placeholder(int)  # across TPU slices; None: as many as there are slices

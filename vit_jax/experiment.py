@@ -30,7 +30,7 @@ from vit_jax.models.layers import unconstrained
 from vit_jax.objectives import OBJECTIVES
 from vit_jax.objectives.supervised import make_loss
 from vit_jax.optimizers import make_optimizer
-from vit_jax.schedules import make_schedule, parse_duration
+from vit_jax.schedules import make_schedule, parse_duration, split_durations
 from vit_jax.sharding import constrain, state_shardings
 from vit_jax.step import TrainState, init_state, make_layer_norms, make_train_step
 
@@ -100,14 +100,18 @@ def num_steps(config: ConfigDict, key: str) -> int | None:
     text = flatten(config)[key]
     if text is None:
         return None
-    steps = parse_duration(
+    steps = _parse_duration(config, text, key)
+    is_interval = key.rpartition(".")[2] in ("every", "keep_every")
+    return max(steps, 1) if is_interval else steps
+
+
+def _parse_duration(config: ConfigDict, text: str, key: str) -> int:
+    return parse_duration(
         text,
         num_examples=config.data.num_examples,
         global_batch_size=config.global_batch_size,
         key=key,
     )
-    is_interval = key.rpartition(".")[2] in ("every", "keep_every")
-    return max(steps, 1) if is_interval else steps
 
 
 def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
@@ -139,6 +143,10 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
         warmup_steps=num_steps(config, "schedule.warmup"),
         cooldown_steps=num_steps(config, "schedule.cooldown"),
         timescale=num_steps(config, "schedule.timescale"),
+        milestones=[
+            _parse_duration(config, text, "schedule.milestones")
+            for text in split_durations(config.schedule.milestones)
+        ],
     )
     tx = make_optimizer(**optimizer_fields(config), schedule=schedule)
     objective = OBJECTIVES[config.objective.name](model, make_loss(**config.loss))

@@ -4,9 +4,11 @@ Rounding, stated once: a duration is turned into steps by exact rational arithme
 the nearest step, halves up. "90 epochs" of 1,281,167 images in batches of 1024 are 112,603 steps.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,11 @@ def parse_duration(text: str, *, num_examples: int, global_batch_size: int, key:
     return math.floor(steps + Fraction(1, 2))
 
 
+def split_durations(text: str) -> list[str]:
+    """"3000 steps, 6000 steps" -> the durations in it; "" has none."""
+    return [part.strip() for part in text.split(",")] if text else []
+
+
 def check_duration(text: str, *, key: str, positive: bool = False) -> None:
     """Raises InputError where `parse_duration` would; needs neither the data nor the batch.
 
@@ -60,13 +67,24 @@ def _split_duration(text: str, key: str) -> tuple[Fraction, str]:
     return number, plural
 
 
-# Each maps (steps since the warm-up's end, steps from there to the run's end, timescale) to a
-# factor of the peak learning rate.
-SCHEDULES: dict[str, Callable[[jax.Array, int, int], jax.Array]] = {
-    "constant": lambda since, span, timescale: jnp.ones_like(since),
-    "linear": lambda since, span, timescale: 1 - since / span,
-    "cosine": lambda since, span, timescale: 0.5 * (1 + jnp.cos(jnp.pi * since / span)),
-    "rsqrt": lambda since, span, timescale: jnp.sqrt(timescale / (timescale + since)),
+class Decay(NamedTuple):
+    """What a decay knows of its run; all in steps, `milestones` counted from the warm-up's end.
+
+    span: from the warm-up's end to the run's.
+    """
+
+    span: int
+    timescale: int
+    milestones: Sequence[int]
+
+
+# Each maps (steps since the warm-up's end, a `Decay`) to a factor of the peak learning rate.
+SCHEDULES: dict[str, Callable[[jax.Array, Decay], jax.Array]] = {
+    "constant": lambda since, run: jnp.ones_like(since),
+    "linear": lambda since, run: 1 - since / run.span,
+    "cosine": lambda since, run: 0.5 * (1 + jnp.cos(jnp.pi * since / run.span)),
+    "rsqrt": lambda since, run: jnp.sqrt(run.timescale / (run.timescale + since)),
+    "multistep": lambda since, run: 0.1 ** sum(1.0 * (since >= at) for at in run.milestones),
 }
 
 
@@ -78,6 +96,7 @@ def make_schedule(
     warmup_steps: int = 0,
     cooldown_steps: int = 0,
     timescale: int = 10_000,
+    milestones: Sequence[int] = (),
 ) -> optax.Schedule:
     """The learning rate as a function of the step: a float32 scalar, safe under jit.
 
@@ -91,6 +110,7 @@ def make_schedule(
         linear    1 - t / T
         cosine    (1 + cos(pi t / T)) / 2
         rsqrt     sqrt(timescale / (timescale + t))
+        multistep 0.1^(milestones that are reached)
 
     The first update (step 0) is thus made at 0 where there is a warm-up. A step after the run's
     end has the rate of the end.
@@ -102,12 +122,15 @@ def make_schedule(
       warmup_steps: linear from 0.
       cooldown_steps: linear to 0 at the run's end, on top of the decay.
       timescale: of rsqrt alone, in steps.
+      milestones: of multistep alone, in steps from the run's begin, from each of which on the rate
+        is a tenth of what it was.
 
     Raises:
       InputError: an unknown name, or numbers that fit no run.
 
     Source: linear and cosine: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 3; rsqrt with
-    cooldown: Zhai et al. 2021 (arXiv:2106.04560), section 3.5.
+    cooldown: Zhai et al. 2021 (arXiv:2106.04560), section 3.5; multistep: Kolesnikov et al. 2019
+    (arXiv:1912.11370), section 3.3.
     """
     if name not in SCHEDULES:
         raise InputError(f"schedule.name={name!r} is unknown; {nearest(name, list(SCHEDULES))}")
@@ -122,12 +145,22 @@ def make_schedule(
             f"schedule.warmup ({warmup_steps} steps) and schedule.cooldown ({cooldown_steps} "
             f"steps) do not fit into duration ({total_steps} steps); shorten them"
         )
+    bounds = [warmup_steps, *milestones, total_steps]
+    if milestones and any(now >= then for now, then in itertools.pairwise(bounds)):
+        raise InputError(
+            f"schedule.milestones={list(milestones)} (steps) must rise, between the warm-up's end "
+            f"({warmup_steps}) and the run's ({total_steps})"
+        )
     decay = SCHEDULES[name]
-    span = max(total_steps - warmup_steps, 1)  # 1: the run is all warm-up and never decays
+    run = Decay(
+        span=max(total_steps - warmup_steps, 1),  # 1: the run is all warm-up and never decays
+        timescale=timescale,
+        milestones=[at - warmup_steps for at in milestones],
+    )
 
     def schedule(step) -> jax.Array:
         step = jnp.minimum(jnp.asarray(step, jnp.float32), total_steps)
-        lr = peak_lr * decay(jnp.maximum(step - warmup_steps, 0), span, timescale)
+        lr = peak_lr * decay(jnp.maximum(step - warmup_steps, 0), run)
         if warmup_steps:
             lr *= jnp.minimum(step / warmup_steps, 1)
         if cooldown_steps:

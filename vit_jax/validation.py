@@ -29,7 +29,7 @@ from vit_jax.models import create_model
 from vit_jax.objectives import OBJECTIVES
 from vit_jax.objectives.supervised import make_loss
 from vit_jax.optimizers import make_optimizer
-from vit_jax.schedules import check_duration, make_schedule
+from vit_jax.schedules import check_duration, make_schedule, split_durations
 from vit_jax.step import make_train_step
 
 # What W&B refuses in a project's name; the package need not be there to tell.
@@ -90,6 +90,13 @@ def _all_faults(config: ConfigDict, required: Sequence[str]) -> list[str]:
         if values[key] is not None:
             positive_only = key == "duration" or key.endswith("every")
             check(check_duration, values[key], key=key, positive=positive_only)
+    for text in split_durations(config.schedule.milestones):
+        check(check_duration, text, key="schedule.milestones", positive=True)
+    with_milestones = config.schedule.name == "multistep"
+    need(with_milestones == bool(config.schedule.milestones),
+         f"schedule.milestones={config.schedule.milestones!r}: "
+         + ("multistep needs some, e.g. '3000 steps, 6000 steps'" if with_milestones
+            else f"schedule.name={config.schedule.name!r} has none; leave them out"))  # fmt: skip
 
     seed = config.seed
     need(0 <= seed < 2**32, f"seed={seed}: needs a number from 0 to {2**32 - 1}")

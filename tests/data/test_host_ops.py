@@ -110,6 +110,22 @@ def test_central_crop():
     np.testing.assert_array_equal(apply("central_crop", smooth_image(10, 12)), padded)
 
 
+def test_random_crop_takes_every_window_that_there_is():
+    image = smooth_image(6, 9)
+    windows = {image[y : y + 5, x : x + 7].tobytes() for y in range(2) for x in range(3)}
+    found = {apply("random_crop((5, 7))", image, position).tobytes() for position in range(60)}
+    assert found == windows
+    np.testing.assert_array_equal(apply("random_crop((6, 9))", image), image)
+
+
+def test_random_crop_pads_what_is_smaller():
+    image = smooth_image(4, 9)
+    padded = np.pad(image, [(1, 1), (0, 0), (0, 0)])
+    windows = {padded[:, x : x + 7].tobytes() for x in range(3)}
+    found = {apply("random_crop((6, 7))", image, position).tobytes() for position in range(40)}
+    assert found == windows
+
+
 def test_pad_crop_takes_every_window():
     image = smooth_image(6, 9)
     padded = np.pad(image, [(1, 1), (1, 1), (0, 0)])

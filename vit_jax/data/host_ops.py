@@ -113,6 +113,22 @@ def central_crop(size: Size | None = None) -> HostOp:
     return lambda image, key: tf.image.resize_with_crop_or_pad(image, *size)
 
 
+def random_crop(size: Size | None = None) -> HostOp:
+    """A random window of `size`, each as likely; what is smaller is padded with black first."""
+    height, width = _height_width(size)
+
+    def apply(image, key):
+        needed = tf.maximum(tf.shape(image)[:2], (height, width))
+        image = tf.image.resize_with_crop_or_pad(image, needed[0], needed[1])
+        spare = needed - (height, width)
+        share = tf.random.stateless_uniform([2], key, alg="philox")
+        begin = tf.cast(share * tf.cast(spare + 1, tf.float32), tf.int32)
+        window = tf.slice(image, tf.concat([begin, [0]], 0), (height, width, 3))
+        return tf.ensure_shape(window, (height, width, 3))
+
+    return apply
+
+
 def pad_crop(padding: int) -> HostOp:
     """`padding` black pixels on every side, then a random window of the former size.
 
@@ -163,6 +179,7 @@ HOST_OPS = {
     "resize": resize,
     "resize_small": resize_small,
     "central_crop": central_crop,
+    "random_crop": random_crop,
     "pad_crop": pad_crop,
     "randaugment": randaugment,
 }
