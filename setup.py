@@ -20,6 +20,7 @@ setup(
         "etils[epath,epy]>=1.15.0",
         "flax>=0.12.8",
         "jax>=0.10.2",
+        "matplotlib>=3.10.0",
         "ml_collections>=1.1.0",
         "importlib_resources>=7.1.0",  # of tensorflow-datasets, to prepare a data set
         "ml_dtypes>=0.6.0",

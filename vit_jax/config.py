@@ -142,6 +142,7 @@ def base_config() -> ConfigDict:
     c.study.train_split = placeholder(str)  # of data.name, trained on while choosing
     c.study.dev_split = placeholder(str)  # of data.name, by which is chosen
     c.study.metric = "held_out/top1"  # of the only evaluator; the higher is the better
+    c.study.cells = ()  # of a grid: "row | column: key=value; key=value"
 
     c.evals = ConfigDict()
     c.lock()

@@ -38,7 +38,7 @@ def parse_duration(text: str, *, num_examples: int, global_batch_size: int, key:
 
 
 def split_durations(text: str) -> list[str]:
-    """"3000 steps, 6000 steps" -> the durations in it; "" has none."""
+    """ "3000 steps, 6000 steps" -> the durations in it; "" has none."""
     return [part.strip() for part in text.split(",")] if text else []
 
 

@@ -62,9 +62,10 @@ def run(flags: argparse.Namespace) -> int:
     if name not in STUDIES:
         raise InputError(f"study.name={name!r}: {nearest(name, list(STUDIES))}")
     study = STUDIES[name]
-    collect_faults([f"--config.{key}: the study {name} sets it for each member; leave it out"
-                    for key, _ in flags.overrides if key in study.sets])  # fmt: skip
     study.check(config)
+    sets = study.sets(config)
+    collect_faults([f"--config.{key}: the study {name} sets it for each member; leave it out"
+                    for key, _ in flags.overrides if key in sets])  # fmt: skip
     workdir = files.absolute(flags.workdir)
     run.check_writable(workdir)
     call = running.Call(flags.config, flags.overrides, workdir, launcher, flags.again)

@@ -4,7 +4,11 @@ A study is a `Study` of functions without side effects, one file and one line in
 runs its members, each of which is an ordinary training run.
 """
 
-from vit_jax.studies import finetune_sweep, vtab
+from vit_jax.studies import finetune_sweep, grid, vtab
 from vit_jax.studies.members import Study
 
-STUDIES: dict[str, Study] = {"finetune_sweep": finetune_sweep.STUDY, "vtab": vtab.STUDY}
+STUDIES: dict[str, Study] = {
+    "finetune_sweep": finetune_sweep.STUDY,
+    "grid": grid.STUDY,
+    "vtab": vtab.STUDY,
+}

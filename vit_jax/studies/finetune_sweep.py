@@ -24,6 +24,7 @@ from vit_jax.studies.members import (
     Study,
     check_report,
     mean_and_std,
+    shown,
     value_of,
 )
 
@@ -122,10 +123,10 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     names = [name for name, value in summaries[0].items() if "/" in name] if summaries else []
     metrics = {name: mean_and_std([summary[name] for summary in summaries]) for name in names}
     if metrics:
-        found = metrics[config.study.metric]
-        spread = "" if found["std"] is None else f" ± {found['std']:.4f}"
         seeds = f"{len(summaries)} of {len(runs)}"
-        rows.append(["mean ± std", str(best), seeds, test_split, f"{found['mean']:.4f}{spread}"])
+        rows.append(
+            ["mean ± std", str(best), seeds, test_split, shown(metrics[config.study.metric], "")]
+        )
     values = {
         "metric": config.study.metric,
         "peak_lr": best,
@@ -137,4 +138,4 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     return Report(columns, rows, values, complete=len(summaries) == config.study.seeds)
 
 
-STUDY = Study(("optimizer.peak_lr",), check, find_members, report)
+STUDY = Study(lambda config: ("optimizer.peak_lr",), check, find_members, report)

@@ -1,7 +1,7 @@
 """What a study is made of: its members, what became of them, and what it reports."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -42,24 +42,26 @@ class Report(NamedTuple):
     columns, rows: a table, the members first.
     values: for study.json.
     complete: whether it has all that it was made for.
+    files: {name: content} of what else is written.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     values: Mapping[str, Any]
     complete: bool
+    files: Mapping[str, bytes] = {}
 
 
 class Study(NamedTuple):
     """A study, as functions of its config and of the results so far, {name of a member: result}.
 
-    sets: keys that members get their values of from the study, not from the user.
+    sets: config -> keys that members get their values of from the study, not from the user.
     check: raises InputError if the config is none for this study.
     members: all that are known so far, those with a result included, in the order of running.
     report: see `Report`.
     """
 
-    sets: tuple[str, ...]
+    sets: Callable[[ConfigDict], Collection[str]]
     check: Callable[[ConfigDict], None]
     members: Callable[[ConfigDict, Mapping[str, Result]], list[Member]]
     report: Callable[[ConfigDict, Mapping[str, Result]], Report]
@@ -96,3 +98,10 @@ def mean_and_std(values: list[float]) -> dict[str, float | None]:
         "mean": statistics.fmean(values),
         "std": statistics.stdev(values) if len(values) > 1 else None,
     }
+
+
+def shown(found: Mapping[str, float | None], otherwise: str) -> str:
+    """What `mean_and_std` found, for a table; `otherwise` where it found nothing."""
+    if found["mean"] is None:
+        return otherwise
+    return f"{found['mean']:.4f}" + ("" if found["std"] is None else f" ± {found['std']:.4f}")

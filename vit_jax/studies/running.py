@@ -251,6 +251,8 @@ def _write_report(
     commands = "\n".join(member["command"] for member in members.values())
     text = f"# {config.study.name}\n\n{table}\n\nThe members:\n\n```sh\n{commands}\n```\n"
     write_whole(call.workdir / "study.md", text)
+    for name, file in report.files.items():
+        write_whole(call.workdir / name, file)
     return report
 
 

@@ -23,6 +23,7 @@ from vit_jax.studies.members import (
     Study,
     check_report,
     mean_and_std,
+    shown,
     value_of,
 )
 
@@ -83,8 +84,8 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     for task in TASKS:
         ended = [results[_name(task, s)].state for s in seeds if _name(task, s) in results]
         otherwise = "missing" if task in missing else ", ".join(dict.fromkeys(ended)) or "waits"
-        rows.append([task, TASKS[task].group, _shown(tasks[task], otherwise)])
-    rows += [[f"mean of {name}", name, _shown(means[name], "lacks tasks")] for name in means]
+        rows.append([task, TASKS[task].group, shown(tasks[task], otherwise)])
+    rows += [[f"mean of {name}", name, shown(means[name], "lacks tasks")] for name in means]
     rows += [[f"missing: {task}", TASKS[task].group, how] for task, how in missing.items()]
     return Report(
         columns=["task", "group", config.study.metric],
@@ -106,10 +107,4 @@ def _mean_over(names: Sequence[str], found: Mapping[int, Mapping[str, float]]) -
     return mean_and_std([sum(values[name] for name in names) / len(names) for values in whole])
 
 
-def _shown(found: Mapping[str, float | None], otherwise: str) -> str:
-    if found["mean"] is None:
-        return otherwise
-    return f"{found['mean']:.4f}" + ("" if found["std"] is None else f" ± {found['std']:.4f}")
-
-
-STUDY = Study(("data.name", "data.split"), check, find_members, report)
+STUDY = Study(lambda config: ("data.name", "data.split"), check, find_members, report)

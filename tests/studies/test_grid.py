@@ -1,0 +1,121 @@
+"""The table of a grid of runs, from results as members leave them."""
+
+import csv
+import io
+
+import pytest
+from PIL import Image
+
+from vit_jax.config import base_config
+from vit_jax.errors import InputError
+from vit_jax.studies import grid
+from vit_jax.studies.members import DIVERGED, FINISHED, Result
+
+CELLS = (
+    "no positions | stem: model.pos_embed=none",
+    "1-D | stem: model.pos_embed=learned_1d; model.pos_embed_at=stem",
+    "1-D | every layer: model.pos_embed=learned_1d; model.pos_embed_at=layers",
+)
+BY_DATA = tuple(
+    f"{model} | {images} images: model.name={model}; data.split=train[:{images}]"
+    for model in ("ViT-mu/4", "ViT-Ti/4")
+    for images in (1000, 30)
+)
+
+
+def config_of(cells=CELLS, seeds=2):
+    c = base_config()
+    c.study.name, c.study.cells, c.study.seeds = "grid", cells, seeds
+    c.seed = 5
+    return c
+
+
+def results_of(config, accuracy):
+    """{member: its result}, `accuracy`(row, column, seed)."""
+    return {
+        cell.member(seed).name: Result(
+            FINISHED,
+            {"step": 9, "held_out/top1": accuracy(cell.row, cell.column, seed), "exaflops": 1e-6},
+        )
+        for cell in grid.parse_cells(config.study.cells)
+        for seed in range(config.seed, config.seed + config.study.seeds)
+    }
+
+
+def test_members_are_the_cells_seed_by_seed():
+    config = config_of()
+    members = grid.find_members(config, {})
+    assert [m.name for m in members] == [
+        f"{cell}__seed_{seed}"
+        for seed in (5, 6)
+        for cell in ("no_positions__stem", "1-D__stem", "1-D__every_layer")
+    ]
+    assert members[4].overrides == {
+        "model.pos_embed": "learned_1d", "model.pos_embed_at": "stem", "seed": "6",
+    }  # fmt: skip
+    assert grid.find_keys(config) == {"model.pos_embed", "model.pos_embed_at"}
+
+
+def test_table_has_means_deviations_and_what_is_not_there():
+    config = config_of()
+    results = results_of(
+        config, lambda row, column, seed: 0.3 + 0.1 * (row == "1-D") + 0.02 * (seed - 5)
+    )
+    late, lost = "1-D__stem__seed_6", "1-D__every_layer__seed_5"
+    results[lost] = Result(DIVERGED, {}, "step 3: loss is nan")
+    del results[late], results["1-D__every_layer__seed_6"]
+    report = grid.report(config, results)
+    assert report.columns == ["held_out/top1", "stem", "every layer"]
+    assert report.rows == [["no positions", "0.3100 ± 0.0141", "-"], ["1-D", "0.4000", "diverged"]]
+    assert not report.complete and "study.png" not in report.files
+    rows = list(csv.DictReader(io.StringIO(report.files["study.csv"].decode())))
+    assert [(r["row"], r["column"], r["seed"], r["state"], r["held_out/top1"]) for r in rows] == [
+        ("no positions", "stem", "5", "finished", "0.3"),
+        ("no positions", "stem", "6", "finished", "0.32"),
+        ("1-D", "stem", "5", "finished", "0.4"),
+        ("1-D", "every layer", "5", "diverged", ""),
+    ]
+    assert rows[0]["exaflops"] == "1e-06" and rows[0]["images_seen"] == ""
+
+
+def test_whole_table_is_complete():
+    config = config_of(seeds=1)
+    report = grid.report(config, results_of(config, lambda row, column, seed: 0.5))
+    assert report.complete
+    assert report.values["cells"][1] == {
+        "row": "1-D", "column": "stem", "mean": 0.5, "std": None, "values": [0.5],
+    }  # fmt: skip
+    assert not grid.report(config, {}).complete
+
+
+def test_columns_that_are_numbers_make_a_picture():
+    config = config_of(BY_DATA)
+    report = grid.report(config, results_of(config, lambda row, column, seed: 0.1 * seed))
+    with Image.open(io.BytesIO(report.files["study.png"])) as picture:
+        assert picture.width > 400 and len(set(picture.convert("L").tobytes())) > 50
+    assert grid.report(config, {}).files.keys() == {"study.csv"}  # nothing to draw yet
+
+
+def test_axis():
+    assert grid._parse_axis(["1000 images", "30 images"]) == (
+        [(30.0, "30 images"), (1000.0, "1000 images")], "images",
+    )  # fmt: skip
+    for columns in (["30 images"], ["30 images", "2 hours"], ["stem", "every layer"]):
+        assert grid._parse_axis(columns) is None
+
+
+@pytest.mark.parametrize(
+    ("cells", "parts"),
+    [
+        ((), ["study.cells: has none", 'needs "row | column: key=value']),
+        (("row: a=b",), ["study.cells: 'row: a=b'", "needs"]),
+        (("row | column",), ["'row | column'"]),
+        (("a | b: model.width", "| b: c=d"), ["'a | b: model.width'", "'| b: c=d'"]),
+        (("a | b: x=1", "a  | b: x=2"), ["two are the runs a__b__seed_SEED"]),
+        (("a | b: seed=1",), ["study.cells: set no seed", "study.seeds"]),
+    ],
+)
+def test_wrong_cells_are_named(cells, parts):
+    with pytest.raises(InputError) as error:
+        grid.check(config_of(cells))
+    assert all(part in str(error.value) for part in parts)

@@ -1,0 +1,30 @@
+"""The pictures of studies."""
+
+import io
+from collections.abc import Mapping, Sequence
+
+
+def draw_curves(
+    points: Mapping[str, Sequence[tuple[float, Sequence[float]]]], *, x_label: str, y_label: str
+) -> bytes:
+    """A PNG of curves over a logarithmic axis: means, each value as a dot, one colour a curve.
+
+    `points`: {name of the curve: [(x, the values there)]}.
+    """
+    from matplotlib.figure import Figure  # takes a second, which only who draws should wait
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name, places in points.items():
+        means = [sum(values) / len(values) for _, values in places]
+        (line,) = axes.plot([x for x, _ in places], means, label=name)
+        dots = [(x, value) for x, values in places for value in values]
+        axes.plot(*zip(*dots, strict=True), "o", color=line.get_color(), markersize=4)
+    axes.set_xscale("log")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=150)
+    return png.getvalue()

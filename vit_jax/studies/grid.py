@@ -1,0 +1,177 @@
+"""Every cell of a table, each trained with several seeds: mean and deviation.
+
+`study.cells` has for each cell what it changes of the config:
+
+    "1-D | every layer: model.pos_embed=learned_1d; model.pos_embed_at=layers"
+
+is the cell in the row "1-D" and the column "every layer". Beside the report are `study.csv`, a row
+for each run, and, where the columns are numbers of one thing ("100 images", "1000 images"),
+`study.png`: the rows as curves over them.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from vit_jax.errors import Faults, collect_faults
+from vit_jax.studies.figures import draw_curves
+from vit_jax.studies.members import (
+    Member,
+    Report,
+    Result,
+    Study,
+    check_report,
+    mean_and_std,
+    shown,
+    value_of,
+)
+
+_FORM = 'needs "row | column: key=value; key=value"'
+_IN_CSV = ("num_params", "images_seen", "exaflops")  # of a summary, beside the metrics
+
+
+class Cell(NamedTuple):
+    """A cell of the table, and the overrides of its runs."""
+
+    row: str
+    column: str
+    overrides: Mapping[str, str]
+
+    def member(self, seed: int) -> Member:
+        name = re.sub(r"[^\w.+-]+", "_", f"{self.row}__{self.column}__seed_{seed}")
+        return Member(name, {**self.overrides, "seed": str(seed)})
+
+
+def parse_cells(texts: Sequence[str]) -> list[Cell]:
+    """The cells of `study.cells`.
+
+    Raises:
+      InputError: naming all that are not of the form, or stand there twice.
+    """
+    cells, faults = [], Faults()
+    for text in texts:
+        place, _, changes = text.partition(":")
+        row, bar, column = (part.strip() for part in place.partition("|"))
+        pairs = [change.strip().partition("=") for change in changes.split(";")]
+        if not (row and bar and column and all(key and equals for key, equals, _ in pairs)):
+            faults.append(f"study.cells: {text!r}: {_FORM}")
+            continue
+        cells.append(Cell(row, column, {key: value for key, _, value in pairs}))
+    names = [cell.member(0).name for cell in cells]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    faults += [f"study.cells: two are the runs {name[:-1]}SEED; rename one" for name in twice]
+    collect_faults(faults)
+    return cells
+
+
+def find_keys(config: ConfigDict) -> set[str]:
+    """The keys that the cells set."""
+    return {key for cell in parse_cells(config.study.cells) for key in cell.overrides}
+
+
+def check(config: ConfigDict) -> None:
+    """Raises InputError if the config's `study` is not that of a grid."""
+    faults = Faults()
+    if not config.study.cells:
+        faults.append(f"study.cells: has none; {_FORM}")
+    if "seed" in find_keys(config):
+        faults.append("study.cells: set no seed; each cell runs study.seeds of them, from seed on")
+    check_report(config, faults)
+    collect_faults(faults)
+
+
+def find_members(config: ConfigDict, results: Mapping[str, Result]) -> list[Member]:
+    """Of every cell the first seed, then of every cell the second, and so on."""
+    del results  # none waits for another
+    cells = parse_cells(config.study.cells)
+    return [cell.member(seed) for seed in _seeds(config) for cell in cells]
+
+
+def _seeds(config: ConfigDict) -> Sequence[int]:
+    return range(config.seed, config.seed + config.study.seeds)
+
+
+def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
+    """The table, with "-" where the grid has no cell."""
+    cells, seeds = parse_cells(config.study.cells), _seeds(config)
+    row_names = list(dict.fromkeys(cell.row for cell in cells))
+    columns = list(dict.fromkeys(cell.column for cell in cells))
+    by_place = {(cell.row, cell.column): cell for cell in cells}
+
+    def values_of(cell):
+        found = [value_of(config, results.get(cell.member(seed).name)) for seed in seeds]
+        return [value for value in found if value is not None]
+
+    def text_of(place):
+        if place not in by_place:
+            return "-"
+        ended = [results.get(by_place[place].member(seed).name) for seed in seeds]
+        states = dict.fromkeys(result.state for result in ended if result is not None)
+        return shown(measured[place], ", ".join(states) or "waits")
+
+    values = {place: values_of(cell) for place, cell in by_place.items()}
+    measured = {place: mean_and_std(found) for place, found in values.items()}
+    rows = [[row, *(text_of((row, column)) for column in columns)] for row in row_names]
+    files = {"study.csv": _write_csv(cells, seeds, results).encode()}
+    axis = _parse_axis(columns)
+    if axis is not None and any(values.values()):
+        points = {
+            row: [(x, values[row, column]) for x, column in axis.places
+                  if values.get((row, column))]
+            for row in row_names
+        }  # fmt: skip
+        files["study.png"] = draw_curves(points, x_label=axis.label, y_label=config.study.metric)
+    return Report(
+        columns=[config.study.metric, *columns],
+        rows=rows,
+        values={
+            "metric": config.study.metric,
+            "cells": [
+                {"row": row, "column": column, **measured[row, column], "values": found}
+                for (row, column), found in values.items()
+            ],
+        },
+        complete=all(len(found) == len(seeds) for found in values.values()),
+        files=files,
+    )
+
+
+class _Axis(NamedTuple):
+    """Columns that are numbers of one thing: (number, column) by size, and what they count."""
+
+    places: list[tuple[float, str]]
+    label: str
+
+
+def _parse_axis(columns: Sequence[str]) -> _Axis | None:
+    """None if the columns are no axis, or a single place on it."""
+    matches = [re.fullmatch(r"(\d+(?:\.\d+)?) (.+)", column) for column in columns]
+    if len(columns) < 2 or not all(matches) or len({match[2] for match in matches}) > 1:
+        return None
+    places = sorted((float(match[1]), match[0]) for match in matches)
+    return _Axis(places, matches[0][2])
+
+
+def _write_csv(cells: Sequence[Cell], seeds: Sequence[int], results: Mapping[str, Result]) -> str:
+    """A row for each run that has ended: its cell, seed, state, and what its summary tells."""
+    ended = [
+        (cell, seed, results[cell.member(seed).name])
+        for cell in cells
+        for seed in seeds
+        if cell.member(seed).name in results
+    ]
+    metrics = dict.fromkeys(key for *_, result in ended for key in result.summary if "/" in key)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["row", "column", "seed", "state", *metrics, *_IN_CSV])
+    for cell, seed, result in ended:
+        numbers = [result.summary.get(key, "") for key in (*metrics, *_IN_CSV)]
+        writer.writerow([cell.row, cell.column, seed, result.state, *numbers])
+    return text.getvalue()
+
+
+STUDY = Study(find_keys, check, find_members, report)
