@@ -36,6 +36,8 @@ def base_config() -> ConfigDict:
     c.model.name = placeholder(str)
     c.model.dtype = "float32"  # of the computation; parameters are always float32
     c.model.patch_size = placeholder(object)  # int or (height, width); None: as in the name
+    c.model.stages = placeholder(tuple)  # of a ResNet: the units of each
+    c.model.stem_width = placeholder(int)  # of a ResNet: the channels of its root
     c.model.width = placeholder(int)
     c.model.depth = placeholder(int)
     c.model.mlp_dim = placeholder(int)

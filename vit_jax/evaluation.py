@@ -15,7 +15,7 @@ from vit_jax.comparison import compare_findings, compare_requests, compare_weigh
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
-from vit_jax.models import check_fields
+from vit_jax.models import check_fields, with_known
 from vit_jax.models.attention import choose_attention
 from vit_jax.run import check_evaluated_images, check_mesh, open_sources, prepare
 from vit_jax.sharding import constrain, place, state_shardings
@@ -116,7 +116,7 @@ def _model_on(mesh: Mesh, config: ConfigDict, pretrained: Pretrained) -> nn.Modu
     size = config_lib.image_hw(config.data.image_size)
     model = pretrained.model.clone(**fields, image_size=size, constrain=constrain)
     platform = mesh.devices.flat[0].platform
-    return model.clone(attend=choose_attention(platform, model.remat))
+    return with_known(model, attend=choose_attention(platform, model.remat))
 
 
 def _run_all(evaluators, state: TrainState) -> dict[str, float]:

@@ -24,7 +24,7 @@ from vit_jax.data import (
 from vit_jax.data.device_ops import MIXING_OPS
 from vit_jax.flops import count_flops, jaxpr_flops
 from vit_jax.mesh import batch_sharding
-from vit_jax.models import create_model
+from vit_jax.models import create_model, field_names, with_known
 from vit_jax.models.attention import choose_attention
 from vit_jax.models.layers import unconstrained
 from vit_jax.objectives import OBJECTIVES
@@ -133,7 +133,7 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
         **model_fields(config),
     )
     platform = mesh.devices.flat[0].platform
-    model = model.clone(attend=choose_attention(platform, model.remat))
+    model = with_known(model, attend=choose_attention(platform, model.remat))
     _warn_of_uneven_split(model, mesh)
     total_steps = num_steps(config, "duration")
     schedule = make_schedule(
@@ -199,7 +199,8 @@ def _pair_distance(config: ConfigDict, mixes: bool) -> int:
 
 def _warn_of_uneven_split(model: nn.Module, mesh: Mesh) -> None:
     tensor = mesh.shape["tensor"]
-    uneven = [f for f in ("num_heads", "mlp_dim") if getattr(model, f) % tensor]
+    split = [f for f in ("num_heads", "mlp_dim", "stem_width") if f in field_names(type(model))]
+    uneven = [field for field in split if getattr(model, field) % tensor]
     if uneven:
         logger.warning(
             "mesh.tensor=%d does not divide %s: activations are copied between devices instead of "

@@ -27,6 +27,8 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"head_hidden/kernel", ("fsdp", "tensor")),
     (r"(head|head_distillation)/kernel", ("fsdp", None)),
     (r"embedding/kernel", (None, "fsdp")),
+    # A convolution's, (h, w, in, out): standardised output by output, each on one device.
+    (r"conv\w+/kernel", (None, None, None, "fsdp")),
     # Small: biases, norms, tokens, probe, position embedding, counts and steps.
     (r"(bias|scale|class_token|distillation_token|probe|pos_embedding|count|step)", ()),
 )

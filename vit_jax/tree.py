@@ -20,7 +20,9 @@ PyTree = Any
 
 _STACKED = re.compile(r"(?P<above>(?:.*/)?)layers/(?P<below>.*)")
 _LAYER = re.compile(r"((?:.*/)?layer_\d+)/.*")
-_EMBEDDING = re.compile(r"(embedding|class_token|distillation_token|pos_embedding)(/.*)?")
+_EMBEDDING = re.compile(
+    r"(stem|trunk/conv_root|embedding|class_token|distillation_token|pos_embedding)(/.*)?"
+)
 
 
 def leaf_names(tree: PyTree) -> PyTree:
@@ -80,12 +82,14 @@ def mask(tree: PyTree, pattern: str) -> PyTree:
 def part_of(name: str) -> str:
     """The part of a model to which the unrolled `name` belongs.
 
-    "embedding" (patches, class token, positions), a layer such as "encoder/layer_3", or "head":
-    all that comes after the layers, their last norm included.
+    "embedding" (patches, class token, positions; of a hybrid its whole ResNet, of a ResNet its
+    root), a layer such as "encoder/layer_3" or "trunk/stage_0/layer_1", or "head": all that comes
+    after the layers, their last norm included.
     """
-    if match := _LAYER.fullmatch(name):
-        return match[1]
-    return "embedding" if _EMBEDDING.fullmatch(name) else "head"
+    if _EMBEDDING.fullmatch(name):
+        return "embedding"
+    match = _LAYER.fullmatch(name)
+    return match[1] if match else "head"
 
 
 def parts(tree: PyTree) -> list[str]:

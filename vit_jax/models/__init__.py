@@ -1,20 +1,41 @@
 """Model families: one file and one line in MODELS each."""
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.config import image_hw
 from vit_jax.errors import InputError, collect_faults, nearest
-from vit_jax.models.deit import DeiT, make_deit
-from vit_jax.models.variants import VIT_VARIANTS
-from vit_jax.models.vit import ViT, make_vit
+from vit_jax.models.bit import BIT_NAMES, BiT, make_bit
+from vit_jax.models.deit import DEIT_NAMES, DeiT, make_deit
+from vit_jax.models.hybrid import HYBRID_NAMES, HybridViT, make_hybrid
+from vit_jax.models.vit import VIT_NAMES, ViT, make_vit
 
-# What a model's name begins with -> (its module, its maker).
-MODELS = {"ViT": (ViT, make_vit), "DeiT": (DeiT, make_deit)}
+
+class Family(NamedTuple):
+    """The models of one kind.
+
+    module: its class.
+    make: (name, num_classes, image_size, **fields) -> the module.
+    names: those of the papers; a family's grammar may allow more.
+    """
+
+    module: type[nn.Module]
+    make: Callable[..., nn.Module]
+    names: tuple[str, ...]
+
+
+# By what a model's name begins with; of a hybrid without the layers of its ResNet.
+MODELS = {
+    "ViT": Family(ViT, make_vit, VIT_NAMES),
+    "DeiT": Family(DeiT, make_deit, DEIT_NAMES),
+    "R+ViT": Family(HybridViT, make_hybrid, HYBRID_NAMES),
+    "BiT": Family(BiT, make_bit, BIT_NAMES),
+}
 DTYPES = ("float32", "bfloat16")
 
 
@@ -31,7 +52,8 @@ def create_model(
         logits = model.apply(variables, images)  # images (B, 32, 48, 3), float32
 
     Args:
-      name: family, variant and patch size, e.g. "ViT-Ti/16"; any patch size.
+      name: family, variant and patch size, e.g. "ViT-Ti/16" or "R50+ViT-B/16"; any patch size.
+        Of ResNets layers and width: "BiT-R50x1".
       num_classes: None for a model without head, which gives the features.
       image_size: height and width in pixels; an int for both.
       **fields: any field of the family's module, e.g. `pool`, `scan`, `dtype` (a name or a dtype).
@@ -39,12 +61,29 @@ def create_model(
     Raises:
       InputError: unknown name or field, or values that do not go together.
     """
-    family = next((f for f in MODELS if name.startswith(f + "-")), None)
+    family = find_family(name)
     if family is None:
-        known = [f"{f}-{variant}/16" for f in MODELS for variant in VIT_VARIANTS]
+        known = [name for family in MODELS.values() for name in family.names]
         raise InputError(f"name={name!r}: no such model; {nearest(name, known)}")
-    module, make = MODELS[family]
-    return make(name, num_classes, image_hw(image_size), **check_fields(module, fields, name))
+    fields = check_fields(family.module, fields, name)
+    return family.make(name, num_classes, image_hw(image_size), **fields)
+
+
+def find_family(name: str) -> Family | None:
+    """The family of the model called `name`, by what stands before the first dash."""
+    family, dash, _ = name.partition("-")
+    return MODELS.get(re.sub(r"^R\d+\+", "R+", family)) if dash else None
+
+
+def field_names(module: type[nn.Module]) -> list[str]:
+    """The fields of a family's module."""
+    return [f for f in inspect.signature(module).parameters if f not in ("parent", "name")]
+
+
+def with_known(model: nn.Module, **fields: Any) -> nn.Module:
+    """`model` with those of `fields` that its family has."""
+    known = field_names(type(model))
+    return model.clone(**{name: value for name, value in fields.items() if name in known})
 
 
 def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) -> dict[str, Any]:
@@ -53,7 +92,7 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
     Raises:
       InputError: naming `where`: all fields that the family lacks; or a value of a wrong kind.
     """
-    known = [f for f in inspect.signature(module).parameters if f not in ("parent", "name")]
+    known = field_names(module)
     family = module.__name__
     collect_faults(
         [f"{f}: {family} has no such field; {nearest(f, known)}" for f in fields if f not in known],
@@ -63,6 +102,8 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
     for size in ("image_size", "patch_size"):
         if size in fields:
             checked[size] = image_hw(fields[size], size)
+    if "stages" in fields:
+        checked["stages"] = tuple(fields["stages"])
     if "dtype" in fields:
         dtype = fields["dtype"]
         if dtype not in DTYPES and dtype not in [jnp.dtype(known) for known in DTYPES]:

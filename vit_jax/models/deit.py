@@ -70,6 +70,9 @@ class DeiT(ViT):
         return logits if train else (logits["class"] + logits["distillation"]) / 2
 
 
+DEIT_NAMES = ("DeiT-Ti/16", "DeiT-S/16", "DeiT-B/16")
+
+
 def make_deit(name: str, num_classes: int | None, image_size: tuple[int, int], **fields) -> DeiT:
     """The DeiT called `name`, e.g. "DeiT-B/16", sized as the ViT; `fields` replace its own."""
     return DeiT(**vit_fields(name, num_classes, image_size, fields))

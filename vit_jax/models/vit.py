@@ -34,7 +34,7 @@ POOLS = ("token", "gap", "map")
 def extract_patches(images, patch_size: tuple[int, int]):
     """The flattened patches of images, in raster order; each patch as (row, column, channel).
 
-    Shapes: (B, H, W, 3) -> (B, HW / (p q), p q 3) for patches of p x q pixels.
+    Shapes: (B, H, W, C) -> (B, HW / (p q), p q C) for patches of p x q pixels.
     """
     p, q = patch_size
     return rearrange(images, "b (h p) (w q) c -> b (h w) (p q c)", p=p, q=q)
@@ -139,18 +139,25 @@ class ViT(nn.Module):
 
     def _undivided(self, image_size: tuple[int, int]) -> list[str]:
         faults = []
-        for axis, side, patch in zip(("height", "width"), image_size, self.patch_size, strict=True):
+        stride = self.token_stride
+        on_map = "" if stride == self.patch_size else f", a token every {stride} pixels"
+        for axis, side, patch in zip(("height", "width"), image_size, stride, strict=True):
             if side % patch:
                 below, above = side // patch * patch, (side // patch + 1) * patch
                 fits = f"{below} or {above}" if below else str(above)
                 faults.append(
-                    f"patch_size={self.patch_size}: {patch} does not divide the image's {axis} "
-                    f"{side}; choose a divisor of it, or image_size with {axis} {fits}"
+                    f"patch_size={self.patch_size}{on_map}: {patch} does not divide the image's "
+                    f"{axis} {side}; choose a divisor of it, or image_size with {axis} {fits}"
                 )
         return faults
 
+    @property
+    def token_stride(self) -> tuple[int, int]:
+        """Height and width in pixels of what a token stands for."""
+        return self.patch_size
+
     def _grid(self, image_size: tuple[int, int]) -> tuple[int, int]:
-        return image_size[0] // self.patch_size[0], image_size[1] // self.patch_size[1]
+        return image_size[0] // self.token_stride[0], image_size[1] // self.token_stride[1]
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -246,8 +253,7 @@ class ViT(nn.Module):
                 f"image_size={self.image_size}; resize them, or the model (image_size=)"
             )
         collect_faults(self._undivided(image_size))
-        patches_BNP = extract_patches(images.astype(self.dtype), self.patch_size)
-        x_BND = self.constrain(self.embedding(patches_BNP), ("batch", None, None))
+        x_BND = self.constrain(self._embed(images.astype(self.dtype)), ("batch", None, None))
         if not self.num_prefix_positions:
             x_BND = self._add_positions(x_BND, image_size)
         if self.prefix_tokens:
@@ -258,6 +264,10 @@ class ViT(nn.Module):
             x_BND = self._add_positions(x_BND, image_size)
         x_BND = self.embedding_dropout(x_BND, deterministic=not train)
         return self.encoder(self.constrain(x_BND, ("batch", None, None)), train=train)
+
+    def _embed(self, images):
+        """The patches of images, each as a token; of Eq. 1 its first part."""
+        return self.embedding(extract_patches(images, self.patch_size))
 
     def _add_positions(self, x_BND, image_size):
         if self.pos_embed == "none":
@@ -299,6 +309,16 @@ def vit_fields(
     fields = {"patch_size": patch_size} | of_variant | fields
     fields["patch_size"] = image_hw(fields["patch_size"], "patch_size")
     return {"num_classes": num_classes, "image_size": image_size} | fields
+
+
+# Each variant with the patch sizes of its paper; any other will do as well.
+VIT_NAMES = tuple(
+    f"ViT-{size}"
+    for size in (
+        "mu/16", "Ti/16", "S/16", "S/32", "M/16", "B/16", "B/32", "L/16", "L/32", "So400m/14",
+        "H/14", "g/14", "G/14", "e/14", "22B/14",
+    )
+)  # fmt: skip
 
 
 def make_vit(name: str, num_classes: int | None, image_size: tuple[int, int], **fields) -> ViT:

@@ -19,7 +19,7 @@ from vit_jax import tree
 from vit_jax.config import image_hw
 from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.files import absolute
-from vit_jax.models import check_fields
+from vit_jax.models import check_fields, field_names, with_known
 from vit_jax.models.layers import unconstrained
 from vit_jax.transfer import huggingface, npz, rules, safetensors, timm, workdir
 from vit_jax.transfer.published import PUBLISHED, locate
@@ -145,7 +145,7 @@ def save_pretrained(
     params = jax.tree.map(np.asarray, dict(variables["params"]))
     if model.scan:
         params = rules.unstack_layers(params)
-    plain = model.clone(scan=False, remat="none", constrain=unconstrained)
+    plain = with_known(model, scan=False, remat="none", constrain=unconstrained)
     spec = spec or Spec(plain.image_size, "antialiased")
     pretrained = Pretrained(str(path), plain, tree.flatten_names(params), spec)
     return WRITERS[format].write(absolute(path), pretrained)
@@ -178,12 +178,14 @@ def load_pretrained(
     """
     check_convention(resize, "resize")
     pretrained = read_pretrained(source)
-    changes = dict(fields)
+    family, changes = type(pretrained.model), dict(fields)
     if num_classes is not None:
-        changes = {"num_classes": num_classes, "hidden_head": False} | changes
+        changes = {"num_classes": num_classes} | changes
+        if "hidden_head" in field_names(family):
+            changes = {"hidden_head": False} | changes
     if image_size is not None:
         changes["image_size"] = image_size
-    model = pretrained.model.clone(**check_fields(type(pretrained.model), changes, str(source)))
+    model = pretrained.model.clone(**check_fields(family, changes, str(source)))
     named = rules.fit(pretrained, model, reset_head=num_classes is not None, resize=resize)
     if num_classes is not None:
         named |= {

@@ -166,11 +166,21 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
     pixels, back, model = receipt["preprocessing"], receipt["read_back"], receipt["model"]
     height, width = pixels["image_size"]
     at = f", step {receipt['step']:,}, weights {receipt['weights']}" if "step" in receipt else ""
+    sizes = ", ".join(
+        text.format(model[field])
+        for field, text in (
+            ("stages", "a ResNet of {} units"),
+            ("stem_width", "its root of width {}"),
+            ("width", "width {}"),
+            ("depth", "{} layers"),
+            ("num_heads", "{} heads"),
+        )
+        if field in model
+    )
     lines = [
         f"# {output.name}",
         "",
-        f"{model['family']}: width {model['width']}, {model['depth']} layers, "
-        f"{model['num_heads']} heads, {receipt['parameters']['count']:,} parameters; "
+        f"{model['family']}: {sizes}, {receipt['parameters']['count']:,} parameters; "
         f"format {receipt['format']}.",
         "",
         f"- Source: `{receipt['source']}`{at}",

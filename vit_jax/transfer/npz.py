@@ -1,5 +1,7 @@
 """Models in published `.npz` files: both variants in which the reference family names its ViTs.
 
+Hybrids are of the first variant; their ResNets, and Big Transfer's, are in resnet.py.
+
 The first variant is that of the files published with Dosovitskiy et al. 2020 (arXiv:2010.11929)
 and Steiner et al. 2021 (arXiv:2106.10270); the later one that of Zhai et al. 2021
 (arXiv:2106.04560) and Beyer et al. 2022 (arXiv:2205.01580). In the later one the class token joins
@@ -22,9 +24,12 @@ from etils import epath
 from vit_jax.config import image_hw
 from vit_jax.errors import InputError
 from vit_jax.files import write_whole
+from vit_jax.models.bit import BiT
 from vit_jax.models.deit import DeiT
+from vit_jax.models.hybrid import HybridViT
+from vit_jax.models.resnet import map_stride
 from vit_jax.models.vit import ViT
-from vit_jax.transfer import layout
+from vit_jax.transfer import layout, resnet
 from vit_jax.transfer.layout import Entry, rearranged, same
 from vit_jax.transfer.rules import Pretrained, Spec, class_names_of, square_side, to_json
 from vit_jax.transfer.safetensors import read_json
@@ -44,12 +49,16 @@ _VARIANTS = {
 
 
 def _entries(model: nn.Module, variant: str) -> list[Entry]:
+    if isinstance(model, BiT):
+        return resnet.bit_entries(model)
     positions, norm_mlp, attention, mlp = _VARIANTS[variant]
     p, q = model.patch_size
     entries = [
-        rearranged("embedding/kernel", "embedding/kernel", "p q c d -> (p q c) d", p=p, q=q, c=3),
+        rearranged("embedding/kernel", "embedding/kernel", "p q c d -> (p q c) d", p=p, q=q),
         same("embedding/bias", "embedding/bias"),
     ]
+    if isinstance(model, HybridViT):
+        entries += resnet.stem_entries(model)
     if model.has_class_token:
         entries.append(same("cls", "class_token"))
     if model.pos_embed == "learned_1d":
@@ -146,21 +155,18 @@ def read(path: epath.Path) -> Pretrained:
     stated = read_json(beside) if beside.exists() else {}
     kinds = {"mean": "three numbers", "std": "three positive numbers", "class_names": "a list"}
     layout.check_kinds(stated, kinds, str(beside))
-    # Of the names that the variants do not share, one is enough to tell them apart.
-    seen = {
-        variant: sum(any(part in name for part in parts) for name in arrays)
-        for variant, parts in (
-            ("first", ("posembed_input/", *(f"/{part}/" for part in _VARIANTS["first"][1:]))),
-            ("later", ("MAPHead_0/", *(f"/{part}/" for part in _VARIANTS["later"][1:]))),
-        )
-    }
-    variant = max(seen, key=seen.get)
-    model = _infer_model(source, variant, arrays, stated)
+    image_size = image_hw(stated["image_size"]) if "image_size" in stated else None
+    variant = _tell_variant(arrays)
+    if resnet.is_bit(arrays):
+        arrays = resnet.without_numbers(arrays, source)
+        model = resnet.infer_bit(arrays, image_size, source)
+    else:
+        arrays = resnet.fold_norms(arrays)
+        model = _infer_model(source, variant, arrays, image_size)
     params = layout.read_entries(_entries(model, variant), arrays, model, source)
     names = class_names_of(stated.get("class_names"), model.num_classes, source)
     pixels = {key: tuple(stated[key]) for key in ("mean", "std") if key in stated}
-    size = image_hw(stated["image_size"]) if "image_size" in stated else model.image_size
-    spec = Spec(size, "corner_aligned", class_names=names, **pixels)
+    spec = Spec(image_size or model.image_size, "corner_aligned", class_names=names, **pixels)
     return Pretrained(source, model, params, spec)
 
 
@@ -186,7 +192,19 @@ def _unstack_scanned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return unstacked
 
 
-def _infer_model(source, variant, arrays, stated) -> ViT:
+def _tell_variant(arrays: dict[str, np.ndarray]) -> str:
+    """Of the names that the variants do not share, one is enough to tell them apart."""
+    seen = {
+        variant: sum(any(part in name for part in parts) for name in arrays)
+        for variant, parts in (
+            ("first", ("posembed_input/", *(f"/{part}/" for part in _VARIANTS["first"][1:]))),
+            ("later", ("MAPHead_0/", *(f"/{part}/" for part in _VARIANTS["later"][1:]))),
+        )
+    }
+    return max(seen, key=seen.get)
+
+
+def _infer_model(source, variant, arrays, image_size) -> ViT:
     positions, _, attention, mlp = _VARIANTS[variant]
     first_layer = "Transformer/encoderblock_0"
     query, up = f"{first_layer}/{attention}/query/kernel", f"{first_layer}/{mlp}/Dense_0/kernel"
@@ -197,15 +215,17 @@ def _infer_model(source, variant, arrays, stated) -> ViT:
     has_token, has_positions = "cls" in arrays, positions in arrays
     has_probe = "MAPHead_0/probe" in arrays
     class_token_has_position = variant == "first"
-    patch_size, image_size = arrays["embedding/kernel"].shape[:2], None
-    if has_positions:
+    patch_size = arrays["embedding/kernel"].shape[:2]
+    stem = resnet.infer_stem(arrays, source) if resnet.is_hybrid(arrays) else {}
+    if not has_positions:
+        image_size = None
+    elif image_size is None:
         num_patches = arrays[positions].shape[1] - int(has_token and class_token_has_position)
-        if "image_size" in stated:
-            image_size = image_hw(stated["image_size"])
-        else:
-            side = square_side(num_patches, source)
-            image_size = (side * patch_size[0], side * patch_size[1])
-    return ViT(
+        side = square_side(num_patches, source)
+        stride = map_stride(stem["stages"]) if stem else 1
+        image_size = (side * stride * patch_size[0], side * stride * patch_size[1])
+    return (HybridViT if stem else ViT)(
+        **stem,
         num_classes=arrays["head/kernel"].shape[1] if "head/kernel" in arrays else None,
         image_size=image_size,
         patch_size=tuple(patch_size),
@@ -223,6 +243,10 @@ def _infer_model(source, variant, arrays, stated) -> ViT:
 def check(model: nn.Module, variant: str) -> list[str]:
     """What of `model` a file of the variant cannot hold."""
     faults = []
+    if variant == "later" and isinstance(model, BiT | HybridViT):
+        return [f"a {type(model).__name__}: format=npz holds it"]
+    if isinstance(model, BiT):
+        return []
     if isinstance(model, DeiT):
         faults.append("a distillation token: format=hf or timm holds it")
     only = {"parallel": False, "norm": "layer", "qk_norm": False, "qkv_bias": True}

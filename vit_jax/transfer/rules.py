@@ -14,6 +14,7 @@ import numpy as np
 
 from vit_jax import tree
 from vit_jax.errors import InputError
+from vit_jax.models import field_names, with_known
 from vit_jax.models.position import sincos_2d
 from vit_jax.transfer.resample import resample_grid
 
@@ -149,9 +150,9 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
 
 def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """{leaf name: shape} of the parameters of a model, which are not made."""
-    size = model.image_size or model.patch_size  # where none is given, none matters
+    size = model.image_size or model.token_stride  # where none is given, none matters
     images = jnp.zeros((1, *size, 3))
-    scanned = model.clone(scan=True)  # traced in a fraction of the time
+    scanned = with_known(model, scan=True)  # traced in a fraction of the time
     params = tree.flatten_names(jax.eval_shape(scanned.init, jax.random.key(0), images)["params"])
     if model.scan:
         return params
@@ -173,7 +174,10 @@ def check_architecture(pretrained: Pretrained, model: nn.Module) -> None:
     if type(pretrained.model) is not type(model):
         families = type(model).__name__, type(pretrained.model).__name__
         faults.append("model.name: a {}, and a {} in the source".format(*families))
+    shared = set(field_names(type(pretrained.model))) & set(field_names(type(model)))
     for field in ("num_heads", "pool", "pos_embed", "pos_embed_class_token", "gelu", "norm_eps"):
+        if field not in shared:
+            continue
         theirs, ours = getattr(pretrained.model, field), getattr(model, field)
         if theirs != ours:
             faults.append(f"model.{field}={ours!r}, and {theirs!r} in the source")
@@ -192,8 +196,8 @@ def fit(
       InputError: one error naming everything that no rule makes fit.
     """
     # Shapes alone matter here, so no layout of activations, which would need a mesh.
-    plain = {"scan": False, "remat": "none", "constrain": pretrained.model.constrain}
-    wanted = abstract_params(model.clone(**plain))
+    plain = with_known(model, scan=False, remat="none", constrain=pretrained.model.constrain)
+    wanted = abstract_params(plain)
     found = dict(pretrained.params)
     if reset_head:
         found = {name: leaf for name, leaf in found.items() if not is_of_head(name)}

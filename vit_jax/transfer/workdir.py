@@ -13,7 +13,7 @@ from vit_jax import checkpoint, tree
 from vit_jax.config import image_hw, model_fields
 from vit_jax.config_text import read_config
 from vit_jax.errors import InputError
-from vit_jax.models import create_model
+from vit_jax.models import create_model, with_known
 from vit_jax.transfer.rules import (
     Pretrained,
     Spec,
@@ -83,7 +83,7 @@ def read(path: epath.Path, *, averaged: bool = True) -> Pretrained:
         "config": config.to_dict(),
         "results": _results(path, step, config.evals),
     }
-    plain = model.clone(scan=False)
+    plain = with_known(model, scan=False)
     return Pretrained(str(source), plain, tree.flatten_names(params), spec, run)
 
 

@@ -1,0 +1,195 @@
+"""Big Transfer's ResNet-v2, with group normalisation and weight standardisation.
+
+Axes: B images, H rows, W columns, C channels, N = H W positions, D width.
+Source: Kolesnikov et al. 2019 (arXiv:1912.11370), after He et al. 2016 (arXiv:1603.05027).
+"""
+
+import re
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.models.layers import REMAT_POLICIES, Constrain, unconstrained
+from vit_jax.models.resnet import (
+    BIT,
+    EXPANSION,
+    RESNET_STAGES,
+    STEM_WIDTH,
+    StdConv,
+    find_stage_faults,
+    group_norm,
+    map_stride,
+    run_stages,
+)
+
+
+class PreActBottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions, each with a norm before it, and a residual.
+
+    Shapes: (B, H, W, C) -> (B, H / stride, W / stride, 4 width), rounded up.
+    """
+
+    width: int
+    stride: int
+    dtype: Any = jnp.float32
+    constrain: Constrain = unconstrained
+
+    @nn.compact
+    def __call__(self, x_BHWC):
+        conv = partial(StdConv, convention=BIT, dtype=self.dtype)
+        norm = partial(group_norm, BIT, self.dtype)
+        width_out = EXPANSION * self.width
+        y_BHWC = nn.relu(norm("norm1")(x_BHWC))
+        shortcut_BHWC = x_BHWC
+        if x_BHWC.shape[-1] != width_out or self.stride > 1:
+            shortcut_BHWC = conv(width_out, 1, stride=self.stride, name="conv_proj")(y_BHWC)
+        y_BHWC = nn.relu(norm("norm2")(conv(self.width, 1, name="conv1")(y_BHWC)))
+        y_BHWC = self.constrain(y_BHWC, ("batch", None, None, "tensor"))
+        y_BHWC = conv(self.width, 3, stride=self.stride, name="conv2")(y_BHWC)
+        y_BHWC = nn.relu(norm("norm3")(y_BHWC))
+        y_BHWC = self.constrain(y_BHWC, ("batch", None, None, "tensor"))
+        y_BHWC = conv(width_out, 1, name="conv3")(y_BHWC)
+        return self.constrain(shortcut_BHWC + y_BHWC, ("batch", None, None, None))
+
+
+class Trunk(nn.Module):
+    """All but the head: a root of stride 4 without norm, the stages, a norm and ReLU.
+
+    The max-pooling pads with zeros, of which some may be the largest of their window.
+
+    Shapes: (B, H, W, 3) -> (B, H / stride, W / stride, D), rounded up.
+    """
+
+    stages: tuple[int, ...]
+    stem_width: int
+    remat: str = "none"
+    dtype: Any = jnp.float32
+    constrain: Constrain = unconstrained
+
+    @nn.compact
+    def __call__(self, images):
+        conv = StdConv(self.stem_width, 7, BIT, stride=2, dtype=self.dtype, name="conv_root")
+        x_BHWC = jnp.pad(conv(images), ((0, 0), (1, 1), (1, 1), (0, 0)))
+        x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2))
+        x_BHWC = self.constrain(x_BHWC, ("batch", None, None, None))
+        x_BHWC = run_stages(
+            x_BHWC, self.stages, self.stem_width, PreActBottleneck,
+            remat=self.remat, dtype=self.dtype, constrain=self.constrain,
+        )  # fmt: skip
+        return nn.relu(group_norm(BIT, self.dtype, "norm")(x_BHWC))
+
+
+class BiT(nn.Module):
+    """ResNet-v2: images (B, H, W, 3) in its value range -> logits (B, C), float32.
+
+    `num_classes` None makes a model without head, whose `__call__` gives the features.
+    `image_size` None: it takes images of any size. `stages` are the units of each, `stem_width` the
+    channels of the root. `remat` is as in `ViT`, unit by unit.
+
+    Methods: "tokens" -> (B, N, D), the last map in raster order, normalised; "features" -> (B, D),
+      its mean; "pre_logits", the same.
+    Raises: InputError for fields that are out of range, or images of another size.
+    """
+
+    num_classes: int | None
+    image_size: tuple[int, int] | None
+    stages: tuple[int, ...]
+    stem_width: int = STEM_WIDTH
+    head_bias: float = 0.0
+    remat: str = "none"
+    dtype: Any = jnp.float32
+    constrain: Constrain = unconstrained
+
+    scan = False  # no field: a stage is too short for its units to be compiled as one
+    num_prefix_tokens = 0
+
+    def __post_init__(self):
+        faults = find_stage_faults(self.stages, self.stem_width)
+        if not self.stages:
+            faults.append("stages=(): needs the units of each stage, e.g. (3, 4, 6, 3)")
+        if self.remat not in REMAT_POLICIES:
+            faults.append(f"remat={self.remat!r}: {nearest(self.remat, tuple(REMAT_POLICIES))}")
+        if self.num_classes is not None and self.num_classes < 1:
+            faults.append(f"num_classes={self.num_classes}: needs a positive int, or None")
+        collect_faults(faults)
+        super().__post_init__()
+
+    @property
+    def width(self) -> int:
+        """D, the channels of the last map."""
+        return EXPANSION * self.stem_width * 2 ** (len(self.stages) - 1)
+
+    @property
+    def token_stride(self) -> tuple[int, int]:
+        """Height and width in pixels of what a position of the last map stands for."""
+        return (map_stride(self.stages),) * 2
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the last map; of a model that has an image size."""
+        stride = map_stride(self.stages)
+        return -(-self.image_size[0] // stride), -(-self.image_size[1] // stride)
+
+    def setup(self):
+        self.trunk = Trunk(
+            self.stages,
+            self.stem_width,
+            remat=self.remat,
+            dtype=self.dtype,
+            constrain=self.constrain,
+        )
+        if self.num_classes is not None:
+            self.head = nn.Dense(
+                self.num_classes,
+                kernel_init=nn.initializers.zeros,
+                bias_init=nn.initializers.constant(self.head_bias),
+            )
+
+    def tokens(self, images, *, train=False) -> jax.Array:
+        """The last map, normalised."""
+        del train
+        image_size = self.image_size or images.shape[1:3]
+        if images.shape[1:] != (*image_size, 3):
+            raise InputError(
+                f"images of shape {images.shape}: this model needs (B, H, W, 3) with "
+                f"image_size={self.image_size}; resize them, or the model (image_size=)"
+            )
+        return rearrange(self.trunk(images.astype(self.dtype)), "b h w d -> b (h w) d")
+
+    def features(self, images, *, train=False):
+        """The mean of the last map."""
+        return self.tokens(images, train=train).mean(axis=1)
+
+    def pre_logits(self, images, *, train=False):
+        """The features: the head is linear."""
+        return self.features(images, train=train)
+
+    def __call__(self, images, *, train=False):
+        x_BD = self.features(images, train=train)
+        return x_BD if self.num_classes is None else self.head(x_BD)
+
+
+BIT_NAMES = tuple(
+    f"BiT-{size}"
+    for size in (
+        "R50x1", "R50x2", "R50x3", "R101x1", "R101x3", "R152x1", "R152x2", "R152x4", "R200x3",
+    )
+)  # fmt: skip
+
+
+def make_bit(name: str, num_classes: int | None, image_size: tuple[int, int], **fields) -> BiT:
+    """The ResNet called `name`, "BiT-R50x3" a ResNet-50 of three times the width.
+
+    Raises:
+      InputError: if it is not one of BIT_NAMES; `fields` replace its own.
+    """
+    if name not in BIT_NAMES:
+        raise InputError(f"name={name!r}: no such ResNet; known: {', '.join(BIT_NAMES)}")
+    layers, factor = map(int, re.fullmatch(r"BiT-R(\d+)x(\d+)", name).groups())
+    own = {"stages": RESNET_STAGES[layers], "stem_width": STEM_WIDTH * factor}
+    return BiT(num_classes, image_size, **(own | fields))

@@ -1,0 +1,162 @@
+"""The hybrid: a ResNet's feature map in the place of the image that a Vision Transformer cuts up.
+
+Axes: B images, H rows, W columns, C channels, N tokens, D width.
+Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1 and appendix B.2; R26, R: Steiner
+et al. 2021 (arXiv:2106.10270).
+"""
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from vit_jax.errors import InputError
+from vit_jax.models.layers import Constrain, unconstrained
+from vit_jax.models.resnet import (
+    EXPANSION,
+    HYBRID,
+    RESNET_STAGES,
+    STEM_WIDTH,
+    StdConv,
+    find_stage_faults,
+    group_norm,
+    map_stride,
+    run_stages,
+)
+from vit_jax.models.variants import parse_vit_name
+from vit_jax.models.vit import ViT, vit_fields
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions, each with a norm behind it, and a residual.
+
+    The last norm's scale begins at 0, and the unit as its residual.
+
+    Shapes: (B, H, W, C) -> (B, H / stride, W / stride, 4 width), rounded up.
+    """
+
+    width: int
+    stride: int
+    dtype: Any = jnp.float32
+    constrain: Constrain = unconstrained
+
+    @nn.compact
+    def __call__(self, x_BHWC):
+        conv = partial(StdConv, convention=HYBRID, dtype=self.dtype)
+        norm = partial(group_norm, HYBRID, self.dtype)
+        width_out = EXPANSION * self.width
+        shortcut_BHWC = x_BHWC
+        if x_BHWC.shape[-1] != width_out or self.stride > 1:
+            shortcut_BHWC = conv(width_out, 1, stride=self.stride, name="conv_proj")(x_BHWC)
+            shortcut_BHWC = norm("norm_proj")(shortcut_BHWC)
+        y_BHWC = nn.relu(norm("norm1")(conv(self.width, 1, name="conv1")(x_BHWC)))
+        y_BHWC = self.constrain(y_BHWC, ("batch", None, None, "tensor"))
+        y_BHWC = conv(self.width, 3, stride=self.stride, name="conv2")(y_BHWC)
+        y_BHWC = nn.relu(norm("norm2")(y_BHWC))
+        y_BHWC = self.constrain(y_BHWC, ("batch", None, None, "tensor"))
+        y_BHWC = conv(width_out, 1, name="conv3")(y_BHWC)
+        y_BHWC = norm("norm3", scale_init=nn.initializers.zeros)(y_BHWC)
+        return self.constrain(nn.relu(shortcut_BHWC + y_BHWC), ("batch", None, None, None))
+
+
+class Stem(nn.Module):
+    """A root of stride 4 (convolution, norm, ReLU, max-pooling), then stages of bottlenecks.
+
+    Shapes: (B, H, W, 3) -> (B, H / stride, W / stride, C).
+    """
+
+    stages: tuple[int, ...]
+    width: int
+    remat: str = "none"
+    dtype: Any = jnp.float32
+    constrain: Constrain = unconstrained
+
+    @nn.compact
+    def __call__(self, images):
+        x_BHWC = StdConv(
+            self.width, 7, HYBRID, stride=2, dtype=self.dtype, name="conv_root"
+        )(images)  # fmt: skip
+        x_BHWC = nn.relu(group_norm(HYBRID, self.dtype, "norm_root")(x_BHWC))
+        x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2), padding="SAME")
+        x_BHWC = self.constrain(x_BHWC, ("batch", None, None, None))
+        return run_stages(
+            x_BHWC, self.stages, self.width, Bottleneck,
+            remat=self.remat, dtype=self.dtype, constrain=self.constrain,
+        )  # fmt: skip
+
+
+class HybridViT(ViT):
+    """ViT whose patches, of `patch_size`, are of the map of a ResNet with these `stages`.
+
+    `stem_width` are the channels of the ResNet's root; without stages it is all of the ResNet.
+    Sizes, remat and layout of the Transformer are as in `ViT`; `scan` is of its blocks alone.
+    """
+
+    stages: tuple[int, ...] = ()
+    stem_width: int = STEM_WIDTH
+
+    def _find_faults(self) -> list[str]:
+        return super()._find_faults() + find_stage_faults(self.stages, self.stem_width)
+
+    @property
+    def token_stride(self) -> tuple[int, int]:
+        """Height and width in pixels of what a token stands for."""
+        stride = map_stride(self.stages)
+        return self.patch_size[0] * stride, self.patch_size[1] * stride
+
+    def setup(self):
+        super().setup()
+        self.stem = Stem(
+            self.stages,
+            self.stem_width,
+            remat=self.remat,
+            dtype=self.dtype,
+            constrain=self.constrain,
+        )
+
+    def _embed(self, images):
+        return super()._embed(self.stem(images))
+
+
+# Those of the papers. Any other ResNet, variant and patch size of `make_hybrid` will do as well.
+HYBRID_NAMES = (
+    "R+ViT-Ti/16",
+    "R26+ViT-S/32",
+    "R26+ViT-B/32",
+    "R50+ViT-B/16",
+    "R50+ViT-B/32",
+    "R50+ViT-L/16",
+    "R50+ViT-L/32",
+)
+
+
+def make_hybrid(
+    name: str, num_classes: int | None, image_size: tuple[int, int], **fields
+) -> HybridViT:
+    """The hybrid called `name`; `fields` replace its own.
+
+    "R50+ViT-B/32" has all stages of a ResNet-50 and patches of 1 x 1 on its map, of stride 32. At
+    /16 the last stage is left out and its units are put into the one before. "R+ViT-Ti/16" has the
+    root alone, and patches of half the size in the name, as published: 8 x 8 on a map of stride 4.
+
+    Raises:
+      InputError: for a ResNet that is not known, or a patch size that its stride does not divide.
+    """
+    resnet = name.partition("+")[0].removeprefix("R")
+    _, size = parse_vit_name(name)
+    if not resnet:
+        stages, needed = (), 2
+        patch_size = size // 2
+    elif int(resnet) not in RESNET_STAGES:
+        known = ", ".join(f"R{layers}" for layers in RESNET_STAGES)
+        raise InputError(f"name={name!r}: no ResNet R{resnet}; known: R, {known}")
+    else:
+        stages, needed = RESNET_STAGES[int(resnet)], 16
+        if size % 32:
+            stages = (*stages[:2], stages[2] + stages[3])
+        patch_size = size // map_stride(stages)
+    if size % needed:
+        raise InputError(f"name={name!r}: the patch size {size} must be a multiple of {needed}")
+    own = {"patch_size": patch_size, "stages": stages}
+    return HybridViT(**vit_fields(name, num_classes, image_size, own | fields))

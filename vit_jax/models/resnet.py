@@ -1,0 +1,157 @@
+"""What BiT's ResNets and the stems of hybrids share: weight standardisation, group normalisation.
+
+Axes: B images, H rows, W columns, C channels.
+Parameters are float32, and so are the statistics; `dtype` is that of the computation.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.models.layers import Constrain, unconstrained
+
+# Layers of a ResNet -> the units of its stages (He et al. 2015, arXiv:1512.03385, table 1; R26 as
+# in Steiner et al. 2021, arXiv:2106.10270; R200 as in BiT's release).
+RESNET_STAGES = {
+    26: (2, 2, 2, 2),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+    200: (3, 24, 36, 3),
+}
+STEM_WIDTH = 64
+NUM_GROUPS = 32  # of a group normalisation, whatever the width
+ROOT_STRIDE = 4
+EXPANSION = 4  # of a unit's width, from its first convolution to its output
+
+
+def map_stride(stages: tuple[int, ...]) -> int:
+    """Pixels of the image along a side of a position of the last stage's map."""
+    return ROOT_STRIDE * 2 ** max(len(stages) - 1, 0)
+
+
+def find_stage_faults(stages: Any, stem_width: int) -> list[str]:
+    """What is wrong with the sizes of a ResNet."""
+    faults = []
+    if any(type(units) is not int or units < 1 for units in stages):
+        faults.append(f"stages={stages}: needs the units of each stage, e.g. (3, 4, 6, 3)")
+    if stem_width < 1 or stem_width % NUM_GROUPS:
+        faults.append(
+            f"stem_width={stem_width}: needs a multiple of {NUM_GROUPS}, the groups of each norm"
+        )
+    return faults
+
+
+def _by_std(kernel):
+    return _centred(kernel) / (jnp.std(kernel, axis=(0, 1, 2), keepdims=True) + 1e-5)
+
+
+def _by_variance(kernel):
+    return _centred(kernel) * jax.lax.rsqrt(jnp.var(kernel, (0, 1, 2), keepdims=True) + 1e-10)
+
+
+def _centred(kernel):
+    return kernel - jnp.mean(kernel, axis=(0, 1, 2), keepdims=True)
+
+
+class Convention(NamedTuple):
+    """What the two published kinds of these ResNets do differently.
+
+    standardize: kernel (h, w, in, out) -> the kernel of mean 0 and variance 1 for each output
+      (Qiao et al. 2019, arXiv:1903.10520, Eqs. 4-6).
+    norm_eps: of group normalisation.
+    pads_evenly: a side of k // 2 zeros before and after; else as little as there need be, the
+      odd one behind ("SAME").
+    """
+
+    standardize: Callable[[jax.Array], jax.Array]
+    norm_eps: float
+    pads_evenly: bool
+
+
+HYBRID = Convention(_by_std, norm_eps=1e-6, pads_evenly=False)
+BIT = Convention(_by_variance, norm_eps=1e-5, pads_evenly=True)
+
+
+class StdConv(nn.Module):
+    """A convolution without bias, of `size` x `size`, whose kernel is standardised.
+
+    Shapes: (B, H, W, C) -> (B, H / stride, W / stride, features), rounded up.
+    """
+
+    features: int
+    size: int
+    convention: Convention
+    stride: int = 1
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x_BHWC):
+        shape = (self.size, self.size, x_BHWC.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        half = self.size // 2
+        return jax.lax.conv_general_dilated(
+            x_BHWC.astype(self.dtype),
+            self.convention.standardize(kernel).astype(self.dtype),
+            (self.stride, self.stride),
+            [(half, half)] * 2 if self.convention.pads_evenly else "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+
+
+def group_norm(convention: Convention, dtype: Any, name: str, **fields: Any) -> nn.Module:
+    """A group normalisation (Wu & He 2018, arXiv:1803.08494) with a scale and a bias a channel."""
+    eps = convention.norm_eps
+    return nn.GroupNorm(NUM_GROUPS, epsilon=eps, dtype=dtype, name=name, **fields)
+
+
+def _saves_convolutions(primitive, *_, **__) -> bool:
+    return primitive.name == "conv_general_dilated"
+
+
+# As in `layers.REMAT_POLICIES`; what a unit multiplies are convolutions.
+_REMAT_POLICIES = {
+    "dots": _saves_convolutions,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Stage(nn.Module):
+    """`depth` units one behind the other, of which the first has the stride.
+
+    Shapes: (B, H, W, C) -> (B, H / stride, W / stride, 4 width), rounded up.
+    """
+
+    unit: type[nn.Module]
+    depth: int
+    width: int
+    stride: int
+    remat: str = "none"
+    dtype: Any = jnp.float32
+    constrain: Constrain = unconstrained
+
+    @nn.compact
+    def __call__(self, x_BHWC):
+        unit = self.unit
+        if self.remat != "none":
+            unit = nn.remat(unit, policy=_REMAT_POLICIES[self.remat])
+        unit = partial(unit, self.width, dtype=self.dtype, constrain=self.constrain)
+        for i in range(self.depth):
+            stride = self.stride if i == 0 else 1
+            x_BHWC = unit(stride=stride, name=f"layer_{i}")(x_BHWC)
+        return x_BHWC
+
+
+def run_stages(x_BHWC, stages: tuple[int, ...], stem_width: int, unit: type[nn.Module], **fields):
+    """The stages of a ResNet, each after the first at half the resolution and twice the width.
+
+    To be called in a compact method, whose submodules `stage_0`, `stage_1`, ... they become.
+    """
+    for i, depth in enumerate(stages):
+        stage = Stage(unit, depth, stem_width * 2**i, 2 if i else 1, name=f"stage_{i}", **fields)
+        x_BHWC = stage(x_BHWC)
+    return x_BHWC

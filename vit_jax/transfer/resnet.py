@@ -1,0 +1,139 @@
+"""ResNets in published `.npz` files: those of Big Transfer, and the stems of hybrids.
+
+Blocks and units are numbered from 1. A hybrid's GroupNorm leaves are published as (1, 1, 1, C), and
+the reference takes no others; they are read as (C,) too. Some of Big Transfer's files number their
+layers (`standardized_conv2d_17`).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vit_jax.errors import InputError
+from vit_jax.models.bit import BiT
+from vit_jax.models.hybrid import HybridViT
+from vit_jax.transfer import layout
+from vit_jax.transfer.layout import Entry, rearranged, same
+
+_ROOT = "resnet/root_block/standardized_conv2d/kernel"
+_HEAD = "resnet/head/conv2d"
+_STEM = "conv_root/kernel"
+
+
+def is_bit(arrays: Mapping[str, np.ndarray]) -> bool:
+    """Whether arrays are named as those of Big Transfer."""
+    return any(name.startswith("resnet/") for name in arrays)
+
+
+def is_hybrid(arrays: Mapping[str, np.ndarray]) -> bool:
+    """Whether there is a ResNet before the patches."""
+    return _STEM in arrays
+
+
+def without_numbers(arrays: Mapping[str, np.ndarray], source: str) -> dict[str, np.ndarray]:
+    """The arrays of a BiT by names in which layers are not numbered.
+
+    Raises:
+      InputError: if two are named alike then.
+    """
+    found = {}
+    for name, array in arrays.items():
+        plain = re.sub(r"(standardized_conv2d|group_norm|conv2d)_\d+", r"\1", name)
+        if plain in found:
+            raise InputError(f"init_from={source!r}: {name} is there twice, numbered otherwise")
+        found[plain] = array
+    return found
+
+
+def infer_bit(
+    arrays: Mapping[str, np.ndarray], image_size: tuple[int, int] | None, source: str
+) -> BiT:
+    """The model that a BiT's arrays are of; they do not tell an image size."""
+    layout.require(arrays, {_ROOT: 4}, source, {f"{_HEAD}/kernel": 4})
+    has_head = f"{_HEAD}/kernel" in arrays
+    return BiT(
+        num_classes=arrays[f"{_HEAD}/kernel"].shape[3] if has_head else None,
+        image_size=image_size,
+        stages=_count_units(arrays, "resnet/", source),
+        stem_width=arrays[_ROOT].shape[3],
+    )
+
+
+def infer_stem(arrays: Mapping[str, np.ndarray], source: str) -> dict[str, Any]:
+    """The fields of a hybrid that its ResNet tells."""
+    layout.require(arrays, {_STEM: 4}, source)
+    return {"stages": _count_units(arrays, "", source), "stem_width": arrays[_STEM].shape[3]}
+
+
+def _count_units(arrays: Mapping[str, np.ndarray], prefix: str, source: str) -> tuple[int, ...]:
+    """The units of each block."""
+    matches = (re.match(rf"{prefix}block(\d+)/unit(\d+)/", name) for name in arrays)
+    found = {(int(m[1]), int(m[2])) for m in matches if m}
+    blocks = {block: [u for b, u in found if b == block] for block, _ in found}
+    for what, numbers in [("blocks", blocks), *((f"block{b}'s units", u) for b, u in blocks.items())]:
+        if sorted(numbers) != list(range(1, len(numbers) + 1)):
+            raise InputError(
+                f"init_from={source!r}: of {what} there are {sorted(numbers)[:20]}, and needed is "
+                "every number from 1 on; fetch it again"
+            )
+    return tuple(len(blocks[block]) for block in sorted(blocks))
+
+
+def fold_norms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A hybrid's arrays with its GroupNorm leaves as (1, 1, 1, C)."""
+    is_norm = re.compile(r"(.*/)?gn(\d|_root|_proj)/(scale|bias)").fullmatch
+    return {
+        name: array.reshape(1, 1, 1, -1) if is_norm(name) and array.ndim == 1 else array
+        for name, array in arrays.items()
+    }
+
+
+def stem_entries(model: HybridViT) -> list[Entry]:
+    """The ResNet of a hybrid."""
+    entries = [same(_STEM, "stem/conv_root/kernel"), *_flat_norm("gn_root", "stem/norm_root")]
+    for theirs, ours, is_first in _units(model.stages, "block{}/unit{}", "stem"):
+        for part in ["1", "2", "3", *["_proj"] * is_first]:
+            entries.append(same(f"{theirs}/conv{part}/kernel", f"{ours}/conv{part}/kernel"))
+            entries += _flat_norm(f"{theirs}/gn{part}", f"{ours}/norm{part}")
+    return entries
+
+
+def bit_entries(model: BiT) -> list[Entry]:
+    """All of a BiT."""
+    entries = [same(_ROOT, "trunk/conv_root/kernel"), *_norm("resnet/group_norm", "trunk/norm")]
+    for theirs, ours, is_first in _units(model.stages, "resnet/block{}/unit{:02}", "trunk"):
+        for i, part in enumerate("abc", 1):
+            entries.append(_conv(f"{theirs}/{part}", f"{ours}/conv{i}"))
+            entries += _norm(f"{theirs}/{part}/group_norm", f"{ours}/norm{i}")
+        if is_first:
+            entries.append(_conv(f"{theirs}/a/proj", f"{ours}/conv_proj"))
+    if model.num_classes is not None:
+        kernel = rearranged(f"{_HEAD}/kernel", "head/kernel", "h w d c -> (h w d) c", h=1, w=1)
+        entries += [kernel, same(f"{_HEAD}/bias", "head/bias")]
+    return entries
+
+
+def _units(stages, their_pattern, our_root):
+    """(their name, ours, whether it is its stage's first) of every unit."""
+    for stage, depth in enumerate(stages):
+        for unit in range(depth):
+            ours = f"{our_root}/stage_{stage}/layer_{unit}"
+            yield their_pattern.format(stage + 1, unit + 1), ours, unit == 0
+
+
+def _conv(theirs: str, ours: str) -> Entry:
+    return same(f"{theirs}/standardized_conv2d/kernel", f"{ours}/kernel")
+
+
+def _norm(theirs: str, ours: str) -> list[Entry]:
+    return [same(f"{theirs}/gamma", f"{ours}/scale"), same(f"{theirs}/beta", f"{ours}/bias")]
+
+
+def _flat_norm(theirs: str, ours: str) -> list[Entry]:
+    pattern, ones = "x y z c -> (x y z c)", {"x": 1, "y": 1, "z": 1}
+    return [
+        rearranged(f"{theirs}/{leaf}", f"{ours}/{leaf}", pattern, **ones)
+        for leaf in ("scale", "bias")
+    ]
