@@ -17,7 +17,7 @@ CPU, under a minute, synthetic data: --config=configs/augreg.py:ViT-B/16,imagene
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.errors import InputError
 from vit_jax.models.variants import parse_vit_name
-from vit_jax.recipes import SPLITS, find_augreg
+from vit_jax.recipes import SPLITS, find_augreg, make_tiny
 
 WORDS = {
     "debug": "20 steps of a tiny model",
@@ -67,10 +67,8 @@ def get_config(arg=""):
     c.checkpoint.every, c.log.every = "1000 steps", "50 steps"
 
     if "debug" in chosen:
-        patch_size = int(model.rsplit("/", 1)[1])
-        c.model.name = f"ViT-mu/{patch_size}"
         c.data.name, c.data.split, c.data.ops = "synthetic", "train", recipe.ops("")
-        c.data.image_size = 2 * patch_size
+        c.data.image_size = make_tiny(c.model, model)
         c.data.num_classes, c.data.num_examples = 10, 256
         c.evals.val.split, c.evals.val.ops, c.evals.val.every = "val", "", "10 steps"
         c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "5 steps"

@@ -8,20 +8,20 @@ is held out to validate with. A larger model, at 224 px, which wants an accelera
 """
 
 from vit_jax.config import base_config, classification, refuse_words, split_words
-from vit_jax.models.variants import parse_vit_name
+from vit_jax.models import create_model
 
 WORDS = {"debug": "20 steps of a tiny model"}
 
 
 def get_config(arg=""):
     words, chosen = split_words(arg, WORDS)
-    model = "a ViT such as ViT-S/16 at 224 px, in place of a small one at 64 px"
+    model = "such as ViT-S/16 or BiT-R50x1, at 224 px, in place of a small one at 64 px"
     refuse_words(words[1:], {"MODEL": model} | WORDS, __file__)
     c = base_config()
     c.global_batch_size, c.duration = 32, "40 epochs"
     c.model.pool, c.model.dropout = "gap", 0.1
     if words:
-        parse_vit_name(words[0])
+        create_model(words[0], image_size=224)
         c.model.name, c.data.image_size, c.model.dtype = words[0], 224, "bfloat16"
     else:
         c.model.name, c.data.image_size, c.model.dtype = "ViT-Ti/8", 64, "float32"

@@ -2,7 +2,7 @@
 
 DATA is imagenet2012, imagenet21k or jft=<TFDS name> (JFT-300M is not public: the recipe then runs
 on the large labelled set of that name). README says how to bring a set that the TFDS catalogue
-lacks, imagenet21k among them.
+lacks, imagenet21k among them. MODEL is a ViT, or of jft a hybrid or BiT of the table.
 
 python -m vit_jax.main --config=configs/pretrain.py:ViT-L/16,imagenet21k --workdir=$W
 Published, ViT-B/16 on ImageNet-1k, 300 epochs, from scratch: 77.9 % top-1 at 384 px.
@@ -11,7 +11,8 @@ CPU, under a minute, synthetic data: --config=configs/pretrain.py:ViT-L/16,image
 
 from vit_jax.config import base_config, classification, fewshot, split_words
 from vit_jax.errors import InputError
-from vit_jax.recipes import SPLITS, find_pretraining
+from vit_jax.models.bit import BIT_NAMES
+from vit_jax.recipes import SPLITS, find_pretraining, make_tiny
 
 WORDS = {
     "debug": "20 steps of a tiny model",
@@ -38,8 +39,9 @@ def get_config(arg=""):
 
     c = base_config()
     c.global_batch_size, c.duration = 4096, f"{choose_epochs(row, chosen)} epochs"
-    c.model.name, c.model.hidden_head, c.model.dropout = model, True, row.dropout
-    c.model.dtype = "bfloat16"
+    c.model.name, c.model.dtype = model, "bfloat16"
+    if model not in BIT_NAMES:
+        c.model.hidden_head, c.model.dropout = True, row.dropout
 
     train_split, val_split = SPLITS[data]
     c.data.name, c.data.image_size = tfds_name or data, 224
@@ -66,10 +68,8 @@ def get_config(arg=""):
     c.checkpoint.every, c.log.every = "1000 steps", "50 steps"
 
     if "debug" in chosen:
-        patch_size = int(model.rsplit("/", 1)[1])
-        c.model.name = f"ViT-mu/{patch_size}"
         c.data.name, c.data.split, c.data.ops = "synthetic", "train", "flip"
-        c.data.image_size = 2 * patch_size
+        c.data.image_size = make_tiny(c.model, model)
         c.data.num_classes, c.data.num_examples = 10, 256
         c.evals.val.split, c.evals.val.ops, c.evals.val.every = "val", "", "10 steps"
         if "fewshot" in chosen:

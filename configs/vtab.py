@@ -14,8 +14,7 @@ A few seconds, on the digits: --config=configs/vtab.py:ViT-B/16,debug
 
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.errors import InputError
-from vit_jax.models.variants import parse_vit_name
-from vit_jax.recipes import VTAB, fine_tuning_size
+from vit_jax.recipes import VTAB, fine_tuning_size, make_tiny
 
 WORDS = {"debug": "20 steps of a tiny model"}
 
@@ -25,14 +24,13 @@ def get_config(arg=""):
     if len(words) != 1:
         raise InputError(f"got {arg!r}, needs MODEL, e.g. configs/vtab.py:ViT-B/16; besides debug")
     (model,) = words
-    _, patch_size = parse_vit_name(model)
     c = base_config()
     c.init_from = ""  # has to be given
     c.global_batch_size, c.duration = 512, f"{VTAB.steps} steps"
     c.model.name, c.model.dtype = model, "bfloat16"
 
     c.data.name, c.data.split = "vtab/caltech101", "train800val200"  # the study sets them
-    c.data.image_size = fine_tuning_size(patch_size)
+    c.data.image_size = fine_tuning_size(model)
     c.data.ops = "decode|resize"
     c.evals.test = classification(split="test", every="2500 steps", ops="decode|resize")
 
@@ -44,8 +42,8 @@ def get_config(arg=""):
 
     if "debug" in chosen:
         c.init_from = "scratch"
-        c.model.name, c.model.dtype = f"ViT-mu/{patch_size}", "float32"
-        c.data.name, c.data.split, c.data.image_size = "digits", "train", 2 * patch_size
+        c.model.dtype, c.data.image_size = "float32", make_tiny(c.model, model)
+        c.data.name, c.data.split = "digits", "train"
         c.global_batch_size, c.duration = 32, "20 steps"
         c.evals.test.every = "20 steps"
         c.log.every, c.checkpoint.every = "10 steps", "20 steps"

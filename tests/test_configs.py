@@ -1,5 +1,6 @@
 """Every file in configs/, and the paper's table of pretraining recipes."""
 
+import itertools
 import pathlib
 import re
 
@@ -15,8 +16,9 @@ from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.errors import InputError
 from vit_jax.experiment import make_experiment, num_steps
 from vit_jax.mesh import make_mesh
-from vit_jax.recipes import VTAB
+from vit_jax.recipes import VTAB, hyper_rule
 from vit_jax.run import prepare
+from vit_jax.studies.grid import parse_cells
 from vit_jax.validation import find_faults
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -28,6 +30,8 @@ FORMS = {
         "ViT-B/16,imagenet2012",
         "ViT-L/16,imagenet21k,debug",
         "ViT-B/16,jft=mine,fewshot,debug",
+        "BiT-R152x2,jft=mine,debug",
+        "R50+ViT-L/32,jft=mine,debug",
     ],
     "cifar10": ["", "small", "5k", "5k,medium1", "debug", "small,debug", "5k,strong2,debug"],
     "folder": ["", "ViT-S/16", "debug", "ViT-S/16,debug"],
@@ -37,11 +41,24 @@ FORMS = {
         "ViT-H/14,imagenet2012,headline",
         "ViT-B/16,cifar10,debug",
         "ViT-B/16,cifar10,head_only,debug",
+        "BiT-R50x1,cifar10",
+        "BiT-R50x1,cifar10,debug",
+        "R26+ViT-S/32,imagenet2012,headline",
+        "R50+ViT-B/16,cifar10,debug",
     ],
-    "finetune_study": ["ViT-L/32,oxford_flowers102", "ViT-B/16,cifar10,debug"],
-    "vtab": ["ViT-H/14", "ViT-B/16,debug"],
+    "finetune_study": [
+        "ViT-L/32,oxford_flowers102",
+        "ViT-B/16,cifar10,debug",
+        "BiT-R101x3,oxford_iiit_pet",
+    ],
+    "vtab": ["ViT-H/14", "ViT-B/16,debug", "BiT-R50x3", "BiT-R50x1,debug"],
+    "position_ablation": ["", "debug"],
     "five_classes": ["", "pretrain", "debug", "pretrain,debug"],
-    "augreg": ["ViT-B/16,imagenet2012,none", "ViT-B/16,imagenet21k,medium1,debug"],
+    "augreg": [
+        "ViT-B/16,imagenet2012,none",
+        "ViT-B/16,imagenet21k,medium1,debug",
+        "R26+ViT-S/32,imagenet21k,light1,debug",
+    ],
 }
 
 
@@ -143,7 +160,7 @@ def test_unknown_word_names_those_known(name):
 
 
 # The paper's table 3 once more: model, data, epochs (those of the config without a word first),
-# base learning rate, decay, weight decay, dropout.
+# base learning rate, decay, weight decay, dropout (a ResNet has none).
 TABLE_3 = [
     ("ViT-B/16", "jft", (7,), 8e-4, "linear", 0.1, 0.0),
     ("ViT-B/32", "jft", (7,), 8e-4, "linear", 0.1, 0.0),
@@ -160,6 +177,15 @@ TABLE_3 = [
     ("ViT-L/32", "imagenet2012", (300,), 3e-3, "cosine", 0.3, 0.1),
     ("ViT-H/14", "imagenet2012", (300,), 3e-3, "cosine", 0.3, 0.1),
     ("ViT-S/16", "imagenet2012", (300,), 3e-3, "cosine", 0.3, 0.1),
+    ("BiT-R50x1", "jft", (7,), 1e-3, "linear", 0.1, None),
+    ("BiT-R101x1", "jft", (7,), 8e-4, "linear", 0.1, None),
+    ("BiT-R152x1", "jft", (7,), 6e-4, "linear", 0.1, None),
+    ("BiT-R50x2", "jft", (7,), 1e-3, "linear", 0.1, None),
+    ("BiT-R152x2", "jft", (7,), 6e-4, "linear", 0.1, None),
+    ("R50+ViT-B/16", "jft", (7,), 8e-4, "linear", 0.1, 0.0),
+    ("R50+ViT-B/32", "jft", (7,), 8e-4, "linear", 0.1, 0.0),
+    ("R50+ViT-L/16", "jft", (7, 14), 4e-4, "linear", 0.1, 0.0),
+    ("R50+ViT-L/32", "jft", (7,), 2e-4, "linear", 0.1, 0.0),
 ]
 ROWS = [(*row[:2], *epochs, *row[3:]) for row in TABLE_3
         for epochs in [(row[2][0], "")] + [(n, f",{n}ep") for n in row[2] if n != 300]]  # fmt: skip
@@ -184,7 +210,7 @@ def test_table_3(model, data, epochs, word, lr, decay, weight_decay, dropout):
         decay, "10000 steps", "0 steps",
     )  # fmt: skip
     assert (c.model.dropout, c.model.attention_dropout) == (dropout, None)
-    assert c.model.hidden_head is True
+    assert c.model.hidden_head is (None if model.startswith("BiT") else True)
     assert c.optimizer.grad_clip_norm == (1.0 if data == "imagenet2012" else None)
     assert c.loss.label_smoothing == 0.0
     if data == "imagenet2012":
@@ -212,6 +238,9 @@ def test_recipe_becomes_an_experiment():
         ("ViT-S/16,imagenet21k", ["no row for ViT-S/16 on imagenet21k"]),
         ("ViT-S/16,jft=x", ["no row for ViT-S/16 on jft"]),
         ("ViT-L/14,imagenet21k", ["no row for ViT-L/14 on imagenet21k"]),
+        ("BiT-R50x3,jft=x", ["no row for BiT-R50x3 on jft"]),
+        ("BiT-R50x1,imagenet2012", ["no row for BiT-R50x1 on imagenet2012"]),
+        ("R26+ViT-B/32,jft=x", ["no row for R26+ViT-B/32 on jft"]),
     ],
 )
 def test_absent_row_names_those_that_are(words, says):
@@ -252,7 +281,6 @@ def test_pretraining_data(data):
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("BiT-R50x1", "needs BiT-VARIANT/PATCH, e.g. BiT-B/16"),
         ("ViT-B16", "needs ViT-VARIANT/PATCH"),
         ("ViT-l/16", "did you mean L?"),
         ("ViT-x9/16", "known: mu, Ti, S"),
@@ -297,7 +325,7 @@ def test_folder_takes_a_model(words, model, image_size):
 
 def test_folder_takes_one_model():
     message = refusal("folder", "ViT-S/16,ViT-B/16")
-    assert "unknown word 'ViT-B/16'; it takes MODEL: a ViT" in message
+    assert "unknown word 'ViT-B/16'; it takes MODEL: such as ViT-S/16" in message
 
 
 @pytest.mark.parametrize("image_size", [(96, 96), (96, 64)])
@@ -448,9 +476,84 @@ def test_vtab_has_one_learning_rate():
     assert (VTAB.steps, VTAB.peak_lrs) == (2_500, (0.01,))
 
 
+SMALL = (160, 128, 500, 100, (200, 300, 400), None)
+MIDDLE = (10_000, 500, (3_000, 6_000, 9_000), 0.1)
+LARGE = (20_000, 500, (6_000, 12_000, 18_000), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "image_size", "rule"),
+    [
+        (19_999, (95, 96), SMALL),
+        (19_999, (96, 96), (512, 480, *SMALL[2:])),
+        (20_000, (32, 32), (160, 128, *MIDDLE)),
+        (20_000, (64, 144), (512, 480, *MIDDLE)),  # 96 * 96 pixels
+        (499_999, (375, 500), (512, 480, *MIDDLE)),
+        (500_000, (375, 500), (512, 480, *LARGE)),
+        (500_000, (28, 28), (160, 128, *LARGE)),
+    ],
+)
+def test_hyper_rule(num_examples, image_size, rule):
+    assert hyper_rule(num_examples, image_size) == rule
+
+
+@pytest.mark.parametrize(
+    ("data", "rule"),
+    [
+        ("cifar10", (160, 128, *MIDDLE)),
+        ("cifar100", (160, 128, *MIDDLE)),
+        ("oxford_iiit_pet", (512, 480, *SMALL[2:])),
+        ("oxford_flowers102", (512, 480, *SMALL[2:])),
+        ("imagenet2012", (512, 480, *LARGE)),
+    ],
+)
+def test_a_bit_is_fine_tuned_by_its_rule(data, rule):
+    resize, crop, steps, warmup, milestones, mixup = rule
+    c = load("finetune", f"BiT-R50x1,{data}")
+    assert (c.model.name, c.duration, c.data.image_size) == ("BiT-R50x1", f"{steps} steps", crop)
+    mixing = f"|mixup({mixup})" if mixup else ""
+    assert c.data.ops == f"decode|resize({resize})|random_crop|flip{mixing}"
+    assert c.evals.test.ops == "decode|resize"
+    optimizer = c.optimizer
+    assert (optimizer.name, optimizer.peak_lr, c.global_batch_size) == ("sgd", 0.003, 512)
+    assert (optimizer.momentum, optimizer.weight_decay, optimizer.grad_clip_norm) == (None, 0, None)
+    c.data.num_classes, c.data.num_examples, c.init_from = 10, 50_000, "scratch"
+    e = make_experiment(c, make_mesh(replica=1, data=-1, fsdp=1, tensor=1))
+    bounds = (warmup, *milestones, steps)
+    for k, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        for step in (begin, end - 1):
+            np.testing.assert_allclose(float(e.schedule(step)), 0.003 / 10**k, rtol=1e-5)
+    np.testing.assert_allclose(float(e.schedule(warmup // 2)), 0.0015, rtol=1e-6)
+    study = load("finetune_study", f"BiT-R50x1,{data}").study
+    assert (study.peak_lrs, study.seeds) == ((0.003,), 3)
+
+
+def test_headline_is_of_vits():
+    assert "not of BiT-R50x1 on imagenet2012" in refusal(
+        "finetune", "BiT-R50x1,imagenet2012,headline"
+    )
+
+
+def test_cells_of_the_ablation_are_those_of_table_8_and_more():
+    cells = parse_cells(load("position_ablation").study.cells)
+    assert {(cell.row, cell.column) for cell in cells} == {
+        ("no positions", "stem"),
+        *((row, column) for row in ("1-D", "2-D")
+          for column in ("stem", "every layer", "every layer, shared")),
+        ("relative", "every layer"), ("relative", "every layer, shared"),
+        ("sine-cosine", "stem"), ("sine-cosine", "every layer"),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("model", "usual", "headline"),
-    [("ViT-L/16", 384, 512), ("ViT-H/14", 378, 518), ("ViT-B/32", 384, 512)],
+    [
+        ("ViT-L/16", 384, 512),
+        ("ViT-H/14", 378, 518),
+        ("ViT-B/32", 384, 512),
+        ("R50+ViT-L/32", 384, 512),
+        ("R+ViT-Ti/16", 384, 512),
+    ],
 )
 def test_fine_tuning_sizes(model, usual, headline):
     assert load("finetune", f"{model},cifar10").data.image_size == usual
@@ -471,7 +574,7 @@ def test_head_only_trains_the_head():
         ("ViT-B/16", "needs MODEL,DATA, e.g. configs/finetune.py:ViT-B/16,cifar10, DATA one of"),
         ("ViT-B/16,cifar", "data 'cifar': did you mean cifar10?"),
         ("ViT-b/16,cifar10", "did you mean B?"),
-        ("ViT-B/16,cifar10,headline", "headline: the paper has it for imagenet2012 alone"),
+        ("ViT-B/16,cifar10,headline", "headline: is of ViTs on imagenet2012, not of ViT-B/16 on"),
     ],
 )
 @pytest.mark.parametrize("name", ["finetune", "finetune_study"])

@@ -1,13 +1,17 @@
 """The papers' tables of hyper-parameters as data, for the files in configs/.
 
 Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), tables 3 and 4 (appendix B.1), for
-`Pretraining` and `FineTuning`; Steiner et al. 2021 (arXiv:2106.10270), section 3, for `AUGREG`;
+`Pretraining` and `FineTuning`; Kolesnikov et al. 2019 (arXiv:1912.11370), section 3.3, for
+`HyperRule`; Steiner et al. 2021 (arXiv:2106.10270), section 3, for `AUGREG`;
 Beyer et al. 2022 (arXiv:2205.01580) for `BETTER_PLAIN`.
 """
 
 from typing import NamedTuple
 
+from ml_collections import ConfigDict
+
 from vit_jax.errors import InputError, nearest
+from vit_jax.models.bit import BIT_NAMES
 from vit_jax.models.variants import parse_vit_name
 
 # Where each data set has its images to train on and to validate with. The two large ones have no
@@ -41,6 +45,15 @@ _JFT = {
     "ViT-L/32": Pretraining((7,), 6e-4, "linear", 0.1, 0.0),
     "ViT-L/16": Pretraining((7, 14), 4e-4, "linear", 0.1, 0.0),
     "ViT-H/14": Pretraining((14,), 3e-4, "linear", 0.1, 0.0),
+    "BiT-R50x1": Pretraining((7,), 1e-3, "linear", 0.1, 0.0),
+    "BiT-R101x1": Pretraining((7,), 8e-4, "linear", 0.1, 0.0),
+    "BiT-R152x1": Pretraining((7,), 6e-4, "linear", 0.1, 0.0),
+    "BiT-R50x2": Pretraining((7,), 1e-3, "linear", 0.1, 0.0),
+    "BiT-R152x2": Pretraining((7,), 6e-4, "linear", 0.1, 0.0),
+    "R50+ViT-B/32": Pretraining((7,), 8e-4, "linear", 0.1, 0.0),
+    "R50+ViT-B/16": Pretraining((7,), 8e-4, "linear", 0.1, 0.0),
+    "R50+ViT-L/32": Pretraining((7,), 2e-4, "linear", 0.1, 0.0),
+    "R50+ViT-L/16": Pretraining((7, 14), 4e-4, "linear", 0.1, 0.0),
 }
 _IMAGENET21K = {
     "ViT-B/16": Pretraining((90,), 1e-3, "linear", 0.03, 0.1),
@@ -57,13 +70,15 @@ def find_pretraining(model: str, data: str) -> Pretraining:
     Raises:
       InputError: if the paper has no such row; names those it has.
     """
-    parse_vit_name(model)
-    if data == "imagenet2012":
-        return _ANY_VIT_ON_IMAGENET
+    is_vit = model not in BIT_NAMES
+    if is_vit:
+        parse_vit_name(model)
+        if data == "imagenet2012":
+            return _ANY_VIT_ON_IMAGENET
     rows = {"imagenet21k": _IMAGENET21K, "jft": _JFT}
-    if data not in rows:
+    if data not in rows and data != "imagenet2012":
         raise InputError(f"data {data!r}: needs imagenet2012, imagenet21k or jft=<TFDS name>")
-    if model not in rows[data]:
+    if model not in rows.get(data, {}):
         have = "; ".join(f"{name}: {', '.join(models)}" for name, models in rows.items())
         raise InputError(
             f"table 3 of the paper has no row for {model} on {data}; it has {have}; "
@@ -79,12 +94,14 @@ class FineTuning(NamedTuple):
     peak_lrs: to choose from.
     dev_percent: of the training split, its last ones, by which is chosen; None: nothing is.
     test_split: what results are reported on.
+    image_size: height and width of the usual image, in pixels; None: they differ from task to task.
     """
 
     steps: int
     peak_lrs: tuple[float, ...]
     dev_percent: int | None = None
     test_split: str = "test"
+    image_size: tuple[int, int] | None = None
 
     @property
     def dev_splits(self) -> tuple[str, str]:
@@ -95,11 +112,13 @@ class FineTuning(NamedTuple):
 
 _SMALL = (0.001, 0.003, 0.01, 0.03)
 FINE_TUNING = {
-    "imagenet2012": FineTuning(20_000, (0.003, 0.01, 0.03, 0.06), 1, "validation"),
-    "cifar10": FineTuning(10_000, _SMALL, 2),
-    "cifar100": FineTuning(10_000, _SMALL, 2),
-    "oxford_iiit_pet": FineTuning(500, _SMALL, 10),
-    "oxford_flowers102": FineTuning(500, _SMALL, 10),
+    "imagenet2012": FineTuning(
+        20_000, (0.003, 0.01, 0.03, 0.06), 1, "validation", image_size=(375, 500)
+    ),
+    "cifar10": FineTuning(10_000, _SMALL, 2, image_size=(32, 32)),
+    "cifar100": FineTuning(10_000, _SMALL, 2, image_size=(32, 32)),
+    "oxford_iiit_pet": FineTuning(500, _SMALL, 10, image_size=(375, 500)),
+    "oxford_flowers102": FineTuning(500, _SMALL, 10, image_size=(500, 667)),
 }
 VTAB = FineTuning(2_500, (0.01,))  # each of the 19 tasks; nothing is chosen
 
@@ -115,12 +134,46 @@ def find_fine_tuning(data: str) -> FineTuning:
     return FINE_TUNING[data]
 
 
-def fine_tuning_size(patch_size: int, *, headline: bool = False) -> int:
+def fine_tuning_size(model: str, *, headline: bool = False) -> int:
     """The side of an image, in pixels: 384, or 512 of the headline results on ImageNet.
 
     That is, the multiple of the patch size which is nearest: 378 and 518 of /14.
+
+    Raises:
+      InputError: if there is no such model.
     """
+    patch_size = 1 if model in BIT_NAMES else parse_vit_name(model)[1]
     return round((512 if headline else 384) / patch_size) * patch_size
+
+
+HYPER_RULE_LR = 0.003
+
+
+class HyperRule(NamedTuple):
+    """How a BiT is fine-tuned; common to all: SGD, momentum 0.9, batch 512, no weight decay.
+
+    resize, crop: sides in pixels; of the resized image a random window is trained on.
+    milestones: steps at which the rate is divided by 10.
+    mixup: its parameter; None: without.
+    """
+
+    resize: int
+    crop: int
+    steps: int
+    warmup: int
+    milestones: tuple[int, ...]
+    mixup: float | None
+
+
+def hyper_rule(num_examples: int, image_size: tuple[int, int]) -> HyperRule:
+    """BiT's rule for a data set of so many images of about that height and width."""
+    small = image_size[0] * image_size[1] < 96 * 96
+    resize, crop = (160, 128) if small else (512, 480)
+    if num_examples < 20_000:
+        return HyperRule(resize, crop, 500, 100, (200, 300, 400), None)
+    if num_examples < 500_000:
+        return HyperRule(resize, crop, 10_000, 500, (3_000, 6_000, 9_000), 0.1)
+    return HyperRule(resize, crop, 20_000, 500, (6_000, 12_000, 18_000), 0.1)
 
 
 class Augmentation(NamedTuple):
@@ -153,6 +206,21 @@ AUGREG = {
     "strong1": Augmentation((2, 20), "mixup(0.5)"),
     "strong2": Augmentation((2, 20), "mixup(0.8)"),
 }
+
+
+def make_tiny(model: ConfigDict, name: str) -> int:
+    """Sets `config.model` to the smallest model of the kind of `name`, with its patches.
+
+    Returns a side of images for it, in pixels.
+    """
+    is_bit = name in BIT_NAMES
+    family, _, size = name.partition("-")
+    patch_size = 16 if is_bit else int(size.rpartition("/")[2])
+    model.name = name if is_bit else f"{family}-mu/{patch_size}"
+    if is_bit or "+" in family:
+        model.stages, model.stem_width = (1,), 32
+    return 2 * patch_size
+
 
 # "Better plain ViT".
 BETTER_PLAIN = Augmentation((2, 10), "mixup(0.2)")

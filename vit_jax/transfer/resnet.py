@@ -72,7 +72,10 @@ def _count_units(arrays: Mapping[str, np.ndarray], prefix: str, source: str) -> 
     matches = (re.match(rf"{prefix}block(\d+)/unit(\d+)/", name) for name in arrays)
     found = {(int(m[1]), int(m[2])) for m in matches if m}
     blocks = {block: [u for b, u in found if b == block] for block, _ in found}
-    for what, numbers in [("blocks", blocks), *((f"block{b}'s units", u) for b, u in blocks.items())]:
+    for what, numbers in [
+        ("blocks", blocks),
+        *((f"block{b}'s units", u) for b, u in blocks.items()),
+    ]:
         if sorted(numbers) != list(range(1, len(numbers) + 1)):
             raise InputError(
                 f"init_from={source!r}: of {what} there are {sorted(numbers)[:20]}, and needed is "
