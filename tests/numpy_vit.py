@@ -38,7 +38,28 @@ def layer_norm(p, x_ND):
     return (x_ND - mean) / np.sqrt(variance + 1e-6) * p["scale"] + p["bias"]
 
 
-def attention(p, queries_ND, tokens_MD, num_heads, norm="layer"):
+def relative_vectors(tables, num_tokens, num_patches):
+    """(N, N, K): of each pair of tokens the vector with which the first is multiplied."""
+    tables = {name: np.asarray(table, np.float64) for name, table in tables.items()}
+    num_prefix = num_tokens - num_patches
+    vectors_NNK = np.zeros((num_tokens, num_tokens, tables["offsets"].shape[1]))
+    for query in range(num_tokens):
+        for key in range(num_tokens):
+            if min(query, key) >= num_prefix:
+                vector = tables["offsets"][num_patches - 1 + query - key]
+            elif "prefix" not in tables:
+                continue
+            elif query >= num_prefix:
+                vector = tables["from_patches"][key]
+            elif key >= num_prefix:
+                vector = tables["to_patches"][query]
+            else:
+                vector = tables["prefix"][query, key]
+            vectors_NNK[query, key] = vector
+    return vectors_NNK
+
+
+def attention(p, queries_ND, tokens_MD, num_heads, norm="layer", vectors_NNK=None):
     q_ND = dense(p["query"], queries_ND)
     k_MD, v_MD = dense(p["key"], tokens_MD), dense(p["value"], tokens_MD)
     head_width = q_ND.shape[1] // num_heads
@@ -50,7 +71,10 @@ def attention(p, queries_ND, tokens_MD, num_heads, norm="layer"):
             bias = {"bias": 0} if norm == "layer" else {}
             q_NK = layer_norm(p["query_norm"] | bias, q_NK)
             k_MK = layer_norm(p["key_norm"] | bias, k_MK)
-        scores_NM = q_NK @ k_MK.T / np.sqrt(head_width)
+        scores_NM = q_NK @ k_MK.T
+        if vectors_NNK is not None:
+            scores_NM += np.einsum("nk,nmk->nm", q_NK, vectors_NNK)
+        scores_NM /= np.sqrt(head_width)
         weights_NM = np.exp(scores_NM - scores_NM.max(axis=1, keepdims=True))
         weights_NM /= weights_NM.sum(axis=1, keepdims=True)
         heads.append(weights_NM @ v_MD[:, part])
@@ -61,17 +85,18 @@ def mlp(p, x_ND, form):
     return dense(p["down"], gelu(dense(p["up"], x_ND), form))
 
 
-def encoder_block(p, x_ND, num_heads, form, norm="layer"):
+def encoder_block(p, x_ND, num_heads, form, norm="layer", vectors_NNK=None):
     def scaled(branch, y_ND):
         return p[branch]["scale"] * y_ND if branch in p else y_ND
 
     if "norm" in p:
         y_ND = layer_norm(p["norm"], x_ND)
-        attended_ND = attention(p["attention"], y_ND, y_ND, num_heads, norm)
+        attended_ND = attention(p["attention"], y_ND, y_ND, num_heads, norm, vectors_NNK)
         x_ND = x_ND + scaled("scale_attention", attended_ND)
         return x_ND + scaled("scale_mlp", mlp(p["mlp"], y_ND, form))
     y_ND = layer_norm(p["norm_attention"], x_ND)
-    x_ND = scaled("scale_attention", attention(p["attention"], y_ND, y_ND, num_heads, norm)) + x_ND
+    attended_ND = attention(p["attention"], y_ND, y_ND, num_heads, norm, vectors_NNK)
+    x_ND = scaled("scale_attention", attended_ND) + x_ND
     return scaled("scale_mlp", mlp(p["mlp"], layer_norm(p["norm_mlp"], x_ND), form)) + x_ND
 
 
@@ -112,22 +137,40 @@ def sincos(grid, width):
     return table
 
 
+def position_embedding(model, tables, grid):
+    """(N, D): what is added to the tokens, zeros to those without a position."""
+    num_tokens = model.num_prefix_tokens + grid[0] * grid[1]
+    table_ND = np.zeros((num_tokens, model.width))
+    if model.pos_embed == "sincos_2d":
+        table_ND[-grid[0] * grid[1] :] = sincos(grid, model.width)
+    elif model.pos_embed == "learned_1d":
+        table_ND[-tables.shape[1] :] = tables[0]
+    else:
+        table_ND[: model.num_prefix_positions] = tables["prefix"][0] if "prefix" in tables else 0
+        for y in range(grid[0]):
+            for x in range(grid[1]):
+                entry = np.concatenate([tables["columns"][0, x], tables["rows"][0, y]])
+                table_ND[model.num_prefix_tokens + y * grid[1] + x] = entry
+    return table_ND
+
+
 def vit(model, params, image):
     """{"tokens": (N, D), "features": (D,), "pre_logits": (D,), "__call__": (C,)} of one image."""
     p = float64(params)
     x_ND = dense(p["embedding"], patches(image, model.patch_size))
-    if model.pos_embed == "sincos_2d":
-        grid = [side // patch for side, patch in zip(image.shape, model.patch_size, strict=False)]
-        x_ND += sincos(grid, model.width)
-    if model.pos_embed == "learned_1d" and not model.pos_embed_class_token:
-        x_ND += p["pos_embedding"][0]
     prefix = [p[name][0] for name in ("class_token", "distillation_token") if name in p]
     x_ND = np.concatenate([*prefix, x_ND])
-    if model.pos_embed == "learned_1d" and model.pos_embed_class_token:
-        x_ND += p["pos_embedding"][0]
+    grid = [side // patch for side, patch in zip(image.shape, model.patch_size, strict=False)]
+    place = model.pos_embed_at or ("layers" if model.pos_embed == "relative" else "stem")
     for i in range(model.depth):
         layer = p["encoder"][f"layer_{i}"]
-        x_ND = encoder_block(layer, x_ND, model.num_heads, model.gelu, model.norm)
+        own = place == "layers" and model.pos_embed != "sincos_2d"
+        tables, vectors_NNK = (layer if own else p).get("pos_embedding"), None
+        if model.pos_embed == "relative":
+            vectors_NNK = relative_vectors(tables, len(x_ND), grid[0] * grid[1])
+        elif model.pos_embed != "none" and (i == 0 or place != "stem"):
+            x_ND = x_ND + position_embedding(model, tables, grid)
+        x_ND = encoder_block(layer, x_ND, model.num_heads, model.gelu, model.norm, vectors_NNK)
     if not model.norm_pooled:
         x_ND = layer_norm(p["encoder"]["norm"], x_ND)
     if model.pool == "token":

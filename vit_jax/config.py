@@ -49,7 +49,8 @@ def base_config() -> ConfigDict:
     c.model.head_bias = placeholder(float)
     c.model.distillation_head = placeholder(bool)  # of DeiT: False leaves the second head out
     c.model.pos_embed = placeholder(str)
-    c.model.pos_embed_class_token = placeholder(bool)  # False: it joins after positions are added
+    c.model.pos_embed_at = placeholder(str)  # stem, layers or layers_shared; None: by the kind
+    c.model.pos_embed_class_token = placeholder(bool)  # False: positions are the patches' alone
     c.model.gelu = placeholder(str)
     c.model.dropout = placeholder(float)
     c.model.attention_dropout = placeholder(float)

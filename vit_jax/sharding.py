@@ -29,8 +29,8 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"embedding/kernel", (None, "fsdp")),
     # A convolution's, (h, w, in, out): standardised output by output, each on one device.
     (r"conv\w+/kernel", (None, None, None, "fsdp")),
-    # Small: biases, norms, tokens, probe, position embedding, counts and steps.
-    (r"(bias|scale|class_token|distillation_token|probe|pos_embedding|count|step)", ()),
+    # Small: biases, norms, tokens, probe, tables of positions, counts and steps.
+    (r"(bias|scale|class_token|distillation_token|probe|pos_embedding(/\w+)?|count|step)", ()),
 )
 
 # What follows a parameter is read and written by the update alone, so that each of the devices that

@@ -294,7 +294,7 @@ def test_an_int_image_size_is_square():
         ({"pol": "gap"}, ["pol", "no such field", "did you mean pool?"]),
         ({"pol": "gap", "scn": True}, ["2 faults", "pol", "scn", "did you mean scan?"]),
         ({"pool": "tokens"}, ["pool='tokens'", "did you mean token?"]),
-        ({"pos_embed": "learned"}, ["pos_embed='learned'", "did you mean learned_1d?"]),
+        ({"pos_embed": "learned1d"}, ["pos_embed='learned1d'", "did you mean learned_1d?"]),
         ({"gelu": "erf"}, ["gelu='erf'", "tanh, exact"]),
         ({"remat": "half"}, ["remat='half'", "none, dots, full"]),
         ({"dtype": "float16"}, ["dtype='float16'", "float32, bfloat16"]),

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from vit_jax.models.attention import dot_product_attention
+from vit_jax.models.position import Positions, Relative
 
 # constrain(x, axes) -> x: states how an activation is laid out over devices. `axes` names, for
 # each axis of x, "batch", "tensor" or None. Models know no mesh: who has one brings it in.
@@ -44,7 +45,8 @@ class Attention(nn.Module):
 
     `qk_norm` normalises the queries and the keys of each head by a norm without bias, whose scale
     (K,) the heads share. `qkv_bias` says whether queries, keys and values have a bias. `attend` is
-    the form of attention, as in models/attention.py.
+    the form of attention, as in models/attention.py. `relative` are the positions of the tokens,
+    which are queries and keys, relative to each other.
 
     Shapes: (B, N, D), (B, M, D) -> (B, N, D).
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8; qk_norm, qkv_bias: Dehghani et
@@ -62,7 +64,7 @@ class Attention(nn.Module):
     constrain: Constrain = unconstrained
 
     @nn.compact
-    def __call__(self, queries_BND, tokens_BMD, *, train=False):
+    def __call__(self, queries_BND, tokens_BMD, *, relative: Relative | None = None, train=False):
         width = queries_BND.shape[-1]
 
         def project(name, x_BND):
@@ -74,10 +76,16 @@ class Attention(nn.Module):
                 y_BHNK = NORMS[self.norm](name=f"{name}_norm", **fields)(y_BHNK)
             return self.constrain(y_BHNK, ("batch", "tensor", None, None))
 
+        q_BHNK = project("query", queries_BND)
+        bias_BHNM = None
+        if relative is not None:
+            bias_BHNM = relative.logits(q_BHNK * q_BHNK.shape[-1] ** -0.5)
+            bias_BHNM = self.constrain(bias_BHNM, ("batch", "tensor", None, None))
         out_BHNK = self.attend(
-            project("query", queries_BND),
+            q_BHNK,
             project("key", tokens_BMD),
             project("value", tokens_BMD),
+            bias_BHNM=bias_BHNM,
             dropout_rate=self.dropout,
             dropout_key=self.make_rng("dropout") if train and self.dropout > 0 else None,
         )
@@ -133,7 +141,9 @@ class EncoderBlock(nn.Module):
 
     In training a residual branch of an example is dropped with probability `drop_rate` (a scalar,
     which may be traced; used only where `stochastic_depth` says so). `layer_scale` is where the
-    factors of a branch's channels begin; None: it has none.
+    factors of a branch's channels begin; None: it has none. `positions` are those of which the
+    block has tables of its own; `shared`, what `Positions.build` makes, are those of tables that
+    all blocks share. They are added to the block's input; relative ones to the logits.
 
     Shapes: (B, N, D) -> (B, N, D), and None: the form that `nn.scan` needs.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 2-3; stochastic depth: Huang et al.
@@ -152,12 +162,13 @@ class EncoderBlock(nn.Module):
     qkv_bias: bool = True
     layer_scale: float | None = None
     stochastic_depth: bool = False
+    positions: Positions | None = None
     dtype: Any = jnp.float32
     attend: Callable = dot_product_attention
     constrain: Constrain = unconstrained
 
     @nn.compact
-    def __call__(self, x_BND, drop_rate, train):
+    def __call__(self, x_BND, drop_rate, train, shared=None):
         def add(x_BND, branch_BND, scale_name):
             if self.layer_scale is not None:
                 branch_BND = LayerScale(self.layer_scale, name=scale_name)(branch_BND)
@@ -169,7 +180,15 @@ class EncoderBlock(nn.Module):
                 branch_BND = jnp.where(kept, branch_BND / keep_rate, 0).astype(branch_BND.dtype)
             return self.constrain(x_BND + branch_BND, ("batch", None, None))
 
-        shared = {"dtype": self.dtype, "constrain": self.constrain}
+        positions = shared
+        if self.positions is not None:
+            tables = self.param("pos_embedding", self.positions.init)
+            positions = self.positions.build(tables)
+        relative = positions if isinstance(positions, Relative) else None
+        if positions is not None and relative is None:
+            x_BND += positions.astype(self.dtype)
+
+        common = {"dtype": self.dtype, "constrain": self.constrain}
         norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
         y_BND = norm(name="norm" if self.parallel else "norm_attention")(x_BND)
         attention = Attention(
@@ -181,14 +200,14 @@ class EncoderBlock(nn.Module):
             qkv_bias=self.qkv_bias,
             attend=self.attend,
             name="attention",
-            **shared,
+            **common,
         )
-        z_BND = attention(y_BND, y_BND, train=train)
+        z_BND = attention(y_BND, y_BND, relative=relative, train=train)
         z_BND = nn.Dropout(self.dropout, deterministic=not train)(z_BND)
         x_BND = add(x_BND, z_BND, "scale_attention")
         if not self.parallel:
             y_BND = norm(name="norm_mlp")(x_BND)
-        mlp = Mlp(self.mlp_dim, gelu=self.gelu, dropout=self.dropout, name="mlp", **shared)
+        mlp = Mlp(self.mlp_dim, gelu=self.gelu, dropout=self.dropout, name="mlp", **common)
         return add(x_BND, mlp(y_BND, train=train), "scale_mlp"), None
 
 
@@ -199,7 +218,7 @@ class Encoder(nn.Module):
     first axis; without, they are `layer_0`, `layer_1`, ... Both compute the same. `remat` says
     what the backward pass recomputes: "none" nothing, "dots" all but the dense layers' products,
     "full" the whole block. The rate of stochastic depth grows linearly from 0 in the first block
-    to `stochastic_depth` in the last.
+    to `stochastic_depth` in the last. `positions` and `shared`: of all blocks alike.
 
     Shapes: (B, N, D) -> (B, N, D).
     """
@@ -217,6 +236,7 @@ class Encoder(nn.Module):
     qkv_bias: bool = True
     layer_scale: float | None = None
     stochastic_depth: float = 0.0
+    positions: Positions | None = None
     final_norm: bool = True
     scan: bool = False
     remat: str = "none"
@@ -225,7 +245,7 @@ class Encoder(nn.Module):
     constrain: Constrain = unconstrained
 
     @nn.compact
-    def __call__(self, x_BND, *, train=False):
+    def __call__(self, x_BND, *, shared=None, train=False):
         block = EncoderBlock
         if self.remat != "none":
             block = nn.remat(
@@ -247,6 +267,7 @@ class Encoder(nn.Module):
             "qkv_bias": self.qkv_bias,
             "layer_scale": self.layer_scale,
             "stochastic_depth": self.stochastic_depth > 0,
+            "positions": self.positions,
             "dtype": self.dtype,
             "attend": self.attend,
             "constrain": self.constrain,
@@ -257,13 +278,13 @@ class Encoder(nn.Module):
                 block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=(0, nn.broadcast),
+                in_axes=(0, nn.broadcast, nn.broadcast),
                 length=self.depth,
             )
-            x_BND, _ = layers(name="layers", **fields)(x_BND, drop_rates, train)
+            x_BND, _ = layers(name="layers", **fields)(x_BND, drop_rates, train, shared)
         else:
             for i in range(self.depth):
-                x_BND, _ = block(name=f"layer_{i}", **fields)(x_BND, drop_rates[i], train)
+                x_BND, _ = block(name=f"layer_{i}", **fields)(x_BND, drop_rates[i], train, shared)
         if not self.final_norm:
             return x_BND
         return NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")(x_BND)

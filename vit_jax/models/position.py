@@ -1,8 +1,148 @@
-"""Position embeddings of the patch tokens."""
+"""Position embeddings: what a model knows of where a token is.
 
+Axes: B images, H heads, N tokens, S patches, P tokens before them, D width, K width of a head.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-POS_EMBEDS = ("learned_1d", "sincos_2d", "none")
+LEARNED = ("learned_1d", "learned_2d", "relative")
+POS_EMBEDS = (*LEARNED, "sincos_2d", "none")
+PLACES = ("stem", "layers", "layers_shared")
+
+_INIT = nn.initializers.normal(0.02)
+
+
+class Relative(NamedTuple):
+    """Vectors with which queries are multiplied as with keys, one for each offset between tokens.
+
+    offsets: (2 S - 1, K), by how many patches, in raster order, the query stands behind the key;
+      the entry S - 1 is that of no offset.
+    to_patches: (P, K), of the queries of the tokens before the patches; from_patches: (P, K), of
+      the patches' queries for those tokens; prefix: (P, P, K), of those tokens' queries for each
+      other. All None: those tokens have no positions.
+
+    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.4, after Shaw et al. 2018
+      (arXiv:1803.02155), Eq. 5.
+    """
+
+    offsets: jax.Array
+    to_patches: jax.Array | None = None
+    from_patches: jax.Array | None = None
+    prefix: jax.Array | None = None
+
+    def logits(self, q_BHNK):
+        """What is added to the logits of attention, in the dtype of the queries.
+
+        Shapes: (B, H, N, K) -> (B, H, N, N); the queries are scaled as for the keys.
+        """
+        num_patches = (self.offsets.shape[0] + 1) // 2
+        num_prefix = q_BHNK.shape[2] - num_patches
+        tables = jax.tree.map(lambda table: table.astype(q_BHNK.dtype), self)
+        q_BHPK, q_BHSK = q_BHNK[:, :, :num_prefix], q_BHNK[:, :, num_prefix:]
+        logits_BHSS = _logits_by_offset(q_BHSK, tables.offsets)
+        logits_BHNN = _pad(logits_BHSS, above=num_prefix, left=num_prefix)
+        if self.prefix is None:
+            return logits_BHNN
+        from_BHSP = jnp.einsum("bhsk,pk->bhsp", q_BHSK, tables.from_patches)
+        to_BHP1 = jnp.einsum("bhpk,pk->bhp", q_BHPK, tables.to_patches)[..., None]
+        to_BHPS = jnp.broadcast_to(to_BHP1, (*to_BHP1.shape[:3], num_patches))
+        among_BHPP = jnp.einsum("bhpk,pok->bhpo", q_BHPK, tables.prefix)
+        to_BHPN = jnp.concatenate([among_BHPP, to_BHPS], axis=3)
+        logits_BHNN += _pad(from_BHSP, above=num_prefix, right=num_patches)
+        return logits_BHNN + _pad(to_BHPN, below=num_patches)
+
+
+def _pad(x_BHNM, above=0, below=0, left=0, right=0):
+    return jnp.pad(x_BHNM, ((0, 0), (0, 0), (above, below), (left, right)))
+
+
+def _logits_by_offset(q_BHSK, offsets_OK):
+    """The product of each query with the vectors of its offsets to all patches.
+
+    Pairs never have vectors: each query is multiplied with those of all O = 2 S - 1 offsets. Of its
+    products S are wanted, which begin one further left in each row; rows that are one longer, read
+    as if they were not, lie so.
+
+    Shapes: (B, H, S, K), (O, K) -> (B, H, S, S).
+    """
+    batch, heads, num, _ = q_BHSK.shape
+    # A table for each image, as for the products that remat "dots" does not keep.
+    offsets_BOK = jnp.broadcast_to(offsets_OK[::-1], (batch, *offsets_OK.shape))
+    x_BHSO = jnp.einsum("bhsk,bok->bhso", q_BHSK, offsets_BOK)
+    x = _pad(x_BHSO, right=1).reshape(batch, heads, 2 * num**2)[:, :, num - 1 : -1]
+    return x.reshape(batch, heads, num, 2 * num - 1)[..., :num]
+
+
+@dataclasses.dataclass(frozen=True)
+class Positions:
+    """The positions of a grid of patches: their tables, and what these make.
+
+    kind: one of POS_EMBEDS, not "none".
+    grid: rows and columns of patches.
+    num_prefix: the tokens before the patches.
+    prefix_has_some: whether they have positions too.
+    width: that of the model; of relative positions that of a head.
+    """
+
+    kind: str
+    grid: tuple[int, int]
+    num_prefix: int
+    prefix_has_some: bool
+    width: int
+
+    def init(self, key: jax.Array) -> Any:
+        """The tables of a kind that is learned, float32.
+
+        learned_1d: (1, P + S, D). learned_2d: {"rows": (1, rows, D / 2), "columns": (1, columns,
+        D / 2), "prefix": (1, P, D)}. relative: those of `Relative`. What belongs to the tokens
+        before the patches is left out where they have no positions.
+        """
+        (rows, columns), width = self.grid, self.width
+        num_prefix = self.num_prefix if self.prefix_has_some else 0
+        if self.kind == "learned_1d":
+            return _INIT(key, (1, num_prefix + rows * columns, width))
+        if self.kind == "learned_2d":
+            shapes = {"rows": (1, rows, width // 2), "columns": (1, columns, width // 2)}
+            of_prefix = {"prefix": (1, num_prefix, width)}
+        else:
+            shapes = {"offsets": (2 * rows * columns - 1, width)}
+            of_prefix = {
+                "to_patches": (num_prefix, width),
+                "from_patches": (num_prefix, width),
+                "prefix": (num_prefix, num_prefix, width),
+            }
+        shapes |= of_prefix if num_prefix else {}
+        keys = jax.random.split(key, len(shapes))
+        return {
+            name: _INIT(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+
+    def build(self, tables: Any = None) -> jax.Array | Relative:
+        """What is added to the tokens, (1, N, D), or of relative positions `Relative`.
+
+        Source: learned_2d: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.4.
+        """
+        if self.kind == "relative":
+            return Relative(**tables)
+        if self.kind == "sincos_2d":
+            added_1ND = jnp.asarray(sincos_2d(self.grid, self.width))[None]
+        elif self.kind == "learned_2d":
+            (rows, columns), half = self.grid, self.width // 2
+            x_1YXD = jnp.broadcast_to(tables["columns"][:, None], (1, rows, columns, half))
+            y_1YXD = jnp.broadcast_to(tables["rows"][:, :, None], (1, rows, columns, half))
+            added_1ND = jnp.concatenate([x_1YXD, y_1YXD], axis=3).reshape(1, -1, self.width)
+            if "prefix" in tables:
+                added_1ND = jnp.concatenate([tables["prefix"], added_1ND], axis=1)
+        else:
+            added_1ND = tables
+        num_without = self.num_prefix + self.grid[0] * self.grid[1] - added_1ND.shape[1]
+        return jnp.pad(added_1ND, ((0, 0), (num_without, 0), (0, 0)))
 
 
 def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:

@@ -25,7 +25,7 @@ from vit_jax.models.layers import (
     MapHead,
     unconstrained,
 )
-from vit_jax.models.position import POS_EMBEDS, sincos_2d
+from vit_jax.models.position import LEARNED, PLACES, POS_EMBEDS, Positions
 from vit_jax.models.variants import parse_vit_name
 
 POOLS = ("token", "gap", "map")
@@ -48,10 +48,12 @@ class ViT(nn.Module):
     `hidden_head` puts a dense layer of width D with tanh before the linear one (pretraining).
     `class_token` puts a learned token before the patches; None: where `pool` takes it; gap and map
     pool the patches alone. `norm_pooled` normalises the pooled representation instead of the
-    tokens. `pos_embed_class_token` says whether the class token has an entry in the learned
-    position embedding; without, it joins the patches after their positions are added. `image_size`
-    may be None where no positions are learned: the model then takes images of any size that its
-    patches divide.
+    tokens. `pos_embed_at` says where positions join: "stem", before the first layer; "layers", at
+    the input of every layer, from tables of its own; "layers_shared", the same from one set of
+    tables; None: at the stem, and of relative ones, which are in the attention, in layers.
+    `pos_embed_class_token` says whether the class token has learned positions too; without, they
+    are the patches' alone. `image_size` may be None where no positions are learned: the model then
+    takes images of any size that its patches divide.
     `parallel`, `qk_norm` and `layer_scale` are of the encoder's blocks (`layers.EncoderBlock`,
     `Attention`, `LayerScale`), off by default; the pooling head has none of them. `norm`,
     `norm_eps` and `qkv_bias` hold everywhere. `attend` is the form of attention in the blocks.
@@ -75,6 +77,7 @@ class ViT(nn.Module):
     hidden_head: bool = False
     head_bias: float = 0.0
     pos_embed: str = "learned_1d"
+    pos_embed_at: str | None = None
     pos_embed_class_token: bool = True
     gelu: str = "tanh"
     dropout: float = 0.0
@@ -124,8 +127,8 @@ class ViT(nn.Module):
             faults.append(f"num_classes={self.num_classes}: needs a positive int, or None")
         if self.image_size is not None:
             faults += self._undivided(self.image_size)
-        elif self.pos_embed == "learned_1d":
-            faults.append("image_size=None: pos_embed='learned_1d' needs a size; give one")
+        elif self.pos_embed in LEARNED:
+            faults.append(f"image_size=None: pos_embed={self.pos_embed!r} needs a size; give one")
         if self.num_heads > 0 and self.width % self.num_heads:
             faults.append(
                 f"num_heads={self.num_heads} does not divide width={self.width}; "
@@ -134,6 +137,18 @@ class ViT(nn.Module):
         if self.pos_embed == "sincos_2d" and (self.width % 4 or self.width < 8):
             faults.append(
                 f"pos_embed='sincos_2d' needs a width that 4 divides, from 8 on; got {self.width}"
+            )
+        if self.pos_embed == "learned_2d" and self.width % 2:
+            faults.append(f"pos_embed='learned_2d' needs a width that 2 divides; got {self.width}")
+        place = self.pos_embed_at
+        if place not in (None, *PLACES):
+            faults.append(f"pos_embed_at={place!r}: {nearest(str(place), PLACES)}")
+        elif place is not None and self.pos_embed == "none":
+            faults.append(f"pos_embed_at={place!r}: pos_embed='none' adds nothing; set it to None")
+        elif place == "stem" and self.pos_embed == "relative":
+            faults.append(
+                "pos_embed_at='stem': relative positions are in the attention of the layers; "
+                "choose layers or layers_shared"
             )
         return faults
 
@@ -176,9 +191,26 @@ class ViT(nn.Module):
 
     @property
     def num_prefix_positions(self) -> int:
-        """Entries of the position embedding before those of the patches."""
-        learned = self.pos_embed == "learned_1d"
+        """Of the tokens before those of the patches, how many have learned positions."""
+        learned = self.pos_embed in LEARNED
         return self.num_prefix_tokens if learned and self.pos_embed_class_token else 0
+
+    @property
+    def positions_at(self) -> str:
+        """Where positions join, one of PLACES; fixed ones have no tables that layers may own."""
+        if self.pos_embed_at == "layers" and self.pos_embed == "sincos_2d":
+            return "layers_shared"
+        return self.pos_embed_at or ("layers" if self.pos_embed == "relative" else "stem")
+
+    def positions(self, image_size: tuple[int, int]) -> Positions:
+        """Those of images of that size, of a model that has any."""
+        return Positions(
+            kind=self.pos_embed,
+            grid=self._grid(image_size),
+            num_prefix=self.num_prefix_tokens,
+            prefix_has_some=self.num_prefix_positions > 0,
+            width=self.width // (self.num_heads if self.pos_embed == "relative" else 1),
+        )
 
     def setup(self):
         # The reference embeds by a convolution, hence its initialisation, not that of Dense.
@@ -186,10 +218,13 @@ class ViT(nn.Module):
             self.width, dtype=self.dtype, kernel_init=nn.initializers.lecun_normal()
         )
         self.prefix_tokens = self._make_prefix_tokens()
-        if self.pos_embed == "learned_1d":
-            num_positions = self.num_prefix_positions + self.grid[0] * self.grid[1]
-            shape = (1, num_positions, self.width)
-            self.pos_embedding = self.param("pos_embedding", nn.initializers.normal(0.02), shape)
+        self.pos_embedding, of_layers = None, None
+        if self.pos_embed in LEARNED:
+            positions = self.positions(self.image_size)
+            if self.positions_at == "layers":
+                of_layers = positions
+            else:
+                self.pos_embedding = self.param("pos_embedding", positions.init)
         if self.norm_pooled:
             norm = NORMS[self.norm]
             self.pooled_norm = norm(epsilon=self.norm_eps, dtype=self.dtype)
@@ -208,6 +243,7 @@ class ViT(nn.Module):
             qkv_bias=self.qkv_bias,
             layer_scale=self.layer_scale,
             stochastic_depth=self.stochastic_depth,
+            positions=of_layers,
             final_norm=not self.norm_pooled,
             scan=self.scan,
             remat=self.remat,
@@ -254,28 +290,22 @@ class ViT(nn.Module):
             )
         collect_faults(self._undivided(image_size))
         x_BND = self.constrain(self._embed(images.astype(self.dtype)), ("batch", None, None))
-        if not self.num_prefix_positions:
-            x_BND = self._add_positions(x_BND, image_size)
         if self.prefix_tokens:
             prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1).astype(self.dtype)
             prefix_BND = jnp.tile(prefix_1ND, (x_BND.shape[0], 1, 1))
             x_BND = jnp.concatenate([prefix_BND, x_BND], axis=1)
-        if self.num_prefix_positions:
-            x_BND = self._add_positions(x_BND, image_size)
+        shared = None
+        if self.pos_embed != "none" and self.positions_at != "layers":
+            shared = self.positions(image_size).build(self.pos_embedding)
+        if shared is not None and self.positions_at == "stem":
+            x_BND, shared = x_BND + shared.astype(self.dtype), None
         x_BND = self.embedding_dropout(x_BND, deterministic=not train)
-        return self.encoder(self.constrain(x_BND, ("batch", None, None)), train=train)
+        x_BND = self.constrain(x_BND, ("batch", None, None))
+        return self.encoder(x_BND, shared=shared, train=train)
 
     def _embed(self, images):
         """The patches of images, each as a token; of Eq. 1 its first part."""
         return self.embedding(extract_patches(images, self.patch_size))
-
-    def _add_positions(self, x_BND, image_size):
-        if self.pos_embed == "none":
-            return x_BND
-        if self.pos_embed == "learned_1d":
-            return x_BND + self.pos_embedding.astype(self.dtype)
-        table_ND = sincos_2d(self._grid(image_size), self.width)
-        return x_BND + jnp.asarray(table_ND, self.dtype)[None]
 
     def features(self, images, *, train=False):
         """The pooled representation: class token, mean of the patches, or attention pooling."""
