@@ -1,9 +1,11 @@
 """The watchdog's judgement, with a clock and a board of the test."""
 
 import math
+import threading
 
 import pytest
 
+from vit_jax import watchdog
 from vit_jax.config import base_config
 from vit_jax.watchdog import Report, Watchdog, step_deadline
 
@@ -157,3 +159,17 @@ def test_a_step_must_be_found_late_before_jax_ends_the_run():
     assert step_deadline(job, num_processes=1) == 3600  # nobody waits, and a CPU may be slow
     job.step_deadline_s = 5.0
     assert step_deadline(job, num_processes=2) == step_deadline(job, num_processes=1) == 5
+
+
+def test_an_abort_while_a_process_ends_by_itself_still_names_the_lost_one(monkeypatch, capsys):
+    """The collective fails, and before the others are described JAX aborts."""
+    run = Run(p1=("step", 7, 0.0))
+    run.watchdog.fail("JaxRuntimeError: connection reset by peer", 1)
+    monkeypatch.setattr(watchdog, "_watchdog", run.watchdog)
+    monkeypatch.setattr(watchdog, "_has_spoken", threading.Event())
+    monkeypatch.setattr(watchdog, "_coordinator_listens", lambda: False)
+    assert watchdog._speak_on_abort() == 1
+    assert "process 0, the coordinator, cannot be reached" in capsys.readouterr().err
+    watchdog._has_spoken.set()
+    assert watchdog._speak_on_abort() == 1
+    assert capsys.readouterr().err == ""

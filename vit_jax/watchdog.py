@@ -275,6 +275,7 @@ class Watchdog:
 
 
 _watchdog: Watchdog | None = None
+_has_spoken = threading.Event()  # of what became of the others
 
 
 def start(job: ConfigDict) -> None:
@@ -345,12 +346,14 @@ def leave(code: int, error: BaseException | None = None) -> NoReturn:
         others = _watchdog.describe_others()
         if others:
             processes.say(others)
+        _has_spoken.set()
     _exit(code)
 
 
 def _end(what: str) -> NoReturn:
     processes.say(what)
     faulthandler.dump_traceback(all_threads=True)
+    _has_spoken.set()
     _watchdog.fail(what, FAILED)
     _exit(FAILED)
 
@@ -366,13 +369,15 @@ def _exit(code: int) -> NoReturn:
 
 
 def _speak_on_abort() -> int:
-    if not _watchdog.failure:
-        if not _coordinator_listens():
-            _watchdog.answered = False
-        processes.say(
-            _watchdog.describe_others()
-            or f"JAX ends it, for what it says above; this one is at {_watchdog.report()}"
-        )
+    if _has_spoken.is_set():
+        return _watchdog.exit_code
+    if not _coordinator_listens():
+        _watchdog.answered = False
+    processes.say(
+        _watchdog.describe_others()
+        or f"JAX ends it, for what it says above; this one is at {_watchdog.report()}"
+    )
+    if not _watchdog.failure:  # else it was ending already, and said where it was
         faulthandler.dump_traceback(all_threads=True)
     return _watchdog.exit_code
 
