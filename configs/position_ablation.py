@@ -35,7 +35,7 @@ def get_config(arg=""):
     refuse_words(words, WORDS, __file__)
     c = base_config()
     c.global_batch_size, c.duration, c.schedule.warmup = 64, "12 epochs", "1 epochs"
-    c.model.name, c.model.dtype = "ViT-Ti/4", "float32"
+    c.model.name = "ViT-Ti/8"
     c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 64, 4, 256, 4
 
     c.data.name, c.data.image_size = "cifar10", 32

@@ -2,15 +2,19 @@
 
 import csv
 import io
+import pathlib
 
 import pytest
+from etils import epath
 from PIL import Image
 
 from vit_jax.config import base_config
+from vit_jax.config_text import load_config
 from vit_jax.errors import InputError
-from vit_jax.studies import grid
+from vit_jax.studies import grid, running
 from vit_jax.studies.members import DIVERGED, FINISHED, Result
 
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CELLS = (
     "no positions | stem: model.pos_embed=none",
     "1-D | stem: model.pos_embed=learned_1d; model.pos_embed_at=stem",
@@ -102,6 +106,19 @@ def test_axis():
     )  # fmt: skip
     for columns in (["30 images"], ["30 images", "2 hours"], ["stem", "every layer"]):
         assert grid._parse_axis(columns) is None
+
+
+@pytest.mark.parametrize("name", ["position_ablation", "bit_and_vit"])
+@pytest.mark.parametrize("words", ["", ":debug"])
+def test_all_members_of_the_configs_can_be_run(name, words, tmp_path):
+    """Their overrides are right, and the models that they name exist."""
+    file = f"{CONFIGS / name}.py{words}"
+    config = load_config(file)
+    call = running.Call(file, [], epath.Path(tmp_path), None, again=False)
+    members = grid.find_members(config, {})
+    assert len(members) == config.study.seeds * len(config.study.cells) >= 4
+    for member in members:
+        running.check_member(config, call, member)
 
 
 @pytest.mark.parametrize(

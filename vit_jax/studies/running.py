@@ -5,6 +5,7 @@ What it came to is read from its workdir alone, so a study goes on where it was,
 """
 
 import collections
+import copy
 import json
 import logging
 import os
@@ -83,7 +84,7 @@ def member_words(call: Call, member: Member) -> list[str]:
 
 def check_member(config: ConfigDict, call: Call, member: Member) -> None:
     """Raises InputError if a member's config is wrong, or its workdir holds a run of another."""
-    own = config.copy_and_resolve_references()
+    own = copy.deepcopy(config)  # with the types of what is None
     faults = config_text.apply_overrides(own, list(member.overrides.items()))
     validate(own, faults, f"member {member.name}")
     workdir = call.workdir / member.name
