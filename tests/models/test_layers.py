@@ -74,9 +74,9 @@ def test_attention_dropout_zeroes_weights_and_keeps_their_expectation():
     np.testing.assert_allclose(dropped[~zero], kept[~zero] / (1 - rate), rtol=1e-5)
 
 
-def plain_attention(q, k, v, kept, rate):
+def plain_attention(q, k, v, bias, kept, rate):
     """As the paper writes it; differentiated by JAX."""
-    weights = jax.nn.softmax(jnp.einsum("bhnk,bhmk->bhnm", q, k) / q.shape[-1] ** 0.5)
+    weights = jax.nn.softmax(jnp.einsum("bhnk,bhmk->bhnm", q, k) / q.shape[-1] ** 0.5 + bias)
     return jnp.einsum("bhnm,bhmk->bhnk", jnp.where(kept, weights / (1 - rate), 0), v)
 
 
@@ -90,21 +90,26 @@ def test_attention_is_chosen_by_platform_and_remat():
 
 
 @pytest.mark.parametrize("attend", ATTENTIONS)
-@pytest.mark.parametrize("rate", [0.0, 0.25])
-def test_attention_gradients_are_those_of_the_plain_form(rate, attend):
+@pytest.mark.parametrize(("rate", "biased"), [(0.0, True), (0.25, True), (0.25, False)])
+def test_attention_gradients_are_those_of_the_plain_form(rate, biased, attend):
     q, g = normal(2, H, N, 4), normal(2, H, N, 6, seed=3)  # fewer queries than keys
     k, v = normal(2, H, N + 2, 4, seed=1), normal(2, H, N + 2, 6, seed=2)
+    bias = normal(2, H, N, N + 2, seed=4) if biased else None
     key = jax.random.key(0)
     kept = jax.random.bernoulli(key, 1 - rate, (2, H, N, N + 2))
 
-    def ours(q, k, v):
-        return attend(q, k, v, dropout_rate=rate, dropout_key=key)
+    def ours(q, k, v, bias):
+        return attend(q, k, v, bias_BHNM=bias, dropout_rate=rate, dropout_key=key)
 
-    expected, expected_vjp = jax.vjp(lambda *qkv: plain_attention(*qkv, kept, rate), q, k, v)
+    def plain(q, k, v, bias):
+        return plain_attention(q, k, v, bias if biased else 0.0, kept, rate)
+
+    expected, expected_vjp = jax.vjp(plain, q, k, v, bias)
     for form in (ours, jax.checkpoint(ours)):
-        out, vjp = jax.vjp(form, q, k, v)
+        out, vjp = jax.vjp(form, q, k, v, bias)
         assert_same(out, expected)
-        for found, grad in zip(vjp(g), expected_vjp(g), strict=True):
+        assert (vjp(g)[3] is not None) == biased
+        for found, grad in zip(vjp(g)[: 3 + biased], expected_vjp(g), strict=False):
             assert_same(found, grad)
 
 

@@ -3,15 +3,18 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy_vit
 import pytest
 from numpy_vit import random_params
 
 from vit_jax import tree
+from vit_jax.errors import InputError
 from vit_jax.models import create_model
-from vit_jax.models.position import sincos_2d
-from vit_jax.transfer.rules import stack_layers, unstack_layers
+from vit_jax.models.layers import Encoder, EncoderBlock
+from vit_jax.models.position import Positions, Relative, sincos_2d
+from vit_jax.transfer.rules import abstract_params, stack_layers, unstack_layers
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -91,3 +94,145 @@ def test_scanned_is_unrolled(kind, place):
     for name, grad in tree.flatten_names(expected_grads).items():
         np.testing.assert_allclose(found[name], grad, rtol=0, atol=5e-5, err_msg=name)
         assert np.abs(grad).max() > 1e-3 or name.endswith("key/bias"), name
+
+
+def random_relative(num_patches, num_prefix, width):
+    positions = Positions("relative", (1, num_patches), num_prefix, num_prefix > 0, width)
+    tables = jax.eval_shape(positions.init, jax.random.key(0))
+    return {name: RNG.standard_normal(t.shape).astype(np.float32) for name, t in tables.items()}
+
+
+@pytest.mark.parametrize(("num_patches", "num_prefix"), [(6, 0), (5, 1), (4, 2), (1, 1)])
+def test_relative_logits_are_those_of_a_vector_for_each_pair(num_patches, num_prefix):
+    n, k = num_patches + num_prefix, 4
+    tables = random_relative(num_patches, num_prefix, k)
+    q = RNG.standard_normal((2, 3, n, k)).astype(np.float32)
+    vectors = numpy_vit.relative_vectors(tables, n, num_patches)
+    expected = np.einsum("bhnk,nmk->bhnm", q, vectors)
+    np.testing.assert_allclose(Relative(**tables).logits(q), expected, atol=1e-5)
+
+
+def test_tokens_before_the_patches_without_positions_have_no_logits():
+    tables = random_relative(5, 0, 4)
+    q = RNG.standard_normal((1, 2, 7, 4)).astype(np.float32)
+    logits = np.asarray(Relative(**tables).logits(q))
+    assert (logits[:, :, :2] == 0).all()
+    assert (logits[..., :2] == 0).all()
+    np.testing.assert_array_equal(logits[:, :, 2:, 2:], Relative(**tables).logits(q[:, :, 2:]))
+
+
+# Parameters of the positions of 3 x 5 patches, width 8, 2 heads, 3 layers, with a class token; by
+# hand: (1 + 15) 8; (3 + 5) 4 + 8; (29 + 2 + 1) 4.
+@pytest.mark.parametrize(
+    ("kind", "place", "count"),
+    [
+        ("none", None, 0),
+        ("sincos_2d", "layers", 0),
+        ("learned_1d", "stem", 128),
+        ("learned_1d", "layers", 384),
+        ("learned_1d", "layers_shared", 128),
+        ("learned_2d", "stem", 40),
+        ("learned_2d", "layers", 120),
+        ("relative", None, 384),
+        ("relative", "layers_shared", 128),
+    ],
+)
+@pytest.mark.parametrize("scan", [False, True])
+def test_parameters_of_positions(kind, place, count, scan):
+    sizes = {"width": 8, "depth": 3, "mlp_dim": 4, "num_heads": 2}
+    model = create_model(
+        "ViT-mu/2", 3, (6, 10), pos_embed=kind, pos_embed_at=place, scan=scan, **sizes
+    )
+    params = abstract_params(model)
+    assert sum(leaf.size for name, leaf in params.items() if "pos_embedding" in name) == count
+    assert all(leaf.dtype == np.float32 for leaf in params.values())
+
+
+@pytest.mark.parametrize(("kind", "place"), [("learned_2d", "layers"), ("relative", None)])
+def test_positions_in_bfloat16_are_near(kind, place):
+    model = make(pos_embed=kind, pos_embed_at=place)
+    params = random_params(model, IMAGES, scale=0.1)
+    half = model.clone(dtype=jnp.bfloat16)
+    expected, found = (
+        np.asarray(jax.jit(functools.partial(m.apply, method="tokens"))({"params": params}, IMAGES))
+        for m in (model, half)
+    )
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(np.float32), expected, atol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["learned_1d", "learned_2d", "relative"])
+def test_tables_start_normal_and_apart(kind):
+    positions = Positions(kind, (12, 12), 1, True, 64)
+    leaves = [np.asarray(x).ravel() for x in jax.tree.leaves(positions.init(jax.random.key(0)))]
+    values = np.concatenate(leaves)
+    assert values.std() == pytest.approx(0.02, rel=0.05)
+    assert len(np.unique(values)) > 0.99 * len(values)
+
+
+@pytest.fixture
+def full_compilation():
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.mark.usefixtures("full_compilation")
+def test_relative_positions_take_no_memory_for_pairs_of_tokens():
+    tokens, width, heads = 1025, 128, 2
+    relative = Positions("relative", (32, 32), 1, True, width // heads)
+
+    def temporaries(positions):
+        block = EncoderBlock(num_heads=heads, mlp_dim=4 * width, positions=positions)
+        x = jax.ShapeDtypeStruct((1, tokens, width), jnp.float32)
+        params = jax.eval_shape(lambda x: block.init(jax.random.key(0), x, 0.0, False), x)
+
+        def loss(params, x):
+            return block.apply(params, x, 0.0, False)[0].sum()
+
+        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(params, x).compile()
+        return step.memory_analysis().temp_size_in_bytes
+
+    without, found = temporaries(None), temporaries(relative)
+    assert found < 2.5 * without
+    assert found < tokens**2 * width * 4 / 10
+
+
+def test_remat_keeps_no_logits_of_relative_positions():
+    """A product without an axis of images would be kept by "dots"."""
+    tokens, width = 65, 16
+    relative = Positions("relative", (8, 8), 1, True, width // 2)
+    encoder = Encoder(depth=2, num_heads=2, mlp_dim=32, positions=relative, scan=True, remat="dots")
+    x = jax.ShapeDtypeStruct((3, tokens, width), jnp.float32)
+    params = jax.eval_shape(encoder.init, jax.random.key(0), x)
+
+    def residuals(params, x):
+        return jax.vjp(encoder.apply, params, x)[1]
+
+    kept = jax.tree.leaves(jax.eval_shape(residuals, params, x))
+    assert max(leaf.size for leaf in kept) == 2 * 3 * tokens * 32
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"pos_embed": "relative", "pos_embed_at": "stem"}, "choose layers or layers_shared"),
+        ({"pos_embed": "none", "pos_embed_at": "layers"}, "pos_embed='none' adds nothing"),
+        ({"pos_embed_at": "layer"}, "pos_embed_at='layer': did you mean layers?"),
+        ({"pos_embed": "learned_2d", "width": 9, "num_heads": 3}, "that 2 divides; got 9"),
+        ({"pos_embed": "relative", "image_size": None}, "pos_embed='relative' needs a size"),
+    ],
+)
+def test_faulty_fields(fields, said):
+    with pytest.raises(InputError, match=said):
+        make().clone(**fields)
+
+
+@pytest.mark.parametrize("place", ["stem", "layers"])
+def test_fixed_positions_take_images_of_any_size(place):
+    model = make(pos_embed="sincos_2d", pos_embed_at=place)
+    params = random_params(model, IMAGES)
+    images = RNG.uniform(-1, 1, (1, 6, 8, 3)).astype(np.float32)
+    expected = numpy_vit.vit(model, params, images[0])["__call__"]
+    found = jax.jit(model.clone(image_size=None).apply)({"params": params}, images)[0]
+    np.testing.assert_allclose(found, expected, atol=2e-5)

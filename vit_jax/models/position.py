@@ -65,17 +65,19 @@ def _pad(x_BHNM, above=0, below=0, left=0, right=0):
 def _logits_by_offset(q_BHSK, offsets_OK):
     """The product of each query with the vectors of its offsets to all patches.
 
-    Pairs never have vectors: each query is multiplied with those of all O = 2 S - 1 offsets. Of its
-    products S are wanted, which begin one further left in each row; rows that are one longer, read
-    as if they were not, lie so.
+    Pairs never have vectors: each query is multiplied with those of all O = 2 S - 1 offsets, from
+    the least on. Of its products S are wanted, which begin one further left in each row; rows that
+    are one longer, by a product with 0, read as if they were not, lie so.
 
     Shapes: (B, H, S, K), (O, K) -> (B, H, S, S).
     """
     batch, heads, num, _ = q_BHSK.shape
-    # A table for each image, as for the products that remat "dots" does not keep.
-    offsets_BOK = jnp.broadcast_to(offsets_OK[::-1], (batch, *offsets_OK.shape))
-    x_BHSO = jnp.einsum("bhsk,bok->bhso", q_BHSK, offsets_BOK)
-    x = _pad(x_BHSO, right=1).reshape(batch, heads, 2 * num**2)[:, :, num - 1 : -1]
+    table_OK = jnp.pad(offsets_OK[::-1], ((0, 1), (0, 0)))
+    # A copy for each image and head, as keys have: so neither is what it gives transposed for the
+    # gradient, nor kept by remat "dots".
+    table_BHOK = jnp.broadcast_to(table_OK, (batch, heads, *table_OK.shape))
+    x = jnp.einsum("bhsk,bhok->bhso", q_BHSK, table_BHOK)
+    x = x.reshape(batch, heads, 2 * num**2)[:, :, num - 1 : -1]
     return x.reshape(batch, heads, num, 2 * num - 1)[..., :num]
 
 
