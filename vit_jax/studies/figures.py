@@ -21,6 +21,9 @@ def draw_curves(
         dots = [(x, value) for x, values in places for value in values]
         axes.plot(*zip(*dots, strict=True), "o", color=line.get_color(), markersize=4)
     axes.set_xscale("log")
+    ticks = sorted({x for places in points.values() for x, _ in places})
+    axes.set_xticks(ticks, labels=[f"{x:,g}" for x in ticks])
+    axes.minorticks_off()
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(alpha=0.3)
