@@ -263,7 +263,7 @@ def test_field_that_the_family_lacks(config, monkeypatch):
     def fewer(num_classes, image_size, patch_size, width, dropout, dtype):
         raise AssertionError("only its signature counts")
 
-    monkeypatch.setitem(models.MODELS, "ViT", (fewer, fewer))
+    monkeypatch.setitem(models.MODELS, "ViT", models.Family(fewer, fewer, ()))
     config.model.dropout = 0.1
     config.model.head_bias, config.model.hidden_head = -10.0, True
     head_bias, hidden_head = sorted(find_faults(config))
@@ -277,8 +277,8 @@ def test_field_that_the_family_lacks(config, monkeypatch):
 def test_every_field_of_config_is_one_of_some_family():
     fields = set(base_config().model) - {"name"}
     known = set()
-    for module, _ in models.MODELS.values():
-        known |= set(module.__dataclass_fields__)
+    for family in models.MODELS.values():
+        known |= set(family.module.__dataclass_fields__)
     assert fields <= known
 
 

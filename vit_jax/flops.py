@@ -7,9 +7,14 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
+from vit_jax.models import with_known
+from vit_jax.models.hybrid import HybridViT
+from vit_jax.models.layers import unconstrained
 from vit_jax.models.vit import ViT
 from vit_jax.topologies import CHIPS
 
@@ -79,12 +84,27 @@ def _eqn_flops(eqn: JaxprEqn) -> int:
     return sum(inner)
 
 
-def vit_flops(model: ViT) -> int:
-    """FLOPs of a forward and a backward pass of one image, by the sizes alone.
+def forward_macs(model: nn.Module) -> int:
+    """Multiply-adds of a forward pass of one image, of the model's image size.
+
+    Matrix products and convolutions alone, the embedding of patches and the head among them.
+    """
+    model = with_known(model, scan=True, remat="none", constrain=unconstrained)
+    images = jax.ShapeDtypeStruct((1, *model.image_size, 3), jnp.float32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), images)
+    return count_flops(model.apply, variables, images) // 2
+
+
+def vit_flops(model: nn.Module) -> int | None:
+    """FLOPs of a forward and a backward pass of one image, by the sizes of a ViT alone.
+
+    None for a model with a ResNet in it.
 
     Of N tokens of width D a block's products are 2 N D (4 D + 2 F) + 4 N^2 D, F the width of its
     MLP; the backward pass makes each twice, but for the gradient by the image's pixels.
     """
+    if not isinstance(model, ViT) or isinstance(model, HybridViT):
+        return None
     height, width = model.image_size
     patch_height, patch_width = model.patch_size
     patches = (height // patch_height) * (width // patch_width)

@@ -1,4 +1,5 @@
 import pytest
+from by_hand import SIZES, vit_params
 
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
@@ -20,46 +21,8 @@ PUBLISHED = {
 }
 
 
-# From the papers' tables, apart from the package's own: width, layers, MLP, heads.
-SIZES = {
-    "mu": (32, 1, 128, 2),
-    "Ti": (192, 12, 768, 3),
-    "S": (384, 12, 1536, 6),
-    "M": (512, 12, 2048, 8),
-    "B": (768, 12, 3072, 12),
-    "L": (1024, 24, 4096, 16),
-    "So400m": (1152, 27, 4304, 16),
-    "H": (1280, 32, 5120, 16),
-    "g": (1408, 40, 6144, 16),
-    "G": (1664, 48, 8192, 16),
-    "e": (1792, 56, 15360, 16),
-    "22B": (6144, 48, 24576, 48),
-}
-
-
 def count_params(model):
     return sum(leaf.size for leaf in abstract_params(model).values())
-
-
-def expected_params(variant, patch_size, *, grid, num_classes, pool="token", hidden_head=False):
-    width, depth, mlp_dim, num_heads = SIZES[variant]
-    norm, attention = 2 * width, 4 * (width * width + width)
-    mlp = width * mlp_dim + mlp_dim + mlp_dim * width + width
-    block = 2 * norm + attention + mlp
-    if variant == "22B":  # norms without bias, one a block; q, k without bias, normalised; v too
-        norm, attention = width, attention - 3 * width
-        block = norm + attention + mlp + 2 * (width // num_heads)
-    token = int(pool == "token")
-    total = (patch_size[0] * patch_size[1] * 3 + 1) * width  # embedding
-    total += token * width + (token + grid[0] * grid[1]) * width
-    total += depth * block + norm
-    if pool == "map":
-        total += width + attention + norm + mlp
-    if hidden_head:
-        total += width * width + width
-    if num_classes:
-        total += width * num_classes + num_classes
-    return total
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -84,7 +47,7 @@ def test_parameter_counts_by_formula(variant, pool):
     model = create_model(
         f"ViT-{variant}/14", 21, 224, pool=pool, hidden_head=hidden_head, scan=True
     )
-    assert count_params(model) == expected_params(
+    assert count_params(model) == vit_params(
         variant, (14, 14), grid=(16, 16), num_classes=21, pool=pool, hidden_head=hidden_head
     )
     assert model.num_heads == SIZES[variant][3]
@@ -101,7 +64,7 @@ def test_parameter_counts_by_formula(variant, pool):
 def test_any_patch_size_and_image_size(name, image_size, patch_size, grid):
     model = create_model(name, None, image_size)
     assert model.grid == grid
-    assert count_params(model) == expected_params("mu", patch_size, grid=grid, num_classes=None)
+    assert count_params(model) == vit_params("mu", patch_size, grid=grid, num_classes=None)
 
 
 def test_fields_replace_the_variants_own():

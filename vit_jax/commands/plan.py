@@ -114,6 +114,7 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
         "batch": f"{figures['global_batch_size']:,}, {figures['images_per_way']:,} a way",
         "layers": f"{'scanned' if figures['scan'] else 'unrolled'}, remat {figures['remat']}",
         "parameters": f"{figures['num_params']:,}",
+        "forward pass": f"{figures['flops']['forward_macs_per_image'] / 1e9:,.4g} GMAC an image",
         "steps": f"{figures['total_steps']:,}",
         "by": f"the compiler, in {figures['compile_s']:.0f} s"
         if figures["by"] == "compiler"
@@ -130,8 +131,9 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
     space.add_row("host, at save", _bytes(figures["host_bytes_at_save"]))
     work = Table("", "a step", title="Work")
     flops = figures["flops"]
-    work.add_row("FLOPs of the model, by its sizes", _flops(
-        flops["model_per_image_by_sizes"] * figures["global_batch_size"]))  # fmt: skip
+    if flops["model_per_image_by_sizes"] is not None:
+        work.add_row("FLOPs of the model, by its sizes", _flops(
+            flops["model_per_image_by_sizes"] * figures["global_batch_size"]))  # fmt: skip
     work.add_row("FLOPs of the model, counted", _flops(flops["model_per_step"]))
     work.add_row("FLOPs with what is recomputed, counted", _flops(flops["counted_per_step"]))
     if figures["hbm_bytes_accessed"] is not None:

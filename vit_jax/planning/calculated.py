@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from vit_jax.experiment import Experiment, make_experiment
-from vit_jax.models.vit import ViT
+from vit_jax.planning.activations import activation_bytes, tensor_exchanges
 from vit_jax.planning.layout import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
 from vit_jax.topologies import GPUS_PER_HOST
@@ -52,27 +52,6 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     }
 
 
-def activation_bytes(model: ViT) -> int:
-    """What the backward pass keeps of one image, on a device that splits nothing of it.
-
-    Of each block: with remat "full" its input, with "dots" the dense layers' outputs too, with
-    "none" s D 18 + s F 4 + 5 H s^2 bytes in bfloat16, for s tokens of width D, F the width of the
-    MLP and H heads; and of one block all of that, when it is computed again. Dropout's masks, of a
-    byte each, are among them, used or not.
-
-    Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1.
-    """
-    height, width = model.image_size
-    patch_height, patch_width = model.patch_size
-    s = (height // patch_height) * (width // patch_width) + model.num_prefix_tokens
-    d, f, heads = model.width, model.mlp_dim, model.num_heads
-    size = jnp.dtype(model.dtype).itemsize
-    block_input = size * s * d
-    whole = size * s * (8 * d + 2 * f) + 2 * s * d + heads * s**2 * (2 * size + 1)
-    kept = {"full": block_input, "dots": size * s * (6 * d + f), "none": whole}[model.remat]
-    return model.depth * kept + (whole if model.remat != "none" else 0)
-
-
 def collective_table(
     experiment: Experiment,
     shape: Mapping[str, int],
@@ -84,7 +63,7 @@ def collective_table(
 
     Over fsdp the weights are gathered in the dtype of computation, for the forward and for the
     backward pass, and gradients are scattered in it; over replica and data they are reduced, in
-    it too; over tensor the activations of a block are, twice in each pass.
+    it too; over tensor `tensor_exchanges` says what of the activations is.
 
     Args:
       params_bytes: float32 parameters on a device.
@@ -94,16 +73,15 @@ def collective_table(
     size = jnp.dtype(model.dtype).itemsize
     share = params_bytes * size // 4
     whole = share * shape["fsdp"]
-    height, width = model.image_size
-    patches = math.prod(n // p for n, p in zip((height, width), model.patch_size, strict=True))
-    tokens = patches + model.num_prefix_tokens
     passes = 2 + (model.remat != "none")  # forward, backward, and forward again
     wanted = [
         ("all-gather", ("fsdp",), passes, whole),
         ("reduce-scatter", ("fsdp",), 1, whole),
         ("all-reduce", ("replica", "data"), 1, share),
-        ("all-reduce", ("tensor",), 2 * passes * model.depth, size * images * tokens * model.width),
     ]
+    for kind, (count, number) in tensor_exchanges(model).items():
+        if count:
+            wanted.append((kind, ("tensor",), passes * count, images * number // count))
     table, inner = [], {"tensor": 1, "fsdp": shape["tensor"]}
     for kind, axes, count, number in wanted:
         n = math.prod(shape[axis] for axis in axes)

@@ -37,6 +37,7 @@ def describe(
         "num_params": experiment.num_params,
         "host_bytes_at_save": host_bytes_at_save(experiment, mesh),
         "flops": {
+            "forward_macs_per_image": flops.forward_macs(experiment.model),
             "model_per_image_by_sizes": flops.vit_flops(experiment.model),
             "model_per_image_by_jaxpr": experiment.flops_per_image,
             "model_per_step": experiment.flops_per_image * config.global_batch_size,

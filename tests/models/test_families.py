@@ -1,0 +1,312 @@
+"""Every name in MODELS: sizes, work, and the way through the step, checkpoints and exports.
+
+Of each family the smallest here, all of them by -m slow.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from by_hand import by_hand
+from etils import epath
+from numpy_vit import random_params
+
+import vit_jax
+from vit_jax import checkpoint, tree
+from vit_jax.config import base_config
+from vit_jax.errors import InputError
+from vit_jax.experiment import make_experiment
+from vit_jax.flops import count_flops, forward_macs
+from vit_jax.mesh import make_mesh
+from vit_jax.models import MODELS, create_model, field_names, find_family
+from vit_jax.models.vit import ViT
+from vit_jax.step import TrainState
+from vit_jax.transfer import WRITERS
+from vit_jax.transfer.export import export
+from vit_jax.transfer.rules import Pretrained, Spec, abstract_params, stack_layers
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+NAMES = [name for family in MODELS.values() for name in family.names]
+SMALLEST = ("ViT-mu/16", "DeiT-Ti/16", "R+ViT-Ti/16", "BiT-R50x1")
+
+# As published: parameters, and multiply-adds in units of 1e9.
+PARAMS = {
+    "DeiT-Ti/16": 5_910_800,
+    "DeiT-S/16": 22_436_432,
+    "DeiT-B/16": 87_338_192,
+    "R+ViT-Ti/16": 6_337_704,
+    "R26+ViT-S/32": 36_431_912,
+    "R50+ViT-B/16": 98_659_112,
+    "R50+ViT-L/32": 328_994_856,
+    "BiT-R50x1": 25_549_352,
+    "BiT-R101x1": 44_541_480,
+    "BiT-R152x4": 936_533_224,
+}
+GMACS = {
+    "ViT-Ti/16": 1.25,
+    "ViT-S/16": 4.60,
+    "ViT-B/32": 4.41,
+    "ViT-B/16": 17.56,
+    "ViT-L/16": 61.55,
+    "ViT-H/14": 167.3,
+}
+
+
+slow = pytest.mark.slow
+
+
+def each(*quick):
+    marks = {name: () if name in quick else slow for name in NAMES}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
+
+
+def shrunk(name, **fields):
+    """The model called `name`, with few layers and channels, for images of 2 x 3 tokens."""
+    small = {"width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "stem_width": 32}
+    module = find_family(name).module
+    small = {field: size for field, size in small.items() if field in field_names(module)}
+    if "stages" in field_names(module) and not name.startswith("R+"):
+        small["stages"] = (1, 2)
+    height, width = create_model(name, None, (1344, 1344), **small).token_stride
+    return create_model(name, 5, (2 * height, 3 * width), **small, **fields)
+
+
+def images_for(model):
+    size = (2, *model.image_size, 3)
+    return np.random.default_rng(0).uniform(-1, 1, size).astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(model, params, images):
+    return model.apply({"params": params}, images)
+
+
+@each(*SMALLEST, *GMACS, "DeiT-S/16")
+def test_parameters_and_multiply_adds(name):
+    model = create_model(name)
+    if "scan" in field_names(type(model)):
+        model = model.clone(scan=True)
+    params, macs = by_hand(name)
+    assert sum(leaf.size for leaf in abstract_params(model).values()) == params
+    assert params == PARAMS.get(name, params)
+    assert forward_macs(model) == macs
+    assert macs / 1e9 == pytest.approx(GMACS.get(name, macs / 1e9), rel=0.004)
+
+
+def test_every_published_number_is_of_some_name():
+    assert {*PARAMS, *GMACS, *SMALLEST} <= set(NAMES)
+    assert {find_family(name) for name in SMALLEST} == set(MODELS.values())
+
+
+def config_for(name, **model):
+    c = base_config()
+    c.model.name, c.global_batch_size, c.duration = name, 16, "2 steps"
+    c.data.name, c.data.num_classes, c.data.num_examples = "synthetic", 8, 64
+    c.data.image_size = tuple(2 * side for side in create_model(name).token_stride)
+    c.optimizer.name, c.optimizer.peak_lr, c.optimizer.grad_clip_norm = "sgd", 0.1, 1.0
+    c.optimizer.layer_decay = 0.9
+    c.model.update(model)
+    if "scan" in field_names(find_family(name).module):
+        c.model.scan = True
+    return c
+
+
+@each(*SMALLEST)
+def test_a_step_lowers_on_a_mesh(name, caplog):
+    mesh = make_mesh(replica=1, data=2, fsdp=2, tensor=2)
+    experiment = make_experiment(config_for(name, dtype="bfloat16"), mesh)
+    with jax.set_mesh(mesh):
+        assert "stablehlo" in str(experiment.lower().compiler_ir().operation)[:2000]
+    assert [r for r in caplog.records if "replicated" in r.getMessage()] == []
+
+
+SMALL = {
+    "R26+ViT-mu/32": {"stages": (1,), "stem_width": 32, "patch_size": 8},
+    "BiT-R50x1": {"stages": (1, 2), "stem_width": 32},
+}
+
+
+@functools.cache
+def trained(name, devices):
+    """(losses, parameters) of two steps."""
+    split = 2 if devices == 8 else 1
+    mesh = make_mesh(
+        replica=1, data=split, fsdp=split, tensor=split, devices=jax.devices()[:devices]
+    )
+    experiment = make_experiment(config_for(name, **SMALL[name]), mesh)
+    rng, losses = np.random.default_rng(0), []
+    with jax.set_mesh(mesh):
+        state = experiment.init()
+        for _ in range(3):
+            batch = {
+                key: jax.device_put(rng.integers(0, high, leaf.shape).astype(leaf.dtype),
+                                    leaf.sharding)
+                for (key, leaf), high in zip(
+                    sorted(experiment.abstract_batch.items()), (16, 256, 8, 2), strict=True
+                )
+            }  # fmt: skip
+            state, metrics = experiment.train_step(state, batch)
+            losses.append(float(metrics["loss"]))
+    return losses, jax.device_get(tree.flatten_names(state.params))
+
+
+@pytest.mark.parametrize("name", ["R26+ViT-mu/32", pytest.param("BiT-R50x1", marks=slow)])
+def test_a_mesh_trains_as_one_device(name):
+    losses, params = trained(name, 1)
+    on_mesh, params_on_mesh = trained(name, 8)
+    assert max(losses) - min(losses) > 0.01
+    np.testing.assert_allclose(on_mesh, losses, rtol=1e-4)
+    for leaf, found in params_on_mesh.items():
+        tolerance = 1e-3 * np.abs(params[leaf]).max() + 1e-6
+        np.testing.assert_allclose(found, params[leaf], rtol=0, atol=tolerance, err_msg=leaf)
+
+
+@each("R+ViT-Ti/16")
+def test_scanned_is_unrolled(name):
+    model = shrunk(name)
+    if not isinstance(model, ViT):
+        pytest.skip("its units are not scanned")
+    images = images_for(model)
+    params = random_params(model, images)
+    expected = logits_of(model, params, images)
+    found = logits_of(model.clone(scan=True), stack_layers(params), images)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@each("BiT-R50x1")
+@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=slow)])
+def test_remat_changes_no_gradient(name, remat):
+    model = shrunk(name)
+    images = images_for(model)
+    params = random_params(model, images)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(model):
+        return jax.grad(lambda p: jnp.square(model.apply({"params": p}, images)).sum())(params)
+
+    expected, found = (tree.flatten_names(gradients(m)) for m in (model, model.clone(remat=remat)))
+    largest = max(np.abs(leaf).max() for leaf in expected.values())
+    for leaf, gradient in expected.items():
+        atol = 1e-5 * largest
+        np.testing.assert_allclose(found[leaf], gradient, rtol=1e-4, atol=atol, err_msg=leaf)
+
+
+def test_remat_of_a_resnet_repeats_what_it_says():
+    model = shrunk("BiT-R50x1")
+    images = images_for(model)
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), images))
+
+    def work(remat):
+        other = model.clone(remat=remat)
+        return count_flops(jax.grad(lambda v: other.apply(v, images).sum()), shapes)
+
+    assert work("none") == work("dots") < work("full")
+
+
+@each("R+ViT-Ti/16", "BiT-R50x1")
+def test_save_and_restore(name, tmp_path):
+    model = shrunk(name)
+    params = jax.tree.map(jnp.asarray, random_params(model, images_for(model)))
+    state = TrainState(jnp.int32(3), params, {}, optax.scale_by_adam().init(params))
+    folder = epath.Path(tmp_path / "checkpoints")
+    checkpoints = checkpoint.Checkpoints(folder, keep_last=2, keep_every=None)
+    checkpoints.save(3, state, {})
+    checkpoints.close()
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    restored, _ = checkpoint.restore_newest(folder, target)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+FORMATS = {"ViT": ("npz", "hf", "timm"), "DeiT": ("hf", "timm"), "R+ViT": ("npz",), "BiT": ("npz",)}
+
+
+@each(*SMALLEST)
+def test_export(name, tmp_path):
+    family = next(key for key, family in MODELS.items() if family == find_family(name))
+    model = shrunk(name, **({"gelu": "exact", "hidden_head": False} if family == "DeiT" else {}))
+    if family == "ViT" and model.parallel:
+        pytest.skip("no format of others holds it")
+    params = random_params(model, images_for(model))
+    pretrained = Pretrained("here", model, tree.flatten_names(params), Spec(model.image_size, "x"))
+    for format, writer in WRITERS.items():
+        output = tmp_path / {"npz": "model.npz", "npz_v2": "v2.npz"}.get(format, format)
+        if format not in FORMATS[family]:
+            (fault, *_) = writer.check(model)
+            assert "format=" in fault
+            continue
+        assert export(pretrained, output, format)["read_back"]["largest_logit_difference"] < 1e-5
+        loaded, variables = vit_jax.load_pretrained(output)
+        assert (type(loaded), loaded.image_size) == (type(model), model.image_size)
+        jax.tree.map(np.testing.assert_array_equal, variables["params"], params)
+
+
+@pytest.mark.parametrize("name", ["R+ViT-Ti/16", "BiT-R50x1"])
+def test_export_as_a_program(name, tmp_path):
+    model = shrunk(name)
+    params = tree.flatten_names(random_params(model, images_for(model)))
+    pretrained = Pretrained("here", model, params, Spec(model.image_size, "antialiased"))
+    receipt = export(pretrained, tmp_path / "model.stablehlo", "stablehlo")
+    assert receipt["read_back"]["largest_logit_difference"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("R51+ViT-B/16", ["no ResNet R51", "known: R, R26, R50"]),
+        ("R50+ViT-B/8", ["R50+ViT-B/8", "8 must be a multiple of 16"]),
+        ("R+ViT-Ti/5", ["5 must be a multiple of 2"]),
+        ("R50+ViT-x9/16", ["no variant 'x9'"]),
+        ("R50+DeiT-B/16", ["no such model"]),
+        ("BiT-R50x4", ["BiT-R50x4", "known: BiT-R50x1, BiT-R50x2"]),
+        ("BiT-50", ["known: BiT-R50x1"]),
+        ("BiT", ["no such model"]),
+        ("RR+ViT-B/16", ["no such model"]),
+    ],
+)
+def test_unknown_names(name, said):
+    with pytest.raises(InputError) as error:
+        create_model(name)
+    for part in said:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("BiT-R50x1", {"scan": True}, "scan: BiT has no such field"),
+        ("BiT-R50x1", {"stages": ()}, "stages=(): needs the units"),
+        ("BiT-R50x1", {"stages": (1, 0)}, "stages=(1, 0): needs the units"),
+        ("BiT-R50x1", {"stem_width": 48}, "stem_width=48: needs a multiple of 32"),
+        ("BiT-R50x1", {"remat": "some"}, "remat='some'"),
+        ("R50+ViT-B/16", {"stem_width": 0}, "stem_width=0: needs a multiple of 32"),
+        ("R50+ViT-B/32", {"image_size": 48}, "a token every (32, 32) pixels: 32 does not divide"),
+        ("ViT-B/16", {"stages": (1,)}, "stages: ViT has no such field"),
+    ],
+)
+def test_fields_that_are_refused(name, fields, said):
+    size = fields.pop("image_size", 224)
+    with pytest.raises(InputError) as error:
+        create_model(name, 10, size, **fields)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "patch_size", "stages", "stride"),
+    [
+        ("R+ViT-S/32", (16, 16), (), 64),
+        ("R50+ViT-S/16", (1, 1), (3, 4, 9), 16),
+        ("R50+ViT-S/48", (3, 3), (3, 4, 9), 48),
+        ("R50+ViT-S/64", (2, 2), (3, 4, 6, 3), 64),
+        ("R101+ViT-L/16", (1, 1), (3, 4, 26), 16),
+    ],
+)
+def test_free_combinations(name, patch_size, stages, stride):
+    model = create_model(name, None, (stride, 3 * stride))
+    assert (model.patch_size, model.stages) == (patch_size, stages)
+    assert (model.token_stride, model.grid) == ((stride, stride), (1, 3))
