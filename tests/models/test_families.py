@@ -71,7 +71,8 @@ def shrunk(name, **fields):
     small = {field: size for field, size in small.items() if field in field_names(module)}
     if "stages" in field_names(module) and not name.startswith("R+"):
         small["stages"] = (1, 2)
-    height, width = create_model(name, None, (1344, 1344), **small).token_stride
+    any_patch_divides = 1344
+    height, width = create_model(name, None, any_patch_divides, **small).token_stride
     return create_model(name, 5, (2 * height, 3 * width), **small, **fields)
 
 
@@ -154,7 +155,8 @@ def trained(name, devices):
     return losses, jax.device_get(tree.flatten_names(state.params))
 
 
-@pytest.mark.parametrize("name", ["R26+ViT-mu/32", pytest.param("BiT-R50x1", marks=slow)])
+@slow
+@pytest.mark.parametrize("name", SMALL)
 def test_a_mesh_trains_as_one_device(name):
     losses, params = trained(name, 1)
     on_mesh, params_on_mesh = trained(name, 8)

@@ -277,23 +277,6 @@ def add(**arrays):
     return lambda published: published | arrays
 
 
-def test_hybrid_and_bit_files_are_refused(tmp_path):
-    hybrid = {
-        "conv_root/kernel": np.ones((7, 7, 3, 8), np.float32),
-        "gn_root/scale": np.ones(8, np.float32),
-        **{f"block1/unit{i}/conv1/kernel": np.ones((1, 1, 8, 8), np.float32) for i in range(9)},
-    }
-    path, _, _, _ = make_file(tmp_path, change=add(**hybrid))
-    text = said(load_pretrained, path)
-    for part in (str(path), "conv_root/kernel (7, 7, 3, 8): unknown", "3 more unknown"):
-        assert part in text
-    bit = tmp_path / "bit.npz"
-    np.savez(bit, **{"resnet/root_block/standardized_conv2d/kernel": np.ones((7, 7, 3, 8))})
-    text = said(load_pretrained, bit)
-    assert "architecture cannot be told" in text
-    assert "embedding/kernel: absent" in text
-
-
 def test_a_mixture_of_the_variants_is_refused(tmp_path):
     def rename(arrays):
         old = "Transformer/posembed_input/pos_embedding"

@@ -24,7 +24,6 @@ from etils import epath
 
 from vit_jax.errors import InputError, nearest
 from vit_jax.files import absolute
-from vit_jax.models import find_family
 
 logger = logging.getLogger("vit_jax")
 
@@ -101,8 +100,6 @@ def locate(source: str | os.PathLike) -> epath.Path:
     source = os.fspath(source)
     if source in PUBLISHED:
         known = PUBLISHED[source]
-        if find_family(source) is None:
-            raise InputError(f"init_from={source!r}: {source.partition('-')[0]} is not read yet")
         path = _cached(source, known.address)
         found = round(path.stat().length / 2**20)
         if known.mebibytes is not None and abs(found - known.mebibytes) > 1:

@@ -70,18 +70,18 @@ def infer_stem(arrays: Mapping[str, np.ndarray], source: str) -> dict[str, Any]:
 def _count_units(arrays: Mapping[str, np.ndarray], prefix: str, source: str) -> tuple[int, ...]:
     """The units of each block."""
     matches = (re.match(rf"{prefix}block(\d+)/unit(\d+)/", name) for name in arrays)
-    found = {(int(m[1]), int(m[2])) for m in matches if m}
-    blocks = {block: [u for b, u in found if b == block] for block, _ in found}
-    for what, numbers in [
-        ("blocks", blocks),
-        *((f"block{b}'s units", u) for b, u in blocks.items()),
-    ]:
-        if sorted(numbers) != list(range(1, len(numbers) + 1)):
+    found = sorted({(int(m[1]), int(m[2])) for m in matches if m})
+    units: dict[int, list[int]] = {}
+    for block, unit in found:
+        units.setdefault(block, []).append(unit)
+    numbered = {"blocks": list(units)} | {f"block{b}'s units": units[b] for b in units}
+    for what, numbers in numbered.items():
+        if numbers != list(range(1, len(numbers) + 1)):
             raise InputError(
-                f"init_from={source!r}: of {what} there are {sorted(numbers)[:20]}, and needed is "
-                "every number from 1 on; fetch it again"
+                f"init_from={source!r}: of {what} there are {numbers}, and needed is every number "
+                "from 1 on; fetch it again"
             )
-    return tuple(len(blocks[block]) for block in sorted(blocks))
+    return tuple(map(len, units.values()))
 
 
 def fold_norms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
