@@ -163,7 +163,9 @@ def test_a_file_of_fixed_positions_tells_its_images_size(tmp_path):
         ("hf", {"pos_embed": "sincos_2d"}),
         ("hf", {"pos_embed": "none"}),
         ("hf", {"pos_embed_class_token": False}),
+        ("hf", {"pos_embed": "learned_2d"}),
         ("timm", {"pos_embed": "sincos_2d", "pool": "gap"}),
+        ("timm", {"pos_embed": "learned_2d", "pos_embed_class_token": False}),
     ],
 )
 def test_positions_that_a_format_knows_not_become_a_table(tmp_path, caplog, format, fields):
@@ -308,9 +310,13 @@ REFUSED = {
         ({"pool": "map"}, "format=npz_v2 holds it"),
         ({"pos_embed_class_token": False}, "format=npz_v2 holds it"),
         ({"pos_embed": "sincos_2d"}, "format=npz_v2 or timm holds it"),
+        ({"pos_embed": "learned_2d"}, "pos_embed='learned_2d': format=timm holds it"),
         ({"name": "DeiT-mu/4"}, "format=hf or timm holds it"),
     ],
-    "npz_v2": [({}, "pos_embed_class_token=True: format=npz holds it")],
+    "npz_v2": [
+        ({}, "pos_embed_class_token=True: format=npz holds it"),
+        ({"pos_embed": "none"}, "pos_embed='none': format=timm holds it"),
+    ],
     "tim": [({}, "did you mean timm?")],
 }
 

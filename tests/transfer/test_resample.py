@@ -3,7 +3,12 @@ import pytest
 import scipy.ndimage
 from PIL import Image
 
-from vit_jax.transfer.resample import CONVENTIONS, resample_grid
+from vit_jax.transfer.resample import (
+    CONVENTIONS,
+    resample_axis,
+    resample_grid,
+    resample_offsets,
+)
 
 GRIDS = [
     ((4, 4), (8, 8)),
@@ -102,3 +107,78 @@ def test_a_constant_stays_one(convention, new):
 def test_the_same_grid_stays(convention, grid):
     old = random_grid(grid)
     np.testing.assert_allclose(resample(old, grid, grid, convention), old, atol=1e-6)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize(("old", "new"), GRIDS)
+def test_tables_of_rows_and_columns_are_resampled_as_what_they_add_is(old, new, convention):
+    rng = np.random.default_rng(0)
+    rows, columns = (rng.standard_normal((1, n, WIDTH)).astype(np.float32) for n in old)
+    added = (rows[:, :, None] + columns[:, None]).reshape(1, -1, WIDTH)
+    new_rows, new_columns = (
+        resample_axis(table, o, n, convention=convention)
+        for table, o, n in zip((rows, columns), old, new, strict=True)
+    )
+    assert new_rows.shape == (1, new[0], WIDTH)
+    assert new_rows.dtype == np.float32
+    found = (new_rows[:, :, None] + new_columns[:, None]).reshape(1, -1, WIDTH)
+    np.testing.assert_allclose(found, resample(added, old, new, convention), atol=2e-6)
+
+
+def random_offsets(grid):
+    shape = (2 * grid[0] * grid[1] - 1, WIDTH)
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def pairs(grid):
+    """(raster offset, dy, dx) of every pair of patches."""
+    places = [(y, x) for y in range(grid[0]) for x in range(grid[1])]
+    return [
+        (q - k, yq - yk, xq - xk)
+        for q, (yq, xq) in enumerate(places)
+        for k, (yk, xk) in enumerate(places)
+    ]
+
+
+@pytest.mark.parametrize(("old", "new"), GRIDS)
+def test_offsets_are_the_mean_of_their_pairs_interpolated_in_the_image(old, new):
+    offsets = random_offsets(old)
+    by_place = np.zeros((2 * old[0] - 1, 2 * old[1] - 1, WIDTH))
+    for offset, dy, dx in pairs(old):
+        vector = offsets[old[0] * old[1] - 1 + offset]
+        by_place[old[0] - 1 + dy, old[1] - 1 + dx] = vector
+    # Corners on corners: a new step is (old - 1) / (new - 1) old ones.
+    lie = [
+        (o - 1) * (1 + np.arange(1 - n, n) / max(n - 1, 1)) for o, n in zip(old, new, strict=True)
+    ]
+    interpolated = np.stack(
+        [
+            scipy.ndimage.map_coordinates(channel, np.meshgrid(*lie, indexing="ij"), order=1)
+            for channel in np.moveaxis(by_place, -1, 0)
+        ],
+        axis=-1,
+    )
+    seen = {}
+    for offset, dy, dx in pairs(new):
+        seen.setdefault(offset, []).append(interpolated[new[0] - 1 + dy, new[1] - 1 + dx])
+    expected = [np.mean(seen[offset], axis=0) for offset in sorted(seen)]
+    ours = resample_offsets(offsets, old, new, convention="corner_aligned")
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_offsets_keep_what_they_tell(convention):
+    old, new = (6, 5), (9, 8)
+    same = resample_offsets(random_offsets(old), old, old, convention=convention)
+    np.testing.assert_allclose(same, random_offsets(old), atol=1e-6)
+    ones = np.ones((59, WIDTH), np.float32)
+    found = resample_offsets(ones, old, new, convention=convention)
+    np.testing.assert_allclose(found, 1.0, rtol=1e-6)
+
+
+def test_offsets_by_the_edges_of_the_image():
+    """Twice the patches: half an old offset, between the old ones."""
+    offsets = np.arange(-3.0, 4.0, dtype=np.float32)[:, None]
+    found = resample_offsets(offsets, (1, 4), (1, 8), convention="antialiased")[:, 0]
+    np.testing.assert_allclose(found[3:-3], np.arange(-4, 5) / 2, atol=1e-6)

@@ -167,7 +167,7 @@ def check(model: nn.Module) -> list[str]:
     """What of `model` the format cannot hold."""
     if isinstance(model, BiT | HybridViT):
         return [f"a {type(model).__name__}: format=npz or stablehlo holds it"]
-    faults = []
+    faults = rules.check_positions(model)
     if model.pool != "token":
         faults.append(f"pool={model.pool!r}: it classifies the class token; format=timm holds it")
     if model.hidden_head and model.num_classes is not None:

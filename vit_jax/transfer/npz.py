@@ -31,7 +31,14 @@ from vit_jax.models.resnet import map_stride
 from vit_jax.models.vit import ViT
 from vit_jax.transfer import layout, resnet
 from vit_jax.transfer.layout import Entry, rearranged, same
-from vit_jax.transfer.rules import Pretrained, Spec, class_names_of, square_side, to_json
+from vit_jax.transfer.rules import (
+    Pretrained,
+    Spec,
+    check_positions,
+    class_names_of,
+    square_side,
+    to_json,
+)
 from vit_jax.transfer.safetensors import read_json
 
 logger = logging.getLogger("vit_jax")
@@ -258,19 +265,23 @@ def check(model: nn.Module, variant: str) -> list[str]:
     token = model.has_class_token
     if token and model.pool != "token":
         faults.append(f"a class token that pool={model.pool!r} leaves out: format=timm holds it")
-    if variant == "first":
-        if model.pool == "map":
-            faults.append("pool='map': format=npz_v2 holds it")
-        if model.pos_embed != "learned_1d":
-            faults.append(f"pos_embed={model.pos_embed!r}: format=npz_v2 or timm holds it")
-        elif token and not model.pos_embed_class_token:
-            faults.append("pos_embed_class_token=False: format=npz_v2 holds it")
-    else:
-        if model.num_prefix_positions:
-            faults.append("pos_embed_class_token=True: format=npz holds it")
-        if model.pos_embed == "none":
-            faults.append("pos_embed='none': format=timm holds it")
-    return faults
+    if variant == "first" and model.pool == "map":
+        faults.append("pool='map': format=npz_v2 holds it")
+    return faults + _find_position_faults(model, variant)
+
+
+def _find_position_faults(model: nn.Module, variant: str) -> list[str]:
+    if faults := check_positions(model):
+        return faults
+    known = ("learned_1d",) if variant == "first" else ("learned_1d", "sincos_2d")
+    if model.pos_embed not in known:
+        others = "npz_v2 or timm" if model.pos_embed == "sincos_2d" else "timm"
+        return [f"pos_embed={model.pos_embed!r}: format={others} holds it"]
+    if variant == "first" and model.has_class_token and not model.pos_embed_class_token:
+        return ["pos_embed_class_token=False: format=npz_v2 holds it"]
+    if variant == "later" and model.num_prefix_positions:
+        return ["pos_embed_class_token=True: format=npz holds it"]
+    return []
 
 
 def write(path: epath.Path, pretrained: Pretrained, variant: str) -> list[str]:

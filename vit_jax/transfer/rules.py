@@ -5,6 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -15,12 +16,12 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.errors import InputError
 from vit_jax.models import field_names, with_known
-from vit_jax.models.position import sincos_2d
-from vit_jax.transfer.resample import resample_grid
+from vit_jax.transfer.resample import resample_axis, resample_grid, resample_offsets
 
 logger = logging.getLogger("vit_jax")
 
 _HEAD = r"(head|head_hidden|head_distillation)/.*"
+_POSITIONS = re.compile(r"(encoder/layer_\d+/)?pos_embedding(/(?P<table>\w+))?")
 
 
 class Spec(NamedTuple):
@@ -104,8 +105,19 @@ def to_json(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
+def check_positions(model: nn.Module) -> list[str]:
+    """What no foreign format holds of the positions of `model`."""
+    if model.pos_embed == "relative":
+        return ["pos_embed='relative': format=stablehlo, or keep the run's checkpoint"]
+    if model.positions_at != "stem":
+        return [
+            f"pos_embed_at={model.pos_embed_at!r}: format=stablehlo, or keep the run's checkpoint"
+        ]
+    return []
+
+
 def with_learned_positions(pretrained: Pretrained, *, class_token_has_one: bool) -> Pretrained:
-    """Fixed positions as learned ones that add the same, for formats that know no others.
+    """Positions at the stem as learned 1-D ones that add the same, for formats that know no others.
 
     With `class_token_has_one` the class token gets an entry as well, of zeros if it had none.
     """
@@ -115,13 +127,17 @@ def with_learned_positions(pretrained: Pretrained, *, class_token_has_one: bool)
             f"{pretrained.source}: it has no image size, and the format needs one; give image_size"
         )
     if model.pos_embed != "learned_1d":
+        has_some = model.num_prefix_positions > 0
         rows, columns = model.grid
-        table = np.zeros((rows * columns, model.width), np.float32)
-        if model.pos_embed == "sincos_2d":
-            table = sincos_2d(model.grid, model.width)
-        params["pos_embedding"] = table[None]
+        table = np.zeros((1, rows * columns, model.width), np.float32)
+        if model.pos_embed != "none":
+            tables = tree.unflatten_names(params).get("pos_embedding")
+            table = np.asarray(model.positions(model.image_size).build(tables))
+            table = table if has_some else table[:, model.num_prefix_tokens :]
+        params = {name: leaf for name, leaf in params.items() if not _POSITIONS.fullmatch(name)}
+        params["pos_embedding"] = table
         logger.info("positions: %s is written as a table", model.pos_embed)
-        model = model.clone(pos_embed="learned_1d", pos_embed_class_token=False)
+        model = model.clone(pos_embed="learned_1d", pos_embed_class_token=has_some)
     if class_token_has_one and not model.num_prefix_positions:
         none = np.zeros((1, model.num_prefix_tokens, model.width), np.float32)
         params["pos_embedding"] = np.concatenate([none, params["pos_embedding"]], axis=1)
@@ -175,10 +191,11 @@ def check_architecture(pretrained: Pretrained, model: nn.Module) -> None:
         families = type(model).__name__, type(pretrained.model).__name__
         faults.append("model.name: a {}, and a {} in the source".format(*families))
     shared = set(field_names(type(pretrained.model))) & set(field_names(type(model)))
-    for field in ("num_heads", "pool", "pos_embed", "pos_embed_class_token", "gelu", "norm_eps"):
-        if field not in shared:
-            continue
-        theirs, ours = getattr(pretrained.model, field), getattr(model, field)
+    fields = {"num_heads", "pool", "pos_embed", "pos_embed_class_token", "gelu", "norm_eps"}
+    # None is a place too.
+    values = {field: field for field in fields} | {"pos_embed_at": "positions_at"}
+    for field in sorted(values.keys() & shared):
+        theirs, ours = (getattr(m, values[field]) for m in (pretrained.model, model))
         if theirs != ours:
             faults.append(f"model.{field}={ours!r}, and {theirs!r} in the source")
     refuse(faults, f"init_from={pretrained.source!r} holds another architecture")
@@ -189,8 +206,8 @@ def fit(
 ) -> dict[str, np.ndarray]:
     """{leaf name: array} for the unrolled form of `model`, without its head if `reset_head`.
 
-    Rules, in this order: the head is dropped (`reset_head`); the grid of `pos_embedding` is
-    resampled if `model` has another, by the convention `resize`; None: the source's.
+    Rules, in this order: the head is dropped (`reset_head`); the tables of positions are resampled
+    if `model` has another grid, by the convention `resize`; None: the source's.
 
     Raises:
       InputError: one error naming everything that no rule makes fit.
@@ -202,16 +219,8 @@ def fit(
     if reset_head:
         found = {name: leaf for name, leaf in found.items() if not is_of_head(name)}
         wanted = {name: leaf for name, leaf in wanted.items() if not is_of_head(name)}
-    if "pos_embedding" in found and "pos_embedding" in wanted:
-        old, new = pretrained.model.grid, model.grid
-        prefix = model.num_prefix_positions
-        if old != new and pretrained.model.num_prefix_positions == prefix:
-            convention = resize or pretrained.spec.resize
-            found["pos_embedding"] = resample_grid(
-                found["pos_embedding"], old, new, prefix=prefix, convention=convention
-            )
-            logger.info("%s: position embedding resampled (%s) from a grid of %s to %s",
-                        pretrained.source, convention, old, new)  # fmt: skip
+    if any(_POSITIONS.fullmatch(name) for name in found.keys() & wanted):
+        found = _resample_positions(found, pretrained, model, resize or pretrained.spec.resize)
     faults = [f"{name} {leaf.shape}: the model has no such parameter"
               for name, leaf in sorted(found.items()) if name not in wanted]  # fmt: skip
     for name, leaf in sorted(wanted.items()):
@@ -228,3 +237,31 @@ def fit(
     if reset_head:
         logger.info("%s: the head is initialised anew", pretrained.source)
     return found
+
+
+def _resample_positions(
+    found: dict[str, np.ndarray], pretrained: Pretrained, model: nn.Module, convention: str
+) -> dict[str, np.ndarray]:
+    """`found` with its tables of positions, of all layers, for the grid of `model`.
+
+    Left as they are, and so a misfit, where tokens before the patches have positions in one alone.
+    """
+    old, new, prefix = pretrained.model.grid, model.grid, model.num_prefix_positions
+    if old == new or pretrained.model.num_prefix_positions != prefix:
+        return found
+    (rows, columns), (new_rows, new_columns) = old, new
+    resample = {
+        None: partial(resample_grid, old=old, new=new, prefix=prefix),
+        "rows": partial(resample_axis, old=rows, new=new_rows),
+        "columns": partial(resample_axis, old=columns, new=new_columns),
+        "offsets": partial(resample_offsets, old=old, new=new),
+    }
+    resampled = {}
+    for name, leaf in found.items():
+        match = _POSITIONS.fullmatch(name)
+        if match and match["table"] in resample:
+            resampled[name] = resample[match["table"]](leaf, convention=convention)
+    means = ", the mean of what lies at an offset" if model.pos_embed == "relative" else ""
+    logger.info("%s: position embedding resampled (%s%s) from a grid of %s to %s",
+                pretrained.source, convention, means, old, new)  # fmt: skip
+    return found | resampled

@@ -252,7 +252,7 @@ def check(model: nn.Module) -> list[str]:
     """What of `model` the format cannot hold."""
     if isinstance(model, BiT | HybridViT):
         return [f"a {type(model).__name__}: format=npz or stablehlo holds it"]
-    faults = []
+    faults = rules.check_positions(model)
     if model.hidden_head:
         faults.append("hidden_head=True: its head is linear; format=npz holds it, or fine-tune")
     if isinstance(model, DeiT) and not model.distillation_head and model.num_classes is not None:
