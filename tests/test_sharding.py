@@ -12,11 +12,12 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy_vit import random_params
 
 from vit_jax import tree
 from vit_jax.config import base_config
 from vit_jax.experiment import make_experiment
-from vit_jax.mesh import make_mesh
+from vit_jax.mesh import BATCH_AXES, make_mesh
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.optimizers import OPTIMIZERS, make_optimizer
@@ -333,6 +334,58 @@ def test_every_leaf_of_every_variant_has_a_rule(variant, optimizer, pool, caplog
     assert not caplog.records
     whole = bytes_per_device(shapes, jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes))
     assert bytes_per_device(shapes, shardings) < 0.25 * whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("learned_1d", "layers"), ("learned_2d", "layers"), ("relative", "layers"),
+     ("relative", "layers_shared")],
+)  # fmt: skip
+@pytest.mark.parametrize("scan", [False, True])
+def test_tables_of_positions_have_a_rule(kind, place, scan, caplog):
+    model = create_model("DeiT-B/16", 1000, depth=2, scan=scan, pos_embed=kind, pos_embed_at=place)
+    tx = make_optimizer("adafactor", schedule=lambda step: 0.1, layer_decay=0.5)
+    shapes = jax.eval_shape(lambda: init_state(model, tx, (224, 224), 0, with_ema=True))
+    shardings = tree.flatten_names(state_shardings(shapes, mesh_of("data 2, fsdp 2, tensor 2")))
+    assert not caplog.records
+    tables = {leaf.spec for name, leaf in shardings.items() if "pos_embedding" in name}
+    assert tables == {P()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("relative", None),
+        pytest.param("relative", "layers_shared", marks=pytest.mark.slow),
+        pytest.param("learned_2d", "layers", marks=pytest.mark.slow),
+    ],
+)
+def test_positions_are_learned_alike_over_the_mesh(kind, place):
+    """Relative logits are split as the heads are; no collective is as large as a part of them."""
+    mesh = mesh_of("data 2, fsdp 2, tensor 2")
+    rng = np.random.default_rng(0)
+    images = rng.uniform(-1, 1, (BATCH, 32, 32, 3)).astype(np.float32)
+    sizes = {"width": 32, "depth": 1, "mlp_dim": 64, "num_heads": 4, "pool": "gap", "scan": True}
+    plain = create_model("ViT-mu/4", 8, 32, pos_embed=kind, pos_embed_at=place, **sizes)
+    params = random_params(plain, images, scale=0.1)
+    target = rng.standard_normal((BATCH, 8)).astype(np.float32)
+
+    def grads(model, params, images):
+        return jax.grad(lambda p: (target * model.apply({"params": p}, images)).sum())(params)
+
+    expected = jax.jit(functools.partial(grads, plain))(params, images)
+    with jax.set_mesh(mesh):
+        split = jax.device_put(params, state_shardings(params, mesh))
+        batch = jax.device_put(images, NamedSharding(mesh, P(BATCH_AXES)))
+        model = plain.clone(constrain=constrain)
+        step = jax.jit(functools.partial(grads, model)).lower(split, batch).compile()
+        found = step(split, batch)
+    moved = re.findall(r"f32\[([\d,]+)\]", " ".join(COLLECTIVE.findall(step.as_text())))
+    logits = BATCH // 4 * 2 * 64**2  # of 2 of 4 heads
+    assert max(math.prod(map(int, shape.split(","))) for shape in moved) < logits / 2
+    for name, grad in tree.flatten_names(expected).items():
+        ours = np.asarray(tree.flatten_names(found)[name])
+        np.testing.assert_allclose(ours, grad, rtol=0, atol=2e-5 * np.abs(grad).max() + 1e-6)
 
 
 def test_rules_are_about_whole_parts_of_names():

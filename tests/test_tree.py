@@ -69,6 +69,8 @@ def test_parts_stand_in_the_order_of_the_forward_pass():
     assert [tree.part_of(name) for name in names] == [
         "embedding", "embedding", "encoder/layer_11", "head",
     ]  # fmt: skip
+    assert tree.part_of("pos_embedding/rows") == "embedding"
+    assert tree.part_of("encoder/layer_1/pos_embedding/offsets") == "encoder/layer_1"
     assert tree.parts(PARAMS) == ["head"]
 
 
