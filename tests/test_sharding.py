@@ -267,6 +267,10 @@ def test_every_activation_is_constrained(fields):
     assert constraints_in_forward(**fields) == 2 + 6 * DEPTH
 
 
+def test_the_logits_of_relative_positions_are_constrained_too():
+    assert constraints_in_forward(pos_embed="relative", scan=True) == 2 + 7 * DEPTH
+
+
 def test_the_pooling_head_is_constrained_too():
     assert constraints_in_forward(pool="map") == 2 + 6 * DEPTH + 4
 
