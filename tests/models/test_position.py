@@ -13,7 +13,7 @@ from vit_jax import tree
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.layers import Encoder, EncoderBlock
-from vit_jax.models.position import Positions, Relative, sincos_2d
+from vit_jax.models.position import Positions, sincos_2d
 from vit_jax.transfer.rules import abstract_params, stack_layers, unstack_layers
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
@@ -96,29 +96,34 @@ def test_scanned_is_unrolled(kind, place):
         assert np.abs(grad).max() > 1e-3 or name.endswith("key/bias"), name
 
 
-def random_relative(num_patches, num_prefix, width):
-    positions = Positions("relative", (1, num_patches), num_prefix, num_prefix > 0, width)
+def random_tables(positions):
     tables = jax.eval_shape(positions.init, jax.random.key(0))
     return {name: RNG.standard_normal(t.shape).astype(np.float32) for name, t in tables.items()}
 
 
-@pytest.mark.parametrize(("num_patches", "num_prefix"), [(6, 0), (5, 1), (4, 2), (1, 1)])
-def test_relative_logits_are_those_of_a_vector_for_each_pair(num_patches, num_prefix):
-    n, k = num_patches + num_prefix, 4
-    tables = random_relative(num_patches, num_prefix, k)
+@pytest.mark.parametrize(
+    ("grid", "num_prefix"),
+    [((2, 3), 0), ((4, 2), 1), ((3, 3), 2), ((1, 5), 1), ((5, 1), 1), ((1, 1), 1)],
+)
+def test_relative_logits_are_those_of_a_vector_for_each_pair(grid, num_prefix):
+    num_patches, k = grid[0] * grid[1], 4
+    n = num_patches + num_prefix
+    positions = Positions("relative", grid, num_prefix, num_prefix > 0, k)
+    tables = random_tables(positions)
     q = RNG.standard_normal((2, 3, n, k)).astype(np.float32)
     vectors = numpy_vit.relative_vectors(tables, n, num_patches)
     expected = np.einsum("bhnk,nmk->bhnm", q, vectors)
-    np.testing.assert_allclose(Relative(**tables).logits(q), expected, atol=1e-5)
+    np.testing.assert_allclose(positions.build(tables).logits(q), expected, atol=1e-5)
 
 
 def test_tokens_before_the_patches_without_positions_have_no_logits():
-    tables = random_relative(5, 0, 4)
-    q = RNG.standard_normal((1, 2, 7, 4)).astype(np.float32)
-    logits = np.asarray(Relative(**tables).logits(q))
+    positions = Positions("relative", (2, 3), 2, False, 4)
+    relative = positions.build(random_tables(positions))
+    q = RNG.standard_normal((1, 2, 8, 4)).astype(np.float32)
+    logits = np.asarray(relative.logits(q))
     assert (logits[:, :, :2] == 0).all()
     assert (logits[..., :2] == 0).all()
-    np.testing.assert_array_equal(logits[:, :, 2:, 2:], Relative(**tables).logits(q[:, :, 2:]))
+    np.testing.assert_array_equal(logits[:, :, 2:, 2:], relative.logits(q[:, :, 2:]))
 
 
 # Parameters of the positions of 3 x 5 patches, width 8, 2 heads, 3 layers, with a class token; by
