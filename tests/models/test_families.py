@@ -21,7 +21,7 @@ from vit_jax.errors import InputError
 from vit_jax.experiment import make_experiment
 from vit_jax.flops import count_flops, forward_macs
 from vit_jax.mesh import make_mesh
-from vit_jax.models import MODELS, create_model, field_names, find_family
+from vit_jax.models import MODELS, create_model, field_names, find_family, token_stride
 from vit_jax.models.vit import ViT
 from vit_jax.step import TrainState
 from vit_jax.transfer import WRITERS
@@ -71,8 +71,7 @@ def shrunk(name, **fields):
     small = {field: size for field, size in small.items() if field in field_names(module)}
     if "stages" in field_names(module) and not name.startswith("R+"):
         small["stages"] = (1, 2)
-    any_patch_divides = 1344
-    height, width = create_model(name, None, any_patch_divides, **small).token_stride
+    height, width = token_stride(name) if "stages" not in small else (32, 32)
     return create_model(name, 5, (2 * height, 3 * width), **small, **fields)
 
 
@@ -107,7 +106,7 @@ def config_for(name, **model):
     c = base_config()
     c.model.name, c.global_batch_size, c.duration = name, 16, "2 steps"
     c.data.name, c.data.num_classes, c.data.num_examples = "synthetic", 8, 64
-    c.data.image_size = tuple(2 * side for side in create_model(name).token_stride)
+    c.data.image_size = tuple(2 * side for side in token_stride(name))
     c.optimizer.name, c.optimizer.peak_lr, c.optimizer.grad_clip_norm = "sgd", 0.1, 1.0
     c.optimizer.layer_decay = 0.9
     c.model.update(model)
@@ -311,4 +310,5 @@ def test_fields_that_are_refused(name, fields, said):
 def test_free_combinations(name, patch_size, stages, stride):
     model = create_model(name, None, (stride, 3 * stride))
     assert (model.patch_size, model.stages) == (patch_size, stages)
-    assert (model.token_stride, model.grid) == ((stride, stride), (1, 3))
+    assert model.token_stride == token_stride(name) == (stride, stride)
+    assert model.grid == (1, 3)

@@ -10,31 +10,32 @@ import jax.numpy as jnp
 
 from vit_jax.config import image_hw
 from vit_jax.errors import InputError, collect_faults, nearest
-from vit_jax.models.bit import BIT_NAMES, BiT, make_bit
-from vit_jax.models.deit import DEIT_NAMES, DeiT, make_deit
-from vit_jax.models.hybrid import HYBRID_NAMES, HybridViT, make_hybrid
-from vit_jax.models.vit import VIT_NAMES, ViT, make_vit
+from vit_jax.models.bit import BIT_NAMES, BiT, bit_fields
+from vit_jax.models.deit import DEIT_NAMES, DeiT
+from vit_jax.models.hybrid import HYBRID_NAMES, HybridViT, hybrid_fields
+from vit_jax.models.variants import vit_fields
+from vit_jax.models.vit import VIT_NAMES, ViT
 
 
 class Family(NamedTuple):
     """The models of one kind.
 
     module: its class.
-    make: (name, num_classes, image_size, **fields) -> the module.
+    parse: name -> the fields of the module that it stands for.
     names: those of the papers; a family's grammar may allow more.
     """
 
     module: type[nn.Module]
-    make: Callable[..., nn.Module]
+    parse: Callable[[str], dict[str, Any]]
     names: tuple[str, ...]
 
 
 # By what a model's name begins with; of a hybrid without the layers of its ResNet.
 MODELS = {
-    "ViT": Family(ViT, make_vit, VIT_NAMES),
-    "DeiT": Family(DeiT, make_deit, DEIT_NAMES),
-    "R+ViT": Family(HybridViT, make_hybrid, HYBRID_NAMES),
-    "BiT": Family(BiT, make_bit, BIT_NAMES),
+    "ViT": Family(ViT, vit_fields, VIT_NAMES),
+    "DeiT": Family(DeiT, vit_fields, DEIT_NAMES),
+    "R+ViT": Family(HybridViT, hybrid_fields, HYBRID_NAMES),
+    "BiT": Family(BiT, bit_fields, BIT_NAMES),
 }
 DTYPES = ("float32", "bfloat16")
 
@@ -62,17 +63,40 @@ def create_model(
       InputError: unknown name or field, or values that do not go together.
     """
     family = find_family(name)
-    if family is None:
+    fields = check_fields(family.module, fields, name)
+    own = check_fields(family.module, family.parse(name), name)
+    sizes = {"num_classes": num_classes, "image_size": image_hw(image_size)}
+    return family.module(**(sizes | own | fields))
+
+
+def find_family(name: str) -> Family:
+    """The family of the model called `name`, by what stands before the first dash.
+
+    Raises:
+      InputError: if there is none.
+    """
+    family, dash, _ = name.partition("-")
+    found = MODELS.get(re.sub(r"^R\d+\+", "R+", family)) if dash else None
+    if found is None:
         known = [name for family in MODELS.values() for name in family.names]
         raise InputError(f"name={name!r}: no such model; {nearest(name, known)}")
-    fields = check_fields(family.module, fields, name)
-    return family.make(name, num_classes, image_hw(image_size), **fields)
+    return found
 
 
-def find_family(name: str) -> Family | None:
-    """The family of the model called `name`, by what stands before the first dash."""
-    family, dash, _ = name.partition("-")
-    return MODELS.get(re.sub(r"^R\d+\+", "R+", family)) if dash else None
+def token_stride(name: str) -> tuple[int, int]:
+    """Height and width in pixels of what a token of the model called `name` stands for.
+
+    Those of an image must be multiples of it, but for a BiT.
+
+    Raises:
+      InputError: for an unknown name.
+    """
+    family = find_family(name)
+    fields = check_fields(family.module, family.parse(name), name)
+    fields |= {"num_classes": None, "image_size": None}
+    if "pos_embed" in field_names(family.module):
+        fields["pos_embed"] = "none"  # so that it needs no image size
+    return family.module(**fields).token_stride
 
 
 def field_names(module: type[nn.Module]) -> list[str]:

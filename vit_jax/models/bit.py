@@ -182,14 +182,13 @@ BIT_NAMES = tuple(
 )  # fmt: skip
 
 
-def make_bit(name: str, num_classes: int | None, image_size: tuple[int, int], **fields) -> BiT:
-    """The ResNet called `name`, "BiT-R50x3" a ResNet-50 of three times the width.
+def bit_fields(name: str) -> dict[str, Any]:
+    """The fields of the ResNet called `name`: "BiT-R50x3" is a ResNet-50 of three times the width.
 
     Raises:
-      InputError: if it is not one of BIT_NAMES; `fields` replace its own.
+      InputError: if it is not one of BIT_NAMES.
     """
     if name not in BIT_NAMES:
         raise InputError(f"name={name!r}: no such ResNet; known: {', '.join(BIT_NAMES)}")
     layers, factor = map(int, re.fullmatch(r"BiT-R(\d+)x(\d+)", name).groups())
-    own = {"stages": RESNET_STAGES[layers], "stem_width": STEM_WIDTH * factor}
-    return BiT(num_classes, image_size, **(own | fields))
+    return {"stages": RESNET_STAGES[layers], "stem_width": STEM_WIDTH * factor}

@@ -8,7 +8,7 @@ from typing import Any
 
 import flax.linen as nn
 
-from vit_jax.models.vit import ViT, vit_fields
+from vit_jax.models.vit import ViT
 
 
 class DeiT(ViT):
@@ -71,8 +71,3 @@ class DeiT(ViT):
 
 
 DEIT_NAMES = ("DeiT-Ti/16", "DeiT-S/16", "DeiT-B/16")
-
-
-def make_deit(name: str, num_classes: int | None, image_size: tuple[int, int], **fields) -> DeiT:
-    """The DeiT called `name`, e.g. "DeiT-B/16", sized as the ViT; `fields` replace its own."""
-    return DeiT(**vit_fields(name, num_classes, image_size, fields))

@@ -25,7 +25,7 @@ from vit_jax.models.resnet import (
     run_stages,
 )
 from vit_jax.models.variants import parse_vit_name
-from vit_jax.models.vit import ViT, vit_fields
+from vit_jax.models.vit import ViT
 
 
 class Bottleneck(nn.Module):
@@ -119,7 +119,7 @@ class HybridViT(ViT):
         return super()._embed(self.stem(images))
 
 
-# Those of the papers. Any other ResNet, variant and patch size of `make_hybrid` will do as well.
+# Those of the papers. What else `hybrid_fields` takes will do as well.
 HYBRID_NAMES = (
     "R+ViT-Ti/16",
     "R26+ViT-S/32",
@@ -131,10 +131,8 @@ HYBRID_NAMES = (
 )
 
 
-def make_hybrid(
-    name: str, num_classes: int | None, image_size: tuple[int, int], **fields
-) -> HybridViT:
-    """The hybrid called `name`; `fields` replace its own.
+def hybrid_fields(name: str) -> dict[str, Any]:
+    """The fields of the hybrid called `name`.
 
     "R50+ViT-B/32" has all stages of a ResNet-50 and patches of 1 x 1 on its map, of stride 32. At
     /16 the last stage is left out and its units are put into the one before. "R+ViT-Ti/16" has the
@@ -144,7 +142,7 @@ def make_hybrid(
       InputError: for a ResNet that is not known, or a patch size that its stride does not divide.
     """
     resnet = name.partition("+")[0].removeprefix("R")
-    _, size = parse_vit_name(name)
+    of_variant, size = parse_vit_name(name)
     if not resnet:
         stages, needed = (), 2
         patch_size = size // 2
@@ -158,5 +156,4 @@ def make_hybrid(
         patch_size = size // map_stride(stages)
     if size % needed:
         raise InputError(f"name={name!r}: the patch size {size} must be a multiple of {needed}")
-    own = {"patch_size": patch_size, "stages": stages}
-    return HybridViT(**vit_fields(name, num_classes, image_size, own | fields))
+    return of_variant | {"patch_size": patch_size, "stages": stages}

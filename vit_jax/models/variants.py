@@ -42,6 +42,12 @@ VARIANT_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+def vit_fields(name: str) -> dict[str, Any]:
+    """The fields of the model called `name`, e.g. "ViT-L/16" or "DeiT-B/16"."""
+    of_variant, patch_size = parse_vit_name(name)
+    return {"patch_size": patch_size} | of_variant
+
+
 def parse_vit_name(name: str) -> tuple[dict[str, Any], int]:
     """("ViT-L/16") or ("DeiT-L/16") -> (the fields of variant L, patch size 16).
 

@@ -11,7 +11,6 @@ import flax.linen as nn
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.config import image_hw
 from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.models.attention import dot_product_attention
 from vit_jax.models.layers import (
@@ -26,7 +25,6 @@ from vit_jax.models.layers import (
     unconstrained,
 )
 from vit_jax.models.position import LEARNED, PLACES, POS_EMBEDS, Positions
-from vit_jax.models.variants import parse_vit_name
 
 POOLS = ("token", "gap", "map")
 
@@ -331,16 +329,6 @@ class ViT(nn.Module):
         return x_BD if self.num_classes is None else self.head(y_BD)
 
 
-def vit_fields(
-    name: str, num_classes: int | None, image_size: tuple[int, int], fields: dict[str, Any]
-) -> dict[str, Any]:
-    """The module's fields for the ViT called `name`, e.g. "ViT-B/16"; `fields` replace its own."""
-    of_variant, patch_size = parse_vit_name(name)
-    fields = {"patch_size": patch_size} | of_variant | fields
-    fields["patch_size"] = image_hw(fields["patch_size"], "patch_size")
-    return {"num_classes": num_classes, "image_size": image_size} | fields
-
-
 # Each variant with the patch sizes of its paper; any other will do as well.
 VIT_NAMES = tuple(
     f"ViT-{size}"
@@ -349,8 +337,3 @@ VIT_NAMES = tuple(
         "H/14", "g/14", "G/14", "e/14", "22B/14",
     )
 )  # fmt: skip
-
-
-def make_vit(name: str, num_classes: int | None, image_size: tuple[int, int], **fields) -> ViT:
-    """The ViT called `name`; `fields` replace the variant's own."""
-    return ViT(**vit_fields(name, num_classes, image_size, fields))
