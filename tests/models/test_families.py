@@ -257,6 +257,20 @@ def test_export_as_a_program(name, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("BiT-R50x1", ["trunk/stage_0/layer_0", "trunk/stage_1/layer_0", "trunk/stage_1/layer_1"]),
+        ("R26+ViT-S/32", ["encoder/layer_0", "encoder/layer_1"]),
+    ],
+)
+def test_parts_of_a_model(name, expected):
+    params = abstract_params(shrunk(name))
+    assert tree.parts(tree.unflatten_names(params)) == ["embedding", *expected, "head"]
+    of_resnet = [leaf for leaf in params if leaf.startswith(("stem/", "trunk/conv_root/"))]
+    assert of_resnet and {tree.part_of(leaf) for leaf in of_resnet} == {"embedding"}
+
+
+@pytest.mark.parametrize(
     ("name", "said"),
     [
         ("R51+ViT-B/16", ["no ResNet R51", "known: R, R26, R50"]),
