@@ -22,7 +22,6 @@ from vit_jax.experiment import make_experiment
 from vit_jax.flops import count_flops, forward_macs
 from vit_jax.mesh import make_mesh
 from vit_jax.models import MODELS, create_model, field_names, find_family, token_stride
-from vit_jax.models.vit import ViT
 from vit_jax.step import TrainState
 from vit_jax.transfer import WRITERS
 from vit_jax.transfer.export import export
@@ -59,8 +58,8 @@ GMACS = {
 slow = pytest.mark.slow
 
 
-def each(*quick):
-    marks = {name: () if name in quick else slow for name in NAMES}
+def each(*quick, names=NAMES):
+    marks = {name: () if name in quick else slow for name in names}
     return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
 
 
@@ -166,11 +165,9 @@ def test_a_mesh_trains_as_one_device(name):
         np.testing.assert_allclose(found, params[leaf], rtol=0, atol=tolerance, err_msg=leaf)
 
 
-@each("R+ViT-Ti/16")
+@each("R+ViT-Ti/16", names=[n for n in NAMES if "scan" in field_names(find_family(n).module)])
 def test_scanned_is_unrolled(name):
     model = shrunk(name)
-    if not isinstance(model, ViT):
-        pytest.skip("its units are not scanned")
     images = images_for(model)
     params = random_params(model, images)
     expected = logits_of(model, params, images)
