@@ -16,7 +16,8 @@ CPU, under a minute, synthetic data: --config=configs/augreg.py:ViT-B/16,imagene
 
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.errors import InputError
-from vit_jax.models.variants import parse_vit_name
+from vit_jax.models import find_family
+from vit_jax.models.vit import ViT
 from vit_jax.recipes import SPLITS, find_augreg, make_tiny
 
 WORDS = {
@@ -35,7 +36,10 @@ def get_config(arg=""):
             f"medium1; besides them it takes {', '.join(WORDS)}"
         )
     model, data, augmentation = words
-    parse_vit_name(model)
+    family = find_family(model)
+    family.parse(model)
+    if not issubclass(family.module, ViT):
+        raise InputError(f"{model!r}: AugReg's recipes are of ViTs and hybrids, such as ViT-B/16")
     if data not in ("imagenet2012", "imagenet21k"):
         raise InputError(f"data {data!r}: needs imagenet2012 or imagenet21k")
     if "30ep" in chosen and data != "imagenet21k":

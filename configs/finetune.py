@@ -20,7 +20,6 @@ A few seconds, digits from scratch: --config=configs/finetune.py:ViT-B/16,cifar1
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.data.known import known_sizes
 from vit_jax.errors import InputError
-from vit_jax.models.bit import BIT_NAMES
 from vit_jax.recipes import (
     FINE_TUNING,
     HYPER_RULE_LR,
@@ -45,7 +44,7 @@ def get_config(arg=""):
             f"of {', '.join(FINE_TUNING)}; besides them it takes {', '.join(WORDS)}"
         )
     model, data = words
-    row, headline, is_bit = find_fine_tuning(data), "headline" in chosen, model in BIT_NAMES
+    row, headline, is_bit = find_fine_tuning(data), "headline" in chosen, model.startswith("BiT-")
     if headline and (data != "imagenet2012" or is_bit):
         raise InputError(f"headline: is of ViTs on imagenet2012, not of {model} on {data}")
 

@@ -3,8 +3,8 @@
 Each learning rate of DATA's row of table 4 (arXiv:2010.11929) is tried on a part of the training
 split and judged on the rest of it (10 % of Pets and Flowers, 2 % of CIFAR, 1 % of ImageNet). The
 best is trained on all of it with three seeds, and tested: mean and standard deviation. Of a BiT
-there is nothing to choose: its HyperRule says the rate. The words
-and all else are those of configs/finetune.py.
+there is nothing to choose: its HyperRule says the rate. The words and all else are those of
+configs/finetune.py.
 
 python -m vit_jax.main study --config=configs/finetune_study.py:ViT-B/16,cifar10 --workdir=$W \\
   --config.init_from=ViT-B/16@imagenet21k
@@ -16,7 +16,6 @@ A member by itself is `python -m vit_jax.main` with the flags that the study pri
 import pathlib
 
 from vit_jax.config_text import load_config
-from vit_jax.models.bit import BIT_NAMES
 from vit_jax.recipes import HYPER_RULE_LR, find_fine_tuning
 
 FINETUNE = pathlib.Path(__file__).with_name("finetune.py")
@@ -35,6 +34,6 @@ def get_config(arg=""):
         c.study.train_split, c.study.dev_split = "dev_train", "dev"
     else:
         row = find_fine_tuning(c.data.name)
-        c.study.peak_lrs = (HYPER_RULE_LR,) if c.model.name in BIT_NAMES else row.peak_lrs
+        c.study.peak_lrs = (HYPER_RULE_LR,) if c.model.name.startswith("BiT-") else row.peak_lrs
         c.study.train_split, c.study.dev_split = row.dev_splits
     return c

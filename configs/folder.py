@@ -8,7 +8,8 @@ is held out to validate with. A larger model, at 224 px, which wants an accelera
 """
 
 from vit_jax.config import base_config, classification, refuse_words, split_words
-from vit_jax.models import create_model
+from vit_jax.models import create_model, field_names, find_family
+from vit_jax.recipes import make_tiny
 
 WORDS = {"debug": "20 steps of a tiny model"}
 
@@ -19,13 +20,14 @@ def get_config(arg=""):
     refuse_words(words[1:], {"MODEL": model} | WORDS, __file__)
     c = base_config()
     c.global_batch_size, c.duration = 32, "40 epochs"
-    c.model.pool, c.model.dropout = "gap", 0.1
     if words:
         create_model(words[0], image_size=224)
         c.model.name, c.data.image_size, c.model.dtype = words[0], 224, "bfloat16"
     else:
         c.model.name, c.data.image_size, c.model.dtype = "ViT-Ti/8", 64, "float32"
         c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 128, 6, 512, 4
+    if "dropout" in field_names(find_family(c.model.name).module):
+        c.model.pool, c.model.dropout = "gap", 0.1
 
     c.data.name = "folder"
     c.data.ops = "inception_crop(area_min=0.3)|flip"
@@ -39,7 +41,8 @@ def get_config(arg=""):
     c.checkpoint.every, c.log.every = "2 epochs", "10 steps"
 
     if "debug" in chosen:
-        c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 32, 1, 64, 2
+        c.model.width = c.model.depth = c.model.mlp_dim = c.model.num_heads = None
+        c.data.image_size = make_tiny(c.model, c.model.name)
         c.duration, c.schedule.warmup = "20 steps", "2 steps"
         c.log.every, c.checkpoint.every, c.evals.val.every = "5 steps", "10 steps", "10 steps"
     return c

@@ -6,6 +6,7 @@ python -m vit_jax.main study --config=configs/vtab.py:ViT-B/16 --workdir=$W \\
 DIR holds the TFDS data sets, as TFDS prepares them; tasks whose data are not there are left out,
 and named with the way to get them. Table 4 (arXiv:2010.11929): 2,500 steps, SGD with momentum 0.9
 at 0.01, batch 512, cosine, clipping at norm 1; appendix B.1.1: 384 px (/14: 378) for every task.
+A BiT is trained alike, and not by its HyperRule, which wants another size for small images.
 Ours: images are resized and not augmented, as positions and counts are among the classes; bfloat16.
 Three runs of each task: --config.study.seeds=1 for one.
 

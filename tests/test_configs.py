@@ -9,14 +9,15 @@ import pytest
 from etils import epath
 from PIL import Image
 
-from vit_jax.config import REQUIRED_TO_EVALUATE, eval_splits
+from vit_jax.config import REQUIRED_TO_EVALUATE, base_config, eval_splits, model_fields
 from vit_jax.config_text import load_config
 from vit_jax.data import parse_ops
 from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.errors import InputError
 from vit_jax.experiment import make_experiment, num_steps
 from vit_jax.mesh import make_mesh
-from vit_jax.recipes import VTAB, hyper_rule
+from vit_jax.models import create_model, token_stride
+from vit_jax.recipes import VTAB, hyper_rule, make_tiny
 from vit_jax.run import prepare
 from vit_jax.studies.grid import parse_cells
 from vit_jax.validation import find_faults
@@ -34,7 +35,7 @@ FORMS = {
         "R50+ViT-L/32,jft=mine,debug",
     ],
     "cifar10": ["", "small", "5k", "5k,medium1", "debug", "small,debug", "5k,strong2,debug"],
-    "folder": ["", "ViT-S/16", "debug", "ViT-S/16,debug"],
+    "folder": ["", "ViT-S/16", "BiT-R50x1", "debug", "ViT-S/16,debug", "BiT-R50x1,debug"],
     "vit_s16_in1k": ["", "debug"],
     "finetune": [
         "ViT-B/16,cifar10",
@@ -146,7 +147,7 @@ def test_debug_form_is_ready_to_run(name, words, tmp_path, pictures):
         config.data.data_dir = pictures
     run = prepare(config, epath.Path(tmp_path / "workdir"))
     assert run.experiment.total_steps <= 40
-    assert run.experiment.num_params < 100_000
+    assert run.experiment.num_params < 400_000
     assert not (tmp_path / "workdir").exists()
     for name, entry in run.config.evals.items():
         assert set(eval_splits(run.config, entry).values()) <= run.sources.keys()
@@ -242,6 +243,7 @@ def test_recipe_becomes_an_experiment():
         ("BiT-R50x3,jft=x", ["no row for BiT-R50x3 on jft"]),
         ("BiT-R50x1,imagenet2012", ["no row for BiT-R50x1 on imagenet2012"]),
         ("R26+ViT-B/32,jft=x", ["no row for R26+ViT-B/32 on jft"]),
+        ("R50+ViT-B/16,imagenet2012", ["no row for R50+ViT-B/16 on imagenet2012"]),
     ],
 )
 def test_absent_row_names_those_that_are(words, says):
@@ -283,6 +285,8 @@ def test_pretraining_data(data):
     ("model", "says"),
     [
         ("ViT-B16", "needs ViT-VARIANT/PATCH"),
+        ("BiT-R50x4", "no such ResNet; known: BiT-R50x1"),
+        ("R51+ViT-B/16", "no ResNet R51"),
         ("ViT-l/16", "did you mean L?"),
         ("ViT-x9/16", "known: mu, Ti, S"),
         ("ViT-So400/14", "did you mean So400m?"),
@@ -317,7 +321,7 @@ def test_pretraining_validates_on_what_it_does_not_train_on(data, train, val):
 
 @pytest.mark.parametrize(
     ("words", "model", "image_size"),
-    [("", "ViT-Ti/8", 64), ("ViT-S/16", "ViT-S/16", 224), ("debug,ViT-B/32", "ViT-B/32", 224)],
+    [("", "ViT-Ti/8", 64), ("BiT-R50x1", "BiT-R50x1", 224), ("debug,ViT-B/32", "ViT-mu/32", 64)],
 )
 def test_folder_takes_a_model(words, model, image_size):
     c = load("folder", words)
@@ -407,6 +411,7 @@ def test_augreg_s_other_choices():
         ("ViT-B/16,imagenet21k,medum1", "augmentation 'medum1': did you mean medium1?"),
         ("ViT-B/16,cifar10,medium1", "data 'cifar10': needs imagenet2012 or imagenet21k"),
         ("ViT-b/16,imagenet21k,medium1", "did you mean B?"),
+        ("BiT-R50x1,imagenet21k,medium1", "are of ViTs and hybrids"),
         ("ViT-B/16,imagenet2012,medium1,30ep", "30ep: the paper trains on imagenet2012 for 300"),
     ],
 )
@@ -535,6 +540,29 @@ def test_headline_is_of_vits():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "tiny", "side"),
+    [
+        ("ViT-L/14", "ViT-mu/14", 28),
+        ("DeiT-B/16", "DeiT-mu/16", 32),
+        ("R50+ViT-B/32", "R50+ViT-mu/32", 64),
+        ("R+ViT-Ti/16", "R+ViT-mu/16", 64),
+        ("BiT-R152x4", "BiT-R152x4", 64),
+    ],
+)
+def test_tiny_models_have_the_tokens_of_their_family(name, tiny, side):
+    c = base_config()
+    assert make_tiny(c.model, name) == side
+    assert c.model.name == tiny
+    model = create_model(c.model.name, 10, side, **model_fields(c))
+    if "BiT" in name:
+        assert model.stages == (1,)
+        return
+    assert model.grid == (2, 2) and model.token_stride == token_stride(name)
+    stages = {"R50": (1,), "R": ()}.get(name.partition("+")[0])
+    assert stages is None or model.stages == stages
+
+
 def test_cells_of_the_ablation_are_those_of_table_8_and_more():
     cells = parse_cells(load("position_ablation").study.cells)
     assert {(cell.row, cell.column) for cell in cells} == {
@@ -554,6 +582,7 @@ def test_cells_of_the_ablation_are_those_of_table_8_and_more():
         ("ViT-B/32", 384, 512),
         ("R50+ViT-L/32", 384, 512),
         ("R+ViT-Ti/16", 384, 512),
+        ("R+ViT-Ti/14", 392, 504),  # of which 28 pixels are a token
     ],
 )
 def test_fine_tuning_sizes(model, usual, headline):

@@ -98,12 +98,12 @@ def forward_macs(model: nn.Module) -> int:
 def vit_flops(model: nn.Module) -> int | None:
     """FLOPs of a forward and a backward pass of one image, by the sizes of a ViT alone.
 
-    None for a model with a ResNet in it.
+    None for a model with a ResNet in it, or with relative positions.
 
     Of N tokens of width D a block's products are 2 N D (4 D + 2 F) + 4 N^2 D, F the width of its
     MLP; the backward pass makes each twice, but for the gradient by the image's pixels.
     """
-    if not isinstance(model, ViT) or isinstance(model, HybridViT):
+    if not isinstance(model, ViT) or isinstance(model, HybridViT) or model.pos_embed == "relative":
         return None
     height, width = model.image_size
     patch_height, patch_width = model.patch_size

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from vit_jax.errors import InputError, nearest
-from vit_jax.models.bit import BIT_NAMES
-from vit_jax.models.variants import parse_vit_name
+from vit_jax.models import field_names, find_family, token_stride
+from vit_jax.models.resnet import map_stride
 
 # Where each data set has its images to train on and to validate with. The two large ones have no
 # validation split of their own: as many images as ImageNet's are held out.
@@ -70,11 +70,9 @@ def find_pretraining(model: str, data: str) -> Pretraining:
     Raises:
       InputError: if the paper has no such row; names those it has.
     """
-    is_vit = model not in BIT_NAMES
-    if is_vit:
-        parse_vit_name(model)
-        if data == "imagenet2012":
-            return _ANY_VIT_ON_IMAGENET
+    find_family(model).parse(model)
+    if data == "imagenet2012" and model.startswith("ViT-"):
+        return _ANY_VIT_ON_IMAGENET
     rows = {"imagenet21k": _IMAGENET21K, "jft": _JFT}
     if data not in rows and data != "imagenet2012":
         raise InputError(f"data {data!r}: needs imagenet2012, imagenet21k or jft=<TFDS name>")
@@ -137,13 +135,13 @@ def find_fine_tuning(data: str) -> FineTuning:
 def fine_tuning_size(model: str, *, headline: bool = False) -> int:
     """The side of an image, in pixels: 384, or 512 of the headline results on ImageNet.
 
-    That is, the multiple of the patch size which is nearest: 378 and 518 of /14.
+    That is, the multiple of what a token stands for which is nearest: 378 and 518 of /14.
 
     Raises:
       InputError: if there is no such model.
     """
-    patch_size = 1 if model in BIT_NAMES else parse_vit_name(model)[1]
-    return round((512 if headline else 384) / patch_size) * patch_size
+    stride, _ = token_stride(model)
+    return round((512 if headline else 384) / stride) * stride
 
 
 HYPER_RULE_LR = 0.003
@@ -209,17 +207,25 @@ AUGREG = {
 
 
 def make_tiny(model: ConfigDict, name: str) -> int:
-    """Sets `config.model` to the smallest model of the kind of `name`, with its patches.
+    """Sets `config.model` to a tiny model of the family of `name`, with tokens as large as its.
 
-    Returns a side of images for it, in pixels.
+    A ResNet, also that of a hybrid, has one unit, if it has any, and half the width.
+
+    Returns the side, in pixels, of images of 2 x 2 tokens.
     """
-    is_bit = name in BIT_NAMES
-    family, _, size = name.partition("-")
-    patch_size = 16 if is_bit else int(size.rpartition("/")[2])
-    model.name = name if is_bit else f"{family}-mu/{patch_size}"
-    if is_bit or "+" in family:
-        model.stages, model.stem_width = (1,), 32
-    return 2 * patch_size
+    family, sizes = find_family(name), find_family(name).parse(name)
+    stride, _ = token_stride(name)
+    has = field_names(family.module)
+    model.name = name
+    if "patch_size" in has:
+        model.name = f"{name.partition('-')[0]}-mu/{name.rpartition('/')[2]}"
+    if "stages" in has:
+        model.stem_width = 32
+        if sizes["stages"]:
+            model.stages = (1,)
+            if "patch_size" in has:
+                model.patch_size = stride // map_stride(model.stages)
+    return 2 * stride
 
 
 # "Better plain ViT".

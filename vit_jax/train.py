@@ -36,7 +36,8 @@ from vit_jax.comparison import (
 )
 from vit_jax.data.order import local_rows
 from vit_jax.errors import InputError
-from vit_jax.evaluators import NothingToMeasureError, evaluate
+from vit_jax.evaluators import evaluate
+from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.experiment import num_steps
 from vit_jax.files import write_whole
 from vit_jax.guards import CorruptDataError, CorruptRecords, NonFiniteError, check_finite

@@ -10,7 +10,8 @@ from PIL import Image
 from vit_jax.config import SplitKey, base_config, real
 from vit_jax.data import make_source
 from vit_jax.errors import InputError
-from vit_jax.evaluators import NothingToMeasureError, evaluate, make_evaluators
+from vit_jax.evaluators import evaluate, make_evaluators
+from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.evaluators.real import (
     Real,
     check_numbers,

@@ -70,7 +70,10 @@ def test_table_has_means_deviations_and_what_is_not_there():
     del results[late], results["1-D__every_layer__seed_6"]
     report = grid.report(config, results)
     assert report.columns == ["held_out/top1", "stem", "every layer"]
-    assert report.rows == [["no positions", "0.3100 ± 0.0141", "-"], ["1-D", "0.4000", "diverged"]]
+    assert report.rows == [
+        ["no positions", "0.3100 ± 0.0141", "-"],
+        ["1-D", "0.4000 (1 of 2)", "diverged"],
+    ]
     assert not report.complete and "study.png" not in report.files
     rows = list(csv.DictReader(io.StringIO(report.files["study.csv"].decode())))
     assert [(r["row"], r["column"], r["seed"], r["state"], r["held_out/top1"]) for r in rows] == [
@@ -127,6 +130,7 @@ def test_all_members_of_the_configs_can_be_run(name, words, tmp_path):
         ((), ["study.cells: has none", 'needs "row | column: key=value']),
         (("row: a=b",), ["study.cells: 'row: a=b'", "needs"]),
         (("row | column",), ["'row | column'"]),
+        (("a | b: x=1; x =2",), ["'a | b: x=1; x =2'", "sets a key twice"]),
         (("a | b: model.width", "| b: c=d"), ["'a | b: model.width'", "'| b: c=d'"]),
         (("a | b: x=1", "a  | b: x=2"), ["two are the runs a__b__seed_SEED"]),
         (("a | b: seed=1",), ["study.cells: set no seed", "study.seeds"]),

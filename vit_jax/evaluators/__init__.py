@@ -29,10 +29,6 @@ EVALUATORS = {
 }
 
 
-class NothingToMeasureError(InputError):
-    """An evaluator finds nothing in its data to measure on; every process finds the same."""
-
-
 def evaluate(name: str, evaluator, state: TrainState) -> dict[str, float]:
     """{"name/metric": ...} of what the evaluator called `name` finds about `state`.
 
@@ -40,14 +36,14 @@ def evaluate(name: str, evaluator, state: TrainState) -> dict[str, float]:
     the parameters themselves follow as "name/metric_raw". Counts are told once.
 
     Raises:
-      NothingToMeasureError: naming a key of the evaluator's entry.
+      InputError: naming a key of the evaluator's entry; a NothingToMeasureError on every process.
     """
 
     def run(params):
         try:
             return evaluator.run(state.replace(params=params, ema={}))
         except InputError as e:
-            raise NothingToMeasureError(*(f"evals.{name}.{fault}" for fault in e.faults)) from None
+            raise type(e)(*(f"evals.{name}.{fault}" for fault in e.faults)) from None
 
     if not state.ema:
         return {f"{name}/{key}": value for key, value in run(state.params).items()}

@@ -16,6 +16,10 @@ from vit_jax.errors import InputError
 from vit_jax.fetching import fetch
 
 
+class NothingToMeasureError(InputError):
+    """There is nothing to measure on: found in what was gathered, so by every process alike."""
+
+
 class Features(NamedTuple):
     """Of the images of a split that could be decoded, in the split's order.
 
@@ -46,8 +50,7 @@ class FeatureGatherer:
         """The features of the images of `batches` that could be decoded.
 
         Raises:
-          InputError: naming `split_key`, the split's key, if there are none; the same on every
-            process.
+          NothingToMeasureError: naming `split_key`, the split's key, if there are none.
         """
         parts = []
         for x_BD, label_B, id_B, mask_B in fetch(self._compute(state, b) for b in batches):
@@ -58,9 +61,9 @@ class FeatureGatherer:
 
 
 def need_images(number: int, split_key: str) -> None:
-    """Raises InputError if an evaluator has no images of a split to learn from or to measure on."""
+    """Raises NothingToMeasureError if a split has no images to learn from or to measure on."""
     if number == 0:
-        raise InputError(
+        raise NothingToMeasureError(
             f"{split_key}: none of the images that the evaluation needs of it can be read; "
             "the warnings above name the records: repair them, or choose another split"
         )

@@ -17,7 +17,7 @@ from etils import epath
 
 from vit_jax.data import Source
 from vit_jax.errors import InputError
-from vit_jax.evaluators.features import gather_by_record
+from vit_jax.evaluators.features import NothingToMeasureError, gather_by_record
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.fetching import fetch
 
@@ -117,11 +117,11 @@ def read_numbers(source: Source, start: int, stop: int) -> np.ndarray:
 
 
 def check_numbers(source: Source, numbers: np.ndarray) -> None:
-    """Raises InputError if `numbers`, of the first records, tell of files with other names."""
+    """Raises NothingToMeasureError if `numbers`, of the first records, tell of other file names."""
     other = np.flatnonzero(numbers == _OTHER_NAME)
     if len(other):
         (name,) = source.file_names(int(other[0]), int(other[0]) + 1)
-        raise InputError(
+        raise NothingToMeasureError(
             f"split: {source.name} {source.split} has a record of the file {name!r}; {_NEEDED}"
         )
 
@@ -145,7 +145,7 @@ def make_real(inputs: EvalInputs) -> Real:
         numbers_N = gather_by_record(functools.partial(read_numbers, source), source.num_examples)
         check_numbers(source, numbers_N)  # on every process alike, though one alone has read them
         if numbers_N.max() > len(labels):
-            raise InputError(
+            raise NothingToMeasureError(
                 f"labels_file={labels_file!r} has the labels of {len(labels)} images, and the "
                 f"split one with the number {numbers_N.max()}"
             )

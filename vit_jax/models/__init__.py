@@ -127,6 +127,10 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
         if size in fields:
             checked[size] = image_hw(fields[size], size)
     if "stages" in fields:
+        if not isinstance(fields["stages"], list | tuple):
+            raise InputError(
+                f"stages={fields['stages']!r}: needs the units of each stage, e.g. (3, 4, 6, 3)"
+            )
         checked["stages"] = tuple(fields["stages"])
     if "dtype" in fields:
         dtype = fields["dtype"]

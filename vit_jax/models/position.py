@@ -29,13 +29,13 @@ class Relative:
     to_patches: (P, K), of the queries of the tokens before the patches; from_patches: (P, K), of
       the patches' queries for those tokens; prefix: (P, P, K), of those tokens' queries for each
       other. All None: those tokens have no positions.
-    run: how many patches' queries are multiplied with the same vectors; it divides S.
+    block: how many patches' queries are multiplied with the same vectors; it divides S.
 
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.4, after Shaw et al. 2018
       (arXiv:1803.02155), Eq. 5.
     """
 
-    run: int = struct.field(pytree_node=False)
+    block: int = struct.field(pytree_node=False)
     offsets: jax.Array
     to_patches: jax.Array | None = None
     from_patches: jax.Array | None = None
@@ -50,7 +50,7 @@ class Relative:
         num_prefix = q_BHNK.shape[2] - num_patches
         tables = jax.tree.map(lambda table: table.astype(q_BHNK.dtype), self)
         q_BHPK, q_BHSK = q_BHNK[:, :, :num_prefix], q_BHNK[:, :, num_prefix:]
-        logits_BHSS = _logits_by_offset(q_BHSK, tables.offsets, self.run)
+        logits_BHSS = _logits_by_offset(q_BHSK, tables.offsets, self.block)
         logits_BHNN = _pad(logits_BHSS, above=num_prefix, left=num_prefix)
         if self.prefix is None:
             return logits_BHNN
@@ -67,24 +67,24 @@ def _pad(x_BHNM, above=0, below=0, left=0, right=0):
     return jnp.pad(x_BHNM, ((0, 0), (0, 0), (above, below), (left, right)))
 
 
-def _logits_by_offset(q_BHSK, offsets_OK, run):
+def _logits_by_offset(q_BHSK, offsets_OK, block):
     """The product of each query with the vectors of its offsets to all patches.
 
-    Pairs never have vectors. To the queries of a run of R patches S + R - 1 offsets occur, and each
-    query is multiplied with the vectors of all these, from the least on. Of its products S are
-    wanted, which begin one further left in each row of a run. Rows that are one longer, by a
+    Pairs never have vectors. To the queries of a block of R patches S + R - 1 offsets occur, and
+    each query is multiplied with the vectors of all these, from the least on. Of its products S are
+    wanted, which begin one further left in each row of a block. Rows that are one longer, by a
     product with 0, read as if they were not, lie so.
 
     Shapes: (B, H, S, K), (O, K), O = 2 S - 1 -> (B, H, S, S).
     """
     num = q_BHSK.shape[2]
-    firsts = range(num - run, -1, -run)
-    runs_TOK = jnp.stack([offsets_OK[::-1][first : first + num + run - 1] for first in firsts])
-    runs_TOK = jnp.pad(runs_TOK, ((0, 0), (0, 1), (0, 0)))
-    q_BHTRK = rearrange(q_BHSK, "b h (t r) k -> b h t r k", r=run)
-    x_BHTRO = jnp.einsum("bhtrk,tok->bhtro", q_BHTRK, runs_TOK)
-    x = rearrange(x_BHTRO, "b h t r o -> b h t (r o)")[..., run - 1 : -1]
-    x_BHTRO = rearrange(x, "b h t (r o) -> b h t r o", r=run)
+    firsts = range(num - block, -1, -block)
+    blocks_TOK = jnp.stack([offsets_OK[::-1][first : first + num + block - 1] for first in firsts])
+    blocks_TOK = jnp.pad(blocks_TOK, ((0, 0), (0, 1), (0, 0)))
+    q_BHTRK = rearrange(q_BHSK, "b h (t r) k -> b h t r k", r=block)
+    x_BHTRO = jnp.einsum("bhtrk,tok->bhtro", q_BHTRK, blocks_TOK)
+    x = rearrange(x_BHTRO, "b h t r o -> b h t (r o)")[..., block - 1 : -1]
+    x_BHTRO = rearrange(x, "b h t (r o) -> b h t r o", r=block)
     return rearrange(x_BHTRO[..., :num], "b h t r s -> b h (t r) s")
 
 
@@ -138,7 +138,7 @@ class Positions:
         Source: learned_2d: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.4.
         """
         if self.kind == "relative":
-            return Relative(run=max(self.grid), **tables)
+            return Relative(block=max(self.grid), **tables)
         if self.kind == "sincos_2d":
             added_1ND = jnp.asarray(sincos_2d(self.grid, self.width))[None]
         elif self.kind == "learned_2d":

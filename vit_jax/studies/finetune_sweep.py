@@ -23,8 +23,8 @@ from vit_jax.studies.members import (
     Result,
     Study,
     check_report,
+    format_mean_std,
     mean_and_std,
-    shown,
     value_of,
 )
 
@@ -125,7 +125,13 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     if metrics:
         seeds = f"{len(summaries)} of {len(runs)}"
         rows.append(
-            ["mean ± std", str(best), seeds, test_split, shown(metrics[config.study.metric], "")]
+            [
+                "mean ± std",
+                str(best),
+                seeds,
+                test_split,
+                format_mean_std(metrics[config.study.metric], ""),
+            ]
         )
     values = {
         "metric": config.study.metric,

@@ -25,8 +25,8 @@ from vit_jax.studies.members import (
     Result,
     Study,
     check_report,
+    format_mean_std,
     mean_and_std,
-    shown,
     value_of,
 )
 
@@ -56,11 +56,14 @@ def parse_cells(texts: Sequence[str]) -> list[Cell]:
     for text in texts:
         place, _, changes = text.partition(":")
         row, bar, column = (part.strip() for part in place.partition("|"))
-        pairs = [change.strip().partition("=") for change in changes.split(";")]
-        if not (row and bar and column and all(key and equals for key, equals, _ in pairs)):
+        pairs = [change.partition("=") for change in changes.split(";")]
+        overrides = {key.strip(): value.strip() for key, _, value in pairs}
+        if not (row and bar and column and all(overrides) and all(e for _, e, _ in pairs)):
             faults.append(f"study.cells: {text!r}: {_FORM}")
-            continue
-        cells.append(Cell(row, column, {key: value for key, _, value in pairs}))
+        elif len(overrides) < len(pairs):
+            faults.append(f"study.cells: {text!r}: sets a key twice; leave one out")
+        else:
+            cells.append(Cell(row, column, overrides))
     names = [cell.member(0).name for cell in cells]
     twice = sorted({name for name in names if names.count(name) > 1})
     faults += [f"study.cells: two are the runs {name[:-1]}SEED; rename one" for name in twice]
@@ -78,7 +81,7 @@ def check(config: ConfigDict) -> None:
     faults = Faults()
     if not config.study.cells:
         faults.append(f"study.cells: has none; {_FORM}")
-    if "seed" in find_keys(config):
+    if "seed" in (faults.check(find_keys, config) or ()):
         faults.append("study.cells: set no seed; each cell runs study.seeds of them, from seed on")
     check_report(config, faults)
     collect_faults(faults)
@@ -111,7 +114,9 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
             return "-"
         ended = [results.get(by_place[place].member(seed).name) for seed in seeds]
         states = dict.fromkeys(result.state for result in ended if result is not None)
-        return shown(measured[place], ", ".join(states) or "waits")
+        text = format_mean_std(measured[place], ", ".join(states) or "waits")
+        some = 0 < len(values[place]) < len(seeds)
+        return text + f" ({len(values[place])} of {len(seeds)})" * some
 
     values = {place: values_of(cell) for place, cell in by_place.items()}
     measured = {place: mean_and_std(found) for place, found in values.items()}

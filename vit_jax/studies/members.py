@@ -100,7 +100,7 @@ def mean_and_std(values: list[float]) -> dict[str, float | None]:
     }
 
 
-def shown(found: Mapping[str, float | None], otherwise: str) -> str:
+def format_mean_std(found: Mapping[str, float | None], otherwise: str) -> str:
     """What `mean_and_std` found, for a table; `otherwise` where it found nothing."""
     if found["mean"] is None:
         return otherwise

@@ -22,8 +22,8 @@ from vit_jax.studies.members import (
     Result,
     Study,
     check_report,
+    format_mean_std,
     mean_and_std,
-    shown,
     value_of,
 )
 
@@ -84,8 +84,10 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     for task in TASKS:
         ended = [results[_name(task, s)].state for s in seeds if _name(task, s) in results]
         otherwise = "missing" if task in missing else ", ".join(dict.fromkeys(ended)) or "waits"
-        rows.append([task, TASKS[task].group, shown(tasks[task], otherwise)])
-    rows += [[f"mean of {name}", name, shown(means[name], "lacks tasks")] for name in means]
+        rows.append([task, TASKS[task].group, format_mean_std(tasks[task], otherwise)])
+    rows += [
+        [f"mean of {name}", name, format_mean_std(means[name], "lacks tasks")] for name in means
+    ]
     rows += [[f"missing: {task}", TASKS[task].group, how] for task, how in missing.items()]
     return Report(
         columns=["task", "group", config.study.metric],
