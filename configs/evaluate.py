@@ -9,6 +9,8 @@ name: --config.evals.knn.train_split='train[:10%]'. A few seconds, with the quic
 --config=configs/evaluate.py:debug
 """
 
+import difflib
+
 from vit_jax.config import (
     base_config,
     classification,
@@ -19,6 +21,7 @@ from vit_jax.config import (
     refuse_words,
     split_words,
 )
+from vit_jax.errors import InputError, nearest
 
 EVALUATORS = {
     "classification": "accuracy, loss, calibration of the model's own classes",
@@ -34,6 +37,9 @@ TEST_SPLITS = {"imagenet2012": "validation", "folder": "val"}  # of others: test
 
 def get_config(arg=""):
     words, chosen = split_words(arg, WORDS)
+    misspelt = [word for word in words if difflib.get_close_matches(word, WORDS)]
+    if len(words) > 1 and misspelt:
+        raise InputError(f"unknown word {misspelt[0]!r}; {nearest(misspelt[0], list(WORDS))}")
     refuse_words(words[1:], {"DATA": "a data set"} | WORDS, __file__)
     c = base_config()
     c.global_batch_size = 256

@@ -128,6 +128,7 @@ def test_words_of_evaluation():
     assert list(load("evaluate").evals) == ["fewshot", "knn", "probe"]
     message = refusal("evaluate", "knn,cifar10,cifar100")
     assert "unknown word 'cifar100'; it takes DATA: a data set; classification: " in message
+    assert "unknown word 'fewsht'; did you mean fewshot?" in refusal("evaluate", "fewsht,cifar10")
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -132,6 +132,9 @@ REFUSED = {
     ),
     "there already": (["--init_from=GOLDEN", "--format=hf", "--output=."], "is there already"),
     "below a file": (["--init_from=GOLDEN", "--format=hf", "--output=GOLDEN/x"], "is a file"),
+    "what cannot be made": (
+        ["--init_from=GOLDEN", "--format=npz", "--output=/proc/none/x.npz"], "cannot be made",
+    ),
     "no average": (
         ["--init_from=GOLDEN", "--weights=raw", "--format=npz", "--output=OUT.npz"],
         "only a workdir has weights to choose from",

@@ -254,7 +254,7 @@ def test_of_a_named_architecture_the_arrays_tell_the_arguments(tmp_path, caplog,
     del config["model_args"]
     (path / "config.json").write_text(json.dumps(config))
     assert load_pretrained(path)[0] == model
-    assert "taken to be: {'act_layer': 'gelu', 'num_heads': 3}" in caplog.text
+    assert "taken to be: {'act_layer': 'gelu', 'num_heads': 3, 'eps': 1e-06}" in caplog.text
 
 
 def test_what_a_folder_tells_beside_the_model(tmp_path):
@@ -280,6 +280,20 @@ def test_the_convention_may_be_chosen(golden, caplog):
     assert "resampled (corner_aligned) from a grid of (4, 4) to (6, 5)" in caplog.text
     with pytest.raises(InputError, match="did you mean half_pixel"):
         load_pretrained(golden / "hf_vit", resize="half-pixel")
+
+
+def test_a_file_in_a_folder_is_read_with_the_folder_s_config(golden):
+    folder, alone = (load_pretrained(golden / s) for s in ("hf_vit", "hf_vit/model.safetensors"))
+    assert folder[0] == alone[0] and folder[0].norm_eps == 1e-12
+
+
+@pytest.mark.parametrize("name", ["hf_vit", "timm_vit"])
+def test_what_is_assumed_is_a_warning(golden, tmp_path, caplog, name):
+    file = {"hf_vit": "hf_vit/model.safetensors", "timm_vit": "timm_vit.safetensors"}[name]
+    shutil.copy(golden / file, tmp_path / "alone.safetensors")
+    load_pretrained(tmp_path / "alone.safetensors")
+    (record,) = [r for r in caplog.records if "are assumed" in r.message]
+    assert record.levelname == "WARNING" and "no alone.json beside it" in record.message
 
 
 @pytest.mark.parametrize("name", ["hf_vit_backbone", "hf_deit", "timm_vit.safetensors"])

@@ -196,6 +196,29 @@ def test_the_table():
     assert {entry.num_classes for entry in table.values()} == {1000, 21_843}
 
 
+def test_what_came_broken_is_fetched_again(golden, server, tmp_path):
+    address, handler = server
+    there = tmp_path / "there/vit_finetuned.npz"
+    there.write_bytes(there.read_bytes()[:-400])
+    source = f"{address}/vit_finetuned.npz"
+    with pytest.raises(InputError, match="not a readable"):
+        read_pretrained(source)
+    shutil.copy(golden / "vit_finetuned.npz", there)
+    same(load_pretrained(source), load_pretrained(golden / "vit_finetuned.npz"))
+    assert handler.asked.count("/vit_finetuned.npz") == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("ViT-B/16", "; published are ViT-B/16@"), ("vit-b/1", "; did you mean"), ("runs/mine", "")],
+)
+def test_a_name_without_its_version_lists_those_that_are(source, said):
+    with pytest.raises(InputError) as e:
+        read_pretrained(source)
+    start = f"init_from={source!r}: no such file or directory"
+    assert str(e.value).startswith(start + said) and (said or str(e.value) == start)
+
+
 def test_a_misspelt_name():
     with pytest.raises(InputError, match="did you mean ViT-B/16@augreg"):
         load_pretrained("ViT-B16@augreg")

@@ -68,8 +68,9 @@ def run(flags: argparse.Namespace) -> int:
     options = {"batch_size": flags.batch_size}
     if flags.features:
         options["what"] = flags.tokens
-        print(json.dumps(prediction.write_features(pretrained, source, flags.features, **options)))
-        return exit_codes.DONE
+        written = prediction.write_features(pretrained, source, flags.features, **options)
+        print(json.dumps(written))
+        return exit_codes.FAILED if written["unreadable"] else exit_codes.DONE
     console, unreadable = Console(), 0
     table = Table("image", "class", "probability")
     for row in prediction.predict(pretrained, source, top=flags.top, **options):

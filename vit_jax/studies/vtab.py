@@ -42,8 +42,10 @@ def check(config: ConfigDict) -> None:
         )
     missing = find_missing(TASKS, config.data.data_dir)
     if len(missing) == len(TASKS):
-        faults.append(f"data.data_dir={config.data.data_dir!r}: no task's data are there. "
-                      + "; ".join(dict.fromkeys(missing.values())))  # fmt: skip
+        faults.append("\n    ".join([
+            f"data.data_dir={config.data.data_dir!r}: no task's data are there:",
+            *dict.fromkeys(missing.values()),
+        ]))  # fmt: skip
     collect_faults(faults)
 
 

@@ -22,7 +22,7 @@ from vit_jax.files import absolute
 from vit_jax.models import check_fields, field_names, with_known
 from vit_jax.models.layers import unconstrained
 from vit_jax.transfer import huggingface, npz, rules, safetensors, timm, workdir
-from vit_jax.transfer.published import PUBLISHED, locate
+from vit_jax.transfer.published import PUBLISHED, forget, locate
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.rules import Pretrained, Spec
 
@@ -41,6 +41,7 @@ class Writer(NamedTuple):
 
 
 def _read_safetensors(path: epath.Path) -> Pretrained:
+    path = safetensors.entrance(path)
     arrays = safetensors.read_arrays(path)
     for naming in (huggingface, timm):
         if naming.knows(arrays):
@@ -96,6 +97,7 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool = True) -> Pret
     try:
         pretrained = read(path)
     except InputError as e:
+        forget(path)
         if str(path) in str(e):
             raise
         raise InputError(f"init_from={str(path)!r}: {e}") from None

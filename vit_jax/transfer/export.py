@@ -5,6 +5,7 @@ difference of a logit between the model and what the exported files give.
 """
 
 import hashlib
+import os
 import pathlib
 import tempfile
 from collections.abc import Callable
@@ -112,9 +113,12 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
         write_whole(root / card, _card(receipt, output))
         write_whole(root / record, to_json(receipt))
         target = output if inside else output.parent
-        target.mkdir(parents=True, exist_ok=True)
-        for name in [*files, card, record]:
-            write_whole(target / name, (root / name).read_bytes())
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            for name in [*files, card, record]:
+                write_whole(target / name, (root / name).read_bytes())
+        except OSError as e:
+            raise InputError(f"--output={output}: cannot be made ({e}); choose another") from None
     return receipt
 
 
@@ -128,6 +132,8 @@ def _check_output(output: epath.Path, format: str) -> None:
     there = next(path for path in output.parents if path.exists() or path == path.parent)
     if there.exists() and not there.is_dir():
         raise InputError(f"--output={output}: {there} is a file; give another name")
+    if "://" not in str(output) and not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"--output={output}: {there} cannot be written to; choose another")
 
 
 def _write_stablehlo(

@@ -98,7 +98,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     }
     distilled = f"{prefix}embeddings.distillation_token" in arrays
     if config is None:
-        logger.info(
+        logger.warning(
             "%s: no %s beside it: heads by width, LayerNorm epsilon %g, exact gelu and pixels in "
             "[-1, 1] are assumed", source, safetensors.config_path(path).name, _DEFAULT_EPS,
         )  # fmt: skip

@@ -122,6 +122,7 @@ def _attention(theirs: str, ours: str, h: int) -> list[Entry]:
 # optimizer's state, or as the image tower beside a text tower.
 _UNREADABLE = (MemoryError, ValueError, OSError, EOFError, NotImplementedError, SyntaxError,
                zipfile.BadZipFile, zlib.error)  # fmt: skip
+_ZIP = b"PK\x03\x04"
 _PLACES = ("", "params/", "opt/target/", "params/img/")
 
 
@@ -133,6 +134,9 @@ def recognises(path: epath.Path) -> bool:
 def _read_arrays(path: epath.Path) -> dict[str, np.ndarray]:
     try:
         with path.open("rb") as file:
+            if file.read(4) != _ZIP:
+                raise ValueError("it is no zip archive, as every .npz is")
+            file.seek(0)
             arrays = np.load(file, allow_pickle=False)
             if isinstance(arrays, np.ndarray):
                 raise ValueError("one array without a name")

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import urllib.error
@@ -27,6 +28,7 @@ from vit_jax.files import absolute
 
 logger = logging.getLogger("vit_jax")
 
+_NOTE = "fetched.json"  # beside what was fetched: from where, and its hashes
 _ATTEMPTS = 3
 _TIMEOUT_S = 60  # without a byte
 _CHUNK_BYTES = 1 << 20
@@ -121,17 +123,24 @@ def locate(source: str | os.PathLike) -> epath.Path:
     except Exception as e:  # whatever the client of an object store raises
         raise InputError(f"init_from={source!r}: cannot be reached ({e})") from None
     if not there:
-        hint = f"; {nearest(source, list(PUBLISHED))}" if "@" in source else ""
-        raise InputError(f"init_from={source!r}: no such file or directory{hint}")
+        raise InputError(f"init_from={source!r}: no such file or directory{_hint(source)}")
     return path
+
+
+def _hint(source: str) -> str:
+    """The published names that may be meant, where `source` looks like one."""
+    versions = [name for name in PUBLISHED if name.startswith(f"{source}@")]
+    if versions:
+        return f"; published are {', '.join(versions)}"
+    is_name = "@" in source or re.match(r"(r\d*\+)?(vit|deit|bit)-", source.lower())
+    return f"; {nearest(source, list(PUBLISHED))}" if is_name else ""
 
 
 def _cached(source: str, address: str) -> epath.Path:
     """The file at `address`, fetched unless an earlier one is still as it was."""
-    home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder = home / "vit_jax/pretrained" / hashlib.sha256(address.encode()).hexdigest()[:16]
+    folder = _cache() / hashlib.sha256(address.encode()).hexdigest()[:16]
     name = pathlib.PurePosixPath(urllib.parse.urlsplit(address).path).name
-    note = folder / "fetched.json"
+    note = folder / _NOTE
     if note.exists():
         written = json.loads(note.read_text())
         if all(_sha256(folder / file) == digest for file, digest in written["sha256"].items()):
@@ -151,6 +160,18 @@ def _cached(source: str, address: str) -> epath.Path:
     _replace(note, json.dumps({"address": address, "sha256": digests}, indent=1).encode())
     logger.info("fetched %s to %s", address, folder)
     return _entrance(folder, name)
+
+
+def forget(path: epath.Path) -> None:
+    """Has what was fetched to `path`, and cannot be read, fetched anew when it is asked for."""
+    folder = pathlib.Path(path if path.is_dir() else path.parent)
+    if folder.parent == _cache():
+        (folder / _NOTE).unlink(missing_ok=True)
+
+
+def _cache() -> pathlib.Path:
+    home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return home / "vit_jax/pretrained"
 
 
 def _entrance(folder: pathlib.Path, name: str) -> epath.Path:

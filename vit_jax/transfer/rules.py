@@ -24,6 +24,13 @@ _HEAD = r"(head|head_hidden|head_distillation)/.*"
 _POSITIONS = re.compile(r"(encoder/layer_\d+/)?pos_embedding(/(?P<table>\w+))?")
 
 
+_ARCHITECTURE = (
+    "width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width", "pool",
+    "pos_embed", "pos_embed_class_token", "gelu", "norm", "norm_eps", "parallel", "qk_norm",
+    "qkv_bias", "norm_pooled",
+)  # fmt: skip
+
+
 class Spec(NamedTuple):
     """What a source tells beside its model: what its images were, and what its classes are called.
 
@@ -185,19 +192,23 @@ def is_of_head(name: str) -> bool:
 
 
 def check_architecture(pretrained: Pretrained, model: nn.Module) -> None:
-    """Raises InputError if `model` computes something else from parameters of the same shapes."""
+    """Raises InputError, with the flags that mend it, if `model` is built or computes otherwise."""
     faults = []
     if type(pretrained.model) is not type(model):
         families = type(model).__name__, type(pretrained.model).__name__
         faults.append("model.name: a {}, and a {} in the source".format(*families))
     shared = set(field_names(type(pretrained.model))) & set(field_names(type(model)))
-    fields = {"num_heads", "pool", "pos_embed", "pos_embed_class_token", "gelu", "norm_eps"}
     # None is a place too.
-    values = {field: field for field in fields} | {"pos_embed_at": "positions_at"}
+    values = {field: field for field in _ARCHITECTURE} | {"pos_embed_at": "positions_at"}
+    flags = []
     for field in sorted(values.keys() & shared):
         theirs, ours = (getattr(m, values[field]) for m in (pretrained.model, model))
         if theirs != ours:
             faults.append(f"model.{field}={ours!r}, and {theirs!r} in the source")
+            written = ",".join(map(str, theirs)) if isinstance(theirs, tuple) else theirs
+            flags.append(f"--config.model.{field}={written}")
+    if flags:
+        faults[-1] += f"; as the source has them: {' '.join(flags)}"
     refuse(faults, f"init_from={pretrained.source!r} holds another architecture")
 
 

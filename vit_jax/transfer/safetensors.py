@@ -21,6 +21,12 @@ _INDEX = "model.safetensors.index.json"
 _ALONE = "model.safetensors"
 
 
+def entrance(path: epath.Path) -> epath.Path:
+    """`path`, or of a folder's model.safetensors the folder, whose config belongs to it."""
+    is_inside = path.name == _ALONE and (path.parent / "config.json").exists()
+    return path.parent if is_inside else path
+
+
 def recognises(path: epath.Path) -> bool:
     """Whether `path` is such a file, or a folder with one."""
     if path.suffix == ".safetensors":

@@ -115,7 +115,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     layout.require(arrays, needed, source, {"pos_embed": 3, "head.weight": 2})
     config = safetensors.read_config(path)
     if config is None:
-        logger.info(
+        logger.warning(
             "%s: no %s beside it: heads by width, exact gelu, LayerNorm epsilon %g and pixels in "
             "[-1, 1] are assumed", source, safetensors.config_path(path).name, _DEFAULT_EPS,
         )  # fmt: skip
@@ -170,8 +170,9 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     if config is not None:
         assumed = {"act_layer": act, "global_pool": pool, "num_heads": heads}
         said = {key: value for key, value in assumed.items() if key not in args | stated}
-        logger.info("%s: not stated, and taken to be: %s; LayerNorm epsilon %g", source,
-                    said, args.get("eps", _DEFAULT_EPS))  # fmt: skip
+        said |= {} if "eps" in args else {"eps": _DEFAULT_EPS}
+        if said:
+            logger.info("%s: not stated, and taken to be: %s", source, said)
     if "patch_size" in args:
         wanted["patch_size"] = image_hw(args["patch_size"], "patch_size")
     if "mlp_ratio" in args:
