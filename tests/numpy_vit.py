@@ -50,9 +50,9 @@ def relative_vectors(tables, num_tokens, num_patches):
             elif "prefix" not in tables:
                 continue
             elif query >= num_prefix:
-                vector = tables["from_patches"][key]
+                vector = tables["from_patches"][key, query - num_prefix]
             elif key >= num_prefix:
-                vector = tables["to_patches"][query]
+                vector = tables["to_patches"][query, key - num_prefix]
             else:
                 vector = tables["prefix"][query, key]
             vectors_NNK[query, key] = vector

@@ -127,7 +127,7 @@ def test_tokens_before_the_patches_without_positions_have_no_logits():
 
 
 # Parameters of the positions of 3 x 5 patches, width 8, 2 heads, 3 layers, with a class token; by
-# hand: (1 + 15) 8; (3 + 5) 4 + 8; (29 + 2 + 1) 4.
+# hand: (1 + 15) 8; (3 + 5) 4 + 8; (29 + 2 * 15 + 1) 4.
 @pytest.mark.parametrize(
     ("kind", "place", "count"),
     [
@@ -138,8 +138,8 @@ def test_tokens_before_the_patches_without_positions_have_no_logits():
         ("learned_1d", "layers_shared", 128),
         ("learned_2d", "stem", 40),
         ("learned_2d", "layers", 120),
-        ("relative", None, 384),
-        ("relative", "layers_shared", 128),
+        ("relative", None, 720),
+        ("relative", "layers_shared", 240),
     ],
 )
 @pytest.mark.parametrize("scan", [False, True])

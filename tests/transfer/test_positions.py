@@ -48,6 +48,10 @@ def expected_table(name, table, prefix, convention):
         return resample_axis(table, OLD[1], NEW[1], convention=convention)
     if name.endswith("/offsets"):
         return resample_offsets(table, OLD, NEW, convention=convention)
+    if name.endswith(("to_patches", "from_patches")):
+        return np.stack([
+            resample_grid(row[None], OLD, NEW, prefix=0, convention=convention)[0] for row in table
+        ])  # fmt: skip
     return table
 
 

@@ -26,9 +26,9 @@ class Relative:
 
     offsets: (2 S - 1, K), by how many patches, in raster order, the query stands behind the key;
       the entry S - 1 is that of no offset.
-    to_patches: (P, K), of the queries of the tokens before the patches; from_patches: (P, K), of
-      the patches' queries for those tokens; prefix: (P, P, K), of those tokens' queries for each
-      other. All None: those tokens have no positions.
+    to_patches: (P, S, K), of the queries of the tokens before the patches for each patch;
+      from_patches: (P, S, K), of each patch's query for those tokens; prefix: (P, P, K), of those
+      tokens' queries for each other. All None: those tokens have no positions.
     block: how many patches' queries are multiplied with the same vectors; it divides S.
 
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.4, after Shaw et al. 2018
@@ -54,9 +54,8 @@ class Relative:
         logits_BHNN = _pad(logits_BHSS, above=num_prefix, left=num_prefix)
         if self.prefix is None:
             return logits_BHNN
-        from_BHSP = jnp.einsum("bhsk,pk->bhsp", q_BHSK, tables.from_patches)
-        to_BHP1 = jnp.einsum("bhpk,pk->bhp", q_BHPK, tables.to_patches)[..., None]
-        to_BHPS = jnp.broadcast_to(to_BHP1, (*to_BHP1.shape[:3], num_patches))
+        from_BHSP = jnp.einsum("bhsk,psk->bhsp", q_BHSK, tables.from_patches)
+        to_BHPS = jnp.einsum("bhpk,psk->bhps", q_BHPK, tables.to_patches)
         among_BHPP = jnp.einsum("bhpk,pok->bhpo", q_BHPK, tables.prefix)
         to_BHPN = jnp.concatenate([among_BHPP, to_BHPS], axis=3)
         logits_BHNN += _pad(from_BHSP, above=num_prefix, right=num_patches)
@@ -122,8 +121,8 @@ class Positions:
         else:
             shapes = {"offsets": (2 * rows * columns - 1, width)}
             of_prefix = {
-                "to_patches": (num_prefix, width),
-                "from_patches": (num_prefix, width),
+                "to_patches": (num_prefix, rows * columns, width),
+                "from_patches": (num_prefix, rows * columns, width),
                 "prefix": (num_prefix, num_prefix, width),
             }
         shapes |= of_prefix if num_prefix else {}

@@ -106,6 +106,17 @@ def resample_grid(
     return np.concatenate([tokens, grid])[None].astype(np.float32)
 
 
+def resample_patches(
+    tables: np.ndarray, old: tuple[int, int], new: tuple[int, int], *, convention: str
+) -> np.ndarray:
+    """Tables of patches alone for another grid.
+
+    Shapes: (P, old[0] * old[1], D) -> (P, new[0] * new[1], D), float32.
+    """
+    sizes = {"prefix": 0, "convention": convention}
+    return np.concatenate([resample_grid(table[None], old, new, **sizes) for table in tables])
+
+
 def resample_axis(table: np.ndarray, old: int, new: int, *, convention: str) -> np.ndarray:
     """A table of the rows, or of the columns, for another number of them.
 

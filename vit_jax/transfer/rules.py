@@ -16,7 +16,12 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.errors import InputError
 from vit_jax.models import field_names, with_known
-from vit_jax.transfer.resample import resample_axis, resample_grid, resample_offsets
+from vit_jax.transfer.resample import (
+    resample_axis,
+    resample_grid,
+    resample_offsets,
+    resample_patches,
+)
 
 logger = logging.getLogger("vit_jax")
 
@@ -266,6 +271,8 @@ def _resample_positions(
         "rows": partial(resample_axis, old=rows, new=new_rows),
         "columns": partial(resample_axis, old=columns, new=new_columns),
         "offsets": partial(resample_offsets, old=old, new=new),
+        "to_patches": partial(resample_patches, old=old, new=new),
+        "from_patches": partial(resample_patches, old=old, new=new),
     }
     resampled = {}
     for name, leaf in found.items():
