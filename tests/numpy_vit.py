@@ -106,7 +106,7 @@ def map_head(p, x_ND, num_heads, form):
 
 
 def patches(image_HWC, patch_size):
-    height, width, _ = image_HWC.shape
+    height, width, channels = image_HWC.shape
     p, q = patch_size
     rows = []
     for top in range(0, height, p):
@@ -116,7 +116,7 @@ def patches(image_HWC, patch_size):
                     image_HWC[top + y, left + x, c]
                     for y in range(p)
                     for x in range(q)
-                    for c in range(3)
+                    for c in range(channels)
                 ]
             )
     return np.array(rows, np.float64)

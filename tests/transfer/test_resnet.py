@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy_resnet import bit_tokens, hybrid_tokens
 from numpy_vit import random_params
 
 import vit_jax
@@ -13,6 +14,7 @@ from vit_jax import tree
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.transfer import PUBLISHED, init_params, load_pretrained, read_pretrained
+from vit_jax.transfer.rules import unstack_layers
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -109,7 +111,9 @@ def test_another_head_and_size(golden):
     path = golden / "hybrid_resnet.npz"
     model, variables = load_pretrained(path, num_classes=3, image_size=(64, 80), scan=True)
     assert (model.grid, variables["params"]["pos_embedding"].shape) == ((8, 10), (1, 81, 32))
-    assert not np.any(run(model, variables, np.ones((1, 64, 80, 3), np.float32)))
+    images = np.random.default_rng(0).uniform(-1, 1, (1, 64, 80, 3)).astype(np.float32)
+    expected = hybrid_tokens(model, unstack_layers(variables["params"]), images[0])
+    assert_close(run(model, variables, images, "tokens")[0], expected, 1e-5)
     model, variables = load_pretrained(golden / "bit.npz", num_classes=3, image_size=40)
     assert run(model, variables, np.ones((1, 40, 40, 3), np.float32)).shape == (1, 3)
     with pytest.raises(InputError, match="resize them"):
@@ -118,9 +122,11 @@ def test_another_head_and_size(golden):
 
 def test_a_bit_takes_images_of_any_size(golden):
     model, variables = load_pretrained(golden / "bit.npz")
-    for size, positions in (((33, 50), 5 * 7), ((8, 8), 1)):
-        tokens = run(model, variables, np.ones((1, *size, 3), np.float32), "tokens")
+    for size, positions in (((33, 50), 5 * 7), ((9, 20), 2 * 3)):
+        images = np.random.default_rng(0).uniform(-1, 1, (1, *size, 3)).astype(np.float32)
+        tokens = run(model, variables, images, "tokens")
         assert tokens.shape == (1, positions, model.width)
+        assert_close(tokens[0], bit_tokens(variables["params"], images[0]), 1e-5)
         assert (
             model.clone(image_size=size).grid[0] * model.clone(image_size=size).grid[1] == positions
         )
