@@ -27,8 +27,11 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"head_hidden/kernel", ("fsdp", "tensor")),
     (r"(head|head_distillation)/kernel", ("fsdp", None)),
     (r"embedding/kernel", (None, "fsdp")),
-    # A convolution's, (h, w, in, out): standardised output by output, each on one device.
-    (r"conv\w+/kernel", (None, None, None, "fsdp")),
+    # A convolution's, (h, w, in, out). Of a unit the first two give channels that are split over
+    # tensor, and the third adds them up; of the standardisation only means and variances go round.
+    (r"conv[12]/kernel", (None, None, "fsdp", "tensor")),
+    (r"conv3/kernel", (None, None, "tensor", "fsdp")),
+    (r"(conv_root|conv_proj)/kernel", (None, None, None, "fsdp")),
     # Small: biases, norms, tokens, probe, tables of positions, counts and steps.
     (r"(bias|scale|class_token|distillation_token|probe|pos_embedding(/\w+)?|count|step)", ()),
 )

@@ -18,6 +18,8 @@ from vit_jax.models.layers import REMAT_POLICIES, Constrain, unconstrained
 from vit_jax.models.resnet import (
     BIT,
     EXPANSION,
+    INPUTS,
+    OUTPUTS,
     RESNET_STAGES,
     STEM_WIDTH,
     StdConv,
@@ -41,19 +43,19 @@ class PreActBottleneck(nn.Module):
 
     @nn.compact
     def __call__(self, x_BHWC):
-        conv = partial(StdConv, convention=BIT, dtype=self.dtype)
+        conv = partial(StdConv, convention=BIT, dtype=self.dtype, constrain=self.constrain)
         norm = partial(group_norm, BIT, self.dtype)
         width_out = EXPANSION * self.width
         y_BHWC = nn.relu(norm("norm1")(x_BHWC))
         shortcut_BHWC = x_BHWC
         if x_BHWC.shape[-1] != width_out or self.stride > 1:
             shortcut_BHWC = conv(width_out, 1, stride=self.stride, name="conv_proj")(y_BHWC)
-        y_BHWC = nn.relu(norm("norm2")(conv(self.width, 1, name="conv1")(y_BHWC)))
+        y_BHWC = nn.relu(norm("norm2")(conv(self.width, 1, split=OUTPUTS, name="conv1")(y_BHWC)))
         y_BHWC = self.constrain(y_BHWC, ("batch", None, None, "tensor"))
-        y_BHWC = conv(self.width, 3, stride=self.stride, name="conv2")(y_BHWC)
+        y_BHWC = conv(self.width, 3, stride=self.stride, split=OUTPUTS, name="conv2")(y_BHWC)
         y_BHWC = nn.relu(norm("norm3")(y_BHWC))
         y_BHWC = self.constrain(y_BHWC, ("batch", None, None, "tensor"))
-        y_BHWC = conv(width_out, 1, name="conv3")(y_BHWC)
+        y_BHWC = conv(width_out, 1, split=INPUTS, name="conv3")(y_BHWC)
         return self.constrain(shortcut_BHWC + y_BHWC, ("batch", None, None, None))
 
 
@@ -73,7 +75,10 @@ class Trunk(nn.Module):
 
     @nn.compact
     def __call__(self, images):
-        conv = StdConv(self.stem_width, 7, BIT, stride=2, dtype=self.dtype, name="conv_root")
+        conv = StdConv(
+            self.stem_width, 7, BIT, stride=2,
+            dtype=self.dtype, constrain=self.constrain, name="conv_root",
+        )  # fmt: skip
         x_BHWC = jnp.pad(conv(images), ((0, 0), (1, 1), (1, 1), (0, 0)))
         x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2))
         x_BHWC = self.constrain(x_BHWC, ("batch", None, None, None))

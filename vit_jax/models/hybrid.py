@@ -16,6 +16,8 @@ from vit_jax.models.layers import Constrain, unconstrained
 from vit_jax.models.resnet import (
     EXPANSION,
     HYBRID,
+    INPUTS,
+    OUTPUTS,
     RESNET_STAGES,
     STEM_WIDTH,
     StdConv,
@@ -43,19 +45,19 @@ class Bottleneck(nn.Module):
 
     @nn.compact
     def __call__(self, x_BHWC):
-        conv = partial(StdConv, convention=HYBRID, dtype=self.dtype)
+        conv = partial(StdConv, convention=HYBRID, dtype=self.dtype, constrain=self.constrain)
         norm = partial(group_norm, HYBRID, self.dtype)
         width_out = EXPANSION * self.width
         shortcut_BHWC = x_BHWC
         if x_BHWC.shape[-1] != width_out or self.stride > 1:
             shortcut_BHWC = conv(width_out, 1, stride=self.stride, name="conv_proj")(x_BHWC)
             shortcut_BHWC = norm("norm_proj")(shortcut_BHWC)
-        y_BHWC = nn.relu(norm("norm1")(conv(self.width, 1, name="conv1")(x_BHWC)))
+        y_BHWC = nn.relu(norm("norm1")(conv(self.width, 1, split=OUTPUTS, name="conv1")(x_BHWC)))
         y_BHWC = self.constrain(y_BHWC, ("batch", None, None, "tensor"))
-        y_BHWC = conv(self.width, 3, stride=self.stride, name="conv2")(y_BHWC)
+        y_BHWC = conv(self.width, 3, stride=self.stride, split=OUTPUTS, name="conv2")(y_BHWC)
         y_BHWC = nn.relu(norm("norm2")(y_BHWC))
         y_BHWC = self.constrain(y_BHWC, ("batch", None, None, "tensor"))
-        y_BHWC = conv(width_out, 1, name="conv3")(y_BHWC)
+        y_BHWC = conv(width_out, 1, split=INPUTS, name="conv3")(y_BHWC)
         y_BHWC = norm("norm3", scale_init=nn.initializers.zeros)(y_BHWC)
         return self.constrain(nn.relu(shortcut_BHWC + y_BHWC), ("batch", None, None, None))
 
@@ -75,7 +77,8 @@ class Stem(nn.Module):
     @nn.compact
     def __call__(self, images):
         x_BHWC = StdConv(
-            self.width, 7, HYBRID, stride=2, dtype=self.dtype, name="conv_root"
+            self.width, 7, HYBRID, stride=2,
+            dtype=self.dtype, constrain=self.constrain, name="conv_root",
         )(images)  # fmt: skip
         x_BHWC = nn.relu(group_norm(HYBRID, self.dtype, "norm_root")(x_BHWC))
         x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2), padding="SAME")

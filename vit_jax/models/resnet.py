@@ -27,6 +27,8 @@ STEM_WIDTH = 64
 NUM_GROUPS = 32  # of a group normalisation, whatever the width
 ROOT_STRIDE = 4
 EXPANSION = 4  # of a unit's width, from its first convolution to its output
+# What of a kernel is split over the mesh's `tensor` axis.
+INPUTS, OUTPUTS = ("tensor", None), (None, "tensor")
 
 
 def map_stride(stages: tuple[int, ...]) -> int:
@@ -80,6 +82,10 @@ BIT = Convention(_by_variance, norm_eps=1e-5, pads_evenly=True)
 class StdConv(nn.Module):
     """A convolution without bias, of `size` x `size`, whose kernel is standardised.
 
+    `split` are the mesh axes of its kernel's inputs and outputs, in the computation; over the
+    others it is gathered before. Without that XLA's partitioner (jax 0.10.2) gives wrong sums on
+    meshes of three axes, as tests/test_resnet_sharding.py shows.
+
     Shapes: (B, H, W, C) -> (B, H / stride, W / stride, features), rounded up.
     """
 
@@ -88,15 +94,19 @@ class StdConv(nn.Module):
     convention: Convention
     stride: int = 1
     dtype: Any = jnp.float32
+    split: tuple[str | None, str | None] = (None, None)
+    constrain: Constrain = unconstrained
 
     @nn.compact
     def __call__(self, x_BHWC):
         shape = (self.size, self.size, x_BHWC.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        kernel = self.convention.standardize(kernel).astype(self.dtype)
+        kernel = self.constrain(kernel, (None, None, *self.split))
         half = self.size // 2
         return jax.lax.conv_general_dilated(
             x_BHWC.astype(self.dtype),
-            self.convention.standardize(kernel).astype(self.dtype),
+            kernel,
             (self.stride, self.stride),
             [(half, half)] * 2 if self.convention.pads_evenly else "SAME",
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
