@@ -1,16 +1,28 @@
 """What is kept and exchanged of a ResNet's activations, counted by hand."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from vit_jax.config import base_config
 from vit_jax.data.known import fill_in_sizes
+from vit_jax.errors import InputError
+from vit_jax.hlo import Program
+from vit_jax.mesh import make_mesh
 from vit_jax.models import create_model
-from vit_jax.planning.activations import activation_bytes, resnet_units, tensor_exchanges
+from vit_jax.models.bit import PreActBottleneck
+from vit_jax.models.hybrid import Bottleneck
+from vit_jax.models.vit import ViT
+from vit_jax.planning.activations import Unit, activation_bytes, resnet_units, tensor_exchanges
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.targets import Target
+from vit_jax.sharding import constrain, state_shardings
 from vit_jax.topologies import find_slice
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
 # An image of 32 x 64 pixels; after the root, of 32 channels, a map of 8 x 16; two units of 32 and
 # 128 channels, then one of half the resolution and twice the width.
@@ -63,32 +75,120 @@ def test_activations_of_a_bit():
 def test_activations_of_a_hybrid():
     of_vit = activation_bytes(create_model("ViT-mu/8", 10, (32, 64), dtype=jnp.bfloat16))
     model = make("R26+ViT-mu/16")  # on a map of stride 8: as many tokens
-    # Of a unit without remat its input, and what its convolutions give, two of them normalised.
+    # Of a unit without remat its input, and what its convolutions give, two of them normalised;
+    # in the end the last map, which is embedded.
     whole = [
         inputs(unit) + 2 * middle(unit) + output(unit) * (1 + projected)
         for unit, projected in zip(UNITS, PROJECTED, strict=True)
     ]
     root = ROOT + 32 * PIXELS // 4  # and normalised
-    assert activation_bytes(model) - of_vit == 2 * (root + sum(whole))
+    last = output(UNITS[-1])
+    assert activation_bytes(model) - of_vit == 2 * (root + sum(whole) + last)
+    of_vit = activation_bytes(create_model("ViT-mu/32", 10, (32, 64), dtype=jnp.bfloat16))
+    model = create_model("R+ViT-mu/16", 10, (32, 64), stem_width=32, dtype=jnp.bfloat16)
+    assert activation_bytes(model) - of_vit == 2 * (root + 32 * POSITIONS)
 
 
-@pytest.mark.parametrize("name", ["BiT-R50x1", "R26+ViT-mu/16"])
-def test_dots_keeps_what_is_in_between(name):
-    full, dots, none = (activation_bytes(make(name, remat)) for remat in ("full", "dots", "none"))
-    assert full < dots
-    assert full < none
+def test_dots_keeps_what_convolutions_give():
+    kept = [
+        inputs(unit) + middle(unit) + output(unit) * (1 + projected)
+        for unit, projected in zip(UNITS, PROJECTED, strict=True)
+    ]
+    again = max(2 * inputs(unit) + 2 * middle(unit) for unit in UNITS)
+    ends = ROOT + 2 * output(UNITS[-1])
+    assert activation_bytes(make("BiT-R50x1", "dots")) == 2 * (ends + sum(kept) + again)
+    blocks = create_model("ViT-mu/8", 10, (32, 64), dtype=jnp.bfloat16, remat="dots")
+    again = max(k + middle(unit) for k, unit in zip(kept, UNITS, strict=True))
+    ends = ROOT + 32 * PIXELS // 4 + output(UNITS[-1])
+    found = activation_bytes(make("R26+ViT-mu/16", "dots")) - activation_bytes(blocks)
+    assert found == 2 * (ends + sum(kept) + again)
+
+
+TENSOR = 2
+
+
+def compiled_exchanges(unit_of, sizes, *, backward):
+    """{kind: (count, numbers)} of one compiled unit, without what is as small as statistics."""
+    positions_in, width_in, positions_out, width = sizes
+    mesh = make_mesh(
+        replica=1, data=1, fsdp=1, tensor=TENSOR, devices=jax.devices()[:TENSOR]
+    )  # fmt: skip
+    stride = 1 if positions_in == positions_out else 2
+    x = jax.ShapeDtypeStruct((1, 8, positions_in // 8, width_in), jnp.float32)
+    plain = unit_of(width, stride)
+    shapes = jax.eval_shape(plain.init, jax.random.key(0), x)["params"]
+    model = plain.clone(constrain=constrain)
+
+    def run(params, x):
+        return model.apply({"params": params}, constrain(x, ("batch", None, None, None)))
+
+    def loss(params, x):
+        return (run(params, x) ** 2).sum()
+
+    found = collections.Counter()
+    with jax.set_mesh(mesh):
+        shardings = state_shardings(shapes, mesh)
+        whole = NamedSharding(mesh, PartitionSpec())
+        step = jax.jit(run, in_shardings=(shardings, whole), out_shardings=whole)
+        if backward:
+            step = jax.jit(
+                jax.grad(loss, (0, 1)),
+                in_shardings=(shardings, whole),
+                out_shardings=(shardings, whole),
+            )
+        for each in Program(step.lower(shapes, x).compile().as_text()).collectives():
+            if each.size // 4 > 16 * width:
+                found[each.kind, "count"] += each.count
+                found[each.kind, "numbers"] += each.count * each.size // 4
+    return found
+
+
+@pytest.mark.parametrize("unit_of", [PreActBottleneck, Bottleneck])
+@pytest.mark.parametrize("sizes", [(512, 64, 512, 32), (512, 128, 128, 64)])
+def test_exchanges_are_those_of_a_compiled_unit(unit_of, sizes):
+    unit = Unit(sizes[0], sizes[2], sizes[1], sizes[3])
+    forward, both = (compiled_exchanges(unit_of, sizes, backward=b) for b in (False, True))
+    inner = unit.positions_in * unit.width
+    assert forward == {
+        ("all-reduce", "count"): 1, ("all-reduce", "numbers"): unit.output,
+        ("all-gather", "count"): 1, ("all-gather", "numbers"): inner,
+    }  # fmt: skip
+    assert both["all-gather", "count"] == 1
+    assert both["all-gather", "numbers"] == inner
+    # With the gradients of some norms.
+    reduced = both["all-reduce", "numbers"] - unit.output - unit.input - inner
+    assert both["all-reduce", "count"] == 3
+    assert 0 <= reduced < 0.05 * unit.input
 
 
 def test_exchanges_over_the_tensor_axis():
-    reduced, gathered = sum(map(output, UNITS)), sum(unit[0] * unit[3] for unit in UNITS)
-    exchanges = {"all-reduce": (3, 2 * reduced), "all-gather": (3, 2 * gathered)}
-    assert tensor_exchanges(make("BiT-R50x1")) == exchanges
-    tokens, width = 1 + 4 * 8, 32
-    of_hybrid = tensor_exchanges(make("R26+ViT-mu/16"))
-    assert of_hybrid["all-gather"] == exchanges["all-gather"]
-    assert of_hybrid["all-reduce"] == (3 + 2, 2 * (reduced + 2 * tokens * width))
-    of_vit = tensor_exchanges(create_model("ViT-mu/8", 10, (32, 64)))
-    assert of_vit == {"all-reduce": (2, 4 * 2 * tokens * width), "all-gather": (0, 0)}
+    inner, reduced = sum(unit[0] * unit[3] for unit in UNITS), sum(map(output, UNITS))
+    backward = inner + sum(map(inputs, UNITS))
+    bit, hybrid = make("BiT-R50x1"), make("R26+ViT-mu/16")
+    assert tensor_exchanges(bit) == {"all-reduce": (3, 2 * reduced), "all-gather": (3, 2 * inner)}
+    found = tensor_exchanges(bit, backward=True)
+    assert found == {"all-reduce": (6, 2 * backward), "all-gather": (0, 0)}
+    of_blocks = 2 * (1 + 4 * 8) * 32  # both sums of its one block of tokens of width 32
+    found = tensor_exchanges(hybrid)
+    assert found["all-gather"] == (3, 2 * inner)
+    assert found["all-reduce"] == (3 + 2, 2 * (reduced + of_blocks))
+    found = tensor_exchanges(hybrid, backward=True)
+    assert found["all-reduce"] == (6 + 2, 2 * (backward + of_blocks))
+    vit = create_model("ViT-mu/8", 10, (32, 64))
+    for pass_ in ({}, {"backward": True}):
+        expected = {"all-reduce": (2, 4 * of_blocks), "all-gather": (0, 0)}
+        assert tensor_exchanges(vit, **pass_) == expected
+
+
+def test_of_other_families_it_is_unknown():
+    class Other(ViT):
+        pass
+
+    model = create_model("ViT-mu/8", 10, (32, 64))
+    other = Other(10, (32, 64), (8, 8), model.width, 1, model.mlp_dim, model.num_heads)
+    for function in (activation_bytes, tensor_exchanges):
+        with pytest.raises(InputError, match=r"a Other: .*unknown"):
+            function(other)
 
 
 def test_a_calculated_plan():

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 
+from vit_jax.errors import InputError
 from vit_jax.models.bit import BiT
+from vit_jax.models.deit import DeiT
 from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.resnet import EXPANSION, ROOT_STRIDE
 from vit_jax.models.vit import ViT
@@ -71,16 +73,18 @@ def activation_bytes(model: nn.Module) -> int:
     width of the MLP and H heads; and of one block all of that, when it is computed again. Dropout's
     masks, of a byte each, are among them, used or not.
 
-    Of a ResNet its root's, and of each unit: with "full" its input, with "dots" the convolutions'
-    outputs too, with "none" what each convolution and each norm has as input; and all of that of
-    the largest unit, when it is computed again. Statistics, and the kernels as standardised, are
-    not among them.
+    Of a ResNet its root's, its last map, of BiT normalised too, and of each unit: with "full" its
+    input, with "dots" the convolutions' outputs too, with "none" what each convolution and each
+    norm has as input; and all of that of the largest unit, when it is computed again. Statistics,
+    and the kernels as standardised, are not among them.
 
+    Raises:
+      InputError: for a family of which it is not known.
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, for the blocks.
     """
+    _check_known(model)
     if isinstance(model, BiT):
-        last = resnet_units(model)[-1].output
-        return _resnet_bytes(model) + 2 * last * jnp.dtype(model.dtype).itemsize
+        return _resnet_bytes(model)
     stem = _resnet_bytes(model) if isinstance(model, HybridViT) else 0
     s, d, f, heads = num_tokens(model), model.width, model.mlp_dim, model.num_heads
     size = jnp.dtype(model.dtype).itemsize
@@ -104,27 +108,46 @@ def _resnet_bytes(model: BiT | HybridViT) -> int:
 
     pixels, units = math.prod(model.image_size), resnet_units(model)
     root = 3 * pixels + (1 if norm_is_before else 2) * pixels // 4 * model.stem_width
+    last = units[-1].output if units else pixels // ROOT_STRIDE**2 * model.stem_width
     kept = root + sum(kept_of(unit, model.remat) for unit in units)
+    kept += 2 * last if norm_is_before else last
     if model.remat != "none" and units:
         kept += max(kept_of(unit, "none") for unit in units)
     return kept * jnp.dtype(model.dtype).itemsize
 
 
-def tensor_exchanges(model: nn.Module) -> dict[str, tuple[int, int]]:
+def tensor_exchanges(model: nn.Module, *, backward: bool = False) -> dict[str, tuple[int, int]]:
     """What one image makes a mesh's `tensor` axis exchange in one pass: {kind: (count, bytes)}.
 
     The inner products of a Transformer block are split over heads and hidden units, and its two
-    outputs added up. Those of a ResNet's unit are split over channels: the first convolution's
-    output is gathered, and the last one's added up.
+    outputs added up; backward the gradients of its two inputs. Those of a ResNet's unit are split
+    over channels: the first convolution's output is gathered, and the last one's added up;
+    backward the gradients of both convolutions' inputs are.
+
+    Raises:
+      InputError: for a family of which it is not known.
     """
+    _check_known(model)
     size = jnp.dtype(model.dtype).itemsize
     reduces = gathers = reduced = gathered = 0
     if isinstance(model, BiT | HybridViT):
         units = resnet_units(model)
-        reduces = gathers = len(units)
-        reduced = sum(unit.output for unit in units)
-        gathered = sum(unit.positions_in * unit.width for unit in units)
+        inner = sum(unit.positions_in * unit.width for unit in units)
+        if backward:
+            reduces, reduced = 2 * len(units), inner + sum(unit.input for unit in units)
+        else:
+            reduces, reduced = len(units), sum(unit.output for unit in units)
+            gathers, gathered = len(units), inner
     if isinstance(model, ViT):
         reduces += 2 * model.depth
         reduced += 2 * model.depth * num_tokens(model) * model.width
     return {"all-reduce": (reduces, reduced * size), "all-gather": (gathers, gathered * size)}
+
+
+def _check_known(model: nn.Module) -> None:
+    # Exact: what is derived from a known family may do more.
+    if type(model) not in (ViT, DeiT, HybridViT, BiT):
+        raise InputError(
+            f"a {type(model).__name__}: what it keeps and exchanges of its activations is unknown "
+            "here; plan it for TPUs, by their compiler (pip install -e '.[plan]')"
+        )

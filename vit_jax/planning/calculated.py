@@ -79,9 +79,12 @@ def collective_table(
         ("reduce-scatter", ("fsdp",), 1, whole),
         ("all-reduce", ("replica", "data"), 1, share),
     ]
-    for kind, (count, number) in tensor_exchanges(model).items():
+    backward = tensor_exchanges(model, backward=True)
+    for kind, (forward_count, forward_bytes) in tensor_exchanges(model).items():
+        count = (passes - 1) * forward_count + backward[kind][0]
+        number = (passes - 1) * forward_bytes + backward[kind][1]
         if count:
-            wanted.append((kind, ("tensor",), passes * count, images * number // count))
+            wanted.append((kind, ("tensor",), count, images * number // count))
     table, inner = [], {"tensor": 1, "fsdp": shape["tensor"]}
     for kind, axes, count, number in wanted:
         n = math.prod(shape[axis] for axis in axes)
