@@ -13,7 +13,8 @@ import vit_jax
 from vit_jax import tree
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
-from vit_jax.transfer import PUBLISHED, init_params, load_pretrained, read_pretrained
+from vit_jax.models.vit import ViT
+from vit_jax.transfer import PUBLISHED, WRITERS, init_params, load_pretrained, read_pretrained
 from vit_jax.transfer.rules import unstack_layers
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
@@ -154,6 +155,27 @@ def test_formats_that_hold_neither(tmp_path, format):
         variables = {"params": random_params(model, jnp.zeros((1, 32, 32, 3)))}
         with pytest.raises(InputError, match=f"{type(model).__name__}: format=npz"):
             vit_jax.save_pretrained(tmp_path / "model", model, variables, format)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"pos_embed": "sincos_2d"}, {"pos_embed_class_token": False}, {"gelu": "exact"},
+     {"pool": "map"}, {"pool": "gap", "class_token": True}],
+)  # fmt: skip
+def test_what_of_a_hybrid_no_format_of_arrays_holds(fields):
+    model = create_model("R26+ViT-mu/16", 3, 32, **fields)
+    (fault,) = WRITERS["npz"].check(model)
+    assert fault.endswith(": format=stablehlo holds it")
+
+
+def test_formats_refuse_families_that_they_do_not_know():
+    class Other(ViT):
+        pass
+
+    model = create_model("ViT-mu/16", 3, 32)
+    other = Other(3, (32, 32), (16, 16), model.width, 1, model.mlp_dim, model.num_heads)
+    for format, writer in WRITERS.items():
+        assert writer.check(other) == ["a Other: format=stablehlo holds it"], format
 
 
 def test_every_published_name_is_that_of_a_model():

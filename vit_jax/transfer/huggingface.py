@@ -15,9 +15,7 @@ from etils import epath
 
 from vit_jax.config import image_hw
 from vit_jax.files import write_whole
-from vit_jax.models.bit import BiT
 from vit_jax.models.deit import DeiT
-from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.vit import ViT
 from vit_jax.transfer import layout, rules, safetensors
 from vit_jax.transfer.layout import Entry, same, torch_linear, torch_norm, torch_patches
@@ -165,8 +163,8 @@ def _read_spec(path: epath.Path, model: nn.Module, config: dict[str, Any]) -> Sp
 
 def check(model: nn.Module) -> list[str]:
     """What of `model` the format cannot hold."""
-    if isinstance(model, BiT | HybridViT):
-        return [f"a {type(model).__name__}: format=npz or stablehlo holds it"]
+    if faults := rules.check_family(model, ViT, DeiT):
+        return faults
     faults = rules.check_positions(model)
     if model.pool != "token":
         faults.append(f"pool={model.pool!r}: it classifies the class token; format=timm holds it")

@@ -25,7 +25,6 @@ from vit_jax.config import image_hw
 from vit_jax.errors import InputError
 from vit_jax.files import write_whole
 from vit_jax.models.bit import BiT
-from vit_jax.models.deit import DeiT
 from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.resnet import map_stride
 from vit_jax.models.vit import ViT
@@ -34,6 +33,7 @@ from vit_jax.transfer.layout import Entry, rearranged, same
 from vit_jax.transfer.rules import (
     Pretrained,
     Spec,
+    check_family,
     check_positions,
     class_names_of,
     square_side,
@@ -253,25 +253,27 @@ def _infer_model(source, variant, arrays, image_size) -> ViT:
 
 def check(model: nn.Module, variant: str) -> list[str]:
     """What of `model` a file of the variant cannot hold."""
-    faults = []
-    if variant == "later" and isinstance(model, BiT | HybridViT):
-        return [f"a {type(model).__name__}: format=npz holds it"]
-    if isinstance(model, BiT):
-        return []
-    if isinstance(model, DeiT):
-        faults.append("a distillation token: format=hf or timm holds it")
+    faults = check_family(model, *((ViT, HybridViT, BiT) if variant == "first" else (ViT,)))
+    if faults or isinstance(model, BiT):
+        return faults
     only = {"parallel": False, "norm": "layer", "qk_norm": False, "qkv_bias": True}
     elsewhere = {"gelu": "tanh", "norm_eps": 1e-6, "norm_pooled": False, "layer_scale": None}
     for field, value in (only | elsewhere).items():
         if getattr(model, field) != value:
-            remedy = "format=timm holds it" if field in elsewhere else "keep the run's checkpoint"
+            remedy = _held_by(model, "timm") if field in elsewhere else "keep the run's checkpoint"
             faults.append(f"{field}={getattr(model, field)!r}: {remedy}")
     token = model.has_class_token
     if token and model.pool != "token":
-        faults.append(f"a class token that pool={model.pool!r} leaves out: format=timm holds it")
+        held_by = _held_by(model, "timm")
+        faults.append(f"a class token that pool={model.pool!r} leaves out: {held_by}")
     if variant == "first" and model.pool == "map":
-        faults.append("pool='map': format=npz_v2 holds it")
+        faults.append(f"pool='map': {_held_by(model, 'npz_v2')}")
     return faults + _find_position_faults(model, variant)
+
+
+def _held_by(model: nn.Module, formats: str) -> str:
+    """The remedy for what this format lacks and `formats` have, of which none holds a hybrid."""
+    return f"format={'stablehlo' if isinstance(model, HybridViT) else formats} holds it"
 
 
 def _find_position_faults(model: nn.Module, variant: str) -> list[str]:
@@ -280,9 +282,9 @@ def _find_position_faults(model: nn.Module, variant: str) -> list[str]:
     known = ("learned_1d",) if variant == "first" else ("learned_1d", "sincos_2d")
     if model.pos_embed not in known:
         others = "npz_v2 or timm" if model.pos_embed == "sincos_2d" else "timm"
-        return [f"pos_embed={model.pos_embed!r}: format={others} holds it"]
+        return [f"pos_embed={model.pos_embed!r}: {_held_by(model, others)}"]
     if variant == "first" and model.has_class_token and not model.pos_embed_class_token:
-        return ["pos_embed_class_token=False: format=npz_v2 holds it"]
+        return [f"pos_embed_class_token=False: {_held_by(model, 'npz_v2')}"]
     if variant == "later" and model.num_prefix_positions:
         return ["pos_embed_class_token=True: format=npz holds it"]
     return []

@@ -16,6 +16,9 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.errors import InputError
 from vit_jax.models import field_names, with_known
+from vit_jax.models.bit import BiT
+from vit_jax.models.deit import DeiT
+from vit_jax.models.hybrid import HybridViT
 from vit_jax.transfer.resample import (
     resample_axis,
     resample_grid,
@@ -115,6 +118,15 @@ def square_side(num_patches: int, source: str) -> int:
 def to_json(content: dict[str, Any]) -> str:
     """As a file's text."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def check_family(model: nn.Module, *held: type[nn.Module]) -> list[str]:
+    """What keeps `model` out of a format that holds the families `held`, and no other."""
+    if type(model) in held:
+        return []
+    formats = {DeiT: "hf or timm", HybridViT: "npz or stablehlo", BiT: "npz or stablehlo"}
+    holds_it = formats.get(type(model), "stablehlo")
+    return [f"a {type(model).__name__}: format={holds_it} holds it"]
 
 
 def check_positions(model: nn.Module) -> list[str]:

@@ -15,9 +15,7 @@ from etils import epath
 
 from vit_jax.config import image_hw
 from vit_jax.files import write_whole
-from vit_jax.models.bit import BiT
 from vit_jax.models.deit import DeiT
-from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.models.vit import ViT
 from vit_jax.transfer import layout, rules, safetensors
@@ -251,8 +249,8 @@ def _image_size(args: dict[str, Any], pixels: dict[str, Any]) -> tuple[int, int]
 
 def check(model: nn.Module) -> list[str]:
     """What of `model` the format cannot hold."""
-    if isinstance(model, BiT | HybridViT):
-        return [f"a {type(model).__name__}: format=npz or stablehlo holds it"]
+    if faults := rules.check_family(model, ViT, DeiT):
+        return faults
     faults = rules.check_positions(model)
     if model.hidden_head:
         faults.append("hidden_head=True: its head is linear; format=npz holds it, or fine-tune")
