@@ -251,6 +251,9 @@ def test_export_as_a_program(name, tmp_path):
     pretrained = Pretrained("here", model, params, Spec(model.image_size, "antialiased"))
     receipt = export(pretrained, tmp_path / "model.stablehlo", "stablehlo")
     assert receipt["read_back"]["largest_logit_difference"] < 1e-5
+    of_stages = {"R+ViT-Ti/16": "", "BiT-R50x1": "a ResNet of (1, 2) units by stage, "}[name]
+    card = (tmp_path / "model.md").read_text()
+    assert f"{type(model).__name__}: {of_stages}a root of width 32, " in card
 
 
 @pytest.mark.parametrize(
@@ -297,7 +300,7 @@ def test_unknown_names(name, said):
         ("BiT-R50x1", {"stem_width": 48}, "stem_width=48: needs a multiple of 32"),
         ("BiT-R50x1", {"remat": "some"}, "remat='some'"),
         ("R50+ViT-B/16", {"stem_width": 0}, "stem_width=0: needs a multiple of 32"),
-        ("R50+ViT-B/32", {"image_size": 48}, "a token every (32, 32) pixels: 32 does not divide"),
+        ("R50+ViT-B/32", {"image_size": 48}, "48; choose image_size with height 32 or 64"),
         ("ViT-B/16", {"stages": (1,)}, "stages: ViT has no such field"),
     ],
 )

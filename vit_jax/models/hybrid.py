@@ -94,6 +94,8 @@ class HybridViT(ViT):
 
     `stem_width` are the channels of the ResNet's root; without stages it is all of the ResNet.
     Sizes, remat and layout of the Transformer are as in `ViT`; `scan` is of its blocks alone.
+
+    Raises: InputError for fields that do not go together, or images of another size.
     """
 
     stages: tuple[int, ...] = ()

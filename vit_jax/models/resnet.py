@@ -60,7 +60,7 @@ def _centred(kernel):
     return kernel - jnp.mean(kernel, axis=(0, 1, 2), keepdims=True)
 
 
-class Convention(NamedTuple):
+class ResNetConvention(NamedTuple):
     """What the two published kinds of these ResNets do differently.
 
     standardize: kernel (h, w, in, out) -> the kernel of mean 0 and variance 1 for each output
@@ -75,8 +75,8 @@ class Convention(NamedTuple):
     pads_evenly: bool
 
 
-HYBRID = Convention(_by_std, norm_eps=1e-6, pads_evenly=False)
-BIT = Convention(_by_variance, norm_eps=1e-5, pads_evenly=True)
+HYBRID = ResNetConvention(_by_std, norm_eps=1e-6, pads_evenly=False)
+BIT = ResNetConvention(_by_variance, norm_eps=1e-5, pads_evenly=True)
 
 
 class StdConv(nn.Module):
@@ -91,7 +91,7 @@ class StdConv(nn.Module):
 
     features: int
     size: int
-    convention: Convention
+    convention: ResNetConvention
     stride: int = 1
     dtype: Any = jnp.float32
     split: tuple[str | None, str | None] = (None, None)
@@ -113,7 +113,7 @@ class StdConv(nn.Module):
         )
 
 
-def group_norm(convention: Convention, dtype: Any, name: str, **fields: Any) -> nn.Module:
+def group_norm(convention: ResNetConvention, dtype: Any, name: str, **fields: Any) -> nn.Module:
     """A group normalisation (Wu & He 2018, arXiv:1803.08494) with a scale and a bias a channel."""
     eps = convention.norm_eps
     return nn.GroupNorm(NUM_GROUPS, epsilon=eps, dtype=dtype, name=name, **fields)
@@ -160,6 +160,9 @@ def run_stages(x_BHWC, stages: tuple[int, ...], stem_width: int, unit: type[nn.M
     """The stages of a ResNet, each after the first at half the resolution and twice the width.
 
     To be called in a compact method, whose submodules `stage_0`, `stage_1`, ... they become.
+
+    Shapes: (B, H, W, stem_width) -> (B, H / 2^(S-1), W / 2^(S-1), 4 stem_width 2^(S-1)), rounded
+      up, for S stages; without any the map as it is.
     """
     for i, depth in enumerate(stages):
         stage = Stage(unit, depth, stem_width * 2**i, 2 if i else 1, name=f"stage_{i}", **fields)

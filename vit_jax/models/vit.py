@@ -153,14 +153,16 @@ class ViT(nn.Module):
     def _undivided(self, image_size: tuple[int, int]) -> list[str]:
         faults = []
         stride = self.token_stride
-        on_map = "" if stride == self.patch_size else f", a token every {stride} pixels"
+        on_map, remedy = "", "a divisor of it, or "
+        if stride != self.patch_size:  # that of a map, which divides no image
+            on_map, remedy = f", a token every {stride} pixels", ""
         for axis, side, patch in zip(("height", "width"), image_size, stride, strict=True):
             if side % patch:
                 below, above = side // patch * patch, (side // patch + 1) * patch
                 fits = f"{below} or {above}" if below else str(above)
                 faults.append(
                     f"patch_size={self.patch_size}{on_map}: {patch} does not divide the image's "
-                    f"{axis} {side}; choose a divisor of it, or image_size with {axis} {fits}"
+                    f"{axis} {side}; choose {remedy}image_size with {axis} {fits}"
                 )
         return faults
 

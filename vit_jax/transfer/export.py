@@ -177,13 +177,13 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
     sizes = ", ".join(
         text.format(model[field])
         for field, text in (
-            ("stages", "a ResNet of {} units"),
-            ("stem_width", "its root of width {}"),
+            ("stages", "a ResNet of {} units by stage"),
+            ("stem_width", "a root of width {}"),
             ("width", "width {}"),
             ("depth", "{} layers"),
             ("num_heads", "{} heads"),
         )
-        if field in model
+        if model.get(field)
     )
     lines = [
         f"# {output.name}",

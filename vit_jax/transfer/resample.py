@@ -41,25 +41,26 @@ def _cubic_clamped(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
     return weights
 
 
-class Convention(NamedTuple):
+class ResizeConvention(NamedTuple):
     """How what lies on one axis of an image is taken from another number of patches.
 
     weights: (places among the old entries, their number, old patches a new one) -> the share of
       each old entry in what is at each place, (places, old entries).
-    corners: whether the first and the last patch of both lie in one place; or the image's edges do.
+    align_corners: whether the first and the last patch of both lie in one place; or the image's
+      edges do.
     """
 
     weights: Callable[[np.ndarray, int, float], np.ndarray]
-    corners: bool
+    align_corners: bool
 
     def stretch(self, old: int, new: int) -> float:
         """How many old patches lie between two new ones."""
-        return (old - 1) / max(new - 1, 1) if self.corners else old / new
+        return (old - 1) / max(new - 1, 1) if self.align_corners else old / new
 
     def of_patches(self, old: int, new: int) -> np.ndarray:
         """The share of each old patch in each new one. Shapes: -> (new, old)."""
         stretch = self.stretch(old, new)
-        first = 0.0 if self.corners else (stretch - 1) / 2
+        first = 0.0 if self.align_corners else (stretch - 1) / 2
         return self.weights(first + stretch * np.arange(new), old, stretch)
 
     def of_offsets(self, old: int, new: int) -> np.ndarray:
@@ -74,9 +75,9 @@ class Convention(NamedTuple):
 # The conventions of the published .npz files' library, of Hugging Face's transformers, and of timm,
 # which is this project's own.
 CONVENTIONS = {
-    "corner_aligned": Convention(_linear, corners=True),
-    "half_pixel": Convention(_cubic_clamped, corners=False),
-    "antialiased": Convention(_cubic_widened, corners=False),
+    "corner_aligned": ResizeConvention(_linear, align_corners=True),
+    "half_pixel": ResizeConvention(_cubic_clamped, align_corners=False),
+    "antialiased": ResizeConvention(_cubic_widened, align_corners=False),
 }
 
 
