@@ -130,7 +130,7 @@ def test_unknown_key(config, key, hint):
 def test_section_given_instead_of_key(config):
     (fault,) = apply_overrides(config, [("schedule", "cosine")])
     assert fault.startswith(
-        "--config.schedule: no such key; it holds schedule.cooldown, schedule.name, "
+        "--config.schedule: no such key; it holds schedule.cooldown, schedule.milestones, "
     )
     (fault,) = apply_overrides(config, [("evals.test", "1")])
     assert "it holds evals.test.batch_size, evals.test.data_dir" in fault

@@ -64,8 +64,8 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        ("BiT", "fsdp 8"),
-        ("hybrid", "tensor 8"),
+        pytest.param("BiT", "fsdp 8", marks=slow),
+        pytest.param("hybrid", "tensor 8", marks=slow),
         ("BiT", "data 2, fsdp 2, tensor 2"),
         ("hybrid", "data 2, fsdp 2, tensor 2"),
         pytest.param("BiT", "tensor 8", marks=slow),

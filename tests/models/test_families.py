@@ -176,7 +176,8 @@ def test_scanned_is_unrolled(name):
 
 
 @each("BiT-R50x1")
-@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["full", "dots"])
 def test_remat_changes_no_gradient(name, remat):
     model = shrunk(name)
     images = images_for(model)

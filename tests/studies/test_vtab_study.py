@@ -94,7 +94,7 @@ def test_what_diverged_or_waits_has_no_mean(make_config):
 
 def test_refusals(make_config):
     with pytest.raises(
-        InputError, match=r"no task's data are there\. get caltech101; get cifar100"
+        InputError, match=r"no task's data are there:\n +get caltech101\n +get cifar100"
     ):
         STUDY.check(make_config(*TASKS))
     config = make_config()
