@@ -229,15 +229,13 @@ FORMATS = {"ViT": ("npz", "hf", "timm"), "DeiT": ("hf", "timm"), "R+ViT": ("npz"
 def test_export(name, tmp_path):
     family = next(key for key, family in MODELS.items() if family == find_family(name))
     model = shrunk(name, **({"gelu": "exact", "hidden_head": False} if family == "DeiT" else {}))
-    if family == "ViT" and model.parallel:
-        pytest.skip("no format of others holds it")
+    formats = () if family == "ViT" and model.parallel else FORMATS[family]  # 22B: none
     params = random_params(model, images_for(model))
     pretrained = Pretrained("here", model, tree.flatten_names(params), Spec(model.image_size, "x"))
     for format, writer in WRITERS.items():
         output = tmp_path / {"npz": "model.npz", "npz_v2": "v2.npz"}.get(format, format)
-        if format not in FORMATS[family]:
-            (fault, *_) = writer.check(model)
-            assert "format=" in fault
+        if format not in formats:
+            assert any("format=" in fault for fault in writer.check(model)), format
             continue
         assert export(pretrained, output, format)["read_back"]["largest_logit_difference"] < 1e-5
         loaded, variables = vit_jax.load_pretrained(output)

@@ -172,9 +172,7 @@ def check(model: nn.Module) -> list[str]:
         faults.append("hidden_head=True: its head is linear; format=npz holds it, or fine-tune")
     if model.norm_pooled:
         faults.append("norm_pooled=True: it normalises the tokens; format=timm holds it")
-    for field, value in (("parallel", False), ("norm", "layer"), ("qk_norm", False)):
-        if getattr(model, field) != value:
-            faults.append(f"{field}={getattr(model, field)!r}: keep the run's checkpoint instead")
+    faults += rules.check_blocks(model)
     if model.layer_scale is not None:
         faults.append(f"layer_scale={model.layer_scale}: format=timm holds it")
     return faults

@@ -33,6 +33,7 @@ from vit_jax.transfer.layout import Entry, rearranged, same
 from vit_jax.transfer.rules import (
     Pretrained,
     Spec,
+    check_blocks,
     check_family,
     check_positions,
     class_names_of,
@@ -256,12 +257,11 @@ def check(model: nn.Module, variant: str) -> list[str]:
     faults = check_family(model, *((ViT, HybridViT, BiT) if variant == "first" else (ViT,)))
     if faults or isinstance(model, BiT):
         return faults
-    only = {"parallel": False, "norm": "layer", "qk_norm": False, "qkv_bias": True}
+    faults = check_blocks(model, qkv_bias=True)
     elsewhere = {"gelu": "tanh", "norm_eps": 1e-6, "norm_pooled": False, "layer_scale": None}
-    for field, value in (only | elsewhere).items():
+    for field, value in elsewhere.items():
         if getattr(model, field) != value:
-            remedy = _held_by(model, "timm") if field in elsewhere else "keep the run's checkpoint"
-            faults.append(f"{field}={getattr(model, field)!r}: {remedy}")
+            faults.append(f"{field}={getattr(model, field)!r}: {_held_by(model, 'timm')}")
     token = model.has_class_token
     if token and model.pool != "token":
         held_by = _held_by(model, "timm")

@@ -32,6 +32,7 @@ _HEAD = r"(head|head_hidden|head_distillation)/.*"
 _POSITIONS = re.compile(r"(encoder/layer_\d+/)?pos_embedding(/(?P<table>\w+))?")
 
 
+_NO_FORMAT = "format=stablehlo, or keep the run's checkpoint"  # where no other holds it
 _ARCHITECTURE = (
     "width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width", "pool",
     "pos_embed", "pos_embed_class_token", "gelu", "norm", "norm_eps", "parallel", "qk_norm",
@@ -129,14 +130,22 @@ def check_family(model: nn.Module, *held: type[nn.Module]) -> list[str]:
     return [f"a {type(model).__name__}: format={holds_it} holds it"]
 
 
+def check_blocks(model: nn.Module, **needed: Any) -> list[str]:
+    """What no foreign format holds of the blocks of `model`; `needed`: {field: value} besides."""
+    needed = {"parallel": False, "norm": "layer", "qk_norm": False} | needed
+    return [
+        f"{field}={getattr(model, field)!r}: {_NO_FORMAT}"
+        for field, value in needed.items()
+        if getattr(model, field) != value
+    ]
+
+
 def check_positions(model: nn.Module) -> list[str]:
     """What no foreign format holds of the positions of `model`."""
     if model.pos_embed == "relative":
-        return ["pos_embed='relative': format=stablehlo, or keep the run's checkpoint"]
+        return [f"pos_embed='relative': {_NO_FORMAT}"]
     if model.positions_at != "stem":
-        return [
-            f"pos_embed_at={model.pos_embed_at!r}: format=stablehlo, or keep the run's checkpoint"
-        ]
+        return [f"pos_embed_at={model.pos_embed_at!r}: {_NO_FORMAT}"]
     return []
 
 

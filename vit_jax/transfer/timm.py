@@ -256,9 +256,7 @@ def check(model: nn.Module) -> list[str]:
         faults.append("hidden_head=True: its head is linear; format=npz holds it, or fine-tune")
     if isinstance(model, DeiT) and not model.distillation_head and model.num_classes is not None:
         faults.append("distillation_head=False: its DeiT has two heads; format=hf holds it")
-    for field, value in (("parallel", False), ("norm", "layer"), ("qk_norm", False)):
-        if getattr(model, field) != value:
-            faults.append(f"{field}={getattr(model, field)!r}: keep the run's checkpoint instead")
+    faults += rules.check_blocks(model)
     if model.pool == "map" and not model.qkv_bias:
         faults.append("qkv_bias=False with pool='map': its attention pooling has biases")
     return faults
