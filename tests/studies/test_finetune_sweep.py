@@ -99,15 +99,15 @@ def test_mean_and_sample_deviation():
     assert report.values["metrics"]["held_out/loss"]["mean"] == pytest.approx(2 * found["mean"])
     assert report.complete and report.values["seeds"] == 3
     assert len(report.rows) == 7
-    assert report.rows[-1] == ["mean ± std", "0.03", "3 of 3", "test", "0.9233 ± 0.0153"]
-    assert report.rows[0][3:] == ["train[98%:]", "0.5000"]
+    assert report.rows[-1] == ["mean ± std", "0.03", "3 of 3", "test", "92.33 ± 1.53"]
+    assert report.rows[0][3:] == ["train[98%:]", "50.00"]
 
 
 def test_a_run_that_fails_leaves_the_study_incomplete():
     runs = {"lr_0.03_seed_5": done(0.9), "lr_0.03_seed_6": Result(FAILED)}
     report = STUDY.report(make_config(), CHOSEN | runs)
     assert not report.complete and report.values["metrics"][METRIC] == {"mean": 0.9, "std": None}
-    assert [row[-1] for row in report.rows[3:]] == ["0.9000", "failed", "waits", "0.9000"]
+    assert [row[-1] for row in report.rows[3:]] == ["90.00", "failed", "waits", "90.00"]
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,10 @@ def test_table_has_means_deviations_and_what_is_not_there():
     results[lost] = Result(DIVERGED, {}, "step 3: loss is nan")
     del results[late], results["1-D__every_layer__seed_6"]
     report = grid.report(config, results)
-    assert report.columns == ["held_out/top1", "stem", "every layer"]
+    assert report.columns == ["held_out/top1, %", "stem", "every layer"]
     assert report.rows == [
-        ["no positions", "0.3100 ± 0.0141", "-"],
-        ["1-D", "0.4000 (1 of 2)", "diverged"],
+        ["no positions", "31.00 ± 1.41", "-"],
+        ["1-D", "40.00 (1 of 2)", "diverged"],
     ]
     assert not report.complete and "study.png" not in report.files
     rows = list(csv.DictReader(io.StringIO(report.files["study.csv"].decode())))

@@ -66,7 +66,7 @@ def test_means_by_group_and_over_all_and_their_deviation(make_config):
     assert all(found["std"] == pytest.approx(0.5**0.5) for found in means.values())
     assert report.values["tasks"]["dtd"]["mean"] == 2.5
     assert report.complete and len(report.rows) == 19 + 4
-    assert report.rows[-1] == ["mean of all 19", "all 19", "9.5000 ± 0.7071"]
+    assert report.rows[-1] == ["mean of all 19", "all 19", "950.00 ± 70.71"]
 
 
 def test_no_mean_without_all_its_tasks(make_config):
@@ -87,7 +87,7 @@ def test_what_diverged_or_waits_has_no_mean(make_config):
     report = STUDY.report(config, found)
     assert not report.complete
     shown = {task: value for task, _, value in report.rows}
-    assert (shown["svhn"], shown["dmlab"], shown["dtd"]) == ("diverged", "waits", "0.5000")
+    assert (shown["svhn"], shown["dmlab"], shown["dtd"]) == ("diverged", "waits", "50.00")
     means = {name: value["mean"] for name, value in report.values["means"].items()}
     assert means == {"natural": None, "specialised": 0.5, "structured": None, "all 19": None}
 

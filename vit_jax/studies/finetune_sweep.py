@@ -25,6 +25,7 @@ from vit_jax.studies.members import (
     check_report,
     format_mean_std,
     mean_and_std,
+    metric_in_percent,
     value_of,
 )
 
@@ -113,7 +114,7 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
             member.name, member.overrides["optimizer.peak_lr"],
             member.overrides.get("seed", str(config.seed)),
             member.overrides.get(split_key, test_split),
-            state if value is None else f"{value:.4f}",
+            state if value is None else f"{100 * value:.2f}",
         ])  # fmt: skip
     summaries = [
         results[run.name].summary
@@ -140,7 +141,7 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
         "seeds": len(summaries),
         "metrics": metrics,
     }
-    columns = ["member", "peak_lr", "seed", "judged on", config.study.metric]
+    columns = ["member", "peak_lr", "seed", "judged on", metric_in_percent(config)]
     return Report(columns, rows, values, complete=len(summaries) == config.study.seeds)
 
 

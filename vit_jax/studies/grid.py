@@ -27,6 +27,7 @@ from vit_jax.studies.members import (
     check_report,
     format_mean_std,
     mean_and_std,
+    metric_in_percent,
     value_of,
 )
 
@@ -125,13 +126,14 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     axis = _parse_axis(columns)
     if axis is not None and any(values.values()):
         points = {
-            row: [(x, values[row, column]) for x, column in axis.places
-                  if values.get((row, column))]
+            row: [(x, [100 * value for value in values[row, column]])
+                  for x, column in axis.places if values.get((row, column))]
             for row in row_names
         }  # fmt: skip
-        files["study.png"] = draw_curves(points, x_label=axis.label, y_label=config.study.metric)
+        y_label = metric_in_percent(config)
+        files["study.png"] = draw_curves(points, x_label=axis.label, y_label=y_label)
     return Report(
-        columns=[config.study.metric, *columns],
+        columns=[metric_in_percent(config), *columns],
         rows=rows,
         values={
             "metric": config.study.metric,

@@ -100,8 +100,14 @@ def mean_and_std(values: list[float]) -> dict[str, float | None]:
     }
 
 
+def metric_in_percent(config: ConfigDict) -> str:
+    """How tables and figures call the metric that counts."""
+    return f"{config.study.metric}, %"
+
+
 def format_mean_std(found: Mapping[str, float | None], otherwise: str) -> str:
-    """What `mean_and_std` found, for a table; `otherwise` where it found nothing."""
+    """What `mean_and_std` found, in per cent, for a table; `otherwise` where it found nothing."""
     if found["mean"] is None:
         return otherwise
-    return f"{found['mean']:.4f}" + ("" if found["std"] is None else f" ± {found['std']:.4f}")
+    deviation = "" if found["std"] is None else f" ± {100 * found['std']:.2f}"
+    return f"{100 * found['mean']:.2f}{deviation}"

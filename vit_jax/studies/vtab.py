@@ -24,6 +24,7 @@ from vit_jax.studies.members import (
     check_report,
     format_mean_std,
     mean_and_std,
+    metric_in_percent,
     value_of,
 )
 
@@ -92,7 +93,7 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     ]
     rows += [[f"missing: {task}", TASKS[task].group, how] for task, how in missing.items()]
     return Report(
-        columns=["task", "group", config.study.metric],
+        columns=["task", "group", metric_in_percent(config)],
         rows=rows,
         values={"tasks": tasks, "means": means, "missing": missing},
         complete=all(len(value) + len(missing) == len(TASKS) for value in found.values()),
