@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -54,6 +55,13 @@ def refused(tmp_path, capsys):
         return err
 
     return refused
+
+
+def test_what_there_is(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for command in COMMANDS:
+        assert re.search(rf"^  {command} +[A-Z].*\.$", text, re.MULTILINE)
 
 
 def train(refused, *words):
@@ -321,7 +329,7 @@ def test_help(command, capsys):
 
 def test_command_is_train_where_none_is_named(capsys):
     with pytest.raises(SystemExit):
-        main(["--help"])
+        main(["--seed=1", "--help"])
     assert capsys.readouterr().out.startswith("usage: python -m vit_jax.main train ")
 
 

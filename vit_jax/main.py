@@ -1,6 +1,6 @@
 """python -m vit_jax.main [COMMAND] --config=FILE[:words] --workdir=DIR [--config.key=value ...]
 
-Finds the command, lets it define its own flags and runs it. The command is train where none is
+Trains Vision Transformers and carries them over to other tasks. The command is train where none is
 named. Exit codes: 0 done; 1 failed; 2 the input is wrong; 3 the plan does not fit; 75 stopped by
 preemption, and 143 before it trained: start again.
 """
@@ -55,6 +55,15 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
     return flags
 
 
+def _overview() -> str:
+    """What this program does, and a line for each command."""
+    heads = {name: find_command(name).__doc__.partition("\n")[0] for name in COMMANDS}
+    lines = [f"  {name:<10} {head}" for name, head in heads.items()]
+    return "\n".join([
+        __doc__, "Commands:", *lines, "", "COMMAND --help tells its flags, with examples.",
+    ])  # fmt: skip
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the command that `argv` names and returns the exit code."""
     from vit_jax import watchdog  # JAX only now, that a wrong command is answered at once
@@ -72,6 +81,9 @@ def run(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     What is raised is not for the user to mend.
     """
     words = list(argv)
+    if words in (["--help"], ["-h"]):
+        print(_overview())
+        return exit_codes.DONE, None
     command = words.pop(0) if words and not words[0].startswith("-") else "train"
     try:
         if command not in COMMANDS:
