@@ -82,6 +82,32 @@ def test_features_know_no_classes(published, tmp_path):
         evaluate_pretrained(config, headless)
 
 
+def test_classes_of_other_names_are_warned_of(published, caplog):
+    pretrained = read_pretrained(published)
+    config = evaluation_config("classification,knn,debug")
+
+    def said(names):
+        caplog.clear()
+        evaluate_pretrained(config, pretrained._replace(spec=pretrained.spec._replace(
+            class_names=names)))  # fmt: skip
+        return [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+    digits = tuple("0123456789")
+    assert said(None) == said(digits) == said(tuple(f"n{i:08}" for i in range(10))) == []
+    (warning,) = said(("0", "2", "1", *digits[3:]))
+    assert warning.startswith("evals.classification: 2 of 10 classes have other names in digits")
+    assert "label 1 is '1', and output 1 '2'" in warning
+
+
+def test_data_of_another_number_of_classes_are_refused(published):
+    config = evaluation_config("classification,debug", evals__classification__data_name="synthetic")
+    pretrained = read_pretrained(published)
+    config.evals.classification.data_name = "digits"
+    config.data.classes = (1, 2, 3)
+    with pytest.raises(InputError, match=r"split: digits test has 3 classes, and the model 10; n"):
+        evaluate_pretrained(config, pretrained)
+
+
 def test_what_the_source_does_not_tell_must_be_said(published):
     pretrained = read_pretrained(published)
     of_any_size = pretrained._replace(spec=pretrained.spec._replace(image_size=None))

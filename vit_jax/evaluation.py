@@ -1,6 +1,8 @@
 """Evaluation without training: of a run from its workdir alone, and of a model from anywhere."""
 
 import logging
+import re
+from collections.abc import Mapping
 
 import flax.linen as nn
 import jax
@@ -12,6 +14,7 @@ from ml_collections import ConfigDict
 from vit_jax import checkpoint, transfer, tree, watchdog
 from vit_jax import config as config_lib
 from vit_jax.comparison import compare_findings, compare_requests, compare_weights
+from vit_jax.data import Source
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
@@ -24,6 +27,8 @@ from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.rules import Pretrained
 
 logger = logging.getLogger("vit_jax")
+
+_SYNSET = re.compile(r"n\d{8}")  # as data sets call the classes of ImageNet, and models do not
 
 
 def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
@@ -73,6 +78,7 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
     params = transfer.init_params(pretrained, model, config.init_resize, keep_head=True)
     config, sources = open_sources(config, training=False)
     check_evaluated_images(config, sources)
+    _warn_of_other_classes(config, pretrained, sources)
     evaluators = make_evaluators(config, model, mesh, sources)
     compare_findings(config, sources, {})
     compare_weights(config, params)
@@ -107,6 +113,29 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
                 f"evals.{name}.type={entry.type!r}: {pretrained.source} has no classes; needed: "
                 f"one of {', '.join(config_lib.LEARNING_EVALS)}"
             )
+
+
+def _warn_of_other_classes(
+    config: ConfigDict, pretrained: Pretrained, sources: Mapping[config_lib.SplitKey, Source]
+) -> None:
+    """Says where the data's classes have other names than the model's; numbers of synsets aside."""
+    names = pretrained.spec.class_names
+    for eval_name, entry in config.evals.items():
+        if names is None or entry.type in config_lib.LEARNING_EVALS:
+            continue
+        source = sources[config_lib.eval_splits(config, entry)["split"]]
+        pairs = list(zip(source.class_names or (), names, strict=False))
+        if any(_SYNSET.fullmatch(name) for pair in pairs for name in pair):
+            continue
+        other = [i for i, (theirs, ours) in enumerate(pairs) if theirs.lower() != ours.lower()]
+        if other:
+            theirs, ours = pairs[other[0]]
+            logger.warning(
+                "evals.%s: %d of %d classes have other names in %s than in %s: label %d is %r, "
+                "and output %d %r; accuracy is only right if they are the same classes",
+                eval_name, len(other), len(pairs), source.name, pretrained.source,
+                other[0], theirs, other[0], ours,
+            )  # fmt: skip
 
 
 def _model_on(mesh: Mesh, config: ConfigDict, pretrained: Pretrained) -> nn.Module:

@@ -121,20 +121,22 @@ def open_sources(
     for name, entry in config.evals.items():
         for split_key, key in config_lib.eval_splits(config, entry).items():
             synthetic = key.data_name == "synthetic"
-            trained_on = training and (key.data_name, key.data_dir) == (d.name, d.data_dir)
             learns = entry.type in config_lib.LEARNING_EVALS
-            needs_classes = synthetic or trained_on or not learns
-            num_classes = d.num_classes if needs_classes else None
-            num_examples = d.num_examples if synthetic else None
-            source = sources.get(key)
-            if source is None or num_classes not in (None, source.num_classes):
+            if sources.get(key) is None:
                 sources[key] = faults.check(
                     _open_split,
                     config,
                     key,
-                    num_classes,
-                    num_examples,
+                    d.num_classes if synthetic else None,
+                    d.num_examples if synthetic else None,
                     prefix=f"evals.{name}.{split_key}: ",
+                )
+            found = sources[key]
+            if found is not None and not learns and found.num_classes != d.num_classes:
+                faults.append(
+                    f"evals.{name}.{split_key}: {found.name} {found.split} has "
+                    f"{found.num_classes:,} classes, and the model {d.num_classes:,}; needs a data "
+                    "set of the classes that it was trained on"
                 )
     collect_faults(faults)
     return config, sources
