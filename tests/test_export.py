@@ -6,6 +6,7 @@ import pathlib
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
@@ -82,7 +83,16 @@ def test_a_run(run, tmp_path, capsys, format):
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
     card = (folder / ("README.md" if stem == "" else "model.md")).read_text()
     assert "step 10" in card
+    assert "computes in" not in card
     assert "| test/top1 | 0.5 |" in card
+
+
+def test_a_run_in_bfloat16_is_told_from_its_export(run, tmp_path, capsys):
+    source = read_pretrained(run)
+    coarse = source._replace(model=source.model.clone(dtype=jnp.bfloat16))
+    receipt = export_lib.export(coarse, tmp_path / "model.npz", "npz")
+    assert (receipt["computed_in"], receipt["read_back"]["dtype"]) == ("bfloat16", "float32")
+    assert "The source computes in bfloat16" in (tmp_path / "model.md").read_text()
 
 
 def test_the_weights_are_a_choice(run, tmp_path, capsys):
@@ -123,6 +133,10 @@ def test_another_image_size(golden, tmp_path, capsys):
 
 REFUSED = {
     "no source": (["--format=hf", "--output=OUT"], "one of --workdir=DIR and --init_from=SOURCE"),
+    "no run": (
+        ["--workdir=/proc/self", "--format=hf", "--output=OUT"],
+        "--workdir=/proc/self: not the workdir of a run, with config.json and checkpoints/",
+    ),
     "no output": (["--init_from=GOLDEN", "--format=hf"], "--output: missing"),
     "unknown format": (["--init_from=GOLDEN", "--format=tim", "--output=OUT"], "mean timm?"),
     "cannot hold it": (["--init_from=GOLDEN", "--format=hf", "--output=OUT"], "format=npz holds"),

@@ -115,10 +115,14 @@ REFUSED = {
     "no top": (["x.png", "--top=0"], "--top=0"),
     "data without features": (["--data=digits:test"], "--data: is for --features"),
     "features of another kind": (["x.png", "--features=f.npy"], "ends in .npz"),
+    "features in a folder's place": (["x.png", "--features=d.npz"], "d.npz: is a folder"),
+    "features nowhere, of no model": (
+        ["x.png", "--features=no/f.npz", "--init_from=none"], "there is no folder",
+    ),
     "features nowhere": (["x.png", "--features=no/f.npz"], "there is no folder"),
     "no classes": (["x.png"], "has no classes"),
     "a batch too small": (["x.png", "--batch_size=3"], "--batch_size=3"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -127,6 +131,7 @@ def test_what_is_refused(golden, tmp_path, capsys, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (8, 8)).save("x.png")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "d.npz").mkdir()
     source = "hf_vit_backbone" if case == "no classes" else "hf_vit"
     before = sorted(tmp_path.rglob("*"))
     assert main(["predict", f"--init_from={golden / source}", *words]) == 2

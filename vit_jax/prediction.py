@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
@@ -125,6 +126,24 @@ def predict(
             yield row | {"classes": classes}
 
 
+def check_output(output: os.PathLike | str) -> epath.Path:
+    """Where `write_features` would write.
+
+    Raises:
+      InputError: if it cannot.
+    """
+    output = absolute(output)
+    if output.suffix != ".npz":
+        raise InputError(f"--features={output}: needs a name that ends in .npz")
+    if output.is_dir():
+        raise InputError(f"--features={output}: is a folder; give another name")
+    if not output.parent.is_dir():
+        raise InputError(f"--features={output}: there is no folder {output.parent}; make it")
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        raise InputError(f"--features={output}: {output.parent} cannot be written to")
+    return output
+
+
 def write_features(
     pretrained: Pretrained, source: Source, output: os.PathLike | str, *, batch_size: int, what: str
 ) -> dict[str, Any]:
@@ -135,15 +154,9 @@ def write_features(
     `record` (n,) names the records; `label` (n,) is that of a data set.
 
     Raises:
-      InputError: if `output` cannot be written, before anything is computed.
+      InputError: as `check_output`, before anything is computed.
     """
-    output = absolute(output)
-    if output.suffix != ".npz":
-        raise InputError(f"--features={output}: needs a name that ends in .npz")
-    if not output.parent.is_dir():
-        raise InputError(f"--features={output}: there is no folder {output.parent}; make it")
-    if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise InputError(f"--features={output}: {output.parent} cannot be written to")
+    output = check_output(output)
     _check_size(pretrained)
     model = pretrained.model
     count, shape = source.num_examples, (model.width,)

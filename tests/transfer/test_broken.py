@@ -220,6 +220,13 @@ BROKEN = {
         tensors(TIMM, lambda arrays: [arrays.pop(name) for name in list(arrays)[1:]]),
         "named neither as Hugging Face's nor as timm's",
     ),
+    "tensors: of another family, with counters": (
+        tensors(TIMM, lambda arrays: [
+            arrays.clear(),
+            arrays.update({"bn1.num_batches_tracked": np.array(3), "conv_stem.weight": np.ones(2)}),
+        ]),
+        "timm's Vision Transformers: bn1.num_batches_tracked, conv_stem.weight",
+    ),
     "hf: NaN": (tensors(HF, edit(HF_UP, poisoned(np.nan))), f"{HF_UP}: 1 of its 2048 values"),
     "hf: an array is missing": (
         tensors(HF, drop("vit.layernorm.bias")), "vit.layernorm.bias: absent",
@@ -257,6 +264,13 @@ BROKEN = {
     ),
     "hf: half a folder": (
         folder(lambda path: (path / "model.safetensors").unlink()), "not a source of a known",
+    ),
+    "hf: a folder of folders": (
+        folder(lambda path: [
+            (path / "a").mkdir(), (path / "model.safetensors").rename(path / "a/model.safetensors"),
+            (path / "b.npz").write_bytes(b""), (path / "c.npz").mkdir(),
+        ]),
+        "model.safetensors; give one of those in it: a, b.npz",
     ),
     "hf: an index whose shard is missing": (
         folder(lambda path: (path / "model.safetensors.index.json").write_text(

@@ -106,7 +106,10 @@ def read_source(flags: argparse.Namespace) -> "Pretrained":
 
     from vit_jax import transfer  # orbax only now, that a typo is answered at once
 
-    source = flags.init_from or flags.workdir
+    source = flags.init_from
+    if source is None:
+        source = flags.workdir
+        transfer.check_workdir(source)
     pretrained = transfer.read_pretrained(source, averaged=flags.weights != "raw")
     if flags.image_size is None:
         return pretrained

@@ -56,6 +56,8 @@ def run(flags: argparse.Namespace) -> int:
     from vit_jax import data, prediction
     from vit_jax.data.image_files import find_images, image_files
 
+    if flags.features:
+        prediction.check_output(flags.features)  # before a large model is read
     paths = None if flags.data else find_images(flags.images)
     pretrained = read_source(flags)
     if paths is not None:

@@ -29,6 +29,9 @@ from vit_jax.transfer.rules import Pretrained, Spec
 logger = logging.getLogger("vit_jax")
 
 
+_SHOWN = 8  # of the sources in a folder
+
+
 class Writer(NamedTuple):
     """How a format is written.
 
@@ -42,11 +45,11 @@ class Writer(NamedTuple):
 
 def _read_safetensors(path: epath.Path) -> Pretrained:
     path = safetensors.entrance(path)
-    arrays = safetensors.read_arrays(path)
+    stored = safetensors.read_stored(path)
     for naming in (huggingface, timm):
-        if naming.knows(arrays):
-            return naming.read(path, arrays)
-    names = ", ".join(list(arrays)[:5])
+        if naming.knows(stored):
+            return naming.read(path, safetensors.as_arrays(path, stored))
+    names = ", ".join(list(stored)[:5])
     raise InputError(
         f"init_from={str(path)!r}: its arrays are named neither as Hugging Face's nor as timm's "
         f"Vision Transformers: {names}, ..."
@@ -86,7 +89,7 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool = True) -> Pret
         raise InputError(
             f"init_from={str(source)!r}: not a source of a known format; known: a workdir (with "
             "config.json and checkpoints/), a .npz file, a .safetensors file or a folder with "
-            "model.safetensors"
+            f"model.safetensors{_say_sources_inside(path)}"
         )
     if not averaged:
         if read is not workdir.read:
@@ -109,6 +112,26 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool = True) -> Pret
         )
     fetched = known is not None or "://" in str(source)
     return pretrained._replace(source=str(source)) if fetched else pretrained
+
+
+def check_workdir(path: str | os.PathLike) -> None:
+    """Raises InputError, for the flag --workdir, if `path` is not that of a run."""
+    path = absolute(path)
+    if not workdir.recognises(path):
+        raise InputError(
+            f"--workdir={path}: not the workdir of a run, with config.json and checkpoints/"
+            f"{_say_sources_inside(path)}"
+        )
+
+
+def _say_sources_inside(folder: epath.Path) -> str:
+    """The sources that lie in a folder which is none itself, as a hint; "" if there are none."""
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    inside = [p.name for p in entries if any(knows(p) for knows, _ in FORMATS.values())]
+    if not inside:
+        return ""
+    more = f" and {len(inside) - _SHOWN} more" if len(inside) > _SHOWN else ""
+    return f"; give one of those in it: {', '.join(inside[:_SHOWN])}{more}"
 
 
 def pretrained_spec(source: str | os.PathLike) -> Spec:

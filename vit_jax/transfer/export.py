@@ -51,6 +51,7 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
         raise InputError(f"--format={format}: {nearest(format, EXPORTS)}")
     output = absolute(output)
     _check_output(output, format)
+    own_dtype = jnp.dtype(pretrained.model.dtype).name
     pretrained = pretrained._replace(model=pretrained.model.clone(dtype=jnp.dtype("float32")))
     model = pretrained.model
     if format != STABLEHLO:
@@ -86,6 +87,7 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
             "source": pretrained.source,
             **(pretrained.run or {}),
             "model": _describe(model),
+            "computed_in": own_dtype,
             "parameters": {
                 "count": sum(array.size for array in pretrained.params.values()),
                 "sha256": hash_params(pretrained.params),
@@ -99,6 +101,7 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
             "class_names": pretrained.spec.class_names,
             "read_back": {
                 "images": _IMAGES,
+                "dtype": "float32",
                 "largest_logit_difference": difference,
                 "largest_logit": largest,
             },
@@ -196,9 +199,14 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"{pixels['mean']}, std {pixels['std']}",
         f"- Classes: {model['num_classes']}",
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
-        f"- Read back: logits differ by at most {back['largest_logit_difference']:.3g} where the "
-        f"largest is {back['largest_logit']:.3g}",
+        f"- Read back: logits in {back['dtype']} differ by at most "
+        f"{back['largest_logit_difference']:.3g} where the largest is {back['largest_logit']:.3g}",
     ]
+    if receipt["computed_in"] != back["dtype"]:
+        lines.append(
+            f"- The source computes in {receipt['computed_in']}: its own logits and results are "
+            f"those of {back['dtype']} but for rounding"
+        )
     if receipt.get("results"):
         lines += ["", "| metric | value |", "|---|---|"]
         lines += [f"| {name} | {value:.6g} |" for name, value in receipt["results"].items()]

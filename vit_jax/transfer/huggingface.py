@@ -7,6 +7,7 @@ layer of the head, whose output `method="pre_logits"` gives.
 
 import logging
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -32,9 +33,9 @@ _KINDS = {"num_attention_heads": "a positive int", "layer_norm_eps": "a positive
 _BILINEAR = 2  # as PIL numbers its filters
 
 
-def knows(arrays: dict[str, np.ndarray]) -> bool:
-    """Whether arrays have such names."""
-    return any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in arrays)
+def knows(names: Iterable[str]) -> bool:
+    """Whether arrays are named so."""
+    return any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in names)
 
 
 def _entries(model: nn.Module, prefix: str) -> list[Entry]:

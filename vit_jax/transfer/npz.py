@@ -129,7 +129,7 @@ _PLACES = ("", "params/", "opt/target/", "params/img/")
 
 def recognises(path: epath.Path) -> bool:
     """Whether `path` is named as such a file is."""
-    return path.suffix == ".npz"
+    return path.suffix == ".npz" and not path.is_dir()
 
 
 def _read_arrays(path: epath.Path) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ What the arrays mean is told by their names: see `huggingface` and `timm`.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -34,11 +35,11 @@ def recognises(path: epath.Path) -> bool:
     return path.is_dir() and any((path / name).exists() for name in (_INDEX, _ALONE))
 
 
-def read_arrays(path: epath.Path) -> dict[str, np.ndarray]:
-    """{name: float32 array} of a file, or of the shards that a folder's index names.
+def read_stored(path: epath.Path) -> dict[str, dict[str, Any]]:
+    """{name: {"dtype", "shape", "data"}} of a file, or of the shards that a folder's index names.
 
     Raises:
-      InputError: if one cannot be read, holds what is not floating point, or is missing.
+      InputError: if one cannot be read, or is missing.
     """
     if not path.is_dir():
         return _read_file(path)
@@ -59,34 +60,51 @@ def read_arrays(path: epath.Path) -> dict[str, np.ndarray]:
             f"init_from={str(path)!r}: {', '.join(missing)} missing, of the {len(shards)} files "
             f"that {_INDEX} names; fetch the folder again"
         )
-    arrays: dict[str, np.ndarray] = {}
+    stored: dict[str, dict[str, Any]] = {}
     for shard in shards:
-        arrays |= _read_file(path / shard)
-    absent = sorted(places.keys() - arrays.keys())
+        stored |= _read_file(path / shard)
+    absent = sorted(places.keys() - stored.keys())
     if absent:
         raise InputError(
             f"init_from={str(path)!r}: {', '.join(absent[:5])} absent, though {_INDEX} names "
             f"{len(absent)} such; fetch the folder again"
         )
-    return arrays
+    return stored
 
 
-def _read_file(path: epath.Path) -> dict[str, np.ndarray]:
+def _read_file(path: epath.Path) -> dict[str, dict[str, Any]]:
+    try:
+        stored = dict(safetensors.deserialize(path.read_bytes()))
+    except (safetensors.SafetensorError, OSError) as e:
+        raise InputError(_unreadable(path, e)) from None
+    if not stored:
+        raise InputError(f"init_from={str(path)!r}: it holds no arrays")
+    return stored
+
+
+def as_arrays(path: epath.Path, stored: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """{name: float32 array} of what `read_stored` gives of `path`.
+
+    Raises:
+      InputError: if one is not finite, or not floating point.
+    """
     try:
         arrays = {}
-        for name, spec in safetensors.deserialize(path.read_bytes()):
+        for name, spec in stored.items():
             if spec["dtype"] not in _DTYPES:
                 raise ValueError(f"{name} is of dtype {spec['dtype']}; weights are floating point")
             flat = np.frombuffer(spec["data"], _DTYPES[spec["dtype"]])
             arrays[name] = as_float32(name, flat.reshape(spec["shape"]))
-    except (safetensors.SafetensorError, ValueError, OSError) as e:
-        raise InputError(
-            f"init_from={str(path)!r}: not a readable .safetensors file of weights ({e}); fetch it "
-            "again"
-        ) from None
-    if not arrays:
-        raise InputError(f"init_from={str(path)!r}: it holds no arrays")
+    except ValueError as e:
+        raise InputError(_unreadable(path, e)) from None
     return arrays
+
+
+def _unreadable(path: epath.Path, error: Exception) -> str:
+    return (
+        f"init_from={str(path)!r}: not a readable .safetensors file of weights ({error}); fetch it "
+        "again"
+    )
 
 
 def write_arrays(path: epath.Path, arrays: dict[str, np.ndarray]) -> None:

@@ -7,6 +7,7 @@ VisionTransformer, and what is absent there has the default it has in `timm`.
 import logging
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -52,9 +53,9 @@ _PIXELS = {"mean": "three numbers", "std": "three positive numbers", "input_size
            "crop_pct": "a positive number"}  # fmt: skip
 
 
-def knows(arrays: dict[str, np.ndarray]) -> bool:
-    """Whether arrays have such names."""
-    return "patch_embed.proj.weight" in arrays
+def knows(names: Iterable[str]) -> bool:
+    """Whether arrays are named so."""
+    return "patch_embed.proj.weight" in names
 
 
 def _entries(model: nn.Module) -> list[Entry]:
