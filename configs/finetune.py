@@ -62,7 +62,7 @@ def get_config(arg=""):
     if headline:
         c.optimizer.ema_decay = 0.9999
     if "head_only" in chosen:
-        c.optimizer.freeze = "(?!head/).*"
+        c.optimizer.freeze = "(?!head(_distillation)?/).*"
     c.schedule.name = "cosine"
     if is_bit:
         follow_hyper_rule(c, row)

@@ -113,6 +113,8 @@ def test_what_the_source_does_not_tell_must_be_said(published):
     of_any_size = pretrained._replace(spec=pretrained.spec._replace(image_size=None))
     with pytest.raises(InputError, match=r"^data\.image_size=None: .*digits\.npz takes images of"):
         evaluate_pretrained(evaluation_config("knn,debug"), of_any_size)
+    with pytest.raises(InputError, match=r"init_resize='half-pixel': did you mean half_pixel"):
+        evaluate_pretrained(evaluation_config("knn,debug", init_resize="half-pixel"), pretrained)
     with pytest.raises(InputError, match=r"config\.model: pools: "):
         config = evaluation_config("knn,debug")
         config.model.unlock()

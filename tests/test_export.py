@@ -3,6 +3,8 @@
 import hashlib
 import json
 import pathlib
+import re
+import shutil
 
 import jax
 import jax.export
@@ -15,11 +17,13 @@ from vit_jax import load_pretrained, pretrained_spec, tree
 from vit_jax.checkpoint import Checkpoints
 from vit_jax.checksums import hash_params
 from vit_jax.config_text import apply_overrides, load_config
+from vit_jax.errors import InputError
 from vit_jax.main import main
 from vit_jax.run import prepare
 from vit_jax.train import write_workdir
 from vit_jax.transfer import export as export_lib
 from vit_jax.transfer import read_pretrained
+from vit_jax.transfer.images import ops_for
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -41,9 +45,12 @@ def run(tmp_path_factory, cheap_compilation):
         checkpoints = Checkpoints(workdir / "checkpoints", keep_last=2, keep_every=None)
         checkpoints.save(10, state, {})
         checkpoints.close()
-    rows = [{"step": 5, "test/top1": 0.25}, {"step": 10, "test/top1": 0.5, "train/loss": 2.0},
+    rows = [{"step": 5, "test/top1": 0.25, "test/loss": None},
+            {"step": 10, "test/top1": 0.5, "test/top1_raw": 0.375, "train/loss": 2.0},
             {"step": 15, "test/top1": 0.75}]  # fmt: skip
-    (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    torn = '{"step": 5, "test/'  # as a process that is killed leaves
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (workdir / "metrics.jsonl").write_text(f"{torn}\n{lines}{torn}")
     return workdir
 
 
@@ -76,7 +83,9 @@ def test_a_run(run, tmp_path, capsys, format):
     assert (receipt["source"], receipt["step"]) == (str(run), 10)
     assert receipt["weights"] == "running average"
     assert receipt["config"] == json.loads((run / "config.json").read_text())
-    assert receipt["results"] == {"test/top1": 0.5}
+    assert receipt["results"] == {
+        "test/top1": {"value": 0.5, "step": 10}, "test/loss": {"value": None, "step": 5},
+    }  # fmt: skip
     assert receipt["parameters"]["count"] == sum(leaf.size for leaf in named(variables).values())
     assert receipt["parameters"]["sha256"] == hash_params(read_pretrained(run).params)
     for name, digest in receipt["files"].items():
@@ -84,7 +93,8 @@ def test_a_run(run, tmp_path, capsys, format):
     card = (folder / ("README.md" if stem == "" else "model.md")).read_text()
     assert "step 10" in card
     assert "computes in" not in card
-    assert "| test/top1 | 0.5 |" in card
+    assert "| test/top1 | 0.5 | 10 |" in card
+    assert "| test/loss | not finite | 5 |" in card
 
 
 def test_a_run_in_bfloat16_is_told_from_its_export(run, tmp_path, capsys):
@@ -101,6 +111,8 @@ def test_the_weights_are_a_choice(run, tmp_path, capsys):
         words = [f"--workdir={run}", f"--weights={weights}", "--format=timm"]
         export(capsys, *words, f"--output={tmp_path / weights}")
         both[weights] = named(load_pretrained(tmp_path / weights)[1])
+    results = json.loads((tmp_path / "raw/receipt.json").read_text())["results"]
+    assert results == {"test/top1": {"value": 0.375, "step": 10}}
     raw = read_pretrained(run, averaged=False).params
     for name, leaf in raw.items():
         np.testing.assert_array_equal(both["raw"][name], leaf)
@@ -139,7 +151,9 @@ REFUSED = {
     ),
     "no output": (["--init_from=GOLDEN", "--format=hf"], "--output: missing"),
     "unknown format": (["--init_from=GOLDEN", "--format=tim", "--output=OUT"], "mean timm?"),
-    "cannot hold it": (["--init_from=GOLDEN", "--format=hf", "--output=OUT"], "format=npz holds"),
+    "cannot hold it": (
+        ["--init_from=GOLDEN", "--format=hf", "--output=OUT"], "export it as npz or stablehlo: ",
+    ),
     "name of an npz": (["--init_from=GOLDEN", "--format=npz", "--output=OUT"], "ends in .npz"),
     "name of a program": (
         ["--init_from=GOLDEN", "--format=stablehlo", "--output=OUT"], "ends in .stablehlo",
@@ -151,7 +165,11 @@ REFUSED = {
     ),
     "no average": (
         ["--init_from=GOLDEN", "--weights=raw", "--format=npz", "--output=OUT.npz"],
-        "only a workdir has weights to choose from",
+        "keeps no running average, so there is no choice",
+    ),
+    "a convention without a size": (
+        ["--init_from=GOLDEN", "--resize=half_pixel", "--format=npz", "--output=OUT.npz"],
+        "--resize=half_pixel: needs --image_size",
     ),
     "a size in words": (
         ["--init_from=GOLDEN", "--image_size=big", "--format=npz", "--output=OUT.npz"],
@@ -177,6 +195,85 @@ def test_what_is_refused(golden, tmp_path, capsys, monkeypatch, case):
     assert main(["export", *words]) == 2
     assert says in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_files_of_others_are_left_alone(golden, tmp_path, capsys):
+    words = ["export", f"--init_from={golden / 'timm_vit_gap.safetensors'}", "--format=timm"]
+    for name in ("model.json", "model.md", "model.receipt.json"):
+        (tmp_path / name).write_text("mine")
+        assert main([*words, f"--output={tmp_path / 'model.safetensors'}"]) == 2
+        assert f"{name} is there already; remove it" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+        assert (tmp_path / name).read_text() == "mine"
+        (tmp_path / name).unlink()
+
+
+def test_a_disk_that_fills_up_leaves_nothing(golden, tmp_path, monkeypatch):
+    write = export_lib.write_whole
+
+    def full(path, content):
+        if str(path).startswith(str(tmp_path)) and path.name == "receipt.json":
+            raise OSError("no space left")
+        write(path, content)
+
+    monkeypatch.setattr(export_lib, "write_whole", full)
+    with pytest.raises(InputError, match="cannot be made"):
+        export_lib.export(read_pretrained(golden / "hf_vit"), tmp_path / "a/b", "hf")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", ["npz", "timm", "hf"])
+@pytest.mark.parametrize("crop", [None, 0.5, 1.0])
+def test_what_is_cropped_stays_so(golden, tmp_path, format, crop):
+    source = read_pretrained(golden / "vit_finetuned.npz")
+    source = source._replace(
+        spec=source.spec._replace(crop=crop), model=source.model.clone(hidden_head=False)
+    )
+    output = tmp_path / ("model.npz" if format == "npz" else "model")
+    receipt = export_lib.export(source, output, format)
+    assert receipt["preprocessing"]["ops"] == ops_for(source.spec)
+    card = (tmp_path / "model.md" if format == "npz" else output / "README.md").read_text()
+    assert f"by `{ops_for(source.spec)}`" in card
+    if format == "hf":
+        assert ("it knows no crop" in card) == (crop is not None)
+    else:
+        assert pretrained_spec(output).crop == crop
+
+
+@pytest.mark.parametrize("file", ["classes.json", "metrics.jsonl"])
+def test_what_a_run_has_besides_its_weights_may_be_broken(run, tmp_path, file):
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / file).write_text('["0", ')
+    if file == "metrics.jsonl":
+        assert read_pretrained(tmp_path / "run").run["results"] == {}
+    else:
+        with pytest.raises(InputError, match=r"classes\.json: not readable as JSON"):
+            read_pretrained(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("ops", "at_its_size", "crop"),
+    [
+        ("decode|resize_small(6)|central_crop", None, 2 / 3),
+        ("decode|resize_small((5, 8), antialias=True)|central_crop", None, 0.8),
+        ("decode|resize(5)|central_crop", None, 0.8),
+        ("resize", "decode|resize", None),
+        ("", "decode|resize(antialias=True)", None),
+    ],
+)
+def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_size, crop):
+    size = read_pretrained(run).spec.image_size
+    scale = size[0] / 4  # the strings above are for 4 x 4
+    text = re.sub(r"\d+", lambda match: str(round(int(match[0]) * scale)), ops)
+    shutil.copytree(run, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["evals"]["test"]["ops"] = text
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    spec = pretrained_spec(tmp_path / "run")
+    assert ops_for(spec) == (at_its_size or text)
+    assert spec.crop == (crop and pytest.approx(crop))
+    larger = spec.at((16, 16))
+    assert ("central_crop" in ops_for(larger)) == (crop is not None)
 
 
 def test_what_computes_something_else_is_not_written(golden, tmp_path, capsys, monkeypatch):

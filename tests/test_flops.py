@@ -6,7 +6,16 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec
 
-from vit_jax.flops import Memory, count_flops, expected_memory, format_bytes, mfu
+from vit_jax.flops import (
+    Memory,
+    count_flops,
+    expected_memory,
+    format_bytes,
+    forward_macs,
+    mfu,
+    vit_flops,
+)
+from vit_jax.models import create_model
 
 
 def array(*shape):
@@ -66,6 +75,22 @@ def test_gradient_of_a_conv_costs_twice_the_conv(groups, stride):
     assert flops == 2 * (2 * (8 // stride) ** 2 * 12) * (3 * 3 * 6 // groups)
     grad = jax.grad(lambda x, kernel: forward(x, kernel).sum(), argnums=(0, 1))
     assert count_flops(grad, x, kernel) == 3 * flops
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("ViT-mu/4", {}),
+        ("ViT-mu/4", {"pool": "gap", "class_token": True}),
+        ("ViT-mu/4", {"pool": "map", "hidden_head": True}),
+        ("DeiT-mu/4", {}),
+        ("DeiT-mu/4", {"distillation_head": False}),
+    ],
+)
+def test_a_vit_by_its_sizes(name, fields):
+    model = create_model(name, 10, (8, 12), **fields)
+    embedding = 2 * 6 * (4 * 4 * 3) * model.width  # its gradient by the pixels is not asked for
+    assert vit_flops(model) == 3 * 2 * forward_macs(model) - embedding
 
 
 def test_gradient_of_an_mlp():

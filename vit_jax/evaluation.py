@@ -24,6 +24,7 @@ from vit_jax.run import check_evaluated_images, check_mesh, open_sources, prepar
 from vit_jax.sharding import constrain, place, state_shardings
 from vit_jax.step import TrainState
 from vit_jax.transfer.images import ops_for
+from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.rules import Pretrained
 
 logger = logging.getLogger("vit_jax")
@@ -72,6 +73,7 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
     faults = Faults()
     mesh = check_mesh(config, faults)
     _fill_in(config, pretrained, faults)
+    faults.check(check_convention, config.init_resize, "init_resize")
     collect_faults(faults)
     compare_requests(config, {"--init_from": pretrained.source})
     model = _model_on(mesh, config, pretrained)
@@ -107,7 +109,7 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
     if pretrained.run is not None:
         config.loss.update(pretrained.run["config"]["loss"])
     for name, entry in config.evals.items():
-        entry.ops = entry.ops or ops_for(spec._replace(image_size=size))
+        entry.ops = entry.ops or ops_for(spec.at(size))
         if d.num_classes is None and entry.type not in config_lib.LEARNING_EVALS:
             faults.append(
                 f"evals.{name}.type={entry.type!r}: {pretrained.source} has no classes; needed: "

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from vit_jax.models import with_known
+from vit_jax.models.deit import DeiT
 from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.layers import unconstrained
 from vit_jax.models.vit import ViT
@@ -108,11 +109,12 @@ def vit_flops(model: nn.Module) -> int | None:
     height, width = model.image_size
     patch_height, patch_width = model.patch_size
     patches = (height // patch_height) * (width // patch_width)
-    tokens = patches + (model.pool == "token")
+    tokens = patches + model.num_prefix_tokens
     d, f = model.width, model.mlp_dim
     embedding = 2 * patches * patch_height * patch_width * 3 * d
     layers = model.depth * (2 * tokens * d * (4 * d + 2 * f) + 4 * tokens**2 * d)
-    head = 2 * d * (model.num_classes or 0) + 2 * d**2 * bool(model.hidden_head)
+    heads = 2 if isinstance(model, DeiT) and model.distillation_head else 1
+    head = heads * 2 * d * (model.num_classes or 0) + 2 * d**2 * bool(model.hidden_head)
     if model.pool == "map":  # one query: the probe
         head += 2 * d * (2 * d + 2 * f) + 4 * tokens * d**2 + 4 * tokens * d
     return 2 * embedding + 3 * (layers + head)

@@ -30,8 +30,6 @@ from vit_jax.transfer.rules import Pretrained
 
 logger = logging.getLogger("vit_jax")
 
-FEATURES = ("pooled", "patches")
-
 
 def outputs(
     pretrained: Pretrained, source: Source, *, batch_size: int, what: str

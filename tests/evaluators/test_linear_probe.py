@@ -12,6 +12,7 @@ from test_fewshot import Pixels, State, digit_pixels, make_batches
 from vit_jax.config import SplitKey, base_config, linear_probe
 from vit_jax.data import make_source
 from vit_jax.errors import InputError
+from vit_jax.evaluators import linear_probe as linear_probe_lib
 from vit_jax.evaluators import make_evaluators
 from vit_jax.evaluators.linear_probe import Classifier, LinearProbe, fit
 from vit_jax.mesh import make_mesh
@@ -38,13 +39,23 @@ def test_the_fit_is_that_of_scikit_learn(l2):
     counts = np.float32(np.arange(80) < 60)
     far = Classifier(START.kernel_DC + 1.0, START.bias_C - 1.0)
     for start in (START, far):
-        found = fit(x, labels, counts, l2, start)
+        found, left = fit(x, labels, counts, l2, start)
+        assert left <= 1e-5
         np.testing.assert_allclose(found.kernel_DC, expected.coef_.T, atol=2e-3)
         # Only differences of biases matter.
         bias = found.bias_C - found.bias_C.mean()
         np.testing.assert_allclose(
             bias, expected.intercept_ - expected.intercept_.mean(), atol=2e-3
         )
+
+
+def test_a_fit_that_is_not_finished_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(linear_probe_lib, "_MAX_STEPS", 2)
+    fit.clear_cache()
+    evaluate(noisy(60), noisy(9), l2=(1e-3,))
+    fit.clear_cache()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "l2=0.001" in record.message
 
 
 def evaluate(train, test, *, l2, mesh=None, broken=()):

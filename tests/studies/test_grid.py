@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 from PIL import Image
 
-from vit_jax.config import base_config
+from vit_jax.config import base_config, classification
 from vit_jax.config_text import load_config
 from vit_jax.errors import InputError
 from vit_jax.studies import grid, running
@@ -31,6 +31,7 @@ def config_of(cells=CELLS, seeds=2):
     c = base_config()
     c.study.name, c.study.cells, c.study.seeds = "grid", cells, seeds
     c.seed = 5
+    c.evals.held_out = classification(split="test", every="1 epochs")
     return c
 
 
@@ -58,6 +59,30 @@ def test_members_are_the_cells_seed_by_seed():
         "model.pos_embed": "learned_1d", "model.pos_embed_at": "stem", "seed": "6",
     }  # fmt: skip
     assert grid.find_keys(config) == {"model.pos_embed", "model.pos_embed_at"}
+
+
+def test_a_metric_that_no_evaluator_gives():
+    config = config_of()
+    config.study.metric = "held/top1"
+    with pytest.raises(InputError, match=r"study\.metric='held/top1': no such evaluator; did y"):
+        grid.STUDY.check(config)
+
+
+def test_a_row_without_values_is_not_drawn(monkeypatch):
+    drawn = {}
+
+    def draw(points, **labels):
+        drawn.update(points, **labels)
+        return b""
+
+    monkeypatch.setattr(grid, "draw_curves", draw)
+    config = config_of()
+    config.study.cells = ("A | 1 images: seed_=1", "A | 2 images: seed_=2", "B | 1 images: x=1")
+    results = results_of(config, lambda row, column, seed: 0.25)
+    results = {name: result for name, result in results.items() if name.startswith("A")}
+    assert "study.png" in grid.report(config, results).files
+    places = [(1.0, [25.0, 25.0]), (2.0, [25.0, 25.0])]
+    assert drawn == {"A": places, "x_label": "images", "y_label": "held_out/top1, %"}
 
 
 def test_table_has_means_deviations_and_what_is_not_there():

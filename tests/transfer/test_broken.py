@@ -145,6 +145,14 @@ def zipped(name, content):
     return file.getvalue()
 
 
+def encrypted(data):
+    """The bit of an archive's first member, in both of its headers, that says so."""
+    data = bytearray(data)
+    data[data.index(b"PK\3\4") + 6] |= 1
+    data[data.index(b"PK\1\2") + 8] |= 1
+    return bytes(data)
+
+
 def args(**changes):
     return lambda content: content["model_args"].update(changes)
 
@@ -171,6 +179,17 @@ BROKEN = {
     ),
     "npz: a head without axes": (
         npz(put("head/kernel", np.float32(1))), "head/kernel: (), and needs 2 axes",
+    ),
+    "npz: a header that is no Python": (
+        raw("vit_finetuned.npz", lambda b: zipped("cls.npy", claim((1,)).replace(b"{", b"["))),
+        "not a readable .npz",
+    ),
+    "npz: a member that is no array": (
+        raw("vit_finetuned.npz", lambda b: zipped("notes.txt", b"mine")), "notes.txt is no array",
+    ),
+    "npz: encrypted": (
+        raw("vit_finetuned.npz", lambda b: encrypted(zipped("cls.npy", claim((1,))))),
+        "not a readable .npz",
     ),
     "npz: an array of text": (npz(put("cls", np.array(["a"]))), "cls is of dtype <U1"),
     "npz: whole numbers": (npz(edit("cls", lambda a: a.astype(np.int64))), "dtype int64"),

@@ -9,7 +9,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from vit_jax.models import create_model
 from vit_jax.transfer import load_pretrained, save_pretrained
@@ -69,6 +69,49 @@ def test_transformers_opens_the_folder(tmp_path, name, fields):
     transformers.ViTImageProcessor.from_pretrained(path)
     with torch.no_grad():
         assert_close(theirs.eval()(torch.from_numpy(images)).logits.numpy(), ours)
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+def test_what_transformers_saved_is_read(tmp_path, distilled):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 40, "num_labels": 5,
+             "num_attention_heads": 2, "patch_size": 4, "initializer_range": 0.3}  # fmt: skip
+    torch.manual_seed(0)
+    if distilled:
+        config = transformers.DeiTConfig(**sizes, image_size=12)
+        theirs = transformers.DeiTForImageClassificationWithTeacher(config)
+    else:
+        config = transformers.ViTConfig(**sizes, image_size=12, hidden_act="gelu_new")
+        theirs = transformers.ViTForImageClassification(config)
+    theirs.eval().save_pretrained(tmp_path)
+    model, variables = load_pretrained(tmp_path)
+    images = np.random.default_rng(1).uniform(-1, 1, (2, 12, 12, 3)).astype(np.float32)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())).logits.numpy()
+    assert_close(np.asarray(jax.jit(model.apply)(variables, images)), logits)
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_what_timm_holds_is_read(tmp_path, pool):
+    torch = pytest.importorskip("torch")
+    timm = pytest.importorskip("timm")
+    args = {"img_size": 12, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2,
+            "global_pool": pool}  # fmt: skip
+    torch.manual_seed(0)
+    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=5, **args).eval()
+    arrays = {name: array.numpy() for name, array in theirs.state_dict().items()}
+    rng = np.random.default_rng(0)
+    arrays = {n: (0.3 * rng.standard_normal(a.shape)).astype(np.float32) for n, a in arrays.items()}
+    theirs.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
+    save_file(arrays, tmp_path / "model.safetensors")
+    stated = {"architecture": "vit_tiny_patch16_224", "num_classes": 5, "model_args": args}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    model, variables = load_pretrained(tmp_path)
+    images = np.random.default_rng(1).uniform(-1, 1, (2, 12, 12, 3)).astype(np.float32)
+    with torch.no_grad():
+        logits = theirs(torch.from_numpy(images.transpose(0, 3, 1, 2).copy())).numpy()
+    assert_close(np.asarray(jax.jit(model.apply)(variables, images)), logits)
 
 
 @pytest.mark.parametrize(("name", "fields"), CASES["timm"])

@@ -145,9 +145,9 @@ def test_a_program_has_positions(tmp_path, kind, place):
 @pytest.mark.parametrize(
     ("kind", "place", "said"),
     [
-        ("relative", None, "pos_embed='relative': format=stablehlo, or keep the run's checkpoint"),
-        ("learned_1d", "layers", "pos_embed_at='layers': format=stablehlo, or keep"),
-        ("sincos_2d", "layers_shared", "pos_embed_at='layers_shared': format=stablehlo, or keep"),
+        ("relative", None, "as stablehlo: pos_embed='relative'"),
+        ("learned_1d", "layers", "as stablehlo: pos_embed_at='layers'"),
+        ("sincos_2d", "layers_shared", "as stablehlo: pos_embed_at='layers_shared'"),
     ],
 )
 def test_what_no_format_of_others_holds_is_refused(tmp_path, format, kind, place, said):

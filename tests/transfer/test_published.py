@@ -130,6 +130,12 @@ def test_a_name(golden, server, monkeypatch):
     monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@test", entry)
     same(load_pretrained("ViT-mu/8@test"), load_pretrained(golden / "vit_finetuned.npz"))
     assert read_pretrained("ViT-mu/8@test").source == "ViT-mu/8@test"
+    expected = read_pretrained(golden / "vit_finetuned.npz").spec
+    assert read_pretrained("ViT-mu/8@test").spec == expected
+    of_bytes = entry._replace(value_range=(0.0, 255.0))
+    monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@bytes", of_bytes)
+    spec = read_pretrained("ViT-mu/8@bytes").spec
+    assert [(pixel / 255 - spec.mean[0]) / spec.std[0] for pixel in (0, 51, 255)] == [0, 51, 255]
     for changed, said in (
         (entry._replace(mebibytes=37), "has 0 MiB, and was published with 37 MiB"),
         (entry._replace(num_classes=9), "10 classes, and was published with 9"),

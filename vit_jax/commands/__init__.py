@@ -103,6 +103,8 @@ def read_source(flags: argparse.Namespace) -> "Pretrained":
         raise InputError(f"--config.{flags.overrides[0][0]}: this command takes no config")
     if flags.weights not in (None, "average", "raw"):
         raise InputError(f"--weights={flags.weights}: {nearest(flags.weights, ['average', 'raw'])}")
+    if flags.resize is not None and flags.image_size is None:
+        raise InputError(f"--resize={flags.resize}: needs --image_size, to which it is resampled")
 
     from vit_jax import transfer  # orbax only now, that a typo is answered at once
 
@@ -111,6 +113,11 @@ def read_source(flags: argparse.Namespace) -> "Pretrained":
         source = flags.workdir
         transfer.check_workdir(source)
     pretrained = transfer.read_pretrained(source, averaged=flags.weights != "raw")
+    if flags.weights is not None and not (pretrained.run or {}).get("has_average"):
+        raise InputError(
+            f"--weights={flags.weights}: {source} keeps no running average, so there is no choice; "
+            "leave it out"
+        )
     if flags.image_size is None:
         return pretrained
     sides = flags.image_size.split(",")

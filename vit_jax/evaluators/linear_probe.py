@@ -4,6 +4,7 @@ Axes: N training images, M test images, D features, C classes.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from vit_jax.errors import collect_faults
 from vit_jax.evaluators.features import FeatureGatherer
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.mesh import BATCH_AXES
+
+logger = logging.getLogger("vit_jax")
 
 _STD_FLOOR = 1e-5
 _HELD_OUT = 0.1  # of the training images, to choose the weight by
@@ -42,11 +45,12 @@ def check_weights(l2: tuple[float, ...]) -> None:
 @jax.jit
 def fit(
     x_ND: jax.Array, label_N: jax.Array, counts_N: jax.Array, l2: jax.Array, start: Classifier
-) -> Classifier:
+) -> tuple[Classifier, jax.Array]:
     """The classifier that minimises the mean cross-entropy + l2 / 2 |W|^2, by L-BFGS from `start`.
 
     It is that of scikit-learn's LogisticRegression with C = 1 / (l2 * N). The bias is not
-    regularised. `counts_N` is 0 for what does not count.
+    regularised. `counts_N` is 0 for what does not count. With it comes the largest entry of the
+    gradient that is left, by which to see whether the steps sufficed.
     """
 
     def loss(classifier):
@@ -75,7 +79,8 @@ def fit(
         return (steps < _MAX_STEPS) & (left > _GRADIENT)
 
     begin = (start, solver.init(start), jnp.int32(0), jnp.float32(jnp.inf))
-    return jax.lax.while_loop(unfinished, step, begin)[0]
+    classifier, _, _, left = jax.lax.while_loop(unfinished, step, begin)
+    return classifier, left
 
 
 class LinearProbe:
@@ -143,13 +148,13 @@ class LinearProbe:
             counts_N = self._put((~held_out).astype(np.float32))
             best = -1.0
             for l2 in self._l2:
-                classifier = fit(x_ND, label_N, counts_N, l2, classifier)
+                classifier = _fit(x_ND, label_N, counts_N, l2, classifier)
                 top1 = _top1(classifier, train_ND[held_out], train.label_N[held_out])
                 if top1 > best:
                     best, chosen = top1, l2
             results = {"l2": float(chosen), "held_out_top1": best}
         counts_N = self._put(np.ones(num_images, np.float32))
-        classifier = fit(x_ND, label_N, counts_N, chosen, classifier)
+        classifier = _fit(x_ND, label_N, counts_N, chosen, classifier)
         return {"top1": _top1(classifier, test_MD, test.label_N)} | results
 
     def _put(self, column: np.ndarray) -> jax.Array:
@@ -158,6 +163,16 @@ class LinearProbe:
         padding = -len(column) % sharding.num_devices
         column = np.pad(column, [(0, padding)] + [(0, 0)] * (column.ndim - 1))
         return jax.make_array_from_callback(column.shape, sharding, lambda index: column[index])
+
+
+def _fit(x_ND, label_N, counts_N, l2: float, start: Classifier) -> Classifier:
+    classifier, left = fit(x_ND, label_N, counts_N, l2, start)
+    if not left <= _GRADIENT:
+        logger.warning(
+            "linear probe: with l2=%g the gradient is at %.2g after %d steps, and a solution's "
+            "at most at %g; a larger l2 is easier to fit", l2, left, _MAX_STEPS, _GRADIENT,
+        )  # fmt: skip
+    return classifier
 
 
 def _top1(classifier: Classifier, x_MD: np.ndarray, label_M: np.ndarray) -> float:

@@ -1,8 +1,12 @@
 """Model families: one file and one line in MODELS each."""
 
+import functools
 import inspect
 import re
+import types
+import typing
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -65,8 +69,8 @@ def create_model(
     family = find_family(name)
     fields = check_fields(family.module, fields, name)
     own = check_fields(family.module, family.parse(name), name)
-    sizes = {"num_classes": num_classes, "image_size": image_hw(image_size)}
-    return family.module(**(sizes | own | fields))
+    sizes = {"num_classes": num_classes, "image_size": image_size}
+    return family.module(**(check_fields(family.module, sizes, name) | own | fields))
 
 
 def find_family(name: str) -> Family:
@@ -104,6 +108,27 @@ def field_names(module: type[nn.Module]) -> list[str]:
     return [f for f in inspect.signature(module).parameters if f not in ("parent", "name")]
 
 
+_KINDS = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("an int", lambda value: isinstance(value, Integral) and not isinstance(value, bool)),
+    float: ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
+    str: ("text", lambda value: isinstance(value, str)),
+    type(None): ("None", lambda value: value is None),
+}
+
+
+@functools.cache
+def _kinds_of_fields(module: type[nn.Module]) -> dict[str, tuple[type, ...]]:
+    """{field: those of _KINDS that it takes}, of the fields that take no others."""
+    hints, kinds = typing.get_type_hints(module), {}
+    for name in field_names(module):
+        is_union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
+        found = typing.get_args(hints[name]) if is_union else (hints[name],)
+        if all(kind in _KINDS for kind in found):
+            kinds[name] = found
+    return kinds
+
+
 def with_known(model: nn.Module, **fields: Any) -> nn.Module:
     """`model` with those of `fields` that its family has."""
     known = field_names(type(model))
@@ -123,6 +148,15 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
         where,
     )
     checked = dict(fields)
+    kinds = _kinds_of_fields(module)
+    collect_faults(
+        [
+            f"{name}={value!r}: needs {' or '.join(_KINDS[kind][0] for kind in kinds[name])}"
+            for name, value in fields.items()
+            if name in kinds and not any(_KINDS[kind][1](value) for kind in kinds[name])
+        ],
+        where,
+    )
     for size in ("image_size", "patch_size"):
         if size in fields:
             checked[size] = image_hw(fields[size], size)

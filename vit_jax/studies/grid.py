@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from vit_jax.errors import Faults, collect_faults
+from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.studies.figures import draw_curves
 from vit_jax.studies.members import (
     Member,
@@ -85,6 +85,12 @@ def check(config: ConfigDict) -> None:
     if "seed" in (faults.check(find_keys, config) or ()):
         faults.append("study.cells: set no seed; each cell runs study.seeds of them, from seed on")
     check_report(config, faults)
+    name = config.study.metric.partition("/")[0]
+    if name not in config.evals:
+        faults.append(
+            f"study.metric={config.study.metric!r}: no such evaluator; "
+            f"{nearest(name, list(config.evals))}"
+        )
     collect_faults(faults)
 
 
@@ -130,6 +136,7 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
                   for x, column in axis.places if values.get((row, column))]
             for row in row_names
         }  # fmt: skip
+        points = {row: places for row, places in points.items() if places}
         y_label = metric_in_percent(config)
         files["study.png"] = draw_curves(points, x_label=axis.label, y_label=y_label)
     return Report(

@@ -35,7 +35,7 @@ _SHOWN = 8  # of the sources in a folder
 class Writer(NamedTuple):
     """How a format is written.
 
-    check: model -> what of it the format cannot hold, each with its remedy.
+    check: model -> what of it the format cannot hold.
     write: (path, what to write) -> the names of the files.
     """
 
@@ -49,7 +49,7 @@ def _read_safetensors(path: epath.Path) -> Pretrained:
     for naming in (huggingface, timm):
         if naming.knows(stored):
             return naming.read(path, safetensors.as_arrays(path, stored))
-    names = ", ".join(list(stored)[:5])
+    names = ", ".join(sorted(stored)[:5])
     raise InputError(
         f"init_from={str(path)!r}: its arrays are named neither as Hugging Face's nor as timm's "
         f"Vision Transformers: {names}, ..."
@@ -78,7 +78,8 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool = True) -> Pret
       source: a workdir of this project (its newest valid checkpoint), or WORKDIR/checkpoints/STEP;
         a published `.npz`; a `.safetensors` file, or a folder with one, in the names of Hugging
         Face or timm; the address of such a file; or a name in PUBLISHED, e.g. "ViT-B/16@augreg".
-      averaged: of a workdir whose run keeps a running average of the parameters, take that.
+      averaged: of a workdir whose run keeps a running average of the parameters, take that; False:
+        the parameters beside it.
 
     Raises:
       InputError: if there is nothing, or nothing that can be read.
@@ -91,12 +92,8 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool = True) -> Pret
             "config.json and checkpoints/), a .npz file, a .safetensors file or a folder with "
             f"model.safetensors{_say_sources_inside(path)}"
         )
-    if not averaged:
-        if read is not workdir.read:
-            raise InputError(
-                f"init_from={str(source)!r}: only a workdir has weights to choose from"
-            )
-        read = partial(workdir.read, averaged=False)
+    if read is workdir.read:
+        read = partial(workdir.read, averaged=averaged)
     try:
         pretrained = read(path)
     except InputError as e:
@@ -106,10 +103,15 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool = True) -> Pret
         raise InputError(f"init_from={str(path)!r}: {e}") from None
     known = PUBLISHED.get(str(source))
     found = pretrained.model.num_classes
-    if known is not None and found != known.num_classes:
-        raise InputError(
-            f"init_from={source!r}: {found} classes, and was published with {known.num_classes}"
-        )
+    if known is not None:
+        if found != known.num_classes:
+            raise InputError(
+                f"init_from={source!r}: {found} classes, and was published with {known.num_classes}"
+            )
+        black, white = known.value_range
+        mean, std = -black / (white - black), 1 / (white - black)
+        spec = pretrained.spec._replace(mean=(mean,) * 3, std=(std,) * 3)
+        pretrained = pretrained._replace(spec=spec)
     fetched = known is not None or "://" in str(source)
     return pretrained._replace(source=str(source)) if fetched else pretrained
 
@@ -166,7 +168,7 @@ def save_pretrained(
     """
     if format not in WRITERS:
         raise InputError(f"format={format!r}: {nearest(format, list(WRITERS))}")
-    collect_faults(WRITERS[format].check(model), f"format={format} cannot hold this model")
+    check_holds(format, model, "format=")
     params = jax.tree.map(np.asarray, dict(variables["params"]))
     if model.scan:
         params = rules.unstack_layers(params)
@@ -174,6 +176,14 @@ def save_pretrained(
     spec = spec or Spec(plain.image_size, "antialiased")
     pretrained = Pretrained(str(path), plain, tree.flatten_names(params), spec)
     return WRITERS[format].write(absolute(path), pretrained)
+
+
+def check_holds(format: str, model: nn.Module, key: str) -> None:
+    """Raises InputError if `format`, one of WRITERS, cannot hold `model`; tells those that can."""
+    others = [name for name, writer in WRITERS.items() if not writer.check(model)]
+    remedy = " or ".join([*others, "stablehlo"])  # a program, not a model: it holds all
+    faults = WRITERS[format].check(model)
+    collect_faults(faults, f"{key}{format} cannot hold this model; export it as {remedy}")
 
 
 def load_pretrained(
@@ -205,9 +215,14 @@ def load_pretrained(
     pretrained = read_pretrained(source)
     family, changes = type(pretrained.model), dict(fields)
     if num_classes is not None:
+        if fields.get("hidden_head"):
+            raise InputError(
+                "hidden_head=True: num_classes replaces the whole head by a linear one of zeros, "
+                "and a hidden layer before zeros would never learn; leave it out"
+            )
         changes = {"num_classes": num_classes} | changes
         if "hidden_head" in field_names(family):
-            changes = {"hidden_head": False} | changes
+            changes["hidden_head"] = False
     if image_size is not None:
         changes["image_size"] = image_size
     model = pretrained.model.clone(**check_fields(family, changes, str(source)))
@@ -233,8 +248,7 @@ def with_image_size(
     size = image_hw(image_size)
     model = pretrained.model.clone(image_size=size)
     params = rules.fit(pretrained, model, reset_head=False, resize=resize)
-    spec = pretrained.spec._replace(image_size=size)
-    return pretrained._replace(model=model, params=params, spec=spec)
+    return pretrained._replace(model=model, params=params, spec=pretrained.spec.at(size))
 
 
 def init_params(

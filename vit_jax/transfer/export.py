@@ -4,6 +4,7 @@ The receipt (JSON, and a model card for people) tells what was exported, from wh
 difference of a logit between the model and what the exported files give.
 """
 
+import contextlib
 import hashlib
 import os
 import pathlib
@@ -21,10 +22,11 @@ from etils import epath
 
 from vit_jax import tree
 from vit_jax.checksums import hash_params
-from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.errors import InputError, nearest
 from vit_jax.files import absolute, write_whole
 from vit_jax.software import software
-from vit_jax.transfer import WRITERS, load_pretrained
+from vit_jax.transfer import WRITERS, check_holds, load_pretrained
+from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.rules import Pretrained, to_json
 
 STABLEHLO = "stablehlo"
@@ -55,8 +57,7 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
     pretrained = pretrained._replace(model=pretrained.model.clone(dtype=jnp.dtype("float32")))
     model = pretrained.model
     if format != STABLEHLO:
-        faults = WRITERS[format].check(model)
-        collect_faults(faults, f"--format={format} cannot hold this model")
+        check_holds(format, model, "--format=")
     size = model.image_size
     if size is None:
         raise InputError(
@@ -97,6 +98,7 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
                 "mean": list(pretrained.spec.mean),
                 "std": list(pretrained.spec.std),
                 "crop": pretrained.spec.crop,
+                "ops": ops_for(pretrained.spec),
             },
             "class_names": pretrained.spec.class_names,
             "read_back": {
@@ -115,14 +117,26 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
         )  # fmt: skip
         write_whole(root / card, _card(receipt, output))
         write_whole(root / record, to_json(receipt))
-        target = output if inside else output.parent
-        try:
-            target.mkdir(parents=True, exist_ok=True)
-            for name in [*files, card, record]:
-                write_whole(target / name, (root / name).read_bytes())
-        except OSError as e:
-            raise InputError(f"--output={output}: cannot be made ({e}); choose another") from None
+        _copy(root, output if inside else output.parent, [*files, card, record], output)
     return receipt
+
+
+def _copy(root: epath.Path, target: epath.Path, names: list[str], output: epath.Path) -> None:
+    """All files or none."""
+    made = [folder for folder in (target, *target.parents) if not folder.exists()]
+    written = []
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            written.append(target / name)
+            write_whole(target / name, (root / name).read_bytes())
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            for path in written:
+                path.unlink(missing_ok=True)
+            for folder in made:
+                folder.rmdir()
+        raise InputError(f"--output={output}: cannot be made ({e}); choose another") from None
 
 
 def _check_output(output: epath.Path, format: str) -> None:
@@ -130,8 +144,14 @@ def _check_output(output: epath.Path, format: str) -> None:
         raise InputError(f"--output={output}: needs a name that ends in .npz")
     if format == STABLEHLO and output.suffix != ".stablehlo":
         raise InputError(f"--output={output}: needs a name that ends in .stablehlo")
-    if output.exists():
-        raise InputError(f"--output={output}: is there already; remove it, or give another name")
+    taken = [output]
+    if output.suffix in (".npz", ".safetensors", ".stablehlo"):  # with files beside it
+        taken += [output.with_suffix(suffix) for suffix in (".json", ".md", ".receipt.json")]
+    for path in taken:
+        if path.exists():
+            raise InputError(
+                f"--output={output}: {path.name} is there already; remove it, or give another name"
+            )
     there = next(path for path in output.parents if path.exists() or path == path.parent)
     if there.exists() and not there.is_dir():
         raise InputError(f"--output={output}: {there} is a file; give another name")
@@ -195,8 +215,8 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"format {receipt['format']}.",
         "",
         f"- Source: `{receipt['source']}`{at}",
-        f"- Images: {height} x {width} pixels, (pixel / 255 - mean) / std with mean "
-        f"{pixels['mean']}, std {pixels['std']}",
+        f"- Images: {height} x {width} pixels by `{pixels['ops']}`, (pixel / 255 - mean) / std "
+        f"with mean {pixels['mean']}, std {pixels['std']}",
         f"- Classes: {model['num_classes']}",
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
         f"- Read back: logits in {back['dtype']} differ by at most "
@@ -207,9 +227,13 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
             f"- The source computes in {receipt['computed_in']}: its own logits and results are "
             f"those of {back['dtype']} but for rounding"
         )
+    if receipt["format"] == "hf" and pixels["crop"] is not None:
+        lines.append("- `ViTImageProcessor` shows the whole image, squeezed: it knows no crop")
     if receipt.get("results"):
-        lines += ["", "| metric | value |", "|---|---|"]
-        lines += [f"| {name} | {value:.6g} |" for name, value in receipt["results"].items()]
+        lines += ["", "| metric | value | step |", "|---|---|---|"]
+        for name, found in receipt["results"].items():
+            value = "not finite" if found["value"] is None else f"{found['value']:.6g}"
+            lines.append(f"| {name} | {value} | {found['step']:,} |")
     if receipt["model"].get("norm_eps") != 1e-6 and receipt["format"] == "timm":
         lines += ["", f"timm takes no LayerNorm epsilon as text: take `eps` out of model_args and "
                   f"give `norm_layer=partial(nn.LayerNorm, eps={model['norm_eps']})`."]  # fmt: skip

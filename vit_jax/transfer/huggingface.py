@@ -96,18 +96,14 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
         "pooler_act": "tanh",
     }
     distilled = f"{prefix}embeddings.distillation_token" in arrays
-    if config is None:
-        logger.warning(
-            "%s: no %s beside it: heads by width, LayerNorm epsilon %g, exact gelu and pixels in "
-            "[-1, 1] are assumed", source, safetensors.config_path(path).name, _DEFAULT_EPS,
-        )  # fmt: skip
-        config = {"num_attention_heads": layout.heads_by_width(width)}
-    layout.check_kinds(config, _KINDS, source)
-    if "patch_size" in config:
-        config["patch_size"] = image_hw(config["patch_size"], "patch_size")
-    layout.check_agreement(config, found | {"patch_size": patch_size}, source)
-    heads = config.get("num_attention_heads", _DEFAULT_HEADS)
-    act = config.get("hidden_act", "gelu")
+    stated = layout.read_stated(config, _KINDS, source)
+    if "patch_size" in stated:
+        stated["patch_size"] = image_hw(stated["patch_size"], "patch_size")
+    layout.check_agreement(stated, found | {"patch_size": patch_size}, source)
+    default_heads = _DEFAULT_HEADS if config is not None else layout.heads_by_width(width)
+    heads = stated.get("num_attention_heads", default_heads)
+    act = stated.get("hidden_act", "gelu")
+    eps = float(stated.get("layer_norm_eps", _DEFAULT_EPS))
     faults = []
     if heads is None:
         faults.append(f"its heads: no published ViT is {width} wide; put config.json beside it")
@@ -115,12 +111,15 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
         faults.append(f"hidden_act={act!r}: known: {', '.join(_GELU)}")
     rules.refuse(faults, f"init_from={source!r}: cannot tell")
     num_patches = arrays[positions].shape[1] - 1 - distilled
-    if "image_size" in config:
-        image_size = image_hw(config["image_size"], "image_size")
+    if "image_size" in stated:
+        image_size = image_hw(stated["image_size"], "image_size")
     else:
         side = rules.square_side(num_patches, source)
         image_size = (side * patch_size[0], side * patch_size[1])
     head = next((n for n in classifiers if f"{n}.weight" in arrays), None)
+    if distilled and head is None and f"{prefix}pooler.dense.weight" in arrays:
+        logger.info("%s: its pooler, which no head has learned with, is left out", source)
+        arrays = {name: a for name, a in arrays.items() if not name.startswith(f"{prefix}pooler.")}
     fields = {
         "num_classes": None if head is None else arrays[f"{head}.weight"].shape[0],
         "image_size": image_size,
@@ -131,35 +130,44 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
         "num_heads": heads,
         "hidden_head": f"{prefix}pooler.dense.weight" in arrays,
         "gelu": _GELU[act],
-        "norm_eps": float(config.get("layer_norm_eps", _DEFAULT_EPS)),
+        "norm_eps": eps,
         "qkv_bias": f"{prefix}encoder.layer.0.attention.attention.query.bias" in arrays,
     }
     of_deit = {"distillation_head": head != "classifier"}
     model = DeiT(**fields, **of_deit) if distilled else ViT(**fields)
     params = layout.read_entries(_entries(model, prefix), arrays, model, source)
-    spec = _read_spec(path, model, config)
+    pixels = _read_pixels(path)
+    scaled = pixels.get("do_normalize", True)
+    mean = tuple(pixels.get("image_mean", (0.5,) * 3)) if scaled else (0.0,) * 3
+    std = tuple(pixels.get("image_std", (0.5,) * 3)) if scaled else (1.0,) * 3
+    assumed = {"num_attention_heads": heads, "hidden_act": act, "layer_norm_eps": eps}
+    assumed |= {"image_mean": mean, "image_std": std} if scaled else {}
+    safetensors.say_assumed(path, config, assumed, stated | pixels)
+    spec = Spec(
+        image_size=model.image_size,
+        resize="half_pixel",
+        mean=mean,
+        std=std,
+        class_names=_class_names(stated, model, source),
+    )
     return Pretrained(source, model, params, spec)
 
 
-def _read_spec(path: epath.Path, model: nn.Module, config: dict[str, Any]) -> Spec:
-    pixels = path / "preprocessor_config.json"
-    stated = safetensors.read_json(pixels) if path.is_dir() and pixels.exists() else {}
+def _read_pixels(path: epath.Path) -> dict[str, Any]:
+    """What preprocessor_config.json states, where there is one."""
+    file = path / "preprocessor_config.json"
     kinds = {"do_normalize": "true or false", "image_mean": "three numbers",
              "image_std": "three positive numbers"}  # fmt: skip
-    layout.check_kinds(stated, kinds, str(pixels))
-    names = config.get("id2label")
-    if names == {str(i): f"LABEL_{i}" for i in range(len(names or {}))}:
-        names = None  # what transformers writes where there are none
-    if names is not None:
-        names = [names.get(str(i)) for i in range(len(names))]
-    scaled = stated.get("do_normalize", True)
-    return Spec(
-        image_size=model.image_size,
-        resize="half_pixel",
-        mean=tuple(stated.get("image_mean", (0.5,) * 3)) if scaled else (0.0,) * 3,
-        std=tuple(stated.get("image_std", (0.5,) * 3)) if scaled else (1.0,) * 3,
-        class_names=rules.class_names_of(names, model.num_classes, str(path)),
-    )
+    content = safetensors.read_json(file) if path.is_dir() and file.exists() else {}
+    return layout.read_stated(content, kinds, str(file))
+
+
+def _class_names(stated: dict[str, Any], model: nn.Module, source: str) -> tuple[str, ...] | None:
+    names = stated.get("id2label")
+    if names is None or names == {str(i): f"LABEL_{i}" for i in range(len(names))}:
+        return None  # such are what transformers writes where there are none
+    names = [names.get(str(i)) for i in range(len(names))]
+    return rules.class_names_of(names, model.num_classes, source)
 
 
 def check(model: nn.Module) -> list[str]:
@@ -168,14 +176,14 @@ def check(model: nn.Module) -> list[str]:
         return faults
     faults = rules.check_positions(model)
     if model.pool != "token":
-        faults.append(f"pool={model.pool!r}: it classifies the class token; format=timm holds it")
+        faults.append(f"pool={model.pool!r}, and it classifies the class token")
     if model.hidden_head and model.num_classes is not None:
-        faults.append("hidden_head=True: its head is linear; format=npz holds it, or fine-tune")
+        faults.append("hidden_head=True, and its head is linear")
     if model.norm_pooled:
-        faults.append("norm_pooled=True: it normalises the tokens; format=timm holds it")
+        faults.append("norm_pooled=True, and it normalises the tokens")
     faults += rules.check_blocks(model)
     if model.layer_scale is not None:
-        faults.append(f"layer_scale={model.layer_scale}: format=timm holds it")
+        faults.append(f"layer_scale={model.layer_scale}")
     return faults
 
 

@@ -13,6 +13,8 @@ _IMAGENET_CLASSES = 1000
 
 def ops_for(spec: Spec) -> str:
     """The preprocessing string of a source that has an image size; see `data.parse_ops`."""
+    if spec.ops is not None:
+        return spec.ops
     if spec.crop is None:
         return "decode|resize(antialias=True)"
     height, width = (round(side / spec.crop) for side in spec.image_size)

@@ -198,17 +198,24 @@ def check_agreement(stated: Mapping[str, Any], found: Mapping[str, Any], source:
     refuse(faults, f"init_from={source!r}: its config and its arrays disagree")
 
 
-def check_kinds(content: Mapping[str, Any], kinds: Mapping[str, str], source: str) -> None:
-    """Raises InputError naming each value of a JSON object that is not of the kind of its key.
+def read_stated(
+    content: Mapping[str, Any] | None, kinds: Mapping[str, str], source: str
+) -> dict[str, Any]:
+    """What a JSON object states: null is as if it were absent.
 
-    `kinds`: by key, one of KINDS; a key may be absent, and None is as if it were.
+    `kinds`: by key, one of KINDS; a key may be absent.
+
+    Raises:
+      InputError: naming each value that is not of the kind of its key.
     """
+    stated = {key: value for key, value in (content or {}).items() if value is not None}
     faults = [
-        f"{key}={content[key]!r}: needs {kind}"
+        f"{key}={stated[key]!r}: needs {kind}"
         for key, kind in kinds.items()
-        if content.get(key) is not None and not KINDS[kind](content[key])
+        if key in stated and not KINDS[kind](stated[key])
     ]
     refuse(faults, f"init_from={source!r}: its JSON file")
+    return stated
 
 
 def _is_number(value: Any) -> bool:

@@ -13,6 +13,7 @@ classes, is in NAME.json beside NAME.npz where `write` made the file.
 
 import io
 import logging
+import tokenize
 import zipfile
 import zlib
 
@@ -121,8 +122,9 @@ def _attention(theirs: str, ours: str, h: int) -> list[Entry]:
 
 # Where a file holds more than a ViT's parameters, they stand below one of these: beside the
 # optimizer's state, or as the image tower beside a text tower.
-_UNREADABLE = (MemoryError, ValueError, OSError, EOFError, NotImplementedError, SyntaxError,
-               zipfile.BadZipFile, zlib.error)  # fmt: skip
+# Encrypted members are a RuntimeError, of which methods of compression that are unknown are one.
+_UNREADABLE = (MemoryError, ValueError, OSError, EOFError, RuntimeError, SyntaxError,
+               tokenize.TokenError, zipfile.BadZipFile, zlib.error)  # fmt: skip
 _ZIP = b"PK\x03\x04"
 _PLACES = ("", "params/", "opt/target/", "params/img/")
 
@@ -150,6 +152,8 @@ def _read_arrays(path: epath.Path) -> dict[str, np.ndarray]:
 
 def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
     """Also of bfloat16, which NumPy stores as two bytes without a type."""
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{name} is no array")
     if array.dtype == np.dtype("V2"):
         array = array.view(ml_dtypes.bfloat16)
     return layout.as_float32(name, array)
@@ -164,9 +168,10 @@ def read(path: epath.Path) -> Pretrained:
     source = str(path)
     arrays = _unstack_scanned(_find_model(path, _read_arrays(path)))
     beside = path.with_suffix(".json")
-    stated = read_json(beside) if beside.exists() else {}
-    kinds = {"mean": "three numbers", "std": "three positive numbers", "class_names": "a list"}
-    layout.check_kinds(stated, kinds, str(beside))
+    kinds = {"mean": "three numbers", "std": "three positive numbers", "class_names": "a list",
+             "crop": "a positive number"}  # fmt: skip
+    content = read_json(beside) if beside.exists() else {}
+    stated = layout.read_stated(content, kinds, str(beside))
     image_size = image_hw(stated["image_size"]) if "image_size" in stated else None
     variant = _tell_variant(arrays)
     if resnet.is_bit(arrays):
@@ -178,7 +183,8 @@ def read(path: epath.Path) -> Pretrained:
     params = layout.read_entries(_entries(model, variant), arrays, model, source)
     names = class_names_of(stated.get("class_names"), model.num_classes, source)
     pixels = {key: tuple(stated[key]) for key in ("mean", "std") if key in stated}
-    spec = Spec(image_size or model.image_size, "corner_aligned", class_names=names, **pixels)
+    pixels |= {"class_names": names, "crop": stated.get("crop")}
+    spec = Spec(image_size or model.image_size, "corner_aligned", **pixels)
     return Pretrained(source, model, params, spec)
 
 
@@ -261,19 +267,12 @@ def check(model: nn.Module, variant: str) -> list[str]:
     elsewhere = {"gelu": "tanh", "norm_eps": 1e-6, "norm_pooled": False, "layer_scale": None}
     for field, value in elsewhere.items():
         if getattr(model, field) != value:
-            faults.append(f"{field}={getattr(model, field)!r}: {_held_by(model, 'timm')}")
-    token = model.has_class_token
-    if token and model.pool != "token":
-        held_by = _held_by(model, "timm")
-        faults.append(f"a class token that pool={model.pool!r} leaves out: {held_by}")
+            faults.append(f"{field}={getattr(model, field)!r}")
+    if model.has_class_token and model.pool != "token":
+        faults.append(f"a class token that pool={model.pool!r} leaves out")
     if variant == "first" and model.pool == "map":
-        faults.append(f"pool='map': {_held_by(model, 'npz_v2')}")
+        faults.append("pool='map'")
     return faults + _find_position_faults(model, variant)
-
-
-def _held_by(model: nn.Module, formats: str) -> str:
-    """The remedy for what this format lacks and `formats` have, of which none holds a hybrid."""
-    return f"format={'stablehlo' if isinstance(model, HybridViT) else formats} holds it"
 
 
 def _find_position_faults(model: nn.Module, variant: str) -> list[str]:
@@ -281,12 +280,11 @@ def _find_position_faults(model: nn.Module, variant: str) -> list[str]:
         return faults
     known = ("learned_1d",) if variant == "first" else ("learned_1d", "sincos_2d")
     if model.pos_embed not in known:
-        others = "npz_v2 or timm" if model.pos_embed == "sincos_2d" else "timm"
-        return [f"pos_embed={model.pos_embed!r}: {_held_by(model, others)}"]
+        return [f"pos_embed={model.pos_embed!r}"]
     if variant == "first" and model.has_class_token and not model.pos_embed_class_token:
-        return [f"pos_embed_class_token=False: {_held_by(model, 'npz_v2')}"]
+        return ["pos_embed_class_token=False"]
     if variant == "later" and model.num_prefix_positions:
-        return ["pos_embed_class_token=True: format=npz holds it"]
+        return ["pos_embed_class_token=True"]
     return []
 
 
@@ -298,6 +296,8 @@ def write(path: epath.Path, pretrained: Pretrained, variant: str) -> list[str]:
     stated = {"mean": list(spec.mean), "std": list(spec.std)}
     if model.image_size is not None:
         stated["image_size"] = list(model.image_size)
+    if spec.crop is not None:
+        stated["crop"] = spec.crop
     if spec.class_names:
         stated["class_names"] = list(spec.class_names)
     content = io.BytesIO()

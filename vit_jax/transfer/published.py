@@ -36,16 +36,18 @@ _SINGLE = (".npz", ".safetensors")
 
 
 class Published(NamedTuple):
-    """A published file. The models that it names see pixels in [-1, 1].
+    """A published file.
 
     address: where it is.
     num_classes: of its head.
     mebibytes: its size, rounded, where that is published.
+    value_range: the values that its model wants black and white to have.
     """
 
     address: str
     num_classes: int
     mebibytes: int | None = None
+    value_range: tuple[float, float] = (-1.0, 1.0)
 
 
 _VIT = "https://storage.googleapis.com/vit_models"
@@ -81,7 +83,7 @@ def _table() -> dict[str, Published]:
         table[f"{name}@augreg"] = Published(f"{_VIT}/augreg/{file}.npz", 21_843, mebibytes)
         table[f"{name}@augreg-imagenet2012"] = Published(f"{_VIT}/augreg/{tuned}.npz", 1000)
     table["ViT-S/16@better-plain"] = Published("gs://big_vision/vit_s16_i1k_90ep.npz", 1000)
-    for size in ("R50x1", "R50x3", "R101x1", "R101x3", "R152x4"):
+    for size in ("R50x1", "R50x3", "R101x1", "R101x3", "R152x2", "R152x4"):
         table[f"BiT-{size}@imagenet21k"] = Published(f"{_BIT}/BiT-M-{size}.npz", 21_843)
         table[f"BiT-{size}@imagenet2012"] = Published(f"{_BIT}/BiT-S-{size}.npz", 1000)
     return table

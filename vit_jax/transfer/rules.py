@@ -16,9 +16,6 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.errors import InputError
 from vit_jax.models import field_names, with_known
-from vit_jax.models.bit import BiT
-from vit_jax.models.deit import DeiT
-from vit_jax.models.hybrid import HybridViT
 from vit_jax.transfer.resample import (
     resample_axis,
     resample_grid,
@@ -31,8 +28,6 @@ logger = logging.getLogger("vit_jax")
 _HEAD = r"(head|head_hidden|head_distillation)/.*"
 _POSITIONS = re.compile(r"(encoder/layer_\d+/)?pos_embedding(/(?P<table>\w+))?")
 
-
-_NO_FORMAT = "format=stablehlo, or keep the run's checkpoint"  # where no other holds it
 _ARCHITECTURE = (
     "width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width", "pool",
     "pos_embed", "pos_embed_class_token", "gelu", "norm", "norm_eps", "parallel", "qk_norm",
@@ -49,6 +44,8 @@ class Spec(NamedTuple):
     class_names: in the order of the logits; None: it does not tell.
     crop: the share of the image, whose sides keep their proportion, that the central crop shows;
       None: the whole image, squeezed to the size.
+    ops: the preprocessing string that says all of that exactly, at `image_size` alone; None: it
+      follows from the others, as in `images.ops_for`.
     """
 
     image_size: tuple[int, int] | None
@@ -57,6 +54,13 @@ class Spec(NamedTuple):
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     class_names: tuple[str, ...] | None = None
     crop: float | None = None
+    ops: str | None = None
+
+    def at(self, image_size: tuple[int, int]) -> "Spec":
+        """The same for images of another size."""
+        if image_size == self.image_size:
+            return self
+        return self._replace(image_size=image_size, ops=None)
 
 
 class Pretrained(NamedTuple):
@@ -123,18 +127,14 @@ def to_json(content: dict[str, Any]) -> str:
 
 def check_family(model: nn.Module, *held: type[nn.Module]) -> list[str]:
     """What keeps `model` out of a format that holds the families `held`, and no other."""
-    if type(model) in held:
-        return []
-    formats = {DeiT: "hf or timm", HybridViT: "npz or stablehlo", BiT: "npz or stablehlo"}
-    holds_it = formats.get(type(model), "stablehlo")
-    return [f"a {type(model).__name__}: format={holds_it} holds it"]
+    return [] if type(model) in held else [f"it is a {type(model).__name__}"]
 
 
 def check_blocks(model: nn.Module, **needed: Any) -> list[str]:
     """What no foreign format holds of the blocks of `model`; `needed`: {field: value} besides."""
     needed = {"parallel": False, "norm": "layer", "qk_norm": False} | needed
     return [
-        f"{field}={getattr(model, field)!r}: {_NO_FORMAT}"
+        f"{field}={getattr(model, field)!r}"
         for field, value in needed.items()
         if getattr(model, field) != value
     ]
@@ -143,9 +143,9 @@ def check_blocks(model: nn.Module, **needed: Any) -> list[str]:
 def check_positions(model: nn.Module) -> list[str]:
     """What no foreign format holds of the positions of `model`."""
     if model.pos_embed == "relative":
-        return [f"pos_embed='relative': {_NO_FORMAT}"]
+        return ["pos_embed='relative'"]
     if model.positions_at != "stem":
-        return [f"pos_embed_at={model.pos_embed_at!r}: {_NO_FORMAT}"]
+        return [f"pos_embed_at={model.pos_embed_at!r}"]
     return []
 
 

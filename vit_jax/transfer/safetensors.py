@@ -4,7 +4,8 @@ What the arrays mean is told by their names: see `huggingface` and `timm`.
 """
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Container, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +17,8 @@ from safetensors.numpy import save
 from vit_jax.errors import InputError
 from vit_jax.files import write_whole
 from vit_jax.transfer.layout import as_float32
+
+logger = logging.getLogger("vit_jax")
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _INDEX = "model.safetensors.index.json"
@@ -86,7 +89,7 @@ def as_arrays(path: epath.Path, stored: Mapping[str, Mapping[str, Any]]) -> dict
     """{name: float32 array} of what `read_stored` gives of `path`.
 
     Raises:
-      InputError: if one is not finite, or not floating point.
+      InputError: if one is not floating point, or not finite.
     """
     try:
         arrays = {}
@@ -121,6 +124,18 @@ def read_config(path: epath.Path) -> dict[str, Any] | None:
     """What `config_path` holds; None if there is no such file."""
     config = config_path(path)
     return read_json(config) if config.exists() else None
+
+
+def say_assumed(
+    path: epath.Path, config: Any, assumed: Mapping[str, Any], stated: Container[str]
+) -> None:
+    """Logs what of `assumed` the JSON of `path` does not state; `config` is None if it has none."""
+    said = {key: value for key, value in assumed.items() if key not in stated}
+    if config is None:
+        name = config_path(path).name
+        logger.warning("%s: no %s with it; these are assumed: %s", path, name, said)
+    elif said:
+        logger.info("%s: not stated, and taken to be: %s", path, said)
 
 
 def read_json(path: epath.Path) -> dict[str, Any]:

@@ -113,16 +113,9 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     needed = {"patch_embed.proj.weight": 4, "blocks.0.mlp.fc1.weight": 2}
     layout.require(arrays, needed, source, {"pos_embed": 3, "head.weight": 2})
     config = safetensors.read_config(path)
-    if config is None:
-        logger.warning(
-            "%s: no %s beside it: heads by width, exact gelu, LayerNorm epsilon %g and pixels in "
-            "[-1, 1] are assumed", source, safetensors.config_path(path).name, _DEFAULT_EPS,
-        )  # fmt: skip
-    stated = config or {}
-    layout.check_kinds(stated, _KINDS, source)
-    args, pixels = stated.get("model_args") or {}, stated.get("pretrained_cfg") or {}
-    layout.check_kinds(args, _ARGUMENTS, source)
-    layout.check_kinds(pixels, _PIXELS, source)
+    stated = layout.read_stated(config, _KINDS, source)
+    args = layout.read_stated(stated.get("model_args"), _ARGUMENTS, source)
+    pixels = layout.read_stated(stated.get("pretrained_cfg"), _PIXELS, source)
     width, _, p, q = arrays["patch_embed.proj.weight"].shape
     mlp_dim = arrays["blocks.0.mlp.fc1.weight"].shape[0]
     depth = layout.count_layers(arrays, r"blocks\.(\d+)\.", source)
@@ -132,9 +125,11 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     # itself has defaults.
     named = config is None or _is_named(stated)
     pool = args.get("global_pool", stated.get("global_pool"))
-    if pool is None:
-        by_arrays = "map" if "attn_pool.latent" in arrays else "token" if has_token else "avg"
-        pool = by_arrays if named else "token"
+    if pool is None and named:
+        of_patches = "fc_norm.weight" in arrays or not has_token
+        pool = "map" if "attn_pool.latent" in arrays else "avg" if of_patches else "token"
+    elif pool is None:
+        pool = "token"
     faults = [
         f"{name}={args[name]!r} is not supported" for name, value in _ONLY.items()
         if args.get(name, value) != value
@@ -166,12 +161,10 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
         wanted.setdefault("class_token", True)
         if wanted.get("fc_norm") is None:
             wanted["fc_norm"] = pool == "avg"
-    if config is not None:
-        assumed = {"act_layer": act, "global_pool": pool, "num_heads": heads}
-        said = {key: value for key, value in assumed.items() if key not in args | stated}
-        said |= {} if "eps" in args else {"eps": _DEFAULT_EPS}
-        if said:
-            logger.info("%s: not stated, and taken to be: %s", source, said)
+    mean, std = (tuple(pixels.get(key, (0.5,) * 3)) for key in ("mean", "std"))
+    assumed = {"act_layer": act, "global_pool": pool, "num_heads": heads, "eps": _DEFAULT_EPS,
+               "mean": mean, "std": std}  # fmt: skip
+    safetensors.say_assumed(path, config, assumed, stated | args | pixels)
     if "patch_size" in args:
         wanted["patch_size"] = image_hw(args["patch_size"], "patch_size")
     if "mlp_ratio" in args:
@@ -215,12 +208,18 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     spec = Spec(
         image_size=model.image_size,
         resize="antialiased",
-        mean=tuple(pixels.get("mean", (0.5,) * 3)),
-        std=tuple(pixels.get("std", (0.5,) * 3)),
+        mean=mean,
+        std=std,
         class_names=rules.class_names_of(stated.get("label_names"), model.num_classes, source),
-        crop=float(pixels.get("crop_pct") or _DEFAULT_CROP) if pixels else None,
+        crop=_crop(pixels),
     )
     return Pretrained(source, model, params, spec)
+
+
+def _crop(pixels: dict[str, Any]) -> float | None:
+    """See `Spec`; squashed are images whose sides do not keep their proportion."""
+    crop = float(pixels.get("crop_pct", _DEFAULT_CROP))
+    return None if not pixels or (pixels.get("crop_mode") == "squash" and crop == 1) else crop
 
 
 def _is_named(stated: dict[str, Any]) -> bool:
@@ -254,12 +253,12 @@ def check(model: nn.Module) -> list[str]:
         return faults
     faults = rules.check_positions(model)
     if model.hidden_head:
-        faults.append("hidden_head=True: its head is linear; format=npz holds it, or fine-tune")
+        faults.append("hidden_head=True, and its head is linear")
     if isinstance(model, DeiT) and not model.distillation_head and model.num_classes is not None:
-        faults.append("distillation_head=False: its DeiT has two heads; format=hf holds it")
+        faults.append("distillation_head=False, and its DeiT has two heads")
     faults += rules.check_blocks(model)
     if model.pool == "map" and not model.qkv_bias:
-        faults.append("qkv_bias=False with pool='map': its attention pooling has biases")
+        faults.append("qkv_bias=False with pool='map', whose attention has biases")
     return faults
 
 
@@ -268,7 +267,8 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
 
     Returns the files' names.
     """
-    pretrained = rules.with_learned_positions(pretrained, class_token_has_one=False)
+    if pretrained.model.pos_embed != "none":
+        pretrained = rules.with_learned_positions(pretrained, class_token_has_one=False)
     model, spec = pretrained.model, pretrained.spec
     arrays = layout.write_entries(_entries(model), pretrained.params)
     height, width = model.image_size
@@ -298,6 +298,7 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
         "std": list(spec.std),
         "input_size": [3, height, width],
         "crop_pct": 1.0 if spec.crop is None else spec.crop,
+        "crop_mode": "squash" if spec.crop is None else "center",
         "interpolation": "bilinear",
     }
     config = {
