@@ -259,6 +259,7 @@ def test_what_a_run_has_besides_its_weights_may_be_broken(run, tmp_path, file):
         ("decode|resize(5)|central_crop", None, 0.8),
         ("resize", "decode|resize", None),
         ("", "decode|resize(antialias=True)", None),
+        ("decode", "decode|resize(antialias=True)", None),  # of data that have the size already
     ],
 )
 def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_size, crop):

@@ -78,7 +78,7 @@ def read(path: epath.Path, *, averaged: bool = True) -> Pretrained:
         std=tuple(config.data.std),
         class_names=class_names_of(_read_names(path), model.num_classes, str(path)),
         crop=_crop(ops or "", model.image_size or image_hw(config.data.image_size)),
-        ops=None if ops is None else _of_files(ops),
+        ops=_ops_for_files(ops or ""),
     )
     run = {
         "step": step,
@@ -99,8 +99,13 @@ def _read_names(path: epath.Path) -> Any:
         raise InputError(f"{named}: not readable as JSON ({e}); it lists the classes") from None
 
 
-def _of_files(ops: str) -> str:
-    """The preprocessing string `ops` for files, where that of a run may begin with pixels."""
+def _ops_for_files(ops: str) -> str | None:
+    """The preprocessing string `ops` of a run for files of any size, which its data need not be.
+
+    None where it does not bring images to size.
+    """
+    if not re.search("resize|crop", ops):
+        return None
     first = ops.partition("|")[0].partition("(")[0].strip()
     return ops if first in TAKES_ENCODED else f"decode|{ops}"
 
