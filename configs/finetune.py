@@ -8,9 +8,10 @@ The paper's: steps, SGD with momentum 0.9, batch 512, cosine, clipping at norm 1
 512 px (/14: 518) and averages of 0.9999. Ours: of the learning rates of the row the third, unless
 --config.optimizer.peak_lr says else (configs/finetune_study.py chooses); bfloat16.
 
-A BiT (BiT-R50x1,cifar10) follows its HyperRule (arXiv:1912.11370): windows of 128 px of images at
-160 px where they are small, else of 480 at 512; by their number 500, 10,000 or 20,000 steps at
-0.003, divided by 10 three times, and MixUp from 20,000 images on.
+A BiT (BiT-R50x1,cifar10) follows its HyperRule (arXiv:1912.11370) for DATA, whatever overrides say
+of data: windows of 128 px of images at 160 px where they are smaller than 96 x 96, else of 480 at
+512; by their number (from 20,000, from 500,000) 500, 10,000 or 20,000 steps at 0.003, divided by 10
+three times, and MixUp from 20,000 images on.
 
 python -m vit_jax.main --config=configs/finetune.py:ViT-B/16,cifar10 --workdir=$W \\
   --config.init_from=ViT-B/16@imagenet21k

@@ -2,7 +2,7 @@
 
 python -m vit_jax.main study --config=configs/position_ablation.py --workdir=$W \\
   --config.data.data_dir=DIR
-A minute, on handwritten digits: --config=configs/position_ablation.py:debug
+A few minutes, on handwritten digits: --config=configs/position_ablation.py:debug
 
 DIR holds cifar10/VERSION as TFDS prepares it. Every kind at every place, three seeds each, on the
 first 10,000 pictures without augmentation. The paper has none, 1-D and 2-D at the stem, at every
@@ -58,7 +58,8 @@ def get_config(arg=""):
 
     if "debug" in chosen:
         c.model.name = "ViT-mu/4"
-        c.model.width = c.model.depth = c.model.mlp_dim = c.model.num_heads = None
+        c.model.width = c.model.mlp_dim = c.model.num_heads = None
+        c.model.depth = 2
         c.data.name, c.data.split, c.data.image_size, c.data.ops = "digits", "train", 8, ""
         c.evals.test = classification(split="test", every="20 steps")
         c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "2 steps"

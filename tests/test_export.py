@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from vit_jax import load_pretrained, pretrained_spec, tree
+from vit_jax import load_pretrained, pretrained_spec, save_pretrained, tree
 from vit_jax.checkpoint import Checkpoints
 from vit_jax.checksums import hash_params
 from vit_jax.config_text import apply_overrides, load_config
@@ -141,6 +141,17 @@ def test_another_image_size(golden, tmp_path, capsys):
         found = jax.jit(model.apply)(variables, io["image_resampled"])
         expected = io["logits_resampled"]
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_of_any_size_it_stays(golden, tmp_path):
+    source = read_pretrained(golden / "bit.npz")
+    assert source.model.image_size is None
+    receipt = export_lib.export(source, tmp_path / "model.npz", "npz")
+    assert receipt["preprocessing"]["image_size"] is None
+    assert "- Images: any size, (pixel" in (tmp_path / "model.md").read_text()
+    assert read_pretrained(tmp_path / "model.npz").model == source.model
+    with pytest.raises(InputError, match="images of any size; give --image_size"):
+        export_lib.export(source, tmp_path / "bit.stablehlo", "stablehlo")
 
 
 REFUSED = {
@@ -275,6 +286,12 @@ def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_s
     assert spec.crop == (crop and pytest.approx(crop))
     larger = spec.at((16, 16))
     assert ("central_crop" in ops_for(larger)) == (crop is not None)
+
+
+def test_a_program_is_no_format_of_save_pretrained(golden, tmp_path):
+    model, variables = load_pretrained(golden / "hf_vit")
+    with pytest.raises(InputError, match="a program, which python -m"):
+        save_pretrained(tmp_path / "x.stablehlo", model, variables, "stablehlo")
 
 
 def test_what_computes_something_else_is_not_written(golden, tmp_path, capsys, monkeypatch):

@@ -149,7 +149,8 @@ def make_schedule(
     if milestones and any(now >= then for now, then in itertools.pairwise(bounds)):
         raise InputError(
             f"schedule.milestones={list(milestones)} (steps) must rise, between the warm-up's end "
-            f"({warmup_steps}) and the run's ({total_steps}); move them, or lengthen duration"
+            f"({warmup_steps}) and the run's ({total_steps}); set --config.schedule.milestones and "
+            "--config.schedule.warmup with the duration"
         )
     decay = SCHEDULES[name]
     run = Decay(

@@ -292,10 +292,19 @@ def test_unknown_names(name, said):
         assert part in str(error.value)
 
 
+def test_a_resnet_takes_images_of_any_size():
+    model = create_model("BiT-R50x1", 3, None, stages=(1,), stem_width=32)
+    params = {"params": random_params(model, jnp.zeros((1, 32, 32, 3)))}
+    for size in ((32, 32), (40, 57)):
+        assert jax.eval_shape(model.apply, params, jnp.zeros((2, *size, 3))).shape == (2, 3)
+    with pytest.raises(InputError, match="image_size=None: pos_embed='learned_1d'"):
+        create_model("ViT-mu/4", 3, None)
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "said"),
     [
-        ("BiT-R50x1", {"scan": True}, "scan: BiT has no such field"),
+        ("BiT-R50x1", {"scan": True}, "scan: BiT has no such field; known: stages, stem_width,"),
         ("BiT-R50x1", {"stages": ()}, "stages=(): needs the units"),
         ("BiT-R50x1", {"stages": (1, 0)}, "stages=(1, 0): needs the units"),
         ("BiT-R50x1", {"stem_width": 48}, "stem_width=48: needs a multiple of 32"),

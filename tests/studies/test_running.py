@@ -123,6 +123,7 @@ def test_what_ends_a_study_at_once(python, workdir, capsys, code, says):
     assert study(workdir) == code
     assert calls(workdir) == ALL[:1]
     assert f"dev_lr_0.003 {says}" in capsys.readouterr().err
+    assert (workdir / "study.json").exists() == (code != 2)  # of what is refused nothing is written
 
 
 def test_a_member_that_is_refused_leaves_the_others_once_one_was_not(python, workdir):

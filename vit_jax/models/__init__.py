@@ -47,7 +47,7 @@ DTYPES = ("float32", "bfloat16")
 def create_model(
     name: str,
     num_classes: int | None = 1000,
-    image_size: int | Sequence[int] = 224,
+    image_size: int | Sequence[int] | None = 224,
     **fields,
 ) -> nn.Module:
     """Makes the model called `name`, with the sizes of its paper.
@@ -60,7 +60,8 @@ def create_model(
       name: family, variant and patch size, e.g. "ViT-Ti/16" or "R50+ViT-B/16"; any patch size.
         Of ResNets layers and width: "BiT-R50x1".
       num_classes: None for a model without head, which gives the features.
-      image_size: height and width in pixels; an int for both.
+      image_size: height and width in pixels; an int for both. None: images of any size, as of a
+        ResNet, or of a Transformer whose positions are fixed or none.
       **fields: any field of the family's module, e.g. `pool`, `scan`, `dtype` (a name or a dtype).
 
     Raises:
@@ -141,10 +142,14 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
     Raises:
       InputError: naming `where`: all fields that the family lacks; or a value of a wrong kind.
     """
-    known = field_names(module)
-    family = module.__name__
+    known, family = field_names(module), module.__name__
+    to_choose = [f for f in known if f not in ("num_classes", "image_size", "attend", "constrain")]
     collect_faults(
-        [f"{f}: {family} has no such field; {nearest(f, known)}" for f in fields if f not in known],
+        [
+            f"{f}: {family} has no such field; {nearest(f, to_choose)}"
+            for f in fields
+            if f not in known
+        ],
         where,
     )
     checked = dict(fields)
@@ -158,7 +163,7 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
         where,
     )
     for size in ("image_size", "patch_size"):
-        if size in fields:
+        if size in fields and (fields[size] is not None or size == "patch_size"):
             checked[size] = image_hw(fields[size], size)
     if "stages" in fields:
         if not isinstance(fields["stages"], list | tuple):

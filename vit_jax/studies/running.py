@@ -133,9 +133,13 @@ def run_study(study: Study, config: ConfigDict, call: Call) -> int:
             break
         for member in waiting:
             code, results[member.name] = _bring_about(call, member)
+            refused = code == exit_codes.INPUT_WRONG
+            if refused and all(result.state == FAILED for result in results.values()):
+                print(f"{member.name} {_ENDS_THE_STUDY[code]}", file=sys.stderr)
+                return code  # and nothing is written
             _write_report(study, config, call, results)
             # One member's data may be wrong where those of others are not.
-            others_go = code == exit_codes.INPUT_WRONG and any(
+            others_go = refused and any(
                 result.state in (FINISHED, HANDED_OVER) for result in results.values()
             )
             if code in _ENDS_THE_STUDY and not others_go:
@@ -271,7 +275,8 @@ def _conclude(report: Report, call: Call, results: Mapping[str, Result]) -> int:
         print(f"{name} failed: {results[name].error}", file=sys.stderr)
     for name in by_state[DIVERGED]:
         print(f"{name} diverged: {results[name].error}", file=sys.stderr)
-    print(f"report: {call.workdir / 'study.md'}, {call.workdir / 'study.json'}")
+    written = ["study.md", "study.json", *report.files]
+    print(f"report: {', '.join(str(call.workdir / name) for name in written)}")
     if by_state[FAILED]:
         return exit_codes.FAILED
     if by_state[HANDED_OVER]:

@@ -167,7 +167,10 @@ def save_pretrained(
       InputError: naming what the format cannot hold, with the remedy; nothing is written.
     """
     if format not in WRITERS:
-        raise InputError(f"format={format!r}: {nearest(format, list(WRITERS))}")
+        hint = nearest(format, list(WRITERS))
+        if format == "stablehlo":
+            hint = "a program, which python -m vit_jax.main export writes"
+        raise InputError(f"format={format!r}: {hint}")
     check_holds(format, model, "format=")
     params = jax.tree.map(np.asarray, dict(variables["params"]))
     if model.scan:

@@ -59,11 +59,12 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
     if format != STABLEHLO:
         check_holds(format, model, "--format=")
     size = model.image_size
-    if size is None:
+    if size is None and format == STABLEHLO:
         raise InputError(
             f"{pretrained.source}: it takes images of any size; give --image_size, for which it is "
             "exported"
         )
+    size = size or tuple(2 * stride for stride in model.token_stride)  # to compare by
     images = np.random.default_rng(0).uniform(-1, 1, (_IMAGES, *size, 3)).astype(np.float32)
     variables = {"params": tree.unflatten_names(pretrained.params)}
     expected = np.asarray(jax.jit(model.apply)(variables, images))
@@ -94,11 +95,11 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
                 "sha256": hash_params(pretrained.params),
             },
             "preprocessing": {
-                "image_size": list(size),
+                "image_size": model.image_size and list(model.image_size),
                 "mean": list(pretrained.spec.mean),
                 "std": list(pretrained.spec.std),
                 "crop": pretrained.spec.crop,
-                "ops": ops_for(pretrained.spec),
+                "ops": ops_for(pretrained.spec) if model.image_size else None,
             },
             "class_names": pretrained.spec.class_names,
             "read_back": {
@@ -195,7 +196,9 @@ def _sha256(path: pathlib.Path | epath.Path) -> str:
 def _card(receipt: dict[str, Any], output: epath.Path) -> str:
     """What a person wants to know of an export, in Markdown."""
     pixels, back, model = receipt["preprocessing"], receipt["read_back"], receipt["model"]
-    height, width = pixels["image_size"]
+    shown = "any size"
+    if pixels["image_size"] is not None:
+        shown = "{} x {} pixels by `{}`".format(*pixels["image_size"], pixels["ops"])
     at = f", step {receipt['step']:,}, weights {receipt['weights']}" if "step" in receipt else ""
     sizes = ", ".join(
         text.format(model[field])
@@ -215,8 +218,8 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"format {receipt['format']}.",
         "",
         f"- Source: `{receipt['source']}`{at}",
-        f"- Images: {height} x {width} pixels by `{pixels['ops']}`, (pixel / 255 - mean) / std "
-        f"with mean {pixels['mean']}, std {pixels['std']}",
+        f"- Images: {shown}, (pixel / 255 - mean) / std with mean {pixels['mean']}, "
+        f"std {pixels['std']}",
         f"- Classes: {model['num_classes']}",
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
         f"- Read back: logits in {back['dtype']} differ by at most "
@@ -242,7 +245,7 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
             "",
             "```python",
             f'program = jax.export.deserialize(bytearray(open("{output.name}", "rb").read()))',
-            f"logits = program.call(images)  # float32 (b, {height}, {width}, 3)",
+            "logits = program.call(images)  # float32 (b, {}, {}, 3)".format(*pixels["image_size"]),
             "```",
         ]
     return "\n".join(lines) + "\n"
