@@ -85,7 +85,6 @@ def test_what_is_not_optional_cannot_be_none(config):
 
 
 def test_a_list_of_strings(config):
-    config.study.cells = ("a | b: seed=1",)
     text = "['A, of 1 | x: model.depth=1', \"B | x: model.depth=2\"]"
     assert apply_overrides(config, [("study.cells", text)]) == []
     assert config.study.cells == ("A, of 1 | x: model.depth=1", "B | x: model.depth=2")
@@ -108,7 +107,7 @@ def test_a_list_of_strings(config):
         ("data.image_size", "{[]: 1}", "needs a number or several"),
         ("data.image_size", "True", "needs a number or several"),
         ("data.image_size", "'ab'", "needs a number or several"),
-        ("data.mean", "0.5", "needs numbers with commas between them; one alone is written 0.5,"),
+        ("data.mean", "0.5", "needs numbers with commas between them; a single one is 0.5,"),
         ("data.mean", "a,b,c", "needs numbers with commas between them"),
         ("evals.test.batch_size", "many", "needs an int"),
         ("evals.few.shots", "5", "needs numbers with commas"),

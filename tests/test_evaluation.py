@@ -100,9 +100,8 @@ def test_classes_of_other_names_are_warned_of(published, caplog):
 
 
 def test_data_of_another_number_of_classes_are_refused(published):
-    config = evaluation_config("classification,debug", evals__classification__data_name="synthetic")
+    config = evaluation_config("classification,debug")
     pretrained = read_pretrained(published)
-    config.evals.classification.data_name = "digits"
     config.data.classes = (1, 2, 3)
     with pytest.raises(InputError, match=r"split: digits test has 3 classes, and the model 10; n"):
         evaluate_pretrained(config, pretrained)

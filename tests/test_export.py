@@ -18,7 +18,9 @@ from vit_jax.checkpoint import Checkpoints
 from vit_jax.checksums import hash_params
 from vit_jax.config_text import apply_overrides, load_config
 from vit_jax.errors import InputError
+from vit_jax.files import LocalFile
 from vit_jax.main import main
+from vit_jax.models import create_model
 from vit_jax.run import prepare
 from vit_jax.train import write_workdir
 from vit_jax.transfer import export as export_lib
@@ -176,7 +178,7 @@ REFUSED = {
     ),
     "no average": (
         ["--init_from=GOLDEN", "--weights=raw", "--format=npz", "--output=OUT.npz"],
-        "keeps no running average, so there is no choice",
+        "keeps no running average, so its weights are no choice",
     ),
     "a convention without a size": (
         ["--init_from=GOLDEN", "--resize=half_pixel", "--format=npz", "--output=OUT.npz"],
@@ -220,17 +222,21 @@ def test_files_of_others_are_left_alone(golden, tmp_path, capsys):
 
 
 def test_a_disk_that_fills_up_leaves_nothing(golden, tmp_path, monkeypatch):
-    write = export_lib.write_whole
+    write, source = LocalFile.write, read_pretrained(golden / "hf_vit")
+    for error, raised in ((OSError("no space left"), InputError), (KeyboardInterrupt(), None)):
 
-    def full(path, content):
-        if str(path).startswith(str(tmp_path)) and path.name == "receipt.json":
-            raise OSError("no space left")
-        write(path, content)
+        def full(file, data, error=error):
+            if file._file.name.startswith(f"{tmp_path}/a/b/.model.safetensors"):
+                write(file, data[:100])
+                raise error
+            write(file, data)
 
-    monkeypatch.setattr(export_lib, "write_whole", full)
-    with pytest.raises(InputError, match="cannot be made"):
-        export_lib.export(read_pretrained(golden / "hf_vit"), tmp_path / "a/b", "hf")
-    assert not list(tmp_path.iterdir())
+        monkeypatch.setattr(LocalFile, "write", full)
+        with pytest.raises(raised or type(error)):
+            export_lib.export(source, tmp_path / "a/b", "hf")
+        assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(LocalFile, "write", write)
+    export_lib.export(source, tmp_path / "a/b", "hf")
 
 
 @pytest.mark.parametrize("format", ["npz", "timm", "hf"])
@@ -251,15 +257,11 @@ def test_what_is_cropped_stays_so(golden, tmp_path, format, crop):
         assert pretrained_spec(output).crop == crop
 
 
-@pytest.mark.parametrize("file", ["classes.json", "metrics.jsonl"])
-def test_what_a_run_has_besides_its_weights_may_be_broken(run, tmp_path, file):
+def test_a_run_whose_names_of_classes_are_broken_is_refused(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run" / file).write_text('["0", ')
-    if file == "metrics.jsonl":
-        assert read_pretrained(tmp_path / "run").run["results"] == {}
-    else:
-        with pytest.raises(InputError, match=r"classes\.json: not readable as JSON"):
-            read_pretrained(tmp_path / "run")
+    (tmp_path / "run/classes.json").write_text('["0", ')
+    with pytest.raises(InputError, match=r"classes\.json: not readable as JSON"):
+        read_pretrained(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -268,6 +270,13 @@ def test_what_a_run_has_besides_its_weights_may_be_broken(run, tmp_path, file):
         ("decode|resize_small(6)|central_crop", None, 2 / 3),
         ("decode|resize_small((5, 8), antialias=True)|central_crop", None, 0.8),
         ("decode|resize(5)|central_crop", None, 0.8),
+        (
+            "resize_small(antialias=True, size = 5)|central_crop",
+            "decode|resize_small(antialias=True, size = 5)|central_crop",
+            0.8,
+        ),
+        ("decode|resize_small(8)|central_crop(6)|resize", None, None),
+        ("central_crop", "decode|resize_small((4, 4), antialias=True)|central_crop", 1.0),
         ("resize", "decode|resize", None),
         ("", "decode|resize(antialias=True)", None),
         ("decode", "decode|resize(antialias=True)", None),  # of data that have the size already
@@ -282,9 +291,10 @@ def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_s
     config["evals"]["test"]["ops"] = text
     (tmp_path / "run/config.json").write_text(json.dumps(config))
     spec = pretrained_spec(tmp_path / "run")
+    at_its_size = re.sub(r"\d+", lambda match: str(round(int(match[0]) * scale)), at_its_size or "")
     assert ops_for(spec) == (at_its_size or text)
     assert spec.crop == (crop and pytest.approx(crop))
-    larger = spec.at((16, 16))
+    larger = spec.at((64, 64))
     assert ("central_crop" in ops_for(larger)) == (crop is not None)
 
 
@@ -292,6 +302,30 @@ def test_a_program_is_no_format_of_save_pretrained(golden, tmp_path):
     model, variables = load_pretrained(golden / "hf_vit")
     with pytest.raises(InputError, match="a program, which python -m"):
         save_pretrained(tmp_path / "x.stablehlo", model, variables, "stablehlo")
+
+
+def test_a_size_that_the_source_tells_is_kept(tmp_path):
+    """Of fixed positions only NAME.json tells it."""
+    model = create_model("ViT-mu/4", 3, (8, 12), pos_embed="sincos_2d", pool="gap")
+    variables = model.init(jax.random.key(0), np.zeros((1, 8, 12, 3), np.float32))
+    save_pretrained(tmp_path / "a.npz", model, variables, "npz_v2")
+    source = read_pretrained(tmp_path / "a.npz")
+    assert (source.model.image_size, source.spec.image_size) == (None, (8, 12))
+    receipt = export_lib.export(source, tmp_path / "b.npz", "npz_v2")
+    assert receipt["preprocessing"]["image_size"] == [8, 12]
+    assert "8 x 12 pixels" in (tmp_path / "b.md").read_text()
+    assert pretrained_spec(tmp_path / "b.npz") == source.spec
+    export_lib.export(source, tmp_path / "c.stablehlo", "stablehlo")
+
+
+@pytest.mark.parametrize("format", ["hf", "timm"])
+@pytest.mark.parametrize("kind", ["none", "sincos_2d"])
+def test_formats_that_state_a_size_need_one(tmp_path, format, kind):
+    model = create_model("ViT-mu/4", 3, None, pos_embed=kind)
+    variables = model.init(jax.random.key(0), np.zeros((1, 8, 8, 3), np.float32))
+    with pytest.raises(InputError, match="it has no image size, and the format needs one"):
+        save_pretrained(tmp_path / "x", model, variables, format)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_computes_something_else_is_not_written(golden, tmp_path, capsys, monkeypatch):

@@ -279,6 +279,7 @@ EVAL_TYPES = {
 # Those that learn the classes of their data from features; the others need the model's.
 LEARNING_EVALS = ("fewshot", "knn", "linear_probe")
 
+TUPLES_OF_STRINGS = ("study.cells",)
 OPTIONAL_IN_EVALS = {"batch_size": int, "data_name": str, "data_dir": str}
 
 

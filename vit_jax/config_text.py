@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from vit_jax.config import (
     EVAL_TYPES,
     OPTIONAL_IN_EVALS,
+    TUPLES_OF_STRINGS,
     base_config,
     eval_keys,
     flatten,
@@ -72,10 +73,10 @@ def _say(error: Exception) -> str:
     return " ".join(text.split())
 
 
-def _parse_value(text: str, kind: type, optional: bool, current: Any = None) -> Any:
+def _parse_value(text: str, kind: type, optional: bool, of_strings: bool = False) -> Any:
     """`text` as a value of `kind`; raises ValueError saying what was needed.
 
-    A tuple is one of strings where the `current` one is, else of numbers.
+    A tuple is one `of_strings`, else of numbers.
     None is spelled so, as `none` is a value of its own for some keys (`model.pos_embed`).
     """
     if optional and text == "None":
@@ -102,12 +103,12 @@ def _parse_value(text: str, kind: type, optional: bool, current: Any = None) -> 
     except (ValueError, SyntaxError, TypeError):
         value = None
     value = tuple(value) if isinstance(value, list) else value
-    if kind is tuple and current and all(isinstance(entry, str) for entry in current):
+    if of_strings:
         if not (isinstance(value, tuple) and all(isinstance(entry, str) for entry in value)):
             raise ValueError("needs a list of strings in quotes, e.g. ['one', 'another']")
         return value
     if kind is tuple and type(value) in (int, float):
-        raise ValueError(f"needs numbers with commas between them; one alone is written {text},")
+        raise ValueError(f"needs numbers with commas between them; a single one is {text},")
     if kind is tuple and not isinstance(value, tuple):
         raise ValueError("needs numbers with commas between them, e.g. 0.5,0.5,0.5")
     numbers = value if isinstance(value, tuple) else (value,)
@@ -137,7 +138,7 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
             in_evals = key.startswith("evals.") and leaf in OPTIONAL_IN_EVALS
             may_be_none = key in optional or in_evals
             with node.ignore_type():
-                node[leaf] = _parse_value(text, kind, may_be_none, node[leaf])
+                node[leaf] = _parse_value(text, kind, may_be_none, key in TUPLES_OF_STRINGS)
         except ValueError as e:
             faults.append(f"--config.{key}={text!r}: {e}")
     return faults

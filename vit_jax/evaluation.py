@@ -127,7 +127,7 @@ def _warn_of_other_classes(
             continue
         source = sources[config_lib.eval_splits(config, entry)["split"]]
         pairs = list(zip(source.class_names or (), names, strict=False))
-        if any(_SYNSET.fullmatch(name) for pair in pairs for name in pair):
+        if any(all(map(_SYNSET.fullmatch, side)) for side in zip(*pairs, strict=True)):
             continue
         other = [i for i, (theirs, ours) in enumerate(pairs) if theirs.lower() != ours.lower()]
         if other:

@@ -1,5 +1,6 @@
 """Files that a reader sees whole or not at all, on local disks and in object stores alike."""
 
+import contextlib
 import os
 
 from etils import epath
@@ -35,9 +36,15 @@ class LocalFile:
     def __init__(self, path: epath.Path, content: bytes):
         temporary = path.with_name(f".{path.name}.tmp")
         self._file = open(temporary, "wb")  # noqa: SIM115 (closed by `close`)
-        self.write(content)
-        self.flush()
-        temporary.replace(path)
+        try:
+            self.write(content)
+            self.flush()
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            temporary.unlink(missing_ok=True)
+            raise
 
     def write(self, data: bytes) -> None:
         self._file.write(data)

@@ -295,6 +295,7 @@ def test_an_int_image_size_is_square():
         ({"dropout": "0.1"}, ["dropout='0.1': needs a number"]),
         ({"num_heads": True}, ["num_heads=True: needs an int"]),
         ({"class_token": 1}, ["class_token=1: needs true or false or None"]),
+        ({"num_clases": 10}, ["num_clases", "did you mean num_classes?"]),
         ({"num_classes": "10"}, ["num_classes='10': needs an int or None"]),
         ({"pol": "gap"}, ["pol", "no such field", "did you mean pool?"]),
         ({"pol": "gap", "scn": True}, ["2 faults", "pol", "scn", "did you mean scan?"]),

@@ -126,6 +126,13 @@ def test_what_ends_a_study_at_once(python, workdir, capsys, code, says):
     assert (workdir / "study.json").exists() == (code != 2)  # of what is refused nothing is written
 
 
+def test_a_member_that_is_refused_after_one_that_failed_is_told(python, workdir):
+    fate(workdir, **{"dev_lr_0.003": "exit 1", "dev_lr_0.03": "exit 2"})
+    assert study(workdir) == 2
+    states = {name: member["state"] for name, member in report(workdir)["members"].items()}
+    assert states == {"dev_lr_0.003": "failed", "dev_lr_0.03": "failed"}
+
+
 def test_a_member_that_is_refused_leaves_the_others_once_one_was_not(python, workdir):
     fate(workdir, **{"lr_0.03_seed_0": "exit 2"})
     assert study(workdir) == 1

@@ -124,6 +124,15 @@ def test_a_server_that_cannot_be_reached(monkeypatch, tmp_path):
         load_pretrained("http://127.0.0.1:9/ViT-B_16.npz")
 
 
+def test_a_folder_that_may_not_be_read_has_no_hints(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError("no")
+
+    monkeypatch.setattr(type(epath.Path(tmp_path)), "iterdir", refuse)
+    with pytest.raises(InputError, match=r"a folder with model\.safetensors$"):
+        read_pretrained(tmp_path)
+
+
 def test_a_name(golden, server, monkeypatch):
     address, _ = server
     entry = published.Published(f"{address}/vit_finetuned.npz", 10, 0)

@@ -112,12 +112,13 @@ def read_source(flags: argparse.Namespace) -> "Pretrained":
     if source is None:
         source = flags.workdir
         transfer.check_workdir(source)
-    pretrained = transfer.read_pretrained(source, averaged=flags.weights != "raw")
-    if flags.weights is not None and not (pretrained.run or {}).get("has_average"):
-        raise InputError(
-            f"--weights={flags.weights}: {source} keeps no running average, so there is no choice; "
-            "leave it out"
-        )
+    averaged = {None: None, "average": True, "raw": False}[flags.weights]
+    try:
+        pretrained = transfer.read_pretrained(source, averaged=averaged)
+    except InputError as e:
+        if averaged is None:
+            raise
+        raise InputError(f"--weights={flags.weights}: {e}") from None
     if flags.image_size is None:
         return pretrained
     sides = flags.image_size.split(",")

@@ -75,6 +75,14 @@ def parse_ops(
     return host_ops, device_ops
 
 
+def parse_calls(string: str, key: str) -> list[tuple[str, list, dict[str, Any]]]:
+    """(name, arguments, keyword arguments) of each op of a preprocessing string, as written.
+
+    Raises: InputError if it is none.
+    """
+    return [_parse_call(text.strip(), key) for text in string.split("|") if text.strip()]
+
+
 def _parse_op(text: str, image_size: tuple[int, int], key: str) -> Op:
     name, args, kwargs = _parse_call(text, key)
     if name not in OPS:

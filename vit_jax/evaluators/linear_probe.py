@@ -148,13 +148,13 @@ class LinearProbe:
             counts_N = self._put((~held_out).astype(np.float32))
             best = -1.0
             for l2 in self._l2:
-                classifier = _fit(x_ND, label_N, counts_N, l2, classifier)
+                classifier = fit_or_warn(x_ND, label_N, counts_N, l2, classifier)
                 top1 = _top1(classifier, train_ND[held_out], train.label_N[held_out])
                 if top1 > best:
                     best, chosen = top1, l2
             results = {"l2": float(chosen), "held_out_top1": best}
         counts_N = self._put(np.ones(num_images, np.float32))
-        classifier = _fit(x_ND, label_N, counts_N, chosen, classifier)
+        classifier = fit_or_warn(x_ND, label_N, counts_N, chosen, classifier)
         return {"top1": _top1(classifier, test_MD, test.label_N)} | results
 
     def _put(self, column: np.ndarray) -> jax.Array:
@@ -165,9 +165,12 @@ class LinearProbe:
         return jax.make_array_from_callback(column.shape, sharding, lambda index: column[index])
 
 
-def _fit(x_ND, label_N, counts_N, l2: float, start: Classifier) -> Classifier:
+def fit_or_warn(x_ND, label_N, counts_N, l2: float, start: Classifier) -> Classifier:
+    """`fit`, with a warning where it did not come to its end."""
     classifier, left = fit(x_ND, label_N, counts_N, l2, start)
-    if not left <= _GRADIENT:
+    if not jnp.isfinite(left):
+        logger.warning("linear probe: the fit with l2=%g is not finite; are the features?", l2)
+    elif left > _GRADIENT:
         logger.warning(
             "linear probe: with l2=%g the gradient is at %.2g after %d steps, and a solution's "
             "at most at %g; a larger l2 is easier to fit", l2, left, _MAX_STEPS, _GRADIENT,

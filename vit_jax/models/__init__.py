@@ -143,7 +143,7 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
       InputError: naming `where`: all fields that the family lacks; or a value of a wrong kind.
     """
     known, family = field_names(module), module.__name__
-    to_choose = [f for f in known if f not in ("num_classes", "image_size", "attend", "constrain")]
+    to_choose = [f for f in known if f not in ("attend", "constrain")]
     collect_faults(
         [
             f"{f}: {family} has no such field; {nearest(f, to_choose)}"

@@ -134,7 +134,7 @@ def run_study(study: Study, config: ConfigDict, call: Call) -> int:
         for member in waiting:
             code, results[member.name] = _bring_about(call, member)
             refused = code == exit_codes.INPUT_WRONG
-            if refused and all(result.state == FAILED for result in results.values()):
+            if refused and len(results) == 1:
                 print(f"{member.name} {_ENDS_THE_STUDY[code]}", file=sys.stderr)
                 return code  # and nothing is written
             _write_report(study, config, call, results)

@@ -3,6 +3,7 @@
 One file and one line in FORMATS for each kind of source.
 """
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ def _read_safetensors(path: epath.Path) -> Pretrained:
     stored = safetensors.read_stored(path)
     for naming in (huggingface, timm):
         if naming.knows(stored):
-            return naming.read(path, safetensors.as_arrays(path, stored))
+            return naming.read(path, safetensors.as_arrays(stored))
     names = ", ".join(sorted(stored)[:5])
     raise InputError(
         f"init_from={str(path)!r}: its arrays are named neither as Hugging Face's nor as timm's "
@@ -71,15 +72,15 @@ WRITERS = {
 }
 
 
-def read_pretrained(source: str | os.PathLike, *, averaged: bool = True) -> Pretrained:
+def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) -> Pretrained:
     """The model and parameters that `source` holds.
 
     Args:
       source: a workdir of this project (its newest valid checkpoint), or WORKDIR/checkpoints/STEP;
         a published `.npz`; a `.safetensors` file, or a folder with one, in the names of Hugging
         Face or timm; the address of such a file; or a name in PUBLISHED, e.g. "ViT-B/16@augreg".
-      averaged: of a workdir whose run keeps a running average of the parameters, take that; False:
-        the parameters beside it.
+      averaged: of a workdir whose run keeps a running average of the parameters, whether to take
+        that or the parameters beside it; None: the average where there is one.
 
     Raises:
       InputError: if there is nothing, or nothing that can be read.
@@ -94,6 +95,8 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool = True) -> Pret
         )
     if read is workdir.read:
         read = partial(workdir.read, averaged=averaged)
+    elif averaged is not None:
+        raise InputError(workdir.NO_CHOICE.format(source))
     try:
         pretrained = read(path)
     except InputError as e:
@@ -128,12 +131,14 @@ def check_workdir(path: str | os.PathLike) -> None:
 
 def _say_sources_inside(folder: epath.Path) -> str:
     """The sources that lie in a folder which is none itself, as a hint; "" if there are none."""
-    entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    inside = [p.name for p in entries if any(knows(p) for knows, _ in FORMATS.values())]
-    if not inside:
+    try:
+        entries = sorted(folder.iterdir()) if folder.is_dir() else []
+        sources = (p.name for p in entries if any(knows(p) for knows, _ in FORMATS.values()))
+        inside = list(itertools.islice(sources, _SHOWN + 1))  # each costs requests to a store
+    except OSError:
         return ""
-    more = f" and {len(inside) - _SHOWN} more" if len(inside) > _SHOWN else ""
-    return f"; give one of those in it: {', '.join(inside[:_SHOWN])}{more}"
+    more = " and more" if len(inside) > _SHOWN else ""
+    return f"; give one of those in it: {', '.join(inside[:_SHOWN])}{more}" if inside else ""
 
 
 def pretrained_spec(source: str | os.PathLike) -> Spec:

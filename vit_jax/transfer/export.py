@@ -6,6 +6,7 @@ difference of a logit between the model and what the exported files give.
 
 import contextlib
 import hashlib
+import itertools
 import os
 import pathlib
 import tempfile
@@ -58,20 +59,20 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
     model = pretrained.model
     if format != STABLEHLO:
         check_holds(format, model, "--format=")
-    size = model.image_size
-    if size is None and format == STABLEHLO:
+    image_size = model.image_size or pretrained.spec.image_size
+    if image_size is None and format == STABLEHLO:
         raise InputError(
             f"{pretrained.source}: it takes images of any size; give --image_size, for which it is "
             "exported"
         )
-    size = size or tuple(2 * stride for stride in model.token_stride)  # to compare by
+    size = image_size or tuple(2 * stride for stride in model.token_stride)  # to compare by
     images = np.random.default_rng(0).uniform(-1, 1, (_IMAGES, *size, 3)).astype(np.float32)
     variables = {"params": tree.unflatten_names(pretrained.params)}
     expected = np.asarray(jax.jit(model.apply)(variables, images))
     with tempfile.TemporaryDirectory() as folder:
         staged = epath.Path(folder) / (output.name or "model")
         if format == STABLEHLO:
-            files, logits = _write_stablehlo(staged, model, variables)
+            files, logits = _write_stablehlo(staged, model, variables, image_size)
         else:
             files = WRITERS[format].write(staged, pretrained)
             exported, found = load_pretrained(staged)
@@ -95,11 +96,11 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
                 "sha256": hash_params(pretrained.params),
             },
             "preprocessing": {
-                "image_size": model.image_size and list(model.image_size),
+                "image_size": image_size and list(image_size),
                 "mean": list(pretrained.spec.mean),
                 "std": list(pretrained.spec.std),
                 "crop": pretrained.spec.crop,
-                "ops": ops_for(pretrained.spec) if model.image_size else None,
+                "ops": image_size and ops_for(pretrained.spec),
             },
             "class_names": pretrained.spec.class_names,
             "read_back": {
@@ -124,20 +125,23 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
 
 def _copy(root: epath.Path, target: epath.Path, names: list[str], output: epath.Path) -> None:
     """All files or none."""
-    made = [folder for folder in (target, *target.parents) if not folder.exists()]
-    written = []
+    made = list(itertools.takewhile(lambda f: not f.exists(), (target, *target.parents)))
     try:
         target.mkdir(parents=True, exist_ok=True)
         for name in names:
-            written.append(target / name)
             write_whole(target / name, (root / name).read_bytes())
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            for path in written:
-                path.unlink(missing_ok=True)
-            for folder in made:
+    except BaseException as e:
+        # What cannot be removed is left; epath raises a ValueError for a folder that is not empty.
+        for name in names:
+            with contextlib.suppress(OSError):
+                (target / name).unlink(missing_ok=True)
+        for folder in made:
+            with contextlib.suppress(OSError, ValueError):
                 folder.rmdir()
-        raise InputError(f"--output={output}: cannot be made ({e}); choose another") from None
+        if isinstance(e, OSError):
+            said = f"--output={output}: cannot be made ({e}); choose another"
+            raise InputError(said) from None
+        raise
 
 
 def _check_output(output: epath.Path, format: str) -> None:
@@ -161,7 +165,7 @@ def _check_output(output: epath.Path, format: str) -> None:
 
 
 def _write_stablehlo(
-    path: epath.Path, model: nn.Module, variables: dict[str, Any]
+    path: epath.Path, model: nn.Module, variables: dict[str, Any], image_size: tuple[int, int]
 ) -> tuple[list[str], Logits]:
     """The program `images (b, H, W, 3) -> logits (b, C)`, its parameters within, for any b."""
     num_bytes = sum(array.nbytes for array in jax.tree.leaves(variables))
@@ -171,7 +175,7 @@ def _write_stablehlo(
             "program holds 2; export as timm, hf or npz"
         )
     batch = jax.export.symbolic_shape("b")
-    images = jax.ShapeDtypeStruct((*batch, *model.image_size, 3), jnp.float32)
+    images = jax.ShapeDtypeStruct((*batch, *image_size, 3), jnp.float32)
     program = jax.jit(lambda images: model.apply(variables, images))
     exported = jax.export.export(program, platforms=PLATFORMS)(images)
     write_whole(path, bytes(exported.serialize()))

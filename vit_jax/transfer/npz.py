@@ -120,12 +120,12 @@ def _attention(theirs: str, ours: str, h: int) -> list[Entry]:
     ]
 
 
-# Where a file holds more than a ViT's parameters, they stand below one of these: beside the
-# optimizer's state, or as the image tower beside a text tower.
 # Encrypted members are a RuntimeError, of which methods of compression that are unknown are one.
 _UNREADABLE = (MemoryError, ValueError, OSError, EOFError, RuntimeError, SyntaxError,
                tokenize.TokenError, zipfile.BadZipFile, zlib.error)  # fmt: skip
 _ZIP = b"PK\x03\x04"
+# Where a file holds more than a ViT's parameters, they stand below one of these: beside the
+# optimizer's state, or as the image tower beside a text tower.
 _PLACES = ("", "params/", "opt/target/", "params/img/")
 
 
@@ -294,8 +294,8 @@ def write(path: epath.Path, pretrained: Pretrained, variant: str) -> list[str]:
         raise InputError(f"--output={path}: needs a name that ends in .npz")
     model, spec = pretrained.model, pretrained.spec
     stated = {"mean": list(spec.mean), "std": list(spec.std)}
-    if model.image_size is not None:
-        stated["image_size"] = list(model.image_size)
+    if image_size := model.image_size or spec.image_size:
+        stated["image_size"] = list(image_size)
     if spec.crop is not None:
         stated["crop"] = spec.crop
     if spec.class_names:

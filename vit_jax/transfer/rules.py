@@ -149,16 +149,21 @@ def check_positions(model: nn.Module) -> list[str]:
     return []
 
 
+def require_image_size(pretrained: Pretrained) -> None:
+    """Raises InputError if the model takes images of any size, for formats that state one."""
+    if pretrained.model.image_size is None:
+        raise InputError(
+            f"{pretrained.source}: it has no image size, and the format needs one; give image_size"
+        )
+
+
 def with_learned_positions(pretrained: Pretrained, *, class_token_has_one: bool) -> Pretrained:
     """Positions at the stem as learned 1-D ones that add the same, for formats that know no others.
 
     With `class_token_has_one` the class token gets an entry as well, of zeros if it had none.
     """
+    require_image_size(pretrained)
     model, params = pretrained.model, dict(pretrained.params)
-    if model.image_size is None:
-        raise InputError(
-            f"{pretrained.source}: it has no image size, and the format needs one; give image_size"
-        )
     if model.pos_embed != "learned_1d":
         has_some = model.num_prefix_positions > 0
         rows, columns = model.grid

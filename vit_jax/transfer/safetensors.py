@@ -39,7 +39,7 @@ def recognises(path: epath.Path) -> bool:
 
 
 def read_stored(path: epath.Path) -> dict[str, dict[str, Any]]:
-    """{name: {"dtype", "shape", "data"}} of a file, or of the shards that a folder's index names.
+    """{name: {"dtype", "shape", "data", "file"}} of a file, or of the shards of a folder's index.
 
     Raises:
       InputError: if one cannot be read, or is missing.
@@ -77,7 +77,8 @@ def read_stored(path: epath.Path) -> dict[str, dict[str, Any]]:
 
 def _read_file(path: epath.Path) -> dict[str, dict[str, Any]]:
     try:
-        stored = dict(safetensors.deserialize(path.read_bytes()))
+        entries = safetensors.deserialize(path.read_bytes())
+        stored = {name: entry | {"file": path} for name, entry in entries}
     except (safetensors.SafetensorError, OSError) as e:
         raise InputError(_unreadable(path, e)) from None
     if not stored:
@@ -85,21 +86,22 @@ def _read_file(path: epath.Path) -> dict[str, dict[str, Any]]:
     return stored
 
 
-def as_arrays(path: epath.Path, stored: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """{name: float32 array} of what `read_stored` gives of `path`.
+def as_arrays(stored: dict[str, dict[str, Any]]) -> dict[str, np.ndarray]:
+    """{name: float32 array} of what `read_stored` gave, which it takes out, one by one.
 
     Raises:
-      InputError: if one is not floating point, or not finite.
+      InputError: if one is not floating point.
     """
-    try:
-        arrays = {}
-        for name, spec in stored.items():
+    arrays = {}
+    for name in list(stored):
+        spec = stored.pop(name)
+        try:
             if spec["dtype"] not in _DTYPES:
                 raise ValueError(f"{name} is of dtype {spec['dtype']}; weights are floating point")
             flat = np.frombuffer(spec["data"], _DTYPES[spec["dtype"]])
             arrays[name] = as_float32(name, flat.reshape(spec["shape"]))
-    except ValueError as e:
-        raise InputError(_unreadable(path, e)) from None
+        except ValueError as e:
+            raise InputError(_unreadable(spec["file"], e)) from None
     return arrays
 
 

@@ -217,7 +217,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
 
 
 def _crop(pixels: dict[str, Any]) -> float | None:
-    """See `Spec`; squashed are images whose sides do not keep their proportion."""
+    """See `Spec`; a crop of images that were squashed before is read as of such that were not."""
     crop = float(pixels.get("crop_pct", _DEFAULT_CROP))
     return None if not pixels or (pixels.get("crop_mode") == "squash" and crop == 1) else crop
 
@@ -267,7 +267,9 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
 
     Returns the files' names.
     """
-    if pretrained.model.pos_embed != "none":
+    rules.require_image_size(pretrained)
+    # Of timm's models the distilled one cannot be without positions.
+    if pretrained.model.pos_embed != "none" or isinstance(pretrained.model, DeiT):
         pretrained = rules.with_learned_positions(pretrained, class_token_has_one=False)
     model, spec = pretrained.model, pretrained.spec
     arrays = layout.write_entries(_entries(model), pretrained.params)

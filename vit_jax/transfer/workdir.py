@@ -1,7 +1,6 @@
 """Models from the workdirs of this project."""
 
 import json
-import re
 from collections.abc import Container
 from typing import Any
 
@@ -13,6 +12,7 @@ from vit_jax import checkpoint, tree
 from vit_jax.config import image_hw, model_fields
 from vit_jax.config_text import read_config
 from vit_jax.data.host_ops import TAKES_ENCODED
+from vit_jax.data.ops import parse_calls
 from vit_jax.errors import InputError
 from vit_jax.models import create_model, with_known
 from vit_jax.transfer.rules import (
@@ -22,6 +22,8 @@ from vit_jax.transfer.rules import (
     class_names_of,
     unstack_layers,
 )
+
+NO_CHOICE = "init_from='{}': keeps no running average, so its weights are no choice"
 
 
 def recognises(path: epath.Path) -> bool:
@@ -35,13 +37,13 @@ def _workdir_of(path: epath.Path) -> epath.Path:
     return path.parent.parent if is_step else path
 
 
-def read(path: epath.Path, *, averaged: bool = True) -> Pretrained:
+def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
     """The newest valid checkpoint of the workdir `path`, or the checkpoint that `path` is itself.
 
-    Of the running average of the parameters where there is one, unless `averaged` is False.
+    `averaged`: see `read_pretrained`.
 
     Raises:
-      InputError: if there is none, or it does not verify.
+      InputError: if there is none, it does not verify, or it has no weights to choose from.
     """
     source, path = path, _workdir_of(path)
     config = read_config(path)
@@ -57,7 +59,9 @@ def read(path: epath.Path, *, averaged: bool = True) -> Pretrained:
         for name, leaf in abstract_params(model).items()
     }
     has_average = config.optimizer.ema_decay is not None
-    weights = "ema" if averaged and has_average else "params"
+    if averaged is not None and not has_average:
+        raise InputError(NO_CHOICE.format(path))
+    weights = "params" if averaged is False or not has_average else "ema"
     target = {weights: tree.unflatten_names(params)}
     if source == path:
         restored = checkpoint.restore_newest(path / "checkpoints", target, partial=True)
@@ -83,9 +87,8 @@ def read(path: epath.Path, *, averaged: bool = True) -> Pretrained:
     run = {
         "step": step,
         "weights": "running average" if weights == "ema" else "as trained",
-        "has_average": has_average,
         "config": config.to_dict(),
-        "results": _results(path, step, config.evals, has_average and not averaged),
+        "results": _results(path, step, config.evals, averaged is False),
     }
     plain = with_known(model, scan=False)
     return Pretrained(str(source), plain, tree.flatten_names(params), spec, run)
@@ -102,23 +105,26 @@ def _read_names(path: epath.Path) -> Any:
 def _ops_for_files(ops: str) -> str | None:
     """The preprocessing string `ops` of a run for files of any size, which its data need not be.
 
-    None where it does not bring images to size.
+    None where it does not resize images.
     """
-    if not re.search("resize|crop", ops):
+    names = [name for name, _, _ in parse_calls(ops, "ops")]
+    if not {*names} & {"resize", "resize_small", "inception_crop"}:
         return None
-    first = ops.partition("|")[0].partition("(")[0].strip()
-    return ops if first in TAKES_ENCODED else f"decode|{ops}"
+    return ops if names[0] in TAKES_ENCODED else f"decode|{ops}"
 
 
 def _crop(ops: str, image_size: tuple[int, int]) -> float | None:
-    """See `Spec`: as near as one number says what `ops` do; None: the whole image."""
-    if "central_crop" not in ops:
+    """See `Spec`; None: the whole image, or what one number does not say."""
+    calls = [call for call in parse_calls(ops, "ops") if call[0] != "decode"]
+    if not calls or calls[-1] != ("central_crop", [], {}):
         return None
-    resized = re.search(r"resize(_small)?\((size=)?\(?(?P<height>\d+)(\s*,\s*(?P<width>\d+))?", ops)
-    if resized is None:
+    if len(calls) == 1:
         return 1.0
-    height, width = (int(resized[side] or resized["height"]) for side in ("height", "width"))
-    return min(max(image_size[0] / height, image_size[1] / width), 1.0)
+    (name, args, kwargs), *rest = calls[:-1]
+    size = args[0] if args else kwargs.get("size")
+    if rest or name not in ("resize", "resize_small") or size is None:
+        return None
+    return min(max(c / r for c, r in zip(image_size, image_hw(size), strict=True)), 1.0)
 
 
 def _results(
