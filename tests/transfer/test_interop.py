@@ -35,6 +35,7 @@ CASES = {
         ("ViT-mu/4", {"pos_embed": "none"}),
         ("DeiT-mu/4", {}),
         ("DeiT-mu/4", {"pos_embed": "none"}),
+        ("DeiT-mu/4", {"pos_embed_class_token": False}),
     ],
 }
 

@@ -268,9 +268,10 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     Returns the files' names.
     """
     rules.require_image_size(pretrained)
-    # Of timm's models the distilled one cannot be without positions.
-    if pretrained.model.pos_embed != "none" or isinstance(pretrained.model, DeiT):
-        pretrained = rules.with_learned_positions(pretrained, class_token_has_one=False)
+    # timm's distilled model has a position for every token, whatever it is told.
+    distilled = isinstance(pretrained.model, DeiT)
+    if pretrained.model.pos_embed != "none" or distilled:
+        pretrained = rules.with_learned_positions(pretrained, class_token_has_one=distilled)
     model, spec = pretrained.model, pretrained.spec
     arrays = layout.write_entries(_entries(model), pretrained.params)
     height, width = model.image_size
