@@ -239,8 +239,10 @@ def test_a_disk_that_fills_up_leaves_nothing(golden, tmp_path, monkeypatch):
     export_lib.export(source, tmp_path / "a/b", "hf")
 
 
-@pytest.mark.parametrize("format", ["npz", "timm", "hf"])
-@pytest.mark.parametrize("crop", [None, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("format", "crop"),
+    [("npz", None), ("npz", 0.5), ("timm", None), ("timm", 1.0), ("hf", 0.5)],
+)
 def test_what_is_cropped_stays_so(golden, tmp_path, format, crop):
     source = read_pretrained(golden / "vit_finetuned.npz")
     source = source._replace(
@@ -252,7 +254,7 @@ def test_what_is_cropped_stays_so(golden, tmp_path, format, crop):
     card = (tmp_path / "model.md" if format == "npz" else output / "README.md").read_text()
     assert f"by `{ops_for(source.spec)}`" in card
     if format == "hf":
-        assert ("it knows no crop" in card) == (crop is not None)
+        assert "it knows no crop" in card
     else:
         assert pretrained_spec(output).crop == crop
 

@@ -42,11 +42,7 @@ def check_that_others_name(victim, job):
 
 
 # Without process 0, which keeps the store, the others have nothing to look at.
-def victims(first, then):
-    return pytest.mark.parametrize("victim", [first, pytest.param(then, marks=pytest.mark.slow)])
-
-
-@victims(1, then=0)
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_when_one_is_killed_the_others_end_and_name_it(tmp_path, victim):
     with endless(tmp_path) as job:
         job.wait_until_said(0, "step 10/")
@@ -56,7 +52,8 @@ def test_when_one_is_killed_the_others_end_and_name_it(tmp_path, victim):
         assert time.monotonic() - since < HEARTBEAT_S
 
 
-@victims(0, then=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_when_one_is_stopped_the_others_end_and_name_it(tmp_path, victim):
     with endless(tmp_path) as job:
         job.wait_until_said(0, "step 10/")

@@ -51,7 +51,7 @@ def test_another_data_set_must_have_the_classes_of_the_model(first):
     with pytest.raises(InputError) as error:
         open_sources(make_config(num_classes=3, **ordered), training=True)
     (fault,) = error.value.faults
-    assert fault.startswith("evals.test.split: data.num_classes=3: digits test has 10")
+    assert fault.startswith("evals.test.split: digits test has 10 classes, and the model 3; needs")
 
 
 def test_another_value_range_than_the_source_s_is_said(caplog):

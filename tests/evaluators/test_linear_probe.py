@@ -57,7 +57,9 @@ def test_a_fit_that_is_not_finished_is_said(monkeypatch, caplog):
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "l2=0.001 the gradient is at" in record.message
     caplog.clear()
-    evaluate((np.full((60, 6), np.inf, np.float32), noisy(60)[1]), noisy(9), l2=(1e-3,))
+    features, labels = noisy(60)
+    features[3, 2] = np.nan
+    evaluate((features, labels), noisy(9), l2=(1e-3,))
     assert "the fit with l2=0.001 is not finite" in caplog.text
 
 

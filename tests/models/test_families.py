@@ -304,7 +304,7 @@ def test_a_resnet_takes_images_of_any_size():
 @pytest.mark.parametrize(
     ("name", "fields", "said"),
     [
-        ("BiT-R50x1", {"scan": True}, "scan: BiT has no such field; known: stages, stem_width,"),
+        ("BiT-R50x1", {"scan": True}, "scan: BiT has no such field; known: num_classes, image"),
         ("BiT-R50x1", {"stages": ()}, "stages=(): needs the units"),
         ("BiT-R50x1", {"stages": (1, 0)}, "stages=(1, 0): needs the units"),
         ("BiT-R50x1", {"stem_width": 48}, "stem_width=48: needs a multiple of 32"),
