@@ -232,6 +232,7 @@ def assert_trees_close(found, expected, tolerance):
         np.testing.assert_allclose(found[name], leaf, rtol=0, atol=atol, err_msg=name)
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_train_alike(mesh):
     config = everything_config()
     config.optimizer.name = "adafactor"

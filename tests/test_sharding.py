@@ -88,7 +88,10 @@ def shape_of_share(leaf):
     return leaf.sharding.shard_shape(leaf.shape)
 
 
-@pytest.mark.parametrize("layout", ["data 8", "fsdp 8", "data 2, fsdp 2, tensor 2"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("data 8", marks=pytest.mark.slow), "fsdp 8", "data 2, fsdp 2, tensor 2"],
+)
 def test_every_layout_trains_alike(layout):
     expected, reference = trained("one device")
     history, state = trained(layout)

@@ -200,6 +200,7 @@ time.sleep(1000)
 # The real thing
 
 
+@pytest.mark.slow
 def test_two_processes_with_two_devices(local, call, on_cpu, tmp_path, pytestconfig):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(pytestconfig.cache.mkdir("jax"))
     try:
