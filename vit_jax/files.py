@@ -5,11 +5,25 @@ import os
 
 from etils import epath
 
+from vit_jax.errors import InputError
+
 
 def absolute(path: epath.PathLike) -> epath.Path:
     """`path` from the root, with `~` expanded; an address such as gs://bucket as it is."""
     path = epath.Path(path)
     return path if _is_object(path) else path.expanduser().resolve()
+
+
+def check_output(path: epath.Path, flag: str) -> None:
+    """Raises InputError, naming `flag`, if a file at `path` could not be written in the end."""
+    if _is_object(path):
+        return
+    if path.is_dir():
+        raise InputError(f"{flag}={path}: is a folder; give a file")
+    if not path.parent.is_dir():
+        raise InputError(f"{flag}={path}: there is no folder {path.parent}; make it")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise InputError(f"{flag}={path}: {path.parent} cannot be written to; choose another")
 
 
 def write_whole(path: epath.Path, content: str | bytes) -> None:

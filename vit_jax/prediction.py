@@ -18,11 +18,10 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import track
 
-from vit_jax import tree
+from vit_jax import files, tree
 from vit_jax.data import Source, eval_batches, parse_ops, to_value_range
 from vit_jax.errors import InputError
 from vit_jax.fetching import fetch
-from vit_jax.files import absolute
 from vit_jax.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.objectives.supervised import PROBABILITIES
 from vit_jax.transfer.images import class_names, ops_for
@@ -130,15 +129,10 @@ def check_output(output: os.PathLike | str) -> epath.Path:
     Raises:
       InputError: if it cannot.
     """
-    output = absolute(output)
+    output = files.absolute(output)
     if output.suffix != ".npz":
         raise InputError(f"--features={output}: needs a name that ends in .npz")
-    if output.is_dir():
-        raise InputError(f"--features={output}: is a folder; give another name")
-    if not output.parent.is_dir():
-        raise InputError(f"--features={output}: there is no folder {output.parent}; make it")
-    if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise InputError(f"--features={output}: {output.parent} cannot be written to")
+    files.check_output(output, "--features")
     return output
 
 

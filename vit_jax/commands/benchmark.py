@@ -12,7 +12,6 @@ augmentations: a picture of some training images and of what is made of them, as
 import argparse
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -90,7 +89,7 @@ def run(flags: argparse.Namespace) -> int:
         raise InputError(f"--steps={flags.steps}: needs a positive number")
     output = None if flags.output is None else files.absolute(flags.output)
     if output is not None:
-        check_output(output)
+        files.check_output(output, "--output")
     config = load_valid_config(flags)
 
     from vit_jax import metrics  # TensorBoard only now, that a typo is answered at once
@@ -109,18 +108,6 @@ def run(flags: argparse.Namespace) -> int:
     else:
         Console().print(as_table(named))
     return exit_codes.DONE
-
-
-def check_output(output) -> None:
-    """Raises InputError if the file `output` could not be written in the end."""
-    if "://" in os.fspath(output):
-        return
-    if output.is_dir():
-        raise InputError(f"--output={output}: is a directory; give a file")
-    if not output.parent.is_dir():
-        raise InputError(f"--output={output}: there is no directory {output.parent}; make it")
-    if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise InputError(f"--output={output}: {output.parent} cannot be written to; choose another")
 
 
 def as_table(figures: Mapping[str, Any]) -> Table:

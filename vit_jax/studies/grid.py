@@ -135,8 +135,8 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
             row: [(x, [100 * value for value in values[row, column]])
                   for x, column in axis.places if values.get((row, column))]
             for row in row_names
+            if any(values.get((row, column)) for column in columns)
         }  # fmt: skip
-        points = {row: places for row, places in points.items() if places}
         y_label = metric_in_percent(config)
         files["study.png"] = draw_curves(points, x_label=axis.label, y_label=y_label)
     return Report(

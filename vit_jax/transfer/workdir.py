@@ -73,16 +73,15 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
     params = jax.tree.map(np.asarray, restored[0][weights])
     if model.scan:
         params = unstack_layers(params)
-    entry = next((e for e in config.evals.values() if e.type == "classification"), None)
-    ops = None if entry is None else entry.ops or None
+    ops = next((e.ops for e in config.evals.values() if e.type == "classification"), None) or ""
     spec = Spec(
         image_size=model.image_size,
         resize="antialiased",
         mean=tuple(config.data.mean),
         std=tuple(config.data.std),
         class_names=class_names_of(_read_names(path), model.num_classes, str(path)),
-        crop=_crop(ops or "", model.image_size or image_hw(config.data.image_size)),
-        ops=_ops_for_files(ops or ""),
+        crop=_crop(ops, model.image_size or image_hw(config.data.image_size)),
+        ops=_ops_for_files(ops),
     )
     run = {
         "step": step,
