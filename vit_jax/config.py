@@ -8,7 +8,7 @@ device and no TensorFlow.
 import inspect
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -152,6 +152,11 @@ def base_config() -> ConfigDict:
     c.evals.unlock()
     return c
 
+
+# Keys that changed a run's data or updates when they were added: what an older run, whose
+# config.json lacks the key, keeps doing; a function of that file's content. All other keys that a
+# run lacks take their default.
+IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {}
 
 REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.image_size",
             "optimizer.peak_lr")  # fmt: skip

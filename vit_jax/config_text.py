@@ -1,8 +1,11 @@
 """A config as text: the files that make one, overrides by name, the config.json of a run."""
 
 import ast
+import copy
 import importlib.util
+import inspect
 import json
+import logging
 import pathlib
 import re
 import traceback
@@ -14,6 +17,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import (
     EVAL_TYPES,
+    IN_OLDER_RUNS,
     OPTIONAL_IN_EVALS,
     TUPLES_OF_STRINGS,
     base_config,
@@ -22,6 +26,8 @@ from vit_jax.config import (
     typed_entry,
 )
 from vit_jax.errors import InputError, collect_faults, nearest
+
+logger = logging.getLogger("vit_jax")
 
 
 def load_config(spec: str) -> ConfigDict:
@@ -152,30 +158,33 @@ def to_json(config: ConfigDict) -> str:
 def from_json(text: str, where: str = "config.json") -> ConfigDict:
     """The config that `to_json` wrote; `where` names it in errors.
 
+    Keys that the text lacks, because an older version wrote it, take the value in IN_OLDER_RUNS or
+    else their default.
+
     Raises:
-      InputError: naming every key that this version does not have, or that it has besides.
+      InputError: naming every key that this version does not have.
     """
     config, faults = base_config(), []
     try:
         stored = json.loads(text)
+        older = _older_values(stored)
         evals = stored.pop("evals")
         for name, entry in evals.items():
             if entry["type"] not in EVAL_TYPES:
                 hint = nearest(str(entry["type"]), list(EVAL_TYPES))
                 faults.append(f"evals.{name}.type={entry['type']!r}: {hint}")
                 continue
-            wanted, found = eval_keys(entry["type"]), set(entry)
+            parameters = inspect.signature(EVAL_TYPES[entry["type"]]).parameters
+            defaults = {k: p.default for k, p in parameters.items() if p.default is not p.empty}
+            wanted, found = eval_keys(entry["type"]), set(defaults | entry)
             faults += [f"evals.{name}.{key}: missing" for key in sorted(wanted - found)]
             faults += [f"evals.{name}.{key}: no such key" for key in sorted(found - wanted)]
             if wanted == found:
-                config.evals[name] = typed_entry(entry)
+                config.evals[name] = typed_entry(defaults | entry)
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise InputError(f"{where}: not as a run writes it ({type(e).__name__}: {e})") from None
 
     def fill(node: ConfigDict, values: dict, prefix: str) -> None:
-        faults.extend(
-            f"{prefix}{key}: missing" for key in node if key not in values and key != "evals"
-        )
         for key, value in values.items():
             if key not in node:
                 faults.append(f"{prefix}{key}: no such key; {nearest(key, list(node))}")
@@ -189,6 +198,45 @@ def from_json(text: str, where: str = "config.json") -> ConfigDict:
 
     fill(config, stored, "")
     collect_faults(faults, f"{where} of another version of vit_jax; use the one that wrote it")
+    config.update_from_flattened_dict(older)
+    return config
+
+
+def _older_values(stored: dict[str, Any]) -> dict[str, Any]:
+    """{key: value} of the keys in IN_OLDER_RUNS that a parsed config.json lacks."""
+    sections = ((key, *key.rpartition(".")[::2]) for key in IN_OLDER_RUNS)
+    return {
+        key: IN_OLDER_RUNS[key](stored)
+        for key, section, leaf in sections
+        if leaf not in (stored.get(section, {}) if section else stored)
+    }
+
+
+def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
+    """`config` for resuming the run in `workdir`, which an older version may have begun.
+
+    Keys in IN_OLDER_RUNS that the run's config.json lacks keep the older behaviour, with one
+    warning, unless `config` sets them to something other than their default.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        return config
+    try:
+        older = _older_values(json.loads(path.read_text()))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return config  # reading the file as a config will name the fault
+    values, defaults = flatten(config), flatten(base_config())
+    kept = {k: v for k, v in older.items() if values[k] == defaults[k] and values[k] != v}
+    if not kept:
+        return config
+    config = copy.deepcopy(config)  # with the types of keys that are None
+    config.update_from_flattened_dict(kept)
+    logger.warning(
+        "%s: an older version began this run; it goes on as before, with %s (new runs: %s)",
+        workdir,
+        ", ".join(f"{key}={value!r}" for key, value in kept.items()),
+        ", ".join(repr(defaults[key]) for key in kept),
+    )
     return config
 
 

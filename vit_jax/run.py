@@ -63,6 +63,8 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
       InputError: naming the key.
     """
     workdir = files.absolute(workdir)
+    if training:
+        config = config_text.continue_older(config, workdir)
     faults = Faults()
     mesh = check_mesh(config, faults)
     faults.check(check_writable if training else check_store, workdir)

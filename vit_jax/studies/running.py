@@ -90,6 +90,7 @@ def check_member(config: ConfigDict, call: Call, member: Member) -> None:
     workdir = call.workdir / member.name
     if not (workdir / "config.json").exists():
         return
+    own = config_text.continue_older(own, workdir)
     stored = config_text.read_config(workdir)
     changed = config_lib.changed_keys(stored, own)
     seen = {"evals": stored.evals}, {"evals": own.evals}  # a single run may change what it looks at
