@@ -15,9 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from vit_jax import checkpoint
 from vit_jax.checksums import checksums
+from vit_jax.config import base_config
 from vit_jax.errors import InputError
 from vit_jax.mesh import make_mesh
 from vit_jax.step import TrainState
+from vit_jax.timetable import Timetable
 
 META = {"data_fingerprint": "abc", "seconds": 1.0}
 
@@ -170,13 +172,19 @@ def test_parameters_alone_can_be_restored(directory):
     )
 
 
-def test_the_newest_and_every_nth_are_kept(tmp_path):
+def test_the_newest_and_the_multiples_of_keep_every_are_kept(tmp_path):
+    """Also where no multiple of `checkpoint.every` is one of `checkpoint.keep_every`."""
+    config = base_config()
+    config.global_batch_size, config.data.num_examples = 8, 80
+    config.checkpoint.every, config.checkpoint.keep_every = "2 steps", "5 steps"
+    timetable = Timetable(config, total_steps=16)
     directory = epath.Path(tmp_path)
-    checkpoints = checkpoint.Checkpoints(directory, keep_last=2, keep_every=4)
-    for step in range(1, 8):
-        checkpoints.save(step, make_state(step), META)
+    checkpoints = checkpoint.Checkpoints(directory, keep_last=2, keep_every=timetable.keep_every)
+    for step in range(1, 17):
+        if timetable.saves(step):
+            checkpoints.save(step, make_state(step), META)
     checkpoints.close()
-    assert checkpoint.saved_steps(directory) == [7, 6, 4]
+    assert checkpoint.saved_steps(directory) == [16, 15, 10, 5]
 
 
 def test_another_order_of_data_is_refused(directory):

@@ -122,7 +122,7 @@ def base_config() -> ConfigDict:
     c.checkpoint = ConfigDict()
     c.checkpoint.every = "1000 steps"
     c.checkpoint.keep_last = 2
-    c.checkpoint.keep_every = placeholder(str)  # kept for ever; None: none is
+    c.checkpoint.keep_every = placeholder(str)  # saved and kept for ever; None: none is
 
     c.log = ConfigDict()
     c.log.every = "50 steps"

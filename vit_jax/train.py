@@ -38,7 +38,6 @@ from vit_jax.data.order import local_rows
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate
 from vit_jax.evaluators.features import NothingToMeasureError
-from vit_jax.experiment import num_steps
 from vit_jax.files import write_whole
 from vit_jax.guards import CorruptDataError, CorruptRecords, NonFiniteError, check_finite
 from vit_jax.mesh import BATCH_AXES, batch_sharding
@@ -47,6 +46,7 @@ from vit_jax.replicas import DivergedError, check_replicas
 from vit_jax.run import Run, data_fingerprint, prepare, training_order
 from vit_jax.step import start_from
 from vit_jax.summary import Clock, read_summary, write_diverged, write_summary
+from vit_jax.timetable import Timetable
 
 logger = logging.getLogger("vit_jax")
 
@@ -184,12 +184,7 @@ def train(run: Run, state, meta: dict) -> None:
     c, e = run.config, run.experiment
     start, total = int(state.step), e.total_steps
     saved = start if meta else None
-    keys = ["log.every", "checkpoint.every", *(f"evals.{name}.every" for name in run.evaluators)]
-    every = {key: num_steps(c, key) for key in keys}
-
-    def due(step, key):
-        return step == total or step % every[key] == 0
-
+    timetable = Timetable(c, total)
     clock = Clock(meta, run.mesh.size)
     corrupt = CorruptRecords(
         meta,
@@ -232,7 +227,7 @@ def train(run: Run, state, meta: dict) -> None:
         checkpoints = checkpoint.Checkpoints(
             run.workdir / "checkpoints",
             keep_last=c.checkpoint.keep_last,
-            keep_every=num_steps(c, "checkpoint.keep_every"),
+            keep_every=timetable.keep_every,
         )
         stack.enter_context(closing(checkpoints))
 
@@ -241,7 +236,7 @@ def train(run: Run, state, meta: dict) -> None:
         for step, batch in zip(range(start + 1, total + 1), batches, strict=False):
             watchdog.arrive(step)
             profiler.before(step)
-            logging_now = due(step, "log.every")
+            logging_now = timetable.logs(step)
             norms = layer_norms(state, batch) if layer_norms and logging_now else {}
             first = step == start + 1  # it also loads the program and connects the devices
             with watchdog.phase("compile") if first else contextlib.nullcontext():
@@ -254,8 +249,8 @@ def train(run: Run, state, meta: dict) -> None:
                 jax.block_until_ready(pending[-1 - _STEPS_IN_FLIGHT][1])
             profiler.after(step, step_metrics)
             stopping = guard.should_stop(step) and step < total
-            evaluations = [name for name in run.evaluators if due(step, f"evals.{name}.every")]
-            saving = stopping or due(step, "checkpoint.every")
+            evaluations = timetable.evaluators(step)
+            saving = stopping or timetable.saves(step)
             if not (logging_now or evaluations or saving):
                 continue
 
