@@ -169,8 +169,8 @@ def test_work_that_cannot_be_counted_is_refused():
 
 
 def test_mfu():
-    assert mfu(394e12, device_kind="TPU v5 lite", num_devices=4) == 0.5
-    assert mfu(1.0, device_kind="cpu", num_devices=4) is None
+    assert mfu(394e12, device_kind="TPU v5 lite", num_chips=4) == 0.5
+    assert mfu(1.0, device_kind="cpu", num_chips=4) is None
 
 
 def test_expected_memory():

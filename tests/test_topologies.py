@@ -1,14 +1,18 @@
 """The chips and the slices that can be planned for."""
 
+import itertools
 import math
 import subprocess
 import sys
+import types
 
 import pytest
 
 from vit_jax.errors import InputError
-from vit_jax.flops import PEAK_FLOPS
-from vit_jax.topologies import CHIPS, SLICES, find_slice
+from vit_jax.flops import PEAK_FLOPS, mfu
+from vit_jax.planning.targets import Target, describe_devices
+from vit_jax.summary import Clock
+from vit_jax.topologies import CHIPS, SLICES, count_chips, find_slice
 
 
 def test_slices_have_the_chips_of_their_shapes():
@@ -52,10 +56,56 @@ def test_chips_can_use_no_more_than_they_have():
         assert chip.source
 
 
-def test_peaks_are_of_devices():
+def test_peaks_are_of_chips():
     assert PEAK_FLOPS["TPU v5 lite"] == CHIPS["v5e"].peak_flops == 197e12
-    assert PEAK_FLOPS["TPU7x"] == CHIPS["tpu7x"].peak_flops / 2  # JAX sees its cores
+    assert PEAK_FLOPS["TPU7x"] == CHIPS["tpu7x"].peak_flops == 2307e12
     assert PEAK_FLOPS["NVIDIA H200"] == 989e12
+
+
+def make_tpus(kind, cores, **more):
+    """The devices of a slice of 2 x 2 chips, as `jax.Device` shows them."""
+    return [
+        types.SimpleNamespace(
+            id=2 * number + core, platform="tpu", device_kind=kind, coords=[*place, 0],
+            core_on_chip=core, **more,
+        )
+        for number, place in enumerate(itertools.product(range(2), range(2)))
+        for core in range(cores)
+    ]  # fmt: skip
+
+
+def test_devices_on_one_chip_are_counted_as_that_chip():
+    gpus = [types.SimpleNamespace(id=i, platform="gpu") for i in range(8)]
+    assert count_chips(gpus) == 8
+    assert count_chips(make_tpus("TPU v4", 1)) == 4  # both cores in one device
+    for kind in ("TPU v2", "TPU v3", "TPU7x"):
+        assert len(make_tpus(kind, 2)) == 8 and count_chips(make_tpus(kind, 2)) == 4
+    slices = [make_tpus("TPU7x", 2, slice_index=i) for i in range(2)]
+    assert count_chips([*slices[0], *slices[1]]) == 8
+
+
+@pytest.mark.parametrize("name", ["v4:2x2x2", "v5e:4x4", "v5p:2x4x4", "tpu7x:4x4x4", "H100:16"])
+def test_plans_count_chips_as_runs_do(name):
+    target = Target(find_slice(name), 1 if name == "H100:16" else 2)
+    devices = describe_devices(target)
+    assert count_chips(devices) == target.num_chips
+    assert len(devices) == target.num_chips * target.chip.devices
+
+
+def test_chip_hours_and_mfu_are_of_chips(caplog):
+    devices = make_tpus("TPU7x", 2)
+    clock = Clock({}, devices)
+    clock._since -= 3600
+    assert clock.read(0.0)["chip_hours"] == pytest.approx(4, rel=1e-3)
+    assert mfu(4 * 2307e12, device_kind="TPU7x", num_chips=count_chips(devices)) == 1
+
+    # An older version saved seconds times devices.
+    older = {"train_s": 10.0, "chip_s": 3600.0 * 8}
+    assert Clock(older, devices).read(0.0)["chip_hours"] == pytest.approx(4, rel=1e-3)
+    assert "counted the chip-hours of this run by JAX's devices" in caplog.text
+    caplog.clear()
+    assert Clock(older, make_tpus("TPU v4", 1)).read(0.0)["chip_hours"] == pytest.approx(8, 1e-3)
+    assert not caplog.text
 
 
 def test_importing_it_starts_nothing():

@@ -7,6 +7,7 @@ import shutil
 import signal
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -459,10 +460,10 @@ def test_a_tensor_axis_that_does_not_divide_the_heads_is_named(tmp_path, caplog)
 
 
 def test_chip_hours_add_up_over_meshes():
-    clock = Clock({"train_s": 10.0, "chip_s": 80.0}, num_chips=4)
-    read = clock.read(5.0)
-    assert read["train_s"] == 15.0 and read["chip_s"] >= 80.0
-    assert Clock({}, num_chips=4).read(5.0)["train_s"] == 5.0
+    devices = jax.devices()[:4]
+    read = Clock({"train_s": 10.0, "chip_hours": 80.0}, devices).read(5.0)
+    assert read["train_s"] == 15.0 and read["chip_hours"] >= 80.0
+    assert Clock({}, devices).read(5.0)["train_s"] == 5.0
 
 
 def test_chosen_steps_are_traced(tmp_path):

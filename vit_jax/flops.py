@@ -19,21 +19,19 @@ from vit_jax.models.layers import unconstrained
 from vit_jax.models.vit import ViT
 from vit_jax.topologies import CHIPS
 
-# Peaks of dense bfloat16 matrix products, FLOP/s per device, by `jax.Device.device_kind`.
-PEAK_FLOPS = {
-    kind: chip.peak_flops / chip.devices for chip in CHIPS.values() for kind in chip.device_kinds
-}
+# Peaks of dense bfloat16 matrix products, FLOP/s per chip, by `jax.Device.device_kind`.
+PEAK_FLOPS = {kind: chip.peak_flops for chip in CHIPS.values() for kind in chip.device_kinds}
 
 
-def mfu(flops_per_s: float, *, device_kind: str, num_devices: int) -> float | None:
-    """Model FLOPs utilisation: the share of the devices' `PEAK_FLOPS`; None for unknown chips.
+def mfu(flops_per_s: float, *, device_kind: str, num_chips: int) -> float | None:
+    """Model FLOPs utilisation: the share of the chips' `PEAK_FLOPS`; None for unknown chips.
 
     Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B. `flops_per_s` should leave out
-    what rematerialisation computes again.
+    what rematerialisation computes again; `num_chips` is `topologies.count_chips` of the devices.
     """
     if device_kind not in PEAK_FLOPS:
         return None
-    return flops_per_s / (num_devices * PEAK_FLOPS[device_kind])
+    return flops_per_s / (num_chips * PEAK_FLOPS[device_kind])
 
 
 def count_flops(fn: Callable, *args: Any) -> int:

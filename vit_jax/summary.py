@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from vit_jax import checkpoint, metrics
 from vit_jax.files import write_whole
 from vit_jax.guards import DIVERGED_FILE, NonFiniteError
 from vit_jax.run import Run
+from vit_jax.topologies import count_chips
 
 logger = logging.getLogger("vit_jax")
 
@@ -21,23 +22,42 @@ class Clock:
 
     Args:
       meta: saved with the state that the run goes on from; {} from scratch.
-      num_chips: of this part.
+      devices: of this part.
     """
 
-    def __init__(self, meta: Mapping[str, Any], num_chips: int):
-        self._meta, self._num_chips = meta, num_chips
+    def __init__(self, meta: Mapping[str, Any], devices: Sequence[Any]):
         self._since = time.perf_counter()
+        self._num_chips = count_chips(devices)
+        self._train_s = meta.get("train_s", 0.0)
+        self._chip_hours = read_chip_hours(meta, devices)
+        if "chip_s" in meta and self._num_chips != len(devices):
+            logger.warning(
+                "an older version counted the chip-hours of this run by JAX's devices; its part "
+                "is taken as %.4g chip-hours, at %g devices a chip as here",
+                self._chip_hours, len(devices) / self._num_chips,
+            )  # fmt: skip
 
     def read(self, train_s: float) -> dict[str, float]:
         """To be saved; `train_s` is what the steps of this part have taken.
 
-        `train_s`: seconds of training alone; `chip_s`: of everything, times chips.
+        `train_s`: seconds of training alone; `chip_hours`: of everything, times chips.
         """
-        chip_s = (time.perf_counter() - self._since) * self._num_chips
+        hours = (time.perf_counter() - self._since) / 3600
         return {
-            "train_s": self._meta.get("train_s", 0.0) + train_s,
-            "chip_s": self._meta.get("chip_s", 0.0) + chip_s,
+            "train_s": self._train_s + train_s,
+            "chip_hours": self._chip_hours + hours * self._num_chips,
         }
+
+
+def read_chip_hours(meta: Mapping[str, Any], devices: Sequence[Any]) -> float:
+    """The chip-hours in what was saved with a state; 0 in {}.
+
+    An older version saved `chip_s`, seconds times JAX's devices; these are taken to have been as
+    many a chip as `devices` are.
+    """
+    if "chip_s" in meta:
+        return meta["chip_s"] / 3600 * count_chips(devices) / len(devices)
+    return meta.get("chip_hours", 0.0)
 
 
 def read_summary(run: Run) -> dict[str, Any] | None:
@@ -75,7 +95,7 @@ def write_summary(run: Run) -> dict[str, Any]:
         "images_seen": images,
         "exaflops": e.flops_per_image * images / 1e18,
         "images_per_s": images / meta["train_s"],
-        "chip_hours": meta["chip_s"] / 3600,
+        "chip_hours": read_chip_hours(meta, run.mesh.devices.flatten()),
     }
     write_whole(run.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     shown = {k: v for k, v in summary.items() if "/" in k or k in ("images_per_s", "chip_hours")}

@@ -5,7 +5,8 @@ Importing this module starts neither JAX's backend nor libtpu.
 
 import math
 import re
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from vit_jax.errors import InputError, nearest
 
@@ -15,7 +16,7 @@ GIB, GB = 2**30, 10**9
 class Chip(NamedTuple):
     """What a chip can do at best, as its vendor says; dense products, one direction.
 
-    A TPU7x chip is two devices to JAX; the figures are of the whole chip.
+    The figures are of the whole chip, which may be several devices to JAX; see `count_chips`.
 
     peak_flops: bfloat16 FLOP/s.
     hbm_bytes: of memory, nominal.
@@ -25,7 +26,7 @@ class Chip(NamedTuple):
     fast_bytes_per_s: sent to other chips over ICI (TPU) or NVLink (GPU).
     slow_bytes_per_s: its share of the host's network (DCN).
     cycles_per_s: of the clock that the compiler's cycles count; None: not published.
-    devices: by which JAX sees the chip.
+    devices: that JAX makes of the chip; a TPU7x chip is two.
     device_kinds: what `jax.Device.device_kind` calls it.
     source: of the peaks.
     """
@@ -96,6 +97,23 @@ CHIPS: dict[str, Chip] = {
         "NVIDIA DGX B200 data sheet, by its 8 GPUs; network: 8 x 400 Gbit/s",
     ),
 }  # fmt: skip
+
+
+def count_chips(devices: Iterable[Any]) -> int:
+    """The number of chips that hold `devices`, which are JAX's or a plan's.
+
+    Vendors count, sell and state peaks of chips, and so do all figures of runs and plans. JAX has
+    a device for each core of some TPU chips (v2, v3, TPU7x): such devices share the coordinates of
+    their chip in its slice. Every other device is a chip.
+    """
+
+    def find_chip(device):
+        if device.platform != "tpu":
+            return device.id
+        return getattr(device, "slice_index", None), *device.coords  # one slice may have no index
+
+    return len({find_chip(device) for device in devices})
+
 
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16",
           "8x16x16")  # fmt: skip

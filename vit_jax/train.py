@@ -47,6 +47,7 @@ from vit_jax.run import Run, data_fingerprint, prepare, training_order
 from vit_jax.step import start_from
 from vit_jax.summary import Clock, read_summary, write_diverged, write_summary
 from vit_jax.timetable import Timetable
+from vit_jax.topologies import count_chips
 
 logger = logging.getLogger("vit_jax")
 
@@ -185,7 +186,7 @@ def train(run: Run, state, meta: dict) -> None:
     start, total = int(state.step), e.total_steps
     saved = start if meta else None
     timetable = Timetable(c, total)
-    clock = Clock(meta, run.mesh.size)
+    clock = Clock(meta, run.mesh.devices.flatten())
     corrupt = CorruptRecords(
         meta,
         global_batch_size=c.global_batch_size,
@@ -208,7 +209,7 @@ def train(run: Run, state, meta: dict) -> None:
         global_batch_size=c.global_batch_size,
         flops_per_image=e.flops_per_image,
         device_kind=run.mesh.devices.flat[0].device_kind,
-        num_devices=run.mesh.size,
+        num_chips=count_chips(run.mesh.devices.flat),
     )
     pending: collections.deque = collections.deque()
 

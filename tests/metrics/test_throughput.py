@@ -7,7 +7,7 @@ from vit_jax.metrics import Throughput
 
 
 def make_throughput(clock, **fields):
-    fields = {"flops_per_image": 197e9, "device_kind": "TPU v5e", "num_devices": 4} | fields
+    fields = {"flops_per_image": 197e9, "device_kind": "TPU v5e", "num_chips": 4} | fields
     return Throughput(100, global_batch_size=32, clock=clock, **fields)
 
 

@@ -443,12 +443,13 @@ def test_plan_without_libtpu_is_calculated_and_says_so(monkeypatch, capsys):
 
 PLACES = """
 from vit_jax.planning.targets import Target, describe_devices, find_devices, start_planning
-from vit_jax.topologies import find_slice
+from vit_jax.topologies import count_chips, find_slice
 
 for name, num_slices in [("v5e:1x1", 1), ("v5e:2x4", 1), ("v6e:4x8", 2), ("v5p:2x4x4", 2),
                          ("tpu7x:2x2x2", 1)]:
     target = Target(find_slice(name), num_slices)
     start_planning(target)
+    assert count_chips(find_devices(target)) == target.num_chips
     described, found = (
         {(getattr(d, "slice_index", 0), *d.coords, d.core_on_chip, d.platform) for d in devices}
         for devices in (describe_devices(target), find_devices(target))

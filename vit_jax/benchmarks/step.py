@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from vit_jax import flops
 from vit_jax.benchmarks.rounds import measure, spread
 from vit_jax.experiment import Experiment, make_experiment
+from vit_jax.topologies import count_chips
 
 MATMUL_SIZE = 1536  # of the float32 products that a CPU's steps are compared with
 _WARM_UP_STEPS = 2
@@ -92,7 +93,7 @@ def measure_step(
         "mfu": flops.mfu(
             experiment.flops_per_image * spread(images_per_s)["median"],
             device_kind=device_kind,
-            num_devices=mesh.size,
+            num_chips=count_chips(mesh.devices.flat),
         ),
     }
     if on_cpu:

@@ -17,7 +17,7 @@ class Throughput:
       step: the step that the run starts at.
       global_batch_size: images a step, over all devices.
       flops_per_image: forward and backward; None: the model FLOPs utilisation is not known.
-      device_kind, num_devices: what `flops.mfu` needs.
+      device_kind, num_chips: what `flops.mfu` needs.
       clock: seconds.
     """
 
@@ -28,12 +28,12 @@ class Throughput:
         global_batch_size: int,
         flops_per_image: float | None,
         device_kind: str,
-        num_devices: int,
+        num_chips: int,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._step, self._global_batch_size = step, global_batch_size
         self._flops_per_image = flops_per_image
-        self._device_kind, self._num_devices = device_kind, num_devices
+        self._device_kind, self._num_chips = device_kind, num_chips
         self._clock = clock
         self._total_s = 0.0
         self._paused_s: dict[str, float] = {}
@@ -73,7 +73,7 @@ class Throughput:
             share = mfu(
                 self._flops_per_image * images_per_s,
                 device_kind=self._device_kind,
-                num_devices=self._num_devices,
+                num_chips=self._num_chips,
             )
             if share is not None:
                 scalars["time/mfu"] = share

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from vit_jax import config_text, flops, sharding, tree
 from vit_jax.experiment import Experiment, make_experiment
 from vit_jax.planning.targets import Target, batch_ways, plan_mesh
+from vit_jax.topologies import count_chips
 
 
 def describe(
@@ -25,7 +26,7 @@ def describe(
         "model": config.model.name,
         "topology": target.slice.name,
         "num_slices": target.num_slices,
-        "num_chips": target.num_chips,
+        "num_chips": count_chips(mesh.devices.flat),
         "num_hosts": target.slice.num_hosts * target.num_slices,
         "devices_per_chip": target.chip.devices,
         "mesh": dict(mesh.shape),
