@@ -87,10 +87,10 @@ def write_summary(run: Run) -> dict[str, Any]:
     step = checkpoint.saved_steps(run.workdir / "checkpoints")[0]
     meta = checkpoint.read_meta(run.workdir / "checkpoints" / str(step))
     images = step * c.global_batch_size
-    last = metrics.last_values(run.workdir)
+    found = metrics.values_at(step, run.workdir)
     summary = {
         "step": step,
-        **{k: v for k, v in last.items() if k.split("/")[0] in c.evals},
+        **{k: v for k, v in found.items() if k.split("/")[0] in c.evals},
         "num_params": e.num_params,
         "images_seen": images,
         "exaflops": e.flops_per_image * images / 1e18,

@@ -95,3 +95,10 @@ def test_log_messages_name_their_level_from_warnings_on():
     message, warning = out.file.getvalue().splitlines()
     assert message.startswith("[bold] is no markup, and a long")
     assert warning == "WARNING: not divided"
+
+
+def test_metrics_in_a_message():
+    values = {"test/top1": 0.5, "test/num_examples": 1000, "test/ece": 0.01234567, "test/loss": None}
+    assert metrics.readable(values) == (
+        "test/top1 50.00%, test/num_examples 1,000, test/ece 0.01235, test/loss not finite"
+    )

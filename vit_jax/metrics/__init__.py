@@ -8,7 +8,7 @@ from vit_jax.metrics.profiler import Profiler
 from vit_jax.metrics.terminal import CONSOLE, Progress, log_to_console, readable
 from vit_jax.metrics.throughput import Throughput
 from vit_jax.metrics.weights_and_biases import check_installed
-from vit_jax.metrics.writers import MetricWriter, NullWriter, finite_or_none, last_values
+from vit_jax.metrics.writers import MetricWriter, NullWriter, finite_or_none, values_at
 
 __all__ = [
     "CONSOLE",
@@ -19,7 +19,7 @@ __all__ = [
     "Throughput",
     "check_installed",
     "finite_or_none",
-    "last_values",
     "log_to_console",
     "readable",
+    "values_at",
 ]

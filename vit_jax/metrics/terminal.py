@@ -94,10 +94,15 @@ class _ConsoleHandler(logging.Handler):
         self._console.out(level + self.format(record), highlight=False)
 
 
-def readable(values: Mapping[str, float]) -> str:
-    """Metrics in a message: accuracies in percent, counts in full, the rest in four digits."""
+def readable(values: Mapping[str, float | None]) -> str:
+    """Metrics in a message: accuracies in percent, counts in full, the rest in four digits.
+
+    None is a value that was not finite.
+    """
 
     def show(name, value):
+        if value is None:
+            return f"{name} not finite"
         if name.removesuffix("_raw").endswith(("top1", "top5", "top1_std")):
             return f"{name} {value:.2%}"
         return f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"

@@ -152,13 +152,15 @@ def finite_or_none(scalars: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _rows_before(step: int, path: epath.Path) -> bytes:
-    """The lines of a metrics.jsonl before `step`, without the half line that a kill may leave."""
-    kept = []
+    """The lines of a metrics.jsonl before `step`."""
+    return b"".join(line + b"\n" for line, row in _whole_rows(path) if row["step"] < step)
+
+
+def _whole_rows(path: epath.Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines of a metrics.jsonl and what they hold; a kill may have left one by half."""
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
-            if json.loads(line)["step"] < step:
-                kept.append(line + b"\n")
-    return b"".join(kept)
+            yield line, json.loads(line)
 
 
 def _event_file_name(workdir: epath.Path) -> str:
@@ -178,7 +180,13 @@ def _read_rows(workdir: epath.Path) -> Iterator[tuple[int, dict[str, float]]]:
         yield row.pop("step"), {n: math.nan if v is None else v for n, v in row.items()}
 
 
-def last_values(workdir: epath.Path) -> dict[str, float]:
-    """The newest value of every metric in WORKDIR/metrics.jsonl."""
-    rows = (workdir / "metrics.jsonl").read_text().splitlines()
-    return {name: value for row in rows for name, value in json.loads(row).items()}
+def values_at(step: int, workdir: epath.Path) -> dict[str, float | None]:
+    """The metrics that WORKDIR/metrics.jsonl has of `step`; None is a value that was not finite."""
+    rows = (row for _, row in _whole_rows(workdir / "metrics.jsonl"))
+    return {
+        name: value
+        for row in rows
+        if row["step"] == step
+        for name, value in row.items()
+        if name != "step"
+    }
