@@ -5,6 +5,7 @@ python killed_run.py MOMENT ARGS...; MOMENT is one of
   startup      before the first state exists
   step:N       before the step numbered N is dispatched
   evaluation:N in the N-th evaluation, once it has run over its batches
+  stopped:N    told to stop at step N, in the evaluation after the save
   rows:N       in the N-th row of metrics.jsonl, which is written by half
   events:N     in the N-th TensorBoard event of training, which is written by half
   save:N       while the N-th save is held in flight: its files are written and not committed,
@@ -53,6 +54,10 @@ def arm(moment):
     elif kind == "evaluation":
         owner = classification.Classification
         owner.run = after(count, owner.run, kill_after)
+    elif kind == "stopped":
+        train.PreemptionGuard.should_stop = lambda self, step: step == count
+        owner = classification.Classification
+        owner.run = after(1, owner.run, kill_after)
     elif kind in ("rows", "events"):
         owner, write, seen = files.LocalFile, files.LocalFile.write, []
 

@@ -105,8 +105,9 @@ def uninterrupted(tmp_path_factory):
 
 # 40 steps; a row each 5, an evaluation each 20, a save each 10.
 # What was saved is certain to be whole only once the next save has begun.
-SOME_MOMENTS = ("rows:3", "evaluation:2")
-ALL_MOMENTS = ("startup", "step:8", "save:1", "rows:3", "save:1", "events:5", "evaluation:1")
+SOME_MOMENTS = ("rows:3", "stopped:20")
+ALL_MOMENTS = ("startup", "step:8", "save:1", "rows:3", "save:1", "events:5", "evaluation:1",
+               "stopped:20", "evaluation:2")  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from etils import epath
 from sklearn.datasets import load_digits
 
 from vit_jax import checkpoint, load_pretrained, metrics, tree
+from vit_jax import train as train_module
 from vit_jax.config_text import apply_overrides, load_config, read_config
 from vit_jax.errors import InputError
 from vit_jax.evaluation import evaluate
@@ -133,8 +134,6 @@ def test_order_at_a_step_is_log_evaluate_flush_save(tmp_path, monkeypatch):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
-    from vit_jax import train as train_module
-
     make = train_module.compile_step
 
     def poisoned(run):
@@ -159,8 +158,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
 
 
 def test_told_to_stop_before_the_step_is_compiled_it_ends_at_once(tmp_path, monkeypatch):
-    from vit_jax import train as train_module
-
     class Told(BaseException):
         """By the handler that was there before."""
 
@@ -207,11 +204,61 @@ def test_a_damaged_newest_checkpoint_is_moved_aside_and_the_run_ends_the_same(fi
     assert final_checksums(run) == final_checksums(workdir)
 
 
-def test_killed_between_the_last_save_and_the_summary(finished, tmp_path):
+def test_a_finished_run_without_its_last_evaluation_makes_it(finished, tmp_path):
+    """The summary has the values of the last step alone, not what evaluators had before."""
     workdir, summary = finished
-    shutil.copytree(workdir, tmp_path / "run")
-    (tmp_path / "run/summary.json").unlink()
-    assert train_and_evaluate(make_config(), tmp_path / "run") == summary
+    run = tmp_path / "run"
+    shutil.copytree(workdir, run)
+    (run / "summary.json").unlink()
+    *before, last = rows(run)
+    assert "test/top1" in last and last["step"] == 40
+    first = next(row for row in before if "test/top1" in row)
+    first["test/of_an_earlier_config"] = 0.5
+    text = "".join(json.dumps(row) + "\n" for row in before)
+    (run / "metrics.jsonl").write_text(text + json.dumps(last)[:30])  # and half of its row
+    assert train_and_evaluate(make_config(), run) == summary
+    assert rows(run) == [*before, last]
+
+    (run / "summary.json").unlink()
+    assert train_and_evaluate(make_config(), run) == summary
+    assert rows(run) == [*before, last]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_evaluators_without_a_row_at_the_restored_step_are_run_on_all_processes(
+    tmp_path, monkeypatch, process
+):
+    """Process 0 decides: what another sees of metrics.jsonl may be older."""
+    written = [{"step": 10, "train/loss": 1.0}, {"step": 10, "few/top1": None},
+               {"step": 20, "knn/top1": 0.5}]  # fmt: skip
+    if process == 0:
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in written))
+    ran = []
+    broadcast = []
+
+    def broadcast_one_to_all(flags):
+        broadcast.append(flags.tolist())
+        return np.array([0, 1, 1], np.int32)
+
+    monkeypatch.setattr(train_module.jax, "process_index", lambda: process)
+    monkeypatch.setattr(train_module.multihost_utils, "broadcast_one_to_all", broadcast_one_to_all)
+    monkeypatch.setattr(
+        train_module, "evaluate", lambda name, *_: ran.append(name) or {f"{name}/top1": 0.25}
+    )
+    run = types.SimpleNamespace(
+        workdir=epath.Path(tmp_path),
+        config=make_config(),
+        evaluators=dict.fromkeys(("few", "few_more", "knn")),
+    )
+    train_module.evaluate_missed(run, types.SimpleNamespace(step=10), ["few", "few_more", "knn"])
+    assert ran == ["few_more", "knn"]
+    if process == 0:
+        assert broadcast == [[0, 1, 1]]
+        assert rows(tmp_path) == [
+            *written[:2], {"step": 10, "few_more/top1": 0.25}, {"step": 10, "knn/top1": 0.25},
+        ]  # fmt: skip
+    else:
+        assert not list(tmp_path.iterdir())
 
 
 def test_evaluate_gives_what_the_run_logged(finished, tmp_path, capsys):

@@ -9,11 +9,13 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
+from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from vit_jax import (
@@ -95,12 +97,11 @@ def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str,
         state, meta = start_state(run)
         write_workdir(run)
         compare_starts(run.config, training_order(run.config, run.train_source), int(state.step))
-        if int(state.step) < run.experiment.total_steps:
-            try:
-                train(run, state, meta)
-            except NonFiniteError as e:
-                write_diverged(run, e)
-                raise
+        try:
+            train(run, state, meta)
+        except NonFiniteError as e:
+            write_diverged(run, e)
+            raise
     return write_summary(run)
 
 
@@ -178,7 +179,7 @@ def write_workdir(run: Run) -> None:
 
 
 def train(run: Run, state, meta: dict) -> None:
-    """The loop: step, log, evaluate, make the rows durable, save.
+    """Evaluates what an earlier try has missed; then step, log, evaluate, flush, save, in a loop.
 
     Until the step is compiled there is nothing to save, and SIGTERM ends a process alone at once.
     """
@@ -187,6 +188,11 @@ def train(run: Run, state, meta: dict) -> None:
     saved = start if meta else None
     timetable = Timetable(c, total)
     clock = Clock(meta, run.mesh.devices.flatten())
+    due = timetable.evaluators(start)
+    if meta and due:
+        evaluate_missed(run, state, due)
+    if start == total:
+        return
     corrupt = CorruptRecords(
         meta,
         global_batch_size=c.global_batch_size,
@@ -198,31 +204,11 @@ def train(run: Run, state, meta: dict) -> None:
     if c.log.by_layer:
         with watchdog.phase("compile"):
             layer_norms = e.layer_norms.lower(e.abstract_state, e.abstract_batch).compile()
-    if jax.process_index() == 0:
-        writer = metrics.MetricWriter(
-            run.workdir, restored_step=saved, wandb_project=c.log.wandb, config=c.to_dict()
-        )
-    else:
-        writer = metrics.NullWriter()
-    throughput = metrics.Throughput(
-        start,
-        global_batch_size=c.global_batch_size,
-        flops_per_image=e.flops_per_image,
-        device_kind=run.mesh.devices.flat[0].device_kind,
-        num_chips=count_chips(run.mesh.devices.flat),
-    )
     pending: collections.deque = collections.deque()
-
-    def evaluate_all(step, names):
-        for name in names:
-            with watchdog.phase("evaluation"), throughput.pause("evaluation"):
-                row = evaluate(name, run.evaluators[name], state)
-                writer.write(step, row)
-                logger.info("step %d: %s", step, metrics.readable(row))
 
     with contextlib.ExitStack() as stack:
         guard = stack.enter_context(PreemptionGuard())
-        stack.enter_context(writer)
+        writer = stack.enter_context(open_writer(run, saved))
         progress = stack.enter_context(metrics.Progress(total))
         profiler = stack.enter_context(metrics.Profiler(c.log.profile, run.workdir / "profile"))
         checkpoints = checkpoint.Checkpoints(
@@ -232,6 +218,13 @@ def train(run: Run, state, meta: dict) -> None:
         )
         stack.enter_context(closing(checkpoints))
 
+        throughput = metrics.Throughput(
+            start,
+            global_batch_size=c.global_batch_size,
+            flops_per_image=e.flops_per_image,
+            device_kind=run.mesh.devices.flat[0].device_kind,
+            num_chips=count_chips(run.mesh.devices.flat),
+        )
         batches = train_batches(run, start)
         stack.callback(close_batches, batches)
         for step, batch in zip(range(start + 1, total + 1), batches, strict=False):
@@ -267,8 +260,9 @@ def train(run: Run, state, meta: dict) -> None:
                 writer.write(step, row)
                 progress.update(step, row)
             train_s = throughput.seconds()
-            if not stopping:
-                evaluate_all(step, evaluations)
+            if evaluations and not stopping:
+                with throughput.pause("evaluation"):
+                    evaluate_all(run, state, evaluations, writer)
             if saving:
                 with watchdog.phase("save"), throughput.pause("save"):
                     saved = step
@@ -280,8 +274,49 @@ def train(run: Run, state, meta: dict) -> None:
             if stopping:  # what was sent the signal may not have long: first it saves
                 with watchdog.phase("save"):
                     checkpoints.wait()
-                evaluate_all(step, evaluations)
+                evaluate_all(run, state, evaluations, writer)
                 raise Preempted(f"stopped by SIGTERM at step {step}, which is saved")
+
+
+def open_writer(run: Run, restored_step: int | None) -> metrics.MetricWriter | metrics.NullWriter:
+    """The writer of the run's rows, on process 0; those past the restored step are dropped."""
+    if jax.process_index() > 0:
+        return metrics.NullWriter()
+    c = run.config
+    return metrics.MetricWriter(
+        run.workdir, restored_step=restored_step, wandb_project=c.log.wandb, config=c.to_dict()
+    )
+
+
+def evaluate_all(run: Run, state, names: Sequence[str], writer) -> None:
+    """Runs the evaluators called `names` on `state`; writes the row of each as soon as it is there.
+
+    All processes call it together.
+    """
+    step = int(state.step)
+    for name in names:
+        with watchdog.phase("evaluation"):
+            row = evaluate(name, run.evaluators[name], state)
+            writer.write(step, row)
+            logger.info("step %d: %s", step, metrics.readable(row))
+
+
+def evaluate_missed(run: Run, state, due: Sequence[str]) -> None:
+    """Runs those evaluators of `due`, at the restored step, that have no row at it.
+
+    A run that is told to stop saves before it evaluates, and may be killed in between. Process 0
+    decides for all: a shared disk may show the others an older metrics.jsonl.
+    """
+    step = int(state.step)
+    rows = metrics.values_at(step, run.workdir) if jax.process_index() == 0 else {}
+    evaluated = {name.partition("/")[0] for name in rows}
+    is_missed = np.array([name not in evaluated for name in due], np.int32)
+    is_missed = multihost_utils.broadcast_one_to_all(is_missed)
+    missed = [name for name, miss in zip(due, is_missed, strict=True) if miss]
+    if missed:
+        logger.info("step %d: evaluating %s, whose row is missing", step, ", ".join(missed))
+        with open_writer(run, step) as writer:
+            evaluate_all(run, state, missed, writer)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,9 @@ class WeightsAndBiases:
     Its id is kept in WORKDIR/wandb_id, so a run that is resumed goes on in the same W&B run. W&B
     takes no step twice and none back: rows from the restored step on that a killed try had sent
     stay (a resumed run makes the same once more), and rows that were lost on the way, as W&B's
-    client loses what it holds when it is killed, are sent again from metrics.jsonl.
+    client loses what it holds when it is killed, are sent again from metrics.jsonl. An evaluation
+    that a killed try has missed, and that the resumed run makes, is not in W&B if W&B has another
+    row of that step.
 
     W&B never ends a run. Where it cannot be reached at the start, or there is no login, the run
     is recorded offline in WORKDIR/wandb, for `wandb sync` to send; where that fails too, or W&B
