@@ -98,7 +98,7 @@ def test_log_messages_name_their_level_from_warnings_on():
 
 
 def test_metrics_in_a_message():
-    values = {"test/top1": 0.5, "test/num_examples": 1000, "test/ece": 0.01234567, "test/loss": None}
+    values = {"test/top1": 0.5, "test/num_examples": 1000, "test/ece": 0.012346, "test/loss": None}
     assert metrics.readable(values) == (
         "test/top1 50.00%, test/num_examples 1,000, test/ece 0.01235, test/loss not finite"
     )
