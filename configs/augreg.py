@@ -56,7 +56,7 @@ def get_config(arg=""):
     c.data.name, c.data.image_size = data, 224
     c.data.split = train_split
     c.data.ops = recipe.ops("inception_crop")
-    eval_ops = "decode|resize_small(256)|central_crop"
+    eval_ops = "decode|resize_small(crop=0.875)|central_crop"
     c.evals.val = classification(split=val_split, every="1 epochs", ops=eval_ops)
 
     if data == "imagenet2012":

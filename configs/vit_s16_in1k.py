@@ -21,7 +21,7 @@ def get_config(arg=""):
 
     c.data.name, c.data.image_size = "imagenet2012", 224
     c.data.ops = BETTER_PLAIN.ops("inception_crop")
-    eval_ops = "decode|resize_small(256)|central_crop"
+    eval_ops = "decode|resize_small(crop=0.875)|central_crop"
     c.evals.val = classification(split="validation", every="1 epochs", ops=eval_ops)
 
     c.optimizer.peak_lr, c.optimizer.weight_decay = 1e-3, 0.1

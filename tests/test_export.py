@@ -270,6 +270,8 @@ def test_a_run_whose_names_of_classes_are_broken_is_refused(run, tmp_path):
     ("ops", "at_its_size", "crop"),
     [
         ("decode|resize_small(6)|central_crop", None, 2 / 3),
+        ("decode|resize_small(crop=.8)|central_crop(pad=True)", None, 0.8),
+        ("decode|resize_small|central_crop", None, 1.0),
         ("decode|resize_small((5, 8), antialias=True)|central_crop", None, 0.8),
         ("decode|resize(5)|central_crop", None, 0.8),
         (
@@ -287,7 +289,7 @@ def test_a_run_whose_names_of_classes_are_broken_is_refused(run, tmp_path):
 def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_size, crop):
     size = read_pretrained(run).spec.image_size
     scale = size[0] / 4  # the strings above are for 4 x 4
-    text = re.sub(r"\d+", lambda match: str(round(int(match[0]) * scale)), ops)
+    text = re.sub(r"(?<!\.)\d+", lambda match: str(round(int(match[0]) * scale)), ops)
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
     config["evals"]["test"]["ops"] = text
@@ -298,6 +300,17 @@ def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_s
     assert spec.crop == (crop and pytest.approx(crop))
     larger = spec.at((64, 64))
     assert ("central_crop" in ops_for(larger)) == (crop is not None)
+
+
+def test_images_of_an_older_run_are_padded_as_its_evaluator_did(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["evals"]["test"]["ops"] = "decode|resize_small(6)|central_crop"  # of 8 x 8
+    del config["data"]["pad_crops"]
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    spec = pretrained_spec(tmp_path / "run")
+    assert ops_for(spec) == "decode|resize_small(6)|central_crop(pad=True)"
+    assert spec.crop == 1.0
 
 
 def test_a_program_is_no_format_of_save_pretrained(golden, tmp_path):
