@@ -14,6 +14,7 @@ from vit_jax.config import REQUIRED_TO_EVALUATE, base_config, eval_splits, model
 from vit_jax.config_text import apply_overrides, load_config
 from vit_jax.data import check_crops, parse_ops
 from vit_jax.data.host_tf import tf
+from vit_jax.data.known import fill_in_sizes
 from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.errors import InputError
 from vit_jax.experiment import make_experiment, num_steps
@@ -446,6 +447,11 @@ def test_better_plain_vit():
     assert (c.optimizer.peak_lr, c.optimizer.weight_decay) == (1e-3, 0.1)
     assert c.optimizer.grad_clip_norm == 1.0
     assert (c.schedule.name, c.schedule.warmup) == ("cosine", "10000 steps")
+    assert c.model.hidden_head is True
+    assert (c.data.split, c.evals.val.split) == ("train[:99%]", "validation")
+    c = fill_in_sizes(c)
+    assert c.data.num_examples == 1_268_355
+    assert num_steps(c, "duration") == 111_477  # 90 * 1,268,355 / 1024 = 111,476.5
 
 
 # Images of these shapes are evaluated at these sizes.
