@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from etils import epath
 
-from vit_jax import load_pretrained, pretrained_spec, save_pretrained, tree
+from vit_jax import evaluation, load_pretrained, pretrained_spec, save_pretrained, tree
 from vit_jax.checkpoint import Checkpoints
 from vit_jax.checksums import hash_params
-from vit_jax.config_text import apply_overrides, load_config
+from vit_jax.config_text import apply_overrides, load_config, read_config
 from vit_jax.errors import InputError
 from vit_jax.files import LocalFile
 from vit_jax.main import main
@@ -302,7 +302,7 @@ def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_s
     assert ("central_crop" in ops_for(larger)) == (crop is not None)
 
 
-def test_images_of_an_older_run_are_padded_as_its_evaluator_did(run, tmp_path):
+def test_images_of_an_older_run_are_padded_as_before(run, tmp_path, caplog, monkeypatch):
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
     config["evals"]["test"]["ops"] = "decode|resize_small(6)|central_crop"  # of 8 x 8
@@ -311,6 +311,17 @@ def test_images_of_an_older_run_are_padded_as_its_evaluator_did(run, tmp_path):
     spec = pretrained_spec(tmp_path / "run")
     assert ops_for(spec) == "decode|resize_small(6)|central_crop(pad=True)"
     assert spec.crop == 1.0
+
+    seen = []
+    monkeypatch.setattr(
+        evaluation, "_run_all", lambda evaluators, state: seen.append(evaluators) or {}
+    )
+    evaluation.evaluate(read_config(epath.Path(tmp_path / "run")), tmp_path / "run")
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "its images have black borders as before:\n  evals.test.ops: " in record.getMessage()
+    batch = next(iter(seen[0]["test"]._make_batches()))
+    shown = np.asarray(batch["image"]).any(axis=(0, 3))
+    np.testing.assert_array_equal(shown, np.pad(np.ones((6, 6), bool), 1))
 
 
 def test_a_program_is_no_format_of_save_pretrained(golden, tmp_path):
