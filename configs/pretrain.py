@@ -47,7 +47,7 @@ def get_config(arg=""):
     c.data.name, c.data.image_size = tfds_name or data, 224
     c.data.split = train_split
     c.data.ops = "inception_crop|flip"
-    eval_ops = "decode|resize_small(256)|central_crop"
+    eval_ops = "decode|resize_small(crop=0.875)|central_crop"
     c.evals.val = classification(split=val_split, every="1 epochs", ops=eval_ops)
 
     if "fewshot" in chosen:

@@ -257,6 +257,30 @@ def test_a_resumed_older_run_goes_on_as_before_with_one_warning(
     assert "data.split='older' (new runs: 'train')" in record.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("image_size", "ops", "pads"),
+    [
+        (384, "decode|resize_small(256)|central_crop", True),
+        (224, "decode|resize_small(256)|central_crop", False),
+        ((128, 384), "decode | resize(256, antialias=True) | random_crop|flip", True),
+        ((128, 224), "decode | resize(256, antialias=True) | random_crop|flip", False),
+        (384, "decode|resize_small(antialias=True)|central_crop", False),
+        (8, "decode|resize_small(16)|central_crop(17)", True),
+        (8, "decode|central_crop", True),
+        (8, "inception_crop|pad_crop(2)", False),
+    ],
+)
+@pytest.mark.parametrize("key", ["data", "evals.few"])
+def test_crops_of_an_older_run_pad_as_before(config, key, image_size, ops, pads):
+    config.data.image_size = image_size
+    if key == "data":
+        config.data.ops = ops
+    else:
+        config.evals.few.ops = ops
+    assert from_json(without(config, "data.pad_crops")).data.pad_crops is pads
+    assert from_json(to_json(config)).data.pad_crops is False
+
+
 def write(folder, text, name="mine.py"):
     path = folder / name
     path.write_text(text)

@@ -1,5 +1,6 @@
 """Every file in configs/, and the paper's table of pretraining recipes."""
 
+import functools
 import itertools
 import pathlib
 import re
@@ -10,8 +11,10 @@ from etils import epath
 from PIL import Image
 
 from vit_jax.config import REQUIRED_TO_EVALUATE, base_config, eval_splits, model_fields
-from vit_jax.config_text import load_config
-from vit_jax.data import parse_ops
+from vit_jax.config_text import apply_overrides, load_config
+from vit_jax.data import check_crops, parse_ops
+from vit_jax.data.host_tf import tf
+from vit_jax.data.known import fill_in_sizes
 from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.errors import InputError
 from vit_jax.experiment import make_experiment, num_steps
@@ -20,6 +23,8 @@ from vit_jax.models import create_model, token_stride
 from vit_jax.recipes import VTAB, hyper_rule, make_tiny
 from vit_jax.run import prepare
 from vit_jax.studies.grid import parse_cells
+from vit_jax.transfer.images import ops_for
+from vit_jax.transfer.rules import Spec
 from vit_jax.validation import find_faults
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -442,6 +447,55 @@ def test_better_plain_vit():
     assert (c.optimizer.peak_lr, c.optimizer.weight_decay) == (1e-3, 0.1)
     assert c.optimizer.grad_clip_norm == 1.0
     assert (c.schedule.name, c.schedule.warmup) == ("cosine", "10000 steps")
+    assert c.model.hidden_head is True
+    assert (c.data.split, c.evals.val.split) == ("train[:99%]", "validation")
+    c = fill_in_sizes(c)
+    assert c.data.num_examples == 1_268_355
+    assert num_steps(c, "duration") == 111_477  # 90 * 1,268,355 / 1024 = 111,476.5
+
+
+# Images of these shapes are evaluated at these sizes.
+SHAPES = [(300, 400), (400, 300), (37, 90), (224, 224)]
+SIZES = [(224, 224), (384, 384), (160, 256)]
+
+
+@pytest.mark.parametrize("image_size", SIZES)
+def test_no_pixel_of_an_evaluated_image_is_padding(image_size):
+    """A white image stays white, for every config at every size."""
+    strings = set()
+    for name, forms in (FORMS | EVALUATION_FORMS).items():
+        for words in forms:
+            c = load(name, words)
+            assert apply_overrides(c, [("data.image_size", "{},{}".format(*image_size))]) == []
+            strings |= {entry.ops for entry in c.evals.values()}
+    strings |= {ops_for(Spec(image_size, "antialiased", crop=crop)) for crop in (None, 0.875, 1.0)}
+    for string in strings:
+        check_crops(parse_ops(string, image_size)[0], string)
+        for shape in SHAPES:
+            image = tf.fill((*shape, 3), tf.constant(255, tf.uint8))
+            for op in parse_ops(string, image_size)[0]:
+                image = op(image, [0, 0])
+            assert image.numpy().min() == 255, string
+            assert image.shape[:2] in (image_size, shape), string
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("pretrain", "ViT-B/16,jft=x,fewshot"), ("augreg", "ViT-B/16,imagenet2012,none"),
+     ("vit_s16_in1k", "")],
+)  # fmt: skip
+def test_evaluated_pixels_at_224_are_those_of_a_resize_to_256(name, words):
+    """As the published recipes say, and as the configs themselves said."""
+    for entry in load(name, words).evals.values():
+        for shape in SHAPES:
+            y, x = np.mgrid[: shape[0], : shape[1]]
+            pixels = np.stack([y * x, 3 * x, y + 7 * x], -1).astype(np.uint8)
+            ours, published = (
+                functools.reduce(lambda image, op: op(image, [0, 0]), parse_ops(ops, (224, 224))[0],
+                                 tf.constant(pixels))
+                for ops in (entry.ops, "decode|resize_small(256)|central_crop(224)")
+            )  # fmt: skip
+            np.testing.assert_array_equal(ours, published)
 
 
 # The paper's table 4 once more: data, steps, learning rates, share of the development split in per
@@ -519,7 +573,8 @@ def test_a_bit_is_fine_tuned_by_its_rule(data, rule):
     c = load("finetune", f"BiT-R50x1,{data}")
     assert (c.model.name, c.duration, c.data.image_size) == ("BiT-R50x1", f"{steps} steps", crop)
     mixing = f"|mixup({mixup})" if mixup else ""
-    assert c.data.ops == f"decode|resize({resize})|random_crop|flip{mixing}"
+    assert c.data.ops == f"decode|resize(crop={crop / resize})|random_crop|flip{mixing}"
+    assert parse_ops(c.data.ops, (crop, crop))[0][1].gives == (resize, resize)
     assert c.evals.test.ops == "decode|resize"
     optimizer = c.optimizer
     assert (optimizer.name, optimizer.peak_lr, c.global_batch_size) == ("sgd", 0.003, 512)

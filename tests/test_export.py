@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from etils import epath
 
-from vit_jax import load_pretrained, pretrained_spec, save_pretrained, tree
+from vit_jax import evaluation, load_pretrained, pretrained_spec, save_pretrained, tree
 from vit_jax.checkpoint import Checkpoints
 from vit_jax.checksums import hash_params
-from vit_jax.config_text import apply_overrides, load_config
+from vit_jax.config_text import apply_overrides, load_config, read_config
 from vit_jax.errors import InputError
 from vit_jax.files import LocalFile
 from vit_jax.main import main
@@ -270,6 +270,8 @@ def test_a_run_whose_names_of_classes_are_broken_is_refused(run, tmp_path):
     ("ops", "at_its_size", "crop"),
     [
         ("decode|resize_small(6)|central_crop", None, 2 / 3),
+        ("decode|resize_small(crop=.8)|central_crop(pad=True)", None, 0.8),
+        ("decode|resize_small|central_crop", None, 1.0),
         ("decode|resize_small((5, 8), antialias=True)|central_crop", None, 0.8),
         ("decode|resize(5)|central_crop", None, 0.8),
         (
@@ -287,7 +289,7 @@ def test_a_run_whose_names_of_classes_are_broken_is_refused(run, tmp_path):
 def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_size, crop):
     size = read_pretrained(run).spec.image_size
     scale = size[0] / 4  # the strings above are for 4 x 4
-    text = re.sub(r"\d+", lambda match: str(round(int(match[0]) * scale)), ops)
+    text = re.sub(r"(?<!\.)\d+", lambda match: str(round(int(match[0]) * scale)), ops)
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
     config["evals"]["test"]["ops"] = text
@@ -298,6 +300,28 @@ def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_s
     assert spec.crop == (crop and pytest.approx(crop))
     larger = spec.at((64, 64))
     assert ("central_crop" in ops_for(larger)) == (crop is not None)
+
+
+def test_images_of_an_older_run_are_padded_as_before(run, tmp_path, caplog, monkeypatch):
+    shutil.copytree(run, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["evals"]["test"]["ops"] = "decode|resize_small(6)|central_crop"  # of 8 x 8
+    del config["data"]["pad_crops"]
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    spec = pretrained_spec(tmp_path / "run")
+    assert ops_for(spec) == "decode|resize_small(6)|central_crop(pad=True)"
+    assert spec.crop == 1.0
+
+    seen = []
+    monkeypatch.setattr(
+        evaluation, "_run_all", lambda evaluators, state: seen.append(evaluators) or {}
+    )
+    evaluation.evaluate(read_config(epath.Path(tmp_path / "run")), tmp_path / "run")
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "its images have black borders as before:\n  evals.test.ops: " in record.getMessage()
+    batch = next(iter(seen[0]["test"]._make_batches()))
+    shown = np.asarray(batch["image"]).any(axis=(0, 3))
+    np.testing.assert_array_equal(shown, np.pad(np.ones((6, 6), bool), 1))
 
 
 def test_a_program_is_no_format_of_save_pretrained(golden, tmp_path):

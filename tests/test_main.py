@@ -236,7 +236,7 @@ def test_workdir_of_another_config(refused, tmp_path):
     err = train(refused, "--config.model.pos_embed=none")
     assert "holds a run of another config; set it back, or take a new --workdir: 2 faults" in err
     assert "seed was 3 and is 0 now" in err
-    assert "model.pos_embed was None and is 'none' now" in err
+    assert "model.pos_embed was None and is 'none' now; --config.model.pos_embed=None keeps" in err
     assert "log.every" not in err
 
 

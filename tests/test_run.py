@@ -1,13 +1,16 @@
 """What a run needs, checked before anything is written: packages, and the splits that it opens."""
 
 import importlib.util
+import json
 import os
+import shlex
 
 import pytest
 
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
+from vit_jax.config_text import apply_overrides, continue_older, to_json
 from vit_jax.errors import InputError
-from vit_jax.run import check_images, compare_value_ranges, open_sources, prepare
+from vit_jax.run import check_images, check_unchanged, compare_value_ranges, open_sources, prepare
 from vit_jax.transfer.rules import Pretrained, Spec
 from vit_jax.validation import find_faults
 
@@ -82,6 +85,52 @@ def test_images_of_another_data_set_are_checked():
     config = make_config(few=few(data_name="digits", ops="resize(9)"))
     with pytest.raises(InputError, match=r"evals\.few\.ops='resize\(9\)' gives images of"):
         check_images(*open_sources(config, training=False))
+
+
+def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled(tmp_path):
+    config = make_config(test=check(ops="resize_small(7)|central_crop"), few=few())
+    config.data.ops = "resize(9)|random_crop(10)|resize"
+    config, sources = open_sources(config, training=True)
+    with pytest.raises(InputError, match=r"^data\.ops: 'random_crop\(10\)' takes 10 x 10 pixels"):
+        check_images(config, sources)
+    config.data.ops = ""
+    with pytest.raises(InputError) as error:
+        check_images(config, sources)
+    assert str(error.value).startswith(
+        "evals.test.ops: 'central_crop' takes 8 x 8 pixels, and 'resize_small(7)' gives images of "
+        "7 x 7, so it would need a black border; "
+    )
+    stored = json.loads(to_json(config))
+    del stored["data"]["pad_crops"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    check_images(continue_older(config, tmp_path), sources)
+
+
+def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):
+    config = make_config(test=check(ops="resize"), other=check())
+    (tmp_path / "config.json").write_text(to_json(config))
+    check_unchanged(config, tmp_path)
+    assert not caplog.records
+
+    changed = make_config(test=check(ops="resize(8)"), new=check())
+    changed.evals.test.every, changed.log.every = "2 epochs", "7 steps"
+    check_unchanged(changed, tmp_path)
+    (record,) = caplog.records
+    assert (
+        "earlier ones: evals.test.ops was 'resize' and is 'resize(8)' now; "
+        "--config.evals.test.ops=resize keeps it" in record.getMessage()
+    )
+    assert "every" not in record.getMessage()
+
+    changed.data.split, changed.data.ops, changed.model.hidden_head = "train[:99%]", "flip", True
+    changed.data.mean = (0.0, 0.0, 0.0)
+    with pytest.raises(InputError) as error:
+        check_unchanged(changed, tmp_path)
+    flags = [fault.partition(" now; ")[2].removesuffix(" keeps it") for fault in error.value.faults]
+    words = [word.removeprefix("--config.").split("=", 1) for flag in flags
+             for word in shlex.split(flag)]  # fmt: skip
+    assert apply_overrides(changed, words) == [] and len(words) == 4
+    check_unchanged(changed, tmp_path)
 
 
 def test_without_wandb_a_run_that_asks_for_it_does_not_start(tmp_path, monkeypatch):

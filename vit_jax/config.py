@@ -8,6 +8,7 @@ device and no TensorFlow.
 import inspect
 import pathlib
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -82,6 +83,8 @@ def base_config() -> ConfigDict:
     c.data.reader = placeholder(str)  # of TFDS: memory, offsets, array_record; None: by size
     c.data.max_corrupt_fraction = 0.1  # of the examples so far; above it the run stops
     c.data.ops = ""  # of training; "decode|resize|flip" and so on
+    # Whether every crop of an image that is too small pads it with black, or only one that says so.
+    c.data.pad_crops = False
     c.data.mean = (0.5, 0.5, 0.5)  # the model sees (image / 255 - mean) / std
     c.data.std = (0.5, 0.5, 0.5)
 
@@ -153,10 +156,33 @@ def base_config() -> ConfigDict:
     return c
 
 
+# A crop of data.image_size after a resize without other arguments than these.
+_RESIZE_AND_CROP = (
+    r"resize(_small)?(\((size=)?(?P<size>\d+)?,?(antialias=(True|False))?\))?"
+    r"\|(central|random)_crop(\(\))?(?=\||$)"
+)
+
+
+def _may_pad(stored: dict[str, Any]) -> bool:
+    """Whether a crop of a parsed config.json may be larger than its image, by the text of its ops.
+
+    It is not after a resize to `data.image_size`, or to a size that is at least as large.
+    """
+    size = stored["data"]["image_size"]
+    largest = max(size) if isinstance(size, list) else size or 0
+
+    def cut(match):
+        return "" if int(match["size"] or largest) >= largest else match[0]
+
+    strings = [stored["data"]["ops"], *(entry["ops"] for entry in stored["evals"].values())]
+    rest = [re.sub(_RESIZE_AND_CROP, cut, ops.replace(" ", "")) for ops in strings]
+    return re.search("(central|random)_crop", " ".join(rest)) is not None
+
+
 # Keys that changed a run's data or updates when they were added: what an older run, whose
 # config.json lacks the key, keeps doing; a function of that file's content. All other keys that a
 # run lacks take their default.
-IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {}
+IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {"data.pad_crops": _may_pad}
 
 REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.image_size",
             "optimizer.peak_lr")  # fmt: skip
@@ -166,6 +192,10 @@ REQUIRED_TO_EVALUATE = ("global_batch_size", "data.name")  # a model that is the
 # What may change when a run is resumed: where and how it runs, never what it computes.
 FREE_ON_RESUME = ("mesh.", "checkpoint.", "log.", "evals.", "job.", "study.", "data.data_dir",
                   "data.reader", "data.max_corrupt_fraction", "model.remat")  # fmt: skip
+
+
+# Keys of an entry of `evals` on which no measured value depends.
+_FREE_IN_EVALS = (".every", ".batch_size", ".data_dir")
 
 
 def classification(
@@ -377,6 +407,24 @@ def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]
         key: (a.get(key), b.get(key))
         for key in sorted(a.keys() | b.keys())
         if a.get(key) != b.get(key) and not key.startswith(FREE_ON_RESUME)
+    }
+
+
+def say_changes(changed: dict[str, tuple[Any, Any]]) -> list[str]:
+    """What `changed_keys` found, in words, each with the flag that keeps the old value."""
+    return [
+        f"{key} was {was!r} and is {now!r} now; {shlex.quote(f'--config.{key}={was}')} keeps it"
+        for key, (was, now) in changed.items()
+    ]
+
+
+def changed_evals(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
+    """As `changed_keys`, of what decides the values that evaluators measure."""
+    a, b = (flatten(config.evals, "evals.") for config in (old, new))
+    return {
+        key: (a.get(key), b.get(key))
+        for key in sorted(a.keys() | b.keys())
+        if a.get(key) != b.get(key) and not key.endswith(_FREE_IN_EVALS)
     }
 
 

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from vit_jax import checkpoint, transfer, tree, watchdog
 from vit_jax import config as config_lib
 from vit_jax.comparison import compare_findings, compare_requests, compare_weights
-from vit_jax.data import Source
+from vit_jax.data import Source, check_crops, parse_ops
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
@@ -42,6 +42,7 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
     """
     run = prepare(config, workdir, training=False)
     workdir = run.workdir
+    _warn_of_borders(run.config)
     saved = checkpoint.saved_steps(workdir / "checkpoints")
     compare_findings(run.config, run.sources, {"checkpoints in --workdir": saved})
     with jax.set_mesh(run.mesh):
@@ -91,6 +92,18 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
         logger.info("evaluating %s", pretrained.source)
         step = {} if pretrained.run is None else {"step": pretrained.run["step"]}
         return step | _run_all(evaluators, state)
+
+
+def _warn_of_borders(config: ConfigDict) -> None:
+    """Names the evaluators of an older run whose crops are larger than their images."""
+    image_size, faults = config_lib.image_hw(config.data.image_size), Faults()
+    for name, entry in config.evals.items():
+        faults.check(check_crops, parse_ops(entry.ops, image_size)[0], f"evals.{name}.ops")
+    if faults:
+        logger.warning(
+            "an older version began this run; its images have black borders as before:\n  %s",
+            "\n  ".join(faults),
+        )
 
 
 def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None:

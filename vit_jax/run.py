@@ -223,7 +223,7 @@ def check_images(config: ConfigDict, sources: Mapping[SplitKey, data.Source]) ->
     image_size = config_lib.image_hw(config.data.image_size)
     one = {"global_batch_size": 1, "image_size": image_size, "rows": np.arange(1)}
     if config_lib.train_split(config) in sources:
-        host_ops, _ = data.parse_ops(config.data.ops, image_size)
+        host_ops, _ = data.parse_ops(config.data.ops, image_size, pad_crops=config.data.pad_crops)
         source = sources[config_lib.train_split(config)]
         data.host_batches(source, host_ops, **one, seed=0, start_step=0, num_steps=0)
     check_evaluated_images(config, sources)
@@ -234,7 +234,8 @@ def check_evaluated_images(config: ConfigDict, sources: Mapping[SplitKey, data.S
     image_size = config_lib.image_hw(config.data.image_size)
     one = {"global_batch_size": 1, "image_size": image_size, "rows": np.arange(1)}
     for name, entry in config.evals.items():
-        host_ops, _ = data.parse_ops(entry.ops, image_size)
+        where = {"key": f"evals.{name}.ops", "pad_crops": config.data.pad_crops}
+        host_ops, _ = data.parse_ops(entry.ops, image_size, **where)
         for key in config_lib.eval_splits(config, entry).values():
             data.host_eval_batches(sources[key], host_ops, **one, key=f"evals.{name}.ops")
 
@@ -280,14 +281,24 @@ def _is_installed(module: str) -> bool:
 
 
 def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
-    """Raises InputError if `workdir` holds a run of another config."""
+    """Raises InputError if `workdir` holds a run of another config; warns of other evaluators."""
     if not (workdir / "config.json").exists():
         return
-    changed = config_lib.changed_keys(config_text.read_config(workdir), config)
+    stored = config_text.read_config(workdir)
     collect_faults(
-        [f"{key} was {was!r} and is {now!r} now" for key, (was, now) in changed.items()],
+        config_lib.say_changes(config_lib.changed_keys(stored, config)),
         f"--workdir={workdir} holds a run of another config; set it back, or take a new --workdir",
     )
+    both = {*stored.evals} & {*config.evals}
+    changed = config_lib.changed_evals(stored, config)
+    changed = {key: values for key, values in changed.items() if key.split(".")[1] in both}
+    if changed:
+        logger.warning(
+            "%s: evaluators have changed since the run began, so results may not compare with "
+            "earlier ones: %s",
+            workdir,
+            "; ".join(config_lib.say_changes(changed)),
+        )
 
 
 def data_fingerprint(run: Run) -> str:

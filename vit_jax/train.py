@@ -357,7 +357,9 @@ def compile_step(run: Run):
 def train_batches(run: Run, start: int) -> Iterator[dict[str, jax.Array]]:
     """The batches of the steps after `start`."""
     image_size = config_lib.image_hw(run.config.data.image_size)
-    host_ops, _ = data.parse_ops(run.config.data.ops, image_size)
+    host_ops, _ = data.parse_ops(
+        run.config.data.ops, image_size, pad_crops=run.config.data.pad_crops
+    )
     return data.train_batches(
         run.train_source,
         host_ops,

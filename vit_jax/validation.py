@@ -193,7 +193,10 @@ def _misshapen(config: ConfigDict) -> list[str]:
 
 
 def _check_ops(config: ConfigDict, check: Callable, need: Callable) -> bool:
-    """Checks those of training and of evaluators; whether those of training mix images."""
+    """Checks the ops of training and of evaluators; returns whether those of training mix images.
+
+    Crops are compared with their images when the data are opened.
+    """
     image_size = (1, 1)  # only the sizes that the ops leave out depend on it
     ops = check(parse_ops, config.data.ops, image_size, key="data.ops")
     for name, entry in config.evals.items():

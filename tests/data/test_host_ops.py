@@ -107,7 +107,24 @@ def test_central_crop():
     image = smooth_image(61, 90)
     np.testing.assert_array_equal(apply("central_crop", image), image[22:38, 37:53])
     padded = np.pad(smooth_image(10, 12), [(3, 3), (2, 2), (0, 0)])
-    np.testing.assert_array_equal(apply("central_crop", smooth_image(10, 12)), padded)
+    np.testing.assert_array_equal(apply("central_crop(pad=True)", smooth_image(10, 12)), padded)
+
+
+@pytest.mark.parametrize("shape", [(15, 90), (90, 15), (15, 15), (10, 3)])
+@pytest.mark.parametrize("op", ["central_crop", "random_crop"])
+def test_a_crop_of_a_smaller_image_is_an_error(op, shape):
+    for position in range(5):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            apply(op, smooth_image(*shape), position)
+
+
+@pytest.mark.parametrize("op", ["resize", "resize_small"])
+def test_a_resize_before_a_crop_follows_the_image_size(op):
+    image = smooth_image(60, 90)
+    np.testing.assert_array_equal(apply(f"{op}(crop=0.8)", image), apply(f"{op}(20)", image))
+    np.testing.assert_array_equal(
+        apply(f"{op}(crop=0.875)", image, image_size=(21, 28)), apply(f"{op}((24, 32))", image)
+    )
 
 
 def test_random_crop_takes_every_window_that_there_is():
@@ -122,7 +139,8 @@ def test_random_crop_pads_what_is_smaller():
     image = smooth_image(4, 9)
     padded = np.pad(image, [(1, 1), (0, 0), (0, 0)])
     windows = {padded[:, x : x + 7].tobytes() for x in range(3)}
-    found = {apply("random_crop((6, 7))", image, position).tobytes() for position in range(40)}
+    op = "random_crop((6, 7), pad=True)"
+    found = {apply(op, image, position).tobytes() for position in range(40)}
     assert found == windows
 
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from vit_jax.data import parse_ops
+from vit_jax.data.ops import check_crops, say_pad
 from vit_jax.errors import InputError
 
 
@@ -16,6 +17,48 @@ def test_host_and_device_ops_in_the_words_typed():
     assert [op.text for op in host_ops] == ["decode", "resize( 72, antialias=True)", "central_crop"]
     assert [op.name for op in device_ops] == ["flip"]
     assert parse_ops("", (8, 8)) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("string", "padding"),
+    [
+        ("decode|resize_small(7)|central_crop", "decode|resize_small(7)|central_crop(pad=True)"),
+        (
+            "resize(9)|random_crop( (8, 9) )|flip",
+            "resize(9)|random_crop((8, 9), pad=True)|flip",
+        ),
+    ],
+)
+def test_crops_pad_where_they_say_so_or_the_run_is_older(string, padding):
+    for found in (parse_ops(padding, (8, 8)), parse_ops(string, (8, 8), pad_crops=True)):
+        check_crops(found[0], "data.ops", (2, 2))
+    assert say_pad(string) == padding == say_pad(padding)
+
+
+@pytest.mark.parametrize(
+    ("string", "words"),
+    [
+        (
+            "decode|resize_small(7)|randaugment(2, 10)|central_crop",
+            ["'central_crop' takes 8 x 8 pixels, and 'resize_small(7)' gives images of 7 x 7",
+             "resize_small(crop=0.875) follows data.image_size", "central_crop(pad=True)"],
+        ),
+        ("inception_crop((9, 7))|random_crop", ["8 x 8", "gives images of 9 x 7"]),
+        ("decode|central_crop|central_crop(9)", ["'central_crop' gives images of 8 x 8"]),
+    ],
+)  # fmt: skip
+def test_crops_larger_than_their_images(string, words):
+    with pytest.raises(InputError) as error:
+        check_crops(parse_ops(string, (8, 8))[0], "data.ops")
+    assert all(word in str(error.value) for word in ["data.ops: ", *words])
+
+
+def test_crops_of_images_whose_size_is_not_known():
+    host_ops, _ = parse_ops("decode|central_crop|resize_small(crop=0.5)|random_crop(16)", (8, 8))
+    check_crops(host_ops, "data.ops")
+    check_crops(host_ops, "data.ops", (8, 9))
+    with pytest.raises(InputError, match="and the data give images of 8 x 7"):
+        check_crops(host_ops, "data.ops", (8, 7))
 
 
 @pytest.mark.parametrize(
@@ -38,6 +81,9 @@ def test_host_and_device_ops_in_the_words_typed():
         ("inception_crop(area_min='x')", ["0 < area_min", "not 'x', 1.0"]),
         ("decode|flip|resize", ["'resize' runs on the host", "'decode|resize|flip'"]),
         ("resize|decode", ["'decode' comes after 'resize'", "put it first"]),
+        ("decode|resize(crop=1.5)", ["crop must be a share above 0, at most 1, not 1.5"]),
+        ("decode|resize_small(crop=True)", ["crop must be a share above 0", "not True"]),
+        ("decode|central_crop(pad=1)", ["pad must be True or False, not 1"]),
     ],
 )
 def test_faults_name_the_op_and_the_remedy(string, words):

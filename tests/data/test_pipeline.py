@@ -8,7 +8,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from images import make_folder, pil_rgb
+from images import encode, make_folder, pil_rgb, smooth_image
 
 from vit_jax.data import eval_batches, make_source, parse_ops, pipeline, train_batches
 from vit_jax.data.host_tf import tf
@@ -141,7 +141,7 @@ def test_evaluation_covers_every_digit_once_on_8_hosts(ops, size):
 
 
 def test_a_broken_file_is_masked_and_named_once(pets, caplog):
-    pipeline._warn_broken.cache_clear()
+    pipeline._named_broken.clear()
     with caplog.at_level(logging.WARNING, "vit_jax"):
         for _ in range(2):
             how = {"image_size": (16, 16), "ops": "decode|resize(antialias=True)"}
@@ -155,6 +155,26 @@ def test_a_broken_file_is_masked_and_named_once(pets, caplog):
     assert not first["image"][4].any() and first["image"][5].any()
     np.testing.assert_array_equal(first["label"][5:9], 0)
     np.testing.assert_array_equal(last["id"][11:], -1)
+
+
+def test_an_image_smaller_than_a_crop_is_masked_and_named_with_its_size(tmp_path, caplog):
+    root = make_folder(tmp_path, {"cat": 10, "dog": 10})
+    source = make_source("folder", split="val", data_dir=root, image_size=(16, 16))
+    small = source.record_name(1)
+    (root / small).write_bytes(encode(smooth_image(12, 60)))
+    how = {"image_size": (16, 16), "rows": range(2), "global_batch_size": 2}
+    for ops in ("decode|central_crop", "decode|random_crop"):
+        pipeline._named_broken.clear()
+        caplog.clear()
+        (batch,) = evaluate(source, ops=ops, **how)
+        np.testing.assert_array_equal(batch["mask"], [1, 0])
+        (record,) = caplog.records
+        assert record.getMessage() == (
+            f"{small} has 12 x 60 pixels, and {ops.partition('|')[2]!r} takes 16 x 16; it is masked"
+        )
+    (batch,) = evaluate(source, ops="decode|central_crop(pad=True)", **how)
+    np.testing.assert_array_equal(batch["mask"], [1, 1])
+    assert not batch["image"][1, :2].any() and batch["image"][1, 2:14].all(-1).any()
 
 
 def test_a_host_reads_its_own_records_only(pets):
@@ -201,6 +221,7 @@ def test_chosen_records_are_handed_to_the_graph_and_no_part_of_it(digits, monkey
     ("ops", "image_size", "words"),
     [
         ("", (8, 9), ["evals.*.ops=''", "(8, 8, 3)", "(8, 9, 3)"]),
+        ("central_crop", (8, 9), ["takes 8 x 9 pixels, and the data give images of 8 x 8"]),
         ("resize(16)", (8, 8), ["evals.*.ops='resize(16)'", "(16, 16, 3)"]),
     ],
 )

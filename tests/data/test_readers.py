@@ -197,7 +197,7 @@ def test_a_corrupt_record_masks_itself_alone_for_every_reader(corrupt, caplog):
     how = {"size": (60, 90), "batch": 10, "steps": 6}
     for order_name in ORDERS:
         with caplog.at_level(logging.WARNING, "vit_jax"):
-            pipeline._warn_broken.cache_clear()
+            pipeline._named_broken.clear()
             caplog.clear()
             # Chunks of 97 of 30 records: the split in its own order, so that runs are long.
             ORDERS["chunk"]["streams"] = 1

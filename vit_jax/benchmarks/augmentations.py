@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from vit_jax import files
 from vit_jax.config import image_hw, train_split
-from vit_jax.data import Source, augment, make_device_transform, order, parse_ops
+from vit_jax.data import Source, augment, check_crops, make_device_transform, order, parse_ops
 from vit_jax.data.host_ops import to_pixels
 from vit_jax.data.host_tf import tf
 from vit_jax.errors import InputError
@@ -67,7 +67,8 @@ def make_columns(config: ConfigDict, source: Source) -> list[Column]:
       source: of the training split.
     """
     size = image_hw(config.data.image_size)
-    host_ops, device_ops = parse_ops(config.data.ops, size)
+    host_ops, device_ops = parse_ops(config.data.ops, size, pad_crops=config.data.pad_crops)
+    check_crops(host_ops, "data.ops")
     names = [op.name for op in host_ops]
     before = host_ops[: names.index("randaugment")] if "randaugment" in names else host_ops
     records, read = zip(*(_first_readable(source, i) for i in range(_ROWS)), strict=True)

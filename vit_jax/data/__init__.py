@@ -9,7 +9,7 @@ import functools
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.image_folder import folder
 from vit_jax.data.mixture import concatenate, held_alike, parse_mix
-from vit_jax.data.ops import OPS, parse_ops
+from vit_jax.data.ops import OPS, check_crops, parse_ops
 from vit_jax.data.order import Order, check_order, make_order, pair_distance, resolve_order
 from vit_jax.data.pipeline import (
     eval_batches,
@@ -31,6 +31,7 @@ __all__ = [
     "Order",
     "Source",
     "check_classes",
+    "check_crops",
     "check_order",
     "check_reader",
     "concatenate",

@@ -91,7 +91,11 @@ def color(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
 
 
 def contrast(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
-    """0 is the image's mean grey everywhere, 1 the image."""
+    """0 is the image's mean grey everywhere, 1 the image.
+
+    The reference release (see OPERATIONS) takes the mean of the histogram's counts by mistake: grey
+    is the number of pixels / 256 there, at most 255, so 196 for every image of 224 x 224.
+    """
     luma = tf.cast(_luma(image, copies=1), tf.int64)
     mean = tf.reduce_sum(luma) / tf.size(luma, tf.int64)
     return _blend(tf.cast(tf.floor(mean + 0.5), tf.float32), image, factor)

@@ -4,10 +4,15 @@ An op is called as op(image, key) inside a tf.data map, with uint8 pixels (h, w,
 in TAKES_ENCODED, with JPEG or PNG bytes; it gives uint8 pixels. `key` is an int64 (2,) seed for
 TensorFlow's stateless ops. What is computed in floating point is rounded and clipped back.
 `size` is an int or (H, W); left out, it is data.image_size. Wrong arguments raise ValueError.
+
+A resize before a crop follows data.image_size too: "resize_small(crop=0.875)|central_crop" resizes
+to 256 for images of 224 pixels and to 439 for those of 384. A crop of an image that is smaller than
+its `size` is a fault, unless `pad=True` asks for black borders.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +24,26 @@ Size = int | tuple[int, int]
 _DCT_METHOD = "INTEGER_ACCURATE"  # as PIL's; TensorFlow's default is off by up to 10, no faster
 _JPEG_MARGIN = 2  # columns on either side of a window, without which chroma differs at its edges
 
-HostOp = Callable[[Any, Any], Any]  # (image, key) -> image
+
+@dataclasses.dataclass(frozen=True)
+class HostOp:
+    """An op with its arguments: op(image, key) gives the next image.
+
+    gives: the least (height, width) of the images that it gives; None: it keeps their size.
+    needs: the least (height, width) of the images that it takes; None: it takes any.
+    """
+
+    apply: Callable[[Any, Any], Any]
+    gives: tuple[int, int] | None = None
+    needs: tuple[int, int] | None = None
+
+    def __call__(self, image, key):
+        return self.apply(image, key)
 
 
 def decode() -> HostOp:
     """JPEG or PNG bytes to pixels; grey, CMYK, alpha, palette and 16 bit become RGB of 8 bit."""
-    return lambda image, key: to_pixels(image)
+    return HostOp(lambda image, key: to_pixels(image))
 
 
 def inception_crop(
@@ -81,21 +100,24 @@ def inception_crop(
             image = crop_pixels(image, key)
         return resized(image, size)
 
-    return apply
+    return HostOp(apply, gives=size)
 
 
-def resize(size: Size | None = None, antialias: bool = False) -> HostOp:
-    """Both sides to `size`, bilinear; `antialias` acts only where a side shrinks."""
-    size, resized = _height_width(size), _bilinear(antialias)
-    return lambda image, key: resized(image, size)
+def resize(size: Size | None = None, antialias: bool = False, *, crop: float = 1.0) -> HostOp:
+    """Both sides to `size` / `crop`, rounded, bilinear; `antialias` acts only on shrinking sides.
 
-
-def resize_small(size: Size | None = None, antialias: bool = False) -> HostOp:
-    """To the smallest that covers `size`, in proportion (to the nearest pixel), bilinear.
-
-    With an int that is the shorter side.
+    `crop` is the share of each side that a crop of `size` keeps afterwards.
     """
-    size, resized = _height_width(size), _bilinear(antialias)
+    size, resized = _before_crop(size, crop), _bilinear(antialias)
+    return HostOp(lambda image, key: resized(image, size), gives=size)
+
+
+def resize_small(size: Size | None = None, antialias: bool = False, *, crop: float = 1.0) -> HostOp:
+    """To the smallest that covers `size` / `crop`, in proportion (to the nearest pixel), bilinear.
+
+    With an int that is the shorter side. `antialias` and `crop` are as of `resize`.
+    """
+    size, resized = _before_crop(size, crop), _bilinear(antialias)
 
     def apply(image, key):
         sides = tf.shape(image)[:2]
@@ -104,29 +126,22 @@ def resize_small(size: Size | None = None, antialias: bool = False) -> HostOp:
         wanted, side = tf.gather(size, i), tf.gather(sides, i)
         return resized(image, (sides * wanted + side // 2) // side)
 
-    return apply
+    return HostOp(apply, gives=size)
 
 
-def central_crop(size: Size | None = None) -> HostOp:
-    """The middle `size` of the image; what is smaller is padded with black on both sides."""
-    size = _height_width(size)
-    return lambda image, key: tf.image.resize_with_crop_or_pad(image, *size)
+def central_crop(size: Size | None = None, *, pad: bool = False) -> HostOp:
+    """The middle `size` of the image; `pad` puts black on both sides of a smaller one first."""
+    return _crop(size, pad, lambda spare, key: spare // 2)
 
 
-def random_crop(size: Size | None = None) -> HostOp:
-    """A random window of `size`, each as likely; what is smaller is padded with black first."""
-    height, width = _height_width(size)
+def random_crop(size: Size | None = None, *, pad: bool = False) -> HostOp:
+    """A random window of `size`, each as likely; `pad` is as of `central_crop`."""
 
-    def apply(image, key):
-        needed = tf.maximum(tf.shape(image)[:2], (height, width))
-        image = tf.image.resize_with_crop_or_pad(image, needed[0], needed[1])
-        spare = needed - (height, width)
+    def draw(spare, key):
         share = tf.random.stateless_uniform([2], key, alg="philox")
-        begin = tf.cast(share * tf.cast(spare + 1, tf.float32), tf.int32)
-        window = tf.slice(image, tf.concat([begin, [0]], 0), (height, width, 3))
-        return tf.ensure_shape(window, (height, width, 3))
+        return tf.cast(share * tf.cast(spare + 1, tf.float32), tf.int32)
 
-    return apply
+    return _crop(size, pad, draw)
 
 
 def pad_crop(padding: int) -> HostOp:
@@ -145,7 +160,7 @@ def pad_crop(padding: int) -> HostOp:
         window = tf.slice(padded, tf.concat([begin, [0]], 0), tf.shape(image))
         return tf.ensure_shape(window, image.shape)
 
-    return apply
+    return HostOp(apply)
 
 
 def randaugment(layers: int, magnitude: float, magnitude_std: float = 0.0) -> HostOp:
@@ -170,7 +185,7 @@ def randaugment(layers: int, magnitude: float, magnitude_std: float = 0.0) -> Ho
         as_it_is = tf.autograph.experimental.do_not_convert(random_operations)
         return as_it_is(image, key, layers, magnitude, magnitude_std)
 
-    return apply
+    return HostOp(apply)
 
 
 HOST_OPS = {
@@ -184,6 +199,7 @@ HOST_OPS = {
     "randaugment": randaugment,
 }
 TAKES_ENCODED = ("decode", "inception_crop")
+CROPS = ("central_crop", "random_crop")  # with the argument `pad`
 
 
 def to_pixels(image: tf.Tensor) -> tf.Tensor:
@@ -217,6 +233,34 @@ def _bilinear(antialias: bool) -> Callable[[tf.Tensor, Any], tf.Tensor]:
         return tf.saturate_cast(tf.round(values), tf.uint8)
 
     return resized
+
+
+def _crop(size: Size, pad: bool, choose_begin: Callable) -> HostOp:
+    """A window of `size`; choose_begin(spare (2,), key) is its upper left corner, int32 (2,).
+
+    An image that is too small raises a TensorFlow error when it comes, if `pad` is False.
+    """
+    height, width = _height_width(size)
+    if type(pad) is not bool:
+        raise ValueError(f"pad must be True or False, not {pad!r}")
+
+    def apply(image, key):
+        if pad:
+            sides = tf.maximum(tf.shape(image)[:2], (height, width))
+            image = tf.image.resize_with_crop_or_pad(image, sides[0], sides[1])
+        begin = choose_begin(tf.shape(image)[:2] - (height, width), key)
+        window = tf.slice(image, tf.concat([begin, [0]], 0), (height, width, 3))
+        return tf.ensure_shape(window, (height, width, 3))
+
+    return HostOp(apply, gives=(height, width), needs=None if pad else (height, width))
+
+
+def _before_crop(size: Size, crop: float) -> tuple[int, int]:
+    """(height, width) of which a window of `size` is the share `crop` of each side."""
+    if type(crop) not in (int, float) or not 0 < crop <= 1:
+        raise ValueError(f"crop must be a share above 0, at most 1, not {crop!r}")
+    height, width = _height_width(size)
+    return round(height / crop), round(width / crop)
 
 
 def _height_width(size: Size) -> tuple[int, int]:

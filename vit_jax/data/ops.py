@@ -12,11 +12,12 @@ import dataclasses
 import difflib
 import inspect
 import itertools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vit_jax.data.device_ops import DEVICE_OPS, MIXING_OPS
-from vit_jax.data.host_ops import HOST_OPS, TAKES_ENCODED
+from vit_jax.data.host_ops import CROPS, HOST_OPS, TAKES_ENCODED
 from vit_jax.errors import InputError
 
 OPS = {**HOST_OPS, **DEVICE_OPS}
@@ -38,9 +39,23 @@ class Op:
         """Whether the op can start from JPEG or PNG bytes."""
         return self.name in TAKES_ENCODED
 
+    @property
+    def gives(self) -> tuple[int, int] | None:
+        """Of a host op: the least (height, width) of its images; None: it keeps their size."""
+        return self.apply.gives
+
+    @property
+    def needs(self) -> tuple[int, int] | None:
+        """Of a host op: the least (height, width) that it takes; None: it takes any."""
+        return self.apply.needs
+
+    def takes(self, size: tuple[int, int] | None) -> bool:
+        """Whether a host op takes images of (height, width) `size`; None: not known."""
+        return size is None or self.needs is None or all(map(operator.ge, size, self.needs))
+
 
 def parse_ops(
-    string: str, image_size: tuple[int, int], *, key: str = "data.ops"
+    string: str, image_size: tuple[int, int], *, key: str = "data.ops", pad_crops: bool = False
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """Host ops and device ops of a preprocessing string.
 
@@ -48,10 +63,15 @@ def parse_ops(
       string: such as "decode|resize|flip"; empty pieces are left out.
       image_size: (H, W), what a `size` that is left out stands for.
       key: of the config, named in errors.
+      pad_crops: whether a crop pads where the string does not say, as `data.pad_crops`.
 
     Raises: InputError if an op is unknown, its arguments are wrong, or it is out of place.
     """
-    ops = [_parse_op(text.strip(), image_size, key) for text in string.split("|") if text.strip()]
+    ops = [
+        _parse_op(text.strip(), image_size, key, pad_crops)
+        for text in string.split("|")
+        if text.strip()
+    ]
     host_ops = tuple(op for op in ops if op.name in HOST_OPS)
     device_ops = tuple(op for op in ops if op.name in DEVICE_OPS)
     for before, op in itertools.pairwise(ops):
@@ -75,6 +95,31 @@ def parse_ops(
     return host_ops, device_ops
 
 
+def check_crops(
+    host_ops: Sequence[Op], key: str, image_size: tuple[int, int] | None = None
+) -> None:
+    """Refuses a crop of images that are smaller than it, unless it pads.
+
+    Args:
+      host_ops: from `parse_ops`.
+      key: of the config, named in errors.
+      image_size: (H, W) of the images before the first op; None: they differ, or are not known.
+
+    Raises: InputError, naming both sizes.
+    """
+    size, made_by = image_size, "the data give"
+    for op in host_ops:
+        if not op.takes(size):
+            raise InputError(
+                f"{key}: {op.text!r} takes {_by(op.needs)} pixels, and {made_by} images of "
+                f"{_by(size)}, so it would need a black border; enlarge the resize before it "
+                "(resize_small(crop=0.875) follows data.image_size), or ask for the border by "
+                f"{op.name}(pad=True)"
+            )
+        if op.gives is not None:
+            size, made_by = op.gives, f"{op.text!r} gives"
+
+
 def parse_calls(string: str, key: str) -> list[tuple[str, list, dict[str, Any]]]:
     """(name, arguments, keyword arguments) of each op of a preprocessing string, as written.
 
@@ -83,7 +128,22 @@ def parse_calls(string: str, key: str) -> list[tuple[str, list, dict[str, Any]]]
     return [_parse_call(text.strip(), key) for text in string.split("|") if text.strip()]
 
 
-def _parse_op(text: str, image_size: tuple[int, int], key: str) -> Op:
+def say_pad(string: str) -> str:
+    """A preprocessing string that means without `pad_crops` what `string` means with it."""
+    texts = [text.strip() for text in string.split("|") if text.strip()]
+    for i, (name, args, kwargs) in enumerate(parse_calls(string, "ops")):
+        if name in CROPS:
+            kwargs = {"pad": True} | kwargs
+            words = [*map(repr, args), *(f"{word}={value!r}" for word, value in kwargs.items())]
+            texts[i] = f"{name}({', '.join(words)})"
+    return "|".join(texts)
+
+
+def _by(size: tuple[int, int]) -> str:
+    return "{} x {}".format(*size)
+
+
+def _parse_op(text: str, image_size: tuple[int, int], key: str, pad_crops: bool) -> Op:
     name, args, kwargs = _parse_call(text, key)
     if name not in OPS:
         close = difflib.get_close_matches(name, OPS, n=1)
@@ -92,6 +152,8 @@ def _parse_op(text: str, image_size: tuple[int, int], key: str) -> Op:
     signature = inspect.signature(OPS[name])
     try:
         call = signature.bind(*args, **kwargs)
+        if pad_crops and name in CROPS:
+            call.arguments.setdefault("pad", True)
         call.apply_defaults()
         if call.arguments.get("size", image_size) is None:
             call.arguments["size"] = image_size

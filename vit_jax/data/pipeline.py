@@ -10,14 +10,13 @@ A batch is a dict with leaves, B being the global batch and b this process's row
     mask   float32 (B,)   0 for padding in evaluation, and for records that are corrupt
     id     int32 (B,)     the record's index in its split; -1 for padding
 
-A record that cannot be read or decoded never moves another: it is black, masked, and named in a
-warning, once a process.
+A record that cannot be read, decoded or cropped (an image smaller than a crop that does not pad)
+never moves another: it is black, masked, and named in a warning, once a process.
 """
 
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import logging
 import math
@@ -29,13 +28,14 @@ import numpy as np
 from vit_jax.data import host_ops as host_ops_lib
 from vit_jax.data import order
 from vit_jax.data.host_tf import tf
-from vit_jax.data.ops import Op
+from vit_jax.data.ops import Op, check_crops
 from vit_jax.data.runs import stored_records
 from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
 
 _BATCHES_IN_FLIGHT = 2
 _LABELS_AT_ONCE = 4096
+_named_broken: set[tuple[str, str]] = set()  # (fingerprint, name) of the records warned of
 
 Batch = dict[str, np.ndarray]
 
@@ -218,6 +218,7 @@ def _batches(source, host_ops, steps, arrange, num_rows, image_size, key) -> Ite
             f"{key} begins with {first}, and the images of data.name={source.name!r} are "
             "encoded; put 'decode' or 'inception_crop' first"
         )
+    check_crops(host_ops, key, source.image_shape and source.image_shape[:2])
     options = tf.data.Options()
     options.deterministic = True
     options.threading.max_intra_op_parallelism = 1
@@ -255,7 +256,7 @@ def _batches(source, host_ops, steps, arrange, num_rows, image_size, key) -> Ite
         careful_batches, _ = make(steps[num_read:], careful=True)
         yield from careful_batches.as_numpy_iterator()
 
-    return _name_broken(read(), source)
+    return _name_broken(read(), source, host_ops)
 
 
 def _load_pixels(source, host_ops, arranged):
@@ -330,18 +331,34 @@ def _preprocess(host_ops, image, key):
     return image
 
 
-def _name_broken(batches: Iterator[Batch], source: Source) -> Iterator[Batch]:
+def _name_broken(batches: Iterator[Batch], source: Source, host_ops) -> Iterator[Batch]:
+    """Warns of each record that is masked, once a process."""
     for batch in batches:
         for record in batch["id"][(batch["mask"] == 0) & (batch["id"] >= 0)]:
-            _warn_broken(source.fingerprint, source.record_name(record))
+            name = source.record_name(record)
+            if (source.fingerprint, name) not in _named_broken:
+                _named_broken.add((source.fingerprint, name))
+                why = _why_masked(source, host_ops, record)
+                logging.getLogger("vit_jax").warning("%s %s; it is masked", name, why)
         yield batch
 
 
-@functools.cache
-def _warn_broken(fingerprint: str, record_name: str) -> None:
-    """Once a process for each record; `fingerprint` tells equal names of two data sets apart."""
-    del fingerprint
-    logging.getLogger("vit_jax").warning("%s cannot be read or decoded; it is masked", record_name)
+def _why_masked(source: Source, host_ops: Sequence[Op], record: int) -> str:
+    """Why a record is masked, found by reading it once more."""
+    try:
+        image = source.read(tf.constant(record, tf.int64))["image"]
+        if source.image_shape is not None:
+            image = host_ops_lib.to_pixels(image)
+        for op in host_ops:
+            if image.dtype != tf.string and not op.takes(tuple(image.shape[:2])):
+                return (
+                    f"has {image.shape[0]} x {image.shape[1]} pixels, and {op.text!r} takes "
+                    f"{op.needs[0]} x {op.needs[1]}"
+                )
+            image = op(image, tf.zeros([2], tf.int64))
+    except (tf.errors.OpError, UnicodeDecodeError):
+        pass
+    return "cannot be read or decoded"
 
 
 def _put_ahead(batches: Iterator[Batch], num_steps: int, sharding, global_batch_size):

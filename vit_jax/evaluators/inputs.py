@@ -44,7 +44,7 @@ class EvalInputs:
     ) -> Iterator[dict[str, jax.Array]]:
         """Global batches of one pass over that split, or over some of its records."""
         image_size = image_hw(self.config.data.image_size)
-        host_ops, _ = parse_ops(self.entry.ops, image_size)
+        host_ops, _ = parse_ops(self.entry.ops, image_size, pad_crops=self.config.data.pad_crops)
         return eval_batches(
             self.source(split_key),
             host_ops,

@@ -51,7 +51,6 @@ _ENDS_THE_STUDY = {
 
 # Of a resolved config what the data say, where the user says nothing.
 _FILLED_IN = ("data.num_classes", "data.num_examples", "data.order", "data.streams")
-_FREE_IN_EVALS = (".every", ".batch_size", ".data_dir")
 _LAST_LINES = 20
 
 
@@ -93,19 +92,14 @@ def check_member(config: ConfigDict, call: Call, member: Member) -> None:
     own = config_text.continue_older(own, workdir)
     stored = config_text.read_config(workdir)
     changed = config_lib.changed_keys(stored, own)
-    seen = {"evals": stored.evals}, {"evals": own.evals}  # a single run may change what it looks at
-    was, now = (config_lib.flatten(ConfigDict(evals)) for evals in seen)
-    changed |= {
-        key: (was.get(key), now.get(key))
-        for key in sorted(was.keys() | now.keys())
-        if was.get(key) != now.get(key) and not key.endswith(_FREE_IN_EVALS)
+    changed |= config_lib.changed_evals(stored, own)  # which a single run may change
+    changed = {
+        key: (was, now)
+        for key, (was, now) in changed.items()
+        if now is not None or key not in _FILLED_IN
     }
     collect_faults(
-        [
-            f"{key} was {was!r} and is {now!r} now"
-            for key, (was, now) in changed.items()
-            if now is not None or key not in _FILLED_IN
-        ],
+        config_lib.say_changes(changed),
         f"{workdir} holds a run of another config; set it back, or take a new --workdir",
     )
 

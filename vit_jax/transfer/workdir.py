@@ -12,7 +12,7 @@ from vit_jax import checkpoint, tree
 from vit_jax.config import image_hw, model_fields
 from vit_jax.config_text import read_config
 from vit_jax.data.host_ops import TAKES_ENCODED
-from vit_jax.data.ops import parse_calls
+from vit_jax.data.ops import parse_calls, say_pad
 from vit_jax.errors import InputError
 from vit_jax.models import create_model, with_known
 from vit_jax.transfer.rules import (
@@ -81,7 +81,7 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         std=tuple(config.data.std),
         class_names=class_names_of(_read_names(path), model.num_classes, str(path)),
         crop=_crop(ops, model.image_size or image_hw(config.data.image_size)),
-        ops=_ops_for_files(ops),
+        ops=_ops_for_files(ops, config.data.pad_crops),
     )
     run = {
         "step": step,
@@ -101,12 +101,14 @@ def _read_names(path: epath.Path) -> Any:
         raise InputError(f"{named}: not readable as JSON ({e}); it lists the classes") from None
 
 
-def _ops_for_files(ops: str) -> str | None:
+def _ops_for_files(ops: str, pad_crops: bool) -> str | None:
     """The preprocessing string `ops` of a run for files of any size, which its data need not be.
 
-    None where it does not resize images.
+    None where it does not resize images. Where the run's config has `pad_crops`, crops say so.
     """
     names = [name for name, _, _ in parse_calls(ops, "ops")]
+    if pad_crops:
+        ops = say_pad(ops)
     if not {*names} & {"resize", "resize_small", "inception_crop"}:
         return None
     return ops if names[0] in TAKES_ENCODED else f"decode|{ops}"
@@ -115,15 +117,18 @@ def _ops_for_files(ops: str) -> str | None:
 def _crop(ops: str, image_size: tuple[int, int]) -> float | None:
     """See `Spec`; None: the whole image, or what one number does not say."""
     calls = [call for call in parse_calls(ops, "ops") if call[0] != "decode"]
-    if not calls or calls[-1] != ("central_crop", [], {}):
+    to_size = [("central_crop", [], kwargs) for kwargs in ({}, {"pad": True})]
+    if not calls or calls[-1] not in to_size:
         return None
     if len(calls) == 1:
         return 1.0
     (name, args, kwargs), *rest = calls[:-1]
-    size = args[0] if args else kwargs.get("size")
-    if rest or name not in ("resize", "resize_small") or size is None:
+    size, share = args[0] if args else kwargs.get("size"), kwargs.get("crop", 1.0)
+    whole = name == "resize" and size is None and share == 1.0
+    if rest or whole or name not in ("resize", "resize_small"):
         return None
-    return min(max(c / r for c, r in zip(image_size, image_hw(size), strict=True)), 1.0)
+    resized = [round(side / share) for side in image_hw(size or image_size)]
+    return min(max(c / r for c, r in zip(image_size, resized, strict=True)), 1.0)
 
 
 def _results(
