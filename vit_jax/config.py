@@ -8,7 +8,7 @@ device and no TensorFlow.
 import inspect
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -68,6 +68,9 @@ def base_config() -> ConfigDict:
     c.data.name = placeholder(str)  # digits, folder, synthetic, vtab/TASK, or a TFDS data set
     c.data.split = "train"
     c.data.data_dir = placeholder(str)  # None: where TFDS keeps its data sets
+    # The images of a folder without val/ that are held out as `val`: names, by the hash of their
+    # file names; or "seed N", as older runs of that seed did. init_from=RUN takes the run's rule.
+    c.data.holdout = "names"
     c.data.image_size = placeholder(object)  # int or (height, width), in pixels
     c.data.num_classes = placeholder(int)  # None: what the data set says
     c.data.classes = placeholder(tuple)  # labels kept, renumbered from 0; None: all
@@ -153,10 +156,21 @@ def base_config() -> ConfigDict:
     return c
 
 
+def reads_folder(config: Mapping[str, Any]) -> bool:
+    """Whether a config, or the content of a config.json, reads an image folder."""
+    entries = config["evals"].values()
+    names = {config["data"]["name"], *(entry.get("data_name") for entry in entries)}
+    return "folder" in names or bool(re.search(r"\bfolder\b", config["data"].get("mix", "")))
+
+
+def _older_holdout(stored: dict[str, Any]) -> str:
+    return f"seed {stored['seed']}" if reads_folder(stored) else "names"
+
+
 # Keys that changed a run's data or updates when they were added: what an older run, whose
 # config.json lacks the key, keeps doing; a function of that file's content. All other keys that a
 # run lacks take their default.
-IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {}
+IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {"data.holdout": _older_holdout}
 
 REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.image_size",
             "optimizer.peak_lr")  # fmt: skip

@@ -1,5 +1,6 @@
 """What a run consists of, checked against files and devices, before anything is written."""
 
+import copy
 import dataclasses
 import importlib.util
 import logging
@@ -76,6 +77,8 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     initialises = training and not resumes and weights_from is not None
     faults.check(check_convention, config.init_resize, "init_resize")
     pretrained = faults.check(transfer.read_pretrained, weights_from) if initialises else None
+    if pretrained is not None:
+        config = faults.check(adopt_holdout, config, pretrained) or config
     resolved = faults.check(open_sources, config, training)
     if resolved is not None:
         config, sources = resolved
@@ -109,6 +112,36 @@ def check_mesh(config: ConfigDict, faults: Faults) -> Mesh | None:
             if entry.batch_size is not None:
                 faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
     return mesh
+
+
+def adopt_holdout(config: ConfigDict, pretrained: transfer.Pretrained) -> ConfigDict:
+    """`config` with the rule by which the run in `pretrained` held out images of its folder.
+
+    So no image that the run was trained on is one to test with, nor the other way round.
+
+    Raises:
+      InputError: if `config` sets another rule.
+    """
+    run, own = pretrained.run and pretrained.run["config"], config.data.holdout
+    if run is None or own == run["data"]["holdout"]:
+        return config
+    rule, default = run["data"]["holdout"], config_lib.base_config().data.holdout
+    if rule == default and not config_lib.reads_folder(run):
+        return config
+    if own != default:
+        raise InputError(
+            f"data.holdout={own!r}: {pretrained.source} held out images by {rule!r}; leave "
+            "data.holdout out, or images that it was trained on would be tested on"
+        )
+    config = copy.deepcopy(config)  # with the types of keys that are None
+    config.data.holdout = rule
+    if config_lib.reads_folder(config):
+        logger.warning(
+            "%s held out images of its folder by data.holdout=%r; so they are held out here "
+            "(new runs: %r)",
+            pretrained.source, rule, default,
+        )  # fmt: skip
+    return config
 
 
 def open_sources(
@@ -196,7 +229,7 @@ def _open_split(
         classes=key.classes,
         reader=reader or config.data.reader,
         data_dir=key.data_dir,
-        seed=config.seed,
+        holdout=config.data.holdout,
         image_size=config_lib.image_hw(config.data.image_size),
         num_classes=num_classes,
         num_examples=num_examples,

@@ -18,7 +18,14 @@ from vit_jax.config import (
     step_fields,
     step_range,
 )
-from vit_jax.data import check_classes, check_order, check_reader, parse_mix, parse_ops
+from vit_jax.data import (
+    check_classes,
+    check_holdout,
+    check_order,
+    check_reader,
+    parse_mix,
+    parse_ops,
+)
 from vit_jax.data.device_ops import MIXING_OPS
 from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.evaluators.fewshot import check_choices
@@ -112,6 +119,7 @@ def _all_faults(config: ConfigDict, required: Sequence[str]) -> list[str]:
           streams=config.data.streams, repeats=config.data.repeats,
           global_batch_size=config.global_batch_size, mixes=mixes)  # fmt: skip
     check(check_reader, config.data.reader)
+    check(check_holdout, config.data.holdout)
     check(check_classes, config.data.classes)
     need(config.data.classes is None or config.data.name != "synthetic",
          f"data.classes={config.data.classes}: synthetic data have data.num_classes")  # fmt: skip
