@@ -7,7 +7,9 @@ import shutil
 
 import numpy as np
 import pytest
+from etils import epath
 
+from vit_jax import checkpoint
 from vit_jax.config_text import load_config
 from vit_jax.train import train_and_evaluate
 
@@ -47,6 +49,9 @@ def test_a_run_from_a_folder_resumes_to_the_same_parameters(older_run, caplog):
     assert metrics.keys() >= finished["metrics"].keys()
     for name, value in finished["metrics"].items():
         assert metrics[name] == pytest.approx(value, rel=1e-5), name
+
+    meta = checkpoint.read_meta(epath.Path(older_run / "workdir/checkpoints/6"))
+    assert meta["fingerprint_version"] == 2  # step 3 has none: the first
 
     with caplog.at_level(logging.INFO, "vit_jax"):  # its config.json has the new keys now
         train_and_evaluate(config, older_run / "workdir")

@@ -83,6 +83,9 @@ def base_config() -> ConfigDict:
     c.data.streams = placeholder(int)  # of `chunk`, read side by side; None: up to 256, by batch
     c.data.repeats = 1  # views of a record side by side in a batch (arXiv:1901.09335)
     c.data.reader = placeholder(str)  # of TFDS: memory, offsets, array_record; None: by size
+    # The label of a TFDS record with a broken image: read; or by_reader, as in older runs: lost if
+    # the reader is memory, so that data.classes and few-shot draws depend on the reader.
+    c.data.broken_labels = "read"
     c.data.max_corrupt_fraction = 0.1  # of the examples so far; above it the run stops
     c.data.ops = ""  # of training; "decode|resize|flip" and so on
     c.data.mean = (0.5, 0.5, 0.5)  # the model sees (image / 255 - mean) / std
@@ -167,10 +170,22 @@ def _older_holdout(stored: dict[str, Any]) -> str:
     return f"seed {stored['seed']}" if reads_folder(stored) else "names"
 
 
+def _older_broken_labels(stored: dict[str, Any]) -> str:
+    data = stored["data"]
+    fewshot_kinds = [entry["type"] == "fewshot" for entry in stored["evals"].values()]
+    reads_labels = data.get("classes") is not None or any(fewshot_kinds)
+    in_memory = data.get("reader") in (None, "memory")
+    of_files = data["name"] not in ("digits", "folder", "synthetic")
+    return "by_reader" if reads_labels and in_memory and of_files else "read"
+
+
 # Keys that changed a run's data or updates when they were added: what an older run, whose
 # config.json lacks the key, keeps doing; a function of that file's content. All other keys that a
 # run lacks take their default.
-IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {"data.holdout": _older_holdout}
+IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "data.holdout": _older_holdout,
+    "data.broken_labels": _older_broken_labels,
+}
 
 REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.image_size",
             "optimizer.peak_lr")  # fmt: skip

@@ -17,7 +17,7 @@ from vit_jax import checkpoint, config_text, data, files, metrics, transfer
 from vit_jax import config as config_lib
 from vit_jax.comparison import compare_requests
 from vit_jax.config import SplitKey
-from vit_jax.data.sources import fingerprint
+from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment import Experiment, make_experiment
@@ -228,6 +228,7 @@ def _open_split(
         split=key.split,
         classes=key.classes,
         reader=reader or config.data.reader,
+        broken_labels=config.data.broken_labels,
         data_dir=key.data_dir,
         holdout=config.data.holdout,
         image_size=config_lib.image_hw(config.data.image_size),
@@ -323,11 +324,20 @@ def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
     )
 
 
-def data_fingerprint(run: Run) -> str:
-    """Of all that decides which bytes the batch of a step holds, but for code."""
+def data_fingerprint(run: Run, version: int = FINGERPRINT_VERSION) -> str:
+    """Of all that decides which bytes the batch of a step holds, but for code.
+
+    Raises:
+      InputError: if `version` is newer than this code.
+    """
     c = run.config
+    if version > FINGERPRINT_VERSION:
+        raise InputError(
+            f"--workdir={run.workdir}: its checkpoints have a data fingerprint of version "
+            f"{version}, and this vit_jax knows them up to {FINGERPRINT_VERSION}; use a newer one"
+        )
     return fingerprint(
-        run.train_source.fingerprint,
+        run.train_source.fingerprints[version - 1],
         c.seed,
         c.global_batch_size,
         c.data.ops,

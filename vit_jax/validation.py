@@ -19,6 +19,7 @@ from vit_jax.config import (
     step_range,
 )
 from vit_jax.data import (
+    BROKEN_LABELS,
     check_classes,
     check_holdout,
     check_order,
@@ -120,6 +121,7 @@ def _all_faults(config: ConfigDict, required: Sequence[str]) -> list[str]:
           global_batch_size=config.global_batch_size, mixes=mixes)  # fmt: skip
     check(check_reader, config.data.reader)
     check(check_holdout, config.data.holdout)
+    known("data.broken_labels", config.data.broken_labels, BROKEN_LABELS)
     check(check_classes, config.data.classes)
     need(config.data.classes is None or config.data.name != "synthetic",
          f"data.classes={config.data.classes}: synthetic data have data.num_classes")  # fmt: skip

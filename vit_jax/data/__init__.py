@@ -18,13 +18,14 @@ from vit_jax.data.pipeline import (
     read_labels,
     train_batches,
 )
-from vit_jax.data.prepared_tfds import ON_DISK, check_reader, tfds_source
+from vit_jax.data.prepared_tfds import BROKEN_LABELS, ON_DISK, check_reader, tfds_source
 from vit_jax.data.sources import Source, digits, synthetic
 from vit_jax.data.subset import check_classes, keep_classes
 from vit_jax.data.vtab import vtab_source
 from vit_jax.errors import InputError
 
 __all__ = [
+    "BROKEN_LABELS",
     "ON_DISK",
     "OPS",
     "SOURCES",
@@ -66,6 +67,7 @@ def make_source(
     num_classes: int | None = None,
     num_examples: int | None = None,
     reader: str | None = None,
+    broken_labels: str = "read",
     classes: tuple[int, ...] | None = None,
 ) -> Source:
     """One split of a data set.
@@ -80,7 +82,7 @@ def make_source(
         `data.holdout`.
       num_classes: made up for synthetic data; of others it is what must be found, or None.
       num_examples: likewise, in this split.
-      reader: of TFDS data sets; see `tfds_source`.
+      reader, broken_labels: of TFDS data sets; see `tfds_source`.
       classes: the labels that are kept, as `keep_classes` does; None: all.
 
     Raises: InputError if the data are missing or are not what was asked for.
@@ -96,6 +98,7 @@ def make_source(
         data_dir=data_dir,
         holdout=holdout,
         reader=reader,
+        broken_labels=broken_labels,
         **expected,
     )
     if classes is not None:

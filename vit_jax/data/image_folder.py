@@ -15,7 +15,7 @@ import pathlib
 import re
 
 from vit_jax.data.host_tf import tf
-from vit_jax.data.sources import Source, fingerprint
+from vit_jax.data.sources import Source, same_fingerprints
 from vit_jax.errors import InputError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png")
@@ -98,7 +98,7 @@ def folder(*, split: str, data_dir: str | os.PathLike | None, holdout: str, **_)
         num_classes=len(class_names),
         class_names=class_names,
         image_shape=None,
-        fingerprint=fingerprint("folder", split, class_names, paths, sizes),
+        fingerprints=same_fingerprints("folder", split, class_names, paths, sizes),
         read=read,
         record_name=lambda record: os.fspath(base.relative_to(root) / paths[record]),
         encoded=True,
