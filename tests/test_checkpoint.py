@@ -192,10 +192,26 @@ def test_another_order_of_data_is_refused(directory):
         checkpoint.start(
             directory=directory,
             abstract_state=abstract(make_state(0)),
-            fingerprint="another",
+            fingerprint=lambda version: "another",
             from_init=None,
             from_scratch=None,
         )
+
+
+def test_a_fingerprint_is_compared_by_the_rule_of_its_version(tmp_path):
+    by_version = {1: "abc", 2: "def"}
+    for folder, meta in (("older", {}), ("newer", {"fingerprint_version": 2})):
+        directory = epath.Path(tmp_path / folder)
+        checkpoints = checkpoint.Checkpoints(directory, keep_last=2, keep_every=None)
+        version = meta.get("fingerprint_version", 1)
+        checkpoints.save(1, make_state(1), meta | {"data_fingerprint": by_version[version]})
+        checkpoints.close()
+        where = {"abstract_state": abstract(make_state(0)), "from_init": None, "from_scratch": None}
+        _, found = checkpoint.start(directory=directory, fingerprint=by_version.get, **where)
+        assert found["step"] == 1
+        with pytest.raises(InputError, match="data set is not the one"):
+            other = {1: "def", 2: "abc"}
+            checkpoint.start(directory=directory, fingerprint=other.get, **where)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +226,7 @@ def test_a_run_resumes_before_it_initialises_before_it_starts_anew(
     state, meta = checkpoint.start(
         directory=directory,
         abstract_state=abstract(make_state(0)),
-        fingerprint=META["data_fingerprint"],
+        fingerprint=lambda version: META["data_fingerprint"],
         from_init=(lambda: "init") if has_init else None,
         from_scratch=lambda: "scratch",
     )

@@ -256,6 +256,33 @@ def test_a_resumed_older_run_goes_on_as_before_with_one_warning(
     (record,) = caplog.records
     assert "data.split='older' (new runs: 'train')" in record.getMessage()
 
+    (tmp_path / "config.json").write_text(to_json(resumed))  # as the resumed run writes it
+    assert continue_older(config, folder).data.split == "older"
+
+
+@pytest.mark.parametrize(
+    ("values", "holdout", "broken_labels"),
+    [
+        ({}, "names", "read"),
+        ({"data.name": "folder"}, "seed 3", "read"),
+        ({"data.mix": "my_folder=0.1, folder@val=0.2"}, "seed 3", "read"),
+        ({"data.mix": "my_folder=0.1"}, "names", "read"),
+        ({"evals.test.data_name": "folder"}, "seed 3", "read"),
+        ({"data.name": "cifar10", "data.classes": (1, 2)}, "names", "by_reader"),
+        ({"data.name": "cifar10", "evals.test.type": "fewshot"}, "names", "by_reader"),
+        ({"data.name": "cifar10", "data.classes": (1, 2), "data.reader": "offsets"}, "names",
+         "read"),
+        ({"data.classes": (1, 2)}, "names", "read"),
+    ],
+)  # fmt: skip
+def test_what_older_runs_did_with_their_data(values, holdout, broken_labels):
+    stored = {"seed": 3, "data": {"name": "digits"}, "evals": {"test": {"type": "knn"}}}
+    for key, value in values.items():
+        *parents, leaf = key.split(".")
+        functools.reduce(dict.__getitem__, parents, stored)[leaf] = value
+    assert IN_OLDER_RUNS["data.holdout"](stored) == holdout
+    assert IN_OLDER_RUNS["data.broken_labels"](stored) == broken_labels
+
 
 @pytest.mark.parametrize(
     ("image_size", "ops", "pads"),

@@ -342,7 +342,7 @@ def test_other_pictures_are_refused_and_nothing_is_moved(finished, tmp_path, mon
     shutil.copytree(finished[0], run)
     (run / "summary.json").unlink()
     (run / "checkpoints/40/meta/metadata").unlink()
-    monkeypatch.setattr("vit_jax.train.data_fingerprint", lambda run: "another")
+    monkeypatch.setattr("vit_jax.train.data_fingerprint", lambda *_: "another")
     with pytest.raises(InputError, match="the data set is not the one"):
         train_and_evaluate(make_config(), run)
     assert (run / "checkpoints/40").exists()

@@ -197,7 +197,7 @@ def restore_newest(
     abstract_state: Any,
     *,
     partial: bool = False,
-    fingerprint: str | None = None,
+    fingerprint: Callable[[int], str] | None = None,
     move_aside: bool = False,
 ) -> tuple[Any, dict] | None:
     """(state, meta) of the newest step in `directory` that verifies; None if there is no step.
@@ -207,7 +207,8 @@ def restore_newest(
       abstract_state: shapes and dtypes with shardings, of any mesh; with `partial` it may lack
         whole fields, e.g. be {"params": ...} alone.
       partial: see `abstract_state`.
-      fingerprint: of the data, which must be that of the step; None: it does not matter.
+      fingerprint: version -> the data's fingerprint by it, which must be that of the step; None:
+        it does not matter.
       move_aside: rename what did not verify to `invalid-<step>`, once a good one was found.
 
     Raises:
@@ -222,10 +223,12 @@ def restore_newest(
             invalid[step] = str(e)
             logger.warning("checkpoint %s is invalid: %s", directory / str(step), invalid[step])
             continue
-        if fingerprint is not None and meta["data_fingerprint"] != fingerprint:
+        version = meta.get("fingerprint_version", 1)  # versions are stored from the second on
+        if fingerprint is not None and meta["data_fingerprint"] != fingerprint(version):
             raise InputError(
                 f"the data set is not the one that the checkpoints in {directory} were made with "
-                "(its examples or its classes differ); bring it back, or take a new --workdir"
+                "(its examples, their order or its classes differ); bring it back, or take a new "
+                "--workdir"
             )
         for bad in invalid if move_aside else ():
             _move_aside(directory, bad)
@@ -334,7 +337,7 @@ def start(
     *,
     directory: epath.Path,
     abstract_state: Any,
-    fingerprint: str,
+    fingerprint: Callable[[int], str],
     from_init: Callable[[], Any] | None,
     from_scratch: Callable[[], Any],
 ) -> tuple[Any, dict]:

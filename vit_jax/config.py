@@ -9,7 +9,7 @@ import inspect
 import pathlib
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -69,6 +69,9 @@ def base_config() -> ConfigDict:
     c.data.name = placeholder(str)  # digits, folder, synthetic, vtab/TASK, or a TFDS data set
     c.data.split = "train"
     c.data.data_dir = placeholder(str)  # None: where TFDS keeps its data sets
+    # The images of a folder without val/ that are held out as `val`: names, by the hash of their
+    # file names; or "seed N", as older runs of that seed did. init_from=RUN takes the run's rule.
+    c.data.holdout = "names"
     c.data.image_size = placeholder(object)  # int or (height, width), in pixels
     c.data.num_classes = placeholder(int)  # None: what the data set says
     c.data.classes = placeholder(tuple)  # labels kept, renumbered from 0; None: all
@@ -81,6 +84,9 @@ def base_config() -> ConfigDict:
     c.data.streams = placeholder(int)  # of `chunk`, read side by side; None: up to 256, by batch
     c.data.repeats = 1  # views of a record side by side in a batch (arXiv:1901.09335)
     c.data.reader = placeholder(str)  # of TFDS: memory, offsets, array_record; None: by size
+    # The label of a TFDS record with a broken image: read; or by_reader, as in older runs: lost if
+    # the reader is memory, so that data.classes and few-shot draws depend on the reader.
+    c.data.broken_labels = "read"
     c.data.max_corrupt_fraction = 0.1  # of the examples so far; above it the run stops
     c.data.ops = ""  # of training; "decode|resize|flip" and so on
     # Whether every crop of an image that is too small pads it with black, or only one that says so.
@@ -179,10 +185,34 @@ def _may_pad(stored: dict[str, Any]) -> bool:
     return re.search("(central|random)_crop", " ".join(rest)) is not None
 
 
+def reads_folder(config: Mapping[str, Any]) -> bool:
+    """Whether a config, or the content of a config.json, reads an image folder."""
+    entries = config["evals"].values()
+    names = {config["data"]["name"], *(entry.get("data_name") for entry in entries)}
+    return "folder" in names or bool(re.search(r"\bfolder\b", config["data"].get("mix", "")))
+
+
+def _older_holdout(stored: dict[str, Any]) -> str:
+    return f"seed {stored['seed']}" if reads_folder(stored) else "names"
+
+
+def _older_broken_labels(stored: dict[str, Any]) -> str:
+    data = stored["data"]
+    fewshot_kinds = [entry["type"] == "fewshot" for entry in stored["evals"].values()]
+    reads_labels = data.get("classes") is not None or any(fewshot_kinds)
+    in_memory = data.get("reader") in (None, "memory")
+    of_files = data["name"] not in ("digits", "folder", "synthetic")
+    return "by_reader" if reads_labels and in_memory and of_files else "read"
+
+
 # Keys that changed a run's data or updates when they were added: what an older run, whose
 # config.json lacks the key, keeps doing; a function of that file's content. All other keys that a
 # run lacks take their default.
-IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {"data.pad_crops": _may_pad}
+IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "data.holdout": _older_holdout,
+    "data.broken_labels": _older_broken_labels,
+    "data.pad_crops": _may_pad,
+}
 
 REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.image_size",
             "optimizer.peak_lr")  # fmt: skip

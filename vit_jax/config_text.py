@@ -204,25 +204,32 @@ def from_json(text: str, where: str = "config.json") -> ConfigDict:
 
 def _older_values(stored: dict[str, Any]) -> dict[str, Any]:
     """{key: value} of the keys in IN_OLDER_RUNS that a parsed config.json lacks."""
-    sections = ((key, *key.rpartition(".")[::2]) for key in IN_OLDER_RUNS)
-    return {
-        key: IN_OLDER_RUNS[key](stored)
-        for key, section, leaf in sections
-        if leaf not in (stored.get(section, {}) if section else stored)
+    found = _stored_values(stored)
+    return {key: older(stored) for key, older in IN_OLDER_RUNS.items() if key not in found}
+
+
+def _stored_values(stored: dict[str, Any]) -> dict[str, Any]:
+    """{key: value} of the keys in IN_OLDER_RUNS that a parsed config.json has."""
+    sections = {key: key.rpartition(".")[::2] for key in IN_OLDER_RUNS}
+    nodes = {
+        key: (stored.get(section, {}) if section else stored, leaf)
+        for key, (section, leaf) in sections.items()
     }
+    return {key: node[leaf] for key, (node, leaf) in nodes.items() if leaf in node}
 
 
 def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
     """`config` for resuming the run in `workdir`, which an older version may have begun.
 
-    Keys in IN_OLDER_RUNS that the run's config.json lacks keep the older behaviour, with one
-    warning, unless `config` sets them to something other than their default.
+    Keys in IN_OLDER_RUNS keep the run's own value, or the older behaviour where its config.json
+    lacks them, with one warning, unless `config` sets them to something other than their default.
     """
     path = workdir / "config.json"
     if not path.exists():
         return config
     try:
-        older = _older_values(json.loads(path.read_text()))
+        stored = json.loads(path.read_text())
+        older = _older_values(stored) | _stored_values(stored)
     except (ValueError, TypeError, KeyError, AttributeError):
         return config  # reading the file as a config will name the fault
     values, defaults = flatten(config), flatten(base_config())
@@ -232,7 +239,7 @@ def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
     config = copy.deepcopy(config)  # with the types of keys that are None
     config.update_from_flattened_dict(kept)
     logger.warning(
-        "%s: an older version began this run; it goes on as before, with %s (new runs: %s)",
+        "%s: this run goes on as it began, with %s (new runs: %s)",
         workdir,
         ", ".join(f"{key}={value!r}" for key, value in kept.items()),
         ", ".join(repr(defaults[key]) for key in kept),

@@ -20,7 +20,13 @@ from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
 from vit_jax.models import check_fields, with_known
 from vit_jax.models.attention import choose_attention
-from vit_jax.run import check_evaluated_images, check_mesh, open_sources, prepare
+from vit_jax.run import (
+    adopt_holdout,
+    check_evaluated_images,
+    check_mesh,
+    open_sources,
+    prepare,
+)
 from vit_jax.sharding import constrain, place, state_shardings
 from vit_jax.step import TrainState
 from vit_jax.transfer.images import ops_for
@@ -70,7 +76,7 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
     Raises:
       InputError: naming the key, before anything is computed.
     """
-    config = config.copy_and_resolve_references()
+    config = adopt_holdout(config.copy_and_resolve_references(), pretrained)
     faults = Faults()
     mesh = check_mesh(config, faults)
     _fill_in(config, pretrained, faults)

@@ -1,5 +1,6 @@
 """What a run consists of, checked against files and devices, before anything is written."""
 
+import copy
 import dataclasses
 import importlib.util
 import logging
@@ -16,7 +17,7 @@ from vit_jax import checkpoint, config_text, data, files, metrics, transfer
 from vit_jax import config as config_lib
 from vit_jax.comparison import compare_requests
 from vit_jax.config import SplitKey
-from vit_jax.data.sources import fingerprint
+from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment import Experiment, make_experiment
@@ -76,6 +77,8 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     initialises = training and not resumes and weights_from is not None
     faults.check(check_convention, config.init_resize, "init_resize")
     pretrained = faults.check(transfer.read_pretrained, weights_from) if initialises else None
+    if pretrained is not None:
+        config = faults.check(adopt_holdout, config, pretrained) or config
     resolved = faults.check(open_sources, config, training)
     if resolved is not None:
         config, sources = resolved
@@ -109,6 +112,36 @@ def check_mesh(config: ConfigDict, faults: Faults) -> Mesh | None:
             if entry.batch_size is not None:
                 faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
     return mesh
+
+
+def adopt_holdout(config: ConfigDict, pretrained: transfer.Pretrained) -> ConfigDict:
+    """`config` with the rule by which the run in `pretrained` held out images of its folder.
+
+    So no image that the run was trained on is one to test with, nor the other way round.
+
+    Raises:
+      InputError: if `config` sets another rule.
+    """
+    run, own = pretrained.run and pretrained.run["config"], config.data.holdout
+    if run is None or own == run["data"]["holdout"]:
+        return config
+    rule, default = run["data"]["holdout"], config_lib.base_config().data.holdout
+    if rule == default and not config_lib.reads_folder(run):
+        return config
+    if own != default:
+        raise InputError(
+            f"data.holdout={own!r}: {pretrained.source} held out images by {rule!r}; leave "
+            "data.holdout out, or images that it was trained on would be tested on"
+        )
+    config = copy.deepcopy(config)  # with the types of keys that are None
+    config.data.holdout = rule
+    if config_lib.reads_folder(config):
+        logger.warning(
+            "%s held out images of its folder by data.holdout=%r; so they are held out here "
+            "(new runs: %r)",
+            pretrained.source, rule, default,
+        )  # fmt: skip
+    return config
 
 
 def open_sources(
@@ -195,8 +228,9 @@ def _open_split(
         split=key.split,
         classes=key.classes,
         reader=reader or config.data.reader,
+        broken_labels=config.data.broken_labels,
         data_dir=key.data_dir,
-        seed=config.seed,
+        holdout=config.data.holdout,
         image_size=config_lib.image_hw(config.data.image_size),
         num_classes=num_classes,
         num_examples=num_examples,
@@ -301,11 +335,20 @@ def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
         )
 
 
-def data_fingerprint(run: Run) -> str:
-    """Of all that decides which bytes the batch of a step holds, but for code."""
+def data_fingerprint(run: Run, version: int = FINGERPRINT_VERSION) -> str:
+    """Of all that decides which bytes the batch of a step holds, but for code.
+
+    Raises:
+      InputError: if `version` is newer than this code.
+    """
     c = run.config
+    if version > FINGERPRINT_VERSION:
+        raise InputError(
+            f"--workdir={run.workdir}: its checkpoints have a data fingerprint of version "
+            f"{version}, and this vit_jax knows them up to {FINGERPRINT_VERSION}; use a newer one"
+        )
     return fingerprint(
-        run.train_source.fingerprint,
+        run.train_source.fingerprints[version - 1],
         c.seed,
         c.global_batch_size,
         c.data.ops,

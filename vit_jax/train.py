@@ -5,6 +5,7 @@ config -> mesh -> data -> experiment (model, objective, optimizer, step) -> stat
 
 import collections
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -37,6 +38,7 @@ from vit_jax.comparison import (
     compare_workdirs,
 )
 from vit_jax.data.order import local_rows
+from vit_jax.data.sources import FINGERPRINT_VERSION
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate
 from vit_jax.evaluators.features import NothingToMeasureError
@@ -158,7 +160,7 @@ def start_state(run: Run) -> tuple[Any, dict]:
     return checkpoint.start(
         directory=run.workdir / "checkpoints",
         abstract_state=run.experiment.abstract_state,
-        fingerprint=data_fingerprint(run),
+        fingerprint=functools.partial(data_fingerprint, run),
         from_init=from_init if run.initial_params is not None else None,
         from_scratch=run.experiment.init,
     )
@@ -267,7 +269,10 @@ def train(run: Run, state, meta: dict) -> None:
                 with watchdog.phase("save"), throughput.pause("save"):
                     saved = step
                     writer.flush()
-                    fingerprint = {"data_fingerprint": data_fingerprint(run)}
+                    fingerprint = {
+                        "data_fingerprint": data_fingerprint(run),
+                        "fingerprint_version": FINGERPRINT_VERSION,
+                    }
                     meta = fingerprint | corrupt.read() | clock.read(train_s)
                     check_replicas(state, run.mesh)
                     checkpoints.save(step, state, meta)

@@ -18,7 +18,15 @@ from vit_jax.config import (
     step_fields,
     step_range,
 )
-from vit_jax.data import check_classes, check_order, check_reader, parse_mix, parse_ops
+from vit_jax.data import (
+    BROKEN_LABELS,
+    check_classes,
+    check_holdout,
+    check_order,
+    check_reader,
+    parse_mix,
+    parse_ops,
+)
 from vit_jax.data.device_ops import MIXING_OPS
 from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.evaluators.fewshot import check_choices
@@ -112,6 +120,8 @@ def _all_faults(config: ConfigDict, required: Sequence[str]) -> list[str]:
           streams=config.data.streams, repeats=config.data.repeats,
           global_batch_size=config.global_batch_size, mixes=mixes)  # fmt: skip
     check(check_reader, config.data.reader)
+    check(check_holdout, config.data.holdout)
+    known("data.broken_labels", config.data.broken_labels, BROKEN_LABELS)
     check(check_classes, config.data.classes)
     need(config.data.classes is None or config.data.name != "synthetic",
          f"data.classes={config.data.classes}: synthetic data have data.num_classes")  # fmt: skip

@@ -4,7 +4,7 @@ from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.tfrecord import record_offsets
 
 
-def prepare(root, name, features, examples, version="1.0.0", examples_per_shard=100):
+def prepare(root, name, features, examples, version="1.0.0", examples_per_shard=100, **how):
     """Writes the split `train` of a data set to root/name/version."""
     identity = tfds.core.dataset_info.DatasetIdentity(
         name=name,
@@ -15,7 +15,7 @@ def prepare(root, name, features, examples, version="1.0.0", examples_per_shard=
     (root / name / version).mkdir(parents=True)
     features = tfds.features.FeaturesDict(features)
     info = tfds.core.DatasetInfo(builder=identity, features=features)
-    writer = tfds.core.SequentialWriter(info, max_examples_per_shard=examples_per_shard)
+    writer = tfds.core.SequentialWriter(info, max_examples_per_shard=examples_per_shard, **how)
     writer.initialize_splits(["train"])
     writer.add_examples({"train": examples})
     writer.close_all()

@@ -8,7 +8,7 @@ import pytest
 from images import encode, smooth_image
 from prepared import prepare
 
-from vit_jax.data import make_source, pipeline, prepared_tfds
+from vit_jax.data import host_ops, make_source, pipeline, prepared_tfds
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.errors import InputError
 
@@ -112,6 +112,66 @@ def test_grey_becomes_rgb_and_the_newest_version_is_read(prepared):
     np.testing.assert_array_equal(read(newest, 0)[0], smooth_image(8, 8)[..., :1].repeat(3, -1))
     assert source("grey:1.9.0", prepared).num_examples == 3
     assert source("grey:1.9.0", prepared).fingerprint != newest.fingerprint
+
+
+def prepare_one(root, image, dtype, shape):
+    features = {
+        "image": tfds.features.Image(shape=shape, dtype=dtype),
+        "label": tfds.features.ClassLabel(num_classes=2),
+    }
+    prepare(root, "typed", features, [{"image": image, "label": 1}])
+
+
+@pytest.mark.parametrize("reader", ["memory", "offsets"])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "value", "pixel"),
+    [
+        (np.uint8, (4, 4, 1), 7, 7),
+        (np.uint8, (4, 4, 2), 7, 7),
+        (np.uint8, (4, 4, 4), 7, 7),
+        (np.uint8, (4, 4, None), 7, 7),
+        (np.uint16, (4, 4, 3), 7 * 257, 7),
+        (np.uint16, (4, 4, 1), 65535, 255),
+    ],
+)
+def test_channels_and_types_of_images(tmp_path, dtype, shape, value, pixel, reader):
+    prepare_one(tmp_path, np.full([side or 3 for side in shape], value, dtype), dtype, shape)
+    image, label, mask = read(source("typed", tmp_path, reader=reader), 0)
+    if isinstance(image, bytes):
+        image = host_ops.to_pixels(tf.constant(image)).numpy()
+    np.testing.assert_array_equal(image, np.full((4, 4, 3), pixel, np.uint8))
+    assert (label, mask) == (1, 1)
+
+
+def test_images_without_pixels_are_refused(tmp_path):
+    prepare_one(tmp_path / "depth", np.full((4, 4, 1), 0.5, np.float32), np.float32, (4, 4, 1))
+    message = r"data.name='typed': typed/1.0.0 has images float32 \(4, 4, 1\); needed: uint8 or"
+    with pytest.raises(InputError, match=message):
+        source("typed", tmp_path / "depth")
+    (tmp_path / "clip.gif").write_bytes(encode(smooth_image(4, 4), "GIF"))
+    prepare_one(tmp_path / "clip", str(tmp_path / "clip.gif"), np.uint8, (None, 4, 4, 3))
+    with pytest.raises(InputError, match=r"has images uint8 \(None, 4, 4, 3\); needed"):
+        source("typed", tmp_path / "clip")
+
+
+def test_a_set_prepared_in_another_order_has_another_fingerprint(tmp_path):
+    features = {
+        "image": tfds.features.Image(shape=(8, 8, 3)),
+        "label": tfds.features.ClassLabel(num_classes=5),
+    }
+    examples = [{"image": smooth_image(8, 8, i), "label": i} for i in range(5)]
+
+    def fingerprints(name, order, reader="memory"):
+        if not (tmp_path / name).exists():
+            prepare(tmp_path / name, "five", features, [examples[i] for i in order])
+        return source("five", tmp_path / name, reader=reader).fingerprints
+
+    older, newer = fingerprints("first", range(5))
+    assert fingerprints("again", range(5), "offsets") == (older, newer)
+    others = [fingerprints(f"{i}", order) for i, order in enumerate(([1, 0, 2, 3, 4],
+              [0, 1, 3, 2, 4], [0, 1, 2, 4, 3]))]  # fmt: skip
+    assert {other[0] for other in others} == {older}
+    assert len({newer, *(other[1] for other in others)}) == 4
 
 
 def test_a_broken_record_is_masked_and_the_others_stay_in_place(prepared, caplog):

@@ -9,8 +9,9 @@ from etils import epath
 from images import encode, pil_rgb, smooth_image
 from prepared import break_image, flip_a_byte, prepare
 
-from vit_jax.data import make_order, make_source, parse_ops, pipeline, tfrecord
+from vit_jax.data import concatenate, make_order, make_source, parse_ops, pipeline, tfrecord
 from vit_jax.data.host_tf import tf, tfds
+from vit_jax.data.prepared_tfds import View, tfds_source
 from vit_jax.data.runs import Runs, run_starts, stored_records
 from vit_jax.errors import InputError
 
@@ -217,6 +218,68 @@ def test_a_corrupt_record_masks_itself_alone_for_every_reader(corrupt, caplog):
         for name, in_file, record in zip(names, (2, 7), (12, 17), strict=True):
             assert name.startswith("pets-train.tfrecord-00001")
             assert f" record {in_file} (record {record} of pets/1.0.0 train) cannot be" in name
+
+
+BROKEN = {2: "half a JPEG", 5: "no image", 9: "another size"}  # of 12 records
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """{reader: data_dir} of a set of three classes whose labels can all be read."""
+    root = tmp_path_factory.mktemp("broken")
+    contents = {2: encode(smooth_image())[:300], 5: b"text", 9: encode(smooth_image(20, 20), "PNG")}
+    for record, content in contents.items():
+        (root / f"{record}").write_bytes(content)
+    features = {
+        "image": tfds.features.Image(shape=(16, 16, 3), encoding_format="png"),
+        "label": tfds.features.ClassLabel(num_classes=3),
+    }
+    examples = [
+        {"image": str(root / f"{i}") if i in BROKEN else smooth_image(16, 16, i), "label": i % 3}
+        for i in range(12)
+    ]
+    for file_format in ("tfrecord", "array_record"):
+        prepare(root / file_format, "few", features, examples, file_format=file_format)
+    offsets, array_record = (str(root / name) for name in ("tfrecord", "array_record"))
+    return {"memory": offsets, "offsets": offsets, "array_record": array_record}
+
+
+def records(source):
+    """All that says which records there are: their names, but for the file's, and labels."""
+    numbers = [source.record_name(i).partition("(")[2] for i in range(source.num_examples)]
+    return numbers, list(pipeline.read_labels(source, 0, source.num_examples)), source.fingerprints
+
+
+def test_every_reader_gives_the_same_records_whatever_is_broken(broken):
+    def found(reader, data_dir):
+        how = {"split": "train", "data_dir": data_dir, "image_size": (16, 16), "reader": reader}
+        whole, some = make_source("few", **how), make_source("few", classes=(2, 0), **how)
+        scaled = tfds_source("few", **how, view=View(image_scale=2))
+        return [records(s) for s in (whole, some, scaled, concatenate([whole, whole]))]
+
+    expected = found("offsets", broken["offsets"])
+    assert expected[0][1] == [i % 3 for i in range(12)] and expected[1][1] == [1, 0] * 4
+    for reader in ("memory", "array_record"):
+        assert found(reader, broken[reader]) == expected, reader
+
+
+def test_a_record_that_cannot_be_read_has_a_label_for_no_reader(broken, tmp_path):
+    shutil.copytree(f"{broken['offsets']}/few", tmp_path / "few")
+    flip_a_byte(next((tmp_path / "few/1.0.0").glob("*.tfrecord*")), 7)
+    labels = [-1 if i == 7 else i % 3 for i in range(12)]
+    for reader in ("memory", "offsets"):
+        how = {"split": "train", "data_dir": str(tmp_path), "image_size": (16, 16)}
+        assert records(make_source("few", reader=reader, **how))[1] == labels
+
+
+def test_older_runs_lose_labels_in_memory(broken):
+    how = {"split": "train", "data_dir": broken["memory"], "image_size": (16, 16)}
+    memory, offsets = (
+        records(make_source("few", reader=reader, broken_labels="by_reader", **how))[1]
+        for reader in ("memory", "offsets")
+    )
+    assert memory == [-1 if i in BROKEN else i % 3 for i in range(12)]
+    assert offsets == [i % 3 for i in range(12)]
 
 
 def test_png_and_grey_images_in_a_jpeg_set(corrupt):

@@ -7,7 +7,7 @@ DEVICE_OPS of device_ops.py. Importing this package imports no TensorFlow and to
 import functools
 
 from vit_jax.data.device_ops import make_device_transform, to_value_range
-from vit_jax.data.image_folder import folder
+from vit_jax.data.image_folder import check_holdout, folder
 from vit_jax.data.mixture import concatenate, held_alike, parse_mix
 from vit_jax.data.ops import OPS, check_crops, parse_ops
 from vit_jax.data.order import Order, check_order, make_order, pair_distance, resolve_order
@@ -18,13 +18,14 @@ from vit_jax.data.pipeline import (
     read_labels,
     train_batches,
 )
-from vit_jax.data.prepared_tfds import ON_DISK, check_reader, tfds_source
+from vit_jax.data.prepared_tfds import BROKEN_LABELS, ON_DISK, check_reader, tfds_source
 from vit_jax.data.sources import Source, digits, synthetic
 from vit_jax.data.subset import check_classes, keep_classes
 from vit_jax.data.vtab import vtab_source
 from vit_jax.errors import InputError
 
 __all__ = [
+    "BROKEN_LABELS",
     "ON_DISK",
     "OPS",
     "SOURCES",
@@ -32,6 +33,7 @@ __all__ = [
     "Source",
     "check_classes",
     "check_crops",
+    "check_holdout",
     "check_order",
     "check_reader",
     "concatenate",
@@ -62,10 +64,11 @@ def make_source(
     split: str,
     image_size: tuple[int, int],
     data_dir: str | None = None,
-    seed: int = 0,
+    holdout: str = "names",
     num_classes: int | None = None,
     num_examples: int | None = None,
     reader: str | None = None,
+    broken_labels: str = "read",
     classes: tuple[int, ...] | None = None,
 ) -> Source:
     """One split of a data set.
@@ -76,10 +79,11 @@ def make_source(
       split: `train`, `test`, `val`, ..., as the source has them; TFDS's notation for its own.
       image_size: (H, W) of synthetic images; no other source looks at it.
       data_dir: the image folder, or where TFDS data sets lie (None: TFDS's default).
-      seed: chooses the validation images of a folder that has none.
+      holdout: the rule that chooses the validation images of a folder that has none, as in
+        `data.holdout`.
       num_classes: made up for synthetic data; of others it is what must be found, or None.
       num_examples: likewise, in this split.
-      reader: of TFDS data sets; see `tfds_source`.
+      reader, broken_labels: of TFDS data sets; see `tfds_source`.
       classes: the labels that are kept, as `keep_classes` does; None: all.
 
     Raises: InputError if the data are missing or are not what was asked for.
@@ -90,7 +94,13 @@ def make_source(
         factory = SOURCES.get(name, functools.partial(tfds_source, name, other_sources=[*SOURCES]))
     expected = {"num_classes": num_classes, "num_examples": num_examples}
     source = factory(
-        split=split, image_size=image_size, data_dir=data_dir, seed=seed, reader=reader, **expected
+        split=split,
+        image_size=image_size,
+        data_dir=data_dir,
+        holdout=holdout,
+        reader=reader,
+        broken_labels=broken_labels,
+        **expected,
     )
     if classes is not None:
         source = keep_classes(source, classes)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from vit_jax.data.host_tf import tf
 from vit_jax.data.image_folder import EXTENSIONS
-from vit_jax.data.sources import Source, fingerprint
+from vit_jax.data.sources import Source, same_fingerprints
 from vit_jax.errors import InputError, collect_faults
 
 
@@ -57,7 +57,7 @@ def image_files(paths: Sequence[str]) -> Source:
         num_classes=1,
         class_names=None,
         image_shape=None,
-        fingerprint=fingerprint("files", list(paths)),
+        fingerprints=same_fingerprints("files", list(paths)),
         read=read,
         record_name=lambda record: paths[record],
         encoded=True,

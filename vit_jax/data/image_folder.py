@@ -12,20 +12,30 @@ from __future__ import annotations
 import hashlib
 import os
 import pathlib
+import re
 
 from vit_jax.data.host_tf import tf
-from vit_jax.data.sources import Source, fingerprint
+from vit_jax.data.sources import Source, same_fingerprints
 from vit_jax.errors import InputError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png")
 
 
-def folder(*, split: str, data_dir: str | os.PathLike | None, seed: int, **_) -> Source:
+def check_holdout(rule: str) -> None:
+    """Raises InputError if `rule` is no value of `data.holdout`."""
+    if not re.fullmatch(r"names|seed \d+", rule):
+        raise InputError(
+            f"data.holdout={rule!r}: needs names, or for the images that an older run held out "
+            "its seed, e.g. 'seed 0'"
+        )
+
+
+def folder(*, split: str, data_dir: str | os.PathLike | None, holdout: str, **_) -> Source:
     """The images below `data_dir`; splits `train` and `val`.
 
     Without `val/`, a tenth of the images, round(n / 10) but at least one, is held out as `val`:
-    chosen by `seed` and the files' names, and spread evenly over the classes. Classes are the
-    sorted names of the training folder's sub-folders, in both splits.
+    chosen by the rule `holdout` and the files' names, and spread evenly over the classes. Classes
+    are the sorted names of the training folder's sub-folders, in both splits.
 
     Raises: InputError if the folder, a split, or a class is missing or empty.
     """
@@ -62,7 +72,7 @@ def folder(*, split: str, data_dir: str | os.PathLike | None, seed: int, **_) ->
     else:
         base = train_root
         files = _list_images(base)
-        held_out = _held_out(files, seed)
+        held_out = _held_out(files, holdout)
         files = {path: c for path, c in files.items() if (path in held_out) == (split == "val")}
     if not files:
         raise InputError(f"data.data_dir: {base} holds no images; add some")
@@ -88,7 +98,7 @@ def folder(*, split: str, data_dir: str | os.PathLike | None, seed: int, **_) ->
         num_classes=len(class_names),
         class_names=class_names,
         image_shape=None,
-        fingerprint=fingerprint("folder", split, class_names, paths, sizes),
+        fingerprints=same_fingerprints("folder", split, class_names, paths, sizes),
         read=read,
         record_name=lambda record: os.fspath(base.relative_to(root) / paths[record]),
         encoded=True,
@@ -126,15 +136,17 @@ def _list_images(split_root: pathlib.Path) -> dict[str, str]:
     return files
 
 
-def _held_out(files: dict[str, str], seed: int) -> set[str]:
+def _held_out(files: dict[str, str], rule: str) -> set[str]:
     """A tenth of `files` (path -> class), as evenly over the classes as can be.
 
-    The j-th of a class's k files, in an order drawn by `seed`, gets the rank (j + 0.5) / k; the
-    lowest ranks of all classes are held out.
+    The j-th of a class's k files, in the order of the hashes of their names, gets the rank
+    (j + 0.5) / k; the lowest ranks of all classes are held out. By the rule "seed N" the seed comes
+    before the name that is hashed.
     """
+    prefix = "" if rule == "names" else rule.removeprefix("seed ") + "/"
 
     def draw(path):
-        return hashlib.sha256(f"{seed}/{path}".encode()).digest()
+        return hashlib.sha256(f"{prefix}{path}".encode()).digest()
 
     by_class = {}
     for path in sorted(files, key=draw):

@@ -29,7 +29,7 @@ from vit_jax.data import host_ops as host_ops_lib
 from vit_jax.data import order
 from vit_jax.data.host_tf import tf
 from vit_jax.data.ops import Op, check_crops
-from vit_jax.data.runs import stored_records
+from vit_jax.data.runs import stored_labels, stored_records
 from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
 
@@ -100,22 +100,20 @@ def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
     record whose label cannot be read has the label -1.
     """
 
-    def label_of(record_ids, example):  # in the map that reads, so that the rest of it is pruned
-        return record_ids, example["label"], example["mask"]
+    def label_of(record_ids):  # in the map that reads, so that the rest of it is pruned
+        return record_ids, source.read(record_ids)["label"]
 
     ids = tf.data.Dataset.range(start, stop)
     by_batch = ids.batch(_LABELS_AT_ONCE)
     if not source.encoded:
-        found = by_batch.map(lambda i: label_of(i, source.read(i))).unbatch()
+        found = by_batch.map(label_of).unbatch()
     elif source.runs is None:
-        found = ids.map(lambda i: label_of(i, source.read(i)), tf.data.AUTOTUNE).ignore_errors()
+        found = ids.map(label_of, tf.data.AUTOTUNE).ignore_errors()
     else:
-        stored = tf.data.Dataset.zip(ids, stored_records(source.runs, by_batch))
-        found = stored.map(lambda i, s: label_of(i, source.runs.parse(s, i)), tf.data.AUTOTUNE)
-        found = found.ignore_errors()
+        found = stored_labels(source.runs, by_batch)
     labels = np.full(stop - start, -1, np.int32)
-    for record_ids, label, mask in found.batch(_LABELS_AT_ONCE).as_numpy_iterator():
-        labels[record_ids - start] = np.where(mask > 0, label, -1)
+    for record_ids, label in found.batch(_LABELS_AT_ONCE).as_numpy_iterator():
+        labels[record_ids - start] = label
     return labels
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import math
 import pathlib
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import psutil
@@ -20,7 +22,7 @@ from etils import epath
 
 from vit_jax.data import host_ops, tfrecord
 from vit_jax.data.host_tf import tf, tfds
-from vit_jax.data.runs import Runs, stored_records
+from vit_jax.data.runs import Runs, stored_labels, stored_records
 from vit_jax.data.sources import Source, fingerprint, read_tensors
 from vit_jax.errors import InputError, nearest
 
@@ -31,6 +33,7 @@ _SMALL_BYTES = 1 << 30  # of files and pixels: up to there a split is held in me
 # What the readers read; memory is filled by the reader of the files' format.
 FORMATS = {"offsets": "tfrecord", "array_record": "array_record"}
 READERS = ("memory", *FORMATS)
+BROKEN_LABELS = ("read", "by_reader")
 ON_DISK = "on_disk"  # of the two the one that fits; for callers, a config has READERS
 
 
@@ -67,6 +70,7 @@ def tfds_source(
     split: str,
     data_dir: str | None,
     reader: str | None = None,
+    broken_labels: str = "read",
     other_sources: Sequence[str] = (),
     view: View = _LABEL,
     **_,
@@ -85,9 +89,12 @@ def tfds_source(
       on_disk       one of these two, by the files
       None          memory if files and pixels are small and fit, else on_disk
 
+    `broken_labels`: "read" gives a record with a broken image its label; "by_reader" does so for
+    every reader but `memory`, as older versions did.
+
     Raises: InputError if the data set or a file is missing or not as dataset_info.json says, if
-      it has no `image` or no class `label`, if there is no such split, if `reader` does not read
-      its format, or if it is to be held in memory and does not fit.
+      it has no `image` of integer pixels or no class `label`, if there is no such split, if
+      `reader` does not read its format, or if it is to be held in memory and does not fit.
     """
     builder = tfds.builder_from_directory(prepared_folder(name, data_dir, other_sources))
     features, full_name = dict(builder.info.features), builder.info.full_name
@@ -99,6 +106,7 @@ def tfds_source(
             f"data.name={name!r}: {full_name} has the features {features}; needed: 'image', "
             f"an Image, and {needed}"
         )
+    _check_pixels(features["image"], f"data.name={name!r}: {full_name}")
     image_shape = features["image"].shape
     image_shape = None if None in image_shape else (*image_shape[:2], 3)
     class_names = None if by_rule else tuple(first_feature.names)
@@ -139,8 +147,10 @@ def tfds_source(
     file_names = None
     if isinstance(names_feature, tfds.features.Text):
         file_names = _make_file_names(runs, names_feature)
+    identity = (full_name, split, num_examples, class_names)
+    some_records = _digest_records(runs, num_examples)
     if reader == "memory":
-        read, runs = _read_all(runs, num_examples, image_shape), None
+        read, runs = _read_all(runs, num_examples, image_shape, broken_labels), None
     else:
 
         def read(record_id):
@@ -154,7 +164,7 @@ def tfds_source(
         num_classes=num_classes,
         class_names=class_names,
         image_shape=image_shape,
-        fingerprint=fingerprint(full_name, split, num_examples, class_names),
+        fingerprints=(fingerprint(*identity), fingerprint(*identity, some_records)),
         read=read,
         record_name=record_name,
         encoded=reader != "memory" or image_shape is None,
@@ -298,15 +308,47 @@ def _parse_example(features, stored):
 
 def _check_labelled(runs: Runs, features: dict, view: View, where: str) -> None:
     """Raises InputError if the first record has no label, as those of some test splits."""
-    first = stored_records(runs, tf.data.Dataset.from_tensors(tf.zeros([1], tf.int64)))
     features = tfds.features.FeaturesDict(features)
-    labels = first.map(lambda stored: view.label(_parse_example(features, stored))).ignore_errors()
-    if any(label < 0 for label in labels.as_numpy_iterator()):
+    label = _read_now(runs, 0, lambda stored, _: view.label(_parse_example(features, stored)))
+    if label is not None and label < 0:
         raise InputError(f"{where} holds unlabelled examples")
+
+
+def _read_now(runs: Runs, record: int, parse: Callable) -> Any:
+    """What `parse` gives of a stored record and its id; None where that fails."""
+    record_id, one = tf.constant(record, tf.int64), tf.constant(1, tf.int64)
+    try:
+        return parse(runs.open(record_id, one).get_single_element(), record_id)
+    except (tf.errors.OpError, UnicodeDecodeError):  # the error may quote the record's bytes
+        return None
 
 
 def _is_image(feature) -> bool:
     return isinstance(feature, tfds.features.Image)
+
+
+def _check_pixels(image, where: str) -> None:
+    """Raises InputError if `to_pixels` does not give the pixels that were put into the feature."""
+    dtype, shape = np.dtype(image.np_dtype), image.shape
+    # TFDS hides the bytes of a float in the four channels of a PNG.
+    if dtype not in (np.uint8, np.uint16) or len(shape) != 3:
+        raise InputError(
+            f"{where} has images {dtype} {shape}; needed: uint8 or uint16 (height, width, "
+            "channels); prepare it anew with pixels from 0 to 255 as uint8"
+        )
+
+
+def _digest_records(runs: Runs, num_examples: int) -> list[str]:
+    """Digests of the first, middle and last record, which change with the order of preparing."""
+
+    def digest(stored, record_id):  # of pixels, as a PNG may be compressed otherwise next time
+        example = runs.parse(stored, record_id)
+        pixels = host_ops.to_pixels(example["image"]).numpy()
+        identity = f"{example['label'].numpy()} {pixels.shape} ".encode()
+        return hashlib.sha256(identity + pixels.tobytes()).hexdigest()
+
+    records = (0, num_examples // 2, num_examples - 1)
+    return [_read_now(runs, record, digest) or "broken" for record in records]
 
 
 def _is_class_label(feature) -> bool:
@@ -369,7 +411,7 @@ def _container_memory() -> float:
         return math.inf
 
 
-def _read_all(runs: Runs, num_examples: int, image_shape) -> Callable:
+def _read_all(runs: Runs, num_examples: int, image_shape, broken_labels: str) -> Callable:
     """`Source.read` of a split that is read now; what is broken is masked, as any reader does."""
     ids = tf.data.Dataset.range(num_examples)
     stored = stored_records(runs, ids.batch(_RECORDS_AT_ONCE))
@@ -386,7 +428,12 @@ def _read_all(runs: Runs, num_examples: int, image_shape) -> Callable:
         images = np.full(num_examples, b"", object)
     else:
         images = np.zeros((num_examples, *image_shape), np.uint8)
-    labels, mask = np.zeros(num_examples, np.int32), np.zeros(num_examples, np.float32)
+    labels, mask = np.full(num_examples, -1, np.int32), np.zeros(num_examples, np.float32)
     for record_ids, image, label in loaded.batch(_RECORDS_AT_ONCE).as_numpy_iterator():
         images[record_ids], labels[record_ids], mask[record_ids] = image, label, 1
+    broken = np.flatnonzero(mask == 0)
+    if len(broken) and broken_labels == "read":
+        ids = tf.data.Dataset.from_tensor_slices(broken).batch(_RECORDS_AT_ONCE)
+        for record_id, label in stored_labels(runs, ids).as_numpy_iterator():
+            labels[record_id] = label
     return read_tensors(images, labels, mask)

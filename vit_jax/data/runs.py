@@ -52,6 +52,19 @@ def stored_records(runs: Runs, ids: tf.data.Dataset) -> tf.data.Dataset:
     return stored.unbatch()
 
 
+def stored_labels(runs: Runs, ids: tf.data.Dataset) -> tf.data.Dataset:
+    """(id, label) of each record whose label can be read: from elements int64 (b,) to single ones.
+
+    Their images are not decoded, and may be broken.
+    """
+
+    def label_of(record_id, stored):  # in the map that parses, so that the rest of it is pruned
+        return record_id, runs.parse(stored, record_id)["label"]
+
+    stored = tf.data.Dataset.zip(ids.unbatch(), stored_records(runs, ids))
+    return stored.map(label_of, tf.data.AUTOTUNE).ignore_errors()
+
+
 def run_starts(ids: tf.Tensor, segments: tf.Tensor) -> tf.Tensor:
     """Where in `ids` (b,) a run begins: int64 (r,), the first of them 0.
 

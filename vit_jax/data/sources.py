@@ -23,15 +23,20 @@ with epy.lazy_imports():
     import sklearn.datasets
 
 
+# Of `Source.fingerprints`. Version 2 adds three records of a TFDS data set. A checkpoint stores the
+# version with its fingerprint, and an older one is compared by the older rule.
+FINGERPRINT_VERSION = 2
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
     """One split of a labelled image data set.
 
     `read(record_ids)` is made of TensorFlow ops, to be called inside a tf.data map with int64 ids
-    in [0, num_examples). It gives `image`, `label` (int32) and `mask` (float32; 0 for a record
-    known to be broken). An encoded source takes one id and gives the image as JPEG or PNG bytes,
-    or raises; one of pixels takes ids of any shape S and gives uint8 images of shape
-    S + image_shape.
+    in [0, num_examples). It gives `image`, `label` (int32; -1 where that cannot be read) and `mask`
+    (float32; 0 for a record known to be broken, which may have a label). An encoded source takes
+    one id and gives the image as JPEG or PNG bytes, or raises; one of pixels takes ids of any shape
+    S and gives uint8 images of shape S + image_shape.
 
     Attributes:
       name: the name in data.name.
@@ -41,7 +46,8 @@ class Source:
       class_names: by label, or None.
       image_shape: (H, W, 3), where all images have one; None where they differ.
       encoded: whether images come as JPEG or PNG bytes.
-      fingerprint: hex digest of the data's identity; the same wherever the data lie.
+      fingerprints: hex digests of the data's identity, one a FINGERPRINT_VERSION, the oldest
+        first; the same wherever the data lie and whatever reads them.
       read: see above.
       record_name: index -> how messages call the record.
       runs: how an encoded source reads neighbours together; None: one by one is as good.
@@ -56,7 +62,7 @@ class Source:
     num_classes: int
     class_names: tuple[str, ...] | None
     image_shape: tuple[int, int, int] | None
-    fingerprint: str
+    fingerprints: tuple[str, ...]
     read: Callable[[tf.Tensor], dict[str, tf.Tensor]]
     record_name: Callable[[int], str]
     encoded: bool = False
@@ -68,10 +74,20 @@ class Source:
         if not self.part_sizes:
             object.__setattr__(self, "part_sizes", (self.num_examples,))
 
+    @property
+    def fingerprint(self) -> str:
+        """The one of the newest version."""
+        return self.fingerprints[-1]
+
 
 def fingerprint(*identity) -> str:
     """32 hex digits of what identifies a data set: names, numbers, and lists of these."""
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+
+
+def same_fingerprints(*identity) -> tuple[str, ...]:
+    """`Source.fingerprints` of a data set whose identity no version describes differently."""
+    return (fingerprint(*identity),) * FINGERPRINT_VERSION
 
 
 def numbered(name: str, split: str) -> Callable[[int], str]:
@@ -117,7 +133,7 @@ def digits(*, split: str, **_) -> Source:
         num_classes=len(class_names),
         class_names=class_names,
         image_shape=images.shape[1:],
-        fingerprint=fingerprint("digits", split, len(images), class_names),
+        fingerprints=same_fingerprints("digits", split, len(images), class_names),
         read=read_tensors(images, bunch.target[chosen], np.ones(len(images))),
         record_name=numbered("digits", split),
     )
@@ -160,7 +176,7 @@ def synthetic(
         num_classes=num_classes,
         class_names=None,
         image_shape=image_shape,
-        fingerprint=fingerprint("synthetic", split, num_examples, num_classes, image_shape),
+        fingerprints=same_fingerprints("synthetic", split, num_examples, num_classes, image_shape),
         read=read,
         record_name=numbered("synthetic", split),
     )

@@ -67,7 +67,9 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
         num_examples=len(kept),
         num_classes=len(classes),
         class_names=None if names is None else tuple(names[label] for label in classes),
-        fingerprint=fingerprint("classes", source.fingerprint, list(classes), which),
+        fingerprints=tuple(
+            fingerprint("classes", whole, list(classes), which) for whole in source.fingerprints
+        ),
         read=read,
         record_name=lambda record: source.record_name(int(kept[record])),
         runs=None,

@@ -142,7 +142,15 @@ TASKS: dict[str, Task] = {
 # fmt: on
 
 
-def vtab_source(name: str, *, split: str, data_dir: str | None, reader: str | None, **_) -> Source:
+def vtab_source(
+    name: str,
+    *,
+    split: str,
+    data_dir: str | None,
+    reader: str | None,
+    broken_labels: str = "read",
+    **_,
+) -> Source:
     """A split of the task `vtab/TASK`, from its TFDS data set below `data_dir`.
 
     Classes of which the training images show none are named in a warning, and so is a test split
@@ -163,6 +171,7 @@ def vtab_source(name: str, *, split: str, data_dir: str | None, reader: str | No
             split=task.splits[split],
             data_dir=data_dir,
             reader=reader,
+            broken_labels=broken_labels,
             view=task.view,
         )
     except InputError as e:
@@ -186,7 +195,7 @@ def vtab_source(name: str, *, split: str, data_dir: str | None, reader: str | No
         source,
         name=name,
         split=split,
-        fingerprint=fingerprint(name, split, source.fingerprint),
+        fingerprints=tuple(fingerprint(name, split, whole) for whole in source.fingerprints),
     )
 
 
