@@ -165,7 +165,8 @@ REFUSED = {
     "no output": (["--init_from=GOLDEN", "--format=hf"], "--output: missing"),
     "unknown format": (["--init_from=GOLDEN", "--format=tim", "--output=OUT"], "mean timm?"),
     "cannot hold it": (
-        ["--init_from=GOLDEN", "--format=hf", "--output=OUT"], "export it as npz or stablehlo: ",
+        ["--init_from=GOLDEN", "--format=hf", "--output=OUT"],
+        "export it as npz or npz_v2 or stablehlo: ",
     ),
     "name of an npz": (["--init_from=GOLDEN", "--format=npz", "--output=OUT"], "ends in .npz"),
     "name of a program": (

@@ -392,13 +392,13 @@ def test_other_classes_get_a_linear_head_of_zeros(golden, name):
 REFUSED = {
     "hf": [
         ({"pool": "gap"}, "export it as npz or npz_v2 or timm or stablehlo: pool='gap', and"),
-        ({"hidden_head": True}, "export it as npz or stablehlo: hidden_head=True, and its"),
+        ({"hidden_head": True}, "export it as npz or npz_v2 or stablehlo: hidden_head=True, and"),
         ({"layer_scale": 0.1}, "export it as timm or stablehlo: layer_scale=0.1"),
         ({"norm": "rms", "qk_norm": True}, "export it as stablehlo: 2 faults"),
         ({"gelu": "exact", "hidden_head": True}, "cannot hold this model; export it as stablehlo"),
     ],
     "timm": [
-        ({"hidden_head": True}, "export it as npz or stablehlo: "),
+        ({"hidden_head": True}, "export it as npz or npz_v2 or stablehlo: "),
         ({"parallel": True}, "export it as stablehlo: parallel=True"),
         ({"name": "DeiT-mu/4", "distillation_head": False}, "export it as hf or stablehlo: "),
     ],
@@ -411,7 +411,6 @@ REFUSED = {
         ({"name": "DeiT-mu/4"}, "export it as hf or timm or stablehlo: it is a DeiT"),
     ],
     "npz_v2": [
-        ({}, "export it as npz or hf or timm or stablehlo: pos_embed_class_token=True"),
         ({"pos_embed": "none"}, "export it as hf or timm or stablehlo: pos_embed='none'"),
     ],
     "tim": [({}, "did you mean timm?")],

@@ -283,15 +283,30 @@ def _find_position_faults(model: nn.Module, variant: str) -> list[str]:
         return [f"pos_embed={model.pos_embed!r}"]
     if variant == "first" and model.has_class_token and not model.pos_embed_class_token:
         return ["pos_embed_class_token=False"]
-    if variant == "later" and model.num_prefix_positions:
-        return ["pos_embed_class_token=True"]
     return []
+
+
+def _with_position_in_class_token(pretrained: Pretrained) -> Pretrained:
+    """The class token's position added to the token, as the later variant has none for it.
+
+    The model adds the same two numbers first, so that its logits are the same to the bit.
+    """
+    model, params = pretrained.model, dict(pretrained.params)
+    if not model.num_prefix_positions:
+        return pretrained
+    own, table = np.split(params["pos_embedding"], [1], axis=1)
+    params |= {"class_token": params["class_token"] + own, "pos_embedding": table}
+    logger.info("positions: the class token's entry is written as part of the token")
+    model = model.clone(pos_embed_class_token=False)
+    return pretrained._replace(model=model, params=params)
 
 
 def write(path: epath.Path, pretrained: Pretrained, variant: str) -> list[str]:
     """Writes NAME.npz, and NAME.json with what it does not tell; returns the files' names."""
     if path.suffix != ".npz":
         raise InputError(f"--output={path}: needs a name that ends in .npz")
+    if variant == "later":
+        pretrained = _with_position_in_class_token(pretrained)
     model, spec = pretrained.model, pretrained.spec
     stated = {"mean": list(spec.mean), "std": list(spec.std)}
     if image_size := model.image_size or spec.image_size:
