@@ -86,6 +86,7 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
                 f"--output={output}: what was exported gives logits that differ by "
                 f"{difference:.3g} where the largest is {largest:.3g}; nothing was written"
             )
+        spec = pretrained.spec if image_size is None else pretrained.spec.at(image_size)
         receipt = {
             "format": format,
             "source": pretrained.source,
@@ -98,14 +99,14 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
             },
             "preprocessing": {
                 "image_size": image_size and list(image_size),
-                "mean": list(pretrained.spec.mean),
-                "std": list(pretrained.spec.std),
-                "cut": pretrained.spec.cut and pretrained.spec.cut._asdict(),
-                "ops": image_size and ops_for(pretrained.spec),
-                "library_ops": library_ops and library_ops(pretrained.spec),
+                "mean": list(spec.mean),
+                "std": list(spec.std),
+                "cut": spec.cut and spec.cut._asdict(),
+                "ops": image_size and ops_for(spec),
+                "library_ops": library_ops and library_ops(spec),
             },
-            "loss": pretrained.spec.loss,
-            "class_names": pretrained.spec.class_names,
+            "loss": spec.loss,
+            "class_names": spec.class_names,
             "read_back": {
                 "images": _IMAGES,
                 "dtype": "float32",

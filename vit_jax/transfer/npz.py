@@ -328,7 +328,7 @@ def write(path: epath.Path, pretrained: Pretrained, variant: str) -> list[str]:
     model, spec = pretrained.model, pretrained.spec
     stated = {"mean": list(spec.mean), "std": list(spec.std)}
     if image_size := model.image_size or spec.image_size:
-        stated["image_size"] = list(image_size)
+        stated["image_size"], spec = list(image_size), spec.at(image_size)
     if spec.cut is not None:
         share, mode, interpolation = spec.cut
         stated |= {"crop": share, "crop_mode": mode, "interpolation": interpolation}
