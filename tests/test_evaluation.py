@@ -60,10 +60,23 @@ def test_a_file_on_the_command_line(published, capsys):
     assert results["knn/10nn_top1"] > 0.5  # of random features
 
 
+def test_the_loss_goes_with_the_weights(published, caplog):
+    caplog.set_level("INFO", "vit_jax")
+    pretrained = read_pretrained(published)
+    logits, labels = scores(published)
+    cross_entropies = np.logaddexp(0, logits) - logits * np.eye(10)[labels]
+    of_sigmoid = pretrained._replace(spec=pretrained.spec._replace(loss="sigmoid"))
+    results = evaluate_pretrained(evaluation_config("classification,debug"), of_sigmoid)
+    expected = cross_entropies.sum(axis=1).mean()
+    assert results["classification/loss"] == pytest.approx(expected, rel=1e-5)
+    assert "its loss is not stated" not in caplog.text
+
+
 def test_at_another_size_positions_are_resampled(published, caplog):
     caplog.set_level("INFO", "vit_jax")
     config = evaluation_config("classification,debug", data__image_size="12")
     results = evaluate_pretrained(config, read_pretrained(published))
+    assert "its loss is not stated; config.loss.name=softmax is taken" in caplog.text
     assert results["classification/num_examples"] == 360
     assert "from a grid of (2, 2) to (3, 3)" in caplog.text
 

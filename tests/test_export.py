@@ -10,22 +10,27 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import PIL.Image
 import pytest
 from etils import epath
+from numpy_vit import random_params
 
 from vit_jax import evaluation, load_pretrained, pretrained_spec, save_pretrained, tree
 from vit_jax.checkpoint import Checkpoints
 from vit_jax.checksums import hash_params
 from vit_jax.config_text import apply_overrides, load_config, read_config
+from vit_jax.data.image_files import image_files
 from vit_jax.errors import InputError
 from vit_jax.files import LocalFile
 from vit_jax.main import main
 from vit_jax.models import create_model
+from vit_jax.prediction import outputs
 from vit_jax.run import prepare
 from vit_jax.train import write_workdir
+from vit_jax.transfer import WRITERS, read_pretrained
 from vit_jax.transfer import export as export_lib
-from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.images import ops_for
+from vit_jax.transfer.rules import Cut
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -165,7 +170,8 @@ REFUSED = {
     "no output": (["--init_from=GOLDEN", "--format=hf"], "--output: missing"),
     "unknown format": (["--init_from=GOLDEN", "--format=tim", "--output=OUT"], "mean timm?"),
     "cannot hold it": (
-        ["--init_from=GOLDEN", "--format=hf", "--output=OUT"], "export it as npz or stablehlo: ",
+        ["--init_from=GOLDEN", "--format=hf", "--output=OUT"],
+        "export it as npz or npz_v2 or stablehlo: ",
     ),
     "name of an npz": (["--init_from=GOLDEN", "--format=npz", "--output=OUT"], "ends in .npz"),
     "name of a program": (
@@ -240,23 +246,65 @@ def test_a_disk_that_fills_up_leaves_nothing(golden, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("format", "crop"),
-    [("npz", None), ("npz", 0.5), ("timm", None), ("timm", 1.0), ("hf", 0.5)],
-)
-def test_what_is_cropped_stays_so(golden, tmp_path, format, crop):
+    ("format", "cut", "ops", "by_library"),
+    [
+        ("npz", None, None, None),
+        ("npz", Cut(0.5, "squash", "bicubic"), "decode|resize(64)|central_crop", None),
+        ("timm", Cut(0.5, "squash", "bicubic"), None, None),
+        ("timm", Cut(0.5, "center"), "decode|resize_small(64)|central_crop",
+         "decode|torchvision_resize(64, 'bilinear')|torchvision_crop"),
+        ("hf", Cut(0.5, "squash", "bicubic"), "decode|torchvision_resize((64, 64), 'bicubic')|"
+         "central_crop", None),
+        ("hf", Cut(0.5, "center"), "decode|resize_small(64)|central_crop",
+         "decode|torchvision_resize(64, 'bilinear')|central_crop"),
+    ],
+)  # fmt: skip
+def test_what_is_cropped_stays_so(golden, tmp_path, format, cut, ops, by_library):
     source = read_pretrained(golden / "vit_finetuned.npz")
-    source = source._replace(
-        spec=source.spec._replace(crop=crop), model=source.model.clone(hidden_head=False)
-    )
+    spec = source.spec._replace(cut=cut, ops=ops, loss="sigmoid")
     output = tmp_path / ("model.npz" if format == "npz" else "model")
-    receipt = export_lib.export(source, output, format)
-    assert receipt["preprocessing"]["ops"] == ops_for(source.spec)
+    receipt = export_lib.export(source._replace(spec=spec), output, format)
+    assert receipt["preprocessing"]["ops"] == ops_for(spec)
     card = (tmp_path / "model.md" if format == "npz" else output / "README.md").read_text()
-    assert f"by `{ops_for(source.spec)}`" in card
-    if format == "hf":
-        assert "it knows no crop" in card
-    else:
-        assert pretrained_spec(output).crop == crop
+    assert f"by `{ops_for(spec)}`" in card
+    assert "probabilities by sigmoid" in card
+    assert ("cannot do that" in card) == (by_library is not None)
+    assert by_library is None or f"cannot do that: by these files it does `{by_library}`" in card
+    again = pretrained_spec(output)
+    assert (again.cut or Cut()) == (cut or Cut())
+    assert (ops_for(again), again.loss) == (ops_for(spec), "sigmoid")
+
+
+@pytest.mark.parametrize(("loss", "formats"), [("softmax", ("npz",)), ("sigmoid", (*WRITERS,))])
+def test_a_run_its_exports_and_their_reload_give_the_same_probabilities(
+    run, tmp_path, loss, formats
+):
+    """For a file of another size, by the ops of the run's evaluator, which no other library has."""
+    shutil.copytree(run, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["loss"]["name"] = loss
+    config["evals"]["test"]["ops"] = "decode|resize_small(9)|central_crop"
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    noise = np.random.default_rng(0).integers(0, 256, (17, 23, 3)).astype(np.uint8)
+    PIL.Image.fromarray(noise).save(tmp_path / "noise.png")
+    images = image_files([str(tmp_path / "noise.png")])
+
+    def probabilities(pretrained):
+        ((found, _),) = outputs(pretrained, images, batch_size=8, what="probabilities")
+        return found
+
+    # One small model in place of the run's, as there is none that all formats hold.
+    model = create_model("ViT-mu/4", 3, 8, depth=1, width=8, mlp_dim=8, num_heads=2)
+    params = random_params(model, np.zeros((1, 8, 8, 3), np.float32))
+    source = read_pretrained(tmp_path / "run")
+    spec = source.spec._replace(class_names=None)
+    source = source._replace(model=model, params=tree.flatten_names(params), spec=spec)
+    expected = probabilities(source)
+    assert (abs(expected.sum() - 1) < 1e-5) == (loss == "softmax")
+    for format in formats:
+        path = tmp_path / format / ("model.npz" if format.startswith("npz") else "model")
+        save_pretrained(path, model, {"params": params}, format, spec)
+        np.testing.assert_allclose(probabilities(read_pretrained(path)), expected, rtol=1e-5)
 
 
 def test_a_run_whose_names_of_classes_are_broken_is_refused(run, tmp_path):
@@ -267,26 +315,36 @@ def test_a_run_whose_names_of_classes_are_broken_is_refused(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ops", "at_its_size", "crop"),
+    ("ops", "at_its_size", "cut"),
     [
-        ("decode|resize_small(6)|central_crop", None, 2 / 3),
-        ("decode|resize_small(crop=.8)|central_crop(pad=True)", None, 0.8),
-        ("decode|resize_small|central_crop", None, 1.0),
-        ("decode|resize_small((5, 8), antialias=True)|central_crop", None, 0.8),
-        ("decode|resize(5)|central_crop", None, 0.8),
+        ("decode|resize_small(6)|central_crop", None, Cut(2 / 3, "center")),
+        ("decode|resize_small(crop=.8)|central_crop(pad=True)", None, Cut(0.8, "center")),
+        ("decode|resize_small|central_crop", None, Cut(1.0, "center")),
+        (
+            "decode|resize_small((5, 8), antialias=True)|central_crop", None, Cut(0.8, "center"),
+        ),
+        ("decode|resize(5)|central_crop", None, Cut(0.8)),
+        (
+            "decode|torchvision_resize(5, 'bicubic')|torchvision_crop",
+            None,
+            Cut(0.8, "center", "bicubic"),
+        ),
+        ("decode|torchvision_resize(filter='bicubic')", None, Cut(interpolation="bicubic")),
         (
             "resize_small(antialias=True, size = 5)|central_crop",
             "decode|resize_small(antialias=True, size = 5)|central_crop",
-            0.8,
+            Cut(0.8, "center"),
         ),
         ("decode|resize_small(8)|central_crop(6)|resize", None, None),
-        ("central_crop", "decode|resize_small((4, 4), antialias=True)|central_crop", 1.0),
+        (
+            "central_crop", "decode|resize_small(antialias=True)|central_crop", Cut(mode="center"),
+        ),
         ("resize", "decode|resize", None),
         ("", "decode|resize(antialias=True)", None),
         ("decode", "decode|resize(antialias=True)", None),  # of data that have the size already
     ],
-)
-def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_size, crop):
+)  # fmt: skip
+def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_size, cut):
     size = read_pretrained(run).spec.image_size
     scale = size[0] / 4  # the strings above are for 4 x 4
     text = re.sub(r"(?<!\.)\d+", lambda match: str(round(int(match[0]) * scale)), ops)
@@ -297,9 +355,10 @@ def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_s
     spec = pretrained_spec(tmp_path / "run")
     at_its_size = re.sub(r"\d+", lambda match: str(round(int(match[0]) * scale)), at_its_size or "")
     assert ops_for(spec) == (at_its_size or text)
-    assert spec.crop == (crop and pytest.approx(crop))
+    assert spec.cut == (cut and cut._replace(share=pytest.approx(cut.share)))
     larger = spec.at((64, 64))
-    assert ("central_crop" in ops_for(larger)) == (crop is not None)
+    names_a_size = re.search(r"(?<!\.)\d", ops_for(spec))
+    assert larger.ops == (None if names_a_size else spec.ops)
 
 
 def test_images_of_an_older_run_are_padded_as_before(run, tmp_path, caplog, monkeypatch):
@@ -310,7 +369,7 @@ def test_images_of_an_older_run_are_padded_as_before(run, tmp_path, caplog, monk
     (tmp_path / "run/config.json").write_text(json.dumps(config))
     spec = pretrained_spec(tmp_path / "run")
     assert ops_for(spec) == "decode|resize_small(6)|central_crop(pad=True)"
-    assert spec.crop == 1.0
+    assert spec.cut == Cut(1.0, "center")
 
     seen = []
     monkeypatch.setattr(

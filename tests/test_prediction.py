@@ -11,7 +11,7 @@ from vit_jax import load_image, load_pretrained, pretrained_spec
 from vit_jax.errors import InputError
 from vit_jax.main import main
 from vit_jax.transfer.images import class_names
-from vit_jax.transfer.rules import Spec
+from vit_jax.transfer.rules import Cut, Spec
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -68,7 +68,7 @@ def test_pixels_of_an_image(pictures):
     np.testing.assert_allclose(found, expected, atol=1e-6)
     # Squeezed, or cut out of its middle.
     assert load_image(pictures / "b.JPG", spec._replace(image_size=(8, 24))).shape == (8, 24, 3)
-    inner = load_image(pictures / "a.png", spec._replace(image_size=(16, 16), crop=0.5))
+    inner = load_image(pictures / "a.png", spec._replace(image_size=(16, 16), cut=Cut(0.5)))
     np.testing.assert_allclose(inner, expected[8:24, 8:24], atol=1e-6)
 
 

@@ -127,6 +127,11 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
     d.mean, d.std, d.num_classes = spec.mean, spec.std, pretrained.model.num_classes
     if pretrained.run is not None:
         config.loss.update(pretrained.run["config"]["loss"])
+    elif pretrained.spec.loss is not None:
+        config.loss.name = pretrained.spec.loss
+    elif any(entry.type not in config_lib.LEARNING_EVALS for entry in config.evals.values()):
+        logger.info("%s: its loss is not stated; config.loss.name=%s is taken",
+                    pretrained.source, config.loss.name)  # fmt: skip
     for name, entry in config.evals.items():
         entry.ops = entry.ops or ops_for(spec.at(size))
         if d.num_classes is None and entry.type not in config_lib.LEARNING_EVALS:

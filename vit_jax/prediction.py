@@ -25,7 +25,7 @@ from vit_jax.fetching import fetch
 from vit_jax.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.objectives.supervised import PROBABILITIES
 from vit_jax.transfer.images import class_names, ops_for
-from vit_jax.transfer.rules import Pretrained
+from vit_jax.transfer.rules import Pretrained, loss_of
 
 logger = logging.getLogger("vit_jax")
 
@@ -51,14 +51,13 @@ def outputs(
     mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
     check_batch_size(mesh, batch_size, "--batch_size")
     params = jax.device_put(tree.unflatten_names(pretrained.params), NamedSharding(mesh, P()))
-    loss_name = "softmax" if pretrained.run is None else pretrained.run["config"]["loss"]["name"]
-    probabilities = PROBABILITIES[loss_name]
+    loss = loss_of(pretrained) if what == "probabilities" else None
 
     @jax.jit
     def compute(params, images):
         images = to_value_range(images, spec.mean, spec.std)
-        if what == "probabilities":
-            return probabilities(model.apply({"params": params}, images))
+        if loss is not None:
+            return PROBABILITIES[loss](model.apply({"params": params}, images))
         if what == "pooled":
             return model.apply({"params": params}, images, method="features")
         tokens_BND = model.apply({"params": params}, images, method="tokens")

@@ -103,6 +103,44 @@ def test_resize_small_covers_the_size_tightly(shape, expected):
     assert apply("resize_small((20, 30))", smooth_image(*shape)).shape == (*expected, 3)
 
 
+@pytest.mark.parametrize("filter", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(50, 37), (61, 80), (91, 119)])
+def test_torchvision_resize_agrees_with_pil(filter, size):
+    noise = np.random.default_rng(0).integers(0, 256, (60, 80, 3)).astype(np.uint8)
+    by_number = {"bilinear": PIL.Image.BILINEAR, "bicubic": PIL.Image.BICUBIC}[filter]
+    expected = np.asarray(PIL.Image.fromarray(noise).resize(size[::-1], by_number)).astype(int)
+    found = apply(f"torchvision_resize({size}, {filter!r})", noise)
+    assert np.abs(found - expected).max() <= 2
+    assert (found != expected).mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments", "expected"),  # of torchvision 0.28.0 and timm 1.0.31
+    [
+        ((103, 151), "35", (35, 51)),  # 51.3
+        ((151, 103), "35", (51, 35)),
+        ((60, 95), "33", (33, 52)),  # 52.25
+        ((60, 95), "(33, 40)", (33, 40)),
+        ((103, 151), "(53, 40), cover=True", (53, 78)),  # 77.7
+        ((151, 103), "(53, 40), cover=True", (59, 40)),  # 58.6
+        ((64, 41), "(32, 8), cover=True", (32, 20)),  # 20.5
+        ((64, 43), "(32, 8), cover=True", (32, 22)),  # 21.5
+    ],
+)
+def test_torchvision_resize_takes_its_sizes(shape, arguments, expected):
+    image = np.zeros((*shape, 3), np.uint8)
+    assert apply(f"torchvision_resize({arguments})", image).shape == (*expected, 3)
+
+
+def test_torchvision_crop_rounds_halves_to_even():
+    """Where torchvision 0.28.0 begins to crop 4 of 4, 5, ... 12 pixels."""
+    begins = [
+        apply("torchvision_crop(4)", np.arange(3 * n * n, dtype=np.int32).reshape(n, n, 3))[0, 0, 0]
+        for n in range(4, 13)
+    ]
+    assert [begin // 3 % n for n, begin in enumerate(begins, 4)] == [0, 0, 1, 2, 2, 2, 3, 4, 4]
+
+
 def test_central_crop():
     image = smooth_image(61, 90)
     np.testing.assert_array_equal(apply("central_crop", image), image[22:38, 37:53])

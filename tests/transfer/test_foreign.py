@@ -13,10 +13,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import vit_jax
+from vit_jax import tree
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.deit import DeiT
 from vit_jax.transfer import load_pretrained, pretrained_spec, read_pretrained, save_pretrained
+from vit_jax.transfer.images import ops_for
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -269,6 +271,143 @@ def test_what_a_folder_tells_beside_the_model(tmp_path):
     assert spec.resize == "half_pixel"
 
 
+TIMM = {  # pretrained_cfg, for 32 x 48 pixels, and what timm 1.0.31 does, pinned by test_interop
+    "defaults": ({}, "torchvision_resize((36, 54), 'bicubic', cover=True)|torchvision_crop"),
+    "rounded down": (
+        {"crop_pct": 0.9, "interpolation": "bilinear"},
+        "torchvision_resize((35, 53), 'bilinear', cover=True)|torchvision_crop",
+    ),
+    "squashed, then cropped": (
+        {"crop_pct": 0.9, "crop_mode": "squash"},
+        "torchvision_resize((35, 53), 'bicubic')|torchvision_crop",
+    ),
+    "squashed": (
+        {"crop_pct": 1.0, "crop_mode": "squash"}, "torchvision_resize(filter='bicubic')",
+    ),
+    "square": (
+        {"input_size": [3, 32, 32], "crop_pct": 0.9}, "torchvision_resize(35, 'bicubic')|"
+        "torchvision_crop",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TIMM)
+def test_images_are_cut_as_timm_states(tmp_path, case):
+    stated, expected = TIMM[case]
+    size = stated.get("input_size", [3, 32, 48])
+    path, _, _ = make("timm", tmp_path, image_size=tuple(size[1:]), depth=1)
+    imagenet = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    for flat in (False, True):  # as timm's older files are
+        content = {"architecture": "vit"} | (stated if flat else {"pretrained_cfg": stated})
+        args = {"img_size": size[1:], "patch_size": 4, "num_heads": 2}
+        (path / "config.json").write_text(json.dumps(content | {"model_args": args}))
+        spec = pretrained_spec(path)
+        assert ops_for(spec) == f"decode|{expected}"
+        assert (spec.mean, spec.std) == imagenet
+
+
+PROCESSORS = {  # preprocessor_config.json, for 32 x 32 pixels, and what transformers 5.23.0 does
+    "ViT": (
+        {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}},
+        "torchvision_resize(filter='bilinear')",
+    ),
+    "an int is both sides": (
+        {"feature_extractor_type": "ViTFeatureExtractor", "size": 32, "resample": 3},
+        "torchvision_resize(filter='bicubic')",
+    ),
+    "DeiT": (
+        {"image_processor_type": "DeiTImageProcessor", "size": 37, "crop_size": 32},
+        "torchvision_resize((37, 37), 'bicubic')|central_crop",
+    ),
+    "no crop": (
+        {"image_processor_type": "DeiTImageProcessorFast", "size": 32, "do_center_crop": False},
+        "torchvision_resize(filter='bicubic')",
+    ),
+    "the shorter side": (
+        {"size": {"shortest_edge": 37}, "do_center_crop": True, "crop_size": {"height": 32,
+         "width": 32}},
+        "torchvision_resize(37, 'bilinear')|central_crop",
+    ),
+    "Bit": (
+        {"image_processor_type": "BitImageProcessor", "size": 37, "crop_size": 32},
+        "torchvision_resize(37, 'bicubic')|central_crop",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PROCESSORS)
+def test_images_are_cut_as_transformers_states(golden, tmp_path, case):
+    stated, expected = PROCESSORS[case]
+    path = shutil.copytree(golden / "hf_vit", tmp_path / "vit")
+    (path / "preprocessor_config.json").write_text(json.dumps(stated))
+    source = read_pretrained(path)
+    assert ops_for(source.spec) == f"decode|{expected}"
+    variables = {"params": tree.unflatten_names(source.params)}
+    save_pretrained(tmp_path / "made", source.model, variables, "hf", source.spec)
+    assert pretrained_spec(tmp_path / "made") == source.spec
+    written = json.loads((tmp_path / "made/preprocessor_config.json").read_text())
+    assert "ops" not in written  # the library's own keys say it all
+
+
+def test_pixels_are_scaled_as_transformers_states(golden, tmp_path):
+    path = shutil.copytree(golden / "hf_vit", tmp_path / "vit")
+    for stated, black, white in (
+        ({}, -1.0, 1.0),
+        ({"rescale_factor": 1 / 127.5}, -1.0, 3.0),
+        ({"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [127.5] * 3}, -1.0, 1.0),
+        ({"do_normalize": False}, 0.0, 1.0),
+        ({"do_normalize": False, "do_rescale": False}, 0.0, 255.0),
+    ):
+        (path / "preprocessor_config.json").write_text(json.dumps(stated))
+        spec = pretrained_spec(path)
+        assert -spec.mean[0] / spec.std[0] == pytest.approx(black)
+        assert (1 - spec.mean[0]) / spec.std[0] == pytest.approx(white)
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({"do_resize": False}, "do_resize=False: needs true"),
+        ({"do_pad": True}, "do_pad=True: needs false"),
+        ({"resample": 1}, "resample=1: needs 2 (bilinear) or 3 (bicubic)"),
+        ({"size": {"longest_edge": 32}}, "size={'longest_edge': 32}: needs an int, height and"),
+        ({"size": {"shortest_edge": 32}}, "size={'shortest_edge': 32}: needs do_center_crop=true"),
+        ({"size": 24}, "size=24: needs 32 x 32, the image_size of config.json"),
+        ({"do_center_crop": True}, "crop_size=None: needs 32 x 32"),
+        ({"do_center_crop": True, "size": 24, "crop_size": 32}, "size=24: needs at least crop_si"),
+        ({"image_processor_type": "ConvNextImageProcessor"}, "ConvNextImageProcessor': needs ViTI"),
+    ],
+)
+def test_preprocessing_that_cannot_be_held_is_refused(golden, tmp_path, stated, said):
+    path = shutil.copytree(golden / "hf_vit", tmp_path / "vit")
+    (path / "preprocessor_config.json").write_text(json.dumps(stated))
+    with pytest.raises(InputError, match=re.escape(said)):
+        read_pretrained(path)
+
+
+@pytest.mark.parametrize("mode", [{"crop_mode": "border"}, {"interpolation": "lanczos"},
+                                  {"crop_pct": 1.1}])  # fmt: skip
+def test_what_timm_states_and_cannot_be_held_is_refused(golden, tmp_path, mode):
+    shutil.copy(golden / "timm_vit.safetensors", tmp_path)
+    content = json.loads((golden / "timm_vit.json").read_text())
+    content["pretrained_cfg"] |= mode
+    (tmp_path / "timm_vit.json").write_text(json.dumps(content))
+    ((key, value),) = mode.items()
+    with pytest.raises(InputError, match=f"{key}={value!r}: needs"):
+        read_pretrained(tmp_path / "timm_vit.safetensors")
+
+
+def test_the_loss_that_transformers_states(golden, tmp_path):
+    path = shutil.copytree(golden / "hf_vit", tmp_path / "vit")
+    assert pretrained_spec(path).loss is None
+    for problem, loss in (("single_label", "softmax"), ("multi_label", "sigmoid")):
+        change_json(path / "config.json", problem_type=f"{problem}_classification")
+        assert pretrained_spec(path).loss == loss
+    change_json(path / "config.json", problem_type="regression")
+    with pytest.raises(InputError, match="problem_type='regression': known: single_label_class"):
+        read_pretrained(path)
+
+
 def test_the_convention_may_be_chosen(golden, caplog):
     caplog.set_level(logging.INFO, "vit_jax")
     made = [
@@ -392,13 +531,13 @@ def test_other_classes_get_a_linear_head_of_zeros(golden, name):
 REFUSED = {
     "hf": [
         ({"pool": "gap"}, "export it as npz or npz_v2 or timm or stablehlo: pool='gap', and"),
-        ({"hidden_head": True}, "export it as npz or stablehlo: hidden_head=True, and its"),
+        ({"hidden_head": True}, "export it as npz or npz_v2 or stablehlo: hidden_head=True, and"),
         ({"layer_scale": 0.1}, "export it as timm or stablehlo: layer_scale=0.1"),
         ({"norm": "rms", "qk_norm": True}, "export it as stablehlo: 2 faults"),
         ({"gelu": "exact", "hidden_head": True}, "cannot hold this model; export it as stablehlo"),
     ],
     "timm": [
-        ({"hidden_head": True}, "export it as npz or stablehlo: "),
+        ({"hidden_head": True}, "export it as npz or npz_v2 or stablehlo: "),
         ({"parallel": True}, "export it as stablehlo: parallel=True"),
         ({"name": "DeiT-mu/4", "distillation_head": False}, "export it as hf or stablehlo: "),
     ],
@@ -411,7 +550,6 @@ REFUSED = {
         ({"name": "DeiT-mu/4"}, "export it as hf or timm or stablehlo: it is a DeiT"),
     ],
     "npz_v2": [
-        ({}, "export it as npz or hf or timm or stablehlo: pos_embed_class_token=True"),
         ({"pos_embed": "none"}, "export it as hf or timm or stablehlo: pos_embed='none'"),
     ],
     "tim": [({}, "did you mean timm?")],

@@ -1,6 +1,6 @@
 """What other libraries compute from files exported here, and we from theirs.
 
-pip install torch transformers timm
+pip install torch torchvision transformers timm
 python -m pytest -m interop tests/transfer/test_interop.py
 """
 
@@ -8,11 +8,13 @@ import json
 
 import jax
 import numpy as np
+import PIL.Image
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from vit_jax.models import create_model
-from vit_jax.transfer import load_pretrained, save_pretrained
+from vit_jax.transfer import load_pretrained, pretrained_spec, save_pretrained
+from vit_jax.transfer.images import load_image
 
 pytestmark = pytest.mark.interop
 
@@ -130,3 +132,76 @@ def test_timm_takes_the_arguments_and_the_arrays(tmp_path, name, fields):
     theirs.load_state_dict(arrays)
     with torch.no_grad():
         assert_close(theirs.eval()(torch.from_numpy(images)).numpy(), ours)
+
+
+def write_folder(path, format, image_size, **stated):
+    """A folder of `format` whose image preprocessing is `stated`, and whose weights are zeros."""
+    model = create_model("ViT-mu/4", 5, image_size, **SIZES)
+    images = np.zeros((1, *image_size, 3), np.float32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), images)
+    save_pretrained(path, model, jax.tree.map(lambda leaf: np.zeros(leaf.shape), shapes), format)
+    beside = path / {"timm": "config.json", "hf": "preprocessor_config.json"}[format]
+    content = json.loads(beside.read_text())
+    if format == "timm":
+        content["pretrained_cfg"] = {"input_size": [3, *image_size]} | stated
+    beside.write_text(json.dumps(content if format == "timm" else stated))
+
+
+def assert_same_pixels(path, transform):
+    """Of smooth images and of noise, of odd sizes: at most 2 of 255 apart, and nearly all equal."""
+    spec = pretrained_spec(path)
+    rng = np.random.default_rng(0)
+    for height, width in ((103, 151), (150, 101), (70, 70), (30, 43)):
+        grid = np.mgrid[:height, :width] / 20
+        waves = 127.5 + 127 * np.sin(grid[0] + [[[0.0]], [[1.0]], [[2.0]]] * grid[1])
+        noise = rng.integers(0, 256, (height, width, 3))
+        for pixels in (waves.transpose(1, 2, 0), noise):
+            image = PIL.Image.fromarray(np.uint8(pixels))
+            image.save(path / "image.png")
+            theirs = np.asarray(transform(image)).transpose(1, 2, 0)
+            difference = np.abs(load_image(path / "image.png", spec) - theirs) * spec.std * 255
+            assert difference.max() < 2.01
+            assert (difference > 0.01).mean() < 0.05
+
+
+@pytest.mark.parametrize("image_size", [(32, 32), (48, 36)])
+@pytest.mark.parametrize("mode", ["center", "squash"])
+@pytest.mark.parametrize(
+    ("crop_pct", "interpolation"),
+    [(1.0, "bicubic"), (0.9, "bicubic"), (0.81, "bilinear"), (None, None)],
+)
+def test_images_are_cut_as_timm_does(tmp_path, image_size, mode, crop_pct, interpolation):
+    pytest.importorskip("torchvision")
+    timm = pytest.importorskip("timm")
+    stated = {"crop_mode": mode, "crop_pct": crop_pct, "interpolation": interpolation}
+    write_folder(tmp_path, "timm", image_size, **{k: v for k, v in stated.items() if v})
+    stated = json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]
+    stated = timm.data.resolve_data_config(pretrained_cfg=stated)
+    transform = timm.data.create_transform(**stated)
+    assert_same_pixels(tmp_path, transform)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}},
+        {"feature_extractor_type": "ViTFeatureExtractor", "size": 32, "resample": 3},
+        {"image_processor_type": "DeiTImageProcessor", "size": 39, "crop_size": 32},
+        {"feature_extractor_type": "DeiTFeatureExtractor", "size": 37, "crop_size": 32,
+         "do_normalize": False},
+        {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 39},
+         "crop_size": {"height": 32, "width": 32}},
+        {"image_processor_type": "ViTImageProcessor", "size": {"shortest_edge": 41},
+         "do_center_crop": True, "crop_size": 32, "do_rescale": False, "image_mean": [1, 2, 3],
+         "image_std": [100, 90, 80]},
+    ],
+)  # fmt: skip
+def test_images_are_cut_as_transformers_does(tmp_path, stated):
+    pytest.importorskip("torchvision")
+    transformers = pytest.importorskip("transformers")
+    write_folder(tmp_path, "hf", (32, 32), **stated)
+    kind = stated.get("image_processor_type") or stated["feature_extractor_type"].replace(
+        "FeatureExtractor", "ImageProcessor"
+    )
+    processor = getattr(transformers, kind).from_pretrained(tmp_path)
+    assert_same_pixels(tmp_path, lambda image: processor(image)["pixel_values"][0])

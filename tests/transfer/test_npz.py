@@ -328,6 +328,17 @@ def test_both_places_of_the_class_token_say_the_same(tmp_path):
     assert_close(logits_of(model, variables, images), expected)
 
 
+def test_the_class_token_takes_up_its_position(tmp_path, caplog):
+    caplog.set_level("INFO", "vit_jax")
+    _, model, params, images = make_file(tmp_path)
+    vit_jax.save_pretrained(tmp_path / "later.npz", model, {"params": params}, "npz_v2")
+    assert "the class token's entry is written as part of the token" in caplog.text
+    loaded, variables = load_pretrained(tmp_path / "later.npz")
+    assert loaded == model.clone(pos_embed_class_token=False)
+    expected = logits_of(model, {"params": params}, images)
+    np.testing.assert_array_equal(logits_of(loaded, variables, images), expected)
+
+
 def test_positions_without_a_class_entry_are_resampled_whole(tmp_path):
     path, _, params, _ = later(tmp_path, pool="token", pos_embed_class_token=False)
     model, variables = load_pretrained(path, image_size=(8, 20))

@@ -139,7 +139,7 @@ def test_a_name(golden, server, monkeypatch):
     monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@test", entry)
     same(load_pretrained("ViT-mu/8@test"), load_pretrained(golden / "vit_finetuned.npz"))
     assert read_pretrained("ViT-mu/8@test").source == "ViT-mu/8@test"
-    expected = read_pretrained(golden / "vit_finetuned.npz").spec
+    expected = read_pretrained(golden / "vit_finetuned.npz").spec._replace(loss="softmax")
     assert read_pretrained("ViT-mu/8@test").spec == expected
     of_bytes = entry._replace(value_range=(0.0, 255.0))
     monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@bytes", of_bytes)
@@ -206,6 +206,10 @@ def test_the_table():
     assert table["ViT-B/16@imagenet21k"] == published.Published(
         "https://storage.googleapis.com/vit_models/imagenet21k/ViT-B_16.npz", 21_843
     )
+    losses = {name: entry.loss for name, entry in table.items()}
+    assert losses["ViT-L/16@imagenet21k"] == losses["R26+ViT-S/32@augreg"] == "sigmoid"
+    assert losses["BiT-R50x1@imagenet21k"] == "sigmoid"
+    assert losses["ViT-L/16@imagenet2012"] == losses["ViT-Ti/16@augreg-imagenet2012"] == "softmax"
     addresses = [entry.address for entry in table.values()]
     assert len(set(addresses)) == len(addresses)
     assert {entry.num_classes for entry in table.values()} == {1000, 21_843}

@@ -134,6 +134,60 @@ def central_crop(size: Size | None = None, *, pad: bool = False) -> HostOp:
     return _crop(size, pad, lambda spare, key: spare // 2)
 
 
+def torchvision_resize(
+    size: Size | None = None, filter: str = "bilinear", cover: bool = False
+) -> HostOp:
+    """As torchvision's Resize of a PIL image: Pillow's `filter`, bilinear or bicubic.
+
+    An int is the shorter side, and the longer one is rounded down; (H, W) are both sides. `cover`
+    keeps the proportion for (H, W) too, to the smallest image that covers it, as timm's
+    ResizeKeepRatio: sides are rounded to nearest, halves to even.
+
+    Within 2 of 255 of Pillow's pixels, and the same for 95 % of them. Widths are resized first, as
+    in torchvision's tensors; Pillow from 13 on begins with heights that shrink much more.
+    """
+    if filter not in ("bilinear", "bicubic"):
+        raise ValueError(f"filter must be 'bilinear' or 'bicubic', not {filter!r}")
+    if type(cover) is not bool:
+        raise ValueError(f"cover must be True or False, not {cover!r}")
+    shorter, (height, width) = type(size) is int, _height_width(size)
+
+    def choose(sides):
+        if cover:
+            sides = tf.cast(sides, tf.float64)
+            ratio = tf.minimum(sides[0] / height, sides[1] / width)
+            return tf.cast(tf.round(sides / ratio), tf.int32)
+        return sides * height // tf.reduce_min(sides) if shorter else tf.constant([height, width])
+
+    def resized(image, size):
+        values = tf.image.resize(image, size, filter, antialias=True)
+        return tf.saturate_cast(tf.floor(values + 0.5), tf.uint8)  # halves up, as Pillow
+
+    def apply(image, key):
+        sides = tf.shape(image)[:2]
+        size = choose(sides)
+        # Pillow rounds and clips between the two passes, which a sharp edge shows.
+        return resized(resized(image, tf.stack([sides[0], size[1]])), size)
+
+    return HostOp(apply, gives=(height, width))
+
+
+def torchvision_crop(size: Size | None = None) -> HostOp:
+    """As torchvision's CenterCrop of an image that covers `size`: half a pixel is rounded to even.
+
+    `central_crop` rounds it down, as transformers does.
+    """
+    height, width = _height_width(size)
+
+    def apply(image, key):
+        spare = tf.shape(image)[:2] - (height, width)
+        begin = spare // 2 + tf.cast(spare % 4 == 3, tf.int32)
+        window = tf.slice(image, tf.concat([begin, [0]], 0), (height, width, 3))
+        return tf.ensure_shape(window, (height, width, 3))
+
+    return HostOp(apply, gives=(height, width), needs=(height, width))
+
+
 def random_crop(size: Size | None = None, *, pad: bool = False) -> HostOp:
     """A random window of `size`, each as likely; `pad` is as of `central_crop`."""
 
@@ -193,7 +247,9 @@ HOST_OPS = {
     "inception_crop": inception_crop,
     "resize": resize,
     "resize_small": resize_small,
+    "torchvision_resize": torchvision_resize,
     "central_crop": central_crop,
+    "torchvision_crop": torchvision_crop,
     "random_crop": random_crop,
     "pad_crop": pad_crop,
     "randaugment": randaugment,

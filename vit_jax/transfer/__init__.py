@@ -38,10 +38,13 @@ class Writer(NamedTuple):
 
     check: model -> what of it the format cannot hold.
     write: (path, what to write) -> the names of the files.
+    library_ops: spec -> how the format's own library then cuts images, as a preprocessing string;
+      None: it does not read that from the files.
     """
 
     check: Callable[[nn.Module], list[str]]
     write: Callable[[epath.Path, Pretrained], list[str]]
+    library_ops: Callable[[Spec], str] | None = None
 
 
 def _read_safetensors(path: epath.Path) -> Pretrained:
@@ -67,8 +70,8 @@ FORMATS = {
 WRITERS = {
     "npz": Writer(partial(npz.check, variant="first"), partial(npz.write, variant="first")),
     "npz_v2": Writer(partial(npz.check, variant="later"), partial(npz.write, variant="later")),
-    "hf": Writer(huggingface.check, huggingface.write),
-    "timm": Writer(timm.check, timm.write),
+    "hf": Writer(huggingface.check, huggingface.write, huggingface.library_ops),
+    "timm": Writer(timm.check, timm.write, timm.library_ops),
 }
 
 
@@ -113,7 +116,7 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
             )
         black, white = known.value_range
         mean, std = -black / (white - black), 1 / (white - black)
-        spec = pretrained.spec._replace(mean=(mean,) * 3, std=(std,) * 3)
+        spec = pretrained.spec._replace(mean=(mean,) * 3, std=(std,) * 3, loss=known.loss)
         pretrained = pretrained._replace(spec=spec)
     fetched = known is not None or "://" in str(source)
     return pretrained._replace(source=str(source)) if fetched else pretrained
@@ -142,7 +145,8 @@ def _say_sources_inside(folder: epath.Path) -> str:
 
 
 def pretrained_spec(source: str | os.PathLike) -> Spec:
-    """What `source` tells beside its model: image size, value range, class names, conventions.
+    """What `source` states beside its model: image size, value range, how images are cut, the loss,
+    class names, conventions.
 
     Raises:
       InputError: as `read_pretrained`.

@@ -65,6 +65,7 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
             f"{pretrained.source}: it takes images of any size; give --image_size, for which it is "
             "exported"
         )
+    library_ops = None if format == STABLEHLO else WRITERS[format].library_ops
     size = image_size or tuple(2 * stride for stride in model.token_stride)  # to compare by
     images = np.random.default_rng(0).uniform(-1, 1, (_IMAGES, *size, 3)).astype(np.float32)
     variables = {"params": tree.unflatten_names(pretrained.params)}
@@ -85,6 +86,7 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
                 f"--output={output}: what was exported gives logits that differ by "
                 f"{difference:.3g} where the largest is {largest:.3g}; nothing was written"
             )
+        spec = pretrained.spec if image_size is None else pretrained.spec.at(image_size)
         receipt = {
             "format": format,
             "source": pretrained.source,
@@ -97,12 +99,14 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
             },
             "preprocessing": {
                 "image_size": image_size and list(image_size),
-                "mean": list(pretrained.spec.mean),
-                "std": list(pretrained.spec.std),
-                "crop": pretrained.spec.crop,
-                "ops": image_size and ops_for(pretrained.spec),
+                "mean": list(spec.mean),
+                "std": list(spec.std),
+                "cut": spec.cut and spec.cut._asdict(),
+                "ops": image_size and ops_for(spec),
+                "library_ops": library_ops and library_ops(spec),
             },
-            "class_names": pretrained.spec.class_names,
+            "loss": spec.loss,
+            "class_names": spec.class_names,
             "read_back": {
                 "images": _IMAGES,
                 "dtype": "float32",
@@ -224,7 +228,8 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"- Source: `{receipt['source']}`{at}",
         f"- Images: {shown}, (pixel / 255 - mean) / std with mean {pixels['mean']}, "
         f"std {pixels['std']}",
-        f"- Classes: {model['num_classes']}",
+        f"- Classes: {model['num_classes']}; probabilities by {receipt['loss'] or 'softmax'}"
+        + ("" if receipt["loss"] else ", as the loss is not stated"),
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
         f"- Read back: logits in {back['dtype']} differ by at most "
         f"{back['largest_logit_difference']:.3g} where the largest is {back['largest_logit']:.3g}",
@@ -234,8 +239,11 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
             f"- The source computes in {receipt['computed_in']}: its own logits and results are "
             f"those of {back['dtype']} but for rounding"
         )
-    if receipt["format"] == "hf" and pixels["crop"] is not None:
-        lines.append("- `ViTImageProcessor` shows the whole image, squeezed: it knows no crop")
+    if pixels["library_ops"] not in (None, pixels["ops"]):
+        library = {"hf": "transformers", "timm": "timm"}[receipt["format"]]
+        lines.append(
+            f"- {library} cannot do that: by these files it does `{pixels['library_ops']}`"
+        )
     if receipt.get("results"):
         lines += ["", "| metric | value | step |", "|---|---|---|"]
         for name, found in receipt["results"].items():

@@ -6,19 +6,14 @@ import numpy as np
 from etils import epath
 
 from vit_jax.errors import InputError
-from vit_jax.transfer.rules import Spec
+from vit_jax.transfer.rules import Cut, Spec, ops_of_cut
 
 _IMAGENET_CLASSES = 1000
 
 
 def ops_for(spec: Spec) -> str:
     """The preprocessing string of a source that has an image size; see `data.parse_ops`."""
-    if spec.ops is not None:
-        return spec.ops
-    if spec.crop is None:
-        return "decode|resize(antialias=True)"
-    height, width = (round(side / spec.crop) for side in spec.image_size)
-    return f"decode|resize_small(({height}, {width}), antialias=True)|central_crop"
+    return spec.ops or ops_of_cut(spec.cut or Cut(), spec.image_size)
 
 
 def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:

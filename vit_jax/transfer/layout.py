@@ -17,6 +17,7 @@ from einops import rearrange
 
 from vit_jax.errors import InputError
 from vit_jax.models.variants import VIT_VARIANTS
+from vit_jax.objectives.supervised import PROBABILITIES
 from vit_jax.transfer.rules import abstract_params, refuse
 
 _FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)
@@ -225,8 +226,12 @@ def _is_number(value: Any) -> bool:
 KINDS: dict[str, Callable[[Any], bool]] = {
     "a positive int": lambda value: type(value) is int and value > 0,
     "a positive number": lambda value: _is_number(value) and value > 0,
+    "a share above 0, at most 1": lambda value: _is_number(value) and 0 < value <= 1,
+    "bilinear or bicubic": lambda value: value in ("bilinear", "bicubic"),
+    "center or squash": lambda value: value in ("center", "squash"),
     "true or false": lambda value: type(value) is bool,
     "text": lambda value: isinstance(value, str),
+    "softmax or sigmoid": lambda value: value in list(PROBABILITIES),
     "an object": lambda value: isinstance(value, dict),
     "a list": lambda value: isinstance(value, list),
     "three numbers": lambda value: (

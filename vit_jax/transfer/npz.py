@@ -13,9 +13,11 @@ classes, is in NAME.json beside NAME.npz where `write` made the file.
 
 import io
 import logging
+import math
 import tokenize
 import zipfile
 import zlib
+from typing import Any
 
 import flax.linen as nn
 import ml_dtypes
@@ -32,18 +34,25 @@ from vit_jax.models.vit import ViT
 from vit_jax.transfer import layout, resnet
 from vit_jax.transfer.layout import Entry, rearranged, same
 from vit_jax.transfer.rules import (
+    Cut,
     Pretrained,
     Spec,
     check_blocks,
     check_family,
     check_positions,
     class_names_of,
+    read_preparation,
     square_side,
     to_json,
 )
 from vit_jax.transfer.safetensors import read_json
 
 logger = logging.getLogger("vit_jax")
+
+_KINDS = {"mean": "three numbers", "std": "three positive numbers", "class_names": "a list",
+          "crop": "a share above 0, at most 1", "crop_mode": "center or squash",
+          "interpolation": "bilinear or bicubic", "ops": "text",
+          "loss": "softmax or sigmoid"}  # fmt: skip
 
 # By variant: the position embedding; of a layer the second norm, attention, MLP.
 _VARIANTS = {
@@ -168,10 +177,8 @@ def read(path: epath.Path) -> Pretrained:
     source = str(path)
     arrays = _unstack_scanned(_find_model(path, _read_arrays(path)))
     beside = path.with_suffix(".json")
-    kinds = {"mean": "three numbers", "std": "three positive numbers", "class_names": "a list",
-             "crop": "a positive number"}  # fmt: skip
     content = read_json(beside) if beside.exists() else {}
-    stated = layout.read_stated(content, kinds, str(beside))
+    stated = layout.read_stated(content, _KINDS, str(beside))
     image_size = image_hw(stated["image_size"]) if "image_size" in stated else None
     variant = _tell_variant(arrays)
     if resnet.is_bit(arrays):
@@ -183,9 +190,20 @@ def read(path: epath.Path) -> Pretrained:
     params = layout.read_entries(_entries(model, variant), arrays, model, source)
     names = class_names_of(stated.get("class_names"), model.num_classes, source)
     pixels = {key: tuple(stated[key]) for key in ("mean", "std") if key in stated}
-    pixels |= {"class_names": names, "crop": stated.get("crop")}
-    spec = Spec(image_size or model.image_size, "corner_aligned", **pixels)
+    image_size = image_size or model.image_size
+    pixels |= read_preparation(stated, image_size, str(beside))
+    spec = Spec(image_size, "corner_aligned", class_names=names, cut=_read_cut(stated), **pixels)
     return Pretrained(source, model, params, spec)
+
+
+def _read_cut(stated: dict[str, Any]) -> Cut | None:
+    if "crop" not in stated:
+        return None
+    share = float(stated["crop"])
+    if "crop_mode" not in stated:  # an earlier export, of images resized to the nearest pixel
+        share = math.nextafter(share, 0.0)
+    mode, interpolation = stated.get("crop_mode", "center"), stated.get("interpolation", "bilinear")
+    return Cut(share, mode, interpolation)
 
 
 def _find_model(path: epath.Path, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -283,21 +301,38 @@ def _find_position_faults(model: nn.Module, variant: str) -> list[str]:
         return [f"pos_embed={model.pos_embed!r}"]
     if variant == "first" and model.has_class_token and not model.pos_embed_class_token:
         return ["pos_embed_class_token=False"]
-    if variant == "later" and model.num_prefix_positions:
-        return ["pos_embed_class_token=True"]
     return []
+
+
+def _with_position_in_class_token(pretrained: Pretrained) -> Pretrained:
+    """The class token's position added to the token, as the later variant has none for it.
+
+    The model adds the same two numbers first, so that its logits are the same to the bit.
+    """
+    model, params = pretrained.model, dict(pretrained.params)
+    if not model.num_prefix_positions:
+        return pretrained
+    own, table = np.split(params["pos_embedding"], [1], axis=1)
+    params |= {"class_token": params["class_token"] + own, "pos_embedding": table}
+    logger.info("positions: the class token's entry is written as part of the token")
+    model = model.clone(pos_embed_class_token=False)
+    return pretrained._replace(model=model, params=params)
 
 
 def write(path: epath.Path, pretrained: Pretrained, variant: str) -> list[str]:
     """Writes NAME.npz, and NAME.json with what it does not tell; returns the files' names."""
     if path.suffix != ".npz":
         raise InputError(f"--output={path}: needs a name that ends in .npz")
+    if variant == "later":
+        pretrained = _with_position_in_class_token(pretrained)
     model, spec = pretrained.model, pretrained.spec
     stated = {"mean": list(spec.mean), "std": list(spec.std)}
     if image_size := model.image_size or spec.image_size:
-        stated["image_size"] = list(image_size)
-    if spec.crop is not None:
-        stated["crop"] = spec.crop
+        stated["image_size"], spec = list(image_size), spec.at(image_size)
+    if spec.cut is not None:
+        share, mode, interpolation = spec.cut
+        stated |= {"crop": share, "crop_mode": mode, "interpolation": interpolation}
+    stated |= {key: getattr(spec, key) for key in ("ops", "loss") if getattr(spec, key) is not None}
     if spec.class_names:
         stated["class_names"] = list(spec.class_names)
     content = io.BytesIO()

@@ -33,6 +33,7 @@ _ATTEMPTS = 3
 _TIMEOUT_S = 60  # without a byte
 _CHUNK_BYTES = 1 << 20
 _SINGLE = (".npz", ".safetensors")
+_I21K_CLASSES = 21_843
 
 
 class Published(NamedTuple):
@@ -49,6 +50,15 @@ class Published(NamedTuple):
     mebibytes: int | None = None
     value_range: tuple[float, float] = (-1.0, 1.0)
 
+    @property
+    def loss(self) -> str:
+        """The loss that it was trained with last: sigmoid of ImageNet-21k, softmax of ImageNet-1k.
+
+        Source: github.com/google-research/big_vision, configs/vit_i21k.py, bit_i21k.py,
+        bit_i1k.py and vit_s16_i1k.py.
+        """
+        return "sigmoid" if self.num_classes == _I21K_CLASSES else "softmax"
+
 
 _VIT = "https://storage.googleapis.com/vit_models"
 _BIT = "https://storage.googleapis.com/bit_models"
@@ -58,7 +68,7 @@ def _table() -> dict[str, Published]:
     table = {}
     for model in ("ViT-B_16", "ViT-B_32", "ViT-L_16", "ViT-L_32", "ViT-H_14", "R50+ViT-B_16"):
         name = model.replace("_", "/")
-        table[f"{name}@imagenet21k"] = Published(f"{_VIT}/imagenet21k/{model}.npz", 21_843)
+        table[f"{name}@imagenet21k"] = Published(f"{_VIT}/imagenet21k/{model}.npz", _I21K_CLASSES)
         if model != "ViT-H_14":
             address = f"{_VIT}/imagenet21k+imagenet2012/{model}.npz"
             table[f"{name}@imagenet2012"] = Published(address, 1000)
@@ -80,11 +90,11 @@ def _table() -> dict[str, Published]:
         ("R+ViT-Ti/16", "R_Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0", 40, "0.03"),
     ):  # fmt: skip
         tuned = f"{file}--imagenet2012-steps_20k-lr_{rate}-res_384"
-        table[f"{name}@augreg"] = Published(f"{_VIT}/augreg/{file}.npz", 21_843, mebibytes)
+        table[f"{name}@augreg"] = Published(f"{_VIT}/augreg/{file}.npz", _I21K_CLASSES, mebibytes)
         table[f"{name}@augreg-imagenet2012"] = Published(f"{_VIT}/augreg/{tuned}.npz", 1000)
     table["ViT-S/16@better-plain"] = Published("gs://big_vision/vit_s16_i1k_90ep.npz", 1000)
     for size in ("R50x1", "R50x3", "R101x1", "R101x3", "R152x2", "R152x4"):
-        table[f"BiT-{size}@imagenet21k"] = Published(f"{_BIT}/BiT-M-{size}.npz", 21_843)
+        table[f"BiT-{size}@imagenet21k"] = Published(f"{_BIT}/BiT-M-{size}.npz", _I21K_CLASSES)
         table[f"BiT-{size}@imagenet2012"] = Published(f"{_BIT}/BiT-S-{size}.npz", 1000)
     return table
 

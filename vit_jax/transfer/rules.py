@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import tree
+from vit_jax.data.ops import parse_calls, parse_ops
 from vit_jax.errors import InputError
 from vit_jax.models import field_names, with_known
 from vit_jax.transfer.resample import (
@@ -35,17 +36,37 @@ _ARCHITECTURE = (
 )  # fmt: skip
 
 
-class Spec(NamedTuple):
-    """What a source tells beside its model: what its images were, and what its classes are called.
+class Cut(NamedTuple):
+    """How timm cuts an image to the size of its model, `ops_of_cut` in words.
 
-    image_size: (height, width) in pixels; None: it does not tell, or takes any.
+    share: how much of each side the central crop keeps; the image is resized to size / share,
+      rounded down.
+    mode: "center" resizes in proportion, until the image covers that; "squash" each side by itself.
+    interpolation: "bilinear" or "bicubic", as of Pillow.
+    """
+
+    share: float = 1.0
+    mode: str = "squash"
+    interpolation: str = "bilinear"
+
+    def resized(self, image_size: tuple[int, int]) -> tuple[int, int]:
+        """(height, width) to which an image is resized before it is cropped to `image_size`."""
+        return tuple(math.floor(side / self.share) for side in image_size)
+
+
+class Spec(NamedTuple):
+    """What a source states beside its model: how images are prepared, the loss, names of classes.
+
+    image_size: (height, width) in pixels; None: it is not stated, or any.
     resize: the convention by which its own library resamples position embeddings.
     mean, std: the model sees (image / 255 - mean) / std, for each channel.
-    class_names: in the order of the logits; None: it does not tell.
-    crop: the share of the image, whose sides keep their proportion, that the central crop shows;
-      None: the whole image, squeezed to the size.
-    ops: the preprocessing string that says all of that exactly, at `image_size` alone; None: it
-      follows from the others, as in `images.ops_for`.
+    class_names: in the order of the logits; None: they are not stated.
+    cut: how images are cut to the size, as nearly as a `Cut` can say it; None: it is not stated,
+      and the whole image is squeezed to the size.
+    ops: the exact preprocessing string for `image_size`; None: it follows from `cut`, as in
+      `images.ops_for`.
+    loss: the loss that the model was trained with, softmax or sigmoid, which turns logits into
+      probabilities; None: it is not stated.
     """
 
     image_size: tuple[int, int] | None
@@ -53,14 +74,61 @@ class Spec(NamedTuple):
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     class_names: tuple[str, ...] | None = None
-    crop: float | None = None
+    cut: Cut | None = None
     ops: str | None = None
+    loss: str | None = None
 
     def at(self, image_size: tuple[int, int]) -> "Spec":
-        """The same for images of another size."""
+        """The same for images of another size; `ops` stay if they name no size."""
         if image_size == self.image_size:
             return self
-        return self._replace(image_size=image_size, ops=None)
+        ops = self.ops if self.ops is not None and _follows_image_size(self.ops) else None
+        return self._replace(image_size=image_size, ops=ops)
+
+
+def _follows_image_size(ops: str) -> bool:
+    calls = parse_calls(ops, "ops")
+    return not any(args or "size" in kwargs for _, args, kwargs in calls)
+
+
+def ops_of_cut(cut: Cut, image_size: tuple[int, int]) -> str:
+    """The preprocessing string for `cut`: to the pixel what timm's transforms_imagenet_eval does.
+
+    Pixels may differ by rounding: see `host_ops.torchvision_resize`.
+    """
+    height, width = cut.resized(image_size)
+    quoted = repr(cut.interpolation)
+    if cut.mode == "squash":
+        if (height, width) == image_size:
+            return f"decode|torchvision_resize(filter={quoted})"
+        resize = f"torchvision_resize(({height}, {width}), {quoted})"
+    elif height == width:
+        resize = f"torchvision_resize({height}, {quoted})"
+    else:
+        resize = f"torchvision_resize(({height}, {width}), {quoted}, cover=True)"
+    return f"decode|{resize}|torchvision_crop"
+
+
+def share_of(side: int, resized: int) -> float:
+    """The share that a crop of `side` is of `resized` pixels, for which `Cut.resized` gives it."""
+    share = side / resized
+    while math.floor(side / share) < resized:
+        share = math.nextafter(share, 0.0)
+    return share
+
+
+def read_preparation(
+    stated: Mapping[str, Any], image_size: tuple[int, int] | None, source: str
+) -> dict[str, Any]:
+    """{"ops", "loss"} of a Spec, as this project's exports state them beside a format's own keys.
+
+    Raises:
+      InputError: if `ops` cannot be parsed.
+    """
+    ops = stated.get("ops")
+    if ops is not None:
+        parse_ops(ops, image_size or (1, 1), key=f"init_from={source!r}: ops")
+    return {"ops": ops, "loss": stated.get("loss")}
 
 
 class Pretrained(NamedTuple):
@@ -78,6 +146,13 @@ class Pretrained(NamedTuple):
     params: dict[str, np.ndarray]
     spec: Spec
     run: dict[str, Any] | None = None
+
+
+def loss_of(pretrained: Pretrained) -> str:
+    """The loss that turns the logits of a source into probabilities; one assumed is logged."""
+    if pretrained.spec.loss is None:
+        logger.info("%s: its loss is not stated, and taken to be softmax", pretrained.source)
+    return pretrained.spec.loss or "softmax"
 
 
 def refuse(faults: Sequence[str], where: str) -> None:

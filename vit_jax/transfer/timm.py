@@ -20,6 +20,7 @@ from vit_jax.models.deit import DeiT
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.models.vit import ViT
 from vit_jax.transfer import layout, rules, safetensors
+from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.layout import (
     Entry,
     joined,
@@ -29,7 +30,7 @@ from vit_jax.transfer.layout import (
     torch_patches,
     transposed,
 )
-from vit_jax.transfer.rules import Pretrained, Spec
+from vit_jax.transfer.rules import Cut, Pretrained, Spec
 
 logger = logging.getLogger("vit_jax")
 
@@ -37,7 +38,9 @@ _GELU = {"gelu": "exact", "gelu_tanh": "tanh"}
 _ACT_LAYER = {ours: theirs for theirs, ours in _GELU.items()}
 _POOLS = {"token": "token", "avg": "gap", "map": "map"}
 _GLOBAL_POOL = {ours: theirs for theirs, ours in _POOLS.items()}
-_DEFAULT_HEADS, _DEFAULT_EPS, _DEFAULT_CROP = 12, 1e-6, 0.875
+_DEFAULT_HEADS, _DEFAULT_EPS = 12, 1e-6
+_DEFAULT_CUT = Cut(0.875, "center", "bicubic")
+_IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 # Architectures by the sizes that VIT_VARIANTS has, for `timm` to begin with.
 _NAMES = {"Ti": "tiny", "S": "small", "M": "medium", "B": "base", "L": "large", "H": "huge",
           "g": "giant", "G": "gigantic", "So400m": "so400m"}  # fmt: skip
@@ -46,11 +49,13 @@ _ONLY = {"pre_norm": False, "reg_tokens": 0, "pool_include_prefix": False, "in_c
          "scale_attn_norm": False, "scale_mlp_norm": False, "proj_bias": True,
          "final_norm": True}  # fmt: skip
 
-_KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list"}
+_KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list",
+          "ops": "text", "loss": "softmax or sigmoid"}  # fmt: skip
 _ARGUMENTS = {"num_heads": "a positive int", "mlp_ratio": "a positive number",
               "eps": "a positive number", "init_values": "a positive number"}  # fmt: skip
 _PIXELS = {"mean": "three numbers", "std": "three positive numbers", "input_size": "a list",
-           "crop_pct": "a positive number"}  # fmt: skip
+           "crop_pct": "a share above 0, at most 1", "crop_mode": "center or squash",
+           "interpolation": "bilinear or bicubic"}  # fmt: skip
 
 
 def knows(names: Iterable[str]) -> bool:
@@ -115,7 +120,8 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     config = safetensors.read_config(path)
     stated = layout.read_stated(config, _KINDS, source)
     args = layout.read_stated(stated.get("model_args"), _ARGUMENTS, source)
-    pixels = layout.read_stated(stated.get("pretrained_cfg"), _PIXELS, source)
+    # timm's older files have the keys of pretrained_cfg at the top.
+    pixels = layout.read_stated(stated.get("pretrained_cfg", config), _PIXELS, source)
     width, _, p, q = arrays["patch_embed.proj.weight"].shape
     mlp_dim = arrays["blocks.0.mlp.fc1.weight"].shape[0]
     depth = layout.count_layers(arrays, r"blocks\.(\d+)\.", source)
@@ -161,7 +167,10 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
         wanted.setdefault("class_token", True)
         if wanted.get("fc_norm") is None:
             wanted["fc_norm"] = pool == "avg"
-    mean, std = (tuple(pixels.get(key, (0.5,) * 3)) for key in ("mean", "std"))
+    mean, std = (
+        tuple(pixels.get(key, (0.5,) * 3 if config is None else default))
+        for key, default in _IMAGENET.items()
+    )
     assumed = {"act_layer": act, "global_pool": pool, "num_heads": heads, "eps": _DEFAULT_EPS,
                "mean": mean, "std": std}  # fmt: skip
     safetensors.say_assumed(path, config, assumed, stated | args | pixels)
@@ -211,15 +220,19 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
         mean=mean,
         std=std,
         class_names=rules.class_names_of(stated.get("label_names"), model.num_classes, source),
-        crop=_crop(pixels),
+        cut=None if config is None else _read_cut(pixels),
+        **rules.read_preparation(stated, model.image_size, source),
     )
     return Pretrained(source, model, params, spec)
 
 
-def _crop(pixels: dict[str, Any]) -> float | None:
-    """See `Spec`; a crop of images that were squashed before is read as of such that were not."""
-    crop = float(pixels.get("crop_pct", _DEFAULT_CROP))
-    return None if not pixels or (pixels.get("crop_mode") == "squash" and crop == 1) else crop
+def _read_cut(pixels: dict[str, Any]) -> Cut:
+    share, mode, interpolation = _DEFAULT_CUT
+    return Cut(
+        float(pixels.get("crop_pct", share)),
+        pixels.get("crop_mode", mode),
+        pixels.get("interpolation", interpolation),
+    )
 
 
 def _is_named(stated: dict[str, Any]) -> bool:
@@ -272,7 +285,8 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     distilled = isinstance(pretrained.model, DeiT)
     if pretrained.model.pos_embed != "none" or distilled:
         pretrained = rules.with_learned_positions(pretrained, class_token_has_one=distilled)
-    model, spec = pretrained.model, pretrained.spec
+    model = pretrained.model
+    spec = pretrained.spec.at(model.image_size)
     arrays = layout.write_entries(_entries(model), pretrained.params)
     height, width = model.image_size
     args = {
@@ -296,13 +310,14 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     if model.norm_eps != _DEFAULT_EPS:
         # No argument of timm's: better refused there than computed with another epsilon.
         args["eps"] = model.norm_eps
+    share, mode, interpolation = spec.cut or Cut()
     pixels = {
         "mean": list(spec.mean),
         "std": list(spec.std),
         "input_size": [3, height, width],
-        "crop_pct": 1.0 if spec.crop is None else spec.crop,
-        "crop_mode": "squash" if spec.crop is None else "center",
-        "interpolation": "bilinear",
+        "crop_pct": share,
+        "crop_mode": mode,
+        "interpolation": interpolation,
     }
     config = {
         "architecture": _architecture(model),
@@ -314,6 +329,10 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     }
     if spec.class_names:
         config["label_names"] = list(spec.class_names)
+    if spec.loss is not None:
+        config["loss"] = spec.loss
+    if ops_for(spec) != library_ops(spec):
+        config["ops"] = ops_for(spec)
     alone = path.suffix == ".safetensors"
     beside = path.with_suffix(".json") if alone else path / "config.json"
     path = path if alone else path / "model.safetensors"
@@ -321,6 +340,11 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     write_whole(beside, rules.to_json(config))
     safetensors.write_arrays(path, arrays)
     return [beside.name, path.name]
+
+
+def library_ops(spec: Spec) -> str:
+    """How timm itself cuts images by a file that `write` made, as a preprocessing string."""
+    return rules.ops_of_cut(spec.cut or Cut(), spec.image_size)
 
 
 def _architecture(model: nn.Module) -> str:

@@ -16,10 +16,12 @@ from vit_jax.data.ops import parse_calls, say_pad
 from vit_jax.errors import InputError
 from vit_jax.models import create_model, with_known
 from vit_jax.transfer.rules import (
+    Cut,
     Pretrained,
     Spec,
     abstract_params,
     class_names_of,
+    share_of,
     unstack_layers,
 )
 
@@ -80,8 +82,9 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         mean=tuple(config.data.mean),
         std=tuple(config.data.std),
         class_names=class_names_of(_read_names(path), model.num_classes, str(path)),
-        crop=_crop(ops, model.image_size or image_hw(config.data.image_size)),
+        cut=_cut(ops, model.image_size or image_hw(config.data.image_size)),
         ops=_ops_for_files(ops, config.data.pad_crops),
+        loss=config.loss.name,
     )
     run = {
         "step": step,
@@ -101,34 +104,43 @@ def _read_names(path: epath.Path) -> Any:
         raise InputError(f"{named}: not readable as JSON ({e}); it lists the classes") from None
 
 
-def _ops_for_files(ops: str, pad_crops: bool) -> str | None:
+def _ops_for_files(ops: str, pad_crops: bool) -> str:
     """The preprocessing string `ops` of a run for files of any size, which its data need not be.
 
-    None where it does not resize images. Where the run's config has `pad_crops`, crops say so.
+    Where the run's config has `pad_crops`, crops say so.
     """
     names = [name for name, _, _ in parse_calls(ops, "ops")]
+    if names in (["central_crop"], ["decode", "central_crop"]):
+        return "decode|resize_small(antialias=True)|central_crop"
+    if not {*names} & {"resize", "resize_small", "torchvision_resize", "inception_crop"}:
+        return "decode|resize(antialias=True)"
     if pad_crops:
         ops = say_pad(ops)
-    if not {*names} & {"resize", "resize_small", "inception_crop"}:
-        return None
     return ops if names[0] in TAKES_ENCODED else f"decode|{ops}"
 
 
-def _crop(ops: str, image_size: tuple[int, int]) -> float | None:
-    """See `Spec`; None: the whole image, or what one number does not say."""
+def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
+    """See `Spec`; None: the whole image, or what a `Cut` cannot say."""
     calls = [call for call in parse_calls(ops, "ops") if call[0] != "decode"]
-    to_size = [("central_crop", [], kwargs) for kwargs in ({}, {"pad": True})]
-    if not calls or calls[-1] not in to_size:
+    crops = [("central_crop", [], {}), ("central_crop", [], {"pad": True})]
+    crops.append(("torchvision_crop", [], {}))
+    if not calls or (calls[-1] not in crops and calls[-1][0] != "torchvision_resize"):
         return None
-    if len(calls) == 1:
-        return 1.0
-    (name, args, kwargs), *rest = calls[:-1]
-    size, share = args[0] if args else kwargs.get("size"), kwargs.get("crop", 1.0)
-    whole = name == "resize" and size is None and share == 1.0
-    if rest or whole or name not in ("resize", "resize_small"):
+    if len(calls) == 1 and calls[0] in crops:
+        return Cut(mode="center")
+    (name, args, kwargs), *rest = calls[:-1] if calls[-1] in crops else calls
+    if rest or name not in ("resize", "resize_small", "torchvision_resize"):
         return None
-    resized = [round(side / share) for side in image_hw(size or image_size)]
-    return min(max(c / r for c, r in zip(image_size, resized, strict=True)), 1.0)
+    defaults = {"size": None, "filter": "bilinear", "cover": False, "crop": None}
+    given = defaults | dict(zip(("size", "filter", "cover"), args, strict=False)) | kwargs
+    size, share = given["size"], given["crop"]
+    if share is None:
+        resized = image_size if size is None else image_hw(size)
+        share = min(max(map(share_of, image_size, resized)), 1.0)
+    of_shorter_side = name == "torchvision_resize" and isinstance(size, int)
+    in_proportion = name == "resize_small" or given["cover"] or of_shorter_side
+    interpolation = given["filter"] if name == "torchvision_resize" else "bilinear"
+    return Cut(share, "center" if in_proportion else "squash", interpolation)
 
 
 def _results(
