@@ -153,7 +153,8 @@ def test_existing_workdir_is_left_alone(refused, tmp_path):
 
 def test_missing_config_file(refused):
     err = refused("--config=configs/quickstrat.py", "--workdir=WORKDIR")
-    assert "--config=configs/quickstrat.py: no file 'configs/quickstrat.py'; give the path" in err
+    assert "no file 'configs/quickstrat.py', and no config of that name; did you mean quick" in err
+    assert "did you mean quickstart?" in refused("--config=quickstrat:debug", "--workdir=WORKDIR")
 
 
 # What a run starts from
