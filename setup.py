@@ -1,18 +1,46 @@
 """Installs vit_jax: `pip install -e .`, with the extras test, tpu, cuda, plan, gcs, wandb."""
 
+import glob
+import os
+import runpy
+
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 WANDB = "wandb>=0.31.0"
 GCS = ["google-cloud-storage>=3.0.0", "google-cloud-storage-control>=1.0.0"]  # what orbax needs
 LIBTPU = "libtpu>=0.0.51; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
+CONFIGS = sorted(glob.glob("configs/*.py"))
+
+
+class BuildWithConfigs(build_py):
+    """Puts the configs into the package of a wheel; an editable install has them beside it."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            folder = os.path.join(self.build_lib, "vit_jax", "configs")
+            self.mkpath(folder)
+            for path in CONFIGS:
+                self.copy_file(path, folder)
+
+    def get_source_files(self):
+        return [*super().get_source_files(), *CONFIGS]
+
+
 # Lower bounds are the versions that the tests have passed with; none is older.
 setup(
     name="vit_jax",
-    version="0.1.0",
+    version=runpy.run_path("vit_jax/__init__.py")["__version__"],
     description="Pretrain Vision Transformers at TPU scale and carry them over to new tasks.",
     license="Apache-2.0",
     packages=find_packages(include=["vit_jax", "vit_jax.*"]),
+    # An editable install is then a line in a .pth file. Otherwise it is an import hook, and finds
+    # nothing where the working directory holds a folder called vit_jax, such as the clone itself.
+    package_dir={"": "."},
+    cmdclass={"build_py": BuildWithConfigs},
+    entry_points={"console_scripts": ["vit_jax = vit_jax.main:execute_and_exit"]},
     python_requires=">=3.11",
     install_requires=[
         "array_record>=0.8.6; sys_platform == 'linux'",  # wherever tensorflow-datasets has it
@@ -46,6 +74,7 @@ setup(
             "pytest>=9.0.0",
             "pytest-xdist>=3.8.0",
             "ruff>=0.15.0",
+            "setuptools>=77",  # builds a wheel
             LIBTPU,
             WANDB,
         ],

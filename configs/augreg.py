@@ -1,4 +1,4 @@
-"""Pretraining with AugReg (arXiv:2106.10270): --config=configs/augreg.py:MODEL,DATA,AUG
+"""Pretraining with AugReg (arXiv:2106.10270): --config=augreg:MODEL,DATA,AUG
 
 DATA is imagenet2012 or imagenet21k (README says how to bring the latter), AUG one of none, light1,
 light2, medium1, medium2, strong1, strong2. Other words: wd0.03, reg, 30ep.

@@ -1,4 +1,4 @@
-"""Fine-tuning as in the paper's table 4 (arXiv:2010.11929): configs/finetune.py:MODEL,DATA
+"""Fine-tuning as in the paper's table 4 (arXiv:2010.11929): --config=finetune:MODEL,DATA
 
 DATA is imagenet2012, cifar10, cifar100, oxford_iiit_pet or oxford_flowers102. Other words:
 headline, head_only. What to start from has to be said; the whole head is replaced by a new one.

@@ -1,4 +1,4 @@
-"""A result as the paper reports it: --config=configs/finetune_study.py:MODEL,DATA
+"""A result as the paper reports it: --config=finetune_study:MODEL,DATA
 
 Each learning rate of DATA's row of table 4 (arXiv:2010.11929) is tried on a part of the training
 split and judged on the rest of it (10 % of Pets and Flowers, 2 % of CIFAR, 1 % of ImageNet). The
@@ -15,14 +15,15 @@ A member by itself is `python -m vit_jax.main` with the flags that the study pri
 
 import pathlib
 
-from vit_jax.config_text import load_config
+from vit_jax.config_text import import_config
 from vit_jax.recipes import HYPER_RULE_LR, find_fine_tuning
 
-FINETUNE = pathlib.Path(__file__).with_name("finetune.py")
+FINETUNE = import_config(pathlib.Path(__file__).with_name("finetune.py"))
+WORDS = FINETUNE.WORDS
 
 
 def get_config(arg=""):
-    c = load_config(f"{FINETUNE}:{arg}")
+    c = FINETUNE.get_config(arg)
     debug = c.data.name == "digits"
     # While choosing it is the development split; test is none to be looked at then.
     c.evals.held_out = c.evals.test

@@ -1,4 +1,4 @@
-"""Pretraining as in the paper's table 3 (arXiv:2010.11929): --config=configs/pretrain.py:MODEL,DATA
+"""Pretraining as in the paper's table 3 (arXiv:2010.11929): --config=pretrain:MODEL,DATA
 
 DATA is imagenet2012, imagenet21k or jft=<TFDS name> (JFT-300M is not public: the recipe then runs
 on the large labelled set of that name). README says how to bring a set that the TFDS catalogue

@@ -1,4 +1,4 @@
-"""VTAB-1k, as the paper fine-tunes on its 19 tasks: --config=configs/vtab.py:MODEL
+"""VTAB-1k, as the paper fine-tunes on its 19 tasks: --config=vtab:MODEL
 
 python -m vit_jax.main study --config=configs/vtab.py:ViT-B/16 --workdir=$W \\
   --config.init_from=ViT-B/16@imagenet21k --config.data.data_dir=DIR

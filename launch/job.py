@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from command_line import ROOT
 
-from vit_jax.commands import COMMANDS, load_valid_config, require_flags
+from vit_jax.commands import COMMANDS
+from vit_jax.commands.flags import load_valid_config, require_flags
+from vit_jax.config_text import shipped_configs
 from vit_jax.errors import InputError
 from vit_jax.main import parse_flags
 
@@ -19,7 +21,7 @@ class Job:
     """What each process of a job runs.
 
     words: that follow `python -m vit_jax.main`.
-    config: of `--config`, FILE[:words]; None for a command that takes its config from the workdir.
+    config: of `--config`, NAME[:words]; None for a command that takes its config from the workdir.
     workdir: a path or an address such as gs://bucket/run, as typed.
     """
 
@@ -94,7 +96,10 @@ def check_config_travels(job: Job, where: str) -> None:
     """Raises InputError if the config file is none of the repository's, which alone are `where`."""
     if job.config is None:
         return
-    path = pathlib.Path(job.config.partition(":")[0])
+    name = job.config.partition(":")[0]
+    if name in shipped_configs():
+        return
+    path = pathlib.Path(name)
     if path.is_absolute() or not (ROOT / path).is_file():
         raise InputError(
             f"--config={job.config}: {where} holds the repository's files alone; put the file "

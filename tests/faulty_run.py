@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from vit_jax import comparison, train, tree
-from vit_jax.main import run_and_exit
+from vit_jax.main import execute_and_exit
 
 
 def flip(state):
@@ -91,4 +91,4 @@ def arm(fault):
 
 if __name__ == "__main__":
     arm(sys.argv[1])
-    run_and_exit(sys.argv[2:])
+    execute_and_exit(sys.argv[2:])

@@ -1,12 +1,21 @@
 import functools
 import json
+import pathlib
 
 import pytest
 from etils import epath
 from test_config import make_config, set_keys, type_of
 
 from vit_jax.config import IN_OLDER_RUNS, base_config, flatten
-from vit_jax.config_text import apply_overrides, continue_older, from_json, load_config, to_json
+from vit_jax.config_text import (
+    apply_overrides,
+    continue_older,
+    find_config,
+    from_json,
+    load_config,
+    shipped_configs,
+    to_json,
+)
 from vit_jax.errors import InputError
 from vit_jax.main import parse_flags
 
@@ -344,10 +353,33 @@ def test_config_file_is_found_below_the_working_directory(tmp_path, monkeypatch)
     assert fault_of("other.py").startswith("--config=other.py: other.py:6: TypeError: ")
 
 
+def test_config_is_found_by_its_name_from_any_folder(tmp_path, monkeypatch):
+    repository = pathlib.Path(__file__).parents[1]
+    expected = load_config(str(repository / "configs/quickstart.py") + ":debug")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()  # as a workdir or a data set may be called
+    assert load_config("quickstart:debug") == expected
+    write(tmp_path, BODY.format(line="c.seed = 3"), "quickstart.py")
+    assert find_config("quickstart") == repository / "configs/quickstart.py"
+    assert load_config("quickstart.py").seed == 3
+    for wrong in ("quikstart", "configs/quickstart.py", "pretrain/quickstart"):
+        assert fault_of(f"{wrong}:debug") == (
+            f"--config={wrong}:debug: no file {wrong!r}, and no config of that name; "
+            "did you mean quickstart?"
+        )
+
+
+def test_file_comes_before_a_config_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "x = 1", "quickstart")
+    assert "'quickstart' is not a Python file" in fault_of("quickstart")
+
+
 def test_missing_config_file(tmp_path):
     spec = f"{tmp_path}/nowhere.py:debug"
     assert fault_of(spec) == (
-        f"--config={spec}: no file '{tmp_path}/nowhere.py'; give the path of a config file"
+        f"--config={spec}: no file '{tmp_path}/nowhere.py', and no config of that name; known: "
+        + ", ".join(shipped_configs())
     )
     assert "no file" in fault_of(str(tmp_path))
     assert "is not a Python file" in fault_of(write(tmp_path, "x = 1", "mine.txt"))

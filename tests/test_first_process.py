@@ -24,8 +24,8 @@ def command(argv):
     assert os.getpid() != 1
     {command}
 
-main.run = command
-main.run_and_exit([])
+main.execute = command
+main.execute_and_exit([])
 """
 SAVES = """
     import time

@@ -1,5 +1,6 @@
 """The command line: what is wrong with the input is said in one message, and nothing is written."""
 
+import json
 import os
 import pathlib
 import re
@@ -9,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+import vit_jax
 from vit_jax.commands import COMMANDS
 from vit_jax.config_text import apply_overrides, load_config, to_json
 from vit_jax.guards import NonFiniteError
@@ -153,7 +155,8 @@ def test_existing_workdir_is_left_alone(refused, tmp_path):
 
 def test_missing_config_file(refused):
     err = refused("--config=configs/quickstrat.py", "--workdir=WORKDIR")
-    assert "--config=configs/quickstrat.py: no file 'configs/quickstrat.py'; give the path" in err
+    assert "no file 'configs/quickstrat.py', and no config of that name; did you mean quick" in err
+    assert "did you mean quickstart?" in refused("--config=quickstrat:debug", "--workdir=WORKDIR")
 
 
 # What a run starts from
@@ -277,8 +280,8 @@ def test_image_size_that_the_data_do_not_have(refused):
     [
         (["trian", QUICKSTART], ["'trian': no such command", "did you mean train?"]),
         (["deploy", QUICKSTART], ["'deploy': no such command", "known: train, evaluate"]),
-        ([], ["--config, --workdir: missing", "configs/quickstart.py --workdir="]),
-        ([QUICKSTART], ["--workdir: missing", "configs/quickstart.py --workdir="]),
+        ([], ["--config, --workdir: missing", "--config=quickstart --workdir="]),
+        ([QUICKSTART], ["--workdir: missing", "--config=quickstart --workdir="]),
         (["--workdir=WORKDIR"], ["--config: missing"]),
         ([QUICKSTART, "--wrkdir=WORKDIR"], ["--wrkdir", "did you mean --workdir?"]),
         ([QUICKSTART, "--work=WORKDIR"], ["unknown flags: --work"]),
@@ -289,7 +292,7 @@ def test_image_size_that_the_data_do_not_have(refused):
         (["evaluate", "--workdir=WORKDIR"], ["/workdir: no config.json there; give the workdir"]),
         (["evaluate", "--workdir=WORKDIR", QUICKSTART], ["--config: a run is evaluated by its"]),
         (["evaluate", "--workdir=WORKDIR", "--init_from=X"], ["give one of --workdir=DIR and"]),
-        (["evaluate", "--init_from=X"], ["--config: missing; e.g. --config=configs/evaluate.py:"]),
+        (["evaluate", "--init_from=X"], ["--config: missing; e.g. --config=evaluate:fewshot"]),
         (["evaluate", "--init_from=X", QUICKSTART], ["model.name='ViT-Ti/4': --init_from says it"]),
         (["evaluate", "--init_from=X", "--config=configs/evaluate.py:knn"],
          ["data.name: not set; set it in the config file or by --config.data.name=..."]),
@@ -323,7 +326,61 @@ def test_help(command, capsys):
     of_runs, of_jobs = ("train", "evaluate", "predict", "export", "study"), ("train", "evaluate")
     assert ("--workdir DIR" in out) == (command in of_runs)
     assert ("--coordinator HOST:PORT" in out) == (command in of_jobs)
-    assert f"python -m vit_jax.main{'' if command == 'train' else ' ' + command} --" in out
+    of_configs = ("train", "evaluate", "benchmark", "plan", "study")
+    assert ("--print_config" in out) == ("--config.KEY=VALUE" in out) == (command in of_configs)
+    assert f"\n  python -m vit_jax.main {'' if command == 'train' else command}" in out
+
+
+@pytest.mark.parametrize("command", ["train", "benchmark", "plan", "study"])
+def test_print_config(refused, command, capsys):
+    words = [command, "--config=quickstart:debug", "--print_config"]
+    assert main([*words, "--config.seed=3", "--config.mesh.fsdp", "2"]) == 0
+    out, err = capsys.readouterr()
+    expected = load_config("configs/quickstart.py:debug")
+    assert apply_overrides(expected, [("seed", "3"), ("mesh.fsdp", "2")]) == []
+    assert (out, err) == (to_json(expected), "")
+    assert "--config.seed='x': needs an int" in refused(*words, "--config.seed=x")
+    assert "--config: missing; e.g. --config=quickstart" in refused(command, "--print_config")
+
+
+def test_print_config_of_evaluate(tmp_path, capsys):
+    assert main(["evaluate", "--config=evaluate:knn,cifar10", "--print_config"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (list(printed["evals"]), printed["data"]["name"]) == (["knn"], "cifar10")
+    workdir = make_workdir(tmp_path / "workdir")
+    words = ["evaluate", f"--workdir={workdir}", "--print_config"]
+    assert main([*words, "--config.evals.test.batch_size=8"]) == 0
+    stored = json.loads((workdir / "config.json").read_text())
+    stored["evals"]["test"]["batch_size"] = 8
+    assert json.loads(capsys.readouterr().out) == stored
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"vit_jax {vit_jax.__version__}\n"
+
+
+def test_list_of_configs(capsys):
+    assert main(["configs"]) == 0
+    out = capsys.readouterr().out
+    for path in (ROOT / "configs").glob("*.py"):
+        head, _, _ = path.read_text().removeprefix('"""').partition("\n")
+        assert f"{path.stem}: {head}\n" in out
+    assert "\n    headline        512 px and averaged weights, of imagenet2012\n" in out
+    assert out.count("\n    debug  ") == len(list((ROOT / "configs").glob("*.py")))
+
+
+def test_list_of_models(refused, capsys):
+    assert main(["models", "mu", "DeiT-Ti", "R+"]) == 0
+    heading, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert heading == ["name", "parameters", "GMAC"]
+    assert [row[0] for row in rows] == ["ViT-mu/16", "DeiT-Ti/16", "R+ViT-Ti/16"]
+    table = (ROOT / "docs/models.md").read_text()
+    for row in rows:
+        assert f"| {' | '.join(row)} |\n" in table
+    err = refused("models", "vit-b")
+    assert "vit-b: part of no model's name; did you mean ViT-B/" in err
+    assert "--config.seed: this command takes no config" in refused("models", "--config.seed=1")
 
 
 def test_command_is_train_where_none_is_named(capsys):
@@ -382,15 +439,14 @@ def test_evaluate_without_evaluators(refused, tmp_path):
 # As a user runs it
 
 
-def run_command(*words):
+def run_command(*words, **options):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
-    return subprocess.run(
-        [sys.executable, "-m", "vit_jax.main", *words],
-        capture_output=True, text=True, env=environment, cwd=ROOT,
-    )  # fmt: skip
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment} | options
+    command = [sys.executable, "-m", "vit_jax.main", *words]
+    return subprocess.run(command, text=True, cwd=ROOT, **options)
 
 
 def test_message_is_all_that_is_printed(tmp_path):
@@ -408,6 +464,17 @@ def test_message_is_all_that_is_printed(tmp_path):
     assert done.stderr.startswith("error: data.num_classes=7: digits train has 10; set ")
     assert done.stderr.count("\n") == 1
     assert not workdir.exists()
+
+
+@pytest.mark.parametrize(("words", "unbuffered"), [(["--help"], ""), (["models", "mu"], "1")])
+def test_reader_that_leaves(words, unbuffered):
+    """As `vit_jax models | head -1` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = run_command(*words, stdout=writer, env=environment)
+    os.close(writer)
+    assert (done.returncode in (0, 1), done.stderr) == (True, "")
 
 
 def test_help_as_a_user_asks_for_it():

@@ -9,6 +9,8 @@ Importing this touches no device, no flag and no TensorFlow.
 
 import importlib
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "create_model": "vit_jax.models",
     "load_image": "vit_jax.transfer.images",

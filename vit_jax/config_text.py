@@ -9,12 +9,14 @@ import logging
 import pathlib
 import re
 import traceback
+import types
 from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
 from ml_collections import ConfigDict
 
+import vit_jax
 from vit_jax.config import (
     EVAL_TYPES,
     IN_OLDER_RUNS,
@@ -30,26 +32,58 @@ from vit_jax.errors import InputError, collect_faults, nearest
 logger = logging.getLogger("vit_jax")
 
 
+def shipped_configs() -> dict[str, pathlib.Path]:
+    """{name: file} of the configs that come with the package, by name.
+
+    They lie in configs/, beside the package in the repository, and within it in a wheel.
+    """
+    package = pathlib.Path(vit_jax.__file__).parent
+    within = package / "configs"
+    folder = within if within.is_dir() else package.parent / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.py"))}
+
+
+def find_config(name: str) -> pathlib.Path:
+    """The file called `name`: a path, or one of `shipped_configs`; a file of that path comes first.
+
+    Raises:
+      InputError: there is neither.
+    """
+    path, shipped = pathlib.Path(name), shipped_configs()
+    if path.is_file():
+        return path
+    if name in shipped:
+        return shipped[name]
+    hint = nearest(path.stem, list(shipped))
+    raise InputError(f"no file {name!r}, and no config of that name; {hint}")
+
+
+def import_config(path: pathlib.Path) -> types.ModuleType:
+    """The module of a config file; raises what the file raises, InputError if it is no Python."""
+    spec = importlib.util.spec_from_file_location("vit_jax_config", path.absolute())
+    if spec is None:
+        raise InputError(f"{str(path)!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def load_config(spec: str) -> ConfigDict:
-    """Runs `get_config` of the file that `spec` ("FILE" or "FILE:words") names.
+    """Runs `get_config` of the file that `spec` ("NAME" or "NAME:words") names.
+
+    NAME is what `find_config` takes.
 
     Raises:
       InputError: no such file, no `get_config`, or a fault in it, with the line.
     """
-    path, _, arg = spec.partition(":")
-    if not pathlib.Path(path).is_file():
-        raise InputError(f"--config={spec}: no file {path!r}; give the path of a config file")
-    module_spec = importlib.util.spec_from_file_location("vit_jax_config", path)
-    if module_spec is None:
-        raise InputError(f"--config={spec}: {path!r} is not a Python file")
-    module = importlib.util.module_from_spec(module_spec)
+    name, _, arg = spec.partition(":")
     try:
-        module_spec.loader.exec_module(module)
-        config = module.get_config(arg)
+        path = find_config(name)
+        config = import_config(path).get_config(arg)
     except InputError as e:
         raise InputError(f"--config={spec}: {e}") from None
     except Exception as e:  # whatever a user's file raises is the file's fault
-        line = _line_of(e, module_spec.origin)
+        line = _line_of(e, str(path.absolute()))
         at = f"{path}:{line}" if line else path
         raise InputError(f"--config={spec}: {at}: {type(e).__name__}: {_say(e)}") from e
     if not isinstance(config, ConfigDict):

@@ -1,16 +1,21 @@
-"""python -m vit_jax.main [COMMAND] --config=FILE[:words] --workdir=DIR [--config.key=value ...]
+"""vit_jax [COMMAND] --config=NAME[:words] --workdir=DIR [--config.key=value ...]
 
 Trains Vision Transformers and carries them over to other tasks. The command is train where none is
-named. Exit codes: 0 done; 1 failed; 2 the input is wrong; 3 the plan does not fit; 75 stopped by
-preemption, and 143 before it trained: start again.
+named. `python -m vit_jax.main` is the same program; --version prints its version. Exit codes: 0
+done; 1 failed; 2 the input is wrong; 3 the plan does not fit; 75 stopped by preemption, and 143
+before it trained: start again.
 """
 
 import argparse
+import contextlib
+import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+import vit_jax
 from vit_jax import exit_codes
 from vit_jax.commands import COMMANDS, find_command
 from vit_jax.errors import InputError, nearest
@@ -31,7 +36,8 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
     )
     find_command(command).define_flags(parser)
     parser.epilog = f"Commands: {', '.join(COMMANDS)}."
-    if "--config" in parser.format_usage():
+    takes_config = "--config" in parser.format_usage()
+    if takes_config:
         parser.epilog = (
             "Any key of the config is set by --config.KEY=VALUE, e.g. --config.mesh.fsdp=8.\n"
             + parser.epilog
@@ -51,6 +57,8 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
         known = [option for action in parser._actions for option in action.option_strings]
         hints = [f"{word}: {nearest(word.partition('=')[0], known)}" for word in unknown]
         raise InputError("unknown flags: " + "; ".join(hints))
+    if overrides and not takes_config:
+        raise InputError(f"--config.{overrides[0][0]}: this command takes no config")
     flags.overrides = overrides
     return flags
 
@@ -60,7 +68,7 @@ def _overview() -> str:
     heads = {name: find_command(name).__doc__.partition("\n")[0] for name in COMMANDS}
     lines = [f"  {name:<10} {head}" for name, head in heads.items()]
     return "\n".join([
-        __doc__, "Commands:", *lines, "", "COMMAND --help tells its flags, with examples.",
+        __doc__, "Commands:", *lines, "", "COMMAND --help lists its flags, with examples.",
     ])  # fmt: skip
 
 
@@ -69,13 +77,13 @@ def main(argv: Sequence[str]) -> int:
     from vit_jax import watchdog  # JAX only now, that a wrong command is answered at once
 
     try:
-        code, _ = run(argv)
+        code, _ = execute(argv)
     finally:
         watchdog.stop()
     return code
 
 
-def run(argv: Sequence[str]) -> tuple[int, BaseException | None]:
+def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     """Runs the command that `argv` names: the exit code, and the error that made it so.
 
     What is raised is not for the user to mend.
@@ -84,11 +92,14 @@ def run(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     if words in (["--help"], ["-h"]):
         print(_overview())
         return exit_codes.DONE, None
+    if words == ["--version"]:
+        print(f"vit_jax {vit_jax.__version__}")
+        return exit_codes.DONE, None
     command = words.pop(0) if words and not words[0].startswith("-") else "train"
     try:
         if command not in COMMANDS:
             raise InputError(f"{command!r}: no such command; {nearest(command, COMMANDS)}")
-        return find_command(command).run(parse_flags(command, words)), None
+        return find_command(command).main(parse_flags(command, words)), None
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.INPUT_WRONG, e
@@ -97,18 +108,41 @@ def run(argv: Sequence[str]) -> tuple[int, BaseException | None]:
         return exit_codes.INTERRUPTED, e
 
 
-def run_and_exit(argv: Sequence[str]) -> NoReturn:
-    """Runs the command that `argv` names and ends this process, of a job's as one of them."""
+def execute_and_exit(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command that `argv` names and ends this process, of a job's as one of them.
+
+    `argv` None: the command line of this process.
+    """
     run_in_child_of_first_process()
     try:
-        code, error = run(argv)
+        code, error = execute(sys.argv[1:] if argv is None else argv)
     except Exception as e:
-        traceback.print_exc()
+        if not (isinstance(e, BrokenPipeError) and _drop_unread_output()):
+            traceback.print_exc()
         code, error = exit_codes.FAILED, e
+    finally:
+        _drop_unread_output()
     from vit_jax import watchdog
 
     watchdog.leave(code, error)
 
 
+def _drop_unread_output() -> bool:
+    """Whether the reader of standard output has left, as behind `| head`; then the rest is dropped.
+
+    Python would complain of the rest when it ends, and end with another exit code.
+    """
+    if sys.stdout is None:  # closed from the start
+        return False
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+    output = select.poll()
+    output.register(sys.stdout, 0)  # for errors only: an error of a pipe is that nobody reads it
+    has_left = bool(output.poll(0))
+    if has_left:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return has_left
+
+
 if __name__ == "__main__":
-    run_and_exit(sys.argv[1:])
+    execute_and_exit()

@@ -58,6 +58,10 @@ def test_job_without_a_config_of_its_own(job):
     job.check_config_travels(checked, "a worker")
 
 
+def test_config_of_the_package_travels(job):
+    job.check_config_travels(job.Job((), "quickstart:debug", "w"), "the image")
+
+
 @pytest.mark.parametrize("config", ["mine.py", "/etc/mine.py", f"{ROOT}/configs/quickstart.py"])
 def test_config_that_does_not_travel(job, config):
     made = job.Job((), f"{config}:debug", "w")

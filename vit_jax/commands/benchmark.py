@@ -1,7 +1,7 @@
 """Measures the input pipeline or the training step of a config, or draws what augmentation does.
 
-  python -m vit_jax.main benchmark --what=input --config=configs/pretrain.py:ViT-S/16,imagenet2012
-  python -m vit_jax.main benchmark --what=step --config=configs/pretrain.py:ViT-L/16,imagenet2012
+  python -m vit_jax.main benchmark --what=input --config=pretrain:ViT-S/16,imagenet2012
+  python -m vit_jax.main benchmark --what=step --config=pretrain:ViT-L/16,imagenet2012
 
 input: CPU milliseconds an image, beside the mere decoding of the same images and beside a plain
 float32 pipeline; of the data only the training split is opened.
@@ -20,7 +20,12 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from vit_jax import exit_codes, files
-from vit_jax.commands import load_valid_config, require_flags
+from vit_jax.commands.flags import (
+    define_config_flags,
+    load_valid_config,
+    print_config,
+    require_flags,
+)
 from vit_jax.errors import InputError, nearest
 from vit_jax.mesh import check_accum_steps, check_batch_size, make_mesh, start_backend
 
@@ -70,14 +75,16 @@ BENCHMARKS: dict[str, Callable[[ConfigDict, argparse.Namespace], dict[str, Any] 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--what", help=" or ".join(BENCHMARKS))
-    parser.add_argument("--config", metavar="FILE[:words]", help="config file and its words")
+    define_config_flags(parser)
     parser.add_argument("--output", metavar="FILE", help="of the figures, as JSON, or the picture")
     parser.add_argument("--format", default="table", help="of standard output: table or json")
     parser.add_argument("--steps", type=int, help="to be timed; otherwise what 20 seconds hold")
 
 
-def run(flags: argparse.Namespace) -> int:
-    example = "python -m vit_jax.main benchmark --what=step --config=configs/quickstart.py"
+def main(flags: argparse.Namespace) -> int:
+    if flags.print_config:
+        return print_config(load_valid_config(flags))
+    example = "python -m vit_jax.main benchmark --what=step --config=quickstart"
     require_flags(flags, ("what", "config"), example)
     for name, known in (("what", tuple(BENCHMARKS)), ("format", FORMATS)):
         value = getattr(flags, name)

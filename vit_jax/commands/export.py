@@ -18,7 +18,7 @@ import sys
 from rich.console import Console
 
 from vit_jax import exit_codes
-from vit_jax.commands import define_source_flags, read_source, require_flags
+from vit_jax.commands.flags import define_source_flags, read_source, require_flags
 from vit_jax.mesh import start_backend
 
 
@@ -28,7 +28,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", help="npz, npz_v2, hf, timm or stablehlo")
 
 
-def run(flags: argparse.Namespace) -> int:
+def main(flags: argparse.Namespace) -> int:
     example = "python -m vit_jax.main export --workdir=runs/mine --output=mine --format=hf"
     require_flags(flags, ("output", "format"), example)
     from vit_jax import metrics  # the rest only now, that a typo is answered at once

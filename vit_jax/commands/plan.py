@@ -1,6 +1,6 @@
 """Says what a run needs and takes on chips that are not there: memory, exchanges, time, cost.
 
-  python -m vit_jax.main plan --config=configs/pretrain.py:ViT-L/16,imagenet21k --topology=v5e:4x4
+  python -m vit_jax.main plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4
 
 The real training step is compiled ahead of time for a TPU slice, on any Linux machine without one;
 for GPUs, and where libtpu is not installed, memory and time are calculated. No data are read. What
@@ -17,7 +17,12 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from vit_jax import exit_codes
-from vit_jax.commands import load_valid_config, require_flags
+from vit_jax.commands.flags import (
+    define_config_flags,
+    load_valid_config,
+    print_config,
+    require_flags,
+)
 from vit_jax.errors import InputError, nearest
 from vit_jax.flops import format_bytes
 from vit_jax.topologies import CHIPS, find_slice
@@ -28,7 +33,7 @@ FORMATS = ("table", "json")
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE[:words]", help="config file and its words")
+    define_config_flags(parser)
     parser.add_argument("--topology", metavar="SLICE", help="e.g. v5e:4x4, v5p:4x8x8 or H100:64")
     parser.add_argument("--num_slices", type=int, default=1, help="slices of TPUs, over DCN")
     parser.add_argument("--format", default="table", help="of standard output: table or json")
@@ -41,10 +46,11 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(flags: argparse.Namespace) -> int:
+def main(flags: argparse.Namespace) -> int:
+    if flags.print_config:
+        return print_config(load_valid_config(flags))
     example = (
-        "python -m vit_jax.main plan --config=configs/pretrain.py:ViT-L/16,imagenet21k "
-        "--topology=v5e:4x4"
+        "python -m vit_jax.main plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4"
     )
     require_flags(flags, ("config", "topology"), example)
     if flags.format not in FORMATS:

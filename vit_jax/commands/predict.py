@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vit_jax import exit_codes
-from vit_jax.commands import define_source_flags, read_source
+from vit_jax.commands.flags import define_source_flags, read_source
 from vit_jax.errors import InputError, nearest
 from vit_jax.mesh import start_backend
 
@@ -36,7 +36,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch_size", type=int, default=64, help="over all devices")
 
 
-def run(flags: argparse.Namespace) -> int:
+def main(flags: argparse.Namespace) -> int:
     for name, known in (("format", FORMATS), ("tokens", TOKENS)):
         value = getattr(flags, name)
         if value not in known:

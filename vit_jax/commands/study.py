@@ -1,6 +1,6 @@
 """Runs a study: training runs that depend on each other's results, and a report of them all.
 
-  python -m vit_jax.main study --config=configs/finetune_study.py:ViT-B/16,cifar10 \\
+  python -m vit_jax.main study --config=finetune_study:ViT-B/16,cifar10 \\
     --workdir=runs/cifar10 --config.init_from=ViT-B/16@imagenet21k
 
 Members run one after another, each as the command that is printed, in WORKDIR/MEMBER. The same
@@ -23,12 +23,17 @@ import shlex
 from rich.console import Console
 
 from vit_jax import files
-from vit_jax.commands import load_valid_config, require_flags
+from vit_jax.commands.flags import (
+    define_config_flags,
+    load_valid_config,
+    print_config,
+    require_flags,
+)
 from vit_jax.errors import InputError, collect_faults, nearest
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE[:words]", help="config file and its words")
+    define_config_flags(parser)
     parser.add_argument("--workdir", metavar="DIR", help="of the study; members are below it")
     parser.add_argument("--launcher", metavar="COMMAND", help="that each member is handed to")
     parser.add_argument(
@@ -36,9 +41,11 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(flags: argparse.Namespace) -> int:
+def main(flags: argparse.Namespace) -> int:
+    if flags.print_config:
+        return print_config(load_valid_config(flags))
     example = (
-        "python -m vit_jax.main study --config=configs/finetune_study.py:ViT-B/16,cifar10 "
+        "python -m vit_jax.main study --config=finetune_study:ViT-B/16,cifar10 "
         "--workdir=runs/cifar10"
     )
     require_flags(flags, ("config", "workdir"), example)
@@ -57,7 +64,7 @@ def run(flags: argparse.Namespace) -> int:
     if name is None:
         raise InputError(
             f"study.name: not set by {flags.config}, which is one run; take a config of a study, "
-            "such as configs/finetune_study.py"
+            "such as finetune_study"
         )
     if name not in STUDIES:
         raise InputError(f"study.name={name!r}: {nearest(name, list(STUDIES))}")

@@ -1,6 +1,6 @@
 """Trains a model as a config file says, and evaluates it on the way.
 
-  python -m vit_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
+  python -m vit_jax.main --config=quickstart --workdir=runs/quickstart
 
 The same command goes on where an earlier run in the workdir stopped.
 """
@@ -11,17 +11,26 @@ import sys
 import jax
 
 from vit_jax import exit_codes
-from vit_jax.commands import define_process_flags, load_valid_config, require_flags, start_job
+from vit_jax.commands.flags import (
+    define_config_flags,
+    define_process_flags,
+    load_valid_config,
+    print_config,
+    require_flags,
+    start_job,
+)
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE[:words]", help="config file and its words")
+    define_config_flags(parser)
     parser.add_argument("--workdir", metavar="DIR", help="where everything is written")
     define_process_flags(parser)
 
 
-def run(flags: argparse.Namespace) -> int:
-    example = "python -m vit_jax.main --config=configs/quickstart.py --workdir=runs/quickstart"
+def main(flags: argparse.Namespace) -> int:
+    if flags.print_config:
+        return print_config(load_valid_config(flags))
+    example = "python -m vit_jax.main --config=quickstart --workdir=runs/quickstart"
     require_flags(flags, ("config", "workdir"), example)
     config = load_valid_config(flags)
 

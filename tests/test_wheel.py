@@ -1,0 +1,94 @@
+"""The package as a wheel, in a folder that holds nothing else."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import vit_jax
+from vit_jax.config_text import load_config, shipped_configs, to_json
+from vit_jax.software import code_digest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A copy of what a wheel is made of, as setuptools leaves what it builds beside it."""
+    source = tmp_path_factory.mktemp("source")
+    for folder in ("vit_jax", "configs"):
+        files = ROOT / folder, source / folder
+        shutil.copytree(*files, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / file, source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def site(source, tmp_path_factory):
+    """The folder that the wheel is installed into."""
+    site = tmp_path_factory.mktemp("site")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
+         "--no-index", "--no-compile", f"--target={site}", str(source)],
+        check=True, cwd=source,
+    )  # fmt: skip
+    return site
+
+
+@pytest.fixture
+def installed(site, tmp_path):
+    """installed(words): what the console script ends with, run from an empty folder."""
+
+    def installed(*words):
+        environment = os.environ | {"PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu"}
+        script = [sys.executable, str(site / "bin/vit_jax")]
+        return subprocess.run(
+            [*script, *words], capture_output=True, text=True, env=environment, cwd=tmp_path
+        )
+
+    return installed
+
+
+def test_what_it_holds(site):
+    shipped = {path.name: path.read_bytes() for path in (site / "vit_jax/configs").glob("*.py")}
+    assert shipped == {path.name: path.read_bytes() for path in (ROOT / "configs").glob("*.py")}
+    assert code_digest(site / "vit_jax") == code_digest()
+    assert (site / f"vit_jax-{vit_jax.__version__}.dist-info").is_dir()
+    assert not (site / "configs").exists()
+
+
+def test_editable_install_is_a_path(source, tmp_path):
+    """An import hook would not find the package in a folder that holds a clone called vit_jax."""
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", build, tmp_path], check=True, cwd=source, capture_output=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        (path,) = (name for name in files.namelist() if "dist-info" not in name)
+        assert files.read(path).decode().strip() == str(source)
+
+
+def test_config_by_name(installed):
+    done = installed("--config=quickstart:debug", "--print_config")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == to_json(load_config("quickstart:debug"))
+
+
+def test_list_of_configs(installed):
+    done = installed("configs")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "quickstart: A small ViT on scikit-learn's handwritten digits" in done.stdout
+    assert done.stdout.count("    debug  ") == len(shipped_configs())
+
+
+def test_wrong_name(installed, tmp_path):
+    done = installed("--config=configs/quickstart.py", f"--workdir={tmp_path / 'run'}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no file 'configs/quickstart.py', and no config of that name; did you" in done.stderr
+    assert list(tmp_path.iterdir()) == []

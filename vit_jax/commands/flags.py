@@ -1,0 +1,135 @@
+"""Flags that several commands share, and what they ask for."""
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vit_jax import exit_codes
+from vit_jax.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
+    from vit_jax.transfer import Pretrained
+
+
+def require_flags(flags: argparse.Namespace, names: Sequence[str], example: str) -> None:
+    """Raises InputError with those of the flags `names` that are missing or empty."""
+    missing = [f"--{name}" for name in names if getattr(flags, name) in (None, "")]
+    if missing:
+        raise InputError(f"{', '.join(missing)}: missing; e.g. {example}")
+
+
+def define_config_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a command that takes a config."""
+    parser.add_argument(
+        "--config", metavar="NAME[:words]", help="a name that `configs` lists, or a file; its words"
+    )
+    parser.add_argument(
+        "--print_config", action="store_true", help="print the whole config as JSON, and end"
+    )
+
+
+def define_process_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags by which processes of one job find each other, where no cluster is detected."""
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    parser.add_argument("--num_processes", type=int, help="processes that this job must have")
+    parser.add_argument("--process_id", type=int, help="number of this process, from 0")
+    parser.add_argument("--num_devices", type=int, help="devices that they must have together")
+
+
+def start_job(flags: argparse.Namespace, config: "ConfigDict") -> None:
+    """Joins the processes, chooses the backend, checks what was found, starts the watchdog.
+
+    Raises:
+      InputError: what was found is not what was asked for.
+    """
+    from vit_jax import mesh, processes, watchdog
+
+    processes.start(
+        flags.coordinator,
+        flags.num_processes,
+        flags.process_id,
+        join_deadline_s=config.job.join_deadline_s,
+        heartbeat_s=config.job.heartbeat_s,
+    )
+    mesh.start_backend(config.mesh.platform)
+    processes.check_devices(flags.num_devices)
+    watchdog.start(config.job)
+
+
+def load_valid_config(
+    flags: argparse.Namespace, required: Sequence[str] | None = None
+) -> "ConfigDict":
+    """The config of `--config`, overridden and checked.
+
+    `required` are the keys that must be set, None for those of a run.
+
+    Raises:
+      InputError: no config is named, or with all of its faults.
+    """
+    require_flags(flags, ("config",), "--config=quickstart")
+    from vit_jax import config_text
+    from vit_jax.config import REQUIRED
+    from vit_jax.validation import validate
+
+    config = config_text.load_config(flags.config)
+    faults = config_text.apply_overrides(config, flags.overrides)
+    validate(config, faults, f"--config={flags.config}", required or REQUIRED)
+    return config
+
+
+def print_config(config: "ConfigDict") -> int:
+    """Prints `config` as the text of a config.json, for `--print_config`; returns the exit code.
+
+    Keys that only the data or the devices decide are null unless they are set.
+    """
+    from vit_jax import config_text
+
+    print(config_text.to_json(config), end="")
+    return exit_codes.DONE
+
+
+def define_source_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which model a command is about."""
+    parser.add_argument("--workdir", metavar="DIR", help="of a run: its newest valid checkpoint")
+    parser.add_argument("--init_from", metavar="SOURCE", help="a workdir, a file, a name")
+    parser.add_argument("--weights", help="of a run with a running average: average or raw")
+    parser.add_argument("--image_size", metavar="SIZE", help="another: 384, or 384,256")
+    parser.add_argument("--resize", help="how positions are resampled to it; by default as the "
+                        "source's library does")  # fmt: skip
+
+
+def read_source(flags: argparse.Namespace) -> "Pretrained":
+    """The model that the flags of `define_source_flags` name.
+
+    Raises:
+      InputError: if none is named, or it cannot be read.
+    """
+    if (flags.workdir is None) == (flags.init_from is None):
+        raise InputError("give one of --workdir=DIR and --init_from=SOURCE")
+    if flags.weights not in (None, "average", "raw"):
+        raise InputError(f"--weights={flags.weights}: {nearest(flags.weights, ['average', 'raw'])}")
+    if flags.resize is not None and flags.image_size is None:
+        raise InputError(f"--resize={flags.resize}: needs --image_size, to which it is resampled")
+
+    from vit_jax import transfer  # orbax only now, that a typo is answered at once
+
+    source = flags.init_from
+    if source is None:
+        source = flags.workdir
+        transfer.check_workdir(source)
+    averaged = {None: None, "average": True, "raw": False}[flags.weights]
+    try:
+        pretrained = transfer.read_pretrained(source, averaged=averaged)
+    except InputError as e:
+        if averaged is None:
+            raise
+        raise InputError(f"--weights={flags.weights}: {e}") from None
+    if flags.image_size is None:
+        return pretrained
+    sides = flags.image_size.split(",")
+    if not all(side.strip().isdigit() for side in sides):
+        raise InputError(f"--image_size={flags.image_size}: needs an int, or two as HEIGHT,WIDTH")
+    size = tuple(map(int, sides)) if len(sides) > 1 else int(sides[0])
+    return transfer.with_image_size(pretrained, size, flags.resize)

@@ -1,0 +1,36 @@
+"""Lists models by name, with their parameters and the multiply-adds of a forward pass.
+
+  python -m vit_jax.main models
+  python -m vit_jax.main models ViT-B BiT
+
+Parameters with 1,000 classes; GMAC: 10^9 multiply-adds for one image of 224 px. Names that hold one
+of the words given, or all.
+"""
+
+import argparse
+
+from vit_jax import exit_codes
+from vit_jax.errors import InputError, nearest
+
+
+def define_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="WORD", help="part of a name, such as ViT-B")
+
+
+def main(flags: argparse.Namespace) -> int:
+    from vit_jax.flops import forward_macs
+    from vit_jax.models import MODELS, create_model, with_known
+    from vit_jax.transfer.rules import abstract_params
+
+    known = [name for family in MODELS.values() for name in family.names]
+    names = [name for name in known if not flags.words or any(w in name for w in flags.words)]
+    if not names:
+        hint = nearest(flags.words[0], known)
+        raise InputError(f"{' '.join(flags.words)}: part of no model's name; {hint}")
+    print(f"{'name':<16}{'parameters':>16}{'GMAC':>12}", flush=True)
+    for name in names:
+        model = with_known(create_model(name), scan=True)  # traced in a fraction of the time
+        params = sum(leaf.size for leaf in abstract_params(model).values())
+        # A large ResNet takes seconds: each line as soon as it is known.
+        print(f"{name:<16}{params:>16,}{forward_macs(model) / 1e9:>12,.2f}", flush=True)
+    return exit_codes.DONE
