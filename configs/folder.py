@@ -8,7 +8,8 @@ is held out to validate with. A larger model, at 224 px, which wants an accelera
 """
 
 from vit_jax.config import base_config, classification, refuse_words, split_words
-from vit_jax.models import create_model, field_names, find_family
+from vit_jax.models import create_model, find_family
+from vit_jax.models.fields import field_names
 from vit_jax.recipes import make_tiny
 
 WORDS = {"debug": "20 steps of a tiny model"}

@@ -11,7 +11,8 @@ CPU, under a minute, synthetic data: --config=configs/pretrain.py:ViT-L/16,image
 
 from vit_jax.config import base_config, classification, fewshot, split_words
 from vit_jax.errors import InputError
-from vit_jax.models import field_names, find_family
+from vit_jax.models import find_family
+from vit_jax.models.fields import field_names
 from vit_jax.recipes import SPLITS, find_pretraining, make_tiny
 
 WORDS = {

@@ -18,8 +18,8 @@ from vit_jax.data import Source, check_crops, parse_ops
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
-from vit_jax.models import check_fields, with_known
 from vit_jax.models.attention import choose_attention
+from vit_jax.models.fields import check_fields, with_known
 from vit_jax.run import (
     adopt_holdout,
     check_evaluated_images,

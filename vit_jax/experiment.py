@@ -24,8 +24,9 @@ from vit_jax.data import (
 from vit_jax.data.device_ops import MIXING_OPS
 from vit_jax.flops import count_flops, jaxpr_flops
 from vit_jax.mesh import batch_sharding
-from vit_jax.models import create_model, field_names, with_known
+from vit_jax.models import create_model
 from vit_jax.models.attention import choose_attention
+from vit_jax.models.fields import field_names, with_known
 from vit_jax.models.layers import unconstrained
 from vit_jax.objectives import OBJECTIVES
 from vit_jax.objectives.supervised import make_loss

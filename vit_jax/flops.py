@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
-from vit_jax.models import with_known
 from vit_jax.models.deit import DeiT
+from vit_jax.models.fields import with_known
 from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.layers import unconstrained
 from vit_jax.models.vit import ViT

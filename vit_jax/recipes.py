@@ -11,7 +11,8 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from vit_jax.errors import InputError, nearest
-from vit_jax.models import field_names, find_family, token_stride
+from vit_jax.models import find_family, token_stride
+from vit_jax.models.fields import field_names
 from vit_jax.models.resnet import map_stride
 
 # Where each data set has its images to train on and to validate with. The two large ones have no

@@ -1,21 +1,15 @@
 """Model families: one file and one line in MODELS each."""
 
-import functools
-import inspect
 import re
-import types
-import typing
 from collections.abc import Callable, Sequence
-from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-import jax.numpy as jnp
 
-from vit_jax.config import image_hw
-from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.errors import InputError, nearest
 from vit_jax.models.bit import BIT_NAMES, BiT, bit_fields
 from vit_jax.models.deit import DEIT_NAMES, DeiT
+from vit_jax.models.fields import check_fields, field_names
 from vit_jax.models.hybrid import HYBRID_NAMES, HybridViT, hybrid_fields
 from vit_jax.models.variants import vit_fields
 from vit_jax.models.vit import VIT_NAMES, ViT
@@ -41,7 +35,6 @@ MODELS = {
     "R+ViT": Family(HybridViT, hybrid_fields, HYBRID_NAMES),
     "BiT": Family(BiT, bit_fields, BIT_NAMES),
 }
-DTYPES = ("float32", "bfloat16")
 
 
 def create_model(
@@ -102,78 +95,3 @@ def token_stride(name: str) -> tuple[int, int]:
     if "pos_embed" in field_names(family.module):
         fields["pos_embed"] = "none"  # so that it needs no image size
     return family.module(**fields).token_stride
-
-
-def field_names(module: type[nn.Module]) -> list[str]:
-    """The fields of a family's module."""
-    return [f for f in inspect.signature(module).parameters if f not in ("parent", "name")]
-
-
-_KINDS = {
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    int: ("an int", lambda value: isinstance(value, Integral) and not isinstance(value, bool)),
-    float: ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
-    str: ("text", lambda value: isinstance(value, str)),
-    type(None): ("None", lambda value: value is None),
-}
-
-
-@functools.cache
-def _kinds_of_fields(module: type[nn.Module]) -> dict[str, tuple[type, ...]]:
-    """{field: those of _KINDS that it takes}, of the fields that take no others."""
-    hints, kinds = typing.get_type_hints(module), {}
-    for name in field_names(module):
-        is_union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
-        found = typing.get_args(hints[name]) if is_union else (hints[name],)
-        if all(kind in _KINDS for kind in found):
-            kinds[name] = found
-    return kinds
-
-
-def with_known(model: nn.Module, **fields: Any) -> nn.Module:
-    """`model` with those of `fields` that its family has."""
-    known = field_names(type(model))
-    return model.clone(**{name: value for name, value in fields.items() if name in known})
-
-
-def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """`fields` as the family's `module` takes them: pairs for sizes, a dtype for its name.
-
-    Raises:
-      InputError: naming `where`: all fields that the family lacks; or a value of a wrong kind.
-    """
-    known, family = field_names(module), module.__name__
-    to_choose = [f for f in known if f not in ("attend", "constrain")]
-    collect_faults(
-        [
-            f"{f}: {family} has no such field; {nearest(f, to_choose)}"
-            for f in fields
-            if f not in known
-        ],
-        where,
-    )
-    checked = dict(fields)
-    kinds = _kinds_of_fields(module)
-    collect_faults(
-        [
-            f"{name}={value!r}: needs {' or '.join(_KINDS[kind][0] for kind in kinds[name])}"
-            for name, value in fields.items()
-            if name in kinds and not any(_KINDS[kind][1](value) for kind in kinds[name])
-        ],
-        where,
-    )
-    for size in ("image_size", "patch_size"):
-        if size in fields and (fields[size] is not None or size == "patch_size"):
-            checked[size] = image_hw(fields[size], size)
-    if "stages" in fields:
-        if not isinstance(fields["stages"], list | tuple):
-            raise InputError(
-                f"stages={fields['stages']!r}: needs the units of each stage, e.g. (3, 4, 6, 3)"
-            )
-        checked["stages"] = tuple(fields["stages"])
-    if "dtype" in fields:
-        dtype = fields["dtype"]
-        if dtype not in DTYPES and dtype not in [jnp.dtype(known) for known in DTYPES]:
-            raise InputError(f"dtype={dtype!r}: known: {', '.join(DTYPES)}")
-        checked["dtype"] = jnp.dtype(dtype)
-    return checked

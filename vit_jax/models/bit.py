@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.errors import InputError, collect_faults
+from vit_jax.models.fields import check_image_shape, find_class_faults, find_unknown
 from vit_jax.models.layers import REMAT_POLICIES, Constrain, unconstrained
 from vit_jax.models.resnet import (
     BIT,
@@ -113,33 +114,6 @@ class BiT(nn.Module):
     scan = False  # no field: a stage is too short for its units to be compiled as one
     num_prefix_tokens = 0
 
-    def __post_init__(self):
-        faults = find_stage_faults(self.stages, self.stem_width)
-        if not self.stages:
-            faults.append("stages=(): needs the units of each stage, e.g. (3, 4, 6, 3)")
-        if self.remat not in REMAT_POLICIES:
-            faults.append(f"remat={self.remat!r}: {nearest(self.remat, tuple(REMAT_POLICIES))}")
-        if self.num_classes is not None and self.num_classes < 1:
-            faults.append(f"num_classes={self.num_classes}: needs a positive int, or None")
-        collect_faults(faults)
-        super().__post_init__()
-
-    @property
-    def width(self) -> int:
-        """D, the channels of the last map."""
-        return EXPANSION * self.stem_width * 2 ** (len(self.stages) - 1)
-
-    @property
-    def token_stride(self) -> tuple[int, int]:
-        """Height and width in pixels of what a position of the last map stands for."""
-        return (map_stride(self.stages),) * 2
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of the last map; of a model that has an image size."""
-        stride = map_stride(self.stages)
-        return -(-self.image_size[0] // stride), -(-self.image_size[1] // stride)
-
     def setup(self):
         self.trunk = Trunk(
             self.stages,
@@ -158,12 +132,7 @@ class BiT(nn.Module):
     def tokens(self, images, *, train=False) -> jax.Array:
         """The last map, normalised."""
         del train
-        image_size = self.image_size or images.shape[1:3]
-        if images.shape[1:] != (*image_size, 3):
-            raise InputError(
-                f"images of shape {images.shape}: this model needs (B, H, W, 3) with "
-                f"image_size={self.image_size}; resize them, or the model (image_size=)"
-            )
+        check_image_shape(images.shape, self.image_size)
         return rearrange(self.trunk(images.astype(self.dtype)), "b h w d -> b (h w) d")
 
     def features(self, images, *, train=False):
@@ -177,6 +146,31 @@ class BiT(nn.Module):
     def __call__(self, images, *, train=False):
         x_BD = self.features(images, train=train)
         return x_BD if self.num_classes is None else self.head(x_BD)
+
+    @property
+    def width(self) -> int:
+        """D, the channels of the last map."""
+        return EXPANSION * self.stem_width * 2 ** (len(self.stages) - 1)
+
+    @property
+    def token_stride(self) -> tuple[int, int]:
+        """Height and width in pixels of what a position of the last map stands for."""
+        return (map_stride(self.stages),) * 2
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the last map; of a model that has an image size."""
+        stride = map_stride(self.stages)
+        return -(-self.image_size[0] // stride), -(-self.image_size[1] // stride)
+
+    def __post_init__(self):
+        faults = find_stage_faults(self.stages, self.stem_width)
+        if not self.stages:
+            faults.append("stages=(): needs the units of each stage, e.g. (3, 4, 6, 3)")
+        faults += find_unknown(self, {"remat": tuple(REMAT_POLICIES)})
+        faults += find_class_faults(self.num_classes)
+        collect_faults(faults)
+        super().__post_init__()
 
 
 BIT_NAMES = tuple(

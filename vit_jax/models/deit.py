@@ -25,19 +25,6 @@ class DeiT(ViT):
 
     distillation_head: bool = True
 
-    def _find_faults(self) -> list[str]:
-        faults = super()._find_faults()
-        if self.pool != "token":
-            faults.append(f"pool={self.pool!r}: a DeiT needs token")
-        if self.hidden_head:
-            faults.append("hidden_head=True: the heads of a DeiT are linear; set it to False")
-        return faults
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        """The class token and the distillation token."""
-        return 2
-
     def setup(self):
         super().setup()
         if self.num_classes is not None and self.distillation_head:
@@ -68,6 +55,19 @@ class DeiT(ViT):
             "distillation": self.head_distillation(distillation_BD),
         }
         return logits if train else (logits["class"] + logits["distillation"]) / 2
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """The class token and the distillation token."""
+        return 2
+
+    def _find_faults(self) -> list[str]:
+        faults = super()._find_faults()
+        if self.pool != "token":
+            faults.append(f"pool={self.pool!r}: a DeiT needs token")
+        if self.hidden_head:
+            faults.append("hidden_head=True: the heads of a DeiT are linear; set it to False")
+        return faults
 
 
 DEIT_NAMES = ("DeiT-Ti/16", "DeiT-S/16", "DeiT-B/16")

@@ -101,15 +101,6 @@ class HybridViT(ViT):
     stages: tuple[int, ...] = ()
     stem_width: int = STEM_WIDTH
 
-    def _find_faults(self) -> list[str]:
-        return super()._find_faults() + find_stage_faults(self.stages, self.stem_width)
-
-    @property
-    def token_stride(self) -> tuple[int, int]:
-        """Height and width in pixels of what a token stands for."""
-        stride = map_stride(self.stages)
-        return self.patch_size[0] * stride, self.patch_size[1] * stride
-
     def setup(self):
         super().setup()
         self.stem = Stem(
@@ -122,6 +113,15 @@ class HybridViT(ViT):
 
     def _embed(self, images):
         return super()._embed(self.stem(images))
+
+    @property
+    def token_stride(self) -> tuple[int, int]:
+        """Height and width in pixels of what a token stands for."""
+        stride = map_stride(self.stages)
+        return self.patch_size[0] * stride, self.patch_size[1] * stride
+
+    def _find_faults(self) -> list[str]:
+        return super()._find_faults() + find_stage_faults(self.stages, self.stem_width)
 
 
 # Those of the papers. What else `hybrid_fields` takes will do as well.

@@ -4,6 +4,7 @@ Axes: B images, N tokens, D width, H heads, K = D / H width of a head, F hidden 
 Parameters are float32; `dtype` is that of the computation.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -133,21 +134,13 @@ class LayerScale(nn.Module):
         return x_BND * jnp.reshape(scale_D.astype(x_BND.dtype), (1, 1, -1))
 
 
-class EncoderBlock(nn.Module):
-    """Pre-norm block: attention, then MLP, each with a residual; or both at once.
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class BlockFields:
+    """The fields of an encoder's blocks: listed here for the block, the encoder and the model.
 
-    With `parallel` attention and MLP take the same normalised tokens, and both are added to the
-    residual: one norm, and no branch waits for the other.
-
-    In training a residual branch of an example is dropped with probability `drop_rate` (a scalar,
-    which may be traced; used only where `stochastic_depth` says so). `layer_scale` is where the
-    factors of a branch's channels begin; None: it has none. `positions` are those of which the
-    block has tables of its own; `shared`, what `Positions.build` makes, are those of tables that
-    all blocks share. They are added to the block's input; relative ones to the logits.
-
-    Shapes: (B, N, D) -> (B, N, D), and None: the form that `nn.scan` needs.
-    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 2-3; stochastic depth: Huang et al.
-      2016 (arXiv:1603.09382); parallel: Dehghani et al. 2023 (arXiv:2302.05442), section 2.
+    `parallel`: attention and MLP take the same normalised tokens, and both are added to the
+    residual. `gelu` is one of GELU, `norm` one of NORMS. `layer_scale` is the first value of the
+    factors of a branch's channels; None: there are none. `qk_norm`, `qkv_bias`: as in `Attention`.
     """
 
     num_heads: int
@@ -161,11 +154,30 @@ class EncoderBlock(nn.Module):
     qk_norm: bool = False
     qkv_bias: bool = True
     layer_scale: float | None = None
-    stochastic_depth: bool = False
-    positions: Positions | None = None
     dtype: Any = jnp.float32
     attend: Callable = dot_product_attention
     constrain: Constrain = unconstrained
+
+    def block_fields(self) -> dict[str, Any]:
+        """{name: value} of these fields, for a module inside this one."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(BlockFields)}
+
+
+class EncoderBlock(BlockFields, nn.Module):
+    """Pre-norm block: attention, then MLP, each with a residual; or both at once (`parallel`).
+
+    In training a residual branch of an example is dropped with probability `drop_rate` (a scalar,
+    which may be traced; used only where `stochastic_depth` says so). `positions` makes the block
+    own tables of positions; `shared`, from `Positions.build`, comes from tables that all blocks
+    share. Positions are added to the block's input, relative ones to the logits.
+
+    Shapes: (B, N, D) -> (B, N, D), and None: the form that `nn.scan` needs.
+    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 2-3; stochastic depth: Huang et al.
+      2016 (arXiv:1603.09382); parallel: Dehghani et al. 2023 (arXiv:2302.05442), section 2.
+    """
+
+    stochastic_depth: bool = False
+    positions: Positions | None = None
 
     @nn.compact
     def __call__(self, x_BND, drop_rate, train, shared=None):
@@ -211,7 +223,7 @@ class EncoderBlock(nn.Module):
         return add(x_BND, mlp(y_BND, train=train), "scale_mlp"), None
 
 
-class Encoder(nn.Module):
+class Encoder(BlockFields, nn.Module):
     """`depth` blocks, then a LayerNorm (Eqs. 2-4), which `final_norm` False leaves out.
 
     With `scan` the blocks are one, compiled once, whose parameters (`layers`) have the layer as
@@ -224,25 +236,11 @@ class Encoder(nn.Module):
     """
 
     depth: int
-    num_heads: int
-    mlp_dim: int
-    gelu: str = "tanh"
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    parallel: bool = False
-    norm: str = "layer"
-    norm_eps: float = NORM_EPS
-    qk_norm: bool = False
-    qkv_bias: bool = True
-    layer_scale: float | None = None
     stochastic_depth: float = 0.0
     positions: Positions | None = None
     final_norm: bool = True
     scan: bool = False
     remat: str = "none"
-    dtype: Any = jnp.float32
-    attend: Callable = dot_product_attention
-    constrain: Constrain = unconstrained
 
     @nn.compact
     def __call__(self, x_BND, *, shared=None, train=False):
@@ -254,23 +252,9 @@ class Encoder(nn.Module):
                 prevent_cse=not self.scan,
                 static_argnums=(3,),  # train; 0 is self
             )
-        fields = {
-            "num_heads": self.num_heads,
-            "mlp_dim": self.mlp_dim,
-            "gelu": self.gelu,
-            "dropout": self.dropout,
-            "attention_dropout": self.attention_dropout,
-            "parallel": self.parallel,
-            "norm": self.norm,
-            "norm_eps": self.norm_eps,
-            "qk_norm": self.qk_norm,
-            "qkv_bias": self.qkv_bias,
-            "layer_scale": self.layer_scale,
+        fields = self.block_fields() | {
             "stochastic_depth": self.stochastic_depth > 0,
             "positions": self.positions,
-            "dtype": self.dtype,
-            "attend": self.attend,
-            "constrain": self.constrain,
         }
         drop_rates = self.stochastic_depth * jnp.arange(self.depth) / max(self.depth - 1, 1)
         if self.scan:
@@ -290,22 +274,16 @@ class Encoder(nn.Module):
         return NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")(x_BND)
 
 
-class MapHead(nn.Module):
+class MapHead(BlockFields, nn.Module):
     """Multi-head attention pooling: a learned probe attends to all tokens, then an MLP.
+
+    It has neither dropout, `parallel`, `qk_norm` nor `layer_scale`, whatever the blocks have, and
+    its attention is the default form.
 
     Shapes: (B, N, D) -> (B, D).
     Source: Zhai et al. 2021 (arXiv:2106.04560), section 3.2, after Lee et al. 2019
       (arXiv:1810.00825).
     """
-
-    num_heads: int
-    mlp_dim: int
-    gelu: str = "tanh"
-    norm: str = "layer"
-    norm_eps: float = NORM_EPS
-    qkv_bias: bool = True
-    dtype: Any = jnp.float32
-    constrain: Constrain = unconstrained
 
     @nn.compact
     def __call__(self, tokens_BND):

@@ -4,29 +4,39 @@ Axes: B images, N tokens, D width, C classes.
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.errors import InputError, collect_faults, nearest
-from vit_jax.models.attention import dot_product_attention
+from vit_jax.errors import collect_faults, nearest
+from vit_jax.models.fields import (
+    check_image_shape,
+    find_class_faults,
+    find_no_rates,
+    find_not_positive,
+    find_unknown,
+)
 from vit_jax.models.layers import (
     GELU,
-    NORM_EPS,
     NORMS,
     REMAT_POLICIES,
-    Constrain,
+    BlockFields,
     Dense,
     Encoder,
     MapHead,
-    unconstrained,
 )
 from vit_jax.models.position import LEARNED, PLACES, POS_EMBEDS, Positions
 
 POOLS = ("token", "gap", "map")
+_CHOICES = {
+    "pool": POOLS,
+    "pos_embed": POS_EMBEDS,
+    "gelu": tuple(GELU),
+    "norm": tuple(NORMS),
+    "remat": tuple(REMAT_POLICIES),
+}
 
 
 def extract_patches(images, patch_size: tuple[int, int]):
@@ -38,7 +48,7 @@ def extract_patches(images, patch_size: tuple[int, int]):
     return rearrange(images, "b (h p) (w q) c -> b (h w) (p q c)", p=p, q=q)
 
 
-class ViT(nn.Module):
+class ViT(BlockFields, nn.Module):
     """Vision Transformer: images (B, H, W, 3) in its value range -> logits (B, C), float32.
 
     `num_classes` None makes a model without head, whose `__call__` gives the features. In
@@ -67,8 +77,6 @@ class ViT(nn.Module):
     patch_size: tuple[int, int]
     width: int
     depth: int
-    mlp_dim: int
-    num_heads: int
     pool: str = "token"
     class_token: bool | None = None
     norm_pooled: bool = False
@@ -77,94 +85,101 @@ class ViT(nn.Module):
     pos_embed: str = "learned_1d"
     pos_embed_at: str | None = None
     pos_embed_class_token: bool = True
-    gelu: str = "tanh"
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    parallel: bool = False
-    norm: str = "layer"
-    norm_eps: float = NORM_EPS
-    qk_norm: bool = False
-    qkv_bias: bool = True
-    layer_scale: float | None = None
     stochastic_depth: float = 0.0
     scan: bool = False
     remat: str = "none"
-    dtype: Any = jnp.float32
-    attend: Callable = dot_product_attention
-    constrain: Constrain = unconstrained
 
-    def __post_init__(self):
-        collect_faults(self._find_faults())
-        super().__post_init__()
+    def setup(self):
+        # The reference embeds by a convolution, hence its initialisation, not that of Dense.
+        self.embedding = nn.Dense(
+            self.width, dtype=self.dtype, kernel_init=nn.initializers.lecun_normal()
+        )
+        self.prefix_tokens = self._make_prefix_tokens()
+        self.pos_embedding, of_layers = None, None
+        if self.pos_embed in LEARNED:
+            positions = self.positions(self.image_size)
+            if self.positions_at == "layers":
+                of_layers = positions
+            else:
+                self.pos_embedding = self.param("pos_embedding", positions.init)
+        if self.norm_pooled:
+            norm = NORMS[self.norm]
+            self.pooled_norm = norm(epsilon=self.norm_eps, dtype=self.dtype)
+        self.embedding_dropout = nn.Dropout(self.dropout)
+        self.encoder = Encoder(
+            **self.block_fields(),
+            depth=self.depth,
+            stochastic_depth=self.stochastic_depth,
+            positions=of_layers,
+            final_norm=not self.norm_pooled,
+            scan=self.scan,
+            remat=self.remat,
+        )
+        if self.pool == "map":
+            self.map_head = MapHead(**self.block_fields())
+        if self.hidden_head:
+            self.head_hidden = Dense(self.width, dtype=self.dtype)
+        if self.num_classes is not None:
+            self.head = self._make_head()
 
-    def _find_faults(self) -> list[str]:
-        faults = []
-        for field, known in (
-            ("pool", POOLS),
-            ("pos_embed", POS_EMBEDS),
-            ("gelu", tuple(GELU)),
-            ("norm", tuple(NORMS)),
-            ("remat", tuple(REMAT_POLICIES)),
-        ):
-            value = getattr(self, field)
-            if value not in known:
-                faults.append(f"{field}={value!r}: {nearest(str(value), known)}")
-        for field in ("width", "depth", "mlp_dim", "num_heads"):
-            if getattr(self, field) < 1:
-                faults.append(f"{field}={getattr(self, field)}: needs a positive int")
-        for field in ("dropout", "attention_dropout", "stochastic_depth"):
-            if not 0.0 <= getattr(self, field) < 1.0:
-                faults.append(f"{field}={getattr(self, field)}: needs a rate in [0, 1)")
-        if self.pool == "token" and self.class_token is False:
-            faults.append("class_token=False: pool='token' takes it; choose gap or map")
-        if not self.norm_eps > 0:
-            faults.append(f"norm_eps={self.norm_eps}: needs a positive number")
-        if self.layer_scale is not None and self.layer_scale <= 0:
-            faults.append(f"layer_scale={self.layer_scale}: needs a positive number, or None")
-        if self.num_classes is not None and self.num_classes < 1:
-            faults.append(f"num_classes={self.num_classes}: needs a positive int, or None")
-        if self.image_size is not None:
-            faults += self._undivided(self.image_size)
-        elif self.pos_embed in LEARNED:
-            faults.append(f"image_size=None: pos_embed={self.pos_embed!r} needs a size; give one")
-        if self.num_heads > 0 and self.width % self.num_heads:
-            faults.append(
-                f"num_heads={self.num_heads} does not divide width={self.width}; "
-                "choose one that does"
-            )
-        if self.pos_embed == "sincos_2d" and (self.width % 4 or self.width < 8):
-            faults.append(
-                f"pos_embed='sincos_2d' needs a width that 4 divides, from 8 on; got {self.width}"
-            )
-        if self.pos_embed == "learned_2d" and self.width % 2:
-            faults.append(f"pos_embed='learned_2d' needs a width that 2 divides; got {self.width}")
-        place = self.pos_embed_at
-        if place not in (None, *PLACES):
-            faults.append(f"pos_embed_at={place!r}: {nearest(str(place), PLACES)}")
-        elif place is not None and self.pos_embed == "none":
-            faults.append(f"pos_embed_at={place!r}: pos_embed='none' adds nothing; set it to None")
-        elif place == "stem" and self.pos_embed == "relative":
-            faults.append(
-                "pos_embed_at='stem': relative positions are in the attention of the layers; "
-                "choose layers or layers_shared"
-            )
-        return faults
+    def _make_prefix_tokens(self) -> list[Any]:
+        """The parameters (1, 1, D) of the tokens before those of the patches."""
+        if not self.has_class_token:
+            return []
+        return [self.param("class_token", nn.initializers.zeros, (1, 1, self.width))]
 
-    def _undivided(self, image_size: tuple[int, int]) -> list[str]:
-        faults = []
-        stride = self.token_stride
-        on_map, remedy = "", "a divisor of it, or "
-        if stride != self.patch_size:  # that of a map, which divides no image
-            on_map, remedy = f", a token every {stride} pixels", ""
-        for axis, side, patch in zip(("height", "width"), image_size, stride, strict=True):
-            if side % patch:
-                below, above = side // patch * patch, (side // patch + 1) * patch
-                fits = f"{below} or {above}" if below else str(above)
-                faults.append(
-                    f"patch_size={self.patch_size}{on_map}: {patch} does not divide the image's "
-                    f"{axis} {side}; choose {remedy}image_size with {axis} {fits}"
-                )
-        return faults
+    def _make_head(self) -> nn.Module:
+        return nn.Dense(
+            self.num_classes,
+            kernel_init=nn.initializers.zeros,
+            bias_init=nn.initializers.constant(self.head_bias),
+        )
+
+    def tokens(self, images, *, train=False):
+        """Eqs. 1-4: the encoder's output, normalised."""
+        check_image_shape(images.shape, self.image_size)
+        image_size = self.image_size or images.shape[1:3]
+        collect_faults(self._undivided(image_size))
+        x_BND = self.constrain(self._embed(images.astype(self.dtype)), ("batch", None, None))
+        if self.prefix_tokens:
+            prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1).astype(self.dtype)
+            prefix_BND = jnp.tile(prefix_1ND, (x_BND.shape[0], 1, 1))
+            x_BND = jnp.concatenate([prefix_BND, x_BND], axis=1)
+        shared = None
+        if self.pos_embed != "none" and self.positions_at != "layers":
+            shared = self.positions(image_size).build(self.pos_embedding)
+        if shared is not None and self.positions_at == "stem":
+            x_BND, shared = x_BND + shared.astype(self.dtype), None
+        x_BND = self.embedding_dropout(x_BND, deterministic=not train)
+        x_BND = self.constrain(x_BND, ("batch", None, None))
+        return self.encoder(x_BND, shared=shared, train=train)
+
+    def _embed(self, images):
+        """The patches of images, each as a token; of Eq. 1 its first part."""
+        return self.embedding(extract_patches(images, self.patch_size))
+
+    def features(self, images, *, train=False):
+        """The pooled representation: class token, mean of the patches, or attention pooling."""
+        x_BD = self._pool(self.tokens(images, train=train))
+        return self.pooled_norm(x_BD) if self.norm_pooled else x_BD
+
+    def _pool(self, x_BND):
+        if self.pool == "token":
+            return x_BND[:, 0]
+        x_BND = x_BND[:, self.num_prefix_tokens :]
+        return x_BND.mean(axis=1) if self.pool == "gap" else self.map_head(x_BND)
+
+    def pre_logits(self, images, *, train=False):
+        """The features after the hidden layer of the head, where there is one."""
+        return self._hidden(self.features(images, train=train))
+
+    def _hidden(self, x_BD):
+        return jnp.tanh(self.head_hidden(x_BD)) if self.hidden_head else x_BD
+
+    def __call__(self, images, *, train=False):
+        x_BD = self.features(images, train=train)
+        y_BD = self._hidden(x_BD)  # without classes it is computed to make its parameters only
+        return x_BD if self.num_classes is None else self.head(y_BD)
 
     @property
     def token_stride(self) -> tuple[int, int]:
@@ -212,123 +227,69 @@ class ViT(nn.Module):
             width=self.width // (self.num_heads if self.pos_embed == "relative" else 1),
         )
 
-    def setup(self):
-        # The reference embeds by a convolution, hence its initialisation, not that of Dense.
-        self.embedding = nn.Dense(
-            self.width, dtype=self.dtype, kernel_init=nn.initializers.lecun_normal()
-        )
-        self.prefix_tokens = self._make_prefix_tokens()
-        self.pos_embedding, of_layers = None, None
-        if self.pos_embed in LEARNED:
-            positions = self.positions(self.image_size)
-            if self.positions_at == "layers":
-                of_layers = positions
-            else:
-                self.pos_embedding = self.param("pos_embedding", positions.init)
-        if self.norm_pooled:
-            norm = NORMS[self.norm]
-            self.pooled_norm = norm(epsilon=self.norm_eps, dtype=self.dtype)
-        self.embedding_dropout = nn.Dropout(self.dropout)
-        self.encoder = Encoder(
-            depth=self.depth,
-            num_heads=self.num_heads,
-            mlp_dim=self.mlp_dim,
-            gelu=self.gelu,
-            dropout=self.dropout,
-            attention_dropout=self.attention_dropout,
-            parallel=self.parallel,
-            norm=self.norm,
-            norm_eps=self.norm_eps,
-            qk_norm=self.qk_norm,
-            qkv_bias=self.qkv_bias,
-            layer_scale=self.layer_scale,
-            stochastic_depth=self.stochastic_depth,
-            positions=of_layers,
-            final_norm=not self.norm_pooled,
-            scan=self.scan,
-            remat=self.remat,
-            dtype=self.dtype,
-            attend=self.attend,
-            constrain=self.constrain,
-        )
-        if self.pool == "map":
-            self.map_head = MapHead(
-                num_heads=self.num_heads,
-                mlp_dim=self.mlp_dim,
-                gelu=self.gelu,
-                norm=self.norm,
-                norm_eps=self.norm_eps,
-                qkv_bias=self.qkv_bias,
-                dtype=self.dtype,
-                constrain=self.constrain,
+    def __post_init__(self):
+        collect_faults(self._find_faults())
+        super().__post_init__()
+
+    def _find_faults(self) -> list[str]:
+        faults = [
+            *find_unknown(self, _CHOICES),
+            *find_not_positive(self, ("width", "depth", "mlp_dim", "num_heads")),
+            *find_no_rates(self, ("dropout", "attention_dropout", "stochastic_depth")),
+            *find_class_faults(self.num_classes),
+            *self._find_position_faults(),
+        ]
+        if self.pool == "token" and self.class_token is False:
+            faults.append("class_token=False: pool='token' takes it; choose gap or map")
+        if not self.norm_eps > 0:
+            faults.append(f"norm_eps={self.norm_eps}: needs a positive number")
+        if self.layer_scale is not None and self.layer_scale <= 0:
+            faults.append(f"layer_scale={self.layer_scale}: needs a positive number, or None")
+        if self.image_size is not None:
+            faults += self._undivided(self.image_size)
+        elif self.pos_embed in LEARNED:
+            faults.append(f"image_size=None: pos_embed={self.pos_embed!r} needs a size; give one")
+        if self.num_heads > 0 and self.width % self.num_heads:
+            faults.append(
+                f"num_heads={self.num_heads} does not divide width={self.width}; "
+                "choose one that does"
             )
-        if self.hidden_head:
-            self.head_hidden = Dense(self.width, dtype=self.dtype)
-        if self.num_classes is not None:
-            self.head = self._make_head()
+        return faults
 
-    def _make_prefix_tokens(self) -> list[Any]:
-        """The parameters (1, 1, D) of the tokens before those of the patches."""
-        if not self.has_class_token:
-            return []
-        return [self.param("class_token", nn.initializers.zeros, (1, 1, self.width))]
-
-    def _make_head(self) -> nn.Module:
-        return nn.Dense(
-            self.num_classes,
-            kernel_init=nn.initializers.zeros,
-            bias_init=nn.initializers.constant(self.head_bias),
-        )
-
-    def tokens(self, images, *, train=False):
-        """Eqs. 1-4: the encoder's output, normalised."""
-        image_size = self.image_size or images.shape[1:3]
-        if images.shape[1:] != (*image_size, 3):
-            raise InputError(
-                f"images of shape {images.shape}: this model needs (B, H, W, 3) with "
-                f"image_size={self.image_size}; resize them, or the model (image_size=)"
+    def _find_position_faults(self) -> list[str]:
+        faults, place = [], self.pos_embed_at
+        if self.pos_embed == "sincos_2d" and (self.width % 4 or self.width < 8):
+            faults.append(
+                f"pos_embed='sincos_2d' needs a width that 4 divides, from 8 on; got {self.width}"
             )
-        collect_faults(self._undivided(image_size))
-        x_BND = self.constrain(self._embed(images.astype(self.dtype)), ("batch", None, None))
-        if self.prefix_tokens:
-            prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1).astype(self.dtype)
-            prefix_BND = jnp.tile(prefix_1ND, (x_BND.shape[0], 1, 1))
-            x_BND = jnp.concatenate([prefix_BND, x_BND], axis=1)
-        shared = None
-        if self.pos_embed != "none" and self.positions_at != "layers":
-            shared = self.positions(image_size).build(self.pos_embedding)
-        if shared is not None and self.positions_at == "stem":
-            x_BND, shared = x_BND + shared.astype(self.dtype), None
-        x_BND = self.embedding_dropout(x_BND, deterministic=not train)
-        x_BND = self.constrain(x_BND, ("batch", None, None))
-        return self.encoder(x_BND, shared=shared, train=train)
+        if self.pos_embed == "learned_2d" and self.width % 2:
+            faults.append(f"pos_embed='learned_2d' needs a width that 2 divides; got {self.width}")
+        if place not in (None, *PLACES):
+            faults.append(f"pos_embed_at={place!r}: {nearest(str(place), PLACES)}")
+        elif place is not None and self.pos_embed == "none":
+            faults.append(f"pos_embed_at={place!r}: pos_embed='none' adds nothing; set it to None")
+        elif place == "stem" and self.pos_embed == "relative":
+            faults.append(
+                "pos_embed_at='stem': relative positions are in the attention of the layers; "
+                "choose layers or layers_shared"
+            )
+        return faults
 
-    def _embed(self, images):
-        """The patches of images, each as a token; of Eq. 1 its first part."""
-        return self.embedding(extract_patches(images, self.patch_size))
-
-    def features(self, images, *, train=False):
-        """The pooled representation: class token, mean of the patches, or attention pooling."""
-        x_BD = self._pool(self.tokens(images, train=train))
-        return self.pooled_norm(x_BD) if self.norm_pooled else x_BD
-
-    def _pool(self, x_BND):
-        if self.pool == "token":
-            return x_BND[:, 0]
-        x_BND = x_BND[:, self.num_prefix_tokens :]
-        return x_BND.mean(axis=1) if self.pool == "gap" else self.map_head(x_BND)
-
-    def pre_logits(self, images, *, train=False):
-        """The features after the hidden layer of the head, where there is one."""
-        return self._hidden(self.features(images, train=train))
-
-    def _hidden(self, x_BD):
-        return jnp.tanh(self.head_hidden(x_BD)) if self.hidden_head else x_BD
-
-    def __call__(self, images, *, train=False):
-        x_BD = self.features(images, train=train)
-        y_BD = self._hidden(x_BD)  # without classes it is computed to make its parameters only
-        return x_BD if self.num_classes is None else self.head(y_BD)
+    def _undivided(self, image_size: tuple[int, int]) -> list[str]:
+        faults = []
+        stride = self.token_stride
+        on_map, remedy = "", "a divisor of it, or "
+        if stride != self.patch_size:  # that of a map, which divides no image
+            on_map, remedy = f", a token every {stride} pixels", ""
+        for axis, side, patch in zip(("height", "width"), image_size, stride, strict=True):
+            if side % patch:
+                below, above = side // patch * patch, (side // patch + 1) * patch
+                fits = f"{below} or {above}" if below else str(above)
+                faults.append(
+                    f"patch_size={self.patch_size}{on_map}: {patch} does not divide the image's "
+                    f"{axis} {side}; choose {remedy}image_size with {axis} {fits}"
+                )
+        return faults
 
 
 # Each variant with the patch sizes of its paper; any other will do as well.

@@ -20,7 +20,7 @@ from vit_jax import tree
 from vit_jax.config import image_hw
 from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.files import absolute
-from vit_jax.models import check_fields, field_names, with_known
+from vit_jax.models.fields import check_fields, field_names, with_known
 from vit_jax.models.layers import unconstrained
 from vit_jax.transfer import huggingface, npz, rules, safetensors, timm, workdir
 from vit_jax.transfer.published import PUBLISHED, forget, locate

@@ -16,7 +16,7 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.data.ops import parse_calls, parse_ops
 from vit_jax.errors import InputError
-from vit_jax.models import field_names, with_known
+from vit_jax.models.fields import field_names, with_known
 from vit_jax.transfer.resample import (
     resample_axis,
     resample_grid,

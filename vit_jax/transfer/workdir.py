@@ -14,7 +14,8 @@ from vit_jax.config_text import read_config
 from vit_jax.data.host_ops import TAKES_ENCODED
 from vit_jax.data.ops import parse_calls, say_pad
 from vit_jax.errors import InputError
-from vit_jax.models import create_model, with_known
+from vit_jax.models import create_model
+from vit_jax.models.fields import with_known
 from vit_jax.transfer.rules import (
     Cut,
     Pretrained,

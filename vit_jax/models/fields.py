@@ -1,0 +1,133 @@
+"""Checks of the fields of a model that a user may set.
+
+Importing this module loads no family; every family may import it.
+"""
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from vit_jax.config import image_hw
+from vit_jax.errors import InputError, collect_faults, nearest
+
+DTYPES = ("float32", "bfloat16")
+
+
+def field_names(module: type[nn.Module]) -> list[str]:
+    """The fields of a family's module."""
+    return [f for f in inspect.signature(module).parameters if f not in ("parent", "name")]
+
+
+_KINDS = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("an int", lambda value: isinstance(value, Integral) and not isinstance(value, bool)),
+    float: ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
+    str: ("text", lambda value: isinstance(value, str)),
+    type(None): ("None", lambda value: value is None),
+}
+
+
+@functools.cache
+def _kinds_of_fields(module: type[nn.Module]) -> dict[str, tuple[type, ...]]:
+    """{field: those of _KINDS that it takes}, of the fields that take no others."""
+    hints, kinds = typing.get_type_hints(module), {}
+    for name in field_names(module):
+        is_union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
+        found = typing.get_args(hints[name]) if is_union else (hints[name],)
+        if all(kind in _KINDS for kind in found):
+            kinds[name] = found
+    return kinds
+
+
+def with_known(model: nn.Module, **fields: Any) -> nn.Module:
+    """`model` with those of `fields` that its family has."""
+    known = field_names(type(model))
+    return model.clone(**{name: value for name, value in fields.items() if name in known})
+
+
+def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """`fields` as the family's `module` takes them: pairs for sizes, a dtype for its name.
+
+    Raises:
+      InputError: naming `where`: all fields that the family lacks; or a value of a wrong kind.
+    """
+    known, family = field_names(module), module.__name__
+    to_choose = [f for f in known if f not in ("attend", "constrain")]
+    collect_faults(
+        [
+            f"{f}: {family} has no such field; {nearest(f, to_choose)}"
+            for f in fields
+            if f not in known
+        ],
+        where,
+    )
+    checked = dict(fields)
+    kinds = _kinds_of_fields(module)
+    collect_faults(
+        [
+            f"{name}={value!r}: needs {' or '.join(_KINDS[kind][0] for kind in kinds[name])}"
+            for name, value in fields.items()
+            if name in kinds and not any(_KINDS[kind][1](value) for kind in kinds[name])
+        ],
+        where,
+    )
+    for size in ("image_size", "patch_size"):
+        if size in fields and (fields[size] is not None or size == "patch_size"):
+            checked[size] = image_hw(fields[size], size)
+    if "stages" in fields:
+        if not isinstance(fields["stages"], list | tuple):
+            raise InputError(
+                f"stages={fields['stages']!r}: needs the units of each stage, e.g. (3, 4, 6, 3)"
+            )
+        checked["stages"] = tuple(fields["stages"])
+    if "dtype" in fields:
+        dtype = fields["dtype"]
+        if dtype not in DTYPES and dtype not in [jnp.dtype(known) for known in DTYPES]:
+            raise InputError(f"dtype={dtype!r}: known: {', '.join(DTYPES)}")
+        checked["dtype"] = jnp.dtype(dtype)
+    return checked
+
+
+def find_unknown(model: nn.Module, known: Mapping[str, Sequence[str]]) -> list[str]:
+    """A fault for each field of `model` whose value is not among those `known`."""
+    values = {field: getattr(model, field) for field in known}
+    return [
+        f"{field}={value!r}: {nearest(str(value), known[field])}"
+        for field, value in values.items()
+        if value not in known[field]
+    ]
+
+
+def find_not_positive(model: nn.Module, fields: Sequence[str]) -> list[str]:
+    """A fault for each of `fields` that is below 1."""
+    values = {field: getattr(model, field) for field in fields}
+    return [f"{field}={v}: needs a positive int" for field, v in values.items() if v < 1]
+
+
+def find_no_rates(model: nn.Module, fields: Sequence[str]) -> list[str]:
+    """A fault for each of `fields` that is not a rate in [0, 1)."""
+    values = {field: getattr(model, field) for field in fields}
+    return [f"{f}={v}: needs a rate in [0, 1)" for f, v in values.items() if not 0.0 <= v < 1.0]
+
+
+def find_class_faults(num_classes: int | None) -> list[str]:
+    """A fault if `num_classes` is neither None nor positive."""
+    if num_classes is None or num_classes >= 1:
+        return []
+    return [f"num_classes={num_classes}: needs a positive int, or None"]
+
+
+def check_image_shape(shape: tuple[int, ...], image_size: tuple[int, int] | None) -> None:
+    """Raises InputError if `shape` is not (B, H, W, 3) of a model's `image_size`; None: any."""
+    if shape[1:] != (*(image_size or shape[1:3]), 3):
+        raise InputError(
+            f"images of shape {shape}: this model needs (B, H, W, 3) with "
+            f"image_size={image_size}; resize them, or the model (image_size=)"
+        )
