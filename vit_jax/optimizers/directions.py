@@ -1,0 +1,67 @@
+"""Directions of descent: optax transformations that turn clipped gradients into a direction.
+
+`momentum_dtype` is the dtype that keeps the first moment; the arithmetic on it is in float32.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from vit_jax.optimizers.layers import over_layers
+
+MOMENTUM_DTYPES = ("float32", "bfloat16")
+
+# A matrix whose smaller side is below this keeps the whole second moment: factors save nothing.
+_FACTORED_FROM = 32
+
+
+def _rate(value: float, momentum_dtype: str) -> float | np.float32:
+    """What optax is to multiply a first moment by.
+
+    A Python float would be rounded to bfloat16 with the moment's type, and 0.9 be 0.8984.
+    """
+    return np.float32(value) if momentum_dtype == "bfloat16" else value
+
+
+def adamw(b1=0.9, b2=0.999, eps=1e-8, momentum_dtype="float32"):
+    """Kingma & Ba 2014 (arXiv:1412.6980), algorithm 1."""
+    return optax.scale_by_adam(_rate(b1, momentum_dtype), b2, eps, mu_dtype=momentum_dtype)
+
+
+def sgd(momentum=0.9, momentum_dtype="float32"):
+    """Heavy-ball momentum (Polyak 1964)."""
+    return optax.trace(_rate(momentum, momentum_dtype), accumulator_dtype=momentum_dtype)
+
+
+def lion(b1=0.9, b2=0.99, momentum_dtype="float32"):
+    """Chen et al. 2023 (arXiv:2302.06675), algorithm 2."""
+    b1, b2 = _rate(b1, momentum_dtype), _rate(b2, momentum_dtype)
+    return optax.scale_by_lion(b1, b2, mu_dtype=momentum_dtype)
+
+
+def adafactor(b1=0.9, b2=0.999, eps=1e-30, momentum_dtype="bfloat16"):
+    """Zhai et al. 2021 (arXiv:2106.04560), section 3.4, after Shazeer & Stern 2018."""
+
+    def decay_rate(count, exponent):
+        return jnp.minimum(b2, 1.0 - (count + 1.0) ** -exponent)
+
+    second_moment = optax.scale_by_factored_rms(
+        decay_rate=0.8,
+        decay_rate_fn=decay_rate,
+        epsilon=eps,
+        min_dim_size_to_factor=_FACTORED_FROM,
+    )
+    b1 = _rate(b1, momentum_dtype)
+    momentum = optax.ema(b1, debias=False, accumulator_dtype=momentum_dtype)
+    return over_layers(optax.named_chain(("second_moment", second_moment), ("momentum", momentum)))
+
+
+# The arguments of each are its hyper-parameters, with its own defaults.
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "adamw": adamw,
+    "sgd": sgd,
+    "lion": lion,
+    "adafactor": adafactor,
+}

@@ -1,0 +1,88 @@
+"""Optimizers over the layers of a model: each scanned layer apart, or each at a rate of its own."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from vit_jax import tree
+from vit_jax.errors import InputError
+
+
+class LayersState(NamedTuple):
+    """The state of an optimizer that is mapped over scanned layers.
+
+    layers: of the leaves of scanned layers, each with the layer as first axis.
+    others: of all other leaves.
+    """
+
+    layers: Any
+    others: Any
+
+
+def over_layers(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx` on each layer of scanned leaves apart, as it would be on those of an unrolled model.
+
+    To be used for what is not elementwise: for a stack of matrices (L, D, F), or of vectors (L, D),
+    `tx` itself would see arrays with one more axis than the layers have.
+    """
+
+    def split(leaves):
+        stacked = jax.tree.map(tree.is_stacked, tree.leaf_names(leaves))
+
+        def keep(wanted):
+            return jax.tree.map(
+                lambda is_stacked, leaf: leaf if is_stacked == wanted else optax.MaskedNode(),
+                stacked,
+                leaves,
+            )
+
+        return keep(True), keep(False)
+
+    def init(params):
+        layers, others = split(params)
+        mapped = jax.vmap(tx.init)(layers) if jax.tree.leaves(layers) else optax.EmptyState()
+        return LayersState(mapped, tx.init(others))
+
+    def update(grads, state, params=None):
+        (layer_grads, other_grads), (layer_params, other_params) = split(grads), split(params)
+        layers = state.layers
+        if jax.tree.leaves(layer_grads):
+            layer_grads, layers = jax.vmap(tx.update)(layer_grads, layers, layer_params)
+        other_grads, others = tx.update(other_grads, state.others, other_params)
+        updates = jax.tree.map(
+            lambda layer, other: other if isinstance(layer, optax.MaskedNode) else layer,
+            layer_grads,
+            other_grads,
+            is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+        )
+        return updates, LayersState(layers, others)
+
+    return optax.GradientTransformation(init, update)
+
+
+def scale_layers(layer_decay: float) -> optax.GradientTransformation:
+    def scales(params):
+        parts = tree.parts(params)
+        layers = [part for part in parts if part not in ("embedding", "head")]
+        if not layers:
+            raise InputError(
+                f"optimizer.layer_decay={layer_decay}: the model has no layers (layer_0, ...); "
+                "set it to None"
+            )
+        above = {part: i for i, part in enumerate(reversed(layers), 1)}
+        above |= {"head": 0, "embedding": len(layers) + 1}
+        return tree.map_layers(lambda name: layer_decay ** above[tree.part_of(name)], params)
+
+    def init(params):
+        scales(params)  # to be refused before anything is computed
+        return optax.EmptyState()
+
+    def update(updates, state, params=None):
+        scaled = jax.tree.map(
+            lambda scale, leaf: leaf * jnp.asarray(scale, leaf.dtype), scales(params), updates
+        )
+        return scaled, state
+
+    return optax.GradientTransformation(init, update)

@@ -1,0 +1,78 @@
+"""Parts of an optimizer that a regex over the names of parameters chooses: decay and freezing."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from vit_jax import tree
+from vit_jax.errors import InputError
+
+
+def decay_weights(weight_decay: float, weight_decay_on: str) -> optax.GradientTransformation:
+    def decaying(params):
+        mask = tree.mask(params, weight_decay_on)
+        if weight_decay and not _values(mask).any():
+            raise InputError(
+                f"optimizer.weight_decay_on={weight_decay_on!r} matches the whole name of no "
+                f"parameter; {_some_names(params)}"
+            )
+        return mask
+
+    def init(params):
+        decaying(params)  # to be refused before anything is computed
+        return optax.EmptyState()
+
+    def add(decays, update, param):
+        if not np.any(decays):
+            return update
+        decayed = update + weight_decay * param
+        return decayed if np.all(decays) else jnp.where(decays, decayed, update)
+
+    def update(updates, state, params=None):
+        return jax.tree.map(add, decaying(params), updates, params), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _frozen(params: Any, freeze: str) -> Any:
+    """`tree.mask` of what does not learn.
+
+    Raises:
+      InputError: if `freeze` matches no parameter's name, or all of them.
+    """
+    mask = tree.mask(params, freeze)
+    values = _values(mask)
+    if values.all() or not values.any():
+        raise InputError(
+            f"optimizer.freeze={freeze!r} matches the whole name of "
+            f"{'every' if values.all() else 'no'} parameter; {_some_names(params)}; "
+            "None freezes nothing"
+        )
+    return mask
+
+
+def leaves_that_learn(params: Any, freeze: str) -> Any:
+    return jax.tree.map(lambda frozen: not np.all(frozen), _frozen(params, freeze))
+
+
+def drop_frozen(freeze: str) -> optax.GradientTransformation:
+    def update(updates, params):
+        # -0.0, because adding it changes no bit of a parameter: -0.0 + 0.0 is 0.0.
+        return jax.tree.map(
+            lambda frozen, leaf: jnp.where(frozen, -0.0, leaf), _frozen(params, freeze), updates
+        )
+
+    return optax.stateless(update)
+
+
+def _values(mask: Any) -> np.ndarray:
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(mask)])
+
+
+def _some_names(params: Any) -> str:
+    named = tree.flatten_names(params)
+    names = [tree.unrolled_names(name, leaf)[0] for name, leaf in named.items()]
+    return f"the names are like {', '.join(names[:3])}"
