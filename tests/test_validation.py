@@ -5,11 +5,12 @@ import inspect
 import pytest
 from ml_collections import ConfigDict
 
+import vit_jax.config
 from vit_jax import models
-from vit_jax.config import EVAL_TYPES, base_config, classification, eval_keys, fewshot
+from vit_jax.config import base_config, classification, fewshot
 from vit_jax.config_text import apply_overrides, from_json, to_json
 from vit_jax.errors import InputError
-from vit_jax.evaluators import EVALUATORS
+from vit_jax.eval_entries import EVALUATORS, entry_keys, find_evaluator
 from vit_jax.validation import find_faults, validate
 
 
@@ -291,14 +292,15 @@ def test_names_that_an_evaluator_cannot_have(config, name):
     assert fault.startswith(f"evals.{name}: choose a name")
 
 
-def test_every_type_of_evaluator_has_its_helper():
-    assert EVALUATORS.keys() == EVAL_TYPES.keys()
-    for kind, helper in EVAL_TYPES.items():
-        parameters = inspect.signature(helper).parameters.values()
-        required = {p.name: "1 epochs" for p in parameters if p.default is p.empty}
-        entry = helper(**required)
-        assert entry.type == kind
-        assert set(entry) == eval_keys(kind)
+@pytest.mark.parametrize("kind", EVALUATORS)
+def test_an_evaluator_s_helper_makes_its_entries(kind):
+    helper = find_evaluator(kind).entry
+    assert getattr(vit_jax.config, kind) is helper
+    parameters = inspect.signature(helper).parameters.values()
+    required = {p.name: "1 epochs" for p in parameters if p.default is p.empty}
+    entry = helper(**required)
+    assert entry.type == kind
+    assert set(entry) == entry_keys(kind)
 
 
 def test_config_that_is_not_born_from_base_config(config):

@@ -5,7 +5,6 @@ of `--config=FILE:arg`, comma-separated words (`split_words`). Importing this mo
 device and no TensorFlow.
 """
 
-import inspect
 import pathlib
 import re
 import shlex
@@ -16,6 +15,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from vit_jax.errors import InputError, collect_faults
+from vit_jax.eval_entries import EVALUATORS, find_evaluator
 
 
 def base_config() -> ConfigDict:
@@ -228,138 +228,14 @@ FREE_ON_RESUME = ("mesh.", "checkpoint.", "log.", "evals.", "job.", "study.", "d
 _FREE_IN_EVALS = (".every", ".batch_size", ".data_dir")
 
 
-def classification(
-    *,
-    split: str,
-    every: str,
-    ops: str = "",
-    batch_size: int | None = None,
-    data_name: str | None = None,
-    data_dir: str | None = None,
-) -> ConfigDict:
-    """An entry of `evals`: top-1, top-5, loss, calibration error over one pass of `split`.
-
-    `every` is a duration; `ops` are host ops; `batch_size` None means `global_batch_size`;
-    `data_name` and `data_dir` None mean those of training.
-    """
-    return typed_entry({"type": "classification"} | locals())
-
-
-def real(
-    *,
-    split: str,
-    every: str,
-    labels_file: str,
-    ops: str = "",
-    batch_size: int | None = None,
-    data_name: str | None = None,
-    data_dir: str | None = None,
-) -> ConfigDict:
-    """An entry of `evals`: top-1 on ImageNet's validation split by its ReaL labels.
-
-    `labels_file` is the path of real.json. The records of `split` are told apart by the names of
-    their files, ILSVRC2012_val_N, so of TFRecord files each process reads its share once more when
-    it starts. What else there is means what it means in `classification`.
-    """
-    return typed_entry({"type": "real"} | locals())
-
-
-def fewshot(
-    *,
-    train_split: str,
-    test_split: str,
-    every: str,
-    ops: str = "",
-    batch_size: int | None = None,
-    data_name: str | None = None,
-    data_dir: str | None = None,
-    shots: tuple[int, ...] = (1, 5, 10, 25),
-    l2: tuple[float, ...] = (1024.0,),
-    num_draws: int = 3,
-) -> ConfigDict:
-    """An entry of `evals`: top-1 by least squares from frozen features of a few images a class.
-
-    For each k of `shots`, k images of each class are drawn from `train_split`, `num_draws` times.
-    `l2` is the weight of the squared norm; of several the best on `test_split` is reported. The
-    classes may be others than those trained on. What else there is means what it means in
-    `classification`.
-
-    To draw, the labels of all of `train_split` are read, once each time the process starts. From
-    TFRecord files they come with the images, so of a large set take a slice: "train[:5%]".
-    """
-    return typed_entry({"type": "fewshot"} | locals())
-
-
-def knn(
-    *,
-    train_split: str,
-    test_split: str,
-    every: str,
-    ops: str = "",
-    batch_size: int | None = None,
-    data_name: str | None = None,
-    data_dir: str | None = None,
-    num_neighbours: tuple[int, ...] = (10, 20, 100, 200),
-    temperature: float = 0.07,
-) -> ConfigDict:
-    """An entry of `evals`: top-1 by a vote of the training images nearest in frozen features.
-
-    For each k of `num_neighbours`; a lower `temperature` gives the nearest of them more weight. The
-    features of all of `train_split` are held on every host. The classes may be others than those
-    trained on. What else there is means what it means in `classification`.
-    """
-    return typed_entry({"type": "knn"} | locals())
-
-
-def linear_probe(
-    *,
-    train_split: str,
-    test_split: str,
-    every: str,
-    ops: str = "",
-    batch_size: int | None = None,
-    data_name: str | None = None,
-    data_dir: str | None = None,
-    l2: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
-) -> ConfigDict:
-    """An entry of `evals`: top-1 of logistic regression on frozen features.
-
-    `l2` is the weight of half the squared norm beside the mean cross-entropy; of several the best
-    on a tenth of `train_split` is taken, and fitted to all of it. The features of all of
-    `train_split` are held on every host and, split, on the devices. The classes may be others than
-    those trained on. What else there is means what it means in `classification`.
-    """
-    return typed_entry({"type": "linear_probe"} | locals())
-
-
-# The kinds of entries of `evals`, each with its helper, whose arguments are the entry's keys.
-EVAL_TYPES = {
-    "classification": classification,
-    "real": real,
-    "fewshot": fewshot,
-    "knn": knn,
-    "linear_probe": linear_probe,
-}
-
-# Those that learn the classes of their data from features; the others need the model's.
-LEARNING_EVALS = ("fewshot", "knn", "linear_probe")
-
 TUPLES_OF_STRINGS = ("study.cells",)
-OPTIONAL_IN_EVALS = {"batch_size": int, "data_name": str, "data_dir": str}
 
 
-def eval_keys(kind: str) -> set[str]:
-    """The keys of an entry of `evals` whose type is `kind`, one of EVAL_TYPES."""
-    return {"type", *inspect.signature(EVAL_TYPES[kind]).parameters}
-
-
-def typed_entry(values: dict[str, Any]) -> ConfigDict:
-    """An entry of `evals`, locked; None is a value of what is optional alone."""
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    entry = ConfigDict(values | {key: placeholder(t) for key, t in OPTIONAL_IN_EVALS.items()})
-    for key in OPTIONAL_IN_EVALS:
-        entry[key] = values[key]
-    return entry.lock()
+def __getattr__(kind: str) -> Callable[..., ConfigDict]:
+    """The helper that makes entries of `evals` of that kind: `from vit_jax.config import knn`."""
+    if kind in EVALUATORS:
+        return find_evaluator(kind).entry
+    raise AttributeError(f"module {__name__!r} has no attribute {kind!r}")
 
 
 class SplitKey(NamedTuple):
@@ -394,7 +270,7 @@ def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:
     name = d.name if entry.data_name is None else entry.data_name
     data_dir = d.data_dir if entry.data_dir is None else entry.data_dir
     own = (name, data_dir) == (d.name, d.data_dir) or name == "synthetic"
-    classes = d.classes if own or entry.type not in LEARNING_EVALS else None
+    classes = d.classes if own or not find_evaluator(entry.type).learns_classes else None
     keys = sorted(key for key in entry if key.endswith("split"))
     return {key: SplitKey(name, entry[key], data_dir, classes) for key in keys}
 

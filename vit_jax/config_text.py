@@ -3,7 +3,6 @@
 import ast
 import copy
 import importlib.util
-import inspect
 import json
 import logging
 import pathlib
@@ -17,17 +16,15 @@ from etils import epath
 from ml_collections import ConfigDict
 
 import vit_jax
-from vit_jax.config import (
-    EVAL_TYPES,
-    IN_OLDER_RUNS,
-    OPTIONAL_IN_EVALS,
-    TUPLES_OF_STRINGS,
-    base_config,
-    eval_keys,
-    flatten,
+from vit_jax.config import IN_OLDER_RUNS, TUPLES_OF_STRINGS, base_config, flatten
+from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.eval_entries import (
+    EVALUATORS,
+    OPTIONAL_KEYS,
+    entry_defaults,
+    entry_keys,
     typed_entry,
 )
-from vit_jax.errors import InputError, collect_faults, nearest
 
 logger = logging.getLogger("vit_jax")
 
@@ -175,7 +172,7 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
         kind = node.get_type(leaf)
         try:
             # An entry of `evals` is typed by its helper.
-            in_evals = key.startswith("evals.") and leaf in OPTIONAL_IN_EVALS
+            in_evals = key.startswith("evals.") and leaf in OPTIONAL_KEYS
             may_be_none = key in optional or in_evals
             with node.ignore_type():
                 node[leaf] = _parse_value(text, kind, may_be_none, key in TUPLES_OF_STRINGS)
@@ -204,17 +201,16 @@ def from_json(text: str, where: str = "config.json") -> ConfigDict:
         older = _older_values(stored)
         evals = stored.pop("evals")
         for name, entry in evals.items():
-            if entry["type"] not in EVAL_TYPES:
-                hint = nearest(str(entry["type"]), list(EVAL_TYPES))
-                faults.append(f"evals.{name}.type={entry['type']!r}: {hint}")
+            kind = entry["type"]
+            if kind not in EVALUATORS:
+                faults.append(f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVALUATORS))}")
                 continue
-            parameters = inspect.signature(EVAL_TYPES[entry["type"]]).parameters
-            defaults = {k: p.default for k, p in parameters.items() if p.default is not p.empty}
-            wanted, found = eval_keys(entry["type"]), set(defaults | entry)
+            defaults = entry_defaults(kind)
+            wanted, found = entry_keys(kind), set(defaults | entry)
             faults += [f"evals.{name}.{key}: missing" for key in sorted(wanted - found)]
             faults += [f"evals.{name}.{key}: no such key" for key in sorted(found - wanted)]
             if wanted == found:
-                config.evals[name] = typed_entry(defaults | entry)
+                config.evals[name] = typed_entry(kind, defaults | entry)
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise InputError(f"{where}: not as a run writes it ({type(e).__name__}: {e})") from None
 

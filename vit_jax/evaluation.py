@@ -16,6 +16,7 @@ from vit_jax import config as config_lib
 from vit_jax.comparison import compare_findings, compare_requests, compare_weights
 from vit_jax.data import Source, check_crops, parse_ops
 from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.eval_entries import find_evaluator, learning_kinds
 from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
 from vit_jax.models.attention import choose_attention
@@ -134,10 +135,10 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
                     pretrained.source, config.loss.name)  # fmt: skip
     for name, entry in config.evals.items():
         entry.ops = entry.ops or ops_for(spec.at(size))
-        if d.num_classes is None and entry.type not in config_lib.LEARNING_EVALS:
+        if d.num_classes is None and not find_evaluator(entry.type).learns_classes:
             faults.append(
                 f"evals.{name}.type={entry.type!r}: {pretrained.source} has no classes; needed: "
-                f"one of {', '.join(config_lib.LEARNING_EVALS)}"
+                f"one of {', '.join(learning_kinds())}"
             )
 
 
@@ -147,7 +148,7 @@ def _warn_of_other_classes(
     """Says where the data's classes have other names than the model's; numbers of synsets aside."""
     names = pretrained.spec.class_names
     for eval_name, entry in config.evals.items():
-        if names is None or entry.type in config_lib.LEARNING_EVALS:
+        if names is None or find_evaluator(entry.type).learns_classes:
             continue
         source = sources[config_lib.eval_splits(config, entry)["split"]]
         pairs = list(zip(source.class_names or (), names, strict=False))

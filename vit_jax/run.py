@@ -19,6 +19,7 @@ from vit_jax.comparison import compare_requests
 from vit_jax.config import SplitKey
 from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
 from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.eval_entries import find_evaluator
 from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment import Experiment, make_experiment
 from vit_jax.mesh import check_accum_steps, check_batch_size, make_mesh
@@ -156,7 +157,7 @@ def open_sources(
     for name, entry in config.evals.items():
         for split_key, key in config_lib.eval_splits(config, entry).items():
             synthetic = key.data_name == "synthetic"
-            learns = entry.type in config_lib.LEARNING_EVALS
+            learns = find_evaluator(entry.type).learns_classes
             if sources.get(key) is None:
                 sources[key] = faults.check(
                     _open_split,

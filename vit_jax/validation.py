@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from ml_collections import ConfigDict
 
 from vit_jax.config import (
-    EVAL_TYPES,
     REQUIRED,
     base_config,
-    eval_keys,
     flatten,
     image_hw,
     model_fields,
@@ -29,9 +27,7 @@ from vit_jax.data import (
 )
 from vit_jax.data.device_ops import MIXING_OPS
 from vit_jax.errors import Faults, collect_faults, nearest
-from vit_jax.evaluators.fewshot import check_choices
-from vit_jax.evaluators.knn import check_neighbours
-from vit_jax.evaluators.linear_probe import check_weights
+from vit_jax.eval_entries import EVALUATORS, entry_keys, find_evaluator
 from vit_jax.mesh import PLATFORMS
 from vit_jax.models import create_model
 from vit_jax.objectives import OBJECTIVES
@@ -175,12 +171,7 @@ def _all_faults(config: ConfigDict, required: Sequence[str]) -> list[str]:
              "the run's own metrics have")  # fmt: skip
         positive(f"evals.{name}.batch_size")
         prefix = f"evals.{name}."
-        if entry.type == "fewshot":
-            check(check_choices, entry.shots, entry.l2, entry.num_draws, prefix=prefix)
-        if entry.type == "knn":
-            check(check_neighbours, entry.num_neighbours, entry.temperature, prefix=prefix)
-        if entry.type == "linear_probe":
-            check(check_weights, entry.l2, prefix=prefix)
+        check(find_evaluator(entry.type).check, entry, prefix=prefix)
     return faults
 
 
@@ -194,11 +185,11 @@ def _misshapen(config: ConfigDict) -> list[str]:
                for key in sorted(found - wanted)]  # fmt: skip
     for name in evals:
         kind = evals[name].get("type")
-        if kind in EVAL_TYPES:
+        if kind in EVALUATORS:
             faults += [f"evals.{name}.{key}: missing or unknown; make it by config.{kind}()"
-                       for key in sorted(eval_keys(kind) ^ set(evals[name]))]  # fmt: skip
+                       for key in sorted(entry_keys(kind) ^ set(evals[name]))]  # fmt: skip
         else:
-            faults.append(f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVAL_TYPES))}")
+            faults.append(f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVALUATORS))}")
     return faults
 
 

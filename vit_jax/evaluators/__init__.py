@@ -1,4 +1,4 @@
-"""Evaluators: one file and one line in EVALUATORS each; its config entry is in config.EVAL_TYPES.
+"""Evaluators: one file each, with its config entry, its check and its run.
 
 An evaluator has `run(state) -> {name: float}`, which looks at the state's `params` and
 `model_state` only; every example counts once on any number of hosts.
@@ -12,21 +12,9 @@ from ml_collections import ConfigDict
 from vit_jax.config import SplitKey
 from vit_jax.data import Source
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.evaluators.classification import make_classification
-from vit_jax.evaluators.fewshot import make_fewshot
+from vit_jax.eval_entries import find_evaluator
 from vit_jax.evaluators.inputs import EvalInputs
-from vit_jax.evaluators.knn import make_knn
-from vit_jax.evaluators.linear_probe import make_linear_probe
-from vit_jax.evaluators.real import make_real
 from vit_jax.step import TrainState
-
-EVALUATORS = {
-    "classification": make_classification,
-    "real": make_real,
-    "fewshot": make_fewshot,
-    "knn": make_knn,
-    "linear_probe": make_linear_probe,
-}
 
 
 def evaluate(name: str, evaluator, state: TrainState) -> dict[str, float]:
@@ -63,7 +51,7 @@ def make_evaluators(
     faults, evaluators = Faults(), {}
     for name, entry in config.evals.items():
         inputs = EvalInputs(config, entry, model, mesh, sources)
-        make = EVALUATORS[entry.type]
+        make = find_evaluator(entry.type).make
         evaluators[name] = faults.check(make, inputs, prefix=f"evals.{name}.")
     collect_faults(faults)
     return evaluators

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import ConfigDict
 
+from vit_jax.eval_entries import Evaluator, typed_entry
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.fetching import fetch
 from vit_jax.objectives.supervised import PROBABILITIES, Loss, hits, make_loss
@@ -76,8 +78,28 @@ def bins(confidence_B: jax.Array) -> jax.Array:
     return jnp.clip(jnp.ceil(confidence_B * _NUM_BINS).astype(jnp.int32) - 1, 0, _NUM_BINS - 1)
 
 
+def classification(
+    *,
+    split: str,
+    every: str,
+    ops: str = "",
+    batch_size: int | None = None,
+    data_name: str | None = None,
+    data_dir: str | None = None,
+) -> ConfigDict:
+    """An entry of `evals`: top-1, top-5, loss, calibration error over one pass of `split`.
+
+    `every` is a duration; `ops` are host ops; `batch_size` None means `global_batch_size`;
+    `data_name` and `data_dir` None mean those of training.
+    """
+    return typed_entry("classification", locals())
+
+
 def make_classification(inputs: EvalInputs) -> Classification:
-    """The evaluator of an entry that `config.classification` made."""
+    """The evaluator of an entry that `classification` made."""
     loss = inputs.config.loss
     probabilities = PROBABILITIES[loss.name]
     return Classification(inputs.apply, make_loss(**loss), inputs.batches, probabilities)
+
+
+EVALUATOR = Evaluator(classification, make_classification)

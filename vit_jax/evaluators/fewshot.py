@@ -12,8 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
 from vit_jax.errors import collect_faults
+from vit_jax.eval_entries import Evaluator, typed_entry
 from vit_jax.evaluators.features import FeatureGatherer, Features, gather_labels, need_images
 from vit_jax.evaluators.inputs import EvalInputs
 
@@ -110,7 +112,7 @@ class FewShot:
       test_batches: one pass over the test split.
       num_classes: of both.
       gathered: the sharding by which every process holds the whole of an array.
-      shots, l2, num_draws: see `config.fewshot`.
+      shots, l2, num_draws: see `fewshot`.
     """
 
     def __init__(
@@ -183,8 +185,34 @@ class FewShot:
         return [float((predicted == test.label_N).mean()) for predicted in predictions]
 
 
+def fewshot(
+    *,
+    train_split: str,
+    test_split: str,
+    every: str,
+    ops: str = "",
+    batch_size: int | None = None,
+    data_name: str | None = None,
+    data_dir: str | None = None,
+    shots: tuple[int, ...] = (1, 5, 10, 25),
+    l2: tuple[float, ...] = (1024.0,),
+    num_draws: int = 3,
+) -> ConfigDict:
+    """An entry of `evals`: top-1 by least squares from frozen features of a few images a class.
+
+    For each k of `shots`, k images of each class are drawn from `train_split`, `num_draws` times.
+    `l2` is the weight of the squared norm; of several the best on `test_split` is reported. The
+    classes may be others than those trained on. What else there is means what it means in
+    `classification`.
+
+    To draw, the labels of all of `train_split` are read, once each time the process starts. From
+    TFRecord files they come with the images, so of a large set take a slice: "train[:5%]".
+    """
+    return typed_entry("fewshot", locals())
+
+
 def make_fewshot(inputs: EvalInputs) -> FewShot:
-    """The evaluator of an entry that `config.fewshot` made."""
+    """The evaluator of an entry that `fewshot` made."""
     entry, source = inputs.entry, inputs.source("train_split")
     return FewShot(
         functools.partial(inputs.apply, method="features"),
@@ -197,3 +225,11 @@ def make_fewshot(inputs: EvalInputs) -> FewShot:
         l2=entry.l2,
         num_draws=entry.num_draws,
     )
+
+
+EVALUATOR = Evaluator(
+    fewshot,
+    make_fewshot,
+    check=lambda entry: check_choices(entry.shots, entry.l2, entry.num_draws),
+    learns_classes=True,
+)

@@ -12,8 +12,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
 from vit_jax.errors import collect_faults
+from vit_jax.eval_entries import Evaluator, typed_entry
 from vit_jax.evaluators.features import FeatureGatherer, Features
 from vit_jax.evaluators.inputs import EvalInputs
 
@@ -63,7 +65,7 @@ class Knn:
       train_batches, test_batches: one pass over the split.
       num_classes: of both.
       gathered: the sharding by which every process holds the whole of an array.
-      num_neighbours, temperature: see `config.knn`.
+      num_neighbours, temperature: see `knn`.
     """
 
     def __init__(
@@ -124,8 +126,29 @@ def _unit(x_MD: np.ndarray) -> np.ndarray:
     return x_MD / np.where(length_M1 > 0, length_M1, 1)
 
 
+def knn(
+    *,
+    train_split: str,
+    test_split: str,
+    every: str,
+    ops: str = "",
+    batch_size: int | None = None,
+    data_name: str | None = None,
+    data_dir: str | None = None,
+    num_neighbours: tuple[int, ...] = (10, 20, 100, 200),
+    temperature: float = 0.07,
+) -> ConfigDict:
+    """An entry of `evals`: top-1 by a vote of the training images nearest in frozen features.
+
+    For each k of `num_neighbours`; a lower `temperature` gives the nearest of them more weight. The
+    features of all of `train_split` are held on every host. The classes may be others than those
+    trained on. What else there is means what it means in `classification`.
+    """
+    return typed_entry("knn", locals())
+
+
 def make_knn(inputs: EvalInputs) -> Knn:
-    """The evaluator of an entry that `config.knn` made."""
+    """The evaluator of an entry that `knn` made."""
     entry = inputs.entry
     return Knn(
         functools.partial(inputs.apply, method="features"),
@@ -136,3 +159,11 @@ def make_knn(inputs: EvalInputs) -> Knn:
         num_neighbours=entry.num_neighbours,
         temperature=entry.temperature,
     )
+
+
+EVALUATOR = Evaluator(
+    knn,
+    make_knn,
+    check=lambda entry: check_neighbours(entry.num_neighbours, entry.temperature),
+    learns_classes=True,
+)

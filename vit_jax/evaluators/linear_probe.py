@@ -14,8 +14,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
 from vit_jax.errors import collect_faults
+from vit_jax.eval_entries import Evaluator, typed_entry
 from vit_jax.evaluators.features import FeatureGatherer
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.mesh import BATCH_AXES
@@ -99,7 +101,7 @@ class LinearProbe:
       train_batches, test_batches: one pass over the split.
       num_classes: of both.
       mesh: whose devices fit.
-      l2: see `config.linear_probe`.
+      l2: see `linear_probe`.
     """
 
     def __init__(
@@ -183,8 +185,29 @@ def _top1(classifier: Classifier, x_MD: np.ndarray, label_M: np.ndarray) -> floa
     return float(((x_MD @ kernel_DC + bias_C[None]).argmax(axis=1) == label_M).mean())
 
 
+def linear_probe(
+    *,
+    train_split: str,
+    test_split: str,
+    every: str,
+    ops: str = "",
+    batch_size: int | None = None,
+    data_name: str | None = None,
+    data_dir: str | None = None,
+    l2: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
+) -> ConfigDict:
+    """An entry of `evals`: top-1 of logistic regression on frozen features.
+
+    `l2` is the weight of half the squared norm beside the mean cross-entropy; of several the best
+    on a tenth of `train_split` is taken, and fitted to all of it. The features of all of
+    `train_split` are held on every host and, split, on the devices. The classes may be others than
+    those trained on. What else there is means what it means in `classification`.
+    """
+    return typed_entry("linear_probe", locals())
+
+
 def make_linear_probe(inputs: EvalInputs) -> LinearProbe:
-    """The evaluator of an entry that `config.linear_probe` made."""
+    """The evaluator of an entry that `linear_probe` made."""
     return LinearProbe(
         functools.partial(inputs.apply, method="features"),
         train_batches=functools.partial(inputs.batches, "train_split"),
@@ -193,3 +216,11 @@ def make_linear_probe(inputs: EvalInputs) -> LinearProbe:
         mesh=inputs.mesh,
         l2=inputs.entry.l2,
     )
+
+
+EVALUATOR = Evaluator(
+    linear_probe,
+    make_linear_probe,
+    check=lambda entry: check_weights(entry.l2),
+    learns_classes=True,
+)

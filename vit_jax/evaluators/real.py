@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from ml_collections import ConfigDict
 
 from vit_jax.data import Source
 from vit_jax.errors import InputError
+from vit_jax.eval_entries import Evaluator, typed_entry
 from vit_jax.evaluators.features import NothingToMeasureError, gather_by_record
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.fetching import fetch
@@ -126,8 +128,27 @@ def check_numbers(source: Source, numbers: np.ndarray) -> None:
         )
 
 
+def real(
+    *,
+    split: str,
+    every: str,
+    labels_file: str,
+    ops: str = "",
+    batch_size: int | None = None,
+    data_name: str | None = None,
+    data_dir: str | None = None,
+) -> ConfigDict:
+    """An entry of `evals`: top-1 on ImageNet's validation split by its ReaL labels.
+
+    `labels_file` is the path of real.json. The records of `split` are told apart by the names of
+    their files, ILSVRC2012_val_N, so of TFRecord files each process reads its share once more when
+    it starts. What else there is means what it means in `classification`.
+    """
+    return typed_entry("real", locals())
+
+
 def make_real(inputs: EvalInputs) -> Real:
-    """The evaluator of an entry that `config.real` made.
+    """The evaluator of an entry that `real` made.
 
     Raises:
       InputError: if the labels cannot be read, or do not belong to the records; of those only the
@@ -152,3 +173,6 @@ def make_real(inputs: EvalInputs) -> Real:
         return labels_by_record(labels, numbers_N)
 
     return Real(inputs.apply, inputs.batches, read_labels)
+
+
+EVALUATOR = Evaluator(real, make_real)

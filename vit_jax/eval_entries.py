@@ -1,0 +1,82 @@
+"""The entries of `evals`: a registry of evaluators, each of which declares the keys of its entry.
+
+An evaluator is one file with an `EVALUATOR` and one line in EVALUATORS. Its module is loaded when
+a config asks for it, so that reading a config loads no evaluator that it does not have.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from vit_jax.errors import InputError, nearest
+
+
+class Evaluator(NamedTuple):
+    """A kind of entry of `evals`.
+
+    entry: makes the entry; its arguments are the entry's keys, with their defaults.
+    make: `EvalInputs` -> an object with `run(state) -> {name: float}`.
+    check: raises InputError for a valid entry's values that do not go together; keys without the
+      entry's name.
+    learns_classes: whether it learns the classes of its data from features; the others need data
+      of the model's classes.
+    """
+
+    entry: Callable[..., ConfigDict]
+    make: Callable[[Any], Any]
+    check: Callable[[ConfigDict], None] = lambda entry: None
+    learns_classes: bool = False
+
+
+# kind -> the evaluator, or the module that declares it.
+EVALUATORS: dict[str, Evaluator | str] = {
+    "classification": "vit_jax.evaluators.classification",
+    "real": "vit_jax.evaluators.real",
+    "fewshot": "vit_jax.evaluators.fewshot",
+    "knn": "vit_jax.evaluators.knn",
+    "linear_probe": "vit_jax.evaluators.linear_probe",
+}
+
+OPTIONAL_KEYS = {"batch_size": int, "data_name": str, "data_dir": str}
+
+
+def find_evaluator(kind: str) -> Evaluator:
+    """The evaluator whose entries have `kind` as their type.
+
+    Raises:
+      InputError: there is none.
+    """
+    found = EVALUATORS.get(kind)
+    if found is None:
+        raise InputError(f"type={kind!r}: {nearest(str(kind), list(EVALUATORS))}")
+    return importlib.import_module(found).EVALUATOR if isinstance(found, str) else found
+
+
+def learning_kinds() -> list[str]:
+    """The kinds of entries that learn the classes of their data."""
+    return [kind for kind in EVALUATORS if find_evaluator(kind).learns_classes]
+
+
+def entry_keys(kind: str) -> set[str]:
+    """The keys of an entry whose type is `kind`."""
+    return {"type", *inspect.signature(find_evaluator(kind).entry).parameters}
+
+
+def entry_defaults(kind: str) -> dict[str, Any]:
+    """{key: default} of the keys that an entry of that kind may leave out."""
+    parameters = inspect.signature(find_evaluator(kind).entry).parameters
+    return {key: p.default for key, p in parameters.items() if p.default is not p.empty}
+
+
+def typed_entry(kind: str, values: dict[str, Any]) -> ConfigDict:
+    """An entry of `evals`, locked; only the keys in OPTIONAL_KEYS may be None."""
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    optional = {key: placeholder(OPTIONAL_KEYS[key]) for key in OPTIONAL_KEYS if key in values}
+    entry = ConfigDict({"type": kind} | values | optional)
+    for key in optional:
+        entry[key] = values[key]
+    return entry.lock()
