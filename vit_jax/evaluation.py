@@ -130,7 +130,7 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
         config.loss.update(pretrained.run["config"]["loss"])
     elif pretrained.spec.loss is not None:
         config.loss.name = pretrained.spec.loss
-    elif any(entry.type not in config_lib.LEARNING_EVALS for entry in config.evals.values()):
+    elif any(not find_evaluator(entry.type).learns_classes for entry in config.evals.values()):
         logger.info("%s: its loss is not stated; config.loss.name=%s is taken",
                     pretrained.source, config.loss.name)  # fmt: skip
     for name, entry in config.evals.items():
