@@ -15,7 +15,7 @@ A member by itself is `python -m vit_jax.main` with the flags that the study pri
 
 import pathlib
 
-from vit_jax.config_text import import_config
+from vit_jax.config.text import import_config
 from vit_jax.recipes import HYPER_RULE_LR, find_fine_tuning
 
 FINETUNE = import_config(pathlib.Path(__file__).with_name("finetune.py"))

@@ -9,7 +9,7 @@ from command_line import ROOT
 
 from vit_jax.commands import COMMANDS
 from vit_jax.commands.flags import load_valid_config, require_flags
-from vit_jax.config_text import shipped_configs
+from vit_jax.config.text import shipped_configs
 from vit_jax.errors import InputError
 from vit_jax.main import parse_flags
 

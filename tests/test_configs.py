@@ -11,7 +11,7 @@ from etils import epath
 from PIL import Image
 
 from vit_jax.config import REQUIRED_TO_EVALUATE, base_config, eval_splits, model_fields
-from vit_jax.config_text import apply_overrides, load_config
+from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import check_crops, parse_ops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.known import fill_in_sizes

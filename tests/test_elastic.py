@@ -17,7 +17,7 @@ from started_job import Job
 from test_resume import ROOT, final_state, rows
 
 from vit_jax import checkpoint, run, train
-from vit_jax.config_text import apply_overrides, load_config
+from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.mesh import make_mesh
 
 

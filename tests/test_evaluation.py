@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 import vit_jax
 from vit_jax import evaluation
 from vit_jax.config import REQUIRED_TO_EVALUATE
-from vit_jax.config_text import apply_overrides, load_config
+from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
 from vit_jax.evaluation import evaluate_pretrained
 from vit_jax.main import main

@@ -7,7 +7,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from vit_jax.config import SplitKey, classification
-from vit_jax.config_text import load_config
+from vit_jax.config.text import load_config
 from vit_jax.data import make_source
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate, make_evaluators

@@ -18,7 +18,8 @@ from numpy_vit import random_params
 from vit_jax import evaluation, load_pretrained, pretrained_spec, save_pretrained, tree
 from vit_jax.checkpoint import Checkpoints
 from vit_jax.checksums import hash_params
-from vit_jax.config_text import apply_overrides, load_config, read_config
+from vit_jax.config.stored import read_config
+from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.image_files import image_files
 from vit_jax.errors import InputError
 from vit_jax.files import LocalFile

@@ -7,7 +7,8 @@ import pytest
 from etils import epath
 
 from vit_jax import data, evaluation, prediction, transfer
-from vit_jax.config_text import load_config, read_config
+from vit_jax.config.stored import read_config
+from vit_jax.config.text import load_config
 from vit_jax.data import make_source
 from vit_jax.errors import InputError
 from vit_jax.main import main

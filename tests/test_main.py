@@ -12,7 +12,8 @@ import pytest
 
 import vit_jax
 from vit_jax.commands import COMMANDS
-from vit_jax.config_text import apply_overrides, load_config, to_json
+from vit_jax.config.stored import to_json
+from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.guards import NonFiniteError
 from vit_jax.main import main
 from vit_jax.run import open_sources

@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 
 from vit_jax import checkpoint
-from vit_jax.config_text import load_config
+from vit_jax.config.text import load_config
 from vit_jax.train import train_and_evaluate
 
 

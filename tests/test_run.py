@@ -8,7 +8,8 @@ import shlex
 import pytest
 
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
-from vit_jax.config_text import apply_overrides, continue_older, to_json
+from vit_jax.config.stored import continue_older, to_json
+from vit_jax.config.text import apply_overrides
 from vit_jax.errors import InputError
 from vit_jax.run import check_images, check_unchanged, compare_value_ranges, open_sources, prepare
 from vit_jax.transfer.rules import Pretrained, Spec

@@ -16,7 +16,8 @@ from sklearn.datasets import load_digits
 
 from vit_jax import checkpoint, load_pretrained, metrics, tree
 from vit_jax import train as train_module
-from vit_jax.config_text import apply_overrides, load_config, read_config
+from vit_jax.config.stored import read_config
+from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
 from vit_jax.evaluation import evaluate
 from vit_jax.evaluators.classification import Classification

@@ -8,9 +8,10 @@ from ml_collections import ConfigDict
 import vit_jax.config
 from vit_jax import models
 from vit_jax.config import base_config, classification, fewshot
-from vit_jax.config_text import apply_overrides, from_json, to_json
+from vit_jax.config.evals import EVALUATORS, entry_keys, find_evaluator
+from vit_jax.config.stored import from_json, to_json
+from vit_jax.config.text import apply_overrides
 from vit_jax.errors import InputError
-from vit_jax.eval_entries import EVALUATORS, entry_keys, find_evaluator
 from vit_jax.validation import find_faults, validate
 
 

@@ -10,7 +10,8 @@ import zipfile
 import pytest
 
 import vit_jax
-from vit_jax.config_text import load_config, shipped_configs, to_json
+from vit_jax.config.stored import to_json
+from vit_jax.config.text import load_config, shipped_configs
 from vit_jax.software import code_digest
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -14,9 +14,9 @@ from ml_collections import ConfigDict
 from vit_jax import checkpoint, transfer, tree, watchdog
 from vit_jax import config as config_lib
 from vit_jax.comparison import compare_findings, compare_requests, compare_weights
+from vit_jax.config.evals import find_evaluator, learning_kinds
 from vit_jax.data import Source, check_crops, parse_ops
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.eval_entries import find_evaluator, learning_kinds
 from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
 from vit_jax.models.attention import choose_attention
@@ -42,7 +42,7 @@ _SYNSET = re.compile(r"n\d{8}")  # as data sets call the classes of ImageNet, an
 def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
     """{"step": ..., "test/top1": ..., ...} of the newest valid checkpoint; writes nothing.
 
-    `config` is that of the run, resolved (`config_text.read_config(workdir)`).
+    `config` is that of the run, resolved (`stored_config.read_config(workdir)`).
 
     Raises:
       InputError: if there is no checkpoint that can be read.

@@ -13,13 +13,14 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint, config_text, data, files, metrics, transfer
+from vit_jax import checkpoint, data, files, metrics, transfer
 from vit_jax import config as config_lib
 from vit_jax.comparison import compare_requests
 from vit_jax.config import SplitKey
+from vit_jax.config import stored as stored_config
+from vit_jax.config.evals import find_evaluator
 from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.eval_entries import find_evaluator
 from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment import Experiment, make_experiment
 from vit_jax.mesh import check_accum_steps, check_batch_size, make_mesh
@@ -66,7 +67,7 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     """
     workdir = files.absolute(workdir)
     if training:
-        config = config_text.continue_older(config, workdir)
+        config = stored_config.continue_older(config, workdir)
     faults = Faults()
     mesh = check_mesh(config, faults)
     faults.check(check_writable if training else check_store, workdir)
@@ -319,7 +320,7 @@ def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
     """Raises InputError if `workdir` holds a run of another config; warns of other evaluators."""
     if not (workdir / "config.json").exists():
         return
-    stored = config_text.read_config(workdir)
+    stored = stored_config.read_config(workdir)
     collect_faults(
         config_lib.say_changes(config_lib.changed_keys(stored, config)),
         f"--workdir={workdir} holds a run of another config; set it back, or take a new --workdir",

@@ -19,16 +19,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from vit_jax import (
-    checkpoint,
-    config_text,
-    data,
-    flops,
-    metrics,
-    sharding,
-    tree,
-    watchdog,
-)
+from vit_jax import checkpoint, data, flops, metrics, sharding, tree, watchdog
 from vit_jax import config as config_lib
 from vit_jax.comparison import (
     compare_findings,
@@ -37,6 +28,7 @@ from vit_jax.comparison import (
     compare_weights,
     compare_workdirs,
 )
+from vit_jax.config import stored as stored_config
 from vit_jax.data.order import local_rows
 from vit_jax.data.sources import FINGERPRINT_VERSION
 from vit_jax.errors import InputError
@@ -173,7 +165,7 @@ def write_workdir(run: Run) -> None:
             run.workdir.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise InputError(f"--workdir={run.workdir}: {e.strerror}; choose another") from None
-        write_whole(run.workdir / "config.json", config_text.to_json(run.config))
+        write_whole(run.workdir / "config.json", stored_config.to_json(run.config))
         class_names = run.train_source.class_names
         if class_names is not None:
             text = json.dumps(list(class_names), indent=2, ensure_ascii=False) + "\n"

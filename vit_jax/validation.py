@@ -16,6 +16,7 @@ from vit_jax.config import (
     step_fields,
     step_range,
 )
+from vit_jax.config.evals import EVALUATORS, entry_keys, find_evaluator
 from vit_jax.data import (
     BROKEN_LABELS,
     check_classes,
@@ -27,7 +28,6 @@ from vit_jax.data import (
 )
 from vit_jax.data.device_ops import MIXING_OPS
 from vit_jax.errors import Faults, collect_faults, nearest
-from vit_jax.eval_entries import EVALUATORS, entry_keys, find_evaluator
 from vit_jax.mesh import PLATFORMS
 from vit_jax.models import create_model
 from vit_jax.objectives import OBJECTIVES

@@ -7,7 +7,7 @@ import pytest
 from prepared import prepare
 
 from vit_jax.config import SplitKey, train_split
-from vit_jax.config_text import apply_overrides, load_config
+from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import concatenate, make_source, parse_mix, pipeline, prepared_tfds
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.mixture import Part

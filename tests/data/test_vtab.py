@@ -9,7 +9,7 @@ import pytest
 from stand_in_vtab import SPLITS, TEST_EXAMPLES, split_infos, write_stand_ins
 
 import vit_jax
-from vit_jax.config_text import load_config
+from vit_jax.config.text import load_config
 from vit_jax.data import make_source, parse_ops, read_labels
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.known import known_sizes

@@ -9,7 +9,7 @@ from etils import epath
 from PIL import Image
 
 from vit_jax.config import base_config, classification
-from vit_jax.config_text import load_config
+from vit_jax.config.text import load_config
 from vit_jax.errors import InputError
 from vit_jax.studies import grid, running
 from vit_jax.studies.members import DIVERGED, FINISHED, Result

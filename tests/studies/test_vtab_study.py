@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from vit_jax.config_text import load_config
+from vit_jax.config.text import load_config
 from vit_jax.data.vtab import TASKS
 from vit_jax.errors import InputError
 from vit_jax.main import main

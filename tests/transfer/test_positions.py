@@ -11,7 +11,7 @@ from numpy_vit import random_params
 from vit_jax import tree
 from vit_jax.checkpoint import Checkpoints
 from vit_jax.config import base_config
-from vit_jax.config_text import to_json
+from vit_jax.config.stored import to_json
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.transfer import init_params, read_pretrained, with_image_size

@@ -17,7 +17,7 @@ import jax
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from vit_jax import config_text, exit_codes, files
+from vit_jax import exit_codes, files
 from vit_jax.commands.flags import (
     define_config_flags,
     define_process_flags,
@@ -26,6 +26,8 @@ from vit_jax.commands.flags import (
     start_job,
 )
 from vit_jax.config import REQUIRED_TO_EVALUATE
+from vit_jax.config import stored as stored_config
+from vit_jax.config import text as config_text
 from vit_jax.errors import InputError
 from vit_jax.validation import validate
 
@@ -76,7 +78,7 @@ def _config_of_run(flags: argparse.Namespace) -> ConfigDict:
     workdir = files.absolute(flags.workdir)
     if not (workdir / "config.json").exists():
         raise InputError(f"--workdir={workdir}: no config.json there; give the workdir of a run")
-    config = config_text.read_config(workdir)
+    config = stored_config.read_config(workdir)
     faults = config_text.apply_overrides(config, flags.overrides)
     validate(config, faults, f"{workdir}/config.json")
     if not config.evals:

@@ -69,8 +69,8 @@ def load_valid_config(
       InputError: no config is named, or with all of its faults.
     """
     require_flags(flags, ("config",), "--config=quickstart")
-    from vit_jax import config_text
     from vit_jax.config import REQUIRED
+    from vit_jax.config import text as config_text
     from vit_jax.validation import validate
 
     config = config_text.load_config(flags.config)
@@ -84,9 +84,10 @@ def print_config(config: "ConfigDict") -> int:
 
     Keys that only the data or the devices decide are null unless they are set.
     """
-    from vit_jax import config_text
 
-    print(config_text.to_json(config), end="")
+    from vit_jax.config.stored import to_json
+
+    print(to_json(config), end="")
     return exit_codes.DONE
 
 

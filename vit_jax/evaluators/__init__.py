@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax.config import SplitKey
+from vit_jax.config.evals import find_evaluator
 from vit_jax.data import Source
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.eval_entries import find_evaluator
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.step import TrainState
 

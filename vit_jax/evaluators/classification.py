@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from vit_jax.eval_entries import Evaluator, typed_entry
+from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.fetching import fetch
 from vit_jax.objectives.supervised import PROBABILITIES, Loss, hits, make_loss

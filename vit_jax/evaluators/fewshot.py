@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.errors import collect_faults
-from vit_jax.eval_entries import Evaluator, typed_entry
 from vit_jax.evaluators.features import FeatureGatherer, Features, gather_labels, need_images
 from vit_jax.evaluators.inputs import EvalInputs
 

@@ -16,9 +16,9 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
+from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.data import Source
 from vit_jax.errors import InputError
-from vit_jax.eval_entries import Evaluator, typed_entry
 from vit_jax.evaluators.features import NothingToMeasureError, gather_by_record
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.fetching import fetch

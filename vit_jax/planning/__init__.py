@@ -13,7 +13,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from vit_jax import config_text, files
+from vit_jax import files
+from vit_jax.config import stored as stored_config
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.compiled import compile_plan
 from vit_jax.planning.targets import Target
@@ -47,7 +48,7 @@ def cache_file(config: ConfigDict, target: Target) -> pathlib.Path:
     default = pathlib.Path.home() / ".cache"
     root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or default) / "vit_jax/plans"
     said = [
-        config_text.to_json(config),
+        stored_config.to_json(config),
         target.slice.name,
         target.num_slices,
         software(),

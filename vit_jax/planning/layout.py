@@ -8,7 +8,8 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import config_text, flops, sharding, tree
+from vit_jax import flops, sharding, tree
+from vit_jax.config import stored as stored_config
 from vit_jax.experiment import Experiment, make_experiment
 from vit_jax.planning.targets import Target, batch_ways, plan_mesh
 from vit_jax.topologies import count_chips
@@ -22,7 +23,7 @@ def describe(
     with jax.set_mesh(mesh):
         step_flops = experiment.flops_per_step
     return {
-        "config": config_text.to_json(config),
+        "config": stored_config.to_json(config),
         "model": config.model.name,
         "topology": target.slice.name,
         "num_slices": target.num_slices,

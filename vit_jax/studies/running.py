@@ -22,7 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vit_jax import config as config_lib
-from vit_jax import config_text, exit_codes
+from vit_jax import exit_codes
+from vit_jax.config import stored as stored_config
+from vit_jax.config import text as config_text
 from vit_jax.errors import collect_faults
 from vit_jax.files import write_whole
 from vit_jax.guards import DIVERGED_FILE
@@ -89,8 +91,8 @@ def check_member(config: ConfigDict, call: Call, member: Member) -> None:
     workdir = call.workdir / member.name
     if not (workdir / "config.json").exists():
         return
-    own = config_text.continue_older(own, workdir)
-    stored = config_text.read_config(workdir)
+    own = stored_config.continue_older(own, workdir)
+    stored = stored_config.read_config(workdir)
     changed = config_lib.changed_keys(stored, own)
     changed |= config_lib.changed_evals(stored, own)  # which a single run may change
     changed = {

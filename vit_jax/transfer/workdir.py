@@ -10,7 +10,7 @@ from etils import epath
 
 from vit_jax import checkpoint, tree
 from vit_jax.config import image_hw, model_fields
-from vit_jax.config_text import read_config
+from vit_jax.config.stored import read_config
 from vit_jax.data.host_ops import TAKES_ENCODED
 from vit_jax.data.ops import parse_calls, say_pad
 from vit_jax.errors import InputError

@@ -1,9 +1,7 @@
-"""A config as text: the files that make one, overrides by name, the config.json of a run."""
+"""A config as text: the files that make one, and overrides by name on the command line."""
 
 import ast
-import copy
 import importlib.util
-import json
 import logging
 import pathlib
 import re
@@ -12,19 +10,14 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from etils import epath
 from ml_collections import ConfigDict
 
 import vit_jax
-from vit_jax.config import IN_OLDER_RUNS, TUPLES_OF_STRINGS, base_config, flatten
-from vit_jax.errors import InputError, collect_faults, nearest
-from vit_jax.eval_entries import (
-    EVALUATORS,
+from vit_jax.config.base import TUPLES_OF_STRINGS, base_config, flatten
+from vit_jax.config.evals import (
     OPTIONAL_KEYS,
-    entry_defaults,
-    entry_keys,
-    typed_entry,
 )
+from vit_jax.errors import InputError, nearest
 
 logger = logging.getLogger("vit_jax")
 
@@ -179,105 +172,3 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
         except ValueError as e:
             faults.append(f"--config.{key}={text!r}: {e}")
     return faults
-
-
-def to_json(config: ConfigDict) -> str:
-    """The config as the text of `config.json`; `from_json` gives an equal config."""
-    return json.dumps(config.to_dict(), indent=2) + "\n"
-
-
-def from_json(text: str, where: str = "config.json") -> ConfigDict:
-    """The config that `to_json` wrote; `where` names it in errors.
-
-    Keys that the text lacks, because an older version wrote it, take the value in IN_OLDER_RUNS or
-    else their default.
-
-    Raises:
-      InputError: naming every key that this version does not have.
-    """
-    config, faults = base_config(), []
-    try:
-        stored = json.loads(text)
-        older = _older_values(stored)
-        evals = stored.pop("evals")
-        for name, entry in evals.items():
-            kind = entry["type"]
-            if kind not in EVALUATORS:
-                faults.append(f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVALUATORS))}")
-                continue
-            defaults = entry_defaults(kind)
-            wanted, found = entry_keys(kind), set(defaults | entry)
-            faults += [f"evals.{name}.{key}: missing" for key in sorted(wanted - found)]
-            faults += [f"evals.{name}.{key}: no such key" for key in sorted(found - wanted)]
-            if wanted == found:
-                config.evals[name] = typed_entry(kind, defaults | entry)
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
-        raise InputError(f"{where}: not as a run writes it ({type(e).__name__}: {e})") from None
-
-    def fill(node: ConfigDict, values: dict, prefix: str) -> None:
-        for key, value in values.items():
-            if key not in node:
-                faults.append(f"{prefix}{key}: no such key; {nearest(key, list(node))}")
-            elif isinstance(node[key], ConfigDict) and isinstance(value, dict):
-                fill(node[key], value, f"{prefix}{key}.")
-            else:
-                try:
-                    node[key] = tuple(value) if isinstance(value, list) else value
-                except TypeError as e:
-                    faults.append(f"{prefix}{key}: {e}")
-
-    fill(config, stored, "")
-    collect_faults(faults, f"{where} of another version of vit_jax; use the one that wrote it")
-    config.update_from_flattened_dict(older)
-    return config
-
-
-def _older_values(stored: dict[str, Any]) -> dict[str, Any]:
-    """{key: value} of the keys in IN_OLDER_RUNS that a parsed config.json lacks."""
-    found = _stored_values(stored)
-    return {key: older(stored) for key, older in IN_OLDER_RUNS.items() if key not in found}
-
-
-def _stored_values(stored: dict[str, Any]) -> dict[str, Any]:
-    """{key: value} of the keys in IN_OLDER_RUNS that a parsed config.json has."""
-    sections = {key: key.rpartition(".")[::2] for key in IN_OLDER_RUNS}
-    nodes = {
-        key: (stored.get(section, {}) if section else stored, leaf)
-        for key, (section, leaf) in sections.items()
-    }
-    return {key: node[leaf] for key, (node, leaf) in nodes.items() if leaf in node}
-
-
-def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
-    """`config` for resuming the run in `workdir`, which an older version may have begun.
-
-    Keys in IN_OLDER_RUNS keep the run's own value, or the older behaviour where its config.json
-    lacks them, with one warning, unless `config` sets them to something other than their default.
-    """
-    path = workdir / "config.json"
-    if not path.exists():
-        return config
-    try:
-        stored = json.loads(path.read_text())
-        older = _older_values(stored) | _stored_values(stored)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return config  # reading the file as a config will name the fault
-    values, defaults = flatten(config), flatten(base_config())
-    kept = {k: v for k, v in older.items() if values[k] == defaults[k] and values[k] != v}
-    if not kept:
-        return config
-    config = copy.deepcopy(config)  # with the types of keys that are None
-    config.update_from_flattened_dict(kept)
-    logger.warning(
-        "%s: this run goes on as it began, with %s (new runs: %s)",
-        workdir,
-        ", ".join(f"{key}={value!r}" for key, value in kept.items()),
-        ", ".join(repr(defaults[key]) for key in kept),
-    )
-    return config
-
-
-def read_config(workdir: epath.Path) -> ConfigDict:
-    """The config of the run in `workdir`; raises what `from_json` raises."""
-    path = workdir / "config.json"
-    return from_json(path.read_text(), str(path))

@@ -20,7 +20,8 @@ from vit_jax.config import (
     step_range,
     train_split,
 )
-from vit_jax.config_text import apply_overrides, from_json, to_json
+from vit_jax.config.stored import from_json, to_json
+from vit_jax.config.text import apply_overrides
 from vit_jax.errors import InputError
 
 

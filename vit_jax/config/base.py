@@ -7,15 +7,14 @@ device and no TensorFlow.
 
 import pathlib
 import re
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from vit_jax.config.evals import find_evaluator
 from vit_jax.errors import InputError, collect_faults
-from vit_jax.eval_entries import EVALUATORS, find_evaluator
 
 
 def base_config() -> ConfigDict:
@@ -162,80 +161,12 @@ def base_config() -> ConfigDict:
     return c
 
 
-# A crop of data.image_size after a resize without other arguments than these.
-_RESIZE_AND_CROP = (
-    r"resize(_small)?(\((size=)?(?P<size>\d+)?,?(antialias=(True|False))?\))?"
-    r"\|(central|random)_crop(\(\))?(?=\||$)"
-)
-
-
-def _may_pad(stored: dict[str, Any]) -> bool:
-    """Whether a crop of a parsed config.json may be larger than its image, by the text of its ops.
-
-    It is not after a resize to `data.image_size`, or to a size that is at least as large.
-    """
-    size = stored["data"]["image_size"]
-    largest = max(size) if isinstance(size, list) else size or 0
-
-    def cut(match):
-        return "" if int(match["size"] or largest) >= largest else match[0]
-
-    strings = [stored["data"]["ops"], *(entry["ops"] for entry in stored["evals"].values())]
-    rest = [re.sub(_RESIZE_AND_CROP, cut, ops.replace(" ", "")) for ops in strings]
-    return re.search("(central|random)_crop", " ".join(rest)) is not None
-
-
-def reads_folder(config: Mapping[str, Any]) -> bool:
-    """Whether a config, or the content of a config.json, reads an image folder."""
-    entries = config["evals"].values()
-    names = {config["data"]["name"], *(entry.get("data_name") for entry in entries)}
-    return "folder" in names or bool(re.search(r"\bfolder\b", config["data"].get("mix", "")))
-
-
-def _older_holdout(stored: dict[str, Any]) -> str:
-    return f"seed {stored['seed']}" if reads_folder(stored) else "names"
-
-
-def _older_broken_labels(stored: dict[str, Any]) -> str:
-    data = stored["data"]
-    fewshot_kinds = [entry["type"] == "fewshot" for entry in stored["evals"].values()]
-    reads_labels = data.get("classes") is not None or any(fewshot_kinds)
-    in_memory = data.get("reader") in (None, "memory")
-    of_files = data["name"] not in ("digits", "folder", "synthetic")
-    return "by_reader" if reads_labels and in_memory and of_files else "read"
-
-
-# Keys that changed a run's data or updates when they were added: what an older run, whose
-# config.json lacks the key, keeps doing; a function of that file's content. All other keys that a
-# run lacks take their default.
-IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "data.holdout": _older_holdout,
-    "data.broken_labels": _older_broken_labels,
-    "data.pad_crops": _may_pad,
-}
-
 REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.image_size",
             "optimizer.peak_lr")  # fmt: skip
 
 REQUIRED_TO_EVALUATE = ("global_batch_size", "data.name")  # a model that is there already
 
-# What may change when a run is resumed: where and how it runs, never what it computes.
-FREE_ON_RESUME = ("mesh.", "checkpoint.", "log.", "evals.", "job.", "study.", "data.data_dir",
-                  "data.reader", "data.max_corrupt_fraction", "model.remat")  # fmt: skip
-
-
-# Keys of an entry of `evals` on which no measured value depends.
-_FREE_IN_EVALS = (".every", ".batch_size", ".data_dir")
-
-
 TUPLES_OF_STRINGS = ("study.cells",)
-
-
-def __getattr__(kind: str) -> Callable[..., ConfigDict]:
-    """The helper that makes entries of `evals` of that kind: `from vit_jax.config import knn`."""
-    if kind in EVALUATORS:
-        return find_evaluator(kind).entry
-    raise AttributeError(f"module {__name__!r} has no attribute {kind!r}")
 
 
 class SplitKey(NamedTuple):
@@ -304,34 +235,6 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = tuple(value) if isinstance(value, list) else value
     return flat
-
-
-def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """{key: (old value, new value)} of what differs and may not change on resume."""
-    a, b = flatten(old), flatten(new)
-    return {
-        key: (a.get(key), b.get(key))
-        for key in sorted(a.keys() | b.keys())
-        if a.get(key) != b.get(key) and not key.startswith(FREE_ON_RESUME)
-    }
-
-
-def say_changes(changed: dict[str, tuple[Any, Any]]) -> list[str]:
-    """What `changed_keys` found, in words, each with the flag that keeps the old value."""
-    return [
-        f"{key} was {was!r} and is {now!r} now; {shlex.quote(f'--config.{key}={was}')} keeps it"
-        for key, (was, now) in changed.items()
-    ]
-
-
-def changed_evals(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """As `changed_keys`, of what decides the values that evaluators measure."""
-    a, b = (flatten(config.evals, "evals.") for config in (old, new))
-    return {
-        key: (a.get(key), b.get(key))
-        for key in sorted(a.keys() | b.keys())
-        if a.get(key) != b.get(key) and not key.endswith(_FREE_IN_EVALS)
-    }
 
 
 def image_hw(size: int | Sequence[int], key: str = "image_size") -> tuple[int, int]:

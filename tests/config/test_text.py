@@ -4,18 +4,11 @@ import pathlib
 
 import pytest
 from etils import epath
-from test_config import make_config, set_keys, type_of
+from test_base import make_config, set_keys, type_of
 
 from vit_jax.config import IN_OLDER_RUNS, base_config, flatten
-from vit_jax.config_text import (
-    apply_overrides,
-    continue_older,
-    find_config,
-    from_json,
-    load_config,
-    shipped_configs,
-    to_json,
-)
+from vit_jax.config.stored import continue_older, from_json, to_json
+from vit_jax.config.text import apply_overrides, find_config, load_config, shipped_configs
 from vit_jax.errors import InputError
 from vit_jax.main import parse_flags
 
@@ -354,7 +347,7 @@ def test_config_file_is_found_below_the_working_directory(tmp_path, monkeypatch)
 
 
 def test_config_is_found_by_its_name_from_any_folder(tmp_path, monkeypatch):
-    repository = pathlib.Path(__file__).parents[1]
+    repository = pathlib.Path(__file__).parents[2]
     expected = load_config(str(repository / "configs/quickstart.py") + ":debug")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart").mkdir()  # as a workdir or a data set may be called

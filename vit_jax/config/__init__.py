@@ -1,0 +1,68 @@
+"""The configuration of an experiment: its keys, its forms as text, the entries of `evals`.
+
+A config file imports from here: `from vit_jax.config import base_config, classification`.
+"""
+
+from collections.abc import Callable
+
+from ml_collections import ConfigDict
+
+from vit_jax.config import evals
+from vit_jax.config.base import (
+    REQUIRED,
+    REQUIRED_TO_EVALUATE,
+    SplitKey,
+    base_config,
+    eval_splits,
+    flatten,
+    image_hw,
+    model_fields,
+    optimizer_fields,
+    refuse_words,
+    split_words,
+    step_fields,
+    step_range,
+    train_split,
+    weights_source,
+)
+from vit_jax.config.stored import (
+    FREE_ON_RESUME,
+    IN_OLDER_RUNS,
+    changed_evals,
+    changed_keys,
+    reads_folder,
+    say_changes,
+)
+from vit_jax.errors import InputError
+
+__all__ = [
+    "FREE_ON_RESUME",
+    "IN_OLDER_RUNS",
+    "REQUIRED",
+    "REQUIRED_TO_EVALUATE",
+    "InputError",
+    "SplitKey",
+    "base_config",
+    "changed_evals",
+    "changed_keys",
+    "eval_splits",
+    "flatten",
+    "image_hw",
+    "model_fields",
+    "optimizer_fields",
+    "reads_folder",
+    "refuse_words",
+    "say_changes",
+    "split_words",
+    "step_fields",
+    "step_range",
+    "train_split",
+    "weights_source",
+]
+
+
+def __getattr__(kind: str) -> Callable[..., ConfigDict]:
+    """The helper that makes entries of `evals` of that kind: `from vit_jax.config import knn`."""
+    if kind in evals.EVALUATORS:
+        return evals.find_evaluator(kind).entry
+    raise AttributeError(f"module {__name__!r} has no attribute {kind!r}")
