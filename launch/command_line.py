@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # that a clone which is not installed can be launched from
 
-from vit_jax import exit_codes  # noqa: E402
 from vit_jax.errors import InputError  # noqa: E402
+from vit_jax.job import exit_codes
 
 
 def run_launcher(

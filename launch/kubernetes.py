@@ -31,7 +31,7 @@ from command_line import (
 from job import Job, check_config_travels, check_job
 
 from vit_jax.errors import InputError
-from vit_jax.exit_codes import DONE, INPUT_WRONG, PREEMPTED, TERMINATED
+from vit_jax.job.exit_codes import DONE, INPUT_WRONG, PREEMPTED, TERMINATED
 
 _PORT = 8482  # of process 0 in its pod
 _SPOT = "cloud.google.com/gke-spot"

@@ -28,7 +28,7 @@ from job import Job, check_job
 
 from vit_jax import files
 from vit_jax.errors import InputError
-from vit_jax.exit_codes import DONE, INPUT_WRONG, INTERRUPTED, PREEMPTED, of_ended
+from vit_jax.job.exit_codes import DONE, INPUT_WRONG, INTERRUPTED, PREEMPTED, of_ended
 
 _LAST_LINES = 20  # that are shown of the process that failed
 _GRACE_S = 5  # for the others to say what they have to say, once one has failed

@@ -25,7 +25,7 @@ from job import Job, check_job
 
 from vit_jax import files
 from vit_jax.errors import InputError
-from vit_jax.exit_codes import DONE, PREEMPTED, TERMINATED
+from vit_jax.job.exit_codes import DONE, PREEMPTED, TERMINATED
 
 # As JAX does: ports above those that the system hands out, by the number of the job.
 _FIRST_PORT, _NUM_PORTS = 61440, 4096

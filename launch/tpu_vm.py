@@ -32,7 +32,7 @@ from command_line import ROOT, check_name, find_program, make_parser, positive, 
 from job import Job, check_config_travels, check_job
 
 from vit_jax.errors import InputError
-from vit_jax.exit_codes import DONE, INPUT_WRONG, INTERRUPTED
+from vit_jax.job.exit_codes import DONE, INPUT_WRONG, INTERRUPTED
 
 ACTIONS = ("create", "run", "status", "logs", "delete")
 _SENT = ("setup.py", "pyproject.toml", "LICENSE", "README.md", "vit_jax", "configs", "launch")

@@ -12,7 +12,7 @@ import pytest
 import vit_jax
 from vit_jax.config.stored import to_json
 from vit_jax.config.text import load_config, shipped_configs
-from vit_jax.software import code_digest
+from vit_jax.job.software import code_digest
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -11,7 +11,7 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint, transfer, tree, watchdog
+from vit_jax import checkpoint, transfer, tree
 from vit_jax import config as config_lib
 from vit_jax.comparison import compare_findings, compare_requests, compare_weights
 from vit_jax.config.evals import find_evaluator, learning_kinds
@@ -19,6 +19,7 @@ from vit_jax.data import Source, check_crops, parse_ops
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
+from vit_jax.job import watchdog
 from vit_jax.models.attention import choose_attention
 from vit_jax.models.fields import check_fields, with_known
 from vit_jax.run import (

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import vit_jax
-from vit_jax import exit_codes
 from vit_jax.commands import COMMANDS, find_command
 from vit_jax.errors import InputError, nearest
-from vit_jax.first_process import run_in_child_of_first_process
+from vit_jax.job import exit_codes
+from vit_jax.job.first_process import run_in_child_of_first_process
 
 
 def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
@@ -74,7 +74,7 @@ def _overview() -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command that `argv` names and returns the exit code."""
-    from vit_jax import watchdog  # JAX only now, that a wrong command is answered at once
+    from vit_jax.job import watchdog
 
     try:
         code, _ = execute(argv)
@@ -122,7 +122,7 @@ def execute_and_exit(argv: Sequence[str] | None = None) -> NoReturn:
         code, error = exit_codes.FAILED, e
     finally:
         _drop_unread_output()
-    from vit_jax import watchdog
+    from vit_jax.job import watchdog
 
     watchdog.leave(code, error)
 

@@ -19,7 +19,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint, data, flops, metrics, sharding, tree, watchdog
+from vit_jax import checkpoint, data, flops, metrics, sharding, tree
 from vit_jax import config as config_lib
 from vit_jax.comparison import (
     compare_findings,
@@ -36,8 +36,9 @@ from vit_jax.evaluators import evaluate
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.files import write_whole
 from vit_jax.guards import CorruptDataError, CorruptRecords, NonFiniteError, check_finite
+from vit_jax.job import watchdog
+from vit_jax.job.processes import PreemptionGuard
 from vit_jax.mesh import BATCH_AXES, batch_sharding
-from vit_jax.processes import PreemptionGuard
 from vit_jax.replicas import DivergedError, check_replicas
 from vit_jax.run import Run, data_fingerprint, prepare, training_order
 from vit_jax.step import start_from

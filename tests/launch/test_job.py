@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from vit_jax import exit_codes
 from vit_jax.errors import InputError
+from vit_jax.job import exit_codes
 
 ROOT = pathlib.Path(__file__).parents[2]
 QUICKSTART = "--config=configs/quickstart.py:debug"

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Column, Table
 
-from vit_jax import exit_codes, files
+from vit_jax import files
 from vit_jax.commands.flags import (
     define_config_flags,
     load_valid_config,
@@ -27,6 +27,7 @@ from vit_jax.commands.flags import (
     require_flags,
 )
 from vit_jax.errors import InputError, nearest
+from vit_jax.job import exit_codes
 from vit_jax.mesh import check_accum_steps, check_batch_size, make_mesh, start_backend
 
 logger = logging.getLogger("vit_jax")

@@ -8,8 +8,8 @@ A config is given by its name, and takes its words behind a colon, with commas b
 
 import argparse
 
-from vit_jax import exit_codes
 from vit_jax.config.text import import_config, shipped_configs
+from vit_jax.job import exit_codes
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ import jax
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from vit_jax import exit_codes, files
+from vit_jax import files
 from vit_jax.commands.flags import (
     define_config_flags,
     define_process_flags,
@@ -29,6 +29,7 @@ from vit_jax.config import REQUIRED_TO_EVALUATE
 from vit_jax.config import stored as stored_config
 from vit_jax.config import text as config_text
 from vit_jax.errors import InputError
+from vit_jax.job import exit_codes
 from vit_jax.validation import validate
 
 

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vit_jax import exit_codes
 from vit_jax.errors import InputError, nearest
+from vit_jax.job import exit_codes
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
@@ -44,7 +44,8 @@ def start_job(flags: argparse.Namespace, config: "ConfigDict") -> None:
     Raises:
       InputError: what was found is not what was asked for.
     """
-    from vit_jax import mesh, processes, watchdog
+    from vit_jax import mesh
+    from vit_jax.job import processes, watchdog
 
     processes.start(
         flags.coordinator,

@@ -9,8 +9,8 @@ of the words given, or all.
 
 import argparse
 
-from vit_jax import exit_codes
 from vit_jax.errors import InputError, nearest
+from vit_jax.job import exit_codes
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:

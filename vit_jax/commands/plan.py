@@ -16,7 +16,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from vit_jax import exit_codes
 from vit_jax.commands.flags import (
     define_config_flags,
     load_valid_config,
@@ -25,6 +24,7 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.errors import InputError, nearest
 from vit_jax.flops import format_bytes
+from vit_jax.job import exit_codes
 from vit_jax.topologies import CHIPS, find_slice
 
 logger = logging.getLogger("vit_jax")

@@ -15,9 +15,9 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from vit_jax import exit_codes
 from vit_jax.commands.flags import define_source_flags, read_source
 from vit_jax.errors import InputError, nearest
+from vit_jax.job import exit_codes
 from vit_jax.mesh import start_backend
 
 FORMATS = ("table", "json")

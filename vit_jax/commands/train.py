@@ -10,7 +10,6 @@ import sys
 
 import jax
 
-from vit_jax import exit_codes
 from vit_jax.commands.flags import (
     define_config_flags,
     define_process_flags,
@@ -19,6 +18,7 @@ from vit_jax.commands.flags import (
     require_flags,
     start_job,
 )
+from vit_jax.job import exit_codes
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:

@@ -15,10 +15,10 @@ from ml_collections import ConfigDict
 
 from vit_jax import files
 from vit_jax.config import stored as stored_config
+from vit_jax.job.software import software
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.compiled import compile_plan
 from vit_jax.planning.targets import Target
-from vit_jax.software import software
 
 
 def plan(config: ConfigDict, target: Target) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from vit_jax import config as config_lib
-from vit_jax import exit_codes
 from vit_jax.config import stored as stored_config
 from vit_jax.config import text as config_text
 from vit_jax.errors import collect_faults
 from vit_jax.files import write_whole
 from vit_jax.guards import DIVERGED_FILE
+from vit_jax.job import exit_codes
 from vit_jax.studies.members import (
     DIVERGED,
     FAILED,

@@ -25,7 +25,7 @@ from vit_jax import tree
 from vit_jax.checksums import hash_params
 from vit_jax.errors import InputError, nearest
 from vit_jax.files import absolute, write_whole
-from vit_jax.software import software
+from vit_jax.job.software import software
 from vit_jax.transfer import WRITERS, check_holds, load_pretrained
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.rules import Pretrained, to_json

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from vit_jax import watchdog
 from vit_jax.config import base_config
-from vit_jax.watchdog import Report, Watchdog, step_deadline
+from vit_jax.job import watchdog
+from vit_jax.job.watchdog import Report, Watchdog, step_deadline
 
 DEADLINES = {"start": 100.0, "compile": 100.0, "step": 20.0, "evaluation": 200.0, "save": 50.0}
 

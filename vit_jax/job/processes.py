@@ -24,7 +24,7 @@ from jax._src import clusters, distributed  # what is used of them has no public
 from jax.experimental import multihost_utils
 
 from vit_jax.errors import InputError
-from vit_jax.exit_codes import FAILED
+from vit_jax.job.exit_codes import FAILED
 
 _VERDICT_S = 10  # for process 0 to say who has not come, when it has waited long enough
 _SHARED_WITHIN_S = 60  # a network disk may hide a new directory from other hosts for so long

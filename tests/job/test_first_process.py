@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child"]
 MAIN = [sys.executable, "-m", "vit_jax.main", "plan", "--config=configs/quickstart.py:debug"]
 

@@ -24,8 +24,8 @@ import jax
 from jax._src import distributed
 from ml_collections import ConfigDict
 
-from vit_jax import processes
-from vit_jax.exit_codes import FAILED
+from vit_jax.job import processes
+from vit_jax.job.exit_codes import FAILED
 
 _BEATS_A_DEADLINE = 20
 _LONGEST_INTERVAL_S = 5.0

@@ -2,7 +2,7 @@
 
 import jax
 
-from vit_jax.software import code_digest, software
+from vit_jax.job.software import code_digest, software
 
 
 def test_software_is_the_same_twice_and_knows_the_code(monkeypatch):

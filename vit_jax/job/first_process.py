@@ -7,7 +7,7 @@ a call into C, such as a compilation, has returned.
 import os
 import signal
 
-from vit_jax import exit_codes
+from vit_jax.job import exit_codes
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
               signal.SIGUSR2)  # fmt: skip

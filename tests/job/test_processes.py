@@ -13,11 +13,11 @@ from etils import epath
 from started_job import TERMINATE, Job
 from test_resume import final_state, rows
 
-from vit_jax import processes
 from vit_jax.comparison import compare_weights
 from vit_jax.config import base_config
 from vit_jax.errors import InputError
-from vit_jax.processes import (
+from vit_jax.job import processes
+from vit_jax.job.processes import (
     PreemptionGuard,
     ProcessError,
     agree,
