@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from job import Job
 
+from vit_jax.devices.chips import CHIPS, Slice, find_slice
 from vit_jax.errors import InputError
 from vit_jax.job import exit_codes
-from vit_jax.topologies import CHIPS, Slice, find_slice
 
 
 class Generation(NamedTuple):

@@ -10,9 +10,9 @@ from vit_jax.benchmarks.input import measure_input
 from vit_jax.benchmarks.step import make_matmuls, measure_step
 from vit_jax.commands.benchmark import BENCHMARKS, as_table
 from vit_jax.config import base_config
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment import make_experiment
 from vit_jax.main import main
-from vit_jax.mesh import make_mesh
 
 TINY = ("--config.global_batch_size=8", "--config.model.depth=1")
 SPREAD = {"median", "min", "max"}

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from vit_jax import checkpoint
 from vit_jax.checksums import checksums
 from vit_jax.config import base_config
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
-from vit_jax.mesh import make_mesh
 from vit_jax.step import TrainState
 from vit_jax.timetable import Timetable
 

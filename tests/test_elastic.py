@@ -18,7 +18,7 @@ from test_resume import ROOT, final_state, rows
 
 from vit_jax import checkpoint, run, train
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.mesh import make_mesh
+from vit_jax.devices.mesh import make_mesh
 
 
 def free_address():
@@ -81,7 +81,7 @@ import tensorstore
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec as P
 from vit_jax import checkpoint
-from vit_jax.mesh import make_mesh
+from vit_jax.devices.mesh import make_mesh
 
 directory, address, i = sys.argv[1], sys.argv[2], int(sys.argv[3])
 jax.distributed.initialize(address, 2, i)
@@ -149,7 +149,7 @@ import jax.numpy as jnp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec as P
 from vit_jax import checkpoint
-from vit_jax.mesh import make_mesh
+from vit_jax.devices.mesh import make_mesh
 
 
 def resident():

@@ -9,11 +9,11 @@ from sklearn.datasets import load_digits
 from vit_jax.config import SplitKey, classification
 from vit_jax.config.text import load_config
 from vit_jax.data import make_source
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate, make_evaluators
 from vit_jax.evaluators.classification import Classification, bins
 from vit_jax.experiment import make_experiment
-from vit_jax.mesh import make_mesh
 from vit_jax.objectives.supervised import make_loss
 from vit_jax.step import TrainState
 

@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vit_jax.mesh import make_mesh
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.replicas import DivergedError, check_replicas
 
 

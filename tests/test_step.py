@@ -4,8 +4,8 @@ import numpy as np
 import optax
 import pytest
 
+from vit_jax.devices.flops import count_flops
 from vit_jax.errors import InputError
-from vit_jax.flops import count_flops
 from vit_jax.models import create_model
 from vit_jax.objectives.supervised import ObjectiveOutput, make_loss, make_supervised
 from vit_jax.step import TrainState, init_state, make_layer_norms, make_train_step, start_from

@@ -18,12 +18,12 @@ from vit_jax import checkpoint, load_pretrained, metrics, tree
 from vit_jax import train as train_module
 from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.devices.mesh import start_backend
 from vit_jax.errors import InputError
 from vit_jax.evaluation import evaluate
 from vit_jax.evaluators.classification import Classification
 from vit_jax.guards import NonFiniteError, check_finite
 from vit_jax.main import main
-from vit_jax.mesh import start_backend
 from vit_jax.run import prepare
 from vit_jax.summary import Clock
 from vit_jax.train import train_and_evaluate
@@ -522,7 +522,7 @@ def test_chosen_steps_are_traced(tmp_path):
 
 
 def test_an_accelerator_that_is_not_used_is_named(monkeypatch, caplog):
-    monkeypatch.setattr("vit_jax.mesh.accelerators_on_host", lambda: ["NVIDIA GPU"])
+    monkeypatch.setattr("vit_jax.devices.mesh.accelerators_on_host", lambda: ["NVIDIA GPU"])
     start_backend(None)
     assert "running on the CPU, though this host has: NVIDIA GPU" in caplog.text
     caplog.clear()

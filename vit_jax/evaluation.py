@@ -16,6 +16,7 @@ from vit_jax import config as config_lib
 from vit_jax.comparison import compare_findings, compare_requests, compare_weights
 from vit_jax.config.evals import find_evaluator, learning_kinds
 from vit_jax.data import Source, check_crops, parse_ops
+from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
@@ -29,7 +30,6 @@ from vit_jax.run import (
     open_sources,
     prepare,
 )
-from vit_jax.sharding import constrain, place, state_shardings
 from vit_jax.step import TrainState
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.resample import check_convention

@@ -12,7 +12,6 @@ import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.compiler import compiler_options
 from vit_jax.config import flatten, image_hw, model_fields, optimizer_fields, step_fields
 from vit_jax.data import (
     check_order,
@@ -22,8 +21,10 @@ from vit_jax.data import (
     resolve_order,
 )
 from vit_jax.data.device_ops import MIXING_OPS
-from vit_jax.flops import count_flops, jaxpr_flops
-from vit_jax.mesh import batch_sharding
+from vit_jax.devices.compiler import compiler_options
+from vit_jax.devices.flops import count_flops, jaxpr_flops
+from vit_jax.devices.mesh import batch_sharding
+from vit_jax.devices.sharding import constrain, state_shardings
 from vit_jax.models import create_model
 from vit_jax.models.attention import choose_attention
 from vit_jax.models.fields import field_names, with_known
@@ -32,7 +33,6 @@ from vit_jax.objectives import OBJECTIVES
 from vit_jax.objectives.supervised import make_loss
 from vit_jax.optimizers import make_optimizer
 from vit_jax.schedules import make_schedule, parse_duration, split_durations
-from vit_jax.sharding import constrain, state_shardings
 from vit_jax.step import TrainState, init_state, make_layer_norms, make_train_step
 
 logger = logging.getLogger("vit_jax")

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from vit_jax import checkpoint, metrics
+from vit_jax.devices.chips import count_chips
 from vit_jax.files import write_whole
 from vit_jax.guards import DIVERGED_FILE, NonFiniteError
 from vit_jax.run import Run
-from vit_jax.topologies import count_chips
 
 logger = logging.getLogger("vit_jax")
 

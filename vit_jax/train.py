@@ -19,7 +19,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint, data, flops, metrics, sharding, tree
+from vit_jax import checkpoint, data, metrics, tree
 from vit_jax import config as config_lib
 from vit_jax.comparison import (
     compare_findings,
@@ -31,6 +31,9 @@ from vit_jax.comparison import (
 from vit_jax.config import stored as stored_config
 from vit_jax.data.order import local_rows
 from vit_jax.data.sources import FINGERPRINT_VERSION
+from vit_jax.devices import flops, sharding
+from vit_jax.devices.chips import count_chips
+from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate
 from vit_jax.evaluators.features import NothingToMeasureError
@@ -38,13 +41,11 @@ from vit_jax.files import write_whole
 from vit_jax.guards import CorruptDataError, CorruptRecords, NonFiniteError, check_finite
 from vit_jax.job import watchdog
 from vit_jax.job.processes import PreemptionGuard
-from vit_jax.mesh import BATCH_AXES, batch_sharding
 from vit_jax.replicas import DivergedError, check_replicas
 from vit_jax.run import Run, data_fingerprint, prepare, training_order
 from vit_jax.step import start_from
 from vit_jax.summary import Clock, read_summary, write_diverged, write_summary
 from vit_jax.timetable import Timetable
-from vit_jax.topologies import count_chips
 
 logger = logging.getLogger("vit_jax")
 

@@ -27,8 +27,8 @@ from vit_jax.data import (
     parse_ops,
 )
 from vit_jax.data.device_ops import MIXING_OPS
+from vit_jax.devices.mesh import PLATFORMS
 from vit_jax.errors import Faults, collect_faults, nearest
-from vit_jax.mesh import PLATFORMS
 from vit_jax.models import create_model
 from vit_jax.objectives import OBJECTIVES
 from vit_jax.objectives.supervised import make_loss

@@ -20,10 +20,10 @@ from sklearn.preprocessing import StandardScaler
 from vit_jax.config import SplitKey, base_config, fewshot
 from vit_jax.data import make_source
 from vit_jax.data.pipeline import host_eval_batches, read_labels
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators import make_evaluators
 from vit_jax.evaluators.fewshot import FewShot, draw_support, predict, ridge
-from vit_jax.mesh import make_mesh
 from vit_jax.models import create_model
 
 RNG = np.random.default_rng(0)
@@ -371,7 +371,7 @@ import json, sys, jax
 process_id, port = map(int, sys.argv[1:])
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"localhost:{port}", 2, process_id)
-from vit_jax.mesh import make_mesh
+from vit_jax.devices.mesh import make_mesh
 import test_fewshot
 print(json.dumps(test_fewshot.all_on_digits(make_mesh(replica=1, data=4, fsdp=1, tensor=1))))
 """

@@ -10,11 +10,11 @@ from test_fewshot import PROJECTION, Pixels, State, digit_pixels, make_batches
 
 from vit_jax.config import SplitKey, base_config, knn
 from vit_jax.data import make_source
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators import knn as knn_module
 from vit_jax.evaluators import make_evaluators
 from vit_jax.evaluators.knn import Knn
-from vit_jax.mesh import make_mesh
 from vit_jax.validation import find_faults
 
 RNG = np.random.default_rng(0)

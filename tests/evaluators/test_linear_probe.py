@@ -11,11 +11,11 @@ from test_fewshot import Pixels, State, digit_pixels, make_batches
 
 from vit_jax.config import SplitKey, base_config, linear_probe
 from vit_jax.data import make_source
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators import linear_probe as linear_probe_lib
 from vit_jax.evaluators import make_evaluators
 from vit_jax.evaluators.linear_probe import Classifier, LinearProbe, fit
-from vit_jax.mesh import make_mesh
 from vit_jax.validation import find_faults
 
 RNG = np.random.default_rng(0)

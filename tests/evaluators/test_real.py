@@ -9,6 +9,7 @@ from PIL import Image
 
 from vit_jax.config import SplitKey, base_config, real
 from vit_jax.data import make_source
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate, make_evaluators
 from vit_jax.evaluators.features import NothingToMeasureError
@@ -19,7 +20,6 @@ from vit_jax.evaluators.real import (
     read_numbers,
     read_real_labels,
 )
-from vit_jax.mesh import make_mesh
 from vit_jax.step import TrainState
 
 LABELS = [[], [2, 0], [1], [0], [1, 2], [0, 1, 2]]  # of images 1 to 6

@@ -89,7 +89,7 @@ def test_log_messages_name_their_level_from_warnings_on():
     out = console(terminal=False)
     metrics.log_to_console(out)
     metrics.log_to_console(out)
-    logger = logging.getLogger("vit_jax.sharding")
+    logger = logging.getLogger("vit_jax.devices.sharding")
     logger.info("[bold] is no markup, " + "and a long line is not wrapped " * 10)
     logger.warning("not divided")
     message, warning = out.file.getvalue().splitlines()

@@ -17,10 +17,10 @@ from numpy_vit import random_params
 import vit_jax
 from vit_jax import checkpoint, tree
 from vit_jax.config import base_config
+from vit_jax.devices.flops import count_flops, forward_macs
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.experiment import make_experiment
-from vit_jax.flops import count_flops, forward_macs
-from vit_jax.mesh import make_mesh
 from vit_jax.models import MODELS, create_model, find_family, token_stride
 from vit_jax.models.fields import field_names
 from vit_jax.step import TrainState

@@ -10,7 +10,7 @@ import pytest
 from numpy_vit import random_params
 
 from vit_jax import tree
-from vit_jax.flops import count_flops
+from vit_jax.devices.flops import count_flops
 from vit_jax.models import create_model
 from vit_jax.transfer.rules import abstract_params, stack_layers, unstack_layers
 

@@ -9,9 +9,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from vit_jax.config import base_config
 from vit_jax.data.known import fill_in_sizes
+from vit_jax.devices.chips import find_slice
+from vit_jax.devices.mesh import make_mesh
+from vit_jax.devices.sharding import constrain, state_shardings
 from vit_jax.errors import InputError
 from vit_jax.hlo import Program
-from vit_jax.mesh import make_mesh
 from vit_jax.models import create_model
 from vit_jax.models.bit import PreActBottleneck
 from vit_jax.models.hybrid import Bottleneck
@@ -19,8 +21,6 @@ from vit_jax.models.vit import ViT
 from vit_jax.planning.activations import Unit, activation_bytes, resnet_units, tensor_exchanges
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.targets import Target
-from vit_jax.sharding import constrain, state_shardings
-from vit_jax.topologies import find_slice
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 

@@ -17,16 +17,16 @@ from vit_jax import run as run_module
 from vit_jax import train as train_module
 from vit_jax.config import base_config
 from vit_jax.data.known import fill_in_sizes
+from vit_jax.devices.chips import CHIPS, find_slice
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment import Experiment, make_experiment
 from vit_jax.main import main
-from vit_jax.mesh import make_mesh
 from vit_jax.models import create_model
 from vit_jax.planning import calculated, layout
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.search import find_remedies, largest_batch, search
 from vit_jax.planning.targets import Target, readable_mesh
-from vit_jax.topologies import CHIPS, find_slice
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = "--config=configs/pretrain.py:ViT-B/16,imagenet21k,debug"
@@ -443,7 +443,7 @@ def test_plan_without_libtpu_is_calculated_and_says_so(monkeypatch, capsys):
 
 PLACES = """
 from vit_jax.planning.targets import Target, describe_devices, find_devices, start_planning
-from vit_jax.topologies import count_chips, find_slice
+from vit_jax.devices.chips import count_chips, find_slice
 
 for name, num_slices in [("v5e:1x1", 1), ("v5e:2x4", 1), ("v6e:4x8", 2), ("v5p:2x4x4", 2),
                          ("tpu7x:2x2x2", 1)]:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import flops
 from vit_jax.benchmarks.rounds import measure, spread
+from vit_jax.devices import flops
+from vit_jax.devices.chips import count_chips
 from vit_jax.experiment import Experiment, make_experiment
-from vit_jax.topologies import count_chips
 
 MATMUL_SIZE = 1536  # of the float32 products that a CPU's steps are compared with
 _WARM_UP_STEPS = 2

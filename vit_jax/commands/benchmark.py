@@ -26,9 +26,9 @@ from vit_jax.commands.flags import (
     print_config,
     require_flags,
 )
+from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh, start_backend
 from vit_jax.errors import InputError, nearest
 from vit_jax.job import exit_codes
-from vit_jax.mesh import check_accum_steps, check_batch_size, make_mesh, start_backend
 
 logger = logging.getLogger("vit_jax")
 

@@ -18,8 +18,8 @@ import sys
 from rich.console import Console
 
 from vit_jax.commands.flags import define_source_flags, read_source, require_flags
+from vit_jax.devices.mesh import start_backend
 from vit_jax.job import exit_codes
-from vit_jax.mesh import start_backend
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:

@@ -44,7 +44,7 @@ def start_job(flags: argparse.Namespace, config: "ConfigDict") -> None:
     Raises:
       InputError: what was found is not what was asked for.
     """
-    from vit_jax import mesh
+    from vit_jax.devices import mesh
     from vit_jax.job import processes, watchdog
 
     processes.start(

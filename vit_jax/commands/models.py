@@ -18,7 +18,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(flags: argparse.Namespace) -> int:
-    from vit_jax.flops import forward_macs
+    from vit_jax.devices.flops import forward_macs
     from vit_jax.models import MODELS, create_model
     from vit_jax.models.fields import with_known
     from vit_jax.transfer.rules import abstract_params

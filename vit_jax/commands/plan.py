@@ -22,10 +22,10 @@ from vit_jax.commands.flags import (
     print_config,
     require_flags,
 )
+from vit_jax.devices.chips import CHIPS, find_slice
+from vit_jax.devices.flops import format_bytes
 from vit_jax.errors import InputError, nearest
-from vit_jax.flops import format_bytes
 from vit_jax.job import exit_codes
-from vit_jax.topologies import CHIPS, find_slice
 
 logger = logging.getLogger("vit_jax")
 

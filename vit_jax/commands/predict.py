@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vit_jax.commands.flags import define_source_flags, read_source
+from vit_jax.devices.mesh import start_backend
 from vit_jax.errors import InputError, nearest
 from vit_jax.job import exit_codes
-from vit_jax.mesh import start_backend
 
 FORMATS = ("table", "json")
 TOKENS = ("pooled", "patches")

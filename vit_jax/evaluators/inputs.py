@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import SplitKey, eval_splits, image_hw
 from vit_jax.data import Source, eval_batches, parse_ops, to_value_range
-from vit_jax.mesh import batch_sharding
+from vit_jax.devices.mesh import batch_sharding
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
+from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.errors import collect_faults
 from vit_jax.evaluators.features import FeatureGatherer
 from vit_jax.evaluators.inputs import EvalInputs
-from vit_jax.mesh import BATCH_AXES
 
 logger = logging.getLogger("vit_jax")
 

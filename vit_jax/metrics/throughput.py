@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from vit_jax.flops import mfu
+from vit_jax.devices.flops import mfu
 
 
 class Throughput:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from vit_jax.topologies import CHIPS, Chip
+from vit_jax.devices.chips import CHIPS, Chip
 
 
 def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> dict[str, Any]:

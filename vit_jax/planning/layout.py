@@ -8,11 +8,12 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import flops, sharding, tree
+from vit_jax import tree
 from vit_jax.config import stored as stored_config
+from vit_jax.devices import flops, sharding
+from vit_jax.devices.chips import count_chips
 from vit_jax.experiment import Experiment, make_experiment
 from vit_jax.planning.targets import Target, batch_ways, plan_mesh
-from vit_jax.topologies import count_chips
 
 
 def describe(

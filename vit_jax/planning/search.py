@@ -6,10 +6,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from vit_jax.devices.chips import SLICES
 from vit_jax.planning import plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target, batch_ways, target_mesh
-from vit_jax.topologies import SLICES
 
 REMATS = ("none", "dots", "full")
 _FSDP = (1, 4, 16, 64)  # over more chips the compiler makes all-reduces of the weights' gathering

@@ -14,8 +14,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.mesh import AXES, BATCH_AXES, check_accum_steps, check_batch_size, make_mesh
-from vit_jax.topologies import CHIPS, GPUS_PER_HOST, Chip, Slice
+from vit_jax.devices.chips import CHIPS, GPUS_PER_HOST, Chip, Slice
+from vit_jax.devices.mesh import AXES, BATCH_AXES, check_accum_steps, check_batch_size, make_mesh
 
 logger = logging.getLogger("vit_jax")
 

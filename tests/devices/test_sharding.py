@@ -16,12 +16,12 @@ from numpy_vit import random_params
 
 from vit_jax import tree
 from vit_jax.config import base_config
+from vit_jax.devices.mesh import BATCH_AXES, make_mesh
+from vit_jax.devices.sharding import bytes_per_device, constrain, state_shardings
 from vit_jax.experiment import make_experiment
-from vit_jax.mesh import BATCH_AXES, make_mesh
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.optimizers import OPTIMIZERS, make_optimizer
-from vit_jax.sharding import bytes_per_device, constrain, state_shardings
 from vit_jax.step import init_state
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")

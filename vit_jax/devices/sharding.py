@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vit_jax import tree
-from vit_jax.mesh import BATCH_AXES
+from vit_jax.devices.mesh import BATCH_AXES
 
 logger = logging.getLogger("vit_jax")
 

@@ -13,10 +13,10 @@ from numpy_vit import random_params
 from test_sharding import count_constraints
 
 from vit_jax import tree
+from vit_jax.devices.mesh import BATCH_AXES, make_mesh
+from vit_jax.devices.sharding import bytes_per_device, constrain, state_shardings
 from vit_jax.hlo import Program
-from vit_jax.mesh import BATCH_AXES, make_mesh
 from vit_jax.models import create_model
-from vit_jax.sharding import bytes_per_device, constrain, state_shardings
 from vit_jax.transfer.rules import abstract_params
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")

@@ -8,9 +8,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from vit_jax import mesh as mesh_lib
-from vit_jax.errors import InputError
-from vit_jax.mesh import (
+from vit_jax.devices import mesh as mesh_lib
+from vit_jax.devices.mesh import (
     accelerators_on_host,
     batch_sharding,
     check_accum_steps,
@@ -18,6 +17,7 @@ from vit_jax.mesh import (
     make_mesh,
     start_backend,
 )
+from vit_jax.errors import InputError
 
 
 def mesh_of(replica=1, data=1, fsdp=1, tensor=1, devices=None):
@@ -143,7 +143,7 @@ SLICES = """
 import sys
 from jax.experimental import topologies
 from vit_jax.errors import InputError
-from vit_jax.mesh import make_mesh
+from vit_jax.devices.mesh import make_mesh
 
 devices = topologies.get_topology_desc("v5e:2x4", "tpu", num_slices=2).devices
 for replica, data, fsdp in [(None, -1, 2), (4, -1, 2), (1, -1, 2), (-1, 2, 2)]:

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
+from vit_jax.devices.chips import CHIPS
 from vit_jax.models.deit import DeiT
 from vit_jax.models.fields import with_known
 from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.layers import unconstrained
 from vit_jax.models.vit import ViT
-from vit_jax.topologies import CHIPS
 
 # Peaks of dense bfloat16 matrix products, FLOP/s per chip, by `jax.Device.device_kind`.
 PEAK_FLOPS = {kind: chip.peak_flops for chip in CHIPS.values() for kind in chip.device_kinds}

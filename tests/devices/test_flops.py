@@ -6,7 +6,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec
 
-from vit_jax.flops import (
+from vit_jax.devices.flops import (
     Memory,
     count_flops,
     expected_memory,

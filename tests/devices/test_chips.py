@@ -8,11 +8,11 @@ import types
 
 import pytest
 
+from vit_jax.devices.chips import CHIPS, SLICES, count_chips, find_slice
+from vit_jax.devices.flops import PEAK_FLOPS, mfu
 from vit_jax.errors import InputError
-from vit_jax.flops import PEAK_FLOPS, mfu
 from vit_jax.planning.targets import Target, describe_devices
 from vit_jax.summary import Clock
-from vit_jax.topologies import CHIPS, SLICES, count_chips, find_slice
 
 
 def test_slices_have_the_chips_of_their_shapes():
@@ -109,5 +109,5 @@ def test_chip_hours_and_mfu_are_of_chips(caplog):
 
 
 def test_importing_it_starts_nothing():
-    program = "import sys, vit_jax.topologies; sys.exit('jax' in sys.modules)"
+    program = "import sys, vit_jax.devices.chips; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
