@@ -17,7 +17,8 @@ import signal
 import sys
 import threading
 
-from vit_jax import checkpoint, files, metrics, train
+from vit_jax import files, metrics, train
+from vit_jax.checkpoints import checkpoint
 from vit_jax.evaluators import classification
 from vit_jax.main import main
 

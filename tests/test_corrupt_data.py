@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from vit_jax import checkpoint
+from vit_jax.checkpoints import checkpoint
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.order import record_order

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from started_job import Job
 from test_resume import ROOT, final_state, rows
 
-from vit_jax import checkpoint, run, train
+from vit_jax import run, train
+from vit_jax.checkpoints import checkpoint
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import make_mesh
 
@@ -80,7 +81,7 @@ import jax.numpy as jnp
 import tensorstore
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec as P
-from vit_jax import checkpoint
+from vit_jax.checkpoints import checkpoint
 from vit_jax.devices.mesh import make_mesh
 
 directory, address, i = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -148,7 +149,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec as P
-from vit_jax import checkpoint
+from vit_jax.checkpoints import checkpoint
 from vit_jax.devices.mesh import make_mesh
 
 

@@ -16,8 +16,8 @@ from etils import epath
 from numpy_vit import random_params
 
 from vit_jax import evaluation, load_pretrained, pretrained_spec, save_pretrained, tree
-from vit_jax.checkpoint import Checkpoints
-from vit_jax.checksums import hash_params
+from vit_jax.checkpoints.checkpoint import Checkpoints
+from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.image_files import image_files

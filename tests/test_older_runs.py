@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from vit_jax import checkpoint
+from vit_jax.checkpoints import checkpoint
 from vit_jax.config.text import load_config
 from vit_jax.train import train_and_evaluate
 

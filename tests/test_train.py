@@ -14,8 +14,9 @@ import pytest
 from etils import epath
 from sklearn.datasets import load_digits
 
-from vit_jax import checkpoint, load_pretrained, metrics, tree
+from vit_jax import load_pretrained, metrics, tree
 from vit_jax import train as train_module
+from vit_jax.checkpoints import checkpoint
 from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import start_backend

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
 from vit_jax import data
-from vit_jax.checksums import hash_params
+from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import SplitKey
 from vit_jax.job import processes, watchdog
 from vit_jax.job.software import software

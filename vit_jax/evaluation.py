@@ -11,8 +11,9 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint, transfer, tree
 from vit_jax import config as config_lib
+from vit_jax import transfer, tree
+from vit_jax.checkpoints import checkpoint
 from vit_jax.comparison import compare_findings, compare_requests, compare_weights
 from vit_jax.config.evals import find_evaluator, learning_kinds
 from vit_jax.data import Source, check_crops, parse_ops

@@ -13,8 +13,9 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint, data, files, metrics, transfer
 from vit_jax import config as config_lib
+from vit_jax import data, files, metrics, transfer
+from vit_jax.checkpoints import checkpoint
 from vit_jax.comparison import compare_requests
 from vit_jax.config import SplitKey
 from vit_jax.config import stored as stored_config

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from vit_jax import checkpoint, metrics
+from vit_jax import metrics
+from vit_jax.checkpoints import checkpoint
 from vit_jax.devices.chips import count_chips
 from vit_jax.files import write_whole
 from vit_jax.guards import DIVERGED_FILE, NonFiniteError

@@ -19,8 +19,10 @@ from etils import epath
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from vit_jax import checkpoint, data, metrics, tree
 from vit_jax import config as config_lib
+from vit_jax import data, metrics, tree
+from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints.replicas import DivergedError, check_replicas
 from vit_jax.comparison import (
     compare_findings,
     compare_programs,
@@ -41,7 +43,6 @@ from vit_jax.files import write_whole
 from vit_jax.guards import CorruptDataError, CorruptRecords, NonFiniteError, check_finite
 from vit_jax.job import watchdog
 from vit_jax.job.processes import PreemptionGuard
-from vit_jax.replicas import DivergedError, check_replicas
 from vit_jax.run import Run, data_fingerprint, prepare, training_order
 from vit_jax.step import start_from
 from vit_jax.summary import Clock, read_summary, write_diverged, write_summary

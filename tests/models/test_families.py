@@ -15,7 +15,8 @@ from etils import epath
 from numpy_vit import random_params
 
 import vit_jax
-from vit_jax import checkpoint, tree
+from vit_jax import tree
+from vit_jax.checkpoints import checkpoint
 from vit_jax.config import base_config
 from vit_jax.devices.flops import count_flops, forward_macs
 from vit_jax.devices.mesh import make_mesh

@@ -9,7 +9,7 @@ from etils import epath
 from numpy_vit import random_params
 
 from vit_jax import tree
-from vit_jax.checkpoint import Checkpoints
+from vit_jax.checkpoints.checkpoint import Checkpoints
 from vit_jax.config import base_config
 from vit_jax.config.stored import to_json
 from vit_jax.errors import InputError

@@ -35,7 +35,7 @@ def main(flags: argparse.Namespace) -> int:
     config = load_valid_config(flags)
 
     from vit_jax import guards, metrics, train  # orbax only now, that a typo is answered at once
-    from vit_jax.replicas import DivergedError
+    from vit_jax.checkpoints.replicas import DivergedError
 
     metrics.log_to_console()
     start_job(flags, config)

@@ -22,7 +22,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax import tree
-from vit_jax.checksums import hash_params
+from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.errors import InputError, nearest
 from vit_jax.files import absolute, write_whole
 from vit_jax.job.software import software

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from etils import epath
 
-from vit_jax import checkpoint, tree
+from vit_jax import tree
+from vit_jax.checkpoints import checkpoint
 from vit_jax.config import image_hw, model_fields
 from vit_jax.config.stored import read_config
 from vit_jax.data.host_ops import TAKES_ENCODED

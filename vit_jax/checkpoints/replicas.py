@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vit_jax import tree
-from vit_jax.checksums import checksum
+from vit_jax.checkpoints.checksums import checksum
 
 _NAMED_AT_MOST = 10
 

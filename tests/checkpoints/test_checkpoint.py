@@ -13,8 +13,8 @@ from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vit_jax import checkpoint
-from vit_jax.checksums import checksums
+from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints.checksums import checksums
 from vit_jax.config import base_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError

@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from vit_jax.checksums import checksums
+from vit_jax.checkpoints.checksums import checksums
 from vit_jax.errors import InputError
 from vit_jax.files import write_whole
 

@@ -4,8 +4,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from vit_jax.checkpoints.replicas import DivergedError, check_replicas
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.replicas import DivergedError, check_replicas
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Checkpoints that certify themselves, and checks that copies of the state agree."""
