@@ -11,7 +11,7 @@ from vit_jax.benchmarks.step import make_matmuls, measure_step
 from vit_jax.commands.benchmark import BENCHMARKS, as_table
 from vit_jax.config import base_config
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.experiment import make_experiment
+from vit_jax.experiment.experiment import make_experiment
 from vit_jax.main import main
 
 TINY = ("--config.global_batch_size=8", "--config.model.depth=1")

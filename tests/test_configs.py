@@ -18,7 +18,7 @@ from vit_jax.data.known import fill_in_sizes
 from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
-from vit_jax.experiment import make_experiment, num_steps
+from vit_jax.experiment.experiment import make_experiment, num_steps
 from vit_jax.models import create_model, token_stride
 from vit_jax.recipes import VTAB, hyper_rule, make_tiny
 from vit_jax.run import prepare

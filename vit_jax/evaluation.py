@@ -21,6 +21,7 @@ from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
+from vit_jax.experiment.step import TrainState
 from vit_jax.job import watchdog
 from vit_jax.models.attention import choose_attention
 from vit_jax.models.fields import check_fields, with_known
@@ -31,7 +32,6 @@ from vit_jax.run import (
     open_sources,
     prepare,
 )
-from vit_jax.step import TrainState
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.rules import Pretrained

@@ -24,7 +24,7 @@ from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import make_evaluators
-from vit_jax.experiment import Experiment, make_experiment
+from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.transfer.resample import check_convention
 
 logger = logging.getLogger("vit_jax")

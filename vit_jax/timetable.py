@@ -2,7 +2,7 @@
 
 from ml_collections import ConfigDict
 
-from vit_jax.experiment import num_steps
+from vit_jax.experiment.experiment import num_steps
 
 
 class Timetable:

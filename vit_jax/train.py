@@ -39,12 +39,12 @@ from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate
 from vit_jax.evaluators.features import NothingToMeasureError
+from vit_jax.experiment.step import start_from
 from vit_jax.files import write_whole
 from vit_jax.guards import CorruptDataError, CorruptRecords, NonFiniteError, check_finite
 from vit_jax.job import watchdog
 from vit_jax.job.processes import PreemptionGuard
 from vit_jax.run import Run, data_fingerprint, prepare, training_order
-from vit_jax.step import start_from
 from vit_jax.summary import Clock, read_summary, write_diverged, write_summary
 from vit_jax.timetable import Timetable
 

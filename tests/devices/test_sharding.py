@@ -18,11 +18,11 @@ from vit_jax import tree
 from vit_jax.config import base_config
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.devices.sharding import bytes_per_device, constrain, state_shardings
-from vit_jax.experiment import make_experiment
+from vit_jax.experiment.experiment import make_experiment
+from vit_jax.experiment.optimizers import OPTIMIZERS, make_optimizer
+from vit_jax.experiment.step import init_state
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS
-from vit_jax.optimizers import OPTIMIZERS, make_optimizer
-from vit_jax.step import init_state
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -217,7 +217,7 @@ def test_a_step_moves_weights_between_devices_and_no_activations(layout, scan):
 
 
 def test_constraints_that_do_nothing_are_noticed(monkeypatch):
-    monkeypatch.setattr("vit_jax.experiment.constrain", lambda x, axes: x)
+    monkeypatch.setattr("vit_jax.experiment.experiment.constrain", lambda x, axes: x)
     experiment, step = compile_step("fsdp 8", True)
     assert collective_bytes(step.as_text()) > 100 * 4 * experiment.num_params
     assert constraints_in_forward() == 0

@@ -187,7 +187,9 @@ def test_null_writer_writes_nothing(tmp_path, monkeypatch):
 def test_neither_import_nor_use_loads_tensorflow_or_touches_a_device(tmp_path):
     program = f"""
 import sys
-from vit_jax import metrics, optimizers, schedules, tree
+from vit_jax import metrics, tree
+from vit_jax.experiment import optimizers
+from vit_jax.experiment import schedules
 from vit_jax.devices import flops
 with metrics.MetricWriter({str(tmp_path)!r}) as writer:
     writer.write(1, {{"train/loss": 2.0}})

@@ -19,7 +19,7 @@ from vit_jax.config import base_config
 from vit_jax.data.known import fill_in_sizes
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.experiment import Experiment, make_experiment
+from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.planning import calculated, layout

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from vit_jax.benchmarks.rounds import measure, spread
 from vit_jax.devices import flops
 from vit_jax.devices.chips import count_chips
-from vit_jax.experiment import Experiment, make_experiment
+from vit_jax.experiment.experiment import Experiment, make_experiment
 
 MATMUL_SIZE = 1536  # of the float32 products that a CPU's steps are compared with
 _WARM_UP_STEPS = 2

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from vit_jax.devices.chips import GPUS_PER_HOST
-from vit_jax.experiment import Experiment, make_experiment
+from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.planning.activations import activation_bytes, tensor_exchanges
 from vit_jax.planning.layout import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, plan_mesh, readable_mesh

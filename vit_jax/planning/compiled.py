@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import hlo
 from vit_jax.devices import flops
-from vit_jax.experiment import make_experiment
+from vit_jax.experiment.experiment import make_experiment
 from vit_jax.planning.layout import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
 

@@ -12,7 +12,7 @@ from vit_jax import tree
 from vit_jax.config import stored as stored_config
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.chips import count_chips
-from vit_jax.experiment import Experiment, make_experiment
+from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.planning.targets import Target, batch_ways, plan_mesh
 
 

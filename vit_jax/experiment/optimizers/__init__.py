@@ -34,9 +34,9 @@ import re
 import optax
 
 from vit_jax.errors import collect_faults, nearest
-from vit_jax.optimizers import masks
-from vit_jax.optimizers.directions import MOMENTUM_DTYPES, OPTIMIZERS
-from vit_jax.optimizers.layers import over_layers, scale_layers
+from vit_jax.experiment.optimizers import masks
+from vit_jax.experiment.optimizers.directions import MOMENTUM_DTYPES, OPTIMIZERS
+from vit_jax.experiment.optimizers.layers import over_layers, scale_layers
 
 __all__ = ["MOMENTUM_DTYPES", "OPTIMIZERS", "make_optimizer", "over_layers"]
 

@@ -25,15 +25,15 @@ from vit_jax.devices.compiler import compiler_options
 from vit_jax.devices.flops import count_flops, jaxpr_flops
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.devices.sharding import constrain, state_shardings
+from vit_jax.experiment.optimizers import make_optimizer
+from vit_jax.experiment.schedules import make_schedule, parse_duration, split_durations
+from vit_jax.experiment.step import TrainState, init_state, make_layer_norms, make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.attention import choose_attention
 from vit_jax.models.fields import field_names, with_known
 from vit_jax.models.layers import unconstrained
 from vit_jax.objectives import OBJECTIVES
 from vit_jax.objectives.supervised import make_loss
-from vit_jax.optimizers import make_optimizer
-from vit_jax.schedules import make_schedule, parse_duration, split_durations
-from vit_jax.step import TrainState, init_state, make_layer_norms, make_train_step
 
 logger = logging.getLogger("vit_jax")
 

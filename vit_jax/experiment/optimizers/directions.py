@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax.optimizers.layers import over_layers
+from vit_jax.experiment.optimizers.layers import over_layers
 
 MOMENTUM_DTYPES = ("float32", "bfloat16")
 

@@ -5,16 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit_jax import experiment as experiment_lib
 from vit_jax import tree
 from vit_jax.config import base_config
 from vit_jax.data import make_device_transform
 from vit_jax.devices.flops import count_flops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
-from vit_jax.experiment import make_experiment, num_steps
+from vit_jax.experiment import experiment as experiment_lib
+from vit_jax.experiment.experiment import make_experiment, num_steps
+from vit_jax.experiment.step import start_from
 from vit_jax.models.layers import unconstrained
-from vit_jax.step import start_from
 from vit_jax.transfer.rules import abstract_params, stack_layers, unstack_layers
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")

@@ -8,7 +8,7 @@ import pytest
 
 from vit_jax import tree
 from vit_jax.errors import InputError
-from vit_jax.optimizers import OPTIMIZERS, make_optimizer
+from vit_jax.experiment.optimizers import OPTIMIZERS, make_optimizer
 from vit_jax.transfer.rules import stack_layers, unstack_layers
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
@@ -241,7 +241,7 @@ def test_adafactor_not_mapped_over_layers_would_differ(monkeypatch):
     # So many layers that a stack of vectors looks like a matrix worth factoring.
     params, *all_grads = (stacked(unrolled(seed, depth=40)) for seed in range(3))
     mapped = run(make_optimizer("adafactor", schedule=learning_rate), params, all_grads)
-    monkeypatch.setattr("vit_jax.optimizers.directions.over_layers", lambda tx: tx)
+    monkeypatch.setattr("vit_jax.experiment.optimizers.directions.over_layers", lambda tx: tx)
     naive = run(make_optimizer("adafactor", schedule=learning_rate), params, all_grads)
     for leaf in ("encoder/layers/norm/scale", "encoder/layers/mlp/kernel"):
         assert np.abs(mapped[leaf] - naive[leaf]).max() > 1e-2, leaf

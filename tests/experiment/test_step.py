@@ -6,9 +6,15 @@ import pytest
 
 from vit_jax.devices.flops import count_flops
 from vit_jax.errors import InputError
+from vit_jax.experiment.step import (
+    TrainState,
+    init_state,
+    make_layer_norms,
+    make_train_step,
+    start_from,
+)
 from vit_jax.models import create_model
 from vit_jax.objectives.supervised import ObjectiveOutput, make_loss, make_supervised
-from vit_jax.step import TrainState, init_state, make_layer_norms, make_train_step, start_from
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 

@@ -1,0 +1,1 @@
+"""From a resolved config to a compiled training step."""
