@@ -22,7 +22,7 @@ from vit_jax import files, tree
 from vit_jax.data import Source, eval_batches, parse_ops, to_value_range
 from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.errors import InputError
-from vit_jax.fetching import fetch
+from vit_jax.evaluators.fetching import fetch
 from vit_jax.objectives.supervised import PROBABILITIES
 from vit_jax.transfer.images import class_names, ops_for
 from vit_jax.transfer.rules import Pretrained, loss_of

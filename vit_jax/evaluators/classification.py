@@ -11,8 +11,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
+from vit_jax.evaluators.fetching import fetch
 from vit_jax.evaluators.inputs import EvalInputs
-from vit_jax.fetching import fetch
 from vit_jax.objectives.supervised import PROBABILITIES, Loss, hits, make_loss
 
 _NUM_BINS = 15  # as in the paper of calibration

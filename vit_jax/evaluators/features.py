@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from vit_jax.data import Source, read_labels
 from vit_jax.errors import InputError
-from vit_jax.fetching import fetch
+from vit_jax.evaluators.fetching import fetch
 
 
 class NothingToMeasureError(InputError):

@@ -20,8 +20,8 @@ from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.data import Source
 from vit_jax.errors import InputError
 from vit_jax.evaluators.features import NothingToMeasureError, gather_by_record
+from vit_jax.evaluators.fetching import fetch
 from vit_jax.evaluators.inputs import EvalInputs
-from vit_jax.fetching import fetch
 
 _FILE_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\b")
 _OTHER_NAME = -1  # in the place of a number

@@ -167,7 +167,7 @@ def digits():
 @pytest.fixture(scope="module")
 def model_on_mesh():
     """(config, model, mesh of 8 devices, state) of a tiny model whose head is not zero."""
-    c = load_config(f"{pathlib.Path(__file__).parents[1]}/configs/quickstart.py:debug")
+    c = load_config(f"{pathlib.Path(__file__).parents[2]}/configs/quickstart.py:debug")
     c.data.num_classes, c.data.num_examples = 10, 1437
     c.data.mean, c.data.std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
     c.global_batch_size = 72  # divides 360
