@@ -15,8 +15,8 @@ from test_sharding import count_constraints
 from vit_jax import tree
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.devices.sharding import bytes_per_device, constrain, state_shardings
-from vit_jax.hlo import Program
 from vit_jax.models import create_model
+from vit_jax.planning.hlo import Program
 from vit_jax.transfer.rules import abstract_params
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")

@@ -13,13 +13,13 @@ from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain, state_shardings
 from vit_jax.errors import InputError
-from vit_jax.hlo import Program
 from vit_jax.models import create_model
 from vit_jax.models.bit import PreActBottleneck
 from vit_jax.models.hybrid import Bottleneck
 from vit_jax.models.vit import ViT
 from vit_jax.planning.activations import Unit, activation_bytes, resnet_units, tensor_exchanges
 from vit_jax.planning.calculated import calculate_plan
+from vit_jax.planning.hlo import Program
 from vit_jax.planning.targets import Target
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from vit_jax import hlo, planning
+from vit_jax import planning
 from vit_jax import run as run_module
 from vit_jax import train as train_module
 from vit_jax.config import base_config
@@ -22,7 +22,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.main import main
 from vit_jax.models import create_model
-from vit_jax.planning import calculated, layout
+from vit_jax.planning import calculated, hlo, layout
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.search import find_remedies, largest_batch, search

@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax import hlo
 from vit_jax.devices import flops
 from vit_jax.experiment.experiment import make_experiment
+from vit_jax.planning import hlo
 from vit_jax.planning.layout import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
 

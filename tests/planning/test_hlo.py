@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.hlo import Collective, Program
+from vit_jax.planning.hlo import Collective, Program
 
 # A loop of 24, which gathers beside its products (three fusions, one channel), reduces gradients
 # of which each device keeps a part, and takes one layer of a stacked array; then a plain sum.
