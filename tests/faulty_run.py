@@ -16,8 +16,10 @@ import types
 import jax
 import numpy as np
 
-from vit_jax import comparison, train, tree
+from vit_jax import tree
 from vit_jax.main import execute_and_exit
+from vit_jax.training import agreement as comparison
+from vit_jax.training import train
 
 
 def flip(state):

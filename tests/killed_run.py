@@ -17,10 +17,11 @@ import signal
 import sys
 import threading
 
-from vit_jax import files, metrics, train
+from vit_jax import files, metrics
 from vit_jax.checkpoints import checkpoint
 from vit_jax.evaluators import classification
 from vit_jax.main import main
+from vit_jax.training import train
 
 
 def kill():

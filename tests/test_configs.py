@@ -21,11 +21,11 @@ from vit_jax.errors import InputError
 from vit_jax.experiment.experiment import make_experiment, num_steps
 from vit_jax.models import create_model, token_stride
 from vit_jax.recipes import VTAB, hyper_rule, make_tiny
-from vit_jax.run import prepare
 from vit_jax.studies.grid import parse_cells
+from vit_jax.training.prepare import prepare
+from vit_jax.training.validation import find_faults
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.rules import Spec
-from vit_jax.validation import find_faults
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 

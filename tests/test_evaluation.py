@@ -14,8 +14,8 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
 from vit_jax.evaluation import evaluate_pretrained
 from vit_jax.main import main
+from vit_jax.training.validation import find_faults
 from vit_jax.transfer import read_pretrained
-from vit_jax.validation import find_faults
 
 SMALL = {"num_heads": 2, "mlp_dim": 32}
 

@@ -26,8 +26,8 @@ from vit_jax.files import LocalFile
 from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.prediction import outputs
-from vit_jax.run import prepare
-from vit_jax.train import write_workdir
+from vit_jax.training.prepare import prepare
+from vit_jax.training.train import write_workdir
 from vit_jax.transfer import WRITERS, read_pretrained
 from vit_jax.transfer import export as export_lib
 from vit_jax.transfer.images import ops_for

@@ -14,10 +14,10 @@ import vit_jax
 from vit_jax.commands import COMMANDS
 from vit_jax.config.stored import to_json
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.guards import NonFiniteError
 from vit_jax.main import main
-from vit_jax.run import open_sources
-from vit_jax.train import Preempted
+from vit_jax.training.guards import NonFiniteError
+from vit_jax.training.prepare import open_sources
+from vit_jax.training.train import Preempted
 
 ROOT = pathlib.Path(__file__).parents[1]
 QUICKSTART = "--config=configs/quickstart.py:debug"
@@ -399,7 +399,7 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
             if error is not None:
                 raise error
 
-        monkeypatch.setattr("vit_jax.train.train_and_evaluate", train_and_evaluate)
+        monkeypatch.setattr("vit_jax.training.train.train_and_evaluate", train_and_evaluate)
         return main(words), capsys.readouterr().err
 
     assert end_with(None)[0] == 0

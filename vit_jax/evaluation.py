@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 from vit_jax import config as config_lib
 from vit_jax import transfer, tree
 from vit_jax.checkpoints import checkpoint
-from vit_jax.comparison import compare_findings, compare_requests, compare_weights
 from vit_jax.config.evals import find_evaluator, learning_kinds
 from vit_jax.data import Source, check_crops, parse_ops
 from vit_jax.devices.sharding import constrain, place, state_shardings
@@ -25,7 +24,8 @@ from vit_jax.experiment.step import TrainState
 from vit_jax.job import watchdog
 from vit_jax.models.attention import choose_attention
 from vit_jax.models.fields import check_fields, with_known
-from vit_jax.run import (
+from vit_jax.training.agreement import compare_findings, compare_requests, compare_weights
+from vit_jax.training.prepare import (
     adopt_holdout,
     check_evaluated_images,
     check_mesh,

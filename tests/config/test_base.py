@@ -249,7 +249,8 @@ assert not xla_bridge._backends, xla_bridge._backends
     "modules",
     [
         "vit_jax, vit_jax.config, vit_jax.recipes",
-        "vit_jax.main, vit_jax.validation, vit_jax.commands.train, vit_jax.commands.evaluate",
+        "vit_jax.main, vit_jax.training.validation, "
+        "vit_jax.commands.train, vit_jax.commands.evaluate",
     ],
 )
 def test_importing_takes_no_device_and_no_tensorflow(modules):

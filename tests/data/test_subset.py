@@ -10,8 +10,8 @@ from vit_jax.data import keep_classes, make_source, parse_ops, pipeline, read_la
 from vit_jax.data.host_tf import tfds
 from vit_jax.data.known import fill_in_sizes
 from vit_jax.errors import InputError
-from vit_jax.run import open_sources
-from vit_jax.validation import find_faults
+from vit_jax.training.prepare import open_sources
+from vit_jax.training.validation import find_faults
 
 SIZE = (16, 16)
 CLASSES = (2, 0)

@@ -13,7 +13,6 @@ from etils import epath
 from started_job import TERMINATE, Job
 from test_resume import final_state, rows
 
-from vit_jax.comparison import compare_weights
 from vit_jax.config import base_config
 from vit_jax.errors import InputError
 from vit_jax.job import processes
@@ -25,6 +24,7 @@ from vit_jax.job.processes import (
     check_one_workdir,
     start,
 )
+from vit_jax.training.agreement import compare_weights
 
 # With Adam's usual eps the noise of gradients that are zero in exact arithmetic is scaled up.
 RUN = ("--config=configs/quickstart.py:debug", "--config.mesh.fsdp=2",

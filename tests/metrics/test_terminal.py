@@ -57,7 +57,7 @@ def test_progress_keeps_one_line_on_a_terminal():
     metrics.log_to_console(out)
     with Progress(3000, console=out) as progress:
         progress.update(1000, SCALARS)
-        logging.getLogger("vit_jax.train").info("saved step 1000")
+        logging.getLogger("vit_jax.training.train").info("saved step 1000")
         progress.update(1001, SCALARS)
     screen = terminal_screen(out.file.getvalue())
     assert len(screen) == 2

@@ -13,8 +13,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from vit_jax import planning
-from vit_jax import run as run_module
-from vit_jax import train as train_module
 from vit_jax.config import base_config
 from vit_jax.data.known import fill_in_sizes
 from vit_jax.devices.chips import CHIPS, find_slice
@@ -27,6 +25,8 @@ from vit_jax.planning.compiled import collective_table, compile_plan, needed_mem
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.search import find_remedies, largest_batch, search
 from vit_jax.planning.targets import Target, readable_mesh
+from vit_jax.training import prepare as run_module
+from vit_jax.training import train as train_module
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = "--config=configs/pretrain.py:ViT-B/16,imagenet21k,debug"

@@ -30,7 +30,7 @@ from vit_jax.config import stored as stored_config
 from vit_jax.config import text as config_text
 from vit_jax.errors import InputError
 from vit_jax.job import exit_codes
-from vit_jax.validation import validate
+from vit_jax.training.validation import validate
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:

@@ -72,7 +72,7 @@ def load_valid_config(
     require_flags(flags, ("config",), "--config=quickstart")
     from vit_jax.config import REQUIRED
     from vit_jax.config import text as config_text
-    from vit_jax.validation import validate
+    from vit_jax.training.validation import validate
 
     config = config_text.load_config(flags.config)
     faults = config_text.apply_overrides(config, flags.overrides)

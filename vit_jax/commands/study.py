@@ -56,8 +56,9 @@ def main(flags: argparse.Namespace) -> int:
         raise InputError("--launcher: is empty; e.g. --launcher='python launch/slurm.py'")
     config = load_valid_config(flags)
 
-    from vit_jax import metrics, run  # orbax only now, that a typo is answered at once
+    from vit_jax import metrics
     from vit_jax.studies import STUDIES, running
+    from vit_jax.training import prepare as run
 
     metrics.log_to_console(Console(stderr=True))
     name = config.study.name

@@ -34,8 +34,9 @@ def main(flags: argparse.Namespace) -> int:
     require_flags(flags, ("config", "workdir"), example)
     config = load_valid_config(flags)
 
-    from vit_jax import guards, metrics, train  # orbax only now, that a typo is answered at once
+    from vit_jax import metrics
     from vit_jax.checkpoints.replicas import DivergedError
+    from vit_jax.training import guards, train
 
     metrics.log_to_console()
     start_job(flags, config)

@@ -26,7 +26,6 @@ from vit_jax.config import stored as stored_config
 from vit_jax.config import text as config_text
 from vit_jax.errors import collect_faults
 from vit_jax.files import write_whole
-from vit_jax.guards import DIVERGED_FILE
 from vit_jax.job import exit_codes
 from vit_jax.studies.members import (
     DIVERGED,
@@ -38,7 +37,8 @@ from vit_jax.studies.members import (
     Result,
     Study,
 )
-from vit_jax.validation import validate
+from vit_jax.training.guards import DIVERGED_FILE
+from vit_jax.training.validation import validate
 
 logger = logging.getLogger("vit_jax")
 

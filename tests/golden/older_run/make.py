@@ -90,7 +90,7 @@ def main():
 
     jax.config.update("jax_num_cpu_devices", 8)
     from vit_jax import metrics
-    from vit_jax.train import Preempted, train_and_evaluate
+    from vit_jax.training.train import Preempted, train_and_evaluate
 
     make_pictures()
     config = get_config()

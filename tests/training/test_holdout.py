@@ -12,10 +12,10 @@ from vit_jax.config.text import load_config
 from vit_jax.data import make_source
 from vit_jax.errors import InputError
 from vit_jax.main import main
-from vit_jax.run import adopt_holdout, prepare
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, check_member
-from vit_jax.train import write_workdir
+from vit_jax.training.prepare import adopt_holdout, prepare
+from vit_jax.training.train import write_workdir
 
 RULES = {"older": "seed 3", "new": "names"}
 

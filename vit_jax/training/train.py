@@ -23,13 +23,6 @@ from vit_jax import config as config_lib
 from vit_jax import data, metrics, tree
 from vit_jax.checkpoints import checkpoint
 from vit_jax.checkpoints.replicas import DivergedError, check_replicas
-from vit_jax.comparison import (
-    compare_findings,
-    compare_programs,
-    compare_starts,
-    compare_weights,
-    compare_workdirs,
-)
 from vit_jax.config import stored as stored_config
 from vit_jax.data.order import local_rows
 from vit_jax.data.sources import FINGERPRINT_VERSION
@@ -41,12 +34,19 @@ from vit_jax.evaluators import evaluate
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.experiment.step import start_from
 from vit_jax.files import write_whole
-from vit_jax.guards import CorruptDataError, CorruptRecords, NonFiniteError, check_finite
 from vit_jax.job import watchdog
 from vit_jax.job.processes import PreemptionGuard
-from vit_jax.run import Run, data_fingerprint, prepare, training_order
-from vit_jax.summary import Clock, read_summary, write_diverged, write_summary
-from vit_jax.timetable import Timetable
+from vit_jax.training.agreement import (
+    compare_findings,
+    compare_programs,
+    compare_starts,
+    compare_weights,
+    compare_workdirs,
+)
+from vit_jax.training.guards import CorruptDataError, CorruptRecords, NonFiniteError, check_finite
+from vit_jax.training.prepare import Run, data_fingerprint, prepare, training_order
+from vit_jax.training.summary import Clock, read_summary, write_diverged, write_summary
+from vit_jax.training.timetable import Timetable
 
 logger = logging.getLogger("vit_jax")
 

@@ -15,7 +15,6 @@ from etils import epath
 from sklearn.datasets import load_digits
 
 from vit_jax import load_pretrained, metrics, tree
-from vit_jax import train as train_module
 from vit_jax.checkpoints import checkpoint
 from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
@@ -23,13 +22,14 @@ from vit_jax.devices.mesh import start_backend
 from vit_jax.errors import InputError
 from vit_jax.evaluation import evaluate
 from vit_jax.evaluators.classification import Classification
-from vit_jax.guards import NonFiniteError, check_finite
 from vit_jax.main import main
-from vit_jax.run import prepare
-from vit_jax.summary import Clock
-from vit_jax.train import train_and_evaluate
+from vit_jax.training import train as train_module
+from vit_jax.training.guards import NonFiniteError, check_finite
+from vit_jax.training.prepare import prepare
+from vit_jax.training.summary import Clock
+from vit_jax.training.train import train_and_evaluate
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 FILE = str(ROOT / "configs/quickstart.py") + ":debug"
 
 
@@ -344,7 +344,7 @@ def test_other_pictures_are_refused_and_nothing_is_moved(finished, tmp_path, mon
     shutil.copytree(finished[0], run)
     (run / "summary.json").unlink()
     (run / "checkpoints/40/meta/metadata").unlink()
-    monkeypatch.setattr("vit_jax.train.data_fingerprint", lambda *_: "another")
+    monkeypatch.setattr("vit_jax.training.train.data_fingerprint", lambda *_: "another")
     with pytest.raises(InputError, match="the data set is not the one"):
         train_and_evaluate(make_config(), run)
     assert (run / "checkpoints/40").exists()

@@ -11,7 +11,7 @@ from etils import epath
 
 from vit_jax.checkpoints import checkpoint
 from vit_jax.config.text import load_config
-from vit_jax.train import train_and_evaluate
+from vit_jax.training.train import train_and_evaluate
 
 
 def load_module(path):

@@ -13,11 +13,11 @@ from vit_jax.checkpoints import checkpoint
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.order import record_order
-from vit_jax.guards import CorruptDataError, CorruptRecords
 from vit_jax.main import main
-from vit_jax.train import train_and_evaluate
+from vit_jax.training.guards import CorruptDataError, CorruptRecords
+from vit_jax.training.train import train_and_evaluate
 
-FILE = str(pathlib.Path(__file__).parent.parent / "configs/quickstart.py") + ":debug"
+FILE = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 CORRUPT = [3, 50, 51, 90]
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 

@@ -12,8 +12,8 @@ from vit_jax import metrics
 from vit_jax.checkpoints import checkpoint
 from vit_jax.devices.chips import count_chips
 from vit_jax.files import write_whole
-from vit_jax.guards import DIVERGED_FILE, NonFiniteError
-from vit_jax.run import Run
+from vit_jax.training.guards import DIVERGED_FILE, NonFiniteError
+from vit_jax.training.prepare import Run
 
 logger = logging.getLogger("vit_jax")
 

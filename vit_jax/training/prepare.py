@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 from vit_jax import config as config_lib
 from vit_jax import data, files, metrics, transfer
 from vit_jax.checkpoints import checkpoint
-from vit_jax.comparison import compare_requests
 from vit_jax.config import SplitKey
 from vit_jax.config import stored as stored_config
 from vit_jax.config.evals import find_evaluator
@@ -25,6 +24,7 @@ from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment.experiment import Experiment, make_experiment
+from vit_jax.training.agreement import compare_requests
 from vit_jax.transfer.resample import check_convention
 
 logger = logging.getLogger("vit_jax")

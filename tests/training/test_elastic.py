@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 from started_job import Job
 from test_resume import ROOT, final_state, rows
 
-from vit_jax import run, train
 from vit_jax.checkpoints import checkpoint
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import make_mesh
+from vit_jax.training import prepare as run
+from vit_jax.training import train
 
 
 def free_address():

@@ -1,7 +1,7 @@
 """When a run logs, evaluates and saves."""
 
 from vit_jax import config as config_lib
-from vit_jax.timetable import Timetable
+from vit_jax.training.timetable import Timetable
 
 
 def make_timetable(keep_every):
