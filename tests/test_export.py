@@ -15,7 +15,7 @@ import pytest
 from etils import epath
 from numpy_vit import random_params
 
-from vit_jax import evaluation, load_pretrained, pretrained_spec, save_pretrained, tree
+from vit_jax import load_pretrained, pretrained_spec, save_pretrained, tree
 from vit_jax.checkpoints.checkpoint import Checkpoints
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config.stored import read_config
@@ -23,9 +23,10 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.image_files import image_files
 from vit_jax.errors import InputError
 from vit_jax.files import LocalFile
+from vit_jax.inference import evaluate as evaluation
+from vit_jax.inference.predict import outputs
 from vit_jax.main import main
 from vit_jax.models import create_model
-from vit_jax.prediction import outputs
 from vit_jax.training.prepare import prepare
 from vit_jax.training.train import write_workdir
 from vit_jax.transfer import WRITERS, read_pretrained

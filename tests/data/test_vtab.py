@@ -25,7 +25,7 @@ from vit_jax.data.vtab import (
     vehicle_label,
 )
 from vit_jax.errors import InputError
-from vit_jax.evaluation import evaluate_pretrained
+from vit_jax.inference.evaluate import evaluate_pretrained
 from vit_jax.transfer import read_pretrained
 
 # The table once more: group, TFDS, the 200, test, its size, classes.

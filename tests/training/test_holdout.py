@@ -6,11 +6,13 @@ import shutil
 import pytest
 from etils import epath
 
-from vit_jax import data, evaluation, prediction, transfer
+from vit_jax import data, transfer
 from vit_jax.config.stored import read_config
 from vit_jax.config.text import load_config
 from vit_jax.data import make_source
 from vit_jax.errors import InputError
+from vit_jax.inference import evaluate as evaluation
+from vit_jax.inference import predict as prediction
 from vit_jax.main import main
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, check_member

@@ -20,8 +20,8 @@ from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import start_backend
 from vit_jax.errors import InputError
-from vit_jax.evaluation import evaluate
 from vit_jax.evaluators.classification import Classification
+from vit_jax.inference.evaluate import evaluate
 from vit_jax.main import main
 from vit_jax.training import train as train_module
 from vit_jax.training.guards import NonFiniteError, check_finite

@@ -59,7 +59,8 @@ def main(flags: argparse.Namespace) -> int:
     if flags.print_config:
         return print_config(config)
 
-    from vit_jax import evaluation, metrics, transfer  # orbax only now, a typo is answered at once
+    from vit_jax import metrics, transfer
+    from vit_jax.inference import evaluate as evaluation
 
     metrics.log_to_console(Console(stderr=True))
     start_job(flags, config)

@@ -53,8 +53,9 @@ def main(flags: argparse.Namespace) -> int:
 
     metrics.log_to_console(Console(stderr=True))
     start_backend()
-    from vit_jax import data, prediction
+    from vit_jax import data
     from vit_jax.data.image_files import find_images, image_files
+    from vit_jax.inference import predict as prediction
 
     if flags.features:
         prediction.check_output(flags.features)  # before a large model is read

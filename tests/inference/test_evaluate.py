@@ -8,11 +8,11 @@ from numpy_vit import random_params
 from sklearn.datasets import load_digits
 
 import vit_jax
-from vit_jax import evaluation
 from vit_jax.config import REQUIRED_TO_EVALUATE
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
-from vit_jax.evaluation import evaluate_pretrained
+from vit_jax.inference import evaluate as evaluation
+from vit_jax.inference.evaluate import evaluate_pretrained
 from vit_jax.main import main
 from vit_jax.training.validation import find_faults
 from vit_jax.transfer import read_pretrained
