@@ -36,7 +36,7 @@ from vit_jax.transfer.rules import Cut
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
-FILE = str(pathlib.Path(__file__).parents[1] / "configs/quickstart.py") + ":debug"
+FILE = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 
 
 @pytest.fixture(scope="module")
