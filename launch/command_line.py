@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # that a clone which is not installed can be launched from
 
 from vit_jax.errors import InputError  # noqa: E402
-from vit_jax.job import exit_codes
+from vit_jax.job import exit_codes  # noqa: E402
 
 
 def run_launcher(
