@@ -210,7 +210,7 @@ def test_table_3(model, data, epochs, word, lr, decay, weight_decay, dropout):
     assert c.model.name == model
     assert c.data.name == ("my_photos" if data == "jft" else data)
     assert (c.duration, c.global_batch_size, c.data.image_size) == (f"{epochs} epochs", 4096, 224)
-    # None: adamw's own, which tests/test_optimizers.py compares with the table's 0.9 and 0.999.
+    # None: adamw's own 0.9 and 0.999, compared with the table in experiment/test_optimizers.py.
     assert (c.optimizer.name, c.optimizer.b1, c.optimizer.b2) == ("adamw", None, None)
     assert (c.optimizer.peak_lr, c.optimizer.weight_decay) == (lr, weight_decay)
     assert c.optimizer.weight_decay_on == ".*/kernel"

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
+from finished_run import final_state, rows
 from started_job import TERMINATE, Job
-from test_resume import final_state, rows
 
 from vit_jax.config import base_config
 from vit_jax.errors import InputError

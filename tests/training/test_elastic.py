@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from finished_run import final_state, rows
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from started_job import Job
-from test_resume import ROOT, final_state, rows
+from started_job import ROOT, Job
 
 from vit_jax.checkpoints import checkpoint
 from vit_jax.config.text import apply_overrides, load_config

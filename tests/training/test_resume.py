@@ -1,6 +1,5 @@
 """A run that is killed and started again ends as if it had never been killed, bit for bit."""
 
-import json
 import os
 import pathlib
 import random
@@ -9,13 +8,10 @@ import subprocess
 import sys
 import time
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+from finished_run import final_state, rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from vit_jax import tree
 
 ROOT = pathlib.Path(__file__).parents[2]
 KILLED = ROOT / "tests" / "killed_run.py"
@@ -52,26 +48,6 @@ def complete(config, workdir):
     code, output = finish("-m", "vit_jax.main", *arguments(config, workdir))
     assert code == 0, output
     return output
-
-
-def final_state(workdir):
-    """{leaf name: array} of the newest checkpoint."""
-    step = max(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
-    path = workdir / "checkpoints" / str(step) / "state"
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        leaves = checkpointer.metadata(path).item_metadata.tree
-        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), leaves)
-        state = checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
-    return step, tree.flatten_names(state)
-
-
-def rows(workdir):
-    """What stands in metrics.jsonl, but for what depends on the clock."""
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith("time/")}
-        for line in lines
-    ]
 
 
 def events(workdir):

@@ -84,7 +84,7 @@ class StdConv(nn.Module):
 
     `split` are the mesh axes of its kernel's inputs and outputs, in the computation; over the
     others it is gathered before. Without that XLA's partitioner (jax 0.10.2) gives wrong sums on
-    meshes of three axes, as tests/test_resnet_sharding.py shows.
+    meshes of three axes, as tests/devices/test_resnet_sharding.py shows.
 
     Shapes: (B, H, W, C) -> (B, H / stride, W / stride, features), rounded up.
     """

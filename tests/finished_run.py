@@ -1,0 +1,29 @@
+"""Reads the files of a run that has ended."""
+
+import json
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from vit_jax import tree
+
+
+def final_state(workdir):
+    """{leaf name: array} of the newest checkpoint."""
+    step = max(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
+    path = workdir / "checkpoints" / str(step) / "state"
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        leaves = checkpointer.metadata(path).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), leaves)
+        state = checkpointer.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    return step, tree.flatten_names(state)
+
+
+def rows(workdir):
+    """What stands in metrics.jsonl, but for what depends on the clock."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith("time/")}
+        for line in lines
+    ]
