@@ -18,7 +18,7 @@ from vit_jax.checkpoints.checksums import checksums
 from vit_jax.config import base_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
-from vit_jax.experiment.step import TrainState
+from vit_jax.experiment.state import TrainState
 from vit_jax.training.timetable import Timetable
 
 META = {"data_fingerprint": "abc", "seconds": 1.0}

@@ -13,7 +13,8 @@ from vit_jax.data import make_device_transform, order, parse_ops, to_value_range
 from vit_jax.data.device_ops import Pairs, symmetric_beta
 from vit_jax.data.host_tf import tf
 from vit_jax.errors import InputError
-from vit_jax.experiment.step import TrainState, make_train_step
+from vit_jax.experiment.state import TrainState
+from vit_jax.experiment.step import make_train_step
 from vit_jax.objectives.supervised import ObjectiveOutput
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")

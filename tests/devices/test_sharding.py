@@ -20,7 +20,7 @@ from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.devices.sharding import bytes_per_device, constrain, state_shardings
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.optimizers import OPTIMIZERS, make_optimizer
-from vit_jax.experiment.step import init_state
+from vit_jax.experiment.state import init_state
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS
 

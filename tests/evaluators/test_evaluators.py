@@ -14,7 +14,7 @@ from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate, make_evaluators
 from vit_jax.evaluators.classification import Classification, bins
 from vit_jax.experiment.experiment import make_experiment
-from vit_jax.experiment.step import TrainState
+from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.supervised import make_loss
 
 SOFTMAX = make_loss("softmax")

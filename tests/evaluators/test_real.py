@@ -20,7 +20,7 @@ from vit_jax.evaluators.real import (
     read_numbers,
     read_real_labels,
 )
-from vit_jax.experiment.step import TrainState
+from vit_jax.experiment.state import TrainState
 
 LABELS = [[], [2, 0], [1], [0], [1, 2], [0, 1, 2]]  # of images 1 to 6
 

@@ -13,7 +13,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.experiment import experiment as experiment_lib
 from vit_jax.experiment.experiment import make_experiment, num_steps
-from vit_jax.experiment.step import start_from
+from vit_jax.experiment.state import start_from
 from vit_jax.models.layers import unconstrained
 from vit_jax.transfer.rules import abstract_params, stack_layers, unstack_layers
 

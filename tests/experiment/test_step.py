@@ -6,13 +6,9 @@ import pytest
 
 from vit_jax.devices.flops import count_flops
 from vit_jax.errors import InputError
-from vit_jax.experiment.step import (
-    TrainState,
-    init_state,
-    make_layer_norms,
-    make_train_step,
-    start_from,
-)
+from vit_jax.experiment.layer_norms import make_layer_norms
+from vit_jax.experiment.state import TrainState, init_state, start_from
+from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.objectives.supervised import ObjectiveOutput, make_loss, make_supervised
 
@@ -28,9 +24,8 @@ def to_float(batch, row_keys):
     return batch | {"image": batch["image"].astype(jnp.float32)}
 
 
-def linear_objective(params, model_state, batch, frozen, rng):
+def linear_objective(params, model_state, batch, rng):
     """Predicts a row's label as weight * the mean of its image; `model_state` counts calls."""
-    del frozen
     prediction = params["weight"] * batch["image"].mean(axis=(1, 2, 3))
     loss = batch["mask"] * (prediction - batch["label"]) ** 2
     return ObjectiveOutput(
@@ -77,7 +72,7 @@ def test_the_optimizer_gets_its_state_and_the_parameters():
 
     def loss(params):
         out = linear_objective(
-            params, state.model_state, BATCH | {"image": jnp.float32(IMAGES)}, None, KEY
+            params, state.model_state, BATCH | {"image": jnp.float32(IMAGES)}, KEY
         )
         return out.loss_sum / out.weight_sum
 
@@ -108,8 +103,8 @@ def draws(seed, step, *, weight=0.5, size=B):
         images = jnp.zeros(batch["image"].shape, jnp.float32) + noise[:, None, None, None]
         return batch | {"image": images}
 
-    def objective(params, model_state, batch, frozen, rng):
-        out = linear_objective(params, model_state, batch, frozen, rng)
+    def objective(params, model_state, batch, rng):
+        out = linear_objective(params, model_state, batch, rng)
         noise = {f"row_{i}": batch["image"][i, 0, 0, 0] * size for i in range(size)}
         return out._replace(metric_sums=out.metric_sums | noise)
 
@@ -147,9 +142,9 @@ UNEVEN = BATCH | {"mask": np.array([1, 0, 1, 0], np.float32)}  # all rows of one
 @pytest.mark.parametrize("batch", [BATCH, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("accum_steps", [2, 4])
 def test_microbatches_add_up_to_the_batch(batch, accum_steps):
-    def objective(params, model_state, batch, frozen, rng):
+    def objective(params, model_state, batch, rng):
         del rng  # which differs
-        return linear_objective(params, model_state, batch, frozen, KEY)
+        return linear_objective(params, model_state, batch, KEY)
 
     expected_state, expected = make_step(objective=objective)(state_at(0), batch)
     state, metrics = make_step(objective=objective, accum_steps=accum_steps)(state_at(0), batch)
@@ -163,8 +158,8 @@ def test_microbatches_add_up_to_the_batch(batch, accum_steps):
 def test_microbatches_are_strided_and_draw_apart():
     """Microbatch i has the rows i, i + A, ... and the key fold_in(key, i)."""
 
-    def objective(params, model_state, batch, frozen, rng):
-        out = linear_objective(params, model_state, batch, frozen, rng)
+    def objective(params, model_state, batch, rng):
+        out = linear_objective(params, model_state, batch, rng)
         number = batch["label"][0]  # of the microbatch, if its first row is that of the same number
         strided = (batch["label"] == number + 3 * jnp.arange(2)).all()
         draws = {f"draw_{i}": jax.random.uniform(rng) * (number == i) * 6 for i in range(3)}
@@ -238,7 +233,7 @@ LAYERS_PARAMS = {
 def norms_of_layers(**fields):
     """Of a step of sgd with rate 0.5 on the sum of the parameters, layer 1's times 3."""
 
-    def objective(params, model_state, batch, frozen, rng):
+    def objective(params, model_state, batch, rng):
         layers = params["encoder"]["layers"]["kernel"]
         sums = layers[0].sum() + 3 * layers[1].sum() + params["embedding"]["kernel"].sum()
         sums += params["encoder"]["norm"]["scale"].sum()
@@ -271,8 +266,8 @@ def test_what_is_frozen_has_no_gradient():
     assert metrics["grad_norm/embedding"] == metrics["grad_norm/encoder/layer_1"] == 0
     assert metrics["grad_norm/encoder/layer_0"] == pytest.approx(np.sqrt(6))
 
-    def objective(params, model_state, batch, frozen, rng):
-        out = linear_objective({"weight": 2.0}, model_state, batch, frozen, rng)
+    def objective(params, model_state, batch, rng):
+        out = linear_objective({"weight": 2.0}, model_state, batch, rng)
         return out._replace(loss_sum=3 * (3 * params["a"] + 4 * params["b"]))
 
     params = {"a": jnp.float32(1), "b": jnp.float32(1)}
@@ -297,15 +292,6 @@ def test_gradients_of_what_is_frozen_whole_are_not_computed():
     head_kernel = 2 * B * 32 * 3
     assert flops("(embedding|encoder)/.*|class_token|pos_embedding") == forward + head_kernel
     assert flops(None) > 2.5 * forward
-
-
-def test_the_teacher_reaches_the_objective():
-    def objective(params, model_state, batch, frozen, rng):
-        out = linear_objective(params, model_state, batch, None, rng)
-        return out._replace(metric_sums={"teacher": 3 * frozen["value"]})
-
-    _, metrics = make_step(objective=objective)(state_at(0), BATCH, {"value": jnp.float32(7)})
-    assert metrics["teacher"] == 7
 
 
 def test_the_state_at_the_start():

@@ -68,7 +68,7 @@ def test_a_label_trains_both_heads():
     params = random_params(model, IMAGES)
     batch = {"image": IMAGES, "label": label, "mask": np.ones(2, np.float32)}
     loss = make_loss("softmax")
-    out = make_supervised(model, loss)(params, {}, batch, None, jax.random.key(0))
+    out = make_supervised(model, loss)(params, {}, batch, jax.random.key(0))
     heads = model.apply({"params": params}, IMAGES, train=True)
     expected = np.mean([loss(logits, label).sum() for logits in heads.values()])
     assert float(out.loss_sum) == pytest.approx(float(expected), rel=1e-5)

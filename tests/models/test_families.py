@@ -22,7 +22,7 @@ from vit_jax.devices.flops import count_flops, forward_macs
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.experiment.experiment import make_experiment
-from vit_jax.experiment.step import TrainState
+from vit_jax.experiment.state import TrainState
 from vit_jax.models import MODELS, create_model, find_family, token_stride
 from vit_jax.models.fields import field_names
 from vit_jax.transfer import WRITERS

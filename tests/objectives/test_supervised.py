@@ -114,7 +114,7 @@ def sums_and_gradients(params, batch, rng):
     objective = make_supervised(MODEL, make_loss("softmax", 0.1))
 
     def loss_sum(params):
-        out = objective(params, {}, batch, None, rng)
+        out = objective(params, {}, batch, rng)
         return out.loss_sum, out
 
     grads, out = jax.grad(loss_sum, has_aux=True)(params)

@@ -14,7 +14,7 @@ from vit_jax.config.evals import find_evaluator
 from vit_jax.data import Source
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.inputs import EvalInputs
-from vit_jax.experiment.step import TrainState
+from vit_jax.experiment.state import TrainState
 
 
 def evaluate(name: str, evaluator, state: TrainState) -> dict[str, float]:

@@ -25,9 +25,11 @@ from vit_jax.devices.compiler import compiler_options
 from vit_jax.devices.flops import count_flops, jaxpr_flops
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.devices.sharding import constrain, state_shardings
+from vit_jax.experiment.layer_norms import make_layer_norms
 from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.experiment.schedules import make_schedule, parse_duration, split_durations
-from vit_jax.experiment.step import TrainState, init_state, make_layer_norms, make_train_step
+from vit_jax.experiment.state import TrainState, init_state
+from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.attention import choose_attention
 from vit_jax.models.fields import field_names, with_known

@@ -20,7 +20,7 @@ from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import evaluate as run_evaluator
 from vit_jax.evaluators import make_evaluators
-from vit_jax.experiment.step import TrainState
+from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.models.attention import choose_attention
 from vit_jax.models.fields import check_fields, with_known

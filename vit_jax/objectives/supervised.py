@@ -100,11 +100,10 @@ def make_supervised(model: nn.Module, loss: Loss):
     """The objective of classifying `batch["image"]` (B, H, W, 3) as `batch["label"]`.
 
     Returns:
-      objective(params, model_state, batch, frozen, rng) -> ObjectiveOutput.
+      objective(params, model_state, batch, rng) -> ObjectiveOutput.
     """
 
-    def objective(params, model_state, batch, frozen, rng) -> ObjectiveOutput:
-        del frozen  # a teacher's parameters: there is none here
+    def objective(params, model_state, batch, rng) -> ObjectiveOutput:
         variables = {"params": params, **model_state}
         logits = model.apply(variables, batch["image"], train=True, rngs={"dropout": rng})
         heads = jax.tree.leaves(logits)  # each of several is to tell the label

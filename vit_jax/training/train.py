@@ -32,7 +32,7 @@ from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate
 from vit_jax.evaluators.features import NothingToMeasureError
-from vit_jax.experiment.step import start_from
+from vit_jax.experiment.state import start_from
 from vit_jax.files import write_whole
 from vit_jax.job import watchdog
 from vit_jax.job.processes import PreemptionGuard

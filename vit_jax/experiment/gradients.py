@@ -1,0 +1,98 @@
+"""Gradients of an objective over a global batch, in one piece or in microbatches.
+
+The transformed batch is split into A = `accum_steps` microbatches, the i-th of the rows i, i + A,
+i + 2A, ..., so that every device keeps its own rows. Their gradients and sums are added, in
+float32, and divided once, by the weight of the whole batch. So a batch gives the same step whatever
+A is, but for rounding, and for what the model draws (microbatch i from fold_in(key, i)) or carries
+from one microbatch to the next in `model_state`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vit_jax import tree
+from vit_jax.errors import InputError
+
+
+def make_gradients(objective, transform, seed, accum_steps, freeze) -> Callable:
+    """gradients(state, batch) -> (of the mean loss, the objective's sums)."""
+
+    def objective_of(params, model_state, batch, key):
+        if freeze is not None:
+            params = _stop_gradients(params, freeze)
+        return objective(params, model_state, batch, key)
+
+    def whole_batch(state, batch, key):
+        def loss_fn(params):
+            out = objective_of(params, state.model_state, batch, key)
+            return out.loss_sum / at_least_one(out.weight_sum), out
+
+        return jax.grad(loss_fn, has_aux=True)(state.params)
+
+    def microbatches(state, batch, key):
+        split = jax.tree.map(lambda x: _split_rows(x, accum_steps), batch)
+
+        def loss_fn(params, model_state, i):
+            rows = jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), split
+            )
+            rng = jax.random.fold_in(key, i)
+            out = objective_of(params, model_state, rows, rng)
+            return out.loss_sum, out
+
+        grads_and_sums = jax.grad(loss_fn, has_aux=True)
+
+        def add(total, i):
+            grads, sums = total
+            more_grads, out = grads_and_sums(state.params, sums.model_state, i)
+            model_state, out = out.model_state, out._replace(model_state=())
+            sums = jax.tree.map(jnp.add, sums._replace(model_state=()), out)
+            sums = sums._replace(model_state=model_state)
+            return (jax.tree.map(jnp.add, grads, more_grads), sums), None
+
+        shapes = jax.eval_shape(grads_and_sums, state.params, state.model_state, 0)
+        grads, sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        start = (grads, sums._replace(model_state=state.model_state))
+        (grads, sums), _ = jax.lax.scan(add, start, jnp.arange(accum_steps))
+        weight = at_least_one(sums.weight_sum)
+        return jax.tree.map(lambda g: g / weight, grads), sums
+
+    def gradients(state, batch):
+        step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+        transform_key, model_key = jax.random.split(step_key)
+        rows = jnp.arange(batch["image"].shape[0])
+        row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(transform_key, rows)
+        batch = transform(batch, row_keys)
+        of_batch = whole_batch if accum_steps == 1 else microbatches
+        return of_batch(state, batch, model_key)
+
+    return gradients
+
+
+def at_least_one(weight: jax.Array) -> jax.Array:
+    return jnp.maximum(weight, 1.0)  # a batch may be masked altogether
+
+
+def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:
+    """(B, ...) -> (B / A, A, ...): microbatch i is [:, i], and the first axis lies as before."""
+    if x.shape[0] % accum_steps:
+        raise InputError(
+            f"optimizer.accum_steps={accum_steps}: does not divide the batch of {x.shape[0]}"
+        )
+    return x.reshape(x.shape[0] // accum_steps, accum_steps, *x.shape[1:])
+
+
+def _stop_gradients(params: Any, freeze: str) -> Any:
+    """`params`, of which nothing flows back to those, or to those layers, that `freeze` matches."""
+
+    def stop(frozen, leaf):
+        if not np.any(frozen):
+            return leaf
+        stopped = jax.lax.stop_gradient(leaf)
+        return stopped if np.all(frozen) else jnp.where(frozen, stopped, leaf)
+
+    return jax.tree.map(stop, tree.mask(params, freeze), params)

@@ -1,0 +1,51 @@
+"""The state of a run: all that a step takes and gives back."""
+
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+
+@flax.struct.dataclass
+class TrainState:
+    """All that a run carries from step to step.
+
+    step: int32 scalar, the number of updates made.
+    params: float32 parameters.
+    model_state: what else the model carries (batch statistics); {} where there is none.
+    opt_state: the optimizer's.
+    ema: the running average of the parameters, float32, a tree like `params`; {} where it is off.
+    """
+
+    step: jax.Array
+    params: Any
+    model_state: Any
+    opt_state: Any
+    ema: Any = flax.struct.field(default_factory=dict)
+
+
+def init_state(
+    model: nn.Module,
+    tx: optax.GradientTransformation,
+    image_size: tuple[int, int],
+    seed: int,
+    *,
+    with_ema: bool = False,
+) -> TrainState:
+    """The state before the first step; pure, to be jitted with its shardings."""
+    images = jnp.zeros((1, *image_size, 3))
+    model_state = model.init(jax.random.key(seed), images)
+    params = model_state.pop("params")
+    state = TrainState(jnp.zeros((), jnp.int32), params, model_state, tx.init(params))
+    return start_from(state, params) if with_ema else state
+
+
+def start_from(state: TrainState, params: Any) -> TrainState:
+    """`state` with other parameters, from which their average begins too, where it is on.
+
+    The average has arrays of its own, so that the whole state can be donated.
+    """
+    return state.replace(params=params, ema=jax.tree.map(jnp.copy, params))
