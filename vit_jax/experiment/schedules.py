@@ -2,6 +2,25 @@
 
 Rounding, stated once: a duration is turned into steps by exact rational arithmetic and rounded to
 the nearest step, halves up. "90 epochs" of 1,281,167 images in batches of 1024 are 112,603 steps.
+
+    lr(step) = peak_lr * min(1, step / warmup_steps)
+             * decay(max(0, step - warmup_steps))
+             * min(1, (total_steps - step) / cooldown_steps)
+
+where decay(t), with T = total_steps - warmup_steps, is
+
+    constant  1
+    linear    1 - t / T
+    cosine    (1 + cos(pi t / T)) / 2
+    rsqrt     sqrt(timescale / (timescale + t))
+    multistep 0.1^(number of milestones reached)
+
+With a warm-up, the first update (step 0) has the rate 0. A step after the end of the run has the
+rate of the end.
+
+Sources: linear and cosine: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 3; rsqrt with
+cooldown: Zhai et al. 2021 (arXiv:2106.04560), section 3.5; multistep: Kolesnikov et al. 2019
+(arXiv:1912.11370), section 3.3.
 """
 
 import itertools
@@ -100,37 +119,19 @@ def make_schedule(
 ) -> optax.Schedule:
     """The learning rate as a function of the step: a float32 scalar, safe under jit.
 
-        lr(step) = peak_lr * min(1, step / warmup_steps)
-                 * decay(max(0, step - warmup_steps))
-                 * min(1, (total_steps - step) / cooldown_steps)
-
-    where decay(t), with T = total_steps - warmup_steps, is
-
-        constant  1
-        linear    1 - t / T
-        cosine    (1 + cos(pi t / T)) / 2
-        rsqrt     sqrt(timescale / (timescale + t))
-        multistep 0.1^(milestones that are reached)
-
-    The first update (step 0) is thus made at 0 where there is a warm-up. A step after the run's
-    end has the rate of the end.
+    The equations stand at the top of this module.
 
     Args:
       name: a key of `SCHEDULES`.
-      peak_lr: the rate at the warm-up's end.
+      peak_lr: the rate at the end of the warm-up.
       total_steps: the whole run, warm-up and cooldown included.
       warmup_steps: linear from 0.
-      cooldown_steps: linear to 0 at the run's end, on top of the decay.
-      timescale: of rsqrt alone, in steps.
-      milestones: of multistep alone, in steps from the run's begin, from each of which on the rate
-        is a tenth of what it was.
+      cooldown_steps: linear to 0 at the end of the run, on top of the decay.
+      timescale: of rsqrt, in steps.
+      milestones: of multistep, in steps from the start of the run; each divides the rate by 10.
 
     Raises:
       InputError: an unknown name, or numbers that fit no run.
-
-    Source: linear and cosine: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 3; rsqrt with
-    cooldown: Zhai et al. 2021 (arXiv:2106.04560), section 3.5; multistep: Kolesnikov et al. 2019
-    (arXiv:1912.11370), section 3.3.
     """
     if name not in SCHEDULES:
         raise InputError(f"schedule.name={name!r} is unknown; {nearest(name, list(SCHEDULES))}")
@@ -138,20 +139,7 @@ def make_schedule(
         raise InputError(f"optimizer.peak_lr={peak_lr} must be at least 0")
     if timescale <= 0:
         raise InputError(f"schedule.timescale={timescale} must be more than 0 steps")
-    if total_steps < 1:
-        raise InputError(f"duration is {total_steps} steps; give at least one")
-    if warmup_steps + cooldown_steps > total_steps:
-        raise InputError(
-            f"schedule.warmup ({warmup_steps} steps) and schedule.cooldown ({cooldown_steps} "
-            f"steps) do not fit into duration ({total_steps} steps); shorten them"
-        )
-    bounds = [warmup_steps, *milestones, total_steps]
-    if milestones and any(now >= then for now, then in itertools.pairwise(bounds)):
-        raise InputError(
-            f"schedule.milestones={list(milestones)} (steps) must rise, between the warm-up's end "
-            f"({warmup_steps}) and the run's ({total_steps}); set --config.schedule.milestones and "
-            "--config.schedule.warmup with the duration"
-        )
+    _check_spans(total_steps, warmup_steps, cooldown_steps, milestones)
     decay = SCHEDULES[name]
     run = Decay(
         span=max(total_steps - warmup_steps, 1),  # 1: the run is all warm-up and never decays
@@ -169,3 +157,23 @@ def make_schedule(
         return lr
 
     return schedule
+
+
+def _check_spans(
+    total_steps: int, warmup_steps: int, cooldown_steps: int, milestones: Sequence[int]
+) -> None:
+    """Raises InputError for parts of a schedule that do not fit into the run."""
+    if total_steps < 1:
+        raise InputError(f"duration is {total_steps} steps; give at least one")
+    if warmup_steps + cooldown_steps > total_steps:
+        raise InputError(
+            f"schedule.warmup ({warmup_steps} steps) and schedule.cooldown ({cooldown_steps} "
+            f"steps) do not fit into duration ({total_steps} steps); shorten them"
+        )
+    bounds = [warmup_steps, *milestones, total_steps]
+    if milestones and any(now >= then for now, then in itertools.pairwise(bounds)):
+        raise InputError(
+            f"schedule.milestones={list(milestones)} (steps) must rise, between the warm-up's end "
+            f"({warmup_steps}) and the run's ({total_steps}); set --config.schedule.milestones and "
+            "--config.schedule.warmup with the duration"
+        )

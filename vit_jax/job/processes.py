@@ -88,30 +88,11 @@ def start(
     Raises:
       InputError: if some are missing, or the cluster does not have `num_processes`.
     """
-    given = {
-        "--coordinator": coordinator,
-        "--num_processes": num_processes,
-        "--process_id": process_id,
-    }
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) == 0 and not 0 <= process_id < num_processes:
-        raise InputError(
-            f"--process_id={process_id}: needs a number from 0 to {num_processes - 1}, as "
-            f"--num_processes={num_processes}"
-        )
     method: str | None = "deactivate"
-    if coordinator is None and process_id is None:
-        found = 1 if num_processes == 1 else _detected_processes()
-        if num_processes not in (None, found):
-            raise InputError(
-                f"--num_processes={num_processes}: this is one of {found}; start as many, or give "
-                f"{', '.join(given)} to each"
-            )
-        if found == 1:
-            return
+    if _is_alone(coordinator, num_processes, process_id):
+        return
+    if coordinator is None:
         num_processes, method = None, None  # JAX asks the cluster for all three
-    elif missing:
-        raise InputError(f"{', '.join(missing)}: missing; give all of {', '.join(given)}")
 
     def speak() -> int:
         say(
@@ -130,6 +111,32 @@ def start(
         initialization_timeout=join_deadline_s,
         heartbeat_timeout_seconds=heartbeat_s,
     )
+
+
+def _is_alone(coordinator: str | None, num_processes: int | None, process_id: int | None) -> bool:
+    """Whether this process is the only one of its job; raises InputError as `start` does."""
+    given = {
+        "--coordinator": coordinator,
+        "--num_processes": num_processes,
+        "--process_id": process_id,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    if coordinator is None and process_id is None:
+        found = 1 if num_processes == 1 else _detected_processes()
+        if num_processes not in (None, found):
+            raise InputError(
+                f"--num_processes={num_processes}: this is one of {found}; start as many, or give "
+                f"{', '.join(given)} to each"
+            )
+        return found == 1
+    if missing:
+        raise InputError(f"{', '.join(missing)}: missing; give all of {', '.join(given)}")
+    if not 0 <= process_id < num_processes:
+        raise InputError(
+            f"--process_id={process_id}: needs a number from 0 to {num_processes - 1}, as "
+            f"--num_processes={num_processes}"
+        )
+    return False
 
 
 def _detected_processes() -> int:
