@@ -19,7 +19,7 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.main import execute_and_exit
 from vit_jax.training import agreement as comparison
-from vit_jax.training import train
+from vit_jax.training import record, train
 
 
 def flip(state):
@@ -72,7 +72,7 @@ def arm(fault):
         train.compile_step = with_flip
     elif kind == "slow":
         seconds = float(number)
-        train.evaluate = before(train.evaluate, lambda: time.sleep(seconds))
+        record.evaluate = before(record.evaluate, lambda: time.sleep(seconds))
         train.flops.expected_memory = before(
             train.flops.expected_memory, lambda: time.sleep(seconds)
         )

@@ -18,7 +18,8 @@ from vit_jax.data.known import fill_in_sizes
 from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
-from vit_jax.experiment.experiment import make_experiment, num_steps
+from vit_jax.experiment.durations import parse_durations
+from vit_jax.experiment.experiment import make_experiment
 from vit_jax.models import create_model, token_stride
 from vit_jax.recipes import VTAB, hyper_rule, make_tiny
 from vit_jax.studies.grid import parse_cells
@@ -157,7 +158,7 @@ def test_debug_form_is_ready_to_run(name, words, tmp_path, pictures):
     assert not (tmp_path / "workdir").exists()
     for name, entry in run.config.evals.items():
         assert set(eval_splits(run.config, entry).values()) <= run.sources.keys()
-        assert 0 < num_steps(run.config, f"evals.{name}.every") <= run.experiment.total_steps
+        assert 0 < run.experiment.durations[f"evals.{name}.every"] <= run.experiment.total_steps
 
 
 @pytest.mark.parametrize("name", ["quickstart", "cifar10", "folder", "vit_s16_in1k"])
@@ -451,7 +452,7 @@ def test_better_plain_vit():
     assert (c.data.split, c.evals.val.split) == ("train[:99%]", "validation")
     c = fill_in_sizes(c)
     assert c.data.num_examples == 1_268_355
-    assert num_steps(c, "duration") == 111_477  # 90 * 1,268,355 / 1024 = 111,476.5
+    assert parse_durations(c)["duration"] == 111_477  # 90 * 1,268,355 / 1024 = 111,476.5
 
 
 # Images of these shapes are evaluated at these sizes.

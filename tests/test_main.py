@@ -16,7 +16,7 @@ from vit_jax.config.stored import to_json
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.main import main
 from vit_jax.training.guards import NonFiniteError
-from vit_jax.training.prepare import open_sources
+from vit_jax.training.sources import open_sources
 from vit_jax.training.train import Preempted
 
 ROOT = pathlib.Path(__file__).parents[1]

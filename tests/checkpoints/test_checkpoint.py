@@ -18,6 +18,7 @@ from vit_jax.checkpoints.checksums import checksums
 from vit_jax.config import base_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
+from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.state import TrainState
 from vit_jax.training.timetable import Timetable
 
@@ -177,7 +178,8 @@ def test_the_newest_and_the_multiples_of_keep_every_are_kept(tmp_path):
     config = base_config()
     config.global_batch_size, config.data.num_examples = 8, 80
     config.checkpoint.every, config.checkpoint.keep_every = "2 steps", "5 steps"
-    timetable = Timetable(config, total_steps=16)
+    config.duration = "16 steps"
+    timetable = Timetable(parse_durations(config))
     directory = epath.Path(tmp_path)
     checkpoints = checkpoint.Checkpoints(directory, keep_last=2, keep_every=timetable.keep_every)
     for step in range(1, 17):

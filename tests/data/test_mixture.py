@@ -12,7 +12,7 @@ from vit_jax.data import concatenate, make_source, parse_mix, pipeline, prepared
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.mixture import Part
 from vit_jax.errors import InputError
-from vit_jax.training.prepare import open_sources, open_training, training_order
+from vit_jax.training.sources import open_sources, open_training, training_order
 
 
 def test_notation():

@@ -10,7 +10,7 @@ from vit_jax.data import keep_classes, make_source, parse_ops, pipeline, read_la
 from vit_jax.data.host_tf import tfds
 from vit_jax.data.known import fill_in_sizes
 from vit_jax.errors import InputError
-from vit_jax.training.prepare import open_sources
+from vit_jax.training.sources import open_sources
 from vit_jax.training.validation import find_faults
 
 SIZE = (16, 16)

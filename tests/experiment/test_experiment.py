@@ -12,7 +12,8 @@ from vit_jax.devices.flops import count_flops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.experiment import experiment as experiment_lib
-from vit_jax.experiment.experiment import make_experiment, num_steps
+from vit_jax.experiment.durations import parse_durations
+from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import start_from
 from vit_jax.models.layers import unconstrained
 from vit_jax.transfer.rules import abstract_params, stack_layers, unstack_layers
@@ -163,17 +164,17 @@ def test_flops_are_counted_without_what_remat_adds(mesh):
 @pytest.mark.parametrize(
     ("text", "steps"), [("3 steps", 3), ("5 epochs", 10), ("10 examples", 3), (None, None)]
 )
-def test_num_steps(text, steps):
+def test_durations_in_steps(text, steps):
     config = small_config()
     config.checkpoint.keep_every = text
-    assert num_steps(config, "checkpoint.keep_every") == steps
+    assert parse_durations(config)["checkpoint.keep_every"] == steps
 
 
-def test_num_steps_names_the_key():
+def test_a_faulty_duration_names_its_key():
     config = small_config()
     config.schedule.warmup = "three steps"
     with pytest.raises(InputError, match=r"schedule\.warmup='three steps'"):
-        num_steps(config, "schedule.warmup")
+        parse_durations(config)
 
 
 def test_faults_that_only_the_model_sees(mesh):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from vit_jax.errors import InputError
-from vit_jax.experiment.schedules import SCHEDULES, check_duration, make_schedule, parse_duration
+from vit_jax.experiment.durations import check_duration, parse_duration
+from vit_jax.experiment.schedules import SCHEDULES, make_schedule
 
 
 @pytest.mark.parametrize(

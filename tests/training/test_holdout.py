@@ -16,7 +16,8 @@ from vit_jax.inference import predict as prediction
 from vit_jax.main import main
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, check_member
-from vit_jax.training.prepare import adopt_holdout, prepare
+from vit_jax.training.prepare import prepare
+from vit_jax.training.sources import adopt_holdout
 from vit_jax.training.train import write_workdir
 
 RULES = {"older": "seed 3", "new": "names"}

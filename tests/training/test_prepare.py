@@ -11,14 +11,10 @@ from vit_jax.config import base_config, classification, eval_splits, fewshot, tr
 from vit_jax.config.stored import continue_older, to_json
 from vit_jax.config.text import apply_overrides
 from vit_jax.errors import InputError
-from vit_jax.training.prepare import (
-    check_images,
-    check_unchanged,
-    compare_value_ranges,
-    open_sources,
-    prepare,
-)
+from vit_jax.training.prepare import compare_value_ranges, prepare
+from vit_jax.training.sources import check_images, open_sources
 from vit_jax.training.validation import find_faults
+from vit_jax.training.workdir import check_unchanged
 from vit_jax.transfer.rules import Pretrained, Spec
 
 

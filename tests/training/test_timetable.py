@@ -1,17 +1,19 @@
 """When a run logs, evaluates and saves."""
 
 from vit_jax import config as config_lib
+from vit_jax.experiment.durations import parse_durations
 from vit_jax.training.timetable import Timetable
 
 
 def make_timetable(keep_every):
     config = config_lib.base_config()
     config.global_batch_size, config.data.num_examples = 8, 80
+    config.duration = "100 steps"
     config.log.every, config.checkpoint.every = "40 steps", "10 steps"
     config.checkpoint.keep_every = keep_every
     for name, every in {"test": "25 steps", "few": "60 steps"}.items():
         config.evals[name] = config_lib.classification(split="test", every=every)
-    return Timetable(config, total_steps=100)
+    return Timetable(parse_durations(config))
 
 
 def steps(due):

@@ -23,6 +23,7 @@ from vit_jax.errors import InputError
 from vit_jax.evaluators.classification import Classification
 from vit_jax.inference.evaluate import evaluate
 from vit_jax.main import main
+from vit_jax.training import record
 from vit_jax.training import train as train_module
 from vit_jax.training.guards import NonFiniteError, check_finite
 from vit_jax.training.prepare import prepare
@@ -243,16 +244,16 @@ def test_evaluators_without_a_row_at_the_restored_step_are_run_on_all_processes(
         return np.array([0, 1, 1], np.int32)
 
     monkeypatch.setattr(train_module.jax, "process_index", lambda: process)
-    monkeypatch.setattr(train_module.multihost_utils, "broadcast_one_to_all", broadcast_one_to_all)
+    monkeypatch.setattr(record.multihost_utils, "broadcast_one_to_all", broadcast_one_to_all)
     monkeypatch.setattr(
-        train_module, "evaluate", lambda name, *_: ran.append(name) or {f"{name}/top1": 0.25}
+        record, "evaluate", lambda name, *_: ran.append(name) or {f"{name}/top1": 0.25}
     )
     run = types.SimpleNamespace(
         workdir=epath.Path(tmp_path),
         config=make_config(),
         evaluators=dict.fromkeys(("few", "few_more", "knn")),
     )
-    train_module.evaluate_missed(run, types.SimpleNamespace(step=10), ["few", "few_more", "knn"])
+    record.evaluate_missed(run, types.SimpleNamespace(step=10), ["few", "few_more", "knn"])
     assert ran == ["few_more", "knn"]
     if process == 0:
         assert broadcast == [[0, 1, 1]]
@@ -344,7 +345,7 @@ def test_other_pictures_are_refused_and_nothing_is_moved(finished, tmp_path, mon
     shutil.copytree(finished[0], run)
     (run / "summary.json").unlink()
     (run / "checkpoints/40/meta/metadata").unlink()
-    monkeypatch.setattr("vit_jax.training.train.data_fingerprint", lambda *_: "another")
+    monkeypatch.setattr("vit_jax.training.prepare.data_fingerprint", lambda *_: "another")
     with pytest.raises(InputError, match="the data set is not the one"):
         train_and_evaluate(make_config(), run)
     assert (run / "checkpoints/40").exists()

@@ -18,7 +18,7 @@ from vit_jax.data import Source, augment, check_crops, make_device_transform, or
 from vit_jax.data.host_ops import to_pixels
 from vit_jax.data.host_tf import tf
 from vit_jax.errors import InputError
-from vit_jax.training.prepare import open_training
+from vit_jax.training.sources import open_training
 
 _ROWS = 4  # photographs
 _SAMPLES = 5

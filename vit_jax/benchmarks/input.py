@@ -15,7 +15,7 @@ from vit_jax.config import image_hw, train_split
 from vit_jax.data import order
 from vit_jax.data.host_ops import to_pixels
 from vit_jax.data.host_tf import tf
-from vit_jax.training.prepare import open_training, training_order
+from vit_jax.training.sources import open_training, training_order
 
 _NUM_ROUNDS = 7
 _MOST_ROWS = 128  # of the global batch that are read

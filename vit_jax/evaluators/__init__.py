@@ -5,13 +5,16 @@ An evaluator has `run(state) -> {name: float}`, which looks at the state's `para
 """
 
 from collections.abc import Mapping
+from typing import Any
 
+import flax.linen as nn
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.config import SplitKey
+from vit_jax.config import SplitKey, eval_splits
 from vit_jax.config.evals import find_evaluator
 from vit_jax.data import Source
+from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.experiment.state import TrainState
@@ -41,16 +44,31 @@ def evaluate(name: str, evaluator, state: TrainState) -> dict[str, float]:
 
 
 def make_evaluators(
-    config: ConfigDict, model, mesh: Mesh, sources: Mapping[SplitKey, Source]
-) -> dict:
-    """{name: evaluator} of `config.evals`, over the sources that `run.open_sources` gives.
+    config: ConfigDict,
+    preprocessing: Preprocessing,
+    model: nn.Module,
+    mesh: Mesh,
+    sources: Mapping[SplitKey, Source],
+) -> dict[str, Any]:
+    """{name: evaluator} of `config.evals`, over the sources that `open_sources` gives.
 
     Raises:
-      InputError: naming the key, for what an evaluator needs besides and does not find.
+      InputError: naming the key, for what an evaluator also needs and does not find.
     """
     faults, evaluators = Faults(), {}
     for name, entry in config.evals.items():
-        inputs = EvalInputs(config, entry, model, mesh, sources)
+        inputs = EvalInputs(
+            entry=entry,
+            model=model,
+            mesh=mesh,
+            sources={k: sources[key] for k, key in eval_splits(config, entry).items()},
+            host_ops=preprocessing.eval_ops[name],
+            image_size=preprocessing.image_size,
+            batch_size=entry.batch_size or config.global_batch_size,
+            mean=config.data.mean,
+            std=config.data.std,
+            loss=config.loss,
+        )
         make = find_evaluator(entry.type).make
         evaluators[name] = faults.check(make, inputs, prefix=f"evals.{name}.")
     collect_faults(faults)

@@ -97,7 +97,7 @@ def classification(
 
 def make_classification(inputs: EvalInputs) -> Classification:
     """The evaluator of an entry that `classification` made."""
-    loss = inputs.config.loss
+    loss = inputs.loss
     probabilities = PROBABILITIES[loss.name]
     return Classification(inputs.apply, make_loss(**loss), inputs.batches, probabilities)
 

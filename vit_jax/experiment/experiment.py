@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -12,22 +13,24 @@ import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.config import flatten, image_hw, model_fields, optimizer_fields, step_fields
+from vit_jax.config import model_fields, optimizer_fields, step_fields
 from vit_jax.data import (
     check_order,
     make_device_transform,
     pair_distance,
-    parse_ops,
     resolve_order,
 )
 from vit_jax.data.device_ops import MIXING_OPS
+from vit_jax.data.ops import Op
+from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.compiler import compiler_options
 from vit_jax.devices.flops import count_flops, jaxpr_flops
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.devices.sharding import constrain, state_shardings
+from vit_jax.experiment.durations import parse_durations, parse_milestones
 from vit_jax.experiment.layer_norms import make_layer_norms
 from vit_jax.experiment.optimizers import make_optimizer
-from vit_jax.experiment.schedules import make_schedule, parse_duration, split_durations
+from vit_jax.experiment.schedules import make_schedule
 from vit_jax.experiment.state import TrainState, init_state
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
@@ -47,7 +50,7 @@ class Experiment:
     To be used under `jax.set_mesh(mesh)`.
 
     model, schedule: of the config.
-    total_steps: the run's duration.
+    durations: {key: steps} of every duration of the config.
     init: () -> TrainState, jitted, sharded.
     train_step: (state, batch) -> (state, metrics), jitted; the state is donated.
     layer_norms: (state, batch) -> norms by layer of that step, jitted; the state is kept.
@@ -56,7 +59,7 @@ class Experiment:
 
     model: nn.Module
     schedule: optax.Schedule
-    total_steps: int
+    durations: Mapping[str, int | None]
     init: Any
     train_step: Any
     layer_norms: Any
@@ -82,6 +85,11 @@ class Experiment:
         return jaxpr_flops(traced.jaxpr.jaxpr)
 
     @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.durations["duration"]
+
+    @property
     def num_params(self) -> int:
         """Parameters of the model."""
         return sum(x.size for x in jax.tree.leaves(self.abstract_state.params))
@@ -98,27 +106,12 @@ class Experiment:
         return count_flops(jax.grad(loss), self.abstract_state.params, images)
 
 
-def num_steps(config: ConfigDict, key: str) -> int | None:
-    """Steps in the duration that `key` holds, an interval at least 1; None if it holds None."""
-    text = flatten(config)[key]
-    if text is None:
-        return None
-    steps = _parse_duration(config, text, key)
-    is_interval = key.rpartition(".")[2] in ("every", "keep_every")
-    return max(steps, 1) if is_interval else steps
-
-
-def _parse_duration(config: ConfigDict, text: str, key: str) -> int:
-    return parse_duration(
-        text,
-        num_examples=config.data.num_examples,
-        global_batch_size=config.global_batch_size,
-        key=key,
-    )
-
-
-def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
+def make_experiment(
+    config: ConfigDict, mesh: Mesh, preprocessing: Preprocessing | None = None
+) -> Experiment:
     """The experiment of a config in which `data.num_classes` and `data.num_examples` are set.
+
+    `preprocessing` is that of the config; None: it has not been parsed yet.
 
     Raises:
       InputError: for what the config's first validation cannot see.
@@ -127,54 +120,25 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
         raise ValueError(
             "the config is not resolved: data.num_classes or data.num_examples is None"
         )
-    image_size = image_hw(config.data.image_size)
-    model = create_model(
-        config.model.name,
-        config.data.num_classes,
-        image_size,
-        constrain=constrain,
-        **model_fields(config),
-    )
-    platform = mesh.devices.flat[0].platform
-    model = with_known(model, attend=choose_attention(platform, model.remat))
-    _warn_of_uneven_split(model, mesh)
-    total_steps = num_steps(config, "duration")
-    schedule = make_schedule(
-        config.schedule.name,
-        peak_lr=config.optimizer.peak_lr,
-        total_steps=total_steps,
-        warmup_steps=num_steps(config, "schedule.warmup"),
-        cooldown_steps=num_steps(config, "schedule.cooldown"),
-        timescale=num_steps(config, "schedule.timescale"),
-        milestones=[
-            _parse_duration(config, text, "schedule.milestones")
-            for text in split_durations(config.schedule.milestones)
-        ],
-    )
+    image_size, _, device_ops, _ = preprocessing or parse_preprocessing(config)
+    durations = parse_durations(config)
+    model = make_model(config, image_size, mesh)
+    schedule = _make_schedule(config, durations)
     tx = make_optimizer(**optimizer_fields(config), schedule=schedule)
     objective = OBJECTIVES[config.objective.name](model, make_loss(**config.loss))
-    _, device_ops = parse_ops(config.data.ops, image_size)
-    transform = make_device_transform(
-        device_ops,
-        config.data.mean,
-        config.data.std,
-        num_classes=config.data.num_classes,
-        distance=_pair_distance(config, mixes=any(op.name in MIXING_OPS for op in device_ops)),
-    )
+    parts = (objective, tx, _make_transform(config, device_ops), config.seed)
+    step = step_fields(config)
 
     with_ema = config.optimizer.ema_decay is not None
     init = functools.partial(init_state, model, tx, image_size, config.seed, with_ema=with_ema)
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(init)
-    shardings = state_shardings(shapes, mesh)
-    batch = batch_sharding(mesh)
-    step = step_fields(config)
-    parts = (objective, tx, transform, config.seed)
+    shardings, batch = state_shardings(shapes, mesh), batch_sharding(mesh)
     jit = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
     return Experiment(
         model=model,
         schedule=schedule,
-        total_steps=total_steps,
+        durations=durations,
         init=jit(init, out_shardings=shardings),
         train_step=jit(
             make_train_step(*parts, **step),
@@ -188,6 +152,44 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
         ),
         abstract_state=_with_sharding(shapes, shardings),
         abstract_batch=_batch_shapes(config.global_batch_size, image_size, batch),
+    )
+
+
+def make_model(config: ConfigDict, image_size: tuple[int, int], mesh: Mesh) -> nn.Module:
+    """The model of a resolved config, laid out over `mesh`, with its fastest form of attention."""
+    model = create_model(
+        config.model.name,
+        config.data.num_classes,
+        image_size,
+        constrain=constrain,
+        **model_fields(config),
+    )
+    platform = mesh.devices.flat[0].platform
+    model = with_known(model, attend=choose_attention(platform, model.remat))
+    _warn_of_uneven_split(model, mesh)
+    return model
+
+
+def _make_schedule(config: ConfigDict, durations: Mapping[str, int | None]) -> optax.Schedule:
+    return make_schedule(
+        config.schedule.name,
+        peak_lr=config.optimizer.peak_lr,
+        total_steps=durations["duration"],
+        warmup_steps=durations["schedule.warmup"],
+        cooldown_steps=durations["schedule.cooldown"],
+        timescale=durations["schedule.timescale"],
+        milestones=parse_milestones(config),
+    )
+
+
+def _make_transform(config: ConfigDict, device_ops: Sequence[Op]) -> Callable:
+    mixes = any(op.name in MIXING_OPS for op in device_ops)
+    return make_device_transform(
+        device_ops,
+        config.data.mean,
+        config.data.std,
+        num_classes=config.data.num_classes,
+        distance=_pair_distance(config, mixes),
     )
 
 

@@ -1,7 +1,4 @@
-"""Durations with a unit, and learning-rate schedules.
-
-Rounding, stated once: a duration is turned into steps by exact rational arithmetic and rounded to
-the nearest step, halves up. "90 epochs" of 1,281,167 images in batches of 1024 are 112,603 steps.
+"""Learning-rate schedules.
 
     lr(step) = peak_lr * min(1, step / warmup_steps)
              * decay(max(0, step - warmup_steps))
@@ -24,9 +21,7 @@ cooldown: Zhai et al. 2021 (arXiv:2106.04560), section 3.5; multistep: Kolesniko
 """
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import NamedTuple
 
 import jax
@@ -34,56 +29,6 @@ import jax.numpy as jnp
 import optax
 
 from vit_jax.errors import InputError, nearest
-
-UNITS = ("steps", "epochs", "examples")
-
-
-def parse_duration(text: str, *, num_examples: int, global_batch_size: int, key: str) -> int:
-    """Steps in a duration such as "90 epochs", "10000 steps" or "5e6 examples".
-
-    Args:
-      text: a number (an integer, a decimal or 5e6) and a unit, singular or plural.
-      num_examples: examples in an epoch.
-      global_batch_size: examples in a step.
-      key: the config key that `text` was given for, named in errors.
-
-    Raises:
-      InputError: `text` is no duration.
-    """
-    number, unit = _split_duration(text, key)
-    examples_per_unit = {"steps": global_batch_size, "epochs": num_examples, "examples": 1}[unit]
-    steps = number * examples_per_unit / global_batch_size
-    return math.floor(steps + Fraction(1, 2))
-
-
-def split_durations(text: str) -> list[str]:
-    """ "3000 steps, 6000 steps" -> the durations in it; "" has none."""
-    return [part.strip() for part in text.split(",")] if text else []
-
-
-def check_duration(text: str, *, key: str, positive: bool = False) -> None:
-    """Raises InputError where `parse_duration` would; needs neither the data nor the batch.
-
-    `positive`: 0 of anything is refused too.
-    """
-    number, _ = _split_duration(text, key)
-    if positive and not number:
-        raise InputError(f'{key}={text!r} is never; give more than 0, such as "1000 steps"')
-
-
-def _split_duration(text: str, key: str) -> tuple[Fraction, str]:
-    example = 'write a number and a unit, such as "90 epochs", "10000 steps" or "5e6 examples"'
-    try:
-        number, unit = str(text).split()
-        number = Fraction(number)
-    except (ValueError, ZeroDivisionError):
-        raise InputError(f"{key}={text!r} is not a duration; {example}") from None
-    plural = unit if unit.endswith("s") else f"{unit}s"
-    if plural not in UNITS:
-        raise InputError(f"{key}={text!r} has an unknown unit; {nearest(plural, UNITS)}")
-    if number < 0:
-        raise InputError(f"{key}={text!r} is negative; {example}")
-    return number, plural
 
 
 class Decay(NamedTuple):

@@ -16,6 +16,7 @@ from vit_jax import transfer, tree
 from vit_jax.checkpoints import checkpoint
 from vit_jax.config.evals import find_evaluator, learning_kinds
 from vit_jax.data import Source, check_crops, parse_ops
+from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import evaluate as run_evaluator
@@ -25,13 +26,8 @@ from vit_jax.job import watchdog
 from vit_jax.models.attention import choose_attention
 from vit_jax.models.fields import check_fields, with_known
 from vit_jax.training.agreement import compare_findings, compare_requests, compare_weights
-from vit_jax.training.prepare import (
-    adopt_holdout,
-    check_evaluated_images,
-    check_mesh,
-    open_sources,
-    prepare,
-)
+from vit_jax.training.prepare import check_mesh, prepare
+from vit_jax.training.sources import adopt_holdout, check_images, open_sources
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.rules import Pretrained
@@ -86,12 +82,13 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
     faults.check(check_convention, config.init_resize, "init_resize")
     collect_faults(faults)
     compare_requests(config, {"--init_from": pretrained.source})
-    model = _model_on(mesh, config, pretrained)
+    preprocessing = parse_preprocessing(config)
+    model = _model_on(mesh, config, preprocessing.image_size, pretrained)
     params = transfer.init_params(pretrained, model, config.init_resize, keep_head=True)
     config, sources = open_sources(config, training=False)
-    check_evaluated_images(config, sources)
+    check_images(config, preprocessing, sources)
     _warn_of_other_classes(config, pretrained, sources)
-    evaluators = make_evaluators(config, model, mesh, sources)
+    evaluators = make_evaluators(config, preprocessing, model, mesh, sources)
     compare_findings(config, sources, {})
     compare_weights(config, params)
     with jax.set_mesh(mesh):
@@ -167,12 +164,13 @@ def _warn_of_other_classes(
             )  # fmt: skip
 
 
-def _model_on(mesh: Mesh, config: ConfigDict, pretrained: Pretrained) -> nn.Module:
+def _model_on(
+    mesh: Mesh, config: ConfigDict, image_size: tuple[int, int], pretrained: Pretrained
+) -> nn.Module:
     """The source's model, to compute on a mesh."""
     family = type(pretrained.model)
     fields = check_fields(family, config_lib.model_fields(config), "config.model")
-    size = config_lib.image_hw(config.data.image_size)
-    model = pretrained.model.clone(**fields, image_size=size, constrain=constrain)
+    model = pretrained.model.clone(**fields, image_size=image_size, constrain=constrain)
     platform = mesh.devices.flat[0].platform
     return with_known(model, attend=choose_attention(platform, model.remat))
 

@@ -1,26 +1,26 @@
 """When a run logs, evaluates and saves."""
 
-from ml_collections import ConfigDict
-
-from vit_jax.experiment.experiment import num_steps
+from collections.abc import Mapping
 
 
 class Timetable:
     """The steps at which a run logs, evaluates and saves; at the last step it does all three.
 
     Args:
-      config: with `data.num_examples` set, by which epochs are steps.
-      total_steps: the last step.
+      durations: {key: steps} of every duration of the config, as `parse_durations` gives them.
     """
 
-    def __init__(self, config: ConfigDict, total_steps: int):
-        self._total_steps, self._evals = total_steps, [*config.evals]
-        keys = ["log.every", "checkpoint.every", *(f"evals.{name}.every" for name in config.evals)]
-        self._every = {key: num_steps(config, key) for key in keys}
-        self.keep_every = num_steps(config, "checkpoint.keep_every")
+    def __init__(self, durations: Mapping[str, int | None]):
+        self._durations, self._total_steps = durations, durations["duration"]
+        self._evals = [key.split(".")[1] for key in durations if key.startswith("evals.")]
+
+    @property
+    def keep_every(self) -> int | None:
+        """Steps whose multiples are saved and kept for ever; None: none are."""
+        return self._durations["checkpoint.keep_every"]
 
     def _is_due(self, key: str, step: int) -> bool:
-        return step == self._total_steps or step % self._every[key] == 0
+        return step == self._total_steps or step % self._durations[key] == 0
 
     def logs(self, step: int) -> bool:
         """Whether the run logs the metrics of training at `step`."""
@@ -31,6 +31,6 @@ class Timetable:
         return [name for name in self._evals if self._is_due(f"evals.{name}.every", step)]
 
     def saves(self, step: int) -> bool:
-        """Whether the run saves at `step`: what is kept for ever must be saved to begin with."""
+        """Whether the run saves at `step`; a multiple of `keep_every` must be saved to be kept."""
         kept = self.keep_every is not None and step % self.keep_every == 0
         return kept or self._is_due("checkpoint.every", step)

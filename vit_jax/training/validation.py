@@ -29,8 +29,9 @@ from vit_jax.data import (
 from vit_jax.data.device_ops import MIXING_OPS
 from vit_jax.devices.mesh import PLATFORMS
 from vit_jax.errors import Faults, collect_faults, nearest
+from vit_jax.experiment.durations import check_duration, split_durations
 from vit_jax.experiment.optimizers import make_optimizer
-from vit_jax.experiment.schedules import check_duration, make_schedule, split_durations
+from vit_jax.experiment.schedules import make_schedule
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.objectives import OBJECTIVES

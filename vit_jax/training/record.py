@@ -1,0 +1,155 @@
+"""What a run writes down: the rows of its metrics, its evaluations, and what is saved beside them.
+
+add ──> check ──> log, evaluate ──> read (saved with the state)
+"""
+
+import collections
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from vit_jax import metrics
+from vit_jax.devices.chips import count_chips
+from vit_jax.evaluators import evaluate
+from vit_jax.experiment.state import TrainState
+from vit_jax.job import watchdog
+from vit_jax.training.guards import CorruptRecords, check_finite
+from vit_jax.training.prepare import Run
+from vit_jax.training.summary import Clock
+
+logger = logging.getLogger("vit_jax")
+
+_STEPS_IN_FLIGHT = 2  # dispatched and not finished; each holds its batch on the devices
+
+
+class Record:
+    """The metrics of a run from the step that it goes on from.
+
+    Args:
+      run: of all its parts.
+      start: the step that the run goes on from.
+      meta: saved with the state of that step; {} from scratch.
+      writer, progress: of the rows.
+
+    saved: the step of the newest checkpoint; None before the first.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        start: int,
+        meta: Mapping[str, Any],
+        writer: metrics.MetricWriter | metrics.NullWriter,
+        progress: metrics.Progress,
+    ):
+        c, e = run.config, run.experiment
+        self.saved = start if meta else None
+        self._run, self._writer, self._progress = run, writer, progress
+        self._pending: collections.deque = collections.deque()
+        self._last: dict[str, float] = {}
+        self._clock = Clock(meta, run.mesh.devices.flatten())
+        self._corrupt = CorruptRecords(
+            meta,
+            global_batch_size=c.global_batch_size,
+            num_examples=c.data.num_examples,
+            max_fraction=c.data.max_corrupt_fraction,
+        )
+        self._throughput = metrics.Throughput(
+            start,
+            global_batch_size=c.global_batch_size,
+            flops_per_image=e.flops_per_image,
+            device_kind=run.mesh.devices.flat[0].device_kind,
+            num_chips=count_chips(run.mesh.devices.flat),
+        )
+
+    def add(self, step: int, step_metrics: dict[str, jax.Array]) -> None:
+        """Takes the metrics of a step that was dispatched; waits until few steps are in flight."""
+        self._pending.append((step, step_metrics))
+        if len(self._pending) > _STEPS_IN_FLIGHT:
+            jax.block_until_ready(self._pending[-1 - _STEPS_IN_FLIGHT][1])
+
+    def check(self, step: int) -> None:
+        """Waits for all steps so far; raises NonFiniteError or CorruptDataError."""
+        corrupt = [step_metrics.pop("masked") for _, step_metrics in self._pending]
+        self._last = check_finite(self._pending, self.saved)
+        self._corrupt.count(corrupt)
+        self._corrupt.check(step, self.saved)
+
+    def log(self, step: int) -> None:
+        """Writes the row of training at `step`, which has been checked."""
+        last = self._last | {"corrupt": self._corrupt.total}
+        row = {f"train/{name}": value for name, value in last.items()}
+        row["train/lr"] = float(self._run.experiment.schedule(step - 1))
+        row |= self._throughput.read(step)
+        self._writer.write(step, row)
+        self._progress.update(step, row)
+
+    def evaluate(self, state: TrainState, names: Sequence[str]) -> None:
+        """Runs evaluators on `state` and writes their rows."""
+        if names:
+            with self._throughput.pause("evaluation"):
+                evaluate_all(self._run, state, names, self._writer)
+
+    @contextlib.contextmanager
+    def saving(self, step: int) -> Iterator[dict[str, Any]]:
+        """Around saving the state of `step`; gives what is saved beside it, rows made durable."""
+        train_s = self._throughput.seconds()
+        with watchdog.phase("save"), self._throughput.pause("save"):
+            self.saved = step
+            self._writer.flush()
+            yield self._run.fingerprint | self._corrupt.read() | self._clock.read(train_s)
+
+
+@contextlib.contextmanager
+def open_record(run: Run, start: int, meta: Mapping[str, Any]) -> Iterator[Record]:
+    """The record of a run that goes on from step `start`, with its writer and its progress bar."""
+    restored_step = start if meta else None
+    total = run.experiment.total_steps
+    with open_writer(run, restored_step) as writer, metrics.Progress(total) as progress:
+        yield Record(run, start, meta, writer, progress)
+
+
+def open_writer(run: Run, restored_step: int | None) -> metrics.MetricWriter | metrics.NullWriter:
+    """The writer of the run's rows, on process 0; those past the restored step are dropped."""
+    if jax.process_index() > 0:
+        return metrics.NullWriter()
+    c = run.config
+    return metrics.MetricWriter(
+        run.workdir, restored_step=restored_step, wandb_project=c.log.wandb, config=c.to_dict()
+    )
+
+
+def evaluate_all(run: Run, state, names: Sequence[str], writer) -> None:
+    """Runs the evaluators called `names` on `state`; writes the row of each as soon as it is there.
+
+    All processes call it together.
+    """
+    step = int(state.step)
+    for name in names:
+        with watchdog.phase("evaluation"):
+            row = evaluate(name, run.evaluators[name], state)
+            writer.write(step, row)
+            logger.info("step %d: %s", step, metrics.readable(row))
+
+
+def evaluate_missed(run: Run, state: TrainState, due: Sequence[str]) -> None:
+    """Runs those evaluators of `due`, at the restored step, that have no row at it.
+
+    A run that is told to stop saves before it evaluates, and may be killed in between. Process 0
+    decides for all: a shared disk may show the others an older metrics.jsonl.
+    """
+    step = int(state.step)
+    rows = metrics.values_at(step, run.workdir) if jax.process_index() == 0 else {}
+    evaluated = {name.partition("/")[0] for name in rows}
+    is_missed = np.array([name not in evaluated for name in due], np.int32)
+    is_missed = multihost_utils.broadcast_one_to_all(is_missed)
+    missed = [name for name, miss in zip(due, is_missed, strict=True) if miss]
+    if missed:
+        logger.info("step %d: evaluating %s, whose row is missing", step, ", ".join(missed))
+        with open_writer(run, step) as writer:
+            evaluate_all(run, state, missed, writer)
