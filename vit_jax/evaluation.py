@@ -171,7 +171,7 @@ def _model_on(mesh: Mesh, config: ConfigDict, pretrained: Pretrained) -> nn.Modu
     size = config_lib.image_hw(config.data.image_size)
     model = pretrained.model.clone(**fields, image_size=size, constrain=constrain)
     platform = mesh.devices.flat[0].platform
-    return with_known(model, attend=choose_attention(platform, model.remat))
+    return with_known(model, attend=choose_attention(platform))
 
 
 def _run_all(evaluators, state: TrainState) -> dict[str, float]:

@@ -133,7 +133,7 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
         **model_fields(config),
     )
     platform = mesh.devices.flat[0].platform
-    model = with_known(model, attend=choose_attention(platform, model.remat))
+    model = with_known(model, attend=choose_attention(platform))
     _warn_of_uneven_split(model, mesh)
     total_steps = num_steps(config, "duration")
     schedule = make_schedule(
