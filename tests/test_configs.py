@@ -26,7 +26,7 @@ from vit_jax.studies.grid import parse_cells
 from vit_jax.training.prepare import prepare
 from vit_jax.training.validation import find_faults
 from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.rules import Spec
+from vit_jax.transfer.rules import Cut, Spec
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
@@ -469,7 +469,8 @@ def test_no_pixel_of_an_evaluated_image_is_padding(image_size):
             c = load(name, words)
             assert apply_overrides(c, [("data.image_size", "{},{}".format(*image_size))]) == []
             strings |= {entry.ops for entry in c.evals.values()}
-    strings |= {ops_for(Spec(image_size, "antialiased", crop=crop)) for crop in (None, 0.875, 1.0)}
+    cuts = [None, *(Cut(share, mode) for share in (0.875, 1.0) for mode in ("center", "squash"))]
+    strings |= {ops_for(Spec(image_size, "antialiased", cut=cut)) for cut in cuts}
     for string in strings:
         check_crops(parse_ops(string, image_size)[0], string)
         for shape in SHAPES:

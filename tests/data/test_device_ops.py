@@ -327,7 +327,7 @@ def test_the_same_bits_on_one_device_and_on_eight(ops):
     assert_same(run(*shards), run(BATCH, row_keys()))
 
 
-def objective_of_mean(params, model_state, batch, frozen, rng):
+def objective_of_mean(params, model_state, batch, rng):
     """Of one parameter: nothing of an image's size passes between devices for its sake."""
     loss = params * batch["image"].mean((1, 2, 3)) * batch["label"][:, 0]
     return ObjectiveOutput(loss.sum(), batch["mask"].sum(), {}, model_state)

@@ -224,7 +224,12 @@ def test_save_and_restore(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 
-FORMATS = {"ViT": ("npz", "hf", "timm"), "DeiT": ("hf", "timm"), "R+ViT": ("npz",), "BiT": ("npz",)}
+FORMATS = {
+    "ViT": ("npz", "npz_v2", "hf", "timm"),
+    "DeiT": ("hf", "timm"),
+    "R+ViT": ("npz",),
+    "BiT": ("npz",),
+}
 
 
 @each(*SMALLEST)

@@ -6,6 +6,7 @@ import pytest
 from numpy_vit import float64, random_params
 
 from vit_jax import tree
+from vit_jax.models import attention
 from vit_jax.models.attention import choose_attention, dot_product_attention
 from vit_jax.models.layers import GELU, Attention, Encoder, EncoderBlock, MapHead, Mlp
 
@@ -80,13 +81,14 @@ def plain_attention(q, k, v, bias, kept, rate):
     return jnp.einsum("bhnm,bhmk->bhnk", jnp.where(kept, weights / (1 - rate), 0), v)
 
 
-ATTENTIONS = [choose_attention("cpu", "full"), choose_attention("tpu", "full")]
+ATTENTIONS = [choose_attention("cpu"), choose_attention("tpu")]
 
 
-def test_attention_is_chosen_by_platform_and_remat():
-    assert ATTENTIONS[0] != ATTENTIONS[1]
-    assert choose_attention("tpu", "none") == choose_attention("gpu", "full")
-    assert choose_attention("gpu", "full") == dot_product_attention
+def test_attention_is_chosen_by_platform():
+    # By whole steps: docs/planning.md, "Forms of attention".
+    chosen = {platform: choose_attention(platform) for platform in ("cpu", "gpu", "tpu")}
+    heads_first, plain = attention.dot_product_attention, attention.plain_attention
+    assert chosen == {"cpu": heads_first, "gpu": heads_first, "tpu": plain}
 
 
 @pytest.mark.parametrize("attend", ATTENTIONS)

@@ -185,7 +185,9 @@ def test_of_other_families_it_is_unknown():
         pass
 
     model = create_model("ViT-mu/8", 10, (32, 64))
-    other = Other(10, (32, 64), (8, 8), model.width, 1, model.mlp_dim, model.num_heads)
+    other = Other(
+        10, (32, 64), (8, 8), model.width, 1, num_heads=model.num_heads, mlp_dim=model.mlp_dim
+    )
     for function in (activation_bytes, tensor_exchanges):
         with pytest.raises(InputError, match=r"a Other: .*unknown"):
             function(other)

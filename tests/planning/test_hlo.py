@@ -133,6 +133,28 @@ ENTRY %main (a: f32[4]) -> f32[4] {{
     assert found.groups == groups
 
 
+def test_arrays_that_are_exchanged_together_all_count():
+    text = """
+HloModule step, num_partitions=4
+
+ENTRY %main (a: bf16[4,8], b: f32[2,3]) -> f32[8,3] {
+  %a = bf16[4,8]{1,0} parameter(0)
+  %b = f32[2,3]{1,0} parameter(1)
+  %gather = ((bf16[4,8]{1,0}, /*index=1*/f32[2,3]{1,0}), (bf16[16,8]{1,0}, f32[8,3]{1,0})) all-gather-start(%a, /*index=1*/%b), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
+  %scatter = ((bf16[4,8]{1,0}), bf16[1,8]{1,0}) reduce-scatter-start(%a), channel_id=2, replica_groups=[1,4]<=[4], dimensions={0}, to_apply=%add
+  %sum = (bf16[4,8]{1,0}, f32[2,3]{1,0}) all-reduce-start(%a, %b), channel_id=3, replica_groups=[1,4]<=[4], to_apply=%add
+  %moved = (f32[2,3]{1,0}, f32[2,3]{1,0}, u32[], u32[]) collective-permute-start(%b), channel_id=4, source_target_pairs={{0,1},{1,2}}
+  ROOT %out = f32[8,3]{1,0} constant(0)
+}
+"""  # noqa: E501
+    found = {each.kind: each.size for each in Program(text).collectives()}
+    a, b = 4 * 8 * 2, 2 * 3 * 4
+    assert found == {
+        "all-gather": 4 * (a + b), "reduce-scatter": a, "all-reduce": a + b,
+        "collective-permute": b,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("target", "number"), [("{1,2}x{0:3}", 2), ("{1:4}x{0:1}", 4)])
 def test_exchanges_between_slices_go_through_hosts(target, number):
     text = f"""

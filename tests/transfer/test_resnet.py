@@ -180,7 +180,9 @@ def test_formats_refuse_families_that_they_do_not_know():
         pass
 
     model = create_model("ViT-mu/16", 3, 32)
-    other = Other(3, (32, 32), (16, 16), model.width, 1, model.mlp_dim, model.num_heads)
+    other = Other(
+        3, (32, 32), (16, 16), model.width, 1, num_heads=model.num_heads, mlp_dim=model.mlp_dim
+    )
     for format, writer in WRITERS.items():
         assert writer.check(other) == ["it is a Other"], format
 

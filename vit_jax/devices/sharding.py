@@ -39,7 +39,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 # What follows a parameter is read and written by the update alone, so that each of the devices that
 # hold a copy of the parameter may keep and update a part of it (Rajbhandari et al. 2019,
 # arXiv:1910.02054, stage 1). The gradients are scattered instead of reduced, and the new parameters
-# gathered: as many bytes.
+# gathered: as many bytes in float32; with bfloat16 half as many again, as parameters are float32.
 _FOLLOWERS = re.compile(r"(opt_state|ema)/")
 
 # Adafactor's moments of a parameter: its means over one axis, or all of it.

@@ -164,8 +164,7 @@ def make_model(config: ConfigDict, image_size: tuple[int, int], mesh: Mesh) -> n
         constrain=constrain,
         **model_fields(config),
     )
-    platform = mesh.devices.flat[0].platform
-    model = with_known(model, attend=choose_attention(platform, model.remat))
+    model = with_known(model, attend=choose_attention(mesh.devices.flat[0].platform))
     _warn_of_uneven_split(model, mesh)
     return model
 

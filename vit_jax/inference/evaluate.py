@@ -172,7 +172,7 @@ def _model_on(
     fields = check_fields(family, config_lib.model_fields(config), "config.model")
     model = pretrained.model.clone(**fields, image_size=image_size, constrain=constrain)
     platform = mesh.devices.flat[0].platform
-    return with_known(model, attend=choose_attention(platform, model.remat))
+    return with_known(model, attend=choose_attention(platform))
 
 
 def _run_all(evaluators, state: TrainState) -> dict[str, float]:

@@ -19,7 +19,7 @@ def dot_product_attention(
     blocks. The softmax is divided by its sum after the product with v, where there are K numbers a
     query to divide instead of M, and so is its gradient, which is written out by hand: of the
     arrays of N x M only the undivided weights are kept, and each is passed over as seldom as can
-    be: by the TPU compiler's estimate 3 % fewer cycles of a ViT-B/16's step than by autodiff.
+    be.
 
     Shapes: (B, H, N, K), (B, H, M, K), (B, H, M, K), the bias (B, H, N, M) -> (B, H, N, K), in the
       dtype of `v`, which is that of the bias.
@@ -36,12 +36,7 @@ def dot_product_attention(
 
 
 def plain_attention(q_BHNK, k_BHMK, v_BHMK, *, bias_BHNM=None, dropout_rate=0.0, dropout_key=None):
-    """`dot_product_attention` as it is written in the paper, its gradient JAX's own.
-
-    Where a TPU computes a block again for its gradient, its compiler makes more of this: by its
-    own estimate, on v5e, a ViT-L/16's block with full remat and 64 images takes 19.0 instead of
-    21.8 million cycles.
-    """
+    """`dot_product_attention` as it is written in the paper, its gradient JAX's own."""
     q_BNHK, k_BMHK, v_BMHK = (jnp.swapaxes(x, 1, 2) for x in (q_BHNK, k_BHMK, v_BHMK))
     scale = q_BNHK.shape[-1] ** -0.5
     scores_BHNM = jnp.einsum("bnhk,bmhk->bhnm", q_BNHK * scale, k_BMHK)
@@ -54,9 +49,14 @@ def plain_attention(q_BHNK, k_BHMK, v_BHMK, *, bias_BHNM=None, dropout_rate=0.0,
     return jnp.swapaxes(jnp.einsum("bhnm,bmhk->bnhk", weights_BHNM, v_BMHK), 1, 2)
 
 
-def choose_attention(platform: str, remat: str) -> Callable:
-    """The form that is fastest on "cpu", "gpu" or "tpu", for blocks with such a remat."""
-    return plain_attention if platform == "tpu" and remat != "none" else dot_product_attention
+def choose_attention(platform: str) -> Callable:
+    """The form that is fastest on "cpu", "gpu" or "tpu".
+
+    The TPU compiler makes more of the plain form: by its own estimate a training step of ViT-B/16
+    takes 113.5 instead of 135.3 million cycles on v5e, with full remat 156.0 instead of 186.2.
+    docs/planning.md has other sizes and layouts, and the command.
+    """
+    return plain_attention if platform == "tpu" else dot_product_attention
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))

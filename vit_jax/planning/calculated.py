@@ -5,19 +5,30 @@ For GPUs, whose compiler is not there and says nothing of capacity, and for TPUs
 
 import logging
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from ml_collections import ConfigDict
 
+from vit_jax import tree
 from vit_jax.devices.chips import GPUS_PER_HOST
+from vit_jax.devices.mesh import AXES, BATCH_AXES
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.planning.activations import activation_bytes, tensor_exchanges
 from vit_jax.planning.layout import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
 
 logger = logging.getLogger("vit_jax")
+
+_IN_LAYERS = re.compile(r"(?:.*/)?layer(?:s|_\d+)/")
+_HEAD = re.compile(r"(?:head|head_distillation)/")
+_CONVOLUTION = re.compile(r"(?:^|/)conv\w*/kernel$")
 
 
 def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
@@ -46,7 +57,7 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
         "by": "calculation",
         "compile_s": 0.0,
         "memory_bytes": memory | judge(peak, target),
-        "collectives": collective_table(experiment, mesh.shape, target, state["params"], images),
+        "collectives": collective_table(experiment, mesh.shape, target, images, accum_steps),
         "hbm_bytes_accessed": 2 * (sum(state.values()) + state["params"] + activations),
         "compiler_cycles": None,
     }
@@ -56,56 +67,125 @@ def collective_table(
     experiment: Experiment,
     shape: Mapping[str, int],
     target: Target,
-    params_bytes: int,
     images: int,
+    accum_steps: int,
 ) -> list[dict[str, Any]]:
     """The exchanges that the layout needs, by the ring algorithm, all beside computation.
 
-    Over fsdp the weights are gathered in the dtype of computation, for the forward and for the
-    backward pass, and gradients are scattered in it; over replica and data they are reduced, in
-    it too; over tensor `tensor_exchanges` says what of the activations is.
+    An exchange over several axes is one over each: the nearest devices first, and over the next
+    axis only the part of each device. Those of parameters are what XLA makes of the step for GPUs:
+
+    - Weights that are split over fsdp are gathered in every microbatch, in the dtype in which they
+      are first used; those of layers once more for the backward pass, where the layers are scanned
+      or rematerialised.
+    - Gradients are added up in the dtype of the product that gives them, before they are converted
+      to float32: in every microbatch scattered over fsdp, and over data, if the optimizer's state
+      is split over it. If those split two axes of an array, XLA reduces the whole of it instead,
+      and each device takes its part. Over the other axes gradients are reduced once a step.
+    - Parameters with an optimizer's state that is split over data are gathered over it after their
+      update, in float32.
+
+    Over tensor `tensor_exchanges` gives those of the activations.
 
     Args:
-      params_bytes: float32 parameters on a device.
       images: on a device, a step.
     """
     model = experiment.model
-    size = jnp.dtype(model.dtype).itemsize
-    share = params_bytes * size // 4
-    whole = share * shape["fsdp"]
-    passes = 2 + (model.remat != "none")  # forward, backward, and forward again
-    wanted = [
-        ("all-gather", ("fsdp",), passes, whole),
-        ("reduce-scatter", ("fsdp",), 1, whole),
-        ("all-reduce", ("replica", "data"), 1, share),
-    ]
+    is_again = model.scan or model.remat != "none"
+    counts: Counter[tuple[str, str]] = Counter()
+    total: Counter[tuple[str, str]] = Counter()
+
+    def add(kind: str, axis: str, number: int, times: int = 1) -> None:
+        if shape[axis] > 1:
+            counts[kind, axis] += times
+            total[kind, axis] += times * number
+
+    specs = _update_specs(experiment)
+    for name, leaf in tree.flatten_names(experiment.abstract_state.params).items():
+        weight_size, gradient_size = _sizes_in_use(name, leaf, model)
+        arrays = leaf.shape[0] if tree.is_stacked(name) else 1
+        share = math.prod(leaf.sharding.shard_shape(leaf.shape)) // arrays
+        split = [
+            {axis for axis in _axes(part) if axis in BATCH_AXES and shape[axis] > 1}
+            for part in specs[name]
+        ]
+        scattered = set().union(*split)
+        kind = "reduce-scatter" if scattered in split else "all-reduce"
+        if "fsdp" in scattered:
+            whole = share * shape["fsdp"]
+            passes = 1 + (is_again and _IN_LAYERS.match(name) is not None)
+            add("all-gather", "fsdp", whole * weight_size, arrays * passes * accum_steps)
+            add(kind, "fsdp", whole * gradient_size, arrays * accum_steps)
+        if "data" in scattered:
+            add(kind, "data", share * gradient_size, arrays * accum_steps)
+            add("all-gather", "data", share * leaf.dtype.itemsize, arrays)
+            share //= shape["data"]
+        for axis in reversed(BATCH_AXES):
+            if axis not in scattered:
+                add("all-reduce", axis, share * gradient_size, arrays)
+                share //= shape[axis]
     backward = tensor_exchanges(model, backward=True)
+    forward_passes = 1 + (model.remat != "none")
     for kind, (forward_count, forward_bytes) in tensor_exchanges(model).items():
-        count = (passes - 1) * forward_count + backward[kind][0]
-        number = (passes - 1) * forward_bytes + backward[kind][1]
+        count = forward_passes * forward_count + backward[kind][0]
+        number = forward_passes * forward_bytes + backward[kind][1]
         if count:
-            wanted.append((kind, ("tensor",), count, images * number // count))
-    table, inner = [], {"tensor": 1, "fsdp": shape["tensor"]}
-    for kind, axes, count, number in wanted:
-        n = math.prod(shape[axis] for axis in axes)
-        if n == 1:
-            continue
-        if target.chip.is_gpu:
-            # Neighbours on the mesh are the devices of its last axes.
-            near = n * inner.get(axes[0], shape["tensor"] * shape["fsdp"]) <= GPUS_PER_HOST
-            network = "NVLink" if near else "network"
-        else:
-            network = "DCN" if "replica" in axes and target.num_slices > 1 else "ICI"
-        sent = number * (n - 1) / n * (2 if kind == "all-reduce" else 1)
-        table.append(
-            {
-                "kind": kind,
-                "axes": [axis for axis in axes if shape[axis] > 1],
-                "network": network,
-                "asynchronous": True,
-                "count": count,
-                "bytes": count * number,
-                "sent_bytes": count * sent,
-            }
+            add(kind, "tensor", images * number // count, count)
+    table = [
+        {
+            "kind": kind,
+            "axes": [axis],
+            "network": _network(axis, shape, target),
+            "asynchronous": True,
+            "count": counts[kind, axis],
+            "bytes": number,
+            "sent_bytes": number * (1 - 1 / shape[axis]) * (2 if kind == "all-reduce" else 1),
+        }
+        for (kind, axis), number in total.items()
+    ]
+    return sorted(table, key=lambda row: -row["sent_bytes"])
+
+
+def _update_specs(experiment: Experiment) -> dict[str, PartitionSpec]:
+    """{name of a parameter: how its update is laid out}.
+
+    That is as the optimizer's state that follows it, where that is split over data too.
+    """
+    state = experiment.abstract_state
+    followers = {
+        name: leaf.sharding.spec
+        for name, leaf in tree.flatten_names(state.opt_state).items()
+        if any("data" in _axes(part) for part in leaf.sharding.spec)
+    }
+    return {
+        name: next(
+            (spec for other, spec in followers.items() if other.endswith(f"/{name}")),
+            leaf.sharding.spec,
         )
-    return table
+        for name, leaf in tree.flatten_names(state.params).items()
+    }
+
+
+def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The axes of the mesh that split one axis of an array."""
+    return part if isinstance(part, tuple) else (part,) if part else ()
+
+
+def _sizes_in_use(name: str, leaf: jax.ShapeDtypeStruct, model: nn.Module) -> tuple[int, int]:
+    """Bytes of a number of a weight where it is first used, and of its gradient's first form.
+
+    Both are in the dtype of computation, but for heads, which compute in float32, and convolutions:
+    their kernels are standardised in float32.
+    """
+    size, own = jnp.dtype(model.dtype).itemsize, leaf.dtype.itemsize
+    if _HEAD.match(name):
+        return own, own
+    return own if _CONVOLUTION.search(name) else size, size
+
+
+def _network(axis: str, shape: Mapping[str, int], target: Target) -> str:
+    if not target.chip.is_gpu:
+        return "DCN" if axis == "replica" and target.num_slices > 1 else "ICI"
+    # Neighbours on the mesh are the devices of its last axes.
+    within = math.prod(shape[inner] for inner in AXES[AXES.index(axis) :])
+    return "NVLink" if within <= GPUS_PER_HOST else "network"

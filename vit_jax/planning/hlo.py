@@ -108,11 +108,10 @@ class Program:
             channel = re.search(r"channel_id=(\d+)", each.attributes)
             key = (place.computation, kind, channel[1] if channel else each.name)
             groups = _groups(each.attributes, self.num_devices)
-            size = _bytes(each.type)
-            if each.opcode != kind and each.type.startswith("("):  # (operand, result, ...)
-                size = max(map(_bytes, _elements(each.type)))
-            if kind == "reduce-scatter":
-                size *= len(groups[0])
+            if each.opcode != kind:
+                size = _started_bytes(each)
+            else:
+                size = _bytes(each.type) * (len(groups[0]) if kind == "reduce-scatter" else 1)
             if kind == "all-reduce" and any("all-reduce-scatter" in name for name in fused):
                 kind = "reduce-scatter"
             earlier = found.get(key)
@@ -260,6 +259,17 @@ def _elements(kind: str) -> list[str]:
 def _bytes(kind: str) -> int:
     """Bytes of an array or of a tuple of arrays, by its type's text."""
     return sum(_size(match) for match in _ARRAY.finditer(kind))
+
+
+def _started_bytes(each: Instruction) -> int:
+    """Bytes that an exchange's start takes or gives, the larger of the two.
+
+    Its type is (operands, results, contexts), where several arrays go together as (first, second,
+    ...); that of an all-reduce is the results.
+    """
+    sizes = list(map(_bytes, _elements(each.type)))
+    number = len(each.operands)
+    return max(sum(sizes[:number]), sum(sizes[number : 2 * number]))
 
 
 def _hbm_bytes(kind: str) -> int:
