@@ -1,7 +1,7 @@
 """What is said of bad input: every fault at once, each with its remedy."""
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -28,6 +28,20 @@ def collect_faults(faults: Sequence[str], where: str = "") -> None:
 
 class Faults(list[str]):
     """Faults found so far, so that all can be told at once."""
+
+    def need(self, holds: Any, text: str) -> None:
+        """Adds the fault `text` unless `holds`."""
+        if not holds:
+            self.append(text)
+
+    def need_known(self, key: str, value: str, known: Iterable[str]) -> None:
+        """Adds a fault, with the nearest known value, unless `value` is one of `known`."""
+        known = list(known)
+        self.need(value in known, f"{key}={value!r}: {nearest(value, known)}")
+
+    def need_positive(self, key: str, value: float | None) -> None:
+        """Adds a fault unless `value` is positive or None."""
+        self.need(value is None or value > 0, f"{key}={value}: needs a positive number")
 
     def check(self, fn: Callable, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """fn(*args, **kwargs), or None if it raises InputError, whose faults are added."""

@@ -10,6 +10,7 @@ import pytest
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
 from vit_jax.config.stored import continue_older, to_json
 from vit_jax.config.text import apply_overrides
+from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.errors import InputError
 from vit_jax.training.prepare import compare_value_ranges, prepare
 from vit_jax.training.sources import check_images, open_sources
@@ -47,7 +48,7 @@ def test_another_data_set_may_have_other_classes_where_these_are_learnt():
     }
     assert sources[train_split(config)].num_examples == config.data.num_examples == 64
     assert sources[eval_splits(config, config.evals.few)["test_split"]].num_examples == 360
-    check_images(config, sources)
+    check_images(config, parse_preprocessing(config), sources)
 
 
 @pytest.mark.parametrize("first", ["few", "test"])
@@ -87,7 +88,8 @@ def test_all_faulty_splits_are_named():
 def test_images_of_another_data_set_are_checked():
     config = make_config(few=few(data_name="digits", ops="resize(9)"))
     with pytest.raises(InputError, match=r"evals\.few\.ops='resize\(9\)' gives images of"):
-        check_images(*open_sources(config, training=False))
+        config, sources = open_sources(config, training=False)
+        check_images(config, parse_preprocessing(config), sources)
 
 
 def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled(tmp_path):
@@ -95,10 +97,10 @@ def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled(
     config.data.ops = "resize(9)|random_crop(10)|resize"
     config, sources = open_sources(config, training=True)
     with pytest.raises(InputError, match=r"^data\.ops: 'random_crop\(10\)' takes 10 x 10 pixels"):
-        check_images(config, sources)
+        check_images(config, parse_preprocessing(config), sources)
     config.data.ops = ""
     with pytest.raises(InputError) as error:
-        check_images(config, sources)
+        check_images(config, parse_preprocessing(config), sources)
     assert str(error.value).startswith(
         "evals.test.ops: 'central_crop' takes 8 x 8 pixels, and 'resize_small(7)' gives images of "
         "7 x 7, so it would need a black border; "
@@ -106,7 +108,8 @@ def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled(
     stored = json.loads(to_json(config))
     del stored["data"]["pad_crops"]
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    check_images(continue_older(config, tmp_path), sources)
+    older = continue_older(config, tmp_path)
+    check_images(older, parse_preprocessing(older), sources)
 
 
 def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):

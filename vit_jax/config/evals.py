@@ -6,13 +6,14 @@ a config asks for it, so that reading a config loads no evaluator that it does n
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from vit_jax.errors import InputError, nearest
+from vit_jax.errors import Faults, InputError, nearest
 
 
 class Evaluator(NamedTuple):
@@ -80,3 +81,16 @@ def typed_entry(kind: str, values: dict[str, Any]) -> ConfigDict:
     for key in optional:
         entry[key] = values[key]
     return entry.lock()
+
+
+def check_config(config: ConfigDict, faults: Faults) -> None:
+    """Checks the names of the entries of `evals`, and each by its evaluator."""
+    for name, entry in config.evals.items():
+        taken = name in ("train", "time") or not re.fullmatch(r"\w+", name)
+        faults.need(
+            not taken,
+            f"evals.{name}: choose a name of letters other than train and time, which the run's "
+            "own metrics have",
+        )
+        faults.need_positive(f"evals.{name}.batch_size", entry.batch_size)
+        faults.check(find_evaluator(entry.type).check, entry, prefix=f"evals.{name}.")

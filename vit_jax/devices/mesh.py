@@ -15,8 +15,9 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
-from vit_jax.errors import InputError
+from vit_jax.errors import Faults, InputError
 
 logger = logging.getLogger("vit_jax")
 
@@ -154,3 +155,9 @@ def check_accum_steps(mesh: Mesh, size: int, accum_steps: int) -> None:
             "batch; choose mesh sizes that split it otherwise, or, for a new run, "
             f"optimizer.accum_steps={good}"
         )
+
+
+def check_config(config: ConfigDict, faults: Faults) -> None:
+    """Checks the part of the section `mesh` that needs no device."""
+    if config.mesh.platform is not None:
+        faults.need_known("mesh.platform", config.mesh.platform, PLATFORMS)

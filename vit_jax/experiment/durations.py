@@ -10,7 +10,7 @@ from fractions import Fraction
 from ml_collections import ConfigDict
 
 from vit_jax.config import flatten
-from vit_jax.errors import InputError, nearest
+from vit_jax.errors import Faults, InputError, nearest
 
 UNITS = ("steps", "epochs", "examples")
 
@@ -105,3 +105,20 @@ def _steps(config: ConfigDict, text: str, key: str) -> int:
         global_batch_size=config.global_batch_size,
         key=key,
     )
+
+
+def check_config(config: ConfigDict, faults: Faults) -> None:
+    """Checks every duration; needs neither the data nor the batch."""
+    texts = flatten(config)
+    for key in duration_keys(config):
+        if texts[key] is not None:
+            positive = key == "duration" or is_interval(key)
+            faults.check(check_duration, texts[key], key=key, positive=positive)
+    milestones = config.schedule.milestones
+    for text in split_durations(milestones):
+        faults.check(check_duration, text, key="schedule.milestones", positive=True)
+    takes_them = config.schedule.name == "multistep"
+    remedy = f"schedule.name={config.schedule.name!r} has none; leave them out"
+    if takes_them:
+        remedy = "multistep needs some, e.g. '3000 steps, 6000 steps'"
+    faults.need(takes_them == bool(milestones), f"schedule.milestones={milestones!r}: {remedy}")

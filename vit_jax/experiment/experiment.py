@@ -27,12 +27,13 @@ from vit_jax.devices.compiler import compiler_options
 from vit_jax.devices.flops import count_flops, jaxpr_flops
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.devices.sharding import constrain, state_shardings
+from vit_jax.errors import Faults
 from vit_jax.experiment.durations import parse_durations, parse_milestones
 from vit_jax.experiment.layer_norms import make_layer_norms
 from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.experiment.schedules import make_schedule
 from vit_jax.experiment.state import TrainState, init_state
-from vit_jax.experiment.step import make_train_step
+from vit_jax.experiment.step import check_step, make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.attention import choose_attention
 from vit_jax.models.fields import field_names, with_known
@@ -230,3 +231,18 @@ def _batch_shapes(size, image_size, sharding) -> dict[str, jax.ShapeDtypeStruct]
         "mask": array((size,), jnp.float32),
         "id": array((size,), jnp.int32),
     }
+
+
+def check_config(config: ConfigDict, faults: Faults) -> None:
+    """Checks the sections objective, loss, optimizer and schedule."""
+    faults.need_known("objective.name", config.objective.name, OBJECTIVES)
+    faults.check(make_loss, **config.loss)
+    faults.check(make_optimizer, **optimizer_fields(config), schedule=lambda step: 0.0)
+    accum_steps, size = config.optimizer.accum_steps, config.global_batch_size
+    faults.check(check_step, accum_steps, config.optimizer.ema_decay)
+    faults.need(
+        size is None or accum_steps < 1 or size % accum_steps == 0,
+        f"optimizer.accum_steps={accum_steps}: must divide global_batch_size={size}",
+    )
+    peak_lr = config.optimizer.peak_lr or 0.0
+    faults.check(make_schedule, config.schedule.name, peak_lr=peak_lr, total_steps=1)

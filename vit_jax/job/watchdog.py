@@ -24,6 +24,7 @@ import jax
 from jax._src import distributed
 from ml_collections import ConfigDict
 
+from vit_jax.errors import Faults
 from vit_jax.job import processes
 from vit_jax.job.exit_codes import FAILED
 
@@ -387,3 +388,16 @@ def _coordinator_listens() -> bool:
     with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2.0):
         return True
     return False
+
+
+def check_config(config: ConfigDict, faults: Faults) -> None:
+    """Checks the deadlines of the section `job`."""
+    job = config.job
+    for key in ("heartbeat_s", "step_deadline_s", "compile_deadline_s", "evaluation_deadline_s",
+                "save_deadline_s"):  # fmt: skip
+        faults.need_positive(f"job.{key}", job[key])
+    faults.need(
+        job.step_deadline_s is None or job.step_deadline_s <= 0.75 * job.heartbeat_s,
+        f"job.step_deadline_s={job.step_deadline_s}: needs at most 0.75 of "
+        f"job.heartbeat_s={job.heartbeat_s}, after which JAX ends the run and cannot say why",
+    )

@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 from etils import epath
+from ml_collections import ConfigDict
 
 from vit_jax.config import step_range
+from vit_jax.errors import Faults
 
 logger = logging.getLogger("vit_jax")
 
@@ -39,3 +41,9 @@ class Profiler:
             jax.profiler.stop_trace()
             self._tracing = False
             logger.info("traced to %s; look at it with TensorBoard or XProf", self._directory)
+
+
+def check_profile(config: ConfigDict, faults: Faults) -> None:
+    """Checks `log.profile`."""
+    if config.log.profile is not None:
+        faults.check(step_range, config.log.profile, key="log.profile")

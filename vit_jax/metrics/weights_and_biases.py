@@ -8,14 +8,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from etils import epath
+from ml_collections import ConfigDict
 
-from vit_jax.errors import InputError
+from vit_jax.errors import Faults, InputError
 from vit_jax.files import write_whole
 
 logger = logging.getLogger("vit_jax")
 
 _INIT_TIMEOUT_S = 30.0
 _FINISH_TIMEOUT_S = 60.0
+_NOT_IN_NAMES = r"/\#?%:"  # refused by W&B
+_MAX_NAME = 128
 
 
 def check_installed(project: str) -> None:
@@ -117,3 +120,15 @@ class WeightsAndBiases:
             self._run.finish()
         except Exception as e:  # see above
             logger.warning("log.wandb: W&B failed at the end (%s)", e)
+
+
+def check_project(config: ConfigDict, faults: Faults) -> None:
+    """Checks `log.wandb`, also where the package is not installed."""
+    project = config.log.wandb
+    if project is not None:
+        named = project.strip() and len(project) <= _MAX_NAME
+        faults.need(
+            named and not set(project) & set(_NOT_IN_NAMES),
+            f"log.wandb={project!r}: needs the name of a project, at most {_MAX_NAME} characters, "
+            f"none of them in {_NOT_IN_NAMES}",
+        )

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+from ml_collections import ConfigDict
 
-from vit_jax.errors import InputError, nearest
+from vit_jax.config import image_hw, model_fields
+from vit_jax.errors import Faults, InputError, nearest
 from vit_jax.models.bit import BIT_NAMES, BiT, bit_fields
 from vit_jax.models.deit import DEIT_NAMES, DeiT
 from vit_jax.models.fields import check_fields, field_names
@@ -95,3 +97,13 @@ def token_stride(name: str) -> tuple[int, int]:
     if "pos_embed" in field_names(family.module):
         fields["pos_embed"] = "none"  # so that it needs no image size
     return family.module(**fields).token_stride
+
+
+def check_config(config: ConfigDict, faults: Faults) -> None:
+    """Checks the section `model` with `data.image_size`."""
+    sizes = {"data.image_size": config.data.image_size, "model.patch_size": config.model.patch_size}
+    given = {key: size for key, size in sizes.items() if size is not None}
+    sizes_are_good = all([faults.check(image_hw, size, key) for key, size in given.items()])
+    if sizes_are_good and None not in (config.data.image_size, config.model.name):
+        size, fields = config.data.image_size, model_fields(config)
+        faults.check(create_model, config.model.name, 1, size, prefix="model.", **fields)
