@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from images import encode, make_folder, pil_rgb, smooth_image
 
-from vit_jax.data import eval_batches, make_source, parse_ops, pipeline, train_batches
+from vit_jax.data import (
+    eval_batches,
+    loading,
+    make_source,
+    parse_ops,
+    pipeline,
+    read_labels,
+    train_batches,
+)
 from vit_jax.data.host_tf import tf
 from vit_jax.errors import InputError
 
@@ -141,7 +149,7 @@ def test_evaluation_covers_every_digit_once_on_8_hosts(ops, size):
 
 
 def test_a_broken_file_is_masked_and_named_once(pets, caplog):
-    pipeline._named_broken.clear()
+    loading._named_broken.clear()
     with caplog.at_level(logging.WARNING, "vit_jax"):
         for _ in range(2):
             how = {"image_size": (16, 16), "ops": "decode|resize(antialias=True)"}
@@ -164,7 +172,7 @@ def test_an_image_smaller_than_a_crop_is_masked_and_named_with_its_size(tmp_path
     (root / small).write_bytes(encode(smooth_image(12, 60)))
     how = {"image_size": (16, 16), "rows": range(2), "global_batch_size": 2}
     for ops in ("decode|central_crop", "decode|random_crop"):
-        pipeline._named_broken.clear()
+        loading._named_broken.clear()
         caplog.clear()
         (batch,) = evaluate(source, ops=ops, **how)
         np.testing.assert_array_equal(batch["mask"], [1, 0])
@@ -200,7 +208,7 @@ def test_of_a_folder_no_image_is_read_for_its_label(tmp_path):
     expected = ["dog" in source.record_name(i) for i in range(source.num_examples)]
     for file in root.rglob("*.jpg"):
         file.unlink()
-    labels = pipeline.read_labels(source, 0, source.num_examples)
+    labels = read_labels(source, 0, source.num_examples)
     np.testing.assert_array_equal(labels, expected)
 
 

@@ -9,7 +9,16 @@ from etils import epath
 from images import encode, pil_rgb, smooth_image
 from prepared import break_image, flip_a_byte, prepare
 
-from vit_jax.data import concatenate, make_order, make_source, parse_ops, pipeline, tfrecord
+from vit_jax.data import (
+    concatenate,
+    loading,
+    make_order,
+    make_source,
+    parse_ops,
+    pipeline,
+    read_labels,
+    tfrecord,
+)
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.prepared_tfds import View, tfds_source
 from vit_jax.data.runs import Runs, run_starts, stored_records
@@ -198,7 +207,7 @@ def test_a_corrupt_record_masks_itself_alone_for_every_reader(corrupt, caplog):
     how = {"size": (60, 90), "batch": 10, "steps": 6}
     for order_name in ORDERS:
         with caplog.at_level(logging.WARNING, "vit_jax"):
-            pipeline._named_broken.clear()
+            loading._named_broken.clear()
             caplog.clear()
             # Chunks of 97 of 30 records: the split in its own order, so that runs are long.
             ORDERS["chunk"]["streams"] = 1
@@ -247,7 +256,7 @@ def broken(tmp_path_factory):
 def records(source):
     """All that says which records there are: their names, but for the file's, and labels."""
     numbers = [source.record_name(i).partition("(")[2] for i in range(source.num_examples)]
-    return numbers, list(pipeline.read_labels(source, 0, source.num_examples)), source.fingerprints
+    return numbers, list(read_labels(source, 0, source.num_examples)), source.fingerprints
 
 
 def test_every_reader_gives_the_same_records_whatever_is_broken(broken):

@@ -10,9 +10,7 @@ checksum that does not depend on how it is laid out over devices, and what the l
 is sealed, before the commit.
 """
 
-import concurrent.futures
 import functools
-import hashlib
 import json
 import logging
 from collections.abc import Callable
@@ -25,17 +23,11 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from vit_jax.checkpoints.checksums import checksums
+from vit_jax.checkpoints.collective import InvalidError, on_all
+from vit_jax.checkpoints.seal import check_seal, complete_seal, write_seal
 from vit_jax.errors import InputError
-from vit_jax.files import write_whole
 
 logger = logging.getLogger("vit_jax")
-
-_SEAL = "seal.json"
-_READ_AT_ONCE = 32
-_DIGESTED_UP_TO = 1 << 20  # bytes; array data above that is covered by the leaves' checksums
-# What orbax still writes while it commits, after the seal: it is sealed when the commit is over.
-_COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
-
 
 # A process reads whole chunks of a leaf, so they are small beside what it keeps of it: of the two
 # greatest axes of a leaf's share orbax makes about equal pieces.
@@ -43,41 +35,6 @@ _CHUNKS_OF_A_LEAF = 4096
 _MIN_CHUNK_BYTES = 1 << 14
 # orbax warns, once a leaf, that chunks below a MiB could be slow.
 logging.getLogger("absl").addFilter(lambda record: record.module != "subchunking")
-
-
-def _files(step_dir: epath.Path) -> dict[str, list]:
-    """{relative path: [bytes, digest or None if the file is large]} but for the seal."""
-
-    def below(folder, prefix):
-        for path in folder.iterdir():
-            if path.is_dir():
-                yield from below(path, f"{prefix}{path.name}/")
-            elif path.name != _SEAL:
-                yield prefix + path.name, path
-
-    paths = dict(below(step_dir, ""))
-    # Of a pod's many files each is a request to a store, which takes its time.
-    with concurrent.futures.ThreadPoolExecutor(_READ_AT_ONCE) as pool:
-        return dict(zip(paths, pool.map(_entry, paths.values()), strict=True))
-
-
-def _entry(path: epath.Path) -> list:
-    size, digest = path.stat().length, None
-    if size <= _DIGESTED_UP_TO:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return [size, digest]
-
-
-def _check_seal(step_dir: epath.Path) -> None:
-    """Raises ValueError naming the first file that is not as it was sealed."""
-    if not (step_dir / _SEAL).exists():
-        raise ValueError(f"file {_SEAL} is missing")
-    found = _files(step_dir)
-    for name, entry in json.loads((step_dir / _SEAL).read_text()).items():
-        if name not in found:
-            raise ValueError(f"file {name} is missing")
-        if entry is not None and found[name] != entry:
-            raise ValueError(f"file {name} is not as it was saved ({found[name][0]} bytes)")
 
 
 def saved_steps(directory: epath.Path) -> list[int]:
@@ -107,40 +64,6 @@ def read_meta(step_dir: epath.Path) -> dict:
     return json.loads((step_dir / "meta" / "metadata").read_text())
 
 
-class InvalidError(ValueError):
-    """A saved step is not as it was saved; says what is wrong, and which process found it."""
-
-
-def _on_all(read: Callable[[], Any]) -> Any:
-    """read(), unless it fails on any process: then every process raises.
-
-    Raises:
-      InvalidError: for what the step is to blame for.
-    """
-    result, fault = None, None
-    try:
-        result = read()
-    except Exception as e:  # told to the other processes first
-        fault = e
-    blameless = fault is not None and not isinstance(fault, _ITS_FAULT)
-    verdicts = _from_all(0 if fault is None else 1 if blameless else 2)
-    if blameless:
-        raise fault
-    if 1 in verdicts:
-        raise RuntimeError(f"process {verdicts.index(1)} could not read the checkpoints")
-    if fault is not None:
-        first_line = (str(fault).strip() or repr(fault)).splitlines()[0]
-        raise InvalidError(f"{type(fault).__name__}: {first_line}") from fault
-    if any(verdicts):
-        raise InvalidError(f"process {verdicts.index(2)} cannot read its part")
-    return result
-
-
-def _from_all(number: int) -> list[int]:
-    """The number that each process gives."""
-    return multihost_utils.process_allgather(np.int32(number)).ravel().tolist()
-
-
 def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dict]:
     """One step's state as `target` and its meta; on all processes, or on none.
 
@@ -148,13 +71,13 @@ def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dic
       InvalidError: whatever orbax, or a check, finds wrong with it on any process.
     """
 
-    def check_seal():
+    def read_sealed_meta():
         if jax.process_index() == 0:  # it reads every small file: once is enough
-            _check_seal(step_dir)
+            check_seal(step_dir)
         return read_meta(step_dir)
 
-    meta = _on_all(check_seal)
-    state = _on_all(functools.partial(_read_state, step_dir, target, partial))
+    meta = on_all(read_sealed_meta)
+    state = on_all(functools.partial(_read_state, step_dir, target, partial))
     for name, found in checksums(state).items():  # of whole leaves, the same on every process
         if meta["checksums"].get(name) != found:
             raise InvalidError(f"leaf {name} is not as it was saved (checksum)")
@@ -172,12 +95,6 @@ def _read_state(step_dir: epath.Path, target: Any, partial: bool) -> Any:
                 partial_restore=partial,
             ),
         )
-
-
-# What a damaged step raises, here, in orbax or in tensorstore; all else is the disk's or the
-# store's fault, and may be gone at the next try.
-_ITS_FAULT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, EOFError, KeyError,
-              TypeError, ValueError)  # fmt: skip
 
 
 def restore_step(path: epath.Path, abstract_state: Any, *, partial: bool = False) -> tuple:
@@ -288,26 +205,20 @@ class Checkpoints:
         )
 
     def _seal_uncommitted(self) -> None:
-        """Called by orbax when all is written but what the commit itself writes."""
+        """Called by orbax when all is written but the files of the commit."""
         if jax.process_index() == 0:
             name = str(self._saving)
             uncommitted = list(self._directory.glob(f"{name}.orbax-checkpoint-tmp*"))
-            step_dir = uncommitted[0] if uncommitted else self._directory / name
-            files = _files(step_dir) | dict.fromkeys(_COMMIT_FILES)
-            write_whole(step_dir / _SEAL, json.dumps(files, indent=1))
+            write_seal(uncommitted[0] if uncommitted else self._directory / name)
 
     def wait(self) -> None:
-        """Waits for the save in flight, if there is one, and seals what its commit wrote."""
+        """Waits for the save in flight, if there is one, and completes its seal."""
         try:
             self._manager.wait_until_finished()
         finally:
             saving, self._saving = self._saving, None
         if saving is not None and jax.process_index() == 0:
-            step_dir = self._directory / str(saving)
-            sealed = json.loads((step_dir / _SEAL).read_text())
-            committed = [step_dir / name for name in _COMMIT_FILES]
-            sealed |= {path.name: _entry(path) for path in committed if path.exists()}
-            write_whole(step_dir / _SEAL, json.dumps(sealed, indent=1))
+            complete_seal(self._directory / str(saving))
 
     def save(self, step: int, state: Any, meta: dict) -> None:
         """Saves `state` as `step`; returns once it may be donated, the files follow."""

@@ -8,16 +8,11 @@ import functools
 
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.image_folder import check_holdout, folder
+from vit_jax.data.labels import read_labels
 from vit_jax.data.mixture import concatenate, held_alike, parse_mix
 from vit_jax.data.ops import OPS, check_crops, parse_ops
 from vit_jax.data.order import Order, check_order, make_order, pair_distance, resolve_order
-from vit_jax.data.pipeline import (
-    eval_batches,
-    host_batches,
-    host_eval_batches,
-    read_labels,
-    train_batches,
-)
+from vit_jax.data.pipeline import eval_batches, host_batches, host_eval_batches, train_batches
 from vit_jax.data.prepared_tfds import BROKEN_LABELS, ON_DISK, check_reader, tfds_source
 from vit_jax.data.sources import Source, digits, synthetic
 from vit_jax.data.subset import check_classes, keep_classes

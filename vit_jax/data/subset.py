@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vit_jax.data.host_tf import tf
-from vit_jax.data.pipeline import read_labels
+from vit_jax.data.labels import read_labels
 from vit_jax.data.sources import Source, fingerprint
 from vit_jax.errors import InputError
 

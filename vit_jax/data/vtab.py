@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from vit_jax.data.host_tf import tf
-from vit_jax.data.pipeline import read_labels
+from vit_jax.data.labels import read_labels
 from vit_jax.data.prepared_tfds import View, prepared_folder, tfds_source
 from vit_jax.data.sources import Source, fingerprint
 from vit_jax.errors import InputError, nearest

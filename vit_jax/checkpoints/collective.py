@@ -1,0 +1,46 @@
+"""Reading on all processes, or on none: one that cannot read its part must not go on alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+# What a damaged step raises, here, in orbax or in tensorstore; all else is the disk's or the
+# store's fault, and may be gone at the next try.
+_ITS_FAULT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, EOFError, KeyError,
+              TypeError, ValueError)  # fmt: skip
+
+
+class InvalidError(ValueError):
+    """A saved step is not as it was saved; says what is wrong, and which process found it."""
+
+
+def on_all(read: Callable[[], Any]) -> Any:
+    """read(), unless it fails on any process: then every process raises.
+
+    Raises:
+      InvalidError: for what the step is to blame for.
+    """
+    result, fault = None, None
+    try:
+        result = read()
+    except Exception as e:  # told to the other processes first
+        fault = e
+    blameless = fault is not None and not isinstance(fault, _ITS_FAULT)
+    verdicts = _from_all(0 if fault is None else 1 if blameless else 2)
+    if blameless:
+        raise fault
+    if 1 in verdicts:
+        raise RuntimeError(f"process {verdicts.index(1)} could not read the checkpoints")
+    if fault is not None:
+        first_line = (str(fault).strip() or repr(fault)).splitlines()[0]
+        raise InvalidError(f"{type(fault).__name__}: {first_line}") from fault
+    if any(verdicts):
+        raise InvalidError(f"process {verdicts.index(2)} cannot read its part")
+    return result
+
+
+def _from_all(number: int) -> list[int]:
+    """The number that each process gives."""
+    return multihost_utils.process_allgather(np.int32(number)).ravel().tolist()
