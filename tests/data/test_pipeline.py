@@ -215,7 +215,7 @@ def test_of_a_folder_no_image_is_read_for_its_label(tmp_path):
 def test_chosen_records_are_handed_to_the_graph_and_no_part_of_it(digits, monkeypatch):
     """There they would be copied, and folded, with it."""
     arranged = []
-    monkeypatch.setattr(pipeline, "_batches", lambda *args: arranged.append(args[3]))
+    monkeypatch.setattr(pipeline, "local_batches", lambda *args: arranged.append(args[3]))
     how = {"global_batch_size": 4, "image_size": (8, 8), "rows": np.arange(4)}
     pipeline.host_eval_batches(digits, (), **how, record_ids=np.arange(1000)[::-1])
     (arrange,) = arranged
