@@ -13,8 +13,8 @@ from vit_jax.models.bit import BIT_NAMES, BiT, bit_fields
 from vit_jax.models.deit import DEIT_NAMES, DeiT
 from vit_jax.models.fields import check_fields, field_names
 from vit_jax.models.hybrid import HYBRID_NAMES, HybridViT, hybrid_fields
-from vit_jax.models.variants import vit_fields
-from vit_jax.models.vit import VIT_NAMES, ViT
+from vit_jax.models.variants import VIT_NAMES, vit_fields
+from vit_jax.models.vit import ViT
 
 
 class Family(NamedTuple):

@@ -131,3 +131,22 @@ def check_image_shape(shape: tuple[int, ...], image_size: tuple[int, int] | None
             f"images of shape {shape}: this model needs (B, H, W, 3) with "
             f"image_size={image_size}; resize them, or the model (image_size=)"
         )
+
+
+def find_undivided(
+    image_size: tuple[int, int], patch_size: tuple[int, int], stride: tuple[int, int]
+) -> list[str]:
+    """A fault for each side of an image that the `stride` in pixels of a token does not divide."""
+    faults = []
+    on_map, remedy = "", "a divisor of it, or "
+    if stride != patch_size:  # of a map, whose patch size divides no image
+        on_map, remedy = f", a token every {stride} pixels", ""
+    for axis, side, patch in zip(("height", "width"), image_size, stride, strict=True):
+        if side % patch:
+            below, above = side // patch * patch, (side // patch + 1) * patch
+            fits = f"{below} or {above}" if below else str(above)
+            faults.append(
+                f"patch_size={patch_size}{on_map}: {patch} does not divide the image's {axis} "
+                f"{side}; choose {remedy}image_size with {axis} {fits}"
+            )
+    return faults

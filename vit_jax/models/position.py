@@ -13,6 +13,8 @@ import numpy as np
 from einops import rearrange
 from flax import struct
 
+from vit_jax.errors import nearest
+
 LEARNED = ("learned_1d", "learned_2d", "relative")
 POS_EMBEDS = (*LEARNED, "sincos_2d", "none")
 PLACES = ("stem", "layers", "layers_shared")
@@ -167,3 +169,22 @@ def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
     x = columns.reshape(-1, 1) * frequencies
     y = rows.reshape(-1, 1) * frequencies
     return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1).astype(np.float32)
+
+
+def find_position_faults(kind: str, place: str | None, width: int) -> list[str]:
+    """Faults of a model's fields pos_embed=`kind`, pos_embed_at=`place` and width."""
+    faults = []
+    if kind == "sincos_2d" and (width % 4 or width < 8):
+        faults.append(f"pos_embed='sincos_2d' needs a width that 4 divides, from 8 on; got {width}")
+    if kind == "learned_2d" and width % 2:
+        faults.append(f"pos_embed='learned_2d' needs a width that 2 divides; got {width}")
+    if place not in (None, *PLACES):
+        faults.append(f"pos_embed_at={place!r}: {nearest(str(place), PLACES)}")
+    elif place is not None and kind == "none":
+        faults.append(f"pos_embed_at={place!r}: pos_embed='none' adds nothing; set it to None")
+    elif place == "stem" and kind == "relative":
+        faults.append(
+            "pos_embed_at='stem': relative positions are in the attention of the layers; choose "
+            "layers or layers_shared"
+        )
+    return faults

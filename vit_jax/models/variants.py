@@ -42,6 +42,16 @@ VARIANT_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+# Each variant with the patch sizes of its paper; any other will do as well.
+VIT_NAMES = tuple(
+    f"ViT-{size}"
+    for size in (
+        "mu/16", "Ti/16", "S/16", "S/32", "M/16", "B/16", "B/32", "L/16", "L/32", "So400m/14",
+        "H/14", "g/14", "G/14", "e/14", "22B/14",
+    )
+)  # fmt: skip
+
+
 def vit_fields(name: str) -> dict[str, Any]:
     """The fields of the model called `name`, e.g. "ViT-L/16" or "DeiT-B/16"."""
     of_variant, patch_size = parse_vit_name(name)

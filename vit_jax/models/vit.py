@@ -10,12 +10,13 @@ import flax.linen as nn
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.errors import collect_faults, nearest
+from vit_jax.errors import collect_faults
 from vit_jax.models.fields import (
     check_image_shape,
     find_class_faults,
     find_no_rates,
     find_not_positive,
+    find_undivided,
     find_unknown,
 )
 from vit_jax.models.layers import (
@@ -27,7 +28,7 @@ from vit_jax.models.layers import (
     Encoder,
     MapHead,
 )
-from vit_jax.models.position import LEARNED, PLACES, POS_EMBEDS, Positions
+from vit_jax.models.position import LEARNED, POS_EMBEDS, Positions, find_position_faults
 
 POOLS = ("token", "gap", "map")
 _CHOICES = {
@@ -139,7 +140,7 @@ class ViT(BlockFields, nn.Module):
         """Eqs. 1-4: the encoder's output, normalised."""
         check_image_shape(images.shape, self.image_size)
         image_size = self.image_size or images.shape[1:3]
-        collect_faults(self._undivided(image_size))
+        collect_faults(find_undivided(image_size, self.patch_size, self.token_stride))
         x_BND = self.constrain(self._embed(images.astype(self.dtype)), ("batch", None, None))
         if self.prefix_tokens:
             prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1).astype(self.dtype)
@@ -237,7 +238,7 @@ class ViT(BlockFields, nn.Module):
             *find_not_positive(self, ("width", "depth", "mlp_dim", "num_heads")),
             *find_no_rates(self, ("dropout", "attention_dropout", "stochastic_depth")),
             *find_class_faults(self.num_classes),
-            *self._find_position_faults(),
+            *find_position_faults(self.pos_embed, self.pos_embed_at, self.width),
         ]
         if self.pool == "token" and self.class_token is False:
             faults.append("class_token=False: pool='token' takes it; choose gap or map")
@@ -246,7 +247,7 @@ class ViT(BlockFields, nn.Module):
         if self.layer_scale is not None and self.layer_scale <= 0:
             faults.append(f"layer_scale={self.layer_scale}: needs a positive number, or None")
         if self.image_size is not None:
-            faults += self._undivided(self.image_size)
+            faults += find_undivided(self.image_size, self.patch_size, self.token_stride)
         elif self.pos_embed in LEARNED:
             faults.append(f"image_size=None: pos_embed={self.pos_embed!r} needs a size; give one")
         if self.num_heads > 0 and self.width % self.num_heads:
@@ -255,48 +256,3 @@ class ViT(BlockFields, nn.Module):
                 "choose one that does"
             )
         return faults
-
-    def _find_position_faults(self) -> list[str]:
-        faults, place = [], self.pos_embed_at
-        if self.pos_embed == "sincos_2d" and (self.width % 4 or self.width < 8):
-            faults.append(
-                f"pos_embed='sincos_2d' needs a width that 4 divides, from 8 on; got {self.width}"
-            )
-        if self.pos_embed == "learned_2d" and self.width % 2:
-            faults.append(f"pos_embed='learned_2d' needs a width that 2 divides; got {self.width}")
-        if place not in (None, *PLACES):
-            faults.append(f"pos_embed_at={place!r}: {nearest(str(place), PLACES)}")
-        elif place is not None and self.pos_embed == "none":
-            faults.append(f"pos_embed_at={place!r}: pos_embed='none' adds nothing; set it to None")
-        elif place == "stem" and self.pos_embed == "relative":
-            faults.append(
-                "pos_embed_at='stem': relative positions are in the attention of the layers; "
-                "choose layers or layers_shared"
-            )
-        return faults
-
-    def _undivided(self, image_size: tuple[int, int]) -> list[str]:
-        faults = []
-        stride = self.token_stride
-        on_map, remedy = "", "a divisor of it, or "
-        if stride != self.patch_size:  # that of a map, which divides no image
-            on_map, remedy = f", a token every {stride} pixels", ""
-        for axis, side, patch in zip(("height", "width"), image_size, stride, strict=True):
-            if side % patch:
-                below, above = side // patch * patch, (side // patch + 1) * patch
-                fits = f"{below} or {above}" if below else str(above)
-                faults.append(
-                    f"patch_size={self.patch_size}{on_map}: {patch} does not divide the image's "
-                    f"{axis} {side}; choose {remedy}image_size with {axis} {fits}"
-                )
-        return faults
-
-
-# Each variant with the patch sizes of its paper; any other will do as well.
-VIT_NAMES = tuple(
-    f"ViT-{size}"
-    for size in (
-        "mu/16", "Ti/16", "S/16", "S/32", "M/16", "B/16", "B/32", "L/16", "L/32", "So400m/14",
-        "H/14", "g/14", "G/14", "e/14", "22B/14",
-    )
-)  # fmt: skip
