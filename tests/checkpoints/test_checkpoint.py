@@ -110,7 +110,7 @@ def test_one_flipped_bit_in_any_file_is_noticed(directory):
 
 def test_a_leaf_that_is_not_as_saved_is_noticed_without_the_seal(directory, monkeypatch, caplog):
     """The checksums of the leaves stand alone: large files are not digested."""
-    monkeypatch.setattr(checkpoint, "_check_seal", lambda step_dir: None)
+    monkeypatch.setattr(checkpoint, "check_seal", lambda step_dir: None)
     meta_file = directory / "2" / "meta" / "metadata"
     meta = json.loads(meta_file.read_text())
     meta["checksums"]["params/layer/kernel"] ^= 1

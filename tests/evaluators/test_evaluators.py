@@ -9,6 +9,7 @@ from sklearn.datasets import load_digits
 from vit_jax.config import SplitKey, classification
 from vit_jax.config.text import load_config
 from vit_jax.data import make_source
+from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate, make_evaluators
@@ -193,7 +194,7 @@ def test_every_digit_counts_once(digits, model_on_mesh, loss_name):
     sources = {SplitKey("digits", "test", None): test}
     values = (images / 255 - [0.4, 0.5, 0.6]) / [0.2, 0.3, 0.4]
     with jax.set_mesh(mesh):
-        evaluators = make_evaluators(config, model, mesh, sources)
+        evaluators = make_evaluators(config, parse_preprocessing(config), model, mesh, sources)
         results = {name: evaluator.run(state) for name, evaluator in evaluators.items()}
         logits = jax.jit(model.apply)({"params": state.params}, values.astype(np.float32))
     logits = np.asarray(logits, np.float64)

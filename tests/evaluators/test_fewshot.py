@@ -21,6 +21,7 @@ from vit_jax.config import SplitKey, base_config, fewshot
 from vit_jax.data import make_source
 from vit_jax.data.labels import read_labels
 from vit_jax.data.pipeline import host_eval_batches
+from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators import make_evaluators
@@ -318,7 +319,7 @@ def run_on_digits(batch_size, mesh, model=None, params=PROJECTION):
         for s in ("train", "test")
     }
     with jax.set_mesh(mesh):
-        evaluators = make_evaluators(c, model or Pixels(), mesh, sources)
+        evaluators = make_evaluators(c, parse_preprocessing(c), model or Pixels(), mesh, sources)
         return evaluators["few"].run(State(params, {}))
 
 

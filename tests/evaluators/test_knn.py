@@ -10,6 +10,7 @@ from test_fewshot import PROJECTION, Pixels, State, digit_pixels, make_batches
 
 from vit_jax.config import SplitKey, base_config, knn
 from vit_jax.data import make_source
+from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators import knn as knn_module
@@ -106,7 +107,9 @@ def run_on_digits(mesh):
         for s in ("train", "test")
     }
     with jax.set_mesh(mesh):
-        return make_evaluators(c, Pixels(), mesh, sources)["near"].run(State(PROJECTION, {}))
+        return make_evaluators(c, parse_preprocessing(c), Pixels(), mesh, sources)["near"].run(
+            State(PROJECTION, {})
+        )
 
 
 def test_digits_over_eight_devices():

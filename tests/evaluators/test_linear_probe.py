@@ -11,6 +11,7 @@ from test_fewshot import Pixels, State, digit_pixels, make_batches
 
 from vit_jax.config import SplitKey, base_config, linear_probe
 from vit_jax.data import make_source
+from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators import linear_probe as linear_probe_lib
@@ -132,7 +133,9 @@ def run_on_digits(mesh):
         for s in ("train", "test")
     }
     with jax.set_mesh(mesh):
-        return make_evaluators(c, Pixels(), mesh, sources)["probe"].run(State(PROJECTION, {}))
+        return make_evaluators(c, parse_preprocessing(c), Pixels(), mesh, sources)["probe"].run(
+            State(PROJECTION, {})
+        )
 
 
 def test_digits_over_eight_devices():

@@ -9,6 +9,7 @@ from PIL import Image
 
 from vit_jax.config import SplitKey, base_config, real
 from vit_jax.data import make_source
+from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate, make_evaluators
@@ -69,7 +70,7 @@ def evaluator(root, labels_file, names=None):
     source = make_source("folder", split="val", data_dir=data_dir, image_size=(8, 8))
     mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
     sources = {SplitKey("folder", "val", data_dir): source}
-    return make_evaluators(c, MeanColour(), mesh, sources)["real"]
+    return make_evaluators(c, parse_preprocessing(c), MeanColour(), mesh, sources)["real"]
 
 
 @pytest.fixture
@@ -107,7 +108,13 @@ def test_faults_name_the_key(tmp_path, labels_file):
     digits = make_source("digits", split="test", image_size=(8, 8))
     mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
     with pytest.raises(InputError, match="digits test does not tell its records' file names"):
-        make_evaluators(c, MeanColour(), mesh, {SplitKey("digits", "test", None): digits})
+        make_evaluators(
+            c,
+            parse_preprocessing(c),
+            MeanColour(),
+            mesh,
+            {SplitKey("digits", "test", None): digits},
+        )
     with pytest.raises(InputError, match=r"evals\.real\.labels_file=.* take real\.json of https"):
         evaluator(tmp_path / "none", tmp_path / "nothing.json")
     labels_file.write_text(json.dumps([[], []]))
