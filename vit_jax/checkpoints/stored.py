@@ -40,9 +40,9 @@ def stored_names(target: Any, saved: Iterable[str], *, partial: bool) -> dict[st
     for name in wanted:
         if name not in by_today:
             raise ValueError(f"leaf {name} is missing")
-    for name in by_today.keys() - wanted.keys():
-        if not partial:
-            raise ValueError(f"leaf {by_today[name]} belongs to nothing in this run's state")
+    surplus = sorted(by_today.keys() - wanted.keys())
+    if surplus and not partial:
+        raise ValueError(f"leaf {by_today[surplus[0]]} is no part of this run's state")
     return {name: by_today[name] for name in wanted}
 
 
