@@ -1,7 +1,7 @@
 """Checkpoints that certify themselves, written by orbax.
 
     checkpoints/<step>/state      the whole TrainState
-    checkpoints/<step>/meta       JSON: a checksum of every leaf, the data's fingerprint, ...
+    checkpoints/<step>/meta       JSON: the format's version, a checksum of every leaf, ...
     checkpoints/<step>/seal.json  size of every file, and the digest of the small ones
     checkpoints/invalid-<step>    moved aside, because it did not verify
 
@@ -222,8 +222,8 @@ def restore_newest(
       move_aside: rename what did not verify to `invalid-<step>`, once a good one was found.
 
     Raises:
-      InputError: if there are steps and none verifies, or one was made with other data; nothing
-        is moved then.
+      InputError: if there are steps and none verifies, or one has a newer format or was made with
+        other data; nothing is moved then.
     """
     invalid = {}
     for step in _steps_of_first(directory):
