@@ -56,3 +56,12 @@ def nearest(word: str, known: Sequence[str]) -> str:
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f"did you mean {by_lower[close[0]]}?" if close else f"known: {', '.join(known)}"
+
+
+def check_version(where: str, version: int, known: int) -> None:
+    """Raises InputError if the format of `where` is newer than `known`, the newest that is read."""
+    if version > known:
+        raise InputError(
+            f"{where}: has format version {version}, and this vit_jax reads versions up to "
+            f"{known}; use the vit_jax that wrote it, or a newer one"
+        )

@@ -13,7 +13,7 @@ from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints import checkpoint, stored
 from vit_jax.checkpoints.checksums import checksums
 from vit_jax.config import base_config
 from vit_jax.devices.mesh import make_mesh
@@ -171,6 +171,62 @@ def test_parameters_alone_can_be_restored(directory):
     np.testing.assert_array_equal(
         state["params"]["layer"]["kernel"], make_state(2).params["layer"]["kernel"]
     )
+
+
+def test_leaves_are_restored_by_the_names_of_an_older_version(directory, monkeypatch, caplog):
+    """In parameters and moments alike; what was saved is a tuple of dicts."""
+    monkeypatch.setitem(stored.RENAMED_LEAVES, r"(.*/)layer/kernel", r"\1block/dense/weight")
+    monkeypatch.setitem(stored.RENAMED_LEAVES, r"(.*/)layer/(bias)", r"\1block/\2")
+
+    def renamed(params):
+        return {
+            "block": {
+                "dense": {"weight": params["layer"]["kernel"]},
+                "bias": params["layer"]["bias"],
+            }
+        }
+
+    def todays(state):
+        moments, bits = state.opt_state
+        moments = moments | {"mu": renamed(moments["mu"])}
+        return state.replace(params=renamed(state.params), opt_state=(moments, bits))
+
+    expected = todays(make_state(2))
+    target = abstract(expected)
+    state, meta = checkpoint.restore_newest(directory, target)
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    state, _ = checkpoint.restore_newest(directory, {"params": target.params}, partial=True)
+    jax.tree.map(np.testing.assert_array_equal, state["params"], expected.params)
+
+    wrong = meta["checksums"] | {"opt_state/0/mu/layer/kernel": 1}
+    monkeypatch.setattr(checkpoint, "read_meta", lambda step: meta | {"checksums": wrong})
+    with pytest.raises(InputError, match="leaf opt_state/0/mu/block/dense/weight is not as it was"):
+        checkpoint.restore_newest(directory, target)
+
+
+def test_a_leaf_that_is_missing_or_left_over_is_named(directory):
+    state = abstract(make_state(0))
+    more = state.replace(params=state.params | {"scale": state.params["layer"]["bias"]})
+    with pytest.raises(InputError, match="leaf params/scale is missing"):
+        checkpoint.restore_newest(directory, more)
+    fewer = state.replace(params={"layer": {"kernel": state.params["layer"]["kernel"]}})
+    with pytest.raises(InputError, match="leaf params/layer/bias is no part of this run's state"):
+        checkpoint.restore_newest(directory, fewer)
+
+
+def test_a_newer_step_is_refused_and_none_before_it_is_taken(directory, monkeypatch):
+    assert checkpoint.read_meta(directory / "2")["format_version"] == stored.FORMAT_VERSION
+    monkeypatch.setattr(stored, "FORMAT_VERSION", 1)
+    meta_of = checkpoint.read_meta
+    monkeypatch.setattr(
+        checkpoint,
+        "read_meta",
+        lambda step: meta_of(step) | ({} if step.name == "2" else {"format_version": 1}),
+    )
+    with pytest.raises(InputError, match="/checkpoints/2: has format version 2, and this vit_jax"):
+        checkpoint.restore_newest(directory, abstract(make_state(0)), move_aside=True)
+    assert sorted(p.name for p in directory.iterdir()) == ["1", "2"]
 
 
 def test_the_newest_and_the_multiples_of_keep_every_are_kept(tmp_path):

@@ -1,13 +1,14 @@
 import functools
 import json
 import pathlib
+import re
 
 import pytest
 from etils import epath
 from test_base import make_config, set_keys, type_of
 
 from vit_jax.config import IN_OLDER_RUNS, base_config, flatten
-from vit_jax.config.stored import continue_older, from_json, to_json
+from vit_jax.config.stored import RENAMED_KEYS, continue_older, from_json, to_json
 from vit_jax.config.text import apply_overrides, find_config, load_config, shipped_configs
 from vit_jax.errors import InputError
 from vit_jax.main import parse_flags
@@ -260,6 +261,86 @@ def test_a_resumed_older_run_goes_on_as_before_with_one_warning(
 
     (tmp_path / "config.json").write_text(to_json(resumed))  # as the resumed run writes it
     assert continue_older(config, folder).data.split == "older"
+
+
+@pytest.fixture
+def renamed(monkeypatch):
+    """Three keys as if an older version had called them otherwise."""
+    names = {
+        "schedule.warm": "schedule.warmup",
+        "accum.steps": "optimizer.accum_steps",
+        "evals.*.freq": "evals.*.every",
+    }
+    for old, new in names.items():
+        monkeypatch.setitem(RENAMED_KEYS, old, new)
+
+
+def by_older_names(config):
+    """The config.json of a version from before `renamed`."""
+    content = json.loads(to_json(config))
+    content["schedule"]["warm"] = content["schedule"].pop("warmup")
+    content["accum"] = {"steps": content["optimizer"].pop("accum_steps")}
+    for entry in content["evals"].values():
+        entry["freq"] = entry.pop("every")
+    return json.dumps(content)
+
+
+@pytest.mark.usefixtures("renamed")
+def test_a_stored_key_is_read_by_its_older_name(config, monkeypatch, tmp_path):
+    config.schedule.warmup, config.optimizer.accum_steps = "3 steps", 2
+    assert from_json(by_older_names(config)) == config
+    assert from_json(to_json(config)) == config
+
+    monkeypatch.setitem(IN_OLDER_RUNS, "loss.z_loss", lambda s: s["optimizer"]["accum_steps"] / 8)
+    monkeypatch.setitem(IN_OLDER_RUNS, "schedule.warmup", lambda stored: "not lacking")
+    content = json.loads(by_older_names(config))
+    del content["loss"]["z_loss"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    new = make_config()
+    assert continue_older(new, epath.Path(tmp_path)).loss.z_loss == 0.25
+    assert continue_older(new, epath.Path(tmp_path)).schedule.warmup == "3 steps"
+
+
+@pytest.mark.usefixtures("renamed")
+def test_an_override_by_an_older_name_is_told_the_new_one(config):
+    faults = apply_overrides(
+        config, [("schedule.warm", "3 steps"), ("accum.steps", "2"), ("evals.few.freq", "1 epochs")]
+    )
+    assert faults == [
+        "--config.schedule.warm: no such key; it is called schedule.warmup now: "
+        "'--config.schedule.warmup=3 steps'",
+        "--config.accum.steps: no such key; it is called optimizer.accum_steps now: "
+        "--config.optimizer.accum_steps=2",
+        "--config.evals.few.freq: no such key; it is called evals.few.every now: "
+        "'--config.evals.few.every=1 epochs'",
+    ]
+    (fault,) = apply_overrides(config, [("evals.nowhere.freq", "1 epochs")])
+    assert "it is called" not in fault
+
+
+def test_renamed_keys_have_names_of_today(config):
+    known = {re.sub(r"^evals\.\w+", "evals.*", key) for key in flatten(config)}
+    for old, new in RENAMED_KEYS.items():
+        assert new in known and old not in known
+
+
+def with_version(config, version):
+    return json.dumps(json.loads(to_json(config)) | {"format_version": version, "later": 1})
+
+
+def test_a_newer_config_json_is_refused_by_its_version(config, tmp_path):
+    said = "has format version 3, and this vit_jax reads versions up to 2; use the vit_jax that"
+    with pytest.raises(InputError, match=f"config.json: {said}"):
+        from_json(with_version(config, 3))
+    (tmp_path / "config.json").write_text(with_version(config, 3))
+    with pytest.raises(InputError, match=f"{tmp_path}/config.json: {said}"):
+        continue_older(config, epath.Path(tmp_path))
+
+
+@pytest.mark.parametrize("version", [0, -1, "2", 1.5, None, True])
+def test_a_version_that_is_no_positive_int(config, version):
+    with pytest.raises(InputError, match=r"not as a run writes it .*format_version=.*positive int"):
+        from_json(with_version(config, version))
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,32 @@
-"""A run that commit 918fdf2 began goes on as it would have there; see golden/older_run."""
+"""A run that commit 918fdf2 began works with today's code as with that; see golden/older_run."""
 
+import hashlib
 import importlib.util
 import json
 import logging
+import re
 import shutil
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from etils import epath
+from flax import linen as nn
+from ml_collections import ConfigDict
 
+import vit_jax.config
 from vit_jax.checkpoints import checkpoint
-from vit_jax.config.text import load_config
+from vit_jax.checkpoints import stored as stored_steps
+from vit_jax.config import base, evals, text
+from vit_jax.config import stored as stored_configs
+from vit_jax.evaluators import classification
+from vit_jax.main import main
+from vit_jax.models.layers import NORMS
+from vit_jax.training import validation
+from vit_jax.training.prepare import prepare
 from vit_jax.training.train import train_and_evaluate
+from vit_jax.transfer import read_pretrained
 
 
 def load_module(path):
@@ -21,38 +36,249 @@ def load_module(path):
     return module
 
 
-@pytest.fixture
-def older_run(golden, tmp_path):
-    """A copy of the folder, that no test writes into the original."""
-    return shutil.copytree(golden / "older_run", tmp_path / "older_run")
+@pytest.fixture(scope="module")
+def older_run(golden):
+    """The folder; tests only read it."""
+    return golden / "older_run"
 
 
-def test_a_run_from_a_folder_resumes_to_the_same_parameters(older_run, caplog):
-    make = load_module(older_run / "make.py")
-    config = load_config(f"{older_run}/make.py")
+@pytest.fixture(scope="module")
+def make(older_run):
+    return load_module(older_run / "make.py")
+
+
+@pytest.fixture(scope="module")
+def values(older_run):
+    """The functions of values.py, and as `expected` what they gave with commit 918fdf2."""
+    module = load_module(older_run / "values.py")
+    module.expected = json.loads((older_run / "values.json").read_text())
+    return module
+
+
+def make_config(make, older_run):
+    config = make.get_config()
     config.data.data_dir = str(older_run / "pictures")
-    with caplog.at_level(logging.INFO, "vit_jax"):
-        summary = train_and_evaluate(config, older_run / "workdir")
-    (warning,) = [r.getMessage() for r in caplog.records if "goes on as it began" in r.getMessage()]
-    assert "data.holdout='seed 3' (new runs: 'names')" in warning
-    assert "resumed at step 3" in caplog.text and summary["step"] == 6
+    return config
 
-    finished = json.loads((older_run / "finished.json").read_text())
+
+def resume(older_run, make, target):
+    """Resumes a copy of the run in `target`; what that logs."""
+    shutil.copytree(older_run / "workdir", target)
+    logged = []
+    handler, logger = logging.Handler(), logging.getLogger("vit_jax")
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        summary = train_and_evaluate(make_config(make, older_run), target)
+    finally:
+        logger.removeHandler(handler)
+    assert summary["step"] == 6 and any("resumed at step 3" in line for line in logged)
+    return logged
+
+
+@pytest.fixture(scope="module")
+def resumed(older_run, make, tmp_path_factory):
+    """A copy of the run after its end, and what resuming it logged."""
+    workdir = tmp_path_factory.mktemp("resumed") / "workdir"
+    return SimpleNamespace(workdir=workdir, logged=resume(older_run, make, workdir))
+
+
+def files_in(folder):
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+
+
+@pytest.fixture
+def unchanged(older_run):
+    """Checks that a test leaves the folder as it was."""
+    before = files_in(older_run)
+    yield
+    assert files_in(older_run) == before
+
+
+def check(found, expected, older_run, make):
+    """To the bits where the machine is that of the fixture, else to 1e-5."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    same = make.machine() == json.loads((older_run / "finished.json").read_text())["machine"]
+    if same:
+        assert found == expected
+    np.testing.assert_allclose(
+        jax.tree.leaves(found), jax.tree.leaves(expected), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_it_resumes_to_the_same_parameters(older_run, make, resumed, caplog):
+    (warning,) = [line for line in resumed.logged if "goes on as it began" in line]
+    assert "data.holdout='seed 3' (new runs: 'names')" in warning
+
     expected = dict(np.load(older_run / "finished.npz"))
-    found, metrics = make.parameters(older_run / "workdir"), make.last_row(older_run / "workdir")
+    found, row = make.parameters(resumed.workdir), make.last_row(resumed.workdir)
+    finished = json.loads((older_run / "finished.json").read_text())
     assert found.keys() == expected.keys()
     if make.machine() == finished["machine"]:
         for name, array in expected.items():
             np.testing.assert_array_equal(found[name], array, err_msg=name)
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-5, err_msg=name)
-    assert metrics.keys() >= finished["metrics"].keys()
+    assert row.keys() >= finished["metrics"].keys()
     for name, value in finished["metrics"].items():
-        assert metrics[name] == pytest.approx(value, rel=1e-5), name
+        assert row[name] == pytest.approx(value, rel=1e-5), name
 
-    meta = checkpoint.read_meta(epath.Path(older_run / "workdir/checkpoints/6"))
-    assert meta["fingerprint_version"] == 2  # step 3 has none: the first
+    steps = epath.Path(resumed.workdir / "checkpoints")
+    assert "format_version" not in checkpoint.read_meta(steps / "3")  # the first, as is the
+    meta = checkpoint.read_meta(steps / "6")  # version of its fingerprint
+    assert (meta["format_version"], meta["fingerprint_version"]) == (2, 2)
+    assert json.loads((resumed.workdir / "config.json").read_text())["format_version"] == 2
 
     with caplog.at_level(logging.INFO, "vit_jax"):  # its config.json has the new keys now
-        train_and_evaluate(config, older_run / "workdir")
+        train_and_evaluate(make_config(make, older_run), resumed.workdir)
     assert "finished before, at step 6" in caplog.text
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("command", ["evaluate", "predict", "transfer"])
+def test_commands_give_the_same_values(older_run, make, values, command):
+    check(getattr(values, command)(older_run), values.expected[command], older_run, make)
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("format", ["npz", "npz_v2", "timm", "stablehlo"])
+def test_it_is_exported_with_equal_logits(older_run, make, values, format, tmp_path):
+    found, expected = values.export(older_run, format, tmp_path), values.expected["export"][format]
+    assert found.pop("sha256") == expected["sha256"]
+    check(found["logits"], expected["logits"], older_run, make)
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_another_run_begins_with_its_weights(older_run, make, values, tmp_path):
+    config = make_config(make, older_run)
+    config.init_from = str(older_run / "workdir")
+    config.data.name, config.data.image_size = "synthetic", values.SIZE
+    config.data.num_classes, config.data.num_examples = values.NUM_CLASSES, 16
+    params = prepare(config, tmp_path / "new").initial_params
+    saved = read_pretrained(older_run / "workdir").params
+    assert params.keys() == saved.keys() - {"head/kernel", "head/bias"}
+    expected = values.expected["transfer"]["pos_embedding"]
+    check(np.asarray(params.pop("pos_embedding")).tolist(), expected, older_run, make)
+    for name, array in params.items():
+        np.testing.assert_array_equal(array, saved[name], err_msg=name)
+
+
+def test_all_evaluators_of_its_version_are_read(older_run, values):
+    stored = json.loads((older_run / "workdir/config.json").read_text())
+    stored["evals"] = values.expected["entries"]
+    config = stored_configs.from_json(json.dumps(stored))
+    for kind, entry in values.expected["entries"].items():
+        found = json.loads(json.dumps(config.evals[kind].to_dict()))
+        assert found.items() >= entry.items(), kind
+
+
+class RenamedScale(nn.LayerNorm):
+    """A LayerNorm whose scale is called gain."""
+
+    def param(self, name, *args, **kwargs):
+        return super().param("gain" if name == "scale" else name, *args, **kwargs)
+
+
+def later_code(monkeypatch):
+    """Keys and leaves as a later version may have them: some are new, some have new names."""
+    todays = base.base_config
+
+    def later_config():
+        c = todays().unlock()
+        c.insight = ConfigDict({"every": "1 epochs"})
+        c.data.exif = False
+        c.lock().evals.unlock()
+        return c
+
+    def later_entry(*, split, every, ops, batch_size=None, data_name=None, data_dir=None, crops=1):
+        return evals.typed_entry("classification", locals())
+
+    for module in (base, stored_configs, text, validation, vit_jax.config):
+        monkeypatch.setattr(module, "base_config", later_config)
+    later = classification.EVALUATOR._replace(entry=later_entry)
+    monkeypatch.setitem(evals.EVALUATORS, "classification", later)
+    renamed = {
+        "schedule.warm": "schedule.warmup",
+        "accum.steps": "optimizer.accum_steps",
+        "evals.*.freq": "evals.*.every",
+    }
+    for old, new in renamed.items():
+        monkeypatch.setitem(stored_configs.RENAMED_KEYS, old, new)
+    monkeypatch.setitem(NORMS, "layer", RenamedScale)
+    monkeypatch.setitem(stored_steps.RENAMED_LEAVES, r"(.*/)scale", r"\1gain")
+
+
+def test_it_resumes_to_the_same_bits_after_keys_and_leaves_were_added_and_renamed(
+    older_run, values, resumed, monkeypatch, tmp_path
+):
+    folder = shutil.copytree(older_run, tmp_path / "older_run")
+    stored = json.loads((folder / "workdir/config.json").read_text())
+    stored["schedule"]["warm"] = stored["schedule"].pop("warmup")
+    stored["accum"] = {"steps": stored["optimizer"].pop("accum_steps")}
+    stored["evals"]["val"]["freq"] = stored["evals"]["val"].pop("every")
+    (folder / "workdir/config.json").write_text(json.dumps(stored))
+    later_code(monkeypatch)
+
+    for name, value in values.evaluate(folder).items():
+        assert value == pytest.approx(values.expected["evaluate"][name], rel=1e-5), name
+    make = load_module(folder / "make.py")  # its config has the new keys
+    resume(folder, make, tmp_path / "workdir")
+    expected = make.parameters(resumed.workdir)
+    found = make.parameters(tmp_path / "workdir")
+    assert any(name.endswith("norm/gain") for name in found)
+    for name, array in expected.items():
+        name = re.sub("/scale$", "/gain", name)
+        np.testing.assert_array_equal(found.pop(name), array, err_msg=name)
+    assert not found
+    stored = json.loads((tmp_path / "workdir/config.json").read_text())
+    assert stored["insight"] == {"every": "1 epochs"} and stored["data"]["exif"] is False
+    assert stored["evals"]["val"].items() >= {"crops": 1, "every": "3 steps"}.items()
+    assert stored["schedule"]["warmup"] == "1 steps" and "accum" not in stored
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "predict", "export", "init_from"])
+def test_a_run_of_a_newer_version_is_refused_by_name(older_run, tmp_path, capsys, command):
+    folder = shutil.copytree(older_run, tmp_path / "older_run")
+    workdir, new = folder / "workdir", tmp_path / "new"
+    stored = json.loads((workdir / "config.json").read_text())
+    changes = {"format_version": 7, "from_the_future": {"key": 1}}
+    (workdir / "config.json").write_text(json.dumps(stored | changes))
+    before = files_in(tmp_path)
+    config = [f"--config={folder}/make.py", f"--config.data.data_dir={folder}/pictures"]
+    words = {
+        "train": [*config, f"--workdir={workdir}"],
+        "evaluate": ["evaluate", f"--workdir={workdir}"],
+        "predict": ["predict", f"--workdir={workdir}", f"{folder}/pictures"],
+        "export": ["export", f"--workdir={workdir}", f"--output={new}", "--format=timm"],
+        "init_from": [*config, f"--workdir={new}", f"--config.init_from={workdir}"],
+    }
+    assert main(words[command]) == 2
+    assert (
+        f"error: {workdir}/config.json: has format version 7, and this vit_jax reads versions up "
+        "to 2; use the vit_jax that wrote it, or a newer one"
+    ) in " ".join(capsys.readouterr().err.split())
+    assert files_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "predict"])
+def test_a_checkpoint_of_a_newer_version_is_refused_by_name(
+    older_run, resumed, monkeypatch, capsys, command
+):
+    monkeypatch.setattr(stored_steps, "FORMAT_VERSION", 1)
+    (resumed.workdir / "summary.json").unlink(missing_ok=True)  # or it has nothing to do
+    before = files_in(resumed.workdir)
+    config = [f"--config={older_run}/make.py", f"--config.data.data_dir={older_run}/pictures"]
+    words = {
+        "train": [*config, f"--workdir={resumed.workdir}"],
+        "evaluate": ["evaluate", f"--workdir={resumed.workdir}", config[1]],
+        "predict": ["predict", f"--workdir={resumed.workdir}", f"{older_run}/pictures"],
+    }
+    assert main(words[command]) == 2
+    said = f"{resumed.workdir}/checkpoints/6: has format version 2, and this vit_jax reads"
+    assert said in capsys.readouterr().err
+    assert files_in(resumed.workdir) == before

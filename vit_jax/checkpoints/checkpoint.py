@@ -1,7 +1,7 @@
 """Checkpoints that certify themselves, written by orbax.
 
     checkpoints/<step>/state      the whole TrainState
-    checkpoints/<step>/meta       JSON: a checksum of every leaf, the data's fingerprint, ...
+    checkpoints/<step>/meta       JSON: the format's version, a checksum of every leaf, ...
     checkpoints/<step>/seal.json  size of every file, and the digest of the small ones
     checkpoints/invalid-<step>    moved aside, because it did not verify
 
@@ -22,10 +22,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from vit_jax.checkpoints import stored
 from vit_jax.checkpoints.checksums import checksums
 from vit_jax.checkpoints.collective import InvalidError, on_all
 from vit_jax.checkpoints.seal import check_seal, complete_seal, write_seal
-from vit_jax.errors import InputError
+from vit_jax.errors import InputError, check_version
 
 logger = logging.getLogger("vit_jax")
 
@@ -68,6 +69,7 @@ def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dic
     """One step's state as `target` and its meta; on all processes, or on none.
 
     Raises:
+      InputError: the step has a newer format.
       InvalidError: whatever orbax, or a check, finds wrong with it on any process.
     """
 
@@ -77,24 +79,32 @@ def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dic
         return read_meta(step_dir)
 
     meta = on_all(read_sealed_meta)
-    state = on_all(functools.partial(_read_state, step_dir, target, partial))
+    check_version(str(step_dir), meta.get("format_version", 1), stored.FORMAT_VERSION)
+    find_names = functools.partial(stored.stored_names, target, meta["checksums"], partial=partial)
+    names = on_all(find_names)
+    state = on_all(functools.partial(_read_state, step_dir, target, names))
     for name, found in checksums(state).items():  # of whole leaves, the same on every process
-        if meta["checksums"].get(name) != found:
+        if meta["checksums"][names[name]] != found:
             raise InvalidError(f"leaf {name} is not as it was saved (checksum)")
     return state, meta
 
 
-def _read_state(step_dir: epath.Path, target: Any, partial: bool) -> Any:
-    """The leaves of one step that `target` has; of each this process's shards."""
+def _read_state(step_dir: epath.Path, target: Any, names: dict[str, str]) -> Any:
+    """The leaves of one step that `target` has; of each this process's shards.
+
+    names: of these leaves, {name in `target`: name in the step}.
+    """
+    item = stored.as_stored(target, names)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        return checkpointer.restore(
+        found = checkpointer.restore(
             step_dir / "state",
             args=ocp.args.PyTreeRestore(
-                item=target,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-                partial_restore=partial,
+                item=item,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+                partial_restore=True,  # `names` are what is compared
             ),
         )
+    return stored.as_today(found, target, names)
 
 
 def restore_step(path: epath.Path, abstract_state: Any, *, partial: bool = False) -> tuple:
@@ -129,8 +139,8 @@ def restore_newest(
       move_aside: rename what did not verify to `invalid-<step>`, once a good one was found.
 
     Raises:
-      InputError: if there are steps and none verifies, or one was made with other data; nothing
-        is moved then.
+      InputError: if there are steps and none verifies, or one has a newer format or was made with
+        other data; nothing is moved then.
     """
     invalid = {}
     for step in _steps_of_first(directory):
@@ -222,7 +232,8 @@ class Checkpoints:
 
     def save(self, step: int, state: Any, meta: dict) -> None:
         """Saves `state` as `step`; returns once it may be donated, the files follow."""
-        meta = meta | {"step": step, "checksums": checksums(state)}
+        own = {"format_version": stored.FORMAT_VERSION, "step": step, "checksums": checksums(state)}
+        meta = meta | own
         self.wait()
         self._saving = step
         try:

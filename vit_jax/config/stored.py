@@ -1,15 +1,17 @@
 """The config that a run stores in config.json: its text, and how a later version goes on with it.
 
-A key that changed a run's data or updates when it was added has an entry in IN_OLDER_RUNS; all
-other keys that a stored config lacks take their default.
+An older run may lack a key: it takes the value in IN_OLDER_RUNS, else the default. It may have a
+key by an older name, listed in RENAMED_KEYS. A file of a newer format is refused.
 """
 
+import contextlib
 import copy
+import functools
 import json
 import logging
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -17,9 +19,18 @@ from ml_collections import ConfigDict
 
 from vit_jax.config.base import base_config, flatten
 from vit_jax.config.evals import EVALUATORS, entry_defaults, entry_keys, typed_entry
-from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.errors import InputError, check_version, collect_faults, nearest
 
 logger = logging.getLogger("vit_jax")
+
+# The format of config.json, which holds it as `format_version`; files of version 1 do not. Raise it
+# with every entry in RENAMED_KEYS, and when a key or a value changes its meaning. A key that is
+# added needs no new version: older code refuses it by its name.
+FORMAT_VERSION = 2
+
+# What older versions called a key -> its name today; `*` stands for any entry of `evals`, as in
+# "evals.*.freq": "evals.*.every". A name is never used again for something else.
+RENAMED_KEYS: dict[str, str] = {}
 
 # What may change when a run is resumed: where and how it runs, never what it computes.
 FREE_ON_RESUME = ("mesh.", "checkpoint.", "log.", "evals.", "job.", "study.", "data.data_dir",
@@ -111,9 +122,18 @@ def changed_evals(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]
     }
 
 
+def todays_key(key: str) -> str:
+    """What `key`, perhaps by the name that an older version gave it, is called today."""
+    for old, new in RENAMED_KEYS.items():
+        match = re.fullmatch(re.escape(old).replace(r"\*", r"([^.]+)"), key)
+        if match:
+            return new.replace("*", "".join(match.groups()))
+    return key
+
+
 def to_json(config: ConfigDict) -> str:
     """The config as the text of `config.json`; `from_json` gives an equal config."""
-    return json.dumps(config.to_dict(), indent=2) + "\n"
+    return json.dumps({"format_version": FORMAT_VERSION} | config.to_dict(), indent=2) + "\n"
 
 
 def from_json(text: str, where: str = "config.json") -> ConfigDict:
@@ -123,43 +143,78 @@ def from_json(text: str, where: str = "config.json") -> ConfigDict:
     else their default.
 
     Raises:
-      InputError: naming every key that this version does not have.
+      InputError: the text has a newer format; or naming every key that this version does not have.
     """
+    stored = _parse(text, where)
     config, faults = base_config(), []
-    try:
-        stored = json.loads(text)
+    with _naming(where):
         older = _older_values(stored)
-        evals = stored.pop("evals")
-        for name, entry in evals.items():
-            kind = entry["type"]
-            if kind not in EVALUATORS:
-                faults.append(f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVALUATORS))}")
-                continue
-            defaults = entry_defaults(kind)
-            wanted, found = entry_keys(kind), set(defaults | entry)
-            faults += [f"evals.{name}.{key}: missing" for key in sorted(wanted - found)]
-            faults += [f"evals.{name}.{key}: no such key" for key in sorted(found - wanted)]
-            if wanted == found:
-                config.evals[name] = typed_entry(kind, defaults | entry)
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
-        raise InputError(f"{where}: not as a run writes it ({type(e).__name__}: {e})") from None
-
-    def fill(node: ConfigDict, values: dict, prefix: str) -> None:
-        for key, value in values.items():
-            if key not in node:
-                faults.append(f"{prefix}{key}: no such key; {nearest(key, list(node))}")
-            elif isinstance(node[key], ConfigDict) and isinstance(value, dict):
-                fill(node[key], value, f"{prefix}{key}.")
-            else:
-                try:
-                    node[key] = tuple(value) if isinstance(value, list) else value
-                except TypeError as e:
-                    faults.append(f"{prefix}{key}: {e}")
-
-    fill(config, stored, "")
+        for name, entry in stored.pop("evals").items():
+            faults += _fill_entry(config.evals, name, entry)
+    faults += _fill(config, stored, "")
     collect_faults(faults, f"{where} of another version of vit_jax; use the one that wrote it")
     config.update_from_flattened_dict(older)
     return config
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    """The content of a config.json, by the names that keys have today."""
+    with _naming(where):
+        stored = json.loads(text)
+        version = stored.pop("format_version", 1)
+        if type(version) is not int or version < 1:
+            raise ValueError(f"format_version={version!r}: needs a positive int")
+    check_version(where, version, FORMAT_VERSION)
+    with _naming(where):
+        for key in flatten(ConfigDict(stored)):
+            new = todays_key(key)
+            if new != key:
+                *sections, leaf = key.split(".")
+                value = functools.reduce(dict.__getitem__, sections, stored).pop(leaf)
+                *sections, leaf = new.split(".")
+                section = functools.reduce(lambda d, k: d.setdefault(k, {}), sections, stored)
+                section[leaf] = value
+    return stored
+
+
+@contextlib.contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Turns what content of another form raises into an InputError that names `where`."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise InputError(f"{where}: not as a run writes it ({type(e).__name__}: {e})") from None
+
+
+def _fill_entry(evals: ConfigDict, name: str, entry: dict[str, Any]) -> list[str]:
+    """Adds the stored `entry` to `evals`; returns the faults."""
+    kind = entry["type"]
+    if kind not in EVALUATORS:
+        return [f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVALUATORS))}"]
+    values = entry_defaults(kind) | entry
+    wanted, found = entry_keys(kind), set(values)
+    if wanted == found:
+        evals[name] = typed_entry(kind, values)
+    missing = [f"evals.{name}.{key}: missing" for key in sorted(wanted - found)]
+    return missing + [f"evals.{name}.{key}: no such key" for key in sorted(found - wanted)]
+
+
+def _fill(node: ConfigDict, values: dict[str, Any], prefix: str) -> list[str]:
+    """Sets the stored `values` in the section `prefix` of a config; returns the faults."""
+    faults = []
+    for key, value in values.items():
+        if value == {}:
+            continue  # a section whose keys have all moved
+        if key not in node:
+            faults.append(f"{prefix}{key}: no such key; {nearest(key, list(node))}")
+        elif isinstance(node[key], ConfigDict) and isinstance(value, dict):
+            faults += _fill(node[key], value, f"{prefix}{key}.")
+        else:
+            try:
+                node[key] = tuple(value) if isinstance(value, list) else value
+            except TypeError as e:
+                faults.append(f"{prefix}{key}: {e}")
+    return faults
 
 
 def _older_values(stored: dict[str, Any]) -> dict[str, Any]:
@@ -183,15 +238,16 @@ def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
 
     Keys in IN_OLDER_RUNS keep the run's own value, or the older behaviour where its config.json
     lacks them, with one warning, unless `config` sets them to something other than their default.
+
+    Raises:
+      InputError: config.json has a newer format, or is not as a run writes it.
     """
     path = workdir / "config.json"
     if not path.exists():
         return config
-    try:
-        stored = json.loads(path.read_text())
+    stored = _parse(path.read_text(), str(path))
+    with _naming(str(path)):
         older = _older_values(stored) | _stored_values(stored)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return config  # reading the file as a config will name the fault
     values, defaults = flatten(config), flatten(base_config())
     kept = {k: v for k, v in older.items() if values[k] == defaults[k] and values[k] != v}
     if not kept:

@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import pathlib
 import re
+import shlex
 import traceback
 import types
 from collections.abc import Sequence
@@ -14,9 +15,8 @@ from ml_collections import ConfigDict
 
 import vit_jax
 from vit_jax.config.base import TUPLES_OF_STRINGS, base_config, flatten
-from vit_jax.config.evals import (
-    OPTIONAL_KEYS,
-)
+from vit_jax.config.evals import OPTIONAL_KEYS
+from vit_jax.config.stored import todays_key
 from vit_jax.errors import InputError, nearest
 
 logger = logging.getLogger("vit_jax")
@@ -147,6 +147,15 @@ def _parse_value(text: str, kind: type, optional: bool, of_strings: bool = False
     return value
 
 
+def _hint(key: str, text: str, known: Sequence[str]) -> str:
+    """What to write instead of `--config.key=text`, whose key is none of `known`."""
+    renamed = todays_key(key)
+    if renamed in known:
+        return f"it is called {renamed} now: {shlex.quote(f'--config.{renamed}={text}')}"
+    below = [k for k in known if k.startswith(key + ".")]
+    return f"it holds {', '.join(below)}" if below else nearest(key, known)
+
+
 def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) -> list[str]:
     """Sets `key` to `text` for each override, in place; returns the faults instead of raising."""
     faults = []
@@ -154,9 +163,7 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
     for key, text in overrides:
         known = flatten(config)
         if key not in known:
-            below = [k for k in known if k.startswith(key + ".")]
-            hint = f"it holds {', '.join(below)}" if below else nearest(key, list(known))
-            faults.append(f"--config.{key}: no such key; {hint}")
+            faults.append(f"--config.{key}: no such key; {_hint(key, text, list(known))}")
             continue
         *parents, leaf = key.split(".")
         node = config
