@@ -15,7 +15,8 @@ from typing import Any
 from etils import epath
 from ml_collections import ConfigDict
 
-from vit_jax.config.base import base_config, flatten
+from vit_jax.config import plugins
+from vit_jax.config.base import default_config, flatten
 from vit_jax.config.evals import EVALUATORS, entry_defaults, entry_keys, typed_entry
 from vit_jax.errors import InputError, collect_faults, nearest
 
@@ -96,9 +97,15 @@ def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]
 def say_changes(changed: dict[str, tuple[Any, Any]]) -> list[str]:
     """What `changed_keys` found, in words, each with the flag that keeps the old value."""
     return [
-        f"{key} was {was!r} and is {now!r} now; {shlex.quote(f'--config.{key}={was}')} keeps it"
+        f"{key} was {was!r} and is {now!r} now; "
+        f"{shlex.quote(f'--config.{key}={_written(key, was)}')} keeps it"
         for key, (was, now) in changed.items()
     ]
+
+
+def _written(key: str, value: Any) -> Any:
+    """A value as the command line takes it."""
+    return ",".join(value) if key == "plugins" else value
 
 
 def changed_evals(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
@@ -123,11 +130,13 @@ def from_json(text: str, where: str = "config.json") -> ConfigDict:
     else their default.
 
     Raises:
-      InputError: naming every key that this version does not have.
+      InputError: naming every key that this version does not have, or a plug-in that has not been
+        imported.
     """
-    config, faults = base_config(), []
+    faults = []
     try:
         stored = json.loads(text)
+        config = default_config(_plugin_names(stored))
         older = _older_values(stored)
         evals = stored.pop("evals")
         for name, entry in evals.items():
@@ -141,6 +150,8 @@ def from_json(text: str, where: str = "config.json") -> ConfigDict:
             faults += [f"evals.{name}.{key}: no such key" for key in sorted(found - wanted)]
             if wanted == found:
                 config.evals[name] = typed_entry(kind, defaults | entry)
+    except InputError as e:
+        raise InputError(*e.faults, where=where) from None
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise InputError(f"{where}: not as a run writes it ({type(e).__name__}: {e})") from None
 
@@ -192,7 +203,7 @@ def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
         older = _older_values(stored) | _stored_values(stored)
     except (ValueError, TypeError, KeyError, AttributeError):
         return config  # reading the file as a config will name the fault
-    values, defaults = flatten(config), flatten(base_config())
+    values, defaults = flatten(config), flatten(default_config(config.plugins))
     kept = {k: v for k, v in older.items() if values[k] == defaults[k] and values[k] != v}
     if not kept:
         return config
@@ -208,6 +219,20 @@ def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
 
 
 def read_config(workdir: epath.Path) -> ConfigDict:
-    """The config of the run in `workdir`; raises what `from_json` raises."""
+    """The config of the run in `workdir`, whose plug-ins are imported.
+
+    Raises what `from_json` and `plugins.import_stored` raise.
+    """
     path = workdir / "config.json"
-    return from_json(path.read_text(), str(path))
+    text = path.read_text()
+    try:
+        names = _plugin_names(json.loads(text))
+    except (ValueError, TypeError, AttributeError):
+        names = ()  # reading the text as a config will name the fault
+    plugins.import_stored(names, workdir)
+    return from_json(text, str(path))
+
+
+def _plugin_names(stored: dict[str, Any]) -> tuple[str, ...]:
+    """The plug-ins that a parsed config.json names; older versions had none."""
+    return tuple(stored.get("plugins", ()))

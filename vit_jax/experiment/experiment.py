@@ -32,9 +32,9 @@ from vit_jax.experiment.state import TrainState, init_state
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.attention import choose_attention
-from vit_jax.models.fields import field_names, with_known
+from vit_jax.models.fields import field_names, value_of, with_known
 from vit_jax.models.layers import unconstrained
-from vit_jax.objectives import OBJECTIVES
+from vit_jax.objectives import make_objective
 from vit_jax.objectives.supervised import make_loss
 
 logger = logging.getLogger("vit_jax")
@@ -89,7 +89,7 @@ class Experiment:
     @functools.cached_property
     def flops_per_image(self) -> int:
         """FLOPs of a forward and a backward pass, without what rematerialisation adds."""
-        model = self.model.clone(remat="none", constrain=unconstrained)
+        model = with_known(self.model, remat="none", constrain=unconstrained)
 
         def loss(params, images):
             return model.apply({"params": params, **self.abstract_state.model_state}, images).sum()
@@ -132,11 +132,10 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
         config.model.name,
         config.data.num_classes,
         image_size,
-        constrain=constrain,
         **model_fields(config),
     )
-    platform = mesh.devices.flat[0].platform
-    model = with_known(model, attend=choose_attention(platform, model.remat))
+    attend = choose_attention(mesh.devices.flat[0].platform, value_of(model, "remat"))
+    model = with_known(model, constrain=constrain, attend=attend)
     _warn_of_uneven_split(model, mesh)
     total_steps = num_steps(config, "duration")
     schedule = make_schedule(
@@ -152,7 +151,7 @@ def make_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
         ],
     )
     tx = make_optimizer(**optimizer_fields(config), schedule=schedule)
-    objective = OBJECTIVES[config.objective.name](model, make_loss(**config.loss))
+    objective = make_objective(model, make_loss(**config.loss), **config.objective)
     _, device_ops = parse_ops(config.data.ops, image_size)
     transform = make_device_transform(
         device_ops,

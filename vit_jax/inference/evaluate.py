@@ -23,7 +23,7 @@ from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.models.attention import choose_attention
-from vit_jax.models.fields import check_fields, with_known
+from vit_jax.models.fields import check_fields, value_of, with_known
 from vit_jax.training.agreement import compare_findings, compare_requests, compare_weights
 from vit_jax.training.prepare import (
     adopt_holdout,
@@ -129,6 +129,7 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
     size = config_lib.image_hw(d.image_size)
     d.mean, d.std, d.num_classes = spec.mean, spec.std, pretrained.model.num_classes
     if pretrained.run is not None:
+        config_lib.add_plugins(config, pretrained.run["config"]["plugins"])
         config.loss.update(pretrained.run["config"]["loss"])
     elif pretrained.spec.loss is not None:
         config.loss.name = pretrained.spec.loss
@@ -172,9 +173,9 @@ def _model_on(mesh: Mesh, config: ConfigDict, pretrained: Pretrained) -> nn.Modu
     family = type(pretrained.model)
     fields = check_fields(family, config_lib.model_fields(config), "config.model")
     size = config_lib.image_hw(config.data.image_size)
-    model = pretrained.model.clone(**fields, image_size=size, constrain=constrain)
-    platform = mesh.devices.flat[0].platform
-    return with_known(model, attend=choose_attention(platform, model.remat))
+    model = pretrained.model.clone(**fields, image_size=size)
+    attend = choose_attention(mesh.devices.flat[0].platform, value_of(model, "remat"))
+    return with_known(model, constrain=constrain, attend=attend)
 
 
 def _run_all(evaluators, state: TrainState) -> dict[str, float]:

@@ -24,6 +24,7 @@ from vit_jax import data, metrics, tree
 from vit_jax.checkpoints import checkpoint
 from vit_jax.checkpoints.replicas import DivergedError, check_replicas
 from vit_jax.config import stored as stored_config
+from vit_jax.config.plugins import store_plugins
 from vit_jax.data.order import local_rows
 from vit_jax.data.sources import FINGERPRINT_VERSION
 from vit_jax.devices import flops, sharding
@@ -168,6 +169,7 @@ def write_workdir(run: Run) -> None:
             run.workdir.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise InputError(f"--workdir={run.workdir}: {e.strerror}; choose another") from None
+        store_plugins(run.config.plugins, run.workdir)
         write_whole(run.workdir / "config.json", stored_config.to_json(run.config))
         class_names = run.train_source.class_names
         if class_names is not None:

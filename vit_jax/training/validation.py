@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import (
     REQUIRED,
-    base_config,
+    default_config,
     flatten,
     image_hw,
     model_fields,
@@ -28,7 +28,7 @@ from vit_jax.data import (
 )
 from vit_jax.data.device_ops import MIXING_OPS
 from vit_jax.devices.mesh import PLATFORMS
-from vit_jax.errors import Faults, collect_faults, nearest
+from vit_jax.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.experiment.schedules import check_duration, make_schedule, split_durations
 from vit_jax.experiment.step import make_train_step
@@ -70,7 +70,7 @@ def _all_faults(config: ConfigDict, required: Sequence[str]) -> list[str]:
     misshapen = _misshapen(config)
     if misshapen:  # nothing below would expect it
         return misshapen
-    values, defaults = flatten(config), flatten(base_config())
+    values, defaults = flatten(config), flatten(default_config(config.plugins))
     missing = {key for key in REQUIRED if values[key] is None}
     faults += [f"{key}: not set; set it in the config file or by --config.{key}=..."
                for key in required if key in missing]  # fmt: skip
@@ -177,7 +177,10 @@ def _all_faults(config: ConfigDict, required: Sequence[str]) -> list[str]:
 
 def _misshapen(config: ConfigDict) -> list[str]:
     """What a config that does not come from `base_config()` lacks, or has besides."""
-    wanted = set(flatten(base_config()))
+    try:
+        wanted = set(flatten(default_config(config.get("plugins", ()))))
+    except InputError as e:
+        return list(e.faults)
     evals = config.get("evals", {})
     found = set(flatten(config)) - {f"evals.{name}.{key}" for name in evals for key in evals[name]}
     faults = [f"{key}: missing; begin with base_config()" for key in sorted(wanted - found)]
