@@ -1,6 +1,7 @@
 """The job that a launcher starts: what stands behind `--`, as `python -m vit_jax.main` takes it."""
 
 import dataclasses
+import os
 import pathlib
 import re
 from collections.abc import Sequence
@@ -104,12 +105,17 @@ def check_config_travels(job: Job, where: str) -> None:
     Those are its config and its plug-ins; a plug-in that is a module is installed there by the
     user.
     """
-    for file in job.plugins:
-        if not file.is_relative_to(ROOT / "configs"):
-            raise InputError(
-                f"plugins: {file}: {where} holds the repository's files alone; put the file into "
-                "configs/, and name it from the repository's root; or install it there as a module"
-            )
+    values = [word.partition("=") for word in job.overrides]
+    typed = [
+        path for key, _, text in values if key == "--config.plugins" for path in text.split(",")
+    ]
+    elsewhere = [file for file in job.plugins if not file.is_relative_to(ROOT / "configs")]
+    elsewhere += filter(os.path.isabs, typed)
+    if elsewhere:
+        raise InputError(
+            f"plugins: {elsewhere[0]}: {where} holds the repository's files alone; put the file "
+            "into configs/, and name it from the repository's root; or install it there as a module"
+        )
     if job.config is None:
         return
     name = job.config.partition(":")[0]

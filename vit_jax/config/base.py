@@ -204,7 +204,8 @@ def add_plugins(config: ConfigDict, names: Sequence[str]) -> None:
         config.unlock()
         for key, default in keys.items():
             section, _, leaf = key.partition(".")
-            config.setdefault(section, ConfigDict())
+            if section not in config:
+                config[section] = ConfigDict()
             if leaf not in config[section]:
                 # A reference of its own: one that configs shared would share its value.
                 is_none = isinstance(default, FieldReference)

@@ -184,7 +184,7 @@ def _execute(name: str, module_name: str, file: str, content: bytes) -> Plugin:
                 "rename one"
             )
     module = sys.modules.get(module_name)
-    if module is None:
+    if getattr(module, "__file__", None) != file:  # else the user has imported it by hand
         module = types.ModuleType(module_name)
         module.__file__ = file
         module.__package__ = module_name.rpartition(".")[0]
@@ -220,47 +220,58 @@ def import_stored(names: Sequence[str], workdir: epath.Path) -> None:
     Raises:
       InputError: none has that digest and the copy is not trusted, or the copy is damaged.
     """
-    path = workdir / _FOLDER / _DIGESTS
-    stored = _read_digests(path) if names else {}
+    folder = workdir / _FOLDER
+    stored, missing = _read_digests(folder / _DIGESTS) if names else {}, []
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InputError(f"{workdir}/config.json: plugins={name!r}: not as a run writes it")
-        if name not in stored and name not in _PLUGINS:
-            raise InputError(f"{path}: has no digest of the run's plug-in {name}; restore it")
         known = _PLUGINS.get(name)
-        if known is not None and stored.get(name, known.digest) != known.digest:
+        if name not in stored and known is None:
             raise InputError(
-                f"--workdir={workdir}: the plug-in {name} has changed since this run began; "
-                f"restore it (the run's copy: {path.parent / _copy_name(name)}), take a new "
-                f"--workdir, or remove {path.parent} to go on with it as it is now"
+                f"{folder / _DIGESTS}: has no digest of the plug-in {name}; restore it"
             )
         if known is None:
-            _PLUGINS[name] = _import_of_digest(name, stored[name], workdir)._replace(name=name)
+            known = _find_digest(name, stored[name], workdir)
+        if known is None:
+            missing.append(name)
+        elif stored.get(name, known.digest) != known.digest:
+            raise InputError(
+                f"--workdir={workdir}: the plug-in {name} has changed since this run began; "
+                f"restore it (the run's copy: {folder / _copy_name(name)}), take a new --workdir, "
+                f"or remove {folder} to go on with it as it is now"
+            )
+        else:
+            _PLUGINS[name] = known._replace(name=name)
+    if missing and not _trusted.get():
+        raise InputError(
+            f"{workdir}: this run uses the plug-ins {', '.join(missing)}, and no installed module "
+            f"has their code. Read {folder}; --trust_plugins then runs it, and "
+            "--config.plugins=FILE,... takes your own copies"
+        )
+    for name in missing:
+        _execute_copy(name, stored[name], folder / _copy_name(name))
 
 
-def _import_of_digest(name: str, digest: str, workdir: epath.Path) -> Plugin:
-    """The plug-in of that digest: one imported already, an installed one, or the trusted copy."""
+def _find_digest(name: str, digest: str, workdir: epath.Path) -> Plugin | None:
+    """The plug-in of that digest, imported already or installed; None: there is none."""
     for plugin in _PLUGINS.values():
         if plugin.digest == digest:
             return plugin
     module_name = name.removesuffix(".py")
     installed = _find_installed(module_name, workdir)
-    if installed is not None and _digest(content := installed.read_bytes()) == digest:
-        return _execute(name, module_name, str(installed), content)
-    copy = workdir / _FOLDER / _copy_name(name)
-    if not _trusted.get():
-        raise InputError(
-            f"{workdir}: this run uses the plug-in {name}, and no installed module has its code "
-            f"(SHA-256 {digest[:16]}...). Read {copy}; --trust_plugins then runs it, and "
-            "--config.plugins=FILE takes your own copy of it"
-        )
+    if installed is None or _digest(content := installed.read_bytes()) != digest:
+        return None
+    return _execute(name, module_name, str(installed), content)
+
+
+def _execute_copy(name: str, digest: str, copy: epath.Path) -> None:
     try:
         content = copy.read_bytes()
     except OSError as e:
         raise InputError(f"{copy}: cannot be read ({e}); give --config.plugins=FILE") from None
     if _digest(content) != digest:
         raise InputError(f"{copy}: damaged, its digest is another; give --config.plugins=FILE")
-    return _execute(name, f"vit_jax_plugins.{module_name}", os.fspath(copy), content)
+    _execute(name, f"vit_jax_plugins.{name.removesuffix('.py')}", os.fspath(copy), content)
 
 
 def _find_installed(module_name: str, workdir: epath.Path) -> pathlib.Path | None:

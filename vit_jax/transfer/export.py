@@ -243,8 +243,7 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
             f"those of {back['dtype']} but for rounding"
         )
     if pixels["library_ops"] not in (None, pixels["ops"]):
-        format = receipt["format"]
-        library = {"hf": "transformers"}.get(format, format)
+        library = {"hf": "transformers"}.get(receipt["format"], receipt["format"])
         lines.append(
             f"- {library} cannot do that: by these files it does `{pixels['library_ops']}`"
         )
