@@ -1,6 +1,7 @@
 """The job that a launcher starts: what stands behind `--`, as `python -m vit_jax.main` takes it."""
 
 import dataclasses
+import os
 import pathlib
 import re
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from command_line import ROOT
 
 from vit_jax.commands import COMMANDS
 from vit_jax.commands.flags import load_valid_config, require_flags
+from vit_jax.config import plugins
 from vit_jax.config.text import shipped_configs
 from vit_jax.errors import InputError
 from vit_jax.main import parse_flags
@@ -23,11 +25,13 @@ class Job:
     words: that follow `python -m vit_jax.main`.
     config: of `--config`, NAME[:words]; None for a command that takes its config from the workdir.
     workdir: a path or an address such as gs://bucket/run, as typed.
+    plugins: the files of the plug-ins that it names, of those by path.
     """
 
     words: tuple[str, ...]
     config: str | None
     workdir: str
+    plugins: tuple[pathlib.Path, ...] = ()
 
     def command(self, *process_words: str, python: str = "python") -> list[str]:
         """The command of a process, with what tells it its place in the job."""
@@ -86,14 +90,32 @@ def check_job(words: Sequence[str]) -> Job:
     # `evaluate` takes its config from the workdir.
     of_command = ("workdir",) if command == "evaluate" else ("config", "workdir")
     require_flags(flags, [name for name in of_command if hasattr(flags, name)], example)
-    config = getattr(flags, "config", None)
-    if config is not None:
-        load_valid_config(flags)
-    return Job(tuple(words), config, flags.workdir)
+    config, named = getattr(flags, "config", None), ()
+    with plugins.using(flags.plugins, trusted=flags.trust_plugins):
+        if config is not None:
+            named = load_valid_config(flags).plugins
+    found = [plugins.find_plugin(name) for name in named]
+    by_path = tuple(pathlib.Path(p.file) for p in found if p.name.endswith(".py"))
+    return Job(tuple(words), config, flags.workdir, by_path)
 
 
 def check_config_travels(job: Job, where: str) -> None:
-    """Raises InputError if the config file is none of the repository's, which alone are `where`."""
+    """Raises InputError if a file of the job is none of the repository's, which alone are `where`.
+
+    Those are its config and its plug-ins; a plug-in that is a module is installed there by the
+    user.
+    """
+    values = [word.partition("=") for word in job.overrides]
+    typed = [
+        path for key, _, text in values if key == "--config.plugins" for path in text.split(",")
+    ]
+    elsewhere = [file for file in job.plugins if not file.is_relative_to(ROOT / "configs")]
+    elsewhere += filter(os.path.isabs, typed)
+    if elsewhere:
+        raise InputError(
+            f"plugins: {elsewhere[0]}: {where} holds the repository's files alone; put the file "
+            "into configs/, and name it from the repository's root; or install it there as a module"
+        )
     if job.config is None:
         return
     name = job.config.partition(":")[0]

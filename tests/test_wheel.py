@@ -1,5 +1,6 @@
 """The package as a wheel, in a folder that holds nothing else."""
 
+import json
 import os
 import pathlib
 import shutil
@@ -8,6 +9,7 @@ import sys
 import zipfile
 
 import pytest
+from worked_parts import write_parts
 
 import vit_jax
 from vit_jax.config.stored import to_json
@@ -93,3 +95,33 @@ def test_wrong_name(installed, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert "no file 'configs/quickstart.py', and no config of that name; did you" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_from_outside(installed, tmp_path):
+    """All nine kinds of parts in one run, from files in an otherwise empty folder."""
+    names = write_parts(tmp_path)
+    assert len(names) == 10  # and a config
+    trained = installed(
+        "--config=mine.py", "--config.plugins=adan.py", "--config.optimizer.name=adan",
+        "--config.optimizer.b3=0.98", "--config.duration=4 steps", "--config.log.every=4 steps",
+        "--config.evals.test.every=4 steps", "--config.evals.worst.every=4 steps",
+        "--workdir=run",
+    )  # fmt: skip
+    assert trained.returncode == 0, trained.stderr
+    row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert row["train/distance"] >= 0 and "time/images_per_s" in row
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert 0 <= summary["worst/top1"] <= summary["test/top1"] <= 1
+
+    for name in names:  # what is left are the run's own copies
+        if name != "flax_msgpack.py":
+            (tmp_path / name).unlink()
+    words = ("--workdir=run", "--format=msgpack", "--output=rings.msgpack")
+    refused = installed("export", *words, "--config.plugins=flax_msgpack.py")
+    assert refused.returncode == 2 and "--trust_plugins then runs it" in refused.stderr
+    done = installed("export", *words, "--config.plugins=flax_msgpack.py", "--trust_plugins")
+    assert done.returncode == 0, done.stderr
+    receipt = json.loads((tmp_path / "rings.receipt.json").read_text())
+    assert receipt["model"]["family"] == "Mixer" and receipt["model"]["token_dim"] == 8
+    assert receipt["read_back"]["largest_logit_difference"] == 0
+    assert (receipt["loss"], receipt["computed_in"]) == ("poly1", "float32")

@@ -1,6 +1,8 @@
 """What is said of bad input: every fault at once, each with its remedy."""
 
 import difflib
+import re
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -65,3 +67,31 @@ def check_version(where: str, version: int, known: int) -> None:
             f"{where}: has format version {version}, and this vit_jax reads versions up to "
             f"{known}; use the vit_jax that wrote it, or a newer one"
         )
+
+
+def say_fault_of_file(error: Exception, file: str, shown: str | None = None) -> str:
+    """What a user's Python file has raised, on one line that begins with file and line.
+
+    The dump of the config that ml_collections adds is left out. `shown`: how the file is called,
+    if not by its path from the root, `file`.
+    """
+    line = _line_of(error, file)
+    at = f"{shown or file}:{line}" if line else shown or file
+    name = type(error).__name__
+    if isinstance(error, AttributeError) and error.args and isinstance(error.args[0], KeyError):
+        error = error.args[0]  # ml_collections wraps the one in the other
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    text = re.sub(r'Other fields present: ".*}"', "", text, flags=re.DOTALL)
+    return f"{at}: {name}: {' '.join(text.split())}"
+
+
+def _line_of(error: Exception, file: str) -> int | None:
+    """The innermost line of `file` on the way to `error`."""
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return error.lineno
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == file
+    ]
+    return lines[-1] if lines else None

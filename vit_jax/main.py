@@ -25,6 +25,8 @@ from vit_jax.job.first_process import run_in_child_of_first_process
 def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
     """The command's flags, and `--config.key=value` as the list of pairs `overrides`.
 
+    Every command takes `--config.plugins`, as the list `plugins`, and `--trust_plugins`.
+
     Raises:
       InputError: naming every flag that is unknown.
     """
@@ -35,6 +37,9 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     find_command(command).define_flags(parser)
+    parser.add_argument(
+        "--trust_plugins", action="store_true", help="run the copies of plug-ins in workdirs"
+    )
     parser.epilog = f"Commands: {', '.join(COMMANDS)}."
     takes_config = "--config" in parser.format_usage()
     if takes_config:
@@ -57,9 +62,12 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
         known = [option for action in parser._actions for option in action.option_strings]
         hints = [f"{word}: {nearest(word.partition('=')[0], known)}" for word in unknown]
         raise InputError("unknown flags: " + "; ".join(hints))
-    if overrides and not takes_config:
-        raise InputError(f"--config.{overrides[0][0]}: this command takes no config")
+    others = [key for key, _ in overrides if key != "plugins"]
+    if others and not takes_config:
+        raise InputError(f"--config.{others[0]}: this command takes no config")
     flags.overrides = overrides
+    values = [value for key, value in overrides if key == "plugins"]
+    flags.plugins = [name.strip() for name in ",".join(values).split(",") if name.strip()]
     return flags
 
 
@@ -99,7 +107,11 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     try:
         if command not in COMMANDS:
             raise InputError(f"{command!r}: no such command; {nearest(command, COMMANDS)}")
-        return find_command(command).main(parse_flags(command, words)), None
+        flags = parse_flags(command, words)
+        from vit_jax.config import plugins  # only now, that a wrong flag is answered at once
+
+        with plugins.using(flags.plugins, trusted=flags.trust_plugins):
+            return find_command(command).main(flags), None
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.INPUT_WRONG, e

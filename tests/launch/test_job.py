@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from vit_jax.config import plugins
 from vit_jax.errors import InputError
 from vit_jax.job import exit_codes
 
@@ -67,3 +68,18 @@ def test_config_that_does_not_travel(job, config):
     made = job.Job((), f"{config}:debug", "w")
     with pytest.raises(InputError, match="the image holds the repository's files alone"):
         job.check_config_travels(made, "the image")
+
+
+def test_plugins_travel_as_configs_do(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(plugins, "_PLUGINS", {})
+    (tmp_path / "part.py").write_text("")
+    words = [QUICKSTART, "--workdir=w", f"--config.plugins={tmp_path}/part.py"]
+    checked = job.check_job(words)  # on this host it may lie anywhere
+    assert checked.plugins == (tmp_path / "part.py",) and checked.words == tuple(words)
+    with pytest.raises(InputError, match=r"part\.py: a worker holds the repository's files alone"):
+        job.check_config_travels(checked, "a worker")
+    inside = job.Job((), QUICKSTART.partition("=")[2], "w", (ROOT / "configs/part.py",))
+    job.check_config_travels(inside, "a worker")
+    typed = (f"--config.plugins={ROOT}/configs/part.py",)  # a path that a worker does not have
+    with pytest.raises(InputError, match="name it from the repository's root"):
+        job.check_config_travels(job.Job(typed, None, "w"), "a worker")

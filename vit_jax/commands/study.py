@@ -76,7 +76,9 @@ def main(flags: argparse.Namespace) -> int:
                     for key, _ in flags.overrides if key in sets])  # fmt: skip
     workdir = files.absolute(flags.workdir)
     run.check_writable(workdir)
-    call = running.Call(flags.config, flags.overrides, workdir, launcher, flags.again)
+    call = running.Call(
+        flags.config, flags.overrides, workdir, launcher, flags.again, flags.trust_plugins
+    )
     for member in study.members(config, {}):
         running.check_member(config, call, member)
     workdir.mkdir(parents=True, exist_ok=True)

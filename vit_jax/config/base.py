@@ -12,18 +12,30 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
+from ml_collections.config_dict import FieldReference, placeholder
 
+from vit_jax.config import plugins as plugins_lib
 from vit_jax.config.evals import EVALUATORS, entry_keys, find_evaluator
 from vit_jax.errors import Faults, InputError, collect_faults, nearest
 
 
-def base_config() -> ConfigDict:
+def base_config(plugins: Sequence[str] = ()) -> ConfigDict:
     """Every key of an experiment with its type; locked, but for the names under `evals`.
 
     A key that is None is either required (`REQUIRED`), or optional: its comment says what None
     means. Durations are strings with a unit: "90 epochs", "10000 steps", "5e6 examples".
+
+    `plugins`: the user's own modules (docs/extending.md), imported now beside those of
+    --config.plugins; their keys are there too.
+
+    Raises:
+      InputError: a plug-in is missing or fails, or its keys are not as they have to be.
     """
+    return default_config((*plugins_lib.named_by_command(), *plugins_lib.import_plugins(plugins)))
+
+
+def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
+    """`base_config` with plug-ins that have been imported, by their names in `config.plugins`."""
     c = ConfigDict()
     c.seed = 0
     c.global_batch_size = placeholder(int)  # over all hosts and devices
@@ -32,6 +44,7 @@ def base_config() -> ConfigDict:
     c.init_from = placeholder(str)
     c.init_head = "new"  # or kept: whether its head is replaced, as in fine-tuning
     c.init_resize = placeholder(str)  # of its position embedding; None: as its own library does
+    c.plugins = ()  # the user's own modules, read before any other key; see plugins.py
 
     c.model = ConfigDict()  # below `dtype`: None means the default of the model's family
     c.model.name = placeholder(str)
@@ -157,9 +170,82 @@ def base_config() -> ConfigDict:
     c.study.cells = ()  # of a grid: "row | column: key=value; key=value"
 
     c.evals = ConfigDict()
-    c.lock()
-    c.evals.unlock()
+    _lock(c)
+    add_plugins(c, plugins)
     return c
+
+
+def _lock(config: ConfigDict) -> None:
+    """Locks all keys, but for the names under `evals`."""
+    config.lock()
+    config.evals.unlock()
+    for entry in config.evals.values():
+        entry.lock()
+
+
+# Of our own sections those that take keys of plug-ins. In the first ones keys are given to the
+# part that is chosen by `name`, so one that is None is not given to those that lack it.
+_SECTIONS_BY_NAME = ("model", "objective", "loss", "optimizer")
+_OPEN_SECTIONS = (*_SECTIONS_BY_NAME, "data")
+_KINDS = (bool, int, float, str, tuple, object)
+
+
+def add_plugins(config: ConfigDict, names: Sequence[str]) -> None:
+    """Puts imported plug-ins into `config`, in place, with the keys that they add.
+
+    Raises:
+      InputError: one has not been imported, or a key is not as it has to be, exists with another
+        meaning, or belongs to a section of ours that takes none.
+    """
+    for name in names:
+        if name in config.plugins:
+            continue
+        keys = plugins_lib.find_plugin(name).keys
+        collect_faults(_key_faults(config, keys), f"CONFIG_KEYS of the plug-in {name}")
+        config.unlock()
+        for key, default in keys.items():
+            section, _, leaf = key.partition(".")
+            if section not in config:
+                config[section] = ConfigDict()
+            if leaf not in config[section]:
+                # A reference of its own: one that configs shared would share its value.
+                is_none = isinstance(default, FieldReference)
+                config[section][leaf] = placeholder(default.get_type()) if is_none else default
+        config.plugins = (*config.plugins, name)
+        _lock(config)
+
+
+def _key_faults(config: ConfigDict, keys: Any) -> list[str]:
+    """What is wrong with the keys that a plug-in adds to `config`."""
+    if not isinstance(keys, dict):
+        return ['needs a dict, e.g. {"model.token_dim": placeholder(int)}']
+    ours, faults = set(default_config()), []
+    for key, default in keys.items():
+        if not (isinstance(key, str) and re.fullmatch(r"[a-z]\w*\.[a-z]\w*", key)):
+            faults.append(f"{key!r}: needs the form section.key")
+            continue
+        section, _, leaf = key.partition(".")
+        is_none = isinstance(default, FieldReference) and default.get() is None
+        kind = default.get_type() if is_none else type(default)
+        if kind not in _KINDS:
+            faults.append(f"{key}={default!r}: needs a bool, an int, a float, text, a tuple of "
+                          "numbers, or placeholder(type)")  # fmt: skip
+        elif section in ours and section not in _OPEN_SECTIONS:
+            faults.append(f"{key}: {section} takes no more keys; choose one of "
+                          f"{', '.join(_OPEN_SECTIONS)}, or a section of your own")  # fmt: skip
+        elif section in _SECTIONS_BY_NAME and not is_none:
+            faults.append(f"{key}={default!r}: needs placeholder({kind.__name__}), as only what "
+                          "you add has it")  # fmt: skip
+        elif leaf in config.get(section, {}) and config[section].get_type(leaf) is not kind:
+            faults.append(f"{key}: exists as {config[section].get_type(leaf).__name__}, not "
+                          f"{kind.__name__}; rename it")  # fmt: skip
+    return faults
+
+
+def own_keys(config: ConfigDict, section: str) -> dict[str, Any]:
+    """{key: value} of the keys of plug-ins in a section that are not None."""
+    ours = default_config()[section]
+    return {k: v for k, v in config[section].items() if k not in ours and v is not None}
 
 
 REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.image_size",
@@ -297,14 +383,17 @@ def find_emptied(config: ConfigDict) -> list[str]:
     values = flatten(config)
     return [
         f"{key}=None: needs a value, e.g. {default!r}"
-        for key, default in flatten(base_config()).items()
+        for key, default in flatten(default_config(config.plugins)).items()
         if default is not None and values[key] is None
     ]
 
 
 def find_misshapen(config: ConfigDict) -> list[str]:
     """The keys that a config which does not come from `base_config()` lacks or has in excess."""
-    wanted = set(flatten(base_config()))
+    try:
+        wanted = set(flatten(default_config(config.get("plugins", ()))))
+    except InputError as e:
+        return list(e.faults)
     evals = config.get("evals", {})
     found = set(flatten(config)) - {f"evals.{name}.{key}" for name in evals for key in evals[name]}
     faults = [f"{key}: missing; begin with base_config()" for key in sorted(wanted - found)]

@@ -17,7 +17,8 @@ from typing import Any
 from etils import epath
 from ml_collections import ConfigDict
 
-from vit_jax.config.base import base_config, flatten
+from vit_jax.config import plugins
+from vit_jax.config.base import default_config, flatten
 from vit_jax.config.evals import EVALUATORS, entry_defaults, entry_keys, typed_entry
 from vit_jax.errors import InputError, check_version, collect_faults, nearest
 
@@ -107,9 +108,15 @@ def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]
 def say_changes(changed: dict[str, tuple[Any, Any]]) -> list[str]:
     """What `changed_keys` found, in words, each with the flag that keeps the old value."""
     return [
-        f"{key} was {was!r} and is {now!r} now; {shlex.quote(f'--config.{key}={was}')} keeps it"
+        f"{key} was {was!r} and is {now!r} now; "
+        f"{shlex.quote(f'--config.{key}={_written(key, was)}')} keeps it"
         for key, (was, now) in changed.items()
     ]
+
+
+def _written(key: str, value: Any) -> Any:
+    """A value as the command line takes it."""
+    return ",".join(value) if key == "plugins" else value
 
 
 def changed_evals(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
@@ -143,11 +150,12 @@ def from_json(text: str, where: str = "config.json") -> ConfigDict:
     else their default.
 
     Raises:
-      InputError: the text has a newer format; or naming every key that this version does not have.
+      InputError: the text has a newer format; or naming every key that this version does not have,
+        or a plug-in that has not been imported.
     """
-    stored = _parse(text, where)
-    config, faults = base_config(), []
+    stored, faults = _parse(text, where), []
     with _naming(where):
+        config = default_config(_plugin_names(stored))
         older = _older_values(stored)
         for name, entry in stored.pop("evals").items():
             faults += _fill_entry(config.evals, name, entry)
@@ -182,6 +190,8 @@ def _naming(where: str) -> Iterator[None]:
     """Turns what content of another form raises into an InputError that names `where`."""
     try:
         yield
+    except InputError as e:
+        raise InputError(*e.faults, where=where) from None
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise InputError(f"{where}: not as a run writes it ({type(e).__name__}: {e})") from None
 
@@ -248,7 +258,7 @@ def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
     stored = _parse(path.read_text(), str(path))
     with _naming(str(path)):
         older = _older_values(stored) | _stored_values(stored)
-    values, defaults = flatten(config), flatten(base_config())
+    values, defaults = flatten(config), flatten(default_config(config.plugins))
     kept = {k: v for k, v in older.items() if values[k] == defaults[k] and values[k] != v}
     if not kept:
         return config
@@ -264,6 +274,20 @@ def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
 
 
 def read_config(workdir: epath.Path) -> ConfigDict:
-    """The config of the run in `workdir`; raises what `from_json` raises."""
+    """The config of the run in `workdir`, whose plug-ins are imported.
+
+    Raises what `from_json` and `plugins.import_stored` raise.
+    """
     path = workdir / "config.json"
-    return from_json(path.read_text(), str(path))
+    text = path.read_text()
+    try:
+        names = _plugin_names(json.loads(text))
+    except (ValueError, TypeError, AttributeError):
+        names = ()  # reading the text as a config will name the fault
+    plugins.import_stored(names, workdir)
+    return from_json(text, str(path))
+
+
+def _plugin_names(stored: dict[str, Any]) -> tuple[str, ...]:
+    """The plug-ins that a parsed config.json names; older versions had none."""
+    return tuple(stored.get("plugins", ()))

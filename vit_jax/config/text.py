@@ -4,9 +4,7 @@ import ast
 import importlib.util
 import logging
 import pathlib
-import re
 import shlex
-import traceback
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +12,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 import vit_jax
-from vit_jax.config.base import TUPLES_OF_STRINGS, base_config, flatten
+from vit_jax.config import plugins
+from vit_jax.config.base import TUPLES_OF_STRINGS, default_config, flatten
 from vit_jax.config.evals import OPTIONAL_KEYS
 from vit_jax.config.stored import todays_key
-from vit_jax.errors import InputError, nearest
+from vit_jax.errors import InputError, nearest, say_fault_of_file
 
 logger = logging.getLogger("vit_jax")
 
@@ -69,38 +68,17 @@ def load_config(spec: str) -> ConfigDict:
     name, _, arg = spec.partition(":")
     try:
         path = find_config(name)
-        config = import_config(path).get_config(arg)
+        with plugins.beside(path.absolute().parent):
+            config = import_config(path).get_config(arg)
     except InputError as e:
         raise InputError(f"--config={spec}: {e}") from None
     except Exception as e:  # whatever a user's file raises is the file's fault
-        line = _line_of(e, str(path.absolute()))
-        at = f"{path}:{line}" if line else path
-        raise InputError(f"--config={spec}: {at}: {type(e).__name__}: {_say(e)}") from e
+        said = say_fault_of_file(e, str(path.absolute()), str(path))
+        raise InputError(f"--config={spec}: {said}") from e
     if not isinstance(config, ConfigDict):
         got = type(config).__name__
         raise InputError(f"--config={spec}: get_config gives {got}; it must return a ConfigDict")
     return config
-
-
-def _line_of(error: Exception, file: str) -> int | None:
-    """The innermost line of `file` on the way to `error`."""
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return error.lineno
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == file
-    ]
-    return lines[-1] if lines else None
-
-
-def _say(error: Exception) -> str:
-    """What an error says, on one line, without the dump of the config that ml_collections adds."""
-    if isinstance(error, AttributeError) and error.args and isinstance(error.args[0], KeyError):
-        error = error.args[0]  # ml_collections wraps the one in the other
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    text = re.sub(r'Other fields present: ".*}"', "", text, flags=re.DOTALL)
-    return " ".join(text.split())
 
 
 def _parse_value(text: str, kind: type, optional: bool, of_strings: bool = False) -> Any:
@@ -157,10 +135,16 @@ def _hint(key: str, text: str, known: Sequence[str]) -> str:
 
 
 def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) -> list[str]:
-    """Sets `key` to `text` for each override, in place; returns the faults instead of raising."""
+    """Sets `key` to `text` for each override, in place; returns the faults instead of raising.
+
+    `plugins` is passed over: whoever reads the command line imports them first, with
+    `plugins.using`, and `base_config()` then has them and their keys.
+    """
     faults = []
-    optional = {k for k, v in flatten(base_config()).items() if v is None}
+    optional = {k for k, v in flatten(default_config(config.plugins)).items() if v is None}
     for key, text in overrides:
+        if key == "plugins":
+            continue
         known = flatten(config)
         if key not in known:
             faults.append(f"--config.{key}: no such key; {_hint(key, text, list(known))}")

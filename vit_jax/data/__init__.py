@@ -5,6 +5,9 @@ DEVICE_OPS of device_ops.py. Importing this package imports no TensorFlow and to
 """
 
 import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.image_folder import check_holdout, folder
@@ -50,7 +53,11 @@ __all__ = [
 ]
 
 # Every factory gets all of make_source's keywords and takes those it needs.
-SOURCES = {"digits": digits, "folder": folder, "synthetic": synthetic}
+SOURCES: dict[str, Callable[..., Source]] = {
+    "digits": digits,
+    "folder": folder,
+    "synthetic": synthetic,
+}
 
 
 def make_source(
@@ -65,6 +72,7 @@ def make_source(
     reader: str | None = None,
     broken_labels: str = "read",
     classes: tuple[int, ...] | None = None,
+    **own: Any,
 ) -> Source:
     """One split of a data set.
 
@@ -80,6 +88,7 @@ def make_source(
       num_examples: likewise, in this split.
       reader, broken_labels: of TFDS data sets; see `tfds_source`.
       classes: the labels that are kept, as `keep_classes` does; None: all.
+      **own: keys that plug-ins add to `config.data`; a factory gets those that it names.
 
     Raises: InputError if the data are missing or are not what was asked for.
     """
@@ -88,6 +97,7 @@ def make_source(
     else:
         factory = SOURCES.get(name, functools.partial(tfds_source, name, other_sources=[*SOURCES]))
     expected = {"num_classes": num_classes, "num_examples": num_examples}
+    named = inspect.signature(factory).parameters
     source = factory(
         split=split,
         image_size=image_size,
@@ -96,6 +106,7 @@ def make_source(
         reader=reader,
         broken_labels=broken_labels,
         **expected,
+        **{key: value for key, value in own.items() if key in named},
     )
     if classes is not None:
         source = keep_classes(source, classes)

@@ -8,6 +8,7 @@ every fault without TensorFlow.
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
 import difflib
 import inspect
@@ -20,7 +21,7 @@ from vit_jax.data.device_ops import DEVICE_OPS, MIXING_OPS
 from vit_jax.data.host_ops import CROPS, HOST_OPS, TAKES_ENCODED
 from vit_jax.errors import InputError
 
-OPS = {**HOST_OPS, **DEVICE_OPS}
+OPS = collections.ChainMap(DEVICE_OPS, HOST_OPS)  # a view: plug-ins add to both
 
 
 @dataclasses.dataclass(frozen=True)

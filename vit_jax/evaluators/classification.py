@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.evaluators.inputs import EvalInputs
-from vit_jax.objectives.supervised import PROBABILITIES, Loss, hits, make_loss
+from vit_jax.objectives.supervised import LOSSES, LossFn, hits, make_loss
 
 _NUM_BINS = 15  # as in the paper of calibration
 
@@ -39,7 +39,7 @@ class Classification:
     def __init__(
         self,
         logits_fn: Callable,
-        loss: Loss,
+        loss: LossFn,
         make_batches: Callable[[], Iterable[dict]],
         probabilities: Callable = jax.nn.softmax,
     ):
@@ -98,7 +98,7 @@ def classification(
 def make_classification(inputs: EvalInputs) -> Classification:
     """The evaluator of an entry that `classification` made."""
     loss = inputs.loss
-    probabilities = PROBABILITIES[loss.name]
+    probabilities = LOSSES[loss.name].probabilities
     return Classification(inputs.apply, make_loss(**loss), inputs.batches, probabilities)
 
 

@@ -38,7 +38,7 @@ from vit_jax.models import create_model
 from vit_jax.models.attention import choose_attention
 from vit_jax.models.fields import field_names, with_known
 from vit_jax.models.layers import unconstrained
-from vit_jax.objectives import OBJECTIVES
+from vit_jax.objectives import OBJECTIVES, make_objective
 from vit_jax.objectives.supervised import make_loss
 
 logger = logging.getLogger("vit_jax")
@@ -98,7 +98,7 @@ class Experiment:
     @functools.cached_property
     def flops_per_image(self) -> int:
         """FLOPs of a forward and a backward pass, without what rematerialisation adds."""
-        model = self.model.clone(remat="none", constrain=unconstrained)
+        model = with_known(self.model, remat="none", constrain=unconstrained)
 
         def loss(params, images):
             return model.apply({"params": params, **self.abstract_state.model_state}, images).sum()
@@ -126,7 +126,7 @@ def make_experiment(
     model = make_model(config, image_size, mesh)
     schedule = _make_schedule(config, durations)
     tx = make_optimizer(**optimizer_fields(config), schedule=schedule)
-    objective = OBJECTIVES[config.objective.name](model, make_loss(**config.loss))
+    objective = make_objective(model, make_loss(**config.loss), **config.objective)
     parts = (objective, tx, _make_transform(config, device_ops), config.seed)
     step = step_fields(config)
 
@@ -162,10 +162,10 @@ def make_model(config: ConfigDict, image_size: tuple[int, int], mesh: Mesh) -> n
         config.model.name,
         config.data.num_classes,
         image_size,
-        constrain=constrain,
         **model_fields(config),
     )
-    model = with_known(model, attend=choose_attention(mesh.devices.flat[0].platform))
+    attend = choose_attention(mesh.devices.flat[0].platform)
+    model = with_known(model, constrain=constrain, attend=attend)
     _warn_of_uneven_split(model, mesh)
     return model
 

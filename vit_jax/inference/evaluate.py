@@ -126,6 +126,7 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
     size = config_lib.image_hw(d.image_size)
     d.mean, d.std, d.num_classes = spec.mean, spec.std, pretrained.model.num_classes
     if pretrained.run is not None:
+        config_lib.add_plugins(config, pretrained.run["config"]["plugins"])
         config.loss.update(pretrained.run["config"]["loss"])
     elif pretrained.spec.loss is not None:
         config.loss.name = pretrained.spec.loss
@@ -170,9 +171,9 @@ def _model_on(
     """The source's model, to compute on a mesh."""
     family = type(pretrained.model)
     fields = check_fields(family, config_lib.model_fields(config), "config.model")
-    model = pretrained.model.clone(**fields, image_size=image_size, constrain=constrain)
-    platform = mesh.devices.flat[0].platform
-    return with_known(model, attend=choose_attention(platform))
+    model = pretrained.model.clone(**fields, image_size=image_size)
+    attend = choose_attention(mesh.devices.flat[0].platform)
+    return with_known(model, constrain=constrain, attend=attend)
 
 
 def _run_all(evaluators, state: TrainState) -> dict[str, float]:

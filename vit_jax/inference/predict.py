@@ -3,6 +3,7 @@
 Axes: B images, N tokens, D width, C classes.
 """
 
+import functools
 import logging
 import os
 import tempfile
@@ -23,7 +24,7 @@ from vit_jax.data import Source, eval_batches, parse_ops, to_value_range
 from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators.fetching import fetch
-from vit_jax.objectives.supervised import PROBABILITIES
+from vit_jax.objectives.supervised import LOSSES
 from vit_jax.transfer.images import class_names, ops_for
 from vit_jax.transfer.rules import Pretrained, loss_of
 
@@ -57,7 +58,7 @@ def outputs(
     def compute(params, images):
         images = to_value_range(images, spec.mean, spec.std)
         if loss is not None:
-            return PROBABILITIES[loss](model.apply({"params": params}, images))
+            return LOSSES[loss].probabilities(model.apply({"params": params}, images))
         if what == "pooled":
             return model.apply({"params": params}, images, method="features")
         tokens_BND = model.apply({"params": params}, images, method="tokens")
@@ -87,6 +88,14 @@ def outputs(
 def _check_size(pretrained: Pretrained) -> None:
     if pretrained.spec.image_size is None:
         raise InputError(f"{pretrained.source}: takes images of any size; give --image_size")
+
+
+def _pooled_shape(pretrained: Pretrained) -> tuple[int, ...]:
+    """(D,), of the features of one image."""
+    images = jax.ShapeDtypeStruct((1, *pretrained.spec.image_size, 3), np.float32)
+    variables = {"params": tree.unflatten_names(pretrained.params)}
+    features = functools.partial(pretrained.model.apply, method="features")
+    return jax.eval_shape(features, variables, images).shape[1:]
 
 
 def predict(
@@ -150,9 +159,9 @@ def write_features(
     output = check_output(output)
     _check_size(pretrained)
     model = pretrained.model
-    count, shape = source.num_examples, (model.width,)
+    count, shape = source.num_examples, _pooled_shape(pretrained)
     if what == "patches":
-        shape = (*model.clone(image_size=pretrained.spec.image_size).grid, model.width)
+        shape = (*model.clone(image_size=pretrained.spec.image_size).grid, *shape)
     found = outputs(pretrained, source, batch_size=batch_size, what=what)
     valid, labels = [], []
     with tempfile.NamedTemporaryFile(dir=output.parent, suffix=".tmp", delete=False) as file:

@@ -111,7 +111,6 @@ class BiT(nn.Module):
     dtype: Any = jnp.float32
     constrain: Constrain = unconstrained
 
-    scan = False  # no field: a stage is too short for its units to be compiled as one
     num_prefix_tokens = 0
 
     def setup(self):

@@ -20,6 +20,11 @@ from vit_jax.errors import InputError, collect_faults, nearest
 DTYPES = ("float32", "bfloat16")
 
 
+# What a family computes that lacks one of these fields.
+_WITHOUT = {"dtype": "float32", "remat": "none", "scan": False}
+_NOTHING = object()  # which no value equals
+
+
 def field_names(module: type[nn.Module]) -> list[str]:
     """The fields of a family's module."""
     return [f for f in inspect.signature(module).parameters if f not in ("parent", "name")]
@@ -52,13 +57,21 @@ def with_known(model: nn.Module, **fields: Any) -> nn.Module:
     return model.clone(**{name: value for name, value in fields.items() if name in known})
 
 
+def value_of(model: nn.Module, field: str) -> Any:
+    """The model's `dtype`, `remat` or `scan`, also where its family lacks the field."""
+    return getattr(model, field, _WITHOUT[field])
+
+
 def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) -> dict[str, Any]:
     """`fields` as the family's `module` takes them: pairs for sizes, a dtype for its name.
+
+    A family without one of `dtype`, `remat` and `scan` takes the value that it has anyway.
 
     Raises:
       InputError: naming `where`: all fields that the family lacks; or a value of a wrong kind.
     """
     known, family = field_names(module), module.__name__
+    fields = {f: v for f, v in fields.items() if f in known or v != _WITHOUT.get(f, _NOTHING)}
     to_choose = [f for f in known if f not in ("attend", "constrain")]
     collect_faults(
         [

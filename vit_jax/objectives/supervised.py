@@ -3,7 +3,8 @@
 Axes: B examples, C classes.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -11,9 +12,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.errors import InputError, nearest
+from vit_jax.errors import InputError, collect_faults, nearest
 
-Loss = Callable[[jax.Array, jax.Array], jax.Array]
+LossFn = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Loss(NamedTuple):
+    """A loss by its name.
+
+    fn: (logits (B, C), labels (B,) int or (B, C) float, label_smoothing, keys of its own) -> (B,).
+    probabilities: logits (B, C) -> what a model trained with it says of each class, (B, C).
+    """
+
+    fn: Callable[..., jax.Array]
+    probabilities: Callable[[jax.Array], jax.Array] = jax.nn.softmax
 
 
 class ObjectiveOutput(NamedTuple):
@@ -45,13 +57,33 @@ def sigmoid_loss(logits_BC, labels, label_smoothing):
     return optax.losses.sigmoid_binary_cross_entropy(logits_BC, targets_BC).sum(axis=-1)
 
 
-LOSSES = {"softmax": softmax_loss, "sigmoid": sigmoid_loss}
+LOSSES = {
+    "softmax": Loss(softmax_loss),
+    "sigmoid": Loss(sigmoid_loss, jax.nn.sigmoid),
+}
 
-# What a model that was trained with a loss says of each class: its probability. Shapes: (B, C).
-PROBABILITIES = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
+
+def choose_fields(
+    section: str, name: str, part: Callable, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Those of `values`, by the keys of a section of the config, that are set.
+
+    Raises:
+      InputError: `part`, which is called `name`, does not take one.
+    """
+    known = inspect.signature(part).parameters
+    chosen = {key: value for key, value in values.items() if value is not None}
+    collect_faults(
+        [
+            f"{section}.{key}={value!r}: is nothing that {name} has; set it to None"
+            for key, value in chosen.items()
+            if key not in known
+        ]
+    )
+    return chosen
 
 
-def make_loss(name: str, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Loss:
+def make_loss(name: str, label_smoothing: float = 0.0, z_loss: float = 0.0, **own: Any) -> LossFn:
     """loss(logits (B, C), labels (B,) int or (B, C) float) -> (B,), by its name in LOSSES.
 
     Args:
@@ -60,9 +92,11 @@ def make_loss(name: str, label_smoothing: float = 0.0, z_loss: float = 0.0) -> L
       z_loss: of softmax: the loss grows by z_loss * log(Z)^2, Z = sum_c exp(logit_c), which keeps
         the logits from drifting; 0: it does not. Zoph et al. 2022 (arXiv:2202.08906);
         Chowdhery et al. 2022 (arXiv:2204.02311), section 5, take 1e-4.
+      **own: keys that plug-ins add to `config.loss`; None where not set.
 
     Raises:
-      InputError: unknown name, a number out of range, or a z_loss where there is no softmax.
+      InputError: unknown name, a number out of range, a z_loss where there is no softmax, or a key
+        that the loss lacks.
     """
     if name not in LOSSES:
         raise InputError(f"loss.name={name!r}: {nearest(name, list(LOSSES))}")
@@ -72,9 +106,11 @@ def make_loss(name: str, label_smoothing: float = 0.0, z_loss: float = 0.0) -> L
         raise InputError(f"loss.z_loss={z_loss}: needs at least 0, which turns it off")
     if z_loss and name != "softmax":
         raise InputError(f"loss.z_loss={z_loss}: goes with loss.name=softmax alone; set it to 0")
+    fn = LOSSES[name].fn
+    fields = choose_fields("loss", name, fn, own)
 
     def loss(logits_BC, labels):
-        loss_B = LOSSES[name](logits_BC, labels, label_smoothing)
+        loss_B = fn(logits_BC, labels, label_smoothing, **fields)
         if z_loss:
             loss_B += z_loss * jax.nn.logsumexp(logits_BC, axis=-1) ** 2
         return loss_B
@@ -96,7 +132,7 @@ def hits(logits_BC: jax.Array, labels: jax.Array, k: int = 1) -> jax.Array:
     return (found_B == greatest_B) & (greatest_B > 0)
 
 
-def make_supervised(model: nn.Module, loss: Loss):
+def make_supervised(model: nn.Module, loss: LossFn):
     """The objective of classifying `batch["image"]` (B, H, W, 3) as `batch["label"]`.
 
     Returns:

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import files
 from vit_jax.config import stored as stored_config
+from vit_jax.config.plugins import digests
 from vit_jax.job.software import software
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.compiled import compile_plan
@@ -51,6 +52,6 @@ def cache_file(config: ConfigDict, target: Target) -> pathlib.Path:
         stored_config.to_json(config),
         target.slice.name,
         target.num_slices,
-        software(),
+        software() | digests(config.plugins),
     ]
     return root / f"{hashlib.sha256(json.dumps(said).encode()).hexdigest()}.json"

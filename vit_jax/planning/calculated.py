@@ -47,7 +47,7 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     logger.info(
         "calculating %s for %s, mesh %s, %d images a way, remat %s",
         config.model.name, target.slice.name, readable_mesh(mesh.shape), images,
-        experiment.model.remat,
+        figures["remat"],
     )  # fmt: skip
     activations = images * activation_bytes(experiment.model)
     temporaries = state["params"] + activations // accum_steps

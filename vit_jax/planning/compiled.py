@@ -28,7 +28,7 @@ def compile_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     logger.info(
         "compiling %s for %d x %s, mesh %s, %d images a way, remat %s",
         config.model.name, target.num_slices, target.slice.name, readable_mesh(mesh.shape),
-        figures["images_per_way"], experiment.model.remat,
+        figures["images_per_way"], figures["remat"],
     )  # fmt: skip
     since = time.perf_counter()
     state = state_bytes(experiment)

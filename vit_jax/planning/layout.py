@@ -13,6 +13,7 @@ from vit_jax.config import stored as stored_config
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.chips import count_chips
 from vit_jax.experiment.experiment import Experiment, make_experiment
+from vit_jax.models.fields import value_of
 from vit_jax.planning.targets import Target, batch_ways, plan_mesh
 
 
@@ -32,8 +33,8 @@ def describe(
         "num_hosts": target.slice.num_hosts * target.num_slices,
         "devices_per_chip": target.chip.devices,
         "mesh": dict(mesh.shape),
-        "remat": experiment.model.remat,
-        "scan": experiment.model.scan,
+        "remat": value_of(experiment.model, "remat"),
+        "scan": value_of(experiment.model, "scan"),
         "global_batch_size": config.global_batch_size,
         "images_per_way": config.global_batch_size // ways,
         "total_steps": experiment.total_steps,

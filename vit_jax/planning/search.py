@@ -7,6 +7,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from vit_jax.devices.chips import SLICES
+from vit_jax.models import find_family
+from vit_jax.models.fields import field_names
 from vit_jax.planning import plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target, batch_ways, target_mesh
@@ -37,7 +39,7 @@ def search(
     splits = {own["fsdp"]} | {fsdp for fsdp in _FSDP if rest % fsdp == 0}
     rows = []
     for fsdp in sorted(splits):
-        for remat in REMATS:
+        for remat in _remats(config):
             mesh = dict(own) | {"fsdp": fsdp, "data": rest // fsdp}
             changes = {f"mesh.{axis}": size for axis, size in mesh.items()}
             changes["model.remat"] = remat
@@ -54,6 +56,12 @@ def search(
                 }
             rows.append(row)
     return sorted(rows, key=lambda row: -row["estimate"]["images_per_s"] if row["fits"] else 0)
+
+
+def _remats(config: ConfigDict) -> tuple[str, ...]:
+    """The ways to rematerialise that the model's family has."""
+    has_remat = "remat" in field_names(find_family(config.model.name).module)
+    return REMATS if has_remat else ("none",)
 
 
 def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any] | None:
@@ -95,7 +103,7 @@ def find_remedies(
     `figures` are those of `plan`. A change is {key of the config: value} or {"topology": name}.
     """
     shape = figures["mesh"]
-    remat = {} if figures["remat"] == "full" else {"model.remat": "full"}
+    remat = {} if figures["remat"] == _remats(config)[-1] else {"model.remat": "full"}
     together = shape["data"] * shape["fsdp"]
     fsdp = max(size for size in range(1, min(together, _FSDP[-1]) + 1) if together % size == 0)
     split = {} if shape["fsdp"] >= fsdp else {

@@ -64,6 +64,7 @@ class Call(NamedTuple):
     workdir: of the study.
     launcher: its words; None: members run here.
     again: whether members that were handed over are handed over once more.
+    trust_plugins: whether members run the copies of plug-ins in workdirs.
     """
 
     config_file: str
@@ -71,6 +72,7 @@ class Call(NamedTuple):
     workdir: epath.Path
     launcher: Sequence[str] | None
     again: bool
+    trust_plugins: bool = False
 
 
 def member_words(call: Call, member: Member) -> list[str]:
@@ -80,6 +82,7 @@ def member_words(call: Call, member: Member) -> list[str]:
         f"--config={call.config_file}",
         *(f"--config.{key}={value}" for key, value in overrides),
         f"--workdir={os.fspath(call.workdir / member.name)}",
+        *["--trust_plugins"] * call.trust_plugins,
     ]
 
 

@@ -21,6 +21,7 @@ from vit_jax import config as config_lib
 from vit_jax import data
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import SplitKey
+from vit_jax.config.plugins import digests
 from vit_jax.job import processes, watchdog
 from vit_jax.job.software import software
 
@@ -37,7 +38,7 @@ def compare_requests(config: ConfigDict, more: Mapping[str, Any]) -> None:
         if not key.endswith("data_dir")  # each may have its own copy of the data
     }
     facts["devices of a process"] = (jax.local_device_count(), jax.local_devices()[0].device_kind)
-    _agree(config, "what they run", facts | software() | more)
+    _agree(config, "what they run", facts | software() | digests(config.plugins) | more)
 
 
 def compare_findings(

@@ -108,6 +108,7 @@ def _open_split(
         image_size=config_lib.image_hw(config.data.image_size),
         num_classes=num_classes,
         num_examples=num_examples,
+        **config_lib.own_keys(config, "data"),
     )
 
 

@@ -9,6 +9,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from vit_jax.config import changed_evals, changed_keys, say_changes
+from vit_jax.config.plugins import store_plugins
 from vit_jax.config.stored import read_config, to_json
 from vit_jax.data import Source
 from vit_jax.errors import InputError, collect_faults
@@ -73,6 +74,7 @@ def write_workdir(workdir: epath.Path, config: ConfigDict, source: Source) -> No
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise InputError(f"--workdir={workdir}: {e.strerror}; choose another") from None
+    store_plugins(config.plugins, workdir)
     write_whole(workdir / "config.json", to_json(config))
     if source.class_names is not None:
         text = json.dumps(list(source.class_names), indent=2, ensure_ascii=False) + "\n"

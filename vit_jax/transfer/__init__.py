@@ -20,7 +20,7 @@ from vit_jax import tree
 from vit_jax.config import image_hw
 from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.files import absolute
-from vit_jax.models.fields import check_fields, field_names, with_known
+from vit_jax.models.fields import check_fields, field_names, value_of, with_known
 from vit_jax.models.layers import unconstrained
 from vit_jax.transfer import huggingface, npz, rules, safetensors, timm, workdir
 from vit_jax.transfer.published import PUBLISHED, forget, locate
@@ -61,7 +61,7 @@ def _read_safetensors(path: epath.Path) -> Pretrained:
 
 
 # (whether a path is of this format, its reader); the first that says yes reads.
-FORMATS = {
+FORMATS: dict[str, tuple[Callable[[epath.Path], bool], Callable[[epath.Path], Pretrained]]] = {
     "workdir": (workdir.recognises, workdir.read),
     "npz": (npz.recognises, npz.read),
     "safetensors": (safetensors.recognises, _read_safetensors),
@@ -182,7 +182,7 @@ def save_pretrained(
         raise InputError(f"format={format!r}: {hint}")
     check_holds(format, model, "format=")
     params = jax.tree.map(np.asarray, dict(variables["params"]))
-    if model.scan:
+    if value_of(model, "scan"):
         params = rules.unstack_layers(params)
     plain = with_known(model, scan=False, remat="none", constrain=unconstrained)
     spec = spec or Spec(plain.image_size, "antialiased")
@@ -285,7 +285,7 @@ def init_params(
 def _as_scanned(named: dict[str, Any], model: nn.Module, source: str) -> dict[str, Any]:
     """Unrolled parameters by name as `model` has them: stacked, if it scans its layers."""
     params = tree.unflatten_names(named)
-    if not model.scan:
+    if not value_of(model, "scan"):
         return params
     logger.info("%s: its layers are stacked, to be scanned", source)
     return rules.stack_layers(params)

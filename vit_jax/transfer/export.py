@@ -26,12 +26,12 @@ from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.errors import InputError, nearest
 from vit_jax.files import absolute, write_whole
 from vit_jax.job.software import software
+from vit_jax.models.fields import value_of, with_known
 from vit_jax.transfer import WRITERS, check_holds, load_pretrained
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.rules import Pretrained, to_json
 
 STABLEHLO = "stablehlo"
-EXPORTS = (*WRITERS, STABLEHLO)
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 _TOLERANCE = 1e-4  # of the largest logit; a greater difference is no export
@@ -42,7 +42,9 @@ Logits = Callable[[np.ndarray], Any]
 
 
 def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[str, Any]:
-    """Writes `pretrained` as `format`, one of EXPORTS, with its receipt, which it returns.
+    """Writes `pretrained` as `format`, with its receipt, which it returns.
+
+    `format`: one of WRITERS, or STABLEHLO.
 
     Everything is written and read back elsewhere first, so that `output` gets all or nothing.
 
@@ -50,13 +52,14 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
       InputError: if the format cannot hold the model, or `output` cannot be written to.
       RuntimeError: if what is read back computes something else.
     """
-    if format not in EXPORTS:
-        raise InputError(f"--format={format}: {nearest(format, EXPORTS)}")
+    known = (*WRITERS, STABLEHLO)
+    if format not in known:
+        raise InputError(f"--format={format}: {nearest(format, known)}")
     output = absolute(output)
     _check_output(output, format)
-    own_dtype = jnp.dtype(pretrained.model.dtype).name
-    pretrained = pretrained._replace(model=pretrained.model.clone(dtype=jnp.dtype("float32")))
-    model = pretrained.model
+    own_dtype = jnp.dtype(value_of(pretrained.model, "dtype")).name
+    model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
+    pretrained = pretrained._replace(model=model)
     if format != STABLEHLO:
         check_holds(format, model, "--format=")
     image_size = model.image_size or pretrained.spec.image_size
@@ -240,7 +243,7 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
             f"those of {back['dtype']} but for rounding"
         )
     if pixels["library_ops"] not in (None, pixels["ops"]):
-        library = {"hf": "transformers", "timm": "timm"}[receipt["format"]]
+        library = {"hf": "transformers"}.get(receipt["format"], receipt["format"])
         lines.append(
             f"- {library} cannot do that: by these files it does `{pixels['library_ops']}`"
         )

@@ -17,7 +17,7 @@ from einops import rearrange
 
 from vit_jax.errors import InputError
 from vit_jax.models.variants import VIT_VARIANTS
-from vit_jax.objectives.supervised import PROBABILITIES
+from vit_jax.objectives.supervised import LOSSES
 from vit_jax.transfer.rules import abstract_params, refuse
 
 _FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)
@@ -231,7 +231,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "center or squash": lambda value: value in ("center", "squash"),
     "true or false": lambda value: type(value) is bool,
     "text": lambda value: isinstance(value, str),
-    "softmax or sigmoid": lambda value: value in list(PROBABILITIES),
+    "softmax or sigmoid": lambda value: value in list(LOSSES),
     "an object": lambda value: isinstance(value, dict),
     "a list": lambda value: isinstance(value, list),
     "three numbers": lambda value: (

@@ -16,7 +16,8 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.data.ops import parse_calls, parse_ops
 from vit_jax.errors import InputError
-from vit_jax.models.fields import field_names, with_known
+from vit_jax.models.fields import field_names, value_of, with_known
+from vit_jax.models.layers import unconstrained
 from vit_jax.transfer.resample import (
     resample_axis,
     resample_grid,
@@ -283,7 +284,7 @@ def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
     images = jnp.zeros((1, *size, 3))
     scanned = with_known(model, scan=True)  # traced in a fraction of the time
     params = tree.flatten_names(jax.eval_shape(scanned.init, jax.random.key(0), images)["params"])
-    if model.scan:
+    if value_of(model, "scan"):
         return params
     return {
         unrolled: jax.ShapeDtypeStruct(leaf.shape[tree.is_stacked(name) :], leaf.dtype)
@@ -330,7 +331,7 @@ def fit(
       InputError: one error naming everything that no rule makes fit.
     """
     # Shapes alone matter here, so no layout of activations, which would need a mesh.
-    plain = with_known(model, scan=False, remat="none", constrain=pretrained.model.constrain)
+    plain = with_known(model, scan=False, remat="none", constrain=unconstrained)
     wanted = abstract_params(plain)
     found = dict(pretrained.params)
     if reset_head:

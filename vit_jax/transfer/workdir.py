@@ -16,7 +16,7 @@ from vit_jax.data.host_ops import TAKES_ENCODED
 from vit_jax.data.ops import parse_calls, say_pad
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
-from vit_jax.models.fields import with_known
+from vit_jax.models.fields import value_of, with_known
 from vit_jax.transfer.rules import (
     Cut,
     Pretrained,
@@ -75,7 +75,7 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         raise InputError(f"init_from={str(path)!r}: no checkpoint there yet")
     step = restored[1]["step"]
     params = jax.tree.map(np.asarray, restored[0][weights])
-    if model.scan:
+    if value_of(model, "scan"):
         params = unstack_layers(params)
     ops = next((e.ops for e in config.evals.values() if e.type == "classification"), None) or ""
     spec = Spec(

@@ -1,0 +1,327 @@
+"""Modules of the user's own: found, imported once, kept by a run, and never run by a stranger's."""
+
+import logging
+import os
+import sys
+
+import pytest
+from etils import epath
+from ml_collections.config_dict import placeholder
+
+from vit_jax.config import add_plugins, base_config, flatten, own_keys, plugins
+from vit_jax.config.stored import changed_keys, from_json, read_config, say_changes, to_json
+from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.errors import InputError
+from vit_jax.job.software import software
+from vit_jax.main import main, parse_flags
+from vit_jax.training import agreement
+from vit_jax.training.validation import find_faults
+
+# Each time that it runs it says so.
+PART = """
+import logging
+from ml_collections.config_dict import placeholder
+
+logging.getLogger("vit_jax").warning("%s runs", __name__)
+CONFIG_KEYS = {"model.token_dim": placeholder(int), "data.most": 3, "lab.notes": "none"}
+"""
+RUNS = "vit_jax_plugins.part runs"
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path, monkeypatch):
+    """A process that has imported no plug-in yet, in an empty folder."""
+    monkeypatch.setattr(plugins, "_PLUGINS", {})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {*sys.modules}
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    yield
+    for name in {*sys.modules} - before:
+        if name.startswith(("vit_jax_plugins", "part")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def here(tmp_path):
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def ran(caplog):
+    """ran() -> how often a plug-in has run since the last call."""
+    caplog.set_level(logging.WARNING, "vit_jax")
+
+    def ran():
+        lines = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return len([line for line in lines if line.endswith(" runs")])
+
+    return ran
+
+
+def forget():
+    """As in another process."""
+    plugins._PLUGINS.clear()
+    for name in [name for name in sys.modules if name.startswith(("vit_jax_plugins", "part"))]:
+        del sys.modules[name]
+
+
+def test_keys_are_typed_checked_and_suggested(here):
+    (here / "part.py").write_text(PART)
+    plain, c = base_config(), base_config(plugins=["part.py"])
+    assert c.plugins == ("part.py",)
+    added = {"model.token_dim": None, "data.most": 3, "lab.notes": "none"}
+    assert flatten(c) == flatten(plain) | added | {"plugins": ("part.py",)}
+    assert own_keys(c, "data") == {"most": 3} and own_keys(c, "model") == {}
+    with pytest.raises(TypeError, match="token_dim"):
+        c.model.token_dim = "x"
+    with pytest.raises((AttributeError, KeyError), match="token_dmi"):
+        c.model.token_dmi = 3
+    faults = apply_overrides(c, [("model.token_dmi", "3"), ("data.most", "x"), ("lab.note", "y")])
+    assert faults == [
+        "--config.model.token_dmi: no such key; did you mean model.token_dim?",
+        "--config.data.most='x': needs an int",
+        "--config.lab.note: no such key; did you mean lab.notes?",
+    ]
+    assert apply_overrides(c, [("model.token_dim", "5"), ("model.token_dim", "None")]) == []
+    c.model.token_dim = 8
+    assert base_config(plugins=["part.py"]).model.token_dim is None
+    assert from_json(to_json(c)) == c
+    assert "token_dim" not in base_config().model
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ([], "needs a dict"),
+        ({"token_dim": 3}, "'token_dim': needs the form section.key"),
+        ({"model.width": placeholder(str)}, "model.width: exists as int, not str; rename it"),
+        ({"model.token_dim": 3}, "model.token_dim=3: needs placeholder(int)"),
+        ({"mesh.ring": 3}, "mesh takes no more keys; choose one of model, objective, loss"),
+        ({"data.rings": {}}, "data.rings={}: needs a bool, an int"),
+    ],
+)
+def test_keys_that_cannot_be(monkeypatch, keys, says):
+    monkeypatch.setitem(
+        plugins._PLUGINS, "part.py", plugins.Plugin("part.py", "part.py", b"", keys)
+    )
+    with pytest.raises(InputError) as e:
+        add_plugins(base_config(), ["part.py"])
+    assert str(e.value).startswith("CONFIG_KEYS of the plug-in part.py: ") and says in str(e.value)
+
+
+def test_a_key_that_exists_is_shared(monkeypatch):
+    keys = {"model.width": placeholder(int), "data.repeats": 1}
+    monkeypatch.setitem(
+        plugins._PLUGINS, "part.py", plugins.Plugin("part.py", "part.py", b"", keys)
+    )
+    c = base_config()
+    c.model.width = 7
+    add_plugins(c, ["part.py"])
+    assert c.model.width == 7
+
+
+def test_the_same_code_runs_once(here, ran):
+    (here / "part.py").write_text(PART)
+    (here / "copies").mkdir()
+    (here / "copies/again.py").write_text(PART)
+    assert plugins.import_plugins(["part.py", "./part.py", "copies/again.py"]) == ("part.py",)
+    assert ran() == 1
+    (here / "copies/part.py").write_text(PART + "\n")
+    with pytest.raises(InputError, match="have one name and different code; rename one"):
+        plugins.import_plugins(["copies/part.py"])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no.py", "plugins='no.py': no such file in "),
+        ("no_such", "no such module is installed; a file is named with its ending: no_such.py"),
+        ("no_such.part", "no such module is installed"),
+        ("json", "is not a single Python file; name the module that adds the parts"),
+        ("a-b", "needs a file that ends in .py, or a module's name"),
+        ("broken.py", "broken.py:2: ZeroDivisionError: division by zero"),
+        ("worse.py", "worse.py:1: SyntaxError: "),
+    ],
+)
+def test_what_cannot_be_imported(here, capsys, name, says):
+    (here / "broken.py").write_text("one = 1\none / 0\n")
+    (here / "worse.py").write_text("one = = 1\n")
+    assert main(["models", f"--config.plugins={name}"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_beside_the_config_file(tmp_path, here):
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "part.py").write_text(PART)
+    body = "from vit_jax.config import base_config\ndef get_config(arg):\n"
+    (there / "mine.py").write_text(f"{body}    return base_config(plugins=['part.py'])\n")
+    assert load_config("../there/mine.py").plugins == ("part.py",)
+    (there / "late.py").write_text(
+        f"{body}    c = base_config()\n    c.plugins = ('other.py',)\n    return c\n"
+    )
+    (fault,) = find_faults(load_config("../there/late.py"))
+    assert fault.startswith("plugins: 'other.py' has not been imported; name it in base_config(")
+
+
+def test_command_line(here, capsys):
+    (here / "part.py").write_text(PART)
+    (here / "other.py").write_text("CONFIG_KEYS = {'lab.other': 1}\n")
+    words = ["--config=quickstart:debug", "--print_config", "--config.lab.notes=mine"]
+    assert main([*words, "--config.plugins=part.py,other.py"]) == 0
+    c = from_json(capsys.readouterr().out)
+    assert (c.plugins, c.lab.notes, c.lab.other) == (("part.py", "other.py"), "mine", 1)
+    assert base_config().plugins == ()  # and no other command has them
+    assert main(words) == 2
+    assert "--config.lab.notes: no such key" in capsys.readouterr().err
+    for command in ("export", "predict", "configs"):  # which take no config
+        assert parse_flags(command, ["--config.plugins", "part.py"]).plugins == ["part.py"]
+
+
+@pytest.fixture
+def workdir(here, tmp_path, ran):
+    """Of a run that another process has made, whose plug-in lies nowhere else any more."""
+    (here / "part.py").write_text(PART)
+    workdir = epath.Path(tmp_path / "workdir")
+    workdir.mkdir()
+    c = base_config(plugins=["part.py"])
+    plugins.store_plugins(c.plugins, workdir)
+    (workdir / "config.json").write_text(to_json(c))
+    (here / "part.py").unlink()
+    forget()
+    ran()
+    return workdir
+
+
+def test_a_stranger_runs_no_code(workdir, here, ran, monkeypatch):
+    for _ in range(2):
+        with pytest.raises(InputError, match="--trust_plugins then runs it"):
+            read_config(workdir)
+    # Neither the workdir nor the working directory is a place of installed modules.
+    monkeypatch.setattr(sys, "path", [str(workdir / "plugins"), str(here), "", *sys.path])
+    (here / "part.py").write_text(PART)
+    with pytest.raises(InputError, match=r"the plug-ins part\.py, and no installed module has"):
+        read_config(workdir)
+    (here / "part.py").unlink()
+    monkeypatch.chdir(workdir / "plugins")
+    with pytest.raises(InputError, match="--trust_plugins"):
+        read_config(workdir)
+    assert ran() == 0
+    with plugins.using(trusted=True):
+        assert read_config(workdir).plugins == ("part.py",)
+    assert ran() == 1
+    assert read_config(workdir).lab.notes == "none"  # known from now on
+    assert ran() == 0
+
+
+@pytest.mark.parametrize("command", ["evaluate", "export", "predict"])
+def test_every_command_names_the_flag(workdir, ran, capsys, command):
+    (workdir / "checkpoints").mkdir()
+    more = {"evaluate": [], "export": ["--output=o", "--format=hf"], "predict": ["x.jpg"]}[command]
+    (epath.Path("x.jpg")).write_bytes(b"")
+    assert main([command, f"--workdir={workdir}", *more]) == 2
+    assert "--trust_plugins" in capsys.readouterr().err
+    assert ran() == 0
+
+
+@pytest.mark.parametrize("name", ["../part.py", "/tmp/part.py", "a/b", 3, "part.py\n"])
+def test_a_strangers_names(workdir, ran, name):
+    text = (workdir / "config.json").read_text()
+    (workdir / "config.json").write_text(text.replace('"part.py"', repr(name).replace("'", '"')))
+    with plugins.using(trusted=True), pytest.raises(InputError, match="not as a run writes it"):
+        read_config(workdir)
+    assert ran() == 0
+
+
+def test_installed_module_of_the_same_digest(workdir, tmp_path, ran, monkeypatch):
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.setattr(sys, "path", [str(site), *sys.path])
+    (site / "part.py").write_text(PART + "\n")
+    with pytest.raises(InputError, match="no installed module has their code"):
+        read_config(workdir)
+    assert ran() == 0
+    (site / "part.py").write_text(PART)
+    assert read_config(workdir).plugins == ("part.py",)
+    assert ran() == 1
+
+
+def test_module_by_name(workdir, tmp_path, ran, monkeypatch):
+    package = tmp_path / "site/partial"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "rings.py").write_text(PART)
+    monkeypatch.setattr(sys, "path", [str(package.parent), *sys.path])
+    c = base_config(plugins=["partial.rings"])
+    assert c.plugins == ("partial.rings",)
+    assert read_config(workdir).plugins == ("part.py",)  # the same code
+    plugins.store_plugins(c.plugins, workdir)
+    (workdir / "config.json").write_text(to_json(c))
+    forget()
+    ran()
+    assert read_config(workdir) == c
+    assert ran() == 1
+    assert sys.modules["partial.rings"].__package__ == "partial"
+
+
+def test_named_by_the_user(workdir, tmp_path, ran):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "renamed.py").write_text(PART)
+    with plugins.using([str(mine / "renamed.py")]):
+        assert read_config(workdir).plugins == ("part.py",)
+    assert ran() == 1
+
+
+def test_changed_since_the_run_began(workdir, here):
+    (here / "part.py").write_text(PART + "# mended\n")
+    with plugins.using(["part.py"], trusted=True):
+        with pytest.raises(InputError, match=r"part\.py has changed since this run began"):
+            read_config(workdir)
+        (workdir / "plugins").rmtree()
+        assert read_config(workdir).plugins == ("part.py",)
+
+
+def test_damaged_copy(workdir, ran):
+    copy = workdir / "plugins/part.py"
+    copy.write_text(copy.read_text() + "\n")
+    with plugins.using(trusted=True):
+        with pytest.raises(InputError, match=r"part\.py: damaged"):
+            read_config(workdir)
+        copy.unlink()
+        with pytest.raises(InputError, match=r"part\.py: cannot be read"):
+            read_config(workdir)
+        (workdir / "plugins/digests.json").write_text("{}")
+        with pytest.raises(InputError, match=r"has no digest of the plug-in part\.py"):
+            read_config(workdir)
+    assert ran() == 0
+
+
+def test_resume_without_it_is_a_change(workdir):
+    with plugins.using(trusted=True):
+        stored = read_config(workdir)
+    changed = changed_keys(stored, base_config())
+    (says,) = [text for text in say_changes(changed) if text.startswith("plugins ")]
+    assert says.endswith("--config.plugins=part.py keeps it")
+
+
+def test_runs_of_older_versions_have_none():
+    text = to_json(base_config()).replace('  "plugins": [],\n', "")
+    assert "plugins" not in text and from_json(text) == base_config()
+
+
+def test_processes_compare_digests(here, monkeypatch):
+    (here / "part.py").write_text(PART)
+    c, found = base_config(plugins=["part.py"]), {}
+    monkeypatch.setattr(agreement.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(agreement, "_agree", lambda config, what, facts: found.update(facts))
+    agreement.compare_requests(c, {})
+    assert found["plug-in part.py"] == plugins.find_plugin("part.py").digest
+    assert not {name for name in software() if name.startswith("plug-in")}
+
+
+def test_files_are_kept_as_they_ran(workdir):
+    assert (workdir / "plugins/part.py").read_text() == PART
+    assert sorted(os.listdir(workdir / "plugins")) == ["digests.json", "part.py"]

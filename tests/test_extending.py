@@ -1,0 +1,173 @@
+"""The parts of docs/extending.md beside ours; test_wheel.py trains with all of them."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from worked_parts import write_parts
+
+from vit_jax import data, models, objectives, transfer
+from vit_jax.config import evals, plugins
+from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.data import device_ops, host_ops, make_source, parse_ops
+from vit_jax.devices.chips import find_slice
+from vit_jax.devices.flops import forward_macs
+from vit_jax.devices.mesh import make_mesh
+from vit_jax.errors import InputError
+from vit_jax.evaluators import make_evaluators
+from vit_jax.experiment.experiment import make_experiment
+from vit_jax.experiment.optimizers import OPTIMIZERS, make_optimizer
+from vit_jax.main import main
+from vit_jax.objectives.supervised import LOSSES, make_loss
+from vit_jax.planning.layout import describe
+from vit_jax.planning.search import search
+from vit_jax.planning.targets import Target
+from vit_jax.studies.members import Member
+from vit_jax.studies.running import Call, member_words
+from vit_jax.training.prepare import open_sources
+from vit_jax.training.validation import find_faults
+from vit_jax.transfer import load_pretrained, rules, save_pretrained
+
+REGISTRIES = (
+    models.MODELS, objectives.OBJECTIVES, LOSSES, evals.EVALUATORS, data.SOURCES,
+    host_ops.HOST_OPS, device_ops.DEVICE_OPS, OPTIMIZERS, transfer.FORMATS, transfer.WRITERS,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """The folder of the parts, all of which are imported; our registries are restored after."""
+    folder = tmp_path_factory.mktemp("parts")
+    names = [name for name in write_parts(folder) if name != "mine.py"]
+    before = [dict(registry) for registry in REGISTRIES]
+    known, modules = dict(plugins._PLUGINS), {*sys.modules}
+    plugins.import_plugins([str(folder / name) for name in names])
+    yield folder
+    for registry, ours in zip(REGISTRIES, before, strict=True):
+        registry.clear()
+        registry.update(ours)
+    plugins._PLUGINS.clear()
+    plugins._PLUGINS.update(known)
+    for name in {*sys.modules} - modules:
+        if name.startswith("vit_jax_plugins"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def config(parts, monkeypatch):
+    monkeypatch.chdir(parts)
+    config = load_config("mine.py")
+    assert find_faults(config) == []
+    return config
+
+
+def test_each_kind_is_a_line(parts):
+    ours = ("ViT", "supervised", "softmax", "classification", "digits", "flip", "adamw", "npz")
+    for registry in REGISTRIES:
+        assert {*registry} & {*ours, "decode"}, registry
+    added = [list(registry)[-1] for registry in REGISTRIES]
+    assert added == [
+        "Mixer", "consistency", "poly1", "worst_class", "rings",
+        "posterize", "noise", "adan", "msgpack", "msgpack",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("model.name", "Mixr-S/16", "did you mean Mixer-S/16?"),
+        ("model.dtype", "bfloat16", "model.dtype: Mixer has no such field"),
+        ("model.remat", "full", "model.remat: Mixer has no such field"),
+        ("objective.name", "consistncy", "did you mean consistency?"),
+        ("loss.name", "ploy1", "did you mean poly1?"),
+        ("data.ops", "posterise(4)", "did you mean 'posterize'?"),
+        ("data.ops", "posterize(9)", "bits must be an int from 1 to 8, not 9; usage: posterize("),
+        ("data.ops", "nose(4)", "did you mean 'noise'?"),
+        ("data.ops", "noise(4)|posterize(4)", "put the device ops last"),
+        ("optimizer.name", "adam", "did you mean"),
+        ("evals.worst.min_examples", "0", "evals.worst.min_examples=0: needs a positive int"),
+    ],
+)
+def test_faults_name_them(config, key, value, says):
+    assert apply_overrides(config, [(key, value)]) == []
+    assert any(says in fault for fault in find_faults(config)), find_faults(config)
+
+
+def test_keys_reach_the_part_alone(config):
+    with pytest.raises(InputError, match=r"loss\.epsilon=2\.0: is nothing that softmax has"):
+        make_loss("softmax", epsilon=2.0)
+    with pytest.raises(InputError, match=r"objective\.strength=1\.0: is nothing that supervised"):
+        objectives.make_objective(None, None, "supervised", strength=1.0)
+    with pytest.raises(InputError, match="did you mean supervised"):
+        objectives.make_objective(None, None, "supervise")
+    with pytest.raises(InputError, match=r"objective\.strength=-1: needs at least 0"):
+        objectives.make_objective(None, None, "consistency", strength=-1)
+    with pytest.raises(InputError, match=r"optimizer\.b3=0\.5 is nothing that adamw has"):
+        make_optimizer("adamw", schedule=lambda step: 0.0, b3=0.5)
+    with pytest.raises(InputError, match=r"optimizer\.b3=2: must be at least 0"):
+        make_optimizer("adan", schedule=lambda step: 0.0, b3=2)
+    where = {"split": "test", "image_size": (8, 8), "most_rings": 4}
+    assert make_source("rings", **where).num_classes == 4
+    assert make_source("digits", **where).num_classes == 10  # which does not ask for it
+
+
+@pytest.mark.usefixtures("parts")
+def test_loss_by_its_equation():
+    logits_BC, labels = np.array([[1.0, 0.0], [0.0, 2.0]], np.float32), np.array([0, 0])
+    p_B = np.exp(logits_BC[:, 0]) / np.exp(logits_BC).sum(axis=1)
+    found = make_loss("poly1", epsilon=3.0)(logits_BC, labels)
+    np.testing.assert_allclose(found, -np.log(p_B) + 3 * (1 - p_B), rtol=1e-6)
+
+
+def test_family_without_dtype_constrain_and_remat(config):
+    config, sources = open_sources(config, training=True)
+    mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
+    experiment = make_experiment(config, mesh)
+    assert experiment.num_params == sum(
+        leaf.size for leaf in rules.abstract_params(experiment.model).values()
+    )
+    assert experiment.flops_per_image > 0 and forward_macs(experiment.model) > 0
+    make_evaluators(config, experiment.model, mesh, sources)
+    figures = describe(config, Target(find_slice("v5e:2x4"), 1), mesh, experiment)
+    assert (figures["remat"], figures["scan"]) == ("none", False)
+    with pytest.raises(InputError, match="a Mixer: what it keeps and exchanges"):
+        search(config, Target(find_slice("H100:1"), 1), None)
+
+
+@pytest.mark.usefixtures("parts")
+def test_format_holds_every_family(tmp_path):
+    for name in ("Mixer-mu/4", "ViT-mu/4"):
+        model = models.create_model(name, num_classes=3, image_size=8)
+        variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))
+        path = tmp_path / f"{name[:3]}.msgpack"
+        save_pretrained(path, model, variables, format="msgpack")
+        found, loaded = load_pretrained(path)
+        assert found == rules.with_known(model, scan=False)
+        jax.tree.map(np.testing.assert_array_equal, loaded, variables)
+    with pytest.raises(InputError, match="cannot hold this model; export it as msgpack or stable"):
+        model = models.create_model("Mixer-mu/4", image_size=8)
+        save_pretrained(tmp_path / "x", model, {}, format="hf")
+
+
+def test_list_of_models(parts, capsys):
+    assert main(["models", "Mixer-mu", f"--config.plugins={parts / 'mixer.py'}"]) == 0
+    assert "Mixer-mu/16" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("parts")
+def test_host_op_keeps_the_highest_bits():
+    (posterize,), _ = parse_ops("posterize(2, 1.0)", (1, 1))
+    image = np.array([[[255, 64, 63]]], np.uint8)
+    np.testing.assert_array_equal(posterize(image, np.zeros(2, np.int64)), [[[192, 64, 0]]])
+
+
+def test_members_of_a_study_get_them(tmp_path):
+    overrides = [("plugins", "adan.py"), ("optimizer.b3", "0.9")]
+    call = Call("mine.py", overrides, tmp_path, None, False, trust_plugins=True)
+    words = member_words(call, Member("first", {"seed": "1"}))
+    assert words == [
+        "--config=mine.py", "--config.plugins=adan.py", "--config.optimizer.b3=0.9",
+        "--config.seed=1", f"--workdir={tmp_path}/first", "--trust_plugins",
+    ]  # fmt: skip

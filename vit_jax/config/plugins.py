@@ -1,0 +1,314 @@
+"""Parts from outside: the user's own modules, which a config names in `plugins`.
+
+A plug-in is one Python file, or one installed module. Imported, it adds its parts to our registries
+(docs/extending.md), and its `CONFIG_KEYS`, {"section.key": default or placeholder(type)}, become
+keys of the configs that name it. A run keeps a copy of the file and its digest in WORKDIR/plugins.
+Whatever reads that workdir later imports code with the same digest that is installed here, or was
+named by the user; the copy itself runs only if the user trusts it.
+"""
+
+import contextlib
+import contextvars
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from vit_jax.errors import InputError, say_fault_of_file
+from vit_jax.files import write_whole
+
+_FOLDER, _DIGESTS = "plugins", "digests.json"
+_NAME = re.compile(r"[\w-]+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*")  # a file's, or a module's
+
+
+class Plugin(NamedTuple):
+    """A module from outside of the package, imported.
+
+    name: in `config.plugins`: of a file without its folder, my_parts.py; of a module my_parts.
+    file: where its code lies.
+    content: its code.
+    keys: its CONFIG_KEYS.
+    """
+
+    name: str
+    file: str
+    content: bytes
+    keys: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of its code, in hex."""
+        return _digest(self.content)
+
+
+# What this process has imported, by name.
+_PLUGINS: dict[str, Plugin] = {}
+
+_named: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("named", default=())
+_trusted: contextvars.ContextVar[bool] = contextvars.ContextVar("trusted", default=False)
+_beside: contextvars.ContextVar[pathlib.Path | None] = contextvars.ContextVar(
+    "beside", default=None
+)
+
+
+@contextlib.contextmanager
+def using(names: Sequence[str] = (), *, trusted: bool = False) -> Iterator[None]:
+    """Imports the plug-ins `names`; every `base_config()` within names them too.
+
+    `trusted`: whether copies that workdirs hold may run, as with --trust_plugins.
+
+    Raises:
+      InputError: as `import_plugins`.
+    """
+    tokens = _trusted.set(trusted), _named.set(import_plugins(names))
+    try:
+        yield
+    finally:
+        _trusted.reset(tokens[0])
+        _named.reset(tokens[1])
+
+
+@contextlib.contextmanager
+def beside(folder: pathlib.Path) -> Iterator[None]:
+    """Within, files of plug-ins are also found in `folder`: the config file's."""
+    token = _beside.set(folder)
+    try:
+        yield
+    finally:
+        _beside.reset(token)
+
+
+def named_by_command() -> tuple[str, ...]:
+    """The plug-ins of the innermost `using`."""
+    return _named.get()
+
+
+def find_plugin(name: str) -> Plugin:
+    """The imported plug-in called `name` in `config.plugins`.
+
+    Raises:
+      InputError: it has not been imported.
+    """
+    if name not in _PLUGINS:
+        raise InputError(
+            f"plugins: {name!r} has not been imported; name it in base_config(plugins=[...]), or "
+            f"give --config.plugins={name}"
+        )
+    return _PLUGINS[name]
+
+
+def digests(names: Sequence[str]) -> dict[str, str]:
+    """{"plug-in NAME": digest} of imported plug-ins."""
+    return {f"plug-in {name}": find_plugin(name).digest for name in names}
+
+
+def import_plugins(names: Sequence[str]) -> tuple[str, ...]:
+    """Imports plug-ins; returns their names for `config.plugins`.
+
+    What is imported already, by its digest, is not run again.
+
+    Args:
+      names: files, which end in .py, from the working directory or from the config file's folder;
+        or installed modules, such as my_parts or lab.parts.
+
+    Raises:
+      InputError: one is not found, is no single module, or fails, with the line.
+    """
+    if isinstance(names, str):
+        raise InputError(f"plugins={names!r}: needs a list of names, e.g. [{names!r}]")
+    return tuple(dict.fromkeys(_import(name).name for name in names))
+
+
+def _import(text: str) -> Plugin:
+    if text.endswith(".py"):
+        file = _find_file(text)
+        name, module_name = file.name, f"vit_jax_plugins.{file.stem}"
+    else:
+        file = _find_module(text)
+        name = module_name = text
+    if not _NAME.fullmatch(name):
+        raise InputError(f"plugins={text!r}: needs a file name of letters, digits, _ and -")
+    return _execute(name, module_name, str(file), file.read_bytes())
+
+
+def _find_file(text: str) -> pathlib.Path:
+    folders = [pathlib.Path.cwd(), *filter(None, [_beside.get()])]
+    for folder in folders:
+        file = folder / pathlib.Path(text).expanduser()
+        if file.is_file():
+            return file.resolve()
+    places = " or ".join(dict.fromkeys(map(str, folders)))
+    raise InputError(f"plugins={text!r}: no such file in {places}")
+
+
+def _find_module(text: str) -> pathlib.Path:
+    if not _NAME.fullmatch(text):
+        raise InputError(f"plugins={text!r}: needs a file that ends in .py, or a module's name")
+    try:
+        spec = importlib.util.find_spec(text)
+    except ModuleNotFoundError:  # of its parent
+        spec = None
+    except Exception as e:  # whatever its parent raises
+        raise InputError(f"plugins={text!r}: {type(e).__name__}: {e}") from e
+    if spec is None:
+        raise InputError(
+            f"plugins={text!r}: no such module is installed; a file is named with its ending: "
+            f"{text}.py"
+        )
+    if spec.submodule_search_locations is not None or not (spec.origin or "").endswith(".py"):
+        raise InputError(
+            f"plugins={text!r}: is not a single Python file; name the module that adds the parts, "
+            f"e.g. {text}.parts"
+        )
+    return pathlib.Path(spec.origin)
+
+
+def _execute(name: str, module_name: str, file: str, content: bytes) -> Plugin:
+    """Runs exactly the code that is digested, unless the same code has run already."""
+    digest = _digest(content)
+    for known in _PLUGINS.values():
+        if known.digest == digest:
+            return known
+        if _copy_name(known.name) == _copy_name(name):
+            raise InputError(
+                f"plugins={name}: {file} and {known.file} have one name and different code; "
+                "rename one"
+            )
+    module = sys.modules.get(module_name)
+    if getattr(module, "__file__", None) != file:  # else the user has imported it by hand
+        module = types.ModuleType(module_name)
+        module.__file__ = file
+        module.__package__ = module_name.rpartition(".")[0]
+        sys.modules[module_name] = module  # where dataclasses look for the names in annotations
+        try:
+            exec(compile(content, file, "exec"), vars(module))
+        except Exception as e:  # whatever a user's file raises is the file's fault
+            del sys.modules[module_name]
+            raise InputError(f"plugins={name}: {say_fault_of_file(e, file)}") from e
+    _PLUGINS[name] = Plugin(name, file, content, getattr(module, "CONFIG_KEYS", {}))
+    return _PLUGINS[name]
+
+
+def store_plugins(names: Sequence[str], workdir: epath.Path) -> None:
+    """Writes the code and the digests of imported plug-ins into WORKDIR/plugins."""
+    if not names:
+        return
+    folder = workdir / _FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {name: find_plugin(name) for name in names}
+    for name, plugin in found.items():
+        write_whole(folder / _copy_name(name), plugin.content)
+    text = json.dumps({name: plugin.digest for name, plugin in found.items()}, indent=2) + "\n"
+    write_whole(folder / _DIGESTS, text)
+
+
+def import_stored(names: Sequence[str], workdir: epath.Path) -> None:
+    """Makes the plug-ins of the run in `workdir` known here, without running code of a stranger.
+
+    Each is one that the user has named, or an installed module, with the digest that the run
+    stored; or the run's own copy, if the user trusts it.
+
+    Raises:
+      InputError: none has that digest and the copy is not trusted, or the copy is damaged.
+    """
+    folder = workdir / _FOLDER
+    stored, missing = _read_digests(folder / _DIGESTS) if names else {}, []
+    for name in names:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise InputError(f"{workdir}/config.json: plugins={name!r}: not as a run writes it")
+        known = _PLUGINS.get(name)
+        if name not in stored and known is None:
+            raise InputError(
+                f"{folder / _DIGESTS}: has no digest of the plug-in {name}; restore it"
+            )
+        if known is None:
+            known = _find_digest(name, stored[name], workdir)
+        if known is None:
+            missing.append(name)
+        elif stored.get(name, known.digest) != known.digest:
+            raise InputError(
+                f"--workdir={workdir}: the plug-in {name} has changed since this run began; "
+                f"restore it (the run's copy: {folder / _copy_name(name)}), take a new --workdir, "
+                f"or remove {folder} to go on with it as it is now"
+            )
+        else:
+            _PLUGINS[name] = known._replace(name=name)
+    if missing and not _trusted.get():
+        raise InputError(
+            f"{workdir}: this run uses the plug-ins {', '.join(missing)}, and no installed module "
+            f"has their code. Read {folder}; --trust_plugins then runs it, and "
+            "--config.plugins=FILE,... takes your own copies"
+        )
+    for name in missing:
+        _execute_copy(name, stored[name], folder / _copy_name(name))
+
+
+def _find_digest(name: str, digest: str, workdir: epath.Path) -> Plugin | None:
+    """The plug-in of that digest, imported already or installed; None: there is none."""
+    for plugin in _PLUGINS.values():
+        if plugin.digest == digest:
+            return plugin
+    module_name = name.removesuffix(".py")
+    installed = _find_installed(module_name, workdir)
+    if installed is None or _digest(content := installed.read_bytes()) != digest:
+        return None
+    return _execute(name, module_name, str(installed), content)
+
+
+def _execute_copy(name: str, digest: str, copy: epath.Path) -> None:
+    try:
+        content = copy.read_bytes()
+    except OSError as e:
+        raise InputError(f"{copy}: cannot be read ({e}); give --config.plugins=FILE") from None
+    if _digest(content) != digest:
+        raise InputError(f"{copy}: damaged, its digest is another; give --config.plugins=FILE")
+    _execute(name, f"vit_jax_plugins.{name.removesuffix('.py')}", os.fspath(copy), content)
+
+
+def _find_installed(module_name: str, workdir: epath.Path) -> pathlib.Path | None:
+    """The file of an installed module, found without running anything; None: there is none.
+
+    A file in the workdir or in the working directory is not installed: both may be a stranger's.
+    Nor does the module count if it has nothing to do with vit_jax: a stranger could choose any.
+    """
+    inside = pathlib.Path(os.fspath(workdir)).resolve()
+    folders = [pathlib.Path(entry).resolve() for entry in sys.path]
+    paths = [str(f) for f in folders if f != pathlib.Path.cwd() and inside not in (f, *f.parents)]
+    parts, spec = module_name.split("."), None
+    for i in range(len(parts)):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: i + 1]), paths)
+        paths = spec.submodule_search_locations if spec else None
+        if i < len(parts) - 1 and not paths:
+            return None
+    if spec is None or paths is not None or not (spec.origin or "").endswith(".py"):
+        return None
+    file = pathlib.Path(spec.origin)
+    return file if b"vit_jax" in file.read_bytes() else None
+
+
+def _read_digests(path: epath.Path) -> dict[str, str]:
+    try:
+        stored = json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, ValueError) as e:
+        raise InputError(f"{path}: not readable as JSON ({e})") from None
+    if not (isinstance(stored, dict) and all(isinstance(v, str) for v in stored.values())):
+        raise InputError(f"{path}: not as a run writes it")
+    return stored
+
+
+def _copy_name(name: str) -> str:
+    """The file in WORKDIR/plugins."""
+    return name if name.endswith(".py") else f"{name}.py"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
