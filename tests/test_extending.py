@@ -12,6 +12,7 @@ from vit_jax import data, models, objectives, transfer
 from vit_jax.config import evals, plugins
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import device_ops, host_ops, make_source, parse_ops
+from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.flops import forward_macs
 from vit_jax.devices.mesh import make_mesh
@@ -26,7 +27,7 @@ from vit_jax.planning.search import search
 from vit_jax.planning.targets import Target
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, member_words
-from vit_jax.training.prepare import open_sources
+from vit_jax.training.sources import open_sources
 from vit_jax.training.validation import find_faults
 from vit_jax.transfer import load_pretrained, rules, save_pretrained
 
@@ -129,7 +130,8 @@ def test_family_without_dtype_constrain_and_remat(config):
         leaf.size for leaf in rules.abstract_params(experiment.model).values()
     )
     assert experiment.flops_per_image > 0 and forward_macs(experiment.model) > 0
-    make_evaluators(config, experiment.model, mesh, sources)
+    preprocessing = parse_preprocessing(config)
+    make_evaluators(config, preprocessing, experiment.model, mesh, sources)
     figures = describe(config, Target(find_slice("v5e:2x4"), 1), mesh, experiment)
     assert (figures["remat"], figures["scan"]) == ("none", False)
     with pytest.raises(InputError, match="a Mixer: what it keeps and exchanges"):
