@@ -18,9 +18,10 @@ from vit_jax.data.pipeline import (
     read_labels,
     train_batches,
 )
-from vit_jax.data.prepared_tfds import BROKEN_LABELS, ON_DISK, check_reader, tfds_source
+from vit_jax.data.prepared_tfds import BROKEN_LABELS, tfds_source
 from vit_jax.data.sources import Source, digits, synthetic
 from vit_jax.data.subset import check_classes, keep_classes
+from vit_jax.data.tfds_readers import ON_DISK, check_reader
 from vit_jax.data.vtab import vtab_source
 from vit_jax.errors import InputError
 

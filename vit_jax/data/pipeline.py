@@ -1,7 +1,7 @@
 """From a source to global batches on the devices.
 
     positions -> record ids and keys -> read -> host ops -> local batches -> global jax.Arrays
-    (order.py)             (runs.py, a Source)  (tf.data)    (NumPy)
+    (order.py)     (record_files.py, a Source)  (tf.data)    (NumPy)
 
 A batch is a dict with leaves, B being the global batch and b this process's rows of it:
 
@@ -29,7 +29,7 @@ from vit_jax.data import host_ops as host_ops_lib
 from vit_jax.data import order
 from vit_jax.data.host_tf import tf
 from vit_jax.data.ops import Op, check_crops
-from vit_jax.data.runs import stored_labels, stored_records
+from vit_jax.data.record_files import stored_labels, stored_records
 from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
 
@@ -107,10 +107,10 @@ def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
     by_batch = ids.batch(_LABELS_AT_ONCE)
     if not source.encoded:
         found = by_batch.map(label_of).unbatch()
-    elif source.runs is None:
+    elif source.record_files is None:
         found = ids.map(label_of, tf.data.AUTOTUNE).ignore_errors()
     else:
-        found = stored_labels(source.runs, by_batch)
+        found = stored_labels(source.record_files, by_batch)
     labels = np.full(stop - start, -1, np.int32)
     for record_ids, label in found.batch(_LABELS_AT_ONCE).as_numpy_iterator():
         labels[record_ids - start] = label
@@ -282,17 +282,18 @@ def _load_encoded(source, host_ops, arranged, image_size, careful):
     If `careful`, an error in one becomes its mask; otherwise it ends them all.
     """
     rows = arranged.unbatch()
-    if source.runs is None:
+    if source.record_files is None:
         rows = rows.map(lambda record_id, key: (record_id, key, ""))
     else:
-        stored = stored_records(source.runs, arranged.map(lambda record_ids, keys: record_ids))
+        ids = arranged.map(lambda record_ids, keys: record_ids)
+        stored = stored_records(source.record_files, ids)
         rows = tf.data.Dataset.zip(rows, stored).map(lambda row, stored: (*row, stored))
 
     def load(record_id, key, stored):
-        if source.runs is None:
+        if source.record_files is None:
             example = source.read(record_id)
         else:
-            example = source.runs.parse(stored, record_id)
+            example = source.record_files.parse(stored, record_id)
         image = example["image"]
         if source.image_shape is not None:  # as a source of pixels has it
             image = tf.ensure_shape(host_ops_lib.to_pixels(image), source.image_shape)
