@@ -15,7 +15,7 @@ from vit_jax.errors import InputError  # noqa: E402
 from vit_jax.job import exit_codes  # noqa: E402
 
 
-def run_launcher(
+def launcher_main(
     parser: argparse.ArgumentParser, launch: Callable[[argparse.Namespace, list[str]], int]
 ) -> int:
     """launch(flags before `--`, words behind it); the exit code, 2 where the input is wrong."""

@@ -15,17 +15,17 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tpus
 import yaml
 from command_line import (
     check_name,
     find_program,
+    launcher_main,
     make_parser,
     parse_pairs,
     positive,
-    run_launcher,
     shell,
 )
 from job import Job, check_config_travels, check_job
@@ -94,41 +94,113 @@ def check(flags: argparse.Namespace, job: Job) -> None:
         )
 
 
+class Placement(NamedTuple):
+    """Where the processes of a job run, one a pod.
+
+    group: the name of the pods' group.
+    num_groups, num_pods: groups, and pods in each.
+    command: of each process.
+    env, resources, selector, annotations, pod: what is asked for there, as manifests have it.
+    """
+
+    group: str
+    num_groups: int
+    num_pods: int
+    command: list[str]
+    env: list[dict[str, Any]]
+    resources: dict[str, Any]
+    selector: dict[str, str]
+    annotations: dict[str, str]
+    pod: dict[str, Any]
+
+
+def on_slices(flags: argparse.Namespace, job: Job) -> Placement:
+    """On TPU slices of GKE, a group each.
+
+    GKE tells each process its place in the slice and the slices theirs (TPU_WORKER_ID,
+    TPU_WORKER_HOSTNAMES, MEGASCALE_*), where JAX finds them.
+    """
+    tpu = tpus.find_tpu_slice(flags.topology, flags.num_slices)
+    return Placement(
+        "slice",
+        flags.num_slices,
+        tpu.num_hosts,
+        escape(job.on("tpu").command()),
+        env=[],
+        resources={"google.com/tpu": tpu.num_chips // tpu.num_hosts},
+        selector={
+            "cloud.google.com/gke-tpu-accelerator": tpus.GENERATIONS[tpu.chip].gke,
+            "cloud.google.com/gke-tpu-topology": tpu.name.partition(":")[2],
+        },
+        # A slice is a node pool: no other job may get a node of it.
+        annotations={
+            "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+        },
+        # Between slices, without the pods' own network.
+        pod={"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+        if flags.num_slices > 1
+        else {},
+    )
+
+
+def on_nodes(flags: argparse.Namespace, job: Job, name: str) -> Placement:
+    """On nodes with GPUs or CPUs, whose processes are told their places by the command."""
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    command = escape(job.on("cpu" if flags.gpus_per_node is None else "gpu").command())
+    command += [
+        f"--coordinator={name}-worker-0-0.{name}:{_PORT}",
+        f"--num_processes={flags.nodes}",
+        "--process_id=$(PROCESS_ID)",
+    ]
+    return Placement(
+        "worker",
+        1,
+        flags.nodes,
+        command,
+        env=[{"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}}],
+        resources=given({"nvidia.com/gpu": flags.gpus_per_node}),
+        selector={},
+        annotations={},
+        pod={},
+    )
+
+
 def render(flags: argparse.Namespace, job: Job) -> dict[str, Any]:
     """The JobSet."""
     name = flags.name or job.name
-    env: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
-    resources: dict[str, Any] = {}
-    selector = parse_pairs("node_selector", flags.node_selector, "=")
-    annotations, tolerations, volumes, mounts = {}, [], [], []
-    pod: dict[str, Any] = {}
-    if flags.topology is not None:
-        # GKE tells each process its place in the slice and the slices theirs (TPU_WORKER_ID,
-        # TPU_WORKER_HOSTNAMES, MEGASCALE_*), where JAX finds them.
-        tpu = tpus.find_tpu_slice(flags.topology, flags.num_slices)
-        group, num_groups, num_pods = "slice", flags.num_slices, tpu.num_hosts
-        command = escape(job.on("tpu").command())
-        resources["google.com/tpu"] = tpu.num_chips // tpu.num_hosts
-        selector = {
-            "cloud.google.com/gke-tpu-accelerator": tpus.GENERATIONS[tpu.chip].gke,
-            "cloud.google.com/gke-tpu-topology": tpu.name.partition(":")[2],
-        } | selector
-        # A slice is a node pool: no other job may get a node of it.
-        annotations["alpha.jobset.sigs.k8s.io/exclusive-topology"] = "cloud.google.com/gke-nodepool"
-        if flags.num_slices > 1:  # between slices, without the pods' own network
-            pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    else:
-        group, num_groups, num_pods = "worker", 1, flags.nodes
-        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        env.append({"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}})
-        command = escape(job.on("cpu" if flags.gpus_per_node is None else "gpu").command())
-        command += [
-            f"--coordinator={name}-{group}-0-0.{name}:{_PORT}",
-            f"--num_processes={num_pods}",
-            "--process_id=$(PROCESS_ID)",
-        ]
+    place = on_nodes(flags, job, name) if flags.topology is None else on_slices(flags, job)
+    metadata = {"name": name, "namespace": flags.namespace, "annotations": place.annotations}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": given(metadata),
+        "spec": {
+            "failurePolicy": failure_policy(flags.max_restarts),
+            "replicatedJobs": [
+                {
+                    "name": place.group,
+                    "replicas": place.num_groups,
+                    "template": {
+                        "spec": {
+                            "parallelism": place.num_pods,
+                            "completions": place.num_pods,
+                            "completionMode": "Indexed",
+                            "backoffLimit": 0,
+                            "podFailurePolicy": POD_FAILURE_POLICY,
+                            "template": {"spec": render_pod(flags, place)},
+                        }
+                    },
+                }
+            ],
+        },
+    }
+
+
+def render_pod(flags: argparse.Namespace, place: Placement) -> dict[str, Any]:
+    """The pod of one process: its container, volumes and the nodes that it may run on."""
+    selector = place.selector | parse_pairs("node_selector", flags.node_selector, "=")
+    tolerations, volumes, mounts = [], [], []
     if flags.gpus_per_node is not None:
-        resources["nvidia.com/gpu"] = flags.gpus_per_node
         tolerations.append({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
         # Between the GPUs of a process NCCL shares more memory than the 64 MiB a pod has.
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
@@ -141,18 +213,16 @@ def render(flags: argparse.Namespace, job: Job) -> dict[str, Any]:
     for i, (claim, folder) in enumerate(parse_pairs("volume", flags.volume, ":").items()):
         volumes.append({"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"volume-{i}", "mountPath": folder})
-    requests = given({"cpu": flags.cpus_per_node, "memory": flags.memory_per_node} | resources)
+    requests = {"cpu": flags.cpus_per_node, "memory": flags.memory_per_node} | place.resources
     container = {
         "name": "train",
         "image": flags.image,
-        "command": command,
-        "env": env,
-        "resources": {
-            key: value for key, value in (("requests", requests), ("limits", resources)) if value
-        },
+        "command": place.command,
+        "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}, *place.env],
+        "resources": given({"requests": given(requests), "limits": place.resources}),
         "volumeMounts": mounts,
     }
-    pod |= {
+    pod = place.pod | {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": flags.save_s,
         "serviceAccountName": flags.service_account,
@@ -161,31 +231,7 @@ def render(flags: argparse.Namespace, job: Job) -> dict[str, Any]:
         "containers": [given(container)],
         "volumes": volumes,
     }
-    metadata = {"name": name, "namespace": flags.namespace, "annotations": annotations}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": given(metadata),
-        "spec": {
-            "failurePolicy": failure_policy(flags.max_restarts),
-            "replicatedJobs": [
-                {
-                    "name": group,
-                    "replicas": num_groups,
-                    "template": {
-                        "spec": {
-                            "parallelism": num_pods,
-                            "completions": num_pods,
-                            "completionMode": "Indexed",
-                            "backoffLimit": 0,
-                            "podFailurePolicy": POD_FAILURE_POLICY,
-                            "template": {"spec": given(pod)},
-                        }
-                    },
-                }
-            ],
-        },
-    }
+    return given(pod)
 
 
 def given(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,4 +311,4 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_launcher(define_flags(), launch))
+    sys.exit(launcher_main(define_flags(), launch))

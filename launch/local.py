@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from command_line import make_parser, positive, run_launcher, shell
+from command_line import launcher_main, make_parser, positive, shell
 from etils import epath
 from job import Job, check_job
 
@@ -202,7 +202,7 @@ def wait(processes: Sequence[Process], logs: Sequence, stop: Stop) -> Process | 
     return ended_by or next(bad, None)
 
 
-def run_once(job: Job, environments: Sequence[Mapping[str, str]], logs, stop: Stop) -> int:
+def start_and_wait(job: Job, environments: Sequence[Mapping[str, str]], logs, stop: Stop) -> int:
     """Starts the processes and waits for them; the job's exit code."""
     processes = [
         Process(command, environment, log, shown=i == 0)
@@ -285,7 +285,7 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     is_new = not files.absolute(job.workdir).exists()
     with Stop() as stop, contextlib.ExitStack() as stack:
         logs = open_logs(job, flags.num_processes, stack)
-        while (code := run_once(job, environments, logs, stop)) == PREEMPTED:
+        while (code := start_and_wait(job, environments, logs, stop)) == PREEMPTED:
             if stop.signal is not None:
                 break
             print("preempted; the same command starts again", flush=True)
@@ -295,4 +295,4 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_launcher(define_flags(), launch))
+    sys.exit(launcher_main(define_flags(), launch))

@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from command_line import find_program, make_parser, positive, run_launcher, shell
+from command_line import find_program, launcher_main, make_parser, positive, shell
 from job import Job, check_job
 
 from vit_jax import files
@@ -157,4 +157,4 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_launcher(define_flags(), launch))
+    sys.exit(launcher_main(define_flags(), launch))

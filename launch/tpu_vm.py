@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tpus
-from command_line import ROOT, check_name, find_program, make_parser, positive, run_launcher, shell
+from command_line import ROOT, check_name, find_program, launcher_main, make_parser, positive, shell
 from job import Job, check_config_travels, check_job
 
 from vit_jax.errors import InputError
@@ -362,7 +362,7 @@ def begin(gcloud: Gcloud, path: str, words: Sequence[str]) -> int:
     return len(before.log)
 
 
-def run(gcloud: Gcloud, flags: argparse.Namespace, tpu: tpus.Slice, job: Job) -> int:
+def keep_going(gcloud: Gcloud, flags: argparse.Namespace, tpu: tpus.Slice, job: Job) -> int:
     """Keeps the job going until it ends; its exit code."""
     path, words = archive(flags.name), job.on("tpu").words
     failures, furthest = 0, 0
@@ -490,7 +490,7 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
         if not flags.no_plan and (code := tpus.check_plan(job, flags.topology, flags.num_slices)):
             return code
         try:
-            return run(gcloud, flags, tpu, job)
+            return keep_going(gcloud, flags, tpu, job)
         except KeyboardInterrupt:
             print("the job goes on; see it by the same command, end it by delete", file=sys.stderr)
             return INTERRUPTED
@@ -498,4 +498,4 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_launcher(define_flags(), launch))
+    sys.exit(launcher_main(define_flags(), launch))

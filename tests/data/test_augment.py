@@ -198,13 +198,13 @@ def test_randaugment_draws_magnitudes_about_that_given(drawn):
 def test_randaugment_gives_the_same_whatever_the_threads_and_keeps_the_static_shape():
     image = tf.constant(smooth_image(31, 45))
 
-    def run(parallel):
+    def drawn(parallel):
         dataset = keys(64).map(randaugment("3, 15", image), parallel, deterministic=True)
         assert dataset.element_spec.shape == (31, 45, 3)
         return np.stack(list(dataset.as_numpy_iterator()))
 
-    alone = run(1)
-    np.testing.assert_array_equal(alone, run(8))
+    alone = drawn(1)
+    np.testing.assert_array_equal(alone, drawn(8))
     assert len({image.tobytes() for image in alone}) > 55  # some operations draw nothing
 
 

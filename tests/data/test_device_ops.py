@@ -322,9 +322,9 @@ def sharded_over(axes):
 @pytest.mark.parametrize("ops", ["mixup(0.2)", EVERY_OP])
 def test_the_same_bits_on_one_device_and_on_eight(ops):
     sharding = sharded_over({"data": 8})
-    run = transform(ops, distance=2)
+    augment = transform(ops, distance=2)
     shards = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), (BATCH, row_keys()))
-    assert_same(run(*shards), run(BATCH, row_keys()))
+    assert_same(augment(*shards), augment(BATCH, row_keys()))
 
 
 def objective_of_mean(params, model_state, batch, rng):
@@ -336,9 +336,9 @@ def objective_of_mean(params, model_state, batch, rng):
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_a_step_moves_no_image_between_devices(axes):
     _, device_ops = parse_ops(EVERY_OP, (32, 32))
-    run = make_device_transform(device_ops, HALF, HALF, num_classes=C, distance=2)
+    augment = make_device_transform(device_ops, HALF, HALF, num_classes=C, distance=2)
     tx = optax.sgd(0.1)
-    step = make_train_step(objective_of_mean, tx, run, seed=0)
+    step = make_train_step(objective_of_mean, tx, augment, seed=0)
     sharding = sharded_over(axes)
     shapes = {"image": ((B, 32, 32, 3), jnp.uint8), "label": ((B,), jnp.int32),
               "mask": ((B,), jnp.float32), "id": ((B,), jnp.int32)}  # fmt: skip
@@ -355,9 +355,9 @@ def test_a_step_moves_no_image_between_devices(axes):
 def test_the_search_for_collectives_sees_images_that_meet_across_devices():
     """With pairs that lie on two devices there is something to find."""
     sharding = sharded_over({"data": 8})
-    run = transform("mixup(0.2)", distance=8)
+    augment = transform("mixup(0.2)", distance=8)
     arguments = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), (BATCH, row_keys()))
-    text = run.lower(*arguments).compile().as_text()
+    text = augment.lower(*arguments).compile().as_text()
     assert COLLECTIVE.search(text)
 
 

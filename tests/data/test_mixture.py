@@ -83,9 +83,9 @@ def of_tiny(root, name, reader):
     return make_source(name, split="train", data_dir=str(root), image_size=(8, 8), reader=reader)
 
 
-def test_encoded_sources_with_and_without_runs(tiny):
+def test_encoded_sources_with_and_without_record_files(tiny):
     tens, sixes = (of_tiny(tiny, name, "offsets") for name in ("tens", "sixes"))
-    kept = dataclasses.replace(sixes, runs=None)
+    kept = dataclasses.replace(sixes, record_files=None)
     for parts in ([tens, sixes], [tens, kept], [kept, tens]):
         source = concatenate(parts)
         how = {"global_batch_size": 16, "image_size": (8, 8), "rows": np.arange(16)}
@@ -146,15 +146,15 @@ def mixed_tiny(root, mix="sixes=0.25", **overrides):
 def test_what_is_mixed_does_not_depend_on_what_fits_into_memory(tiny, monkeypatch):
     expected, sources = mixed_tiny(tiny)
     assert not any(source.encoded for source in sources.values())
-    choose = prepared_tfds._choose_reader
+    choose = prepared_tfds.choose_reader
 
-    def only_sixes_fit(reader, builder, *args):
-        small = builder.info.name == "sixes"
-        return choose(reader or ("memory" if small else "offsets"), builder, *args)
+    def only_sixes_fit(reader, info, *args):
+        small = info.name == "sixes"
+        return choose(reader or ("memory" if small else "offsets"), info, *args)
 
-    monkeypatch.setattr(prepared_tfds, "_choose_reader", only_sixes_fit)
+    monkeypatch.setattr(prepared_tfds, "choose_reader", only_sixes_fit)
     found, sources = mixed_tiny(tiny)
-    assert all(source.encoded and source.runs for source in sources.values())
+    assert all(source.encoded and source.record_files for source in sources.values())
     for batch, other in zip(found, expected, strict=True):
         for key in other:
             np.testing.assert_array_equal(batch[key], other[key])

@@ -8,7 +8,7 @@ import pytest
 from images import encode, smooth_image
 from prepared import prepare
 
-from vit_jax.data import host_ops, make_source, pipeline, prepared_tfds
+from vit_jax.data import host_ops, make_source, pipeline, tfds_readers
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.errors import InputError
 
@@ -229,7 +229,7 @@ def test_missing_and_damaged_files_are_refused(prepared, tmp_path):
 
 def test_what_does_not_fit_into_memory_is_refused(prepared, monkeypatch):
     memory = types.SimpleNamespace(available=80_000)
-    monkeypatch.setattr(prepared_tfds.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(tfds_readers.psutil, "virtual_memory", lambda: memory)
     refused("broken", prepared, "3 examples need about 0.0 GiB", "'train[:10%]'", reader="memory")
     assert source("broken", prepared).encoded
     assert not source("broken", prepared, "train[:1]", reader="memory").encoded

@@ -21,7 +21,7 @@ from vit_jax.data import (
 )
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.prepared_tfds import View, tfds_source
-from vit_jax.data.runs import Runs, run_starts, stored_records
+from vit_jax.data.record_files import RecordFiles, stored_records, stretch_starts
 from vit_jax.errors import InputError
 
 ORDERS = {"record": {}, "chunk": {"chunk_size": 97, "streams": 4}}
@@ -131,13 +131,13 @@ def test_evaluation_by_offset_covers_the_split_in_its_order(sample):
     np.testing.assert_array_equal(mask, ids >= 0)
 
 
-# Runs
+# Stretches
 
 
-def test_runs_are_neighbours_in_one_segment():
+def test_stretches_are_neighbours_in_one_segment():
     ids = [3, 4, 5, 6, 7, 9, 9, 10, 2, 1, 19, 20, 21, -1, -1, 0, *range(40, 80)]
-    starts = run_starts(tf.constant(ids, tf.int64), tf.constant([0, 5, 20], tf.int64)).numpy()
-    found = [tuple(run) for run in np.split(ids, starts[1:])]
+    starts = stretch_starts(tf.constant(ids, tf.int64), tf.constant([0, 5, 20], tf.int64)).numpy()
+    found = [tuple(stretch) for stretch in np.split(ids, starts[1:])]
     assert found == [
         (3, 4), (5, 6, 7), (9, 9, 10), (2,), (1,), (19,), (20, 21), (-1, -1), (0,),
         tuple(range(40, 56)), tuple(range(56, 72)), tuple(range(72, 80)),
@@ -145,7 +145,7 @@ def test_runs_are_neighbours_in_one_segment():
 
 
 @pytest.mark.parametrize("fails", ["raises", "ends"])
-def test_a_run_is_opened_once_and_a_record_that_fails_takes_no_other_with_it(fails):
+def test_a_stretch_is_opened_once_and_a_record_that_fails_takes_no_other_with_it(fails):
     opened = []
 
     def note(first, count):
@@ -157,17 +157,17 @@ def test_a_run_is_opened_once_and_a_record_that_fails_takes_no_other_with_it(fai
             records = records[: max(0, 6 - first)] if first <= 6 else records[: max(0, 8 - first)]
         return np.array(records, object)
 
-    def open_run(first, count):
+    def open_stretch(first, count):
         at_once = tf.data.Dataset.from_tensors((first, count)).map(
             lambda f, c: tf.ensure_shape(tf.numpy_function(note, [f, c], tf.string), [None])
         )
         return at_once.unbatch()
 
-    runs = Runs(np.array([0, 20]), open_run, lambda stored, i: {})
+    files = RecordFiles(np.array([0, 20]), open_stretch, lambda stored, i: {})
     ids = tf.data.Dataset.from_tensor_slices(
         tf.constant([[0, 1, 2, 3, -1], [5, 6, 7, 8, 9], [18, 19, 20, 20, 21]], tf.int64)
     )
-    found = [stored.decode() for stored in stored_records(runs, ids).as_numpy_iterator()]
+    found = [stored.decode() for stored in stored_records(files, ids).as_numpy_iterator()]
     assert found == "0 1 2 3 _ 5 _ 7 _ 9 18 19 20 20 21".replace("_", "").split(" ")
     assert {(0, 4), (5, 5), (18, 2), (20, 2)} <= set(opened)
     apart = {(i, 1) for i in range(5, 10)}
@@ -209,7 +209,7 @@ def test_a_corrupt_record_masks_itself_alone_for_every_reader(corrupt, caplog):
         with caplog.at_level(logging.WARNING, "vit_jax"):
             loading._named_broken.clear()
             caplog.clear()
-            # Chunks of 97 of 30 records: the split in its own order, so that runs are long.
+            # Chunks of 97 of 30 records: the split in its own order, so that stretches are long.
             ORDERS["chunk"]["streams"] = 1
             by_offset, memory = (
                 batches(pets(corrupt, reader), order_name, "decode|resize", **how)

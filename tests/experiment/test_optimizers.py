@@ -36,7 +36,7 @@ PARAMS = random_params(0)
 GRADS = [random_params(1 + step) for step in range(STEPS)]
 
 
-def run(tx, params=PARAMS, all_grads=GRADS):
+def trained(tx, params=PARAMS, all_grads=GRADS):
     params = tree.unflatten_names(jax.tree.map(jnp.asarray, params))
     state = tx.init(params)
     update = jax.jit(tx.update)
@@ -113,13 +113,13 @@ def test_equation(name, grad_clip_norm):
         momentum_dtype="float32",
         **numbers,
     )
-    actual = run(tx)
+    actual = trained(tx)
     for leaf, p in expected.items():
         np.testing.assert_allclose(actual[leaf], p, rtol=2e-5, atol=2e-6, err_msg=leaf)
 
 
 def same_with_optax(name, theirs, **numbers):
-    ours, theirs = run(make_optimizer(name, schedule=learning_rate, **numbers)), run(theirs)
+    ours, theirs = trained(make_optimizer(name, schedule=learning_rate, **numbers)), trained(theirs)
     for leaf, p in theirs.items():
         np.testing.assert_allclose(ours[leaf], p, rtol=1e-6, err_msg=leaf)
 
@@ -230,8 +230,8 @@ def test_a_stack_of_layers_is_updated_as_its_layers_are(name, weight_decay_on):
         weight_decay_on=weight_decay_on,
     )  # fmt: skip
     params, all_grads = unrolled(0), [unrolled(1 + i) for i in range(3)]
-    expected = run(tx, params, all_grads)
-    found = unstacked(run(tx, stacked(params), [stacked(g) for g in all_grads]))
+    expected = trained(tx, params, all_grads)
+    found = unstacked(trained(tx, stacked(params), [stacked(g) for g in all_grads]))
     assert found.keys() == expected.keys()
     for leaf, p in expected.items():
         np.testing.assert_allclose(found[leaf], p, rtol=1e-5, atol=1e-6, err_msg=leaf)
@@ -240,9 +240,9 @@ def test_a_stack_of_layers_is_updated_as_its_layers_are(name, weight_decay_on):
 def test_adafactor_not_mapped_over_layers_would_differ(monkeypatch):
     # So many layers that a stack of vectors looks like a matrix worth factoring.
     params, *all_grads = (stacked(unrolled(seed, depth=40)) for seed in range(3))
-    mapped = run(make_optimizer("adafactor", schedule=learning_rate), params, all_grads)
+    mapped = trained(make_optimizer("adafactor", schedule=learning_rate), params, all_grads)
     monkeypatch.setattr("vit_jax.experiment.optimizers.directions.over_layers", lambda tx: tx)
-    naive = run(make_optimizer("adafactor", schedule=learning_rate), params, all_grads)
+    naive = trained(make_optimizer("adafactor", schedule=learning_rate), params, all_grads)
     for leaf in ("encoder/layers/norm/scale", "encoder/layers/mlp/kernel"):
         assert np.abs(mapped[leaf] - naive[leaf]).max() > 1e-2, leaf
     np.testing.assert_array_equal(mapped["embedding/kernel"], naive["embedding/kernel"])
@@ -250,7 +250,7 @@ def test_adafactor_not_mapped_over_layers_would_differ(monkeypatch):
     def seventh(named):
         return {"kernel": named["encoder/layers/mlp/kernel"][7]}
 
-    alone = run(
+    alone = trained(
         make_optimizer("adafactor", schedule=learning_rate),
         seventh(params),
         [seventh(grads) for grads in all_grads],
@@ -286,7 +286,7 @@ def test_what_is_frozen_keeps_every_bit(name, form):
         p.flat[0], p.flat[1] = -0.0, 0.0
     numbers = {"schedule": learning_rate, "weight_decay": 0.1, "weight_decay_on": ".*"}
     tx = make_optimizer(name, **numbers, freeze=FREEZE, grad_clip_norm=1.0)
-    found = run(tx, form(params), [form(unrolled(1 + i)) for i in range(2)])
+    found = trained(tx, form(params), [form(unrolled(1 + i)) for i in range(2)])
     found = unstacked(found) if form is stacked else found
     frozen = {leaf for leaf in params if re.fullmatch(FREEZE, leaf)}
     assert len(frozen) == 1 + LAYERS + 2

@@ -113,8 +113,10 @@ def draws(seed, step, *, weight=0.5, size=B):
         "label": np.arange(size),
         "mask": np.ones(size, np.float32),
     }
-    run = make_step(seed, transform, objective)
-    metrics = {name: float(value) for name, value in run(state_at(step, weight), batch)[1].items()}
+    step_fn = make_step(seed, transform, objective)
+    metrics = {
+        name: float(value) for name, value in step_fn(state_at(step, weight), batch)[1].items()
+    }
     return [metrics[f"row_{i}"] for i in range(size)], metrics["model_draw"]
 
 

@@ -97,7 +97,7 @@ def test_features_know_no_classes(published, tmp_path):
 
 
 def test_classes_of_other_names_are_warned_of(published, caplog, monkeypatch):
-    monkeypatch.setattr(evaluation, "_run_all", lambda evaluators, state: {})
+    monkeypatch.setattr(evaluation, "_evaluate_all", lambda evaluators, state: {})
     pretrained = read_pretrained(published)
     config = evaluation_config("classification,knn,debug")
 

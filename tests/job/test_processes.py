@@ -131,14 +131,14 @@ def on_each(monkeypatch):
         raised = [None] * len(calls)
         monkeypatch.setattr(processes, "_next_comparison", lambda: 0)
 
-        def run(i):
+        def call(i):
             number.value = i
             try:
                 calls[i]()
             except (InputError, ProcessError) as e:
                 raised[i] = e
 
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(len(calls))]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -39,7 +39,7 @@ def call(capfd, monkeypatch):
     def call(launcher, *words):
         monkeypatch.setattr(sys, "argv", [launcher.__file__, *words])
         try:
-            code = launcher.run_launcher(launcher.define_flags(), launcher.launch)
+            code = launcher.launcher_main(launcher.define_flags(), launcher.launch)
         except SystemExit as e:  # of argparse
             code = e.code
         out, err = capfd.readouterr()

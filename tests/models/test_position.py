@@ -76,7 +76,7 @@ def test_every_kind_at_every_place_follows_the_equations(kind, place, fields):
     ("kind", "place"), [("learned_2d", "layers"), ("relative", "layers_shared")]
 )
 def test_scanned_is_unrolled(kind, place):
-    def run(scan, params):
+    def grads_and_tokens(scan, params):
         model = make(pos_embed=kind, pos_embed_at=place, scan=scan)
 
         def loss(params):
@@ -87,8 +87,8 @@ def test_scanned_is_unrolled(kind, place):
 
     params = random_params(make(pos_embed=kind, pos_embed_at=place), IMAGES)
     params = {name: leaf for name, leaf in params.items() if name != "head"}
-    expected_grads, expected = run(False, params)
-    grads, found = run(True, stack_layers(params))
+    expected_grads, expected = grads_and_tokens(False, params)
+    grads, found = grads_and_tokens(True, stack_layers(params))
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
     found = tree.flatten_names(unstack_layers(grads))
     for name, grad in tree.flatten_names(expected_grads).items():

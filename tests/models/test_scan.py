@@ -55,9 +55,9 @@ def update(model, params, moments):
 
 @functools.cache
 def computed(scan, remat):
-    run = jax.jit(functools.partial(update, make(scan=scan, remat=remat)))
+    updated = jax.jit(functools.partial(update, make(scan=scan, remat=remat)))
     convert = stack_layers if scan else lambda params: params
-    return jax.device_get(run(convert(UNROLLED_PARAMS), [convert(m) for m in MOMENTS]))
+    return jax.device_get(updated(convert(UNROLLED_PARAMS), [convert(m) for m in MOMENTS]))
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,10 @@ def test_the_switches_are_scanned_and_rematerialised():
 def test_the_comparison_sees_layers_out_of_order():
     swapped = dict(UNROLLED_PARAMS["encoder"])
     swapped["layer_0"], swapped["layer_1"] = swapped["layer_1"], swapped["layer_0"]
-    run = jax.jit(functools.partial(loss_and_logits, make(scan=True)))
+    forward = jax.jit(functools.partial(loss_and_logits, make(scan=True)))
     params = stack_layers(UNROLLED_PARAMS | {"encoder": swapped})
     expected = computed(False, "none")["logits"]
-    assert np.abs(run(params)[1] - expected).max() > 1e-2 * np.abs(expected).max()
+    assert np.abs(forward(params)[1] - expected).max() > 1e-2 * np.abs(expected).max()
 
 
 def test_stacking_is_undone_and_fits_the_scanned_model():

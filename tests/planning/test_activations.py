@@ -119,17 +119,17 @@ def compiled_exchanges(unit_of, sizes, *, backward):
     shapes = jax.eval_shape(plain.init, jax.random.key(0), x)["params"]
     model = plain.clone(constrain=constrain)
 
-    def run(params, x):
+    def apply(params, x):
         return model.apply({"params": params}, constrain(x, ("batch", None, None, None)))
 
     def loss(params, x):
-        return (run(params, x) ** 2).sum()
+        return (apply(params, x) ** 2).sum()
 
     found = collections.Counter()
     with jax.set_mesh(mesh):
         shardings = state_shardings(shapes, mesh)
         whole = NamedSharding(mesh, PartitionSpec())
-        step = jax.jit(run, in_shardings=(shardings, whole), out_shardings=whole)
+        step = jax.jit(apply, in_shardings=(shardings, whole), out_shardings=whole)
         if backward:
             step = jax.jit(
                 jax.grad(loss, (0, 1)),

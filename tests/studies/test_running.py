@@ -238,8 +238,8 @@ def test_a_config_of_one_run_is_no_study(capsys, tmp_path):
 def test_a_member_is_told_to_stop(tmp_path):
     """SIGTERM to the study reaches the member, and both end with what it ends with."""
     script = (
-        "import sys\nfrom vit_jax.studies.running import _run\n"
-        "ended = _run(['sh', '-c', 'trap \"exit 75\" TERM; touch started; "
+        "import sys\nfrom vit_jax.studies.running import _execute\n"
+        "ended = _execute(['sh', '-c', 'trap \"exit 75\" TERM; touch started; "
         "while true; do sleep 0.05; done'])\nsys.exit(ended.code)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

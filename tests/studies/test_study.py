@@ -31,11 +31,11 @@ def test_training_runs_as_members(tmp_path, monkeypatch, capsys):
     """In this process: what members cost is to start."""
     commands = []
 
-    def run_here(command):
+    def execute_here(command):
         commands.append(command[1:])
         return running._Ended(main(command[3:]), "", told_to_stop=False)
 
-    monkeypatch.setattr("vit_jax.studies.running._run", run_here)
+    monkeypatch.setattr("vit_jax.studies.running._execute", execute_here)
     flags = ["study", CONFIG, f"--workdir={tmp_path / 'study'}"]
     assert main([*flags, *OVERRIDES]) == 0
     found = json.loads((tmp_path / "study/study.json").read_text())

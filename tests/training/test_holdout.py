@@ -78,7 +78,7 @@ def test_every_command_holds_out_what_the_run_did(
     run, pictures, opened, monkeypatch, tmp_path, capsys
 ):
     workdir, rule = run
-    monkeypatch.setattr(evaluation, "_run_all", lambda evaluators, state: {})
+    monkeypatch.setattr(evaluation, "_evaluate_all", lambda evaluators, state: {})
     monkeypatch.setattr(prediction, "write_features", lambda *_, **__: {"unreadable": 0})
     where = f"--config.data.data_dir={pictures}"
     of_run = f"--init_from={workdir}"

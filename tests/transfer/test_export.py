@@ -375,7 +375,7 @@ def test_images_of_an_older_run_are_padded_as_before(run, tmp_path, caplog, monk
 
     seen = []
     monkeypatch.setattr(
-        evaluation, "_run_all", lambda evaluators, state: seen.append(evaluators) or {}
+        evaluation, "_evaluate_all", lambda evaluators, state: seen.append(evaluators) or {}
     )
     evaluation.evaluate(read_config(epath.Path(tmp_path / "run")), tmp_path / "run")
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]

@@ -39,7 +39,7 @@ FOREIGN = [name for name, (_, _, format) in GOLDENS.items() if not format.starts
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def run(model, variables, images, method="__call__"):
+def apply(model, variables, images, method="__call__"):
     return model.apply(variables, images, method=method)
 
 
@@ -59,7 +59,7 @@ def test_goldens(golden, name, suffix):
         compared = [key for key in METHODS if key + suffix in expected]
         assert {"logits", "features"} & set(compared)
         for key in compared:
-            assert_close(run(model, variables, images, METHODS[key]), expected[key + suffix])
+            assert_close(apply(model, variables, images, METHODS[key]), expected[key + suffix])
 
 
 def read_arrays(path):
@@ -178,7 +178,7 @@ def test_positions_that_a_format_knows_not_become_a_table(tmp_path, caplog, form
     assert loaded.pos_embed == "learned_1d"
     assert "positions: " in caplog.text
     images = np.random.default_rng(1).uniform(-1, 1, (2, 8, 12, 3)).astype(np.float32)
-    assert_close(run(loaded, found, images), run(model, variables, images), 1e-5)
+    assert_close(apply(loaded, found, images), apply(model, variables, images), 1e-5)
 
 
 @pytest.mark.parametrize("format", ["hf", "timm"])

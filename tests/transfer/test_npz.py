@@ -21,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def run(model, params, images, method="__call__"):
+def apply(model, params, images, method="__call__"):
     return model.apply({"params": params}, images, method=method)
 
 
 def logits_of(model, variables, images):
-    return np.asarray(run(model, variables["params"], images))
+    return np.asarray(apply(model, variables["params"], images))
 
 
 def assert_close(ours, expected, tolerance=1e-5):
@@ -40,7 +40,7 @@ def test_goldens(golden, name, fields):
     with np.load(golden / f"{name}.io.npz") as io:
         assert_close(logits_of(model, variables, io["image"]), io["logits"], 1e-4)
         if "features" in io:
-            features = run(model, variables["params"], io["image"], "features")
+            features = apply(model, variables["params"], io["image"], "features")
             assert_close(features, io["features"], 1e-4)
 
 
@@ -96,7 +96,7 @@ def test_files_of_other_shapes(tmp_path, fields):
     loaded, variables = load_pretrained(path)
     assert loaded == model
     jax.tree.map(np.testing.assert_array_equal, variables["params"], params)
-    expected = np.asarray(run(model, params, images))
+    expected = np.asarray(apply(model, params, images))
     np.testing.assert_array_equal(logits_of(loaded, variables, images), expected)
 
 
@@ -175,7 +175,7 @@ def test_fields_of_the_model(tmp_path, caplog, dtype):
     layers = variables["params"]["encoder"]["layers"]
     assert layers["mlp"]["up"]["kernel"].shape == (2, 24, 40)
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {np.dtype("float32")}
-    assert_close(logits_of(model, variables, images), run(plain, params, images), 0.1)
+    assert_close(logits_of(model, variables, images), apply(plain, params, images), 0.1)
 
 
 def said(function, *args, **kwargs):
@@ -324,7 +324,7 @@ def test_both_places_of_the_class_token_say_the_same(tmp_path):
         "class_token": params["class_token"] - entry,
         "pos_embedding": np.concatenate([entry, params["pos_embedding"]], axis=1),
     }
-    expected = run(model.clone(pos_embed_class_token=True), split, images)
+    expected = apply(model.clone(pos_embed_class_token=True), split, images)
     assert_close(logits_of(model, variables, images), expected)
 
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def run(model, variables, images, method="__call__"):
+def apply(model, variables, images, method="__call__"):
     return model.apply(variables, images, method=method)
 
 
@@ -40,11 +40,11 @@ def assert_close(ours, expected, tolerance):
 def test_goldens(golden, name):
     model, variables = load_pretrained(golden / f"{name}.npz")
     with np.load(golden / f"{name}.io.npz") as io:
-        assert_close(run(model, variables, io["image"]), io["logits"], 1e-5)
+        assert_close(apply(model, variables, io["image"]), io["logits"], 1e-5)
         if "features" in io:
-            assert_close(run(model, variables, io["image"], "features"), io["features"], 1e-5)
+            assert_close(apply(model, variables, io["image"], "features"), io["features"], 1e-5)
         half = model.clone(dtype=jnp.dtype("bfloat16"), remat="full")
-        assert_close(run(half, variables, io["image"]), io["logits"], 0.05)
+        assert_close(apply(half, variables, io["image"]), io["logits"], 0.05)
 
 
 def test_what_the_goldens_tell_of_their_models(golden):
@@ -121,18 +121,18 @@ def test_another_head_and_size(golden):
     assert (model.grid, variables["params"]["pos_embedding"].shape) == ((8, 10), (1, 81, 32))
     images = np.random.default_rng(0).uniform(-1, 1, (1, 64, 80, 3)).astype(np.float32)
     expected = hybrid_tokens(model, unstack_layers(variables["params"]), images[0])
-    assert_close(run(model, variables, images, "tokens")[0], expected, 1e-5)
+    assert_close(apply(model, variables, images, "tokens")[0], expected, 1e-5)
     model, variables = load_pretrained(golden / "bit.npz", num_classes=3, image_size=40)
-    assert run(model, variables, np.ones((1, 40, 40, 3), np.float32)).shape == (1, 3)
+    assert apply(model, variables, np.ones((1, 40, 40, 3), np.float32)).shape == (1, 3)
     with pytest.raises(InputError, match="resize them"):
-        run(model, variables, np.ones((1, 48, 48, 3), np.float32))
+        apply(model, variables, np.ones((1, 48, 48, 3), np.float32))
 
 
 def test_a_bit_takes_images_of_any_size(golden):
     model, variables = load_pretrained(golden / "bit.npz")
     for size, positions in (((33, 50), 5 * 7), ((9, 20), 2 * 3)):
         images = np.random.default_rng(0).uniform(-1, 1, (1, *size, 3)).astype(np.float32)
-        tokens = run(model, variables, images, "tokens")
+        tokens = apply(model, variables, images, "tokens")
         assert tokens.shape == (1, positions, model.width)
         assert_close(tokens[0], bit_tokens(variables["params"], images[0]), 1e-5)
         assert (

@@ -3,7 +3,7 @@
 import collections
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,36 +48,17 @@ def measure_input(config: ConfigDict) -> dict[str, Any]:
     host_ops, _ = data.parse_ops(config.data.ops, image_size, pad_crops=config.data.pad_crops)
     rows = np.arange(min(config.global_batch_size, _MOST_ROWS))
     num_batches = max(1, _IMAGES_A_ROUND // len(rows))
-    where = {
-        "global_batch_size": config.global_batch_size,
-        "seed": config.seed,
-        "rows": rows,
-        "num_steps": num_batches,
-        "data_order": training_order(config, source),
-    }
-    makers = {
-        "pipeline": functools.partial(
-            data.host_batches, source, host_ops, image_size=image_size, **where
-        )
-    }
-    if source.encoded:
-        for name, load in {
-            "decode": lambda image, key: tf.shape(to_pixels(image)),
-            "fused_float32": make_plain_load(fused=True, image_size=image_size),
-            "unfused_float32": make_plain_load(fused=False, image_size=image_size),
-        }.items():
-            makers[name] = functools.partial(plain_batches, source, load, **where)
-
-    # Made beforehand, as building them costs seconds; each is read to its end in its round, so
-    # that nothing it reads ahead falls into another's.
-    iterators = {
-        name: iter([make(start_step=i * num_batches) for i in range(1 + _NUM_ROUNDS)])
-        for name, make in makers.items()
-    }
-    calls = {
-        name: lambda rounds=rounds: collections.deque(next(rounds), maxlen=0)
-        for name, rounds in iterators.items()
-    }
+    makers = _batch_makers(
+        source,
+        host_ops,
+        image_size,
+        global_batch_size=config.global_batch_size,
+        seed=config.seed,
+        rows=rows,
+        num_steps=num_batches,
+        data_order=training_order(config, source),
+    )
+    calls = _round_calls(makers, num_batches)
     measure(calls, 1)  # to warm up
     costs = measure(calls, _NUM_ROUNDS)
     images = num_batches * len(rows)
@@ -95,6 +76,43 @@ def measure_input(config: ConfigDict) -> dict[str, Any]:
         ratios = [a / b for a, b in zip(cpu_ms["pipeline"], cpu_ms[name], strict=True)]
         figures[f"ratio_to_{name}"] = spread(ratios)
     return figures
+
+
+def _batch_makers(
+    source: data.Source, host_ops: Sequence, image_size: tuple[int, int], **where
+) -> dict[str, Callable[..., Iterator]]:
+    """{name: start_step -> batches}: the pipeline first, then the plain ways of encoded images."""
+    makers = {
+        "pipeline": functools.partial(
+            data.host_batches, source, host_ops, image_size=image_size, **where
+        )
+    }
+    if source.encoded:
+        for name, load in {
+            "decode": lambda image, key: tf.shape(to_pixels(image)),
+            "fused_float32": make_plain_load(fused=True, image_size=image_size),
+            "unfused_float32": make_plain_load(fused=False, image_size=image_size),
+        }.items():
+            makers[name] = functools.partial(plain_batches, source, load, **where)
+    return makers
+
+
+def _round_calls(
+    makers: dict[str, Callable[..., Iterator]], num_batches: int
+) -> dict[str, Callable[[], object]]:
+    """{name: function that reads the batches of one round}, for a warm-up and all rounds.
+
+    The batches are made beforehand, as building them costs seconds; each is read to its end in its
+    round, so that nothing it reads ahead falls into another's.
+    """
+    iterators = {
+        name: iter([make(start_step=i * num_batches) for i in range(1 + _NUM_ROUNDS)])
+        for name, make in makers.items()
+    }
+    return {
+        name: lambda rounds=rounds: collections.deque(next(rounds), maxlen=0)
+        for name, rounds in iterators.items()
+    }
 
 
 def plain_batches(

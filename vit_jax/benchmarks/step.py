@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,31 +46,14 @@ def measure_step(
       `mfu` is None where the chip's peak is not known.
     """
     experiment = make_experiment(config, mesh)
-    device_kind = mesh.devices.flat[0].device_kind
     with jax.set_mesh(mesh):
-        state = experiment.init()
-        batch = made_up_batch(experiment, config.data.num_classes)
-        since = time.perf_counter()
-        compiled = experiment.lower().compile()
-        compile_s = time.perf_counter() - since
-        memory = flops.expected_memory(compiled.memory_analysis())
-
-        def run_steps(number):
-            nonlocal state
-            for _ in range(number):
-                state, metrics = compiled(state, batch)
-            jax.block_until_ready((state, metrics))
-
-        run_steps(_WARM_UP_STEPS)
-        if num_steps is None:
-            since = time.perf_counter()
-            run_steps(1)
-            num_steps = max(5, math.floor(_BUDGET_S / (time.perf_counter() - since)))
+        take_steps, compile_s, memory = _compile_steps(experiment, config.data.num_classes)
+        take_steps(_WARM_UP_STEPS)
+        num_steps = _steps_in_budget(take_steps) if num_steps is None else num_steps
         num_rounds = min(num_steps, _NUM_ROUNDS)
         images = config.global_batch_size * (num_steps // num_rounds)
-        calls = {"steps": lambda: run_steps(num_steps // num_rounds)}
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        if on_cpu:
+        calls = {"steps": lambda: take_steps(num_steps // num_rounds)}
+        if on_cpu := mesh.devices.flat[0].platform == "cpu":
             products = max(1, round(images * experiment.flops_per_image / (2 * matmul_size**3)))
             calls["matmul"] = make_matmuls(matmul_size, products)
             calls["matmul"]()
@@ -78,13 +62,7 @@ def measure_step(
     images_per_s = [images / cost.wall_s for cost in costs["steps"]]
     cpu_s = [cost.cpu_s / images for cost in costs["steps"]]
     figures = {
-        "device_kind": device_kind,
-        "num_devices": mesh.size,
-        "cpu_cores": len(os.sched_getaffinity(0)),
-        "mesh": dict(mesh.shape),
-        "global_batch_size": config.global_batch_size,
-        "num_params": experiment.num_params,
-        "gflop_per_image": experiment.flops_per_image / 1e9,
+        **_describe(experiment, config, mesh),
         "compile_s": compile_s,
         "memory_per_device_bytes": memory.total,
         "steps": num_rounds * (num_steps // num_rounds),
@@ -92,7 +70,7 @@ def measure_step(
         "cpu_s_per_image": spread(cpu_s),
         "mfu": flops.mfu(
             experiment.flops_per_image * spread(images_per_s)["median"],
-            device_kind=device_kind,
+            device_kind=mesh.devices.flat[0].device_kind,
             num_chips=count_chips(mesh.devices.flat),
         ),
     }
@@ -100,11 +78,53 @@ def measure_step(
         # The products have nearly as many FLOPs as the steps; what is missing is scaled.
         scale = experiment.flops_per_image / (products * 2 * matmul_size**3)
         matmul_s = [cost.cpu_s * scale for cost in costs["matmul"]]
-        ratios = [step_s / product_s for step_s, product_s in zip(cpu_s, matmul_s, strict=True)]
-        figures["matmul_size"] = matmul_size
-        figures["matmul_cpu_s_per_image"] = spread(matmul_s)
-        figures["ratio_to_matmul"] = spread(ratios)
+        figures |= {"matmul_size": matmul_size, **_beside_matmul(cpu_s, matmul_s)}
     return figures
+
+
+def _describe(experiment: Experiment, config: ConfigDict, mesh: Mesh) -> dict[str, Any]:
+    """The devices and the size of the training step."""
+    return {
+        "device_kind": mesh.devices.flat[0].device_kind,
+        "num_devices": mesh.size,
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "mesh": dict(mesh.shape),
+        "global_batch_size": config.global_batch_size,
+        "num_params": experiment.num_params,
+        "gflop_per_image": experiment.flops_per_image / 1e9,
+    }
+
+
+def _compile_steps(
+    experiment: Experiment, num_classes: int
+) -> tuple[Callable[[int], None], float, flops.Memory]:
+    """(number -> None, which takes so many steps; seconds of compiling; memory of a step)."""
+    state = experiment.init()
+    batch = made_up_batch(experiment, num_classes)
+    since = time.perf_counter()
+    compiled = experiment.lower().compile()
+    compile_s = time.perf_counter() - since
+
+    def take_steps(number):
+        nonlocal state
+        for _ in range(number):
+            state, metrics = compiled(state, batch)
+        jax.block_until_ready((state, metrics))
+
+    return take_steps, compile_s, flops.expected_memory(compiled.memory_analysis())
+
+
+def _steps_in_budget(take_steps: Callable[[int], None]) -> int:
+    """The steps that _BUDGET_S hold, at least 5."""
+    since = time.perf_counter()
+    take_steps(1)
+    return max(5, math.floor(_BUDGET_S / (time.perf_counter() - since)))
+
+
+def _beside_matmul(cpu_s: list[float], matmul_s: list[float]) -> dict[str, dict[str, float]]:
+    """CPU seconds an image of the products, and how many times as many the steps take."""
+    ratios = [step_s / product_s for step_s, product_s in zip(cpu_s, matmul_s, strict=True)]
+    return {"matmul_cpu_s_per_image": spread(matmul_s), "ratio_to_matmul": spread(ratios)}
 
 
 def made_up_batch(experiment: Experiment, num_classes: int) -> dict[str, jax.Array]:
@@ -128,8 +148,8 @@ def make_matmuls(size: int, number: int):
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.float32)
     product = jax.jit(jnp.matmul).lower(a, b).compile()
 
-    def run():
+    def multiply():
         for _ in range(number):
             jax.block_until_ready(product(a, b))
 
-    return run
+    return multiply

@@ -58,7 +58,7 @@ def main(flags: argparse.Namespace) -> int:
 
     from vit_jax import metrics
     from vit_jax.studies import STUDIES, running
-    from vit_jax.training import prepare as run
+    from vit_jax.training.prepare import check_writable
 
     metrics.log_to_console(Console(stderr=True))
     name = config.study.name
@@ -75,11 +75,11 @@ def main(flags: argparse.Namespace) -> int:
     collect_faults([f"--config.{key}: the study {name} sets it for each member; leave it out"
                     for key, _ in flags.overrides if key in sets])  # fmt: skip
     workdir = files.absolute(flags.workdir)
-    run.check_writable(workdir)
+    check_writable(workdir)
     call = running.Call(
         flags.config, flags.overrides, workdir, launcher, flags.again, flags.trust_plugins
     )
     for member in study.members(config, {}):
         running.check_member(config, call, member)
     workdir.mkdir(parents=True, exist_ok=True)
-    return running.run_study(study, config, call)
+    return running.conduct_study(study, config, call)

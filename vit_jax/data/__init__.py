@@ -16,9 +16,10 @@ from vit_jax.data.mixture import concatenate, held_alike, parse_mix
 from vit_jax.data.ops import OPS, check_crops, parse_ops
 from vit_jax.data.order import Order, check_order, make_order, pair_distance, resolve_order
 from vit_jax.data.pipeline import eval_batches, host_batches, host_eval_batches, train_batches
-from vit_jax.data.prepared_tfds import BROKEN_LABELS, ON_DISK, check_reader, tfds_source
+from vit_jax.data.prepared_tfds import BROKEN_LABELS, tfds_source
 from vit_jax.data.sources import Source, digits, synthetic
 from vit_jax.data.subset import check_classes, keep_classes
+from vit_jax.data.tfds_readers import ON_DISK, check_reader
 from vit_jax.data.vtab import vtab_source
 from vit_jax.errors import InputError
 

@@ -7,8 +7,9 @@ from vit_jax.data.image_folder import check_holdout
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.ops import parse_ops
 from vit_jax.data.order import check_order
-from vit_jax.data.prepared_tfds import BROKEN_LABELS, check_reader
+from vit_jax.data.prepared_tfds import BROKEN_LABELS
 from vit_jax.data.subset import check_classes
+from vit_jax.data.tfds_readers import check_reader
 from vit_jax.errors import Faults
 
 _ANY_SIZE = (1, 1)  # only the sizes that ops leave out depend on it

@@ -39,34 +39,10 @@ def folder(*, split: str, data_dir: str | os.PathLike | None, holdout: str, **_)
 
     Raises: InputError if the folder, a split, or a class is missing or empty.
     """
-    if split not in ("train", "val"):
-        raise InputError(f"data.split={split!r}: an image folder has the splits 'train' and 'val'")
-    if data_dir is None:
-        raise InputError(
-            "data.data_dir=None: data.name='folder' needs the folder with the images; "
-            "give --config.data.data_dir=PICTURES"
-        )
-    root = pathlib.Path(data_dir)
-    if not root.is_dir():
-        raise InputError(
-            f"data.data_dir={str(root)!r} is not a local folder; needed: one folder a class"
-        )
-    if (root / "val").is_dir() and not (root / "train").is_dir():
-        raise InputError(f"data.data_dir={str(root)!r} has val/ but no train/ beside it; add it")
-
+    root = _check_folder(split, data_dir)
     train_root = root / "train" if (root / "train").is_dir() else root
-    class_names = tuple(_visible_folders(train_root))
-    if len(class_names) < 2:
-        raise InputError(
-            f"data.data_dir: {train_root} has {len(class_names)} class folders {class_names}; "
-            "needed: at least 2, each named after its class and holding its images"
-        )
+    class_names = _class_names(root, train_root)
     if (root / "val").is_dir():
-        if unknown := sorted(set(_visible_folders(root / "val")) - set(class_names)):
-            raise InputError(
-                f"data.data_dir: {root / 'val'} has the classes {unknown}, which {train_root} "
-                "lacks; give them training images there or remove them"
-            )
         base = root / split
         files = _list_images(base)
     else:
@@ -104,6 +80,42 @@ def folder(*, split: str, data_dir: str | os.PathLike | None, holdout: str, **_)
         encoded=True,
         file_names=lambda start, stop: paths[start:stop],
     )
+
+
+def _check_folder(split: str, data_dir: str | os.PathLike | None) -> pathlib.Path:
+    """The path of `data_dir`; raises InputError if it or `split` is none of an image folder."""
+    if split not in ("train", "val"):
+        raise InputError(f"data.split={split!r}: an image folder has the splits 'train' and 'val'")
+    if data_dir is None:
+        raise InputError(
+            "data.data_dir=None: data.name='folder' needs the folder with the images; "
+            "give --config.data.data_dir=PICTURES"
+        )
+    root = pathlib.Path(data_dir)
+    if not root.is_dir():
+        raise InputError(
+            f"data.data_dir={str(root)!r} is not a local folder; needed: one folder a class"
+        )
+    if (root / "val").is_dir() and not (root / "train").is_dir():
+        raise InputError(f"data.data_dir={str(root)!r} has val/ but no train/ beside it; add it")
+    return root
+
+
+def _class_names(root: pathlib.Path, train_root: pathlib.Path) -> tuple[str, ...]:
+    """The classes of the training images; raises InputError if `root`/val has others."""
+    class_names = tuple(_visible_folders(train_root))
+    if len(class_names) < 2:
+        raise InputError(
+            f"data.data_dir: {train_root} has {len(class_names)} class folders {class_names}; "
+            "needed: at least 2, each named after its class and holding its images"
+        )
+    val_names = _visible_folders(root / "val") if (root / "val").is_dir() else []
+    if unknown := sorted(set(val_names) - set(class_names)):
+        raise InputError(
+            f"data.data_dir: {root / 'val'} has the classes {unknown}, which {train_root} "
+            "lacks; give them training images there or remove them"
+        )
+    return class_names
 
 
 def _visible_folders(parent: pathlib.Path) -> list[str]:

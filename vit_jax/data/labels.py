@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from vit_jax.data.host_tf import tf
-from vit_jax.data.runs import stored_labels
+from vit_jax.data.record_files import stored_labels
 from vit_jax.data.sources import Source
 
 _LABELS_AT_ONCE = 4096
@@ -25,10 +25,10 @@ def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
     by_batch = ids.batch(_LABELS_AT_ONCE)
     if not source.encoded:
         found = by_batch.map(label_of).unbatch()
-    elif source.runs is None:
+    elif source.record_files is None:
         found = ids.map(label_of, tf.data.AUTOTUNE).ignore_errors()
     else:
-        found = stored_labels(source.runs, by_batch)
+        found = stored_labels(source.record_files, by_batch)
     labels = np.full(stop - start, -1, np.int32)
     for record_ids, label in found.batch(_LABELS_AT_ONCE).as_numpy_iterator():
         labels[record_ids - start] = label

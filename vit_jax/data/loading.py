@@ -15,7 +15,7 @@ from vit_jax.data import host_ops as host_ops_lib
 from vit_jax.data import order
 from vit_jax.data.host_tf import tf
 from vit_jax.data.ops import Op, check_crops
-from vit_jax.data.runs import stored_records
+from vit_jax.data.record_files import stored_records
 from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
 
@@ -114,17 +114,19 @@ def _load_encoded(source, host_ops, arranged, image_size, careful):
     If `careful`, an error in one becomes its mask; otherwise it ends them all.
     """
     rows = arranged.unbatch()
-    if source.runs is None:
+    if source.record_files is None:
         rows = rows.map(lambda record_id, key: (record_id, key, ""))
     else:
-        stored = stored_records(source.runs, arranged.map(lambda record_ids, keys: record_ids))
+        stored = stored_records(
+            source.record_files, arranged.map(lambda record_ids, keys: record_ids)
+        )
         rows = tf.data.Dataset.zip(rows, stored).map(lambda row, stored: (*row, stored))
 
     def load(record_id, key, stored):
-        if source.runs is None:
+        if source.record_files is None:
             example = source.read(record_id)
         else:
-            example = source.runs.parse(stored, record_id)
+            example = source.record_files.parse(stored, record_id)
         image = example["image"]
         if source.image_shape is not None:  # as a source of pixels has it
             image = tf.ensure_shape(host_ops_lib.to_pixels(image), source.image_shape)

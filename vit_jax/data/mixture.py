@@ -13,7 +13,7 @@ import numpy as np
 
 from vit_jax.data.host_tf import tf
 from vit_jax.data.order import weight_units
-from vit_jax.data.runs import Runs
+from vit_jax.data.record_files import RecordFiles
 from vit_jax.data.sources import Source, fingerprint
 from vit_jax.errors import InputError
 
@@ -90,7 +90,7 @@ def concatenate(sources: Sequence[Source]) -> Source:
         read=_read_one(sources, first_ids) if first.encoded else _read_many(sources, first_ids),
         record_name=record_name,
         encoded=first.encoded,
-        runs=_concatenate_runs(sources, first_ids) if any(s.runs for s in sources) else None,
+        record_files=_concatenate_files(sources, first_ids),
         part_sizes=tuple(sizes),
     )
 
@@ -160,30 +160,37 @@ def _of_part(first_ids, record_id, functions):
     return tf.switch_case(part, [lambda f=f: f(own_id) for f in functions])
 
 
-def _concatenate_runs(sources, first_ids) -> Runs:
-    """Of sources some of which read by runs. The others give nothing here and read in `parse`."""
+def _concatenate_files(sources, first_ids) -> RecordFiles | None:
+    """The record files of all sources; None if none has any.
+
+    Sources without record files yield empty strings and are read in `parse`.
+    """
+    files_of = [source.record_files for source in sources]
+    if not any(files_of):
+        return None
     spec = tf.TensorSpec([], tf.string)
 
-    def open_part(source, own_id, count):
-        if source.runs is None:
+    def open_part(files, own_id, count):
+        if files is None:
             records = tf.data.Dataset.from_tensors("").repeat(count)
         else:
-            records = source.runs.open(own_id, count)
+            records = files.open(own_id, count)
         return tf.data.experimental.to_variant(records)
 
-    def open_run(first, count):
-        functions = [lambda own_id, s=s: open_part(s, own_id, count) for s in sources]
+    def open_stretch(first, count):
+        functions = [lambda own_id, f=f: open_part(f, own_id, count) for f in files_of]
         return tf.data.experimental.from_variant(_of_part(first_ids, first, functions), spec)
 
     def parse(stored, record_id):
         def parse_part(source, own_id):
-            return source.read(own_id) if source.runs is None else source.runs.parse(stored, own_id)
+            files = source.record_files
+            return source.read(own_id) if files is None else files.parse(stored, own_id)
 
         functions = [lambda own_id, s=s: parse_part(s, own_id) for s in sources]
         return _of_part(first_ids, record_id, functions)
 
     segments = [
-        first_id + (np.zeros(1, np.int64) if source.runs is None else source.runs.segments)
-        for source, first_id in zip(sources, first_ids, strict=True)
+        first_id + (np.zeros(1, np.int64) if files is None else files.segments)
+        for files, first_id in zip(files_of, first_ids, strict=True)
     ]
-    return Runs(np.concatenate(segments), open_run, parse)
+    return RecordFiles(np.concatenate(segments), open_stretch, parse)

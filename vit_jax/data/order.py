@@ -24,7 +24,7 @@ _SHUFFLE_ROUNDS = 16  # with 4, TensorFlow's default, successive epochs correlat
 _DRAWS = 2**48  # what is drawn from one number in many is their remainder
 _CHUNK_FROM = 100_000_000  # examples from which on opening a file for each record is too dear
 _MAX_STREAMS = 256
-_MIN_RUN = 8  # records that a stream gives to a batch one after the other, at least
+_MIN_STRETCH = 8  # records that a stream gives to a batch one after the other, at least
 _WEIGHT_UNITS = 2**20  # weights of a mixture are multiples of 1 / _WEIGHT_UNITS
 
 ORDERS = ("record", "chunk")
@@ -56,7 +56,7 @@ def resolve_order(
     name = name or ("chunk" if num_examples >= _CHUNK_FROM else "record")
     if name == "chunk" and streams is None:
         records = global_batch_size // repeats
-        largest = min(_MAX_STREAMS, max(records // _MIN_RUN, 1))
+        largest = min(_MAX_STREAMS, max(records // _MIN_STRETCH, 1))
         streams = math.gcd(records, 2 ** (largest.bit_length() - 1))
     return name, streams if name == "chunk" else None
 
@@ -69,8 +69,8 @@ def pair_distance(name: str, streams: int | None, *, global_batch_size: int, rep
 
     Args: as `resolve_order` takes and gives them.
     """
-    run = 1 if name == "record" else global_batch_size // repeats // streams
-    return repeats * run
+    neighbours = 1 if name == "record" else global_batch_size // repeats // streams
+    return repeats * neighbours
 
 
 def check_order(
@@ -102,37 +102,45 @@ def check_order(
             "data.order=chunk"
         )
     if global_batch_size is not None and global_batch_size > 0 and repeats > 0:
-        records = global_batch_size // repeats
-        if global_batch_size % repeats:
-            faults.append(
-                f"data.repeats={repeats}: must divide global_batch_size={global_batch_size}, so "
-                "that a batch holds all views of a record; change one of them"
-            )
-        elif streams is not None and streams > 0 and records % streams:
-            faults.append(
-                f"data.streams={streams}: must divide the {records} records of a batch "
-                f"(global_batch_size / data.repeats); try {math.gcd(records, streams)}, or leave "
-                "it out"
-            )
-        elif mixes and records % 2:
-            block = 2 * repeats
-            of = "" if repeats == 1 else f", 2 x data.repeats={repeats}"
-            faults.append(
-                f"global_batch_size={global_batch_size}: data.ops mixes pairs of images, so it "
-                f"needs a multiple of {block}{of}; try {max(global_batch_size // block, 1) * block}"
-            )
-        elif mixes and name == "chunk" and (streams is None or streams > 0):
-            how = {"global_batch_size": global_batch_size, "repeats": repeats}
-            _, streams = resolve_order(name, streams, num_examples=0, **how)
-            if streams % 2:
-                faults.append(
-                    f"data.streams={streams}: data.ops mixes the images of one stream with those "
-                    "of the next, so data.order=chunk needs an even number that divides the "
-                    f"{records} records of a batch (global_batch_size / data.repeats); try "
-                    f"{2 * streams}"
-                )
+        faults += _batch_faults(name, streams, repeats, global_batch_size, mixes)
     if faults:
         raise InputError(*faults)
+
+
+def _batch_faults(
+    name: str | None, streams: int | None, repeats: int, global_batch_size: int, mixes: bool
+) -> list[str]:
+    """The first fault of a batch that is divided into views, streams and pairs; [] if none."""
+    records = global_batch_size // repeats
+    if global_batch_size % repeats:
+        return [
+            f"data.repeats={repeats}: must divide global_batch_size={global_batch_size}, so "
+            "that a batch holds all views of a record; change one of them"
+        ]
+    if streams is not None and streams > 0 and records % streams:
+        return [
+            f"data.streams={streams}: must divide the {records} records of a batch "
+            f"(global_batch_size / data.repeats); try {math.gcd(records, streams)}, or leave "
+            "it out"
+        ]
+    if mixes and records % 2:
+        block = 2 * repeats
+        of = "" if repeats == 1 else f", 2 x data.repeats={repeats}"
+        return [
+            f"global_batch_size={global_batch_size}: data.ops mixes pairs of images, so it "
+            f"needs a multiple of {block}{of}; try {max(global_batch_size // block, 1) * block}"
+        ]
+    if mixes and name == "chunk" and (streams is None or streams > 0):
+        how = {"global_batch_size": global_batch_size, "repeats": repeats}
+        _, streams = resolve_order(name, streams, num_examples=0, **how)
+        if streams % 2:
+            return [
+                f"data.streams={streams}: data.ops mixes the images of one stream with those "
+                "of the next, so data.order=chunk needs an even number that divides the "
+                f"{records} records of a batch (global_batch_size / data.repeats); try "
+                f"{2 * streams}"
+            ]
+    return []
 
 
 def make_order(
@@ -202,7 +210,8 @@ def chunk_order(num_records: int, seed: int, *, chunk_size: int, streams: int, c
     the part of stream v in epoch e begins at place G(v, (e+1) n) - G(v, e n) and position p has
     the place that lies F(p) - F(e n) further, where F(x) = G(v + 1, x) - G(v, x) counts the
     positions of the stream itself. So an epoch's positions are mapped to its records one to one,
-    whatever n, C, V and W are; a host that makes whole streams of a batch reads runs of records.
+    whatever n, C, V and W are; a host that makes whole streams of a batch reads stretches
+    of records.
 
     Args:
       num_records: n.
@@ -232,7 +241,7 @@ def chunk_order(num_records: int, seed: int, *, chunk_size: int, streams: int, c
         past_tail = place - tail * tf.cast(place >= tail_place + tail, tf.int64)
         in_tail = (place >= tail_place) & (place < tail_place + tail)
         slot = tf.minimum(past_tail // chunk_size, num_full - 1)  # in the tail it has no meaning
-        # One by one: of a small range each takes long, and a run of positions shares its own.
+        # One by one: of a small range each takes long, and a stretch of positions shares its own.
         pair, which = tf.unique(epochs * num_full + slot, out_idx=tf.int64)
         chunk = tf.gather(_permuted(pair % num_full, pair // num_full, num_full, seed), which)
         return tf.where(
@@ -259,7 +268,7 @@ def mixed_order(
       orders: of each data set, on its own positions.
       part_sizes: their records; the ids of one begin where those of the one before end.
       weights: of all but the first, which gets what is left of 1.
-      block: positions that are dealt together; more than 1 keeps runs of records together.
+      block: positions that are dealt together; more than 1 keeps stretches of records together.
     """
     units = weight_units(weights)
     first_ids = np.cumsum([0, *part_sizes])

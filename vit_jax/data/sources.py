@@ -16,7 +16,7 @@ import numpy as np
 from etils import epy
 
 from vit_jax.data.host_tf import tf
-from vit_jax.data.runs import Runs
+from vit_jax.data.record_files import RecordFiles
 from vit_jax.errors import InputError
 
 with epy.lazy_imports():
@@ -50,7 +50,7 @@ class Source:
         first; the same wherever the data lie and whatever reads them.
       read: see above.
       record_name: index -> how messages call the record.
-      runs: how an encoded source reads neighbours together; None: one by one is as good.
+      record_files: how an encoded source reads neighbours together; None: one by one is as good.
       file_names: (start, stop) -> what the files were called that these records were made of, ""
         where one cannot be read; None where it is not known.
       part_sizes: of a mixture, the records of each of its data sets; else those of the one.
@@ -66,7 +66,7 @@ class Source:
     read: Callable[[tf.Tensor], dict[str, tf.Tensor]]
     record_name: Callable[[int], str]
     encoded: bool = False
-    runs: Runs | None = None
+    record_files: RecordFiles | None = None
     file_names: Callable[[int, int], Sequence[str]] | None = None
     part_sizes: tuple[int, ...] = ()
 

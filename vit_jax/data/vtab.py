@@ -16,8 +16,9 @@ import numpy as np
 
 from vit_jax.data.host_tf import tf
 from vit_jax.data.labels import read_labels
-from vit_jax.data.prepared_tfds import View, prepared_folder, tfds_source
+from vit_jax.data.prepared_tfds import View, tfds_source
 from vit_jax.data.sources import Source, fingerprint
+from vit_jax.data.tfds_folder import prepared_folder
 from vit_jax.errors import InputError, nearest
 
 logger = logging.getLogger("vit_jax")

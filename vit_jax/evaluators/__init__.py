@@ -30,16 +30,16 @@ def evaluate(name: str, evaluator, state: TrainState) -> dict[str, float]:
       InputError: naming a key of the evaluator's entry; a NothingToMeasureError on every process.
     """
 
-    def run(params):
+    def measure(params):
         try:
             return evaluator.run(state.replace(params=params, ema={}))
         except InputError as e:
             raise type(e)(*(f"evals.{name}.{fault}" for fault in e.faults)) from None
 
     if not state.ema:
-        return {f"{name}/{key}": value for key, value in run(state.params).items()}
-    metrics = {f"{name}/{key}": value for key, value in run(state.ema).items()}
-    raw = {f"{name}/{key}_raw": v for key, v in run(state.params).items() if type(v) is float}
+        return {f"{name}/{key}": value for key, value in measure(state.params).items()}
+    metrics = {f"{name}/{key}": value for key, value in measure(state.ema).items()}
+    raw = {f"{name}/{key}_raw": v for key, v in measure(state.params).items() if type(v) is float}
     return metrics | raw
 
 

@@ -32,9 +32,11 @@ from vit_jax.errors import InputError, nearest
 
 
 class Decay(NamedTuple):
-    """What a decay knows of its run; all in steps, `milestones` counted from the warm-up's end.
+    """The run's figures that a decay depends on, in steps.
 
     span: from the warm-up's end to the run's.
+    timescale: of rsqrt.
+    milestones: of multistep, counted from the warm-up's end.
     """
 
     span: int
@@ -44,11 +46,11 @@ class Decay(NamedTuple):
 
 # Each maps (steps since the warm-up's end, a `Decay`) to a factor of the peak learning rate.
 SCHEDULES: dict[str, Callable[[jax.Array, Decay], jax.Array]] = {
-    "constant": lambda since, run: jnp.ones_like(since),
-    "linear": lambda since, run: 1 - since / run.span,
-    "cosine": lambda since, run: 0.5 * (1 + jnp.cos(jnp.pi * since / run.span)),
-    "rsqrt": lambda since, run: jnp.sqrt(run.timescale / (run.timescale + since)),
-    "multistep": lambda since, run: 0.1 ** sum(1.0 * (since >= at) for at in run.milestones),
+    "constant": lambda since, decay: jnp.ones_like(since),
+    "linear": lambda since, decay: 1 - since / decay.span,
+    "cosine": lambda since, decay: 0.5 * (1 + jnp.cos(jnp.pi * since / decay.span)),
+    "rsqrt": lambda since, decay: jnp.sqrt(decay.timescale / (decay.timescale + since)),
+    "multistep": lambda since, decay: 0.1 ** sum(1.0 * (since >= at) for at in decay.milestones),
 }
 
 
@@ -85,8 +87,8 @@ def make_schedule(
     if timescale <= 0:
         raise InputError(f"schedule.timescale={timescale} must be more than 0 steps")
     _check_spans(total_steps, warmup_steps, cooldown_steps, milestones)
-    decay = SCHEDULES[name]
-    run = Decay(
+    factor = SCHEDULES[name]
+    decay = Decay(
         span=max(total_steps - warmup_steps, 1),  # 1: the run is all warm-up and never decays
         timescale=timescale,
         milestones=[at - warmup_steps for at in milestones],
@@ -94,7 +96,7 @@ def make_schedule(
 
     def schedule(step) -> jax.Array:
         step = jnp.minimum(jnp.asarray(step, jnp.float32), total_steps)
-        lr = peak_lr * decay(jnp.maximum(step - warmup_steps, 0), run)
+        lr = peak_lr * factor(jnp.maximum(step - warmup_steps, 0), decay)
         if warmup_steps:
             lr *= jnp.minimum(step / warmup_steps, 1)
         if cooldown_steps:

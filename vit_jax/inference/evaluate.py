@@ -19,7 +19,7 @@ from vit_jax.data import Source, check_crops, parse_ops
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.evaluators import evaluate as run_evaluator
+from vit_jax.evaluators import evaluate as evaluate_one
 from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
@@ -62,7 +62,7 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
         found, meta = restored
         state = TrainState(jnp.int32(meta["step"]), **found, opt_state=())
         logger.info("evaluating step %d of %s", meta["step"], workdir)
-        return {"step": meta["step"]} | _run_all(run.evaluators, state)
+        return {"step": meta["step"]} | _evaluate_all(run.evaluators, state)
 
 
 def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str, float]:
@@ -97,7 +97,7 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
         state = TrainState(jnp.int32(0), placed["params"], {}, ())
         logger.info("evaluating %s", pretrained.source)
         step = {} if pretrained.run is None else {"step": pretrained.run["step"]}
-        return step | _run_all(evaluators, state)
+        return step | _evaluate_all(evaluators, state)
 
 
 def _warn_of_borders(config: ConfigDict) -> None:
@@ -176,9 +176,9 @@ def _model_on(
     return with_known(model, constrain=constrain, attend=attend)
 
 
-def _run_all(evaluators, state: TrainState) -> dict[str, float]:
+def _evaluate_all(evaluators, state: TrainState) -> dict[str, float]:
     results = {}
     for name, evaluator in evaluators.items():
         with watchdog.phase("evaluation"):
-            results |= run_evaluator(name, evaluator, state)
+            results |= evaluate_one(name, evaluator, state)
     return results

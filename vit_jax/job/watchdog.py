@@ -111,11 +111,11 @@ class Board:
     def _ask(self, call: Callable[[], Any]) -> tuple[threading.Thread, queue.SimpleQueue]:
         answer: queue.SimpleQueue = queue.SimpleQueue()
 
-        def run():
+        def put_answer():
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # then no answer comes
                 answer.put(call())
 
-        thread = threading.Thread(target=run, daemon=True)
+        thread = threading.Thread(target=put_answer, daemon=True)
         thread.start()
         return thread, answer
 
@@ -298,12 +298,12 @@ def start(job: ConfigDict) -> None:
         end=_end,
     )
 
-    def run():
+    def keep_ticking():
         while watchdog is _watchdog:
             watchdog.tick()
             time.sleep(watchdog.interval_s)
 
-    threading.Thread(target=run, name="watchdog", daemon=True).start()
+    threading.Thread(target=keep_ticking, name="watchdog", daemon=True).start()
     if num_processes > 1:
         processes.on_abort(_speak_on_abort)
 

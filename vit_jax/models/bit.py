@@ -24,10 +24,10 @@ from vit_jax.models.resnet import (
     RESNET_STAGES,
     STEM_WIDTH,
     StdConv,
+    apply_stages,
     find_stage_faults,
     group_norm,
     map_stride,
-    run_stages,
 )
 
 
@@ -83,7 +83,7 @@ class Trunk(nn.Module):
         x_BHWC = jnp.pad(conv(images), ((0, 0), (1, 1), (1, 1), (0, 0)))
         x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2))
         x_BHWC = self.constrain(x_BHWC, ("batch", None, None, None))
-        x_BHWC = run_stages(
+        x_BHWC = apply_stages(
             x_BHWC, self.stages, self.stem_width, PreActBottleneck,
             remat=self.remat, dtype=self.dtype, constrain=self.constrain,
         )  # fmt: skip

@@ -21,10 +21,10 @@ from vit_jax.models.resnet import (
     RESNET_STAGES,
     STEM_WIDTH,
     StdConv,
+    apply_stages,
     find_stage_faults,
     group_norm,
     map_stride,
-    run_stages,
 )
 from vit_jax.models.variants import parse_vit_name
 from vit_jax.models.vit import ViT
@@ -83,7 +83,7 @@ class Stem(nn.Module):
         x_BHWC = nn.relu(group_norm(HYBRID, self.dtype, "norm_root")(x_BHWC))
         x_BHWC = nn.max_pool(x_BHWC, (3, 3), strides=(2, 2), padding="SAME")
         x_BHWC = self.constrain(x_BHWC, ("batch", None, None, None))
-        return run_stages(
+        return apply_stages(
             x_BHWC, self.stages, self.width, Bottleneck,
             remat=self.remat, dtype=self.dtype, constrain=self.constrain,
         )  # fmt: skip

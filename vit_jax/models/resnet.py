@@ -156,7 +156,7 @@ class Stage(nn.Module):
         return x_BHWC
 
 
-def run_stages(x_BHWC, stages: tuple[int, ...], stem_width: int, unit: type[nn.Module], **fields):
+def apply_stages(x_BHWC, stages: tuple[int, ...], stem_width: int, unit: type[nn.Module], **fields):
     """The stages of a ResNet, each after the first at half the resolution and twice the width.
 
     To be called in a compact method, whose submodules `stage_0`, `stage_1`, ... they become.

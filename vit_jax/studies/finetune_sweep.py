@@ -56,7 +56,7 @@ def find_members(config: ConfigDict, results: Mapping[str, Result]) -> list[Memb
     """The choices, and once they have all ended the runs of the best."""
     choices = _choices(config)
     best = best_lr(config, results)
-    return list(choices.values()) + ([] if best is None else _runs(config, best))
+    return list(choices.values()) + ([] if best is None else _final_runs(config, best))
 
 
 def _choices(config: ConfigDict) -> dict[float, Member]:
@@ -75,7 +75,7 @@ def _split_key(config: ConfigDict) -> str:
     return f"evals.{config.study.metric.partition('/')[0]}.split"
 
 
-def _runs(config: ConfigDict, lr: float) -> list[Member]:
+def _final_runs(config: ConfigDict, lr: float) -> list[Member]:
     seeds = range(config.seed, config.seed + config.study.seeds)
     return [
         Member(f"lr_{lr}_seed_{seed}", {"optimizer.peak_lr": str(lr), "seed": str(seed)})
@@ -103,11 +103,11 @@ def best_lr(config: ConfigDict, results: Mapping[str, Result]) -> float | None:
 def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     """A row for each member, and mean and sample standard deviation of the runs."""
     best, choices = best_lr(config, results), _choices(config)
-    runs = [] if best is None else _runs(config, best)
+    final_runs = [] if best is None else _final_runs(config, best)
     split_key = _split_key(config)
     test_split = flatten(config)[split_key]
     rows = []
-    for member in [*choices.values(), *runs]:
+    for member in [*choices.values(), *final_runs]:
         value = value_of(config, results.get(member.name))
         state = results[member.name].state if member.name in results else "waits"
         rows.append([
@@ -118,13 +118,13 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
         ])  # fmt: skip
     summaries = [
         results[run.name].summary
-        for run in runs
+        for run in final_runs
         if value_of(config, results.get(run.name)) is not None
     ]
     names = [name for name, value in summaries[0].items() if "/" in name] if summaries else []
     metrics = {name: mean_and_std([summary[name] for summary in summaries]) for name in names}
     if metrics:
-        seeds = f"{len(summaries)} of {len(runs)}"
+        seeds = f"{len(summaries)} of {len(final_runs)}"
         rows.append(
             [
                 "mean ± std",

@@ -118,7 +118,7 @@ def read_result(workdir: epath.Path) -> Result | None:
     return None
 
 
-def run_study(study: Study, config: ConfigDict, call: Call) -> int:
+def conduct_study(study: Study, config: ConfigDict, call: Call) -> int:
     """Runs what is not finished of a study, as far as it goes; returns the exit code.
 
     Raises:
@@ -166,7 +166,7 @@ def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
     if call.launcher is not None:
         command = shown = [*call.launcher, "--", *words]
     logger.info("%s: %s", member.name, shlex.join(shown))
-    ended = _run(command)
+    ended = _execute(command)
     # What had all but ended when it was told to stop may end as if it was not.
     stopped = exit_codes.TERMINATED if ended.told_to_stop else exit_codes.DONE
     result = read_result(call.workdir / member.name)
@@ -194,8 +194,8 @@ class _Ended(NamedTuple):
     told_to_stop: bool
 
 
-def _run(command: Sequence[str]) -> _Ended:
-    """Runs a command; SIGTERM to this process is passed on to it."""
+def _execute(command: Sequence[str]) -> _Ended:
+    """Waits for a command to end; SIGTERM to this process is passed on to it."""
     last_lines: collections.deque = collections.deque(maxlen=_LAST_LINES)
     process, told_to_stop = None, False
 

@@ -68,7 +68,6 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
             f"{pretrained.source}: it takes images of any size; give --image_size, for which it is "
             "exported"
         )
-    library_ops = None if format == STABLEHLO else WRITERS[format].library_ops
     size = image_size or tuple(2 * stride for stride in model.token_stride)  # to compare by
     images = np.random.default_rng(0).uniform(-1, 1, (_IMAGES, *size, 3)).astype(np.float32)
     variables = {"params": tree.unflatten_names(pretrained.params)}
@@ -78,46 +77,10 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
         if format == STABLEHLO:
             files, logits = _write_stablehlo(staged, model, variables, image_size)
         else:
-            files = WRITERS[format].write(staged, pretrained)
-            exported, found = load_pretrained(staged)
-            # As an argument: constants would be folded, and rounded otherwise.
-            logits = partial(jax.jit(exported.apply), found)
-        difference = float(np.abs(np.asarray(logits(images)) - expected).max())
-        largest = float(np.abs(expected).max())
-        if not difference <= _TOLERANCE * max(largest, 1e-6):
-            raise RuntimeError(
-                f"--output={output}: what was exported gives logits that differ by "
-                f"{difference:.3g} where the largest is {largest:.3g}; nothing was written"
-            )
-        spec = pretrained.spec if image_size is None else pretrained.spec.at(image_size)
-        receipt = {
-            "format": format,
-            "source": pretrained.source,
-            **(pretrained.run or {}),
-            "model": _describe(model),
-            "computed_in": own_dtype,
-            "parameters": {
-                "count": sum(array.size for array in pretrained.params.values()),
-                "sha256": hash_params(pretrained.params),
-            },
-            "preprocessing": {
-                "image_size": image_size and list(image_size),
-                "mean": list(spec.mean),
-                "std": list(spec.std),
-                "cut": spec.cut and spec.cut._asdict(),
-                "ops": image_size and ops_for(spec),
-                "library_ops": library_ops and library_ops(spec),
-            },
-            "loss": spec.loss,
-            "class_names": spec.class_names,
-            "read_back": {
-                "images": _IMAGES,
-                "dtype": "float32",
-                "largest_logit_difference": difference,
-                "largest_logit": largest,
-            },
-            "software": software(),
-        }
+            files, logits = _write_format(staged, pretrained, format)
+        receipt = _describe_export(pretrained, format, own_dtype, image_size)
+        receipt["read_back"] = _compare(np.asarray(logits(images)), expected, output)
+        receipt["software"] = software()
         inside = staged.is_dir()
         root = staged if inside else staged.parent
         receipt["files"] = {name: _sha256(root / name) for name in files}
@@ -128,6 +91,56 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
         write_whole(root / record, to_json(receipt))
         _copy(root, output if inside else output.parent, [*files, card, record], output)
     return receipt
+
+
+def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dict[str, Any]:
+    """How far the logits of the exported files lie from those of the model.
+
+    Raises:
+      RuntimeError: if that is more than rounding.
+    """
+    difference = float(np.abs(found - expected).max())
+    largest = float(np.abs(expected).max())
+    if not difference <= _TOLERANCE * max(largest, 1e-6):
+        raise RuntimeError(
+            f"--output={output}: what was exported gives logits that differ by "
+            f"{difference:.3g} where the largest is {largest:.3g}; nothing was written"
+        )
+    return {
+        "images": _IMAGES,
+        "dtype": "float32",
+        "largest_logit_difference": difference,
+        "largest_logit": largest,
+    }
+
+
+def _describe_export(
+    pretrained: Pretrained, format: str, own_dtype: str, image_size: tuple[int, int] | None
+) -> dict[str, Any]:
+    """The receipt's part on the model: its source, weights, images and classes."""
+    spec = pretrained.spec if image_size is None else pretrained.spec.at(image_size)
+    library_ops = None if format == STABLEHLO else WRITERS[format].library_ops
+    return {
+        "format": format,
+        "source": pretrained.source,
+        **(pretrained.run or {}),
+        "model": _describe(pretrained.model),
+        "computed_in": own_dtype,
+        "parameters": {
+            "count": sum(array.size for array in pretrained.params.values()),
+            "sha256": hash_params(pretrained.params),
+        },
+        "preprocessing": {
+            "image_size": image_size and list(image_size),
+            "mean": list(spec.mean),
+            "std": list(spec.std),
+            "cut": spec.cut and spec.cut._asdict(),
+            "ops": image_size and ops_for(spec),
+            "library_ops": library_ops and library_ops(spec),
+        },
+        "loss": spec.loss,
+        "class_names": spec.class_names,
+    }
 
 
 def _copy(root: epath.Path, target: epath.Path, names: list[str], output: epath.Path) -> None:
@@ -171,6 +184,16 @@ def _check_output(output: epath.Path, format: str) -> None:
         raise InputError(f"--output={output}: {there} cannot be written to; choose another")
 
 
+def _write_format(
+    path: epath.Path, pretrained: Pretrained, format: str
+) -> tuple[list[str], Logits]:
+    """Files of one of WRITERS, and the logits that they give when they are read back."""
+    files = WRITERS[format].write(path, pretrained)
+    exported, found = load_pretrained(path)
+    # As an argument: constants would be folded, and rounded otherwise.
+    return files, partial(jax.jit(exported.apply), found)
+
+
 def _write_stablehlo(
     path: epath.Path, model: nn.Module, variables: dict[str, Any], image_size: tuple[int, int]
 ) -> tuple[list[str], Logits]:
@@ -205,27 +228,16 @@ def _sha256(path: pathlib.Path | epath.Path) -> str:
 
 
 def _card(receipt: dict[str, Any], output: epath.Path) -> str:
-    """What a person wants to know of an export, in Markdown."""
+    """A model card for people, in Markdown."""
     pixels, back, model = receipt["preprocessing"], receipt["read_back"], receipt["model"]
     shown = "any size"
     if pixels["image_size"] is not None:
         shown = "{} x {} pixels by `{}`".format(*pixels["image_size"], pixels["ops"])
     at = f", step {receipt['step']:,}, weights {receipt['weights']}" if "step" in receipt else ""
-    sizes = ", ".join(
-        text.format(model[field])
-        for field, text in (
-            ("stages", "a ResNet of {} units by stage"),
-            ("stem_width", "a root of width {}"),
-            ("width", "width {}"),
-            ("depth", "{} layers"),
-            ("num_heads", "{} heads"),
-        )
-        if model.get(field)
-    )
     lines = [
         f"# {output.name}",
         "",
-        f"{model['family']}: {sizes}, {receipt['parameters']['count']:,} parameters; "
+        f"{model['family']}: {_sizes(model)}, {receipt['parameters']['count']:,} parameters; "
         f"format {receipt['format']}.",
         "",
         f"- Source: `{receipt['source']}`{at}",
@@ -247,20 +259,46 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         lines.append(
             f"- {library} cannot do that: by these files it does `{pixels['library_ops']}`"
         )
-    if receipt.get("results"):
-        lines += ["", "| metric | value | step |", "|---|---|---|"]
-        for name, found in receipt["results"].items():
-            value = "not finite" if found["value"] is None else f"{found['value']:.6g}"
-            lines.append(f"| {name} | {value} | {found['step']:,} |")
-    if receipt["model"].get("norm_eps") != 1e-6 and receipt["format"] == "timm":
+    lines += _results_table(receipt.get("results") or {}) + _usage(receipt, output)
+    return "\n".join(lines) + "\n"
+
+
+def _sizes(model: dict[str, Any]) -> str:
+    """The sizes of a model as `_describe` gives it, in words."""
+    words = {
+        "stages": "a ResNet of {} units by stage",
+        "stem_width": "a root of width {}",
+        "width": "width {}",
+        "depth": "{} layers",
+        "num_heads": "{} heads",
+    }
+    return ", ".join(text.format(model[field]) for field, text in words.items() if model.get(field))
+
+
+def _results_table(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Lines of Markdown; none if there are no results."""
+    if not results:
+        return []
+    lines = ["", "| metric | value | step |", "|---|---|---|"]
+    for name, found in results.items():
+        value = "not finite" if found["value"] is None else f"{found['value']:.6g}"
+        lines.append(f"| {name} | {value} | {found['step']:,} |")
+    return lines
+
+
+def _usage(receipt: dict[str, Any], output: epath.Path) -> list[str]:
+    """Lines of Markdown on how to open the files, where that is not as usual."""
+    lines, eps = [], receipt["model"].get("norm_eps")
+    if eps != 1e-6 and receipt["format"] == "timm":
         lines += ["", f"timm takes no LayerNorm epsilon as text: take `eps` out of model_args and "
-                  f"give `norm_layer=partial(nn.LayerNorm, eps={model['norm_eps']})`."]  # fmt: skip
+                  f"give `norm_layer=partial(nn.LayerNorm, eps={eps})`."]  # fmt: skip
     if receipt["format"] == STABLEHLO:
+        size = receipt["preprocessing"]["image_size"]
         lines += [
             "",
             "```python",
             f'program = jax.export.deserialize(bytearray(open("{output.name}", "rb").read()))',
-            "logits = program.call(images)  # float32 (b, {}, {}, 3)".format(*pixels["image_size"]),
+            "logits = program.call(images)  # float32 (b, {}, {}, 3)".format(*size),
             "```",
         ]
-    return "\n".join(lines) + "\n"
+    return lines

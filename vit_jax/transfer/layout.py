@@ -219,6 +219,11 @@ def read_stated(
     return stated
 
 
+def int_or_pair(size: tuple[int, int]) -> int | list[int]:
+    """(height, width) as JSON files have it: one number if they are equal."""
+    return size[0] if size[0] == size[1] else list(size)
+
+
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 

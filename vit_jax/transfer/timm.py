@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import numpy as np
@@ -108,6 +108,28 @@ def _fused(theirs: str, ours: list[str], bias: bool = True) -> list[Entry]:
     return entries + [joined(same, f"{theirs}.bias", [f"{name}/bias" for name in ours])] * bias
 
 
+class _Config(NamedTuple):
+    """The JSON file beside the arrays.
+
+    content: the whole file; None where there is none.
+    stated, args, pixels: the values of the file, of its model_args and of its pretrained_cfg.
+    """
+
+    content: dict[str, Any] | None
+    stated: dict[str, Any]
+    args: dict[str, Any]
+    pixels: dict[str, Any]
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the architecture is one that timm has registered, as vit_base_patch16_224.
+
+        Only the arrays show the arguments of such a one; VisionTransformer itself has defaults.
+        """
+        name = str(self.stated.get("architecture", ""))
+        return self.content is None or re.match(r"\w+_\w+_patch\d+", name) is not None
+
+
 def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     """The model that `arrays`, read from `path`, are.
 
@@ -117,73 +139,132 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     source = str(path)
     needed = {"patch_embed.proj.weight": 4, "blocks.0.mlp.fc1.weight": 2}
     layout.require(arrays, needed, source, {"pos_embed": 3, "head.weight": 2})
-    config = safetensors.read_config(path)
-    stated = layout.read_stated(config, _KINDS, source)
-    args = layout.read_stated(stated.get("model_args"), _ARGUMENTS, source)
-    # timm's older files have the keys of pretrained_cfg at the top.
-    pixels = layout.read_stated(stated.get("pretrained_cfg", config), _PIXELS, source)
-    width, _, p, q = arrays["patch_embed.proj.weight"].shape
-    mlp_dim = arrays["blocks.0.mlp.fc1.weight"].shape[0]
-    depth = layout.count_layers(arrays, r"blocks\.(\d+)\.", source)
-    distilled = "dist_token" in arrays
-    has_token = "cls_token" in arrays
-    # A named architecture has arguments of its own, which only the arrays tell; VisionTransformer
-    # itself has defaults.
-    named = config is None or _is_named(stated)
-    pool = args.get("global_pool", stated.get("global_pool"))
-    if pool is None and named:
-        of_patches = "fc_norm.weight" in arrays or not has_token
-        pool = "map" if "attn_pool.latent" in arrays else "avg" if of_patches else "token"
-    elif pool is None:
-        pool = "token"
-    faults = [
-        f"{name}={args[name]!r} is not supported" for name, value in _ONLY.items()
-        if args.get(name, value) != value
-    ]  # fmt: skip
-    if pool not in _POOLS:
-        faults.append(f"global_pool={pool!r}: known: {', '.join(_POOLS)}")
-    act = args.get("act_layer") or "gelu"
-    if act not in _GELU:
-        faults.append(f"act_layer={act!r}: known: {', '.join(_GELU)}")
-    heads = _num_heads(args, stated, width)
-    if heads is None:
-        faults.append(f"its heads: no published ViT is {width} wide; state num_heads in model_args")
-    rules.refuse(faults, f"init_from={source!r}: cannot be read")
-
-    norm_pooled = "fc_norm.weight" in arrays
-    found = {
-        "embed_dim": width,
-        "depth": depth,
-        "class_token": has_token,
-        "qkv_bias": "blocks.0.attn.qkv.bias" in arrays,
-        "qk_norm": False,
-        "patch_size": (p, q),
-        "fc_norm": norm_pooled,
-        "num_classes": arrays["head.weight"].shape[0] if "head.weight" in arrays else 0,
-    }
-    wanted = {key: args[key] for key in found if key in args}
-    wanted.setdefault("num_classes", stated.get("num_classes"))
-    if not named:
-        wanted.setdefault("class_token", True)
-        if wanted.get("fc_norm") is None:
-            wanted["fc_norm"] = pool == "avg"
+    config = _read_config(path)
+    found = _read_shapes(arrays, source)
+    pool = _read_pool(config, arrays)
+    act = config.args.get("act_layer") or "gelu"
+    heads = _num_heads(config, found["embed_dim"])
+    _check_supported(config, pool, act, heads, found["embed_dim"], source)
     mean, std = (
-        tuple(pixels.get(key, (0.5,) * 3 if config is None else default))
+        tuple(config.pixels.get(key, (0.5,) * 3 if config.content is None else default))
         for key, default in _IMAGENET.items()
     )
     assumed = {"act_layer": act, "global_pool": pool, "num_heads": heads, "eps": _DEFAULT_EPS,
                "mean": mean, "std": std}  # fmt: skip
-    safetensors.say_assumed(path, config, assumed, stated | args | pixels)
-    if "patch_size" in args:
-        wanted["patch_size"] = image_hw(args["patch_size"], "patch_size")
-    if "mlp_ratio" in args:
-        found["mlp_dim"], wanted["mlp_dim"] = mlp_dim, int(width * args["mlp_ratio"])
+    given = config.stated | config.args | config.pixels
+    safetensors.say_assumed(path, config.content, assumed, given)
+    mlp_dim = arrays["blocks.0.mlp.fc1.weight"].shape[0]
+    _check_agreement(config, found, mlp_dim, pool, source)
+    image_size, class_token_has_position = _read_positions(config, arrays, source)
+    fields = {
+        "num_classes": found["num_classes"] or None,
+        "image_size": image_size,
+        "patch_size": found["patch_size"],
+        "width": found["embed_dim"],
+        "depth": found["depth"],
+        "mlp_dim": mlp_dim,
+        "num_heads": heads,
+        "pool": _POOLS[pool],
+        "norm_pooled": found["fc_norm"],
+        "pos_embed": "learned_1d" if "pos_embed" in arrays else "none",
+        "pos_embed_class_token": class_token_has_position,
+        "gelu": _GELU[act],
+        "norm_eps": float(config.args.get("eps", _DEFAULT_EPS)),
+        "qkv_bias": found["qkv_bias"],
+    }
+    if found["class_token"] != (_POOLS[pool] == "token"):
+        fields["class_token"] = found["class_token"]
+    if "blocks.0.ls1.gamma" in arrays:
+        fields["layer_scale"] = float(config.args.get("init_values") or 1e-5)
+    model = DeiT(**fields) if "dist_token" in arrays else ViT(**fields)
+    params = layout.read_entries(_entries(model), arrays, model, source)
+    return Pretrained(source, model, params, _read_spec(config, model, mean, std, source))
+
+
+def _read_config(path: epath.Path) -> _Config:
+    source = str(path)
+    content = safetensors.read_config(path)
+    stated = layout.read_stated(content, _KINDS, source)
+    args = layout.read_stated(stated.get("model_args"), _ARGUMENTS, source)
+    # timm's older files have the keys of pretrained_cfg at the top.
+    pixels = layout.read_stated(stated.get("pretrained_cfg", content), _PIXELS, source)
+    return _Config(content, stated, args, pixels)
+
+
+def _read_shapes(arrays: dict[str, np.ndarray], source: str) -> dict[str, Any]:
+    """{argument of timm's: its value} of those that the arrays show."""
+    return {
+        "embed_dim": arrays["patch_embed.proj.weight"].shape[0],
+        "depth": layout.count_layers(arrays, r"blocks\.(\d+)\.", source),
+        "class_token": "cls_token" in arrays,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in arrays,
+        "qk_norm": False,
+        "patch_size": tuple(arrays["patch_embed.proj.weight"].shape[2:]),
+        "fc_norm": "fc_norm.weight" in arrays,
+        "num_classes": arrays["head.weight"].shape[0] if "head.weight" in arrays else 0,
+    }
+
+
+def _read_pool(config: _Config, arrays: dict[str, np.ndarray]) -> Any:
+    """timm's global_pool: as stated, else as the arrays show it, else its default."""
+    pool = config.args.get("global_pool", config.stated.get("global_pool"))
+    if pool is not None:
+        return pool
+    if not config.is_named:
+        return "token"
+    if "attn_pool.latent" in arrays:
+        return "map"
+    of_patches = "fc_norm.weight" in arrays or "cls_token" not in arrays
+    return "avg" if of_patches else "token"
+
+
+def _check_supported(
+    config: _Config, pool: Any, act: Any, heads: int | None, width: int, source: str
+) -> None:
+    """Raises InputError, naming each argument that asks for what cannot be computed here."""
+    faults = [
+        f"{name}={config.args[name]!r} is not supported" for name, value in _ONLY.items()
+        if config.args.get(name, value) != value
+    ]  # fmt: skip
+    if pool not in _POOLS:
+        faults.append(f"global_pool={pool!r}: known: {', '.join(_POOLS)}")
+    if act not in _GELU:
+        faults.append(f"act_layer={act!r}: known: {', '.join(_GELU)}")
+    if heads is None:
+        faults.append(f"its heads: no published ViT is {width} wide; state num_heads in model_args")
+    rules.refuse(faults, f"init_from={source!r}: cannot be read")
+
+
+def _check_agreement(
+    config: _Config, found: dict[str, Any], mlp_dim: int, pool: str, source: str
+) -> None:
+    """Raises InputError for what `config` states otherwise than `found`, which the arrays show."""
+    wanted = {key: config.args[key] for key in found if key in config.args}
+    wanted.setdefault("num_classes", config.stated.get("num_classes"))
+    if not config.is_named:
+        wanted.setdefault("class_token", True)
+        if wanted.get("fc_norm") is None:
+            wanted["fc_norm"] = pool == "avg"
+    if "patch_size" in config.args:
+        wanted["patch_size"] = image_hw(config.args["patch_size"], "patch_size")
+    if "mlp_ratio" in config.args:
+        found = found | {"mlp_dim": mlp_dim}
+        wanted["mlp_dim"] = int(found["embed_dim"] * config.args["mlp_ratio"])
     layout.check_agreement(wanted, found, source)
 
-    prefix = int(has_token) + int(distilled)
-    no_embed_class = args.get("no_embed_class")
+
+def _read_positions(
+    config: _Config, arrays: dict[str, np.ndarray], source: str
+) -> tuple[tuple[int, int] | None, bool]:
+    """(image size, whether the class token has a position).
+
+    The size is as stated, else a square that the positions fill, else None.
+    """
+    p, q = arrays["patch_embed.proj.weight"].shape[2:]
+    prefix = sum(token in arrays for token in ("cls_token", "dist_token"))
+    no_embed_class = config.args.get("no_embed_class")
     num_positions = arrays["pos_embed"].shape[1] if "pos_embed" in arrays else None
-    image_size = _image_size(args, pixels)
+    image_size = _image_size(config.args, config.pixels)
     if num_positions is not None and prefix and no_embed_class is None:
         # As many positions as patches; where the size is not told, as many as fill a square.
         patches = None if image_size is None else (image_size[0] // p) * (image_size[1] // q)
@@ -192,38 +273,26 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     if image_size is None and num_positions is not None:
         side = rules.square_side(num_positions - (0 if no_embed_class else prefix), source)
         image_size = (side * p, side * q)
-    fields = {
-        "num_classes": found["num_classes"] or None,
-        "image_size": image_size,
-        "patch_size": (p, q),
-        "width": width,
-        "depth": depth,
-        "mlp_dim": mlp_dim,
-        "num_heads": heads,
-        "pool": _POOLS[pool],
-        "norm_pooled": norm_pooled,
-        "pos_embed": "none" if num_positions is None else "learned_1d",
-        "pos_embed_class_token": not no_embed_class,
-        "gelu": _GELU[act],
-        "norm_eps": float(args.get("eps", _DEFAULT_EPS)),
-        "qkv_bias": found["qkv_bias"],
-    }
-    if has_token != (_POOLS[pool] == "token"):
-        fields["class_token"] = has_token
-    if "blocks.0.ls1.gamma" in arrays:
-        fields["layer_scale"] = float(args.get("init_values") or 1e-5)
-    model = DeiT(**fields) if distilled else ViT(**fields)
-    params = layout.read_entries(_entries(model), arrays, model, source)
-    spec = Spec(
+    return image_size, not no_embed_class
+
+
+def _read_spec(
+    config: _Config,
+    model: nn.Module,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    source: str,
+) -> Spec:
+    names = config.stated.get("label_names")
+    return Spec(
         image_size=model.image_size,
         resize="antialiased",
         mean=mean,
         std=std,
-        class_names=rules.class_names_of(stated.get("label_names"), model.num_classes, source),
-        cut=None if config is None else _read_cut(pixels),
-        **rules.read_preparation(stated, model.image_size, source),
+        class_names=rules.class_names_of(names, model.num_classes, source),
+        cut=None if config.content is None else _read_cut(config.pixels),
+        **rules.read_preparation(config.stated, model.image_size, source),
     )
-    return Pretrained(source, model, params, spec)
 
 
 def _read_cut(pixels: dict[str, Any]) -> Cut:
@@ -235,17 +304,12 @@ def _read_cut(pixels: dict[str, Any]) -> Cut:
     )
 
 
-def _is_named(stated: dict[str, Any]) -> bool:
-    """Whether the architecture is one that timm has registered, as vit_base_patch16_224."""
-    return re.match(r"\w+_\w+_patch\d+", str(stated.get("architecture", ""))) is not None
-
-
-def _num_heads(args: dict[str, Any], stated: dict[str, Any], width: int) -> int | None:
+def _num_heads(config: _Config, width: int) -> int | None:
     """As stated; by the size that the architecture's name has; by timm's default; by width."""
-    if "num_heads" in args:
-        return args["num_heads"]
+    if "num_heads" in config.args:
+        return config.args["num_heads"]
     by_width = layout.heads_by_width(width)
-    if "model_args" in stated and not _is_named(stated):
+    if "model_args" in config.stated and not config.is_named:
         return _DEFAULT_HEADS
     if by_width is not None:
         logger.info("%d heads, as of published ViTs that are %d wide", by_width, width)
@@ -288,10 +352,35 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     model = pretrained.model
     spec = pretrained.spec.at(model.image_size)
     arrays = layout.write_entries(_entries(model), pretrained.params)
-    height, width = model.image_size
+    args = _model_args(model)
+    config = {
+        "architecture": _architecture(model),
+        "num_classes": model.num_classes or 0,
+        "num_features": model.width,
+        "global_pool": args["global_pool"],
+        "model_args": args,
+        "pretrained_cfg": _pretrained_cfg(spec),
+    }
+    if spec.class_names:
+        config["label_names"] = list(spec.class_names)
+    if spec.loss is not None:
+        config["loss"] = spec.loss
+    if ops_for(spec) != library_ops(spec):
+        config["ops"] = ops_for(spec)
+    alone = path.suffix == ".safetensors"
+    beside = path.with_suffix(".json") if alone else path / "config.json"
+    path = path if alone else path / "model.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(beside, rules.to_json(config))
+    safetensors.write_arrays(path, arrays)
+    return [beside.name, path.name]
+
+
+def _model_args(model: nn.Module) -> dict[str, Any]:
+    """The arguments of VisionTransformer that make `model`."""
     args = {
-        "img_size": height if height == width else [height, width],
-        "patch_size": _int_or_pair(model.patch_size),
+        "img_size": layout.int_or_pair(model.image_size),
+        "patch_size": layout.int_or_pair(model.patch_size),
         "embed_dim": model.width,
         "depth": model.depth,
         "num_heads": model.num_heads,
@@ -310,36 +399,20 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     if model.norm_eps != _DEFAULT_EPS:
         # No argument of timm's: better refused there than computed with another epsilon.
         args["eps"] = model.norm_eps
+    return args
+
+
+def _pretrained_cfg(spec: Spec) -> dict[str, Any]:
+    """How timm prepares images; `spec` has an image size."""
     share, mode, interpolation = spec.cut or Cut()
-    pixels = {
+    return {
         "mean": list(spec.mean),
         "std": list(spec.std),
-        "input_size": [3, height, width],
+        "input_size": [3, *spec.image_size],
         "crop_pct": share,
         "crop_mode": mode,
         "interpolation": interpolation,
     }
-    config = {
-        "architecture": _architecture(model),
-        "num_classes": model.num_classes or 0,
-        "num_features": model.width,
-        "global_pool": args["global_pool"],
-        "model_args": args,
-        "pretrained_cfg": pixels,
-    }
-    if spec.class_names:
-        config["label_names"] = list(spec.class_names)
-    if spec.loss is not None:
-        config["loss"] = spec.loss
-    if ops_for(spec) != library_ops(spec):
-        config["ops"] = ops_for(spec)
-    alone = path.suffix == ".safetensors"
-    beside = path.with_suffix(".json") if alone else path / "config.json"
-    path = path if alone else path / "model.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(beside, rules.to_json(config))
-    safetensors.write_arrays(path, arrays)
-    return [beside.name, path.name]
 
 
 def library_ops(spec: Spec) -> str:
@@ -363,7 +436,3 @@ def _mlp_ratio(model: nn.Module) -> float:
     while int(model.width * ratio) < model.mlp_dim:
         ratio = math.nextafter(ratio, math.inf)
     return int(ratio) if ratio.is_integer() else ratio
-
-
-def _int_or_pair(size: tuple[int, int]) -> int | list[int]:
-    return size[0] if size[0] == size[1] else list(size)

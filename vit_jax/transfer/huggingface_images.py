@@ -1,0 +1,177 @@
+"""How Hugging Face's `transformers` prepares images: preprocessor_config.json, read and written."""
+
+import operator
+import re
+from typing import Any
+
+from etils import epath
+
+from vit_jax.transfer import layout, rules, safetensors
+from vit_jax.transfer.images import ops_for
+from vit_jax.transfer.rules import Cut, Spec
+
+_PIXELS = {
+    "do_resize": "true or false", "do_center_crop": "true or false", "do_rescale": "true or false",
+    "do_normalize": "true or false", "do_pad": "true or false", "resample": "a positive int",
+    "rescale_factor": "a positive number", "image_mean": "three numbers",
+    "image_std": "three positive numbers", "image_processor_type": "text",
+    "feature_extractor_type": "text", "ops": "text",
+}  # fmt: skip
+_PROCESSOR = re.compile(r"(ViT|DeiT|Bit)(ImageProcessor(Fast|Pil)?|FeatureExtractor)")
+# What a class of image processors does where a file does not state it. ViT's and DeiT's resize to
+# (height, width), each side by itself; so does an int. Bit's keeps the proportion.
+_PROCESSORS = {
+    "ViT": {"resample": 2, "do_center_crop": False},
+    "DeiT": {"resample": 3, "size": 256, "do_center_crop": True, "crop_size": 224},
+    "Bit": {"resample": 3, "size": {"shortest_edge": 224}, "do_center_crop": True,
+            "crop_size": 224, "image_mean": [0.48145466, 0.4578275, 0.40821073],
+            "image_std": [0.26862954, 0.26130258, 0.27577711]},
+}  # fmt: skip
+_FILTERS = {2: "bilinear", 3: "bicubic"}  # as Pillow numbers them
+_RESAMPLE = {ours: theirs for theirs, ours in _FILTERS.items()}
+
+
+def read_pixels(path: epath.Path) -> dict[str, Any]:
+    """The values of preprocessor_config.json; {} where there is none."""
+    file = path / "preprocessor_config.json"
+    content = safetensors.read_json(file) if path.is_dir() and file.exists() else {}
+    return layout.read_stated(content, _PIXELS, str(file))
+
+
+def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str) -> Spec:
+    """`spec` with images prepared as `pixels`, the keys of a preprocessor_config.json, say.
+
+    Raises:
+      InputError: naming each key that asks for what cannot be done here.
+    """
+    default = "DeiTImageProcessor" if distilled and pixels else "ViTImageProcessor"
+    processor = pixels.get("image_processor_type") or pixels.get("feature_extractor_type", default)
+    match = _PROCESSOR.fullmatch(processor)
+    where = f"init_from={source!r}: images cannot be prepared as its preprocessor_config.json says"
+    if match is None:
+        rules.refuse([f"image_processor_type={processor!r}: needs ViTImageProcessor, "
+                      "DeiTImageProcessor or BitImageProcessor"], where)  # fmt: skip
+    height, width = spec.image_size
+    given = {"size": {"height": height, "width": width}} | _PROCESSORS[match[1]] | pixels
+    if match[1] == "Bit" and isinstance(given["size"], int):
+        given["size"] = {"shortest_edge": given["size"]}
+    rules.refuse(_pixel_faults(given, spec.image_size), where)
+    resized = _height_width(given["size"])
+    in_proportion = _in_proportion(given["size"])
+    scale = 255 * given.get("rescale_factor", 1 / 255) if given.get("do_rescale", True) else 255.0
+    mean, std = (0.0,) * 3, (1.0,) * 3
+    if given.get("do_normalize", True):
+        mean, std = (tuple(given.get(key, (0.5,) * 3)) for key in ("image_mean", "image_std"))
+    interpolation = _FILTERS[given["resample"]]
+    nearest = max if in_proportion else min  # where no share gives both sides
+    share = nearest(map(rules.share_of, spec.image_size, resized))
+    cut = Cut(share, "center" if in_proportion else "squash", interpolation)
+    ops = pixels.get("ops") or _ops(resized, in_proportion, interpolation, spec.image_size)
+    spec = spec._replace(
+        mean=tuple(value / scale for value in mean),
+        std=tuple(value / scale for value in std),
+        cut=cut,
+        **rules.read_preparation({"ops": ops, "loss": spec.loss}, spec.image_size, source),
+    )
+    return spec._replace(ops=None) if ops == rules.ops_of_cut(cut, spec.image_size) else spec
+
+
+def _in_proportion(size: Any) -> bool:
+    """Whether images of a size as transformers states it keep their proportions."""
+    return isinstance(size, dict) and size.keys() == {"shortest_edge"}
+
+
+def _pixel_faults(given: dict[str, Any], image_size: tuple[int, int]) -> list[str]:
+    """What of `given`, keys of a preprocessor_config.json and defaults, cannot be done here."""
+    faults = []
+    if not given.get("do_resize", True):
+        faults.append("do_resize=False: needs true, as the model takes images of one size")
+    if given.get("do_pad"):
+        faults.append("do_pad=True: needs false; padding is not supported")
+    if given["resample"] not in _FILTERS:
+        faults.append(f"resample={given['resample']}: needs 2 (bilinear) or 3 (bicubic)")
+    resized = _height_width(given["size"])
+    cropped = _height_width(given.get("crop_size")) if given["do_center_crop"] else resized
+    if resized is None:
+        faults.append(f"size={given['size']!r}: needs an int, height and width, or shortest_edge")
+    elif _in_proportion(given["size"]) and not given["do_center_crop"]:
+        faults.append(f"size={given['size']!r}: needs do_center_crop=true, as the images of such a "
+                      "size have the proportions of the files")  # fmt: skip
+    elif cropped != image_size:
+        key = "crop_size" if given["do_center_crop"] else "size"
+        height, width = image_size
+        faults.append(
+            f"{key}={given.get(key)!r}: needs {height} x {width}, the image_size of config.json"
+        )
+    elif any(map(operator.lt, resized, cropped)):
+        faults.append(f"size={given['size']!r}: needs at least crop_size={given['crop_size']!r}, "
+                      "as a larger crop has a black border")  # fmt: skip
+    return faults
+
+
+def _height_width(size: Any) -> tuple[int, int] | None:
+    """(height, width) of a size as transformers states it; None if it is of no known form."""
+    match size:
+        case {"height": height, "width": width, **rest} if not rest:
+            pass
+        case {"shortest_edge": height, **rest} if not rest:
+            width = height
+        case [height, width]:
+            pass
+        case _:
+            height = width = size
+    return (height, width) if all(type(s) is int and s > 0 for s in (height, width)) else None
+
+
+def _ops(
+    resized: tuple[int, int], in_proportion: bool, interpolation: str, image_size: tuple[int, int]
+) -> str:
+    """What an image processor of transformers does, as a preprocessing string."""
+    if in_proportion:
+        return f"decode|torchvision_resize({resized[0]}, {interpolation!r})|central_crop"
+    if resized == image_size:
+        return f"decode|torchvision_resize(filter={interpolation!r})"
+    return f"decode|torchvision_resize({resized}, {interpolation!r})|central_crop"
+
+
+def write_pixels(spec: Spec) -> dict[str, Any]:
+    """The keys of preprocessor_config.json for images prepared as `spec` says."""
+    pixels = {
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": list(spec.mean),
+        "image_std": list(spec.std),
+        "rescale_factor": 1 / 255,
+        **_write_cut(spec.cut or Cut(), spec.image_size),
+    }
+    if ops_for(spec) != library_ops(spec):
+        pixels["ops"] = ops_for(spec)
+    return pixels
+
+
+def _write_cut(cut: Cut, image_size: tuple[int, int]) -> dict[str, Any]:
+    """The keys of preprocessor_config.json that say `cut`, and the class that has always read them.
+
+    In proportion there is one size for both sides: the larger, of images that are no squares.
+    """
+    (height, width), resized = image_size, cut.resized(image_size)
+    pixels = {"resample": _RESAMPLE[cut.interpolation], "do_center_crop": False}
+    crop = {"do_center_crop": True, "crop_size": {"height": height, "width": width}}
+    squashed = {"height": resized[0], "width": resized[1]}
+    if cut.mode == "center":
+        processor, size = "BitImageProcessor", {"shortest_edge": max(resized)}
+    else:
+        processor, size = "DeiTImageProcessor", squashed
+        if resized == image_size:
+            processor, crop = "ViTImageProcessor", {}
+    return pixels | crop | {"image_processor_type": processor, "size": size}
+
+
+def library_ops(spec: Spec) -> str:
+    """How transformers cuts images by what `write_pixels` gives, as a preprocessing string."""
+    cut = spec.cut or Cut()
+    in_proportion, resized = cut.mode == "center", cut.resized(spec.image_size)
+    if in_proportion:
+        resized = (max(resized),) * 2
+    return _ops(resized, in_proportion, cut.interpolation, spec.image_size)
