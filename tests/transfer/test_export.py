@@ -91,7 +91,8 @@ def test_a_run(run, tmp_path, capsys, format):
     receipt = json.loads((folder / f"{stem}receipt.json").read_text())
     assert (receipt["source"], receipt["step"]) == (str(run), 10)
     assert receipt["weights"] == "running average"
-    assert receipt["config"] == json.loads((run / "config.json").read_text())
+    stored = json.loads((run / "config.json").read_text())
+    assert stored == {"format_version": 2} | receipt["config"]
     assert receipt["results"] == {
         "test/top1": {"value": 0.5, "step": 10}, "test/loss": {"value": None, "step": 5},
     }  # fmt: skip
