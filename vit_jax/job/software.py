@@ -29,7 +29,7 @@ def software() -> dict[str, str]:
 
 def code_digest(root: pathlib.Path | None = None) -> str:
     """Of every source file of the package, or below `root`; without the configs in a wheel."""
-    root = root or pathlib.Path(__file__).parent
+    root = root or pathlib.Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(set(root.rglob("*.py")) - set((root / "configs").rglob("*.py"))):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
