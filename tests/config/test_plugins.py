@@ -196,9 +196,12 @@ def workdir(here, tmp_path, ran):
 
 
 def test_a_stranger_runs_no_code(workdir, here, ran, monkeypatch):
-    for _ in range(2):
-        with pytest.raises(InputError, match="--trust_plugins then runs it"):
-            read_config(workdir)
+    with pytest.raises(InputError, match="no such file"), plugins.using(["no.py"], trusted=True):
+        pass
+    with pytest.raises(InputError, match="--trust_plugins then runs it"):
+        read_config(workdir)
+    with plugins.using(), pytest.raises(InputError, match="--trust_plugins then runs it"):
+        read_config(workdir)
     # Neither the workdir nor the working directory is a place of installed modules.
     monkeypatch.setattr(sys, "path", [str(workdir / "plugins"), str(here), "", *sys.path])
     (here / "part.py").write_text(PART)

@@ -69,7 +69,8 @@ def using(names: Sequence[str] = (), *, trusted: bool = False) -> Iterator[None]
     Raises:
       InputError: as `import_plugins`.
     """
-    tokens = _trusted.set(trusted), _named.set(import_plugins(names))
+    named = import_plugins(names)
+    tokens = _trusted.set(trusted), _named.set(named)
     try:
         yield
     finally:
