@@ -23,7 +23,6 @@ from vit_jax.config import stored as stored_configs
 from vit_jax.evaluators import classification
 from vit_jax.main import main
 from vit_jax.models.layers import NORMS
-from vit_jax.training import validation
 from vit_jax.training.prepare import prepare
 from vit_jax.training.train import train_and_evaluate
 from vit_jax.transfer import read_pretrained
@@ -186,10 +185,10 @@ class RenamedScale(nn.LayerNorm):
 
 def later_code(monkeypatch):
     """Keys and leaves as a later version may have them: some are new, some have new names."""
-    todays = base.base_config
+    todays = base.default_config
 
-    def later_config():
-        c = todays().unlock()
+    def later_config(plugins=()):
+        c = todays(plugins).unlock()
         c.insight = ConfigDict({"every": "1 epochs"})
         c.data.exif = False
         c.lock().evals.unlock()
@@ -198,8 +197,8 @@ def later_code(monkeypatch):
     def later_entry(*, split, every, ops, batch_size=None, data_name=None, data_dir=None, crops=1):
         return evals.typed_entry("classification", locals())
 
-    for module in (base, stored_configs, text, validation, vit_jax.config):
-        monkeypatch.setattr(module, "base_config", later_config)
+    for module in (base, stored_configs, text, vit_jax.config):
+        monkeypatch.setattr(module, "default_config", later_config)
     later = classification.EVALUATOR._replace(entry=later_entry)
     monkeypatch.setitem(evals.EVALUATORS, "classification", later)
     renamed = {
