@@ -13,7 +13,7 @@ from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vit_jax.checkpoints import checkpoint, stored
+from vit_jax.checkpoints import checkpoint, restore, stored
 from vit_jax.checkpoints.checksums import checksums
 from vit_jax.config import base_config
 from vit_jax.devices.mesh import make_mesh
@@ -50,7 +50,7 @@ def directory(tmp_path):
 
 
 def restored_step(directory, **kwargs):
-    state, meta = checkpoint.restore_newest(directory, abstract(make_state(0)), **kwargs)
+    state, meta = restore.restore_newest(directory, abstract(make_state(0)), **kwargs)
     for found, saved in zip(
         jax.tree.leaves(state), jax.tree.leaves(make_state(meta["step"])), strict=True
     ):
@@ -68,10 +68,10 @@ def test_the_newest_is_restored_bit_for_bit(directory):
 
 def test_no_directory_and_no_step_are_no_checkpoint(tmp_path):
     target = abstract(make_state(0))
-    assert checkpoint.restore_newest(epath.Path(tmp_path / "absent"), target) is None
+    assert restore.restore_newest(epath.Path(tmp_path / "absent"), target) is None
     (tmp_path / "12.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "pretrained.npz").write_bytes(b"")
-    assert checkpoint.restore_newest(epath.Path(tmp_path), target) is None
+    assert restore.restore_newest(epath.Path(tmp_path), target) is None
 
 
 def test_a_missing_file_of_any_kind_is_named_and_the_step_moved_aside(directory, caplog):
@@ -110,7 +110,7 @@ def test_one_flipped_bit_in_any_file_is_noticed(directory):
 
 def test_a_leaf_that_is_not_as_saved_is_noticed_without_the_seal(directory, monkeypatch, caplog):
     """The checksums of the leaves stand alone: large files are not digested."""
-    monkeypatch.setattr(checkpoint, "check_seal", lambda step_dir: None)
+    monkeypatch.setattr(restore, "check_seal", lambda step_dir: None)
     meta_file = directory / "2" / "meta" / "metadata"
     meta = json.loads(meta_file.read_text())
     meta["checksums"]["params/layer/kernel"] ^= 1
@@ -123,7 +123,7 @@ def test_when_none_is_valid_the_run_is_refused_and_nothing_is_moved(directory):
     for step in (1, 2):
         (directory / str(step) / "meta" / "metadata").unlink()
     with pytest.raises(InputError, match=r"no checkpoint in .* can be read.*\n.*meta/metadata"):
-        checkpoint.restore_newest(directory, abstract(make_state(0)), move_aside=True)
+        restore.restore_newest(directory, abstract(make_state(0)), move_aside=True)
     assert sorted(p.name for p in directory.iterdir()) == ["1", "2"]
 
 
@@ -157,7 +157,7 @@ def test_checksums_and_restored_values_do_not_depend_on_the_mesh(directory):
     kernel = NamedSharding(mesh, P("fsdp", "tensor"))
     params = target.params["layer"]
     params["kernel"] = jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=kernel)
-    state, meta = checkpoint.restore_newest(directory, target)
+    state, meta = restore.restore_newest(directory, target)
     assert meta["step"] == 2
     assert state.params["layer"]["kernel"].sharding == kernel
     assert checksums(state) == meta["checksums"]
@@ -166,7 +166,7 @@ def test_checksums_and_restored_values_do_not_depend_on_the_mesh(directory):
 
 def test_parameters_alone_can_be_restored(directory):
     target = {"params": abstract(make_state(0)).params}
-    state, _ = checkpoint.restore_newest(directory, target, partial=True)
+    state, _ = restore.restore_newest(directory, target, partial=True)
     assert state.keys() == {"params"}
     np.testing.assert_array_equal(
         state["params"]["layer"]["kernel"], make_state(2).params["layer"]["kernel"]
@@ -193,39 +193,39 @@ def test_leaves_are_restored_by_the_names_of_an_older_version(directory, monkeyp
 
     expected = todays(make_state(2))
     target = abstract(expected)
-    state, meta = checkpoint.restore_newest(directory, target)
+    state, meta = restore.restore_newest(directory, target)
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, state, expected)
-    state, _ = checkpoint.restore_newest(directory, {"params": target.params}, partial=True)
+    state, _ = restore.restore_newest(directory, {"params": target.params}, partial=True)
     jax.tree.map(np.testing.assert_array_equal, state["params"], expected.params)
 
     wrong = meta["checksums"] | {"opt_state/0/mu/layer/kernel": 1}
     monkeypatch.setattr(checkpoint, "read_meta", lambda step: meta | {"checksums": wrong})
     with pytest.raises(InputError, match="leaf opt_state/0/mu/block/dense/weight is not as it was"):
-        checkpoint.restore_newest(directory, target)
+        restore.restore_newest(directory, target)
 
 
 def test_a_leaf_that_is_missing_or_left_over_is_named(directory):
     state = abstract(make_state(0))
     more = state.replace(params=state.params | {"scale": state.params["layer"]["bias"]})
     with pytest.raises(InputError, match="leaf params/scale is missing"):
-        checkpoint.restore_newest(directory, more)
+        restore.restore_newest(directory, more)
     fewer = state.replace(params={"layer": {"kernel": state.params["layer"]["kernel"]}})
     with pytest.raises(InputError, match="leaf params/layer/bias is no part of this run's state"):
-        checkpoint.restore_newest(directory, fewer)
+        restore.restore_newest(directory, fewer)
 
 
 def test_a_newer_step_is_refused_and_none_before_it_is_taken(directory, monkeypatch):
-    assert checkpoint.read_meta(directory / "2")["format_version"] == stored.FORMAT_VERSION
+    assert restore.read_meta(directory / "2")["format_version"] == stored.FORMAT_VERSION
     monkeypatch.setattr(stored, "FORMAT_VERSION", 1)
-    meta_of = checkpoint.read_meta
+    meta_of = restore.read_meta
     monkeypatch.setattr(
         checkpoint,
         "read_meta",
         lambda step: meta_of(step) | ({} if step.name == "2" else {"format_version": 1}),
     )
     with pytest.raises(InputError, match="/checkpoints/2: has format version 2, and this vit_jax"):
-        checkpoint.restore_newest(directory, abstract(make_state(0)), move_aside=True)
+        restore.restore_newest(directory, abstract(make_state(0)), move_aside=True)
     assert sorted(p.name for p in directory.iterdir()) == ["1", "2"]
 
 
@@ -242,7 +242,7 @@ def test_the_newest_and_the_multiples_of_keep_every_are_kept(tmp_path):
         if timetable.saves(step):
             checkpoints.save(step, make_state(step), META)
     checkpoints.close()
-    assert checkpoint.saved_steps(directory) == [16, 15, 10, 5]
+    assert restore.saved_steps(directory) == [16, 15, 10, 5]
 
 
 def test_another_order_of_data_is_refused(directory):

@@ -16,7 +16,7 @@ from numpy_vit import random_params
 
 import vit_jax
 from vit_jax import tree
-from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.config import base_config
 from vit_jax.devices.flops import count_flops, forward_macs
 from vit_jax.devices.mesh import make_mesh
@@ -220,7 +220,7 @@ def test_save_and_restore(name, tmp_path):
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
-    restored, _ = checkpoint.restore_newest(folder, target)
+    restored, _ = restore.restore_newest(folder, target)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints import restore
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.order import record_order
@@ -89,7 +89,7 @@ def test_corrupt_records_are_counted_over_the_run_and_its_resumption(data_dir, t
     ids = record_order(100, config.seed)(tf.range(8 * 16, dtype=tf.int64)).numpy()
     expected = {step: int(np.isin(ids[: step * 16], CORRUPT).sum()) for step in (2, 4, 6, 8)}
     assert corrupt_rows(tmp_path / "a") == expected and expected[8] > 4
-    assert checkpoint.read_meta(epath.Path(tmp_path / "a/checkpoints/4"))["corrupt"] == expected[4]
+    assert restore.read_meta(epath.Path(tmp_path / "a/checkpoints/4"))["corrupt"] == expected[4]
 
     shutil.rmtree(tmp_path / "a/checkpoints/8")
     (tmp_path / "a/summary.json").unlink()

@@ -82,7 +82,7 @@ import jax.numpy as jnp
 import tensorstore
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec as P
-from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.devices.mesh import make_mesh
 
 directory, address, i = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -105,7 +105,7 @@ def bytes_read():
 
 
 before = bytes_read()
-state, _ = checkpoint.restore_newest(epath.Path(directory), target, partial=True)
+state, _ = restore.restore_newest(epath.Path(directory), target, partial=True)
 shards = sum(s.data.nbytes for leaf in jax.tree.leaves(state) for s in leaf.addressable_shards)
 print(json.dumps({"shards": shards, "read": bytes_read() - before}))
 """
@@ -150,7 +150,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec as P
-from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.devices.mesh import make_mesh
 
 
@@ -202,7 +202,7 @@ del state
 
 
 def restore():
-    return jax.block_until_ready(checkpoint.restore_newest(directory, target))
+    return jax.block_until_ready(restore.restore_newest(directory, target))
 
 
 restore()

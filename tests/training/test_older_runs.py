@@ -16,7 +16,7 @@ from flax import linen as nn
 from ml_collections import ConfigDict
 
 import vit_jax.config
-from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints import restore
 from vit_jax.checkpoints import stored as stored_steps
 from vit_jax.config import base, evals, text
 from vit_jax.config import stored as stored_configs
@@ -128,8 +128,8 @@ def test_it_resumes_to_the_same_parameters(older_run, make, resumed, caplog):
         assert row[name] == pytest.approx(value, rel=1e-5), name
 
     steps = epath.Path(resumed.workdir / "checkpoints")
-    assert "format_version" not in checkpoint.read_meta(steps / "3")  # the first, as is the
-    meta = checkpoint.read_meta(steps / "6")  # version of its fingerprint
+    assert "format_version" not in restore.read_meta(steps / "3")  # the first, as is the
+    meta = restore.read_meta(steps / "6")  # version of its fingerprint
     assert (meta["format_version"], meta["fingerprint_version"]) == (2, 2)
     assert json.loads((resumed.workdir / "config.json").read_text())["format_version"] == 2
 

@@ -15,7 +15,7 @@ from etils import epath
 from sklearn.datasets import load_digits
 
 from vit_jax import load_pretrained, metrics, tree
-from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import start_backend
@@ -47,7 +47,7 @@ def rows(workdir):
 
 
 def final_checksums(workdir, step=40):
-    return checkpoint.read_meta(epath.Path(workdir) / "checkpoints" / str(step))["checksums"]
+    return restore.read_meta(epath.Path(workdir) / "checkpoints" / str(step))["checksums"]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_module, "compile_step", poisoned)
     with pytest.raises(NonFiniteError, match=r"step 17: .*loss is nan.*; step 10 is saved"):
         train_and_evaluate(make_config(), tmp_path / "a")
-    assert checkpoint.saved_steps(epath.Path(tmp_path / "a/checkpoints")) == [10]
+    assert restore.saved_steps(epath.Path(tmp_path / "a/checkpoints")) == [10]
     assert [row["step"] for row in rows(tmp_path / "a")] == [5, 10, 15]
 
     assert main([f"--config={FILE}", f"--workdir={tmp_path / 'b'}"]) == 1
@@ -359,7 +359,7 @@ def test_a_checkpoint_is_not_condemned_for_what_is_not_its_fault(finished, tmp_p
     def denied(*args):
         raise PermissionError("denied")
 
-    monkeypatch.setattr(checkpoint, "_restore", denied)
+    monkeypatch.setattr(restore, "_restore", denied)
     with pytest.raises(PermissionError):
         train_and_evaluate(make_config(), run)
     assert (run / "checkpoints/40").exists()

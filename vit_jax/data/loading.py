@@ -41,13 +41,7 @@ def local_batches(
 
     Raises: InputError, before the first batch, if the ops do not give image_size.
     """
-    takes_encoded = bool(host_ops) and host_ops[0].takes_encoded
-    if source.encoded and source.image_shape is None and not takes_encoded:
-        first = repr(host_ops[0].text) if host_ops else "no host op"
-        raise InputError(
-            f"{key} begins with {first}, and the images of data.name={source.name!r} are "
-            "encoded; put 'decode' or 'inception_crop' first"
-        )
+    _check_first_op(source, host_ops, key)
     check_crops(host_ops, key, source.image_shape and source.image_shape[:2])
     options = tf.data.Options()
     options.deterministic = True
@@ -87,6 +81,17 @@ def local_batches(
         yield from careful_batches.as_numpy_iterator()
 
     return _name_broken(read(), source, host_ops)
+
+
+def _check_first_op(source: Source, host_ops: Sequence[Op], key: str) -> None:
+    """Raises InputError if encoded images of any size are not decoded first."""
+    takes_encoded = bool(host_ops) and host_ops[0].takes_encoded
+    if source.encoded and source.image_shape is None and not takes_encoded:
+        first = repr(host_ops[0].text) if host_ops else "no host op"
+        raise InputError(
+            f"{key} begins with {first}, and the images of data.name={source.name!r} are "
+            "encoded; put 'decode' or 'inception_crop' first"
+        )
 
 
 def _load_pixels(source, host_ops, arranged):

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
 from vit_jax import transfer, tree
-from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints import restore
 from vit_jax.config.evals import find_evaluator, learning_kinds
 from vit_jax.data import Source, check_crops, parse_ops
 from vit_jax.data.preprocessing import parse_preprocessing
@@ -48,7 +48,7 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
     run = prepare(config, workdir, training=False)
     workdir = run.workdir
     _warn_of_borders(run.config)
-    saved = checkpoint.saved_steps(workdir / "checkpoints")
+    saved = restore.saved_steps(workdir / "checkpoints")
     compare_findings(run.config, run.sources, {"checkpoints in --workdir": saved})
     with jax.set_mesh(run.mesh):
         wanted = {
@@ -56,7 +56,7 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
             "model_state": run.experiment.abstract_state.model_state,
             "ema": run.experiment.abstract_state.ema,
         }
-        restored = checkpoint.restore_newest(workdir / "checkpoints", wanted, partial=True)
+        restored = restore.restore_newest(workdir / "checkpoints", wanted, partial=True)
         if restored is None:
             raise InputError(f"--workdir={workdir}: no checkpoint there yet")
         found, meta = restored

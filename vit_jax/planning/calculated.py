@@ -20,6 +20,7 @@ from vit_jax import tree
 from vit_jax.devices.chips import GPUS_PER_HOST
 from vit_jax.devices.mesh import AXES, BATCH_AXES
 from vit_jax.experiment.experiment import Experiment, make_experiment
+from vit_jax.models.fields import value_of
 from vit_jax.planning.activations import activation_bytes, tensor_exchanges
 from vit_jax.planning.layout import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
@@ -90,16 +91,49 @@ def collective_table(
     Args:
       images: on a device, a step.
     """
-    model = experiment.model
-    is_again = model.scan or model.remat != "none"
-    counts: Counter[tuple[str, str]] = Counter()
-    total: Counter[tuple[str, str]] = Counter()
+    exchanges = _Exchanges(shape)
+    _add_parameters(exchanges, experiment, accum_steps)
+    _add_activations(exchanges, experiment.model, images)
+    return exchanges.table(target)
 
-    def add(kind: str, axis: str, number: int, times: int = 1) -> None:
-        if shape[axis] > 1:
-            counts[kind, axis] += times
-            total[kind, axis] += times * number
 
+class _Exchanges:
+    """Exchanges over the axes of a mesh of `shape`, added up by kind and axis."""
+
+    def __init__(self, shape: Mapping[str, int]):
+        self.shape = shape
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._bytes: Counter[tuple[str, str]] = Counter()
+
+    def add(self, kind: str, axis: str, number: int, times: int = 1) -> None:
+        """Adds `times` exchanges of `number` bytes over an axis of several devices."""
+        if self.shape[axis] > 1:
+            self._counts[kind, axis] += times
+            self._bytes[kind, axis] += times * number
+
+    def table(self, target: Target) -> list[dict[str, Any]]:
+        """A row for each kind and axis, the most bytes sent first."""
+        rows = [
+            {
+                "kind": kind,
+                "axes": [axis],
+                "network": _network(axis, self.shape, target),
+                "asynchronous": True,
+                "count": self._counts[kind, axis],
+                "bytes": number,
+                "sent_bytes": number
+                * (1 - 1 / self.shape[axis])
+                * (2 if kind == "all-reduce" else 1),
+            }
+            for (kind, axis), number in self._bytes.items()
+        ]
+        return sorted(rows, key=lambda row: -row["sent_bytes"])
+
+
+def _add_parameters(exchanges: _Exchanges, experiment: Experiment, accum_steps: int) -> None:
+    """Adds the exchanges of weights, gradients and updates; see `collective_table`."""
+    model, shape = experiment.model, exchanges.shape
+    is_again = value_of(model, "scan") or value_of(model, "remat") != "none"
     specs = _update_specs(experiment)
     for name, leaf in tree.flatten_names(experiment.abstract_state.params).items():
         weight_size, gradient_size = _sizes_in_use(name, leaf, model)
@@ -114,36 +148,27 @@ def collective_table(
         if "fsdp" in scattered:
             whole = share * shape["fsdp"]
             passes = 1 + (is_again and _IN_LAYERS.match(name) is not None)
-            add("all-gather", "fsdp", whole * weight_size, arrays * passes * accum_steps)
-            add(kind, "fsdp", whole * gradient_size, arrays * accum_steps)
+            exchanges.add("all-gather", "fsdp", whole * weight_size, arrays * passes * accum_steps)
+            exchanges.add(kind, "fsdp", whole * gradient_size, arrays * accum_steps)
         if "data" in scattered:
-            add(kind, "data", share * gradient_size, arrays * accum_steps)
-            add("all-gather", "data", share * leaf.dtype.itemsize, arrays)
+            exchanges.add(kind, "data", share * gradient_size, arrays * accum_steps)
+            exchanges.add("all-gather", "data", share * leaf.dtype.itemsize, arrays)
             share //= shape["data"]
         for axis in reversed(BATCH_AXES):
             if axis not in scattered:
-                add("all-reduce", axis, share * gradient_size, arrays)
+                exchanges.add("all-reduce", axis, share * gradient_size, arrays)
                 share //= shape[axis]
+
+
+def _add_activations(exchanges: _Exchanges, model: nn.Module, images: int) -> None:
+    """Adds the exchanges of activations over `tensor`."""
     backward = tensor_exchanges(model, backward=True)
-    forward_passes = 1 + (model.remat != "none")
+    forward_passes = 1 + (value_of(model, "remat") != "none")
     for kind, (forward_count, forward_bytes) in tensor_exchanges(model).items():
         count = forward_passes * forward_count + backward[kind][0]
         number = forward_passes * forward_bytes + backward[kind][1]
         if count:
-            add(kind, "tensor", images * number // count, count)
-    table = [
-        {
-            "kind": kind,
-            "axes": [axis],
-            "network": _network(axis, shape, target),
-            "asynchronous": True,
-            "count": counts[kind, axis],
-            "bytes": number,
-            "sent_bytes": number * (1 - 1 / shape[axis]) * (2 if kind == "all-reduce" else 1),
-        }
-        for (kind, axis), number in total.items()
-    ]
-    return sorted(table, key=lambda row: -row["sent_bytes"])
+            exchanges.add(kind, "tensor", images * number // count, count)
 
 
 def _update_specs(experiment: Experiment) -> dict[str, PartitionSpec]:
@@ -177,7 +202,7 @@ def _sizes_in_use(name: str, leaf: jax.ShapeDtypeStruct, model: nn.Module) -> tu
     Both are in the dtype of computation, but for heads, which compute in float32, and convolutions:
     their kernels are standardised in float32.
     """
-    size, own = jnp.dtype(model.dtype).itemsize, leaf.dtype.itemsize
+    size, own = jnp.dtype(value_of(model, "dtype")).itemsize, leaf.dtype.itemsize
     if _HEAD.match(name):
         return own, own
     return own if _CONVOLUTION.search(name) else size, size

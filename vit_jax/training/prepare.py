@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
 from vit_jax import data, files, metrics, transfer
-from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints import restore
 from vit_jax.config import SplitKey
 from vit_jax.config.stored import continue_older
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
@@ -94,7 +94,7 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     faults.check(check_writable if training else check_store, workdir)
     if training and config.log.wandb is not None:
         faults.check(metrics.check_installed, config.log.wandb)
-    resumes = bool(checkpoint.saved_steps(workdir / "checkpoints"))
+    resumes = bool(restore.saved_steps(workdir / "checkpoints"))
     compare_requests(config, {"resumes": resumes})
     faults.check(check_convention, config.init_resize, "init_resize")
     weights = config_lib.weights_source(config) if training and not resumes else None

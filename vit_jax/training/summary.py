@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from vit_jax import metrics
-from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints import restore
 from vit_jax.devices.chips import count_chips
 from vit_jax.files import write_whole
 from vit_jax.training.guards import DIVERGED_FILE, NonFiniteError
@@ -85,8 +85,8 @@ def write_summary(run: Run) -> dict[str, Any]:
     if jax.process_index() > 0:
         return {}
     c, e = run.config, run.experiment
-    step = checkpoint.saved_steps(run.workdir / "checkpoints")[0]
-    meta = checkpoint.read_meta(run.workdir / "checkpoints" / str(step))
+    step = restore.saved_steps(run.workdir / "checkpoints")[0]
+    meta = restore.read_meta(run.workdir / "checkpoints" / str(step))
     images = step * c.global_batch_size
     found = metrics.values_at(step, run.workdir)
     summary = {

@@ -9,7 +9,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax import tree
-from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints import restore
 from vit_jax.config import image_hw, model_fields
 from vit_jax.config.stored import read_config
 from vit_jax.data.host_ops import TAKES_ENCODED
@@ -68,9 +68,9 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
     weights = "params" if averaged is False or not has_average else "ema"
     target = {weights: tree.unflatten_names(params)}
     if source == path:
-        restored = checkpoint.restore_newest(path / "checkpoints", target, partial=True)
+        restored = restore.restore_newest(path / "checkpoints", target, partial=True)
     else:
-        restored = checkpoint.restore_step(source, target, partial=True)
+        restored = restore.restore_step(source, target, partial=True)
     if restored is None:
         raise InputError(f"init_from={str(path)!r}: no checkpoint there yet")
     step = restored[1]["step"]
