@@ -200,7 +200,7 @@ def test_leaves_are_restored_by_the_names_of_an_older_version(directory, monkeyp
     jax.tree.map(np.testing.assert_array_equal, state["params"], expected.params)
 
     wrong = meta["checksums"] | {"opt_state/0/mu/layer/kernel": 1}
-    monkeypatch.setattr(checkpoint, "read_meta", lambda step: meta | {"checksums": wrong})
+    monkeypatch.setattr(restore, "read_meta", lambda step: meta | {"checksums": wrong})
     with pytest.raises(InputError, match="leaf opt_state/0/mu/block/dense/weight is not as it was"):
         restore.restore_newest(directory, target)
 
