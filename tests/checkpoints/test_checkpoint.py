@@ -220,7 +220,7 @@ def test_a_newer_step_is_refused_and_none_before_it_is_taken(directory, monkeypa
     monkeypatch.setattr(stored, "FORMAT_VERSION", 1)
     meta_of = restore.read_meta
     monkeypatch.setattr(
-        checkpoint,
+        restore,
         "read_meta",
         lambda step: meta_of(step) | ({} if step.name == "2" else {"format_version": 1}),
     )
