@@ -5,6 +5,7 @@ DEVICE_OPS of device_ops.py. Importing this package imports no TensorFlow and to
 """
 
 import functools
+from collections.abc import Callable
 
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.image_folder import check_holdout, folder
@@ -50,7 +51,11 @@ __all__ = [
 ]
 
 # Every factory gets all of make_source's keywords and takes those it needs.
-SOURCES = {"digits": digits, "folder": folder, "synthetic": synthetic}
+SOURCES: dict[str, Callable[..., Source]] = {
+    "digits": digits,
+    "folder": folder,
+    "synthetic": synthetic,
+}
 
 
 def make_source(
@@ -83,6 +88,7 @@ def make_source(
 
     Raises: InputError if the data are missing or are not what was asked for.
     """
+    factory: Callable[..., Source]
     if name.startswith("vtab/"):
         factory = functools.partial(vtab_source, name)
     else:

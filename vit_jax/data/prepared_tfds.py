@@ -109,8 +109,11 @@ def tfds_source(
     _check_pixels(features["image"], f"data.name={name!r}: {full_name}")
     image_shape = features["image"].shape
     image_shape = None if None in image_shape else (*image_shape[:2], 3)
-    class_names = None if by_rule else tuple(first_feature.names)
-    num_classes = view.num_classes if by_rule else len(class_names)
+    class_names: tuple[str, ...] | None = None
+    num_classes = view.num_classes
+    if num_classes is None:
+        class_names = tuple(features[view.features[0]].names)
+        num_classes = len(class_names)
 
     try:
         num_examples = builder.info.splits[split].num_examples
@@ -150,7 +153,7 @@ def tfds_source(
     identity = (full_name, split, num_examples, class_names)
     some_records = _digest_records(runs, num_examples)
     if reader == "memory":
-        read, runs = _read_all(runs, num_examples, image_shape, broken_labels), None
+        read = _read_all(runs, num_examples, image_shape, broken_labels)
     else:
 
         def read(record_id):
@@ -168,7 +171,7 @@ def tfds_source(
         read=read,
         record_name=record_name,
         encoded=reader != "memory" or image_shape is None,
-        runs=runs,
+        runs=None if reader == "memory" else runs,
         file_names=file_names,
     )
 
