@@ -1,5 +1,9 @@
 """Objectives: what is minimised over a batch. One file and one line in OBJECTIVES each."""
 
-from vit_jax.objectives.supervised import make_supervised
+from collections.abc import Callable
 
-OBJECTIVES = {"supervised": make_supervised}
+import flax.linen as nn
+
+from vit_jax.objectives.supervised import Loss, Objective, make_supervised
+
+OBJECTIVES: dict[str, Callable[[nn.Module, Loss], Objective]] = {"supervised": make_supervised}
