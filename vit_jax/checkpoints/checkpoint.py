@@ -14,7 +14,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -26,8 +26,11 @@ from vit_jax.checkpoints.checksums import checksums
 from vit_jax.checkpoints.collective import InvalidError, on_all
 from vit_jax.checkpoints.seal import check_seal, complete_seal, write_seal
 from vit_jax.errors import InputError
+from vit_jax.tree import PyTree
 
 logger = logging.getLogger("vit_jax")
+
+State = TypeVar("State")  # a pytree, restored as it is described
 
 # A process reads whole chunks of a leaf, so they are small beside what it keeps of it: of the two
 # greatest axes of a leaf's share orbax makes about equal pieces.
@@ -55,8 +58,8 @@ def _steps_of_first(directory: epath.Path) -> list[int]:
     if jax.process_count() == 1:
         return steps
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
-    steps = np.resize(np.array(steps, np.int32), count)
-    return multihost_utils.broadcast_one_to_all(steps).tolist()
+    as_many = np.resize(np.array(steps, np.int32), count)
+    return multihost_utils.broadcast_one_to_all(as_many).tolist()
 
 
 def read_meta(step_dir: epath.Path) -> dict:
@@ -64,7 +67,7 @@ def read_meta(step_dir: epath.Path) -> dict:
     return json.loads((step_dir / "meta" / "metadata").read_text())
 
 
-def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dict]:
+def _restore(step_dir: epath.Path, target: State, partial: bool) -> tuple[State, dict]:
     """One step's state as `target` and its meta; on all processes, or on none.
 
     Raises:
@@ -84,7 +87,7 @@ def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dic
     return state, meta
 
 
-def _read_state(step_dir: epath.Path, target: Any, partial: bool) -> Any:
+def _read_state(step_dir: epath.Path, target: State, partial: bool) -> State:
     """The leaves of one step that `target` has; of each this process's shards."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         return checkpointer.restore(
@@ -97,7 +100,9 @@ def _read_state(step_dir: epath.Path, target: Any, partial: bool) -> Any:
         )
 
 
-def restore_step(path: epath.Path, abstract_state: Any, *, partial: bool = False) -> tuple:
+def restore_step(
+    path: epath.Path, abstract_state: State, *, partial: bool = False
+) -> tuple[State, dict]:
     """(state, meta) of the checkpoint `path`, a step's; arguments as of `restore_newest`.
 
     Raises:
@@ -111,12 +116,12 @@ def restore_step(path: epath.Path, abstract_state: Any, *, partial: bool = False
 
 def restore_newest(
     directory: epath.Path,
-    abstract_state: Any,
+    abstract_state: State,
     *,
     partial: bool = False,
     fingerprint: Callable[[int], str] | None = None,
     move_aside: bool = False,
-) -> tuple[Any, dict] | None:
+) -> tuple[State, dict] | None:
     """(state, meta) of the newest step in `directory` that verifies; None if there is no step.
 
     Args:
@@ -189,7 +194,7 @@ class Checkpoints:
         self._directory = directory
         self._saving: int | None = None
         policies = ocp.checkpoint_managers
-        keep = [policies.LatestN(keep_last)]
+        keep: list[policies.PreservationPolicy] = [policies.LatestN(keep_last)]
         if keep_every:
             keep.append(policies.EveryNSteps(keep_every))
         self._manager = ocp.CheckpointManager(
@@ -220,7 +225,7 @@ class Checkpoints:
         if saving is not None and jax.process_index() == 0:
             complete_seal(self._directory / str(saving))
 
-    def save(self, step: int, state: Any, meta: dict) -> None:
+    def save(self, step: int, state: PyTree, meta: dict) -> None:
         """Saves `state` as `step`; returns once it may be donated, the files follow."""
         meta = meta | {"step": step, "checksums": checksums(state)}
         self.wait()
@@ -247,11 +252,11 @@ class Checkpoints:
 def start(
     *,
     directory: epath.Path,
-    abstract_state: Any,
+    abstract_state: State,
     fingerprint: Callable[[int], str],
-    from_init: Callable[[], Any] | None,
-    from_scratch: Callable[[], Any],
-) -> tuple[Any, dict]:
+    from_init: Callable[[], State] | None,
+    from_scratch: Callable[[], State],
+) -> tuple[State, dict]:
     """How a run starts: resume > init_from > scratch; the log says which.
 
     Returns:
