@@ -171,6 +171,7 @@ def make_order(
     """
     cycle = global_batch_size // repeats
     if name == "chunk":
+        assert streams is not None
         orders = [
             chunk_order(size, seed, chunk_size=chunk_size, streams=streams, cycle=cycle)
             for size in part_sizes
@@ -347,5 +348,5 @@ def local_rows(sharding: jax.sharding.Sharding, global_batch_size: int) -> np.nd
       global_batch_size: B.
     """
     indices = sharding.addressable_devices_indices_map((global_batch_size,)).values()
-    rows = [np.arange(global_batch_size)[rows] for (rows,) in indices]
+    rows = [np.arange(global_batch_size)[index] for index in indices if index is not None]
     return np.unique(np.concatenate(rows))

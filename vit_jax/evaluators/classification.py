@@ -12,8 +12,10 @@ from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.evaluators.fetching import fetch
-from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.evaluators.inputs import EvalInputs, OutputFn
+from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.supervised import LOSSES, LossFn, hits, make_loss
+from vit_jax.tree import Batch
 
 _NUM_BINS = 15  # as in the paper of calibration
 
@@ -38,10 +40,10 @@ class Classification:
 
     def __init__(
         self,
-        logits_fn: Callable,
+        logits_fn: OutputFn,
         loss: LossFn,
-        make_batches: Callable[[], Iterable[dict]],
-        probabilities: Callable = jax.nn.softmax,
+        make_batches: Callable[[], Iterable[Batch]],
+        probabilities: Callable[[jax.Array], jax.Array] = jax.nn.softmax,
     ):
         self._make_batches = make_batches
 
@@ -62,7 +64,7 @@ class Classification:
 
         self._count = jax.jit(count)
 
-    def run(self, state) -> dict[str, float]:
+    def run(self, state: TrainState) -> dict[str, float]:
         """The metrics of `state` over the split."""
         counts = fetch(self._count(state, batch) for batch in self._make_batches())
         sums, gaps_K, weights = zip(*counts, strict=True)

@@ -48,7 +48,7 @@ def compare_findings(
     if jax.process_count() == 1:
         return
     facts = {f"{k.data_name} {k.split}": s.fingerprint for k, s in sources.items()}
-    _agree(config, "what they found", facts | more)
+    _agree(config, "what they found", facts | dict(more))
 
 
 def compare_workdirs(config: ConfigDict, workdir: epath.Path) -> None:
