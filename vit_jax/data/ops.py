@@ -22,7 +22,8 @@ from vit_jax.data.host_ops import CROPS, HOST_OPS, TAKES_ENCODED, HostOp
 from vit_jax.errors import InputError
 
 # A view: plug-ins add to both.
-OPS: Mapping[str, Callable[..., HostOp | DeviceOp]] = collections.ChainMap(DEVICE_OPS, HOST_OPS)
+OPS: Mapping[str, Callable[..., HostOp] | Callable[..., DeviceOp]]
+OPS = collections.ChainMap[str, Any](DEVICE_OPS, HOST_OPS)
 
 
 @dataclasses.dataclass(frozen=True)

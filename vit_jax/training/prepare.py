@@ -23,6 +23,7 @@ from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.training.agreement import compare_requests
 from vit_jax.training.sources import (
     adopt_holdout,
+    check_evaluated_images,
     check_images,
     data_fingerprint,
     open_sources,
@@ -104,7 +105,8 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     preprocessing = parse_preprocessing(config)
     config, sources = faults.check(open_sources, config, training) or (config, {})
     if sources:
-        faults.check(check_images, config, preprocessing, sources)
+        check = check_images if training else check_evaluated_images
+        faults.check(check, config, preprocessing, sources)
     collect_faults(faults)
     assert mesh is not None
 
