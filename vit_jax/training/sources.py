@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -136,7 +137,8 @@ def check_images(
     config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
 ) -> None:
     """Raises InputError if the ops of training or of an evaluator do not give `data.image_size`."""
-    one = {"global_batch_size": 1, "image_size": preprocessing.image_size, "rows": np.arange(1)}
+    one: dict[str, Any] = {"global_batch_size": 1, "image_size": preprocessing.image_size}
+    one["rows"] = np.arange(1)
     training, ops = sources[config_lib.train_split(config)], preprocessing.host_ops
     data.host_batches(training, ops, **one, seed=0, start_step=0, num_steps=0)
     check_evaluated_images(config, preprocessing, sources)
@@ -146,7 +148,8 @@ def check_evaluated_images(
     config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
 ) -> None:
     """Raises InputError if the ops of an evaluator do not give `data.image_size`."""
-    one = {"global_batch_size": 1, "image_size": preprocessing.image_size, "rows": np.arange(1)}
+    one: dict[str, Any] = {"global_batch_size": 1, "image_size": preprocessing.image_size}
+    one["rows"] = np.arange(1)
     for name, entry in config.evals.items():
         ops = preprocessing.eval_ops[name]
         for key in config_lib.eval_splits(config, entry).values():
