@@ -14,15 +14,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from vit_jax.tree import Batch
-
-if TYPE_CHECKING:
-    from vit_jax.data.ops import Op
 
 _ERASED_ASPECT = 0.3  # of height to width, up to 1 / 0.3
 
@@ -156,7 +152,7 @@ def to_value_range(images: jax.Array, mean: Sequence[float], std: Sequence[float
 
 
 def make_device_transform(
-    device_ops: Sequence[Op],
+    device_ops: Sequence[DeviceOp],
     mean: Sequence[float],
     std: Sequence[float],
     *,

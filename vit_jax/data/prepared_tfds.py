@@ -8,6 +8,7 @@ tfds_folder.py finds those files, and tfds_readers.py reads their records.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import pathlib
 from collections.abc import Callable, Sequence
@@ -64,9 +65,8 @@ def tfds_source(
     TFDS's own default, and without a version the newest one there is read. `other_sources` are
     names that a misspelt `name` may have meant. `view` is how examples become images and labels.
 
-    `reader` is one of those that tfds_readers.py lists. `broken_labels`: "read" gives a record
-    with a broken image its label; "by_reader" does so for every reader but `memory`, as older
-    versions did.
+    `reader` is one that tfds_readers.py lists. `broken_labels`: "read" gives a record with a broken
+    image its label; "by_reader" does so for every reader but `memory`, as older versions did.
 
     Raises: InputError if the data set or a file is missing or not as dataset_info.json says, if
       it has no `image` of integer pixels or no class `label`, if there is no such split, if
@@ -92,10 +92,8 @@ def tfds_source(
         _check_labelled(files, read_features, view, f"data.split={split!r} of {info.full_name}")
     identity = (info.full_name, split, num_examples, class_names)
     newest = fingerprint(*identity, _digest_records(files, num_examples))
-    if in_memory := reader == "memory":
-        read = read_all(files, num_examples, image_shape, broken_labels)
-    else:
-        read = _make_read(files)
+    in_memory = reader == "memory"
+    read_in_memory = functools.partial(read_all, files, num_examples, image_shape, broken_labels)
     return Source(
         name=name,
         split=split,
@@ -104,7 +102,7 @@ def tfds_source(
         class_names=class_names,
         image_shape=image_shape,
         fingerprints=(fingerprint(*identity), newest),
-        read=read,
+        read=read_in_memory() if in_memory else _make_read(files),
         record_name=_make_record_name(parts, files.segments, f"{info.full_name} {split}"),
         encoded=not in_memory or image_shape is None,
         record_files=None if in_memory else files,

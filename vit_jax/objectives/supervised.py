@@ -5,7 +5,7 @@ Axes: B examples, C classes.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -16,6 +16,7 @@ from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.tree import Batch, ModelState, Params
 
 LossFn = Callable[[jax.Array, jax.Array], jax.Array]
+KeyValue = bool | int | float | str | tuple | None  # of a key in the config
 
 
 class Loss(NamedTuple):
@@ -69,15 +70,15 @@ LOSSES = {
 
 
 def choose_fields(
-    section: str, name: str, part: Callable, values: Mapping[str, Any]
-) -> dict[str, Any]:
+    section: str, name: str, part: Callable, values: Mapping[str, KeyValue]
+) -> dict[str, KeyValue]:
     """Those of `values`, by the keys of a section of the config, that are set.
 
     Raises:
       InputError: `part`, which is called `name`, does not take one.
     """
     known = inspect.signature(part).parameters
-    chosen = {key: value for key, value in values.items() if value is not None}
+    chosen: dict[str, KeyValue] = {key: value for key, value in values.items() if value is not None}
     collect_faults(
         [
             f"{section}.{key}={value!r}: is nothing that {name} has; set it to None"
@@ -88,7 +89,9 @@ def choose_fields(
     return chosen
 
 
-def make_loss(name: str, label_smoothing: float = 0.0, z_loss: float = 0.0, **own: Any) -> LossFn:
+def make_loss(
+    name: str, label_smoothing: float = 0.0, z_loss: float = 0.0, **own: KeyValue
+) -> LossFn:
     """loss(logits (B, C), labels (B,) int or (B, C) float) -> (B,), by its name in LOSSES.
 
     Args:
