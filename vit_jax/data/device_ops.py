@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,15 @@ _ERASED_ASPECT = 0.3  # of height to width, up to 1 / 0.3
 
 DeviceOp = Callable[[Batch, jax.Array, "Pairs"], Batch]
 DeviceTransform = Callable[[Batch, jax.Array], Batch]
+
+
+class NamedOp(Protocol):
+    """A device op from `parse_ops`, with its name in DEVICE_OPS."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, batch: Batch, keys: jax.Array, pairs: Pairs, /) -> Batch: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +162,7 @@ def to_value_range(images: jax.Array, mean: Sequence[float], std: Sequence[float
 
 
 def make_device_transform(
-    device_ops: Sequence[DeviceOp],
+    device_ops: Sequence[NamedOp],
     mean: Sequence[float],
     std: Sequence[float],
     *,
