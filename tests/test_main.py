@@ -238,7 +238,8 @@ def test_workdir_that_is_a_file(refused, tmp_path):
 def test_workdir_of_another_config(refused, tmp_path):
     make_workdir(tmp_path / "workdir", ("seed", "3"), ("log.every", "7 steps"))
     err = train(refused, "--config.model.pos_embed=none")
-    assert "holds a run of another config; set it back, or take a new --workdir: 2 faults" in err
+    assert "already holds a run with other settings; restore them, use a new --workdir" in err
+    assert "2 faults" in err
     assert "seed was 3 and is 0 now" in err
     assert "model.pos_embed was None and is 'none' now; --config.model.pos_embed=None keeps" in err
     assert "log.every" not in err

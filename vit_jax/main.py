@@ -116,7 +116,7 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.INPUT_WRONG, e
     except KeyboardInterrupt as e:
-        print("interrupted; what was saved is there for the same command", file=sys.stderr)
+        print("Interrupted. Run the same command to continue from the last save.", file=sys.stderr)
         return exit_codes.INTERRUPTED, e
 
 

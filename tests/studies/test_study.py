@@ -61,7 +61,7 @@ def test_training_runs_as_members(tmp_path, monkeypatch, capsys):
     for change in ("duration=8 steps", "evals.held_out.ops=resize|resize", "init_from=x.npz"):
         assert main([*flags, *OVERRIDES, f"--config.{change}"]) == 2
         said = capsys.readouterr().err
-        assert "dev_lr_0.03 holds a run of another config" in said
+        assert "dev_lr_0.03 already holds a run with other settings" in said
         assert f"{change.partition('=')[0]} was " in said
     assert len(commands) == 3
 

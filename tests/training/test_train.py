@@ -5,6 +5,7 @@ import json
 import pathlib
 import shutil
 import signal
+import time
 import types
 
 import jax
@@ -508,6 +509,37 @@ def test_a_tensor_axis_that_does_not_divide_the_heads_is_named(tmp_path, caplog)
     config = make_config(mesh__data="2", mesh__tensor="4", duration="4 steps")
     train_and_evaluate(config, tmp_path)
     assert "mesh.tensor=4 does not divide model.num_heads=2" in caplog.text
+
+
+def test_chip_hours_count_compilation(tmp_path, monkeypatch):
+    compile_step = train_module.compile_step
+
+    def slowly(run):
+        time.sleep(1.5)
+        return compile_step(run)
+
+    monkeypatch.setattr(train_module, "compile_step", slowly)
+    summary = train_and_evaluate(make_config(duration="10 steps"), tmp_path)
+    assert summary["chip_hours"] * 3600 / 8 > 1.5
+
+
+def test_the_last_save_is_committed_before_the_rows_are_closed(tmp_path, monkeypatch):
+    """Closing them may fail or take long."""
+    calls = []
+
+    def spy(owner, name):
+        original = getattr(owner, name)
+
+        def wrapped(self, *args):
+            calls.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    spy(checkpoint.Checkpoints, "close")
+    spy(metrics.MetricWriter, "__exit__")
+    train_and_evaluate(make_config(duration="10 steps"), tmp_path)
+    assert calls == ["close", "__exit__"]
 
 
 def test_chip_hours_add_up_over_meshes():

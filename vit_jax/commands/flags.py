@@ -94,7 +94,9 @@ def print_config(config: "ConfigDict") -> int:
 
 def define_source_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that say which model a command is about."""
-    parser.add_argument("--workdir", metavar="DIR", help="of a run: its newest valid checkpoint")
+    parser.add_argument(
+        "--workdir", metavar="DIR", help="run directory; its newest valid checkpoint"
+    )
     parser.add_argument("--init_from", metavar="SOURCE", help="a workdir, a file, a name")
     parser.add_argument("--weights", help="of a run with a running average: average or raw")
     parser.add_argument("--image_size", metavar="SIZE", help="another: 384, or 384,256")

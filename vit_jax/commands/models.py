@@ -19,6 +19,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 def main(flags: argparse.Namespace) -> int:
     from vit_jax.devices.flops import forward_macs
+    from vit_jax.devices.mesh import start_backend
     from vit_jax.models import MODELS, create_model
     from vit_jax.models.fields import with_known
     from vit_jax.transfer.rules import abstract_params
@@ -28,6 +29,7 @@ def main(flags: argparse.Namespace) -> int:
     if not names:
         hint = nearest(flags.words[0], known)
         raise InputError(f"{' '.join(flags.words)}: part of no model's name; {hint}")
+    start_backend("cpu")  # accelerators are left to the runs that use them
     print(f"{'name':<16}{'parameters':>16}{'GMAC':>12}", flush=True)
     for name in names:
         model = with_known(create_model(name), scan=True)  # traced in a fraction of the time

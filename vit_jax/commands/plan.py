@@ -1,4 +1,4 @@
-"""Says what a run needs and takes on chips that are not there: memory, exchanges, time, cost.
+"""Estimate memory, communication, time and cost of a run on hardware you do not have.
 
   python -m vit_jax.main plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4
 

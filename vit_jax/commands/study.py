@@ -58,7 +58,7 @@ def main(flags: argparse.Namespace) -> int:
 
     from vit_jax import metrics
     from vit_jax.studies import STUDIES, running
-    from vit_jax.training.prepare import check_writable
+    from vit_jax.training.workdir import check_writable
 
     metrics.log_to_console(Console(stderr=True))
     name = config.study.name

@@ -11,9 +11,11 @@ from vit_jax.config import evals
 from vit_jax.config.base import (
     REQUIRED,
     REQUIRED_TO_EVALUATE,
+    KeyValue,
     SplitKey,
     add_plugins,
     base_config,
+    choose_keys,
     default_config,
     eval_splits,
     flatten,
@@ -44,11 +46,13 @@ __all__ = [
     "REQUIRED",
     "REQUIRED_TO_EVALUATE",
     "InputError",
+    "KeyValue",
     "SplitKey",
     "add_plugins",
     "base_config",
     "changed_evals",
     "changed_keys",
+    "choose_keys",
     "default_config",
     "eval_splits",
     "flatten",
@@ -72,3 +76,7 @@ def __getattr__(kind: str) -> Callable[..., ConfigDict]:
     if kind in evals.EVALUATORS:
         return evals.find_evaluator(kind).entry
     raise AttributeError(f"module {__name__!r} has no attribute {kind!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *evals.EVALUATORS]

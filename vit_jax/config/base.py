@@ -5,10 +5,11 @@ of `--config=FILE:arg`, comma-separated words (`split_words`). Importing this mo
 device and no TensorFlow.
 """
 
+import inspect
 import math
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -384,7 +385,7 @@ def find_emptied(config: ConfigDict) -> list[str]:
     values = flatten(config)
     return [
         f"{key}=None: needs a value, e.g. {default!r}"
-        for key, default in flatten(default_config(config.plugins)).items()
+        for key, default in flatten(default_config(config.get("plugins") or ())).items()
         if default is not None and values[key] is None
     ]
 
@@ -392,7 +393,7 @@ def find_emptied(config: ConfigDict) -> list[str]:
 def find_misshapen(config: ConfigDict) -> list[str]:
     """The keys that a config which does not come from `base_config()` lacks or has in excess."""
     try:
-        wanted = set(flatten(default_config(config.get("plugins", ()))))
+        wanted = set(flatten(default_config(config.get("plugins") or ())))
     except InputError as e:
         return list(e.faults)
     evals = config.get("evals", {})
@@ -425,3 +426,31 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
     seed = config.seed
     faults.need(0 <= seed < 2**32, f"seed={seed}: needs a number from 0 to {2**32 - 1}")
     faults.need_positive("global_batch_size", config.global_batch_size)
+
+
+KeyValue = bool | int | float | str | tuple | None
+
+
+def choose_keys(
+    section: str, name: str, part: Callable, values: Mapping[str, KeyValue]
+) -> dict[str, KeyValue]:
+    """The keys of a section that are set, as arguments of the `part` that `name` chooses.
+
+    Raises:
+      InputError: `part` does not take one; an argument without default that may be given by
+        position is not a key.
+    """
+    known = {
+        key
+        for key, argument in inspect.signature(part).parameters.items()
+        if argument.kind is argument.KEYWORD_ONLY or argument.default is not argument.empty
+    }
+    chosen: dict[str, KeyValue] = {k: value for k, value in values.items() if value is not None}
+    collect_faults(
+        [
+            f"{section}.{key}={value!r}: is nothing that {name} has; set it to None"
+            for key, value in chosen.items()
+            if key not in known
+        ]
+    )
+    return chosen

@@ -258,7 +258,7 @@ def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
     stored = _parse(path.read_text(), str(path))
     with _naming(str(path)):
         older = _older_values(stored) | _stored_values(stored)
-    values, defaults = flatten(config), flatten(default_config(config.plugins))
+    values, defaults = flatten(config), flatten(default_config(config.get("plugins") or ()))
     kept = {k: v for k, v in older.items() if values[k] == defaults[k] and values[k] != v}
     if not kept:
         return config

@@ -142,7 +142,9 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
     `plugins.using`, and `base_config()` then has them and their keys.
     """
     faults = []
-    optional = {k for k, v in flatten(default_config(config.plugins)).items() if v is None}
+    optional = {
+        k for k, v in flatten(default_config(config.get("plugins") or ())).items() if v is None
+    }
     for key, text in overrides:
         if key == "plugins":
             continue

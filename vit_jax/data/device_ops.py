@@ -211,7 +211,7 @@ def symmetric_beta(key: jax.Array, alpha: float | jax.Array) -> jax.Array:
 
 
 def _mixing(mixup_alpha: float | None, cutmix_alpha: float | None) -> DeviceOp:
-    """The op of one of the two, or of both, of which each pair takes one."""
+    """MixUp or CutMix; given both alphas, one is drawn per pair."""
     alphas = [alpha for alpha in (mixup_alpha, cutmix_alpha) if alpha is not None]
     for alpha in alphas:
         if not (_is_number(alpha) and 0 < alpha < math.inf):

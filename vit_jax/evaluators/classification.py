@@ -27,8 +27,8 @@ class Classification:
 
     `ece` is the expected calibration error: examples are put into 15 bins of equal width by their
     confidence, the probability of the class that is predicted, and
-    ece = sum_k |hits in bin k - sum of the confidences in bin k| / examples. It is 0 where of all
-    that is said with a confidence of p, a share of p is right. Source: Guo et al. 2017
+    ece = sum_k |hits in bin k - sum of the confidences in bin k| / examples. It is 0 if
+    predictions made with confidence p are correct a fraction p of the time. Source: Guo et al. 2017
     (arXiv:1706.04599), section 2, equations 2 and 3.
 
     Args:

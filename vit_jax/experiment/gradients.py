@@ -98,7 +98,7 @@ def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:
 
 
 def _stop_gradients(params: Params, freeze: str) -> Params:
-    """`params`, of which nothing flows back to those, or to those layers, that `freeze` matches."""
+    """`params` with gradients stopped wherever `freeze` matches."""
 
     def stop(frozen, leaf):
         if not np.any(frozen):

@@ -4,14 +4,9 @@ from collections.abc import Callable
 
 import flax.linen as nn
 
+from vit_jax.config import KeyValue, choose_keys
 from vit_jax.errors import InputError, nearest
-from vit_jax.objectives.supervised import (
-    KeyValue,
-    LossFn,
-    Objective,
-    choose_fields,
-    make_supervised,
-)
+from vit_jax.objectives.supervised import LossFn, Objective, make_supervised
 
 # name -> (model, loss, keys of its own) -> objective(params, model_state, batch, rng) ->
 # `ObjectiveOutput`. Keys of its own come from plug-ins.
@@ -27,4 +22,4 @@ def make_objective(model: nn.Module, loss: LossFn, name: str, **own: KeyValue) -
     if name not in OBJECTIVES:
         raise InputError(f"objective.name={name!r}: {nearest(name, list(OBJECTIVES))}")
     make = OBJECTIVES[name]
-    return make(model, loss, **choose_fields("objective", name, make, own))
+    return make(model, loss, **choose_keys("objective", name, make, own))

@@ -3,8 +3,7 @@
 Axes: B examples, C classes.
 """
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import flax.linen as nn
@@ -12,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.config import KeyValue, choose_keys
+from vit_jax.errors import InputError, nearest
 from vit_jax.tree import Batch, ModelState, Params
 
 LossFn = Callable[[jax.Array, jax.Array], jax.Array]
-KeyValue = bool | int | float | str | tuple | None  # of a key in the config
 
 
 class Loss(NamedTuple):
@@ -69,26 +68,6 @@ LOSSES = {
 }
 
 
-def choose_fields(
-    section: str, name: str, part: Callable, values: Mapping[str, KeyValue]
-) -> dict[str, KeyValue]:
-    """Those of `values`, by the keys of a section of the config, that are set.
-
-    Raises:
-      InputError: `part`, which is called `name`, does not take one.
-    """
-    known = inspect.signature(part).parameters
-    chosen: dict[str, KeyValue] = {key: value for key, value in values.items() if value is not None}
-    collect_faults(
-        [
-            f"{section}.{key}={value!r}: is nothing that {name} has; set it to None"
-            for key, value in chosen.items()
-            if key not in known
-        ]
-    )
-    return chosen
-
-
 def make_loss(
     name: str, label_smoothing: float = 0.0, z_loss: float = 0.0, **own: KeyValue
 ) -> LossFn:
@@ -115,7 +94,7 @@ def make_loss(
     if z_loss and name != "softmax":
         raise InputError(f"loss.z_loss={z_loss}: goes with loss.name=softmax alone; set it to 0")
     fn = LOSSES[name].fn
-    fields = choose_fields("loss", name, fn, own)
+    fields = choose_keys("loss", name, fn, own)
 
     def loss(logits_BC: jax.Array, labels: jax.Array) -> jax.Array:
         loss_B = fn(logits_BC, labels, label_smoothing, **fields)

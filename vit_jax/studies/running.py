@@ -105,7 +105,7 @@ def check_member(config: ConfigDict, call: Call, member: Member) -> None:
     }
     collect_faults(
         config_lib.say_changes(changed),
-        f"{workdir} holds a run of another config; set it back, or take a new --workdir",
+        f"{workdir} already holds a run with other settings; restore them, or use a new --workdir",
     )
 
 

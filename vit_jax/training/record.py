@@ -34,6 +34,7 @@ class Record:
       run: of all its parts.
       start: the step that the run goes on from.
       meta: saved with the state of that step; {} from scratch.
+      clock: of this part of the run, from its very start.
       writer, progress: of the rows.
 
     saved: the step of the newest checkpoint; None before the first.
@@ -44,27 +45,32 @@ class Record:
         run: Run,
         start: int,
         meta: Mapping[str, Any],
+        clock: Clock,
         writer: metrics.MetricWriter | metrics.NullWriter,
         progress: metrics.Progress,
     ):
-        c, e = run.config, run.experiment
+        c = run.config
         self.saved = start if meta else None
         self._run, self._writer, self._progress = run, writer, progress
+        self._clock, self._start = clock, start
         self._pending: collections.deque = collections.deque()
         self._last: dict[str, float] = {}
-        self._clock = Clock(meta, list(run.mesh.devices.flat))
         self._corrupt = CorruptRecords(
             meta,
             global_batch_size=c.global_batch_size,
             num_examples=c.data.num_examples,
             max_fraction=c.data.max_corrupt_fraction,
         )
+
+    def begin(self) -> None:
+        """Starts the measurement of speed: the next thing is the first step."""
+        devices, e = self._run.mesh.devices, self._run.experiment
         self._throughput = metrics.Throughput(
-            start,
-            global_batch_size=c.global_batch_size,
+            self._start,
+            global_batch_size=self._run.config.global_batch_size,
             flops_per_image=e.flops_per_image,
-            device_kind=run.mesh.devices.flat[0].device_kind,
-            num_chips=count_chips(run.mesh.devices.flat),
+            device_kind=devices.flat[0].device_kind,
+            num_chips=count_chips(devices.flat),
         )
 
     def add(self, step: int, step_metrics: dict[str, jax.Array]) -> None:
@@ -106,12 +112,12 @@ class Record:
 
 
 @contextlib.contextmanager
-def open_record(run: Run, start: int, meta: Mapping[str, Any]) -> Iterator[Record]:
+def open_record(run: Run, start: int, meta: Mapping[str, Any], clock: Clock) -> Iterator[Record]:
     """The record of a run that goes on from step `start`, with its writer and its progress bar."""
     restored_step = start if meta else None
     total = run.experiment.total_steps
     with open_writer(run, restored_step) as writer, metrics.Progress(total) as progress:
-        yield Record(run, start, meta, writer, progress)
+        yield Record(run, start, meta, clock, writer, progress)
 
 
 def open_writer(run: Run, restored_step: int | None) -> metrics.MetricWriter | metrics.NullWriter:

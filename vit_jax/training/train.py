@@ -33,7 +33,7 @@ from vit_jax.training.description import describe
 from vit_jax.training.guards import CorruptDataError, NonFiniteError
 from vit_jax.training.prepare import Run, prepare
 from vit_jax.training.record import evaluate_missed, open_record
-from vit_jax.training.summary import read_summary, write_diverged, write_summary
+from vit_jax.training.summary import Clock, read_summary, write_diverged, write_summary
 from vit_jax.training.workdir import write_workdir
 
 logger = logging.getLogger("vit_jax")
@@ -121,6 +121,7 @@ def train(run: Run, state: TrainState, meta: dict[str, Any]) -> None:
 
     Until the step is compiled there is nothing to save, and SIGTERM ends a process alone at once.
     """
+    clock = Clock(meta, run.mesh.devices.flatten().tolist())
     start, total, timetable = int(state.step), run.experiment.total_steps, run.timetable
     due = timetable.evaluators(start)
     if meta and due:
@@ -130,10 +131,11 @@ def train(run: Run, state: TrainState, meta: dict[str, Any]) -> None:
     train_step, layer_norms = compile_step(run), compile_layer_norms(run)
     with contextlib.ExitStack() as stack:
         guard = stack.enter_context(PreemptionGuard())
+        record = stack.enter_context(open_record(run, start, meta, clock))
         profile = run.config.log.profile
         profiler = stack.enter_context(metrics.Profiler(profile, run.workdir / "profile"))
         checkpoints = stack.enter_context(open_checkpoints(run))
-        record = stack.enter_context(open_record(run, start, meta))
+        record.begin()
         batches = train_batches(run, start)
         stack.callback(close_batches, batches)
         for step, batch in zip(range(start + 1, total + 1), batches, strict=False):

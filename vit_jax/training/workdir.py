@@ -48,13 +48,14 @@ def _is_installed(module: str) -> bool:
 
 
 def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
-    """Raises InputError if `workdir` holds a run of another config; warns of other evaluators."""
+    """Raises InputError if `workdir` holds a run with other settings; warns of other evaluators."""
     if not (workdir / "config.json").exists():
         return
     stored = read_config(workdir)
     collect_faults(
         say_changes(changed_keys(stored, config)),
-        f"--workdir={workdir} holds a run of another config; set it back, or take a new --workdir",
+        f"--workdir={workdir} already holds a run with other settings; restore them, use a new "
+        "--workdir, or start from its weights with --config.init_from=...",
     )
     both = {*stored.evals} & {*config.evals}
     changed = changed_evals(stored, config)
