@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -131,15 +132,26 @@ def check_images(
     config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
 ) -> None:
     """Raises InputError if the ops of training or of an evaluator do not give `data.image_size`."""
-    one = {"global_batch_size": 1, "image_size": preprocessing.image_size, "rows": np.arange(1)}
+    one = _one_image(preprocessing)
     training = sources.get(config_lib.train_split(config))
     if training is not None:
         ops = preprocessing.host_ops
         data.host_batches(training, ops, **one, seed=0, start_step=0, num_steps=0)
+    check_evaluated_images(config, preprocessing, sources)
+
+
+def check_evaluated_images(
+    config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
+) -> None:
+    """Raises InputError if the ops of an evaluator do not give `data.image_size`."""
     for name, entry in config.evals.items():
-        ops = preprocessing.eval_ops[name]
+        how = _one_image(preprocessing) | {"key": f"evals.{name}.ops"}
         for key in config_lib.eval_splits(config, entry).values():
-            data.host_eval_batches(sources[key], ops, **one, key=f"evals.{name}.ops")
+            data.host_eval_batches(sources[key], preprocessing.eval_ops[name], **how)
+
+
+def _one_image(preprocessing: Preprocessing) -> dict[str, Any]:
+    return {"global_batch_size": 1, "image_size": preprocessing.image_size, "rows": np.arange(1)}
 
 
 def adopt_holdout(config: ConfigDict, pretrained: transfer.Pretrained) -> ConfigDict:
