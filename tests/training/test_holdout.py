@@ -7,7 +7,7 @@ import pytest
 from etils import epath
 
 from vit_jax import data, transfer
-from vit_jax.config.stored import read_config
+from vit_jax.config.stored import read_config, to_json
 from vit_jax.config.text import load_config
 from vit_jax.data import make_source
 from vit_jax.errors import InputError
@@ -18,7 +18,7 @@ from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, check_member
 from vit_jax.training.prepare import prepare
 from vit_jax.training.sources import adopt_holdout
-from vit_jax.training.train import write_workdir
+from vit_jax.training.workdir import write_workdir
 
 RULES = {"older": "seed 3", "new": "names"}
 
@@ -104,7 +104,7 @@ def test_what_starts_from_a_run_goes_on_by_its_rule(golden, pictures, tmp_path, 
     run = prepare(config, tuned)
     (warning,) = [r.getMessage() for r in caplog.records if "held out" in r.getMessage()]
     assert warning.startswith(f"{workdir} held out images of its folder by data.holdout='seed 3'")
-    write_workdir(run)
+    write_workdir(run.workdir, run.config, run.train_source)
     shutil.copytree(workdir / "checkpoints", tuned / "checkpoints")
     assert prepare(config, tuned).config.data.holdout == "seed 3"  # resumed: nothing is refused
     call = Call("configs/folder.py", (), epath.Path(tuned.parent), None, again=False)
@@ -112,6 +112,16 @@ def test_what_starts_from_a_run_goes_on_by_its_rule(golden, pictures, tmp_path, 
 
     again = adopt_holdout(finetune_config(pictures, tuned, 6), transfer.read_pretrained(str(tuned)))
     assert again.data.holdout == "seed 3"
+
+
+def test_an_older_run_killed_before_its_first_save_goes_on_by_its_own_rule(
+    golden, pictures, tmp_path
+):
+    config = finetune_config(pictures, golden / "older_run/workdir", 5)
+    stored = json.loads(to_json(prepare(config, tmp_path / "another").config))
+    del stored["data"]["holdout"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert prepare(config, tmp_path).config.data.holdout == "seed 5"
 
 
 def test_another_rule_than_the_run_s_is_refused(golden, pictures, tmp_path):

@@ -90,6 +90,7 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     workdir, faults = files.absolute(workdir), Faults()
     if training:
         config = continue_older(config, workdir)
+    is_begun = (workdir / "config.json").exists()
     mesh = check_mesh(config, faults)
     faults.check(check_writable if training else check_store, workdir)
     if training and config.log.wandb is not None:
@@ -99,7 +100,7 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     faults.check(check_convention, config.init_resize, "init_resize")
     weights = config_lib.weights_source(config) if training and not resumes else None
     pretrained = None if weights is None else faults.check(transfer.read_pretrained, weights)
-    if pretrained is not None:
+    if pretrained is not None and not is_begun:  # a run keeps the rule that it began with
         config = faults.check(adopt_holdout, config, pretrained) or config
     preprocessing = parse_preprocessing(config)
     config, sources = faults.check(open_sources, config, training) or (config, {})
