@@ -128,3 +128,19 @@ def test_another_rule_than_the_run_s_is_refused(golden, pictures, tmp_path):
     config = finetune_config(pictures, golden / "older_run/workdir", 0, holdout="seed 9")
     with pytest.raises(InputError, match=r"data\.holdout='seed 9': .* held out images by 'seed 3'"):
         prepare(config, tmp_path / "tuned")
+
+
+def test_an_unrelated_folder_keeps_its_own_rule(golden, pictures, tmp_path):
+    pretrained = transfer.read_pretrained(str(golden / "older_run/workdir"))
+    (moved := tmp_path / "moved").symlink_to(pictures)
+    copied = shutil.copytree(pictures, tmp_path / "copied")
+    config = finetune_config(pictures, golden / "older_run/workdir", 0)
+    for where in (moved, copied):
+        config.data.data_dir = str(where)
+        assert adopt_holdout(config, pretrained).data.holdout == "seed 3"
+    for name in ("eagle", "falcon"):
+        (tmp_path / "other/train" / name).mkdir(parents=True)
+    config.data.data_dir = str(tmp_path / "other")
+    for rule in ("names", "seed 0"):
+        config.data.holdout = rule
+        assert adopt_holdout(config, pretrained).data.holdout == rule

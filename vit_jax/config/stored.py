@@ -67,9 +67,21 @@ def _may_pad(stored: dict[str, Any]) -> bool:
 
 def reads_folder(config: Mapping[str, Any]) -> bool:
     """Whether a config, or the content of a config.json, reads an image folder."""
-    entries = config["evals"].values()
-    names = {config["data"]["name"], *(entry.get("data_name") for entry in entries)}
-    return "folder" in names or bool(re.search(r"\bfolder\b", config["data"].get("mix", "")))
+    return bool(folders_read(config))
+
+
+def folders_read(config: Mapping[str, Any]) -> set[str | None]:
+    """`data_dir` of each image folder that a config, or the content of a config.json, reads."""
+    d = config["data"]
+    entries = [(e.get("data_name"), e.get("data_dir")) for e in config["evals"].values()]
+    read = [(d["name"], None), *((name, None) for name in _mixed_names(d)), *entries]
+    return {where or d.get("data_dir") for name, where in read if (name or d["name"]) == "folder"}
+
+
+def _mixed_names(data: Mapping[str, Any]) -> list[str]:
+    """The data sets that `data.mix` names."""
+    parts = [re.split("[=@]", part)[0].strip() for part in data.get("mix", "").split(",")]
+    return [name for name in parts if name]
 
 
 def _older_holdout(stored: dict[str, Any]) -> str:
