@@ -39,6 +39,7 @@ from vit_jax.studies.members import (
 )
 from vit_jax.training.guards import DIVERGED_FILE
 from vit_jax.training.validation import validate
+from vit_jax.training.workdir import continue_run
 
 logger = logging.getLogger("vit_jax")
 
@@ -94,7 +95,7 @@ def check_member(config: ConfigDict, call: Call, member: Member) -> None:
     workdir = call.workdir / member.name
     if not (workdir / "config.json").exists():
         return
-    own = stored_config.continue_older(own, workdir)
+    own = continue_run(own, workdir)
     stored = stored_config.read_config(workdir)
     changed = config_lib.changed_keys(stored, own)
     changed |= config_lib.changed_evals(stored, own)  # which a single run may change
