@@ -8,7 +8,7 @@ import pytest
 from images import encode, smooth_image
 from prepared import prepare
 
-from vit_jax.data import host_ops, make_source, pipeline, tfds_readers
+from vit_jax.data import host_ops, make_source, pipeline, prepared_tfds, tfds_readers
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.errors import InputError
 
@@ -186,6 +186,15 @@ def test_a_broken_record_is_masked_and_the_others_stay_in_place(prepared, caplog
     np.testing.assert_array_equal(batch["mask"], [1, 0, 1, 0])
     assert "record 1 of broken/1.0.0 train) cannot be read or decoded" in caplog.text
     assert "record 0" not in caplog.text and "record 2" not in caplog.text
+
+
+def test_a_read_that_fails_for_now_is_no_broken_record(prepared, monkeypatch):
+    def fail(*_):
+        raise tf.errors.UnavailableError(None, None, "the store does not answer")
+
+    monkeypatch.setattr(prepared_tfds, "_read_one", fail)
+    with pytest.raises(tf.errors.UnavailableError, match="does not answer"):
+        source("grey", prepared)
 
 
 def refused(name, data_dir, *words, **fields):

@@ -220,10 +220,15 @@ def _check_labelled(files: RecordFiles, features: dict, view: View, where: str) 
 
 
 def _read_now(files: RecordFiles, record: int, parse: Callable) -> Any:
-    """`_read_one` outside of a graph; None where that fails."""
+    """`_read_one` outside of a graph; None of a record that is broken.
+
+    What reading may not meet again, as of a store that does not answer, is raised.
+    """
+    e = tf.errors
+    broken = e.DataLossError, e.InvalidArgumentError, e.NotFoundError, e.OutOfRangeError
     try:
         return _read_one(files, tf.constant(record, tf.int64), parse)
-    except (tf.errors.OpError, UnicodeDecodeError):  # the error may quote the record's bytes
+    except (*broken, UnicodeDecodeError):  # the error may quote the record's bytes
         return None
 
 
