@@ -356,6 +356,10 @@ def test_a_version_that_is_no_positive_int(config, version):
         ({"data.name": "cifar10", "data.classes": (1, 2), "data.reader": "offsets"}, "names",
          "read"),
         ({"data.classes": (1, 2)}, "names", "read"),
+        ({"data.mix": "cifar10@test=0.1", "data.classes": (1, 2)}, "names", "by_reader"),
+        ({"evals.test.data_name": "cifar10", "evals.test.type": "fewshot"}, "names", "by_reader"),
+        ({"data.name": "cifar10", "evals.test.data_name": "digits", "evals.test.type": "fewshot"},
+         "names", "read"),
     ],
 )  # fmt: skip
 def test_what_older_runs_did_with_their_data(values, holdout, broken_labels):

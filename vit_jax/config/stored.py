@@ -89,12 +89,17 @@ def _older_holdout(stored: dict[str, Any]) -> str:
 
 
 def _older_broken_labels(stored: dict[str, Any]) -> str:
-    data = stored["data"]
-    fewshot_kinds = [entry["type"] == "fewshot" for entry in stored["evals"].values()]
-    reads_labels = data.get("classes") is not None or any(fewshot_kinds)
+    data, entries = stored["data"], stored["evals"].values()
+    # Labels choose the records of data.classes, and what few-shot evaluators learn from.
+    chosen = [entry for entry in entries if entry["type"] == "fewshot"]
+    names = set()
+    if data.get("classes") is not None:
+        chosen = entries
+        names = {data["name"], *_mixed_names(data)}
+    names |= {entry.get("data_name") or data["name"] for entry in chosen}
     in_memory = data.get("reader") in (None, "memory")
-    of_files = data["name"] not in ("digits", "folder", "synthetic")
-    return "by_reader" if reads_labels and in_memory and of_files else "read"
+    of_files = names - {"digits", "folder", "synthetic"}
+    return "by_reader" if in_memory and of_files else "read"
 
 
 # Keys that changed a run's data or updates when they were added: what an older run, whose
