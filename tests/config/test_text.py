@@ -241,6 +241,8 @@ def test_keys_that_an_older_run_lacks_have_a_value(config, monkeypatch):
     assert older.data.split == "of seed 0"
     assert older.log.every == base_config().log.every
     assert older.evals.few.num_draws == 3
+    older = from_json(without(config, "evals.few.ops", "data.pad_crops"))
+    assert older.evals.few.ops == "" and older.data.pad_crops is False
     assert from_json(to_json(config)).data.split == config.data.split
 
 

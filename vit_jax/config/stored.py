@@ -183,7 +183,7 @@ def from_json(text: str, where: str = "config.json") -> ConfigDict:
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
-    """The content of a config.json, by the names that keys have today."""
+    """The content of a config.json, by today's names of keys, with the defaults of its `evals`."""
     with _naming(where):
         stored = json.loads(text)
         version = stored.pop("format_version", 1)
@@ -199,6 +199,9 @@ def _parse(text: str, where: str) -> dict[str, Any]:
                 *sections, leaf = new.split(".")
                 section = functools.reduce(lambda d, k: d.setdefault(k, {}), sections, stored)
                 section[leaf] = value
+        for entry in stored["evals"].values():
+            if entry["type"] in EVALUATORS:
+                entry.update(entry_defaults(entry["type"]) | entry)
     return stored
 
 
@@ -218,10 +221,9 @@ def _fill_entry(evals: ConfigDict, name: str, entry: dict[str, Any]) -> list[str
     kind = entry["type"]
     if kind not in EVALUATORS:
         return [f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVALUATORS))}"]
-    values = entry_defaults(kind) | entry
-    wanted, found = entry_keys(kind), set(values)
+    wanted, found = entry_keys(kind), set(entry)
     if wanted == found:
-        evals[name] = typed_entry(kind, values)
+        evals[name] = typed_entry(kind, entry)
     missing = [f"evals.{name}.{key}: missing" for key in sorted(wanted - found)]
     return missing + [f"evals.{name}.{key}: no such key" for key in sorted(found - wanted)]
 
