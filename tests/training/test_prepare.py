@@ -16,7 +16,7 @@ from vit_jax.errors import InputError
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, check_member
 from vit_jax.training.prepare import compare_value_ranges, prepare
-from vit_jax.training.sources import check_images, open_sources
+from vit_jax.training.sources import check_images, data_fingerprint, open_sources
 from vit_jax.training.validation import find_faults
 from vit_jax.training.workdir import check_unchanged
 from vit_jax.transfer.rules import Pretrained, Spec
@@ -113,6 +113,17 @@ def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled(
     (tmp_path / "config.json").write_text(json.dumps(stored))
     older = continue_older(config, tmp_path)
     check_images(older, parse_preprocessing(older), sources)
+
+
+def test_the_fingerprint_changes_with_what_decides_the_bytes_of_a_batch():
+    config = make_config()
+    config.data.ops, config.global_batch_size = "resize(9)|random_crop(10)|resize", 8
+    config, sources = open_sources(config, training=True)
+    source = sources[train_split(config)]
+    older, newer = (data_fingerprint(config, source, version) for version in (1, 2))
+    config.data.pad_crops = True
+    assert data_fingerprint(config, source, 1) == older
+    assert data_fingerprint(config, source, 2) != newer
 
 
 def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):

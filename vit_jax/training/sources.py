@@ -227,11 +227,12 @@ def data_fingerprint(
             f"--workdir: its checkpoints have a data fingerprint of version {version}, and this "
             f"vit_jax knows them up to {FINGERPRINT_VERSION}; use a newer one"
         )
-    return fingerprint(
+    identity = [
         source.fingerprints[version - 1],
         config.seed,
         config.global_batch_size,
         d.ops,
         config_lib.image_hw(d.image_size),
         [d.order, d.chunk_size, d.streams, d.repeats, d.mix],
-    )
+    ]
+    return fingerprint(*identity, *[d.pad_crops] * (version > 1))
