@@ -188,6 +188,14 @@ def test_a_broken_record_is_masked_and_the_others_stay_in_place(prepared, caplog
     assert "record 0" not in caplog.text and "record 2" not in caplog.text
 
 
+def test_the_fingerprint_of_jpegs_does_not_depend_on_the_decoder(prepared, monkeypatch):
+    before = {name: source(name, prepared).fingerprint for name in ("broken", "grey")}
+    to_pixels = host_ops.to_pixels
+    monkeypatch.setattr(host_ops, "to_pixels", lambda image: to_pixels(image) // 2)
+    assert source("broken", prepared, reader="offsets").fingerprint == before["broken"]
+    assert source("grey", prepared, reader="offsets").fingerprint != before["grey"]  # PNG
+
+
 def test_a_read_that_fails_for_now_is_no_broken_record(prepared, monkeypatch):
     def fail(*_):
         raise tf.errors.UnavailableError(None, None, "the store does not answer")
