@@ -205,6 +205,22 @@ def test_a_read_that_fails_for_now_is_no_broken_record(prepared, monkeypatch):
         source("grey", prepared)
 
 
+def test_a_damaged_array_record_is_a_broken_record(tmp_path):
+    features = {
+        "image": tfds.features.Image(shape=(8, 8, 3)),
+        "label": tfds.features.ClassLabel(num_classes=2),
+    }
+    examples = [{"image": smooth_image(8, 8, i), "label": 1} for i in range(2)]
+    prepare(tmp_path, "two", features, examples, file_format="array_record")
+    intact = source("two", tmp_path, reader="array_record").fingerprint
+    (path,) = tmp_path.rglob("*.array_record*")
+    content = bytearray(path.read_bytes())
+    content[120:130] = bytes(10)
+    path.write_bytes(content)
+    assert source("two", tmp_path, reader="array_record").fingerprint != intact
+    assert read(source("two", tmp_path, reader="memory"), 0)[2] == 0
+
+
 def refused(name, data_dir, *words, **fields):
     with pytest.raises(InputError) as error:
         source(name, data_dir, **fields)
