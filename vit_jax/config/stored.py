@@ -262,6 +262,20 @@ def _stored_values(stored: dict[str, Any]) -> dict[str, Any]:
     return {key: node[leaf] for key, (node, leaf) in nodes.items() if leaf in node}
 
 
+def kept_values(workdir: epath.Path) -> dict[str, Any]:
+    """{key: value} that the run in `workdir` has of each key in IN_OLDER_RUNS; {} of no run.
+
+    Raises:
+      InputError: config.json has a newer format, or is not as a run writes it.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        return {}
+    stored = _parse(path.read_text(), str(path))
+    with _naming(str(path)):
+        return _older_values(stored) | _stored_values(stored)
+
+
 def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
     """`config` for resuming the run in `workdir`, which an older version may have begun.
 
@@ -271,12 +285,7 @@ def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
     Raises:
       InputError: config.json has a newer format, or is not as a run writes it.
     """
-    path = workdir / "config.json"
-    if not path.exists():
-        return config
-    stored = _parse(path.read_text(), str(path))
-    with _naming(str(path)):
-        older = _older_values(stored) | _stored_values(stored)
+    older = kept_values(workdir)
     values, defaults = flatten(config), flatten(default_config(config.plugins))
     kept = {k: v for k, v in older.items() if values[k] == defaults[k] and values[k] != v}
     if not kept:
