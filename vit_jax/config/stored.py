@@ -52,7 +52,7 @@ _RESIZE_AND_CROP = (
 def _may_pad(stored: dict[str, Any]) -> bool:
     """Whether a crop of a parsed config.json may be larger than its image, by the text of its ops.
 
-    It is not after a resize to `data.image_size`, or to a size that is at least as large.
+    False where every crop follows a resize to at least `data.image_size`.
     """
     size = stored["data"]["image_size"]
     largest = max(size) if isinstance(size, list) else size or 0
@@ -102,9 +102,9 @@ def _older_broken_labels(stored: dict[str, Any]) -> str:
     return "by_reader" if in_memory and of_files else "read"
 
 
-# Keys that changed a run's data or updates when they were added: what an older run, whose
-# config.json lacks the key, keeps doing; a function of that file's content. All other keys that a
-# run lacks take their default.
+# Keys that changed a run's data or updates when they were added. For a key that an older config.json
+# lacks: a function of that file that returns the value which keeps the run as it was. All other
+# keys that a run lacks take their default.
 IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "data.holdout": _older_holdout,
     "data.broken_labels": _older_broken_labels,
