@@ -102,9 +102,9 @@ def _older_broken_labels(stored: dict[str, Any]) -> str:
     return "by_reader" if in_memory and of_files else "read"
 
 
-# Keys that changed a run's data or updates when they were added. For a key that an older config.json
-# lacks: a function of that file that returns the value which keeps the run as it was. All other
-# keys that a run lacks take their default.
+# Keys that changed a run's data or updates when they were added. For a key that an older
+# config.json lacks: a function of that file that returns the value which keeps the run as it was.
+# All other keys that a run lacks take their default.
 IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "data.holdout": _older_holdout,
     "data.broken_labels": _older_broken_labels,
