@@ -241,6 +241,8 @@ def test_keys_that_an_older_run_lacks_have_a_value(config, monkeypatch):
     assert older.data.split == "of seed 0"
     assert older.log.every == base_config().log.every
     assert older.evals.few.num_draws == 3
+    older = from_json(without(config, "evals.few.ops", "data.pad_crops"))
+    assert older.evals.few.ops == "" and older.data.pad_crops is False
     assert from_json(to_json(config)).data.split == config.data.split
 
 
@@ -356,6 +358,10 @@ def test_a_version_that_is_no_positive_int(config, version):
         ({"data.name": "cifar10", "data.classes": (1, 2), "data.reader": "offsets"}, "names",
          "read"),
         ({"data.classes": (1, 2)}, "names", "read"),
+        ({"data.mix": "cifar10@test=0.1", "data.classes": (1, 2)}, "names", "by_reader"),
+        ({"evals.test.data_name": "cifar10", "evals.test.type": "fewshot"}, "names", "by_reader"),
+        ({"data.name": "cifar10", "evals.test.data_name": "digits", "evals.test.type": "fewshot"},
+         "names", "read"),
     ],
 )  # fmt: skip
 def test_what_older_runs_did_with_their_data(values, holdout, broken_labels):

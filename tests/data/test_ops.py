@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from vit_jax.data import parse_ops
-from vit_jax.data.ops import check_crops, say_pad
+from vit_jax.data.ops import check_crops, do_the_same, say_pad
 from vit_jax.errors import InputError
 
 
@@ -120,3 +120,25 @@ def test_tensorflow_is_denied_accelerators_when_it_is_loaded():
         assert denied == [([], "GPU"), ([], "TPU")], denied
     """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "size", "same"),
+    [
+        (
+            "resize(160)|random_crop|pad_crop(1)",
+            "resize(crop=0.8) | random_crop(pad=False)|pad_crop(1)",
+            128,
+            True,
+        ),
+        ("resize_small(256)|central_crop", "resize_small(crop=0.875)|central_crop", 224, True),
+        ("resize_small(256)|central_crop", "resize_small(crop=0.875)|central_crop", 384, False),
+        ("resize_small(8)", "resize(8)", 8, False),
+        ("central_crop", "central_crop(pad=True)", 8, False),
+        ("resize|pad_crop(1)", "pad_crop(1)|resize", 8, False),
+        ("torchvision_resize(8)", "torchvision_resize((8, 8))", 8, False),
+    ],
+)
+def test_ops_that_do_the_same(a, b, size, same):
+    (a, _), (b, _) = (parse_ops(string, (size, size)) for string in (a, b))
+    assert do_the_same(a, b) is same

@@ -8,7 +8,7 @@ import pytest
 from images import encode, smooth_image
 from prepared import prepare
 
-from vit_jax.data import host_ops, make_source, pipeline, tfds_readers
+from vit_jax.data import host_ops, make_source, pipeline, prepared_tfds, tfds_readers
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.errors import InputError
 
@@ -186,6 +186,39 @@ def test_a_broken_record_is_masked_and_the_others_stay_in_place(prepared, caplog
     np.testing.assert_array_equal(batch["mask"], [1, 0, 1, 0])
     assert "record 1 of broken/1.0.0 train) cannot be read or decoded" in caplog.text
     assert "record 0" not in caplog.text and "record 2" not in caplog.text
+
+
+def test_the_fingerprint_of_jpegs_does_not_depend_on_the_decoder(prepared, monkeypatch):
+    before = {name: source(name, prepared).fingerprint for name in ("broken", "grey")}
+    to_pixels = host_ops.to_pixels
+    monkeypatch.setattr(host_ops, "to_pixels", lambda image: to_pixels(image) // 2)
+    assert source("broken", prepared, reader="offsets").fingerprint == before["broken"]
+    assert source("grey", prepared, reader="offsets").fingerprint != before["grey"]  # PNG
+
+
+def test_a_read_that_fails_for_now_is_no_broken_record(prepared, monkeypatch):
+    def fail(*_):
+        raise tf.errors.UnavailableError(None, None, "the store does not answer")
+
+    monkeypatch.setattr(prepared_tfds, "_read_one", fail)
+    with pytest.raises(tf.errors.UnavailableError, match="does not answer"):
+        source("grey", prepared)
+
+
+def test_a_damaged_array_record_is_a_broken_record(tmp_path):
+    features = {
+        "image": tfds.features.Image(shape=(8, 8, 3)),
+        "label": tfds.features.ClassLabel(num_classes=2),
+    }
+    examples = [{"image": smooth_image(8, 8, i), "label": 1} for i in range(2)]
+    prepare(tmp_path, "two", features, examples, file_format="array_record")
+    intact = source("two", tmp_path, reader="array_record").fingerprint
+    (path,) = tmp_path.rglob("*.array_record*")
+    content = bytearray(path.read_bytes())
+    content[120:130] = bytes(10)
+    path.write_bytes(content)
+    assert source("two", tmp_path, reader="array_record").fingerprint != intact
+    assert read(source("two", tmp_path, reader="memory"), 0)[2] == 0
 
 
 def refused(name, data_dir, *words, **fields):

@@ -10,8 +10,12 @@ import sys
 import time
 
 import pytest
+from etils import epath
 
+from vit_jax.config.stored import to_json
+from vit_jax.config.text import load_config
 from vit_jax.main import main
+from vit_jax.studies import finetune_sweep, running
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = f"{ROOT / 'configs/finetune_study.py'}:ViT-B/4,cifar10,debug"
@@ -74,6 +78,26 @@ def test_all_members_and_the_report(python, workdir, capsys):
 
     assert study(workdir) == 0
     assert calls(workdir) == []
+
+
+def test_members_that_an_older_version_ran_are_named(python, workdir):
+    config = load_config(CONFIG)
+    config.data.name = "folder"
+    older = json.loads(to_json(config))
+    del older["data"]["holdout"]
+    assert study(workdir) == 0 and report(workdir)["warnings"] == []
+    for name, stored in (("lr_0.03_seed_0", older), ("lr_0.03_seed_1", config.to_dict())):
+        (workdir / name / "config.json").write_text(json.dumps(stored))
+    call = running.Call(CONFIG, (), epath.Path(workdir), None, again=False)
+    results = {name: running.read_result(call.workdir / name) for name in ALL}
+    (warning,) = running._warn_of_older_members(call, results)
+    assert warning == (
+        "data.holdout differs, so their results may not compare: 'seed 0' in lr_0.03_seed_0, "
+        "'names' in lr_0.03_seed_1"
+    )
+    running._write_report(finetune_sweep.STUDY, config, call, results)
+    assert report(workdir)["warnings"] == [warning]
+    assert f"Warning: {warning}." in (workdir / "study.md").read_text()
 
 
 def test_a_killed_member_does_not_end_the_study_and_is_run_again(python, workdir, capsys):

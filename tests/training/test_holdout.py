@@ -7,7 +7,7 @@ import pytest
 from etils import epath
 
 from vit_jax import data, transfer
-from vit_jax.config.stored import read_config
+from vit_jax.config.stored import read_config, to_json
 from vit_jax.config.text import load_config
 from vit_jax.data import make_source
 from vit_jax.errors import InputError
@@ -18,7 +18,7 @@ from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, check_member
 from vit_jax.training.prepare import prepare
 from vit_jax.training.sources import adopt_holdout
-from vit_jax.training.train import write_workdir
+from vit_jax.training.workdir import write_workdir
 
 RULES = {"older": "seed 3", "new": "names"}
 
@@ -114,7 +114,33 @@ def test_what_starts_from_a_run_goes_on_by_its_rule(golden, pictures, tmp_path, 
     assert again.data.holdout == "seed 3"
 
 
+def test_an_older_run_killed_before_its_first_save_goes_on_by_its_own_rule(
+    golden, pictures, tmp_path
+):
+    config = finetune_config(pictures, golden / "older_run/workdir", 5)
+    stored = json.loads(to_json(prepare(config, tmp_path / "another").config))
+    del stored["data"]["holdout"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert prepare(config, tmp_path).config.data.holdout == "seed 5"
+
+
 def test_another_rule_than_the_run_s_is_refused(golden, pictures, tmp_path):
     config = finetune_config(pictures, golden / "older_run/workdir", 0, holdout="seed 9")
     with pytest.raises(InputError, match=r"data\.holdout='seed 9': .* held out images by 'seed 3'"):
         prepare(config, tmp_path / "tuned")
+
+
+def test_an_unrelated_folder_keeps_its_own_rule(golden, pictures, tmp_path):
+    pretrained = transfer.read_pretrained(str(golden / "older_run/workdir"))
+    (moved := tmp_path / "moved").symlink_to(pictures)
+    copied = shutil.copytree(pictures, tmp_path / "copied")
+    config = finetune_config(pictures, golden / "older_run/workdir", 0)
+    for where in (moved, copied):
+        config.data.data_dir = str(where)
+        assert adopt_holdout(config, pretrained).data.holdout == "seed 3"
+    for name in ("eagle", "falcon"):
+        (tmp_path / "other/train" / name).mkdir(parents=True)
+    config.data.data_dir = str(tmp_path / "other")
+    for rule in ("names", "seed 0"):
+        config.data.holdout = rule
+        assert adopt_holdout(config, pretrained).data.holdout == rule

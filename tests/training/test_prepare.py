@@ -6,14 +6,22 @@ import os
 import shlex
 
 import pytest
+from etils import epath
 
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
 from vit_jax.config.stored import continue_older, to_json
 from vit_jax.config.text import apply_overrides
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.errors import InputError
+from vit_jax.studies.members import Member
+from vit_jax.studies.running import Call, check_member
 from vit_jax.training.prepare import compare_value_ranges, prepare
-from vit_jax.training.sources import check_evaluated_images, check_images, open_sources
+from vit_jax.training.sources import (
+    check_evaluated_images,
+    check_images,
+    data_fingerprint,
+    open_sources,
+)
 from vit_jax.training.validation import find_faults
 from vit_jax.training.workdir import check_unchanged
 from vit_jax.transfer.rules import Pretrained, Spec
@@ -112,6 +120,17 @@ def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled(
     check_images(older, parse_preprocessing(older), sources)
 
 
+def test_the_fingerprint_changes_with_what_decides_the_bytes_of_a_batch():
+    config = make_config()
+    config.data.ops, config.global_batch_size = "resize(9)|random_crop(10)|resize", 8
+    config, sources = open_sources(config, training=True)
+    source = sources[train_split(config)]
+    older, newer = (data_fingerprint(config, source, version) for version in (1, 2))
+    config.data.pad_crops = True
+    assert data_fingerprint(config, source, 1) == older
+    assert data_fingerprint(config, source, 2) != newer
+
+
 def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):
     config = make_config(test=check(ops="resize"), other=check())
     (tmp_path / "config.json").write_text(to_json(config))
@@ -137,6 +156,26 @@ def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):
              for word in shlex.split(flag)]  # fmt: skip
     assert apply_overrides(changed, words) == [] and len(words) == 4
     check_unchanged(changed, tmp_path)
+
+
+def test_a_run_keeps_the_spelling_of_its_ops(tmp_path, caplog):
+    respelled = make_config(test=check(ops="resize_small(crop=0.8)|central_crop"))
+    respelled.data.ops, respelled.seed = "resize(crop=0.8)|random_crop", 1
+    respelled.global_batch_size, respelled.duration = 8, "1 steps"
+    respelled.model.name, respelled.optimizer.peak_lr = "ViT-mu/4", 1e-3
+    config = prepare(respelled, tmp_path / "new").config
+    config.data.ops, config.evals.test.ops = (
+        "resize(10)|random_crop",
+        "resize_small(10)|central_crop",
+    )
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text(to_json(config))
+
+    call = Call("configs/cifar10.py", (), epath.Path(tmp_path), None, again=False)
+    check_member(respelled, call, Member("run", {}))
+    resumed = prepare(respelled, tmp_path / "run").config
+    assert not caplog.records and resumed.data.ops == "resize(10)|random_crop"
+    assert resumed.evals.test.ops == "resize_small(10)|central_crop"
 
 
 def test_without_wandb_a_run_that_asks_for_it_does_not_start(tmp_path, monkeypatch):

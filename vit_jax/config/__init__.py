@@ -35,6 +35,7 @@ from vit_jax.config.stored import (
     IN_OLDER_RUNS,
     changed_evals,
     changed_keys,
+    folders_read,
     reads_folder,
     say_changes,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "default_config",
     "eval_splits",
     "flatten",
+    "folders_read",
     "image_hw",
     "model_fields",
     "optimizer_fields",

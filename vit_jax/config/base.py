@@ -83,8 +83,8 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.data.name = placeholder(str)  # digits, folder, synthetic, vtab/TASK, or a TFDS data set
     c.data.split = "train"
     c.data.data_dir = placeholder(str)  # None: where TFDS keeps its data sets
-    # The images of a folder without val/ that are held out as `val`: names, by the hash of their
-    # file names; or "seed N", as older runs of that seed did. init_from=RUN takes the run's rule.
+    # Which tenth of a folder without val/ is held out: names (by hash of the file names) or
+    # "seed N" (the rule of older versions). init_from=RUN takes the run's rule for its folder.
     c.data.holdout = "names"
     c.data.image_size = placeholder(object)  # int or (height, width), in pixels
     c.data.num_classes = placeholder(int)  # None: what the data set says

@@ -52,7 +52,7 @@ _RESIZE_AND_CROP = (
 def _may_pad(stored: dict[str, Any]) -> bool:
     """Whether a crop of a parsed config.json may be larger than its image, by the text of its ops.
 
-    It is not after a resize to `data.image_size`, or to a size that is at least as large.
+    False where every crop follows a resize to at least `data.image_size`.
     """
     size = stored["data"]["image_size"]
     largest = max(size) if isinstance(size, list) else size or 0
@@ -67,9 +67,21 @@ def _may_pad(stored: dict[str, Any]) -> bool:
 
 def reads_folder(config: Mapping[str, Any]) -> bool:
     """Whether a config, or the content of a config.json, reads an image folder."""
-    entries = config["evals"].values()
-    names = {config["data"]["name"], *(entry.get("data_name") for entry in entries)}
-    return "folder" in names or bool(re.search(r"\bfolder\b", config["data"].get("mix", "")))
+    return bool(folders_read(config))
+
+
+def folders_read(config: Mapping[str, Any]) -> set[str | None]:
+    """`data_dir` of each image folder that a config, or the content of a config.json, reads."""
+    d = config["data"]
+    entries = [(e.get("data_name"), e.get("data_dir")) for e in config["evals"].values()]
+    read = [(d["name"], None), *((name, None) for name in _mixed_names(d)), *entries]
+    return {where or d.get("data_dir") for name, where in read if (name or d["name"]) == "folder"}
+
+
+def _mixed_names(data: Mapping[str, Any]) -> list[str]:
+    """The data sets that `data.mix` names."""
+    parts = [re.split("[=@]", part)[0].strip() for part in data.get("mix", "").split(",")]
+    return [name for name in parts if name]
 
 
 def _older_holdout(stored: dict[str, Any]) -> str:
@@ -77,17 +89,22 @@ def _older_holdout(stored: dict[str, Any]) -> str:
 
 
 def _older_broken_labels(stored: dict[str, Any]) -> str:
-    data = stored["data"]
-    fewshot_kinds = [entry["type"] == "fewshot" for entry in stored["evals"].values()]
-    reads_labels = data.get("classes") is not None or any(fewshot_kinds)
+    data, entries = stored["data"], stored["evals"].values()
+    # Labels choose the records of data.classes, and what few-shot evaluators learn from.
+    chosen = [entry for entry in entries if entry["type"] == "fewshot"]
+    names = set()
+    if data.get("classes") is not None:
+        chosen = entries
+        names = {data["name"], *_mixed_names(data)}
+    names |= {entry.get("data_name") or data["name"] for entry in chosen}
     in_memory = data.get("reader") in (None, "memory")
-    of_files = data["name"] not in ("digits", "folder", "synthetic")
-    return "by_reader" if reads_labels and in_memory and of_files else "read"
+    of_files = names - {"digits", "folder", "synthetic"}
+    return "by_reader" if in_memory and of_files else "read"
 
 
-# Keys that changed a run's data or updates when they were added: what an older run, whose
-# config.json lacks the key, keeps doing; a function of that file's content. All other keys that a
-# run lacks take their default.
+# Keys that changed a run's data or updates when they were added. For a key that an older
+# config.json lacks: a function of that file that returns the value which keeps the run as it was.
+# All other keys that a run lacks take their default.
 IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "data.holdout": _older_holdout,
     "data.broken_labels": _older_broken_labels,
@@ -166,7 +183,7 @@ def from_json(text: str, where: str = "config.json") -> ConfigDict:
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
-    """The content of a config.json, by the names that keys have today."""
+    """The content of a config.json, by today's names of keys, with the defaults of its `evals`."""
     with _naming(where):
         stored = json.loads(text)
         version = stored.pop("format_version", 1)
@@ -182,6 +199,9 @@ def _parse(text: str, where: str) -> dict[str, Any]:
                 *sections, leaf = new.split(".")
                 section = functools.reduce(lambda d, k: d.setdefault(k, {}), sections, stored)
                 section[leaf] = value
+        for entry in stored["evals"].values():
+            if entry["type"] in EVALUATORS:
+                entry.update(entry_defaults(entry["type"]) | entry)
     return stored
 
 
@@ -201,10 +221,9 @@ def _fill_entry(evals: ConfigDict, name: str, entry: dict[str, Any]) -> list[str
     kind = entry["type"]
     if kind not in EVALUATORS:
         return [f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVALUATORS))}"]
-    values = entry_defaults(kind) | entry
-    wanted, found = entry_keys(kind), set(values)
+    wanted, found = entry_keys(kind), set(entry)
     if wanted == found:
-        evals[name] = typed_entry(kind, values)
+        evals[name] = typed_entry(kind, entry)
     missing = [f"evals.{name}.{key}: missing" for key in sorted(wanted - found)]
     return missing + [f"evals.{name}.{key}: no such key" for key in sorted(found - wanted)]
 
@@ -243,6 +262,20 @@ def _stored_values(stored: dict[str, Any]) -> dict[str, Any]:
     return {key: node[leaf] for key, (node, leaf) in nodes.items() if leaf in node}
 
 
+def kept_values(workdir: epath.Path) -> dict[str, Any]:
+    """{key: value} that the run in `workdir` has of each key in IN_OLDER_RUNS; {} of no run.
+
+    Raises:
+      InputError: config.json has a newer format, or is not as a run writes it.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        return {}
+    stored = _parse(path.read_text(), str(path))
+    with _naming(str(path)):
+        return _older_values(stored) | _stored_values(stored)
+
+
 def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
     """`config` for resuming the run in `workdir`, which an older version may have begun.
 
@@ -252,12 +285,7 @@ def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
     Raises:
       InputError: config.json has a newer format, or is not as a run writes it.
     """
-    path = workdir / "config.json"
-    if not path.exists():
-        return config
-    stored = _parse(path.read_text(), str(path))
-    with _naming(str(path)):
-        older = _older_values(stored) | _stored_values(stored)
+    older = kept_values(workdir)
     values, defaults = flatten(config), flatten(default_config(config.get("plugins") or ()))
     kept = {k: v for k, v in older.items() if values[k] == defaults[k] and values[k] != v}
     if not kept:

@@ -254,6 +254,7 @@ HOST_OPS: dict[str, Callable[..., HostOp]] = {
     "pad_crop": pad_crop,
     "randaugment": randaugment,
 }
+RESIZES_BEFORE_CROP = ("resize", "resize_small")  # with the argument `crop`
 TAKES_ENCODED = ("decode", "inception_crop")
 CROPS = ("central_crop", "random_crop")  # with the argument `pad`
 

@@ -82,6 +82,13 @@ def folder(*, split: str, data_dir: str | os.PathLike | None, holdout: str, **_)
     )
 
 
+def class_folders(data_dir: str | os.PathLike) -> list[str]:
+    """The classes of the image folder `data_dir`, sorted; none where it is not there."""
+    root = pathlib.Path(data_dir)
+    train_root = root / "train" if (root / "train").is_dir() else root
+    return _visible_folders(train_root) if train_root.is_dir() else []
+
+
 def _check_folder(split: str, data_dir: str | os.PathLike | None) -> pathlib.Path:
     """The path of `data_dir`; raises InputError if it or `split` is none of an image folder."""
     if split not in ("train", "val"):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vit_jax.data.device_ops import DEVICE_OPS, MIXING_OPS, DeviceOp
-from vit_jax.data.host_ops import CROPS, HOST_OPS, TAKES_ENCODED, HostOp
+from vit_jax.data.host_ops import CROPS, HOST_OPS, RESIZES_BEFORE_CROP, TAKES_ENCODED, HostOp
 from vit_jax.errors import InputError
 
 # A view: plug-ins add to both.
@@ -28,11 +28,18 @@ OPS = collections.ChainMap[str, Any](DEVICE_OPS, HOST_OPS)
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One op of a string: `text` as the user typed it, `name` in OPS, and the call itself."""
+    """One op of a string.
+
+    text: as the user typed it.
+    name: in OPS.
+    apply: the call itself.
+    arguments: (name, value) of each, resolved: ops with equal names and arguments do the same.
+    """
 
     text: str
     name: str
     apply: HostOp | DeviceOp
+    arguments: tuple[tuple[str, Any], ...]
 
     def __call__(self, *args: Any) -> Any:
         return self.apply(*args)
@@ -100,6 +107,11 @@ def parse_ops(
     return host_ops, device_ops
 
 
+def do_the_same(a: Sequence[Op], b: Sequence[Op]) -> bool:
+    """Whether the ops `a` and `b`, from `parse_ops`, give the same images however spelled."""
+    return [(op.name, op.arguments) for op in a] == [(op.name, op.arguments) for op in b]
+
+
 def check_crops(
     host_ops: Sequence[Op], key: str, image_size: tuple[int, int] | None = None
 ) -> None:
@@ -163,7 +175,11 @@ def _parse_op(text: str, image_size: tuple[int, int], key: str, pad_crops: bool)
         call.apply_defaults()
         if call.arguments.get("size", image_size) is None:
             call.arguments["size"] = image_size
-        return Op(text, name, OPS[name](*call.args, **call.kwargs))
+        apply = OPS[name](*call.args, **call.kwargs)
+        arguments = dict(call.arguments)
+        if name in RESIZES_BEFORE_CROP:  # `crop` only gives the size
+            arguments |= {"size": apply.gives, "crop": 1.0}
+        return Op(text, name, apply, tuple(arguments.items()))
     except (TypeError, ValueError) as error:
         bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
         usage = f"{name}({', '.join(map(str, bare))})"

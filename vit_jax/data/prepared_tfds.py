@@ -221,10 +221,15 @@ def _check_labelled(files: RecordFiles, features: dict, view: View, where: str) 
 
 
 def _read_now(files: RecordFiles, record: int, parse: Callable) -> Any:
-    """`_read_one` outside of a graph; None where that fails."""
+    """`_read_one` outside of a graph; None of a record that is broken.
+
+    What reading may not meet again, as of a store that does not answer, is raised.
+    """
+    e = tf.errors
+    broken = e.DataLossError, e.InvalidArgumentError, e.NotFoundError, e.OutOfRangeError
     try:
         return _read_one(files, tf.constant(record, tf.int64), parse)
-    except (tf.errors.OpError, UnicodeDecodeError):  # the error may quote the record's bytes
+    except (*broken, UnicodeDecodeError):  # the error may quote the record's bytes
         return None
 
 
@@ -246,10 +251,13 @@ def _check_pixels(image, where: str) -> None:
 def _digest_records(files: RecordFiles, num_examples: int) -> list[str]:
     """Digests of the first, middle and last record, which change with the order of preparing."""
 
-    def digest(stored, record_id):  # of pixels, as a PNG may be compressed otherwise next time
+    def digest(stored, record_id):
         example = files.parse(stored, record_id)
-        pixels = host_ops.to_pixels(example["image"]).numpy()
-        identity = f"{example['label'].numpy()} {pixels.shape} ".encode()
+        image, label = example["image"], example["label"].numpy()
+        if image.dtype == tf.string and tf.io.is_jpeg(image):  # decoders differ in its pixels
+            return hashlib.sha256(f"{label} ".encode() + image.numpy()).hexdigest()
+        pixels = host_ops.to_pixels(image).numpy()  # a PNG may be compressed otherwise next time
+        identity = f"{label} {pixels.shape} ".encode()
         return hashlib.sha256(identity + pixels.tobytes()).hexdigest()
 
     records = (0, num_examples // 2, num_examples - 1)

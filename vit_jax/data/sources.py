@@ -24,8 +24,9 @@ with epy.lazy_imports():
     import sklearn.datasets
 
 
-# Of `Source.fingerprints`. Version 2 adds three records of a TFDS data set. A checkpoint stores the
-# version with its fingerprint, and an older one is compared by the older rule.
+# Number of fingerprint versions. Version 2 also hashes the first, middle and last record of a TFDS
+# set, and data.pad_crops. A checkpoint stores the version with its fingerprint, and an older one is
+# compared by the older rule.
 FINGERPRINT_VERSION = 2
 
 

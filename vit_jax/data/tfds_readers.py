@@ -145,7 +145,12 @@ def _open_array_record(parts, segments: np.ndarray) -> Callable:
     records = ArrayRecordDataSource(list(parts))
 
     def read(first, count):
-        return np.array(records.__getitems__(range(first, first + count)), dtype=object)
+        try:
+            return np.array(records.__getitems__(range(first, first + count)), dtype=object)
+        except RuntimeError as e:  # of damage and of a failing store; only the first one lasts
+            if "Corrupted" in str(e):
+                raise ValueError(str(e)) from e  # TensorFlow's InvalidArgumentError
+            raise
 
     def open_stretch(first, count):
         at_once = tf.data.Dataset.from_tensors((first, count)).map(

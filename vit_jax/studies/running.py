@@ -39,6 +39,7 @@ from vit_jax.studies.members import (
 )
 from vit_jax.training.guards import DIVERGED_FILE
 from vit_jax.training.validation import validate
+from vit_jax.training.workdir import continue_run
 
 logger = logging.getLogger("vit_jax")
 
@@ -94,7 +95,7 @@ def check_member(config: ConfigDict, call: Call, member: Member) -> None:
     workdir = call.workdir / member.name
     if not (workdir / "config.json").exists():
         return
-    own = stored_config.continue_older(own, workdir)
+    own = continue_run(own, workdir)
     stored = stored_config.read_config(workdir)
     changed = config_lib.changed_keys(stored, own)
     changed |= config_lib.changed_evals(stored, own)  # which a single run may change
@@ -244,21 +245,36 @@ def _write_report(
         for member in study.members(config, results)
         if member.name in results
     }
+    warnings = _warn_of_older_members(call, results)
     content = {
         "study": config.study.name,
         "complete": report.complete,
         **report.values,
+        "warnings": warnings,
         "members": members,
     }
     write_whole(call.workdir / "study.json", json.dumps(content, indent=2) + "\n")
     lines = [report.columns, ["---"] * len(report.columns), *report.rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     commands = "\n".join(member["command"] for member in members.values())
-    text = f"# {config.study.name}\n\n{table}\n\nThe members:\n\n```sh\n{commands}\n```\n"
+    warned = "".join(f"Warning: {line}.\n\n" for line in warnings)
+    text = f"# {config.study.name}\n\n{table}\n\n{warned}The members:\n\n```sh\n{commands}\n```\n"
     write_whole(call.workdir / "study.md", text)
     for name, file in report.files.items():
         write_whole(call.workdir / name, file)
     return report
+
+
+def _warn_of_older_members(call: Call, results: Mapping[str, Result]) -> list[str]:
+    """Names each key by which members of older versions go on in another way than the others."""
+    kept = {name: stored_config.kept_values(call.workdir / name) for name in results}
+    lines = []
+    for key in config_lib.IN_OLDER_RUNS:
+        values = {name: values[key] for name, values in kept.items() if values}
+        if len(set(values.values())) > 1:
+            shown = ", ".join(f"{value!r} in {name}" for name, value in values.items())
+            lines.append(f"{key} differs, so their results may not compare: {shown}")
+    return lines
 
 
 def _conclude(report: Report, call: Call, results: Mapping[str, Result]) -> int:
@@ -276,6 +292,8 @@ def _conclude(report: Report, call: Call, results: Mapping[str, Result]) -> int:
     for name in by_state[DIVERGED]:
         print(f"{name} diverged: {results[name].error}", file=sys.stderr)
     written = ["study.md", "study.json", *report.files]
+    for line in _warn_of_older_members(call, results):
+        print(f"warning: {line}", file=sys.stderr)
     print(f"report: {', '.join(str(call.workdir / name) for name in written)}")
     if by_state[FAILED]:
         return exit_codes.FAILED

@@ -13,7 +13,6 @@ from vit_jax import config as config_lib
 from vit_jax import data, files, metrics, transfer
 from vit_jax.checkpoints import restore
 from vit_jax.config import SplitKey
-from vit_jax.config.stored import continue_older
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.data.sources import FINGERPRINT_VERSION
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
@@ -30,7 +29,7 @@ from vit_jax.training.sources import (
     training_order,
 )
 from vit_jax.training.timetable import Timetable
-from vit_jax.training.workdir import check_store, check_unchanged, check_writable
+from vit_jax.training.workdir import check_store, check_unchanged, check_writable, continue_run
 from vit_jax.transfer.resample import check_convention
 
 logger = logging.getLogger("vit_jax")
@@ -90,7 +89,8 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     """
     workdir, faults = files.absolute(workdir), Faults()
     if training:
-        config = continue_older(config, workdir)
+        config = continue_run(config, workdir)
+    is_begun = (workdir / "config.json").exists()
     mesh = check_mesh(config, faults)
     faults.check(check_writable if training else check_store, workdir)
     if training and config.log.wandb is not None:
@@ -100,7 +100,7 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     faults.check(check_convention, config.init_resize, "init_resize")
     weights = config_lib.weights_source(config) if training and not resumes else None
     pretrained = None if weights is None else faults.check(transfer.read_pretrained, weights)
-    if pretrained is not None:
+    if pretrained is not None and not is_begun:  # a run keeps the rule that it began with
         config = faults.check(adopt_holdout, config, pretrained) or config
     preprocessing = parse_preprocessing(config)
     config, sources = faults.check(open_sources, config, training) or (config, {})

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from vit_jax import config as config_lib
 from vit_jax import data, transfer
 from vit_jax.config import SplitKey
 from vit_jax.config.evals import find_evaluator
+from vit_jax.data.image_folder import class_folders
 from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
 from vit_jax.errors import Faults, InputError, collect_faults
@@ -137,8 +139,7 @@ def check_images(
     config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
 ) -> None:
     """Raises InputError if the ops of training or of an evaluator do not give `data.image_size`."""
-    one: dict[str, Any] = {"global_batch_size": 1, "image_size": preprocessing.image_size}
-    one["rows"] = np.arange(1)
+    one = _one_image(preprocessing)
     training, ops = sources[config_lib.train_split(config)], preprocessing.host_ops
     data.host_batches(training, ops, **one, seed=0, start_step=0, num_steps=0)
     check_evaluated_images(config, preprocessing, sources)
@@ -148,18 +149,21 @@ def check_evaluated_images(
     config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
 ) -> None:
     """Raises InputError if the ops of an evaluator do not give `data.image_size`."""
-    one: dict[str, Any] = {"global_batch_size": 1, "image_size": preprocessing.image_size}
-    one["rows"] = np.arange(1)
     for name, entry in config.evals.items():
-        ops = preprocessing.eval_ops[name]
+        how = _one_image(preprocessing) | {"key": f"evals.{name}.ops"}
         for key in config_lib.eval_splits(config, entry).values():
-            data.host_eval_batches(sources[key], ops, **one, key=f"evals.{name}.ops")
+            data.host_eval_batches(sources[key], preprocessing.eval_ops[name], **how)
+
+
+def _one_image(preprocessing: Preprocessing) -> dict[str, Any]:
+    return {"global_batch_size": 1, "image_size": preprocessing.image_size, "rows": np.arange(1)}
 
 
 def adopt_holdout(config: ConfigDict, pretrained: transfer.Pretrained) -> ConfigDict:
     """`config` with the rule by which the run in `pretrained` held out images of its folder.
 
-    So no image that the run was trained on is one to test with, nor the other way round.
+    So no image that the run was trained on is one to test with, nor the other way round. A config
+    that reads other folders only keeps its rule.
 
     Raises:
       InputError: if `config` sets another rule.
@@ -169,6 +173,8 @@ def adopt_holdout(config: ConfigDict, pretrained: transfer.Pretrained) -> Config
         return config
     rule, default = run["data"]["holdout"], config_lib.base_config().data.holdout
     if rule == default and not config_lib.reads_folder(run):
+        return config
+    if not _may_read_its_folder(config, pretrained):
         return config
     if own != default:
         raise InputError(
@@ -184,6 +190,25 @@ def adopt_holdout(config: ConfigDict, pretrained: transfer.Pretrained) -> Config
             pretrained.source, rule, default,
         )  # fmt: skip
     return config
+
+
+def _may_read_its_folder(config: ConfigDict, pretrained: transfer.Pretrained) -> bool:
+    """Whether a folder of `config` may be one that the run in `pretrained` read, perhaps moved.
+
+    True too where either reads none: what starts from `config` then goes on by the rule.
+    """
+    ours, its = map(config_lib.folders_read, (config, pretrained.run["config"]))
+    if not ours or not its:
+        return True
+    real_paths = [
+        {os.path.realpath(folder) for folder in folders if folder} for folders in (ours, its)
+    ]
+    names = pretrained.spec.class_names
+    return (
+        not real_paths[0].isdisjoint(real_paths[1])
+        or names is None
+        or any({*names} <= {*class_folders(folder)} for folder in real_paths[0])
+    )
 
 
 def data_fingerprint(
@@ -205,11 +230,12 @@ def data_fingerprint(
             f"--workdir: its checkpoints have a data fingerprint of version {version}, and this "
             f"vit_jax knows them up to {FINGERPRINT_VERSION}; use a newer one"
         )
-    return fingerprint(
+    identity = [
         source.fingerprints[version - 1],
         config.seed,
         config.global_batch_size,
         d.ops,
         config_lib.image_hw(d.image_size),
         [d.order, d.chunk_size, d.streams, d.repeats, d.mix],
-    )
+    ]
+    return fingerprint(*identity, *[d.pad_crops] * (version > 1))

@@ -10,8 +10,9 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import changed_evals, changed_keys, say_changes
 from vit_jax.config.plugins import store_plugins
-from vit_jax.config.stored import read_config, to_json
+from vit_jax.config.stored import continue_older, read_config, to_json
 from vit_jax.data import Source
+from vit_jax.data.preprocessing import keep_spelling
 from vit_jax.errors import InputError, collect_faults
 from vit_jax.files import write_whole
 
@@ -45,6 +46,20 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of its parent
         return False
+
+
+def continue_run(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
+    """`config` for resuming the run in `workdir`, if there is one.
+
+    It keeps what an older version of this code did (`continue_older`), and the run's own spelling
+    of its ops, which are part of its identity, where that does the same.
+
+    Raises:
+      InputError: config.json has a newer format, or is not as a run writes it.
+    """
+    if not (workdir / "config.json").exists():
+        return config
+    return keep_spelling(continue_older(config, workdir), read_config(workdir))
 
 
 def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
