@@ -51,7 +51,10 @@ class EvalInputs:
     def batches(
         self, split_key: str = "split", record_ids: np.ndarray | None = None
     ) -> Iterator[dict[str, jax.Array]]:
-        """Global batches of one pass over that split, or over some of its records."""
+        """Global batches of one pass over that split, or over some of its records.
+
+        Raises: InputError naming `ops`, at an image smaller than a crop.
+        """
         return eval_batches(
             self.source(split_key),
             self.host_ops,
@@ -59,4 +62,6 @@ class EvalInputs:
             image_size=self.image_size,
             sharding=batch_sharding(self.mesh),
             record_ids=record_ids,
+            key="ops",
+            refuse_small=True,
         )
