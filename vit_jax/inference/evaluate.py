@@ -30,7 +30,7 @@ from vit_jax.training.prepare import check_mesh, prepare
 from vit_jax.training.sources import adopt_holdout, check_images, open_sources
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.resample import check_convention
-from vit_jax.transfer.rules import Pretrained
+from vit_jax.transfer.rules import Pretrained, loss_of
 
 logger = logging.getLogger("vit_jax")
 
@@ -128,11 +128,8 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
     if pretrained.run is not None:
         config_lib.add_plugins(config, pretrained.run["config"]["plugins"])
         config.loss.update(pretrained.run["config"]["loss"])
-    elif pretrained.spec.loss is not None:
-        config.loss.name = pretrained.spec.loss
     elif any(not find_evaluator(entry.type).learns_classes for entry in config.evals.values()):
-        logger.info("%s: its loss is not stated; config.loss.name=%s is taken",
-                    pretrained.source, config.loss.name)  # fmt: skip
+        config.loss.name = loss_of(pretrained, config.loss.name)
     for name, entry in config.evals.items():
         entry.ops = entry.ops or ops_for(spec.at(size))
         if d.num_classes is None and not find_evaluator(entry.type).learns_classes:

@@ -30,6 +30,8 @@ logger = logging.getLogger("vit_jax")
 _HEAD = r"(head|head_hidden|head_distillation)/.*"
 _POSITIONS = re.compile(r"(encoder/layer_\d+/)?pos_embedding(/(?P<table>\w+))?")
 
+_IMAGENET_21K = (21_841, 21_843)  # classes, as counted by different releases
+
 _ARCHITECTURE = (
     "width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width", "pool",
     "pos_embed", "pos_embed_class_token", "gelu", "norm", "norm_eps", "parallel", "qk_norm",
@@ -149,11 +151,21 @@ class Pretrained(NamedTuple):
     run: dict[str, Any] | None = None
 
 
-def loss_of(pretrained: Pretrained) -> str:
-    """The loss that turns the logits of a source into probabilities; one assumed is logged."""
+def loss_of(pretrained: Pretrained, assumed: str = "softmax") -> str:
+    """The loss that turns the logits of a source into probabilities: as stated, else `assumed`.
+
+    The assumption is logged, with a warning for the classes of ImageNet-21k, whose published models
+    were trained with the sigmoid.
+    """
     if pretrained.spec.loss is None:
-        logger.info("%s: its loss is not stated, and taken to be softmax", pretrained.source)
-    return pretrained.spec.loss or "softmax"
+        of_21k = pretrained.model.num_classes in _IMAGENET_21K
+        logger.log(
+            logging.WARNING if of_21k else logging.INFO,
+            "%s: its loss is not stated, and taken to be %s%s", pretrained.source, assumed,
+            "; models of ImageNet-21k are often trained with the sigmoid: state the loss in the "
+            "JSON file beside it" if of_21k else "",
+        )  # fmt: skip
+    return pretrained.spec.loss or assumed
 
 
 def refuse(faults: Sequence[str], where: str) -> None:
