@@ -71,6 +71,7 @@ setup(
         "test": [
             "jsonschema>=4.26.0",
             "kubernetes-validate>=1.37.0",
+            "mypy>=2.4.1",
             "pytest>=9.0.0",
             "pytest-xdist>=3.8.0",
             "ruff>=0.15.0",

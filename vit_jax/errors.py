@@ -4,7 +4,9 @@ import difflib
 import re
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class InputError(ValueError):
@@ -45,12 +47,13 @@ class Faults(list[str]):
         """Adds a fault unless `value` is positive or None."""
         self.need(value is None or value > 0, f"{key}={value}: needs a positive number")
 
-    def check(self, fn: Callable, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+    def check(self, fn: Callable[..., T], *args: Any, prefix: str = "", **kwargs: Any) -> T | None:
         """fn(*args, **kwargs), or None if it raises InputError, whose faults are added."""
         try:
             return fn(*args, **kwargs)
         except InputError as e:
             self.extend(f"{prefix}{fault}" for fault in e.faults)
+            return None
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

@@ -10,13 +10,18 @@ chosen layer by layer is chosen by the names that the unrolled model has.
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from flax import traverse_util
 
 PyTree = Any
+# Nested dicts of arrays, as flax holds the parameters of a model; what else it carries has one more
+# level above, e.g. batch_stats.
+Params: TypeAlias = Mapping[str, "jax.Array | Params"]
+ModelState: TypeAlias = Mapping[str, Params]
+Batch: TypeAlias = dict[str, jax.Array]
 
 _STACKED = re.compile(r"(?P<above>(?:.*/)?)layers/(?P<below>.*)")
 _LAYER = re.compile(r"((?:.*/)?layer_\d+)/.*")

@@ -413,6 +413,10 @@ def fault_of(spec):
     return str(e.value)
 
 
+def test_a_name_that_is_too_long_for_a_file():
+    assert "File name too long" in fault_of("x" * 300)
+
+
 def test_config_file_gets_its_words(tmp_path):
     path = write(tmp_path, BODY.format(line="c.data.name = arg"))
     assert load_config(f"{path}:a,b=c:d").data.name == "a,b=c:d"

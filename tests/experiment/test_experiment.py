@@ -167,7 +167,7 @@ def test_flops_are_counted_without_what_remat_adds(mesh):
 def test_durations_in_steps(text, steps):
     config = small_config()
     config.checkpoint.keep_every = text
-    assert parse_durations(config)["checkpoint.keep_every"] == steps
+    assert parse_durations(config).get("checkpoint.keep_every") == steps
 
 
 def test_a_faulty_duration_names_its_key():

@@ -249,7 +249,8 @@ def test_export(name, tmp_path):
         assert export(pretrained, output, format)["read_back"]["largest_logit_difference"] < 1e-5
         loaded, variables = vit_jax.load_pretrained(output)
         assert (type(loaded), loaded.image_size) == (type(model), model.image_size)
-        jax.tree.map(np.testing.assert_array_equal, variables["params"], params)
+        if format != "npz_v2":  # it holds the sum of the class token and its position
+            jax.tree.map(np.testing.assert_array_equal, variables["params"], params)
 
 
 @pytest.mark.parametrize("name", ["R+ViT-Ti/16", "BiT-R50x1"])

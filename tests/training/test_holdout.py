@@ -104,7 +104,7 @@ def test_what_starts_from_a_run_goes_on_by_its_rule(golden, pictures, tmp_path, 
     run = prepare(config, tuned)
     (warning,) = [r.getMessage() for r in caplog.records if "held out" in r.getMessage()]
     assert warning.startswith(f"{workdir} held out images of its folder by data.holdout='seed 3'")
-    write_workdir(run)
+    write_workdir(run.workdir, run.config, run.train_source)
     shutil.copytree(workdir / "checkpoints", tuned / "checkpoints")
     assert prepare(config, tuned).config.data.holdout == "seed 3"  # resumed: nothing is refused
     call = Call("configs/folder.py", (), epath.Path(tuned.parent), None, again=False)

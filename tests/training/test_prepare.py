@@ -13,7 +13,7 @@ from vit_jax.config.text import apply_overrides
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.errors import InputError
 from vit_jax.training.prepare import compare_value_ranges, prepare
-from vit_jax.training.sources import check_images, open_sources
+from vit_jax.training.sources import check_evaluated_images, check_images, open_sources
 from vit_jax.training.validation import find_faults
 from vit_jax.training.workdir import check_unchanged
 from vit_jax.transfer.rules import Pretrained, Spec
@@ -89,7 +89,7 @@ def test_images_of_another_data_set_are_checked():
     config = make_config(few=few(data_name="digits", ops="resize(9)"))
     with pytest.raises(InputError, match=r"evals\.few\.ops='resize\(9\)' gives images of"):
         config, sources = open_sources(config, training=False)
-        check_images(config, parse_preprocessing(config), sources)
+        check_evaluated_images(config, parse_preprocessing(config), sources)
 
 
 def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled(tmp_path):

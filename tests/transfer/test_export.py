@@ -50,7 +50,7 @@ def run(tmp_path_factory, cheap_compilation):
     with jax.set_mesh(prepared.mesh):
         state = prepared.experiment.init()
         state = state.replace(ema=jax.tree.map(lambda leaf: leaf + 0.01, state.ema))
-        write_workdir(prepared)
+        write_workdir(prepared.workdir, prepared.config, prepared.train_source)
         checkpoints = Checkpoints(workdir / "checkpoints", keep_last=2, keep_every=None)
         checkpoints.save(10, state, {})
         checkpoints.close()

@@ -12,7 +12,7 @@ is sealed, before the commit.
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -22,8 +22,11 @@ from vit_jax.checkpoints import stored
 from vit_jax.checkpoints.checksums import checksums
 from vit_jax.checkpoints.restore import restore_newest
 from vit_jax.checkpoints.seal import complete_seal, write_seal
+from vit_jax.tree import PyTree
 
 logger = logging.getLogger("vit_jax")
+
+State = TypeVar("State")  # a pytree, restored as it is described
 
 # A process reads whole chunks of a leaf, so they are small beside what it keeps of it: of the two
 # greatest axes of a leaf's share orbax makes about equal pieces.
@@ -51,7 +54,7 @@ class Checkpoints:
         self._directory = directory
         self._saving: int | None = None
         policies = ocp.checkpoint_managers
-        keep = [policies.LatestN(keep_last)]
+        keep: list[policies.PreservationPolicy] = [policies.LatestN(keep_last)]
         if keep_every:
             keep.append(policies.EveryNSteps(keep_every))
         self._manager = ocp.CheckpointManager(
@@ -82,7 +85,7 @@ class Checkpoints:
         if saving is not None and jax.process_index() == 0:
             complete_seal(self._directory / str(saving))
 
-    def save(self, step: int, state: Any, meta: dict) -> None:
+    def save(self, step: int, state: PyTree, meta: dict) -> None:
         """Saves `state` as `step`; returns once it may be donated, the files follow."""
         own = {"format_version": stored.FORMAT_VERSION, "step": step, "checksums": checksums(state)}
         meta = meta | own
@@ -110,11 +113,11 @@ class Checkpoints:
 def start(
     *,
     directory: epath.Path,
-    abstract_state: Any,
+    abstract_state: State,
     fingerprint: Callable[[int], str],
-    from_init: Callable[[], Any] | None,
-    from_scratch: Callable[[], Any],
-) -> tuple[Any, dict]:
+    from_init: Callable[[], State] | None,
+    from_scratch: Callable[[], State],
+) -> tuple[State, dict]:
     """How a run starts: resume > init_from > scratch; the log says which.
 
     Returns:

@@ -34,7 +34,7 @@ def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return jax.tree.map(checksum, leaves)
 
 
-def checksums(state) -> dict[str, int]:
+def checksums(state: tree.PyTree) -> dict[str, int]:
     """{leaf name: 32-bit checksum of its bits and their places}, the same on any mesh.
 
     A sum over elements of the mixed bits, so that it can be taken shard by shard; any change of one

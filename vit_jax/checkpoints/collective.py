@@ -1,7 +1,7 @@
 """Reading on all processes, or on none: one that cannot read its part must not go on alone."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar, cast
 
 import numpy as np
 from jax.experimental import multihost_utils
@@ -12,24 +12,28 @@ _ITS_FAULT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, EOFError
               TypeError, ValueError)  # fmt: skip
 
 
+T = TypeVar("T")
+
+
 class InvalidError(ValueError):
     """A saved step is not as it was saved; says what is wrong, and which process found it."""
 
 
-def on_all(read: Callable[[], Any]) -> Any:
+def on_all(read: Callable[[], T]) -> T:
     """read(), unless it fails on any process: then every process raises.
 
     Raises:
       InvalidError: for what the step is to blame for.
     """
-    result, fault = None, None
+    result: T | None = None
+    fault: Exception | None = None
     try:
         result = read()
     except Exception as e:  # told to the other processes first
         fault = e
     blameless = fault is not None and not isinstance(fault, _ITS_FAULT)
     verdicts = _from_all(0 if fault is None else 1 if blameless else 2)
-    if blameless:
+    if fault is not None and blameless:
         raise fault
     if 1 in verdicts:
         raise RuntimeError(f"process {verdicts.index(1)} could not read the checkpoints")
@@ -38,7 +42,7 @@ def on_all(read: Callable[[], Any]) -> Any:
         raise InvalidError(f"{type(fault).__name__}: {first_line}") from fault
     if any(verdicts):
         raise InvalidError(f"process {verdicts.index(2)} cannot read its part")
-    return result
+    return cast(T, result)
 
 
 def _from_all(number: int) -> list[int]:

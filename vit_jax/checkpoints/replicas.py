@@ -6,8 +6,7 @@ the memory of one stays flipped there, and its replica goes its own way.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ class DivergedError(RuntimeError):
     """Copies of an array differ between devices."""
 
 
-def check_replicas(state: Any, mesh: Mesh) -> None:
+def check_replicas(state: tree.PyTree, mesh: Mesh) -> None:
     """Compares the copies of every shard of `state`, over all devices; all processes call it.
 
     The only bytes that travel are one checksum a leaf and device.
@@ -97,7 +96,12 @@ def _make_checksums(mesh: Mesh, specs: tuple[P, ...]) -> Callable:
     return jax.jit(by_device, out_shardings=NamedSharding(mesh, P()))
 
 
-def _describe(name, sharding, shape, by_device) -> list[str]:
+def _describe(
+    name: str,
+    sharding: jax.sharding.Sharding,
+    shape: tuple[int, ...],
+    by_device: Mapping[jax.Device, np.uint32],
+) -> list[str]:
     """A text for each shard of a leaf whose copies differ: which device has what."""
     by_place: dict[str, dict[int, list[jax.Device]]] = {}
     for device, place in sharding.devices_indices_map(shape).items():

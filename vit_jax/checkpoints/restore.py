@@ -39,8 +39,8 @@ def _steps_of_first(directory: epath.Path) -> list[int]:
     if jax.process_count() == 1:
         return steps
     count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
-    steps = np.resize(np.array(steps, np.int32), count)
-    return multihost_utils.broadcast_one_to_all(steps).tolist()
+    as_many = np.resize(np.array(steps, np.int32), count)
+    return multihost_utils.broadcast_one_to_all(as_many).tolist()
 
 
 def read_meta(step_dir: epath.Path) -> dict:

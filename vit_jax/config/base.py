@@ -315,7 +315,7 @@ def refuse_words(words: Sequence[str], known: dict[str, str], config_file: str) 
 
 def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
     """{"model.name": "ViT-B/16", ...}: every leaf by its dotted key; lists as tuples."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, ConfigDict):
             flat |= flatten(value, f"{prefix}{key}.")
@@ -337,7 +337,8 @@ def image_hw(size: int | Sequence[int], key: str = "image_size") -> tuple[int, i
         and all(type(side) is int and side > 0 for side in pair)
     ):
         raise InputError(f"{key}={size!r}: needs a positive int or a pair of them")
-    return tuple(pair)
+    height, width = pair
+    return height, width
 
 
 def step_range(text: str, key: str) -> range:

@@ -8,15 +8,18 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from vit_jax.errors import Faults, InputError, nearest
 
+Inputs = TypeVar("Inputs")  # `EvalInputs`, which this room does not import
+Made = TypeVar("Made")
 
-class Evaluator(NamedTuple):
+
+class Evaluator(NamedTuple, Generic[Inputs, Made]):
     """A kind of entry of `evals`.
 
     entry: makes the entry; its arguments are the entry's keys, with their defaults.
@@ -28,7 +31,7 @@ class Evaluator(NamedTuple):
     """
 
     entry: Callable[..., ConfigDict]
-    make: Callable[[Any], Any]
+    make: Callable[[Inputs], Made]
     check: Callable[[ConfigDict], None] = lambda entry: None
     learns_classes: bool = False
 

@@ -165,12 +165,13 @@ def _find_module(text: str) -> pathlib.Path:
             f"plugins={text!r}: no such module is installed; a file is named with its ending: "
             f"{text}.py"
         )
-    if spec.submodule_search_locations is not None or not (spec.origin or "").endswith(".py"):
+    origin = spec.origin or ""
+    if spec.submodule_search_locations is not None or not origin.endswith(".py"):
         raise InputError(
             f"plugins={text!r}: is not a single Python file; name the module that adds the parts, "
             f"e.g. {text}.parts"
         )
-    return pathlib.Path(spec.origin)
+    return pathlib.Path(origin)
 
 
 def _execute(name: str, module_name: str, file: str, content: bytes) -> Plugin:
@@ -283,14 +284,15 @@ def _find_installed(module_name: str, workdir: epath.Path) -> pathlib.Path | Non
     """
     inside = pathlib.Path(os.fspath(workdir)).resolve()
     folders = [pathlib.Path(entry).resolve() for entry in sys.path]
-    paths = [str(f) for f in folders if f != pathlib.Path.cwd() and inside not in (f, *f.parents)]
+    outside = [f for f in folders if f != pathlib.Path.cwd() and inside not in (f, *f.parents)]
+    paths: list[str] | None = [str(folder) for folder in outside]
     parts, spec = module_name.split("."), None
     for i in range(len(parts)):
         spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: i + 1]), paths)
         paths = spec.submodule_search_locations if spec else None
         if i < len(parts) - 1 and not paths:
             return None
-    if spec is None or paths is not None or not (spec.origin or "").endswith(".py"):
+    if spec is None or paths is not None or not spec.origin or not spec.origin.endswith(".py"):
         return None
     file = pathlib.Path(spec.origin)
     return file if b"vit_jax" in file.read_bytes() else None

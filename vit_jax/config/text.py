@@ -50,7 +50,7 @@ def find_config(name: str) -> pathlib.Path:
 def import_config(path: pathlib.Path) -> types.ModuleType:
     """The module of a config file; raises what the file raises, InputError if it is no Python."""
     spec = importlib.util.spec_from_file_location("vit_jax_config", path.absolute())
-    if spec is None:
+    if spec is None or spec.loader is None:
         raise InputError(f"{str(path)!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -66,6 +66,7 @@ def load_config(spec: str) -> ConfigDict:
       InputError: no such file, no `get_config`, or a fault in it, with the line.
     """
     name, _, arg = spec.partition(":")
+    path = pathlib.Path(name)
     try:
         path = find_config(name)
         with plugins.beside(path.absolute().parent):

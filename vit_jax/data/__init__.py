@@ -93,6 +93,7 @@ def make_source(
 
     Raises: InputError if the data are missing or are not what was asked for.
     """
+    factory: Callable[..., Source]
     if name.startswith("vtab/"):
         factory = functools.partial(vtab_source, name)
     else:

@@ -14,14 +14,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from vit_jax.tree import Batch
+
+if TYPE_CHECKING:
+    from vit_jax.data.ops import Op
+
 _ERASED_ASPECT = 0.3  # of height to width, up to 1 / 0.3
 
-Batch = dict[str, jax.Array]
 DeviceOp = Callable[[Batch, jax.Array, "Pairs"], Batch]
+DeviceTransform = Callable[[Batch, jax.Array], Batch]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +136,12 @@ def mixup_or_cutmix(mixup: float, cutmix: float) -> DeviceOp:
     return _mixing(mixup, cutmix)
 
 
-MIXING_OPS = {"mixup": mixup, "cutmix": cutmix, "mixup_or_cutmix": mixup_or_cutmix}
-DEVICE_OPS = {"flip": flip, "erase": erase, **MIXING_OPS}
+MIXING_OPS: dict[str, Callable[..., DeviceOp]] = {
+    "mixup": mixup,
+    "cutmix": cutmix,
+    "mixup_or_cutmix": mixup_or_cutmix,
+}
+DEVICE_OPS: dict[str, Callable[..., DeviceOp]] = {"flip": flip, "erase": erase, **MIXING_OPS}
 
 
 def to_value_range(images: jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:
@@ -140,19 +150,19 @@ def to_value_range(images: jax.Array, mean: Sequence[float], std: Sequence[float
     With mean and std of 0.5, the papers' own, values lie in [-1, 1].
     """
     per_channel = (1,) * (images.ndim - 1) + (3,)
-    mean = jnp.reshape(jnp.asarray(mean, jnp.float32), per_channel)
-    std = jnp.reshape(jnp.asarray(std, jnp.float32), per_channel)
-    return (images.astype(jnp.float32) / 255 - mean) / std
+    means = jnp.reshape(jnp.asarray(mean, jnp.float32), per_channel)
+    stds = jnp.reshape(jnp.asarray(std, jnp.float32), per_channel)
+    return (images.astype(jnp.float32) / 255 - means) / stds
 
 
 def make_device_transform(
-    device_ops: Sequence[DeviceOp],
+    device_ops: Sequence[Op],
     mean: Sequence[float],
     std: Sequence[float],
     *,
     num_classes: int,
     distance: int = 1,
-) -> Callable[[Batch, jax.Array], Batch]:
+) -> DeviceTransform:
     """The device's share of preprocessing, for training.
 
     Args:
@@ -168,7 +178,7 @@ def make_device_transform(
     """
     pairs = Pairs(distance)
 
-    def transform(batch, row_keys):
+    def transform(batch: Batch, row_keys: jax.Array) -> Batch:
         for i, op in enumerate(device_ops):
             if op.name in MIXING_OPS:
                 batch = batch | {"label": jax.nn.one_hot(batch["label"], num_classes)}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from vit_jax.data.augment import random_operations
 from vit_jax.data.host_tf import tf
@@ -242,7 +242,7 @@ def randaugment(layers: int, magnitude: float, magnitude_std: float = 0.0) -> Ho
     return HostOp(apply)
 
 
-HOST_OPS = {
+HOST_OPS: dict[str, Callable[..., HostOp]] = {
     "decode": decode,
     "inception_crop": inception_crop,
     "resize": resize,
@@ -291,7 +291,7 @@ def _bilinear(antialias: bool) -> Callable[[tf.Tensor, Any], tf.Tensor]:
     return resized
 
 
-def _crop(size: Size, pad: bool, choose_begin: Callable) -> HostOp:
+def _crop(size: Size | None, pad: bool, choose_begin: Callable) -> HostOp:
     """A window of `size`; choose_begin(spare (2,), key) is its upper left corner, int32 (2,).
 
     An image that is too small raises a TensorFlow error when it comes, if `pad` is False.
@@ -311,7 +311,7 @@ def _crop(size: Size, pad: bool, choose_begin: Callable) -> HostOp:
     return HostOp(apply, gives=(height, width), needs=None if pad else (height, width))
 
 
-def _before_crop(size: Size, crop: float) -> tuple[int, int]:
+def _before_crop(size: Size | None, crop: float) -> tuple[int, int]:
     """(height, width) of which a window of `size` is the share `crop` of each side."""
     if type(crop) not in (int, float) or not 0 < crop <= 1:
         raise ValueError(f"crop must be a share above 0, at most 1, not {crop!r}")
@@ -319,12 +319,12 @@ def _before_crop(size: Size, crop: float) -> tuple[int, int]:
     return round(height / crop), round(width / crop)
 
 
-def _height_width(size: Size) -> tuple[int, int]:
+def _height_width(size: Size | None) -> tuple[int, int]:
     height, width = size if isinstance(size, tuple) and len(size) == 2 else (size, size)
     if not (_is_count(height) and _is_count(width)):
         raise ValueError(f"size must be a positive integer or (H, W), not {size!r}")
     return height, width
 
 
-def _is_count(value) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and value > 0

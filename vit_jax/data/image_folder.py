@@ -124,7 +124,7 @@ def _visible_folders(parent: pathlib.Path) -> list[str]:
 
 def _list_images(split_root: pathlib.Path) -> dict[str, str]:
     """Class of each image, by its path relative to `split_root` with forward slashes."""
-    files = {}
+    files: dict[str, str] = {}
     for class_name in _visible_folders(split_root):
         num_before = len(files)
         seen = set()  # links are followed, but not round and round
@@ -160,7 +160,7 @@ def _held_out(files: dict[str, str], rule: str) -> set[str]:
     def draw(path):
         return hashlib.sha256(f"{prefix}{path}".encode()).digest()
 
-    by_class = {}
+    by_class: dict[str, list[str]] = {}
     for path in sorted(files, key=draw):
         by_class.setdefault(files[path], []).append(path)
     ranks = {

@@ -63,10 +63,10 @@ def known_sizes(
     Raises:
       InputError: a number that neither says, or a split that there is not.
     """
+    if num_classes is not None and num_examples is not None:
+        return num_classes, num_examples
     given = {"num_classes": num_classes, "num_examples": num_examples}
     missing = [f"data.{key}" for key, value in given.items() if value is None]
-    if not missing:
-        return num_classes, num_examples
     table = KNOWN_DATA | _VTAB
     known_name = name if name in _VTAB else name.partition(":")[0].partition("/")[0]
     if known_name not in table:

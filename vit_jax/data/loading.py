@@ -32,7 +32,7 @@ def local_batches(
     source: Source,
     host_ops: Sequence[Op],
     steps: range,
-    arrange: Callable,
+    arrange: Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]],
     num_rows: int,
     image_size: tuple[int, int],
     key: str,
@@ -214,10 +214,11 @@ def _find_small(source: Source, host_ops: Sequence[Op], record: int) -> str | No
         if source.image_shape is not None:
             image = host_ops_lib.to_pixels(image)
         for op in host_ops:
-            if image.dtype != tf.string and not op.takes(tuple(image.shape[:2])):
+            needs = None if image.dtype == tf.string else op.needs
+            if needs is not None and not op.takes(tuple(image.shape[:2])):
                 return (
                     f"has {image.shape[0]} x {image.shape[1]} pixels, and {op.text!r} takes "
-                    f"{op.needs[0]} x {op.needs[1]}"
+                    f"{needs[0]} x {needs[1]}"
                 )
             image = op(image, tf.zeros([2], tf.int64))
     except (tf.errors.OpError, UnicodeDecodeError):

@@ -14,14 +14,16 @@ import difflib
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vit_jax.data.device_ops import DEVICE_OPS, MIXING_OPS
-from vit_jax.data.host_ops import CROPS, HOST_OPS, TAKES_ENCODED
+from vit_jax.data.device_ops import DEVICE_OPS, MIXING_OPS, DeviceOp
+from vit_jax.data.host_ops import CROPS, HOST_OPS, TAKES_ENCODED, HostOp
 from vit_jax.errors import InputError
 
-OPS = collections.ChainMap(DEVICE_OPS, HOST_OPS)  # a view: plug-ins add to both
+# A view: plug-ins add to both.
+OPS: Mapping[str, Callable[..., HostOp] | Callable[..., DeviceOp]]
+OPS = collections.ChainMap[str, Any](DEVICE_OPS, HOST_OPS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +32,9 @@ class Op:
 
     text: str
     name: str
-    apply: Callable[..., Any]
+    apply: HostOp | DeviceOp
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any) -> Any:
         return self.apply(*args)
 
     @property
@@ -43,11 +45,13 @@ class Op:
     @property
     def gives(self) -> tuple[int, int] | None:
         """Of a host op: the least (height, width) of its images; None: it keeps their size."""
+        assert isinstance(self.apply, HostOp)
         return self.apply.gives
 
     @property
     def needs(self) -> tuple[int, int] | None:
         """Of a host op: the least (height, width) that it takes; None: it takes any."""
+        assert isinstance(self.apply, HostOp)
         return self.apply.needs
 
     def takes(self, size: tuple[int, int] | None) -> bool:
@@ -110,9 +114,10 @@ def check_crops(
     """
     size, made_by = image_size, "the data give"
     for op in host_ops:
-        if not op.takes(size):
+        needs = op.needs
+        if size is not None and needs is not None and not op.takes(size):
             raise InputError(
-                f"{key}: {op.text!r} takes {_by(op.needs)} pixels, and {made_by} images of "
+                f"{key}: {op.text!r} takes {_by(needs)} pixels, and {made_by} images of "
                 f"{_by(size)}, so it would need a black border; enlarge the resize before it "
                 "(resize_small(crop=0.875) follows data.image_size), or ask for the border by "
                 f"{op.name}(pad=True)"
@@ -172,7 +177,7 @@ def _parse_call(text: str, key: str) -> tuple[str, list, dict[str, Any]]:
             case ast.Name(id=name):
                 return name, [], {}
             case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
-                kwargs = {word.arg: ast.literal_eval(word.value) for word in keywords}
+                kwargs = {word.arg or "**": ast.literal_eval(word.value) for word in keywords}
                 return name, [ast.literal_eval(arg) for arg in args], kwargs
     except (SyntaxError, ValueError):
         pass

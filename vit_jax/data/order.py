@@ -69,8 +69,10 @@ def pair_distance(name: str, streams: int | None, *, global_batch_size: int, rep
 
     Args: as `resolve_order` takes and gives them.
     """
-    neighbours = 1 if name == "record" else global_batch_size // repeats // streams
-    return repeats * neighbours
+    if name == "record":
+        return repeats
+    assert streams is not None
+    return repeats * (global_batch_size // repeats // streams)
 
 
 def check_order(
@@ -132,13 +134,13 @@ def _batch_faults(
         ]
     if mixes and name == "chunk" and (streams is None or streams > 0):
         how = {"global_batch_size": global_batch_size, "repeats": repeats}
-        _, streams = resolve_order(name, streams, num_examples=0, **how)
-        if streams % 2:
+        _, dealt = resolve_order(name, streams, num_examples=0, **how)
+        if dealt is not None and dealt % 2:
             return [
-                f"data.streams={streams}: data.ops mixes the images of one stream with those "
+                f"data.streams={dealt}: data.ops mixes the images of one stream with those "
                 "of the next, so data.order=chunk needs an even number that divides the "
                 f"{records} records of a batch (global_batch_size / data.repeats); try "
-                f"{2 * streams}"
+                f"{2 * dealt}"
             ]
     return []
 
@@ -171,6 +173,7 @@ def make_order(
     """
     cycle = global_batch_size // repeats
     if name == "chunk":
+        assert streams is not None
         orders = [
             chunk_order(size, seed, chunk_size=chunk_size, streams=streams, cycle=cycle)
             for size in part_sizes
@@ -347,5 +350,5 @@ def local_rows(sharding: jax.sharding.Sharding, global_batch_size: int) -> np.nd
       global_batch_size: B.
     """
     indices = sharding.addressable_devices_indices_map((global_batch_size,)).values()
-    rows = [np.arange(global_batch_size)[rows] for (rows,) in indices]
+    rows = [np.arange(global_batch_size)[index] for index in indices if index is not None]
     return np.unique(np.concatenate(rows))

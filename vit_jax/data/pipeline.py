@@ -16,11 +16,12 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import jax
 import numpy as np
 
+from vit_jax import tree
 from vit_jax.data import order
 from vit_jax.data.host_tf import tf
 from vit_jax.data.loading import Batch, local_batches
@@ -41,7 +42,7 @@ def train_batches(
     start_step: int,
     num_steps: int,
     data_order: order.Order | None = None,
-) -> Iterator[dict[str, jax.Array]]:
+) -> Generator[tree.Batch, None, None]:
     """Global batches of steps start_step, ..., start_step + num_steps - 1; see `host_batches`.
 
     `sharding` is that of every leaf: its first dimension over the mesh's batch axes.
@@ -70,7 +71,7 @@ def eval_batches(
     record_ids: np.ndarray | None = None,
     key: str = "evals.*.ops",
     refuse_small: bool = False,
-) -> Iterator[dict[str, jax.Array]]:
+) -> Generator[tree.Batch, None, None]:
     """Global batches of one pass over the split; see `host_eval_batches`."""
     batches = host_eval_batches(
         source,
@@ -154,9 +155,7 @@ def host_eval_batches(
     return local_batches(source, host_ops, steps, arrange, len(rows), image_size, key, refuse_small)
 
 
-def to_global(
-    batch: Batch, sharding: jax.sharding.Sharding, global_batch_size: int
-) -> dict[str, jax.Array]:
+def to_global(batch: Batch, sharding: jax.sharding.Sharding, global_batch_size: int) -> tree.Batch:
     """This process's rows, as `order.local_rows` lists them, to global arrays.
 
     Args:
@@ -177,7 +176,12 @@ def to_global(
     return jax.tree.map(put, batch)
 
 
-def _put_ahead(batches: Iterator[Batch], num_steps: int, sharding, global_batch_size):
+def _put_ahead(
+    batches: Iterator[Batch],
+    num_steps: int,
+    sharding: jax.sharding.Sharding,
+    global_batch_size: int,
+) -> Generator[tree.Batch, None, None]:
     """`num_steps` global batches, some on their way to the devices while one is used.
 
     It never looks for a batch behind the last: there tf.data's threads would be waited for, while

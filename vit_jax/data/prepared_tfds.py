@@ -78,8 +78,11 @@ def tfds_source(
     features = dict(info.features)
     image_shape = features["image"].shape
     image_shape = None if None in image_shape else (*image_shape[:2], 3)
-    class_names = None if view.num_classes else tuple(features[view.features[0]].names)
-    num_classes = view.num_classes or len(class_names)
+    class_names: tuple[str, ...] | None = None
+    num_classes = view.num_classes
+    if num_classes is None:
+        class_names = tuple(features[view.features[0]].names)
+        num_classes = len(class_names)
 
     parts = info.splits[split].file_instructions
     reader = choose_reader(reader, info, parts, num_examples, image_shape)

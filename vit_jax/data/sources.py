@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -158,9 +159,10 @@ def synthetic(
                 f"data.{key}={value}: synthetic data need a positive number; "
                 f"set --config.data.{key}"
             )
+    assert num_classes is not None and num_examples is not None
     image_shape = (*image_size, 3)
     seed = zlib.crc32(split.encode())
-    noise = tf.constant(np.random.Generator(np.random.Philox(seed)).bytes(np.prod(image_shape)))
+    noise = tf.constant(np.random.Generator(np.random.Philox(seed)).bytes(math.prod(image_shape)))
     noise = tf.reshape(tf.io.decode_raw(noise, tf.uint8), image_shape)
 
     def read(record_ids):

@@ -57,6 +57,7 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
         wanted = kept[start:stop]
         if not len(wanted):
             return []
+        assert source.file_names is not None  # else nothing asks here
         found = source.file_names(int(wanted[0]), int(wanted[-1]) + 1)
         return [found[i - wanted[0]] for i in wanted]
 

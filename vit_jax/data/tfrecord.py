@@ -14,6 +14,7 @@ import pathlib
 import struct
 import tempfile
 from collections.abc import Sequence
+from typing import IO
 
 import numpy as np
 from etils import epath
@@ -65,7 +66,8 @@ def walk(path: epath.Path, num_bytes: int) -> np.ndarray:
     Raises: InputError if the file does not end where a record does.
     """
     offsets = [0]
-    with path.open("rb") as file:
+    opened: IO[bytes] = path.open("rb")
+    with opened as file:
         while offsets[-1] < num_bytes:
             file.seek(offsets[-1])
             header = file.read(_HEADER_BYTES)

@@ -5,7 +5,7 @@ An evaluator has `run(state) -> {name: float}`, which looks at the state's `para
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Protocol
 
 import flax.linen as nn
 from jax.sharding import Mesh
@@ -18,9 +18,17 @@ from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.experiment.state import TrainState
+from vit_jax.tree import Params
 
 
-def evaluate(name: str, evaluator, state: TrainState) -> dict[str, float]:
+class StateEvaluator(Protocol):
+    """What the loop knows of an evaluator."""
+
+    def run(self, state: TrainState) -> dict[str, float]:
+        """{metric: value} of the state's `params` and `model_state`; all processes call it."""
+
+
+def evaluate(name: str, evaluator: StateEvaluator, state: TrainState) -> dict[str, float]:
     """{"name/metric": ...} of what the evaluator called `name` finds about `state`.
 
     Where the state holds an average of the parameters, that is what the metrics are about; those of
@@ -30,7 +38,7 @@ def evaluate(name: str, evaluator, state: TrainState) -> dict[str, float]:
       InputError: naming a key of the evaluator's entry; a NothingToMeasureError on every process.
     """
 
-    def measure(params):
+    def measure(params: Params) -> dict[str, float]:
         try:
             return evaluator.run(state.replace(params=params, ema={}))
         except InputError as e:
@@ -49,13 +57,14 @@ def make_evaluators(
     model: nn.Module,
     mesh: Mesh,
     sources: Mapping[SplitKey, Source],
-) -> dict[str, Any]:
+) -> dict[str, StateEvaluator]:
     """{name: evaluator} of `config.evals`, over the sources that `open_sources` gives.
 
     Raises:
       InputError: naming the key, for what an evaluator also needs and does not find.
     """
-    faults, evaluators = Faults(), {}
+    faults = Faults()
+    evaluators: dict[str, StateEvaluator] = {}
     for name, entry in config.evals.items():
         inputs = EvalInputs(
             entry=entry,
@@ -70,6 +79,8 @@ def make_evaluators(
             loss=config.loss,
         )
         make = find_evaluator(entry.type).make
-        evaluators[name] = faults.check(make, inputs, prefix=f"evals.{name}.")
+        evaluator = faults.check(make, inputs, prefix=f"evals.{name}.")
+        if evaluator is not None:
+            evaluators[name] = evaluator
     collect_faults(faults)
     return evaluators

@@ -13,8 +13,10 @@ from ml_collections import ConfigDict
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.fetching import fetch
-from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.evaluators.inputs import EvalInputs, OutputFn
+from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.supervised import LOSSES, LossFn, hits, make_loss
+from vit_jax.tree import Batch
 
 _NUM_BINS = 15  # as in the paper of calibration
 
@@ -39,10 +41,10 @@ class Classification:
 
     def __init__(
         self,
-        logits_fn: Callable,
+        logits_fn: OutputFn,
         loss: LossFn,
-        make_batches: Callable[[], Iterable[dict]],
-        probabilities: Callable = jax.nn.softmax,
+        make_batches: Callable[[], Iterable[Batch]],
+        probabilities: Callable[[jax.Array], jax.Array] = jax.nn.softmax,
     ):
         self._make_batches = make_batches
 
@@ -63,7 +65,7 @@ class Classification:
 
         self._count = jax.jit(count)
 
-    def run(self, state) -> dict[str, float]:
+    def run(self, state: TrainState) -> dict[str, float]:
         """The metrics of `state` over the split.
 
         Raises:

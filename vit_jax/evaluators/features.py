@@ -14,6 +14,9 @@ from jax.experimental import multihost_utils
 from vit_jax.data import Source, read_labels
 from vit_jax.errors import InputError
 from vit_jax.evaluators.fetching import fetch
+from vit_jax.evaluators.inputs import OutputFn
+from vit_jax.experiment.state import TrainState
+from vit_jax.tree import Batch
 
 
 class NothingToMeasureError(InputError):
@@ -39,14 +42,14 @@ class FeatureGatherer:
       gathered: the sharding by which every process holds the whole of an array.
     """
 
-    def __init__(self, features_fn: Callable, gathered: jax.sharding.Sharding):
+    def __init__(self, features_fn: OutputFn, gathered: jax.sharding.Sharding):
         def compute(state, batch):
             x_BD = features_fn(state, batch["image"]).astype(jnp.float32)
             return x_BD, batch["label"], batch["id"], batch["mask"]
 
         self._compute = jax.jit(compute, out_shardings=gathered)
 
-    def __call__(self, state, batches: Iterable[dict], split_key: str) -> Features:
+    def __call__(self, state: TrainState, batches: Iterable[Batch], split_key: str) -> Features:
         """The features of the images of `batches` that could be decoded.
 
         Raises:

@@ -2,14 +2,15 @@
 
 import collections
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax
+
+from vit_jax.tree import PyTree
 
 _RESULTS_BEHIND = 2  # each may hold its batch on the devices
 
 
-def fetch(results: Iterable[Any]) -> Iterator[Any]:
+def fetch(results: Iterable[PyTree]) -> Iterator[PyTree]:
     """Each of `results`, pytrees of arrays as a jitted function returns them, on the host."""
     pending: collections.deque = collections.deque()
     for result in results:

@@ -17,7 +17,9 @@ from ml_collections import ConfigDict
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.errors import collect_faults
 from vit_jax.evaluators.features import FeatureGatherer, Features, gather_labels, need_images
-from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.evaluators.inputs import EvalInputs, OutputFn
+from vit_jax.experiment.state import TrainState
+from vit_jax.tree import Batch
 
 logger = logging.getLogger("vit_jax")
 
@@ -117,11 +119,11 @@ class FewShot:
 
     def __init__(
         self,
-        features_fn: Callable,
+        features_fn: OutputFn,
         *,
         labels: Callable[[], np.ndarray],
-        support_batches: Callable[[np.ndarray], Iterable[dict]],
-        test_batches: Callable[[], Iterable[dict]],
+        support_batches: Callable[[np.ndarray], Iterable[Batch]],
+        test_batches: Callable[[], Iterable[Batch]],
         num_classes: int,
         gathered: jax.sharding.Sharding,
         shots: tuple[int, ...],
@@ -149,7 +151,7 @@ class FewShot:
             )  # fmt: skip
         return draws
 
-    def run(self, state) -> dict[str, float]:
+    def run(self, state: TrainState) -> dict[str, float]:
         """The metrics of `state`.
 
         Raises:

@@ -1,7 +1,7 @@
 """What evaluators are made from: the data, and a model's outputs on them."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import flax.linen as nn
 import jax
@@ -12,6 +12,11 @@ from ml_collections import ConfigDict
 from vit_jax.data import Source, eval_batches, to_value_range
 from vit_jax.data.ops import Op
 from vit_jax.devices.mesh import batch_sharding
+from vit_jax.experiment.state import TrainState
+from vit_jax.tree import Batch
+
+# (state, uint8 images (B, H, W, 3)) -> logits (B, C) or features (B, D).
+OutputFn = Callable[[TrainState, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +43,13 @@ class EvalInputs:
     std: tuple[float, ...]
     loss: ConfigDict
 
-    def apply(self, state, images: jax.Array, method: str = "__call__") -> jax.Array:
+    def apply(self, state: TrainState, images: jax.Array, method: str = "__call__") -> jax.Array:
         """What a method of the model gives for uint8 images (B, H, W, 3), to be jitted."""
         variables = {"params": state.params, **state.model_state}
         values = to_value_range(images, self.mean, self.std)
-        return self.model.apply(variables, values, train=False, method=method)
+        output = self.model.apply(variables, values, train=False, method=method)
+        assert isinstance(output, jax.Array)
+        return output
 
     def source(self, split_key: str = "split") -> Source:
         """The source of the split that the entry's key `split_key` names."""
@@ -50,7 +57,7 @@ class EvalInputs:
 
     def batches(
         self, split_key: str = "split", record_ids: np.ndarray | None = None
-    ) -> Iterator[dict[str, jax.Array]]:
+    ) -> Iterator[Batch]:
         """Global batches of one pass over that split, or over some of its records.
 
         Raises: InputError naming `ops`, at an image smaller than a crop.

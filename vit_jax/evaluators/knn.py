@@ -17,7 +17,9 @@ from ml_collections import ConfigDict
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.errors import collect_faults
 from vit_jax.evaluators.features import FeatureGatherer, Features
-from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.evaluators.inputs import EvalInputs, OutputFn
+from vit_jax.experiment.state import TrainState
+from vit_jax.tree import Batch
 
 _SIMILARITIES_AT_ONCE = 1 << 26  # 256 MiB of float32
 
@@ -70,10 +72,10 @@ class Knn:
 
     def __init__(
         self,
-        features_fn: Callable,
+        features_fn: OutputFn,
         *,
-        train_batches: Callable[[], Iterable[dict]],
-        test_batches: Callable[[], Iterable[dict]],
+        train_batches: Callable[[], Iterable[Batch]],
+        test_batches: Callable[[], Iterable[Batch]],
         num_classes: int,
         gathered: jax.sharding.Sharding,
         num_neighbours: tuple[int, ...],
@@ -85,7 +87,7 @@ class Knn:
         self._num_neighbours, self._temperature = num_neighbours, temperature
         self._features = FeatureGatherer(features_fn, gathered)
 
-    def run(self, state) -> dict[str, float]:
+    def run(self, state: TrainState) -> dict[str, float]:
         """The metrics of `state`.
 
         Raises:

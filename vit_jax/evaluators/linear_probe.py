@@ -20,7 +20,9 @@ from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.errors import collect_faults
 from vit_jax.evaluators.features import FeatureGatherer
-from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.evaluators.inputs import EvalInputs, OutputFn
+from vit_jax.experiment.state import TrainState
+from vit_jax.tree import Batch
 
 logger = logging.getLogger("vit_jax")
 
@@ -106,10 +108,10 @@ class LinearProbe:
 
     def __init__(
         self,
-        features_fn: Callable,
+        features_fn: OutputFn,
         *,
-        train_batches: Callable[[], Iterable[dict]],
-        test_batches: Callable[[], Iterable[dict]],
+        train_batches: Callable[[], Iterable[Batch]],
+        test_batches: Callable[[], Iterable[Batch]],
         num_classes: int,
         mesh: Mesh,
         l2: tuple[float, ...],
@@ -120,7 +122,7 @@ class LinearProbe:
         self._l2 = sorted(l2, reverse=True)  # the easiest to fit first, each from the one before
         self._features = FeatureGatherer(features_fn, NamedSharding(mesh, P()))
 
-    def run(self, state) -> dict[str, float]:
+    def run(self, state: TrainState) -> dict[str, float]:
         """The metrics of `state`.
 
         Raises:
@@ -167,7 +169,9 @@ class LinearProbe:
         return jax.make_array_from_callback(column.shape, sharding, lambda index: column[index])
 
 
-def fit_or_warn(x_ND, label_N, counts_N, l2: float, start: Classifier) -> Classifier:
+def fit_or_warn(
+    x_ND: jax.Array, label_N: jax.Array, counts_N: jax.Array, l2: float, start: Classifier
+) -> Classifier:
     """`fit`, with a warning where it did not come to its end."""
     classifier, left = fit(x_ND, label_N, counts_N, l2, start)
     if not jnp.isfinite(left):

@@ -21,7 +21,9 @@ from vit_jax.data import Source
 from vit_jax.errors import InputError
 from vit_jax.evaluators.features import NothingToMeasureError, gather_by_record, need_images
 from vit_jax.evaluators.fetching import fetch
-from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.evaluators.inputs import EvalInputs, OutputFn
+from vit_jax.experiment.state import TrainState
+from vit_jax.tree import Batch
 
 _FILE_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\b")
 _OTHER_NAME = -1  # in the place of a number
@@ -41,8 +43,8 @@ class Real:
 
     def __init__(
         self,
-        logits_fn: Callable,
-        make_batches: Callable[[], Iterable[dict]],
+        logits_fn: OutputFn,
+        make_batches: Callable[[], Iterable[Batch]],
         labels: Callable[[], np.ndarray],
     ):
         self._make_batches, self._read_labels = make_batches, labels
@@ -60,7 +62,7 @@ class Real:
     def _labels(self) -> np.ndarray:
         return self._read_labels()
 
-    def run(self, state) -> dict[str, float]:
+    def run(self, state: TrainState) -> dict[str, float]:
         """The metrics of `state` over the split.
 
         Raises:
@@ -68,7 +70,7 @@ class Real:
         """
         labels_NL = self._labels
         counts = fetch(self._count(state, batch, labels_NL) for batch in self._make_batches())
-        hits, seen = np.sum(list(counts), axis=0, dtype=np.float64)
+        hits, seen = np.asarray(list(counts), np.float64).sum(axis=0)
         need_images(int(seen), "split")
         return {"top1": float(hits / seen), "num_examples": int(seen)}
 
@@ -116,6 +118,7 @@ def read_numbers(source: Source, start: int, stop: int) -> np.ndarray:
 
     0 where a name cannot be read, _OTHER_NAME where it is of another kind.
     """
+    assert source.file_names is not None  # make_real has looked
     numbers = np.zeros(stop - start, np.int32)
     for i, name in enumerate(source.file_names(start, stop)):
         match = _FILE_NAME.search(name)
@@ -127,6 +130,7 @@ def check_numbers(source: Source, numbers: np.ndarray) -> None:
     """Raises NothingToMeasureError if `numbers`, of the first records, tell of other file names."""
     other = np.flatnonzero(numbers == _OTHER_NAME)
     if len(other):
+        assert source.file_names is not None
         (name,) = source.file_names(int(other[0]), int(other[0]) + 1)
         raise NothingToMeasureError(
             f"split: {source.name} {source.split} has a record of the file {name!r}; {_NEEDED}"

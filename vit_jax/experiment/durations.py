@@ -51,8 +51,8 @@ def check_duration(text: str, *, key: str, positive: bool = False) -> None:
 def _split_duration(text: str, key: str) -> tuple[Fraction, str]:
     example = 'write a number and a unit, such as "90 epochs", "10000 steps" or "5e6 examples"'
     try:
-        number, unit = str(text).split()
-        number = Fraction(number)
+        amount, unit = str(text).split()
+        number = Fraction(amount)
     except (ValueError, ZeroDivisionError):
         raise InputError(f"{key}={text!r} is not a duration; {example}") from None
     plural = unit if unit.endswith("s") else f"{unit}s"
@@ -79,16 +79,17 @@ def is_interval(key: str) -> bool:
     return key.endswith("every")
 
 
-def parse_durations(config: ConfigDict) -> dict[str, int | None]:
+def parse_durations(config: ConfigDict) -> dict[str, int]:
     """{key: steps} of every duration of a config in which `data.num_examples` is set.
 
-    An interval is at least 1 step; a key that holds None stays None.
+    An interval is at least 1 step; a key that holds None is left out.
     """
     texts = flatten(config)
-    steps: dict[str, int | None] = {}
+    steps = {}
     for key in duration_keys(config):
-        found = None if texts[key] is None else _steps(config, texts[key], key)
-        steps[key] = max(found, 1) if found is not None and is_interval(key) else found
+        if texts[key] is not None:
+            found = _steps(config, texts[key], key)
+            steps[key] = max(found, 1) if is_interval(key) else found
     return steps
 
 

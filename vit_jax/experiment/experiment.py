@@ -4,12 +4,10 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -20,7 +18,7 @@ from vit_jax.data import (
     pair_distance,
     resolve_order,
 )
-from vit_jax.data.device_ops import MIXING_OPS
+from vit_jax.data.device_ops import MIXING_OPS, DeviceTransform
 from vit_jax.data.ops import Op
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.compiler import compiler_options
@@ -31,9 +29,15 @@ from vit_jax.errors import Faults
 from vit_jax.experiment.durations import parse_durations, parse_milestones
 from vit_jax.experiment.layer_norms import make_layer_norms
 from vit_jax.experiment.optimizers import make_optimizer
-from vit_jax.experiment.schedules import make_schedule
+from vit_jax.experiment.schedules import Schedule, make_schedule
 from vit_jax.experiment.state import TrainState, init_state
-from vit_jax.experiment.step import check_step, make_train_step
+from vit_jax.experiment.step import (
+    AbstractBatch,
+    JittedStep,
+    Metrics,
+    check_step,
+    make_train_step,
+)
 from vit_jax.models import create_model
 from vit_jax.models.attention import choose_attention
 from vit_jax.models.fields import field_names, with_known
@@ -51,7 +55,7 @@ class Experiment:
     To be used under `jax.set_mesh(mesh)`.
 
     model, schedule: of the config.
-    durations: {key: steps} of every duration of the config.
+    durations: {key: steps} of every duration that the config sets.
     init: () -> TrainState, jitted, sharded.
     train_step: (state, batch) -> (state, metrics), jitted; the state is donated.
     layer_norms: (state, batch) -> norms by layer of that step, jitted; the state is kept.
@@ -59,13 +63,13 @@ class Experiment:
     """
 
     model: nn.Module
-    schedule: optax.Schedule
-    durations: Mapping[str, int | None]
-    init: Any
-    train_step: Any
-    layer_norms: Any
+    schedule: Schedule
+    durations: Mapping[str, int]
+    init: Callable[[], TrainState]
+    train_step: JittedStep[tuple[TrainState, Metrics]]
+    layer_norms: JittedStep[Metrics]
     abstract_state: TrainState
-    abstract_batch: dict[str, jax.ShapeDtypeStruct]
+    abstract_batch: AbstractBatch
 
     @property
     def shardings(self) -> TrainState:
@@ -101,7 +105,9 @@ class Experiment:
         model = with_known(self.model, remat="none", constrain=unconstrained)
 
         def loss(params, images):
-            return model.apply({"params": params, **self.abstract_state.model_state}, images).sum()
+            logits = model.apply({"params": params, **self.abstract_state.model_state}, images)
+            assert isinstance(logits, jax.Array)
+            return logits.sum()
 
         images = jax.ShapeDtypeStruct((1, *self.model.image_size, 3), jnp.float32)
         return count_flops(jax.grad(loss), self.abstract_state.params, images)
@@ -170,7 +176,7 @@ def make_model(config: ConfigDict, image_size: tuple[int, int], mesh: Mesh) -> n
     return model
 
 
-def _make_schedule(config: ConfigDict, durations: Mapping[str, int | None]) -> optax.Schedule:
+def _make_schedule(config: ConfigDict, durations: Mapping[str, int]) -> Schedule:
     return make_schedule(
         config.schedule.name,
         peak_lr=config.optimizer.peak_lr,
@@ -182,7 +188,7 @@ def _make_schedule(config: ConfigDict, durations: Mapping[str, int | None]) -> o
     )
 
 
-def _make_transform(config: ConfigDict, device_ops: Sequence[Op]) -> Callable:
+def _make_transform(config: ConfigDict, device_ops: Sequence[Op]) -> DeviceTransform:
     mixes = any(op.name in MIXING_OPS for op in device_ops)
     return make_device_transform(
         device_ops,
@@ -215,7 +221,7 @@ def _warn_of_uneven_split(model: nn.Module, mesh: Mesh) -> None:
         )
 
 
-def _with_sharding(shapes, shardings):
+def _with_sharding(shapes: TrainState, shardings: TrainState) -> TrainState:
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes,
@@ -223,7 +229,9 @@ def _with_sharding(shapes, shardings):
     )
 
 
-def _batch_shapes(size, image_size, sharding) -> dict[str, jax.ShapeDtypeStruct]:
+def _batch_shapes(
+    size: int, image_size: tuple[int, int], sharding: jax.sharding.Sharding
+) -> AbstractBatch:
     array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     return {
         "image": array((size, *image_size, 3), jnp.uint8),

@@ -8,17 +8,28 @@ from one microbatch to the next in `model_state`.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import tree
+from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.errors import InputError
+from vit_jax.experiment.state import TrainState
+from vit_jax.objectives.supervised import Objective, ObjectiveOutput
+from vit_jax.tree import Batch, Params
+
+Gradients = Callable[[TrainState, Batch], tuple[Params, ObjectiveOutput]]
 
 
-def make_gradients(objective, transform, seed, accum_steps, freeze) -> Callable:
+def make_gradients(
+    objective: Objective,
+    transform: DeviceTransform,
+    seed: int,
+    accum_steps: int,
+    freeze: str | None,
+) -> Gradients:
     """gradients(state, batch) -> (of the mean loss, the objective's sums)."""
 
     def objective_of(params, model_state, batch, key):
@@ -61,7 +72,7 @@ def make_gradients(objective, transform, seed, accum_steps, freeze) -> Callable:
         weight = at_least_one(sums.weight_sum)
         return jax.tree.map(lambda g: g / weight, grads), sums
 
-    def gradients(state, batch):
+    def gradients(state: TrainState, batch: Batch) -> tuple[Params, ObjectiveOutput]:
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
         transform_key, model_key = jax.random.split(step_key)
         rows = jnp.arange(batch["image"].shape[0])
@@ -86,7 +97,7 @@ def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:
     return x.reshape(x.shape[0] // accum_steps, accum_steps, *x.shape[1:])
 
 
-def _stop_gradients(params: Any, freeze: str) -> Any:
+def _stop_gradients(params: Params, freeze: str) -> Params:
     """`params`, of which nothing flows back to those, or to those layers, that `freeze` matches."""
 
     def stop(frozen, leaf):

@@ -1,26 +1,26 @@
 """Norms of gradients, parameters and updates, by layer."""
 
-from collections.abc import Callable
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 import optax
 
 from vit_jax import tree
+from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
+from vit_jax.experiment.step import Metrics, Step
+from vit_jax.objectives.supervised import Objective
+from vit_jax.tree import Batch
 
 
 def make_layer_norms(
-    objective: Callable,
+    objective: Objective,
     tx: optax.GradientTransformation,
-    transform: Callable,
+    transform: DeviceTransform,
     seed: int,
     *,
     accum_steps: int = 1,
     freeze: str | None = None,
-) -> Callable:
+) -> Step[Metrics]:
     """norms(state, batch) -> scalars of the step that `state` has before it; pure.
 
     For each PART of `tree.parts(params)`: `grad_norm/PART` (before clipping), `param_norm/PART`
@@ -32,11 +32,11 @@ def make_layer_norms(
     """
     gradients = make_gradients(objective, transform, seed, accum_steps, freeze)
 
-    def layer_norms(state: TrainState, batch: dict):
+    def layer_norms(state: TrainState, batch: Batch) -> Metrics:
         grads, _ = gradients(state, batch)
         updates, _ = tx.update(grads, state.opt_state, state.params)
         grad, param, update = (_norms_by_part(x) for x in (grads, state.params, updates))
-        norms = {}
+        norms: Metrics = {}
         for part in tree.parts(state.params):
             norms |= {
                 f"grad_norm/{part}": grad[part],
@@ -50,9 +50,9 @@ def make_layer_norms(
     return layer_norms
 
 
-def _norms_by_part(leaves: Any) -> dict[str, jax.Array]:
+def _norms_by_part(leaves: optax.Updates) -> Metrics:
     """{part: Euclidean norm of all that belongs to it} of a tree like the parameters."""
-    squares: dict[str, Any] = {}
+    squares: Metrics = {}
     for name, leaf in tree.flatten_names(leaves).items():
         axes = tuple(range(int(tree.is_stacked(name)), leaf.ndim))
         totals = jnp.ravel(jnp.square(leaf).sum(axis=axes))

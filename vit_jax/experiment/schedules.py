@@ -26,9 +26,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from vit_jax.errors import InputError, nearest
+
+# The number of an update, from 0 -> its learning rate, a float32 scalar.
+Schedule = Callable[[jax.typing.ArrayLike], jax.Array | float]
 
 
 class Decay(NamedTuple):
@@ -45,7 +47,7 @@ class Decay(NamedTuple):
 
 
 # Each maps (steps since the warm-up's end, a `Decay`) to a factor of the peak learning rate.
-SCHEDULES: dict[str, Callable[[jax.Array, Decay], jax.Array]] = {
+SCHEDULES: dict[str, Callable[[jax.Array, Decay], jax.Array | float]] = {
     "constant": lambda since, decay: jnp.ones_like(since),
     "linear": lambda since, decay: 1 - since / decay.span,
     "cosine": lambda since, decay: 0.5 * (1 + jnp.cos(jnp.pi * since / decay.span)),
@@ -63,7 +65,7 @@ def make_schedule(
     cooldown_steps: int = 0,
     timescale: int = 10_000,
     milestones: Sequence[int] = (),
-) -> optax.Schedule:
+) -> Schedule:
     """The learning rate as a function of the step: a float32 scalar, safe under jit.
 
     The equations stand at the top of this module.
@@ -94,8 +96,8 @@ def make_schedule(
         milestones=[at - warmup_steps for at in milestones],
     )
 
-    def schedule(step) -> jax.Array:
-        step = jnp.minimum(jnp.asarray(step, jnp.float32), total_steps)
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array | float:
+        step = jnp.minimum(jnp.asarray(count, jnp.float32), total_steps)
         lr = peak_lr * factor(jnp.maximum(step - warmup_steps, 0), decay)
         if warmup_steps:
             lr *= jnp.minimum(step / warmup_steps, 1)

@@ -1,16 +1,15 @@
 """The state of a run: all that a step takes and gives back."""
 
-from typing import Any
-
 import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
 
+from vit_jax.tree import ModelState, Params
 
-@flax.struct.dataclass
-class TrainState:
+
+class TrainState(flax.struct.PyTreeNode):
     """All that a run carries from step to step.
 
     step: int32 scalar, the number of updates made.
@@ -21,10 +20,10 @@ class TrainState:
     """
 
     step: jax.Array
-    params: Any
-    model_state: Any
-    opt_state: Any
-    ema: Any = flax.struct.field(default_factory=dict)
+    params: Params
+    model_state: ModelState
+    opt_state: optax.OptState
+    ema: Params = flax.struct.field(default_factory=dict)
 
 
 def init_state(
@@ -37,13 +36,13 @@ def init_state(
 ) -> TrainState:
     """The state before the first step; pure, to be jitted with its shardings."""
     images = jnp.zeros((1, *image_size, 3))
-    model_state = model.init(jax.random.key(seed), images)
+    model_state = dict(model.init(jax.random.key(seed), images))
     params = model_state.pop("params")
     state = TrainState(jnp.zeros((), jnp.int32), params, model_state, tx.init(params))
     return start_from(state, params) if with_ema else state
 
 
-def start_from(state: TrainState, params: Any) -> TrainState:
+def start_from(state: TrainState, params: Params) -> TrainState:
     """`state` with other parameters, from which their average begins too, where it is on.
 
     The average has arrays of its own, so that the whole state can be donated.

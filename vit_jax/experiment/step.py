@@ -1,27 +1,47 @@
 """The training step: state and batch in, state and metrics out."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.errors import collect_faults
 from vit_jax.experiment.gradients import at_least_one, make_gradients
 from vit_jax.experiment.state import TrainState
+from vit_jax.objectives.supervised import Objective
+from vit_jax.tree import Batch, Params
+
+AbstractBatch = dict[str, jax.ShapeDtypeStruct]
+Metrics = dict[str, jax.Array]  # scalars
+Out = TypeVar("Out", covariant=True)
+
+
+class Step(Protocol[Out]):
+    """A pure function of a state and a batch."""
+
+    def __call__(self, state: TrainState, batch: Batch, /) -> Out: ...
+
+
+class JittedStep(Step[Out], Protocol[Out]):
+    """A `Step` under `jax.jit`."""
+
+    def trace(self, state: TrainState, batch: AbstractBatch, /) -> jax.stages.Traced: ...
+
+    def lower(self, state: TrainState, batch: AbstractBatch, /) -> jax.stages.Lowered: ...
 
 
 def make_train_step(
-    objective: Callable,
+    objective: Objective,
     tx: optax.GradientTransformation,
-    transform: Callable,
+    transform: DeviceTransform,
     seed: int,
     *,
     accum_steps: int = 1,
     ema_decay: float | None = None,
     freeze: str | None = None,
-) -> Callable:
+) -> Step[tuple[TrainState, Metrics]]:
     """step(state, batch) -> (state, metrics); pure.
 
     Its randomness depends on (seed, state.step) only, and `transform`'s also on the row of the
@@ -48,7 +68,7 @@ def make_train_step(
     check_step(accum_steps, ema_decay)
     gradients = make_gradients(objective, transform, seed, accum_steps, freeze)
 
-    def train_step(state: TrainState, batch: dict):
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, sums = gradients(state, batch)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -70,7 +90,7 @@ def make_train_step(
     return train_step
 
 
-def average(state: TrainState, params: Any, ema_decay: float) -> Any:
+def average(state: TrainState, params: optax.Params, ema_decay: float) -> Params:
     """The running average of the parameters after the update from `state` to `params`."""
     keep = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
     # In this form the average of what does not change does not change either.

@@ -27,7 +27,7 @@ from vit_jax.models.attention import choose_attention
 from vit_jax.models.fields import check_fields, with_known
 from vit_jax.training.agreement import compare_findings, compare_requests, compare_weights
 from vit_jax.training.prepare import check_mesh, prepare
-from vit_jax.training.sources import adopt_holdout, check_images, open_sources
+from vit_jax.training.sources import adopt_holdout, check_evaluated_images, open_sources
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.rules import Pretrained, loss_of
@@ -86,7 +86,7 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
     model = _model_on(mesh, config, preprocessing.image_size, pretrained)
     params = transfer.init_params(pretrained, model, config.init_resize, keep_head=True)
     config, sources = open_sources(config, training=False)
-    check_images(config, preprocessing, sources)
+    check_evaluated_images(config, preprocessing, sources)
     _warn_of_other_classes(config, pretrained, sources)
     evaluators = make_evaluators(config, preprocessing, model, mesh, sources)
     compare_findings(config, sources, {})

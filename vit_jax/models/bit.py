@@ -159,6 +159,7 @@ class BiT(nn.Module):
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of the last map; of a model that has an image size."""
+        assert self.image_size is not None
         stride = map_stride(self.stages)
         return -(-self.image_size[0] // stride), -(-self.image_size[1] // stride)
 
@@ -186,7 +187,8 @@ def bit_fields(name: str) -> dict[str, Any]:
     Raises:
       InputError: if it is not one of BIT_NAMES.
     """
-    if name not in BIT_NAMES:
+    match = re.fullmatch(r"BiT-R(\d+)x(\d+)", name)
+    if match is None or name not in BIT_NAMES:
         raise InputError(f"name={name!r}: no such ResNet; known: {', '.join(BIT_NAMES)}")
-    layers, factor = map(int, re.fullmatch(r"BiT-R(\d+)x(\d+)", name).groups())
+    layers, factor = map(int, match.groups())
     return {"stages": RESNET_STAGES[layers], "stem_width": STEM_WIDTH * factor}

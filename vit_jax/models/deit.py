@@ -4,9 +4,8 @@ Axes: B images, N tokens, D width, C classes.
 Source: Touvron et al. 2020 (arXiv:2012.12877), section 4.
 """
 
-from typing import Any
-
 import flax.linen as nn
+import jax
 
 from vit_jax.models.vit import ViT
 
@@ -28,9 +27,9 @@ class DeiT(ViT):
     def setup(self):
         super().setup()
         if self.num_classes is not None and self.distillation_head:
-            self.head_distillation = self._make_head()
+            self.head_distillation = self._make_head(self.num_classes)
 
-    def _make_prefix_tokens(self) -> list[Any]:
+    def _make_prefix_tokens(self) -> list[jax.Array]:
         token = self.param("distillation_token", nn.initializers.zeros, (1, 1, self.width))
         return [*super()._make_prefix_tokens(), token]
 

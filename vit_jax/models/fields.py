@@ -82,7 +82,7 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
         where,
     )
     checked = dict(fields)
-    kinds = _kinds_of_fields(module)
+    kinds = _kinds_of_fields(module)  # type: ignore[arg-type] # mypy wants a hash of instances
     collect_faults(
         [
             f"{name}={value!r}: needs {' or '.join(_KINDS[kind][0] for kind in kinds[name])}"

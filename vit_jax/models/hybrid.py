@@ -146,6 +146,7 @@ def hybrid_fields(name: str) -> dict[str, Any]:
     Raises:
       InputError: for a ResNet that is not known, or a patch size that its stride does not divide.
     """
+    stages: tuple[int, ...]
     resnet = name.partition("+")[0].removeprefix("R")
     of_variant, size = parse_vit_name(name)
     if not resnet:

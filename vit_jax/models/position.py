@@ -117,6 +117,8 @@ class Positions:
         num_prefix = self.num_prefix if self.prefix_has_some else 0
         if self.kind == "learned_1d":
             return _INIT(key, (1, num_prefix + rows * columns, width))
+        shapes: dict[str, tuple[int, ...]]
+        of_prefix: dict[str, tuple[int, ...]]
         if self.kind == "learned_2d":
             shapes = {"rows": (1, rows, width // 2), "columns": (1, columns, width // 2)}
             of_prefix = {"prefix": (1, num_prefix, width)}

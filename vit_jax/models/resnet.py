@@ -149,10 +149,10 @@ class Stage(nn.Module):
         unit = self.unit
         if self.remat != "none":
             unit = nn.remat(unit, policy=_REMAT_POLICIES[self.remat])
-        unit = partial(unit, self.width, dtype=self.dtype, constrain=self.constrain)
+        make = partial(unit, self.width, dtype=self.dtype, constrain=self.constrain)
         for i in range(self.depth):
             stride = self.stride if i == 0 else 1
-            x_BHWC = unit(stride=stride, name=f"layer_{i}")(x_BHWC)
+            x_BHWC = make(stride=stride, name=f"layer_{i}")(x_BHWC)
         return x_BHWC
 
 

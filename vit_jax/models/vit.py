@@ -4,9 +4,8 @@ Axes: B images, N tokens, D width, C classes.
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1.
 """
 
-from typing import Any
-
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 
@@ -28,7 +27,13 @@ from vit_jax.models.layers import (
     Encoder,
     MapHead,
 )
-from vit_jax.models.position import LEARNED, POS_EMBEDS, Positions, find_position_faults
+from vit_jax.models.position import (
+    LEARNED,
+    POS_EMBEDS,
+    Positions,
+    Relative,
+    find_position_faults,
+)
 
 POOLS = ("token", "gap", "map")
 _CHOICES = {
@@ -40,7 +45,7 @@ _CHOICES = {
 }
 
 
-def extract_patches(images, patch_size: tuple[int, int]):
+def extract_patches(images: jax.Array, patch_size: tuple[int, int]) -> jax.Array:
     """The flattened patches of images, in raster order; each patch as (row, column, channel).
 
     Shapes: (B, H, W, C) -> (B, HW / (p q), p q C) for patches of p x q pixels.
@@ -98,6 +103,7 @@ class ViT(BlockFields, nn.Module):
         self.prefix_tokens = self._make_prefix_tokens()
         self.pos_embedding, of_layers = None, None
         if self.pos_embed in LEARNED:
+            assert self.image_size is not None  # or _find_faults would have refused it
             positions = self.positions(self.image_size)
             if self.positions_at == "layers":
                 of_layers = positions
@@ -121,17 +127,17 @@ class ViT(BlockFields, nn.Module):
         if self.hidden_head:
             self.head_hidden = Dense(self.width, dtype=self.dtype)
         if self.num_classes is not None:
-            self.head = self._make_head()
+            self.head = self._make_head(self.num_classes)
 
-    def _make_prefix_tokens(self) -> list[Any]:
+    def _make_prefix_tokens(self) -> list[jax.Array]:
         """The parameters (1, 1, D) of the tokens before those of the patches."""
         if not self.has_class_token:
             return []
         return [self.param("class_token", nn.initializers.zeros, (1, 1, self.width))]
 
-    def _make_head(self) -> nn.Module:
+    def _make_head(self, num_classes: int) -> nn.Module:
         return nn.Dense(
-            self.num_classes,
+            num_classes,
             kernel_init=nn.initializers.zeros,
             bias_init=nn.initializers.constant(self.head_bias),
         )
@@ -150,6 +156,7 @@ class ViT(BlockFields, nn.Module):
         if self.pos_embed != "none" and self.positions_at != "layers":
             shared = self.positions(image_size).build(self.pos_embedding)
         if shared is not None and self.positions_at == "stem":
+            assert not isinstance(shared, Relative)
             x_BND, shared = x_BND + shared.astype(self.dtype), None
         x_BND = self.embedding_dropout(x_BND, deterministic=not train)
         x_BND = self.constrain(x_BND, ("batch", None, None))
@@ -193,6 +200,7 @@ class ViT(BlockFields, nn.Module):
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of the patch grid; of a model that has an image size."""
+        assert self.image_size is not None
         return self._grid(self.image_size)
 
     @property

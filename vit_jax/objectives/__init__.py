@@ -6,14 +6,14 @@ from typing import Any
 import flax.linen as nn
 
 from vit_jax.errors import InputError, nearest
-from vit_jax.objectives.supervised import LossFn, choose_fields, make_supervised
+from vit_jax.objectives.supervised import LossFn, Objective, choose_fields, make_supervised
 
 # name -> (model, loss, keys of its own) -> objective(params, model_state, batch, rng) ->
 # `ObjectiveOutput`. Keys of its own come from plug-ins.
-OBJECTIVES: dict[str, Callable[..., Callable]] = {"supervised": make_supervised}
+OBJECTIVES: dict[str, Callable[..., Objective]] = {"supervised": make_supervised}
 
 
-def make_objective(model: nn.Module, loss: LossFn, name: str, **own: Any) -> Callable:
+def make_objective(model: nn.Module, loss: LossFn, name: str, **own: Any) -> Objective:
     """The objective called `name`; `own`: other keys of `config.objective`, None where not set.
 
     Raises:

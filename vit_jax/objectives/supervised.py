@@ -5,7 +5,7 @@ Axes: B examples, C classes.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.tree import Batch, ModelState, Params
 
 LossFn = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -34,7 +35,11 @@ class ObjectiveOutput(NamedTuple):
     loss_sum: jax.Array
     weight_sum: jax.Array
     metric_sums: dict[str, jax.Array]
-    model_state: Any
+    model_state: ModelState
+
+
+# (params, model_state, batch, rng) -> the sums over the batch.
+Objective = Callable[[Params, ModelState, Batch, jax.Array], ObjectiveOutput]
 
 
 def as_targets(labels: jax.Array, num_classes: int) -> jax.Array:
@@ -42,13 +47,13 @@ def as_targets(labels: jax.Array, num_classes: int) -> jax.Array:
     return jax.nn.one_hot(labels, num_classes) if labels.ndim == 1 else labels
 
 
-def softmax_loss(logits_BC, labels, label_smoothing):
+def softmax_loss(logits_BC: jax.Array, labels: jax.Array, label_smoothing: float) -> jax.Array:
     """-sum_c t_c log softmax(logits)_c; t smoothed towards uniform. Shapes: -> (B,)."""
     targets_BC = optax.smooth_labels(as_targets(labels, logits_BC.shape[1]), label_smoothing)
     return optax.losses.softmax_cross_entropy(logits_BC, targets_BC)
 
 
-def sigmoid_loss(logits_BC, labels, label_smoothing):
+def sigmoid_loss(logits_BC: jax.Array, labels: jax.Array, label_smoothing: float) -> jax.Array:
     """Sum over classes of the binary cross-entropies. Shapes: -> (B,).
 
     Source: Beyer et al. 2020 (arXiv:2006.07159), section 5.
@@ -109,7 +114,7 @@ def make_loss(name: str, label_smoothing: float = 0.0, z_loss: float = 0.0, **ow
     fn = LOSSES[name].fn
     fields = choose_fields("loss", name, fn, own)
 
-    def loss(logits_BC, labels):
+    def loss(logits_BC: jax.Array, labels: jax.Array) -> jax.Array:
         loss_B = fn(logits_BC, labels, label_smoothing, **fields)
         if z_loss:
             loss_B += z_loss * jax.nn.logsumexp(logits_BC, axis=-1) ** 2
@@ -132,19 +137,21 @@ def hits(logits_BC: jax.Array, labels: jax.Array, k: int = 1) -> jax.Array:
     return (found_B == greatest_B) & (greatest_B > 0)
 
 
-def make_supervised(model: nn.Module, loss: LossFn):
+def make_supervised(model: nn.Module, loss: LossFn) -> Objective:
     """The objective of classifying `batch["image"]` (B, H, W, 3) as `batch["label"]`.
 
     Returns:
       objective(params, model_state, batch, rng) -> ObjectiveOutput.
     """
 
-    def objective(params, model_state, batch, rng) -> ObjectiveOutput:
+    def objective(
+        params: Params, model_state: ModelState, batch: Batch, rng: jax.Array
+    ) -> ObjectiveOutput:
         variables = {"params": params, **model_state}
         logits = model.apply(variables, batch["image"], train=True, rngs={"dropout": rng})
         heads = jax.tree.leaves(logits)  # each of several is to tell the label
         loss_B = sum(loss(logits_BC, batch["label"]) for logits_BC in heads) / len(heads)
-        logits_BC, mask_B = sum(heads) / len(heads), batch["mask"]
+        logits_BC, mask_B = cast(jax.Array, sum(heads) / len(heads)), batch["mask"]
         return ObjectiveOutput(
             loss_sum=(mask_B * loss_B).sum(),
             weight_sum=mask_B.sum(),

@@ -38,7 +38,7 @@ def compare_requests(config: ConfigDict, more: Mapping[str, Any]) -> None:
         if not key.endswith("data_dir")  # each may have its own copy of the data
     }
     facts["devices of a process"] = (jax.local_device_count(), jax.local_devices()[0].device_kind)
-    _agree(config, "what they run", facts | software() | digests(config.plugins) | more)
+    _agree(config, "what they run", facts | software() | digests(config.plugins) | dict(more))
 
 
 def compare_findings(
@@ -48,7 +48,7 @@ def compare_findings(
     if jax.process_count() == 1:
         return
     facts = {f"{k.data_name} {k.split}": s.fingerprint for k, s in sources.items()}
-    _agree(config, "what they found", facts | more)
+    _agree(config, "what they found", facts | dict(more))
 
 
 def compare_workdirs(config: ConfigDict, workdir: epath.Path) -> None:

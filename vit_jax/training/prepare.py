@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from etils import epath
@@ -19,11 +18,12 @@ from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.data.sources import FINGERPRINT_VERSION
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.errors import Faults, collect_faults
-from vit_jax.evaluators import make_evaluators
+from vit_jax.evaluators import StateEvaluator, make_evaluators
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.training.agreement import compare_requests
 from vit_jax.training.sources import (
     adopt_holdout,
+    check_evaluated_images,
     check_images,
     data_fingerprint,
     open_sources,
@@ -58,16 +58,17 @@ class Run:
     train_source: data.Source | None
     order: data.Order | None
     experiment: Experiment
-    evaluators: Mapping[str, Any]
+    evaluators: Mapping[str, StateEvaluator]
     timetable: Timetable
     initial_params: Mapping[str, np.ndarray] | None = None
 
     def fingerprint_by(self, version: int) -> str:
         """The fingerprint of the training data by the rule of that version."""
+        assert self.train_source is not None
         return data_fingerprint(self.config, self.train_source, version)
 
     @property
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, str | int]:
         """What a checkpoint keeps of the training data."""
         return {
             "data_fingerprint": self.fingerprint_by(FINGERPRINT_VERSION),
@@ -104,8 +105,10 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     preprocessing = parse_preprocessing(config)
     config, sources = faults.check(open_sources, config, training) or (config, {})
     if sources:
-        faults.check(check_images, config, preprocessing, sources)
+        check = check_images if training else check_evaluated_images
+        faults.check(check, config, preprocessing, sources)
     collect_faults(faults)
+    assert mesh is not None
 
     train_source = sources.get(config_lib.train_split(config)) if training else None
     if training:
@@ -118,7 +121,7 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
         preprocessing=preprocessing,
         sources=sources,
         train_source=train_source,
-        order=training_order(config, train_source) if training else None,
+        order=None if train_source is None else training_order(config, train_source),
         experiment=experiment,
         evaluators=make_evaluators(config, preprocessing, experiment.model, mesh, sources),
         timetable=Timetable(experiment.durations),

@@ -52,7 +52,7 @@ class Record:
         self._run, self._writer, self._progress = run, writer, progress
         self._pending: collections.deque = collections.deque()
         self._last: dict[str, float] = {}
-        self._clock = Clock(meta, run.mesh.devices.flatten())
+        self._clock = Clock(meta, list(run.mesh.devices.flat))
         self._corrupt = CorruptRecords(
             meta,
             global_batch_size=c.global_batch_size,
@@ -124,7 +124,12 @@ def open_writer(run: Run, restored_step: int | None) -> metrics.MetricWriter | m
     )
 
 
-def evaluate_all(run: Run, state, names: Sequence[str], writer) -> None:
+def evaluate_all(
+    run: Run,
+    state: TrainState,
+    names: Sequence[str],
+    writer: metrics.MetricWriter | metrics.NullWriter,
+) -> None:
     """Runs the evaluators called `names` on `state`; writes the row of each as soon as it is there.
 
     All processes call it together.

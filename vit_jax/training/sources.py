@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -31,17 +32,18 @@ def open_sources(
         for split_key, key in config_lib.eval_splits(config, entry).items():
             synthetic = key.data_name == "synthetic"
             learns = find_evaluator(entry.type).learns_classes
-            if sources.get(key) is None:
-                sources[key] = faults.check(
-                    _open_split,
-                    config,
-                    key,
-                    d.num_classes if synthetic else None,
-                    d.num_examples if synthetic else None,
-                    prefix=f"evals.{name}.{split_key}: ",
-                )
-            found = sources[key]
-            if found is not None and not learns and found.num_classes != d.num_classes:
+            found = sources.get(key) or faults.check(
+                _open_split,
+                config,
+                key,
+                d.num_classes if synthetic else None,
+                d.num_examples if synthetic else None,
+                prefix=f"evals.{name}.{split_key}: ",
+            )
+            if found is None:
+                continue
+            sources[key] = found
+            if not learns and found.num_classes != d.num_classes:
                 faults.append(
                     f"evals.{name}.{split_key}: {found.name} {found.split} has "
                     f"{found.num_classes:,} classes, and the model {d.num_classes:,}; needs a data "
@@ -68,7 +70,7 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
         keys = [own._replace(data_name=part.name, split=part.split or d.split) for part in parts]
         others = [faults.check(_open_split, config, key, prefix="data.mix: ") for key in keys]
         collect_faults(faults)
-        opened = [source, *others]
+        opened = [source, *(other for other in others if other is not None)]
         if d.reader is None and not data.held_alike(opened):
             # By size and free memory some are held as pixels; what is mixed depends on neither.
             opened = [
@@ -95,7 +97,11 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
 
 
 def _open_split(
-    config, key: SplitKey, num_classes=None, num_examples=None, reader=None
+    config: ConfigDict,
+    key: SplitKey,
+    num_classes: int | None = None,
+    num_examples: int | None = None,
+    reader: str | None = None,
 ) -> data.Source:
     return data.make_source(
         key.data_name,
@@ -131,11 +137,19 @@ def check_images(
     config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
 ) -> None:
     """Raises InputError if the ops of training or of an evaluator do not give `data.image_size`."""
-    one = {"global_batch_size": 1, "image_size": preprocessing.image_size, "rows": np.arange(1)}
-    training = sources.get(config_lib.train_split(config))
-    if training is not None:
-        ops = preprocessing.host_ops
-        data.host_batches(training, ops, **one, seed=0, start_step=0, num_steps=0)
+    one: dict[str, Any] = {"global_batch_size": 1, "image_size": preprocessing.image_size}
+    one["rows"] = np.arange(1)
+    training, ops = sources[config_lib.train_split(config)], preprocessing.host_ops
+    data.host_batches(training, ops, **one, seed=0, start_step=0, num_steps=0)
+    check_evaluated_images(config, preprocessing, sources)
+
+
+def check_evaluated_images(
+    config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
+) -> None:
+    """Raises InputError if the ops of an evaluator do not give `data.image_size`."""
+    one: dict[str, Any] = {"global_batch_size": 1, "image_size": preprocessing.image_size}
+    one["rows"] = np.arange(1)
     for name, entry in config.evals.items():
         ops = preprocessing.eval_ops[name]
         for key in config_lib.eval_splits(config, entry).values():

@@ -26,7 +26,7 @@ class Clock:
       devices: of this part.
     """
 
-    def __init__(self, meta: Mapping[str, Any], devices: Sequence[Any]):
+    def __init__(self, meta: Mapping[str, Any], devices: Sequence[jax.Device]):
         self._since = time.perf_counter()
         self._num_chips = count_chips(devices)
         self._train_s = meta.get("train_s", 0.0)
@@ -50,7 +50,7 @@ class Clock:
         }
 
 
-def read_chip_hours(meta: Mapping[str, Any], devices: Sequence[Any]) -> float:
+def read_chip_hours(meta: Mapping[str, Any], devices: Sequence[jax.Device]) -> float:
     """The chip-hours in what was saved with a state; 0 in {}.
 
     An older version saved `chip_s`, seconds times JAX's devices; these are taken to have been as
@@ -96,7 +96,7 @@ def write_summary(run: Run) -> dict[str, Any]:
         "images_seen": images,
         "exaflops": e.flops_per_image * images / 1e18,
         "images_per_s": images / meta["train_s"],
-        "chip_hours": read_chip_hours(meta, run.mesh.devices.flatten()),
+        "chip_hours": read_chip_hours(meta, list(run.mesh.devices.flat)),
     }
     write_whole(run.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     shown = {k: v for k, v in summary.items() if "/" in k or k in ("images_per_s", "chip_hours")}

@@ -10,14 +10,14 @@ class Timetable:
       durations: {key: steps} of every duration of the config, as `parse_durations` gives them.
     """
 
-    def __init__(self, durations: Mapping[str, int | None]):
+    def __init__(self, durations: Mapping[str, int]):
         self._durations, self._total_steps = durations, durations["duration"]
         self._evals = [key.split(".")[1] for key in durations if key.startswith("evals.")]
 
     @property
     def keep_every(self) -> int | None:
         """Steps whose multiples are saved and kept for ever; None: none are."""
-        return self._durations["checkpoint.keep_every"]
+        return self._durations.get("checkpoint.keep_every")
 
     def _is_due(self, key: str, step: int) -> bool:
         return step == self._total_steps or step % self._durations[key] == 0

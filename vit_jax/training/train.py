@@ -6,7 +6,7 @@ config -> mesh -> data -> experiment (model, objective, optimizer, step) -> stat
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
@@ -78,6 +78,7 @@ def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str,
     describe(run)
     with jax.set_mesh(run.mesh):
         state, meta = start_state(run)
+        assert run.train_source is not None and run.order is not None
         if jax.process_index() == 0:
             write_workdir(run.workdir, run.config, run.train_source)
         compare_starts(run.config, run.order, int(state.step))
@@ -91,11 +92,13 @@ def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str,
 
 def start_state(run: Run) -> tuple[TrainState, dict]:
     """The state to go on from and what was saved with it: resume > init_from > scratch."""
+    initial_params = run.initial_params
 
-    def from_init():
+    def from_init() -> TrainState:
+        assert initial_params is not None
         state = run.experiment.init()
         params = tree.flatten_names(state.params)
-        for name, array in run.initial_params.items():
+        for name, array in initial_params.items():
             params[name] = sharding.place(array, params[name].sharding)
         logger.info("start: parameters from init_from=%s", run.config.init_from)
         params = tree.unflatten_names(params)
@@ -108,7 +111,7 @@ def start_state(run: Run) -> tuple[TrainState, dict]:
         directory=run.workdir / "checkpoints",
         abstract_state=run.experiment.abstract_state,
         fingerprint=run.fingerprint_by,
-        from_init=from_init if run.initial_params is not None else None,
+        from_init=from_init if initial_params is not None else None,
         from_scratch=run.experiment.init,
     )
 
@@ -216,8 +219,9 @@ def compile_layer_norms(run: Run) -> jax.stages.Compiled | None:
         return e.layer_norms.lower(e.abstract_state, e.abstract_batch).compile()
 
 
-def train_batches(run: Run, start: int) -> Iterator[dict[str, jax.Array]]:
+def train_batches(run: Run, start: int) -> Generator[tree.Batch, None, None]:
     """The batches of the steps after `start`."""
+    assert run.train_source is not None
     return data.train_batches(
         run.train_source,
         run.preprocessing.host_ops,
@@ -231,7 +235,7 @@ def train_batches(run: Run, start: int) -> Iterator[dict[str, jax.Array]]:
     )
 
 
-def close_batches(batches: Iterator[dict[str, jax.Array]]) -> None:
+def close_batches(batches: Generator[tree.Batch, None, None]) -> None:
     """Ends the threads that read ahead, however long that takes."""
     with watchdog.phase("leave"):
         batches.close()

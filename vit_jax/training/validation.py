@@ -46,7 +46,7 @@ def find_faults(config: ConfigDict, required: Sequence[str] = REQUIRED) -> list[
         faults += emptied
         for check in () if emptied else CHECKS:
             check(config, faults)
-    first_of_each_key = {re.match(r"[\w.*]*", fault)[0]: fault for fault in reversed(faults)}
+    first_of_each_key = {re.split(r"[^\w.*]", fault)[0]: fault for fault in reversed(faults)}
     return list(first_of_each_key.values())[::-1]
 
 
