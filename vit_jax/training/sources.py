@@ -157,18 +157,16 @@ def check_evaluated_images(
 
 
 def adopt_holdout(config: ConfigDict, pretrained: transfer.Pretrained) -> ConfigDict:
-    """`config` with the rule by which the run in `pretrained` held out images of its folder.
+    """`config` with the rule by which the run of `pretrained` held out images of its folder.
 
     So no image that the run was trained on is one to test with, nor the other way round.
 
     Raises:
       InputError: if `config` sets another rule.
     """
-    run, own = pretrained.run and pretrained.run["config"], config.data.holdout
-    if run is None or own == run["data"]["holdout"]:
-        return config
-    rule, default = run["data"]["holdout"], config_lib.base_config().data.holdout
-    if rule == default and not config_lib.reads_folder(run):
+    rule, own = pretrained.spec.holdout, config.data.holdout
+    default = config_lib.base_config().data.holdout
+    if rule is None or own == rule:
         return config
     if own != default:
         raise InputError(

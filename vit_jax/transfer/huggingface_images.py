@@ -15,7 +15,7 @@ _PIXELS = {
     "do_normalize": "true or false", "do_pad": "true or false", "resample": "a positive int",
     "rescale_factor": "a positive number", "image_mean": "three numbers",
     "image_std": "three positive numbers", "image_processor_type": "text",
-    "feature_extractor_type": "text", "ops": "text",
+    "feature_extractor_type": "text", "ops": "text", "holdout": "text",
 }  # fmt: skip
 _PROCESSOR = re.compile(r"(ViT|DeiT|Bit)(ImageProcessor(Fast|Pil)?|FeatureExtractor)")
 # What a class of image processors does where a file does not state it. ViT's and DeiT's resize to
@@ -71,7 +71,7 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str
         mean=tuple(value / scale for value in mean),
         std=tuple(value / scale for value in std),
         cut=cut,
-        **rules.read_preparation({"ops": ops, "loss": spec.loss}, spec.image_size, source),
+        **rules.read_preparation(pixels | {"ops": ops, "loss": spec.loss}, spec.image_size, source),
     )
     return spec._replace(ops=None) if ops == rules.ops_of_cut(cut, spec.image_size) else spec
 
@@ -147,6 +147,8 @@ def write_pixels(spec: Spec) -> dict[str, Any]:
     }
     if ops_for(spec) != library_ops(spec):
         pixels["ops"] = ops_for(spec)
+    if spec.holdout is not None:
+        pixels["holdout"] = spec.holdout
     return pixels
 
 

@@ -70,6 +70,8 @@ class Spec(NamedTuple):
       `images.ops_for`.
     loss: the loss that the model was trained with, softmax or sigmoid, which turns logits into
       probabilities; None: it is not stated.
+    holdout: the rule by which images were held out of the folder that the model was trained on, as
+      `data.holdout`; None: it is not stated, or there was no folder.
     """
 
     image_size: tuple[int, int] | None
@@ -80,6 +82,7 @@ class Spec(NamedTuple):
     cut: Cut | None = None
     ops: str | None = None
     loss: str | None = None
+    holdout: str | None = None
 
     def at(self, image_size: tuple[int, int]) -> "Spec":
         """The same for images of another size; `ops` stay if they name no size."""
@@ -123,7 +126,8 @@ def share_of(side: int, resized: int) -> float:
 def read_preparation(
     stated: Mapping[str, Any], image_size: tuple[int, int] | None, source: str
 ) -> dict[str, Any]:
-    """{"ops", "loss"} of a Spec, as this project's exports state them beside a format's own keys.
+    """{"ops", "loss", "holdout"} of a Spec, as this project's exports state them beside a format's
+    own keys.
 
     Raises:
       InputError: if `ops` cannot be parsed.
@@ -131,7 +135,7 @@ def read_preparation(
     ops = stated.get("ops")
     if ops is not None:
         parse_ops(ops, image_size or (1, 1), key=f"init_from={source!r}: ops")
-    return {"ops": ops, "loss": stated.get("loss")}
+    return {"ops": ops, "loss": stated.get("loss"), "holdout": stated.get("holdout")}
 
 
 class Pretrained(NamedTuple):

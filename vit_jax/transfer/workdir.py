@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
+from ml_collections import ConfigDict
 
 from vit_jax import tree
 from vit_jax.checkpoints import restore
-from vit_jax.config import image_hw, model_fields
+from vit_jax.config import base_config, image_hw, model_fields, reads_folder
 from vit_jax.config.stored import read_config
 from vit_jax.data.host_ops import TAKES_ENCODED
 from vit_jax.data.ops import parse_calls, say_pad
@@ -87,6 +88,7 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         cut=_cut(ops, model.image_size or image_hw(config.data.image_size)),
         ops=_ops_for_files(ops, config.data.pad_crops),
         loss=config.loss.name,
+        holdout=_holdout(config),
     )
     run = {
         "step": step,
@@ -96,6 +98,12 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
     }
     plain = with_known(model, scan=False)
     return Pretrained(str(source), plain, tree.flatten_names(params), spec, run)
+
+
+def _holdout(config: ConfigDict) -> str | None:
+    """See `Spec`; another rule than the default came from a folder further back."""
+    rule = config.data.holdout
+    return rule if reads_folder(config) or rule != base_config().data.holdout else None
 
 
 def _read_names(path: epath.Path) -> Any:
