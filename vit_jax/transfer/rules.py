@@ -72,6 +72,8 @@ class Spec(NamedTuple):
       probabilities; None: it is not stated.
     holdout: the rule by which images were held out of the folder that the model was trained on, as
       `data.holdout`; None: it is not stated, or there was no folder.
+    fault: why images cannot be prepared as the source states, which `images.ops_for` refuses; None:
+      they can.
     """
 
     image_size: tuple[int, int] | None
@@ -83,6 +85,7 @@ class Spec(NamedTuple):
     ops: str | None = None
     loss: str | None = None
     holdout: str | None = None
+    fault: str | None = None
 
     def at(self, image_size: tuple[int, int]) -> "Spec":
         """The same for images of another size; `ops` stay if they name no size."""
@@ -174,10 +177,15 @@ def loss_of(pretrained: Pretrained, assumed: str = "softmax") -> str:
 
 def refuse(faults: Sequence[str], where: str) -> None:
     """Raises InputError if there are `faults`: as one, which is about the source `where` names."""
-    if len(faults) == 1:
-        raise InputError(f"{where}: {faults[0]}")
     if faults:
-        raise InputError("\n  ".join([f"{where}: {len(faults)} faults", *faults]))
+        raise InputError(join_faults(faults, where))
+
+
+def join_faults(faults: Sequence[str], where: str) -> str:
+    """One text for all of `faults`, at least one, about the source that `where` names."""
+    if len(faults) == 1:
+        return f"{where}: {faults[0]}"
+    return "\n  ".join([f"{where}: {len(faults)} faults", *faults])
 
 
 def class_names_of(names: Any, num_classes: int | None, source: str) -> tuple[str, ...] | None:
