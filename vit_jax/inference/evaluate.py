@@ -15,7 +15,7 @@ from vit_jax import config as config_lib
 from vit_jax import transfer, tree
 from vit_jax.checkpoints import restore
 from vit_jax.config.evals import find_evaluator, learning_kinds
-from vit_jax.data import Source, check_crops, parse_ops
+from vit_jax.data import Source
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.errors import Faults, InputError, collect_faults
@@ -31,6 +31,7 @@ from vit_jax.training.sources import adopt_holdout, check_evaluated_images, open
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.rules import Pretrained, loss_of
+from vit_jax.transfer.workdir import warn_of_borders
 
 logger = logging.getLogger("vit_jax")
 
@@ -47,7 +48,7 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
     """
     run = prepare(config, workdir, training=False)
     workdir = run.workdir
-    _warn_of_borders(run.config)
+    warn_of_borders(run.config, run.sources)
     saved = restore.saved_steps(workdir / "checkpoints")
     compare_findings(run.config, run.sources, {"checkpoints in --workdir": saved})
     with jax.set_mesh(run.mesh):
@@ -98,18 +99,6 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
         logger.info("evaluating %s", pretrained.source)
         step = {} if pretrained.run is None else {"step": pretrained.run["step"]}
         return step | _evaluate_all(evaluators, state)
-
-
-def _warn_of_borders(config: ConfigDict) -> None:
-    """Names the evaluators of an older run whose crops are larger than their images."""
-    image_size, faults = config_lib.image_hw(config.data.image_size), Faults()
-    for name, entry in config.evals.items():
-        faults.check(check_crops, parse_ops(entry.ops, image_size)[0], f"evals.{name}.ops")
-    if faults:
-        logger.warning(
-            "an older version began this run; its images have black borders as before:\n  %s",
-            "\n  ".join(faults),
-        )
 
 
 def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None:

@@ -1,7 +1,8 @@
 """Models from the workdirs of this project."""
 
 import json
-from collections.abc import Container
+import logging
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
@@ -11,11 +12,19 @@ from ml_collections import ConfigDict
 
 from vit_jax import tree
 from vit_jax.checkpoints import restore
-from vit_jax.config import base_config, image_hw, model_fields, reads_folder
+from vit_jax.config import (
+    SplitKey,
+    base_config,
+    eval_splits,
+    image_hw,
+    model_fields,
+    reads_folder,
+)
 from vit_jax.config.stored import read_config
+from vit_jax.data import Source
 from vit_jax.data.host_ops import TAKES_ENCODED
-from vit_jax.data.ops import parse_calls, say_pad
-from vit_jax.errors import InputError
+from vit_jax.data.ops import check_crops, parse_calls, parse_ops, say_pad
+from vit_jax.errors import Faults, InputError
 from vit_jax.models import create_model
 from vit_jax.models.fields import value_of, with_known
 from vit_jax.transfer.rules import (
@@ -27,6 +36,8 @@ from vit_jax.transfer.rules import (
     share_of,
     unstack_layers,
 )
+
+logger = logging.getLogger("vit_jax")
 
 NO_CHOICE = "init_from='{}': keeps no running average, so its weights are no choice"
 
@@ -78,6 +89,7 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
     params = jax.tree.map(np.asarray, restored[0][weights])
     if value_of(model, "scan"):
         params = unstack_layers(params)
+    warn_of_borders(config)
     ops = next((e.ops for e in config.evals.values() if e.type == "classification"), None) or ""
     spec = Spec(
         image_size=model.image_size,
@@ -104,6 +116,23 @@ def _holdout(config: ConfigDict) -> str | None:
     """See `Spec`; another rule than the default came from a folder further back."""
     rule = config.data.holdout
     return rule if reads_folder(config) or rule != base_config().data.holdout else None
+
+
+def warn_of_borders(config: ConfigDict, sources: Mapping[SplitKey, Source] | None = None) -> None:
+    """Names the evaluators of a run with `data.pad_crops` whose crops are larger than their images.
+
+    `sources`: of the evaluators' splits, where they are open; they may know their images' size.
+    """
+    image_size, faults = image_hw(config.data.image_size), Faults()
+    for name, entry in config.evals.items() if config.data.pad_crops else ():
+        host_ops, key = parse_ops(entry.ops, image_size)[0], f"evals.{name}.ops"
+        splits = eval_splits(config, entry).values()  # of one data set, so of one shape
+        shape = sources and sources[next(iter(splits))].image_shape
+        faults.check(check_crops, host_ops, key, shape and shape[:2])
+    if faults:
+        logger.warning(
+            "data.pad_crops=True: evaluated images have black borders:\n  %s", "\n  ".join(faults)
+        )
 
 
 def _read_names(path: epath.Path) -> Any:
