@@ -35,7 +35,7 @@ from vit_jax.transfer import WRITERS, read_pretrained
 from vit_jax.transfer import export as export_lib
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.rules import Cut
-from vit_jax.transfer.workdir import warn_of_borders
+from vit_jax.transfer.workdir import _cut, warn_of_borders
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -365,6 +365,12 @@ def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_s
     larger = spec.at((64, 64))
     names_a_size = re.search(r"(?<!\.)\d", ops_for(spec))
     assert larger.ops == (None if names_a_size else spec.ops)
+
+
+@pytest.mark.parametrize("side", [224, 384])
+def test_a_cut_resizes_to_the_run_s_pixel(side):
+    cut = _cut("decode|resize_small(crop=0.875)|central_crop", (side, side))
+    assert cut.resized((side, side)) == (round(side / 0.875),) * 2
 
 
 def test_borders_of_images_whose_size_only_the_data_tell_are_warned_of(golden, caplog):

@@ -172,10 +172,11 @@ def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
         return None
     defaults = {"size": None, "filter": "bilinear", "cover": False, "crop": None}
     given = defaults | dict(zip(("size", "filter", "cover"), args, strict=False)) | kwargs
-    size, share = given["size"], given["crop"]
-    if share is None:
-        resized = image_size if size is None else image_hw(size)
-        share = min(max(map(share_of, image_size, resized)), 1.0)
+    size = given["size"]
+    resized = image_size if size is None else image_hw(size)
+    if given["crop"] is not None:  # as `host_ops.resize` rounds
+        resized = tuple(round(side / given["crop"]) for side in resized)
+    share = min(max(map(share_of, image_size, resized)), 1.0)
     of_shorter_side = name == "torchvision_resize" and isinstance(size, int)
     in_proportion = name == "resize_small" or given["cover"] or of_shorter_side
     interpolation = given["filter"] if name == "torchvision_resize" else "bilinear"
