@@ -40,7 +40,7 @@ _ARCHITECTURE = (
 
 
 class Cut(NamedTuple):
-    """How timm cuts an image to the size of its model, `ops_of_cut` in words.
+    """Resize and central crop, as timm parametrises them; `ops_of_cut` gives the ops.
 
     share: how much of each side the central crop keeps; the image is resized to size / share,
       rounded down.
