@@ -35,7 +35,7 @@ from vit_jax.transfer import WRITERS, read_pretrained
 from vit_jax.transfer import export as export_lib
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.rules import Cut
-from vit_jax.transfer.workdir import _cut, warn_of_borders
+from vit_jax.transfer.workdir import _cut, ops_on_pixels, warn_of_borders
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -371,6 +371,28 @@ def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_s
 def test_a_cut_resizes_to_the_run_s_pixel(side):
     cut = _cut("decode|resize_small(crop=0.875)|central_crop", (side, side))
     assert cut.resized((side, side)) == (round(side / 0.875),) * 2
+
+
+def test_data_of_one_size_are_cropped_as_the_run_did(run):
+    source = read_pretrained(run)
+    config = json.loads((run / "config.json").read_text())
+    config["evals"]["test"]["ops"] = "central_crop"
+    source = source._replace(run={"config": config})
+    for data_size, image_size, expected in (
+        ((10, 10), (8, 8), "central_crop"),
+        ((7, 10), (8, 8), None),  # too small
+        ((10, 10), (9, 9), None),  # not the run's size
+    ):
+        assert ops_on_pixels(source, image_size, data_size) == expected
+    assert ops_on_pixels(source._replace(run=None), (8, 8), (10, 10)) is None
+
+    settings = load_config("configs/evaluate.py:classification,debug")
+    settings.data.image_size = 8
+    (key,) = eval_splits(settings, settings.evals.classification).values()
+    evaluation._fill_in_ops(
+        settings, source, {key: make_source("digits", split="test", image_size=(8, 8))}
+    )
+    assert settings.evals.classification.ops == "central_crop"
 
 
 def test_borders_of_images_whose_size_only_the_data_tell_are_warned_of(golden, caplog):

@@ -31,7 +31,7 @@ from vit_jax.training.sources import adopt_holdout, check_evaluated_images, open
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.rules import Pretrained, loss_of
-from vit_jax.transfer.workdir import warn_of_borders
+from vit_jax.transfer.workdir import ops_on_pixels, warn_of_borders
 
 logger = logging.getLogger("vit_jax")
 
@@ -83,10 +83,11 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
     faults.check(check_convention, config.init_resize, "init_resize")
     collect_faults(faults)
     compare_requests(config, {"--init_from": pretrained.source})
+    config, sources = open_sources(config, training=False)
+    _fill_in_ops(config, pretrained, sources)
     preprocessing = parse_preprocessing(config)
     model = _model_on(mesh, config, preprocessing.image_size, pretrained)
     params = transfer.init_params(pretrained, model, config.init_resize, keep_head=True)
-    config, sources = open_sources(config, training=False)
     check_evaluated_images(config, preprocessing, sources)
     _warn_of_other_classes(config, pretrained, sources)
     evaluators = make_evaluators(config, preprocessing, model, mesh, sources)
@@ -112,7 +113,6 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
             "set --config.data.image_size"
         )
         return
-    size = config_lib.image_hw(d.image_size)
     d.mean, d.std, d.num_classes = spec.mean, spec.std, pretrained.model.num_classes
     if pretrained.run is not None:
         config_lib.add_plugins(config, pretrained.run["config"]["plugins"])
@@ -120,12 +120,25 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
     elif any(not find_evaluator(entry.type).learns_classes for entry in config.evals.values()):
         config.loss.name = loss_of(pretrained, config.loss.name)
     for name, entry in config.evals.items():
-        entry.ops = entry.ops or ops_for(spec.at(size))
         if d.num_classes is None and not find_evaluator(entry.type).learns_classes:
             faults.append(
                 f"evals.{name}.type={entry.type!r}: {pretrained.source} has no classes; needed: "
                 f"one of {', '.join(learning_kinds())}"
             )
+
+
+def _fill_in_ops(
+    config: ConfigDict, pretrained: Pretrained, sources: Mapping[config_lib.SplitKey, Source]
+) -> None:
+    """Sets the ops of evaluators that have none: as a run evaluated, else as the source states."""
+    size = config_lib.image_hw(config.data.image_size)
+    for entry in config.evals.values():
+        splits = config_lib.eval_splits(config, entry).values()  # of one data set, so of one shape
+        shape = sources[next(iter(splits))].image_shape
+        if not entry.ops:
+            spec = pretrained.spec.at(size)
+            own = None if shape is None else ops_on_pixels(pretrained, size, shape[:2])
+            entry.ops = ops_for(spec) if own is None else own
 
 
 def _warn_of_other_classes(

@@ -90,7 +90,7 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
     if value_of(model, "scan"):
         params = unstack_layers(params)
     warn_of_borders(config)
-    ops = next((e.ops for e in config.evals.values() if e.type == "classification"), None) or ""
+    ops = _evaluated_by(config)
     spec = Spec(
         image_size=model.image_size,
         resize="antialiased",
@@ -143,6 +143,29 @@ def _read_names(path: epath.Path) -> Any:
         raise InputError(f"{named}: not readable as JSON ({e}); it lists the classes") from None
 
 
+def _evaluated_by(config: ConfigDict) -> str:
+    """The ops of the first classification evaluator; "" if there is none."""
+    return next((e.ops for e in config.evals.values() if e.type == "classification"), None) or ""
+
+
+def ops_on_pixels(
+    pretrained: Pretrained, image_size: tuple[int, int], size: tuple[int, int]
+) -> str | None:
+    """The ops by which a run evaluated, if they make images of `size` ones of `image_size`.
+
+    They are better than `Spec.ops`, for files of any size, where the run's data have one size. None
+    for other sources and for another image size than the run's.
+    """
+    if pretrained.run is None or image_size != pretrained.spec.image_size:
+        return None
+    config = ConfigDict(pretrained.run["config"])
+    ops = say_pad(_evaluated_by(config)) if config.data.pad_crops else _evaluated_by(config)
+    host_ops, faults = parse_ops(ops, image_size)[0], Faults()
+    faults.check(check_crops, host_ops, "ops", size)
+    made = next((op.gives for op in reversed(host_ops) if op.gives is not None), size)
+    return ops if not faults and made == image_size else None
+
+
 def _ops_for_files(ops: str, pad_crops: bool) -> str:
     """The preprocessing string `ops` of a run for files of any size, which its data need not be.
 
@@ -150,6 +173,7 @@ def _ops_for_files(ops: str, pad_crops: bool) -> str:
     """
     names = [name for name, _, _ in parse_calls(ops, "ops")]
     if names in (["central_crop"], ["decode", "central_crop"]):
+        logger.info("files of any size are resized before the run's central_crop")
         return "decode|resize_small(antialias=True)|central_crop"
     if not {*names} & {"resize", "resize_small", "torchvision_resize", "inception_crop"}:
         return "decode|resize(antialias=True)"
