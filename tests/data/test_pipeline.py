@@ -55,7 +55,7 @@ def train(source, *, image_size, ops, start_step=0, num_steps=3, rows=range(16),
     return list(batches)
 
 
-def evaluate(source, *, image_size, ops, rows, global_batch_size):
+def evaluate(source, *, image_size, ops, rows, global_batch_size, **how):
     host_ops, _ = parse_ops(ops, image_size)
     return list(
         pipeline.host_eval_batches(
@@ -64,6 +64,7 @@ def evaluate(source, *, image_size, ops, rows, global_batch_size):
             global_batch_size=global_batch_size,
             image_size=image_size,
             rows=np.array(rows),
+            **how,
         )
     )
 
@@ -180,7 +181,13 @@ def test_an_image_smaller_than_a_crop_is_masked_and_named_with_its_size(tmp_path
         assert record.getMessage() == (
             f"{small} has 12 x 60 pixels, and {ops.partition('|')[2]!r} takes 16 x 16; it is masked"
         )
-    (batch,) = evaluate(source, ops="decode|central_crop(pad=True)", **how)
+    strict = {"key": "ops", "refuse_small": True}
+    for ops in ("decode|central_crop", "decode|random_crop"):  # warned of before or not
+        with pytest.raises(
+            InputError, match=rf"^ops: {small} has 12 x 60 pixels, .* takes 16 x 16"
+        ):
+            evaluate(source, ops=ops, **how, **strict)
+    (batch,) = evaluate(source, ops="decode|central_crop(pad=True)", **how, **strict)
     np.testing.assert_array_equal(batch["mask"], [1, 1])
     assert not batch["image"][1, :2].any() and batch["image"][1, 2:14].all(-1).any()
 

@@ -42,6 +42,9 @@ def test_what_counts():
     result = Real(lambda state, image: image, lambda: batches, lambda: table).run(None)
     # Predicted 0 0 1 2 1: no label; right; right; wrong; right.
     assert result == {"top1": 0.75, "num_examples": 4}
+    masked = [batch | {"mask": np.zeros(4, np.float32)} for batch in batches]
+    with pytest.raises(NothingToMeasureError, match="split: none of the images"):
+        Real(lambda state, image: image, lambda: masked, lambda: table).run(None)
 
 
 class MeanColour:
@@ -51,7 +54,7 @@ class MeanColour:
         return images.mean(axis=(1, 2))
 
 
-def evaluator(root, labels_file, names=None):
+def evaluator(root, labels_file, names=None, ops="decode|resize"):
     """Of a folder with a picture each, red, green, blue and so on, of the images 6 down to 1."""
     for i, number in enumerate(range(6, 0, -1)):
         colour = np.zeros((8, 8, 3), np.uint8)
@@ -64,9 +67,7 @@ def evaluator(root, labels_file, names=None):
     data_dir = str(root / "pictures")
     c = base_config()
     c.global_batch_size, c.data.name, c.data.image_size, c.data.data_dir = 8, "folder", 8, data_dir
-    c.evals.real = real(
-        split="val", every="1 epochs", ops="decode|resize", labels_file=str(labels_file)
-    )
+    c.evals.real = real(split="val", every="1 epochs", ops=ops, labels_file=str(labels_file))
     source = make_source("folder", split="val", data_dir=data_dir, image_size=(8, 8))
     mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
     sources = {SplitKey("folder", "val", data_dir): source}
@@ -102,6 +103,9 @@ def test_faults_name_the_key(tmp_path, labels_file):
     later = evaluator(tmp_path / "later", labels_file)
     with pytest.raises(NothingToMeasureError, match=r"evals\.real\.split: .*zebra.png"):
         evaluate("real", later, TrainState(0, {}, {}, ()))
+    small = evaluator(tmp_path / "small", labels_file, ops="decode|central_crop(9)|resize")
+    with pytest.raises(InputError, match=r"evals\.real\.ops: .*_00000003.png has 8 x 8 pixels"):
+        evaluate("real", small, TrainState(0, {}, {}, ()))
     c = base_config()
     c.global_batch_size, c.data.name, c.data.image_size = 8, "digits", 8
     c.evals.real = real(split="test", every="1 epochs", labels_file=str(labels_file))

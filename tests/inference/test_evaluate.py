@@ -76,7 +76,7 @@ def test_at_another_size_positions_are_resampled(published, caplog):
     caplog.set_level("INFO", "vit_jax")
     config = evaluation_config("classification,debug", data__image_size="12")
     results = evaluate_pretrained(config, read_pretrained(published))
-    assert "its loss is not stated; config.loss.name=softmax is taken" in caplog.text
+    assert "its loss is not stated, and taken to be softmax" in caplog.text
     assert results["classification/num_examples"] == 360
     assert "from a grid of (2, 2) to (3, 3)" in caplog.text
 

@@ -8,8 +8,11 @@ import pytest
 from PIL import Image
 
 from vit_jax import load_image, load_pretrained, pretrained_spec
+from vit_jax.data.image_files import image_files
 from vit_jax.errors import InputError
+from vit_jax.inference.predict import predict as classify
 from vit_jax.main import main
+from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.images import class_names
 from vit_jax.transfer.rules import Cut, Spec
 
@@ -51,6 +54,19 @@ def test_images_and_folders(golden, pictures, capsys):
             assert found["probability"] == pytest.approx(expected[found["index"]], rel=1e-4)
             assert found["name"] == f"class {found['index']}"
     assert rows[4] == rows[0]
+
+
+def test_an_image_that_is_too_small_is_said_to_be(golden, tmp_path):
+    Image.new("RGB", (8, 9)).save(tmp_path / "small.png")
+    (tmp_path / "broken.png").write_bytes(b"not an image")
+    source = read_pretrained(golden / "hf_vit")
+    spec = source.spec._replace(ops="decode|central_crop")
+    images = image_files([str(tmp_path / name) for name in ("broken.png", "small.png")])
+    rows = classify(source._replace(spec=spec), images, batch_size=8, top=1)
+    assert [row["error"] for row in rows] == [
+        "cannot be read or decoded",
+        "has 9 x 8 pixels, and 'central_crop' takes 32 x 32",
+    ]
 
 
 def test_a_table(golden, pictures, capsys):

@@ -126,7 +126,8 @@ class FakeRun:
         self.finished = True
 
 
-def test_no_step_is_sent_twice(tmp_path, monkeypatch):
+def test_no_step_is_sent_twice(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "vit_jax")
     with MetricWriter(tmp_path) as writer:
         for step in (10, 20, 30):
             writer.write(step, {"train/loss": float(step)})
@@ -134,10 +135,12 @@ def test_no_step_is_sent_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "init", lambda **kwargs: run)
     with open_writer(tmp_path, restored_step=10) as writer:
         writer.write(20, {"train/loss": 2.0})
+        writer.write(20, {"test/top1": 0.5})
         writer.write(25, {"train/loss": 2.5})
         writer.write(25, {"test/top1": 0.5})
     assert run.rows == [(25, {"train/loss": 2.5}), (25, {"test/top1": 0.5})]
     assert run.finished
+    assert caplog.text.count("rows made again from step 20 on, and evaluations missed there") == 1
 
 
 def test_a_failure_on_the_way_ends_nothing(tmp_path, monkeypatch, caplog):

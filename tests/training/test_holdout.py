@@ -3,8 +3,10 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 from etils import epath
+from numpy_vit import random_params
 
 from vit_jax import data, transfer
 from vit_jax.config.stored import read_config, to_json
@@ -14,6 +16,7 @@ from vit_jax.errors import InputError
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import predict as prediction
 from vit_jax.main import main
+from vit_jax.models import create_model
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, check_member
 from vit_jax.training.prepare import prepare
@@ -72,6 +75,24 @@ def finetune_config(pictures, workdir, seed, **fields):
     c.model.update(read_config(epath.Path(workdir)).model.to_dict())
     c.data.update(fields)
     return c
+
+
+@pytest.mark.parametrize("format", ["npz", "timm", "hf"])
+def test_an_export_has_the_run_s_rule(run, pictures, tmp_path, format):
+    workdir, rule = run
+    source = transfer.read_pretrained(workdir)
+    assert source.spec.holdout == rule
+    model = create_model("ViT-mu/4", 2, 8, depth=1, width=8, mlp_dim=8, num_heads=2)
+    params = random_params(model, np.zeros((1, 8, 8, 3), np.float32))
+    output = tmp_path / ("model.npz" if format == "npz" else "model")
+    transfer.save_pretrained(output, model, {"params": params}, format, source.spec)
+    pretrained = transfer.read_pretrained(output)
+    config = load_config("configs/evaluate.py:classification,folder")
+    config.data.data_dir = pictures
+    assert adopt_holdout(config, pretrained).data.holdout == rule
+    config.data.holdout = "seed 9"
+    with pytest.raises(InputError, match=r"data\.holdout='seed 9'"):
+        adopt_holdout(config, pretrained)
 
 
 def test_every_command_holds_out_what_the_run_did(

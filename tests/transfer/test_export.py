@@ -18,8 +18,10 @@ from numpy_vit import random_params
 from vit_jax import load_pretrained, pretrained_spec, save_pretrained, tree
 from vit_jax.checkpoints.checkpoint import Checkpoints
 from vit_jax.checkpoints.checksums import hash_params
+from vit_jax.config import eval_splits
 from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.data import make_source
 from vit_jax.data.image_files import image_files
 from vit_jax.errors import InputError
 from vit_jax.files import LocalFile
@@ -33,6 +35,7 @@ from vit_jax.transfer import WRITERS, read_pretrained
 from vit_jax.transfer import export as export_lib
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.rules import Cut
+from vit_jax.transfer.workdir import _cut, ops_on_pixels, warn_of_borders
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -364,13 +367,55 @@ def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_s
     assert larger.ops == (None if names_a_size else spec.ops)
 
 
+@pytest.mark.parametrize("side", [224, 384])
+def test_a_cut_resizes_to_the_run_s_pixel(side):
+    cut = _cut("decode|resize_small(crop=0.875)|central_crop", (side, side))
+    assert cut.resized((side, side)) == (round(side / 0.875),) * 2
+
+
+def test_data_of_one_size_are_cropped_as_the_run_did(run):
+    source = read_pretrained(run)
+    config = json.loads((run / "config.json").read_text())
+    config["evals"]["test"]["ops"] = "central_crop"
+    source = source._replace(run={"config": config})
+    for data_size, image_size, expected in (
+        ((10, 10), (8, 8), "central_crop"),
+        ((7, 10), (8, 8), None),  # too small
+        ((10, 10), (9, 9), None),  # not the run's size
+    ):
+        assert ops_on_pixels(source, image_size, data_size) == expected
+    assert ops_on_pixels(source._replace(run=None), (8, 8), (10, 10)) is None
+
+    settings = load_config("configs/evaluate.py:classification,debug")
+    settings.data.image_size = 8
+    (key,) = eval_splits(settings, settings.evals.classification).values()
+    evaluation._fill_in_ops(
+        settings, source, {key: make_source("digits", split="test", image_size=(8, 8))}
+    )
+    assert settings.evals.classification.ops == "central_crop"
+
+
+def test_borders_of_images_whose_size_only_the_data_tell_are_warned_of(golden, caplog):
+    config = load_config(FILE)
+    assert not apply_overrides(config, [("data.pad_crops", "true")])
+    config.data.image_size, config.evals.test.ops = 9, "central_crop"  # of 8 x 8
+    (key,) = eval_splits(config, config.evals.test).values()
+    warn_of_borders(config)
+    assert not caplog.records
+    warn_of_borders(config, {key: make_source("digits", split="test", image_size=(9, 9))})
+    assert "black borders:\n  evals.test.ops: 'central_crop' takes 9 x 9" in caplog.text
+
+
 def test_images_of_an_older_run_are_padded_as_before(run, tmp_path, caplog, monkeypatch):
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
     config["evals"]["test"]["ops"] = "decode|resize_small(6)|central_crop"  # of 8 x 8
     del config["data"]["pad_crops"]
     (tmp_path / "run/config.json").write_text(json.dumps(config))
+    said = "data.pad_crops=True: evaluated images have black borders:\n  evals.test.ops: "
     spec = pretrained_spec(tmp_path / "run")
+    assert said in caplog.text  # so by predict, evaluate --init_from and export too
+    caplog.clear()
     assert ops_for(spec) == "decode|resize_small(6)|central_crop(pad=True)"
     assert spec.cut == Cut(1.0, "center")
 
@@ -380,7 +425,7 @@ def test_images_of_an_older_run_are_padded_as_before(run, tmp_path, caplog, monk
     )
     evaluation.evaluate(read_config(epath.Path(tmp_path / "run")), tmp_path / "run")
     (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "its images have black borders as before:\n  evals.test.ops: " in record.getMessage()
+    assert said in record.getMessage()
     batch = next(iter(seen[0]["test"]._make_batches()))
     shown = np.asarray(batch["image"]).any(axis=(0, 3))
     np.testing.assert_array_equal(shown, np.pad(np.ones((6, 6), bool), 1))

@@ -378,11 +378,18 @@ def test_pixels_are_scaled_as_transformers_states(golden, tmp_path):
         ({"image_processor_type": "ConvNextImageProcessor"}, "ConvNextImageProcessor': needs ViTI"),
     ],
 )
-def test_preprocessing_that_cannot_be_held_is_refused(golden, tmp_path, stated, said):
+def test_preprocessing_that_cannot_be_held_is_refused_for_images(
+    golden, tmp_path, caplog, stated, said
+):
     path = shutil.copytree(golden / "hf_vit", tmp_path / "vit")
     (path / "preprocessor_config.json").write_text(json.dumps(stated))
-    with pytest.raises(InputError, match=re.escape(said)):
-        read_pretrained(path)
+    source = read_pretrained(path)
+    expected = read_pretrained(golden / "hf_vit")
+    jax.tree.map(np.testing.assert_array_equal, source.params, expected.params)
+    assert said in caplog.text and "only its weights can be used" in caplog.text
+    for spec in (source.spec, source.spec.at((64, 64))):
+        with pytest.raises(InputError, match=re.escape(said)):
+            ops_for(spec)
 
 
 @pytest.mark.parametrize("mode", [{"crop_mode": "border"}, {"interpolation": "lanczos"},

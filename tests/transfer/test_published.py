@@ -13,7 +13,7 @@ import pytest
 from etils import epath
 
 from vit_jax.errors import InputError
-from vit_jax.transfer import load_pretrained, published, read_pretrained
+from vit_jax.transfer import load_pretrained, published, read_pretrained, rules
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
@@ -154,6 +154,24 @@ def test_a_name(golden, server, monkeypatch):
             load_pretrained("ViT-mu/8@test")
 
 
+def test_a_published_file_has_its_loss_however_it_is_called(golden, server, monkeypatch, caplog):
+    address, _ = server
+    monkeypatch.setattr(published, "_I21K_CLASSES", 10)
+    monkeypatch.setattr(published, "_GOOGLE", f"{address}/")
+    monkeypatch.setattr(rules, "_IMAGENET_21K", (10,))
+    local, other = golden / "vit_finetuned.npz", golden / "vit_pretrained.npz"
+    assert read_pretrained(local).spec.loss is None
+    assert rules.loss_of(read_pretrained(local)) == "softmax"
+    assert "its loss is not stated, and taken to be softmax; models of ImageNet-21k" in caplog.text
+    entry = published.Published("gs://vit_finetuned.npz", 10)
+    monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@test", entry)
+    for source in (f"{address}/vit_finetuned.npz", local):
+        assert read_pretrained(source).spec.loss == "sigmoid"
+    monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@test", entry._replace(num_classes=9))
+    for source in (local, other):  # of other classes, or another name
+        assert read_pretrained(source).spec.loss is None
+
+
 class Store:
     """Stands for the client of an object store, whose bucket is a folder."""
 
@@ -213,6 +231,8 @@ def test_the_table():
     addresses = [entry.address for entry in table.values()]
     assert len(set(addresses)) == len(addresses)
     assert {entry.num_classes for entry in table.values()} == {1000, 21_843}
+    downloaded = [(entry.address.rpartition("/")[2], entry.num_classes) for entry in table.values()]
+    assert len(set(downloaded)) == len(downloaded)  # so a downloaded file has one loss
 
 
 def test_what_came_broken_is_fetched_again(golden, server, tmp_path):

@@ -67,8 +67,8 @@ def main(flags: argparse.Namespace) -> int:
         name, _, split = flags.data.partition(":")
         size = pretrained.spec.image_size or (1, 1)
         where = {"data_dir": flags.data_dir, "image_size": size}
-        if pretrained.run is not None:
-            where["holdout"] = pretrained.run["config"]["data"]["holdout"]
+        if pretrained.spec.holdout is not None:
+            where["holdout"] = pretrained.spec.holdout
         source = data.make_source(name, split=split or "train", **where)
     options = {"batch_size": flags.batch_size}
     if flags.features:

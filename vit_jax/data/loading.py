@@ -1,7 +1,8 @@
 """Local batches: records are read, preprocessed and batched by tf.data, into NumPy.
 
 A record that cannot be read, decoded or cropped (an image smaller than a crop that does not pad)
-never moves another: it is black, masked, and named in a warning, once a process.
+never moves another: it is black, masked, and named in a warning, once a process. Evaluation can
+refuse an image that is too small instead.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
 
 _BATCHES_IN_FLIGHT = 2
-_named_broken: set[tuple[str, str]] = set()  # (fingerprint, name) of the records warned of
+_UNREADABLE = "cannot be read or decoded"
+# {(fingerprint, name, ops): `_find_small`} of the records warned of.
+_named_broken: dict[tuple[str, str, str], str | None] = {}
 
 Batch = dict[str, np.ndarray]
 
@@ -33,13 +36,15 @@ def local_batches(
     num_rows: int,
     image_size: tuple[int, int],
     key: str,
+    refuse_small: bool = False,
 ) -> Iterator[Batch]:
     """The batches of `steps`, `num_rows` rows each.
 
     arrange(step) gives record ids (b,), -1 for padding, and keys (b, 2). `key` is where the config
     has the ops.
 
-    Raises: InputError, before the first batch, if the ops do not give image_size.
+    Raises: InputError, before the first batch, if the ops do not give image_size; with
+      `refuse_small` also at the first image that is smaller than a crop.
     """
     _check_first_op(source, host_ops, key)
     check_crops(host_ops, key, source.image_shape and source.image_shape[:2])
@@ -80,7 +85,7 @@ def local_batches(
         careful_batches, _ = make(steps[num_read:], careful=True)
         yield from careful_batches.as_numpy_iterator()
 
-    return _name_broken(read(), source, host_ops)
+    return _name_broken(read(), source, host_ops, key if refuse_small else None)
 
 
 def _check_first_op(source: Source, host_ops: Sequence[Op], key: str) -> None:
@@ -168,20 +173,42 @@ def _preprocess(host_ops, image, key):
     return image
 
 
-def _name_broken(batches: Iterator[Batch], source: Source, host_ops) -> Iterator[Batch]:
-    """Warns of each record that is masked, once a process."""
+def _name_broken(
+    batches: Iterator[Batch], source: Source, host_ops: Sequence[Op], refuse_small: str | None
+) -> Iterator[Batch]:
+    """Warns of each record that is masked, once a process.
+
+    Raises: InputError naming the key `refuse_small`, if given, at an image smaller than a crop.
+    """
+    ops = "|".join(op.text for op in host_ops)
     for batch in batches:
         for record in batch["id"][(batch["mask"] == 0) & (batch["id"] >= 0)]:
             name = source.record_name(record)
-            if (source.fingerprint, name) not in _named_broken:
-                _named_broken.add((source.fingerprint, name))
-                why = _why_masked(source, host_ops, record)
+            found = (source.fingerprint, name, ops)
+            new = found not in _named_broken
+            small = _find_small(source, host_ops, record) if new else _named_broken[found]
+            if small is not None and refuse_small is not None:
+                raise InputError(
+                    f"{refuse_small}: {name} {small}; resize images before they are cropped, "
+                    "leave the small ones out, or ask for a black border by pad=True"
+                )
+            if new:
+                _named_broken[found] = small
+                why = small or _UNREADABLE
                 logging.getLogger("vit_jax").warning("%s %s; it is masked", name, why)
         yield batch
 
 
-def _why_masked(source: Source, host_ops: Sequence[Op], record: int) -> str:
-    """Why a record is masked, found by reading it once more."""
+def why_masked(source: Source, host_ops: Sequence[Op], record: int) -> str:
+    """Why a record is masked: the end of a sentence, such as "cannot be read or decoded"."""
+    return _find_small(source, host_ops, record) or _UNREADABLE
+
+
+def _find_small(source: Source, host_ops: Sequence[Op], record: int) -> str | None:
+    """The sizes of a readable image and of the crop that it is too small for, from a second read.
+
+    None: it cannot be read, or fits every crop.
+    """
     try:
         image = source.read(tf.constant(record, tf.int64))["image"]
         if source.image_shape is not None:
@@ -196,4 +223,4 @@ def _why_masked(source: Source, host_ops: Sequence[Op], record: int) -> str:
             image = op(image, tf.zeros([2], tf.int64))
     except (tf.errors.OpError, UnicodeDecodeError):
         pass
-    return "cannot be read or decoded"
+    return None

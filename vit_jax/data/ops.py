@@ -178,7 +178,7 @@ def _parse_op(text: str, image_size: tuple[int, int], key: str, pad_crops: bool)
         apply = OPS[name](*call.args, **call.kwargs)
         arguments = dict(call.arguments)
         if name in RESIZES_BEFORE_CROP:  # `crop` only gives the size
-            arguments |= {"size": apply.gives, "crop": 1.0}
+            arguments |= {"size": getattr(apply, "gives", None), "crop": 1.0}
         return Op(text, name, apply, tuple(arguments.items()))
     except (TypeError, ValueError) as error:
         bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]

@@ -69,6 +69,8 @@ def eval_batches(
     image_size: tuple[int, int],
     sharding: jax.sharding.Sharding,
     record_ids: np.ndarray | None = None,
+    key: str = "evals.*.ops",
+    refuse_small: bool = False,
 ) -> Generator[tree.Batch, None, None]:
     """Global batches of one pass over the split; see `host_eval_batches`."""
     batches = host_eval_batches(
@@ -78,6 +80,8 @@ def eval_batches(
         image_size=image_size,
         rows=order.local_rows(sharding, global_batch_size),
         record_ids=record_ids,
+        key=key,
+        refuse_small=refuse_small,
     )
     num_records = source.num_examples if record_ids is None else len(record_ids)
     num_steps = math.ceil(num_records / global_batch_size)
@@ -123,15 +127,18 @@ def host_eval_batches(
     rows: np.ndarray,
     record_ids: np.ndarray | None = None,
     key: str = "evals.*.ops",
+    refuse_small: bool = False,
 ) -> Iterator[Batch]:
     """The rows `rows` of each batch of one pass over the split, in its order, in NumPy.
 
-    `record_ids`, int64 (n,), are the records to read, in their order, if not all are.
+    `record_ids`, int64 (n,), are the records to read, in their order, if not all are. `key` is
+    where the config has the ops.
 
     Every example comes once over all rows; the last batch is filled up with padding, so the
     number of batches is the same on every process.
 
-    Raises: InputError, before the first batch, if the ops do not give image_size.
+    Raises: InputError, before the first batch, if the ops do not give image_size; with
+      `refuse_small` also at the first image that is smaller than a crop, which is masked otherwise.
     """
     local_rows = tf.constant(rows, tf.int64)
     num_records = source.num_examples if record_ids is None else len(record_ids)
@@ -145,7 +152,7 @@ def host_eval_batches(
         return tf.where(positions < num_records, found, -1), order.keys(positions, seed=0)
 
     steps = range(math.ceil(num_records / global_batch_size))
-    return local_batches(source, host_ops, steps, arrange, len(rows), image_size, key)
+    return local_batches(source, host_ops, steps, arrange, len(rows), image_size, key, refuse_small)
 
 
 def to_global(batch: Batch, sharding: jax.sharding.Sharding, global_batch_size: int) -> tree.Batch:

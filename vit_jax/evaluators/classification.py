@@ -11,6 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
+from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
 from vit_jax.experiment.state import TrainState
@@ -65,13 +66,18 @@ class Classification:
         self._count = jax.jit(count)
 
     def run(self, state: TrainState) -> dict[str, float]:
-        """The metrics of `state` over the split."""
+        """The metrics of `state` over the split.
+
+        Raises:
+          NothingToMeasureError: if no image of it can be read.
+        """
         counts = fetch(self._count(state, batch) for batch in self._make_batches())
         sums, gaps_K, weights = zip(*counts, strict=True)
         seen = float(np.sum(weights, dtype=np.float64))
+        need_images(int(seen), "split")
         totals = {name: np.sum([s[name] for s in sums], dtype=np.float64) for name in sums[0]}
         totals["ece"] = np.abs(np.sum(gaps_K, axis=0, dtype=np.float64)).sum()
-        means = {name: float(total / max(seen, 1.0)) for name, total in totals.items()}
+        means = {name: float(total / seen) for name, total in totals.items()}
         return means | {"num_examples": int(seen)}
 
 

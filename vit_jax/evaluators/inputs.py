@@ -58,7 +58,10 @@ class EvalInputs:
     def batches(
         self, split_key: str = "split", record_ids: np.ndarray | None = None
     ) -> Iterator[Batch]:
-        """Global batches of one pass over that split, or over some of its records."""
+        """Global batches of one pass over that split, or over some of its records.
+
+        Raises: InputError naming `ops`, at an image smaller than a crop.
+        """
         return eval_batches(
             self.source(split_key),
             self.host_ops,
@@ -66,4 +69,6 @@ class EvalInputs:
             image_size=self.image_size,
             sharding=batch_sharding(self.mesh),
             record_ids=record_ids,
+            key="ops",
+            refuse_small=True,
         )

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.data import Source
 from vit_jax.errors import InputError
-from vit_jax.evaluators.features import NothingToMeasureError, gather_by_record
+from vit_jax.evaluators.features import NothingToMeasureError, gather_by_record, need_images
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
 from vit_jax.experiment.state import TrainState
@@ -63,11 +63,16 @@ class Real:
         return self._read_labels()
 
     def run(self, state: TrainState) -> dict[str, float]:
-        """The metrics of `state` over the split."""
+        """The metrics of `state` over the split.
+
+        Raises:
+          NothingToMeasureError: if no image of it can be read and has labels.
+        """
         labels_NL = self._labels
         counts = fetch(self._count(state, batch, labels_NL) for batch in self._make_batches())
         hits, seen = np.asarray(list(counts), np.float64).sum(axis=0)
-        return {"top1": float(hits / max(seen, 1.0)), "num_examples": int(seen)}
+        need_images(int(seen), "split")
+        return {"top1": float(hits / seen), "num_examples": int(seen)}
 
 
 def read_real_labels(path: str, num_classes: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from vit_jax import config as config_lib
 from vit_jax import transfer, tree
 from vit_jax.checkpoints import restore
 from vit_jax.config.evals import find_evaluator, learning_kinds
-from vit_jax.data import Source, check_crops, parse_ops
+from vit_jax.data import Source
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.errors import Faults, InputError, collect_faults
@@ -30,7 +30,8 @@ from vit_jax.training.prepare import check_mesh, prepare
 from vit_jax.training.sources import adopt_holdout, check_evaluated_images, open_sources
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.resample import check_convention
-from vit_jax.transfer.rules import Pretrained
+from vit_jax.transfer.rules import Pretrained, loss_of
+from vit_jax.transfer.workdir import ops_on_pixels, warn_of_borders
 
 logger = logging.getLogger("vit_jax")
 
@@ -47,7 +48,7 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
     """
     run = prepare(config, workdir, training=False)
     workdir = run.workdir
-    _warn_of_borders(run.config)
+    warn_of_borders(run.config, run.sources)
     saved = restore.saved_steps(workdir / "checkpoints")
     compare_findings(run.config, run.sources, {"checkpoints in --workdir": saved})
     with jax.set_mesh(run.mesh):
@@ -82,10 +83,11 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
     faults.check(check_convention, config.init_resize, "init_resize")
     collect_faults(faults)
     compare_requests(config, {"--init_from": pretrained.source})
+    config, sources = open_sources(config, training=False)
+    _fill_in_ops(config, pretrained, sources)
     preprocessing = parse_preprocessing(config)
     model = _model_on(mesh, config, preprocessing.image_size, pretrained)
     params = transfer.init_params(pretrained, model, config.init_resize, keep_head=True)
-    config, sources = open_sources(config, training=False)
     check_evaluated_images(config, preprocessing, sources)
     _warn_of_other_classes(config, pretrained, sources)
     evaluators = make_evaluators(config, preprocessing, model, mesh, sources)
@@ -100,18 +102,6 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
         return step | _evaluate_all(evaluators, state)
 
 
-def _warn_of_borders(config: ConfigDict) -> None:
-    """Names the evaluators of an older run whose crops are larger than their images."""
-    image_size, faults = config_lib.image_hw(config.data.image_size), Faults()
-    for name, entry in config.evals.items():
-        faults.check(check_crops, parse_ops(entry.ops, image_size)[0], f"evals.{name}.ops")
-    if faults:
-        logger.warning(
-            "an older version began this run; its images have black borders as before:\n  %s",
-            "\n  ".join(faults),
-        )
-
-
 def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None:
     """Sets in `config` what the source states."""
     d, spec = config.data, pretrained.spec
@@ -123,23 +113,32 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
             "set --config.data.image_size"
         )
         return
-    size = config_lib.image_hw(d.image_size)
     d.mean, d.std, d.num_classes = spec.mean, spec.std, pretrained.model.num_classes
     if pretrained.run is not None:
         config_lib.add_plugins(config, pretrained.run["config"]["plugins"])
         config.loss.update(pretrained.run["config"]["loss"])
-    elif pretrained.spec.loss is not None:
-        config.loss.name = pretrained.spec.loss
     elif any(not find_evaluator(entry.type).learns_classes for entry in config.evals.values()):
-        logger.info("%s: its loss is not stated; config.loss.name=%s is taken",
-                    pretrained.source, config.loss.name)  # fmt: skip
+        config.loss.name = loss_of(pretrained, config.loss.name)
     for name, entry in config.evals.items():
-        entry.ops = entry.ops or ops_for(spec.at(size))
         if d.num_classes is None and not find_evaluator(entry.type).learns_classes:
             faults.append(
                 f"evals.{name}.type={entry.type!r}: {pretrained.source} has no classes; needed: "
                 f"one of {', '.join(learning_kinds())}"
             )
+
+
+def _fill_in_ops(
+    config: ConfigDict, pretrained: Pretrained, sources: Mapping[config_lib.SplitKey, Source]
+) -> None:
+    """Sets the ops of evaluators that have none: as a run evaluated, else as the source states."""
+    size = config_lib.image_hw(config.data.image_size)
+    for entry in config.evals.values():
+        splits = config_lib.eval_splits(config, entry).values()  # of one data set, so of one shape
+        shape = sources[next(iter(splits))].image_shape
+        if not entry.ops:
+            spec = pretrained.spec.at(size)
+            own = None if shape is None else ops_on_pixels(pretrained, size, shape[:2])
+            entry.ops = ops_for(spec) if own is None else own
 
 
 def _warn_of_other_classes(

@@ -21,6 +21,8 @@ from rich.progress import track
 
 from vit_jax import files, tree
 from vit_jax.data import Source, eval_batches, parse_ops, to_value_range
+from vit_jax.data.loading import why_masked
+from vit_jax.data.ops import Op
 from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators.fetching import fetch
@@ -64,7 +66,7 @@ def outputs(
         tokens_BND = model.apply({"params": params}, images, method="tokens")
         return tokens_BND[:, model.num_prefix_tokens :]
 
-    host_ops, _ = parse_ops(ops_for(spec), spec.image_size, key="preprocessing")
+    host_ops = _host_ops(pretrained)
     batches = eval_batches(
         source,
         host_ops,
@@ -85,6 +87,11 @@ def outputs(
         yield np.asarray(found[:kept], np.float32), {k: v[:kept] for k, v in rest.items()}
 
 
+def _host_ops(pretrained: Pretrained) -> tuple[Op, ...]:
+    spec = pretrained.spec
+    return parse_ops(ops_for(spec), spec.image_size, key="preprocessing")[0]
+
+
 def _check_size(pretrained: Pretrained) -> None:
     if pretrained.spec.image_size is None:
         raise InputError(f"{pretrained.source}: takes images of any size; give --image_size")
@@ -103,8 +110,8 @@ def predict(
 ) -> Iterator[dict[str, Any]]:
     """For every image {"file": ..., "classes": [{"name", "index", "probability"}, ...]}.
 
-    The `top` most probable classes, the first first; {"file": ..., "error": ...} for what cannot be
-    read.
+    The `top` most probable classes, the first first; {"file": ..., "error": ...} for an image that
+    cannot be read, or is smaller than a crop.
 
     Raises:
       InputError: if the model has no classes.
@@ -115,13 +122,14 @@ def predict(
             f"{pretrained.source}: has no classes; ask for --features=FILE.npz instead"
         )
     names = class_names(pretrained.spec, num_classes)
-    record = 0
+    record = -1
     for found, batch in outputs(pretrained, source, batch_size=batch_size, what="probabilities"):
         for probabilities, mask in zip(found, batch["mask"], strict=True):
-            row: dict[str, Any] = {"file": source.record_name(record)}
             record += 1
+            row: dict[str, Any] = {"file": source.record_name(record)}
             if mask == 0:
-                yield row | {"error": "cannot be read or decoded"}
+                host_ops = _host_ops(pretrained)
+                yield row | {"error": why_masked(source, host_ops, record)}
                 continue
             best = np.argsort(-probabilities, kind="stable")[:top]
             classes = [

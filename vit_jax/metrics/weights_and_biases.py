@@ -98,11 +98,21 @@ class WeightsAndBiases:
         elif self._run.url:  # there is none with WANDB_MODE=disabled
             logger.info("W&B: %s", self._run.url)
         self._next_step = self._run.step
+        self._said = True  # of rows so far W&B has the earlier ones
         for step, scalars in rows:
             self.write(step, scalars)
+        self._said = False
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        if self._run is None or step < self._next_step:
+        if self._run is None:
+            return
+        if step < self._next_step:
+            if not self._said:
+                logger.info(
+                    "W&B: keeps its own rows before step %d; rows made again from step %d on, and "
+                    "evaluations missed there, are in metrics.jsonl only", self._next_step, step,
+                )  # fmt: skip
+                self._said = True
             return
         try:
             self._run.log(dict(scalars), step=step)

@@ -81,8 +81,9 @@ def collective_table(
       or rematerialised.
     - Gradients are added up in the dtype of the product that gives them, before they are converted
       to float32: in every microbatch scattered over fsdp, and over data, if the optimizer's state
-      is split over it. If those split two axes of an array, XLA reduces the whole of it instead,
-      and each device takes its part. Over the other axes gradients are reduced once a step.
+      is split over it. If fsdp and data split different axes of an array, XLA all-reduces the
+      whole gradient and each device keeps its slice. Over the other axes gradients are reduced once
+      a step.
     - Parameters with an optimizer's state that is split over data are gathered over it after their
       update, in float32.
 

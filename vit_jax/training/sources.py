@@ -160,7 +160,7 @@ def _one_image(preprocessing: Preprocessing) -> dict[str, Any]:
 
 
 def adopt_holdout(config: ConfigDict, pretrained: transfer.Pretrained) -> ConfigDict:
-    """`config` with the rule by which the run in `pretrained` held out images of its folder.
+    """`config` with the rule by which the run of `pretrained` held out images of its folder.
 
     So no image that the run was trained on is one to test with, nor the other way round. A config
     that reads other folders only keeps its rule.
@@ -168,11 +168,9 @@ def adopt_holdout(config: ConfigDict, pretrained: transfer.Pretrained) -> Config
     Raises:
       InputError: if `config` sets another rule.
     """
-    run, own = pretrained.run and pretrained.run["config"], config.data.holdout
-    if run is None or own == run["data"]["holdout"]:
-        return config
-    rule, default = run["data"]["holdout"], config_lib.base_config().data.holdout
-    if rule == default and not config_lib.reads_folder(run):
+    rule, own = pretrained.spec.holdout, config.data.holdout
+    default = config_lib.base_config().data.holdout
+    if rule is None or own == rule:
         return config
     if not _may_read_its_folder(config, pretrained):
         return config
@@ -195,10 +193,12 @@ def adopt_holdout(config: ConfigDict, pretrained: transfer.Pretrained) -> Config
 def _may_read_its_folder(config: ConfigDict, pretrained: transfer.Pretrained) -> bool:
     """Whether a folder of `config` may be one that the run in `pretrained` read, perhaps moved.
 
-    True too where either reads none: what starts from `config` then goes on by the rule.
+    The source may be the run's export, which knows class names but no folder. True too where
+    `config` reads no folder: what starts from it then goes on by the rule.
     """
-    ours, its = map(config_lib.folders_read, (config, pretrained.run["config"]))
-    if not ours or not its:
+    ours = config_lib.folders_read(config)
+    its = config_lib.folders_read(pretrained.run["config"]) if pretrained.run else set()
+    if not ours or (pretrained.run and not its):
         return True
     real_paths = [
         {os.path.realpath(folder) for folder in folders if folder} for folders in (ours, its)

@@ -53,8 +53,8 @@ class Clock:
 def read_chip_hours(meta: Mapping[str, Any], devices: Sequence[jax.Device]) -> float:
     """The chip-hours in what was saved with a state; 0 in {}.
 
-    An older version saved `chip_s`, seconds times JAX's devices; these are taken to have been as
-    many a chip as `devices` are.
+    An older version saved `chip_s`, seconds times JAX's devices. That run is assumed to have had as
+    many devices per chip as `devices`.
     """
     if "chip_s" in meta:
         return meta["chip_s"] / 3600 * count_chips(devices) / len(devices)

@@ -23,7 +23,7 @@ from vit_jax.files import absolute
 from vit_jax.models.fields import check_fields, field_names, value_of, with_known
 from vit_jax.models.layers import unconstrained
 from vit_jax.transfer import huggingface, npz, rules, safetensors, timm, workdir
-from vit_jax.transfer.published import PUBLISHED, forget, locate
+from vit_jax.transfer.published import by_address, forget, locate, loss_by_file_name
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.rules import Pretrained, Spec
 
@@ -107,8 +107,7 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
         if str(path) in str(e):
             raise
         raise InputError(f"init_from={str(path)!r}: {e}") from None
-    known = PUBLISHED.get(str(source))
-    found = pretrained.model.num_classes
+    known, found = by_address(source), pretrained.model.num_classes
     if known is not None:
         if found != known.num_classes:
             raise InputError(
@@ -118,6 +117,9 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
         mean, std = -black / (white - black), 1 / (white - black)
         spec = pretrained.spec._replace(mean=(mean,) * 3, std=(std,) * 3, loss=known.loss)
         pretrained = pretrained._replace(spec=spec)
+    elif pretrained.spec.loss is None:  # a published file that was copied or downloaded
+        loss = loss_by_file_name(path.name, found)
+        pretrained = pretrained._replace(spec=pretrained.spec._replace(loss=loss))
     fetched = known is not None or "://" in str(source)
     return pretrained._replace(source=str(source)) if fetched else pretrained
 

@@ -1,5 +1,6 @@
 """How Hugging Face's `transformers` prepares images: preprocessor_config.json, read and written."""
 
+import logging
 import operator
 import re
 from typing import Any
@@ -10,12 +11,14 @@ from vit_jax.transfer import layout, rules, safetensors
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.rules import Cut, Spec
 
+logger = logging.getLogger("vit_jax")
+
 _PIXELS = {
     "do_resize": "true or false", "do_center_crop": "true or false", "do_rescale": "true or false",
     "do_normalize": "true or false", "do_pad": "true or false", "resample": "a positive int",
     "rescale_factor": "a positive number", "image_mean": "three numbers",
     "image_std": "three positive numbers", "image_processor_type": "text",
-    "feature_extractor_type": "text", "ops": "text",
+    "feature_extractor_type": "text", "ops": "text", "holdout": "text",
 }  # fmt: skip
 _PROCESSOR = re.compile(r"(ViT|DeiT|Bit)(ImageProcessor(Fast|Pil)?|FeatureExtractor)")
 # What a class of image processors does where a file does not state it. ViT's and DeiT's resize to
@@ -41,39 +44,51 @@ def read_pixels(path: epath.Path) -> dict[str, Any]:
 def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str) -> Spec:
     """`spec` with images prepared as `pixels`, the keys of a preprocessor_config.json, say.
 
-    Raises:
-      InputError: naming each key that asks for what cannot be done here.
+    Its `fault` names each key that asks for what cannot be done here; the weights can be used.
     """
     default = "DeiTImageProcessor" if distilled and pixels else "ViTImageProcessor"
     processor = pixels.get("image_processor_type") or pixels.get("feature_extractor_type", default)
     match = _PROCESSOR.fullmatch(processor)
     where = f"init_from={source!r}: images cannot be prepared as its preprocessor_config.json says"
-    if match is None:
-        rules.refuse([f"image_processor_type={processor!r}: needs ViTImageProcessor, "
-                      "DeiTImageProcessor or BitImageProcessor"], where)  # fmt: skip
+    kind = match[1] if match else "ViT"
     height, width = spec.image_size
-    given = {"size": {"height": height, "width": width}} | _PROCESSORS[match[1]] | pixels
-    if match[1] == "Bit" and isinstance(given["size"], int):
+    given = {"size": {"height": height, "width": width}} | _PROCESSORS[kind] | pixels
+    if kind == "Bit" and isinstance(given["size"], int):
         given["size"] = {"shortest_edge": given["size"]}
-    rules.refuse(_pixel_faults(given, spec.image_size), where)
+    mean, std = _mean_and_std(given)
+    spec = spec._replace(mean=mean, std=std)
+    if match:
+        faults = _pixel_faults(given, spec.image_size)
+    else:
+        faults = [
+            f"image_processor_type={processor!r}: needs ViTImageProcessor, DeiTImageProcessor or "
+            "BitImageProcessor"
+        ]
+    if faults:
+        fault = rules.join_faults(faults, where)
+        logger.warning("%s; only its weights can be used", fault)
+        return spec._replace(fault=fault, holdout=pixels.get("holdout"))
     resized = _height_width(given["size"])
     in_proportion = _in_proportion(given["size"])
-    scale = 255 * given.get("rescale_factor", 1 / 255) if given.get("do_rescale", True) else 255.0
-    mean, std = (0.0,) * 3, (1.0,) * 3
-    if given.get("do_normalize", True):
-        mean, std = (tuple(given.get(key, (0.5,) * 3)) for key in ("image_mean", "image_std"))
     interpolation = _FILTERS[given["resample"]]
     nearest = max if in_proportion else min  # where no share gives both sides
     share = nearest(map(rules.share_of, spec.image_size, resized))
     cut = Cut(share, "center" if in_proportion else "squash", interpolation)
     ops = pixels.get("ops") or _ops(resized, in_proportion, interpolation, spec.image_size)
     spec = spec._replace(
-        mean=tuple(value / scale for value in mean),
-        std=tuple(value / scale for value in std),
         cut=cut,
-        **rules.read_preparation({"ops": ops, "loss": spec.loss}, spec.image_size, source),
+        **rules.read_preparation(pixels | {"ops": ops, "loss": spec.loss}, spec.image_size, source),
     )
     return spec._replace(ops=None) if ops == rules.ops_of_cut(cut, spec.image_size) else spec
+
+
+def _mean_and_std(given: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """See `Spec`, from keys of a preprocessor_config.json and defaults."""
+    scale = 255 * given.get("rescale_factor", 1 / 255) if given.get("do_rescale", True) else 255.0
+    mean, std = (0.0,) * 3, (1.0,) * 3
+    if given.get("do_normalize", True):
+        mean, std = (tuple(given.get(key, (0.5,) * 3)) for key in ("image_mean", "image_std"))
+    return tuple(value / scale for value in mean), tuple(value / scale for value in std)
 
 
 def _in_proportion(size: Any) -> bool:
@@ -147,11 +162,13 @@ def write_pixels(spec: Spec) -> dict[str, Any]:
     }
     if ops_for(spec) != library_ops(spec):
         pixels["ops"] = ops_for(spec)
+    if spec.holdout is not None:
+        pixels["holdout"] = spec.holdout
     return pixels
 
 
 def _write_cut(cut: Cut, image_size: tuple[int, int]) -> dict[str, Any]:
-    """The keys of preprocessor_config.json that say `cut`, and the class that has always read them.
+    """Keys that describe `cut`, with the image processor class that supports them in every version.
 
     In proportion there is one size for both sides: the larger, of images that are no squares.
     """

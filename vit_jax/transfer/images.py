@@ -12,7 +12,13 @@ _IMAGENET_CLASSES = 1000
 
 
 def ops_for(spec: Spec) -> str:
-    """The preprocessing string of a source that has an image size; see `data.parse_ops`."""
+    """The preprocessing string of a source that has an image size; see `data.parse_ops`.
+
+    Raises:
+      InputError: if images cannot be prepared as the source states.
+    """
+    if spec.fault is not None:
+        raise InputError(spec.fault)
     return spec.ops or ops_of_cut(spec.cut or Cut(), spec.image_size)
 
 

@@ -52,7 +52,7 @@ logger = logging.getLogger("vit_jax")
 _KINDS = {"mean": "three numbers", "std": "three positive numbers", "class_names": "a list",
           "crop": "a share above 0, at most 1", "crop_mode": "center or squash",
           "interpolation": "bilinear or bicubic", "ops": "text",
-          "loss": "softmax or sigmoid"}  # fmt: skip
+          "loss": "softmax or sigmoid", "holdout": "text"}  # fmt: skip
 
 # By variant: the position embedding; of a layer the second norm, attention, MLP.
 _VARIANTS = {
@@ -332,7 +332,9 @@ def write(path: epath.Path, pretrained: Pretrained, variant: str) -> list[str]:
     if spec.cut is not None:
         share, mode, interpolation = spec.cut
         stated |= {"crop": share, "crop_mode": mode, "interpolation": interpolation}
-    stated |= {key: getattr(spec, key) for key in ("ops", "loss") if getattr(spec, key) is not None}
+    for key in ("ops", "loss", "holdout"):
+        if getattr(spec, key) is not None:
+            stated[key] = getattr(spec, key)
     if spec.class_names:
         stated["class_names"] = list(spec.class_names)
     content = io.BytesIO()

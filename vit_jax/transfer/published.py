@@ -60,8 +60,9 @@ class Published(NamedTuple):
         return "sigmoid" if self.num_classes == _I21K_CLASSES else "softmax"
 
 
-_VIT = "https://storage.googleapis.com/vit_models"
-_BIT = "https://storage.googleapis.com/bit_models"
+_GOOGLE = "https://storage.googleapis.com/"  # what is at gs:// too
+_VIT = f"{_GOOGLE}vit_models"
+_BIT = f"{_GOOGLE}bit_models"
 
 
 def _table() -> dict[str, Published]:
@@ -100,6 +101,26 @@ def _table() -> dict[str, Published]:
 
 
 PUBLISHED = _table()
+
+
+def by_address(source: str | os.PathLike) -> Published | None:
+    """The published file that `source`, its name or its address, means; None if it is another."""
+    source = os.fspath(source)
+    if source in PUBLISHED:
+        return PUBLISHED[source]
+    address = source.replace(_GOOGLE, "gs://")
+    return next(
+        (p for p in PUBLISHED.values() if p.address.replace(_GOOGLE, "gs://") == address), None
+    )
+
+
+def loss_by_file_name(name: str, num_classes: int | None) -> str | None:
+    """The loss of the published files of that name and number of classes; None if there are none.
+
+    Releases share file names, such as ViT-B_16.npz, but not with the same number of classes.
+    """
+    same = (p for p in PUBLISHED.values() if p.address.endswith(f"/{name}"))
+    return next((p.loss for p in same if p.num_classes == num_classes), None)
 
 
 def locate(source: str | os.PathLike) -> epath.Path:

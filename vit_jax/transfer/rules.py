@@ -30,6 +30,8 @@ logger = logging.getLogger("vit_jax")
 _HEAD = r"(head|head_hidden|head_distillation)/.*"
 _POSITIONS = re.compile(r"(encoder/layer_\d+/)?pos_embedding(/(?P<table>\w+))?")
 
+_IMAGENET_21K = (21_841, 21_843)  # classes, as counted by different releases
+
 _ARCHITECTURE = (
     "width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width", "pool",
     "pos_embed", "pos_embed_class_token", "gelu", "norm", "norm_eps", "parallel", "qk_norm",
@@ -38,7 +40,7 @@ _ARCHITECTURE = (
 
 
 class Cut(NamedTuple):
-    """How timm cuts an image to the size of its model, `ops_of_cut` in words.
+    """Resize and central crop, as timm parametrises them; `ops_of_cut` gives the ops.
 
     share: how much of each side the central crop keeps; the image is resized to size / share,
       rounded down.
@@ -68,6 +70,10 @@ class Spec(NamedTuple):
       `images.ops_for`.
     loss: the loss that the model was trained with, softmax or sigmoid, which turns logits into
       probabilities; None: it is not stated.
+    holdout: the rule by which images were held out of the folder that the model was trained on, as
+      `data.holdout`; None: it is not stated, or there was no folder.
+    fault: why images cannot be prepared as the source states, which `images.ops_for` refuses; None:
+      they can.
     """
 
     image_size: tuple[int, int] | None
@@ -78,6 +84,8 @@ class Spec(NamedTuple):
     cut: Cut | None = None
     ops: str | None = None
     loss: str | None = None
+    holdout: str | None = None
+    fault: str | None = None
 
     def at(self, image_size: tuple[int, int]) -> "Spec":
         """The same for images of another size; `ops` stay if they name no size."""
@@ -121,7 +129,8 @@ def share_of(side: int, resized: int) -> float:
 def read_preparation(
     stated: Mapping[str, Any], image_size: tuple[int, int] | None, source: str
 ) -> dict[str, Any]:
-    """{"ops", "loss"} of a Spec, as this project's exports state them beside a format's own keys.
+    """{"ops", "loss", "holdout"} of a Spec, as this project's exports state them beside a format's
+    own keys.
 
     Raises:
       InputError: if `ops` cannot be parsed.
@@ -129,7 +138,7 @@ def read_preparation(
     ops = stated.get("ops")
     if ops is not None:
         parse_ops(ops, image_size or (1, 1), key=f"init_from={source!r}: ops")
-    return {"ops": ops, "loss": stated.get("loss")}
+    return {"ops": ops, "loss": stated.get("loss"), "holdout": stated.get("holdout")}
 
 
 class Pretrained(NamedTuple):
@@ -149,19 +158,34 @@ class Pretrained(NamedTuple):
     run: dict[str, Any] | None = None
 
 
-def loss_of(pretrained: Pretrained) -> str:
-    """The loss that turns the logits of a source into probabilities; one assumed is logged."""
+def loss_of(pretrained: Pretrained, assumed: str = "softmax") -> str:
+    """The loss that turns the logits of a source into probabilities: as stated, else `assumed`.
+
+    The assumption is logged, with a warning for the classes of ImageNet-21k, whose published models
+    were trained with the sigmoid.
+    """
     if pretrained.spec.loss is None:
-        logger.info("%s: its loss is not stated, and taken to be softmax", pretrained.source)
-    return pretrained.spec.loss or "softmax"
+        of_21k = pretrained.model.num_classes in _IMAGENET_21K
+        logger.log(
+            logging.WARNING if of_21k else logging.INFO,
+            "%s: its loss is not stated, and taken to be %s%s", pretrained.source, assumed,
+            "; models of ImageNet-21k are often trained with the sigmoid: state the loss in the "
+            "JSON file beside it" if of_21k else "",
+        )  # fmt: skip
+    return pretrained.spec.loss or assumed
 
 
 def refuse(faults: Sequence[str], where: str) -> None:
     """Raises InputError if there are `faults`: as one, which is about the source `where` names."""
-    if len(faults) == 1:
-        raise InputError(f"{where}: {faults[0]}")
     if faults:
-        raise InputError("\n  ".join([f"{where}: {len(faults)} faults", *faults]))
+        raise InputError(join_faults(faults, where))
+
+
+def join_faults(faults: Sequence[str], where: str) -> str:
+    """One text for all of `faults`, at least one, about the source that `where` names."""
+    if len(faults) == 1:
+        return f"{where}: {faults[0]}"
+    return "\n  ".join([f"{where}: {len(faults)} faults", *faults])
 
 
 def class_names_of(names: Any, num_classes: int | None, source: str) -> tuple[str, ...] | None:

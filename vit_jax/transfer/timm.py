@@ -50,7 +50,7 @@ _ONLY = {"pre_norm": False, "reg_tokens": 0, "pool_include_prefix": False, "in_c
          "final_norm": True}  # fmt: skip
 
 _KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list",
-          "ops": "text", "loss": "softmax or sigmoid"}  # fmt: skip
+          "ops": "text", "loss": "softmax or sigmoid", "holdout": "text"}  # fmt: skip
 _ARGUMENTS = {"num_heads": "a positive int", "mlp_ratio": "a positive number",
               "eps": "a positive number", "init_values": "a positive number"}  # fmt: skip
 _PIXELS = {"mean": "three numbers", "std": "three positive numbers", "input_size": "a list",
@@ -365,6 +365,8 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
         config["label_names"] = list(spec.class_names)
     if spec.loss is not None:
         config["loss"] = spec.loss
+    if spec.holdout is not None:
+        config["holdout"] = spec.holdout
     if ops_for(spec) != library_ops(spec):
         config["ops"] = ops_for(spec)
     alone = path.suffix == ".safetensors"

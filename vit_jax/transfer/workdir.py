@@ -1,20 +1,30 @@
 """Models from the workdirs of this project."""
 
 import json
-from collections.abc import Container
+import logging
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
+from ml_collections import ConfigDict
 
 from vit_jax import tree
 from vit_jax.checkpoints import restore
-from vit_jax.config import image_hw, model_fields
+from vit_jax.config import (
+    SplitKey,
+    base_config,
+    eval_splits,
+    image_hw,
+    model_fields,
+    reads_folder,
+)
 from vit_jax.config.stored import read_config
+from vit_jax.data import Source
 from vit_jax.data.host_ops import TAKES_ENCODED
-from vit_jax.data.ops import parse_calls, say_pad
-from vit_jax.errors import InputError
+from vit_jax.data.ops import check_crops, parse_calls, parse_ops, say_pad
+from vit_jax.errors import Faults, InputError
 from vit_jax.models import create_model
 from vit_jax.models.fields import value_of, with_known
 from vit_jax.transfer.rules import (
@@ -26,6 +36,8 @@ from vit_jax.transfer.rules import (
     share_of,
     unstack_layers,
 )
+
+logger = logging.getLogger("vit_jax")
 
 NO_CHOICE = "init_from='{}': keeps no running average, so its weights are no choice"
 
@@ -77,7 +89,8 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
     params = jax.tree.map(np.asarray, restored[0][weights])
     if value_of(model, "scan"):
         params = unstack_layers(params)
-    ops = next((e.ops for e in config.evals.values() if e.type == "classification"), None) or ""
+    warn_of_borders(config)
+    ops = _evaluated_by(config)
     spec = Spec(
         image_size=model.image_size,
         resize="antialiased",
@@ -87,6 +100,7 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         cut=_cut(ops, model.image_size or image_hw(config.data.image_size)),
         ops=_ops_for_files(ops, config.data.pad_crops),
         loss=config.loss.name,
+        holdout=_holdout(config),
     )
     run = {
         "step": step,
@@ -98,12 +112,58 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
     return Pretrained(str(source), plain, tree.flatten_names(params), spec, run)
 
 
+def _holdout(config: ConfigDict) -> str | None:
+    """See `Spec`; another rule than the default came from a folder further back."""
+    rule = config.data.holdout
+    return rule if reads_folder(config) or rule != base_config().data.holdout else None
+
+
+def warn_of_borders(config: ConfigDict, sources: Mapping[SplitKey, Source] | None = None) -> None:
+    """Names the evaluators of a run with `data.pad_crops` whose crops are larger than their images.
+
+    `sources`: of the evaluators' splits, where they are open; they may know their images' size.
+    """
+    image_size, faults = image_hw(config.data.image_size), Faults()
+    for name, entry in config.evals.items() if config.data.pad_crops else ():
+        host_ops, key = parse_ops(entry.ops, image_size)[0], f"evals.{name}.ops"
+        splits = eval_splits(config, entry).values()  # of one data set, so of one shape
+        shape = sources and sources[next(iter(splits))].image_shape
+        faults.check(check_crops, host_ops, key, shape and shape[:2])
+    if faults:
+        logger.warning(
+            "data.pad_crops=True: evaluated images have black borders:\n  %s", "\n  ".join(faults)
+        )
+
+
 def _read_names(path: epath.Path) -> Any:
     named = path / "classes.json"
     try:
         return json.loads(named.read_text()) if named.exists() else None
     except ValueError as e:  # text that is not UTF-8 is a ValueError too
         raise InputError(f"{named}: not readable as JSON ({e}); it lists the classes") from None
+
+
+def _evaluated_by(config: ConfigDict) -> str:
+    """The ops of the first classification evaluator; "" if there is none."""
+    return next((e.ops for e in config.evals.values() if e.type == "classification"), None) or ""
+
+
+def ops_on_pixels(
+    pretrained: Pretrained, image_size: tuple[int, int], size: tuple[int, int]
+) -> str | None:
+    """The ops by which a run evaluated, if they make images of `size` ones of `image_size`.
+
+    They are better than `Spec.ops`, for files of any size, where the run's data have one size. None
+    for other sources and for another image size than the run's.
+    """
+    if pretrained.run is None or image_size != pretrained.spec.image_size:
+        return None
+    config = ConfigDict(pretrained.run["config"])
+    ops = say_pad(_evaluated_by(config)) if config.data.pad_crops else _evaluated_by(config)
+    host_ops, faults = parse_ops(ops, image_size)[0], Faults()
+    faults.check(check_crops, host_ops, "ops", size)
+    made = next((op.gives for op in reversed(host_ops) if op.gives is not None), size)
+    return ops if not faults and made == image_size else None
 
 
 def _ops_for_files(ops: str, pad_crops: bool) -> str:
@@ -113,6 +173,7 @@ def _ops_for_files(ops: str, pad_crops: bool) -> str:
     """
     names = [name for name, _, _ in parse_calls(ops, "ops")]
     if names in (["central_crop"], ["decode", "central_crop"]):
+        logger.info("files of any size are resized before the run's central_crop")
         return "decode|resize_small(antialias=True)|central_crop"
     if not {*names} & {"resize", "resize_small", "torchvision_resize", "inception_crop"}:
         return "decode|resize(antialias=True)"
@@ -135,10 +196,11 @@ def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
         return None
     defaults = {"size": None, "filter": "bilinear", "cover": False, "crop": None}
     given = defaults | dict(zip(("size", "filter", "cover"), args, strict=False)) | kwargs
-    size, share = given["size"], given["crop"]
-    if share is None:
-        resized = image_size if size is None else image_hw(size)
-        share = min(max(map(share_of, image_size, resized)), 1.0)
+    size = given["size"]
+    resized = image_size if size is None else image_hw(size)
+    if given["crop"] is not None:  # as `host_ops.resize` rounds
+        resized = tuple(round(side / given["crop"]) for side in resized)
+    share = min(max(map(share_of, image_size, resized)), 1.0)
     of_shorter_side = name == "torchvision_resize" and isinstance(size, int)
     in_proportion = name == "resize_small" or given["cover"] or of_shorter_side
     interpolation = given["filter"] if name == "torchvision_resize" else "bilinear"
