@@ -140,8 +140,11 @@ def test_it_resumes_to_the_same_parameters(older_run, make, resumed, caplog):
 
 @pytest.mark.usefixtures("unchanged")
 @pytest.mark.parametrize("command", ["evaluate", "predict", "transfer"])
-def test_commands_give_the_same_values(older_run, make, values, command):
+def test_commands_give_the_same_values(older_run, make, values, command, caplog):
     check(getattr(values, command)(older_run), values.expected[command], older_run, make)
+    if command == "evaluate":
+        (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert "is evaluated as it began, with data.holdout='seed 3'" in warning
 
 
 @pytest.mark.usefixtures("unchanged")

@@ -48,6 +48,7 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
     """
     run = prepare(config, workdir, training=False)
     workdir = run.workdir
+    _warn_of_older_behaviour(run.config, workdir)
     warn_of_borders(run.config, run.sources)
     saved = restore.saved_steps(workdir / "checkpoints")
     compare_findings(run.config, run.sources, {"checkpoints in --workdir": saved})
@@ -64,6 +65,19 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
         state = TrainState(jnp.int32(meta["step"]), **found, opt_state=())
         logger.info("evaluating step %d of %s", meta["step"], workdir)
         return {"step": meta["step"]} | _evaluate_all(run.evaluators, state)
+
+
+def _warn_of_older_behaviour(config: ConfigDict, workdir: epath.Path) -> None:
+    """Names the keys by which a run evaluates as an older version did; borders have their own."""
+    kept = {key: config_lib.flatten(config)[key] for key in config_lib.IN_OLDER_RUNS}
+    defaults = config_lib.flatten(config_lib.default_config(config.plugins))
+    older = [
+        f"{key}={value!r} (new runs: {defaults[key]!r})"
+        for key, value in kept.items()
+        if value != defaults[key] and key != "data.pad_crops"
+    ]
+    if older:
+        logger.warning("%s: this run is evaluated as it began, with %s", workdir, ", ".join(older))
 
 
 def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str, float]:
