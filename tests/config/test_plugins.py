@@ -1,7 +1,11 @@
 """Modules of the user's own: found, imported once, kept by a run, and never run by a stranger's."""
 
+import hashlib
+import json
 import logging
 import os
+import site
+import subprocess
 import sys
 
 import pytest
@@ -143,13 +147,24 @@ def test_the_same_code_runs_once(here, ran):
         ("a-b", "needs a file that ends in .py, or a module's name"),
         ("broken.py", "broken.py:2: ZeroDivisionError: division by zero"),
         ("worse.py", "worse.py:1: SyntaxError: "),
+        ("ends.py", "ends.py:2: SystemExit: 3"),
     ],
 )
 def test_what_cannot_be_imported(here, capsys, name, says):
     (here / "broken.py").write_text("one = 1\none / 0\n")
     (here / "worse.py").write_text("one = = 1\n")
+    (here / "ends.py").write_text("import sys\nsys.exit(3)\n")
     assert main(["models", f"--config.plugins={name}"]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_arrays_at_import(here):
+    """They would start the devices before the processes of a job have found each other."""
+    (here / "early.py").write_text("import jax.numpy as jnp\nMEAN = jnp.zeros(3)\n")
+    code = "from vit_jax.config import plugins; plugins.import_plugins(['early.py'])"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert b"early.py: uses JAX's devices while it is imported" in done.stderr, done.stderr
 
 
 def test_beside_the_config_file(tmp_path, here):
@@ -238,25 +253,65 @@ def test_a_strangers_names(workdir, ran, name):
     assert ran() == 0
 
 
-def test_installed_module_of_the_same_digest(workdir, tmp_path, ran, monkeypatch):
-    site = tmp_path / "site"
-    site.mkdir()
-    monkeypatch.setattr(sys, "path", [str(site), *sys.path])
-    (site / "part.py").write_text(PART + "\n")
+@pytest.fixture
+def site_folder(tmp_path, monkeypatch):
+    """Where this Python installs packages."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(folder)])
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    return folder
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_a_stranger_in_a_folder_of_modules(tmp_path, ran, monkeypatch, init):
+    """A workdir below a folder of `sys.path`, as runs/NAME in the clone of an editable install."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    stranger = epath.Path(tmp_path / "runs/stranger")
+    (stranger / "deep").mkdir(parents=True)
+    for name in ("setup.py", "runs/stranger/evil.py", "runs/stranger/deep/evil.py"):
+        (tmp_path / name).write_text(PART)
+    if init:
+        for name in ("runs", "runs/stranger", "runs/stranger/deep"):
+            (tmp_path / name / "__init__.py").touch()
+    digest = hashlib.sha256(PART.encode()).hexdigest()
+    (stranger / "plugins").mkdir()
+    for name in ("setup", "runs.stranger.evil", "runs.stranger.deep.evil", "evil.py"):
+        c = base_config().to_dict() | {"plugins": [name]}
+        (stranger / "config.json").write_text(json.dumps(c))
+        (stranger / "plugins/digests.json").write_text(json.dumps({name: digest}))
+        with pytest.raises(InputError, match="--trust_plugins then runs it"):
+            read_config(stranger)
+        with monkeypatch.context() as m, pytest.raises(InputError, match="--trust_plugins then"):
+            m.setattr(site, "getsitepackages", lambda: [str(tmp_path)])
+            read_config(stranger)  # not even where packages are installed there
+    assert ran() == 0
+
+
+def test_a_stranger_behind_a_link(workdir, site_folder, ran):
+    (workdir / "code").mkdir()
+    (workdir / "code/part.py").write_text(PART)
+    (site_folder / "part.py").symlink_to(workdir / "code/part.py")
+    with pytest.raises(InputError, match="--trust_plugins then runs it"):
+        read_config(workdir)
+    assert ran() == 0
+
+
+def test_installed_module_of_the_same_digest(workdir, site_folder, ran):
+    (site_folder / "part.py").write_text(PART + "\n")
     with pytest.raises(InputError, match="no installed module has their code"):
         read_config(workdir)
     assert ran() == 0
-    (site / "part.py").write_text(PART)
+    (site_folder / "part.py").write_text(PART)
     assert read_config(workdir).plugins == ("part.py",)
     assert ran() == 1
 
 
-def test_module_by_name(workdir, tmp_path, ran, monkeypatch):
-    package = tmp_path / "site/partial"
-    package.mkdir(parents=True)
+def test_module_by_name(workdir, site_folder, ran):
+    package = site_folder / "partial"
+    package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "rings.py").write_text(PART)
-    monkeypatch.setattr(sys, "path", [str(package.parent), *sys.path])
     c = base_config(plugins=["partial.rings"])
     assert c.plugins == ("partial.rings",)
     assert read_config(workdir).plugins == ("part.py",)  # the same code
