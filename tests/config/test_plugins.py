@@ -13,7 +13,15 @@ from etils import epath
 from ml_collections.config_dict import placeholder
 
 from vit_jax.config import add_plugins, base_config, flatten, own_keys, plugins
-from vit_jax.config.stored import changed_keys, from_json, read_config, say_changes, to_json
+from vit_jax.config.stored import (
+    FORMAT_VERSION,
+    RENAMED_KEYS,
+    changed_keys,
+    from_json,
+    read_config,
+    say_changes,
+    to_json,
+)
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
 from vit_jax.job.software import software
@@ -232,6 +240,27 @@ def test_a_stranger_runs_no_code(workdir, here, ran, monkeypatch):
     assert ran() == 1
     assert read_config(workdir).lab.notes == "none"  # known from now on
     assert ran() == 0
+
+
+def test_a_newer_run_runs_no_code(workdir, ran):
+    text = (workdir / "config.json").read_text()
+    newer = text.replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 99')
+    (workdir / "config.json").write_text(newer)
+    with plugins.using(trusted=True), pytest.raises(InputError, match="has format version 99"):
+        read_config(workdir)
+    (workdir / "config.json").write_text(text.replace('"plugins": [', '"plugins": 3, "x": ['))
+    with plugins.using(trusted=True), pytest.raises(InputError, match="not as a run writes it"):
+        read_config(workdir)
+    assert ran() == 0
+
+
+def test_a_renamed_key_names_them(workdir, ran, monkeypatch):
+    monkeypatch.setitem(RENAMED_KEYS, "parts", "plugins")
+    text = (workdir / "config.json").read_text()
+    (workdir / "config.json").write_text(text.replace('"plugins"', '"parts"'))
+    with plugins.using(trusted=True):
+        assert read_config(workdir).plugins == ("part.py",)
+    assert ran() == 1
 
 
 @pytest.mark.parametrize("command", ["evaluate", "export", "predict"])
