@@ -28,6 +28,7 @@ from vit_jax.job.software import software
 from vit_jax.main import main, parse_flags
 from vit_jax.training import agreement
 from vit_jax.training.validation import find_faults
+from vit_jax.transfer import load_pretrained
 
 # Each time that it runs it says so.
 PART = """
@@ -263,13 +264,35 @@ def test_a_renamed_key_names_them(workdir, ran, monkeypatch):
     assert ran() == 1
 
 
-@pytest.mark.parametrize("command", ["evaluate", "export", "predict"])
-def test_every_command_names_the_flag(workdir, ran, capsys, command):
+DEBUG = ["--config=quickstart:debug", "--config.mesh.platform=cpu"]
+READERS = {
+    "evaluate": ["evaluate", "--workdir=RUN"],
+    "export": ["export", "--workdir=RUN", "--output=o", "--format=hf"],
+    "predict": ["predict", "--workdir=RUN", "x.jpg"],
+    "resume": [*DEBUG, "--workdir=RUN"],
+    "init_from": [*DEBUG, "--config.init_from=RUN", "--workdir=new"],
+    "evaluate of a source": ["evaluate", "--config=evaluate:knn,digits", "--init_from=RUN"],
+    "study": ["study", "--config=bit_and_vit:debug", "--workdir=STUDY"],
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_command_names_the_flag(workdir, ran, capsys, reader):
     (workdir / "checkpoints").mkdir()
-    more = {"evaluate": [], "export": ["--output=o", "--format=hf"], "predict": ["x.jpg"]}[command]
     (epath.Path("x.jpg")).write_bytes(b"")
-    assert main([command, f"--workdir={workdir}", *more]) == 2
+    if reader == "study":
+        epath.Path("STUDY").mkdir()
+        workdir.rename("STUDY/ViT__64_training_images__seed_0")
+    words = [word.replace("RUN", str(workdir)) for word in READERS[reader]]
+    assert main(words) == 2
     assert "--trust_plugins" in capsys.readouterr().err
+    assert ran() == 0
+
+
+def test_load_pretrained_runs_no_code(workdir, ran):
+    (workdir / "checkpoints").mkdir()
+    with pytest.raises(InputError, match="--trust_plugins"):
+        load_pretrained(workdir)
     assert ran() == 0
 
 
