@@ -13,6 +13,7 @@ from etils import epath
 from ml_collections.config_dict import placeholder
 
 from vit_jax.config import add_plugins, base_config, flatten, own_keys, plugins
+from vit_jax.config.evals import typed_entry
 from vit_jax.config.stored import (
     FORMAT_VERSION,
     RENAMED_KEYS,
@@ -36,7 +37,7 @@ import logging
 from ml_collections.config_dict import placeholder
 
 logging.getLogger("vit_jax").warning("%s runs", __name__)
-CONFIG_KEYS = {"model.token_dim": placeholder(int), "data.most": 3, "lab.notes": "none"}
+CONFIG_KEYS = {"model.token_dim": placeholder(int), "data.most": 3, "data.notes": "none"}
 """
 RUNS = "vit_jax_plugins.part runs"
 
@@ -84,18 +85,18 @@ def test_keys_are_typed_checked_and_suggested(here):
     (here / "part.py").write_text(PART)
     plain, c = base_config(), base_config(plugins=["part.py"])
     assert c.plugins == ("part.py",)
-    added = {"model.token_dim": None, "data.most": 3, "lab.notes": "none"}
+    added = {"model.token_dim": None, "data.most": 3, "data.notes": "none"}
     assert flatten(c) == flatten(plain) | added | {"plugins": ("part.py",)}
-    assert own_keys(c, "data") == {"most": 3} and own_keys(c, "model") == {}
+    assert own_keys(c, "data") == {"most": 3, "notes": "none"} and own_keys(c, "model") == {}
     with pytest.raises(TypeError, match="token_dim"):
         c.model.token_dim = "x"
     with pytest.raises((AttributeError, KeyError), match="token_dmi"):
         c.model.token_dmi = 3
-    faults = apply_overrides(c, [("model.token_dmi", "3"), ("data.most", "x"), ("lab.note", "y")])
+    faults = apply_overrides(c, [("model.token_dmi", "3"), ("data.most", "x"), ("data.note", "y")])
     assert faults == [
         "--config.model.token_dmi: no such key; did you mean model.token_dim?",
         "--config.data.most='x': needs an int",
-        "--config.lab.note: no such key; did you mean lab.notes?",
+        "--config.data.note: no such key; did you mean data.notes?",
     ]
     assert apply_overrides(c, [("model.token_dim", "5"), ("model.token_dim", "None")]) == []
     c.model.token_dim = 8
@@ -111,7 +112,10 @@ def test_keys_are_typed_checked_and_suggested(here):
         ({"token_dim": 3}, "'token_dim': needs the form section.key"),
         ({"model.width": placeholder(str)}, "model.width: exists as int, not str; rename it"),
         ({"model.token_dim": 3}, "model.token_dim=3: needs placeholder(int)"),
-        ({"mesh.ring": 3}, "mesh takes no more keys; choose one of model, objective, loss"),
+        ({"mesh.ring": 3}, "mesh takes no keys of plug-ins; choose one of model, objective"),
+        ({"lab.notes": "none"}, "lab takes no keys of plug-ins; choose one of model, objective"),
+        ({"format_version.x": 1}, "format_version takes no keys of plug-ins"),
+        ({"data.rings": ("a", "b")}, "a tuple of numbers"),
         ({"data.rings": {}}, "data.rings={}: needs a bool, an int"),
     ],
 )
@@ -176,6 +180,11 @@ def test_arrays_at_import(here):
     assert b"early.py: uses JAX's devices while it is imported" in done.stderr, done.stderr
 
 
+def test_an_evaluator_without_our_keys():
+    with pytest.raises(InputError, match="'mine': its entries lack ops, data_name, data_dir; give"):
+        typed_entry("mine", {"split": "test", "every": "1 epochs", "batch_size": None})
+
+
 def test_beside_the_config_file(tmp_path, here):
     there = tmp_path / "there"
     there.mkdir()
@@ -192,14 +201,14 @@ def test_beside_the_config_file(tmp_path, here):
 
 def test_command_line(here, capsys):
     (here / "part.py").write_text(PART)
-    (here / "other.py").write_text("CONFIG_KEYS = {'lab.other': 1}\n")
-    words = ["--config=quickstart:debug", "--print_config", "--config.lab.notes=mine"]
+    (here / "other.py").write_text("CONFIG_KEYS = {'data.other': 1}\n")
+    words = ["--config=quickstart:debug", "--print_config", "--config.data.notes=mine"]
     assert main([*words, "--config.plugins=part.py,other.py"]) == 0
     c = from_json(capsys.readouterr().out)
-    assert (c.plugins, c.lab.notes, c.lab.other) == (("part.py", "other.py"), "mine", 1)
+    assert (c.plugins, c.data.notes, c.data.other) == (("part.py", "other.py"), "mine", 1)
     assert base_config().plugins == ()  # and no other command has them
     assert main(words) == 2
-    assert "--config.lab.notes: no such key" in capsys.readouterr().err
+    assert "--config.data.notes: no such key" in capsys.readouterr().err
     for command in ("export", "predict", "configs"):  # which take no config
         assert parse_flags(command, ["--config.plugins", "part.py"]).plugins == ["part.py"]
 
@@ -239,7 +248,7 @@ def test_a_stranger_runs_no_code(workdir, here, ran, monkeypatch):
     with plugins.using(trusted=True):
         assert read_config(workdir).plugins == ("part.py",)
     assert ran() == 1
-    assert read_config(workdir).lab.notes == "none"  # known from now on
+    assert read_config(workdir).data.notes == "none"  # known from now on
     assert ran() == 0
 
 
