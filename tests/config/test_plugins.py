@@ -426,6 +426,19 @@ def test_resume_without_it_is_a_change(workdir):
     assert says.endswith("--config.plugins=part.py keeps it")
 
 
+def test_one_is_added_on_resume(workdir, here):
+    (here / "other.py").write_text('CONFIG_KEYS = {"data.other": 1}\n')
+    with plugins.using(trusted=True):
+        stored = read_config(workdir)
+    c = base_config(plugins=["other.py"])
+    add_plugins(c, stored.plugins)
+    assert changed_keys(stored, c) == {}
+    plugins.store_plugins(c.plugins, workdir)  # as a resumed run does
+    assert sorted(os.listdir(workdir / "plugins")) == ["digests.json", "other.py", "part.py"]
+    c.data.other = 2
+    assert changed_keys(stored, c) == {"data.other": (1, 2)}
+
+
 def test_runs_of_older_versions_have_none():
     text = to_json(base_config()).replace('  "plugins": [],\n', "")
     assert "plugins" not in text and from_json(text) == base_config()

@@ -96,13 +96,19 @@ IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """{key: (old value, new value)} of what differs and may not change on resume."""
-    a, b = flatten(old), flatten(new)
-    return {
+    """{key: (old value, new value)} of what differs and may not change on resume.
+
+    Plug-ins may be added, and of their keys those that keep their default.
+    """
+    a, b = flatten(default_config(new.plugins)) | flatten(old), flatten(new)
+    changed = {
         key: (a.get(key), b.get(key))
         for key in sorted(a.keys() | b.keys())
         if a.get(key) != b.get(key) and not key.startswith(FREE_ON_RESUME)
     }
+    if {*old.plugins} <= {*new.plugins}:
+        changed.pop("plugins", None)
+    return changed
 
 
 def say_changes(changed: dict[str, tuple[Any, Any]]) -> list[str]:
