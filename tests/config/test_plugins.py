@@ -368,6 +368,16 @@ def test_installed_module_of_the_same_digest(workdir, site_folder, ran):
     assert ran() == 1
 
 
+def test_installed_module_that_imports_nothing_of_ours(tmp_path, site_folder):
+    (site_folder / "part.py").write_text('CONFIG_KEYS = {"data.most": 3}\n')
+    c = base_config(plugins=["part"])
+    run = epath.Path(tmp_path / "run")
+    plugins.store_plugins(c.plugins, run)
+    (run / "config.json").write_text(to_json(c))
+    forget()
+    assert read_config(run) == c
+
+
 def test_module_by_name(workdir, site_folder, ran):
     package = site_folder / "partial"
     package.mkdir()
