@@ -25,13 +25,15 @@ class Job:
     words: that follow `python -m vit_jax.main`.
     config: of `--config`, NAME[:words]; None for a command that takes its config from the workdir.
     workdir: a path or an address such as gs://bucket/run, as typed.
-    plugins: the files of the plug-ins that it names, of those by path.
+    plugins: the files of the plug-ins that its config names, of those by path.
+    typed_plugins: the plug-ins of `--config.plugins`, as typed.
     """
 
     words: tuple[str, ...]
     config: str | None
     workdir: str
     plugins: tuple[pathlib.Path, ...] = ()
+    typed_plugins: tuple[str, ...] = ()
 
     def command(self, *process_words: str, python: str = "python") -> list[str]:
         """The command of a process, with what tells it its place in the job."""
@@ -96,7 +98,7 @@ def check_job(words: Sequence[str]) -> Job:
             named = load_valid_config(flags).plugins
     found = [plugins.find_plugin(name) for name in named]
     by_path = tuple(pathlib.Path(p.file) for p in found if p.name.endswith(".py"))
-    return Job(tuple(words), config, flags.workdir, by_path)
+    return Job(tuple(words), config, flags.workdir, by_path, tuple(flags.plugins))
 
 
 def check_config_travels(job: Job, where: str) -> None:
@@ -105,12 +107,11 @@ def check_config_travels(job: Job, where: str) -> None:
     Those are its config and its plug-ins; a plug-in that is a module is installed there by the
     user.
     """
-    values = [word.partition("=") for word in job.overrides]
-    typed = [
-        path for key, _, text in values if key == "--config.plugins" for path in text.split(",")
+    configs = ROOT / "configs"
+    elsewhere = [
+        name for name in job.typed_plugins if name.endswith(".py") and not _is_below(configs, name)
     ]
-    elsewhere = [file for file in job.plugins if not file.is_relative_to(ROOT / "configs")]
-    elsewhere += filter(os.path.isabs, typed)
+    elsewhere += [str(file) for file in job.plugins if not file.is_relative_to(configs)]
     if elsewhere:
         raise InputError(
             f"plugins: {elsewhere[0]}: {where} holds the repository's files alone; put the file "
@@ -127,3 +128,9 @@ def check_config_travels(job: Job, where: str) -> None:
             f"--config={job.config}: {where} holds the repository's files alone; put the file "
             "into configs/, and name it from the repository's root"
         )
+
+
+def _is_below(folder: pathlib.Path, name: str) -> bool:
+    """Whether a process, which starts in the repository's root, finds the file in `folder`."""
+    file = (ROOT / name).resolve()
+    return not os.path.isabs(name) and file.is_file() and file.is_relative_to(folder)

@@ -72,7 +72,7 @@ def check_version(where: str, version: int, known: int) -> None:
         )
 
 
-def say_fault_of_file(error: Exception, file: str, shown: str | None = None) -> str:
+def say_fault_of_file(error: BaseException, file: str, shown: str | None = None) -> str:
     """What a user's Python file has raised, on one line that begins with file and line.
 
     The dump of the config that ml_collections adds is left out. `shown`: how the file is called,
@@ -88,7 +88,7 @@ def say_fault_of_file(error: Exception, file: str, shown: str | None = None) -> 
     return f"{at}: {name}: {' '.join(text.split())}"
 
 
-def _line_of(error: Exception, file: str) -> int | None:
+def _line_of(error: BaseException, file: str) -> int | None:
     """The innermost line of `file` on the way to `error`."""
     if isinstance(error, SyntaxError) and error.filename == file:
         return error.lineno

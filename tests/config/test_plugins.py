@@ -1,7 +1,11 @@
 """Modules of the user's own: found, imported once, kept by a run, and never run by a stranger's."""
 
+import hashlib
+import json
 import logging
 import os
+import site
+import subprocess
 import sys
 
 import pytest
@@ -9,13 +13,23 @@ from etils import epath
 from ml_collections.config_dict import placeholder
 
 from vit_jax.config import add_plugins, base_config, flatten, own_keys, plugins
-from vit_jax.config.stored import changed_keys, from_json, read_config, say_changes, to_json
+from vit_jax.config.evals import typed_entry
+from vit_jax.config.stored import (
+    FORMAT_VERSION,
+    RENAMED_KEYS,
+    changed_keys,
+    from_json,
+    read_config,
+    say_changes,
+    to_json,
+)
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
 from vit_jax.job.software import software
 from vit_jax.main import main, parse_flags
 from vit_jax.training import agreement
 from vit_jax.training.validation import find_faults
+from vit_jax.transfer import load_pretrained
 
 # Each time that it runs it says so.
 PART = """
@@ -23,7 +37,7 @@ import logging
 from ml_collections.config_dict import placeholder
 
 logging.getLogger("vit_jax").warning("%s runs", __name__)
-CONFIG_KEYS = {"model.token_dim": placeholder(int), "data.most": 3, "lab.notes": "none"}
+CONFIG_KEYS = {"model.token_dim": placeholder(int), "data.most": 3, "data.notes": "none"}
 """
 RUNS = "vit_jax_plugins.part runs"
 
@@ -71,18 +85,18 @@ def test_keys_are_typed_checked_and_suggested(here):
     (here / "part.py").write_text(PART)
     plain, c = base_config(), base_config(plugins=["part.py"])
     assert c.plugins == ("part.py",)
-    added = {"model.token_dim": None, "data.most": 3, "lab.notes": "none"}
+    added = {"model.token_dim": None, "data.most": 3, "data.notes": "none"}
     assert flatten(c) == flatten(plain) | added | {"plugins": ("part.py",)}
-    assert own_keys(c, "data") == {"most": 3} and own_keys(c, "model") == {}
+    assert own_keys(c, "data") == {"most": 3, "notes": "none"} and own_keys(c, "model") == {}
     with pytest.raises(TypeError, match="token_dim"):
         c.model.token_dim = "x"
     with pytest.raises((AttributeError, KeyError), match="token_dmi"):
         c.model.token_dmi = 3
-    faults = apply_overrides(c, [("model.token_dmi", "3"), ("data.most", "x"), ("lab.note", "y")])
+    faults = apply_overrides(c, [("model.token_dmi", "3"), ("data.most", "x"), ("data.note", "y")])
     assert faults == [
         "--config.model.token_dmi: no such key; did you mean model.token_dim?",
         "--config.data.most='x': needs an int",
-        "--config.lab.note: no such key; did you mean lab.notes?",
+        "--config.data.note: no such key; did you mean data.notes?",
     ]
     assert apply_overrides(c, [("model.token_dim", "5"), ("model.token_dim", "None")]) == []
     c.model.token_dim = 8
@@ -98,7 +112,10 @@ def test_keys_are_typed_checked_and_suggested(here):
         ({"token_dim": 3}, "'token_dim': needs the form section.key"),
         ({"model.width": placeholder(str)}, "model.width: exists as int, not str; rename it"),
         ({"model.token_dim": 3}, "model.token_dim=3: needs placeholder(int)"),
-        ({"mesh.ring": 3}, "mesh takes no more keys; choose one of model, objective, loss"),
+        ({"mesh.ring": 3}, "mesh takes no keys of plug-ins; choose one of model, objective"),
+        ({"lab.notes": "none"}, "lab takes no keys of plug-ins; choose one of model, objective"),
+        ({"format_version.x": 1}, "format_version takes no keys of plug-ins"),
+        ({"data.rings": ("a", "b")}, "a tuple of numbers"),
         ({"data.rings": {}}, "data.rings={}: needs a bool, an int"),
     ],
 )
@@ -143,13 +160,29 @@ def test_the_same_code_runs_once(here, ran):
         ("a-b", "needs a file that ends in .py, or a module's name"),
         ("broken.py", "broken.py:2: ZeroDivisionError: division by zero"),
         ("worse.py", "worse.py:1: SyntaxError: "),
+        ("ends.py", "ends.py:2: SystemExit: 3"),
     ],
 )
 def test_what_cannot_be_imported(here, capsys, name, says):
     (here / "broken.py").write_text("one = 1\none / 0\n")
     (here / "worse.py").write_text("one = = 1\n")
+    (here / "ends.py").write_text("import sys\nsys.exit(3)\n")
     assert main(["models", f"--config.plugins={name}"]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_arrays_at_import(here):
+    """They would start the devices before the processes of a job have found each other."""
+    (here / "early.py").write_text("import jax.numpy as jnp\nMEAN = jnp.zeros(3)\n")
+    code = "from vit_jax.config import plugins; plugins.import_plugins(['early.py'])"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert b"early.py: uses JAX's devices while it is imported" in done.stderr, done.stderr
+
+
+def test_an_evaluator_without_our_keys():
+    with pytest.raises(InputError, match="'mine': its entries lack ops, data_name, data_dir; give"):
+        typed_entry("mine", {"split": "test", "every": "1 epochs", "batch_size": None})
 
 
 def test_beside_the_config_file(tmp_path, here):
@@ -168,14 +201,14 @@ def test_beside_the_config_file(tmp_path, here):
 
 def test_command_line(here, capsys):
     (here / "part.py").write_text(PART)
-    (here / "other.py").write_text("CONFIG_KEYS = {'lab.other': 1}\n")
-    words = ["--config=quickstart:debug", "--print_config", "--config.lab.notes=mine"]
+    (here / "other.py").write_text("CONFIG_KEYS = {'data.other': 1}\n")
+    words = ["--config=quickstart:debug", "--print_config", "--config.data.notes=mine"]
     assert main([*words, "--config.plugins=part.py,other.py"]) == 0
     c = from_json(capsys.readouterr().out)
-    assert (c.plugins, c.lab.notes, c.lab.other) == (("part.py", "other.py"), "mine", 1)
+    assert (c.plugins, c.data.notes, c.data.other) == (("part.py", "other.py"), "mine", 1)
     assert base_config().plugins == ()  # and no other command has them
     assert main(words) == 2
-    assert "--config.lab.notes: no such key" in capsys.readouterr().err
+    assert "--config.data.notes: no such key" in capsys.readouterr().err
     for command in ("export", "predict", "configs"):  # which take no config
         assert parse_flags(command, ["--config.plugins", "part.py"]).plugins == ["part.py"]
 
@@ -215,17 +248,60 @@ def test_a_stranger_runs_no_code(workdir, here, ran, monkeypatch):
     with plugins.using(trusted=True):
         assert read_config(workdir).plugins == ("part.py",)
     assert ran() == 1
-    assert read_config(workdir).lab.notes == "none"  # known from now on
+    assert read_config(workdir).data.notes == "none"  # known from now on
     assert ran() == 0
 
 
-@pytest.mark.parametrize("command", ["evaluate", "export", "predict"])
-def test_every_command_names_the_flag(workdir, ran, capsys, command):
+def test_a_newer_run_runs_no_code(workdir, ran):
+    text = (workdir / "config.json").read_text()
+    newer = text.replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 99')
+    (workdir / "config.json").write_text(newer)
+    with plugins.using(trusted=True), pytest.raises(InputError, match="has format version 99"):
+        read_config(workdir)
+    (workdir / "config.json").write_text(text.replace('"plugins": [', '"plugins": 3, "x": ['))
+    with plugins.using(trusted=True), pytest.raises(InputError, match="not as a run writes it"):
+        read_config(workdir)
+    assert ran() == 0
+
+
+def test_a_renamed_key_names_them(workdir, ran, monkeypatch):
+    monkeypatch.setitem(RENAMED_KEYS, "parts", "plugins")
+    text = (workdir / "config.json").read_text()
+    (workdir / "config.json").write_text(text.replace('"plugins"', '"parts"'))
+    with plugins.using(trusted=True):
+        assert read_config(workdir).plugins == ("part.py",)
+    assert ran() == 1
+
+
+DEBUG = ["--config=quickstart:debug", "--config.mesh.platform=cpu"]
+READERS = {
+    "evaluate": ["evaluate", "--workdir=RUN"],
+    "export": ["export", "--workdir=RUN", "--output=o", "--format=hf"],
+    "predict": ["predict", "--workdir=RUN", "x.jpg"],
+    "resume": [*DEBUG, "--workdir=RUN"],
+    "init_from": [*DEBUG, "--config.init_from=RUN", "--workdir=new"],
+    "evaluate of a source": ["evaluate", "--config=evaluate:knn,digits", "--init_from=RUN"],
+    "study": ["study", "--config=bit_and_vit:debug", "--workdir=STUDY"],
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_command_names_the_flag(workdir, ran, capsys, reader):
     (workdir / "checkpoints").mkdir()
-    more = {"evaluate": [], "export": ["--output=o", "--format=hf"], "predict": ["x.jpg"]}[command]
     (epath.Path("x.jpg")).write_bytes(b"")
-    assert main([command, f"--workdir={workdir}", *more]) == 2
+    if reader == "study":
+        epath.Path("STUDY").mkdir()
+        workdir.rename("STUDY/ViT__64_training_images__seed_0")
+    words = [word.replace("RUN", str(workdir)) for word in READERS[reader]]
+    assert main(words) == 2
     assert "--trust_plugins" in capsys.readouterr().err
+    assert ran() == 0
+
+
+def test_load_pretrained_runs_no_code(workdir, ran):
+    (workdir / "checkpoints").mkdir()
+    with pytest.raises(InputError, match="--trust_plugins"):
+        load_pretrained(workdir)
     assert ran() == 0
 
 
@@ -238,25 +314,75 @@ def test_a_strangers_names(workdir, ran, name):
     assert ran() == 0
 
 
-def test_installed_module_of_the_same_digest(workdir, tmp_path, ran, monkeypatch):
-    site = tmp_path / "site"
-    site.mkdir()
-    monkeypatch.setattr(sys, "path", [str(site), *sys.path])
-    (site / "part.py").write_text(PART + "\n")
+@pytest.fixture
+def site_folder(tmp_path, monkeypatch):
+    """Where this Python installs packages."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(folder)])
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    return folder
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_a_stranger_in_a_folder_of_modules(tmp_path, ran, monkeypatch, init):
+    """A workdir below a folder of `sys.path`, as runs/NAME in the clone of an editable install."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    stranger = epath.Path(tmp_path / "runs/stranger")
+    (stranger / "deep").mkdir(parents=True)
+    for name in ("setup.py", "runs/stranger/evil.py", "runs/stranger/deep/evil.py"):
+        (tmp_path / name).write_text(PART)
+    if init:
+        for name in ("runs", "runs/stranger", "runs/stranger/deep"):
+            (tmp_path / name / "__init__.py").touch()
+    digest = hashlib.sha256(PART.encode()).hexdigest()
+    (stranger / "plugins").mkdir()
+    for name in ("setup", "runs.stranger.evil", "runs.stranger.deep.evil", "evil.py"):
+        c = base_config().to_dict() | {"plugins": [name]}
+        (stranger / "config.json").write_text(json.dumps(c))
+        (stranger / "plugins/digests.json").write_text(json.dumps({name: digest}))
+        with pytest.raises(InputError, match="--trust_plugins then runs it"):
+            read_config(stranger)
+        with monkeypatch.context() as m, pytest.raises(InputError, match="--trust_plugins then"):
+            m.setattr(site, "getsitepackages", lambda: [str(tmp_path)])
+            read_config(stranger)  # not even where packages are installed there
+    assert ran() == 0
+
+
+def test_a_stranger_behind_a_link(workdir, site_folder, ran):
+    (workdir / "code").mkdir()
+    (workdir / "code/part.py").write_text(PART)
+    (site_folder / "part.py").symlink_to(workdir / "code/part.py")
+    with pytest.raises(InputError, match="--trust_plugins then runs it"):
+        read_config(workdir)
+    assert ran() == 0
+
+
+def test_installed_module_of_the_same_digest(workdir, site_folder, ran):
+    (site_folder / "part.py").write_text(PART + "\n")
     with pytest.raises(InputError, match="no installed module has their code"):
         read_config(workdir)
     assert ran() == 0
-    (site / "part.py").write_text(PART)
+    (site_folder / "part.py").write_text(PART)
     assert read_config(workdir).plugins == ("part.py",)
     assert ran() == 1
 
 
-def test_module_by_name(workdir, tmp_path, ran, monkeypatch):
-    package = tmp_path / "site/partial"
-    package.mkdir(parents=True)
+def test_installed_module_that_imports_nothing_of_ours(tmp_path, site_folder):
+    (site_folder / "part.py").write_text('CONFIG_KEYS = {"data.most": 3}\n')
+    c = base_config(plugins=["part"])
+    run = epath.Path(tmp_path / "run")
+    plugins.store_plugins(c.plugins, run)
+    (run / "config.json").write_text(to_json(c))
+    forget()
+    assert read_config(run) == c
+
+
+def test_module_by_name(workdir, site_folder, ran):
+    package = site_folder / "partial"
+    package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "rings.py").write_text(PART)
-    monkeypatch.setattr(sys, "path", [str(package.parent), *sys.path])
     c = base_config(plugins=["partial.rings"])
     assert c.plugins == ("partial.rings",)
     assert read_config(workdir).plugins == ("part.py",)  # the same code
@@ -308,6 +434,19 @@ def test_resume_without_it_is_a_change(workdir):
     changed = changed_keys(stored, base_config())
     (says,) = [text for text in say_changes(changed) if text.startswith("plugins ")]
     assert says.endswith("--config.plugins=part.py keeps it")
+
+
+def test_one_is_added_on_resume(workdir, here):
+    (here / "other.py").write_text('CONFIG_KEYS = {"data.other": 1}\n')
+    with plugins.using(trusted=True):
+        stored = read_config(workdir)
+    c = base_config(plugins=["other.py"])
+    add_plugins(c, stored.plugins)
+    assert changed_keys(stored, c) == {}
+    plugins.store_plugins(c.plugins, workdir)  # as a resumed run does
+    assert sorted(os.listdir(workdir / "plugins")) == ["digests.json", "other.py", "part.py"]
+    c.data.other = 2
+    assert changed_keys(stored, c) == {"data.other": (1, 2)}
 
 
 def test_runs_of_older_versions_have_none():

@@ -80,6 +80,26 @@ def test_plugins_travel_as_configs_do(job, tmp_path, monkeypatch):
         job.check_config_travels(checked, "a worker")
     inside = job.Job((), QUICKSTART.partition("=")[2], "w", (ROOT / "configs/part.py",))
     job.check_config_travels(inside, "a worker")
-    typed = (f"--config.plugins={ROOT}/configs/part.py",)  # a path that a worker does not have
-    with pytest.raises(InputError, match="name it from the repository's root"):
-        job.check_config_travels(job.Job(typed, None, "w"), "a worker")
+
+
+@pytest.mark.parametrize("folder", ["configs", "."])
+def test_plugins_are_named_from_the_root(job, tmp_path, monkeypatch, folder):
+    """Where a worker looks for them, whatever folder the launcher was called from."""
+    root = tmp_path / "root"
+    (root / "configs").mkdir(parents=True)
+    (root / folder / "part.py").write_text("")
+    monkeypatch.setattr(job, "ROOT", root)
+    monkeypatch.setattr(plugins, "_PLUGINS", {})
+    monkeypatch.chdir(root / folder)
+    evaluate = ["evaluate", "--workdir=gs://bucket/run"]
+    for name in ("part.py", f"{root}/configs/../{folder}/part.py"):
+        checked = job.check_job([*evaluate, f"--config.plugins={name}"])
+        with pytest.raises(InputError, match="name it from the repository's root"):
+            job.check_config_travels(checked, "a worker")
+    monkeypatch.chdir(root)
+    checked = job.check_job([*evaluate, f"--config.plugins={folder}/part.py"])
+    if folder == "configs":
+        job.check_config_travels(checked, "a worker")
+    else:
+        with pytest.raises(InputError, match="put the file into configs/"):
+            job.check_config_travels(checked, "a worker")

@@ -184,8 +184,8 @@ def _lock(config: ConfigDict) -> None:
         entry.lock()
 
 
-# Of our own sections those that take keys of plug-ins. In the first ones keys are given to the
-# part that is chosen by `name`, so one that is None is not given to those that lack it.
+# Sections to which plug-ins may add keys. Keys of `_SECTIONS_BY_NAME` become arguments of the part
+# that `name` chooses; a key that is None is not passed.
 _SECTIONS_BY_NAME = ("model", "objective", "loss", "optimizer")
 _OPEN_SECTIONS = (*_SECTIONS_BY_NAME, "data")
 _KINDS = (bool, int, float, str, tuple, object)
@@ -196,7 +196,7 @@ def add_plugins(config: ConfigDict, names: Sequence[str]) -> None:
 
     Raises:
       InputError: one has not been imported, or a key is not as it has to be, exists with another
-        meaning, or belongs to a section of ours that takes none.
+        type, or belongs to a section that takes none.
     """
     for name in names:
         if name in config.plugins:
@@ -206,8 +206,6 @@ def add_plugins(config: ConfigDict, names: Sequence[str]) -> None:
         config.unlock()
         for key, default in keys.items():
             section, _, leaf = key.partition(".")
-            if section not in config:
-                config[section] = ConfigDict()
             if leaf not in config[section]:
                 # A reference of its own: one that configs shared would share its value.
                 is_none = isinstance(default, FieldReference)
@@ -220,7 +218,7 @@ def _key_faults(config: ConfigDict, keys: Any) -> list[str]:
     """What is wrong with the keys that a plug-in adds to `config`."""
     if not isinstance(keys, dict):
         return ['needs a dict, e.g. {"model.token_dim": placeholder(int)}']
-    ours, faults = set(default_config()), []
+    faults = []
     for key, default in keys.items():
         if not (isinstance(key, str) and re.fullmatch(r"[a-z]\w*\.[a-z]\w*", key)):
             faults.append(f"{key!r}: needs the form section.key")
@@ -228,16 +226,17 @@ def _key_faults(config: ConfigDict, keys: Any) -> list[str]:
         section, _, leaf = key.partition(".")
         is_none = isinstance(default, FieldReference) and default.get() is None
         kind = default.get_type() if is_none else type(default)
-        if kind not in _KINDS:
+        numbers = default if kind is tuple and not is_none else ()
+        if kind not in _KINDS or not all(type(number) in (int, float) for number in numbers):
             faults.append(f"{key}={default!r}: needs a bool, an int, a float, text, a tuple of "
                           "numbers, or placeholder(type)")  # fmt: skip
-        elif section in ours and section not in _OPEN_SECTIONS:
-            faults.append(f"{key}: {section} takes no more keys; choose one of "
-                          f"{', '.join(_OPEN_SECTIONS)}, or a section of your own")  # fmt: skip
+        elif section not in _OPEN_SECTIONS:
+            faults.append(f"{key}: {section} takes no keys of plug-ins; choose one of "
+                          f"{', '.join(_OPEN_SECTIONS)}")  # fmt: skip
         elif section in _SECTIONS_BY_NAME and not is_none:
             faults.append(f"{key}={default!r}: needs placeholder({kind.__name__}), as only what "
                           "you add has it")  # fmt: skip
-        elif leaf in config.get(section, {}) and config[section].get_type(leaf) is not kind:
+        elif leaf in config[section] and config[section].get_type(leaf) is not kind:
             faults.append(f"{key}: exists as {config[section].get_type(leaf).__name__}, not "
                           f"{kind.__name__}; rename it")  # fmt: skip
     return faults

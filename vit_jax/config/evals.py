@@ -46,6 +46,7 @@ EVALUATORS: dict[str, Evaluator | str] = {
 }
 
 OPTIONAL_KEYS = {"batch_size": int, "data_name": str, "data_dir": str}
+REQUIRED_KEYS = ("every", "ops", *OPTIONAL_KEYS)  # which whatever opens an entry's data reads
 
 
 def find_evaluator(kind: str) -> Evaluator:
@@ -77,7 +78,18 @@ def entry_defaults(kind: str) -> dict[str, Any]:
 
 
 def typed_entry(kind: str, values: dict[str, Any]) -> ConfigDict:
-    """An entry of `evals`, locked; only the keys in OPTIONAL_KEYS may be None."""
+    """An entry of `evals`, locked; only the keys in OPTIONAL_KEYS may be None.
+
+    Raises:
+      InputError: `values` lack some of REQUIRED_KEYS.
+    """
+    missing = [key for key in REQUIRED_KEYS if key not in values]
+    if missing:
+        raise InputError(
+            f"type={kind!r}: its entries lack {', '.join(missing)}; give the function that makes "
+            f"them the arguments {', '.join(REQUIRED_KEYS)}, whether the evaluator reads them or "
+            "not"
+        )
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     optional = {key: placeholder(OPTIONAL_KEYS[key]) for key in OPTIONAL_KEYS if key in values}
     entry = ConfigDict({"type": kind} | values | optional)

@@ -12,11 +12,14 @@ import contextvars
 import hashlib
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
 import re
+import site
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -175,29 +178,56 @@ def _find_module(text: str) -> pathlib.Path:
 
 
 def _execute(name: str, module_name: str, file: str, content: bytes) -> Plugin:
-    """Runs exactly the code that is digested, unless the same code has run already."""
-    digest = _digest(content)
-    for known in _PLUGINS.values():
-        if known.digest == digest:
-            return known
-        if _copy_name(known.name) == _copy_name(name):
+    """Runs exactly the code that is digested, unless the same code has run already.
+
+    A module that the user has imported by hand from `file` is taken as it is.
+    """
+    known = _find_known(_digest(content))
+    if known is not None:
+        return known
+    for other in _PLUGINS.values():
+        if _copy_name(other.name) == _copy_name(name):
             raise InputError(
-                f"plugins={name}: {file} and {known.file} have one name and different code; "
+                f"plugins={name}: {file} and {other.file} have one name and different code; "
                 "rename one"
             )
     module = sys.modules.get(module_name)
-    if getattr(module, "__file__", None) != file:  # else the user has imported it by hand
-        module = types.ModuleType(module_name)
-        module.__file__ = file
-        module.__package__ = module_name.rpartition(".")[0]
-        sys.modules[module_name] = module  # where dataclasses look for the names in annotations
-        try:
-            exec(compile(content, file, "exec"), vars(module))
-        except Exception as e:  # whatever a user's file raises is the file's fault
-            del sys.modules[module_name]
-            raise InputError(f"plugins={name}: {say_fault_of_file(e, file)}") from e
+    if getattr(module, "__file__", None) != file:
+        module = _run(name, module_name, file, content)
     _PLUGINS[name] = Plugin(name, file, content, getattr(module, "CONFIG_KEYS", {}))
     return _PLUGINS[name]
+
+
+def _run(name: str, module_name: str, file: str, content: bytes) -> types.ModuleType:
+    module = types.ModuleType(module_name)
+    module.__file__ = file
+    module.__package__ = module_name.rpartition(".")[0]
+    sys.modules[module_name] = module  # where dataclasses look for the names in annotations
+    had_devices = _has_devices()
+    try:
+        exec(compile(content, file, "exec"), vars(module))
+    except (Exception, SystemExit) as e:  # whatever a user's file raises is the file's fault
+        del sys.modules[module_name]
+        raise InputError(f"plugins={name}: {say_fault_of_file(e, file)}") from e
+    if _has_devices() and not had_devices:
+        del sys.modules[module_name]
+        raise InputError(
+            f"plugins={name}: {file}: uses JAX's devices while it is imported, before the "
+            "processes of a job have found each other; make its arrays inside functions, or with "
+            "NumPy"
+        )
+    return module
+
+
+def _has_devices() -> bool:
+    """Whether JAX has started its devices in this process."""
+    bridge = sys.modules.get("jax._src.xla_bridge")  # JAX may not be imported at all
+    return bridge is not None and bridge.backends_are_initialized()
+
+
+def _find_known(digest: str) -> Plugin | None:
+    """The plug-in of that digest that has been imported; None: there is none."""
+    return next((known for known in _PLUGINS.values() if known.digest == digest), None)
 
 
 def store_plugins(names: Sequence[str], workdir: epath.Path) -> None:
@@ -256,9 +286,9 @@ def import_stored(names: Sequence[str], workdir: epath.Path) -> None:
 
 def _find_digest(name: str, digest: str, workdir: epath.Path) -> Plugin | None:
     """The plug-in of that digest, imported already or installed; None: there is none."""
-    for plugin in _PLUGINS.values():
-        if plugin.digest == digest:
-            return plugin
+    known = _find_known(digest)
+    if known is not None:
+        return known
     module_name = name.removesuffix(".py")
     installed = _find_installed(module_name, workdir)
     if installed is None or _digest(content := installed.read_bytes()) != digest:
@@ -279,23 +309,50 @@ def _execute_copy(name: str, digest: str, copy: epath.Path) -> None:
 def _find_installed(module_name: str, workdir: epath.Path) -> pathlib.Path | None:
     """The file of an installed module, found without running anything; None: there is none.
 
-    A file in the workdir or in the working directory is not installed: both may be a stranger's.
-    Nor does the module count if it has nothing to do with vit_jax: a stranger could choose any.
+    Installed is what lies in a site-packages folder of this Python, in packages with an
+    `__init__.py`. Any other folder of `sys.path`, such as the clone of an editable install, may
+    hold workdirs of strangers, and scripts of the user's that are no parts.
     """
-    inside = pathlib.Path(os.fspath(workdir)).resolve()
-    folders = [pathlib.Path(entry).resolve() for entry in sys.path]
-    outside = [f for f in folders if f != pathlib.Path.cwd() and inside not in (f, *f.parents)]
-    paths: list[str] | None = [str(folder) for folder in outside]
-    parts, spec = module_name.split("."), None
-    for i in range(len(parts)):
-        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[: i + 1]), paths)
-        paths = spec.submodule_search_locations if spec else None
-        if i < len(parts) - 1 and not paths:
-            return None
-    if spec is None or paths is not None or not spec.origin or not spec.origin.endswith(".py"):
+    run = pathlib.Path(os.fspath(workdir)).absolute()
+    runs, places = {run, run.resolve()}, {run, run.resolve(), pathlib.Path.cwd()}
+    folders = [
+        folder
+        for folder in _site_folders()
+        if not any(place.is_relative_to(folder) for place in places)
+        and not any(folder.is_relative_to(run) for run in runs)
+    ]
+    try:
+        file = _find_in(folders, module_name)
+    except Exception:  # what a finder raises: nothing is found
         return None
-    file = pathlib.Path(spec.origin)
-    return file if b"vit_jax" in file.read_bytes() else None
+    # A link may lead out of the folder.
+    return file if file and any(file.is_relative_to(f) for f in folders) else None
+
+
+def _site_folders() -> list[pathlib.Path]:
+    """The folders into which this Python installs packages."""
+    names = [*site.getsitepackages(), *(sysconfig.get_path(key) for key in ("purelib", "platlib"))]
+    if site.ENABLE_USER_SITE:
+        names.append(site.getusersitepackages())
+    return list(dict.fromkeys(pathlib.Path(name).resolve() for name in names))
+
+
+def _find_in(folders: Sequence[pathlib.Path], module_name: str) -> pathlib.Path | None:
+    """The resolved file of a module that is one Python file in one of `folders`."""
+    paths: list[str] | None = [str(folder) for folder in folders]
+    *parents, _ = itertools.accumulate(module_name.split("."), "{}.{}".format)
+    for parent in parents:
+        package = importlib.machinery.PathFinder.find_spec(parent, paths)
+        if package is None or package.origin is None:  # the latter: a namespace package
+            return None
+        paths = package.submodule_search_locations
+        if not paths:  # no package: None would mean sys.path
+            return None
+    spec = importlib.machinery.PathFinder.find_spec(module_name, paths)
+    if spec is None or spec.submodule_search_locations is not None:
+        return None
+    file = pathlib.Path(spec.origin or "")
+    return file.resolve() if file.suffix == ".py" and file.is_file() else None
 
 
 def _read_digests(path: epath.Path) -> dict[str, str]:

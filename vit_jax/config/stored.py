@@ -113,13 +113,19 @@ IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """{key: (old value, new value)} of what differs and may not change on resume."""
-    a, b = flatten(old), flatten(new)
-    return {
+    """{key: (old value, new value)} of what differs and may not change on resume.
+
+    Plug-ins may be added, and of their keys those that keep their default.
+    """
+    a, b = flatten(default_config(new.plugins)) | flatten(old), flatten(new)
+    changed = {
         key: (a.get(key), b.get(key))
         for key in sorted(a.keys() | b.keys())
         if a.get(key) != b.get(key) and not key.startswith(FREE_ON_RESUME)
     }
+    if {*old.plugins} <= {*new.plugins}:
+        changed.pop("plugins", None)
+    return changed
 
 
 def say_changes(changed: dict[str, tuple[Any, Any]]) -> list[str]:
@@ -170,7 +176,12 @@ def from_json(text: str, where: str = "config.json") -> ConfigDict:
       InputError: the text has a newer format; or naming every key that this version does not have,
         or a plug-in that has not been imported.
     """
-    stored, faults = _parse(text, where), []
+    return _from_stored(_parse(text, where), where)
+
+
+def _from_stored(stored: dict[str, Any], where: str) -> ConfigDict:
+    """The config of a parsed config.json."""
+    faults = []
     with _naming(where):
         config = default_config(_plugin_names(stored))
         older = _older_values(stored)
@@ -307,13 +318,11 @@ def read_config(workdir: epath.Path) -> ConfigDict:
     Raises what `from_json` and `plugins.import_stored` raise.
     """
     path = workdir / "config.json"
-    text = path.read_text()
-    try:
-        names = _plugin_names(json.loads(text))
-    except (ValueError, TypeError, AttributeError):
-        names = ()  # reading the text as a config will name the fault
-    plugins.import_stored(names, workdir)
-    return from_json(text, str(path))
+    stored = _parse(path.read_text(), str(path))
+    with _naming(str(path)):
+        names = _plugin_names(stored)
+    plugins.import_stored(names, workdir)  # not before it is known that this version reads the run
+    return _from_stored(stored, str(path))
 
 
 def _plugin_names(stored: dict[str, Any]) -> tuple[str, ...]:

@@ -227,8 +227,10 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     arrays = layout.write_entries(_entries(model, prefix), pretrained.params)
     spec = pretrained.spec.at(model.image_size)
     config = {"architectures": [architecture], **_config(model, kind, spec.class_names)}
-    if spec.loss is not None:
+    if spec.loss in _PROBLEM_TYPE:
         config["problem_type"] = _PROBLEM_TYPE[spec.loss]
+    elif spec.loss is not None:  # of a plug-in
+        logger.warning("%s: leaves out the loss %s, which transformers lacks", path, spec.loss)
     path.mkdir(parents=True, exist_ok=True)
     write_whole(path / "config.json", rules.to_json(config))
     write_whole(path / "preprocessor_config.json", rules.to_json(write_pixels(spec)))
