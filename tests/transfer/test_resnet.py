@@ -15,13 +15,13 @@ from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.vit import ViT
 from vit_jax.transfer import (
-    PUBLISHED,
     WRITERS,
     check_holds,
     init_params,
     load_pretrained,
     read_pretrained,
 )
+from vit_jax.transfer.published import PUBLISHED
 from vit_jax.transfer.rules import unstack_layers
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
