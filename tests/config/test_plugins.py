@@ -407,6 +407,8 @@ def test_named_by_the_user(workdir, tmp_path, ran):
 def test_changed_since_the_run_began(workdir, here):
     (here / "part.py").write_text(PART + "# mended\n")
     with plugins.using(["part.py"], trusted=True):
+        read_config(workdir)  # nothing is saved yet
+        (workdir / "checkpoints/3").mkdir(parents=True)
         with pytest.raises(InputError, match=r"part\.py has changed since this run began"):
             read_config(workdir)
         (workdir / "plugins").rmtree()
@@ -423,7 +425,7 @@ def test_damaged_copy(workdir, ran):
         with pytest.raises(InputError, match=r"part\.py: cannot be read"):
             read_config(workdir)
         (workdir / "plugins/digests.json").write_text("{}")
-        with pytest.raises(InputError, match=r"has no digest of the plug-in part\.py"):
+        with pytest.raises(InputError, match=r"keeps no copy of the plug-in part\.py"):
             read_config(workdir)
     assert ran() == 0
 

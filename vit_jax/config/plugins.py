@@ -260,13 +260,14 @@ def import_stored(names: Sequence[str], workdir: epath.Path) -> None:
         known = _PLUGINS.get(name)
         if name not in stored and known is None:
             raise InputError(
-                f"{folder / _DIGESTS}: has no digest of the plug-in {name}; restore it"
+                f"{folder}: keeps no copy of the plug-in {name}; name all plug-ins of the run by "
+                "--config.plugins=FILE,..."
             )
         if known is None:
             known = _find_digest(name, stored[name], workdir)
         if known is None:
             missing.append(name)
-        elif stored.get(name, known.digest) != known.digest:
+        elif stored.get(name, known.digest) != known.digest and _has_saved(workdir):
             raise InputError(
                 f"--workdir={workdir}: the plug-in {name} has changed since this run began; "
                 f"restore it (the run's copy: {folder / _copy_name(name)}), take a new --workdir, "
@@ -282,6 +283,12 @@ def import_stored(names: Sequence[str], workdir: epath.Path) -> None:
         )
     for name in missing:
         _execute_copy(name, stored[name], folder / _copy_name(name))
+
+
+def _has_saved(workdir: epath.Path) -> bool:
+    """Whether the run has a checkpoint, so that its plug-ins have decided something."""
+    checkpoints = workdir / "checkpoints"
+    return checkpoints.exists() and any(step.name.isdigit() for step in checkpoints.iterdir())
 
 
 def _find_digest(name: str, digest: str, workdir: epath.Path) -> Plugin | None:
