@@ -7,6 +7,7 @@
 #
 # Commands such as sbatch need SLURM_CONF=FOLDER/slurm.conf.
 set -euo pipefail
+PATH=$PATH:/usr/sbin:/sbin  # where runuser and the daemons are
 
 action=$1
 folder=${2:-}
