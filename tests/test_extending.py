@@ -39,7 +39,7 @@ REGISTRIES = (
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """The folder of the parts, all of which are imported; our registries are restored after."""
+    """The folder of the parts, all imported; our registries are restored afterwards."""
     folder = tmp_path_factory.mktemp("parts")
     names = [name for name in write_parts(folder) if name != "mine.py"]
     before = [dict(registry) for registry in REGISTRIES]

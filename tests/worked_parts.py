@@ -1,4 +1,4 @@
-"""The plug-ins of docs/extending.md, as files: what is tested is what is documented."""
+"""Writes the plug-ins of docs/extending.md as files, so that the tests run the documented code."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""What a run held out of a folder is trained on by no command, whatever the seed."""
+"""No command trains on pictures that a run held out of its folder, whatever the seed."""
 
 import json
 import shutil

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 import vit_jax.config
 from vit_jax.checkpoints import restore
 from vit_jax.checkpoints import stored as stored_steps
-from vit_jax.config import base, evals, text
+from vit_jax.config import base, checks, evals, text
 from vit_jax.config import stored as stored_configs
 from vit_jax.evaluators import classification
 from vit_jax.main import main
@@ -100,7 +100,7 @@ def unchanged(older_run):
 
 
 def check(found, expected, older_run, make):
-    """To the bits where the machine is that of the fixture, else to 1e-5."""
+    """Bit for bit on a machine like that of the fixture, else to 1e-5."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     same = make.machine() == json.loads((older_run / "finished.json").read_text())["machine"]
     if same:
@@ -201,7 +201,7 @@ def later_code(monkeypatch):
     def later_entry(*, split, every, ops, batch_size=None, data_name=None, data_dir=None, crops=1):
         return evals.typed_entry("classification", locals())
 
-    for module in (base, stored_configs, text, vit_jax.config):
+    for module in (base, checks, stored_configs, text, vit_jax.config):
         monkeypatch.setattr(module, "default_config", later_config)
     later = classification.EVALUATOR._replace(entry=later_entry)
     monkeypatch.setitem(evals.EVALUATORS, "classification", later)

@@ -45,7 +45,7 @@ class Checkpoints:
     """Saves states asynchronously into `directory`, keeping the newest and every n-th.
 
     Args:
-      directory: the workdir's `checkpoints`; made if absent. What a killed save left is removed.
+      directory: the workdir's `checkpoints`; made if absent. Files of a killed save are removed.
       keep_last: how many of the newest are kept, at least 2.
       keep_every: steps whose multiples are kept for ever; None: none.
     """

@@ -84,7 +84,7 @@ def _read_state(step_dir: epath.Path, target: Any, names: dict[str, str]) -> Any
             args=ocp.args.PyTreeRestore(
                 item=item,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-                partial_restore=True,  # `names` are what is compared
+                partial_restore=True,  # the names have been compared already
             ),
         )
     return stored.as_today(found, target, names)

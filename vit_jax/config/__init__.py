@@ -11,11 +11,9 @@ from vit_jax.config import evals
 from vit_jax.config.base import (
     REQUIRED,
     REQUIRED_TO_EVALUATE,
-    KeyValue,
     SplitKey,
     add_plugins,
     base_config,
-    choose_keys,
     default_config,
     eval_splits,
     flatten,
@@ -30,6 +28,7 @@ from vit_jax.config.base import (
     train_split,
     weights_source,
 )
+from vit_jax.config.checks import KeyValue, choose_keys
 from vit_jax.config.stored import (
     FREE_ON_RESUME,
     IN_OLDER_RUNS,

@@ -1,4 +1,4 @@
-"""The entries of `evals`: a registry of evaluators, each of which declares the keys of its entry.
+"""The entries of `evals`: a registry of evaluators. Each declares the keys of its own entry.
 
 An evaluator is one file with an `EVALUATOR` and one line in EVALUATORS. Its module is loaded when
 a config asks for it, so that reading a config loads no evaluator that it does not have.

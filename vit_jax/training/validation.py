@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from ml_collections import ConfigDict
 
 from vit_jax import checkpoints, models
-from vit_jax.config import REQUIRED, base, evals
+from vit_jax.config import REQUIRED, checks, evals
 from vit_jax.data import checks as data
 from vit_jax.devices import mesh
 from vit_jax.errors import Faults, collect_faults
@@ -19,7 +19,7 @@ from vit_jax.metrics import profiler, weights_and_biases
 
 # Each adds the faults that it finds in a config whose keys are all there.
 CHECKS: tuple[Callable[[ConfigDict, Faults], None], ...] = (
-    base.check_config,
+    checks.check_config,
     durations.check_config,
     models.check_config,
     data.check_config,
@@ -39,10 +39,10 @@ def find_faults(config: ConfigDict, required: Sequence[str] = REQUIRED) -> list[
 
     `required` are the keys that must be set.
     """
-    faults = Faults(base.find_misshapen(config))
+    faults = Faults(checks.find_misshapen(config))
     if not faults:
-        faults += base.find_unset(config, required)
-        emptied = base.find_emptied(config)
+        faults += checks.find_unset(config, required)
+        emptied = checks.find_emptied(config)
         faults += emptied
         for check in () if emptied else CHECKS:
             check(config, faults)
