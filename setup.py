@@ -1,21 +1,24 @@
-"""Installs vit_jax: `pip install -e .`, with the extras test, tpu, cuda, plan, gcs, wandb."""
+"""Installs vit_jax: `pip install -e .`, with the extras test, docs, tpu, cuda, plan, gcs, wandb."""
 
 import glob
 import os
-import runpy
+import re
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 WANDB = "wandb>=0.31.0"
-GCS = ["google-cloud-storage>=3.0.0", "google-cloud-storage-control>=1.0.0"]  # what orbax needs
+GCS = ["google-cloud-storage>=3.0.0", "google-cloud-storage-control>=1.0.0"]  # required by orbax
 LIBTPU = "libtpu>=0.0.51; sys_platform == 'linux' and platform_machine == 'x86_64'"
+
+with open("vit_jax/__init__.py") as file:  # not imported: an old Python could not say why it fails
+    VERSION = re.search(r'__version__ = "(.+)"', file.read())[1]
 
 CONFIGS = sorted(glob.glob("configs/*.py"))
 
 
 class BuildWithConfigs(build_py):
-    """Puts the configs into the package of a wheel; an editable install has them beside it."""
+    """Copy the configs into a wheel's package; an editable install finds them in the clone."""
 
     def run(self):
         super().run()
@@ -29,42 +32,44 @@ class BuildWithConfigs(build_py):
         return [*super().get_source_files(), *CONFIGS]
 
 
-# Lower bounds are the versions that the tests have passed with; none is older.
+# Lower bounds are versions that tests/smoke.txt and the quickstart have passed with, all together.
 setup(
     name="vit_jax",
-    version=runpy.run_path("vit_jax/__init__.py")["__version__"],
+    version=VERSION,
     description="Pretrain Vision Transformers at TPU scale and carry them over to new tasks.",
     license="Apache-2.0",
     packages=find_packages(include=["vit_jax", "vit_jax.*"]),
-    # An editable install is then a line in a .pth file. Otherwise it is an import hook, and finds
-    # nothing where the working directory holds a folder called vit_jax, such as the clone itself.
+    # With this line an editable install is an entry in a .pth file. Without it, it is an import
+    # hook, which fails if the working directory holds a folder called vit_jax, e.g. the clone.
     package_dir={"": "."},
     cmdclass={"build_py": BuildWithConfigs},
     entry_points={"console_scripts": ["vit_jax = vit_jax.main:execute_and_exit"]},
     python_requires=">=3.11",
     install_requires=[
-        "array_record>=0.8.6; sys_platform == 'linux'",  # wherever tensorflow-datasets has it
-        "einops>=0.8.2",
-        "etils[epath,epy]>=1.15.0",
-        "flax>=0.12.8",
-        "jax>=0.10.2",
+        "array_record>=0.8.6; sys_platform == 'linux'",  # the platforms of tensorflow-datasets
+        "einops>=0.8.1",
+        "etils[epath,epy]>=1.13.0",
+        "flax>=0.12.4",
+        "huggingface_hub>=1.0.1",
+        "jax>=0.10.0",
         "matplotlib>=3.10.0",
         "ml_collections>=1.1.0",
-        "importlib_resources>=7.1.0",  # of tensorflow-datasets, to prepare a data set
-        "ml_dtypes>=0.6.0",
-        "numpy>=2.4.6",
-        "optax>=0.2.8",
-        "orbax-checkpoint>=0.12.8",
+        "importlib_resources>=7.1.0",  # tensorflow-datasets needs it to prepare a data set
+        "ml_dtypes>=0.5.4",
+        "numpy>=2.3.5",
+        "optax>=0.2.6",
+        "orbax-checkpoint>=0.12.5,<1.0",  # 1.0 takes away the interface that checkpoints/ uses
         "pillow>=13.0.0",
-        "psutil>=7.2.2",
-        "pyyaml>=6.0.3",
-        "rich>=15.0.0",
-        "safetensors>=0.8.0",
-        "scikit-learn>=1.9.1",
-        "tensorboard>=2.21.0",
-        # TensorFlow reads data, on the CPU only; where there is no CPU build, the full one does.
-        "tensorflow-cpu>=2.21.0; sys_platform == 'linux' and platform_machine == 'x86_64'",
-        "tensorflow>=2.21.0; sys_platform != 'linux' or platform_machine != 'x86_64'",
+        "psutil>=7.0.0",
+        "pyyaml>=6.0.2",
+        "rich>=14.0.0",
+        "safetensors>=0.6.2",
+        "scikit-learn>=1.7.2",
+        "scipy>=1.16.3",
+        "tensorboard>=2.20.0",
+        # TensorFlow reads data, on the CPU only; platforms without a CPU build take the full one.
+        "tensorflow-cpu>=2.20.0; sys_platform == 'linux' and platform_machine == 'x86_64'",
+        "tensorflow>=2.20.0; sys_platform != 'linux' or platform_machine != 'x86_64'",
         "tensorflow-datasets>=4.9.10",
     ],
     extras_require={
@@ -76,9 +81,11 @@ setup(
             "pytest-xdist>=3.8.0",
             "ruff>=0.15.0",
             "setuptools>=77",  # builds a wheel
+            "trustme>=1.2.1",
             LIBTPU,
             WANDB,
         ],
+        "docs": ["mkdocs>=1.6.1", "mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
         "plan": [LIBTPU],
         "wandb": [WANDB],
         "gcs": GCS,

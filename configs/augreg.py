@@ -1,16 +1,18 @@
 """Pretraining with AugReg (arXiv:2106.10270): --config=augreg:MODEL,DATA,AUG
 
-DATA is imagenet2012 or imagenet21k (README says how to bring the latter), AUG one of none, light1,
-light2, medium1, medium2, strong1, strong2. Other words: wd0.03, reg, 30ep.
+DATA is imagenet2012 or imagenet21k (docs/how_to/datasets.md shows how to prepare it). AUG is one of
+none, light1, light2, medium1, medium2, strong1, strong2. Optional words: wd0.03, reg, 30ep.
 
-The paper's: the rows of AUG, Inception crops and flips, Adam with b2 0.999, batch 4096, learning
-rate 1e-3 warmed up over 10,000 steps and decayed by a cosine, clipping at norm 1, weight decay 0.1
-or 0.03, dropout and stochastic depth both 0 or both 0.1, 300 epochs of ImageNet-1k, 300 or 30 of
-ImageNet-21k, no hidden layer in the head. Ours: decay 0.1 and no dropout unless a word says else;
-decay of kernels only, as in table 3 of arXiv:2010.11929, and so its losses: softmax for
-ImageNet-1k, sigmoid for ImageNet-21k with 50,000 images held out; all of ImageNet-1k's train, where
-big_vision's configs/vit_i1k.py leaves out the last 1 %; RandAugment's contrast as defined (see
-configs/vit_s16_in1k.py); bfloat16 in the computation.
+From the paper: the rows of AUG, Inception crops and flips, Adam with b2 0.999, batch 4096, learning
+rate 1e-3 with 10,000 steps of warm-up and a cosine decay, clipping at norm 1, weight decay 0.1 or
+0.03, dropout and stochastic depth both 0 or both 0.1, 300 epochs of ImageNet-1k, 300 or 30 of
+ImageNet-21k, no hidden layer in the head.
+
+Our choices: weight decay 0.1 and no dropout unless a word sets them; decay of kernels only and the
+losses of table 3 of arXiv:2010.11929 (softmax for ImageNet-1k, sigmoid for ImageNet-21k); 50,000
+images of ImageNet-21k held out; all of ImageNet-1k's train split, while big_vision's
+configs/vit_i1k.py leaves out the last 1 %; RandAugment's contrast as defined (see
+configs/vit_s16_in1k.py); computation in bfloat16.
 
 python -m vit_jax.main --config=configs/augreg.py:ViT-B/16,imagenet21k,medium1 --workdir=$W
 CPU, under a minute, synthetic data: --config=configs/augreg.py:ViT-B/16,imagenet21k,medium1,debug
@@ -24,9 +26,9 @@ from vit_jax.recipes import SPLITS, find_augreg, make_tiny
 
 WORDS = {
     "debug": "20 steps of a tiny model",
-    "wd0.03": "weight decay 0.03 in place of 0.1",
+    "wd0.03": "weight decay 0.03 instead of 0.1",
     "reg": "dropout 0.1 and stochastic depth 0.1",
-    "30ep": "30 epochs, of imagenet21k",
+    "30ep": "30 epochs; for imagenet21k",
 }
 
 
@@ -35,13 +37,15 @@ def get_config(arg=""):
     if len(words) != 3:
         raise InputError(
             f"got {arg!r}, needs MODEL,DATA,AUG, e.g. configs/augreg.py:ViT-B/16,imagenet21k,"
-            f"medium1; besides them it takes {', '.join(WORDS)}"
+            f"medium1; optional words: {', '.join(WORDS)}"
         )
     model, data, augmentation = words
     family = find_family(model)
     family.parse(model)
     if not issubclass(family.module, ViT):
-        raise InputError(f"{model!r}: AugReg's recipes are of ViTs and hybrids, such as ViT-B/16")
+        raise InputError(
+            f"model {model!r}: AugReg's recipes need a ViT or a hybrid, such as ViT-B/16"
+        )
     if data not in ("imagenet2012", "imagenet21k"):
         raise InputError(f"data {data!r}: needs imagenet2012 or imagenet21k")
     if "30ep" in chosen and data != "imagenet21k":

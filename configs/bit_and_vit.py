@@ -1,13 +1,15 @@
-"""A convolutional network against a Transformer over the size of the data: BiT and ViT in small.
+"""Small BiT and ViT models compared over the number of training images, on CIFAR-10.
 
 python -m vit_jax.main study --config=configs/bit_and_vit.py --workdir=$W \\
   --config.data.data_dir=DIR
 A minute, on synthetic data: --config=configs/bit_and_vit.py:debug
 
-DIR holds cifar10/VERSION as TFDS prepares it. Both are trained from scratch on the first 100, 1,000
-and 10,000 pictures, three seeds each, with the same steps, batch, augmentation and optimizer, and
-tested on all of the test split. Figure 4 of arXiv:2010.11929 asks the same of subsets of JFT-300M,
-by five-shot ImageNet. Measured: docs/models.md.
+DIR holds cifar10/VERSION as TFDS prepares it. Both models train from scratch on the first 100,
+1,000 and 10,000 pictures, with three seeds each and the same steps, batch, augmentation and
+optimizer, and are tested on the whole test split. Figure 4 of arXiv:2010.11929 makes the same
+comparison on subsets of JFT-300M, by five-shot ImageNet accuracy.
+
+Results: docs/explanation/results.md.
 """
 
 from vit_jax.config import base_config, classification, refuse_words, split_words
@@ -25,7 +27,7 @@ def get_config(arg=""):
     refuse_words(words, WORDS, __file__)
     c = base_config()
     c.global_batch_size, c.duration, c.schedule.warmup = 64, "1500 steps", "150 steps"
-    c.model.name = "ViT-Ti/8"  # the study sets it, and its sizes
+    c.model.name = "ViT-Ti/8"  # the study replaces it and sets its sizes
     c.data.name, c.data.image_size = "cifar10", 32
     c.data.ops = "decode|pad_crop(2)|flip"
     c.evals.test = classification(split="test", every="1500 steps", ops="decode", batch_size=500)

@@ -1,4 +1,4 @@
-"""ViT-S/4 on CIFAR-10 from scratch, 200 epochs; it wants an accelerator, and no number is claimed.
+"""ViT-S/4 on CIFAR-10 from scratch, 200 epochs; needs an accelerator.
 
 python -m vit_jax.main --config=configs/cifar10.py --config.data.data_dir=DIR --workdir=$W
 DIR holds cifar10/VERSION as TFDS prepares it.
@@ -13,7 +13,7 @@ from vit_jax.recipes import AUGREG
 
 WORDS = {
     "small": "1.2M parameters, 3 epochs",
-    "5k": "5,000 images, a small model that overfits them",
+    "5k": "a small model that overfits 5,000 images",
     **{name: f"AugReg's {name}" for name in AUGREG},
     "debug": "20 steps of a tiny model",
 }
@@ -24,7 +24,9 @@ def get_config(arg=""):
     refuse_words(words, WORDS, __file__)
     augmentation = [AUGREG[name] for name in AUGREG if name in chosen]
     if len(augmentation) > 1 or {"small", "5k"} <= chosen:
-        raise InputError(f"got {arg!r}, needs at most one of {', '.join(AUGREG)}, and of small, 5k")
+        raise InputError(
+            f"got {arg!r}, needs at most one of {', '.join(AUGREG)}, and at most one of small, 5k"
+        )
     c = base_config()
     c.global_batch_size, c.duration = 1024, "200 epochs"
 

@@ -1,11 +1,11 @@
-"""What a model from anywhere is worth, without training: on its own classes, or by its features.
+"""Evaluation of any model without training, by its own classes or by its features.
 
 python -m vit_jax.main evaluate --init_from=SOURCE --config=configs/evaluate.py:knn,probe,cifar10
 
 SOURCE is a workdir, an .npz or .safetensors file, an address, or a name such as ViT-B/16@augreg.
-The words are evaluators, by default fewshot, knn and probe, and a data set: a TFDS name (then
---config.data.data_dir=DIR may say where), vtab/TASK, digits or folder. Splits are overridden by
-name: --config.evals.knn.train_split='train[:10%]'. A few seconds, with the quickstart's run:
+The words name evaluators (default: fewshot, knn, probe) and a data set: a TFDS name (in
+--config.data.data_dir=DIR), vtab/TASK, digits or folder. Override splits by the evaluator's name:
+--config.evals.knn.train_split='train[:10%]'. A few seconds, with the quickstart's run:
 --config=configs/evaluate.py:debug
 """
 
@@ -17,6 +17,7 @@ from vit_jax.config import (
     fewshot,
     knn,
     linear_probe,
+    multilabel,
     real,
     refuse_words,
     split_words,
@@ -24,15 +25,16 @@ from vit_jax.config import (
 from vit_jax.errors import InputError, nearest
 
 EVALUATORS = {
-    "classification": "accuracy, loss, calibration of the model's own classes",
+    "classification": "accuracy, loss and calibration on the model's own classes",
+    "multilabel": "mean average precision of the model's own classes, several per image",
     "real": "ImageNet ReaL; --config.evals.real.labels_file=real.json",
-    "fewshot": "least squares from a few images a class",
-    "knn": "the vote of the nearest images",
-    "probe": "logistic regression",
+    "fewshot": "least squares on the features of a few images per class",
+    "knn": "vote of the nearest neighbours in feature space",
+    "probe": "logistic regression on features",
 }
-WORDS = EVALUATORS | {"debug": "of the digits, quickly"}
+WORDS = EVALUATORS | {"debug": "a few seconds, on the digits"}
 
-TEST_SPLITS = {"imagenet2012": "validation", "folder": "val"}  # of others: test
+TEST_SPLITS = {"imagenet2012": "validation", "folder": "val", "list": "val"}  # all others: test
 
 
 def get_config(arg=""):
@@ -48,10 +50,11 @@ def get_config(arg=""):
     train, test = "train", TEST_SPLITS.get(c.data.name, "test")
     if (c.data.name or "").startswith("vtab/"):
         train = "train800val200"
-    of_classes = {"split": test, "every": "1 epochs"}  # `every` has no meaning without training
+    of_classes = {"split": test, "every": "1 epochs"}  # `every` is unused without training
     of_features = {"train_split": train, "test_split": test, "every": "1 epochs"}
     make = {
         "classification": lambda: classification(**of_classes),
+        "multilabel": lambda: multilabel(**of_classes),
         "real": lambda: real(**of_classes, labels_file="real.json"),
         "fewshot": lambda: fewshot(**of_features),
         "knn": lambda: knn(**of_features),

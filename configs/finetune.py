@@ -1,28 +1,44 @@
-"""Fine-tuning as in the paper's table 4 (arXiv:2010.11929): --config=finetune:MODEL,DATA
+"""Fine-tuning on own pictures, and as in the paper's table 4: --config=finetune:MODEL,DATA
 
-DATA is imagenet2012, cifar10, cifar100, oxford_iiit_pet or oxford_flowers102. Other words:
-headline, head_only. What to start from has to be said; the whole head is replaced by a new one.
+DATA is folder, or one of the table's data sets: imagenet2012, cifar10, cifar100, oxford_iiit_pet or
+oxford_flowers102. --config.init_from is required; the whole head is replaced by a new one. One of
+the words head_only, lastN (last4: the last 4 layers and the head) and lora (lora16: of rank 16;
+without a number 8) trains a part of the model; with lora by AdamW at a learning rate of 0.003.
 
-The paper's: steps, SGD with momentum 0.9, batch 512, cosine, clipping at norm 1, no weight decay,
-384 px (/14: 378), Inception crops and flips, tests on the whole image; of headline, for ImageNet,
-512 px (/14: 518) and averages of 0.9999. Ours: of the learning rates of the row the third, unless
---config.optimizer.peak_lr says else (configs/finetune_study.py chooses); no warm-up, which the
-table does not mention and the published code has (500 steps, --config.schedule.warmup='500 steps');
-bfloat16.
+folder: own pictures, PICTURES/CLASS/*.jpg. Everything that the source knows is taken from it: pool,
+positions, value range, image size. Steps, warm-up and learning rate follow from the number of
+pictures (vit_jax/experiment/data_size.py); batches of 64, and everything else, as from the paper.
 
-A BiT (BiT-R50x1,cifar10) follows its HyperRule (arXiv:1912.11370) for DATA, whatever overrides say
-of data: windows of 128 px of images at 160 px where they are smaller than 96 x 96, else of 480 at
-512; by their number (from 20,000, from 500,000) 500, 10,000 or 20,000 steps at 0.003, divided by 10
-three times, and MixUp from 20,000 images on.
+python -m vit_jax.main --config=configs/finetune.py:ViT-B/16,folder --workdir=$W \\
+  --config.data.data_dir=PICTURES --config.init_from=hf:google/vit-base-patch16-224
+
+A row of table 4 (arXiv:2010.11929). Further word: headline.
+
+From the paper: steps, SGD with momentum 0.9, batch 512, cosine, clipping at norm 1, no weight
+decay, 384 px (/14: 378), Inception crops and flips, tests on the whole image; headline, for
+ImageNet: 512 px (/14: 518) and weight averaging with decay 0.9999.
+
+Our choices: the third learning rate of the row (configs/finetune_study.py selects among them); no
+warm-up, which the table does not mention, while the published code has 500 steps
+(--config.schedule.warmup='500 steps'); bfloat16.
+
+A BiT (BiT-R50x1,cifar10) follows its HyperRule (arXiv:1912.11370) for DATA, even if you override
+`data`: images smaller than 96 x 96 are resized to 160 px and cropped to 128, others resized to
+512 and cropped to 480. With fewer than 20,000, fewer than 500,000, or more training images it takes
+500, 10,000 or 20,000 steps at learning rate 0.003, divided by 10 three times. MixUp is on from
+20,000 images.
 
 python -m vit_jax.main --config=configs/finetune.py:ViT-B/16,cifar10 --workdir=$W \\
   --config.init_from=ViT-B/16@imagenet21k
 A few seconds, digits from scratch: --config=configs/finetune.py:ViT-B/16,cifar10,debug
 """
 
+import re
+
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.data.known import known_sizes
 from vit_jax.errors import InputError
+from vit_jax.models import find_family
 from vit_jax.recipes import (
     FINE_TUNING,
     HYPER_RULE_LR,
@@ -34,57 +50,105 @@ from vit_jax.recipes import (
 
 WORDS = {
     "debug": "20 steps of a tiny model",
-    "headline": "512 px and averaged weights, of imagenet2012",
-    "head_only": "all but the head is frozen",
+    "headline": "512 px and averaged weights, for imagenet2012",
+    "head_only": "train only the head",
+    "lastN": "train only the last N layers and the head, e.g. last4",
+    "lora": "train LoRA adapters of query and value, and the head; lora16: of rank 16",
 }
+_LORA_RANK, _LORA_LR = 8, 3e-3
+_HEAD = "head(_distillation)?/"
 
 
 def get_config(arg=""):
     words, chosen = split_words(arg, WORDS)
-    if len(words) != 2:
+    parts = [word for word in words if re.fullmatch(r"last\d+|lora\d+", word)]
+    parts += sorted(chosen & {"head_only", "lora"})
+    words = [word for word in words if word not in parts]
+    if len(words) != 2 or len(parts) > 1 or "lastN" in chosen:
         raise InputError(
             f"got {arg!r}, needs MODEL,DATA, e.g. configs/finetune.py:ViT-B/16,cifar10, DATA one "
-            f"of {', '.join(FINE_TUNING)}; besides them it takes {', '.join(WORDS)}"
+            f"of folder, {', '.join(FINE_TUNING)}; optional words: {', '.join(WORDS)}, at most one "
+            "of head_only, lastN (such as last4) and lora"
         )
     model, data = words
-    row, headline, is_bit = find_fine_tuning(data), "headline" in chosen, model.startswith("BiT-")
+    headline, is_bit = "headline" in chosen, model.startswith("BiT-")
     if headline and (data != "imagenet2012" or is_bit):
-        raise InputError(f"headline: is of ViTs on imagenet2012, not of {model} on {data}")
+        raise InputError(
+            f"headline: got {model} on {data}; it is defined for ViTs on imagenet2012; leave it out"
+        )
 
     c = base_config()
-    c.init_from = ""  # has to be given
-    c.global_batch_size, c.duration = 512, f"{row.steps} steps"
+    c.init_from = ""  # required
     c.model.name, c.model.dtype = model, "bfloat16"
-
-    c.data.name, c.data.image_size = data, fine_tuning_size(model, headline=headline)
-    c.data.ops = "inception_crop|flip"
-    c.evals.test = classification(split=row.test_split, every="500 steps", ops="decode|resize")
-
-    c.optimizer.name, c.optimizer.peak_lr = "sgd", row.peak_lrs[2]
-    c.optimizer.grad_clip_norm = 1.0
-    if headline:
-        c.optimizer.ema_decay = 0.9999
-    if "head_only" in chosen:
-        c.optimizer.freeze = "(?!head(_distillation)?/).*"
+    c.data.name, c.data.ops = data, "inception_crop|flip"
+    c.optimizer.name, c.optimizer.grad_clip_norm = "sgd", 1.0
     c.schedule.name = "cosine"
-    if is_bit:
-        follow_hyper_rule(c, row)
     c.checkpoint.every, c.log.every = "500 steps", "50 steps"
+    if data == "folder":
+        use_own_pictures(c)
+    else:
+        follow_table(c, find_fine_tuning(data), headline)
+    train_part(c, parts)
 
     if "debug" in chosen:
-        c.init_from = "scratch"
+        c.init_from, c.init_fields, c.schedule.rule = "scratch", "config", None
+        c.optimizer.peak_lr = c.optimizer.peak_lr or 0.003
         c.model.dtype = "float32"
         c.data.name, c.data.image_size = "digits", make_tiny(c.model, model)
         c.data.ops = "inception_crop(area_min=0.5)|flip"
+        if data == "folder":
+            del c.evals.val
         c.evals.test = classification(split="test", every="10 steps", ops="resize")
+        if c.optimizer.last_layers is not None:
+            c.optimizer.last_layers = 1
         c.global_batch_size, c.duration = 32, "20 steps"
         c.schedule.name, c.schedule.warmup, c.schedule.milestones = "cosine", "0 steps", ""
         c.log.every, c.checkpoint.every = "5 steps", "10 steps"
     return c
 
 
+def use_own_pictures(c):
+    """Set what depends neither on the source nor on the number of pictures."""
+    find_family(c.model.name)
+    c.init_fields, c.schedule.rule = "source", "bit"
+    c.global_batch_size = 64
+    c.evals.val = classification(
+        split="val", every="250 steps", ops="decode|resize(antialias=True)"
+    )
+    c.evals.test = classification(  # if it is there
+        split="test?", every="250 steps", ops="decode|resize(antialias=True)"
+    )
+
+
+def follow_table(c, row, headline):
+    """Set the row of table 4, or BiT's HyperRule for its data set."""
+    model = c.model.name
+    c.global_batch_size, c.duration = 512, f"{row.steps} steps"
+    c.data.image_size = fine_tuning_size(model, headline=headline)
+    c.evals.test = classification(split=row.test_split, every="500 steps", ops="decode|resize")
+    c.optimizer.peak_lr = row.peak_lrs[2]
+    if headline:
+        c.optimizer.ema_decay = 0.9999
+    if model.startswith("BiT-"):
+        follow_hyper_rule(c, row)
+
+
+def train_part(c, parts):
+    """Train only the part of the model that the word in `parts`, if any, names."""
+    for word in parts:
+        number = re.sub(r"\D", "", word)
+        if word == "head_only":
+            c.optimizer.freeze = f"(?!{_HEAD}).*"
+        elif word.startswith("last"):
+            c.optimizer.last_layers = int(number)
+        else:
+            c.model.lora_rank = int(number or _LORA_RANK)
+            c.optimizer.freeze = f"(?!{_HEAD}|.*/lora_[ab]$).*"
+            c.optimizer.name, c.optimizer.peak_lr = "adamw", _LORA_LR
+
+
 def follow_hyper_rule(c, row):
-    """What a BiT does in place of the table's row."""
+    """Replace the settings of the table's row in `c` by BiT's HyperRule."""
     _, num_examples = known_sizes(c.data.name, "train")
     rule = hyper_rule(num_examples, row.image_size)
     c.duration, c.data.image_size = f"{rule.steps} steps", rule.crop

@@ -1,22 +1,23 @@
-"""A result as the paper reports it: --config=finetune_study:MODEL,DATA
+"""Fine-tuning with the paper's choice of learning rate: --config=finetune_study:MODEL,DATA
 
-Each learning rate of DATA's row of table 4 (arXiv:2010.11929) is tried on a part of the training
-split and judged on the rest of it (10 % of Pets and Flowers, 2 % of CIFAR, 1 % of ImageNet). The
-best is trained on all of it with three seeds, and tested: mean and standard deviation. Of a BiT
-there is nothing to choose: its HyperRule says the rate. The words and all else are those of
-configs/finetune.py.
+For each learning rate in DATA's row of table 4 (arXiv:2010.11929), a run trains on part of the
+training split and is evaluated on the rest (10 % of Pets and Flowers, 2 % of CIFAR, 1 % of
+ImageNet). The best rate is trained on the whole split with three seeds and tested; the study
+reports mean and standard deviation. A BiT needs no choice: its HyperRule sets the rate. The words
+and all other settings are those of configs/finetune.py.
 
 python -m vit_jax.main study --config=configs/finetune_study.py:ViT-B/16,cifar10 --workdir=$W \\
   --config.init_from=ViT-B/16@imagenet21k
 A minute: --config=configs/finetune_study.py:ViT-B/16,cifar10,debug
 
-A member by itself is `python -m vit_jax.main` with the flags that the study prints.
+To run one member separately, pass the flags that the study prints to `python -m vit_jax.main`.
 """
 
 import pathlib
 
 from vit_jax.config.text import import_config
-from vit_jax.recipes import HYPER_RULE_LR, find_fine_tuning
+from vit_jax.errors import InputError
+from vit_jax.recipes import FINE_TUNING, HYPER_RULE_LR, find_fine_tuning
 
 FINETUNE = import_config(pathlib.Path(__file__).with_name("finetune.py"))
 WORDS = FINETUNE.WORDS
@@ -24,8 +25,13 @@ WORDS = FINETUNE.WORDS
 
 def get_config(arg=""):
     c = FINETUNE.get_config(arg)
+    if c.data.name == "folder":
+        raise InputError(
+            f"got {arg!r}, DATA needs to be one of {', '.join(FINE_TUNING)}; for own pictures set "
+            "the rate by --config=finetune:MODEL,folder --config.optimizer.peak_lr=..."
+        )
     debug = c.data.name == "digits"
-    # While choosing it is the development split; test is none to be looked at then.
+    # While the study chooses, this is the development split; the test split is not used then.
     c.evals.held_out = c.evals.test
     del c.evals.test
     c.study.name = "finetune_sweep"

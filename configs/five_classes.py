@@ -1,4 +1,4 @@
-"""What pretraining is worth: five classes of CIFAR-10, then 250 pictures of the other five.
+"""The benefit of pretraining: five classes of CIFAR-10, then 250 pictures of the other five.
 
 DATA=--config.data.data_dir=DIR STUDY="study --config=configs/five_classes.py $DATA"
 python -m vit_jax.main --config=configs/five_classes.py:pretrain $DATA --workdir=$W/pre
@@ -6,16 +6,17 @@ python -m vit_jax.main $STUDY --config.init_from=$W/pre --workdir=$W/tuned
 python -m vit_jax.main $STUDY --config.init_from=scratch --workdir=$W/scratch
 A minute, on handwritten digits: --config=configs/five_classes.py:debug
 
-DIR holds cifar10/VERSION as TFDS prepares it. Pretraining is at 32 px on the 25,000 pictures of the
-first five classes; the study at 48 px on 250 of the last five, 48 to 51 each. Both arms, from the
-pretrained weights and from scratch, have the same steps and choose from the same learning rates, on
-pictures that no arm trains on and that are not the test's. Measured: docs/transfer.md.
+DIR holds cifar10/VERSION as TFDS prepares it. Pretraining uses the 25,000 pictures of the first
+five classes at 32 px; the study uses 250 pictures of the last five (48 to 51 each) at 48 px. Both
+arms, from the pretrained weights and from scratch, train for the same number of steps and select
+among the same learning rates, on pictures that are neither trained on nor in the test split.
+Results: docs/explanation/results.md.
 """
 
 from vit_jax.config import base_config, classification, refuse_words, split_words
 
 WORDS = {
-    "pretrain": "the first five classes at 32 px, in place of a study of the last five",
+    "pretrain": "pretrain on the first five classes at 32 px; without: study of the last five",
     "debug": "a few steps of a tiny model",
 }
 
@@ -42,7 +43,7 @@ def get_config(arg=""):
         c.data.split = "train[2500:2961]"  # 250 of these classes
         c.data.ops = "decode|resize|pad_crop(4)|flip"
         c.global_batch_size, c.duration, c.schedule.warmup = 50, "50 epochs", "5 epochs"
-        c.init_from = ""  # has to be given
+        c.init_from = ""  # required
         c.evals.held_out = classification(
             split="test", every="50 epochs", ops="decode|resize", batch_size=500
         )
@@ -50,7 +51,7 @@ def get_config(arg=""):
         c.study.peak_lrs = (0.0001, 0.0003, 0.001, 0.003)
         c.study.train_split = c.data.split
         c.study.dev_split = "train[10000:20000]"
-        c.optimizer.peak_lr = c.study.peak_lrs[0]  # the study sets it
+        c.optimizer.peak_lr = c.study.peak_lrs[0]  # the study replaces it
 
     if "debug" in chosen:
         c.model.name = "ViT-mu/8"

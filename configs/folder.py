@@ -1,23 +1,32 @@
-"""One's own pictures: a folder with a sub-folder per class, from scratch, minutes on a CPU.
+"""Your own pictures: a folder with one sub-folder per class; from scratch, minutes on a CPU.
 
 python -m vit_jax.main --config=configs/folder.py --config.data.data_dir=PICTURES --workdir=$W
 
-PICTURES/train/CLASS/*.jpg and PICTURES/val/CLASS/*.jpg; or PICTURES/CLASS/*.jpg, of which a tenth
-is held out to validate with. A larger model, at 224 px, which wants an accelerator:
---config=configs/folder.py:ViT-S/16. A few seconds: --config=configs/folder.py:debug
+PICTURES holds train/CLASS/*.jpg and val/CLASS/*.jpg, or CLASS/*.jpg; then a tenth is held out for
+validation. test/CLASS is evaluated too if it exists. For a larger model at 224 px, on an
+accelerator: --config=configs/folder.py:ViT-S/16
+A few seconds: --config=configs/folder.py:debug
+
+The word list reads a list of files and labels instead of a folder; multilabel reads a list with
+several labels per file: --config=configs/folder.py:multilabel --config.data.data_dir=LIST.csv
+If some classes are rare: --config.loss.class_weights=balanced
 """
 
-from vit_jax.config import base_config, classification, refuse_words, split_words
+from vit_jax.config import base_config, classification, multilabel, refuse_words, split_words
 from vit_jax.models import create_model, find_family
 from vit_jax.models.fields import field_names
 from vit_jax.recipes import make_tiny
 
-WORDS = {"debug": "20 steps of a tiny model"}
+WORDS = {
+    "list": "a list of files and labels, CSV or JSON lines, in place of a folder",
+    "multilabel": "a list with several labels for each file",
+    "debug": "20 steps of a tiny model",
+}
 
 
 def get_config(arg=""):
     words, chosen = split_words(arg, WORDS)
-    model = "such as ViT-S/16 or BiT-R50x1, at 224 px, in place of a small one at 64 px"
+    model = "such as ViT-S/16 or BiT-R50x1, at 224 px instead of a small one at 64 px"
     refuse_words(words[1:], {"MODEL": model} | WORDS, __file__)
     c = base_config()
     c.global_batch_size, c.duration = 32, "40 epochs"
@@ -30,12 +39,17 @@ def get_config(arg=""):
     if "dropout" in field_names(find_family(c.model.name).module):
         c.model.pool, c.model.dropout = "gap", 0.1
 
-    c.data.name = "folder"
+    c.data.name = "list" if chosen & {"list", "multilabel"} else "folder"
     c.data.ops = "inception_crop(area_min=0.3)|flip"
     eval_ops = "decode|resize_small(antialias=True)|central_crop"
-    c.evals.val = classification(split="val", every="2 epochs", ops=eval_ops)
+    evaluator = multilabel if "multilabel" in chosen else classification
+    c.evals.val = evaluator(split="val", every="2 epochs", ops=eval_ops)
+    c.evals.test = evaluator(split="test?", every="2 epochs", ops=eval_ops)  # if it is there
 
-    c.loss.label_smoothing = 0.1
+    if "multilabel" in chosen:
+        c.data.multi_label, c.loss.name = True, "sigmoid"
+    else:
+        c.loss.label_smoothing = 0.1
     c.optimizer.peak_lr, c.optimizer.weight_decay = 5e-4, 0.05
     c.optimizer.grad_clip_norm = 1.0
     c.schedule.name, c.schedule.warmup = "cosine", "2 epochs"
@@ -46,4 +60,5 @@ def get_config(arg=""):
         c.data.image_size = make_tiny(c.model, c.model.name)
         c.duration, c.schedule.warmup = "20 steps", "2 steps"
         c.log.every, c.checkpoint.every, c.evals.val.every = "5 steps", "10 steps", "10 steps"
+        c.evals.test.every = "10 steps"
     return c

@@ -1,12 +1,13 @@
-"""Which position embedding, and where: table 8 of arXiv:2010.11929 in small, on CIFAR-10.
+"""A small version of table 8 of arXiv:2010.11929: kinds and places of position embeddings.
 
 python -m vit_jax.main study --config=configs/position_ablation.py --workdir=$W \\
   --config.data.data_dir=DIR
 A few minutes, on handwritten digits: --config=configs/position_ablation.py:debug
 
-DIR holds cifar10/VERSION as TFDS prepares it. Every kind at every place, three seeds each, on the
-first 10,000 pictures without augmentation. The paper has none, 1-D and 2-D at the stem, at every
-layer and at every layer shared, and relative; fixed sine-cosine is ours. Measured: docs/models.md.
+DIR holds cifar10/VERSION as TFDS prepares it. The study trains every kind at every place with three
+seeds each, on the first 10,000 pictures of CIFAR-10 without augmentation. The paper compares no
+positions, 1-D and 2-D positions at the stem, at every layer and shared by all layers, and relative
+positions; we add fixed sine-cosine. Results: docs/explanation/results.md.
 """
 
 from vit_jax.config import base_config, classification, refuse_words, split_words
@@ -21,7 +22,8 @@ KINDS = {
     "sine-cosine": "sincos_2d",
 }
 PLACES = {"stem": "stem", "every layer": "layers", "every layer, shared": "layers_shared"}
-# Nothing is nowhere; offsets act in the attention of layers; a fixed table is always shared.
+# Cells without meaning: no positions have no place, relative positions act inside attention, and a
+# fixed table is always shared.
 WITHOUT = {
     ("no positions", "every layer"),
     ("no positions", "every layer, shared"),

@@ -1,8 +1,9 @@
 """Pretraining as in the paper's table 3 (arXiv:2010.11929): --config=pretrain:MODEL,DATA
 
-DATA is imagenet2012, imagenet21k or jft=<TFDS name> (JFT-300M is not public: the recipe then runs
-on the large labelled set of that name). README says how to bring a set that the TFDS catalogue
-lacks, imagenet21k among them. MODEL is a ViT, or of jft a hybrid or BiT of the table.
+DATA is imagenet2012, imagenet21k or jft=NAME. JFT-300M is not public, so jft=NAME runs its recipe
+on your own large TFDS data set NAME. docs/how_to/datasets.md shows how to prepare sets that the
+TFDS catalogue lacks, such as imagenet21k. MODEL is a ViT; with jft also a hybrid or BiT of the
+table.
 
 python -m vit_jax.main --config=configs/pretrain.py:ViT-L/16,imagenet21k --workdir=$W
 Published, ViT-B/16 on ImageNet-1k, 300 epochs, from scratch: 77.9 % top-1 at 384 px.
@@ -21,7 +22,7 @@ WORDS = {
     "14ep": "14 epochs",
     "30ep": "30 epochs",
     "90ep": "90 epochs",
-    "fewshot": "5-shot ImageNet on the way, as in the paper's figures",
+    "fewshot": "5-shot ImageNet during training, as in the paper's figures",
 }
 
 
@@ -30,7 +31,7 @@ def get_config(arg=""):
     if len(words) != 2:
         raise InputError(
             f"got {arg!r}, needs MODEL,DATA, e.g. configs/pretrain.py:ViT-B/16,imagenet2012; "
-            f"besides them it takes {', '.join(WORDS)}"
+            f"optional words: {', '.join(WORDS)}"
         )
     model, data = words
     data, _, tfds_name = data.partition("=")
@@ -82,7 +83,7 @@ def get_config(arg=""):
 
 
 def choose_epochs(row, chosen):
-    """The epochs that a word chooses, else the row's usual ones."""
+    """The number of epochs that a word sets, else the row's default."""
     wanted = [int(word.removesuffix("ep")) for word in chosen if word.endswith("ep")]
     if len(wanted) > 1 or (wanted and wanted[0] not in row.epochs):
         has = " or ".join(map(str, row.epochs))

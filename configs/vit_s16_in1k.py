@@ -1,15 +1,15 @@
 """ViT-S/16, ImageNet-1k, 90 epochs. Published: 76.5 % top-1 at 224 px (arXiv:2205.01580).
 
 The recipe is big_vision's configs/vit_s16_i1k.py: mean pooling, fixed sine-cosine positions, a
-hidden tanh layer in the head, 99 % of train (the last 1 % is left for choices; results are on
+hidden tanh layer in the head, 99 % of train (the last 1 % is kept for tuning; results are on
 validation), Inception crops, flips, RandAugment (2, 10), MixUp 0.2, Adam at 1e-3 with decay 0.1
 times the learning rate and clipping at norm 1, 10,000 steps of warm-up, a cosine.
 
-Ours differs from that code in these points. RandAugment's contrast blends with the image's mean
-grey value, as the operation is defined; there the mean is taken of the histogram's counts, so it is
-the number of pixels / 256: 196 at 224 px, whatever the image. The first moment of Adam is float32,
-there bfloat16. MixUp draws one share for each pair of images, there one for the batch. Evaluation
-resizes bilinearly, there by area. The model computes in bfloat16.
+Ours differs from big_vision in five points. RandAugment's contrast blends with the image's mean
+grey value, as the operation is defined; big_vision's averages the histogram's counts, which gives
+the number of pixels / 256 (196 at 224 px) for every image. Adam's first moment is float32 instead
+of bfloat16. MixUp draws a weight for each pair of images instead of one for the batch. Evaluation
+resizes bilinearly instead of by area. The model computes in bfloat16.
 
 python -m vit_jax.main --config=configs/vit_s16_in1k.py --workdir=$W
 A few seconds, synthetic data: --config=configs/vit_s16_in1k.py:debug

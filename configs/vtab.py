@@ -1,14 +1,14 @@
-"""VTAB-1k, as the paper fine-tunes on its 19 tasks: --config=vtab:MODEL
+"""Fine-tuning on the 19 tasks of VTAB-1k, as in the paper: --config=vtab:MODEL
 
 python -m vit_jax.main study --config=configs/vtab.py:ViT-B/16 --workdir=$W \\
   --config.init_from=ViT-B/16@imagenet21k --config.data.data_dir=DIR
 
-DIR holds the TFDS data sets, as TFDS prepares them; tasks whose data are not there are left out,
-and named with the way to get them. Table 4 (arXiv:2010.11929): 2,500 steps, SGD with momentum 0.9
-at 0.01, batch 512, cosine, clipping at norm 1; appendix B.1.1: 384 px (/14: 378) for every task.
-A BiT is trained alike, and not by its HyperRule, which wants another size for small images.
-Ours: images are resized and not augmented, as positions and counts are among the classes; bfloat16.
-Three runs of each task: --config.study.seeds=1 for one.
+DIR holds the data sets as TFDS prepares them. Tasks with missing data are skipped and listed, with
+the way to get the data. From table 4 (arXiv:2010.11929): 2,500 steps, SGD with momentum 0.9 at
+0.01, batch 512, cosine, clipping at norm 1; from appendix B.1.1: 384 px (/14: 378) for every task.
+A BiT follows the same recipe instead of its HyperRule, which uses another size for small images.
+Our choices: images are resized but not augmented, because some tasks predict positions or counts;
+bfloat16. Each task is run three times; --config.study.seeds=1 runs it once.
 
 A few seconds, on the digits: --config=configs/vtab.py:ViT-B/16,debug
 """
@@ -23,14 +23,16 @@ WORDS = {"debug": "20 steps of a tiny model"}
 def get_config(arg=""):
     words, chosen = split_words(arg, WORDS)
     if len(words) != 1:
-        raise InputError(f"got {arg!r}, needs MODEL, e.g. configs/vtab.py:ViT-B/16; besides debug")
+        raise InputError(
+            f"got {arg!r}, needs MODEL, e.g. configs/vtab.py:ViT-B/16; optional words: debug"
+        )
     (model,) = words
     c = base_config()
-    c.init_from = ""  # has to be given
+    c.init_from = ""  # required
     c.global_batch_size, c.duration = 512, f"{VTAB.steps} steps"
     c.model.name, c.model.dtype = model, "bfloat16"
 
-    c.data.name, c.data.split = "vtab/caltech101", "train800val200"  # the study sets them
+    c.data.name, c.data.split = "vtab/caltech101", "train800val200"  # the study replaces them
     c.data.image_size = fine_tuning_size(model)
     c.data.ops = "decode|resize"
     c.evals.test = classification(split="test", every="2500 steps", ops="decode|resize")

@@ -1,4 +1,4 @@
-"""The command line of a launcher: its own flags, then `--`, then what its job runs."""
+"""The command line of a launcher: its own flags, `--`, and the arguments of its job."""
 
 import argparse
 import pathlib
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # that a clone which is not installed can be launched from
+sys.path.insert(0, str(ROOT))  # so that launchers work in a clone that is not installed
 
 from vit_jax.errors import InputError  # noqa: E402
 from vit_jax.job import exit_codes  # noqa: E402
@@ -18,12 +18,12 @@ from vit_jax.job import exit_codes  # noqa: E402
 def launcher_main(
     parser: argparse.ArgumentParser, launch: Callable[[argparse.Namespace, list[str]], int]
 ) -> int:
-    """launch(flags before `--`, words behind it); the exit code, 2 where the input is wrong."""
+    """Call launch(flags before `--`, words after it); return the exit code, 2 for wrong input."""
     argv = sys.argv[1:]
     split = argv.index("--") if "--" in argv else len(argv)
     flags, unknown = parser.parse_known_args(argv[:split])
     if unknown:
-        parser.error(f"unknown: {' '.join(unknown)}; what the job runs stands behind --")
+        parser.error(f"unknown: {' '.join(unknown)}; arguments of the job go after --")
     try:
         return launch(flags, argv[split + 1 :])
     except InputError as e:
@@ -32,7 +32,7 @@ def launcher_main(
 
 
 def make_parser(doc: str, action: str = "") -> argparse.ArgumentParser:
-    """A launcher's parser, whose help is the docstring of its file; `action`: its first word."""
+    """A launcher's parser; `doc`: docstring of its file; `action`: its first word, if any."""
     return argparse.ArgumentParser(
         usage=f"python launch/{pathlib.Path(sys.argv[0]).name} {action}[FLAGS] -- [COMMAND] "
         "--config=FILE --workdir=DIR [--config.key=value ...]",
@@ -43,16 +43,16 @@ def make_parser(doc: str, action: str = "") -> argparse.ArgumentParser:
 
 
 def shell(words: Iterable[str], environment: Mapping[str, str] | None = None) -> str:
-    """A command as one types it, with its environment in front."""
+    """A command as typed in a shell, preceded by its environment variables."""
     settings = [f"{key}={shlex.quote(value)}" for key, value in (environment or {}).items()]
     return " ".join([*settings, shlex.join(words)])
 
 
 def find_program(name: str, remedy: str) -> str:
-    """The path of a program.
+    """Path of a program.
 
     Raises:
-      InputError: it is not on PATH.
+      InputError: if it is not on PATH.
     """
     path = shutil.which(name)
     if path is None:
@@ -61,7 +61,7 @@ def find_program(name: str, remedy: str) -> str:
 
 
 def positive(flags: argparse.Namespace, *names: str) -> None:
-    """Raises InputError for what is given and below 1."""
+    """Raise InputError for flags that are given and less than 1."""
     faults = [
         f"--{name}={value}: needs a positive number"
         for name in names
@@ -72,24 +72,24 @@ def positive(flags: argparse.Namespace, *names: str) -> None:
 
 
 def check_name(name: str | None) -> None:
-    """Raises InputError for a --name that Google's tools or Kubernetes would refuse."""
+    """Raise InputError for a --name that Google's tools or Kubernetes would reject."""
     if name is not None and not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
         raise InputError(
-            f"--name={name}: needs at most 40 of a to z, 0 to 9 and -, beginning with a letter and "
-            "not ending with -"
+            f"--name={name}: needs at most 40 characters of a to z, 0 to 9 and -, starting with a "
+            "letter and not ending with -"
         )
 
 
 def parse_pairs(name: str, values: Sequence[str], separator: str) -> dict[str, str]:
-    """{key: value} of the flag --NAME=KEY<separator>VALUE, which may be given again.
+    """{key: value} from the repeatable flag --NAME=KEY<separator>VALUE.
 
     Raises:
-      InputError: one is no pair.
+      InputError: if a value is not a pair.
     """
     pairs = {}
     for value in values:
         key, found, rest = value.partition(separator)
         if not (key and found and rest):
-            raise InputError(f"--{name}={value}: needs two parts with {separator!r} between them")
+            raise InputError(f"--{name}={value}: needs two parts separated by {separator!r}")
         pairs[key] = rest
     return pairs

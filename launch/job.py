@@ -1,9 +1,10 @@
-"""The job that a launcher starts: what stands behind `--`, as `python -m vit_jax.main` takes it."""
+"""The job that a launcher starts: the arguments after `--`, for `python -m vit_jax.main`."""
 
 import dataclasses
 import os
 import pathlib
 import re
+import shlex
 from collections.abc import Sequence
 
 from command_line import ROOT
@@ -20,13 +21,14 @@ _OF_PROCESSES = ("coordinator", "num_processes", "process_id")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What each process of a job runs.
+    """The command that every process of a job runs.
 
-    words: that follow `python -m vit_jax.main`.
-    config: of `--config`, NAME[:words]; None for a command that takes its config from the workdir.
-    workdir: a path or an address such as gs://bucket/run, as typed.
-    plugins: the files of the plug-ins that its config names, of those by path.
-    typed_plugins: the plug-ins of `--config.plugins`, as typed.
+    words: arguments of `python -m vit_jax.main`.
+    config: value of `--config`, NAME[:words]; None if the config comes from the workdir.
+    workdir: a path, or an address such as gs://bucket/run, as typed.
+    plugins: files of the config's plug-ins that are files.
+    typed_plugins: plug-ins in `--config.plugins`, as typed.
+    extras: extras of the package that the job needs beyond those of its platform.
     """
 
     words: tuple[str, ...]
@@ -34,14 +36,15 @@ class Job:
     workdir: str
     plugins: tuple[pathlib.Path, ...] = ()
     typed_plugins: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
 
     def command(self, *process_words: str, python: str = "python") -> list[str]:
-        """The command of a process, with what tells it its place in the job."""
+        """The command of one process; `process_words` give its place in the job."""
         return [python, "-m", "vit_jax.main", *self.words, *process_words]
 
     @property
     def overrides(self) -> list[str]:
-        """The words that set keys of the config, each as `--config.key=value`."""
+        """The words that set config keys, each as `--config.key=value`."""
         found, words = [], iter(self.words)
         for word in words:
             if word.startswith("--config."):
@@ -50,13 +53,13 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The last part of the workdir, as a name that every scheduler takes."""
+        """Last part of the workdir, as a name that every scheduler accepts."""
         part = self.workdir.rstrip("/").rpartition("/")[2].lower()
         name = re.sub(r"[^a-z0-9]+", "-", part)[:40].strip("-")
-        return name if name[:1].isalpha() else f"run-{name}".strip("-")  # begins with a letter
+        return name if name[:1].isalpha() else f"run-{name}".strip("-")  # starts with a letter
 
     def on(self, platform: str) -> "Job":
-        """The job that refuses to run on anything but `platform`, unless it says where it runs."""
+        """The same job, restricted to `platform` unless it sets a platform itself."""
         if any(word.startswith("--config.mesh.platform") for word in self.words):
             return self
         word = f"--config.mesh.platform={platform}"
@@ -64,48 +67,88 @@ class Job:
 
 
 def check_job(words: Sequence[str]) -> Job:
-    """The job of `words`, with its flags and its config checked as the job itself will do.
+    """Check flags and config of the job in `words`, as the job itself will do, and return it.
 
     Raises:
-      InputError: with all faults of the config; or naming the flag that is missing or too many.
+      InputError: lists all faults of the config, or names a flag that is missing or superfluous.
     """
     words = list(words)
     command = words[0] if words and not words[0].startswith("-") else "train"
     example = "-- --config=configs/quickstart.py --workdir=runs/quickstart"
     if not words:
-        raise InputError(f"no job: give what it runs behind --, e.g. {example}")
+        raise InputError(f"no job: give its arguments after --, e.g. {example}")
     if command not in COMMANDS:
         raise InputError(f"-- {command}: no such command; known: {', '.join(COMMANDS)}")
     flags = parse_flags(command, words[1:] if words[0] == command else words)
     if not hasattr(flags, "workdir"):
-        raise InputError(f"-- {command}: has no workdir, so it is no job; run it by itself")
+        raise InputError(f"-- {command}: has no workdir, so it cannot be a job; run it directly")
     if command == "study":
         raise InputError(
-            "-- study: is no job, but hands each of its members to a launcher: python -m "
-            'vit_jax.main study ... --launcher="python launch/LAUNCHER.py WHERE ..."'
+            "-- study: cannot be a job, since it starts a launcher for each member; run "
+            'python -m vit_jax.main study ... --launcher="python launch/LAUNCHER.py WHERE ..."'
         )
     given = [f"--{name}" for name in _OF_PROCESSES if getattr(flags, name, None) is not None]
     if given:
         raise InputError(f"{', '.join(given)}: the launcher sets these; leave them out")
     if command == "evaluate" and (flags.init_from or flags.config):
-        raise InputError("-- evaluate: as a job it takes --workdir alone; run it by itself")
+        raise InputError("-- evaluate: as a job it takes only --workdir; run it directly")
     # `evaluate` takes its config from the workdir.
     of_command = ("workdir",) if command == "evaluate" else ("config", "workdir")
     require_flags(flags, [name for name in of_command if hasattr(flags, name)], example)
-    config, named = getattr(flags, "config", None), ()
+    config, named, extras = getattr(flags, "config", None), (), set()
+    addresses = [flags.workdir]
     with plugins.using(flags.plugins, trusted=flags.trust_plugins):
         if config is not None:
-            named = load_valid_config(flags).plugins
+            loaded = load_valid_config(flags)
+            named = loaded.plugins
+            addresses += [loaded.data.data_dir, loaded.init_from]
+            extras |= {"wandb"} if loaded.log.wandb is not None else set()
+    if any(str(address).startswith("gs://") for address in addresses):
+        extras.add("gcs")
     found = [plugins.find_plugin(name) for name in named]
     by_path = tuple(pathlib.Path(p.file) for p in found if p.name.endswith(".py"))
-    return Job(tuple(words), config, flags.workdir, by_path, tuple(flags.plugins))
+    typed = tuple(flags.plugins)
+    return Job(tuple(words), config, flags.workdir, by_path, typed, tuple(sorted(extras)))
+
+
+def study_jobs(words: Sequence[str]) -> tuple[str, list[Job]]:
+    """The workdir of the study that `words` ask for, and a job for each member that can run now.
+
+    Raises:
+      InputError: it is no study that can run, or no member waits.
+    """
+    from vit_jax.commands.study import prepare_study
+    from vit_jax.studies import running
+
+    flags = parse_flags("study", words[1:])
+    if flags.launcher is not None:
+        raise InputError(f"--launcher={flags.launcher}: this one takes the members; leave it out")
+    with plugins.using(flags.plugins, trusted=flags.trust_plugins):
+        study, config, call = prepare_study(flags)
+        waiting = running.waiting_members(study, config, call)
+    if not waiting:
+        raise InputError(
+            f"--workdir={flags.workdir}: no member waits; see what they came to: "
+            f"{shlex.join(['python', '-m', 'vit_jax.main', *words])}, or hand those that were lost "
+            "over again by --again"
+        )
+    jobs = [
+        Job(
+            tuple(running.member_words(call, member)),
+            flags.config,
+            os.fspath(call.workdir / member.name),
+            typed_plugins=tuple(flags.plugins),
+        )
+        for member in waiting
+    ]
+    return os.fspath(call.workdir), jobs
 
 
 def check_config_travels(job: Job, where: str) -> None:
-    """Raises InputError if a file of the job is none of the repository's, which alone are `where`.
+    """Raise InputError if a file that the job needs is not in the repository.
 
-    Those are its config and its plug-ins; a plug-in that is a module is installed there by the
-    user.
+    `where` names the place that only has the repository's files. Needed files are the config and
+    the plug-ins; plug-ins that are modules are installed there by the user.
     """
     configs = ROOT / "configs"
     elsewhere = [
@@ -114,8 +157,8 @@ def check_config_travels(job: Job, where: str) -> None:
     elsewhere += [str(file) for file in job.plugins if not file.is_relative_to(configs)]
     if elsewhere:
         raise InputError(
-            f"plugins: {elsewhere[0]}: {where} holds the repository's files alone; put the file "
-            "into configs/, and name it from the repository's root; or install it there as a module"
+            f"plugins: {elsewhere[0]}: {where} has only the repository's files; move the file to "
+            "configs/ and name it from the repository's root, or install it there as a module"
         )
     if job.config is None:
         return
@@ -125,12 +168,12 @@ def check_config_travels(job: Job, where: str) -> None:
     path = pathlib.Path(name)
     if path.is_absolute() or not (ROOT / path).is_file():
         raise InputError(
-            f"--config={job.config}: {where} holds the repository's files alone; put the file "
-            "into configs/, and name it from the repository's root"
+            f"--config={job.config}: {where} has only the repository's files; move the file to "
+            "configs/ and name it from the repository's root"
         )
 
 
 def _is_below(folder: pathlib.Path, name: str) -> bool:
-    """Whether a process, which starts in the repository's root, finds the file in `folder`."""
+    """Whether a process started in the repository's root finds the file `name` in `folder`."""
     file = (ROOT / name).resolve()
     return not os.path.isabs(name) and file.is_file() and file.is_relative_to(folder)

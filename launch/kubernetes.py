@@ -1,14 +1,14 @@
-"""Starts a job on a Kubernetes cluster that has JobSet (https://jobset.sigs.k8s.io).
+"""Run a job on a Kubernetes cluster that has JobSet (https://jobset.sigs.k8s.io).
 
   python launch/kubernetes.py --image=IMAGE --topology=v5e:16x16 --num_slices=2 -- \\
     --config=configs/pretrain.py:ViT-L/16,imagenet21k --workdir=gs://bucket/runs/vit_l
 
-With --topology on TPU slices of GKE, planned for first; with --nodes and --gpus_per_node on NVIDIA
-GPUs; with --nodes alone on CPUs. A node gets one process, which drives all its chips. --dry_run
-prints the manifest, for `kubectl create -f -`.
+--topology runs it on TPU slices of GKE, after checking that it fits; --nodes and --gpus_per_node on
+NVIDIA GPUs; --nodes without GPUs on CPUs. Every node runs one process, which uses all its chips.
+--dry_run prints the manifest, for `kubectl create -f -`.
 
-All processes start again when one of them has been told to stop and has saved, or its node is
-taken away; after a failure likewise, --max_restarts times, but not if the input is wrong.
+All processes restart when one of them was told to stop and has saved, or its node was taken away.
+They also restart after failures, at most --max_restarts times, except if the input is wrong.
 """
 
 import argparse
@@ -28,12 +28,13 @@ from command_line import (
     positive,
     shell,
 )
+from environment import Environment, define_env_flag, read_environment
 from job import Job, check_config_travels, check_job
 
 from vit_jax.errors import InputError
 from vit_jax.job.exit_codes import DONE, INPUT_WRONG, PREEMPTED, TERMINATED
 
-_PORT = 8482  # of process 0 in its pod
+_PORT = 8482  # port of process 0 in its pod
 _SPOT = "cloud.google.com/gke-spot"
 
 
@@ -41,48 +42,49 @@ def define_flags() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     where = parser.add_argument_group("where: --topology, or --nodes")
     where.add_argument("--topology", metavar="SLICE", help="TPU slice of GKE, e.g. v5e:4x4")
-    where.add_argument("--num_slices", type=int, default=1, help="slices of TPUs, over DCN")
-    where.add_argument("--nodes", type=int, help="of GPUs or CPUs")
-    where.add_argument("--gpus_per_node", type=int, help="NVIDIA GPUs that a process drives")
-    where.add_argument("--spot", action="store_true", help="on GKE's spot nodes")
+    where.add_argument("--num_slices", type=int, default=1, help="TPU slices connected by DCN")
+    where.add_argument("--nodes", type=int, help="number of GPU or CPU nodes")
+    where.add_argument("--gpus_per_node", type=int, help="NVIDIA GPUs per process")
+    where.add_argument("--spot", action="store_true", help="use GKE's spot nodes")
     where.add_argument(
         "--node_selector", action="append", default=[], metavar="LABEL=VALUE",
         help="nodes to run on, e.g. cloud.google.com/gke-accelerator=nvidia-h100-80gb or "
-        "cloud.google.com/reservation-name=NAME; may be given again",
+        "cloud.google.com/reservation-name=NAME; repeatable",
     )  # fmt: skip
-    parser.add_argument("--image", required=True, help="as launch/Dockerfile makes it")
+    parser.add_argument("--image", required=True, help="image built from launch/Dockerfile")
     parser.add_argument(
         "--volume", action="append", default=[], metavar="CLAIM:FOLDER",
-        help="persistent volume claim and where it is seen; may be given again",
+        help="persistent volume claim and the folder to mount it at; repeatable",
     )  # fmt: skip
-    parser.add_argument("--service_account", help="that may write to the workdir")
+    parser.add_argument("--service_account", help="account that may write to the workdir")
     parser.add_argument("--namespace", default="default")
-    parser.add_argument("--name", help="of the JobSet; default: the last part of the workdir")
-    parser.add_argument("--cpus_per_node", type=int, help="that the pod asks for")
-    parser.add_argument("--memory_per_node", metavar="SIZE", help="that it asks for, e.g. 64Gi")
+    parser.add_argument("--name", help="name of the JobSet; default: last part of the workdir")
+    parser.add_argument("--cpus_per_node", type=int, help="CPUs to request per pod")
+    parser.add_argument("--memory_per_node", metavar="SIZE", help="memory per pod, e.g. 64Gi")
     parser.add_argument(
-        "--save_s", type=int, default=300, help="seconds that a pod gets to save when it must go"
+        "--save_s", type=int, default=300, help="seconds for a pod to save when it is evicted"
     )
-    parser.add_argument("--max_restarts", type=int, default=10, help="after failures")
-    parser.add_argument("--no_plan", action="store_true", help="do not check that it fits")
-    parser.add_argument("--dry_run", action="store_true", help="print the manifest, and end")
+    parser.add_argument("--max_restarts", type=int, default=10, help="restarts after failures")
+    parser.add_argument("--no_plan", action="store_true", help="do not check that the job fits")
+    define_env_flag(parser)
+    parser.add_argument("--dry_run", action="store_true", help="print the manifest and exit")
     return parser
 
 
 def check(flags: argparse.Namespace, job: Job) -> None:
-    """Raises InputError for flags that do not go together."""
+    """Raise InputError for flags that contradict each other."""
     positive(flags, "num_slices", "nodes", "gpus_per_node", "cpus_per_node", "save_s")
     if (flags.topology is None) == (flags.nodes is None):
         raise InputError(
-            "--topology, --nodes: give one of them: a TPU slice such as --topology=v5e:4x4, or "
+            "--topology, --nodes: give one of them; a TPU slice such as --topology=v5e:4x4, or "
             "--nodes=4 --gpus_per_node=8"
         )
     if flags.topology is not None and flags.gpus_per_node is not None:
-        raise InputError("--gpus_per_node: goes with --nodes, not with --topology")
+        raise InputError("--gpus_per_node: only works with --nodes, not with --topology")
     if flags.nodes is not None and flags.num_slices != 1:
-        raise InputError("--num_slices: goes with --topology, not with --nodes")
+        raise InputError("--num_slices: only works with --topology, not with --nodes")
     if flags.max_restarts < 0:
-        raise InputError(f"--max_restarts={flags.max_restarts}: needs a number from 0")
+        raise InputError(f"--max_restarts={flags.max_restarts}: must be at least 0")
     check_name(flags.name)
     mounts = parse_pairs("volume", flags.volume, ":").values()
     if "://" not in job.workdir and not any(
@@ -95,12 +97,12 @@ def check(flags: argparse.Namespace, job: Job) -> None:
 
 
 class Placement(NamedTuple):
-    """Where the processes of a job run, one a pod.
+    """The pods of a job, with one process each.
 
-    group: the name of the pods' group.
-    num_groups, num_pods: groups, and pods in each.
-    command: of each process.
-    env, resources, selector, annotations, pod: what is asked for there, as manifests have it.
+    group: name of the group of pods.
+    num_groups, num_pods: number of groups, and of pods in each.
+    command: command of each process.
+    env, resources, selector, annotations, pod: parts of the manifest.
     """
 
     group: str
@@ -115,10 +117,10 @@ class Placement(NamedTuple):
 
 
 def on_slices(flags: argparse.Namespace, job: Job) -> Placement:
-    """On TPU slices of GKE, a group each.
+    """Place a job on TPU slices of GKE, one group per slice.
 
-    GKE tells each process its place in the slice and the slices theirs (TPU_WORKER_ID,
-    TPU_WORKER_HOSTNAMES, MEGASCALE_*), where JAX finds them.
+    GKE sets TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and MEGASCALE_*, from which JAX finds the place of
+    each process and slice.
     """
     tpu = tpus.find_tpu_slice(flags.topology, flags.num_slices)
     return Placement(
@@ -132,11 +134,11 @@ def on_slices(flags: argparse.Namespace, job: Job) -> Placement:
             "cloud.google.com/gke-tpu-accelerator": tpus.GENERATIONS[tpu.chip].gke,
             "cloud.google.com/gke-tpu-topology": tpu.name.partition(":")[2],
         },
-        # A slice is a node pool: no other job may get a node of it.
+        # A slice is a node pool; exclude other jobs from its nodes.
         annotations={
             "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
         },
-        # Between slices, without the pods' own network.
+        # Traffic between slices bypasses the pod network.
         pod={"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
         if flags.num_slices > 1
         else {},
@@ -144,7 +146,7 @@ def on_slices(flags: argparse.Namespace, job: Job) -> Placement:
 
 
 def on_nodes(flags: argparse.Namespace, job: Job, name: str) -> Placement:
-    """On nodes with GPUs or CPUs, whose processes are told their places by the command."""
+    """Place a job on nodes with GPUs or CPUs; the command tells processes their number."""
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     command = escape(job.on("cpu" if flags.gpus_per_node is None else "gpu").command())
     command += [
@@ -165,9 +167,20 @@ def on_nodes(flags: argparse.Namespace, job: Job, name: str) -> Placement:
     )
 
 
-def render(flags: argparse.Namespace, job: Job) -> dict[str, Any]:
-    """The JobSet."""
+def render_secret(flags: argparse.Namespace, job: Job, values: Mapping[str, str]) -> dict[str, Any]:
+    """Make the manifest of the Secret that holds the hidden variables of the processes."""
+    metadata = {"name": _secret_name(flags, job), "namespace": flags.namespace}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": dict(values)}
+
+
+def _secret_name(flags: argparse.Namespace, job: Job) -> str:
+    return f"{flags.name or job.name}-env"
+
+
+def render(flags: argparse.Namespace, job: Job, variables: Environment) -> dict[str, Any]:
+    """Make the JobSet's manifest."""
     name = flags.name or job.name
+    secret = _secret_name(flags, job) if variables.secret else None
     place = on_nodes(flags, job, name) if flags.topology is None else on_slices(flags, job)
     metadata = {"name": name, "namespace": flags.namespace, "annotations": place.annotations}
     return {
@@ -187,7 +200,7 @@ def render(flags: argparse.Namespace, job: Job) -> dict[str, Any]:
                             "completionMode": "Indexed",
                             "backoffLimit": 0,
                             "podFailurePolicy": POD_FAILURE_POLICY,
-                            "template": {"spec": render_pod(flags, place)},
+                            "template": {"spec": render_pod(flags, place, variables.plain, secret)},
                         }
                     },
                 }
@@ -196,13 +209,21 @@ def render(flags: argparse.Namespace, job: Job) -> dict[str, Any]:
     }
 
 
-def render_pod(flags: argparse.Namespace, place: Placement) -> dict[str, Any]:
-    """The pod of one process: its container, volumes and the nodes that it may run on."""
+def render_pod(
+    flags: argparse.Namespace,
+    place: Placement,
+    variables: Mapping[str, str],
+    secret: str | None,
+) -> dict[str, Any]:
+    """Make the pod of one process: container, volumes, and the nodes it may run on.
+
+    `secret` is the name of the Secret with more variables; None: there is none.
+    """
     selector = place.selector | parse_pairs("node_selector", flags.node_selector, "=")
     tolerations, volumes, mounts = [], [], []
     if flags.gpus_per_node is not None:
         tolerations.append({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
-        # Between the GPUs of a process NCCL shares more memory than the 64 MiB a pod has.
+        # NCCL shares more memory between the GPUs of a process than a pod's default of 64 MiB.
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     if flags.spot:
@@ -218,7 +239,12 @@ def render_pod(flags: argparse.Namespace, place: Placement) -> dict[str, Any]:
         "name": "train",
         "image": flags.image,
         "command": place.command,
-        "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}, *place.env],
+        "env": [
+            {"name": "PYTHONUNBUFFERED", "value": "1"},
+            *({"name": name, "value": value} for name, value in variables.items()),
+            *place.env,
+        ],
+        "envFrom": [{"secretRef": {"name": secret}}] if secret else [],
         "resources": given({"requests": given(requests), "limits": place.resources}),
         "volumeMounts": mounts,
     }
@@ -235,16 +261,16 @@ def render_pod(flags: argparse.Namespace, place: Placement) -> dict[str, Any]:
 
 
 def given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are there: an empty one says nothing."""
+    """`fields` without empty values."""
     return {key: value for key, value in fields.items() if value}
 
 
 def escape(command: Sequence[str]) -> list[str]:
-    """A command as Kubernetes leaves it alone, which takes $(NAME) for a variable."""
+    """A command in which Kubernetes does not replace $(NAME) by a variable."""
     return [word.replace("$(", "$$(") for word in command]
 
 
-# By these a job fails with the reason PodFailurePolicy, any other failure has another reason.
+# Failures that match these rules have the reason PodFailurePolicy; all others another reason.
 POD_FAILURE_POLICY = {
     "rules": [
         {
@@ -261,7 +287,7 @@ POD_FAILURE_POLICY = {
 
 
 def failure_policy(max_restarts: int) -> dict[str, Any]:
-    """When the JobSet starts again: the first rule that applies, else `max_restarts` counts."""
+    """When the JobSet restarts: the first rule that applies, else `max_restarts` counts."""
     return {
         "maxRestarts": max_restarts,
         "rules": [
@@ -280,33 +306,56 @@ def failure_policy(max_restarts: int) -> dict[str, Any]:
     }
 
 
+def to_yaml(manifest: dict[str, Any]) -> str:
+    return yaml.safe_dump(manifest, sort_keys=False, width=100)
+
+
+def call_kubectl(command: Sequence[str], manifest: str, what: str) -> str:
+    """Run `command` with `manifest` as its input; return its output.
+
+    Raises:
+      InputError: it rejects `what`.
+    """
+    done = subprocess.run(command, input=manifest, text=True, capture_output=True)
+    if done.returncode:
+        raise InputError(f"kubectl rejected {what}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
 def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
-    """Creates the JobSet that runs the job of `words`; the exit code."""
+    """Create the JobSet that runs the job of `words`; return the exit code."""
     job = check_job(words)
     check(flags, job)
     check_config_travels(job, "the image")
-    manifest = yaml.safe_dump(render(flags, job), sort_keys=False, width=100)
+    variables = read_environment(flags, job)
+    manifest = to_yaml(render(flags, job, variables))
     planned = flags.topology is not None and not flags.no_plan
     if flags.dry_run:
         plan = tpus.plan_command(job, flags.topology, flags.num_slices) if planned else []
         if plan:
             print(f"# {shell(plan)}")
+        if variables.secret:
+            values = " ".join(f'--from-literal={name}="${name}"' for name in variables.secret)
+            where = shell([_secret_name(flags, job), "--namespace", flags.namespace])
+            print(f"# kubectl create secret generic {where} {values}")
         print(f"# kubectl create -f -\n{manifest}", end="")
         return DONE
-    kubectl = find_program("kubectl", "install it and choose a cluster, or take --dry_run")
+    kubectl = find_program("kubectl", "install it and select a cluster, or use --dry_run")
     if planned and (code := tpus.check_plan(job, flags.topology, flags.num_slices)):
         return code
-    done = subprocess.run([kubectl, "create", "-f", "-"], input=manifest, text=True,
-                          capture_output=True)  # fmt: skip
-    if done.returncode:
-        raise InputError(f"kubectl refused the job: {done.stderr.strip()}")
+    if variables.secret:  # through standard input: command lines can be read by other users
+        secret = to_yaml(render_secret(flags, job, variables.secret))
+        call_kubectl([kubectl, "apply", "-f", "-"], secret, "the Secret of --env")
+    created = call_kubectl([kubectl, "create", "-f", "-"], manifest, "the job")
     name, at = flags.name or job.name, ["--namespace", flags.namespace]
     first = f"jobset.sigs.k8s.io/jobset-name={name},jobset.sigs.k8s.io/job-index=0"
     first += ",batch.kubernetes.io/job-completion-index=0"
-    print(done.stdout.strip())
-    print(f"its state: {shell(['kubectl', 'get', 'jobset', name, *at])}")
-    print(f"follow it: {shell(['kubectl', 'logs', '--follow', '--selector', first, *at])}")
-    print(f"end it: {shell(['kubectl', 'delete', 'jobset', name, *at])}")
+    print(created)
+    print(f"state: {shell(['kubectl', 'get', 'jobset', name, *at])}")
+    print(f"follow: {shell(['kubectl', 'logs', '--follow', '--selector', first, *at])}")
+    print(f"delete: {shell(['kubectl', 'delete', 'jobset', name, *at])}")
+    if variables.secret:
+        print(f"        {shell(['kubectl', 'delete', 'secret', _secret_name(flags, job), *at])}")
     return DONE
 
 

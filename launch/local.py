@@ -1,12 +1,12 @@
-"""Runs a job on this host: several processes, with virtual CPU devices or its GPUs split.
+"""Run a job on this host in several processes, with virtual CPU devices or shares of its GPUs.
 
   python launch/local.py --num_processes=2 --devices_per_process=2 -- \\
     --config=configs/quickstart.py --workdir=runs/quickstart
 
-What process 0 says is shown; what each says is in WORKDIR/logs/process_I.log. If one fails, all are
-ended. A job that was preempted (exit code 75, or SIGTERM before it trained) starts again and
-resumes; to stop it for good, stop this command: by SIGTERM it saves and exits with 75, by Ctrl-C
-with 130.
+Process 0 prints here; the output of every process is kept in WORKDIR/logs/process_I.log. If
+one process fails, all are stopped. A preempted job (exit code 75, or SIGTERM before training)
+restarts and resumes. To stop it, stop this command: on SIGTERM the job saves and the exit code is
+75, on Ctrl-C it is 130. A second Ctrl-C ends it at once.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from command_line import launcher_main, make_parser, positive, shell
+from environment import define_env_flag, read_environment
 from etils import epath
 from job import Job, check_job
 
@@ -30,25 +31,26 @@ from vit_jax import files
 from vit_jax.errors import InputError
 from vit_jax.job.exit_codes import DONE, INPUT_WRONG, INTERRUPTED, PREEMPTED, of_ended
 
-_LAST_LINES = 20  # that are shown of the process that failed
-_GRACE_S = 5  # for the others to say what they have to say, once one has failed
+_LAST_LINES = 20  # lines to show of a failed process
+_GRACE_S = 5  # for the other processes to print their messages, once one has failed
 _POLL_S = 0.05
-_FLUSH_S = 60  # between writes of the logs to an object store
+_FLUSH_S = 60  # interval between writes of the logs to an object store
 
 
 def define_flags() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
-    parser.add_argument("--num_processes", type=int, required=True, help="of the job")
+    parser.add_argument("--num_processes", type=int, required=True, help="number of processes")
     parser.add_argument(
         "--devices_per_process", type=int, metavar="N", help="default: 1 on CPU; GPUs: equal shares"
     )
     parser.add_argument("--platform", choices=("cpu", "gpu"), help="default: gpu if there is one")
-    parser.add_argument("--dry_run", action="store_true", help="print what would run, and end")
+    define_env_flag(parser)
+    parser.add_argument("--dry_run", action="store_true", help="print the commands and exit")
     return parser
 
 
 def visible_gpus() -> list[str]:
-    """The NVIDIA GPUs of this host as CUDA_VISIBLE_DEVICES names them, which may leave some out."""
+    """NVIDIA GPUs of this host, limited to CUDA_VISIBLE_DEVICES if it is set."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [gpu for gpu in chosen.split(",") if gpu]
@@ -58,10 +60,10 @@ def visible_gpus() -> list[str]:
 def device_environments(
     num_processes: int, devices_per_process: int | None, gpus: Sequence[str]
 ) -> list[dict[str, str]]:
-    """What gives each process its devices: its share of `gpus`, or virtual ones of the CPU.
+    """Environment of each process that selects its devices: its GPUs, or virtual CPU devices.
 
     Raises:
-      InputError: the processes do not divide the GPUs, or these are too few.
+      InputError: if the GPUs cannot be divided evenly, or are too few.
     """
     if not gpus:
         devices = str(devices_per_process or 1)
@@ -77,19 +79,19 @@ def device_environments(
     if each * num_processes > len(gpus):
         raise InputError(
             f"--num_processes={num_processes} x --devices_per_process={each}: this host has "
-            f"{len(gpus)} GPUs; lower one, or take --platform=cpu"
+            f"{len(gpus)} GPUs; lower one of them, or use --platform=cpu"
         )
     shares = [gpus[each * i : each * (i + 1)] for i in range(num_processes)]
     return [{"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
 
 
 def log_path(job: Job, process_id: int) -> epath.Path:
-    """Where the output of a process is kept."""
+    """Log file of a process."""
     return files.absolute(job.workdir) / "logs" / f"process_{process_id}.log"
 
 
 def commands(job: Job, num_processes: int) -> list[list[str]]:
-    """The command of each process, which meet at a port that is free now."""
+    """The command of each process; they connect at a port that is currently free."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -105,7 +107,7 @@ def commands(job: Job, num_processes: int) -> list[list[str]]:
 
 
 class Process:
-    """A process of the job, whose output goes to its log, of process 0 to the terminal too."""
+    """A process of the job. Its output goes to its log, and to the terminal if it is `shown`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log, shown: bool):
         self._process = subprocess.Popen(
@@ -114,7 +116,7 @@ class Process:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches it through this command alone
+            start_new_session=True,  # so that Ctrl-C reaches it only through this command
         )
         self.last_lines: collections.deque[bytes] = collections.deque(maxlen=_LAST_LINES)
         self._thread = threading.Thread(target=self._keep_output, args=(log, shown), daemon=True)
@@ -130,7 +132,7 @@ class Process:
 
     @property
     def code(self) -> int | None:
-        """The exit code, -N if ended by signal N; None while it runs."""
+        """Exit code, -N if ended by signal N; None while it runs."""
         return self._process.poll()
 
     def send(self, number: int) -> None:
@@ -138,13 +140,13 @@ class Process:
             self._process.send_signal(number)
 
     def finish(self) -> None:
-        """Waits for its end and for the last of its output."""
+        """Wait until it has ended and its output is complete."""
         self._process.wait()
         self._thread.join(timeout=_GRACE_S)
 
 
 class Stop:
-    """Passes the signals that this command gets on to the processes; `signal` is the first."""
+    """Forwards signals of this command to the processes; `signal` is the first one received."""
 
     def __init__(self):
         self.signal: int | None = None
@@ -154,7 +156,7 @@ class Stop:
         numbers = [
             number
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-            if signal.getsignal(number) is not signal.SIG_IGN  # nohup asks for that
+            if signal.getsignal(number) is not signal.SIG_IGN  # ignored under nohup
         ]
         self._earlier = {number: signal.signal(number, self._handle) for number in numbers}
         return self
@@ -168,7 +170,7 @@ class Stop:
         again = self.signal is not None and number == signal.SIGINT
         self.signal = self.signal or number
         for process in self._processes:
-            process.send(signal.SIGKILL if again else number)  # a second Ctrl-C waits for nothing
+            process.send(signal.SIGKILL if again else number)  # a second Ctrl-C kills at once
 
     def pass_on_to(self, processes: Sequence[Process]) -> None:
         self._processes = processes
@@ -178,9 +180,9 @@ class Stop:
 
 
 def wait(processes: Sequence[Process], logs: Sequence, stop: Stop) -> Process | None:
-    """Waits until all have ended; the one whose failure ended the others, if one failed.
+    """Wait until all processes have ended; return the one that failed first, if any.
 
-    The rest of a job in which one has failed, or has been ended before it trained, is killed.
+    If a process fails, or is terminated before it trains, the others are killed.
     """
     ended_by, deadline, flushed = None, None, time.monotonic()
     while any(process.code is None for process in processes):
@@ -203,7 +205,7 @@ def wait(processes: Sequence[Process], logs: Sequence, stop: Stop) -> Process | 
 
 
 def start_and_wait(job: Job, environments: Sequence[Mapping[str, str]], logs, stop: Stop) -> int:
-    """Starts the processes and waits for them; the job's exit code."""
+    """Start the processes and wait for them; return the job's exit code."""
     processes = [
         Process(command, environment, log, shown=i == 0)
         for i, (command, environment, log) in enumerate(
@@ -224,24 +226,24 @@ def start_and_wait(job: Job, environments: Sequence[Mapping[str, str]], logs, st
     for line in failed.last_lines:
         print(f"  {line.decode(errors='replace').rstrip()}", file=sys.stderr)
     if failed.code != INPUT_WRONG:
-        print(f"all it said is in {log_path(job, number)}", file=sys.stderr)
+        print(f"full log: {log_path(job, number)}", file=sys.stderr)
     return of_ended(failed.code)
 
 
 def describe(code: int) -> str:
-    """What an exit code says."""
+    """An exit code in words."""
     if code > 0:
         return f"failed with exit code {code}"
     return f"was ended by {signal.Signals(-code).name}"
 
 
 def open_logs(job: Job, num_processes: int, stack: contextlib.ExitStack) -> list:
-    """The logs of the processes, to append to what earlier runs in the workdir have said.
+    """Open the logs of the processes, appending to those of earlier runs in the workdir.
 
-    `stack` will close them.
+    `stack` closes them.
 
     Raises:
-      InputError: they cannot be written.
+      InputError: if they cannot be written.
     """
     logs = []
     try:
@@ -251,12 +253,12 @@ def open_logs(job: Job, num_processes: int, stack: contextlib.ExitStack) -> list
             logs.append(files.open_for_append(path, path.read_bytes() if path.exists() else b""))
             stack.callback(logs[-1].close)
     except OSError as e:
-        raise InputError(f"--workdir={job.workdir}: {e.strerror}; choose another") from None
+        raise InputError(f"--workdir={job.workdir}: {e.strerror}; choose another folder") from None
     return logs
 
 
 def remove_logs(job: Job, num_processes: int) -> None:
-    """Leaves no trace of a job whose input was wrong."""
+    """Remove the logs of a job whose input was wrong, and the folders that become empty."""
     for i in range(num_processes):
         log_path(job, i).unlink()
     for folder in (log_path(job, 0).parent, files.absolute(job.workdir)):
@@ -265,30 +267,33 @@ def remove_logs(job: Job, num_processes: int) -> None:
 
 
 def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
-    """Runs the job of `words` as `flags` say, again while it is preempted; its exit code."""
+    """Run the job of `words`, restarting it while it is preempted; return its exit code."""
     positive(flags, "num_processes", "devices_per_process")
     gpus = [] if flags.platform == "cpu" else visible_gpus()
     if flags.platform == "gpu" and not gpus:
-        raise InputError("--platform=gpu: this host shows no NVIDIA GPU; take --platform=cpu")
+        raise InputError("--platform=gpu: no NVIDIA GPU found on this host; use --platform=cpu")
     environments = device_environments(flags.num_processes, flags.devices_per_process, gpus)
     job = check_job(words)
+    variables = read_environment(flags, job)
     if flags.dry_run:
         print(shell(["mkdir", "-p", str(log_path(job, 0).parent)]))
         lines = [
-            f"{shell(command, environment)} 2>&1 | {shell(['tee', '-a', str(log_path(job, i))])}"
+            f"{variables.shown}{shell(command, environment)} 2>&1 | "
+            f"{shell(['tee', '-a', str(log_path(job, i))])}"
             for i, (command, environment) in enumerate(
                 zip(commands(job, flags.num_processes), environments, strict=True)
             )
         ]
         print("\n".join([*(f"{line} > /dev/null &" for line in lines[1:]), lines[0]]))
         return DONE
+    environments = [variables.all | environment for environment in environments]
     is_new = not files.absolute(job.workdir).exists()
     with Stop() as stop, contextlib.ExitStack() as stack:
         logs = open_logs(job, flags.num_processes, stack)
         while (code := start_and_wait(job, environments, logs, stop)) == PREEMPTED:
             if stop.signal is not None:
                 break
-            print("preempted; the same command starts again", flush=True)
+            print("preempted; running the same command again", flush=True)
     if code == INPUT_WRONG and is_new:
         remove_logs(job, flags.num_processes)
     return code

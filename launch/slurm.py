@@ -1,18 +1,25 @@
-"""Submits a job to Slurm, which is told to save before its time is up, and starts again by itself.
+"""Submit a job to Slurm that saves before its time limit and requeues itself.
 
   python launch/slurm.py --nodes=4 --gpus_per_node=8 --time=24:00:00 --sbatch=--partition=gpu -- \\
     --config=configs/pretrain.py:ViT-L/16,imagenet21k --workdir=/shared/runs/vit_l
 
-To be called on a login node, in a folder that the nodes see too: they use the Python that this
-command runs in. By default each node gets one process, which drives all its GPUs. The processes say
-what they have to say in WORKDIR/logs (a workdir in an object store: slurm_logs/NAME).
+Run it on a login node, in a folder shared with the compute nodes, since they use the same Python.
+By default each node runs one process, which uses all its GPUs. The output of the processes is
+written to WORKDIR/logs, or to slurm_logs/NAME if the workdir is in an object store.
 
-The script that is submitted requeues the job when its processes have saved and ended with exit code
-75: before the time limit, when Slurm preempts it, or after `scancel --signal=TERM JOB`. `scancel
-JOB` ends it for good.
+`-- study ...` submits all members of a study that can run now as one array, one task each. Run the
+study's own command (`python -m vit_jax.main study ...`) afterwards for its report:
+
+  python launch/slurm.py --gpus_per_node=1 -- study --config=quickstart --workdir=/shared/sweep \\
+    --sweep=optimizer.peak_lr=1e-3,3e-3 --sweep=seed=0,1
+
+The submitted script requeues the job whenever its processes have saved and ended with exit code 75:
+before the time limit, on preemption by Slurm, or after `scancel --signal=TERM JOB`. `scancel JOB`
+ends it for good.
 """
 
 import argparse
+import os
 import pathlib
 import re
 import shlex
@@ -21,13 +28,14 @@ import sys
 from collections.abc import Sequence
 
 from command_line import find_program, launcher_main, make_parser, positive, shell
-from job import Job, check_job
+from environment import define_env_flag, read_environment
+from job import Job, check_job, study_jobs
 
 from vit_jax import files
 from vit_jax.errors import InputError
 from vit_jax.job.exit_codes import DONE, PREEMPTED, TERMINATED
 
-# As JAX does: ports above those that the system hands out, by the number of the job.
+# Like JAX: ports above the ephemeral range, selected by the job id.
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
 
 
@@ -35,23 +43,24 @@ def define_flags() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--processes_per_node", type=int, default=1)
-    parser.add_argument("--gpus_per_node", type=int, help="default: none, the job runs on CPU")
-    parser.add_argument("--cpus_per_process", type=int, help="default: what Slurm gives")
-    parser.add_argument("--time", metavar="HH:MM:SS", help="limit after which the job goes on anew")
+    parser.add_argument("--gpus_per_node", type=int, help="default: none, i.e. run on CPU")
+    parser.add_argument("--cpus_per_process", type=int, help="default: Slurm's")
+    parser.add_argument("--time", metavar="HH:MM:SS", help="time limit; the job then requeues")
     parser.add_argument(
-        "--save_s", type=int, default=300, help="seconds before the limit that it is told to save"
+        "--save_s", type=int, default=300, help="seconds before the limit to start saving"
     )
-    parser.add_argument("--name", help="default: the last part of the workdir")
+    parser.add_argument("--name", help="name of the job; default: last part of the workdir")
     parser.add_argument(
         "--sbatch", action="append", default=[], metavar="OPTION",
-        help="any option of sbatch, such as --sbatch=--partition=gpu; may be given again",
+        help="any option of sbatch, such as --sbatch=--partition=gpu; repeatable",
     )  # fmt: skip
-    parser.add_argument("--dry_run", action="store_true", help="print what would run, and end")
+    define_env_flag(parser)
+    parser.add_argument("--dry_run", action="store_true", help="print the script and exit")
     return parser
 
 
 def log_folder(job: Job) -> pathlib.Path:
-    """Where the output goes: Slurm writes it, so it cannot lie in an object store."""
+    """Folder for the output, on disk, since Slurm writes it and cannot use an object store."""
     workdir = files.absolute(job.workdir)
     if "://" in str(workdir):
         return pathlib.Path("slurm_logs").resolve() / job.name
@@ -59,51 +68,40 @@ def log_folder(job: Job) -> pathlib.Path:
 
 
 def check(flags: argparse.Namespace) -> None:
-    """Raises InputError for counts that cannot be."""
+    """Raise InputError for impossible counts, times or options."""
     names = ("nodes", "processes_per_node", "gpus_per_node", "cpus_per_process", "save_s")
     positive(flags, *names)
     if flags.gpus_per_node is not None and flags.gpus_per_node % flags.processes_per_node:
         raise InputError(
             f"--processes_per_node={flags.processes_per_node}: does not divide "
-            f"--gpus_per_node={flags.gpus_per_node}; give 1, or as many as there are GPUs"
+            f"--gpus_per_node={flags.gpus_per_node}; give 1, or the number of GPUs"
         )
     if flags.time is not None and not re.fullmatch(r"(\d+-)?\d{1,2}:\d\d:\d\d", flags.time):
         raise InputError(f"--time={flags.time}: needs HH:MM:SS or D-HH:MM:SS")
     for option in flags.sbatch:
         if not option.startswith("-"):
-            raise InputError(f"--sbatch={option}: no option; e.g. --sbatch=--partition=gpu")
+            raise InputError(f"--sbatch={option}: not an option; e.g. --sbatch=--partition=gpu")
 
 
-def render(flags: argparse.Namespace, job: Job) -> str:
-    """The batch script."""
+def render(flags: argparse.Namespace, job: Job, members: Sequence[Job] = ()) -> str:
+    """Make the batch script of a job, or of an array with one task for each of `members`.
+
+    For an array, `job` is the study; its workdir names the array and holds the array's own log.
+    """
     logs = log_folder(job)
     options = {
         "job-name": flags.name or job.name,
+        "array": f"0-{len(members) - 1}" if members else None,
         "nodes": flags.nodes,
         "ntasks-per-node": flags.processes_per_node,
         "cpus-per-task": flags.cpus_per_process,
         "gpus-per-node": flags.gpus_per_node,
         "time": flags.time,
         "signal": f"TERM@{flags.save_s}",
-        "output": shlex.quote(str(logs / "slurm.log")),
+        "output": shlex.quote(str(logs / ("slurm_%a.log" if members else "slurm.log"))),
         "open-mode": "append",
     }
     sbatch = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    task = """exec "$@" --coordinator="$COORDINATOR" --num_processes="$SLURM_NTASKS" \\
-  --process_id="$SLURM_PROCID\""""
-    if flags.gpus_per_node is not None:  # else JAX would give each process one
-        each = flags.gpus_per_node // flags.processes_per_node
-        first = f"$((SLURM_LOCALID * {each}))"
-        last = f"$((SLURM_LOCALID * {each} + {each - 1}))"
-        task = f"export JAX_LOCAL_DEVICE_IDS=$(seq -s, {first} {last})\n{task}"
-    srun = {
-        "cpus-per-task": flags.cpus_per_process,  # which srun does not take from sbatch
-        "wait": flags.save_s,  # for the others, once one process has ended
-        "output": logs / "process_%t.log",
-        "open-mode": "append",
-    }
-    srun = [f"--{name}={value}" for name, value in srun.items() if value is not None]
-    job = job.on("cpu" if flags.gpus_per_node is None else "gpu")
     return "\n".join(
         [
             "#!/bin/bash",
@@ -114,12 +112,11 @@ def render(flags: argparse.Namespace, job: Job) -> str:
             f"export COORDINATOR=$host:$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))",
             "export PYTHONUNBUFFERED=1",
             "",
-            f"{shell(['srun', *srun])} bash -c '",
-            f"{task}' task \\",
-            f"  {shell(job.command(python=sys.executable))}",
+            *_render_tasks(flags, members),
+            *_render_srun(flags, job, of_array=bool(members)),
             "code=$?",
             "",
-            "# Told to stop, by its own exit code or before it trained: it goes on where it saved.",
+            "# Told to stop, after saving or before training: run again, to resume.",
             f"if [ $code = {PREEMPTED} ] || [ $code = {TERMINATED} ]; then",
             '  scontrol requeue "$SLURM_JOB_ID"',
             "fi",
@@ -129,31 +126,107 @@ def render(flags: argparse.Namespace, job: Job) -> str:
     )
 
 
+def _render_tasks(flags: argparse.Namespace, members: Sequence[Job]) -> list[str]:
+    """What each task of an array runs, as the shell's `command` and `output`; [] of no array."""
+    if not members:
+        return []
+    lines = ["case $SLURM_ARRAY_TASK_ID in"]
+    for i, member in enumerate(members):
+        output = shell([f"{log_folder(member)}/process_%t.log"])
+        command = shell(_on_platform(flags, member).command(python=sys.executable))
+        lines += [f"{i}) output={output}", f"  command=({command});;"]
+    return [*lines, "esac", ""]
+
+
+def _on_platform(flags: argparse.Namespace, job: Job) -> Job:
+    return job.on("cpu" if flags.gpus_per_node is None else "gpu")
+
+
+def _render_srun(flags: argparse.Namespace, job: Job, *, of_array: bool) -> list[str]:
+    """The call of srun, of `job` or of the array's `command`."""
+    task = """exec "$@" --coordinator="$COORDINATOR" --num_processes="$SLURM_NTASKS" \\
+  --process_id="$SLURM_PROCID\""""
+    if flags.gpus_per_node is not None:  # otherwise JAX would give each process one GPU
+        each = flags.gpus_per_node // flags.processes_per_node
+        first = f"$((SLURM_LOCALID * {each}))"
+        last = f"$((SLURM_LOCALID * {each} + {each - 1}))"
+        task = f"export JAX_LOCAL_DEVICE_IDS=$(seq -s, {first} {last})\n{task}"
+    srun = {
+        "cpus-per-task": flags.cpus_per_process,  # srun does not inherit it from sbatch
+        "wait": flags.save_s,  # time for the other processes once one has ended
+        "output": None if of_array else log_folder(job) / "process_%t.log",
+        "open-mode": "append",
+    }
+    words = shell(["srun", *(f"--{name}={v}" for name, v in srun.items() if v is not None)])
+    if of_array:
+        words, command = f'{words} --output="$output"', '"${command[@]}"'
+    else:
+        command = shell(_on_platform(flags, job).command(python=sys.executable))
+    return [f"{words} bash -c '", f"{task}' task \\", f"  {command}"]
+
+
 def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
-    """Submits the job of `words`; the exit code."""
+    """Submit the job of `words`, or the members of a study; return the exit code."""
     check(flags)
-    job = check_job(words)
-    script, logs = render(flags, job), log_folder(job)
+    members: Sequence[Job] = ()
+    if words[:1] == ["study"]:
+        workdir, members = study_jobs(words)
+        job = Job(tuple(words), None, workdir)
+    else:
+        job = check_job(words)
+    script, logs = render(flags, job, members), [log_folder(job), *map(log_folder, members)]
+    variables = read_environment(flags, job)
     if flags.dry_run:
-        print(shell(["mkdir", "-p", str(logs)]))
-        print(f"sbatch <<'END'\n{script}END")
+        print(shell(["mkdir", "-p", *map(str, logs)]))
+        print(f"{variables.shown}sbatch <<'END'\n{script}END")
         return DONE
-    sbatch = find_program("sbatch", "call this on a login node of a Slurm cluster, or --dry_run")
-    made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise InputError(f"--workdir={job.workdir}: {e.strerror}; choose another") from None
-    done = subprocess.run([sbatch, "--parsable"], input=script, text=True, capture_output=True)
+    sbatch = find_program("sbatch", "run this on a login node of a Slurm cluster, or use --dry_run")
+    made = _make_folders(job, logs)
+    done = subprocess.run(  # sbatch gives its environment to the job
+        [sbatch, "--parsable"], input=script, text=True, capture_output=True,
+        env=os.environ | variables.all,
+    )  # fmt: skip
     if done.returncode:
-        for folder in made:
+        for folder in reversed(made):
             folder.rmdir()
-        raise InputError(f"sbatch refused the job: {done.stderr.strip()}")
-    number = done.stdout.strip().partition(";")[0]
-    print(f"submitted job {number}; its state: squeue --job={number}")
-    print(f"follow it: tail -F {shlex.quote(str(logs / 'process_0.log'))}")
-    print(f"save and start again: scancel --signal=TERM {number}; end it: scancel {number}")
+        raise InputError(f"sbatch rejected the job: {done.stderr.strip()}")
+    _say_submitted(done.stdout.strip().partition(";")[0], job, members)
     return DONE
+
+
+def _make_folders(job: Job, folders: Sequence[pathlib.Path]) -> list[pathlib.Path]:
+    """Makes `folders`; returns those that were not there, each after the one that it is in.
+
+    Raises:
+      InputError: one cannot be made.
+    """
+    made: list[pathlib.Path] = []
+    try:
+        for folder in folders:
+            made += [f for f in (*reversed(folder.parents), folder) if not f.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise InputError(f"--workdir={job.workdir}: {e.strerror}; choose another folder") from None
+    return made
+
+
+def _say_submitted(number: str, job: Job, members: Sequence[Job]) -> None:
+    """Says what to do with the submitted job; notes in the study's workdir what was handed over."""
+    print(f"submitted job {number}; state: squeue --job={number}")
+    if members:
+        from vit_jax.studies.running import record_handed_over  # whose imports take seconds
+
+        names = [pathlib.PurePath(member.workdir).name for member in members]
+        commands = [shell(["python", "-m", "vit_jax.main", *member.words]) for member in members]
+        handed_over = dict(zip(names, commands, strict=True))
+        record_handed_over(files.absolute(job.workdir), handed_over)
+        print(f"an array of {len(members)} runs: {', '.join(names)}")
+        words = [word for word in job.words if word != "--again"]
+        report = shell(["python", "-m", "vit_jax.main", *words])
+        print(f"once they have ended, this goes on with the study, and reports: {report}")
+    follow = log_folder(members[0] if members else job) / "process_0.log"
+    print(f"follow: tail -F {shlex.quote(str(follow))}")
+    print(f"save and requeue: scancel --signal=TERM {number}; end: scancel {number}")
 
 
 if __name__ == "__main__":

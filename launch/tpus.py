@@ -1,4 +1,4 @@
-"""TPU slices as Google's tools call them, and the check that a job fits them."""
+"""TPU slices by the names of Google's tools, and the check that a job fits them."""
 
 import subprocess
 import sys
@@ -12,12 +12,12 @@ from vit_jax.job import exit_codes
 
 
 class Generation(NamedTuple):
-    """What the slices of one generation share.
+    """Names and properties of a TPU generation.
 
     gke: value of the node label cloud.google.com/gke-tpu-accelerator.
-    gcloud: prefix of --accelerator-type; None: Cloud TPU VMs do not have it.
-    cores_per_chip: by which --accelerator-type counts.
-    runtime: the system of a TPU VM that is made for JAX.
+    gcloud: prefix of --accelerator-type; None: not available as Cloud TPU VMs.
+    cores_per_chip: --accelerator-type counts cores.
+    runtime: system of a TPU VM for JAX.
 
     Sources: https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus,
     https://cloud.google.com/tpu/docs/runtimes and the page of each generation there.
@@ -39,24 +39,24 @@ GENERATIONS = {
 
 
 def find_tpu_slice(topology: str, num_slices: int) -> Slice:
-    """The slice that `--topology` names, of which there are to be `num_slices`.
+    """The slice in `--topology`; `num_slices` of them are to be connected.
 
     Raises:
-      InputError: it is unknown, no TPU, or cannot be joined to others.
+      InputError: if it is unknown, not a TPU, or cannot be connected to others.
     """
     tpu = find_slice(topology)
     if CHIPS[tpu.chip].is_gpu:
-        raise InputError(f"--topology={topology}: is for TPU slices, e.g. v5e:4x4")
+        raise InputError(f"--topology={topology}: not a TPU slice; e.g. v5e:4x4")
     if num_slices > 1 and tpu.num_hosts == 1:
         raise InputError(
-            f"--num_slices={num_slices}: slices of one host, as {topology} is, cannot be joined; "
-            "take one larger slice"
+            f"--num_slices={num_slices}: slices with one host, such as {topology}, cannot be "
+            "connected; use one larger slice"
         )
     return tpu
 
 
 def plan_command(job: Job, topology: str, num_slices: int) -> list[str]:
-    """The command that says whether a job fits; [] for one that trains nothing."""
+    """Command that checks whether a job fits; [] for jobs that do not train."""
     if job.config is None:
         return []
     return [
@@ -66,12 +66,12 @@ def plan_command(job: Job, topology: str, num_slices: int) -> list[str]:
 
 
 def check_plan(job: Job, topology: str, num_slices: int) -> int:
-    """Says by `plan`, which keeps what it has planned, whether the job fits: DONE or DOES_NOT_FIT.
+    """Check with `plan` whether the job fits: DONE or DOES_NOT_FIT.
 
-    Where libtpu is not installed the plan is calculated; `plan` says so.
+    `plan` caches its results; without libtpu it calculates them, and says so.
 
     Raises:
-      InputError: it cannot be planned.
+      InputError: if planning fails.
     """
     command = plan_command(job, topology, num_slices)
     if not command:
@@ -81,11 +81,11 @@ def check_plan(job: Job, topology: str, num_slices: int) -> int:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode == exit_codes.DOES_NOT_FIT:
         print(done.stdout.rstrip(), file=sys.stderr)
-        print(f"error: the run does not fit {where}; --no_plan goes on nevertheless",
+        print(f"error: the run does not fit {where}; to start it anyway, add --no_plan",
               file=sys.stderr)  # fmt: skip
         return exit_codes.DOES_NOT_FIT
     if done.returncode:
         raise InputError(
-            f"the run cannot be planned for {where}, see above; --no_plan goes on without a plan"
+            f"planning for {where} failed, see above; to start it without a plan, add --no_plan"
         )
     return exit_codes.DONE

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What launch/tpu_vm.py runs on the workers, beside the code that it has sent them.
+# Runs on the workers, for launch/tpu_vm.py, which sends it together with the code.
 #
-#   worker.sh install          installs the code, with a Python that is new enough
-#   worker.sh start WORDS...   ends what was started before, and leaves `vit_jax.main WORDS` running,
-#                              again and again while it is told to stop and saves
+#   worker.sh install EXTRAS   installs the code with these extras, and a recent Python
+#   worker.sh start WORDS...   ends what was started before, and starts `vit_jax.main WORDS` in the
+#                              background; restarts it whenever it was told to stop and has saved
 #   worker.sh ask OFFSET       prints "job: RUNNING CODE WORDS" (yes or no; the exit code or -), and
 #                              the log from byte OFFSET
 set -euo pipefail
@@ -12,7 +12,7 @@ action=$1
 shift
 
 boot_id=/proc/sys/kernel/random/boot_id
-runs() {  # a number of an earlier boot may be another process's by now
+runs() {  # a process id from before a reboot may belong to another process now
   [ -e job.pid ] && [ "$(cat job.boot)" = "$(cat "$boot_id")" ] &&
     kill -0 "$(cat job.pid)" 2> /dev/null
 }
@@ -22,7 +22,7 @@ install)
   python3 -m pip install --quiet --user uv
   [ -d .venv ] || python3 -m uv venv --quiet --python 3.11 .venv
   python3 -m uv pip install --quiet --python .venv/bin/python --constraint launch/constraints.txt \
-    --editable '.[tpu,gcs]'
+    --editable ".[$1]"
   ;;
 
 start)
@@ -37,10 +37,13 @@ start)
   ;;
 
 keep)
+  if [ -e job.env ]; then  # the job's variables
+    . ./job.env
+  fi
   while :; do
     code=0
     .venv/bin/python -m vit_jax.main "$@" || code=$?
-    # 75: told to stop, and saved; 143: told to stop before it trained.
+    # 75: told to stop, and saved; 143: told to stop before training.
     [ $code = 75 ] || [ $code = 143 ] || break
   done
   echo $code > job.code

@@ -1,10 +1,13 @@
-"""What all tests share: 8 virtual CPU devices, strict shapes, warnings of ours as errors."""
+"""Settings for all tests: 8 virtual CPU devices, strict shapes, our own warnings as errors."""
 
+import functools
+import gc
 import logging
 import os
 import pathlib
+import sys
 
-# Before JAX is used: without these it would look for accelerators.
+# Set before JAX is imported: otherwise it looks for accelerators.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
@@ -14,13 +17,16 @@ import pytest
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# XLA without its costly passes, since models here take longer to compile than to run. The
+# arithmetic, the layout over devices and the collectives are the same.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error:::vit_jax")
     if hasattr(config, "cache"):
         os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("xdg"))
-        # What was compiled once is kept for the next run, and for the processes that tests start.
+        # Cache compiled programs for the next run and for the processes that tests start.
         kept = {
             "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
             "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -31,7 +37,7 @@ def pytest_configure(config):
             os.environ[name.upper()] = str(value)
 
 
-# Files of few tests that start processes: first, so that no worker is left with them in the end.
+# Files with a few long tests that start processes run first, so that no worker ends with them.
 LONG_FILES = ("test_resume.py", "test_processes.py", "test_faults.py", "test_elastic.py",
               "test_corrupt_data.py", "test_local.py", "test_train.py")  # fmt: skip
 
@@ -40,9 +46,21 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
 
 
+def pytest_collection_finish():
+    """Keep Python's collector off what is imported, which stays: it takes a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 10)
+
+
+def pytest_unconfigure():
+    if "forked" in sys.modules:
+        sys.modules["forked"].stop()
+
+
 @pytest.fixture(autouse=True)
 def vit_jax_logger():
-    """The package's logger as it is on import, whatever a test or a command made of it."""
+    """Reset the package's logger to its state after import."""
     logger = logging.getLogger("vit_jax")
     logger.handlers, logger.propagate = [], True
     logger.setLevel(logging.NOTSET)
@@ -51,26 +69,31 @@ def vit_jax_logger():
 
 @pytest.fixture(scope="session")
 def shared_data():
-    """The folder of prepared data sets, which are too large for the repository."""
+    """The folder of prepared data sets that are too large for the repository."""
     default = pathlib.Path(__file__).parents[2] / "shared/data"
     path = pathlib.Path(os.environ.get("VIT_JAX_DATA", default))
     if not path.is_dir():
-        pytest.skip(f"no prepared data sets at {path}; set VIT_JAX_DATA to where they are")
+        pytest.skip(f"no prepared data sets at {path}; set VIT_JAX_DATA to their folder")
     return path
 
 
 @pytest.fixture(scope="session")
 def golden():
-    """The folder of small files in published formats, with what their makers compute from them."""
+    """The folder of small files in published formats, with their makers' outputs."""
     return pathlib.Path(__file__).parent / "golden"
 
 
-@pytest.fixture(scope="module")
-def cheap_compilation():
-    """XLA without its costly passes, for models that take longer to compile than to run.
+@pytest.fixture
+def interpreted_kernels(monkeypatch):
+    """Pallas kernels compute as ordinary operations, on any device and also under remat."""
+    from jax.experimental import pallas as pl
 
-    The arithmetic, the layout over devices and the collectives are the same.
-    """
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+
+
+@pytest.fixture(scope="module")
+def full_compilation():
+    """XLA with all its passes, where the last bits are compared with those of another build."""
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)

@@ -1,12 +1,12 @@
-"""Runs `python -m vit_jax.main ARGS` with something wrong in this process.
+"""Runs `python -m vit_jax.main ARGS` with a fault in this process.
 
 python faulty_run.py FAULT ARGS...; FAULT is one of
 
   loader:N     the batch of step N never comes
-  bit:N        before step N a bit of a parameter is flipped on one device
-  slow:S       compilation and every evaluation take S seconds more, which is no fault
-  code         the package's code is another
-  program      the lowered step is another
+  bit:N        before step N a bit of a parameter flips on one device
+  slow:S       compilation and every evaluation take S seconds longer (not a fault)
+  code         the digest of the package's code differs
+  program      the lowered step differs
 """
 
 import sys
@@ -23,7 +23,7 @@ from vit_jax.training import record, train
 
 
 def flip(state):
-    """`state`, of which one device of this process has another bit in one parameter."""
+    """`state` with one bit of one parameter flipped on one device of this process."""
     params = tree.flatten_names(state.params)
     leaf = params["head/bias"]
     shards = [shard.data for shard in leaf.addressable_shards]
@@ -37,7 +37,7 @@ def flip(state):
 
 
 def before(function, then):
-    """`function`, but `then` is called first."""
+    """Wrap `function` so that `then` is called first."""
 
     def wrapped(*args, **kwargs):
         then()

@@ -1,4 +1,4 @@
-"""Reads the files of a run that has ended."""
+"""Reads the files of a finished run."""
 
 import json
 
@@ -10,7 +10,7 @@ from vit_jax import tree
 
 
 def final_state(workdir):
-    """{leaf name: array} of the newest checkpoint."""
+    """(step, {leaf name: array}) of the newest checkpoint."""
     step = max(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
     path = workdir / "checkpoints" / str(step) / "state"
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
@@ -21,7 +21,7 @@ def final_state(workdir):
 
 
 def rows(workdir):
-    """What stands in metrics.jsonl, but for what depends on the clock."""
+    """The rows of metrics.jsonl without the values that depend on the clock."""
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [
         {name: value for name, value in json.loads(line).items() if not name.startswith("time/")}

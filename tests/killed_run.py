@@ -1,15 +1,15 @@
-"""Runs `python -m vit_jax.main ARGS`, and kills it with SIGKILL at a chosen moment.
+"""Runs `python -m vit_jax.main ARGS` and kills it with SIGKILL at a chosen moment.
 
 python killed_run.py MOMENT ARGS...; MOMENT is one of
 
   startup      before the first state exists
-  step:N       before the step numbered N is dispatched
-  evaluation:N in the N-th evaluation, once it has run over its batches
-  stopped:N    told to stop at step N, in the evaluation after the save
-  rows:N       in the N-th row of metrics.jsonl, which is written by half
-  events:N     in the N-th TensorBoard event of training, which is written by half
-  save:N       while the N-th save is held in flight: its files are written and not committed,
-               and training has gone on
+  step:N       before step N is dispatched
+  evaluation:N in the N-th evaluation, after its last batch
+  stopped:N    after a request to stop at step N, in the evaluation that follows the save
+  rows:N       halfway through the N-th row of metrics.jsonl
+  events:N     halfway through the N-th TensorBoard event of training
+  save:N       during the N-th save, when its files are written but not committed and training
+               has continued
 """
 
 import os
@@ -29,7 +29,7 @@ def kill():
 
 
 def after(count, function, then):
-    """`function`, but from its `count`-th call on `then(function, *args)` is called instead."""
+    """Wrap `function`: from the `count`-th call on, call `then(function, *args)` instead."""
     calls = 0
 
     def wrapped(*args, **kwargs):

@@ -1,7 +1,7 @@
 """BiT's ResNet and the stem of hybrids in NumPy, float64, one image at a time.
 
 Sources: Kolesnikov et al. 2019 (arXiv:1912.11370); Dosovitskiy et al. 2020 (arXiv:2010.11929).
-`p` are the parameters of a module as nested dicts; `kind` is "bit" or "hybrid".
+`p` holds the parameters of a module as nested dicts; `kind` is "bit" or "hybrid".
 """
 
 import numpy as np
@@ -11,13 +11,13 @@ NORM_EPS = {"bit": 1e-5, "hybrid": 1e-6}
 
 
 def standardize(kernel, kind):
-    """Of mean 0 and variance about 1 for each output, the last axis."""
+    """The kernel with mean 0 and variance about 1 for each output (the last axis)."""
     mean, var = kernel.mean(axis=(0, 1, 2)), kernel.var(axis=(0, 1, 2))
     return (kernel - mean) / (np.sqrt(var + 1e-10) if kind == "bit" else np.sqrt(var) + 1e-5)
 
 
 def group_norm(p, x_HWC, kind):
-    """Of 32 groups of neighbouring channels."""
+    """Group normalisation with 32 groups of neighbouring channels."""
     groups = []
     for x in np.split(x_HWC, 32, axis=-1):
         groups.append((x - x.mean()) / np.sqrt(x.var() + NORM_EPS[kind]))
@@ -25,7 +25,7 @@ def group_norm(p, x_HWC, kind):
 
 
 def windows(x_HWC, size, stride, kind, fill=0.0):
-    """{(row, column) in the window: what all windows, (H / stride, W / stride, C), have there}."""
+    """{(row, column) in a window: the values of all windows there, (H / stride, W / stride, C)}."""
     sides = [-(-side // stride) for side in x_HWC.shape[:2]]
     pads = []
     for side, side_out in zip(x_HWC.shape[:2], sides, strict=True):
@@ -48,7 +48,7 @@ def conv(p, x_HWC, kind, stride=1):
 
 
 def max_pool(x_HWC, kind):
-    """Of 3 x 3 with stride 2; beyond the edge BiT sees zeros, the hybrid nothing."""
+    """3 x 3 max-pooling with stride 2; BiT pads with zeros, the hybrid ignores the padding."""
     fill = 0.0 if kind == "bit" else -np.inf
     return np.max(list(windows(x_HWC, 3, 2, kind, fill).values()), axis=0)
 
@@ -76,7 +76,7 @@ def hybrid_unit(p, x_HWC, stride):
 
 
 def stages(p, x_HWC, unit):
-    """As many as there are parameters of; all but the first halve the resolution."""
+    """Apply all stages in `p`; each after the first halves the resolution."""
     for i in range(sum(name.startswith("stage_") for name in p)):
         for j in range(len(p[f"stage_{i}"])):
             x_HWC = unit(p[f"stage_{i}"][f"layer_{j}"], x_HWC, 2 if i and not j else 1)
@@ -84,7 +84,7 @@ def stages(p, x_HWC, unit):
 
 
 def bit_tokens(params, image):
-    """(N, D): the last map in raster order."""
+    """(N, D): the last feature map in raster order."""
     p = float64(params)["trunk"]
     x_HWC = max_pool(conv(p["conv_root"], image, "bit", 2), "bit")
     x_HWC = relu(group_norm(p["norm"], stages(p, x_HWC, bit_unit), "bit"))
@@ -92,7 +92,7 @@ def bit_tokens(params, image):
 
 
 def hybrid_tokens(model, params, image):
-    """(N, D): what the encoder gives for patches of the stem's map."""
+    """(N, D): the encoder's output for patches of the stem's feature map."""
     p = float64(params)["stem"]
     x_HWC = relu(group_norm(p["norm_root"], conv(p["conv_root"], image, "hybrid", 2), "hybrid"))
     x_HWC = stages(p, max_pool(x_HWC, "hybrid"), hybrid_unit)

@@ -1,6 +1,6 @@
 """The equations of ViT (arXiv:2010.11929, section 3.1) in NumPy, float64, one image at a time.
 
-`p` are the parameters of a module as nested dicts; x_ND are the tokens of one image.
+`p` holds the parameters of a module as nested dicts; x_ND holds the tokens of one image.
 """
 
 import jax
@@ -9,7 +9,7 @@ from scipy.special import erf
 
 
 def random_params(module, *args, seed=0, scale=0.3, **kwargs):
-    """Parameters of `module` without a zero leaf; `args` are those of its call."""
+    """Random parameters of `module`, none of them zero; `args` are the arguments of its call."""
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), *args, **kwargs))["params"]
     rng = np.random.default_rng(seed)
     return jax.tree.map(
@@ -39,7 +39,7 @@ def layer_norm(p, x_ND):
 
 
 def relative_vectors(tables, num_tokens, num_patches):
-    """(N, N, K): of each pair of tokens the vector with which the first is multiplied."""
+    """(N, N, K): for each pair of tokens the vector multiplied with the first one's query."""
     tables = {name: np.asarray(table, np.float64) for name, table in tables.items()}
     num_prefix = num_tokens - num_patches
     vectors_NNK = np.zeros((num_tokens, num_tokens, tables["offsets"].shape[1]))
@@ -138,7 +138,7 @@ def sincos(grid, width):
 
 
 def position_embedding(model, tables, grid):
-    """(N, D): what is added to the tokens, zeros to those without a position."""
+    """(N, D): the table added to the tokens; zeros for tokens without a position."""
     num_tokens = model.num_prefix_tokens + grid[0] * grid[1]
     table_ND = np.zeros((num_tokens, model.width))
     if model.pos_embed == "sincos_2d":
@@ -155,7 +155,7 @@ def position_embedding(model, tables, grid):
 
 
 def vit(model, params, image):
-    """{"tokens": (N, D), "features": (D,), "pre_logits": (D,), "__call__": (C,)} of one image."""
+    """{"tokens": (N, D), "features": (D,), "pre_logits": (D,), "__call__": (C,)} for one image."""
     p = float64(params)
     x_ND = dense(p["embedding"], patches(image, model.patch_size))
     prefix = [p[name][0] for name in ("class_token", "distillation_token") if name in p]

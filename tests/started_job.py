@@ -1,36 +1,30 @@
-"""Starts a training run of several processes on this host, to be looked at and disturbed."""
+"""Starts a training run of several processes on this host, for tests to observe and disturb."""
 
-import os
-import pathlib
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 
-ROOT = pathlib.Path(__file__).parent.parent
+from forked import ROOT, Forked
+
 FAULTY = ROOT / "tests" / "faulty_run.py"
 
 
 class Job:
-    """The processes of one job, each with its output in a file; all are gone when it is left.
+    """A context manager for the processes of one job; on exit it kills all of them.
 
     Args:
-      folder: of the outputs.
-      words: of every process.
-      num_processes, devices: of the job, and of each.
-      own: {process: (fault of faulty_run.py, "" for none; words of this process alone)}.
+      folder: the folder for the output files, one per process.
+      words: command line words for every process.
+      num_processes, devices: number of processes, and of devices per process.
+      own: {process: (a fault of faulty_run.py or "", words for only this process)}.
     """
 
     def __init__(self, folder, *words, num_processes=2, devices=2, own=None):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        }
+        environment = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
         self.outputs = [folder / f"process-{i}.txt" for i in range(num_processes)]
         self.processes, self.ended_at = [], {}
         for i, output in enumerate(self.outputs):
@@ -39,18 +33,11 @@ class Job:
                 f"--coordinator=localhost:{port}", f"--num_processes={num_processes}",
                 f"--process_id={i}",
             )  # fmt: skip
-            program = [FAULTY, fault] if fault else ["-m", "vit_jax.main"]
-            arguments = [*program, *(joined if num_processes > 1 else ()), *words, *more]
-            with open(output, "w") as file:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *arguments],
-                        cwd=ROOT,
-                        env=environment,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            program = FAULTY if fault else ("-m", "vit_jax.main")
+            arguments = [*([fault] if fault else []), *(joined if num_processes > 1 else ()),
+                         *words, *more]  # fmt: skip
+            output.write_bytes(b"")
+            self.processes.append(Forked(program, arguments, output, environment))
 
     def __enter__(self):
         return self
@@ -58,7 +45,7 @@ class Job:
     def __exit__(self, *exc_info):
         for process in self.processes:
             if process.poll() is None:
-                process.kill()  # of a stopped one too
+                process.kill()  # also ends a stopped process
                 process.wait()
 
     def said(self, i):
@@ -78,7 +65,7 @@ class Job:
         self.processes[i].send_signal(number)
 
     def codes(self, of=None, timeout_s=120):
-        """The exit codes of all processes, or of those in `of`."""
+        """The exit codes of all processes, or of the processes in `of`."""
         until = time.monotonic() + timeout_s
         of = range(len(self.processes)) if of is None else of
         return [self.processes[i].wait(max(until - time.monotonic(), 0.1)) for i in of]

@@ -30,7 +30,7 @@ from vit_jax.transfer.rules import Cut, Spec
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
-# For every file: the words of its full form and those of its debug form.
+# For every file: the words of its full form, and of its debug form.
 FORMS = {
     "quickstart": ["", "debug"],
     "pretrain": [
@@ -52,12 +52,19 @@ FORMS = {
         "BiT-R50x1,cifar10,debug",
         "R26+ViT-S/32,imagenet2012,headline",
         "R50+ViT-B/16,cifar10,debug",
+        "ViT-B/16,folder",
+        "ViT-B/16,folder,last4",
+        "DeiT-B/16,folder,head_only",
+        "ViT-B/16,cifar10,lora16",
+        "ViT-B/16,folder,lora,debug",
+        "ViT-B/16,folder,last4,debug",
     ],
     "finetune_study": [
         "ViT-L/32,oxford_flowers102",
         "ViT-B/16,cifar10,debug",
         "BiT-R101x3,oxford_iiit_pet",
     ],
+    "finetune_parts": ["", "debug"],
     "vtab": ["ViT-H/14", "ViT-B/16,debug", "BiT-R50x3", "BiT-R50x1,debug"],
     "position_ablation": ["", "debug"],
     "bit_and_vit": ["", "debug"],
@@ -70,7 +77,7 @@ FORMS = {
 }
 
 
-# Those of `evaluate`, which describe no run.
+# Configs for `evaluate`, which do not describe a run.
 EVALUATION_FORMS = {"evaluate": ["cifar10", "real,classification,imagenet2012", "debug"]}
 
 
@@ -86,7 +93,7 @@ def refusal(name, words):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A folder of twelve pictures of two classes."""
+    """A folder with twelve images of two classes."""
     rng = np.random.default_rng(0)
     for i in range(12):
         path = tmp_path / "pictures" / ("cat", "dog")[i % 2] / f"{i}.png"
@@ -105,10 +112,10 @@ def test_every_config_is_tested():
 @pytest.mark.parametrize(("name", "words"), [(n, w) for n, forms in FORMS.items() for w in forms])
 def test_config_is_valid(name, words):
     config = load(name, words)
-    if config.init_from == "":  # what to start from has to be said
+    if config.init_from == "":  # init_from must be given
         (fault,) = find_faults(config)
         assert fault.startswith("init_from: not set; give --config.init_from=SOURCE")
-        config.init_from = "scratch"
+        config.init_from = "w.npz" if config.init_fields == "source" else "scratch"
     assert find_faults(config) == []
 
 
@@ -133,7 +140,7 @@ def test_words_of_evaluation():
     assert load("evaluate", "real,imagenet2012").evals.real.split == "validation"
     assert list(load("evaluate").evals) == ["fewshot", "knn", "probe"]
     message = refusal("evaluate", "knn,cifar10,cifar100")
-    assert "unknown word 'cifar100'; it takes DATA: a data set; classification: " in message
+    assert "unknown word 'cifar100'; known words: DATA: a data set; classification: " in message
     assert "unknown word 'fewsht'; did you mean fewshot?" in refusal("evaluate", "fewsht,cifar10")
 
 
@@ -148,7 +155,7 @@ def test_config_file_says_how_to_run_it(name):
     ("name", "words"), [(n, w) for n, forms in FORMS.items() for w in forms if "debug" in w]
 )
 def test_debug_form_is_ready_to_run(name, words, tmp_path, pictures):
-    """Data, model and schedule go together, and are small."""
+    """Data, model and schedule are compatible and small."""
     config = load(name, words)
     if config.data.name == "folder":
         config.data.data_dir = pictures
@@ -168,7 +175,7 @@ def test_unknown_word_names_those_known(name):
     assert "'huge'" in message and "debug: " in message
 
 
-# The paper's table 3 once more: model, data, epochs (those of the config without a word first),
+# The paper's table 3, typed independently: model, data, epochs (the config's default first),
 # base learning rate, decay, weight decay, dropout (a ResNet has none).
 TABLE_3 = [
     ("ViT-B/16", "jft", (7,), 8e-4, "linear", 0.1, 0.0),
@@ -229,7 +236,7 @@ def test_table_3(model, data, epochs, word, lr, decay, weight_decay, dropout):
 
 
 def test_recipe_becomes_an_experiment():
-    """ViT-B/16 on 14,147,841 images: the head, the steps and the rates are those of the paper."""
+    """ViT-B/16 on 14,147,841 images: head, steps and learning rates as in the paper."""
     c = load("pretrain", "ViT-B/16,imagenet21k")
     c.data.num_classes, c.data.num_examples = 21_843, 14_147_841
     e = make_experiment(c, make_mesh(replica=1, data=-1, fsdp=1, tensor=1))
@@ -337,7 +344,7 @@ def test_folder_takes_a_model(words, model, image_size):
 
 def test_folder_takes_one_model():
     message = refusal("folder", "ViT-S/16,ViT-B/16")
-    assert "unknown word 'ViT-B/16'; it takes MODEL: such as ViT-S/16" in message
+    assert "unknown word 'ViT-B/16'; known words: MODEL: such as ViT-S/16" in message
 
 
 @pytest.mark.parametrize("image_size", [(96, 96), (96, 64)])
@@ -365,7 +372,7 @@ def test_small_cifar10_has_the_parameters_it_says():
     assert e.total_steps == 1172  # 3 * 50,000 / 128 = 1171.9
 
 
-# AugReg's table once more: RandAugment's layers and magnitude, MixUp's parameter.
+# AugReg's table, typed independently: RandAugment's layers and magnitude, MixUp's alpha.
 AUGREG = {
     "none": None,
     "light1": (2, 0, 0.0),
@@ -418,7 +425,7 @@ def test_augreg_s_other_choices():
         ("ViT-B/16,imagenet21k,medum1", "augmentation 'medum1': did you mean medium1?"),
         ("ViT-B/16,cifar10,medium1", "data 'cifar10': needs imagenet2012 or imagenet21k"),
         ("ViT-b/16,imagenet21k,medium1", "did you mean B?"),
-        ("BiT-R50x1,imagenet21k,medium1", "are of ViTs and hybrids"),
+        ("BiT-R50x1,imagenet21k,medium1", "need a ViT or a hybrid, such as ViT-B/16"),
         ("ViT-B/16,imagenet2012,medium1,30ep", "30ep: the paper trains on imagenet2012 for 300"),
     ],
 )
@@ -455,7 +462,7 @@ def test_better_plain_vit():
     assert parse_durations(c)["duration"] == 111_477  # 90 * 1,268,355 / 1024 = 111,476.5
 
 
-# Images of these shapes are evaluated at these sizes.
+# Images of these shapes are evaluated at each of these sizes.
 SHAPES = [(300, 400), (400, 300), (37, 90), (224, 224)]
 SIZES = [(224, 224), (384, 384), (160, 256)]
 
@@ -487,7 +494,7 @@ def test_no_pixel_of_an_evaluated_image_is_padding(image_size):
      ("vit_s16_in1k", "")],
 )  # fmt: skip
 def test_evaluated_pixels_at_224_are_those_of_a_resize_to_256(name, words):
-    """As the published recipes say, and as the configs themselves said."""
+    """As in the published recipes, and in earlier versions of the configs."""
     for entry in load(name, words).evals.values():
         for shape in SHAPES:
             y, x = np.mgrid[: shape[0], : shape[1]]
@@ -500,8 +507,8 @@ def test_evaluated_pixels_at_224_are_those_of_a_resize_to_256(name, words):
             np.testing.assert_array_equal(ours, published)
 
 
-# The paper's table 4 once more: data, steps, learning rates, share of the development split in per
-# cent, what is reported on.
+# The paper's table 4, typed independently: data, steps, learning rates, development split in per
+# cent, split that is reported.
 TABLE_4 = [
     ("imagenet2012", 20_000, (0.003, 0.01, 0.03, 0.06), 1, "validation"),
     ("cifar100", 10_000, (0.001, 0.003, 0.01, 0.03), 2, "test"),
@@ -592,8 +599,14 @@ def test_a_bit_is_fine_tuned_by_its_rule(data, rule):
     assert (study.peak_lrs, study.seeds) == ((0.003,), 3)
 
 
+def test_headline_averages_its_weights():
+    c = load("finetune", "ViT-H/14,imagenet2012,headline")
+    assert (c.optimizer.ema_decay, c.data.image_size) == (0.9999, 518)  # 512 in patches of 14
+    assert load("finetune", "ViT-H/14,imagenet2012").optimizer.ema_decay is None
+
+
 def test_headline_is_of_vits():
-    assert "not of BiT-R50x1 on imagenet2012" in refusal(
+    assert "headline: got BiT-R50x1 on imagenet2012" in refusal(
         "finetune", "BiT-R50x1,imagenet2012,headline"
     )
 
@@ -640,7 +653,7 @@ def test_cells_of_the_ablation_are_those_of_table_8_and_more():
         ("ViT-B/32", 384, 512),
         ("R50+ViT-L/32", 384, 512),
         ("R+ViT-Ti/16", 384, 512),
-        ("R+ViT-Ti/14", 392, 504),  # of which 28 pixels are a token
+        ("R+ViT-Ti/14", 392, 504),  # whose tokens cover 28 pixels
     ],
 )
 def test_fine_tuning_sizes(model, usual, headline):
@@ -663,7 +676,7 @@ def test_head_only_trains_the_head():
         ("ViT-B/16", "needs MODEL,DATA, e.g. configs/finetune.py:ViT-B/16,cifar10, DATA one of"),
         ("ViT-B/16,cifar", "data 'cifar': did you mean cifar10?"),
         ("ViT-b/16,cifar10", "did you mean B?"),
-        ("ViT-B/16,cifar10,headline", "headline: is of ViTs on imagenet2012, not of ViT-B/16 on"),
+        ("ViT-B/16,cifar10,headline", "headline: got ViT-B/16 on cifar10; "),
     ],
 )
 @pytest.mark.parametrize("name", ["finetune", "finetune_study"])
@@ -672,7 +685,7 @@ def test_fine_tuning_refuses(name, words, says):
 
 
 def test_no_arm_of_five_classes_sees_what_it_is_judged_by():
-    """Pretraining and fine-tuning share no class, the three splits of fine-tuning no picture."""
+    """Pretraining and fine-tuning share no class; the splits of fine-tuning share no image."""
     pretraining, c = load("five_classes", "pretrain"), load("five_classes")
     assert sorted(pretraining.data.classes + c.data.classes) == list(range(10))
     assert (c.data.split, c.study.train_split) == ("train[2500:2961]", "train[2500:2961]")

@@ -1,7 +1,9 @@
+import os
+
 import pytest
 from etils import epath
 
-from vit_jax.files import write_whole
+from vit_jax.files import cache_folder, replaced, write_whole
 
 
 @pytest.mark.parametrize(
@@ -14,3 +16,34 @@ def test_a_file_is_replaced_whole_by_text_or_bytes(tmp_path, content, stored):
     write_whole(path, content)
     assert path.read_bytes() == stored
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_changes_when_the_block_ends(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with replaced(path) as first, replaced(path) as second:
+        first.write(b"first")
+        second.write(b"second")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"first"  # whose block ended last
+    umask = os.umask(0)
+    os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_error_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt), replaced(path) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("root", "expected"), [("", "~"), ("~/c", "~/c"), ("/c", "/c")])
+def test_the_cache_folder(monkeypatch, root, expected):
+    monkeypatch.setenv("XDG_CACHE_HOME", root)
+    expected = "~/.cache" if expected == "~" else expected
+    assert str(cache_folder("plans")) == os.path.expanduser(f"{expected}/vit_jax/plans")

@@ -1,4 +1,4 @@
-"""The command line: what is wrong with the input is said in one message, and nothing is written."""
+"""The command line: wrong input is answered by one message, and nothing is written."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.main import main
 from vit_jax.training.guards import NonFiniteError
 from vit_jax.training.sources import open_sources
-from vit_jax.training.train import Preempted
+from vit_jax.training.train import Interrupted, Preempted
 
 ROOT = pathlib.Path(__file__).parents[1]
 QUICKSTART = "--config=configs/quickstart.py:debug"
@@ -29,7 +29,7 @@ def in_repository(monkeypatch):
 
 
 def snapshot(folder):
-    """Everything below `folder`: names, bytes and times."""
+    """Names, bytes and times of everything below `folder`."""
     return {
         str(path.relative_to(folder)): (
             path.stat().st_mtime_ns,
@@ -41,9 +41,9 @@ def snapshot(folder):
 
 @pytest.fixture
 def refused(tmp_path, capsys):
-    """refused(words): runs `main` on them, checks that it refuses them, and gives the message.
+    """refused(words): run `main`, check that it rejects them, and return the message.
 
-    "WORKDIR" in a word is a directory, which need not be there; all in tmp_path stays as it is.
+    "WORKDIR" in a word stands for a directory that may not exist; tmp_path must not change.
     """
 
     def refused(*words):
@@ -71,7 +71,7 @@ def train(refused, *words):
     return refused(QUICKSTART, "--workdir=WORKDIR", *words)
 
 
-# What is wrong with a config: (overrides, what the message has to contain)
+# Faulty configs: (overrides, parts that the message must contain)
 BAD_CONFIGS = {
     "misspelt key": (["model.wdth=3"], ["--config.model.wdth: ", "did you mean model.width?"]),
     "wrong type": (["seed=x"], ["--config.seed='x': needs an int"]),
@@ -87,16 +87,16 @@ BAD_CONFIGS = {
     "patch that does not divide": (["model.name=ViT-mu/3"], ["patch_size=(3, 3)", "height 6 or 9"]),
     "batch size": (
         ["global_batch_size=63"],
-        ["global_batch_size=63: must be a multiple of the 8 ways", "try 56"],
+        ["global_batch_size=63: must be a multiple of 8", "try 56"],
     ),
     "small batch size": (["global_batch_size=4"], ["global_batch_size=4: must be", "try 8"]),
     "batch size of an evaluator": (
         ["evals.test.batch_size=100"],
-        ["evals.test.batch_size=100: must be a multiple of the 8 ways", "try 96"],
+        ["evals.test.batch_size=100: must be a multiple of 8", "try 96"],
     ),
     "mesh that does not divide": (
         ["mesh.data=3"],
-        ["mesh.data=3", "there are 8", "change the sizes"],
+        ["mesh.data=3", "there are 8", "--config.mesh.data=-1"],
     ),
     "mesh too large": (["mesh.fsdp=16"], ["mesh.fsdp=16", "there are 8"]),
     "mesh too small": (["mesh.data=2"], ["mesh.data=2", "there are 8"]),
@@ -108,7 +108,7 @@ BAD_CONFIGS = {
     "folder without data_dir": (["data.name=folder"], ["data.data_dir=None", "needs the folder"]),
     "missing folder": (
         ["data.name=folder", "data.data_dir=/no/such/folder"],
-        ["data.data_dir='/no/such/folder' is not a local folder", "one folder a class"],
+        ["data.data_dir='/no/such/folder' is not a local folder", "--config.data.data_dir="],
     ),
     "missing TFDS data set": (
         ["data.name=cifar10", "data.data_dir=/no/such/folder"],
@@ -126,14 +126,14 @@ BAD_CONFIGS = {
     "unknown split of an evaluator": (["evals.test.split=val"], ["'val'", "'train' and 'test'"]),
     "wrong number of classes": (["data.num_classes=7"], ["data.num_classes=7", "has 10"]),
     "wrong number of examples": (["data.num_examples=9"], ["data.num_examples=9", "has 1437"]),
-    "no steps": (["duration=0 steps"], ["duration='0 steps' is never", "give more than 0"]),
+    "no steps": (["duration=0 steps"], ["duration='0 steps':", "more than 0"]),
     "warm-up longer than the run": (
         ["schedule.warmup=50 steps"],
         ["schedule.warmup (50 steps)", "do not fit into duration (40 steps)", "shorten"],
     ),
     "decay of nothing": (
         ["optimizer.weight_decay_on=kernel"],
-        ["optimizer.weight_decay_on='kernel' matches the whole name of no parameter", "embedding/"],
+        ["optimizer.weight_decay_on='kernel':", "embedding/"],
     ),
 }
 
@@ -156,11 +156,14 @@ def test_existing_workdir_is_left_alone(refused, tmp_path):
 
 def test_missing_config_file(refused):
     err = refused("--config=configs/quickstrat.py", "--workdir=WORKDIR")
-    assert "no file 'configs/quickstrat.py', and no config of that name; did you mean quick" in err
+    assert (
+        "no file 'configs/quickstrat.py', and no shipped config of that name; did you mean quick"
+        in err
+    )
     assert "did you mean quickstart?" in refused("--config=quickstrat:debug", "--workdir=WORKDIR")
 
 
-# What a run starts from
+# Initial weights
 
 
 @pytest.mark.parametrize(
@@ -196,7 +199,7 @@ def test_init_from_workdir_without_checkpoint(refused, tmp_path):
     path = make_workdir(tmp_path / "pretrained")
     (path / "checkpoints").mkdir()
     err = train(refused, f"--config.init_from={path}")
-    assert f"init_from={str(path)!r}: no checkpoint there yet" in err
+    assert f"init_from={str(path)!r}: has no checkpoint yet" in err
 
 
 def test_an_unknown_convention_of_resampling(refused):
@@ -207,12 +210,12 @@ def test_an_unknown_convention_of_resampling(refused):
 def test_init_from_that_does_not_fit(refused, golden):
     source = f"--config.init_from={golden / 'vit_pretrained.npz'}"
     err = train(refused, source)
-    assert "holds another architecture" in err
-    assert "model.pool='gap', and 'token' in the source" in err
-    _, flags = err.split("as the source has them: ")
+    assert "has another architecture" in err
+    assert "model.pool='gap', but 'token' in the source" in err
+    _, flags = err.split("to match the source: ")
     assert "--config.model.depth=3" in flags.split()
     err = train(refused, source, *flags.split(), "--config.model.layer_scale=0.1")
-    assert "does not fit the model (set the fields of config.model as the source has them)" in err
+    assert "does not fit the model (set the fields of config.model to the source's values)" in err
     assert "encoder/layer_2/scale_mlp/scale (32,): absent from the source" in err
 
 
@@ -220,7 +223,7 @@ def test_init_from_that_does_not_fit(refused, golden):
 
 
 def make_workdir(path, *overrides):
-    """The workdir of a run of the quickstart that has saved nothing yet."""
+    """Workdir of a quickstart run that has saved nothing yet."""
     config = load_config("configs/quickstart.py:debug")
     assert apply_overrides(config, list(overrides)) == []
     config, _ = open_sources(config, training=True)
@@ -240,8 +243,8 @@ def test_workdir_of_another_config(refused, tmp_path):
     err = train(refused, "--config.model.pos_embed=none")
     assert "already holds a run with other settings; restore them, use a new --workdir" in err
     assert "2 faults" in err
-    assert "seed was 3 and is 0 now" in err
-    assert "model.pos_embed was None and is 'none' now; --config.model.pos_embed=None keeps" in err
+    assert "seed: was 3, now 0" in err
+    assert "--config.model.pos_embed=None" in err
     assert "log.every" not in err
 
 
@@ -249,10 +252,10 @@ def test_workdir_of_another_version(refused, tmp_path):
     config = make_workdir(tmp_path / "workdir") / "config.json"
     config.write_text(config.read_text().replace('"dropout"', '"drop_out"'))
     err = train(refused)
-    assert "use the one that wrote it: model.drop_out: no such key; did you mean dropout?" in err
+    assert "use that version: model.drop_out: no such key; did you mean dropout?" in err
     assert "model.drop_out: no such key" in refused("evaluate", "--workdir=WORKDIR")
     config.write_text("{")
-    assert "config.json: not as a run writes it" in train(refused)
+    assert "config.json: damaged" in train(refused)
 
 
 def test_workdir_that_cannot_be_made(refused, tmp_path):
@@ -286,16 +289,17 @@ def test_image_size_that_the_data_do_not_have(refused):
         ([QUICKSTART], ["--workdir: missing", "--config=quickstart --workdir="]),
         (["--workdir=WORKDIR"], ["--config: missing"]),
         ([QUICKSTART, "--wrkdir=WORKDIR"], ["--wrkdir", "did you mean --workdir?"]),
+        ([QUICKSTART, "--lr=1"], ["--lr=1: did you mean --config.optimizer.peak_lr=1?"]),
         ([QUICKSTART, "--work=WORKDIR"], ["unknown flags: --work"]),
         ([QUICKSTART, "--workdir=WORKDIR", "extra", "--zzz"], ["extra: ", "--zzz: known: -h"]),
         ([QUICKSTART, "--workdir=WORKDIR", "--config.seed"], ["--config.seed: no value"]),
         ([QUICKSTART, "--config.seed", "--workdir=WORKDIR"], ["--config.seed: no value"]),
         (["evaluate"], ["--workdir: missing; e.g. python -m vit_jax.main evaluate"]),
-        (["evaluate", "--workdir=WORKDIR"], ["/workdir: no config.json there; give the workdir"]),
+        (["evaluate", "--workdir=WORKDIR"], ["/workdir: has no config.json; give the workdir"]),
         (["evaluate", "--workdir=WORKDIR", QUICKSTART], ["--config: a run is evaluated by its"]),
-        (["evaluate", "--workdir=WORKDIR", "--init_from=X"], ["give one of --workdir=DIR and"]),
+        (["evaluate", "--workdir=WORKDIR", "--init_from=X"], ["give either --workdir=DIR or"]),
         (["evaluate", "--init_from=X"], ["--config: missing; e.g. --config=evaluate:fewshot"]),
-        (["evaluate", "--init_from=X", QUICKSTART], ["model.name='ViT-Ti/4': --init_from says it"]),
+        (["evaluate", "--init_from=X", QUICKSTART], ["model.name='ViT-Ti/4': --init_from sets it"]),
         (["evaluate", "--init_from=X", "--config=configs/evaluate.py:knn"],
          ["data.name: not set; set it in the config file or by --config.data.name=..."]),
         ([QUICKSTART, "--workdir=WORKDIR", "--coordinator=localhost:1"],
@@ -325,10 +329,11 @@ def test_help(command, capsys):
     out, err = capsys.readouterr()
     assert (e.value.code, err) == (0, "")
     assert out.startswith(f"usage: python -m vit_jax.main {command} ")
-    of_runs, of_jobs = ("train", "evaluate", "predict", "export", "study"), ("train", "evaluate")
+    of_runs = ("train", "evaluate", "predict", "export", "study", "doctor")
+    of_jobs = ("train", "evaluate", "doctor")
     assert ("--workdir DIR" in out) == (command in of_runs)
     assert ("--coordinator HOST:PORT" in out) == (command in of_jobs)
-    of_configs = ("train", "evaluate", "benchmark", "plan", "study")
+    of_configs = ("train", "evaluate", "benchmark", "plan", "study", "doctor")
     assert ("--print_config" in out) == ("--config.KEY=VALUE" in out) == (command in of_configs)
     assert f"\n  python -m vit_jax.main {'' if command == 'train' else command}" in out
 
@@ -368,7 +373,7 @@ def test_list_of_configs(capsys):
     for path in (ROOT / "configs").glob("*.py"):
         head, _, _ = path.read_text().removeprefix('"""').partition("\n")
         assert f"{path.stem}: {head}\n" in out
-    assert "\n    headline        512 px and averaged weights, of imagenet2012\n" in out
+    assert "\n    headline        512 px and averaged weights, for imagenet2012\n" in out
     assert out.count("\n    debug  ") == len(list((ROOT / "configs").glob("*.py")))
 
 
@@ -377,11 +382,11 @@ def test_list_of_models(refused, capsys):
     heading, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert heading == ["name", "parameters", "GMAC"]
     assert [row[0] for row in rows] == ["ViT-mu/16", "DeiT-Ti/16", "R+ViT-Ti/16"]
-    table = (ROOT / "docs/models.md").read_text()
+    table = (ROOT / "docs/reference/models.md").read_text()
     for row in rows:
         assert f"| {' | '.join(row)} |\n" in table
     err = refused("models", "vit-b")
-    assert "vit-b: part of no model's name; did you mean ViT-B/" in err
+    assert "vit-b: no model has this in its name; did you mean ViT-B/" in err
     assert "--config.seed: this command takes no config" in refused("models", "--config.seed=1")
 
 
@@ -395,8 +400,9 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
     words = [QUICKSTART, f"--workdir={tmp_path / 'workdir'}", "--config.seed=5"]
 
     def end_with(error):
-        def train_and_evaluate(config, workdir):
+        def train_and_evaluate(config, workdir, asked):
             assert (config.seed, workdir) == (5, str(tmp_path / "workdir"))
+            assert asked["overrides"] == {"seed": "5"} and asked["config"] in QUICKSTART
             if error is not None:
                 raise error
 
@@ -406,6 +412,8 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
     assert end_with(None)[0] == 0
     code, err = end_with(Preempted("stopped at step 7"))
     assert (code, err.splitlines()[-1]) == (75, "stopped at step 7")
+    code, err = end_with(Interrupted("stopped at step 7"))
+    assert (code, err.splitlines()[-1]) == (130, "stopped at step 7")
     code, err = end_with(NonFiniteError("step 8: loss is nan"))
     assert (code, err.splitlines()[-1]) == (1, "error: step 8: loss is nan")
 
@@ -416,9 +424,9 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
 def test_evaluate_before_the_first_checkpoint(refused, tmp_path):
     make_workdir(tmp_path / "workdir")
     err = refused("evaluate", "--workdir=WORKDIR")
-    assert f"--workdir={tmp_path / 'workdir'}: no checkpoint there yet" in err
+    assert f"--workdir={tmp_path / 'workdir'}: has no checkpoint yet" in err
     (tmp_path / "workdir/checkpoints").mkdir()
-    assert "no checkpoint there yet" in refused("evaluate", "--workdir=WORKDIR")
+    assert "has no checkpoint yet" in refused("evaluate", "--workdir=WORKDIR")
 
 
 def test_evaluate_with_faults(refused, tmp_path):
@@ -435,7 +443,7 @@ def test_evaluate_without_evaluators(refused, tmp_path):
     del config.evals.test
     (tmp_path / "workdir").mkdir()
     (tmp_path / "workdir/config.json").write_text(to_json(config))
-    assert "its config has no evals" in refused("evaluate", "--workdir=WORKDIR")
+    assert "its config lists no evaluators" in refused("evaluate", "--workdir=WORKDIR")
 
 
 # As a user runs it
@@ -452,7 +460,7 @@ def run_command(*words, **options):
 
 
 def test_message_is_all_that_is_printed(tmp_path):
-    """Before and after the first look at devices and data: no warnings, no traceback."""
+    """No warnings and no traceback, both before and after devices and data are opened."""
     workdir = tmp_path / "workdir"
     done = run_command(QUICKSTART, f"--workdir={workdir}", "--config.sed=1", "--config.seed=x")
     assert (done.returncode, done.stdout) == (2, "")
@@ -483,3 +491,11 @@ def test_help_as_a_user_asks_for_it():
     done = run_command("evaluate", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "--workdir DIR" in done.stdout
+
+
+def test_an_old_python_is_refused_in_one_line():
+    code = "import sys; sys.version_info = (3, 10, 13); import vit_jax"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "needs Python 3.11 or newer" in line and sys.executable in line

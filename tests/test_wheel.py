@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A copy of what a wheel is made of, as setuptools leaves what it builds beside it."""
+    """A copy of the sources of a wheel, since setuptools leaves its build files next to them."""
     source = tmp_path_factory.mktemp("source")
     for folder in ("vit_jax", "configs"):
         files = ROOT / folder, source / folder
@@ -33,7 +34,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def site(source, tmp_path_factory):
-    """The folder that the wheel is installed into."""
+    """Folder that the wheel is installed into."""
     site = tmp_path_factory.mktemp("site")
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
@@ -45,7 +46,7 @@ def site(source, tmp_path_factory):
 
 @pytest.fixture
 def installed(site, tmp_path):
-    """installed(words): what the console script ends with, run from an empty folder."""
+    """installed(words): run the console script in an empty folder; return the ended process."""
 
     def installed(*words):
         environment = os.environ | {"PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu"}
@@ -93,10 +94,11 @@ def test_list_of_configs(installed):
 def test_wrong_name(installed, tmp_path):
     done = installed("--config=configs/quickstart.py", f"--workdir={tmp_path / 'run'}")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no file 'configs/quickstart.py', and no config of that name; did you" in done.stderr
+    assert "no file 'configs/quickstart.py', and no shipped config" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow  # the parts without the wheel: test_extending and test_plugins
 def test_parts_from_outside(installed, tmp_path):
     """All nine kinds of parts in one run, from files in an otherwise empty folder."""
     names = write_parts(tmp_path)
@@ -113,15 +115,37 @@ def test_parts_from_outside(installed, tmp_path):
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert 0 <= summary["worst/top1"] <= summary["test/top1"] <= 1
 
-    for name in names:  # what is left are the run's own copies
+    for name in names:  # only the run's own copies are left
         if name != "flax_msgpack.py":
             (tmp_path / name).unlink()
     words = ("--workdir=run", "--format=msgpack", "--output=rings.msgpack")
     refused = installed("export", *words, "--config.plugins=flax_msgpack.py")
-    assert refused.returncode == 2 and "--trust_plugins then runs it" in refused.stderr
+    assert refused.returncode == 2 and "--trust_plugins" in refused.stderr
     done = installed("export", *words, "--config.plugins=flax_msgpack.py", "--trust_plugins")
     assert done.returncode == 0, done.stderr
     receipt = json.loads((tmp_path / "rings.receipt.json").read_text())
     assert receipt["model"]["family"] == "Mixer" and receipt["model"]["token_dim"] == 8
     assert receipt["read_back"]["largest_logit_difference"] == 0
     assert (receipt["loss"], receipt["computed_in"]) == ("poly1", "float32")
+
+
+def test_first_hour(site, tmp_path):
+    """Every line that the tutorial shows is printed, but for numbers."""
+
+    def pattern(line):
+        return re.sub(r"[\d.,:]*\d", "N", " ".join(line.split()))
+
+    environment = os.environ | {
+        "PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/tutorial_run.py", ROOT / "docs/tutorials/first_hour.md"],
+        capture_output=True, text=True, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    blocks = json.loads(done.stdout)
+    assert sum(bool(shown) for _, _, shown in blocks) >= 4
+    for block, printed, shown in blocks:
+        lines = {pattern(line) for line in printed.splitlines()}
+        missing = [line for line in shown.splitlines() if pattern(line) not in lines]
+        assert not missing, f"{block}\ndoes not print\n{missing}\nbut\n{printed}"

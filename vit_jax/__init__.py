@@ -1,24 +1,51 @@
-"""Pretrain Vision Transformers at TPU scale and carry them over to new tasks.
+"""Pretrain Vision Transformers at TPU scale and transfer them to new tasks.
 
     model = vit_jax.create_model("ViT-B/16", num_classes=10, image_size=32)
     model, variables = vit_jax.load_pretrained("ViT-B_16.npz")
     logits = model.apply(variables, images, train=False)
 
-Importing this touches no device, no flag and no TensorFlow.
+    summary = vit_jax.train("quickstart", "runs/quickstart")
+    results = vit_jax.evaluate("runs/quickstart")
+    rows = vit_jax.predict(["cat.jpg", picture, array], "runs/mine")
+
+Importing this package touches no device, parses no flag and does not import TensorFlow.
 """
 
 import importlib
+import platform
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 (python_requires binds only pip)
+    raise SystemExit(
+        f"vit_jax needs Python 3.11 or newer; this is {platform.python_version()}, {sys.executable}"
+    )
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "create_model": "vit_jax.models",
+    "evaluate": "vit_jax.api",
+    "load_config": "vit_jax.api",
     "load_image": "vit_jax.transfer.images",
     "load_pretrained": "vit_jax.transfer",
+    "predict": "vit_jax.api",
     "pretrained_spec": "vit_jax.transfer",
+    "read_pretrained": "vit_jax.transfer",
     "save_pretrained": "vit_jax.transfer",
+    "train": "vit_jax.api",
 }
-__all__ = ["create_model", "load_image", "load_pretrained", "pretrained_spec", "save_pretrained"]
+__all__ = [
+    "create_model",
+    "evaluate",
+    "load_config",
+    "load_image",
+    "load_pretrained",
+    "predict",
+    "pretrained_spec",
+    "read_pretrained",
+    "save_pretrained",
+    "train",
+]
 
 
 def __getattr__(name: str):

@@ -1,7 +1,11 @@
-"""Files that a reader sees whole or not at all, on local disks and in object stores alike."""
+"""Atomic writes: a reader sees a whole file or none, on local disks and in object stores."""
 
 import contextlib
 import os
+import pathlib
+import secrets
+from collections.abc import Iterator
+from typing import IO
 
 from etils import epath
 
@@ -9,33 +13,75 @@ from vit_jax.errors import InputError
 
 
 def absolute(path: epath.PathLike) -> epath.Path:
-    """`path` from the root, with `~` expanded; an address such as gs://bucket as it is."""
+    """`path` made absolute, with `~` expanded; addresses such as gs://bucket stay as they are."""
     path = epath.Path(path)
     return path if _is_object(path) else path.expanduser().resolve()
 
 
 def check_output(path: epath.Path, flag: str) -> None:
-    """Raises InputError, naming `flag`, if a file at `path` could not be written in the end."""
+    """Raise InputError, naming `flag`, unless a file can be written at `path`."""
     if _is_object(path):
         return
     if path.is_dir():
-        raise InputError(f"{flag}={path}: is a folder; give a file")
+        raise InputError(f"{flag}={path}: is a folder; give the name of a file")
     if not path.parent.is_dir():
-        raise InputError(f"{flag}={path}: there is no folder {path.parent}; make it")
+        raise InputError(f"{flag}={path}: the folder {path.parent} does not exist; create it")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise InputError(f"{flag}={path}: {path.parent} cannot be written to; choose another")
+        raise InputError(f"{flag}={path}: {path.parent} is not writable; choose another folder")
+
+
+def check_folder(path: epath.Path, flag: str) -> None:
+    """Raise InputError, naming `flag`, unless `path` is a folder to write to or can become one."""
+    there = next((p for p in [path, *path.parents] if p.exists()), None)
+    if there is None or _is_object(path):
+        return
+    if not there.is_dir():
+        what = "" if there == path else f"{there} "
+        raise InputError(f"{flag}={path}: {what}is a file; give a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"{flag}={path}: {there} is not writable; choose another directory")
 
 
 def write_whole(path: epath.Path, content: str | bytes) -> None:
-    """Writes a file so that a reader, or a machine that lost power, has the old or the new one."""
+    """Write a file atomically: readers, even after a power failure, find the old or the new one."""
     data = content.encode() if isinstance(content, str) else content
     open_for_append(path, data).close()
 
 
-def open_for_append(path: epath.Path, content: bytes) -> "LocalFile | StoredObject":
-    """A file to append to, begun with `content` in place of what was there, atomically.
+def cache_folder(kind: str) -> pathlib.Path:
+    """The folder that keeps one kind of results between runs; it may not exist yet.
 
-    It has `write(bytes)`, `flush()`, after which what was written is durable, and `close()`.
+    $XDG_CACHE_HOME/vit_jax/KIND, below ~/.cache where the variable is unset or empty.
+    """
+    root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return root / "vit_jax" / kind
+
+
+@contextlib.contextmanager
+def replaced(path: epath.PathLike) -> Iterator[IO[bytes]]:
+    """A local file to write, which takes the place of `path` once the block has ended.
+
+    It is written beside `path` under a name of its own, so several processes may write the same
+    path. An error in the block removes it and leaves `path` as it was.
+    """
+    path = pathlib.Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def open_for_append(path: epath.Path, content: bytes) -> "LocalFile | StoredObject":
+    """Replace `path` atomically by a file that holds `content`, and open it for appending.
+
+    The result has `write(bytes)`, `flush()`, which makes all writes durable, and `close()`.
     """
     return (StoredObject if _is_object(path) else LocalFile)(path, content)
 
@@ -45,20 +91,12 @@ def _is_object(path: epath.Path) -> bool:
 
 
 class LocalFile:
-    """Of a local or shared disk: what is written is there for others to read at once."""
+    """A file on a local or shared disk; other readers see each write at once."""
 
     def __init__(self, path: epath.Path, content: bytes):
-        temporary = path.with_name(f".{path.name}.tmp")
-        self._file = open(temporary, "wb")  # noqa: SIM115 (closed by `close`)
-        try:
-            self.write(content)
-            self.flush()
-            temporary.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            temporary.unlink(missing_ok=True)
-            raise
+        with replaced(path) as file:
+            file.write(content)
+        self._file = open(path, "ab")  # noqa: SIM115 (closed by `close`)
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
@@ -73,7 +111,7 @@ class LocalFile:
 
 
 class StoredObject:
-    """Of a store that has neither append nor rename: put whole by each flush."""
+    """An object in a store without append and rename; each flush uploads it whole."""
 
     def __init__(self, path: epath.Path, content: bytes):
         self._path, self._content = path, bytearray(content)

@@ -1,13 +1,15 @@
 """vit_jax [COMMAND] --config=NAME[:words] --workdir=DIR [--config.key=value ...]
 
-Trains Vision Transformers and carries them over to other tasks. The command is train where none is
-named. `python -m vit_jax.main` is the same program; --version prints its version. Exit codes: 0
-done; 1 failed; 2 the input is wrong; 3 the plan does not fit; 75 stopped by preemption, and 143
-before it trained: start again.
+Train Vision Transformers and transfer them to other tasks. COMMAND defaults to train.
+`python -m vit_jax.main` is the same program; --version prints its version.
+
+Exit codes: 0 done; 1 failed; 2 wrong input; 3 the plan does not fit. Run the same command again
+after 75 (stopped by SIGTERM and saved), 143 (stopped by SIGTERM before training) or 130 (Ctrl-C).
 """
 
 import argparse
 import contextlib
+import difflib
 import os
 import select
 import sys
@@ -23,12 +25,13 @@ from vit_jax.job.first_process import run_in_child_of_first_process
 
 
 def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
-    """The command's flags, and `--config.key=value` as the list of pairs `overrides`.
+    """Parse the flags of `command`.
 
-    Every command takes `--config.plugins`, as the list `plugins`, and `--trust_plugins`.
+    `--config.KEY=VALUE` flags are collected as (key, value) pairs in `overrides`. Every command
+    accepts `--config.plugins`, stored as the list `plugins`, and `--trust_plugins`.
 
     Raises:
-      InputError: naming every flag that is unknown.
+      InputError: lists every unknown flag.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m vit_jax.main {command}",
@@ -38,13 +41,14 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
     )
     find_command(command).define_flags(parser)
     parser.add_argument(
-        "--trust_plugins", action="store_true", help="run the copies of plug-ins in workdirs"
+        "--trust_plugins", action="store_true", help="run the copies of plug-ins kept in workdirs"
     )
+    parser.add_argument("--quiet", action="store_true", help="show warnings and errors only")
     parser.epilog = f"Commands: {', '.join(COMMANDS)}."
     takes_config = "--config" in parser.format_usage()
     if takes_config:
         parser.epilog = (
-            "Any key of the config is set by --config.KEY=VALUE, e.g. --config.mesh.fsdp=8.\n"
+            "--config.KEY=VALUE sets any key of the config, e.g. --config.mesh.fsdp=8.\n"
             + parser.epilog
         )
     overrides, rest, words = [], [], iter(argv)
@@ -59,8 +63,8 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
             rest.append(word)
     flags, unknown = parser.parse_known_args(rest)
     if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
-        hints = [f"{word}: {nearest(word.partition('=')[0], known)}" for word in unknown]
+        options = [option for action in parser._actions for option in action.option_strings]
+        hints = [f"{word}: {_hint(word, options, takes_config)}" for word in unknown]
         raise InputError("unknown flags: " + "; ".join(hints))
     others = [key for key, _ in overrides if key != "plugins"]
     if others and not takes_config:
@@ -71,17 +75,33 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
     return flags
 
 
+def _hint(word: str, options: Sequence[str], takes_config: bool) -> str:
+    """Suggest one of `options`, or a key of the config, for the unknown flag `word`."""
+    flag, equals, value = word.partition("=")
+    is_near = difflib.get_close_matches(flag, options, cutoff=0.75)
+    if takes_config and flag.startswith("--") and not is_near:
+        from vit_jax.config import default_config, flatten
+        from vit_jax.config.text import suggest_key
+
+        keys = [key for key in flatten(default_config()) if key != "plugins"]
+        hint = suggest_key(flag.removeprefix("--"), keys)
+        if hint.startswith("did you mean "):
+            key = hint.removeprefix("did you mean ").removesuffix("?")
+            return f"did you mean --config.{key}{equals}{value}?"
+    return nearest(flag, options)
+
+
 def _overview() -> str:
-    """What this program does, and a line for each command."""
+    """Description of the program, followed by one line per command."""
     heads = {name: find_command(name).__doc__.partition("\n")[0] for name in COMMANDS}
     lines = [f"  {name:<10} {head}" for name, head in heads.items()]
     return "\n".join([
-        __doc__, "Commands:", *lines, "", "COMMAND --help lists its flags, with examples.",
+        __doc__, "Commands:", *lines, "", "COMMAND --help shows its flags and examples.",
     ])  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command that `argv` names and returns the exit code."""
+    """Run the command that `argv` names and return the exit code."""
     from vit_jax.job import watchdog
 
     try:
@@ -92,9 +112,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
-    """Runs the command that `argv` names: the exit code, and the error that made it so.
+    """Run the command that `argv` names; return the exit code and the error behind it, if any.
 
-    What is raised is not for the user to mend.
+    Any exception that escapes is a bug or a failure that the user cannot fix.
     """
     words = list(argv)
     if words in (["--help"], ["-h"]):
@@ -108,7 +128,7 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
         if command not in COMMANDS:
             raise InputError(f"{command!r}: no such command; {nearest(command, COMMANDS)}")
         flags = parse_flags(command, words)
-        from vit_jax.config import plugins  # only now, that a wrong flag is answered at once
+        from vit_jax.config import plugins  # imported late, so that wrong flags fail at once
 
         with plugins.using(flags.plugins, trusted=flags.trust_plugins):
             return find_command(command).main(flags), None
@@ -121,9 +141,9 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
 
 
 def execute_and_exit(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command that `argv` names and ends this process, of a job's as one of them.
+    """Run the command that `argv` names and end this process with its exit code.
 
-    `argv` None: the command line of this process.
+    `argv` defaults to the command line. In a job of several processes the watchdog ends them all.
     """
     run_in_child_of_first_process()
     try:
@@ -140,16 +160,16 @@ def execute_and_exit(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _drop_unread_output() -> bool:
-    """Whether the reader of standard output has left, as behind `| head`; then the rest is dropped.
+    """Drop unread output if the reader of stdout has left, as in `| head`; return whether it has.
 
-    Python would complain of the rest when it ends, and end with another exit code.
+    Otherwise Python would report a broken pipe at exit and change the exit code.
     """
     if sys.stdout is None:  # closed from the start
         return False
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
     output = select.poll()
-    output.register(sys.stdout, 0)  # for errors only: an error of a pipe is that nobody reads it
+    output.register(sys.stdout, 0)  # errors only: a pipe reports an error once nobody reads it
     has_left = bool(output.poll(0))
     if has_left:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

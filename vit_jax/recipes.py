@@ -1,4 +1,4 @@
-"""The papers' tables of hyper-parameters as data, for the files in configs/.
+"""Hyper-parameter tables of the papers as data, for the files in configs/.
 
 Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), tables 3 and 4 (appendix B.1), for
 `Pretraining` and `FineTuning`; Kolesnikov et al. 2019 (arXiv:1912.11370), section 3.3, for
@@ -11,12 +11,13 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from vit_jax.errors import InputError, nearest
+from vit_jax.experiment.data_size import BIT_LR, bit_steps, bit_warmup
 from vit_jax.models import find_family, token_stride
 from vit_jax.models.fields import field_names
 from vit_jax.models.resnet import map_stride
 
-# Where each data set has its images to train on and to validate with. The two large ones have no
-# validation split of their own: as many images as ImageNet's are held out.
+# Training and validation split of each data set. The two large sets have no validation split; as
+# many images as ImageNet's validation split has are held out of their training split.
 SPLITS = {
     "imagenet2012": ("train", "validation"),
     "imagenet21k": ("train[50000:]", "train[:50000]"),
@@ -25,11 +26,11 @@ SPLITS = {
 
 
 class Pretraining(NamedTuple):
-    """A row of table 3; common to all: batch 4096, 10k steps of warm-up, Adam, 224 px.
+    """A row of table 3. Common to all: batch 4096, 10k steps of warm-up, Adam, 224 px.
 
-    epochs: the paper's, the usual one first.
-    weight_decay: decoupled, times the current learning rate.
-    grad_clip_norm: the global norm; None: no clipping.
+    epochs: the paper's choices, the usual one first.
+    weight_decay: decoupled, multiplied by the current learning rate.
+    grad_clip_norm: maximum global norm; None: no clipping.
     """
 
     epochs: tuple[int, ...]
@@ -69,7 +70,7 @@ def find_pretraining(model: str, data: str) -> Pretraining:
     """The row of table 3 for `model` on `data`: "imagenet2012", "imagenet21k" or "jft".
 
     Raises:
-      InputError: if the paper has no such row; names those it has.
+      InputError: if the paper has no such row; lists the rows it has.
     """
     find_family(model).parse(model)
     if data == "imagenet2012" and model.startswith("ViT-"):
@@ -87,13 +88,14 @@ def find_pretraining(model: str, data: str) -> Pretraining:
 
 
 class FineTuning(NamedTuple):
-    """A row of table 4; common to all: SGD, momentum 0.9, batch 512, cosine, clipping at norm 1.
+    """A row of table 4. Common to all: SGD, momentum 0.9, batch 512, cosine, clipping at norm 1.
 
-    steps: of a run, those by which the learning rate is chosen included.
-    peak_lrs: to choose from.
-    dev_percent: of the training split, its last ones, by which is chosen; None: nothing is.
-    test_split: what results are reported on.
-    image_size: height and width of the usual image, in pixels; None: they differ from task to task.
+    steps: length of every run, including those that select the learning rate.
+    peak_lrs: the learning rates to choose from.
+    dev_percent: share of the training split, taken from its end, that selects the learning rate;
+      None: there is nothing to select.
+    test_split: the split that results are reported on.
+    image_size: height and width of a typical image, in pixels; None: it differs between tasks.
     """
 
     steps: int
@@ -104,7 +106,7 @@ class FineTuning(NamedTuple):
 
     @property
     def dev_splits(self) -> tuple[str, str]:
-        """What is trained on, and what is looked at, while choosing."""
+        """The splits to train on and to validate on while the learning rate is selected."""
         cut = 100 - self.dev_percent
         return f"train[:{cut}%]", f"train[{cut}%:]"
 
@@ -119,14 +121,14 @@ FINE_TUNING = {
     "oxford_iiit_pet": FineTuning(500, _SMALL, 10, image_size=(375, 500)),
     "oxford_flowers102": FineTuning(500, _SMALL, 10, image_size=(500, 667)),
 }
-VTAB = FineTuning(2_500, (0.01,))  # each of the 19 tasks; nothing is chosen
+VTAB = FineTuning(2_500, (0.01,))  # for each of the 19 tasks, without a search
 
 
 def find_fine_tuning(data: str) -> FineTuning:
-    """The row of table 4 for a data set, by its TFDS name.
+    """The row of table 4 for a data set, given its TFDS name.
 
     Raises:
-      InputError: if there is none; names the nearest.
+      InputError: if there is no such row; suggests the nearest name.
     """
     if data not in FINE_TUNING:
         raise InputError(f"data {data!r}: {nearest(data, list(FINE_TUNING))}")
@@ -134,9 +136,9 @@ def find_fine_tuning(data: str) -> FineTuning:
 
 
 def fine_tuning_size(model: str, *, headline: bool = False) -> int:
-    """The side of an image, in pixels: 384, or 512 of the headline results on ImageNet.
+    """Side of the training images in pixels: 384, or 512 for the headline results on ImageNet.
 
-    That is, the multiple of what a token stands for which is nearest: 378 and 518 of /14.
+    Rounded to the nearest multiple of the model's token stride: 378 and 518 for /14.
 
     Raises:
       InputError: if there is no such model.
@@ -145,15 +147,15 @@ def fine_tuning_size(model: str, *, headline: bool = False) -> int:
     return round((512 if headline else 384) / stride) * stride
 
 
-HYPER_RULE_LR = 0.003
+HYPER_RULE_LR = BIT_LR
 
 
 class HyperRule(NamedTuple):
-    """How a BiT is fine-tuned; common to all: SGD, momentum 0.9, batch 512, no weight decay.
+    """Fine-tuning settings for BiT. Common to all: SGD, momentum 0.9, batch 512, no weight decay.
 
-    resize, crop: sides in pixels; of the resized image a random window is trained on.
-    milestones: steps at which the rate is divided by 10.
-    mixup: its parameter; None: without.
+    resize, crop: sides in pixels; training takes a random crop of the resized image.
+    milestones: steps at which the learning rate is divided by 10.
+    mixup: its alpha; None: no MixUp.
     """
 
     resize: int
@@ -165,28 +167,28 @@ class HyperRule(NamedTuple):
 
 
 def hyper_rule(num_examples: int, image_size: tuple[int, int]) -> HyperRule:
-    """BiT's rule for a data set of so many images of about that height and width."""
+    """BiT's rule for a data set of `num_examples` images of typical size (height, width)."""
     small = image_size[0] * image_size[1] < 96 * 96
     resize, crop = (160, 128) if small else (512, 480)
-    if num_examples < 20_000:
-        return HyperRule(resize, crop, 500, 100, (200, 300, 400), None)
-    if num_examples < 500_000:
-        return HyperRule(resize, crop, 10_000, 500, (3_000, 6_000, 9_000), 0.1)
-    return HyperRule(resize, crop, 20_000, 500, (6_000, 12_000, 18_000), 0.1)
+    steps = bit_steps(num_examples)
+    short = steps == 500
+    milestones = (200, 300, 400) if short else tuple(steps * i // 10 for i in (3, 6, 9))
+    mixup = None if short else 0.1
+    return HyperRule(resize, crop, steps, bit_warmup(steps), milestones, mixup)
 
 
 class Augmentation(NamedTuple):
-    """What a recipe does to images besides cropping and flipping them.
+    """Augmentation of a recipe, apart from cropping and flipping.
 
-    randaugment: its arguments; None: without.
-    mixing: the op that mixes images; "": without.
+    randaugment: its arguments; None: not used.
+    mixing: the op that mixes images; "": none.
     """
 
     randaugment: tuple[float, ...] | None = None
     mixing: str = ""
 
     def ops(self, crop: str) -> str:
-        """The preprocessing string; `crop` stands for the host ops that come first, if any."""
+        """The preprocessing string; `crop` holds the host ops that come first, if any."""
         found = [crop] if crop else []
         if self.randaugment:
             found.append(f"randaugment({', '.join(map(str, self.randaugment))})")
@@ -208,11 +210,11 @@ AUGREG = {
 
 
 def make_tiny(model: ConfigDict, name: str) -> int:
-    """Sets `config.model` to a tiny model of the family of `name`, with tokens as large as its.
+    """Set `config.model` to a tiny model of the family of `name` with the same token stride.
 
-    A ResNet, also that of a hybrid, has one unit, if it has any, and half the width.
+    A ResNet, including the ResNet of a hybrid, keeps at most one unit and half its width.
 
-    Returns the side, in pixels, of images of 2 x 2 tokens.
+    Returns the side, in pixels, of images with 2 x 2 tokens.
     """
     family, sizes = find_family(name), find_family(name).parse(name)
     stride, _ = token_stride(name)
@@ -234,10 +236,10 @@ BETTER_PLAIN = Augmentation((2, 10), "mixup(0.2)")
 
 
 def find_augreg(name: str) -> Augmentation:
-    """The row of AugReg's table for `name`.
+    """The row of AugReg's table called `name`.
 
     Raises:
-      InputError: if there is none; names the nearest.
+      InputError: if there is no such row; suggests the nearest name.
     """
     if name not in AUGREG:
         raise InputError(f"augmentation {name!r}: {nearest(name, list(AUGREG))}")

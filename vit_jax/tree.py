@@ -1,11 +1,11 @@
-"""Names of leaves, and masks chosen by them.
+"""Leaf names of a tree, and masks selected by name.
 
-A leaf is named by the way to it, joined by '/': `encoder/layer_0/mlp/kernel`. Dict keys, fields of
-named tuples and dataclasses, and indices all count, so parameters, optax states and a whole
-TrainState are named alike. No part of a way may itself hold a '/'.
+A leaf's name is its path joined by '/': `encoder/layer_0/mlp/kernel`. Dict keys, indices, and
+fields of named tuples and dataclasses all count, so that parameters, optax states and a whole
+TrainState are named the same way. No part of a path may contain a '/'.
 
-Scanned layers are one leaf, `encoder/layers/mlp/kernel`, whose first axis is the layer. What is
-chosen layer by layer is chosen by the names that the unrolled model has.
+Scanned layers are one leaf, `encoder/layers/mlp/kernel`, with the layer as its first axis. Patterns
+that select single layers match the names in the unrolled model.
 """
 
 import re
@@ -17,8 +17,7 @@ import numpy as np
 from flax import traverse_util
 
 PyTree = Any
-# Nested dicts of arrays, as flax holds the parameters of a model; what else it carries has one more
-# level above, e.g. batch_stats.
+# Nested dicts of arrays: flax's parameters. Model state has one level above, e.g. batch_stats.
 Params: TypeAlias = Mapping[str, "jax.Array | Params"]
 ModelState: TypeAlias = Mapping[str, Params]
 Batch: TypeAlias = dict[str, jax.Array]
@@ -31,7 +30,7 @@ _EMBEDDING = re.compile(
 
 
 def leaf_names(tree: PyTree) -> PyTree:
-    """The same tree with each leaf's name in its place."""
+    """The same tree with each leaf replaced by its name."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), tree
     )
@@ -43,17 +42,17 @@ def flatten_names(tree: PyTree) -> dict[str, Any]:
 
 
 def unflatten_names(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts from {name: leaf}; undoes `flatten_names` on a tree of dicts."""
+    """Nested dicts from {name: leaf}; the inverse of `flatten_names` for a tree of dicts."""
     return traverse_util.unflatten_dict(dict(named), sep="/")
 
 
 def is_stacked(name: str) -> bool:
-    """Whether the leaf called `name` has scanned layers along its first axis."""
+    """Whether the leaf `name` stacks scanned layers along its first axis."""
     return _STACKED.fullmatch(name) is not None
 
 
 def unrolled_names(name: str, leaf: Any) -> list[str]:
-    """The names that the parts of a leaf have in the unrolled model: one for each layer of it."""
+    """Names of a leaf's layers in the unrolled model; just [name] if the leaf is not stacked."""
     match = _STACKED.fullmatch(name)
     if match is None:
         return [name]
@@ -61,10 +60,10 @@ def unrolled_names(name: str, leaf: Any) -> list[str]:
 
 
 def map_layers(function: Callable[[str], Any], tree: PyTree) -> PyTree:
-    """function(name in the unrolled model) in the place of each leaf.
+    """Replace each leaf by function(name in the unrolled model).
 
-    A leaf of scanned layers gets an array (L, 1, ..., 1) with the value of each, which goes with
-    the leaf elementwise.
+    A leaf of L scanned layers is replaced by an array (L, 1, ..., 1) with one value per layer,
+    which broadcasts against the leaf.
     """
 
     def value(name, leaf):
@@ -77,19 +76,19 @@ def map_layers(function: Callable[[str], Any], tree: PyTree) -> PyTree:
 
 
 def mask(tree: PyTree, pattern: str) -> PyTree:
-    """Whether the regex `pattern` matches the whole name that a leaf has in the unrolled model.
+    """Whether the regex `pattern` matches each leaf's full name in the unrolled model.
 
-    A bool for each leaf; for one of scanned layers an array (L, 1, ..., 1) of bools.
+    A bool per leaf; for scanned layers an array (L, 1, ..., 1) of bools.
     """
     return map_layers(lambda name: re.fullmatch(pattern, name) is not None, tree)
 
 
 def part_of(name: str) -> str:
-    """The part of a model to which the unrolled `name` belongs.
+    """The part of the model that the unrolled `name` belongs to.
 
-    "embedding" (patches, class token, positions; of a hybrid its whole ResNet, of a ResNet its
-    root), a layer such as "encoder/layer_3" or "trunk/stage_0/layer_1", or "head": all that comes
-    after the layers, their last norm included.
+    One of: "embedding" (patches, class token, positions; the whole ResNet of a hybrid; the root of
+    a ResNet), a layer such as "encoder/layer_3" or "trunk/stage_0/layer_1", or "head" (everything
+    after the layers, including their final norm).
     """
     if _EMBEDDING.fullmatch(name):
         return "embedding"
@@ -97,8 +96,21 @@ def part_of(name: str) -> str:
     return match[1] if match else "head"
 
 
+def pattern_below(tree: PyTree, last_layers: int) -> str:
+    """A pattern for `mask`: all parameters before the last `last_layers` layers.
+
+    Raises:
+      ValueError: if the model has fewer layers.
+    """
+    layers = [part for part in parts(tree) if part not in ("embedding", "head")]
+    if not 1 <= last_layers <= len(layers):
+        raise ValueError(f"needs a number from 1 to {len(layers)}, the model's layers")
+    below = [re.escape(f"{part}/") + ".*" for part in layers[: len(layers) - last_layers]]
+    return "|".join([_EMBEDDING.pattern, *below])
+
+
 def parts(tree: PyTree) -> list[str]:
-    """The parts of a model with the parameters `tree`, in the order of the forward pass."""
+    """Parts of a model with the parameters `tree`, in the order of the forward pass."""
     found = {
         part_of(unrolled)
         for name, leaf in flatten_names(tree).items()

@@ -8,8 +8,6 @@ from vit_jax.benchmarks.augmentations import draw_bands, draw_contact_sheet, mak
 from vit_jax.config import base_config
 from vit_jax.data import augment, make_source
 
-pytestmark = pytest.mark.usefixtures("cheap_compilation")
-
 
 @pytest.fixture
 def config():

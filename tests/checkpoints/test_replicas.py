@@ -27,7 +27,7 @@ def make_state(mesh):
 
 
 def flip(leaf, *devices):
-    """`leaf`, of which these devices hold another bit, in the sign of the last number."""
+    """`leaf` with the sign bit of its last number flipped on these devices."""
     shards = []
     for shard in leaf.addressable_shards:
         data = np.array(shard.data)

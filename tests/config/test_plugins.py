@@ -1,4 +1,4 @@
-"""Modules of the user's own: found, imported once, kept by a run, and never run by a stranger's."""
+"""Plug-ins: found, imported once, stored by a run; untrusted ones never run."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ from vit_jax.training import agreement
 from vit_jax.training.validation import find_faults
 from vit_jax.transfer import load_pretrained
 
-# Each time that it runs it says so.
+# It records every time that it runs.
 PART = """
 import logging
 from ml_collections.config_dict import placeholder
@@ -44,7 +44,7 @@ RUNS = "vit_jax_plugins.part runs"
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path, monkeypatch):
-    """A process that has imported no plug-in yet, in an empty folder."""
+    """An empty folder, in a process that has not imported any plug-in."""
     monkeypatch.setattr(plugins, "_PLUGINS", {})
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = {*sys.modules}
@@ -63,7 +63,7 @@ def here(tmp_path):
 
 @pytest.fixture
 def ran(caplog):
-    """ran() -> how often a plug-in has run since the last call."""
+    """ran() -> number of times that a plug-in has run since the last call."""
     caplog.set_level(logging.WARNING, "vit_jax")
 
     def ran():
@@ -112,9 +112,9 @@ def test_keys_are_typed_checked_and_suggested(here):
         ({"token_dim": 3}, "'token_dim': needs the form section.key"),
         ({"model.width": placeholder(str)}, "model.width: exists as int, not str; rename it"),
         ({"model.token_dim": 3}, "model.token_dim=3: needs placeholder(int)"),
-        ({"mesh.ring": 3}, "mesh takes no keys of plug-ins; choose one of model, objective"),
-        ({"lab.notes": "none"}, "lab takes no keys of plug-ins; choose one of model, objective"),
-        ({"format_version.x": 1}, "format_version takes no keys of plug-ins"),
+        ({"mesh.ring": 3}, "to mesh; choose one of model, objective"),
+        ({"lab.notes": "none"}, "to lab; choose one of model, objective"),
+        ({"format_version.x": 1}, "to format_version; choose"),
         ({"data.rings": ("a", "b")}, "a tuple of numbers"),
         ({"data.rings": {}}, "data.rings={}: needs a bool, an int"),
     ],
@@ -146,7 +146,7 @@ def test_the_same_code_runs_once(here, ran):
     assert plugins.import_plugins(["part.py", "./part.py", "copies/again.py"]) == ("part.py",)
     assert ran() == 1
     (here / "copies/part.py").write_text(PART + "\n")
-    with pytest.raises(InputError, match="have one name and different code; rename one"):
+    with pytest.raises(InputError, match="different code; rename one"):
         plugins.import_plugins(["copies/part.py"])
 
 
@@ -154,10 +154,10 @@ def test_the_same_code_runs_once(here, ran):
     ("name", "says"),
     [
         ("no.py", "plugins='no.py': no such file in "),
-        ("no_such", "no such module is installed; a file is named with its ending: no_such.py"),
+        ("no_such", "no such module is installed; for a file, add the ending: no_such.py"),
         ("no_such.part", "no such module is installed"),
-        ("json", "is not a single Python file; name the module that adds the parts"),
-        ("a-b", "needs a file that ends in .py, or a module's name"),
+        ("json", "not a single Python file; name the module that adds the parts"),
+        ("a-b", "needs a .py file, or the name of a module"),
         ("broken.py", "broken.py:2: ZeroDivisionError: division by zero"),
         ("worse.py", "worse.py:1: SyntaxError: "),
         ("ends.py", "ends.py:2: SystemExit: 3"),
@@ -172,16 +172,16 @@ def test_what_cannot_be_imported(here, capsys, name, says):
 
 
 def test_arrays_at_import(here):
-    """They would start the devices before the processes of a job have found each other."""
+    """They would initialize devices before the processes of a job have connected."""
     (here / "early.py").write_text("import jax.numpy as jnp\nMEAN = jnp.zeros(3)\n")
     code = "from vit_jax.config import plugins; plugins.import_plugins(['early.py'])"
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
-    assert b"early.py: uses JAX's devices while it is imported" in done.stderr, done.stderr
+    assert b"early.py: uses JAX devices while it is imported" in done.stderr, done.stderr
 
 
 def test_an_evaluator_without_our_keys():
-    with pytest.raises(InputError, match="'mine': its entries lack ops, data_name, data_dir; give"):
+    with pytest.raises(InputError, match="'mine': its entries lack ops, data_name, data_dir;"):
         typed_entry("mine", {"split": "test", "every": "1 epochs", "batch_size": None})
 
 
@@ -196,7 +196,7 @@ def test_beside_the_config_file(tmp_path, here):
         f"{body}    c = base_config()\n    c.plugins = ('other.py',)\n    return c\n"
     )
     (fault,) = find_faults(load_config("../there/late.py"))
-    assert fault.startswith("plugins: 'other.py' has not been imported; name it in base_config(")
+    assert fault.startswith("plugins: 'other.py' has not been imported; list it in base_config(")
 
 
 def test_command_line(here, capsys):
@@ -206,16 +206,16 @@ def test_command_line(here, capsys):
     assert main([*words, "--config.plugins=part.py,other.py"]) == 0
     c = from_json(capsys.readouterr().out)
     assert (c.plugins, c.data.notes, c.data.other) == (("part.py", "other.py"), "mine", 1)
-    assert base_config().plugins == ()  # and no other command has them
+    assert base_config().plugins == ()  # no other command has them
     assert main(words) == 2
     assert "--config.data.notes: no such key" in capsys.readouterr().err
-    for command in ("export", "predict", "configs"):  # which take no config
+    for command in ("export", "predict", "configs"):  # commands that take no config
         assert parse_flags(command, ["--config.plugins", "part.py"]).plugins == ["part.py"]
 
 
 @pytest.fixture
 def workdir(here, tmp_path, ran):
-    """Of a run that another process has made, whose plug-in lies nowhere else any more."""
+    """Workdir of a run made by another process, with the only copy of its plug-in."""
     (here / "part.py").write_text(PART)
     workdir = epath.Path(tmp_path / "workdir")
     workdir.mkdir()
@@ -231,11 +231,11 @@ def workdir(here, tmp_path, ran):
 def test_a_stranger_runs_no_code(workdir, here, ran, monkeypatch):
     with pytest.raises(InputError, match="no such file"), plugins.using(["no.py"], trusted=True):
         pass
-    with pytest.raises(InputError, match="--trust_plugins then runs it"):
+    with pytest.raises(InputError, match="--trust_plugins"):
         read_config(workdir)
-    with plugins.using(), pytest.raises(InputError, match="--trust_plugins then runs it"):
+    with plugins.using(), pytest.raises(InputError, match="--trust_plugins"):
         read_config(workdir)
-    # Neither the workdir nor the working directory is a place of installed modules.
+    # Modules in the workdir or the working directory do not count as installed.
     monkeypatch.setattr(sys, "path", [str(workdir / "plugins"), str(here), "", *sys.path])
     (here / "part.py").write_text(PART)
     with pytest.raises(InputError, match=r"the plug-ins part\.py, and no installed module has"):
@@ -256,10 +256,10 @@ def test_a_newer_run_runs_no_code(workdir, ran):
     text = (workdir / "config.json").read_text()
     newer = text.replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 99')
     (workdir / "config.json").write_text(newer)
-    with plugins.using(trusted=True), pytest.raises(InputError, match="has format version 99"):
+    with plugins.using(trusted=True), pytest.raises(InputError, match="format version 99"):
         read_config(workdir)
     (workdir / "config.json").write_text(text.replace('"plugins": [', '"plugins": 3, "x": ['))
-    with plugins.using(trusted=True), pytest.raises(InputError, match="not as a run writes it"):
+    with plugins.using(trusted=True), pytest.raises(InputError, match="damaged"):
         read_config(workdir)
     assert ran() == 0
 
@@ -309,14 +309,14 @@ def test_load_pretrained_runs_no_code(workdir, ran):
 def test_a_strangers_names(workdir, ran, name):
     text = (workdir / "config.json").read_text()
     (workdir / "config.json").write_text(text.replace('"part.py"', repr(name).replace("'", '"')))
-    with plugins.using(trusted=True), pytest.raises(InputError, match="not as a run writes it"):
+    with plugins.using(trusted=True), pytest.raises(InputError, match="not the name of a plug-in"):
         read_config(workdir)
     assert ran() == 0
 
 
 @pytest.fixture
 def site_folder(tmp_path, monkeypatch):
-    """Where this Python installs packages."""
+    """Folder where this Python installs packages."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.setattr(site, "getsitepackages", lambda: [str(folder)])
@@ -326,7 +326,7 @@ def site_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("init", [True, False])
 def test_a_stranger_in_a_folder_of_modules(tmp_path, ran, monkeypatch, init):
-    """A workdir below a folder of `sys.path`, as runs/NAME in the clone of an editable install."""
+    """A workdir inside a folder of `sys.path`, like runs/NAME in an editable clone."""
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     stranger = epath.Path(tmp_path / "runs/stranger")
     (stranger / "deep").mkdir(parents=True)
@@ -341,11 +341,11 @@ def test_a_stranger_in_a_folder_of_modules(tmp_path, ran, monkeypatch, init):
         c = base_config().to_dict() | {"plugins": [name]}
         (stranger / "config.json").write_text(json.dumps(c))
         (stranger / "plugins/digests.json").write_text(json.dumps({name: digest}))
-        with pytest.raises(InputError, match="--trust_plugins then runs it"):
+        with pytest.raises(InputError, match="--trust_plugins"):
             read_config(stranger)
-        with monkeypatch.context() as m, pytest.raises(InputError, match="--trust_plugins then"):
+        with monkeypatch.context() as m, pytest.raises(InputError, match="--trust_plugins"):
             m.setattr(site, "getsitepackages", lambda: [str(tmp_path)])
-            read_config(stranger)  # not even where packages are installed there
+            read_config(stranger)  # not even if packages are installed there
     assert ran() == 0
 
 
@@ -353,7 +353,7 @@ def test_a_stranger_behind_a_link(workdir, site_folder, ran):
     (workdir / "code").mkdir()
     (workdir / "code/part.py").write_text(PART)
     (site_folder / "part.py").symlink_to(workdir / "code/part.py")
-    with pytest.raises(InputError, match="--trust_plugins then runs it"):
+    with pytest.raises(InputError, match="--trust_plugins"):
         read_config(workdir)
     assert ran() == 0
 
@@ -425,7 +425,7 @@ def test_damaged_copy(workdir, ran):
         with pytest.raises(InputError, match=r"part\.py: cannot be read"):
             read_config(workdir)
         (workdir / "plugins/digests.json").write_text("{}")
-        with pytest.raises(InputError, match=r"keeps no copy of the plug-in part\.py"):
+        with pytest.raises(InputError, match=r"has no copy of the plug-in part\.py"):
             read_config(workdir)
     assert ran() == 0
 
@@ -434,8 +434,8 @@ def test_resume_without_it_is_a_change(workdir):
     with plugins.using(trusted=True):
         stored = read_config(workdir)
     changed = changed_keys(stored, base_config())
-    (says,) = [text for text in say_changes(changed) if text.startswith("plugins ")]
-    assert says.endswith("--config.plugins=part.py keeps it")
+    (says,) = [text for text in say_changes(changed) if text.startswith("plugins:")]
+    assert says.endswith("--config.plugins=part.py")
 
 
 def test_one_is_added_on_resume(workdir, here):
@@ -445,7 +445,7 @@ def test_one_is_added_on_resume(workdir, here):
     c = base_config(plugins=["other.py"])
     add_plugins(c, stored.plugins)
     assert changed_keys(stored, c) == {}
-    plugins.store_plugins(c.plugins, workdir)  # as a resumed run does
+    plugins.store_plugins(c.plugins, workdir)  # as on resume
     assert sorted(os.listdir(workdir / "plugins")) == ["digests.json", "other.py", "part.py"]
     c.data.other = 2
     assert changed_keys(stored, c) == {"data.other": (1, 2)}

@@ -1,4 +1,4 @@
-"""Images to test with."""
+"""Images for tests."""
 
 import io
 
@@ -7,13 +7,13 @@ import PIL.Image
 
 
 def smooth_image(height=60, width=90, seed=0):
-    """uint8 (height, width, 3) that JPEG can hold: coarse noise, enlarged."""
+    """Coarse noise, enlarged so that JPEG changes it little: uint8 (height, width, 3)."""
     noise = np.random.default_rng(seed).integers(0, 256, (6, 9, 3), np.uint8)
     return np.asarray(PIL.Image.fromarray(noise).resize((width, height), PIL.Image.BICUBIC))
 
 
 def encode(image, file_format="JPEG", mode=None, **options):
-    """Bytes of uint8 `image`, converted to PIL's `mode` first."""
+    """The encoded bytes of uint8 `image`, after conversion to PIL's `mode`."""
     image = PIL.Image.fromarray(image)
     buffer = io.BytesIO()
     (image.convert(mode) if mode else image).save(buffer, file_format, **options)
@@ -21,12 +21,12 @@ def encode(image, file_format="JPEG", mode=None, **options):
 
 
 def pil_rgb(encoded):
-    """What PIL makes of `encoded`: uint8 (h, w, 3)."""
+    """Decode `encoded` with PIL: uint8 (h, w, 3)."""
     return np.asarray(PIL.Image.open(io.BytesIO(encoded)).convert("RGB"))
 
 
 def make_folder(root, sizes):
-    """sizes[class] JPEGs at root/class/0.jpg, 1.jpg, ..., no two alike; returns `root`."""
+    """Write sizes[class] different JPEGs to root/class/0.jpg, 1.jpg, ...; return `root`."""
     for c, (class_name, size) in enumerate(sizes.items()):
         (root / class_name).mkdir(parents=True)
         for i in range(size):

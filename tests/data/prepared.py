@@ -1,11 +1,11 @@
-"""Small data sets, prepared as TFDS would, and damage to their files."""
+"""Writes small data sets as TFDS prepares them, and damages their files."""
 
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.tfrecord import record_offsets
 
 
 def prepare(root, name, features, examples, version="1.0.0", examples_per_shard=100, **how):
-    """Writes the split `train` of a data set to root/name/version."""
+    """Write the split `train` of a data set to root/name/version."""
     identity = tfds.core.dataset_info.DatasetIdentity(
         name=name,
         version=tfds.core.Version(version),
@@ -22,7 +22,7 @@ def prepare(root, name, features, examples, version="1.0.0", examples_per_shard=
 
 
 def flip_a_byte(path, record):
-    """Damages the bytes of a record, whose checksum is wrong then."""
+    """Flip a bit of a record, so that its checksum is wrong."""
     (offsets,) = record_offsets([path])
     content = bytearray(path.read_bytes())
     content[(offsets[record] + offsets[record + 1]) // 2] ^= 4
@@ -30,7 +30,7 @@ def flip_a_byte(path, record):
 
 
 def break_image(path, record):
-    """Cuts the image of a record short; the record's checksum is right."""
+    """Truncate the image of a record; the record's checksum stays right."""
     examples = [bytes(r.numpy()) for r in tf.data.TFRecordDataset(str(path))]
     example = tf.train.Example.FromString(examples[record])
     image = example.features.feature["image"].bytes_list

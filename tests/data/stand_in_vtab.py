@@ -1,7 +1,7 @@
-"""Stand-ins for the 16 TFDS data sets of VTAB-1k, with their features, prepared as TFDS would.
+"""Stand-ins for the 16 TFDS data sets of VTAB-1k, with their features, as TFDS prepares them.
 
-Of the files of a split those alone are written that hold what a task reads; dataset_info.json has
-the lengths of the others too, so that `train[589824:590024]` means what it means in the real set.
+Only the files that a task reads are written. dataset_info.json also has the lengths of the others,
+so `train[589824:590024]` has the same meaning as in the real data set.
 """
 
 import functools
@@ -16,7 +16,7 @@ from vit_jax.data.vtab import TASKS
 
 TEST_EXAMPLES = 40
 
-# Examples of the splits in the TFDS catalogue, and its version.
+# Version and number of examples by split, from the TFDS catalogue.
 SPLITS = {
     "caltech101": ("3.0.2", {"train": 3059, "test": 6084}),
     "cifar100": ("3.0.2", {"train": 50000, "test": 10000}),
@@ -69,7 +69,7 @@ def _classes(count):
     return F.ClassLabel(names=[f"kind {i}" for i in range(count)])
 
 
-# The features of the catalogue's sets (but question_answer of clevr, which nothing reads).
+# The features in the catalogue, without clevr's question_answer, which is not used.
 FEATURES = {
     "caltech101": {"image": F.Image(), "label": _classes(102), "image/file_name": F.Text()},
     "cifar100": {
@@ -116,9 +116,9 @@ FEATURES = {
 
 
 def write_stand_ins(root, tfds_names=tuple(FEATURES), make_label=lambda i, count: i % count):
-    """Writes root/NAME/VERSION for each; every image shows its labels.
+    """Write root/NAME/VERSION for each data set; every image shows its labels.
 
-    `make_label`: (index, number of classes) -> the label, where a set has a plain one.
+    `make_label`: (index, number of classes) -> label, for data sets with a feature `label`.
     """
     for name in tfds_names:
         _write(root, name, make_label)
@@ -155,7 +155,7 @@ def _write(root, name, make_label):
 
 
 def split_infos(sizes):
-    """{split: examples} as TFDS resolves its notation by."""
+    """TFDS's split infos for {split: number of examples}, to resolve its notation."""
     return {
         split: tfds.core.SplitInfo(name=split, shard_lengths=[size], num_bytes=0)
         for split, size in sizes.items()
@@ -163,7 +163,7 @@ def split_infos(sizes):
 
 
 def _used(name):
-    """{split: (its examples, {start: stop} of what tasks read of it)}, test splits being short."""
+    """{split: (number of examples, {start: stop} of the parts that tasks read)}; short tests."""
     sizes, tasks = dict(SPLITS[name][1]), [t for t in TASKS.values() if t.tfds_name == name]
     for task in tasks:
         split, _, begin = task.test.partition("[")
@@ -221,14 +221,14 @@ def _filler(feature, i):
 
 @functools.cache
 def _colour(height, width, label):
-    """A PNG of one colour, another for each label."""
+    """A PNG of one colour, different for each label."""
     colour = np.random.default_rng(label).integers(0, 256, 3, np.uint8)
     return encode(np.tile(colour, (height, width, 1)), "PNG")
 
 
 @functools.cache
 def _bars(height, width, column, row, value=255):
-    """A grey PNG with an upright bar at a column and a flat one at a row."""
+    """A grey PNG with a vertical bar at a column and a horizontal bar at a row."""
     image = np.zeros((height, width), np.uint8)
     image[:, column : column + 4] = image[row : row + 4] = value
     return encode(image, "PNG")

@@ -17,8 +17,6 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
 from vit_jax.objectives.supervised import ObjectiveOutput
 
-pytestmark = pytest.mark.usefixtures("cheap_compilation")
-
 B, C = 64, 10
 RNG = np.random.default_rng(0)
 BATCH = {

@@ -7,6 +7,7 @@ import pytest
 from images import encode, make_folder, smooth_image
 
 from vit_jax.data import make_source
+from vit_jax.data.host_ops import to_pixels
 from vit_jax.data.host_tf import tf
 from vit_jax.errors import InputError
 
@@ -95,7 +96,7 @@ def refused(root, *words, **fields):
 def test_what_is_no_image_folder_is_refused(tmp_path):
     refused(None, "data.data_dir=None")
     refused(tmp_path / "absent", "data.data_dir", "absent", "is not a local folder")
-    refused(tmp_path, "0 class folders", "at least 2")
+    refused(tmp_path, "0 class folders", "at least 2", "unlabelled")
     (tmp_path / "train").mkdir()
     (tmp_path / "train/1.jpg").write_bytes(encode(smooth_image()))
     refused(tmp_path, "train has 0 class folders")
@@ -110,7 +111,7 @@ def test_missing_splits_and_classes_are_refused(tmp_path):
     shutil.rmtree(tmp_path / "val/ant")
     (tmp_path / "train/fox").mkdir()
     (tmp_path / "train/fox/1.webp").write_bytes(b"")
-    refused(tmp_path, "fox holds no image", ".jpg, .jpeg, .png")
+    refused(tmp_path, "fox holds no image", ".jpg, .jpeg, .png", folder_rules=1)
     shutil.rmtree(tmp_path / "train/fox")
     refused(tmp_path, "data.num_classes=2", "has 3", num_classes=2)
     shutil.rmtree(tmp_path / "val/cat")
@@ -123,3 +124,87 @@ def test_links_are_followed_and_not_round_and_round(tmp_path):
     (root / "cat" / "more").symlink_to(tmp_path / "elsewhere" / "more")
     (root / "dog" / "again").symlink_to(root / "dog")
     assert folder(root).num_examples + folder(root, "val").num_examples == 33
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "test"),
+    [("Train", "Valid", "Test"), ("training", "validation", "TESTING"), ("train", "val", None)],
+)
+def test_splits_by_their_usual_names_in_any_case(tmp_path, train, val, test):
+    for name, size in ((train, 4), (val, 1), (test, 2)):
+        if name is not None:
+            make_folder(tmp_path / name, {"cat": size, "dog": size})
+    splits = ("train", "val", "test") if test else ("train", "val")
+    sizes = {split: folder(tmp_path, split).num_examples for split in splits}
+    assert sizes == {"train": 8, "val": 2} | ({"test": 4} if test else {})
+    if test is None:
+        refused(tmp_path, "data.split='test'", split="test")
+
+
+def test_train_and_test_alone_hold_out_from_train(tmp_path):
+    make_folder(tmp_path / "Train", TEN_EACH)
+    make_folder(tmp_path / "Test", {"eel": 2})
+    train, val, test = (folder(tmp_path, split) for split in ("train", "val", "test"))
+    assert (train.num_examples, val.num_examples) == (27, 3)
+    assert names(test) == ["Test/eel/0.jpg", "Test/eel/1.jpg"]
+    assert test.read(tf.constant(0, tf.int64))["label"] == 2
+
+
+def test_two_folders_of_a_split_and_classes_that_look_like_splits_are_refused(tmp_path):
+    make_folder(tmp_path / "pets/train", TEN_EACH)
+    make_folder(tmp_path / "pets/val", TEN_EACH)
+    make_folder(tmp_path / "pets/Valid", TEN_EACH)
+    refused(tmp_path / "pets", "Valid and val", "keep one")
+    make_folder(tmp_path / "nested/train", {"Train": 2, "test": 2})
+    refused(tmp_path / "nested", "look like splits", "Train, test")
+    make_folder(tmp_path / "without", {"Test": 2, "valid": 2})
+    refused(tmp_path / "without", "valid/ and Test/", "no train/")
+
+
+def test_folders_beside_the_splits_are_named(tmp_path, caplog):
+    for name in ("train", "val", "extra", "unsorted"):
+        make_folder(tmp_path / name, TEN_EACH)
+    folder(tmp_path)
+    assert any("ignored these folders: extra, unsorted" in m for m in caplog.messages)
+
+
+def test_older_runs_read_a_folder_as_they_did(tmp_path):
+    make_folder(tmp_path / "train", TEN_EACH)
+    make_folder(tmp_path / "Valid", {"cat": 5})
+    (tmp_path / "train/cat/1.webp").write_bytes(encode(smooth_image(), "WEBP"))
+    older = {"folder_rules": 1, "exif": False}
+    assert [folder(tmp_path, s, **older).num_examples for s in ("train", "val")] == [27, 3]
+    assert [folder(tmp_path, s).num_examples for s in ("train", "val")] == [31, 5]
+
+
+def test_older_runs_leave_masked_what_they_could_not_decode(tmp_path):
+    make_folder(tmp_path, {"cat": 9, "dog": 9})
+    for name, file_format in (("bmp", "BMP"), ("tif", "TIFF"), ("gif", "GIF"), ("webp", "WEBP")):
+        (tmp_path / f"cat/{name}.jpg").write_bytes(encode(smooth_image(), file_format))
+    source = folder(tmp_path, folder_rules=1, exif=False, holdout="seed 0")
+    unreadable = set()
+    for record, name in enumerate(names(source)):
+        image = source.read(tf.constant(record, tf.int64))["image"]
+        if name.endswith(("gif.jpg", "webp.jpg")):
+            assert image.numpy() == (tmp_path / name).read_bytes()
+        try:
+            to_pixels(image)
+        except tf.errors.InvalidArgumentError:
+            unreadable.add(name)
+    assert unreadable == {"cat/bmp.jpg", "cat/tif.jpg"}
+
+
+def test_pictures_without_classes(tmp_path):
+    make_folder(tmp_path, {"holiday": 10, "deep/er": 9})
+    (tmp_path / "flat.jpg").write_bytes(encode(smooth_image()))
+    (tmp_path / "flat.heic").write_bytes(b"")
+    parts = [
+        make_source("unlabelled", split=split, data_dir=tmp_path, image_size=(16, 16))
+        for split in ("train", "val")
+    ]
+    assert [part.num_examples for part in parts] == [18, 2]
+    assert "flat.jpg" in {*names(parts[0])} ^ {*names(parts[1])}
+    assert parts[0].class_names is None
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="holds no images"):
+        make_source("unlabelled", split="train", data_dir=empty, image_size=(8, 8))

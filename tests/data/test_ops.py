@@ -1,5 +1,6 @@
 """Preprocessing strings: what they parse to, and that every fault is answered well."""
 
+import os
 import subprocess
 import sys
 
@@ -40,7 +41,7 @@ def test_crops_pad_where_they_say_so_or_the_run_is_older(string, padding):
     [
         (
             "decode|resize_small(7)|randaugment(2, 10)|central_crop",
-            ["'central_crop' takes 8 x 8 pixels, and 'resize_small(7)' gives images of 7 x 7",
+            ["'central_crop' takes 8 x 8 pixels", "'resize_small(7)' gives images of 7 x 7",
              "resize_small(crop=0.875) follows data.image_size", "central_crop(pad=True)"],
         ),
         ("inception_crop((9, 7))|random_crop", ["8 x 8", "gives images of 9 x 7"]),
@@ -57,7 +58,7 @@ def test_crops_of_images_whose_size_is_not_known():
     host_ops, _ = parse_ops("decode|central_crop|resize_small(crop=0.5)|random_crop(16)", (8, 8))
     check_crops(host_ops, "data.ops")
     check_crops(host_ops, "data.ops", (8, 9))
-    with pytest.raises(InputError, match="and the data give images of 8 x 7"):
+    with pytest.raises(InputError, match="the data give images of 8 x 7"):
         check_crops(host_ops, "data.ops", (8, 7))
 
 
@@ -72,17 +73,17 @@ def test_crops_of_images_whose_size_is_not_known():
         ("decode|pad_crop", ["missing a required argument: 'padding'", "usage: pad_crop(padding)"]),
         ("decode|resize(8, 9, 10)", ["too many positional arguments", "usage: resize(size=None"]),
         ("decode|resize(side=8)", ["unexpected keyword argument 'side'"]),
-        ("decode|resize(0)", ["'resize(0)'", "positive integer or (H, W)"]),
-        ("decode|resize((8, 8, 3))", ["positive integer or (H, W)", "not (8, 8, 3)"]),
-        ("decode|resize(True)", ["positive integer"]),
+        ("decode|resize(0)", ["'resize(0)'", "size=0", "positive int or a pair"]),
+        ("decode|resize((8, 8, 3))", ["size=(8, 8, 3)", "positive int or a pair"]),
+        ("decode|resize(True)", ["size=True", "positive int or a pair"]),
         ("decode|resize(antialias='no')", ["antialias must be True or False", "'no'"]),
         ("decode|pad_crop(-1)", ["padding must be a positive integer, not -1"]),
         ("inception_crop(area_min=5)", ["0 < area_min <= area_max <= 1"]),
         ("inception_crop(area_min='x')", ["0 < area_min", "not 'x', 1.0"]),
         ("decode|flip|resize", ["'resize' runs on the host", "'decode|resize|flip'"]),
         ("resize|decode", ["'decode' comes after 'resize'", "put it first"]),
-        ("decode|resize(crop=1.5)", ["crop must be a share above 0, at most 1, not 1.5"]),
-        ("decode|resize_small(crop=True)", ["crop must be a share above 0", "not True"]),
+        ("decode|resize(crop=1.5)", ["crop must be", "above 0 and at most 1, not 1.5"]),
+        ("decode|resize_small(crop=True)", ["crop must be", "above 0", "not True"]),
         ("decode|central_crop(pad=1)", ["pad must be True or False, not 1"]),
     ],
 )
@@ -103,8 +104,8 @@ def test_importing_and_parsing_load_no_tensorflow_and_touch_no_device():
         except ValueError:
             pass
         assert not {"tensorflow", "tensorflow_datasets", "sklearn"} & set(sys.modules)
-        from jax._src import xla_bridge
-        assert not xla_bridge.backends_are_initialized()
+        from vit_jax.jax_private import has_devices
+        assert not has_devices()
     """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -119,7 +120,8 @@ def test_tensorflow_is_denied_accelerators_when_it_is_loaded():
         tf.constant(0)
         assert denied == [([], "GPU"), ([], "TPU")], denied
     """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    without_keras = os.environ | {"TF_USE_LEGACY_KERAS": "1"}  # which takes long to load
+    subprocess.run([sys.executable, "-c", code], check=True, env=without_keras)
 
 
 @pytest.mark.parametrize(

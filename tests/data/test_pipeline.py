@@ -155,9 +155,9 @@ def test_a_broken_file_is_masked_and_named_once(pets, caplog):
         for _ in range(2):
             how = {"image_size": (16, 16), "ops": "decode|resize(antialias=True)"}
             first, last = evaluate(pets, **how, rows=range(16), global_batch_size=16)
-    assert [r.getMessage() for r in caplog.records] == [
-        f"{pets.record_name(4)} cannot be read or decoded; it is masked"
-    ]
+    (record,) = caplog.records
+    for word in (pets.record_name(4), "not a readable image", "left out of loss and metrics"):
+        assert word in record.getMessage()
     np.testing.assert_array_equal(first["id"], np.arange(16))
     np.testing.assert_array_equal(first["mask"], np.arange(16) != 4)
     np.testing.assert_array_equal(last["mask"], np.arange(16) < 11)
@@ -178,13 +178,12 @@ def test_an_image_smaller_than_a_crop_is_masked_and_named_with_its_size(tmp_path
         (batch,) = evaluate(source, ops=ops, **how)
         np.testing.assert_array_equal(batch["mask"], [1, 0])
         (record,) = caplog.records
-        assert record.getMessage() == (
-            f"{small} has 12 x 60 pixels, and {ops.partition('|')[2]!r} takes 16 x 16; it is masked"
-        )
+        for word in (small, "12 x 60 pixels", repr(ops.partition("|")[2]), "takes 16 x 16"):
+            assert word in record.getMessage()
     strict = {"key": "ops", "refuse_small": True}
     for ops in ("decode|central_crop", "decode|random_crop"):  # warned of before or not
         with pytest.raises(
-            InputError, match=rf"^ops: {small} has 12 x 60 pixels, .* takes 16 x 16"
+            InputError, match=rf"^ops: {small}: 12 x 60 pixels .* takes 16 x 16; .*pad=True"
         ):
             evaluate(source, ops=ops, **how, **strict)
     (batch,) = evaluate(source, ops="decode|central_crop(pad=True)", **how, **strict)
@@ -236,7 +235,7 @@ def test_chosen_records_are_handed_to_the_graph_and_no_part_of_it(digits, monkey
     ("ops", "image_size", "words"),
     [
         ("", (8, 9), ["evals.*.ops=''", "(8, 8, 3)", "(8, 9, 3)"]),
-        ("central_crop", (8, 9), ["takes 8 x 9 pixels, and the data give images of 8 x 8"]),
+        ("central_crop", (8, 9), ["takes 8 x 9 pixels, but the data give images of 8 x 8"]),
         ("resize(16)", (8, 8), ["evals.*.ops='resize(16)'", "(16, 16, 3)"]),
     ],
 )

@@ -96,7 +96,7 @@ def prepared(tmp_path_factory):
     prepare(root, "grey", grey_features, [grey, grey, grey], version="1.9.0")
     prepare(
         root,
-        "unlabelled",
+        "no_labels",
         {"image": colour, "label": label},
         [{"image": smooth_image(), "label": -1}],
     )
@@ -184,7 +184,7 @@ def test_a_broken_record_is_masked_and_the_others_stay_in_place(prepared, caplog
     with caplog.at_level(logging.WARNING, "vit_jax"):
         (batch,) = pipeline.host_eval_batches(broken, (), **how)
     np.testing.assert_array_equal(batch["mask"], [1, 0, 1, 0])
-    assert "record 1 of broken/1.0.0 train) cannot be read or decoded" in caplog.text
+    assert "record 1 of broken/1.0.0 train): not a readable image" in caplog.text
     assert "record 0" not in caplog.text and "record 2" not in caplog.text
 
 
@@ -230,7 +230,7 @@ def refused(name, data_dir, *words, **fields):
 
 def test_unfit_data_sets_are_refused(prepared):
     refused("boxes", prepared, "data.name='boxes'", "'label', a ClassLabel")
-    refused("unlabelled", prepared, "holds unlabelled examples")
+    refused("no_labels", prepared, "holds unlabelled examples")
     refused("grey", prepared, "data.split='val'", "['train']", split="val")
     refused("grey", prepared, "data.split='train[2:2]'", "no examples", split="train[2:2]")
     for backwards in ("train[2:1]", "train[2:1]+train"):
@@ -263,6 +263,12 @@ def test_missing_and_damaged_files_are_refused(prepared, tmp_path):
 def test_what_does_not_fit_into_memory_is_refused(prepared, monkeypatch):
     memory = types.SimpleNamespace(available=80_000)
     monkeypatch.setattr(tfds_readers.psutil, "virtual_memory", lambda: memory)
-    refused("broken", prepared, "3 examples need about 0.0 GiB", "'train[:10%]'", reader="memory")
+    refused(
+        "broken",
+        prepared,
+        "loading 3 examples takes about 0.0 GiB",
+        "'train[:10%]'",
+        reader="memory",
+    )
     assert source("broken", prepared).encoded
     assert not source("broken", prepared, "train[:1]", reader="memory").encoded

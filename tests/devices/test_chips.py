@@ -26,7 +26,7 @@ def test_slices_have_the_chips_of_their_shapes():
 @pytest.mark.parametrize(
     ("name", "chips", "hosts"),
     [("v5e:4x4", 16, 4), ("v5e:2x4", 8, 1), ("v5p:4x8x8", 256, 64), ("v4:2x2x1", 4, 1),
-     ("H100:64", 64, 8), ("A100:2", 2, 1)],
+     ("H100:64", 64, 8), ("A100:2", 2, 1), ("RTX4090:1", 1, 1)],
 )  # fmt: skip
 def test_find_slice(name, chips, hosts):
     found = find_slice(name)
@@ -34,11 +34,20 @@ def test_find_slice(name, chips, hosts):
 
 
 @pytest.mark.parametrize(
+    ("accelerator_type", "name"),
+    [("v5e-16", "v5e:4x4"), ("v5litepod-8", "v5e:2x4"), ("v6e-256", "v6e:16x16"),
+     ("v4-32", "v4:2x2x4"), ("v5p-8", "v5p:2x2x1")],
+)  # fmt: skip
+def test_accelerator_types_of_google_cloud_name_slices(accelerator_type, name):
+    assert find_slice(accelerator_type) == SLICES[name]
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("v5e:4x5", r"v5e:4x5: no such slice is rented; known: v5e:1x1, v5e:2x2, .*v5e:16x16$"),
         ("v5p:1x1", "known: v5p:2x2x1"),
-        ("v5litepod-16", r"v5litepod-16: .*known: v4:.*v5e:.*v5p:.*v6e:.*H100:NUMBER"),
+        ("v5litepod-17", r"v5litepod-17: .*known: v4:.*v5e:.*v5p:.*v6e:.*H100:NUMBER"),
         ("H100:12", "H100:12: needs 1, 2, 4 or a multiple of 8 GPUs"),
         ("H100", "needs 1, 2, 4"),
         ("v6:4x4", "did you mean v6e:4x4"),
@@ -102,7 +111,7 @@ def test_chip_hours_and_mfu_are_of_chips(caplog):
     # An older version saved seconds times devices.
     older = {"train_s": 10.0, "chip_s": 3600.0 * 8}
     assert Clock(older, devices).read(0.0)["chip_hours"] == pytest.approx(4, rel=1e-3)
-    assert "counted the chip-hours of this run by JAX's devices" in caplog.text
+    assert "counted the chip-hours of this run per JAX device" in caplog.text
     caplog.clear()
     assert Clock(older, make_tpus("TPU v4", 1)).read(0.0)["chip_hours"] == pytest.approx(8, 1e-3)
     assert not caplog.text

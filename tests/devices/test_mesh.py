@@ -50,10 +50,10 @@ def test_mesh_of_some_devices():
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ((1, 3, 1, 1), ["mesh.data=3", "needs 3 devices, and there are 8"]),
-        ((1, 1, 2, 2), ["mesh.fsdp=2, mesh.tensor=2", "needs 4 devices, and there are 8"]),
-        ((1, -1, 3, 1), ["mesh.fsdp=3", "needs a multiple of 3 devices, and there are 8"]),
-        ((1, -1, 16, 1), ["mesh.fsdp=16", "needs a multiple of 16 devices, and there are 8"]),
+        ((1, 3, 1, 1), ["mesh.data=3", "needs 3 devices, but there are 8"]),
+        ((1, 1, 2, 2), ["mesh.fsdp=2, mesh.tensor=2", "needs 4 devices, but there are 8"]),
+        ((1, -1, 3, 1), ["mesh.fsdp=3", "needs a multiple of 3 devices, but there are 8"]),
+        ((1, -1, 16, 1), ["mesh.fsdp=16", "needs a multiple of 16 devices, but there are 8"]),
         ((-1, -1, 1, 1), ["mesh.replica=-1, mesh.data=-1", "at most one of them -1"]),
         ((1, 0, 1, 1), ["mesh.data=0", "positive sizes"]),
         ((1, 1, -2, 1), ["mesh.fsdp=-2", "positive sizes"]),
@@ -82,7 +82,7 @@ def test_a_batch_that_the_mesh_splits(size):
 def test_a_batch_that_it_does_not_split(size, remedy):
     with pytest.raises(InputError) as error:
         check_batch_size(mesh_of(data=2, fsdp=2, tensor=2), size, "evals.test.batch_size")
-    for part in (f"evals.test.batch_size={size}:", "multiple of the 4 ways", f"try {remedy}"):
+    for part in (f"evals.test.batch_size={size}:", "multiple of 4", f"try {remedy}"):
         assert part in str(error.value)
     assert str(error.value).endswith(f"try {remedy}")
 
@@ -92,9 +92,9 @@ def test_microbatches_are_parts_of_each_devices_rows():
     for accum_steps in (1, 2, 3, 6):
         check_accum_steps(mesh, 24, accum_steps)
     for accum_steps, remedy in [(4, 3), (5, 3), (12, 6)]:
-        with pytest.raises(InputError, match=r"accum_steps=.*the 6 rows.*4 ways") as error:
+        with pytest.raises(InputError, match=r"accum_steps=.*divide 6.*4 ways") as error:
             check_accum_steps(mesh, 24, accum_steps)
-        assert "choose mesh sizes" in str(error.value)  # a run that goes on keeps accum_steps
+        assert "choose other mesh sizes" in str(error.value)  # a run that goes on keeps accum_steps
         assert str(error.value).endswith(f"for a new run, optimizer.accum_steps={remedy}")
 
 
@@ -163,7 +163,7 @@ def test_each_slice_holds_whole_replicas():
     assert job.stdout.splitlines() == [
         "(2, 4, 2, 1) [1, 1]",
         "(4, 2, 2, 1) [1, 1, 1, 1]",
-        "mesh.replica=1: the devices are 2 slices, and each must hold whole replicas; set "
+        "mesh.replica=1: there are 2 slices, and each must hold whole replicas; set "
         "--config.mesh.replica=2 or a multiple of it",
         "(4, 2, 2, 1) [1, 1, 1, 1]",
     ], job.stderr  # fmt: skip

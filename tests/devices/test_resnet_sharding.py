@@ -19,8 +19,6 @@ from vit_jax.models import create_model
 from vit_jax.planning.hlo import Program
 from vit_jax.transfer.rules import abstract_params
 
-pytestmark = pytest.mark.usefixtures("cheap_compilation")
-
 BATCH = 16
 TINY_VIT = {"width": 32, "depth": 1, "mlp_dim": 64, "num_heads": 8, "pool": "gap"}
 MODELS = {

@@ -79,14 +79,27 @@ def test_ridge_is_that_of_scikit_learn(num_examples, width, l2):
 
 
 def test_both_forms_agree():
-    """More features than examples: the form that `ridge` takes then, and the other."""
+    """More features than examples: the form that `ridge` uses then, and the other one."""
     x, y = RNG.standard_normal((30, 80)), RNG.standard_normal((30, 6))
     primal = np.linalg.solve(x.T @ x + 0.5 * np.eye(80), x.T @ y)
     np.testing.assert_allclose(ridge(x, y, 0.5), primal, rtol=0, atol=1e-10)
 
 
+def test_a_weight_lost_in_rounding_is_refused():
+    x = np.repeat(1e3 * RNG.standard_normal((4, 9)), 2, axis=0)
+    with pytest.raises(InputError, match=r"l2=1e-13: too small.*larger"):
+        ridge(x, np.ones((8, 2)), 1e-13)
+
+
+@pytest.mark.filterwarnings("ignore::scipy.linalg.LinAlgWarning")
+def test_features_of_a_diverged_model_do_not_stop_the_evaluation():
+    support, labels = np.full((6, 4), np.nan, np.float32), np.arange(6) % 2
+    (found,) = predict(support, labels, support, num_classes=2, l2=(1.0,))
+    assert found.shape == (6,)
+
+
 def scikit_learn_scores(support, labels, test, l2, num_classes):
-    """The same classifier from scikit-learn's parts."""
+    """The same classifier, built from scikit-learn."""
     scaler = StandardScaler().fit(support.astype(np.float64))
     scaler.scale_ = np.sqrt(scaler.var_) + 1e-5
 
@@ -100,7 +113,7 @@ def scikit_learn_scores(support, labels, test, l2, num_classes):
 
 @pytest.mark.parametrize("num_examples", [20, 200])
 def test_predictions_are_those_of_scikit_learn(num_examples):
-    """With features of other means and scales, one that does not vary, and uneven classes."""
+    """With features of various means and scales, a constant one, and uneven classes."""
     labels = RNG.choice(5, num_examples, p=[0.5, 0.2, 0.1, 0.1, 0.1])
     scale, shift = 10.0 ** RNG.uniform(-2, 2, 50), RNG.uniform(-5, 5, 50)
 
@@ -120,11 +133,11 @@ def test_predictions_are_those_of_scikit_learn(num_examples):
         np.testing.assert_array_equal(found, scores.argmax(axis=1))
 
 
-# The evaluator, on batches made by hand
+# The evaluator, on hand-made batches
 
 
 def make_batches(features, labels, broken=()):
-    """record ids -> batches of four of them, padded, the images being the features."""
+    """record ids -> padded batches of four, whose images are the features."""
 
     def batches(record_ids):
         for start in range(0, len(record_ids), 4):
@@ -160,7 +173,7 @@ def evaluate(
 
 
 def clusters(num_examples, spread):
-    """Features about three corners, and labels."""
+    """Features around three corners, and labels."""
     labels = RNG.integers(0, 3, num_examples).astype(np.int32)
     noise = spread * RNG.standard_normal((num_examples, 4))
     return (np.eye(4)[labels] + noise).astype(np.float32), labels
@@ -200,7 +213,7 @@ def test_of_several_weights_the_best_counts():
 
 
 def test_broken_images_are_left_out():
-    """As if they were not there: those of the support set change what is learnt, no more."""
+    """As if they did not exist; without images of the support set less is learnt."""
     (features, labels), test = clusters(60, 0.2), clusters(30, 0.2)
     broken = draw_support(labels, 3, 2, 0)[:, 0]
     other = features.copy()
@@ -262,7 +275,7 @@ def test_choices_that_cannot_be(choices, says):
     assert says in str(error.value)
 
 
-# On the digits, through the data's own way
+# On the digits, through the data pipeline
 
 
 def test_labels_are_read_alone():
@@ -289,14 +302,14 @@ def test_chosen_records_are_read_in_their_order():
 
 
 class State(NamedTuple):
-    """All that an evaluator looks at."""
+    """The parts of a state that evaluators read."""
 
     params: Any
     model_state: Any
 
 
 class Pixels:
-    """A model whose features are a product of its parameters with the pixels."""
+    """A model whose features are the product of its parameters and the pixels."""
 
     def apply(self, variables, images, train, method):
         assert (train, method) == (False, "features")
@@ -324,7 +337,7 @@ def run_on_digits(batch_size, mesh, model=None, params=PROJECTION):
 
 
 def scikit_learn_on_digits(features):
-    """{metric: value} from features (1797, D) of all digits."""
+    """{metric: value} from the features (1797, D) of all digits."""
     labels = load_digits().target
     held_out = np.arange(len(labels)) % 5 == 0
     train, train_labels = features[~held_out], labels[~held_out]
@@ -358,7 +371,7 @@ def test_digits_over_eight_devices():
 
 
 def test_features_are_what_the_head_gets():
-    """Those of a ViT before its hidden head layer."""
+    """For a ViT: those before its hidden head layer."""
     model = create_model("ViT-mu/4", 10, 8, hidden_head=True, num_heads=2, mlp_dim=32)
     pixels = digit_pixels()
     params = random_params(model, pixels)
@@ -380,7 +393,7 @@ print(json.dumps(test_fewshot.all_on_digits(make_mesh(replica=1, data=4, fsdp=1,
 
 
 def all_on_digits(mesh):
-    """What each evaluator that learns from features finds."""
+    """Results of each evaluator that learns from features."""
     import test_knn
     import test_linear_probe
 

@@ -1,4 +1,4 @@
-"""k nearest neighbours against scikit-learn's, on batches made by hand and on the digits."""
+"""k nearest neighbours against scikit-learn, on hand-made batches and on the digits."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def scikit_learn(train, test, k, temperature):
 
 
 def noisy(num_examples):
-    """Features of other lengths, about three directions, and labels."""
+    """Features of various lengths around three directions, and labels."""
     labels = RNG.integers(0, 3, num_examples).astype(np.int32)
     features = np.eye(6)[labels] + 0.8 * RNG.standard_normal((num_examples, 6))
     return (features * RNG.uniform(0.1, 10, (num_examples, 1))).astype(np.float32), labels
@@ -62,7 +62,7 @@ def test_the_vote_is_that_of_scikit_learn(temperature, monkeypatch):
 
 
 def test_near_neighbours_weigh_more():
-    """One very near against two less near: by the temperature the one or the two decide."""
+    """One very near against two less near neighbours: the temperature decides who wins."""
     train = np.float32([[1, 0], [0.8, 0.6], [0.8, -0.6]]), np.int32([0, 1, 1])
     test = np.float32([[3, 0]]), np.int32([0])
     assert evaluate(train, test, num_neighbours=(3,), temperature=0.1) == {"3nn_top1": 1.0}
@@ -120,3 +120,22 @@ def test_digits_over_eight_devices():
     expected = {f"{k}nn_top1": scikit_learn(train, test, k, 0.07) for k in (10, 200)}
     assert result == pytest.approx(expected, abs=1e-12)
     assert 0.8 < result["200nn_top1"] < result["10nn_top1"] < 1
+
+
+def test_only_as_many_neighbours_as_there_are_images():
+    c = base_config()
+    c.global_batch_size, c.data.name, c.data.image_size = 64, "synthetic", 8
+    c.evals.near = knn(train_split="train", test_split="test", every="1 epochs")
+    source = make_source(
+        "synthetic", split="train", image_size=(8, 8), num_classes=2, num_examples=15
+    )
+    sources = {SplitKey("synthetic", s, None): source for s in ("train", "test")}
+    mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
+
+    def make():
+        return make_evaluators(c, parse_preprocessing(c), Pixels(), mesh, sources)["near"]
+
+    assert make()._num_neighbours == (10,)
+    c.evals.near.num_neighbours = (20, 100)
+    with pytest.raises(InputError, match=r"near\.num_neighbours=\(20, 100\): .* 15 images"):
+        make()

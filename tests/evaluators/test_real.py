@@ -1,4 +1,4 @@
-"""ReaL: labels by the number in a file's name, from folders and TFDS sets, and what is counted."""
+"""ReaL: labels by the number in a file name, from folders and TFDS sets, and the counts."""
 
 import json
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ def test_labels_by_record():
 
 
 def test_what_counts():
-    """Right by any label; what has none, and what is masked, is left out."""
+    """Any label counts as correct; unlabelled and masked images are left out."""
     logits = np.eye(3, dtype=np.float32)[[0, 0, 1, 2, 1, 1, 2, 0]]
     batches = [
         {"image": logits[:4], "id": np.arange(4), "mask": np.float32([1, 1, 1, 1])},
@@ -55,7 +55,7 @@ class MeanColour:
 
 
 def evaluator(root, labels_file, names=None, ops="decode|resize"):
-    """Of a folder with a picture each, red, green, blue and so on, of the images 6 down to 1."""
+    """On a folder with one image each, red, green, blue and so on, numbered 6 down to 1."""
     for i, number in enumerate(range(6, 0, -1)):
         colour = np.zeros((8, 8, 3), np.uint8)
         colour[..., i % 3] = 255
@@ -97,21 +97,21 @@ def test_a_folder_of_the_validation_images(tmp_path, labels_file):
 def test_faults_name_the_key(tmp_path, labels_file):
     with pytest.raises(InputError, match=r"evals\.real\.split: folder val has a record .*cat3.png"):
         evaluator(tmp_path / "names", labels_file, names="cat{}.png")
-    # Of several processes one alone may read such a name: it is said once all have read theirs.
+    # Only one of several processes may read such a name; all report it after the exchange.
     (tmp_path / "later/pictures/val/c").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(tmp_path / "later/pictures/val/c/zebra.png")
     later = evaluator(tmp_path / "later", labels_file)
     with pytest.raises(NothingToMeasureError, match=r"evals\.real\.split: .*zebra.png"):
         evaluate("real", later, TrainState(0, {}, {}, ()))
     small = evaluator(tmp_path / "small", labels_file, ops="decode|central_crop(9)|resize")
-    with pytest.raises(InputError, match=r"evals\.real\.ops: .*_00000003.png has 8 x 8 pixels"):
+    with pytest.raises(InputError, match=r"evals\.real\.ops: .*_00000003.png: 8 x 8 pixels"):
         evaluate("real", small, TrainState(0, {}, {}, ()))
     c = base_config()
     c.global_batch_size, c.data.name, c.data.image_size = 8, "digits", 8
     c.evals.real = real(split="test", every="1 epochs", labels_file=str(labels_file))
     digits = make_source("digits", split="test", image_size=(8, 8))
     mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
-    with pytest.raises(InputError, match="digits test does not tell its records' file names"):
+    with pytest.raises(InputError, match="digits test does not provide file names"):
         make_evaluators(
             c,
             parse_preprocessing(c),
@@ -119,16 +119,16 @@ def test_faults_name_the_key(tmp_path, labels_file):
             mesh,
             {SplitKey("digits", "test", None): digits},
         )
-    with pytest.raises(InputError, match=r"evals\.real\.labels_file=.* take real\.json of https"):
+    with pytest.raises(InputError, match=r"evals\.real\.labels_file=.* use real\.json from https"):
         evaluator(tmp_path / "none", tmp_path / "nothing.json")
     labels_file.write_text(json.dumps([[], []]))
-    with pytest.raises(InputError, match=r"labels_file=.* \(no image has a label\); take real"):
+    with pytest.raises(InputError, match=r"labels_file=.* \(no image has a label\); use real"):
         evaluator(tmp_path / "empty", labels_file)
     labels_file.write_text(json.dumps([[3]]))
-    with pytest.raises(InputError, match=r"labels_file=.* has the class 3, and the model 3 class"):
+    with pytest.raises(InputError, match=r"labels_file=.* has class 3, but the model has 3 class"):
         evaluator(tmp_path / "classes", labels_file)
     labels_file.write_text(json.dumps([[1]]))
-    with pytest.raises(InputError, match=r"labels of 1 images, and the split one .* number 6"):
+    with pytest.raises(InputError, match=r"labels for 1 images, but .* number 6"):
         evaluator(tmp_path / "number", labels_file).run(State({}, {}))
 
 
@@ -146,5 +146,5 @@ def test_file_names_of_a_prepared_data_set(shared_data):
     names = sample.file_names(60, 64)
     assert len(set(names)) == 4 and sample.file_names(0, 1) == ["n04238763_slide_rule.JPEG"]
     assert sample.file_names(62, 63) == names[2:3]
-    with pytest.raises(InputError, match=r"of the file 'n04238763_slide_rule\.JPEG'; needed"):
+    with pytest.raises(InputError, match=r"the file 'n04238763_slide_rule\.JPEG'; needs"):
         check_numbers(sample, read_numbers(sample, 0, 1))

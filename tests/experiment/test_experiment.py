@@ -1,4 +1,4 @@
-"""From config to experiment: every key arrives where it acts."""
+"""From config to experiment: every key takes effect."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,6 @@ from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import start_from
 from vit_jax.models.layers import unconstrained
 from vit_jax.transfer.rules import abstract_params, stack_layers, unstack_layers
-
-pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
 SIZE, B, C = (4, 8), 4, 5
 
@@ -52,7 +50,7 @@ def make_batch(step):
 
 
 def reference_loss(model, params, batch, config):
-    """Written out from the config's keys alone."""
+    """Written out from the keys of the config only."""
     mean, std = (np.reshape(np.float32(config.data[key]), (1, 1, 1, 3)) for key in ("mean", "std"))
     logits = model.apply({"params": params}, (jnp.float32(batch["image"]) / 255 - mean) / std)
     target = jnp.eye(C)[batch["label"]] * (1 - config.loss.label_smoothing)
@@ -89,7 +87,7 @@ def test_every_number_of_a_recipe_reaches_the_update(mesh):
             assert norm > 0.5  # clipping acts
             grads = jax.tree.map(lambda g, scale=0.5 / norm: scale * g, grads)
             momentum = jax.tree.map(lambda m, g: 0.8 * m + g, momentum, grads)
-            # Kernels alone decay, by the rate of the step.
+            # Only kernels decay, multiplied by the learning rate of the step.
             updates = jax.tree.map(
                 lambda m, p, decays: m + 0.3 * decays * p,
                 momentum,
@@ -183,7 +181,7 @@ def test_faults_that_only_the_model_sees(mesh):
 
 
 def random_params(config, mesh):
-    """Parameters without a zero leaf."""
+    """Parameters in which no leaf is zero."""
     model = make_experiment(config, mesh).model.clone(constrain=unconstrained)
     rng = np.random.default_rng(0)
     return tree.unflatten_names(
@@ -214,7 +212,7 @@ def trained(config, mesh, params):
 
 
 def everything_config(**model):
-    """Every switch of the optimizer and of the model, none of which leaves a gradient at zero."""
+    """Every switch of the optimizer and the model, with all gradients non-zero."""
     config = small_config(qk_norm=True, layer_scale=0.5, depth=2, pool="gap", **model)
     config.global_batch_size = 4 * B
     config.optimizer.weight_decay, config.optimizer.grad_clip_norm = 0.1, 1.0
@@ -237,7 +235,7 @@ def assert_trees_close(found, expected, tolerance):
 def test_scanned_and_unrolled_train_alike(mesh):
     config = everything_config()
     config.optimizer.name = "adafactor"
-    config.optimizer.momentum_dtype = "float32"  # rounding to fewer bits would part them
+    config.optimizer.momentum_dtype = "float32"  # with fewer bits, rounding would make them differ
     params = random_params(config, mesh)
     expected, expected_metrics = trained(config, mesh, params)
     config.model.scan = True
@@ -256,7 +254,7 @@ def test_scanned_and_unrolled_train_alike(mesh):
     ("name", "devices"), [("sgd", 8), pytest.param("adamw", 1, marks=pytest.mark.slow)]
 )
 def test_microbatches_on_many_devices_and_on_one(mesh, name, devices):
-    """The masks are uneven between the microbatches."""
+    """Microbatches have different numbers of masked rows."""
     many = make_mesh(replica=1, data=4, fsdp=2, tensor=1) if devices == 8 else mesh
     config = small_config(scan=True)
     config.global_batch_size, config.optimizer.name = 4 * B, name
@@ -275,7 +273,7 @@ def test_microbatches_on_many_devices_and_on_one(mesh, name, devices):
     ("order", "streams", "repeats", "num_examples", "distance"),
     [
         ("record", None, 1, 8, 1),
-        (None, None, 2, 8, 2),  # as in a config that no data set has filled in
+        (None, None, 2, 8, 2),  # as before a data set has filled in the config
         ("chunk", 4, 1, 8, 16),
         ("chunk", 2, 4, 8, 32),
         (None, 8, 1, 10**8, 8),
@@ -303,7 +301,7 @@ def test_images_meet_those_of_other_records_and_streams(
 def test_a_batch_that_a_resolved_order_does_not_pair_is_refused(mesh):
     config = small_config()
     config.global_batch_size, config.data.num_examples = 24, 10**8
-    config.data.streams = 3  # what validation cannot know: the order is chunk
+    config.data.streams = 3  # validation cannot know that the order is chunk
     make_experiment(config, mesh)
     config.data.ops = "mixup(0.2)"
     with pytest.raises(InputError, match=r"^data\.streams=3: data\.ops mixes .* try 6$"):

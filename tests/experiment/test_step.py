@@ -12,8 +12,6 @@ from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.objectives.supervised import ObjectiveOutput, make_loss, make_supervised
 
-pytestmark = pytest.mark.usefixtures("cheap_compilation")
-
 B = 4
 IMAGES = np.arange(B * 2 * 2 * 3, dtype=np.uint8).reshape(B, 2, 2, 3)
 BATCH = {"image": IMAGES, "label": np.arange(B), "mask": np.array([1, 1, 0, 1], np.float32)}
@@ -25,7 +23,7 @@ def to_float(batch, row_keys):
 
 
 def linear_objective(params, model_state, batch, rng):
-    """Predicts a row's label as weight * the mean of its image; `model_state` counts calls."""
+    """A model that predicts weight * mean of the image; `model_state` counts calls."""
     prediction = params["weight"] * batch["image"].mean(axis=(1, 2, 3))
     loss = batch["mask"] * (prediction - batch["label"]) ** 2
     return ObjectiveOutput(
@@ -96,7 +94,7 @@ def test_a_batch_that_is_masked_altogether_changes_nothing():
 
 
 def draws(seed, step, *, weight=0.5, size=B):
-    """(what the rows draw, what the model draws) in one step."""
+    """(random numbers of the rows, of the model) in one step."""
 
     def transform(batch, row_keys):
         noise = jax.vmap(jax.random.uniform)(row_keys)
@@ -126,7 +124,7 @@ def test_randomness_depends_on_seed_and_step_only():
     for other in (draws(0, 6), draws(1, 5)):
         assert not set(rows) & set(other[0])
         assert model != other[1]
-    assert len({*rows, model}) == B + 1  # every row its own, and the model too
+    assert len({*rows, model}) == B + 1  # different for every row, and for the model
 
 
 def test_a_row_draws_by_its_place_in_the_global_batch():
@@ -162,7 +160,7 @@ def test_microbatches_are_strided_and_draw_apart():
 
     def objective(params, model_state, batch, rng):
         out = linear_objective(params, model_state, batch, rng)
-        number = batch["label"][0]  # of the microbatch, if its first row is that of the same number
+        number = batch["label"][0]  # of the microbatch, if its first row has the same number
         strided = (batch["label"] == number + 3 * jnp.arange(2)).all()
         draws = {f"draw_{i}": jax.random.uniform(rng) * (number == i) * 6 for i in range(3)}
         return out._replace(metric_sums=draws | {"strided": 2.0 * strided})
@@ -190,7 +188,7 @@ def test_numbers_out_of_range_are_refused():
     assert [fault.split(":")[0] for fault in error.value.faults] == [
         "optimizer.accum_steps=0", "optimizer.ema_decay=1.0",
     ]  # fmt: skip
-    with pytest.raises(InputError, match=r"accum_steps=3: does not divide the batch of 4"):
+    with pytest.raises(InputError, match=r"accum_steps=3: must divide the batch of 4"):
         make_step(accum_steps=3)(state_at(0), BATCH)
 
 
@@ -221,7 +219,7 @@ def test_the_average_begins_at_the_parameters_in_arrays_of_its_own():
     jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(state)
 
 
-# What is frozen, and norms by layer
+# Frozen parameters, and norms by layer
 
 LAYERS_PARAMS = {
     "embedding": {"kernel": jnp.full((2, 3), 2.0)},
@@ -233,7 +231,7 @@ LAYERS_PARAMS = {
 
 
 def norms_of_layers(**fields):
-    """Of a step of sgd with rate 0.5 on the sum of the parameters, layer 1's times 3."""
+    """A step of sgd with rate 0.5 on the sum of the parameters, where layer 1 counts 3 times."""
 
     def objective(params, model_state, batch, rng):
         layers = params["encoder"]["layers"]["kernel"]

@@ -69,14 +69,14 @@ def test_the_loss_goes_with_the_weights(published, caplog):
     results = evaluate_pretrained(evaluation_config("classification,debug"), of_sigmoid)
     expected = cross_entropies.sum(axis=1).mean()
     assert results["classification/loss"] == pytest.approx(expected, rel=1e-5)
-    assert "its loss is not stated" not in caplog.text
+    assert "the loss is not stated" not in caplog.text
 
 
 def test_at_another_size_positions_are_resampled(published, caplog):
     caplog.set_level("INFO", "vit_jax")
     config = evaluation_config("classification,debug", data__image_size="12")
     results = evaluate_pretrained(config, read_pretrained(published))
-    assert "its loss is not stated, and taken to be softmax" in caplog.text
+    assert "the loss is not stated; assuming softmax" in caplog.text
     assert results["classification/num_examples"] == 360
     assert "from a grid of (2, 2) to (3, 3)" in caplog.text
 
@@ -92,12 +92,14 @@ def test_features_know_no_classes(published, tmp_path):
 
     headless = pretrained._replace(model=pretrained.model.clone(num_classes=None))
     config = evaluation_config("classification,knn,debug")
-    with pytest.raises(InputError, match=r"evals\.classification\.type=.* has no classes; needed"):
+    with pytest.raises(
+        InputError, match=r"evals\.classification\.type=.* has no classes; use one of"
+    ):
         evaluate_pretrained(config, headless)
 
 
 def test_classes_of_other_names_are_warned_of(published, caplog, monkeypatch):
-    monkeypatch.setattr(evaluation, "_evaluate_all", lambda evaluators, state: {})
+    monkeypatch.setattr(evaluation, "_evaluate_all", lambda evaluators, *_: {})
     pretrained = read_pretrained(published)
     config = evaluation_config("classification,knn,debug")
 
@@ -111,14 +113,16 @@ def test_classes_of_other_names_are_warned_of(published, caplog, monkeypatch):
     assert said(None) == said(digits) == said(tuple(f"n{i:08}" for i in range(10))) == []
     (warning,) = said(("0", "2", "1", *digits[3:]))
     assert warning.startswith("evals.classification: 2 of 10 classes have other names in digits")
-    assert "label 1 is '1', and output 1 '2'" in warning
+    assert "label 1 is '1', but output 1 is '2'" in warning
 
 
 def test_data_of_another_number_of_classes_are_refused(published):
     config = evaluation_config("classification,debug")
     pretrained = read_pretrained(published)
     config.data.classes = (1, 2, 3)
-    with pytest.raises(InputError, match=r"split: digits test has 3 classes, and the model 10; n"):
+    with pytest.raises(
+        InputError, match=r"split: digits test has 3 classes, but the model has 10; use"
+    ):
         evaluate_pretrained(config, pretrained)
 
 

@@ -16,8 +16,6 @@ from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.images import class_names
 from vit_jax.transfer.rules import Cut, Spec
 
-pytestmark = pytest.mark.usefixtures("cheap_compilation")
-
 
 @pytest.fixture
 def pictures(tmp_path):
@@ -44,7 +42,7 @@ def test_images_and_folders(golden, pictures, capsys):
     rows = [json.loads(line) for line in predict(capsys, *words, code=1).splitlines()]
     names = ["a.png", "b.JPG", "broken.png", "more/c.jpeg", "a.png"]
     assert [row["file"] for row in rows] == [str(pictures / name) for name in names]
-    assert rows[2]["error"] == "cannot be read or decoded"
+    assert rows[2]["error"] == "not a readable image"
     model, variables = load_pretrained(source)
     for row in (rows[0], rows[1], rows[3]):
         image = load_image(row["file"], pretrained_spec(source))
@@ -63,10 +61,9 @@ def test_an_image_that_is_too_small_is_said_to_be(golden, tmp_path):
     spec = source.spec._replace(ops="decode|central_crop")
     images = image_files([str(tmp_path / name) for name in ("broken.png", "small.png")])
     rows = classify(source._replace(spec=spec), images, batch_size=8, top=1)
-    assert [row["error"] for row in rows] == [
-        "cannot be read or decoded",
-        "has 9 x 8 pixels, and 'central_crop' takes 32 x 32",
-    ]
+    broken, small = (row["error"] for row in rows)
+    assert broken == "not a readable image"
+    assert all(words in small for words in ("9 x 8 pixels", "'central_crop'", "takes 32 x 32"))
 
 
 def test_a_table(golden, pictures, capsys):
@@ -129,13 +126,13 @@ REFUSED = {
     "an empty folder": (["empty"], "empty: holds no file ending in .jpg, .jpeg, .png"),
     "another format": (["x.png", "--format=jsonl"], "did you mean json?"),
     "no top": (["x.png", "--top=0"], "--top=0"),
-    "data without features": (["--data=digits:test"], "--data: is for --features"),
-    "features of another kind": (["x.png", "--features=f.npy"], "ends in .npz"),
+    "data without features": (["--data=digits:test"], "--data: needs --features"),
+    "features of another kind": (["x.png", "--features=f.npy"], "end in .npz"),
     "features in a folder's place": (["x.png", "--features=d.npz"], "d.npz: is a folder"),
     "features nowhere, of no model": (
-        ["x.png", "--features=no/f.npz", "--init_from=none"], "there is no folder",
+        ["x.png", "--features=no/f.npz", "--init_from=none"], "/no does not exist",
     ),
-    "features nowhere": (["x.png", "--features=no/f.npz"], "there is no folder"),
+    "features nowhere": (["x.png", "--features=no/f.npz"], "/no does not exist"),
     "no classes": (["x.png"], "has no classes"),
     "a batch too small": (["x.png", "--batch_size=3"], "--batch_size=3"),
 }  # fmt: skip
@@ -158,7 +155,7 @@ def test_what_is_refused(golden, tmp_path, capsys, monkeypatch, case):
 def test_an_image_that_cannot_be_read(tmp_path):
     (tmp_path / "x.png").write_bytes(b"no image")
     for name in ("x.png", "none.png"):
-        with pytest.raises(InputError, match="not a readable JPEG or PNG"):
+        with pytest.raises(InputError, match="not a readable picture"):
             load_image(tmp_path / name, Spec((8, 8), "antialiased"))
 
 

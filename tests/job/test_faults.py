@@ -1,6 +1,6 @@
-"""What a job of several processes says, and how it ends, when one of them does not do its part.
+"""Messages and ends of a job of several processes when one of them fails.
 
-The faults are real: processes are killed, stopped and terminated, and every job is a run of the
+The faults are real: processes are killed, stopped and terminated; every job is a run of the
 command line.
 """
 
@@ -24,7 +24,7 @@ def endless(tmp_path, *words, **kwargs):
 
 
 def verdict(job, i):
-    """What the watchdog of process i says."""
+    """Messages of the watchdog of process i."""
     found = re.findall(r"^watchdog: process .*$", job.said(i), re.MULTILINE)
     assert found, job.everything()
     return "\n".join(found)
@@ -35,13 +35,13 @@ def check_that_others_name(victim, job):
     assert job.codes(others) == [1] * len(others), job.everything()
     gone = f"process {victim} is lost"
     if victim == 0:
-        gone += "|process 0, the coordinator, cannot be reached"
+        gone += "|process 0, the coordinator, is unreachable"
     for i in others:
         assert re.search(gone, verdict(job, i)), job.everything()
         assert re.search(r"at step \d+, phase step", verdict(job, i)), job.everything()
 
 
-# Without process 0, which keeps the store, the others have nothing to look at.
+# Without process 0, which keeps the store, the others see nothing.
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_when_one_is_killed_the_others_end_and_name_it(tmp_path, victim):
     with endless(tmp_path) as job:
@@ -68,8 +68,8 @@ def test_a_loader_that_hangs_is_named_with_its_process(tmp_path):
         assert job.codes() == [1, 1], job.everything()
         for i in range(2):
             said = verdict(job, i)
-            # Where the machine is busy, so that a watchdog is late, it may count as lost.
-            named = r"process 1 (has not come further than|is lost .*, last seen at) step 29"
+            # On a busy machine, a late watchdog may count as lost.
+            named = r"process 1 (has not passed|is lost .*, last seen at) step 29"
             assert re.search(named, said), said
         assert 'faulty_run.py", line' in job.said(1)  # where it hangs
 

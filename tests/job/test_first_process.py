@@ -1,4 +1,4 @@
-"""Process 1 of a real container's namespace: signals reach what runs there, at any time."""
+"""Process 1 in a real PID namespace: signals reach the command at any time."""
 
 import contextlib
 import pathlib
@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 UNSHARE = ["unshare", "--pid", "--fork", "--kill-child"]
 MAIN = [sys.executable, "-m", "vit_jax.main", "plan", "--config=configs/quickstart.py:debug"]
 
-# Runs what stands in for the command, in the middle of which a signal comes.
+# Runs a stand-in for the command, which receives a signal meanwhile.
 SCRIPT = """
 import ctypes, os, signal, sys
 from vit_jax import main
@@ -58,11 +58,11 @@ def start(*command):
         try:
             yield process
         finally:
-            process.kill()  # and with it all that are in the namespace
+            process.kill()  # and with it all processes in the namespace
 
 
 def child_of(pid):
-    """The process whose parent is `pid`, once there is one."""
+    """Wait for a process whose parent is `pid`."""
     path = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
     until = time.monotonic() + 60
     while not (found := path.read_text().split()):
@@ -89,7 +89,7 @@ def test_signal_reaches_the_command(command, number, code):
 
 def test_signal_while_it_is_being_imported():
     with start(*MAIN, "--topology=v5e:2x2") as process:
-        child_of(child_of(process.pid))  # from here on it is said nowhere how far it is
+        child_of(child_of(process.pid))  # from here on its progress is not visible
         subprocess.run(["kill", str(child_of(process.pid))], check=True)
         assert process.wait(timeout=60) == 143
         assert process.stdout.read() == ""

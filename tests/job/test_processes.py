@@ -1,9 +1,11 @@
-"""Processes of one job do what one process with as many devices does, and agree before they do."""
+"""The processes of a job give the results of one process, and compare their inputs first."""
 
 import functools
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 
 import jax
@@ -16,6 +18,7 @@ from started_job import TERMINATE, Job
 from vit_jax.config import base_config
 from vit_jax.errors import InputError
 from vit_jax.job import processes
+from vit_jax.job.hold import Hold
 from vit_jax.job.processes import (
     PreemptionGuard,
     ProcessError,
@@ -25,6 +28,7 @@ from vit_jax.job.processes import (
     start,
 )
 from vit_jax.training.agreement import compare_weights
+from vit_jax.training.workdir import hold_workdir, wait_until_free
 
 # With Adam's usual eps the noise of gradients that are zero in exact arithmetic is scaled up.
 RUN = ("--config=configs/quickstart.py:debug", "--config.mesh.fsdp=2",
@@ -32,7 +36,7 @@ RUN = ("--config=configs/quickstart.py:debug", "--config.mesh.fsdp=2",
 
 
 def finished(folder, *words, **kwargs):
-    """The outputs of a job that ends well."""
+    """Outputs of a job that succeeds."""
     folder.mkdir(exist_ok=True)
     with Job(folder, *RUN, f"--workdir={folder}/run", *words, **kwargs) as job:
         assert set(job.codes()) == {0}, job.everything()
@@ -47,7 +51,7 @@ def alone(tmp_path_factory):
 
 
 def check_same_end(found, expected):
-    """Metrics and state to float tolerance; what is counted, exactly."""
+    """Metrics and state equal to float tolerance, counts exactly."""
     (step, state), (last, expected_state) = final_state(found), final_state(expected)
     assert step == last == 40
     for name, leaf in expected_state.items():
@@ -60,7 +64,7 @@ def check_same_end(found, expected):
 
 
 def check_who_wrote(run, outputs, starts=1):
-    """Process 0 alone writes rows and speaks; every process writes its part of a checkpoint."""
+    """Only process 0 writes rows and logs; every process writes its part of a checkpoint."""
     assert f"{len(outputs)} host(s)" in outputs[0] and "step 40/40" in outputs[0]
     assert not any("step 40/40" in output for output in outputs[1:])
     assert len([*run.glob("events.out.tfevents.*")]) == starts
@@ -69,15 +73,15 @@ def check_who_wrote(run, outputs, starts=1):
 
 
 def test_two_processes_end_where_one_does(alone, tmp_path):
-    """One is told to stop on its way: both save the same step, and go on from there.
+    """One is told to stop: both save the same step and later resume from it.
 
-    After that one of them takes, in what may last long, longer than a step may take.
+    After that, one spends longer in a slow phase than the deadline of a step.
     """
     with Job(tmp_path, *RUN, f"--workdir={tmp_path}/run") as job:
         job.wait_until_said(0, "start: from scratch")
         job.signal(1, TERMINATE)
         assert job.codes() == [75, 75], job.everything()
-        stopped = [job.said(i).split("stopped by SIGTERM at ")[1].split(",")[0] for i in range(2)]
+        stopped = [job.said(i).split("stopped by SIGTERM at ")[1].split(";")[0] for i in range(2)]
     assert stopped[0] == stopped[1]
     outputs = finished(
         tmp_path,
@@ -97,7 +101,7 @@ def test_four_processes_end_where_one_does(alone, tmp_path):
 
 
 class Store:
-    """What `jax.distributed` keeps, for threads in the place of processes."""
+    """The state of `jax.distributed`, for threads that stand in for processes."""
 
     def __init__(self):
         self.values, self.changed = {}, threading.Condition()
@@ -120,7 +124,7 @@ class Store:
 
 @pytest.fixture
 def on_each(monkeypatch):
-    """on_each(*calls): what each raises, run at once, as if each were a process; None: nothing."""
+    """on_each(*calls): run all at once, like processes; return each one's error or None."""
     store, number = Store(), threading.local()
     monkeypatch.setattr(processes, "client", lambda: store)
     monkeypatch.setattr(jax, "process_index", lambda: number.value)
@@ -150,7 +154,7 @@ def on_each(monkeypatch):
 
 def test_processes_that_agree_go_on(on_each):
     def compare():
-        agree("what they run", {"seed": 0, "packages": ("jax", "0.10")}, timeout_s=5)
+        agree("config and software", {"seed": 0, "packages": ("jax", "0.10")}, timeout_s=5)
 
     assert on_each(*[compare] * 3) == [None] * 3
 
@@ -159,11 +163,11 @@ def test_every_difference_is_told_with_its_processes_everywhere(on_each):
     facts = [{"seed": 0, "batch": 8, "jax": "1"} for _ in range(4)]
     facts[2]["seed"], facts[3]["jax"] = 1, "2"
     del facts[0]["batch"]
-    calls = [lambda f=f: agree("what they run", f, timeout_s=5) for f in facts]
+    calls = [lambda f=f: agree("config and software", f, timeout_s=5) for f in facts]
     for error in on_each(*calls):
         assert isinstance(error, InputError)
         assert str(error).splitlines() == [
-            "the processes do not agree on what they run: 3 faults",
+            "the processes differ in config and software: 3 faults",
             "  batch: missing on process 0; 8 on processes 1, 2, 3",
             "  jax: '1' on processes 0, 1, 2; '2' on process 3",
             "  seed: 0 on processes 0, 1, 3; 1 on process 2",
@@ -185,6 +189,42 @@ def test_weights_that_are_the_same_and_none(on_each):
     assert on_each(*[lambda: compare_weights(base_config(), None)] * 2) == [None, None]
 
 
+def test_what_process_0_finds_is_said_to_all(on_each):
+    found = []
+
+    def find():
+        assert jax.process_index() == 0
+        return "é\n"
+
+    def hear():
+        found.append(processes.say_to_all("it", find, timeout_s=5))
+
+    assert on_each(*[hear] * 3) == [None] * 3
+    assert found == ["é\n"] * 3
+
+
+def test_what_process_0_refuses_all_refuse(on_each, tmp_path):
+    """As when another job trains in the workdir."""
+    workdir = epath.Path(tmp_path)
+    (workdir / "config.json").write_text("begun")
+    first = Hold(workdir)
+    errors = on_each(*[lambda: wait_until_free(workdir, 5)] * 3)
+    assert [type(error) for error in errors] == [InputError] * 3
+    assert len({str(error) for error in errors}) == 1 and "trains there already" in str(errors[2])
+    first.release()
+
+    def hold(begun):
+        with hold_workdir(workdir, begun, 5):
+            pass
+
+    processes.client().values.clear()
+    assert on_each(*[lambda: hold("begun")] * 2) == [None] * 2
+    processes.client().values.clear()
+    for error in on_each(*[lambda: hold("")] * 2):
+        assert "another job has begun a run there meanwhile" in str(error)
+    assert [path.name for path in workdir.iterdir()] == ["config.json"]
+
+
 def test_who_does_not_come_is_named(on_each):
     errors = on_each(
         lambda: agree("the program", {}, timeout_s=0.2),
@@ -193,13 +233,13 @@ def test_who_does_not_come_is_named(on_each):
     )
     for error in errors:
         assert isinstance(error, ProcessError)
-        assert str(error).startswith("processes 2, 3 did not come to the comparison of the program")
+        assert str(error).startswith("processes 2, 3 did not reach the comparison of the program")
 
 
 def test_without_its_coordinator_a_process_does_not_wait_for_ever(on_each, monkeypatch):
     monkeypatch.setattr(processes, "_VERDICT_S", 0.2)
     _, error = on_each(lambda: None, lambda: agree("the program", {}, timeout_s=0.2))
-    assert str(error).startswith("process 0 did not come to the comparison of the program")
+    assert str(error).startswith("process 0 did not reach the comparison of the program")
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -216,21 +256,18 @@ def test_a_workdir_that_is_not_shared_is_told(on_each, tmp_path):
     errors = on_each(lambda: check_one_workdir(mine, 5), lambda: check_one_workdir(other, 5))
     for error in errors:
         assert isinstance(error, InputError)
-        assert "--workdir: 'one for all' on process 0; '" in str(error)
+        assert "--workdir: 'shared' on process 0; '" in str(error)
         assert f"{other} on " in str(error) and "not that of process 0" in str(error)
     assert not mine.exists() and not other.exists()
 
 
 class Cluster:
-    """A cluster as JAX describes it."""
+    """A cluster in the form of JAX's description."""
 
-    name, opt_in_only_method = "slurm", False
+    name = "slurm"
 
     def __init__(self, count):
         self._count = count
-
-    def is_env_present(self):
-        return True
 
     def get_process_count(self):
         if isinstance(self._count, Exception):
@@ -240,11 +277,11 @@ class Cluster:
 
 @pytest.fixture
 def started(monkeypatch):
-    """started(cluster, ...): the arguments with which JAX is started; None if it is not."""
+    """started(cluster, ...): the arguments that JAX is started with; None if it is not."""
 
     def started(count, coordinator=None, num_processes=None, process_id=None):
-        found = [] if count is None else [Cluster(count)]
-        monkeypatch.setattr(processes.clusters.ClusterEnv, "_cluster_types", found)
+        found = None if count is None else Cluster(count)
+        monkeypatch.setattr(processes, "find_cluster", lambda: found)
         calls = []
         monkeypatch.setattr(
             jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs))
@@ -276,14 +313,14 @@ def test_where_the_processes_come_from(started):
 @pytest.mark.parametrize(
     ("count", "given", "said"),
     [
-        (None, {"num_processes": 2}, "--num_processes=2: this is one of 1; start as many, or give"),
-        (8, {"num_processes": 16}, "--num_processes=16: this is one of 8"),
+        (None, {"num_processes": 2}, "--num_processes=2: the job has 1; start as many"),
+        (8, {"num_processes": 16}, "--num_processes=16: the job has 8"),
         (None, {"coordinator": "localhost:1", "process_id": 0}, "--num_processes: missing; give"),
         (None, {"coordinator": "localhost:1", "num_processes": 2}, "--process_id: missing; give"),
         (None, {"coordinator": "localhost:1", "num_processes": 2, "process_id": 2},
-         "--process_id=2: needs a number from 0 to 1, as --num_processes=2"),
-        (RuntimeError("forbidden"), {}, "--num_processes: slurm does not say how many processes "
-         "this job has (RuntimeError: forbidden); give --num_processes=1 for one alone"),
+         "--process_id=2: must be from 0 to 1, since --num_processes=2"),
+        (RuntimeError("forbidden"), {}, "--num_processes: slurm does not give the number of "
+         "processes (RuntimeError: forbidden); give --num_processes=1"),
     ],
 )  # fmt: skip
 def test_what_is_asked_for_must_be_there(started, count, given, said):
@@ -309,3 +346,21 @@ def test_sigterm_is_noticed_and_the_handler_put_back():
     assert signal.getsignal(signal.SIGTERM) == before
     with PreemptionGuard() as guard:
         assert not guard.should_stop(0)
+
+
+def test_ctrl_c_is_noticed_and_a_second_one_ends_at_once():
+    """In a process of its own, which the second one ends as the shell would see it."""
+    code = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whatever a shell has set
+        "from vit_jax.job.processes import PreemptionGuard\n"
+        "with PreemptionGuard() as guard:\n"
+        "    assert not guard.should_stop(0)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    assert guard.should_stop(1) and guard.interrupted\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGINT, done.stderr
+    assert "Ctrl-C: saves after this step" in done.stderr and "Traceback" not in done.stderr

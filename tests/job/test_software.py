@@ -1,4 +1,4 @@
-"""What a run depends on beside its config."""
+"""The software that a run depends on."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""The watchdog's judgement, with a clock and a board of the test."""
+"""The watchdog's decisions, with a fake clock and a fake board."""
 
 import math
 import threading
@@ -13,7 +13,7 @@ DEADLINES = {"start": 100.0, "compile": 100.0, "step": 20.0, "evaluation": 200.0
 
 
 class Others:
-    """A board on which the test hangs out the reports of other processes."""
+    """A board on which the test publishes reports of other processes."""
 
     def __init__(self, reports):
         self.reports, self.mine, self.running = reports, None, set(reports)
@@ -38,7 +38,7 @@ class Others:
 
 
 class Run:
-    """One process, number 0, on which a second passes at each tick."""
+    """Process 0; a second passes at each tick."""
 
     def __init__(self, **others):
         self.now, self.ended = 0.0, []
@@ -53,7 +53,7 @@ class Run:
         )
 
     def wait(self, seconds):
-        """Ticks until the watchdog ends the run; how long that took, infinite if it did not."""
+        """Tick until the watchdog ends the run; return the time it took, infinite if it did not."""
         for second in range(seconds):
             self.now += self.watchdog.interval_s
             self.board.tick()
@@ -69,9 +69,7 @@ def test_every_phase_has_its_own_deadline(phase):
     run.watchdog.arrive(7)
     with run.watchdog.phase(phase):
         assert DEADLINES[phase] < run.wait(300) <= DEADLINES[phase] + 2
-    assert run.ended == [
-        f"nothing has moved: step 7, phase {phase}, for {DEADLINES[phase] + 1:.0f} s"
-    ]
+    assert run.ended == [f"no progress: step 7, phase {phase}, for {DEADLINES[phase] + 1:.0f} s"]
 
 
 def test_a_run_that_moves_is_never_ended():
@@ -89,7 +87,7 @@ def test_the_one_that_is_behind_is_named():
     run = Run(p1=("step", 7, 0.0), p2=("step", 5, 0.0))
     run.watchdog.arrive(7)
     assert 20 < run.wait(100) < 25
-    assert run.ended[0].startswith("process 2 has not come further than step 5, phase step, for 2")
+    assert run.ended[0].startswith("process 2 has not passed step 5, phase step, for 2")
     assert run.ended[0].endswith("the others wait for it, the first at step 7")
 
 
@@ -97,14 +95,14 @@ def test_if_all_have_arrived_that_is_said():
     run = Run(p1=("step", 7, 0.0))
     run.watchdog.arrive(7)
     run.wait(100)
-    assert run.ended[0].startswith("all processes have arrived, and nothing moves: step 7")
+    assert run.ended[0].startswith("all processes have arrived, but none makes progress: step 7")
 
 
 def test_one_that_evaluates_may_take_its_time_and_the_others_wait():
     run = Run(p1=("evaluation", 6, 0.0))
     run.watchdog.arrive(7)
     assert 200 < run.wait(300) < 210
-    assert "process 1 has not come further than step 6, phase evaluation" in run.ended[0]
+    assert "process 1 has not passed step 6, phase evaluation" in run.ended[0]
 
 
 def test_one_that_is_silent_is_lost_and_named_before_the_one_that_is_behind():
@@ -130,7 +128,7 @@ def test_a_coordinator_that_does_not_answer_is_named():
     run.wait(3)
     run.board.reachable = False
     assert 15 < run.wait(100) < 25
-    assert run.ended[0].startswith("process 0, the coordinator, cannot be reached; this one is at")
+    assert run.ended[0].startswith("process 0, the coordinator, is unreachable; this process: ")
 
 
 def test_what_another_ends_for_is_told():
@@ -139,7 +137,7 @@ def test_what_another_ends_for_is_told():
     run.board.running = set()  # it has ended, but it is not lost
     assert 8 < run.wait(100) < 12  # time for the same error to be found here
     assert run.ended[0].startswith(
-        "process 1 ends, at step 7, phase step, for 0 s: InputError: data.split='x'"
+        "process 1 is ending, at step 7, phase step, for 0 s: InputError: data.split='x'"
     )
     assert "lost" not in run.ended[0]
 
@@ -156,20 +154,20 @@ def test_time_in_which_the_process_did_not_run_does_not_count():
 def test_a_step_must_be_found_late_before_jax_ends_the_run():
     job = base_config().job
     assert step_deadline(job, num_processes=2) <= 0.75 * job.heartbeat_s
-    assert step_deadline(job, num_processes=1) == 3600  # nobody waits, and a CPU may be slow
+    assert step_deadline(job, num_processes=1) == 3600  # nobody waits, and CPUs may be slow
     job.step_deadline_s = 5.0
     assert step_deadline(job, num_processes=2) == step_deadline(job, num_processes=1) == 5
 
 
 def test_an_abort_while_a_process_ends_by_itself_still_names_the_lost_one(monkeypatch, capsys):
-    """The collective fails, and before the others are described JAX aborts."""
+    """The collective fails, and JAX aborts before the others have been described."""
     run = Run(p1=("step", 7, 0.0))
     run.watchdog.fail("JaxRuntimeError: connection reset by peer", 1)
     monkeypatch.setattr(watchdog, "_watchdog", run.watchdog)
     monkeypatch.setattr(watchdog, "_has_spoken", threading.Event())
     monkeypatch.setattr(watchdog, "_coordinator_listens", lambda: False)
     assert watchdog._speak_on_abort() == 1
-    assert "process 0, the coordinator, cannot be reached" in capsys.readouterr().err
+    assert "process 0, the coordinator, is unreachable" in capsys.readouterr().err
     watchdog._has_spoken.set()
     assert watchdog._speak_on_abort() == 1
     assert capsys.readouterr().err == ""

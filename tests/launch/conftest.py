@@ -1,4 +1,4 @@
-"""The launchers, which are scripts, as modules."""
+"""Fixtures that import the launchers, which are scripts, as modules."""
 
 import importlib.util
 import pathlib
@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def load(name):
-    """launch/NAME.py under a name that no installed package has."""
+    """Import launch/NAME.py under a name that no installed package has."""
     launch = str(ROOT / "launch")
     if launch not in sys.path:
         sys.path.append(launch)
@@ -21,7 +21,7 @@ def load(name):
 
 
 def launcher(name):
-    """The fixture called `name` that is that launcher."""
+    """A fixture called `name` that returns the launcher of that name."""
     return pytest.fixture(scope="session", name=name)(lambda: load(name))
 
 
@@ -30,9 +30,9 @@ local, slurm, kubernetes, tpu_vm = map(launcher, ("local", "slurm", "kubernetes"
 
 @pytest.fixture
 def call(capfd, monkeypatch):
-    """call(launcher, *words) -> (exit code, standard output, standard error), as a user types it.
+    """call(launcher, *words) -> (exit code, standard output, standard error), as typed by a user.
 
-    In the repository's root, as the configs are named from there.
+    It runs in the repository's root, to which the configs' paths are relative.
     """
     monkeypatch.chdir(ROOT)
 
@@ -40,7 +40,7 @@ def call(capfd, monkeypatch):
         monkeypatch.setattr(sys, "argv", [launcher.__file__, *words])
         try:
             code = launcher.launcher_main(launcher.define_flags(), launcher.launch)
-        except SystemExit as e:  # of argparse
+        except SystemExit as e:  # raised by argparse
             code = e.code
         out, err = capfd.readouterr()
         return code, out, err
@@ -50,7 +50,7 @@ def call(capfd, monkeypatch):
 
 @pytest.fixture
 def refused(call, tmp_path):
-    """refused(launcher, *words) -> what is said; the exit code is 2, and nothing else happened."""
+    """refused(launcher, *words) -> the error message; the exit code is 2 and nothing is written."""
 
     def refused(launcher, *words):
         code, out, err = call(launcher, *words)

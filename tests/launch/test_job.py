@@ -1,5 +1,6 @@
-"""What the launchers share about a job."""
+"""The checks of a job that all launchers share."""
 
+import argparse
 import pathlib
 import re
 
@@ -15,7 +16,7 @@ QUICKSTART = "--config=configs/quickstart.py:debug"
 
 @pytest.fixture
 def job(local, monkeypatch):
-    import job  # which the launchers have made importable
+    import job  # made importable by the launchers
 
     monkeypatch.chdir(ROOT)
     return job
@@ -33,10 +34,43 @@ def test_exit_codes_of_the_workers_script():
         ("gs://bucket/runs/a.b/", "a-b"),
         ("/runs/" + "x" * 60, "x" * 40),
         ("/runs/--", "run"),
+        ("/runs/a_", "a"),
     ],
 )
 def test_name(job, workdir, name):
     assert job.check_job([QUICKSTART, f"--workdir={workdir}"]).name == name
+
+
+@pytest.mark.parametrize(
+    ("words", "extras"),
+    [
+        (["--workdir=w"], ()),
+        (["--workdir=gs://bucket/w"], ("gcs",)),
+        (["--workdir=w", "--config.data.data_dir=gs://bucket/data"], ("gcs",)),
+        (["--workdir=gs://bucket/w", "--config.log.wandb=project"], ("gcs", "wandb")),
+    ],
+)
+def test_extras_that_the_config_needs(job, words, extras):
+    assert job.check_job([QUICKSTART, *words]).extras == extras
+
+
+def test_environment(job, monkeypatch):
+    import environment  # made importable by the launchers
+
+    monkeypatch.setenv("HF_TOKEN", "hidden1")
+    monkeypatch.setenv("WANDB_API_KEY", "hidden2")
+    parser = argparse.ArgumentParser()
+    environment.define_env_flag(parser)
+    flags = parser.parse_args(["--env=MODE=a=b", "--env=HF_TOKEN", "--env=MONKEY=1"])
+    to_wandb = job.Job((), None, "w", extras=("wandb",))
+    read = environment.read_environment(flags, to_wandb)
+    assert read.plain == {"MODE": "a=b", "MONKEY": "1"}
+    assert read.secret == {"HF_TOKEN": "hidden1", "WANDB_API_KEY": "hidden2"}
+    assert read.shown == 'MODE=a=b MONKEY=1 HF_TOKEN="$HF_TOKEN" WANDB_API_KEY="$WANDB_API_KEY" '
+    assert "WANDB_API_KEY" not in environment.read_environment(flags, job.Job((), None, "w")).all
+    flags = parser.parse_args(["--env=NOT_SET", "--env=a b=c"])
+    with pytest.raises(InputError, match=r"NOT_SET: not set here(.|\n)*a b=c: needs NAME"):
+        environment.read_environment(flags, to_wandb)
 
 
 def test_platform_is_the_launchers_unless_it_is_given(job):
@@ -66,7 +100,7 @@ def test_config_of_the_package_travels(job):
 @pytest.mark.parametrize("config", ["mine.py", "/etc/mine.py", f"{ROOT}/configs/quickstart.py"])
 def test_config_that_does_not_travel(job, config):
     made = job.Job((), f"{config}:debug", "w")
-    with pytest.raises(InputError, match="the image holds the repository's files alone"):
+    with pytest.raises(InputError, match="the image has only the repository's files"):
         job.check_config_travels(made, "the image")
 
 
@@ -74,9 +108,9 @@ def test_plugins_travel_as_configs_do(job, tmp_path, monkeypatch):
     monkeypatch.setattr(plugins, "_PLUGINS", {})
     (tmp_path / "part.py").write_text("")
     words = [QUICKSTART, "--workdir=w", f"--config.plugins={tmp_path}/part.py"]
-    checked = job.check_job(words)  # on this host it may lie anywhere
+    checked = job.check_job(words)  # on this host it may be anywhere
     assert checked.plugins == (tmp_path / "part.py",) and checked.words == tuple(words)
-    with pytest.raises(InputError, match=r"part\.py: a worker holds the repository's files alone"):
+    with pytest.raises(InputError, match=r"part\.py: a worker has only the repository's files"):
         job.check_config_travels(checked, "a worker")
     inside = job.Job((), QUICKSTART.partition("=")[2], "w", (ROOT / "configs/part.py",))
     job.check_config_travels(inside, "a worker")
@@ -84,7 +118,7 @@ def test_plugins_travel_as_configs_do(job, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("folder", ["configs", "."])
 def test_plugins_are_named_from_the_root(job, tmp_path, monkeypatch, folder):
-    """Where a worker looks for them, whatever folder the launcher was called from."""
+    """As a worker finds them, whatever folder the launcher was called from."""
     root = tmp_path / "root"
     (root / "configs").mkdir(parents=True)
     (root / folder / "part.py").write_text("")
@@ -101,5 +135,5 @@ def test_plugins_are_named_from_the_root(job, tmp_path, monkeypatch, folder):
     if folder == "configs":
         job.check_config_travels(checked, "a worker")
     else:
-        with pytest.raises(InputError, match="put the file into configs/"):
+        with pytest.raises(InputError, match="move the file to configs/"):
             job.check_config_travels(checked, "a worker")

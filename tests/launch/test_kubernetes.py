@@ -1,4 +1,4 @@
-"""Manifests: as GKE and other clusters want them, by their schemas, and run as local processes."""
+"""Manifests: checked against the schemas of GKE and other clusters, and run as local processes."""
 
 import json
 import os
@@ -19,7 +19,7 @@ VIT_L = "--config=configs/pretrain.py:ViT-L/16,imagenet21k"
 QUICKSTART = "--config=configs/quickstart.py:debug"
 BUCKET = "--workdir=gs://bucket/runs/vit_l"
 
-# What the documentation shows; `python launch/kubernetes.py WORDS --dry_run -- ...` makes them.
+# As in the documentation; `python launch/kubernetes.py WORDS --dry_run -- ...` makes them.
 SHOWN = {
     "v5e_4x4": ["--topology=v5e:4x4"],
     "two_v5e_16x16": ["--topology=v5e:16x16", "--num_slices=2", "--spot"],
@@ -40,7 +40,7 @@ def job_words(name):
 
 @pytest.fixture
 def render(kubernetes, call):
-    """render(*words, job=...) -> (comments, manifest) of a dry run."""
+    """render(*words, job=...) -> (comments, manifest) from a dry run."""
 
     def render(*words, job=(VIT_L, BUCKET)):
         code, out, err = call(kubernetes, IMAGE, *words, "--dry_run", "--", *job)
@@ -74,7 +74,7 @@ def test_manifest_fits_the_schemas(render, name):
 
 
 def strict(schema):
-    """A schema of a custom resource, which also refuses the fields that it does not name."""
+    """Schema of a custom resource, made to reject fields that it does not name."""
     if isinstance(schema, list):
         return [strict(part) for part in schema]
     if not isinstance(schema, dict):
@@ -137,7 +137,7 @@ def test_slices(render, topology, num_slices, accelerator, shape, hosts, chips):
 
 
 def in_pod(container, index, coordinator):
-    """(command, environment) as the kubelet starts pod `index`, with its name for process 0."""
+    """(command, environment) that the kubelet gives pod `index`, with its name for process 0."""
     env = {}
     for entry in container["env"]:
         if "valueFrom" in entry:
@@ -156,7 +156,7 @@ def in_pod(container, index, coordinator):
 
 @pytest.mark.slow
 def test_processes_of_the_manifest_train(render, tmp_path, pytestconfig):
-    """As the cluster would start them, but for the names that its DNS knows."""
+    """As the cluster would start them, except for names that only its DNS knows."""
     _, manifest = render(
         "--nodes=2", "--volume=runs:/runs", "--name=digits",
         job=[QUICKSTART, "--workdir=/runs/my digits", "--config.duration=10 steps"],
@@ -187,7 +187,7 @@ def test_processes_of_the_manifest_train(render, tmp_path, pytestconfig):
 
 
 def test_jax_finds_its_place_in_every_slice(render, monkeypatch):
-    """By what GKE adds to the pods of two slices; without it nothing in the manifest says."""
+    """From the variables that GKE adds to the pods of two slices, and not from the manifest."""
     from jax._src.clusters import cloud_tpu_cluster
 
     _, manifest = render("--topology=v5e:4x4", "--num_slices=2")
@@ -221,7 +221,7 @@ def test_words_of_the_job_are_not_taken_for_variables(render):
     assert "--config.log.wandb=$$(HOME) $x" in pod(manifest)["containers"][0]["command"]
 
 
-# What starts again
+# Restarts
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_words_of_the_job_are_not_taken_for_variables(render):
     ],
 )  # fmt: skip
 def test_what_starts_again(render, message, action):
-    """By the messages of Kubernetes' job controller, as JobSet reads them: first rule first."""
+    """By the messages of Kubernetes' job controller, matched like JobSet: first rule first."""
     _, manifest = render("--topology=v5e:4x4", "--save_s=600", "--max_restarts=3")
     policy = manifest["spec"]["failurePolicy"]
     assert policy["maxRestarts"] == 3
@@ -251,7 +251,7 @@ def test_what_starts_again(render, message, action):
     assert pod(manifest)["terminationGracePeriodSeconds"] == 600
 
 
-# What is refused
+# Rejected input
 
 
 @pytest.mark.parametrize(
@@ -259,17 +259,17 @@ def test_what_starts_again(render, message, action):
     [
         (["--topology=v5e:3x4"], "--topology=v5e:3x4: no such slice is rented; known: v5e:1x1"),
         (["--topology=v7:4x4"], "--topology=v7:4x4: did you mean"),
-        (["--topology=H100:32"], "--topology=H100:32: is for TPU slices, e.g. v5e:4x4"),
-        (["--topology=v5e:2x4", "--num_slices=2"], "slices of one host, as v5e:2x4 is, cannot be"),
+        (["--topology=H100:32"], "--topology=H100:32: not a TPU slice; e.g. v5e:4x4"),
+        (["--topology=v5e:2x4", "--num_slices=2"], "such as v5e:2x4, cannot be"),
         ([], "--topology, --nodes: give one of them"),
         (["--topology=v5e:4x4", "--nodes=2"], "--topology, --nodes: give one of them"),
-        (["--topology=v5e:4x4", "--gpus_per_node=2"], "--gpus_per_node: goes with --nodes"),
-        (["--nodes=2", "--num_slices=2"], "--num_slices: goes with --topology"),
+        (["--topology=v5e:4x4", "--gpus_per_node=2"], "--gpus_per_node: only works with --nodes"),
+        (["--nodes=2", "--num_slices=2"], "--num_slices: only works with --topology"),
         (["--nodes=0"], "--nodes=0: needs a positive number"),
-        (["--nodes=2", "--volume=runs"], "--volume=runs: needs two parts with ':' between them"),
-        (["--nodes=2", "--node_selector=a"], "--node_selector=a: needs two parts with '='"),
-        (["--nodes=2", "--name=vit-"], "--name=vit-: needs at most 40 of a to z"),
-        (["--nodes=2", "--max_restarts=-1"], "--max_restarts=-1: needs a number from 0"),
+        (["--nodes=2", "--volume=runs"], "--volume=runs: needs two parts separated by ':'"),
+        (["--nodes=2", "--node_selector=a"], "--node_selector=a: needs two parts separated by '='"),
+        (["--nodes=2", "--name=vit-"], "--name=vit-: needs at most 40 characters"),
+        (["--nodes=2", "--max_restarts=-1"], "--max_restarts=-1: must be at least 0"),
     ],
 )
 def test_refused(kubernetes, refused, words, says):
@@ -284,15 +284,15 @@ def test_workdir_that_is_lost_with_its_pod(kubernetes, refused):
 def test_without_kubectl(kubernetes, refused, monkeypatch):
     monkeypatch.setenv("PATH", "")
     says = refused(kubernetes, IMAGE, "--nodes=2", "--", QUICKSTART, BUCKET)
-    assert "kubectl: not found on PATH; install it and choose a cluster, or take --dry_run" in says
+    assert "kubectl: not found on PATH; install it" in says
 
 
-# kubectl and the plan, by stand-ins
+# kubectl and the plan, with stand-ins
 
 
 @pytest.fixture
 def kubectl(tmp_path, monkeypatch):
-    """A kubectl that keeps what it is given; the file it keeps it in."""
+    """A kubectl that stores its input; returns the file."""
     program = tmp_path / "bin/kubectl"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\ncat > {tmp_path}/manifest\n'
@@ -300,6 +300,23 @@ def kubectl(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")
     return tmp_path / "manifest"
+
+
+def test_secrets_go_into_a_secret(kubernetes, call, kubectl, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hidden1")
+    words = [IMAGE, "--nodes=1", "--env=MODE=fast", "--env=HF_TOKEN", "--no_plan", "--name=digits"]
+    code, out, err = call(kubernetes, *words, "--", QUICKSTART, BUCKET)
+    assert (code, err) == (0, "") and "hidden1" not in out
+    assert "kubectl delete secret digits-env" in out
+    stored = kubectl.read_text()
+    [container] = pod(yaml.safe_load(stored))["containers"]
+    assert {"name": "MODE", "value": "fast"} in container["env"]
+    assert container["envFrom"] == [{"secretRef": {"name": "digits-env"}}]
+    assert "hidden1" not in stored
+    code, out, _ = call(kubernetes, *words, "--dry_run", "--", QUICKSTART, BUCKET)
+    assert code == 0 and yaml.safe_load(out)["kind"] == "JobSet"
+    made = "# kubectl create secret generic digits-env --namespace default --from-literal="
+    assert f'{made}HF_TOKEN="$HF_TOKEN"' in out
 
 
 @pytest.mark.parametrize(("ends_with", "flags"), [(0, []), (3, []), (2, []), (3, ["--no_plan"])])
@@ -321,8 +338,8 @@ def test_is_planned_before_it_is_started(kubernetes, call, kubectl, monkeypatch,
         return
     assert code == ends_with and not kubectl.exists()
     expected = {
-        3: "error: x\npeak 20 GiB\nerror: the run does not fit v5e:4x4; --no_plan goes on",
-        2: "error: x\nerror: the run cannot be planned for v5e:4x4, see above; --no_plan goes on",
+        3: "error: x\npeak 20 GiB\nerror: the run does not fit v5e:4x4; to start it",
+        2: "error: x\nerror: planning for v5e:4x4 failed, see above",
     }
     assert expected[ends_with] in err
 
@@ -340,15 +357,15 @@ def test_plan_is_asked_for_what_the_job_runs(kubernetes, slurm):
 
 
 def test_image_pins_what_setup_asks_for():
-    """The image's constraints name every package that setup.py installs, none too old."""
+    """The image's constraints pin every package that setup.py installs, none too old."""
     root = pathlib.Path(__file__).parents[2]
     pins = dict(
         line.split("==") for line in (root / "launch/constraints.txt").read_text().splitlines()
         if "==" in line
     )  # fmt: skip
     asked = re.search(r"install_requires=\[(.*?)\n    \]", (root / "setup.py").read_text(), re.S)
-    for name, low in re.findall(r'"([\w-]+)(?:\[[\w,]+\])?>=([\d.]+)[";]', asked[1]):
-        if name != "tensorflow":  # where there is no CPU build of it
+    for name, low in re.findall(r'"([\w-]+)(?:\[[\w,]+\])?>=([\d.]+)[",;]', asked[1]):
+        if name != "tensorflow":  # there is no CPU build of it
             pin = pins[name.replace("_", "-").lower()]
             assert [int(n) for n in pin.split(".")] >= [int(n) for n in low.split(".")], name
     assert not any(name.startswith(("libtpu", "nvidia", "jax-cuda")) for name in pins)  # jax's own

@@ -1,4 +1,4 @@
-"""Processes of this host: their devices, their logs, their end."""
+"""Processes on this host: their devices, logs and ends."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def on_cpu(local, monkeypatch):
 
 @pytest.fixture
 def scripts(local, monkeypatch):
-    """scripts(*texts): the Python scripts that stand in for the processes of the job."""
+    """scripts(*texts): use these Python scripts as the processes of the job."""
     monkeypatch.setattr(local, "_GRACE_S", 0.2)
 
     def scripts(*texts):
@@ -36,7 +36,7 @@ def start(call, local, workdir, num_processes=2):
     )  # fmt: skip
 
 
-# What runs where
+# Devices
 
 
 def test_gpus_are_split(local):
@@ -51,7 +51,7 @@ def test_gpus_are_split(local):
 def test_gpus_of_the_host(local, monkeypatch):
     monkeypatch.setattr(local.glob, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia3"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert local.visible_gpus() == ["0", "1"]  # as CUDA counts those that are there
+    assert local.visible_gpus() == ["0", "1"]  # as CUDA counts visible devices
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert local.visible_gpus() == ["2", "5"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -88,8 +88,8 @@ def test_dry_run_prints_what_would_run_and_does_nothing(local, call, on_cpu, tmp
     [
         (["--", QUICKSTART, "--workdir=W"], "required: --num_processes"),
         (["--num_processes=2", QUICKSTART],
-         f"unknown: {QUICKSTART}; what the job runs stands behind --"),
-        (["--num_processes=2"], "no job: give what it runs behind --, e.g. -- --config=configs"),
+         f"unknown: {QUICKSTART}; arguments of the job go after --"),
+        (["--num_processes=2"], "no job: give its arguments after --, e.g. -- --config=configs"),
         (["--num_processes=2", "--", QUICKSTART], "--workdir: missing; e.g. -- --config="),
         (["--num_processes=2", "--", "--workdir=W"], "--config: missing; e.g. -- --config="),
         (["--num_processes=0", "--", QUICKSTART, "--workdir=W"], "--num_processes=0: needs a pos"),
@@ -99,10 +99,10 @@ def test_dry_run_prints_what_would_run_and_does_nothing(local, call, on_cpu, tmp
          "--process_id: the launcher sets these; leave them out"),
         (["--num_processes=2", "--", "trian", QUICKSTART, "--workdir=W"],
          "trian: no such command; known: train"),
-        (["--num_processes=2", "--", "study", QUICKSTART, "--workdir=w"], "-- study: is no job"),
+        (["--num_processes=2", "--", "study", QUICKSTART, "--workdir=w"], "study: cannot be a job"),
         (["--num_processes=2", "--", "benchmark", "--what=step", QUICKSTART], "has no workdir"),
         (["--num_processes=2", "--platform=gpu", "--", QUICKSTART, "--workdir=W"],
-         "--platform=gpu: this host shows no NVIDIA GPU"),
+         "--platform=gpu: no NVIDIA GPU found"),
     ],
 )  # fmt: skip
 def test_refused(local, refused, on_cpu, words, says):
@@ -115,7 +115,7 @@ def test_processes_that_do_not_divide_the_gpus(local, refused, monkeypatch):
     says = refused(local, "--num_processes=3", *job)
     assert "--num_processes=3: does not divide the 8 GPUs of this host; give 1 or 2 or 4" in says
     says = refused(local, "--num_processes=3", "--devices_per_process=4", *job)
-    assert "this host has 8 GPUs; lower one, or take --platform=cpu" in says
+    assert "this host has 8 GPUs; lower one of them, or use --platform=cpu" in says
 
 
 def test_workdir_that_cannot_be_made(local, call, tmp_path):
@@ -124,7 +124,7 @@ def test_workdir_that_cannot_be_made(local, call, tmp_path):
     assert (code, out) == (2, "") and f"--workdir={tmp_path}/file/workdir: " in err
 
 
-# How they end
+# How processes end
 
 
 def test_one_that_fails_ends_all(local, call, scripts, tmp_path):
@@ -133,14 +133,16 @@ def test_one_that_fails_ends_all(local, call, scripts, tmp_path):
     code, out, err = start(call, local, tmp_path / "w")
     assert (code, out) == (7, "waits\n")
     assert "error: process 1 failed with exit code 7; its last lines:\n  no such thing\n" in err
-    assert f"all it said is in {tmp_path}/w/logs/process_1.log" in err
+    assert f"full log: {tmp_path}/w/logs/process_1.log" in err
     assert (tmp_path / "w/logs/process_0.log").read_text() == "waits\n"
     assert (tmp_path / "w/logs/process_1.log").read_text() == "no such thing\n"
 
     scripts(waits, "import os; os.kill(os.getpid(), 9)")
     code, _, err = start(call, local, tmp_path / "w")
     assert code == 128 + 9 and "process 1 was ended by SIGKILL" in err
-    assert (tmp_path / "w/logs/process_0.log").read_text() == "waits\n" * 2  # earlier runs stay
+    assert (
+        tmp_path / "w/logs/process_0.log"
+    ).read_text() == "waits\n" * 2  # logs of earlier runs stay
 
 
 def test_wrong_input_leaves_nothing(local, call, scripts, tmp_path):
@@ -165,7 +167,7 @@ def test_preempted_job_starts_again(local, call, scripts, tmp_path, end):
     scripts(*(PREEMPTED_ONCE.format(mark=str(tmp_path / f"mark{i}"), end=end) for i in range(2)))
     code, out, err = start(call, local, tmp_path / "w")
     assert (code, err) == (0, "")
-    assert out == "saves\npreempted; the same command starts again\nresumes\n"
+    assert out == "saves\npreempted; running the same command again\nresumes\n"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_preempted_job_starts_again(local, call, scripts, tmp_path, end):
 def test_stopped_from_outside_it_waits_and_ends(
     local, call, scripts, tmp_path, number, expected, request
 ):
-    """Each process is told, saves, and is not started again."""
+    """Each process is told to stop, saves, and is not restarted."""
     told = "signal.SIGINT" if number == signal.SIGINT else "signal.SIGTERM"
     tell = f"os.kill(os.getppid(), {int(number)})"
     script = f"""
@@ -188,7 +190,7 @@ time.sleep(1000)
     mark = f"open({str(tmp_path / 'ready')!r}, 'w')"
     wait = f"while not os.path.exists({str(tmp_path / 'ready')!r}): time.sleep(0.01)"
     scripts(script.format(then=f"{wait}\n{tell}"), script.format(then=mark))
-    earlier = signal.signal(number, signal.default_int_handler)  # nohup may have it ignored
+    earlier = signal.signal(number, signal.default_int_handler)  # ignored under nohup
     request.addfinalizer(lambda: signal.signal(number, earlier))
     before = signal.getsignal(number)
     code, out, err = start(call, local, tmp_path / "w")
@@ -197,7 +199,7 @@ time.sleep(1000)
     assert signal.getsignal(number) == before
 
 
-# The real thing
+# Real runs
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The batch script, and a Slurm of one node that really runs it."""
+"""The batch script, and a real one-node Slurm that runs it."""
 
 import json
 import os
@@ -16,7 +16,7 @@ NODE = pathlib.Path(__file__).parent / "slurm_node.sh"
 
 
 def run_script(script, folder, srun_ends_with):
-    """Runs a batch script as Slurm would: (exit code, words of srun, words of scontrol requeue)."""
+    """Run a batch script like Slurm: (exit code, words of srun, words of scontrol requeue)."""
     stand_ins = {
         "srun": f"printf '%s\\0' \"$@\" > {folder}/srun; exit {srun_ends_with}",
         "scontrol": f'[ "$1" = requeue ] && echo "$2" > {folder}/requeued || printf "n3\\nn4\\n"',
@@ -66,7 +66,7 @@ def test_dry_run_on_gpus(slurm, call, tmp_path):
         sys.executable, "-m", "vit_jax.main", QUICKSTART, f"--workdir={workdir}",
         "--config.log.every=7 steps", "--config.mesh.platform=gpu",
     ]  # fmt: skip
-    # What task 3 of 4, the second on its node, is given.
+    # Arguments of task 3 of 4, the second on its node.
     shows = "import os, sys; print(os.environ['JAX_LOCAL_DEVICE_IDS'], *sys.argv[1:])"
     shown = subprocess.run(
         [bash, option, task, name, sys.executable, "-c", shows],
@@ -78,6 +78,54 @@ def test_dry_run_on_gpus(slurm, call, tmp_path):
         "4,5,6,7", "--coordinator=n3:62344", "--num_processes=4", "--process_id=3"
     ]  # fmt: skip
     assert "export COORDINATOR=$host:$((61440 + SLURM_JOB_ID % 4096))" in script
+
+
+SWEEP = ("--sweep=optimizer.peak_lr=1e-3,3e-3", "--sweep=seed=0,1")
+
+
+def test_a_study_is_one_array(slurm, call, tmp_path):
+    workdir = tmp_path / "my sweep"
+    done = workdir / "peak_lr_1e-3__seed_1"
+    done.mkdir(parents=True)
+    (done / "summary.json").write_text('{"step": 40, "test/top1": 0.5}')
+    words = ["study", QUICKSTART, f"--workdir={workdir}", *SWEEP]
+    code, out, err = call(slurm, "--gpus_per_node=1", "--dry_run", "--", *words)
+    assert (code, err) == (0, "")
+    made, _, *script, _ = out.splitlines()
+    names = ["peak_lr_1e-3__seed_0", "peak_lr_3e-3__seed_0", "peak_lr_3e-3__seed_1"]
+    logs = [f"{workdir}/logs", *(f"{workdir}/{name}/logs" for name in names)]
+    assert shlex.split(made) == ["mkdir", "-p", *logs]
+    assert "#SBATCH --array=0-2" in script and "#SBATCH --job-name=my-sweep" in script
+    assert f"#SBATCH --output='{workdir}/logs/slurm_%a.log'" in script
+    array = "export SLURM_ARRAY_TASK_ID=2\n" + "\n".join(script)
+    _, srun, requeued = run_script(array, tmp_path, srun_ends_with=75)
+    assert requeued == ["5000"]  # of this task alone
+    assert f"--output={workdir}/{names[2]}/logs/process_%t.log" in srun
+    assert srun[srun.index("task") + 1 :] == [
+        sys.executable, "-m", "vit_jax.main", QUICKSTART, "--config.optimizer.peak_lr=3e-3",
+        "--config.seed=1", f"--workdir={workdir}/{names[2]}", "--config.mesh.platform=gpu",
+    ]  # fmt: skip
+
+
+def test_what_an_array_hands_over_is_not_handed_over_twice(slurm, call, tmp_path, monkeypatch):
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f"#!/bin/sh\ncat > {tmp_path}/script\necho 77\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    workdir = tmp_path / "sweep"
+    words = ["--", "study", QUICKSTART, f"--workdir={workdir}", *SWEEP]
+    code, out, err = call(slurm, *words)
+    assert (code, err) == (0, "")
+    assert "an array of 4 runs: peak_lr_1e-3__seed_0" in out
+    assert f"python -m vit_jax.main study {QUICKSTART} --workdir={workdir} {SWEEP[0]}" in out
+    assert "--array=0-3" in (tmp_path / "script").read_text()
+    assert len(json.loads((workdir / "handed_over.json").read_text())) == 4
+    assert (workdir / "peak_lr_3e-3__seed_1/logs").is_dir()
+    code, _, err = call(slurm, *words)
+    assert code == 2 and "no member waits" in err and "--again" in err
+    code, out, _ = call(slurm, *words, "--again")
+    assert code == 0 and "--again" not in out
 
 
 @pytest.mark.parametrize(("ends_with", "again"), [(0, False), (1, False), (75, True), (143, True)])
@@ -92,10 +140,10 @@ def test_what_starts_again(slurm, call, tmp_path, ends_with, again):
     ("words", "says"),
     [
         (["--gpus_per_node=8", "--processes_per_node=3", "--", QUICKSTART, "--workdir=W"],
-         "--processes_per_node=3: does not divide --gpus_per_node=8; give 1, or as many as"),
+         "--processes_per_node=3: does not divide --gpus_per_node=8; give 1, or"),
         (["--nodes=0", "--", QUICKSTART, "--workdir=W"], "--nodes=0: needs a positive number"),
         (["--time=1h", "--", QUICKSTART, "--workdir=W"], "--time=1h: needs HH:MM:SS"),
-        (["--sbatch=gpu", "--", QUICKSTART, "--workdir=W"], "--sbatch=gpu: no option; e.g."),
+        (["--sbatch=gpu", "--", QUICKSTART, "--workdir=W"], "--sbatch=gpu: not an option; e.g."),
         (["--", QUICKSTART, "--workdir=W", "--config.sed=1"], "did you mean seed?"),
     ],
 )  # fmt: skip
@@ -106,7 +154,7 @@ def test_refused(slurm, refused, words, says):
 def test_without_sbatch(slurm, refused, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
     says = refused(slurm, "--", QUICKSTART, f"--workdir={tmp_path}/w")
-    assert "sbatch: not found on PATH; call this on a login node of a Slurm cluster" in says
+    assert "sbatch: not found on PATH; run this on a login node of a Slurm cluster" in says
 
 
 def test_sbatch_refuses(slurm, call, monkeypatch, tmp_path):
@@ -115,7 +163,7 @@ def test_sbatch_refuses(slurm, call, monkeypatch, tmp_path):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     code, out, err = call(slurm, "--", QUICKSTART, f"--workdir={tmp_path}/runs/w")
-    assert (code, out) == (2, "") and "sbatch refused the job: sbatch: error: invalid" in err
+    assert (code, out) == (2, "") and "sbatch rejected the job: sbatch: error: invalid" in err
     assert not (tmp_path / "runs").exists()
 
 
@@ -126,12 +174,12 @@ def test_logs_of_a_workdir_in_an_object_store(slurm, call, monkeypatch, tmp_path
     assert out.startswith(f"mkdir -p {pathlib.Path.cwd()}/slurm_logs/vit-l\n")
 
 
-# The real thing
+# Real runs
 
 
 @pytest.fixture
 def node(monkeypatch):
-    """A running Slurm; where it is required, what fails to start is an error."""
+    """A running Slurm; an error if it is required but fails to start."""
     if os.environ.get("VIT_JAX_REQUIRE_SLURM") != "1":
         pytest.skip(
             "installs packages and starts daemons: as root on Debian, set VIT_JAX_REQUIRE_SLURM=1"
@@ -147,7 +195,7 @@ def node(monkeypatch):
 
 
 def state(number):
-    """(state, number of restarts, exit code) of a job, as Slurm says."""
+    """(state, number of restarts, exit code) of a job, from Slurm."""
     show = ["scontrol", "--oneliner", "show", "job", number]
     shown = subprocess.run(show, capture_output=True, text=True, check=True).stdout
     found = dict(word.partition("=")[::2] for word in shown.split())
@@ -183,15 +231,15 @@ def test_preempted_job_is_requeued_and_resumes(node, slurm, call, tmp_path, monk
     subprocess.run(["scancel", "--signal=TERM", number], check=True)
     wait_until(lambda: state(number)[0] in ("COMPLETED", "FAILED", "CANCELLED"))
     assert state(number) == ("COMPLETED", 1, "0:0")
-    first, resumed = log().split("which is saved\n")
-    step = first.rpartition("stopped by SIGTERM at step ")[2].rstrip(", ")
+    first, resumed = log().split("to continue\n")
+    step = first.rpartition("stopped by SIGTERM at step ")[2].partition(";")[0]
     assert "devices: 2 x cpu on 2 host(s)" in first
     assert f"start: resumed at step {step}" in resumed and "step 100/100" in resumed
     assert json.loads((workdir / "summary.json").read_text())["step"] == 100
-    assert log("process_1.log").count("which is saved") == 1
+    assert log("process_1.log").count("stopped by SIGTERM") == 1
     assert "Exited with exit code 75" in log("slurm.log")
 
-    # What a user cancels does not start again.
+    # A cancelled job does not restart.
     number = submit(slurm, call, workdir)
     wait_until(lambda: state(number)[0] == "RUNNING")
     subprocess.run(["scancel", number], check=True)

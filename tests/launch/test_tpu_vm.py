@@ -1,10 +1,11 @@
-"""Cloud TPU VMs, played by stand_in/gcloud, whose workers run their commands on this host."""
+"""Cloud TPU VMs, simulated by stand_in/gcloud, which runs the workers' commands on this host."""
 
 import json
 import pathlib
 import shlex
 import shutil
 import subprocess
+import tempfile
 
 import pytest
 
@@ -17,7 +18,7 @@ RUN = ["run", *WHERE, "--topology=v5e:2x2", "--no_plan"]
 
 
 class Cloud:
-    """What the stand-in plays, and what it was called with."""
+    """Settings of the stand-in, and the calls it received."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -26,17 +27,17 @@ class Cloud:
         (self.folder / "next").write_text("\n".join(states))
 
     def job(self, script):
-        """What `python` is on the workers."""
+        """The program that replaces `python` on the workers."""
         path = self.folder / "job"
         path.write_text(f"#!/usr/bin/env bash\n{script.replace('PLAYS', str(self.folder))}\n")
         path.chmod(0o755)
 
     def fail(self, *calls):
-        """The network fails these, e.g. "ssh 2": the second call of ssh."""
+        """Calls that the network fails, e.g. "ssh 2": the second call of ssh."""
         (self.folder / "failing").write_text("\n".join(calls))
 
     def calls(self, verb=None):
-        """The words behind each verb, of the calls so far."""
+        """The words after each verb, for the calls so far."""
         path = self.folder / "calls"
         calls = [json.loads(line) for line in path.read_text().splitlines()]
         assert all(call[:3] == ["compute", "tpus", "queued-resources"] for call in calls)
@@ -53,7 +54,7 @@ def cloud(tpu_vm, tmp_path, monkeypatch):
     monkeypatch.setenv("GCLOUD_PLAYS", str(folder))
     monkeypatch.setenv("PATH", str(STAND_IN), prepend=":")
     monkeypatch.setattr(tpu_vm, "_POLL_S", 0.05)
-    monkeypatch.setattr(tpu_vm.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     cloud = Cloud(folder)
     yield cloud
     if (folder / "state").exists():
@@ -116,8 +117,8 @@ def test_quota(tpu_vm, call, cloud):
     (cloud.folder / "refusal").write_text("RESOURCE_EXHAUSTED: Quota 'TPUV5sLitepod' exceeded")
     cloud.job("exit 0")
     code, out, err = call(tpu_vm, *RUN, "--", *WORDS)
-    assert code == 2 and "asking for slices ..." in out
-    assert "Quota 'TPUV5sLitepod' exceeded; ask for more quota in this zone, or take" in err
+    assert code == 2 and "requesting slices ..." in out
+    assert "Quota 'TPUV5sLitepod' exceeded; request more quota" in err
     assert cloud.calls() == ["describe", "create"]
 
 
@@ -138,9 +139,11 @@ def test_run(tpu_vm, call, cloud):
     code, out, err = call(tpu_vm, "run", *WHERE, *flags, "--", *WORDS)
     assert (code, err) == (0, "")
     assert out.splitlines()[:4] == [
-        "slices: ABSENT", "asking for slices ...", "slices: WAITING_FOR_RESOURCES", "slices: ACTIVE"
+        "slices: ABSENT", "requesting slices ...", "slices: WAITING_FOR_RESOURCES", "slices: ACTIVE"
     ]  # fmt: skip
-    assert "starting the job ...\ntrains\nthe job ended with exit code 0; give the slices" in out
+    assert (
+        "starting the job ...\ntrains\nthe job ended with exit code 0; to delete the slices" in out
+    )
     assert out.endswith("python launch/tpu_vm.py delete --name=digits --zone=us-west4-a\n")
     assert cloud.workers() == ["0-0", "0-1", "0-2", "0-3"]
     for worker in cloud.workers():
@@ -150,6 +153,33 @@ def test_run(tpu_vm, call, cloud):
         assert (at / "installed").read_text() == "installed\n"
         assert (at / "job.log").read_text() == "trains\n"
     assert all("--tunnel-through-iap" in words for words in cloud.calls("ssh"))
+
+
+def test_variables_and_extras_reach_the_workers(tpu_vm, call, cloud, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "hidden0")
+    cloud.play("ACTIVE")
+    cloud.job('echo "$MODE $WANDB_API_KEY" > variables; exit 0')
+    words = [*RUN, "--env=MODE=a b", "--", *WORDS, "--config.log.wandb=project"]
+    code, out, err = call(tpu_vm, *words)
+    assert (code, err) == (0, "")
+    at = cloud.folder / "0-0/vit_jax"
+    assert (at / "variables").read_text() == "a b hidden0\n"
+    assert (at / "job.env").stat().st_mode & 0o777 == 0o600
+    assert "hidden0" not in out and "hidden0" not in (cloud.folder / "calls").read_text()
+    assert not list(tmp_path.glob("*.env"))
+    installs = [word for call in cloud.calls("ssh") for word in call if "worker.sh install" in word]
+    assert "install gcs,tpu,wandb" in installs[0]
+
+
+def test_variables_are_taken_again_where_another_worker_failed(tpu_vm, tmp_path):
+    (tmp_path / "vit_jax").mkdir()
+    command = ["sh", "-c", tpu_vm.take_variables("/tmp/digits.env")]
+    assert subprocess.run(command, cwd=tmp_path).returncode != 0  # they were not copied
+    (tmp_path / "digits.env").write_text("export A=b\n")
+    for _ in range(2):
+        assert subprocess.run(command, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "vit_jax/job.env").read_text() == "export A=b\n"
+    assert not (tmp_path / "digits.env").exists()
 
 
 def test_processes_of_two_slices(tpu_vm, call, cloud):
@@ -170,7 +200,10 @@ echo resumes
 """)
     code, out, err = call(tpu_vm, *RUN, "--spot", "--", *WORDS)
     assert (code, err) == (0, ""), out
-    assert "preempted; the job goes on where it saved\nslices: SUSPENDED\ngiving them back" in out
+    assert (
+        "preempted; the job will resume from its last save\nslices: SUSPENDED\ndeleting the slices"
+        in out
+    )
     assert "\nresumes\nthe job ended with exit code 0" in out
     assert len(cloud.calls("create")) == 2 and cloud.calls("create")[0] == cloud.calls("create")[1]
     assert cloud.calls("delete") == [["digits", "--force", "--zone=us-west4-a", "--quiet"]]
@@ -203,7 +236,7 @@ echo "step $step/2,000 | train/loss"; exit 1
     code, out, _ = call(tpu_vm, *RUN, "--max_restarts=1", "--", *WORDS)
     steps = [line[:10] for line in out.splitlines() if line.startswith("step")]
     assert code == 1 and steps == ["step 1,001", "step 1,002", "step 1,002"]
-    assert out.count("failed with exit code 1; starts again, 1 of 1\n") == 2
+    assert out.count("failed with exit code 1; restart 1 of 1\n") == 2
     assert "the job ended with exit code 1" in out
 
 
@@ -223,10 +256,12 @@ def test_called_again_it_goes_on_with_the_running_job(tpu_vm, call, cloud):
         code, out, err = call(tpu_vm, *RUN, "--", *WORDS)
     finally:
         tpu_vm.look = look
-    assert code == 130 and "the job goes on; see it by the same command" in err
+    assert code == 130 and "the job keeps running" in err
 
     code, out, err = call(tpu_vm, *RUN, "--", *WORDS, "--config.seed=1")
-    assert code == 2 and "--name=digits: another job runs there (--config=configs/quick" in err
+    assert (
+        code == 2 and "--name=digits: another job is running there (--config=configs/quick" in err
+    )
 
     code, out, _ = call(tpu_vm, "status", *WHERE)
     assert code == 0 and out.startswith("slices: ACTIVE\njob: running: --config=configs/quick")
@@ -234,7 +269,7 @@ def test_called_again_it_goes_on_with_the_running_job(tpu_vm, call, cloud):
     (cloud.folder / "go").touch()
     code, out, err = call(tpu_vm, *RUN, "--", *WORDS)
     assert (code, err) == (0, "") and "trains\nends\nthe job ended with exit code 0" in out
-    assert len(cloud.calls("scp")) <= 2  # one, unless it had ended before it was looked at
+    assert len(cloud.calls("scp")) <= 2  # one, unless it had ended before it was queried
 
 
 def test_network_that_fails_for_a_while(tpu_vm, call, cloud):
@@ -244,7 +279,7 @@ def test_network_that_fails_for_a_while(tpu_vm, call, cloud):
     cloud.fail("describe 2", "describe 3", "ssh 1", "scp 1", "scp 2", "ssh 3", "ssh 5", "ssh 7")
     code, out, err = call(tpu_vm, *RUN, "--", *WORDS)
     assert (code, err) == (0, ""), out
-    assert "Connection reset by peer\nfailed, try 2 of 10; the next in 0.05 s\ncopying it" in out
+    assert "Connection reset by peer\nfailed, try 2 of 10; next try in 0.05 s\ncopying it" in out
     assert "\ntrains\nthe job ended with exit code 0" in out
     assert len(cloud.calls("create")) == 1 and len(cloud.calls("scp")) == 3
     assert cloud.calls("delete") == []
@@ -257,7 +292,7 @@ def test_network_that_fails_does_not_end_a_running_job(tpu_vm, call, cloud, monk
     cloud.fail("ssh 4", "ssh 5", "ssh 6")
     monkeypatch.setattr(tpu_vm, "_TRIES", 3)
     code, _, err = call(tpu_vm, *RUN, "--", *WORDS)
-    assert code == 2 and "worker 0 cannot be reached: ERROR: " in err
+    assert code == 2 and "worker 0 is unreachable: ERROR: " in err
     assert "; try: gcloud compute tpus queued-resources ssh digits --node=0 --worker=0" in err
 
     (cloud.folder / "go").touch()
@@ -279,7 +314,7 @@ def test_what_fails_always_is_said_in_the_end(tpu_vm, call, cloud, monkeypatch):
 def test_gcloud_that_is_not_set_up_is_said_at_once(tpu_vm, call, cloud):
     cloud.fail("describe 1")
     code, out, err = call(tpu_vm, *RUN, "--", *WORDS)
-    assert (code, out) == (2, "") and "gcloud refused: ERROR: " in err
+    assert (code, out) == (2, "") and "gcloud failed: ERROR: " in err
     assert cloud.calls() == ["describe"]
 
 
@@ -288,7 +323,7 @@ def test_preempted_before_the_job_has_begun(tpu_vm, call, cloud):
     cloud.job("exit 0")
     cloud.fail("scp 1")
     code, out, err = call(tpu_vm, *RUN, "--", *WORDS)
-    assert (code, err) == (0, "") and "preempted; the job goes on where it saved" in out
+    assert (code, err) == (0, "") and "preempted; the job will resume" in out
     assert len(cloud.calls("create")) == 2 and len(cloud.calls("scp")) == 2
 
 
@@ -306,7 +341,7 @@ def test_status_logs_delete(tpu_vm, call, cloud):
         "job: ended with exit code 3: " + " ".join(WORDS) + " --config.mesh.platform=tpu\ntrains\n"
     )
     code, out, err = call(tpu_vm, "delete", *WHERE)
-    assert (code, out, err) == (0, "giving the slices back ...\n", "")
+    assert (code, out, err) == (0, "deleting the slices ...\n", "")
     assert cloud.workers() == [] and call(tpu_vm, "status", *WHERE)[1] == "slices: ABSENT\n"
 
 
@@ -324,7 +359,7 @@ def test_dry_run(tpu_vm, call, cloud):
     assert (code, err) == (0, "")
     assert " -m vit_jax.main plan --config=configs/quickstart.py:debug --topology=v5e:2x2" in out
     assert not (cloud.folder / "calls").exists()
-    # What it prints is what it then calls, but for the plan.
+    # The printed commands are those called later, except for the plan.
     cloud.play("ACTIVE")
     cloud.job("exit 0")
     shown = {tuple(shlex.split(line)) for line in out.splitlines() if line.startswith("gcloud")}
@@ -334,7 +369,7 @@ def test_dry_run(tpu_vm, call, cloud):
     assert called == {line for line in shown if line[4] != "delete"}
 
 
-# What is refused
+# Rejected input
 
 
 @pytest.mark.parametrize(
@@ -342,15 +377,15 @@ def test_dry_run(tpu_vm, call, cloud):
     [
         (["run", *WHERE, "--", *WORDS], "--topology: missing; e.g. --topology=v5e:4x4"),
         (["run", *WHERE, "--topology=v5e:5x5", "--", *WORDS], "no such slice is rented; known"),
-        (["create", *WHERE, "--topology=tpu7x:4x4x4"], "Cloud TPU VMs do not have it; take launch"),
+        (["create", *WHERE, "--topology=tpu7x:4x4x4"], "; use launch/kubernetes.py"),
         (["create", *WHERE, "--topology=v5e:4x4", "--", *WORDS], "create: takes no job"),
         (["create", *WHERE, "--topology=v5e:4x4", "--num_slices=0"], "--num_slices=0: needs a pos"),
         (["create", *WHERE, "--topology=v5e:4x4", "--spot", "--reserved"], "not allowed with"),
         (["run", *WHERE, "--topology=v5e:4x4", "--", QUICKSTART, "--workdir=runs/x"],
-         "--workdir=runs/x: would be another one on each worker, and lost with it; give gs://"),
-        (["run", *WHERE, "--topology=v5e:4x4", "--"], "no job: give what it runs behind --"),
+         "--workdir=runs/x: would be a different folder on each worker"),
+        (["run", *WHERE, "--topology=v5e:4x4", "--"], "no job: give its arguments after --"),
         (["runn", *WHERE], "invalid choice: 'runn'"),
-        (["status", "--name=ViT_L", "--zone=us-west4-a"], "--name=ViT_L: needs at most 40 of a to"),
+        (["status", "--name=ViT_L", "--zone=us-west4-a"], "--name=ViT_L: needs at most 40"),
     ],
 )  # fmt: skip
 def test_refused(tpu_vm, refused, words, says):
@@ -360,13 +395,13 @@ def test_refused(tpu_vm, refused, words, says):
 def test_without_gcloud(tpu_vm, refused, monkeypatch):
     monkeypatch.setenv("PATH", "")
     says = refused(tpu_vm, *RUN, "--", *WORDS)
-    assert "gcloud: not found on PATH; install the Google Cloud SDK, or take --dry_run" in says
+    assert "gcloud: not found on PATH; install the Google Cloud SDK" in says
 
 
 def test_config_that_does_not_travel(tpu_vm, call, tmp_path):
     shutil.copy(pathlib.Path(__file__).parents[2] / "configs/quickstart.py", tmp_path / "mine.py")
     code, _, err = call(tpu_vm, *RUN, "--", f"--config={tmp_path}/mine.py", BUCKET)
-    assert code == 2 and "a worker holds the repository's files alone; put the file into" in err
+    assert code == 2 and "a worker has only the repository's files; move the file to" in err
 
 
 def test_what_does_not_fit_is_refused(tpu_vm, call, cloud, monkeypatch):

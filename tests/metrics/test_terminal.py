@@ -1,4 +1,4 @@
-"""What is left on a terminal, and what goes to a file."""
+"""Output on a terminal, and to a file."""
 
 import io
 import logging
@@ -42,13 +42,14 @@ def terminal_screen(text):
 
 def test_progress_prints_lines_where_there_is_no_terminal():
     out, clock = console(terminal=False), FakeClock()
-    with Progress(3000, console=out, clock=clock) as progress:
+    with Progress(3000, start=500, console=out, clock=clock) as progress:
+        clock.now += 1000
         progress.update(1000, SCALARS)
-        clock.now += 3661
+        clock.now += 1000
         progress.update(2000, {"train/loss": 1.0})
     assert out.file.getvalue().splitlines() == [
-        LINE + "unknown",
-        "step 2,000/3,000 | train/loss 1 | ETA 1:01:01",
+        LINE + "1:06:40",
+        "step 2,000/3,000 | train/loss 1 | ETA 0:22:13",
     ]
 
 
@@ -62,7 +63,9 @@ def test_progress_keeps_one_line_on_a_terminal():
     screen = terminal_screen(out.file.getvalue())
     assert len(screen) == 2
     assert screen[0] == "saved step 1000"
-    assert screen[1].startswith("step 1,001/3,000 | train/loss 2.303")
+    bar, line = screen[1].split(maxsplit=1)
+    assert set(bar) <= {*"━╺╸"}
+    assert line.startswith("step 1,001/3,000 | train/loss 2.303")
 
 
 def test_progress_gives_the_terminal_back_after_an_exception():
@@ -95,6 +98,15 @@ def test_log_messages_name_their_level_from_warnings_on():
     message, warning = out.file.getvalue().splitlines()
     assert message.startswith("[bold] is no markup, and a long")
     assert warning == "WARNING: not divided"
+
+
+def test_quiet_shows_warnings_only():
+    out = console(terminal=False)
+    metrics.log_to_console(out, quiet=True)
+    logger = logging.getLogger("vit_jax.training")
+    logger.info("compiled")
+    logger.warning("not divided")
+    assert out.file.getvalue().splitlines() == ["WARNING: not divided"]
 
 
 def test_metrics_in_a_message():

@@ -1,4 +1,4 @@
-"""The speed of training, by a clock of the test's own."""
+"""The speed of training, with a fake clock."""
 
 import pytest
 from fake_clock import FakeClock

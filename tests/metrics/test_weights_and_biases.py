@@ -1,4 +1,4 @@
-"""What W&B is told, read back from the files that it records offline."""
+"""Rows sent to W&B, read back from its offline files."""
 
 import json
 import logging
@@ -21,23 +21,25 @@ BLOCK = 32768
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_X_DISABLE_STATS", "true")  # of the machine; nothing to test here
+    monkeypatch.setenv(
+        "WANDB_X_DISABLE_STATS", "true"
+    )  # statistics of the machine; not tested here
 
 
 def read_records(path):
-    """The messages in a .wandb file: a log in LevelDB's framing, without checking its sums."""
+    """Messages of a .wandb file, a log in LevelDB's framing; checksums are not checked."""
     data, position, message = path.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
     while position + 7 <= len(data):
         left = BLOCK - position % BLOCK
-        if left < 7:  # no room for a header: the rest of the block is empty
+        if left < 7:  # no room for a header, so the rest of the block is empty
             position += left
             continue
         _, size, kind = struct.unpack("<IHB", data[position : position + 7])
         position += 7
         message += data[position : position + size]
         position += size
-        if kind in (1, 4):  # the whole of a message, or its end
+        if kind in (1, 4):  # a whole message, or its end
             record = wandb_internal_pb2.Record()
             record.ParseFromString(message)
             message = b""
@@ -45,7 +47,7 @@ def read_records(path):
 
 
 def read_run(path):
-    """(the run's description, its config, {step: scalars}) of a .wandb file."""
+    """(description of the run, its config, {step: scalars}) from a .wandb file."""
     run, rows = None, {}
     for record in read_records(path):
         if record.WhichOneof("record_type") == "run":
@@ -63,7 +65,7 @@ def read_run(path):
 
 
 def recorded(workdir):
-    """The .wandb files in a workdir, oldest first, once W&B's service has written them."""
+    """The .wandb files in a workdir, oldest first, after W&B's service has written them."""
     wandb.teardown()
     return sorted(workdir.glob("wandb/offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime_ns)
 
@@ -91,7 +93,7 @@ def test_config_and_rows(tmp_path):
 
 
 def test_a_resumed_run_is_the_same_run_and_whole(tmp_path):
-    """The second part has what the first may have lost, and nothing that was thrown away."""
+    """The second part has the rows that the first may have lost, and no discarded rows."""
     with open_writer(tmp_path) as writer:
         for step in (10, 20, 30):
             writer.write(step, {"train/loss": float(step)})
@@ -99,7 +101,9 @@ def test_a_resumed_run_is_the_same_run_and_whole(tmp_path):
     with open_writer(tmp_path, restored_step=20) as writer:
         writer.write(30, {"train/loss": 3.0})
         writer.write(40, {"train/loss": 4.0})
-    second, _, rows = read_run(recorded(tmp_path)[-1])  # within a second it is the same file
+    second, _, rows = read_run(
+        recorded(tmp_path)[-1]
+    )  # within one second it would be the same file
     assert first.run_id == second.run_id
     assert rows == {
         10: {"train/loss": 10.0},
@@ -110,7 +114,7 @@ def test_a_resumed_run_is_the_same_run_and_whole(tmp_path):
 
 
 class FakeRun:
-    """Of a server that has rows up to step 24, or that fails."""
+    """A stand-in for a server that has rows up to step 24, or fails."""
 
     offline, url, step = False, "https://wandb.example/digits", 25
 
@@ -140,7 +144,7 @@ def test_no_step_is_sent_twice(tmp_path, monkeypatch, caplog):
         writer.write(25, {"test/top1": 0.5})
     assert run.rows == [(25, {"train/loss": 2.5}), (25, {"test/top1": 0.5})]
     assert run.finished
-    assert caplog.text.count("rows made again from step 20 on, and evaluations missed there") == 1
+    assert caplog.text.count("rows repeated from step 20 on") == 1
 
 
 def test_a_failure_on_the_way_ends_nothing(tmp_path, monkeypatch, caplog):
@@ -180,7 +184,7 @@ def test_where_offline_fails_too_it_is_left_out(tmp_path, monkeypatch, caplog):
         writer.write(10, {"train/loss": 1.0})
     first, second = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "W&B cannot be reached (connection refused)" in first
-    assert "W&B fails offline too (disk full); it is left out" in second
+    assert "W&B fails offline too (disk full)" in second
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 

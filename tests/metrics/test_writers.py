@@ -1,4 +1,4 @@
-"""Metrics written, read back as JSON and by TensorBoard itself."""
+"""Written metrics, read back as JSON and by TensorBoard itself."""
 
 import json
 import math
@@ -18,7 +18,7 @@ def json_rows(workdir):
 
 
 def tensorboard_scalars(workdir):
-    """{(tag, step, value)} as TensorBoard itself reads them."""
+    """{(tag, step, value)} as read by TensorBoard itself."""
     events = EventAccumulator(str(workdir)).Reload()
     return {
         (tag, event.step, event.value)
@@ -37,7 +37,7 @@ def scalars_of(rows):
 
 
 def write_steps(workdir, steps, loss, restored_step=None):
-    """Writes a row at each step and is killed: nothing is flushed or closed."""
+    """Write a row at each step without flushing or closing, as if killed."""
     writer = open_writer(workdir, restored_step=restored_step)
     for step in steps:
         writer.write(step, {"train/loss": loss, "test/top1": step / 100})
@@ -65,7 +65,7 @@ def row(step, loss):
 
 @pytest.fixture(params=["local", "object store"])
 def workdir(request, tmp_path, monkeypatch):
-    """A workdir not yet made, on a disk or on what we take for an object store."""
+    """A workdir that does not exist yet, on disk or in a stand-in for an object store."""
     if request.param == "object store":
         monkeypatch.setattr(writers, "open_for_append", files.StoredObject)
     return tmp_path / "workdir"
@@ -194,7 +194,7 @@ from vit_jax.devices import flops
 with metrics.MetricWriter({str(tmp_path)!r}) as writer:
     writer.write(1, {{"train/loss": 2.0}})
 assert "tensorflow" not in sys.modules
-from jax._src import xla_bridge
-assert not xla_bridge.backends_are_initialized()
+from vit_jax.jax_private import has_devices
+assert not has_devices()
 """
     subprocess.run([sys.executable, "-c", program], check=True)

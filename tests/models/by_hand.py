@@ -1,9 +1,9 @@
-"""Parameters and multiply-adds of every family, by closed formulas and tables of their own."""
+"""Parameters and multiply-adds of every family, from independent formulas and tables."""
 
 import math
 import re
 
-# Of Vision Transformers, from the papers' tables: width, layers, MLP, heads.
+# Vision Transformers in the papers' tables: width, layers, MLP, heads.
 SIZES = {
     "mu": (32, 1, 128, 2),
     "Ti": (192, 12, 768, 3),
@@ -36,7 +36,7 @@ def vit_params(
     norm, attention = 2 * width, 4 * (width * width + width)
     mlp = width * mlp_dim + mlp_dim + mlp_dim * width + width
     block = 2 * norm + attention + mlp
-    if variant == "22B":  # norms without bias, one a block; q, k without bias, normalised; v too
+    if variant == "22B":  # one norm per block, no bias in it or in q, k, v; q and k normalised
         norm, attention = width, attention - 3 * width
         block = norm + attention + mlp + 2 * (width // num_heads)
     token = int(pool == "token")
@@ -55,7 +55,7 @@ def vit_params(
 def vit_macs(variant, patch_size, *, grid, num_classes, prefix=1, channels=3, num_heads=1):
     width, depth, mlp_dim, _ = SIZES[variant]
     patches = grid[0] * grid[1]
-    pools = variant == "22B"  # by attention, and has no class token
+    pools = variant == "22B"  # attention pooling, no class token
     tokens = patches + (0 if pools else prefix)
     total = patches * patch_size[0] * patch_size[1] * channels * width
     total += depth * (tokens * width * (4 * width + 2 * mlp_dim) + 2 * tokens**2 * width)
@@ -65,7 +65,7 @@ def vit_macs(variant, patch_size, *, grid, num_classes, prefix=1, channels=3, nu
 
 
 def resnet(stages, root_width, image_size, *, is_bit):
-    """(parameters, multiply-adds, channels of the map, its side) without head and embedding."""
+    """(parameters, multiply-adds, channels and side of the feature map), without the head."""
     side = math.ceil(image_size / 2)
     params = macs = 0
 
@@ -117,7 +117,7 @@ def by_hand(name, image_size=224, num_classes=1000):
         params = vit_params(variant, patch_size, grid=grid, pool=pool, **sizes)
         if family == "ViT":
             return params, vit_macs(variant, patch_size, grid=grid, **sizes)
-        width = SIZES[variant][0]  # of one more token, position and head
+        width = SIZES[variant][0]  # one more token, position and head
         macs = vit_macs(variant, patch_size, grid=grid, prefix=2, num_heads=2, **sizes)
         return params + 2 * width + (width + 1) * num_classes, macs
     layers = re.fullmatch(r"R(\d*)\+ViT", family)[1]

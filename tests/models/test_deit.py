@@ -9,8 +9,6 @@ from vit_jax.models import create_model
 from vit_jax.objectives.supervised import make_loss, make_supervised
 from vit_jax.transfer.rules import abstract_params
 
-pytestmark = pytest.mark.usefixtures("cheap_compilation")
-
 SIZES = {"width": 16, "depth": 1, "mlp_dim": 24, "num_heads": 2}
 IMAGES = np.random.default_rng(0).uniform(-1, 1, (2, 4, 12, 3)).astype(np.float32)
 

@@ -10,8 +10,6 @@ from vit_jax.models import attention
 from vit_jax.models.attention import choose_attention, dot_product_attention
 from vit_jax.models.layers import GELU, Attention, Encoder, EncoderBlock, MapHead, Mlp
 
-pytestmark = pytest.mark.usefixtures("cheap_compilation")
-
 B, N, D, H, F = 3, 5, 12, 3, 20
 KEYS = {"dropout": jax.random.key(7)}
 
@@ -56,16 +54,16 @@ def test_attention_of_queries_over_other_tokens():
 
 
 def test_attention_survives_scores_that_overflow_exp():
-    q = jnp.full((1, 1, 2, 4), 100.0)
-    k = jnp.stack([jnp.full(4, 100.0), jnp.full(4, -100.0)])[None, None]
-    v = jnp.asarray([[1.0], [2.0]])[None, None]
+    q = jnp.full((1, 2, 1, 4), 100.0)
+    k = jnp.stack([jnp.full(4, 100.0), jnp.full(4, -100.0)])[None, :, None]
+    v = jnp.asarray([[1.0], [2.0]])[None, :, None]
     assert dot_product_attention(q, k, v).ravel().tolist() == [1.0, 1.0]
 
 
 def test_attention_dropout_zeroes_weights_and_keeps_their_expectation():
     tokens, rate = 64, 0.25
-    q, k = normal(4, 2, tokens, 8), normal(4, 2, tokens, 8, seed=1)
-    identity = jnp.broadcast_to(jnp.eye(tokens), (4, 2, tokens, tokens))
+    q, k = normal(4, tokens, 2, 8), normal(4, tokens, 2, 8, seed=1)
+    identity = jnp.broadcast_to(jnp.eye(tokens)[:, None], (4, tokens, 2, tokens))
     kept = dot_product_attention(q, k, identity)
     dropped = dot_product_attention(
         q, k, identity, dropout_rate=rate, dropout_key=jax.random.key(0)
@@ -77,15 +75,15 @@ def test_attention_dropout_zeroes_weights_and_keeps_their_expectation():
 
 def plain_attention(q, k, v, bias, kept, rate):
     """As the paper writes it; differentiated by JAX."""
-    weights = jax.nn.softmax(jnp.einsum("bhnk,bhmk->bhnm", q, k) / q.shape[-1] ** 0.5 + bias)
-    return jnp.einsum("bhnm,bhmk->bhnk", jnp.where(kept, weights / (1 - rate), 0), v)
+    weights = jax.nn.softmax(jnp.einsum("bnhk,bmhk->bhnm", q, k) / q.shape[-1] ** 0.5 + bias)
+    return jnp.einsum("bhnm,bmhk->bnhk", jnp.where(kept, weights / (1 - rate), 0), v)
 
 
 ATTENTIONS = [choose_attention("cpu"), choose_attention("tpu")]
 
 
 def test_attention_is_chosen_by_platform():
-    # By whole steps: docs/planning.md, "Forms of attention".
+    # By whole steps: docs/explanation/attention.md.
     chosen = {platform: choose_attention(platform) for platform in ("cpu", "gpu", "tpu")}
     heads_first, plain = attention.dot_product_attention, attention.plain_attention
     assert chosen == {"cpu": heads_first, "gpu": heads_first, "tpu": plain}
@@ -94,8 +92,8 @@ def test_attention_is_chosen_by_platform():
 @pytest.mark.parametrize("attend", ATTENTIONS)
 @pytest.mark.parametrize(("rate", "biased"), [(0.0, True), (0.25, True), (0.25, False)])
 def test_attention_gradients_are_those_of_the_plain_form(rate, biased, attend):
-    q, g = normal(2, H, N, 4), normal(2, H, N, 6, seed=3)  # fewer queries than keys
-    k, v = normal(2, H, N + 2, 4, seed=1), normal(2, H, N + 2, 6, seed=2)
+    q, g = normal(2, N, H, 4), normal(2, N, H, 6, seed=3)  # fewer queries than keys
+    k, v = normal(2, N + 2, H, 4, seed=1), normal(2, N + 2, H, 6, seed=2)
     bias = normal(2, H, N, N + 2, seed=4) if biased else None
     key = jax.random.key(0)
     kept = jax.random.bernoulli(key, 1 - rate, (2, H, N, N + 2))
@@ -116,7 +114,7 @@ def test_attention_gradients_are_those_of_the_plain_form(rate, biased, attend):
 
 
 def test_attention_gradients_in_bfloat16_are_near_and_of_its_dtype():
-    q, k, v, g = (normal(2, H, 64, 8, seed=i) for i in range(4))
+    q, k, v, g = (normal(2, 64, H, 8, seed=i) for i in range(4))
     _, exact_vjp = jax.vjp(dot_product_attention, q, k, v)
     out, vjp = jax.vjp(dot_product_attention, *(x.astype(jnp.bfloat16) for x in (q, k, v)))
     for found, grad in zip(vjp(g.astype(out.dtype)), exact_vjp(g), strict=True):

@@ -11,8 +11,6 @@ from numpy_vit import random_params
 from vit_jax.models import create_model
 from vit_jax.models.resnet import BIT, HYBRID, group_norm
 
-pytestmark = pytest.mark.usefixtures("cheap_compilation")
-
 CONVENTIONS = {"bit": BIT, "hybrid": HYBRID}
 TINY = {"stages": (1, 2), "stem_width": 32}
 TINY_VIT = {"width": 32, "depth": 1, "mlp_dim": 48, "num_heads": 2}

@@ -97,6 +97,10 @@ def test_22b_has_a_block_of_its_own():
         ("ViT-B/16x", ["ViT-VARIANT/PATCH"]),
         ("Vit-B/16", ["Vit-B/16", "no such model", "did you mean ViT-B/16?"]),
         ("", ["no such model"]),
+        ("vit_base_patch16_224.augreg_in21k", ["it is called ViT-B/16 here"]),
+        ("vit_b_16", ["it is called ViT-B/16 here"]),
+        ("google/vit-large-patch32-384", ["it is called ViT-L/32 here"]),
+        ("deit_tiny_distilled_patch16_224", ["it is called DeiT-Ti/16 here"]),
     ],
 )
 def test_unknown_names(name, said):

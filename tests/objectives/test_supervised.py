@@ -5,9 +5,13 @@ import pytest
 
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
-from vit_jax.objectives.supervised import LOSSES, hits, make_loss, make_supervised
-
-pytestmark = pytest.mark.usefixtures("cheap_compilation")
+from vit_jax.objectives.supervised import (
+    LOSSES,
+    balanced_weights,
+    hits,
+    make_loss,
+    make_supervised,
+)
 
 RNG = np.random.default_rng(0)
 B, C = 6, 5
@@ -66,7 +70,7 @@ def test_losses_of_certain_logits_are_finite(name):
         (("softmax", 1.0), ["loss.label_smoothing=1.0", "[0, 1)"]),
         (("sigmoid", -0.1), ["loss.label_smoothing=-0.1", "[0, 1)"]),
         (("softmax", 0.0, -1.0), ["loss.z_loss=-1.0", "turns it off"]),
-        (("sigmoid", 0.0, 0.1), ["loss.z_loss=0.1", "loss.name=softmax alone"]),
+        (("sigmoid", 0.0, 0.1), ["loss.z_loss=0.1", "loss.name=softmax"]),
     ],
 )
 def test_faulty_losses(args, said):
@@ -138,7 +142,7 @@ def test_masked_rows_count_for_nothing(params):
     jax.tree.map(np.testing.assert_array_equal, out, other)
     jax.tree.map(np.testing.assert_array_equal, grads, other_grads)
     assert out.weight_sum == 3
-    # What stood in those rows does count where the mask is 1.
+    # The values of those rows do count where the mask is 1.
     seen, _ = sums_and_gradients(params, batch_of(np.ones(B), images, labels), KEY)
     assert abs(seen.loss_sum - out.loss_sum) > 0.1
 
@@ -165,3 +169,32 @@ def test_the_key_is_that_of_dropout(params):
     a, _ = sums_and_gradients(params, batch_of(np.ones(B)), KEY)
     b, _ = sums_and_gradients(params, batch_of(np.ones(B)), jax.random.key(4))
     assert abs(a.loss_sum - b.loss_sum) > 1e-3
+
+
+def test_class_weights():
+    logits = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    labels = np.array([0, 2, 1, 0])
+    weights = np.array([0.5, 2.0, 4.0])
+    plain = np.asarray(make_loss("softmax")(logits, labels))
+    found = make_loss("softmax", class_weights="0.5,2,4")(logits, labels)
+    np.testing.assert_allclose(found, plain * weights[labels], rtol=1e-6)
+
+    targets = np.array([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]], np.float32)
+    x = logits.astype(np.float64)
+    positive, negative = np.logaddexp(0, -x), np.logaddexp(0, x)
+    expected = (weights * targets * positive + (1 - targets) * negative).sum(axis=1)
+    found = make_loss("sigmoid", class_weights="0.5,2,4")(logits, targets)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_balanced_weights():
+    counts = np.array([6, 3, 1, 0])
+    by_class = balanced_weights(counts, 10, "softmax")
+    np.testing.assert_allclose(by_class, [10 / 24, 10 / 12, 2.5, 1])
+    np.testing.assert_allclose(balanced_weights(counts, 10, "sigmoid"), [4 / 6, 7 / 3, 9, 1])
+
+
+@pytest.mark.parametrize("weights", ["even", "1,-2", "", "1,inf"])
+def test_weights_that_cannot_be(weights):
+    with pytest.raises(InputError, match=r"loss\.class_weights=.*balanced"):
+        make_loss("softmax", class_weights=weights)

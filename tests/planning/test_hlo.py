@@ -40,6 +40,13 @@ HloModule jit_step, is_scheduled=true, num_partitions=8
   ROOT %one = f32[1,16]{1,0} dynamic-slice(%p4, %p5, %none), dynamic_slice_sizes={1,16}
 }
 
+%outer (p6: f32[24,16], p7: s32[]) -> f32[1,16] {
+  %p6 = f32[24,16]{1,0} parameter(0)
+  %p7 = s32[] parameter(1)
+  %same = f32[24,16]{1,0} bitcast(%p6)
+  ROOT %inner = f32[1,16]{1,0} fusion(%same, %p7), kind=kLoop, calls=%layer
+}
+
 %body (state: (s32[], f32[24,16])) -> (s32[], f32[24,16]) {
   %state = (s32[], f32[24,16]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%state), index=0
@@ -49,7 +56,7 @@ HloModule jit_step, is_scheduled=true, num_partitions=8
   %x = bf16[4,64]{1,0:S(1)} fusion(%w, %w), kind=kOutput, calls=%async_collective_fusion.3, backend_config={"window_config":{"estimated_cycles":"1000"}}
   %g = f32[64,64]{1,0:S(1)} convert(%x)
   %mine = f32[8,64]{1,0:S(1)} fusion(%g), kind=kCustom, calls=%all-reduce-scatter.1
-  %taken = f32[1,16]{1,0:S(1)} fusion(%stack, %i), kind=kLoop, calls=%layer, backend_config={"estimated_cycles":"10"}
+  %taken = f32[1,16]{1,0:S(1)} fusion(%stack, %i), kind=kLoop, calls=%outer, backend_config={"estimated_cycles":"10"}
   ROOT %next = (s32[], f32[24,16]{1,0}) tuple(%i, %stack)
 }
 

@@ -95,7 +95,8 @@ def test_plan_for_tpus_compiles_here_and_is_kept(tmp_path, capsys):
             sum(row["bytes"] for row in rows if row["kind"] in kinds)
             for rows in (exchanges, others["collectives"])
         )
-        assert found == pytest.approx(compiled, rel=0.01)
+        # The kernel of attention sums the gradients of its biases in float32.
+        assert found == pytest.approx(compiled, rel=0.02)
 
 
 def test_plan_is_of_the_step_that_is_trained(monkeypatch, tmp_path):
@@ -103,16 +104,16 @@ def test_plan_is_of_the_step_that_is_trained(monkeypatch, tmp_path):
     config.model.name, config.data.name, config.data.image_size = "ViT-mu/4", "digits", 8
     config.global_batch_size, config.duration, config.optimizer.peak_lr = 16, "10 steps", 1e-3
     config.data.ops, config.mesh.fsdp = "flip", 2
-    lowered, lower = [], Experiment.lower
+    lowered, trace = [], Experiment.trace
 
     class Recorded(Exception):
         """Instead of a compilation."""
 
     def record(experiment):
-        lowered.append(lower(experiment).as_text())
+        lowered.append(trace(experiment).lower().as_text())
         raise Recorded
 
-    monkeypatch.setattr(Experiment, "lower", record)
+    monkeypatch.setattr(Experiment, "trace", record)
     monkeypatch.setattr("vit_jax.planning.targets.find_devices", lambda target: jax.devices())
     with pytest.raises(Recorded):
         compile_plan(fill_in_sizes(config), Target(find_slice("v5e:2x4")))
@@ -121,6 +122,20 @@ def test_plan_is_of_the_step_that_is_trained(monkeypatch, tmp_path):
         train_module.compile_step(run)
     planned, trained = lowered
     assert len(planned) > 10_000 and planned == trained
+
+
+@pytest.mark.parametrize(("sent_bytes", "mfu"), [(1e3, 0.4), (1e12, 0.0)])
+def test_no_estimate_is_faster_than_the_roofline(sent_bytes, mfu):
+    exchange = {"kind": "all-reduce", "network": "network", "asynchronous": True,
+                "bytes": sent_bytes, "sent_bytes": sent_bytes}  # fmt: skip
+    figures = {
+        "topology": "H100:8", "num_chips": 8, "total_steps": 1, "global_batch_size": 8,
+        "flops": {"model_per_step": 1e12, "counted_per_step": 1e12}, "hbm_bytes_accessed": None,
+        "compiler_cycles": None, "collectives": [exchange],
+    }  # fmt: skip
+    found = estimate(figures, None)
+    assert found["at_utilisation"]["step_s"] >= found["roofline"]["step_s"]
+    assert found["at_utilisation"]["mfu"] == pytest.approx(mfu, abs=1e-4)
 
 
 def test_plan_for_gpus_is_calculated(capsys):
@@ -210,11 +225,13 @@ def test_gradients_that_two_axes_of_an_array_split_are_reduced_whole():
 def test_gpus_of_several_hosts_exchange_over_the_network():
     target = Target(find_slice("A100:32"))
     config = tiny_config(**{"mesh.data": 4, "mesh.fsdp": 8})
-    networks = {
-        row["axes"][0]: row["network"]
-        for row in calculated.calculate_plan(config, target)["collectives"]
-    }
+    exchanges = calculated.calculate_plan(config, target)["collectives"]
+    networks = {row["axes"][0]: row["network"] for row in exchanges}
     assert networks == {"fsdp": "NVLink", "data": "network"}
+    for row in exchanges:  # a ring sends all but a device's own part; an all-reduce does it twice
+        share = 1 - 1 / {"fsdp": 8, "data": 4}[row["axes"][0]]
+        passes = 2 if row["kind"] == "all-reduce" else 1
+        assert row["sent_bytes"] == pytest.approx(passes * share * row["bytes"])
 
 
 def test_activations_are_those_of_the_paper():
@@ -462,7 +479,7 @@ def test_show_sharding(capsys):
         ([TINY, "--topology=v5e:3x3"], "--topology=v5e:3x3: no such slice is rented; known: v5e:1"),
         ([TINY, "--topology=v5e:2x2", "--format=yaml"], "--format=yaml: known: table, json"),
         ([TINY, "--topology=v5e:2x2", "--num_slices=0"], "--num_slices=0: needs a positive"),
-        ([TINY, "--topology=H100:8", "--num_slices=2"], "--num_slices: is for TPUs"),
+        ([TINY, "--topology=H100:8", "--num_slices=2"], "--num_slices: only for TPUs"),
         ([TINY, "--topology=H100:8", "--price_per_chip_hour=-1"], "--price_per_chip_hour=-1.0"),
         ([TINY, "--topology=H100:8", "--config.mesh.fsdp=3"], "mesh.fsdp=3"),
         ([TINY, "--topology=H100:8", "--config.global_batch_size=12"], "_batch_size=12: must be"),

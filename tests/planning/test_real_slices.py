@@ -1,4 +1,4 @@
-"""Plans of large models on real slices, as docs/planning.md has them: minutes each."""
+"""Plans of large models on real slices, as docs/explanation/plans.md has them: minutes each."""
 
 import json
 import pathlib

@@ -1,8 +1,9 @@
-"""Stands in for `python -m vit_jax.main`: ends as the file `fate.json` of the study says.
+"""A stand-in for `python -m vit_jax.main` that ends as the study's file `fate.json` demands.
 
-{"dev_lr_0.1": "signal 9"}, or "exit 1", "diverge"; without a word a member is finished, and its
-accuracy is its learning rate. After "stop, " the study has been told to stop, and it has not. Each
-call is a line in `calls.txt`. Behind `--` of a launcher alike.
+`fate.json` maps members to fates: {"dev_lr_0.1": "signal 9"}, "exit 1", "diverge" or "later" (exits
+with 0, unfinished). A member without a fate finishes, with its learning rate as accuracy. The
+prefix "stop, " first sends SIGTERM to the study, which the member ignores. Each call appends a line
+to `calls.txt`. It works after a launcher's `--` as well.
 """
 
 import json
@@ -21,7 +22,7 @@ fate = json.loads(fates.read_text()).get(workdir.name, "") if fates.exists() els
 if fate.startswith("stop, "):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(0.2)  # until it has passed that on
+    time.sleep(0.2)  # until the study has forwarded the signal
     fate = fate.removeprefix("stop, ")
 if fate.startswith("exit"):
     print(f"error: {workdir.name} cannot", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a sweep of learning rates runs next, and reports, from the results so far."""
+"""The next members and the report of a learning-rate sweep, given the results so far."""
 
 import statistics
 
@@ -113,15 +113,15 @@ def test_a_run_that_fails_leaves_the_study_incomplete():
 @pytest.mark.parametrize(
     ("study", "says"),
     [
-        ({"peak_lrs": ()}, "study.peak_lrs=(): needs different positive numbers"),
-        ({"peak_lrs": (0.1, 0.1)}, "needs different positive numbers"),
-        ({"peak_lrs": (0.1, -0.1)}, "needs different positive numbers"),
+        ({"peak_lrs": ()}, "study.peak_lrs=(): needs distinct positive numbers"),
+        ({"peak_lrs": (0.1, 0.1)}, "needs distinct positive numbers"),
+        ({"peak_lrs": (0.1, -0.1)}, "needs distinct positive numbers"),
         ({"seeds": 0}, "study.seeds=0: needs a positive int"),
         ({"dev_split": None}, "study.dev_split: not set; needs a split of cifar10"),
-        ({"dev_split": "test"}, "study.dev_split='test': is that of evals.held_out"),
+        ({"dev_split": "test"}, "study.dev_split='test': is also the split of evals.held_out"),
         ({"metric": "held_out/loss"}, "study.metric='held_out/loss': needs an accuracy"),
         ({"metric": "held_out/top9"}, "study.metric='held_out/top9': needs an accuracy"),
-        ({"metric": "test/top1"}, "evals: has held_out; a sweep needs one evaluator"),
+        ({"metric": "test/top1"}, "evals: has held_out; a sweep needs exactly one evaluator"),
     ],
 )
 def test_what_is_no_sweep(study, says):
@@ -133,10 +133,12 @@ def test_what_is_no_sweep(study, says):
 def test_a_second_evaluator_could_look_at_the_test():
     config = make_config()
     config.evals.few = fewshot(train_split="train", test_split="test", every="1 epochs")
-    with pytest.raises(InputError, match="evals: has few, held_out; a sweep needs one evaluator"):
+    with pytest.raises(
+        InputError, match="evals: has few, held_out; a sweep needs exactly one evaluator"
+    ):
         STUDY.check(config)
 
 
 def test_a_metric_that_members_do_not_have():
-    with pytest.raises(InputError, match="a member has held_out/top1, held_out/loss"):
+    with pytest.raises(InputError, match="members report only held_out/top1, held_out/loss"):
         STUDY.report(make_config(metric="held_out/top9"), CHOSEN)

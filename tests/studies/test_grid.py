@@ -1,4 +1,4 @@
-"""The table of a grid of runs, from results as members leave them."""
+"""The table of a grid of runs, from the results of its members."""
 
 import csv
 import io
@@ -139,7 +139,7 @@ def test_axis():
 @pytest.mark.parametrize("name", ["position_ablation", "bit_and_vit"])
 @pytest.mark.parametrize("words", ["", ":debug"])
 def test_all_members_of_the_configs_can_be_run(name, words, tmp_path):
-    """Their overrides are right, and the models that they name exist."""
+    """Their overrides are valid and their models exist."""
     file = f"{CONFIGS / name}.py{words}"
     config = load_config(file)
     call = running.Call(file, [], epath.Path(tmp_path), None, again=False)
@@ -152,13 +152,13 @@ def test_all_members_of_the_configs_can_be_run(name, words, tmp_path):
 @pytest.mark.parametrize(
     ("cells", "parts"),
     [
-        ((), ["study.cells: has none", 'needs "row | column: key=value']),
+        ((), ["study.cells: is empty", 'needs "row | column: key=value']),
         (("row: a=b",), ["study.cells: 'row: a=b'", "needs"]),
         (("row | column",), ["'row | column'"]),
         (("a | b: x=1; x =2",), ["'a | b: x=1; x =2'", "sets a key twice"]),
         (("a | b: model.width", "| b: c=d"), ["'a | b: model.width'", "'| b: c=d'"]),
-        (("a | b: x=1", "a  | b: x=2"), ["two are the runs a__b__seed_SEED"]),
-        (("a | b: seed=1",), ["study.cells: set no seed", "study.seeds"]),
+        (("a | b: x=1", "a  | b: x=2"), ["two cells share the runs a__b__seed_SEED"]),
+        (("a | b: seed=1",), ["study.cells: must not set seed", "study.seeds"]),
     ],
 )
 def test_wrong_cells_are_named(cells, parts):

@@ -1,4 +1,4 @@
-"""Studies of stand-in members: what is run, what is not run again, what is handed over."""
+"""Studies with stand-in members: which run, which do not run again, which are handed over."""
 
 import json
 import os
@@ -25,7 +25,7 @@ ALL = ["dev_lr_0.003", "dev_lr_0.03", "lr_0.03_seed_0", "lr_0.03_seed_1"]
 
 @pytest.fixture
 def python(tmp_path, monkeypatch):
-    """Members are the stand-in."""
+    """Replace members by the stand-in."""
     path = tmp_path / "python"
     path.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {MEMBER} "$@"\n')
     path.chmod(0o755)
@@ -49,7 +49,7 @@ def fate(workdir, **members):
 
 
 def calls(workdir):
-    """The members that were called since this was asked last."""
+    """Members called since the last call of this function."""
     path = workdir / "calls.txt"
     found = path.read_text().split() if path.exists() else []
     path.unlink(missing_ok=True)
@@ -80,6 +80,18 @@ def test_all_members_and_the_report(python, workdir, capsys):
     assert calls(workdir) == []
 
 
+def test_balanced_weights_are_those_that_a_member_has_stored(python, workdir, capsys):
+    flag = "--config.loss.class_weights=balanced"
+    assert study(workdir, flag) == 0
+    config = load_config(CONFIG)
+    config.optimizer.peak_lr, config.loss.class_weights = 0.003, "1,2,3"
+    config.data.split, config.evals.held_out.split = "dev_train", "dev"
+    (workdir / ALL[0] / "config.json").write_text(to_json(config))
+    assert study(workdir, flag) == 0
+    assert study(workdir) == 2
+    assert "loss.class_weights: was '1,2,3', now None" in capsys.readouterr().err
+
+
 def test_members_that_an_older_version_ran_are_named(python, workdir):
     config = load_config(CONFIG)
     config.data.name = "folder"
@@ -92,7 +104,7 @@ def test_members_that_an_older_version_ran_are_named(python, workdir):
     results = {name: running.read_result(call.workdir / name) for name in ALL}
     (warning,) = running._warn_of_older_members(call, results)
     assert warning == (
-        "data.holdout differs, so their results may not compare: 'seed 0' in lr_0.03_seed_0, "
+        "data.holdout differs, so results may not be comparable: 'seed 0' in lr_0.03_seed_0, "
         "'names' in lr_0.03_seed_1"
     )
     running._write_report(finetune_sweep.STUDY, config, call, results)
@@ -103,7 +115,7 @@ def test_members_that_an_older_version_ran_are_named(python, workdir):
 def test_a_killed_member_does_not_end_the_study_and_is_run_again(python, workdir, capsys):
     fate(workdir, **{"dev_lr_0.003": "signal 9"})
     assert study(workdir) == 1
-    assert calls(workdir) == ALL[:2]  # nothing is chosen without it
+    assert calls(workdir) == ALL[:2]  # the choice needs it
     assert "dev_lr_0.003 failed: ended with exit code 137" in capsys.readouterr().err
     assert report(workdir)["members"]["dev_lr_0.003"]["state"] == "failed"
     fate(workdir)
@@ -135,19 +147,21 @@ def test_all_diverged(python, workdir, capsys):
     fate(workdir, **dict.fromkeys(ALL, "diverge"))
     assert study(workdir) == 1
     assert calls(workdir) == ALL[:2]
-    assert "cannot be completed" in capsys.readouterr().err
+    assert "is incomplete" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("code", "says"),
-    [(75, "was told to stop"), (2, "is refused"), (3, "does not fit"), (143, "was told to stop")],
+    [(75, "was told to stop"), (2, "was rejected"), (3, "does not fit"), (143, "was told to stop")],
 )
 def test_what_ends_a_study_at_once(python, workdir, capsys, code, says):
     fate(workdir, **{"dev_lr_0.003": f"exit {code}"})
     assert study(workdir) == code
     assert calls(workdir) == ALL[:1]
     assert f"dev_lr_0.003 {says}" in capsys.readouterr().err
-    assert (workdir / "study.json").exists() == (code != 2)  # of what is refused nothing is written
+    assert (workdir / "study.json").exists() == (
+        code != 2
+    )  # nothing is written for a rejected member
 
 
 def test_a_member_that_is_refused_after_one_that_failed_is_told(python, workdir):
@@ -166,11 +180,11 @@ def test_a_member_that_is_refused_leaves_the_others_once_one_was_not(python, wor
 
 @pytest.mark.parametrize("then", ["finish", "diverge", "exit 1"])
 def test_told_to_stop_too_late_for_the_member(python, workdir, capsys, then):
-    """It ends as if it was not; but no other is begun."""
+    """It ends normally, but no other member starts."""
     fate(workdir, **{"dev_lr_0.003": f"stop, {then}"})
     assert study(workdir) == 143
     assert calls(workdir) == ALL[:1]
-    assert "dev_lr_0.003 was told to stop; the same command goes on" in capsys.readouterr().err
+    assert "dev_lr_0.003 was told to stop; run the same command" in capsys.readouterr().err
     state = {"finish": "finished", "diverge": "diverged", "exit 1": "failed"}[then]
     assert report(workdir)["members"]["dev_lr_0.003"]["state"] == state
     fate(workdir)
@@ -194,7 +208,7 @@ def test_members_get_the_overrides_of_the_user(python, workdir):
 
 @pytest.fixture
 def launcher(tmp_path):
-    """A launcher that notes where `--` stands, and then does what a member does."""
+    """A launcher that records the position of `--`, and then acts as a member."""
     path = tmp_path / "launcher.sh"
     path.write_text(
         f'#!/bin/sh\necho "$1 $2" > {tmp_path}/flags\nshift 2\n'
@@ -235,12 +249,12 @@ def test_a_launcher_that_cannot(launcher, workdir):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--config.optimizer.peak_lr=1"], "the study finetune_sweep sets it for each member"),
-        (["--config.study.name=sweep"], "study.name='sweep': "),
+        (["--config.optimizer.peak_lr=1"], "set by the study finetune_sweep"),
+        (["--config.study.name=swep"], "study.name='swep': did you mean sweep"),
         (["--config.study.seeds=0"], "study.seeds=0: needs a positive int"),
         (["--config.study.peak_lrs=0.1,inf"], "study.peak_lrs"),
         (["--config.study.dev_split="], "study.dev_split: not set"),
-        (["--again"], "--again: is for --launcher=COMMAND"),
+        (["--again"], "--again: only works with --launcher=COMMAND"),
         (["--launcher="], "--launcher: is empty"),
         (["--config.init_from="], "init_from: not set; give --config.init_from=SOURCE"),
     ],
@@ -260,7 +274,7 @@ def test_a_config_of_one_run_is_no_study(capsys, tmp_path):
 
 
 def test_a_member_is_told_to_stop(tmp_path):
-    """SIGTERM to the study reaches the member, and both end with what it ends with."""
+    """SIGTERM to the study reaches the member; both end with the member's exit code."""
     script = (
         "import sys\nfrom vit_jax.studies.running import _execute\n"
         "ended = _execute(['sh', '-c', 'trap \"exit 75\" TERM; touch started; "
@@ -273,3 +287,24 @@ def test_a_member_is_told_to_stop(tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 75
+
+
+def test_ctrl_c_lets_the_member_save(tmp_path):
+    """A terminal sends it to both; the study ends after its member."""
+    script = (
+        "import signal\nfrom vit_jax.studies.running import _execute\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whatever a shell has set
+        "_execute(['sh', '-c', 'trap \"sleep 0.5; touch saved; exit 130\" INT; touch started; "
+        "while true; do sleep 0.05; done'])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, start_new_session=True,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == -signal.SIGINT
+    assert (tmp_path / "saved").exists()

@@ -21,14 +21,13 @@ OVERRIDES = ("--config.study.peak_lrs=0.03,1e30", "--config.study.seeds=1")
 
 
 def state(workdir):
-    """What no run that does the same may change."""
+    """Files that a repeated run must not change."""
     rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
-@pytest.mark.usefixtures("cheap_compilation")
 def test_training_runs_as_members(tmp_path, monkeypatch, capsys):
-    """In this process: what members cost is to start."""
+    """In this process, since starting members is slow."""
     commands = []
 
     def execute_here(command):
@@ -62,13 +61,13 @@ def test_training_runs_as_members(tmp_path, monkeypatch, capsys):
         assert main([*flags, *OVERRIDES, f"--config.{change}"]) == 2
         said = capsys.readouterr().err
         assert "dev_lr_0.03 already holds a run with other settings" in said
-        assert f"{change.partition('=')[0]} was " in said
+        assert f"{change.partition('=')[0]}: was " in said
     assert len(commands) == 3
 
 
 @pytest.mark.slow
 def test_killed_members_resume(tmp_path):
-    """The study and its member are killed at once; the same command comes to the same results."""
+    """Study and member are killed together; the same command then gives the same results."""
     command = [
         sys.executable, "-m", "vit_jax.main", "study", CONFIG, "--config.study.peak_lrs=0.03,",
         "--config.study.seeds=2", "--config.duration=60 steps", "--config.checkpoint.every=5 steps",

@@ -1,4 +1,4 @@
-"""The study of VTAB-1k: which runs it is made of, what it reports, and all of it on stand-ins."""
+"""The VTAB-1k study: its runs, its report, and a whole study on stand-in data."""
 
 import json
 import pathlib
@@ -19,7 +19,7 @@ METRIC = "test/top1"
 
 @pytest.fixture
 def make_config(monkeypatch):
-    """(names of tasks that are missing, keys of the config's study) -> config."""
+    """(names of missing tasks, keys of the config's study) -> config."""
 
     def make(*missing, **study):
         def find_missing(tasks, data_dir):
@@ -34,7 +34,7 @@ def make_config(monkeypatch):
 
 
 def results(config, accuracy):
-    """Of every member, by accuracy(task, seed)."""
+    """Results of all members, from accuracy(task, seed)."""
     found = {}
     for member in STUDY.members(config, {}):
         task = member.overrides["data.name"].removeprefix("vtab/")
@@ -74,7 +74,7 @@ def test_no_mean_without_all_its_tasks(make_config):
     report = STUDY.report(config, results(config, lambda task, seed: 0.5))
     means = {name: found["mean"] for name, found in report.values["means"].items()}
     assert means == {"natural": None, "specialised": 0.5, "structured": 0.5, "all 19": None}
-    assert report.complete  # of what there is
+    assert report.complete  # of the tasks that exist
     assert report.rows[-1] == ["missing: dtd", "natural", "get dtd"]
     assert ["dtd", "natural", "missing"] in [list(row) for row in report.rows]
 
@@ -94,12 +94,12 @@ def test_what_diverged_or_waits_has_no_mean(make_config):
 
 def test_refusals(make_config):
     with pytest.raises(
-        InputError, match=r"no task's data are there:\n +get caltech101\n +get cifar100"
+        InputError, match=r"the data of all tasks are missing:\n +get caltech101\n +get cifar100"
     ):
         STUDY.check(make_config(*TASKS))
     config = make_config()
     config.study.metric = "val/top1"
-    with pytest.raises(InputError, match="VTAB needs one evaluator, 'val'"):
+    with pytest.raises(InputError, match="VTAB needs exactly one evaluator, 'val'"):
         STUDY.check(config)
     config.study.metric = "test/top2"
     with pytest.raises(InputError, match=r"study\.metric='test/top2': needs an accuracy"):
@@ -110,7 +110,7 @@ def test_refusals(make_config):
 
 @pytest.mark.slow
 def test_all_19_tasks_on_stand_ins(tmp_path, monkeypatch):
-    """Real runs on generated data with the features of the real sets, one of them absent."""
+    """Real runs on generated data in the format of the real sets, one of which is missing."""
     monkeypatch.syspath_prepend(ROOT / "tests/data")
     from stand_in_vtab import write_stand_ins
 

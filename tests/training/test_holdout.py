@@ -1,4 +1,4 @@
-"""No command trains on pictures that a run held out of its folder, whatever the seed."""
+"""No command trains on images that a run held out of its folder, whatever the seed."""
 
 import json
 import shutil
@@ -31,9 +31,9 @@ def pictures(golden):
     return str(golden / "older_run/pictures")
 
 
-@pytest.fixture(params=RULES)
+@pytest.fixture(params=["older", pytest.param("new", marks=pytest.mark.slow)])
 def run(request, golden, tmp_path):
-    """(workdir, its rule) of a run by an older version, and of one as this version writes it."""
+    """(workdir, rule) of a run by an older version, and of one by this version."""
     workdir = shutil.copytree(golden / "older_run/workdir", tmp_path / "run")
     if request.param == "new":
         stored = json.loads((workdir / "config.json").read_text())
@@ -44,7 +44,7 @@ def run(request, golden, tmp_path):
 
 @pytest.fixture
 def opened(monkeypatch):
-    """[(split, names of its records)] of all sources that are opened from now on."""
+    """[(split, names of its records)] for all sources opened from now on."""
     splits, make = [], data.make_source
 
     def note(name, **how):
@@ -99,7 +99,7 @@ def test_every_command_holds_out_what_the_run_did(
     run, pictures, opened, monkeypatch, tmp_path, capsys
 ):
     workdir, rule = run
-    monkeypatch.setattr(evaluation, "_evaluate_all", lambda evaluators, state: {})
+    monkeypatch.setattr(evaluation, "_evaluate_all", lambda evaluators, *_: {})
     monkeypatch.setattr(prediction, "write_features", lambda *_, **__: {"unreadable": 0})
     where = f"--config.data.data_dir={pictures}"
     of_run = f"--init_from={workdir}"
@@ -127,7 +127,7 @@ def test_what_starts_from_a_run_goes_on_by_its_rule(golden, pictures, tmp_path, 
     assert warning.startswith(f"{workdir} held out images of its folder by data.holdout='seed 3'")
     write_workdir(run.workdir, run.config, run.train_source)
     shutil.copytree(workdir / "checkpoints", tuned / "checkpoints")
-    assert prepare(config, tuned).config.data.holdout == "seed 3"  # resumed: nothing is refused
+    assert prepare(config, tuned).config.data.holdout == "seed 3"  # resumed: nothing is rejected
     call = Call("configs/folder.py", (), epath.Path(tuned.parent), None, again=False)
     check_member(config, call, Member("seed_5", {}))
 

@@ -1,43 +1,32 @@
-"""A run that is killed and started again ends as if it had never been killed, bit for bit."""
+"""A killed and restarted run ends with the same bits as an uninterrupted one."""
 
 import os
-import pathlib
 import random
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 
 import numpy as np
 import pytest
 from finished_run import final_state, rows
+from forked import ROOT, Forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROOT = pathlib.Path(__file__).parents[2]
 KILLED = ROOT / "tests" / "killed_run.py"
 
 
-def environment():
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+MAIN = ("-m", "vit_jax.main")
 
 
-def start(*words, **kwargs):
-    return subprocess.Popen(
-        [sys.executable, *map(str, words)],
-        cwd=ROOT,
-        env=environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        **kwargs,
-    )
+def start(program, *words, output):
+    return Forked(program, words, output, {"XLA_FLAGS": ""})
 
 
-def finish(*words):
-    """The exit code and output of a process."""
-    process = start(*words)
-    output, _ = process.communicate(timeout=600)
-    return process.returncode, output
+def finish(program, *words):
+    """Exit code and output of a process."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        code = start(program, *words, output=output.name).wait(timeout=600)
+        return code, output.read()
 
 
 def arguments(config, workdir):
@@ -45,13 +34,13 @@ def arguments(config, workdir):
 
 
 def complete(config, workdir):
-    code, output = finish("-m", "vit_jax.main", *arguments(config, workdir))
+    code, output = finish(MAIN, *arguments(config, workdir))
     assert code == 0, output
     return output
 
 
 def events(workdir):
-    """(tag, step, value) of all scalars, as TensorBoard reads them, but for the clock's."""
+    """(tag, step, value) of all scalars, as TensorBoard reads them, without those of the clock."""
     accumulator = EventAccumulator(str(workdir), size_guidance={"scalars": 0})
     accumulator.Reload()
     return [
@@ -80,7 +69,7 @@ def uninterrupted(tmp_path_factory):
 
 
 # 40 steps; a row each 5, an evaluation each 20, a save each 10.
-# What was saved is certain to be whole only once the next save has begun.
+# A save is certain to be complete only once the next one has begun.
 SOME_MOMENTS = ("rows:3", "stopped:20")
 ALL_MOMENTS = ("startup", "step:8", "save:1", "rows:3", "save:1", "events:5", "evaluation:1",
                "stopped:20", "evaluation:2")  # fmt: skip
@@ -102,18 +91,20 @@ def test_killed_at_any_moment_the_run_ends_bit_identical(uninterrupted, tmp_path
     assert_same_run(tmp_path, uninterrupted)
 
 
-def test_sigterm_saves_and_exits_75_and_the_run_goes_on(uninterrupted, tmp_path):
-    process = start("-m", "vit_jax.main", *arguments("quickstart.py:debug", tmp_path))
-    output = ""
-    for line in process.stdout:
-        output += line
-        if line.startswith("step 5/40"):
-            process.send_signal(signal.SIGTERM)
+def test_sigterm_saves_and_exits_75(tmp_path):
+    """The run goes on from there as from `stopped:20` above, on two processes in test_processes."""
+    os.mkfifo(tmp_path / "output")
+    workdir, output = tmp_path / "run", ""
+    process = start(MAIN, *arguments("quickstart.py:debug", workdir), output=tmp_path / "output")
+    with open(tmp_path / "output") as lines:
+        for line in lines:
+            output += line
+            if line.startswith("step 5/40"):
+                process.send_signal(signal.SIGTERM)
     assert process.wait() == 75, output
-    assert "stopped by SIGTERM at step" in output
-    output = complete("quickstart.py:debug", tmp_path)
-    assert "start: resumed at step" in output
-    assert_same_run(tmp_path, uninterrupted)
+    step, _ = final_state(workdir)
+    assert f"stopped by SIGTERM at step {step}; saved" in output
+    assert not (workdir / "summary.json").exists()
 
 
 def test_started_again_after_the_end_nothing_changes(uninterrupted):
@@ -124,13 +115,13 @@ def test_started_again_after_the_end_nothing_changes(uninterrupted):
         }
 
     before = picture()
-    assert "finished before" in complete("quickstart.py:debug", uninterrupted)
+    assert "already finished" in complete("quickstart.py:debug", uninterrupted)
     assert picture() == before
 
 
 @pytest.mark.slow
 def test_quickstart_killed_ten_times(tmp_path):
-    """Kills between 10 % and 90 % of the way, two of them while a save is held in flight."""
+    """Kills between 10 % and 90 % of the run, two of them while a save is held in flight."""
     expected, found = tmp_path / "uninterrupted", tmp_path / "killed"
     complete("quickstart.py", expected)
     draw = random.Random(0)
@@ -146,14 +137,14 @@ def test_quickstart_killed_ten_times(tmp_path):
 
 @pytest.mark.slow
 def test_quickstart_killed_from_outside_at_random_times(tmp_path):
-    """The same with a SIGKILL by the clock, wherever the run then is."""
+    """The same with SIGKILL at random times."""
     expected, found = tmp_path / "uninterrupted", tmp_path / "killed"
     complete("quickstart.py", expected)
     draw = random.Random(1)
     for _ in range(5):
-        process = start("-m", "vit_jax.main", *arguments("quickstart.py", found))
-        time.sleep(draw.uniform(3.0, 18.0))
+        process = start(MAIN, *arguments("quickstart.py", found), output=tmp_path / "output")
+        time.sleep(draw.uniform(1.0, 12.0))
         process.kill()
-        process.communicate()
+        process.wait()
     complete("quickstart.py", found)
     assert_same_run(found, expected)

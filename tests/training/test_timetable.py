@@ -1,4 +1,4 @@
-"""When a run logs, evaluates and saves."""
+"""The steps at which a run logs, evaluates and saves."""
 
 from vit_jax import config as config_lib
 from vit_jax.experiment.durations import parse_durations

@@ -1,9 +1,9 @@
-"""Writes parameters under the names of the published files, apart from the package's reader."""
+"""Writes parameters under the names of the published files, independently of the package."""
 
 import ml_dtypes
 import numpy as np
 
-# Of a layer, or of attention pooling: the second norm, attention, MLP.
+# Names of the second norm, attention and MLP in a layer or in attention pooling.
 _MODULES = {
     "first": ("LayerNorm_2", "MultiHeadDotProductAttention_1", "MlpBlock_3"),
     "later": ("LayerNorm_1", "MultiHeadDotProductAttention_0", "MlpBlock_0"),
@@ -66,7 +66,7 @@ def publish_attention(params, prefix, heads):
 
 
 def as_scanned(arrays):
-    """Published arrays with the layers stacked, as a scanned model has them."""
+    """Published arrays with the layers stacked, as written by a scanned model."""
     out, layers = {}, {}
     for name, array in arrays.items():
         block, _, rest = name.removeprefix("Transformer/encoderblock_").partition("/")
@@ -82,5 +82,5 @@ def as_scanned(arrays):
 
 
 def as_void(array):
-    """As bfloat16, which NumPy writes as two bytes without a type."""
+    """Convert to bfloat16 in NumPy's stored form: two bytes without a type."""
     return array.astype(ml_dtypes.bfloat16).view("V2")

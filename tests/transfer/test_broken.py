@@ -178,20 +178,20 @@ BROKEN = {
         raw("vit_finetuned.npz", lambda b: zipped("cls.npy", claim((2**46,)))), "not a readable",
     ),
     "npz: a head without axes": (
-        npz(put("head/kernel", np.float32(1))), "head/kernel: (), and needs 2 axes",
+        npz(put("head/kernel", np.float32(1))), "head/kernel: (), but needs 2 axes",
     ),
     "npz: a header that is no Python": (
         raw("vit_finetuned.npz", lambda b: zipped("cls.npy", claim((1,)).replace(b"{", b"["))),
         "not a readable .npz",
     ),
     "npz: a member that is no array": (
-        raw("vit_finetuned.npz", lambda b: zipped("notes.txt", b"mine")), "notes.txt is no array",
+        raw("vit_finetuned.npz", lambda b: zipped("notes.txt", b"mine")), "notes.txt is not an",
     ),
     "npz: encrypted": (
         raw("vit_finetuned.npz", lambda b: encrypted(zipped("cls.npy", claim((1,))))),
         "not a readable .npz",
     ),
-    "npz: an array of text": (npz(put("cls", np.array(["a"]))), "cls is of dtype <U1"),
+    "npz: an array of text": (npz(put("cls", np.array(["a"]))), "cls has dtype <U1"),
     "npz: whole numbers": (npz(edit("cls", lambda a: a.astype(np.int64))), "dtype int64"),
     "npz: complex numbers": (npz(edit("cls", lambda a: a.astype(complex))), "complex128"),
     "npz: NaN": (npz(edit(QUERY, poisoned(np.nan))), f"{QUERY}: 1 of its 1024 values"),
@@ -199,14 +199,14 @@ BROKEN = {
     "npz: no embedding": (npz(drop(EMBEDDING)), f"{EMBEDDING}: absent"),
     "npz: an array is missing": (npz(drop("head/bias")), "head/bias: absent"),
     "npz: an array too many": (npz(put("extra/kernel", np.ones(2))), "extra/kernel (2,): unknown"),
-    "npz: a scalar for a matrix": (npz(put(QUERY, np.float32(1))), "(), and needs 3 axes"),
+    "npz: a scalar for a matrix": (npz(put(QUERY, np.float32(1))), "(), but needs 3 axes"),
     "npz: transposed": (
-        npz(edit("head/kernel", lambda a: a.T)), "head/bias: (10,), and needs (32,)",
+        npz(edit("head/kernel", lambda a: a.T)), "head/bias: (10,), but needs (32,)",
     ),
     "npz: a position too many": (
-        npz(edit(POSITIONS, lambda a: np.pad(a, ((0, 0), (0, 1), (0, 0))))), "no square grid",
+        npz(edit(POSITIONS, lambda a: np.pad(a, ((0, 0), (0, 1), (0, 0))))), "form a square grid",
     ),
-    "npz: no positions left": (npz(edit(POSITIONS, lambda a: a[:, :1])), "no square grid"),
+    "npz: no positions left": (npz(edit(POSITIONS, lambda a: a[:, :1])), "form a square grid"),
     "npz: an empty array": (npz(edit(EMBEDDING, lambda a: a[:0])), "(0, 8, 3, 32)"),
     "npz: of grey images": (npz(edit(EMBEDDING, lambda a: a[:, :, :1])), "(8, 8, 1, 32)"),
     # .safetensors
@@ -230,14 +230,14 @@ BROKEN = {
     "tensors: no arrays": (raw(TENSORS, lambda b: struct.pack("<Q", 2) + b"{}"), "no arrays"),
     "tensors: of PyTorch, renamed": (raw(TENSORS, lambda b: b"PK\3\4" + b), "not a readable"),
     "tensors: whole numbers": (
-        tensors(HF, edit(HF_UP, lambda a: a.astype(np.int32))), f"{HF_UP} is of dtype I32",
+        tensors(HF, edit(HF_UP, lambda a: a.astype(np.int32))), f"{HF_UP} has dtype I32",
     ),
     "tensors: bytes of a quantised model": (
-        tensors(TIMM, edit("norm.bias", lambda a: a.astype(np.int8))), "norm.bias is of dtype I8",
+        tensors(TIMM, edit("norm.bias", lambda a: a.astype(np.int8))), "norm.bias has dtype I8",
     ),
     "tensors: of another library": (
         tensors(TIMM, lambda arrays: [arrays.pop(name) for name in list(arrays)[1:]]),
-        "named neither as Hugging Face's nor as timm's",
+        "neither the names of Hugging Face's nor those of timm's",
     ),
     "tensors: of another family, with counters": (
         tensors(TIMM, lambda arrays: [
@@ -257,14 +257,14 @@ BROKEN = {
     "hf: of grey images": (
         tensors(HF, edit("vit.embeddings.patch_embeddings.projection.weight",
                          lambda a: np.ascontiguousarray(a[:, :1]))),
-        "(32, 1, 8, 8), and needs (32, 3, 8, 8)",
+        "(32, 1, 8, 8), but needs (32, 3, 8, 8)",
     ),
     "hf: positions of another size": (
         tensors(HF, edit(HF_POSITIONS, lambda a: np.ascontiguousarray(a[:, :10]))),
-        f"{HF_POSITIONS}: (1, 10, 32), and needs (1, 17, 32)",
+        f"{HF_POSITIONS}: (1, 10, 32), but needs (1, 17, 32)",
     ),
-    "hf: config of another width": (config(HF, put("hidden_size", 64)), "hidden_size=64, and 32"),
-    "hf: config of another depth": (config(HF, put("num_hidden_layers", 3)), "=3, and 2"),
+    "hf: config of another width": (config(HF, put("hidden_size", 64)), "hidden_size=64, but 32"),
+    "hf: config of another depth": (config(HF, put("num_hidden_layers", 3)), "=3, but 2"),
     "hf: heads that do not divide": (config(HF, put("num_attention_heads", 5)), "num_heads=5"),
     "hf: another activation": (config(HF, put("hidden_act", "relu")), "hidden_act='relu'"),
     "hf: an epsilon of 0": (config(HF, put("layer_norm_eps", 0)), "layer_norm_eps=0:"),
@@ -294,17 +294,17 @@ BROKEN = {
     "hf: an index whose shard is missing": (
         folder(lambda path: (path / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))),
-        "model-2.safetensors missing, of the 2 files",
+        "model-2.safetensors missing from the 2 files",
     ),
     "hf: an index that names too much": (
         folder(lambda path: (path / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {"a": "model.safetensors"}}))),
-        "a absent, though",
+        "names are absent (1): a; fetch",
     ),
     "hf: an index that leads elsewhere": (
         folder(lambda path: (path / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {"a": "../secret.safetensors"}}))),
-        "'../secret.safetensors', which is no file",
+        "'../secret.safetensors', which is outside",
     ),
     "hf: pixels in words": (
         folder(lambda path: (path / "preprocessor_config.json").write_text(
@@ -313,11 +313,11 @@ BROKEN = {
     ),
     "hf: a head without axes": (
         tensors(HF, put("classifier.weight", np.array(1, np.float32))),
-        "classifier.weight: (), and needs 2 axes",
+        "classifier.weight: (), but needs 2 axes",
     ),
     # timm
     "timm: positions without axes": (
-        tensors(TIMM, put("pos_embed", np.ones(3, np.float32))), "pos_embed: (3,), and needs 3",
+        tensors(TIMM, put("pos_embed", np.ones(3, np.float32))), "pos_embed: (3,), but needs 3",
     ),
     "timm: a layer is missing": (
         tensors(TIMM, drop_all("blocks.0.")),
@@ -325,18 +325,18 @@ BROKEN = {
     ),
     "timm: qkv of other heads": (
         tensors(TIMM, edit("blocks.0.attn.qkv.weight", lambda a: np.ascontiguousarray(a[:-2]))),
-        "blocks.0.attn.qkv.weight: (94, 32), and needs (96, 32)",
+        "blocks.0.attn.qkv.weight: (94, 32), but needs (96, 32)",
     ),
     "timm: register tokens": (config(TIMM, args(reg_tokens=4)), "reg_tokens=4 is not supported"),
     "timm: another pooling": (config(TIMM, args(global_pool="max")), "global_pool='max'"),
     "timm: another activation": (config(TIMM, args(act_layer="silu")), "act_layer='silu'"),
-    "timm: no class token": (config(TIMM, args(class_token=False)), "class_token=False, and True"),
-    "timm: pooled otherwise": (config(TIMM, args(global_pool="avg")), "fc_norm=True, and False"),
-    "timm: another MLP": (config(TIMM, args(mlp_ratio=4)), "mlp_dim=128, and 64"),
-    "timm: another patch": (config(TIMM, args(patch_size=16)), "patch_size=(16, 16), and (8, 8)"),
+    "timm: no class token": (config(TIMM, args(class_token=False)), "class_token=False, but True"),
+    "timm: pooled otherwise": (config(TIMM, args(global_pool="avg")), "fc_norm=True, but False"),
+    "timm: another MLP": (config(TIMM, args(mlp_ratio=4)), "mlp_dim=128, but 64"),
+    "timm: another patch": (config(TIMM, args(patch_size=16)), "patch_size=(16, 16), but (8, 8)"),
     "timm: an undivided image": (config(TIMM, args(img_size=33)), "patch_size=(8, 8)"),
     "timm: heads in words": (config(TIMM, args(num_heads="four")), "num_heads"),
-    "timm: other classes": (config(TIMM, put("num_classes", 9)), "num_classes=9, and 10"),
+    "timm: other classes": (config(TIMM, put("num_classes", 9)), "num_classes=9, but 10"),
     "timm: arguments in a list": (config(TIMM, put("model_args", [])), "model_args=[]: needs an"),
 }  # fmt: skip
 

@@ -19,8 +19,6 @@ from vit_jax.transfer.export import export
 from vit_jax.transfer.resample import resample_axis, resample_grid, resample_offsets
 from vit_jax.transfer.rules import Pretrained, Spec, stack_layers
 
-pytestmark = pytest.mark.usefixtures("cheap_compilation")
-
 SIZES = {"width": 8, "depth": 2, "mlp_dim": 4, "num_heads": 2}
 OLD, NEW = (3, 4), (5, 2)
 KINDS = [
@@ -97,7 +95,7 @@ def test_another_place_is_another_architecture():
     made = make("learned_1d", "layers_shared")
     for place in (None, "stem"):
         model = made.model.clone(pos_embed_at=place)
-        said = "model.pos_embed_at='stem', and 'layers_shared' in the source"
+        said = "model.pos_embed_at='stem', but 'layers_shared' in the source"
         with pytest.raises(InputError, match=said):
             init_params(made, model)
     at_stem = make("learned_1d", None)
@@ -106,7 +104,7 @@ def test_another_place_is_another_architecture():
 
 def test_other_kinds_do_not_fit():
     made = make("learned_2d", "layers_shared")
-    with pytest.raises(InputError, match="pos_embed='relative', and 'learned_2d' in the source"):
+    with pytest.raises(InputError, match="pos_embed='relative', but 'learned_2d' in the source"):
         init_params(made, made.model.clone(pos_embed="relative"))
 
 

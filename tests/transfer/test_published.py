@@ -77,7 +77,7 @@ def test_a_cached_file_that_changed_is_fetched_again(golden, server, tmp_path, c
     cached.write_bytes(cached.read_bytes()[:-1])
     expected = load_pretrained(golden / "vit_finetuned.npz")
     same(load_pretrained(f"{address}/vit_finetuned.npz"), expected)
-    assert "is fetched again" in caplog.text
+    assert "fetching it again" in caplog.text
 
 
 def files(tmp_path):
@@ -112,7 +112,7 @@ def test_the_hash_of_the_server_is_checked(golden, server):
 @pytest.mark.parametrize("source", ["none.npz", "timm_vit.json"])
 def test_what_is_not_there(server, tmp_path, source):
     address, _ = server
-    said = "404" if source == "none.npz" else "ending in .npz or .safetensors"
+    said = "404" if source == "none.npz" else "end in .npz or .safetensors"
     with pytest.raises(InputError, match=said):
         load_pretrained(f"{address}/{source}")
     assert not files(tmp_path)
@@ -146,8 +146,8 @@ def test_a_name(golden, server, monkeypatch):
     spec = read_pretrained("ViT-mu/8@bytes").spec
     assert [(pixel / 255 - spec.mean[0]) / spec.std[0] for pixel in (0, 51, 255)] == [0, 51, 255]
     for changed, said in (
-        (entry._replace(mebibytes=37), "has 0 MiB, and was published with 37 MiB"),
-        (entry._replace(num_classes=9), "10 classes, and was published with 9"),
+        (entry._replace(mebibytes=37), "has 0 MiB, but was published with 37 MiB"),
+        (entry._replace(num_classes=9), "has 10 classes, but was published with 9"),
     ):
         monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@test", changed)
         with pytest.raises(InputError, match=said):
@@ -162,7 +162,7 @@ def test_a_published_file_has_its_loss_however_it_is_called(golden, server, monk
     local, other = golden / "vit_finetuned.npz", golden / "vit_pretrained.npz"
     assert read_pretrained(local).spec.loss is None
     assert rules.loss_of(read_pretrained(local)) == "softmax"
-    assert "its loss is not stated, and taken to be softmax; models of ImageNet-21k" in caplog.text
+    assert "the loss is not stated; assuming softmax; models for ImageNet-21k" in caplog.text
     entry = published.Published("gs://vit_finetuned.npz", 10)
     monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@test", entry)
     for source in (f"{address}/vit_finetuned.npz", local):

@@ -24,8 +24,6 @@ from vit_jax.transfer import (
 from vit_jax.transfer.published import PUBLISHED
 from vit_jax.transfer.rules import unstack_layers
 
-pytestmark = pytest.mark.usefixtures("cheap_compilation")
-
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def apply(model, variables, images, method="__call__"):
@@ -99,13 +97,13 @@ def test_norms_may_be_flat(golden, tmp_path):
 @pytest.mark.parametrize(
     ("name", "old", "new", "said"),
     [
-        ("bit", "block2/unit01", "block2/unit03", "of block2's units there are [2, 3]"),
-        ("bit", "block1", "block3", "of blocks there are [2, 3]"),
+        ("bit", "block2/unit01", "block2/unit03", "block2's units have the numbers [2, 3]"),
+        ("bit", "block1", "block3", "blocks have the numbers [2, 3]"),
         ("bit", "unit02/b/group_norm/gamma", "x", "unit02/b/group_norm/gamma: absent"),
         ("bit", "group_norm/beta", "group_norm/gamma_2", "gamma_2 (32,): unknown"),
         ("bit", "resnet/root_block", "resnet/root", "standardized_conv2d/kernel: absent"),
         ("hybrid_resnet", "unit1/conv_proj", "unit1/proj", "block1/unit1/conv_proj/kernel: absent"),
-        ("hybrid_resnet", "block2/unit2", "block2/unit4", "of block2's units there are [1, 4]"),
+        ("hybrid_resnet", "block2/unit2", "block2/unit4", "block2's units have the numbers [1, 4]"),
     ],
 )  # fmt: skip
 def test_what_is_amiss_is_named(golden, tmp_path, name, old, new, said):
@@ -148,10 +146,10 @@ def test_starting_from_a_file(golden):
     kernel = "stem/stage_1/layer_1/conv2/kernel"
     np.testing.assert_array_equal(params[kernel], source.params[kernel])
     assert params["pos_embedding"].shape == (1, 65, 32)
-    with pytest.raises(InputError, match=r"model\.name: a BiT, and a HybridViT in the source"):
+    with pytest.raises(InputError, match=r"model\.name: a BiT, but a HybridViT in the source"):
         init_params(source, create_model("BiT-R50x1", 3, 64))
     other = create_model("R26+ViT-mu/16", 3, 64, stages=(2, 2), **fields)
-    with pytest.raises(InputError, match=r"model\.stages=\(2, 2\), and \(1, 2\) in the source"):
+    with pytest.raises(InputError, match=r"model\.stages=\(2, 2\), but \(1, 2\) in the source"):
         init_params(source, other)
 
 

@@ -1,1 +1,1 @@
-"""What the command `benchmark` measures or draws: input, the training step, augmentation."""
+"""Benchmarks of the command `benchmark`: input pipeline, training step, augmentation sheet."""

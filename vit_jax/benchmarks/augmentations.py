@@ -1,4 +1,4 @@
-"""A picture of what augmentation does to a config's images."""
+"""A contact sheet of a config's augmentations on its own images."""
 
 from __future__ import annotations
 
@@ -20,31 +20,35 @@ from vit_jax.data.host_tf import tf
 from vit_jax.errors import InputError
 from vit_jax.training.sources import open_training
 
-_ROWS = 4  # photographs
+_ROWS = 4  # one training image each
 _SAMPLES = 5
 _MAGNITUDES = (5, 15)
 _DEVICE_OPS = ("mixup(8.0)", "cutmix(1.0)", "erase(1.0)")
 _CHANGES_IN_A_BAND = 16
 _CELL, _GAP, _LINE, _FONT_SIZE = 112, 4, 15, 12  # pixels
 
-Column = tuple[str, Sequence[np.ndarray]]  # heading, of two lines, and an image a row
+Column = tuple[str, Sequence[np.ndarray]]  # heading of two lines, and one image per row
 
 
 def draw_contact_sheet(config: ConfigDict, output: epath.PathLike) -> None:
-    """Writes a PNG: a row for each of four training images, a column for each way to change them.
+    """Write a PNG with a row for each of four training images and a column for each augmentation.
 
-    The first column is the image after those host ops of `data.ops` that come before `randaugment`
-    (all of them, if there is none). Then come each operation of RandAugment at magnitudes 5 and 15;
-    five draws of randaugment(2, 15); MixUp, CutMix and erasing, with parameters that show much; and
-    five draws of the whole of `data.ops`, as training sees them. They are wrapped into bands.
+    The first column shows the image after the host ops of `data.ops` before `randaugment` (after
+    all host ops if there is no `randaugment`). The next columns show each operation of RandAugment
+    at magnitudes 5 and 15; five draws of randaugment(2, 15); MixUp, CutMix and erasing with strong
+    parameters; and five draws of all of `data.ops`, as in training. Columns wrap into bands.
 
     Args:
-      config: valid; its data set must be there.
-      output: the PNG's path; overwritten.
+      config: a valid config; its data set must exist.
+      output: the PNG's path; an existing file is overwritten.
 
     Raises:
-      InputError: if the data set is not as the config says.
+      InputError: if the data set is missing or contradicts the config.
     """
+    if config.data.channels != 3:
+        raise InputError(
+            f"data.channels={config.data.channels}: augmentations are drawn in colour; leave it out"
+        )
     config, sources = open_training(config)
     original, *changed = make_columns(config, sources[train_split(config)])
     sheet = draw_bands(
@@ -60,11 +64,11 @@ def draw_contact_sheet(config: ConfigDict, output: epath.PathLike) -> None:
 
 
 def make_columns(config: ConfigDict, source: Source) -> list[Column]:
-    """The sheet's columns in order, each of images uint8 (H, W, 3), one of each of four records.
+    """The sheet's columns in order; each has one image, uint8 (H, W, 3), for each of four records.
 
     Args:
       config: with data.num_classes set.
-      source: of the training split.
+      source: the training split.
     """
     size = image_hw(config.data.image_size)
     host_ops, device_ops = parse_ops(config.data.ops, size, pad_crops=config.data.pad_crops)
@@ -117,10 +121,12 @@ def make_columns(config: ConfigDict, source: Source) -> list[Column]:
 
 
 def _first_readable(source: Source, row: int) -> tuple[int, tf.Tensor]:
-    """The record that a row of the sheet shows and its image: encoded, or pixels.
+    """The record that a row of the sheet shows, and its image: encoded, or pixels.
+
+    Each row takes the first readable record after its quarter of the split begins.
 
     Raises:
-      InputError: none can be decoded, of those from where the row's are.
+      InputError: if no such record can be decoded.
     """
     for record in range(row * source.num_examples // _ROWS, source.num_examples):
         try:
@@ -134,7 +140,7 @@ def _first_readable(source: Source, row: int) -> tuple[int, tf.Tensor]:
 
 
 def draw_bands(title: str, bands: Sequence[Sequence[Column]]) -> Image.Image:
-    """One picture of bands below each other, each of columns beside each other."""
+    """Draw the columns of each band side by side, and the bands one below the other."""
     font = ImageFont.load_default(_FONT_SIZE)
     step = _CELL + _GAP
     band_height = 3 * _LINE + _ROWS * step
@@ -153,7 +159,7 @@ def draw_bands(title: str, bands: Sequence[Sequence[Column]]) -> Image.Image:
 
 
 def _fit(image: Image.Image) -> Image.Image:
-    """In proportion to a cell; small images by whole pixels, so that each is seen."""
+    """Scale an image to a cell; small images by a whole factor, so that single pixels show."""
     longer = max(image.size)
     scale = _CELL // longer if longer <= _CELL else _CELL / longer
     size = [max(round(side * scale), 1) for side in image.size]

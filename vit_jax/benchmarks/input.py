@@ -1,4 +1,4 @@
-"""What the input pipeline costs on this host, beside the plain ways to read the same images."""
+"""Measures the input pipeline on this host against plain pipelines on the same images."""
 
 import collections
 import functools
@@ -18,29 +18,29 @@ from vit_jax.data.host_tf import tf
 from vit_jax.training.sources import open_training, training_order
 
 _NUM_ROUNDS = 7
-_MOST_ROWS = 128  # of the global batch that are read
+_MOST_ROWS = 128  # maximum rows of the global batch that are read
 _IMAGES_A_ROUND = 512
 
 
 def measure_input(config: ConfigDict) -> dict[str, Any]:
-    """CPU milliseconds an image of `config`'s training input pipeline, on one host.
+    """CPU milliseconds per image of `config`'s training input pipeline, on one host.
 
-    The pipeline gives the first rows of each global batch, at most 128, as a host would whose
-    share they are. Where images are encoded it stands in the same rounds beside other ways to
-    read the same records, all of them tf.data pipelines with JPEGs in memory:
+    The pipeline produces the first rows of each global batch, at most 128, as one host of several
+    would. For encoded images, the same rounds also time other tf.data pipelines on the same
+    records, with JPEGs in memory:
 
-    decode: the whole image is decoded, and nothing else.
-    fused_float32, unfused_float32: an Inception crop, bilinear, flipped in half of the cases,
-      normalised to float32 in [-1, 1], all on the host; fused: only the window is decoded.
+    decode: decodes the whole image and does nothing else.
+    fused_float32, unfused_float32: a bilinear Inception crop, a random flip, and normalisation to
+      float32 in [-1, 1], all on the host; the fused one decodes only the window.
 
-    A round reads some batches of each, from its first to its last.
+    A round reads several batches from each pipeline, each from start to end.
 
     Returns:
-      Figures as JSON takes them; `cpu_ms_per_image` as {"median", "min", "max"} of the rounds for
-      each, `ratio_to_*` likewise, of the pipeline to one of the others in one round.
+      Figures for JSON: `cpu_ms_per_image`, {"median", "min", "max"} of the rounds for each
+      pipeline, and likewise `ratio_to_*`, the ratio of the pipeline to another in one round.
 
     Raises:
-      InputError: the data are missing, or do not go with the ops.
+      InputError: the data are missing, or do not fit the ops.
     """
     image_size = image_hw(config.data.image_size)
     config, sources = open_training(config)
@@ -59,7 +59,7 @@ def measure_input(config: ConfigDict) -> dict[str, Any]:
         data_order=training_order(config, source),
     )
     calls = _round_calls(makers, num_batches)
-    measure(calls, 1)  # to warm up
+    measure(calls, 1)  # warm-up
     costs = measure(calls, _NUM_ROUNDS)
     images = num_batches * len(rows)
     cpu_ms = {name: [1e3 * c.cpu_s / images for c in found] for name, found in costs.items()}
@@ -81,7 +81,7 @@ def measure_input(config: ConfigDict) -> dict[str, Any]:
 def _batch_makers(
     source: data.Source, host_ops: Sequence, image_size: tuple[int, int], **where
 ) -> dict[str, Callable[..., Iterator]]:
-    """{name: start_step -> batches}: the pipeline first, then the plain ways of encoded images."""
+    """{name: start_step -> batches}: the pipeline first, then plain ones if images are encoded."""
     makers = {
         "pipeline": functools.partial(
             data.host_batches, source, host_ops, image_size=image_size, **where
@@ -102,8 +102,8 @@ def _round_calls(
 ) -> dict[str, Callable[[], object]]:
     """{name: function that reads the batches of one round}, for a warm-up and all rounds.
 
-    The batches are made beforehand, as building them costs seconds; each is read to its end in its
-    round, so that nothing it reads ahead falls into another's.
+    All pipelines are built in advance, because that takes seconds. Each round reads its own
+    pipeline to the end, so that no prefetching falls into another round.
     """
     iterators = {
         name: iter([make(start_step=i * num_batches) for i in range(1 + _NUM_ROUNDS)])
@@ -126,7 +126,7 @@ def plain_batches(
     num_steps: int,
     data_order: data.Order,
 ) -> Iterator[tuple]:
-    """Batches of (load(image, key), label) of the records that `data.host_batches` reads."""
+    """Batches of (load(image, key), label) for the records that `data.host_batches` reads."""
 
     def arrange(step):
         positions = step * global_batch_size + tf.constant(rows, tf.int64)
@@ -139,17 +139,24 @@ def plain_batches(
     options = tf.data.Options()
     options.threading.max_intra_op_parallelism = 1
     steps = tf.data.Dataset.range(start_step, start_step + num_steps)
-    examples = steps.map(arrange).unbatch().map(read, tf.data.AUTOTUNE)
-    batches = examples.batch(len(rows), drop_remainder=True)
+    # A record that cannot be decoded costs every way as little; the pipeline names it.
+    examples = steps.map(arrange).unbatch().map(read, tf.data.AUTOTUNE).ignore_errors()
+    batches = examples.batch(len(rows))
     return batches.with_options(options).prefetch(2).as_numpy_iterator()
 
 
 def make_plain_load(*, fused: bool, image_size: tuple[int, int]) -> Callable:
-    """load(JPEG bytes, key) -> float32 (H, W, 3): what is commonly written with `tf.image`."""
+    """A function load(JPEG bytes, key) -> float32 (H, W, 3), as common with `tf.image`."""
 
     def load(image, key):
+        is_jpeg = tf.io.is_jpeg(image)
+        shape = tf.cond(
+            is_jpeg,
+            lambda: tf.image.extract_jpeg_shape(image),
+            lambda: tf.shape(to_pixels(image)),
+        )
         begin, extent, _ = tf.image.stateless_sample_distorted_bounding_box(
-            tf.image.extract_jpeg_shape(image),
+            shape,
             tf.zeros([1, 0, 4]),
             seed=key,
             min_object_covered=0.0,
@@ -160,13 +167,19 @@ def make_plain_load(*, fused: bool, image_size: tuple[int, int]) -> Callable:
         )
         top, left, _ = tf.unstack(begin)
         height, width, _ = tf.unstack(extent)
-        if fused:
-            pixels = tf.io.decode_and_crop_jpeg(image, [top, left, height, width], channels=3)
-        else:
-            pixels = tf.io.decode_jpeg(image, channels=3)
-            pixels = tf.image.crop_to_bounding_box(pixels, top, left, height, width)
+
+        def decode_window():
+            return tf.io.decode_and_crop_jpeg(image, [top, left, height, width], channels=3)
+
+        def decode_all():
+            pixels = tf.cond(
+                is_jpeg, lambda: tf.io.decode_jpeg(image, channels=3), lambda: to_pixels(image)
+            )
+            return tf.image.crop_to_bounding_box(pixels, top, left, height, width)
+
+        pixels = tf.cond(is_jpeg, decode_window, decode_all) if fused else decode_all()
         pixels = tf.image.resize(pixels, image_size, "bilinear")
         pixels = tf.image.stateless_random_flip_left_right(pixels, key)
-        return pixels / 127.5 - 1.0  # three channels apart would cost half as much again
+        return pixels / 127.5 - 1.0  # per-channel constants would cost 1.5 times as much
 
     return load

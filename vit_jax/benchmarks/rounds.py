@@ -1,4 +1,4 @@
-"""Things measured beside each other, in rounds, so that a busy machine slows all of them alike."""
+"""Measures several calls alternately, in rounds, so that a busy machine slows all of them alike."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ Clock = Callable[[], float]
 
 
 class Cost(NamedTuple):
-    """What one call took, in seconds: by the clock, and user + system of all threads."""
+    """The cost of one call in seconds: wall time, and user + system time of all threads."""
 
     wall_s: float
     cpu_s: float
@@ -22,7 +22,7 @@ def measure(
     wall_clock: Clock = time.perf_counter,
     cpu_clock: Clock = time.process_time,
 ) -> dict[str, list[Cost]]:
-    """Calls all of `calls` in turn, `num_rounds` times: the costs of each, by round."""
+    """Run all `calls` in turn, `num_rounds` times; returns the costs of each call by round."""
     costs = {name: [] for name in calls}
     for _ in range(num_rounds):
         for name, call in calls.items():
@@ -33,5 +33,5 @@ def measure(
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The median of the rounds, and how far they lie apart."""
+    """The median, minimum and maximum of the rounds."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}

@@ -1,4 +1,4 @@
-"""What a training step costs on the devices that are there, without input."""
+"""Measures the training step on this machine's devices, without the input pipeline."""
 
 import math
 import os
@@ -16,10 +16,10 @@ from vit_jax.devices import flops
 from vit_jax.devices.chips import count_chips
 from vit_jax.experiment.experiment import Experiment, make_experiment
 
-MATMUL_SIZE = 1536  # of the float32 products that a CPU's steps are compared with
+MATMUL_SIZE = 1536  # size of the float32 products to which steps on a CPU are compared
 _WARM_UP_STEPS = 2
 _NUM_ROUNDS = 10
-_BUDGET_S = 20.0  # of the steps, where their number is not given
+_BUDGET_S = 20.0  # duration of all steps if their number is not given
 
 
 def measure_step(
@@ -29,21 +29,21 @@ def measure_step(
     num_steps: int | None = None,
     matmul_size: int = MATMUL_SIZE,
 ) -> dict[str, Any]:
-    """Compiles and runs the training step of `config` on made-up batches that lie on the devices.
+    """Compile and run the training step of `config` on a synthetic batch on the devices.
 
-    On a CPU each round of steps stands beside float32 products of two square matrices, with as
-    many FLOPs, on the same threads; `ratio_to_matmul` is the quotient of the CPU seconds of the
-    two in one round: 1 would be a step in which only the products cost anything.
+    On a CPU, each round also times float32 products of two square matrices with as many FLOPs on
+    the same threads. `ratio_to_matmul` is the ratio of the CPU seconds of steps and products in one
+    round; it would be 1 if only matrix products took time.
 
     Args:
       config: with `data.num_classes` and `data.num_examples` set; no data are read.
-      mesh: of the devices.
-      num_steps: to be timed; None: what 20 seconds hold, at least 5.
-      matmul_size: rows and columns of those matrices.
+      mesh: the mesh of the devices.
+      num_steps: number of steps to time; None runs for 20 seconds, at least 5 steps.
+      matmul_size: rows and columns of the matrices.
 
     Returns:
-      Figures as JSON takes them; those with a spread as {"median", "min", "max"} of the rounds.
-      `mfu` is None where the chip's peak is not known.
+      Figures for JSON; measured ones as {"median", "min", "max"} of the rounds. `mfu` is None if
+      the chip's peak is unknown.
     """
     experiment = make_experiment(config, mesh)
     with jax.set_mesh(mesh):
@@ -75,7 +75,7 @@ def measure_step(
         ),
     }
     if on_cpu:
-        # The products have nearly as many FLOPs as the steps; what is missing is scaled.
+        # The products have nearly as many FLOPs as the steps; scale their time by the difference.
         scale = experiment.flops_per_image / (products * 2 * matmul_size**3)
         matmul_s = [cost.cpu_s * scale for cost in costs["matmul"]]
         figures |= {"matmul_size": matmul_size, **_beside_matmul(cpu_s, matmul_s)}
@@ -83,7 +83,7 @@ def measure_step(
 
 
 def _describe(experiment: Experiment, config: ConfigDict, mesh: Mesh) -> dict[str, Any]:
-    """The devices and the size of the training step."""
+    """Figures of the devices and the size of the training step."""
     return {
         "device_kind": mesh.devices.flat[0].device_kind,
         "num_devices": mesh.size,
@@ -98,7 +98,7 @@ def _describe(experiment: Experiment, config: ConfigDict, mesh: Mesh) -> dict[st
 def _compile_steps(
     experiment: Experiment, num_classes: int
 ) -> tuple[Callable[[int], None], float, flops.Memory]:
-    """(number -> None, which takes so many steps; seconds of compiling; memory of a step)."""
+    """(a function that takes a number of steps, compilation time in seconds, memory of a step)."""
     state = experiment.init()
     batch = made_up_batch(experiment, num_classes)
     since = time.perf_counter()
@@ -115,26 +115,29 @@ def _compile_steps(
 
 
 def _steps_in_budget(take_steps: Callable[[int], None]) -> int:
-    """The steps that _BUDGET_S hold, at least 5."""
+    """The number of steps that fit into _BUDGET_S, at least 5."""
     since = time.perf_counter()
     take_steps(1)
     return max(5, math.floor(_BUDGET_S / (time.perf_counter() - since)))
 
 
 def _beside_matmul(cpu_s: list[float], matmul_s: list[float]) -> dict[str, dict[str, float]]:
-    """CPU seconds an image of the products, and how many times as many the steps take."""
+    """CPU seconds per image of the products, and the ratio of the steps' CPU seconds to them."""
     ratios = [step_s / product_s for step_s, product_s in zip(cpu_s, matmul_s, strict=True)]
     return {"matmul_cpu_s_per_image": spread(matmul_s), "ratio_to_matmul": spread(ratios)}
 
 
 def made_up_batch(experiment: Experiment, num_classes: int) -> dict[str, jax.Array]:
-    """A training batch of noise on the devices, laid out as the step takes it."""
+    """A training batch of noise on the devices, sharded as the step expects."""
     shapes = experiment.abstract_batch
+    one_label = len(shapes["label"].shape) == 1
 
     def make(key):
         return {
             "image": jax.random.bits(key, shapes["image"].shape, jnp.uint8),
-            "label": jax.random.randint(key, shapes["label"].shape, 0, num_classes, jnp.int32),
+            "label": jax.random.randint(
+                key, shapes["label"].shape, 0, num_classes if one_label else 2, jnp.int32
+            ).astype(shapes["label"].dtype),
             "mask": jnp.ones(shapes["mask"].shape, jnp.float32),
             "id": jnp.arange(*shapes["id"].shape, dtype=jnp.int32),
         }
@@ -144,7 +147,7 @@ def made_up_batch(experiment: Experiment, num_classes: int) -> dict[str, jax.Arr
 
 
 def make_matmuls(size: int, number: int):
-    """() -> None: `number` products of two float32 matrices of `size` x `size`, one by one."""
+    """A function that runs `number` products of float32 `size` x `size` matrices in sequence."""
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.float32)
     product = jax.jit(jnp.matmul).lower(a, b).compile()
 

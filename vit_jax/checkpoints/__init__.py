@@ -1,6 +1,6 @@
-"""Checkpoints that certify themselves, and checks that copies of the state agree.
+"""Self-verifying checkpoints, and checks that copies of the state agree.
 
-Importing this package loads no orbax.
+Importing this package does not import orbax.
 """
 
 from ml_collections import ConfigDict
@@ -9,8 +9,8 @@ from vit_jax.errors import Faults
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Checks the section `checkpoint`, but for its durations."""
+    """Check the section `checkpoint`, except for its durations."""
     keep = config.checkpoint.keep_last
     faults.need(
-        keep >= 2, f"checkpoint.keep_last={keep}: needs at least 2, should the newest be damaged"
+        keep >= 2, f"checkpoint.keep_last={keep}: must be at least 2, in case the newest is damaged"
     )

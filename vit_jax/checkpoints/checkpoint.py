@@ -1,13 +1,13 @@
-"""Checkpoints that certify themselves, written by orbax.
+"""Self-verifying checkpoints, written by orbax.
 
     checkpoints/<step>/state      the whole TrainState
-    checkpoints/<step>/meta       JSON: the format's version, a checksum of every leaf, ...
-    checkpoints/<step>/seal.json  size of every file, and the digest of the small ones
-    checkpoints/invalid-<step>    moved aside, because it did not verify
+    checkpoints/<step>/meta       JSON: format version, checksum of every leaf, ...
+    checkpoints/<step>/seal.json  size of every file, digest of the small ones
+    checkpoints/invalid-<step>    moved aside because verification failed
 
-orbax commits a step atomically, but restores a flipped bit without a word: so every leaf has a
-checksum that does not depend on how it is laid out over devices, and what the leaves do not cover
-is sealed, before the commit.
+orbax commits a step atomically, but restores flipped bits without an error. Therefore every leaf
+has a checksum, which does not depend on its sharding, and all other files are sealed before the
+commit.
 """
 
 import logging
@@ -26,13 +26,13 @@ from vit_jax.tree import PyTree
 
 logger = logging.getLogger("vit_jax")
 
-State = TypeVar("State")  # a pytree, restored as it is described
+State = TypeVar("State")  # a pytree; restored with the structure of its description
 
-# A process reads whole chunks of a leaf, so they are small beside what it keeps of it: of the two
-# greatest axes of a leaf's share orbax makes about equal pieces.
+# A process reads whole chunks of a leaf, so chunks must be small compared to its share of the leaf.
+# orbax splits the two largest axes of the share about evenly.
 _CHUNKS_OF_A_LEAF = 4096
 _MIN_CHUNK_BYTES = 1 << 14
-# orbax warns, once a leaf, that chunks below a MiB could be slow.
+# orbax warns for every leaf that chunks below 1 MiB may be slow.
 logging.getLogger("absl").addFilter(lambda record: record.module != "subchunking")
 
 
@@ -41,20 +41,40 @@ def _save_args(leaf: jax.Array) -> ocp.SaveArgs:
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes)
 
 
+class _Best:
+    """Orbax's form of a rule that keeps one step."""
+
+    def __init__(self, best_step: Callable[[], int | None]):
+        self._best_step = best_step
+
+    def should_preserve(self, checkpoints, *, context) -> list[bool]:
+        del context
+        best = self._best_step()
+        return [info.step == best for info in checkpoints]
+
+
 class Checkpoints:
-    """Saves states asynchronously into `directory`, keeping the newest and every n-th.
+    """Saves states asynchronously in `directory`, and keeps the newest and every n-th.
 
     Args:
-      directory: the workdir's `checkpoints`; made if absent. Files of a killed save are removed.
-      keep_last: how many of the newest are kept, at least 2.
-      keep_every: steps whose multiples are kept for ever; None: none.
+      directory: the workdir's `checkpoints`; created if absent. Files of a killed save are removed.
+      keep_last: number of newest checkpoints to keep, at least 2.
+      keep_every: interval, in steps, of checkpoints to keep for ever; None: none.
+      best_step: returns the step to keep as the best so far; None if there is none.
     """
 
-    def __init__(self, directory: epath.Path, *, keep_last: int, keep_every: int | None):
+    def __init__(
+        self,
+        directory: epath.Path,
+        *,
+        keep_last: int,
+        keep_every: int | None,
+        best_step: Callable[[], int | None] = lambda: None,
+    ):
         self._directory = directory
         self._saving: int | None = None
         policies = ocp.checkpoint_managers
-        keep: list[policies.PreservationPolicy] = [policies.LatestN(keep_last)]
+        keep: list[policies.PreservationPolicy] = [policies.LatestN(keep_last), _Best(best_step)]
         if keep_every:
             keep.append(policies.EveryNSteps(keep_every))
         self._manager = ocp.CheckpointManager(
@@ -70,14 +90,14 @@ class Checkpoints:
         )
 
     def _seal_uncommitted(self) -> None:
-        """Called by orbax when all is written but the files of the commit."""
+        """Seal the step; orbax calls this once all files except those of the commit are written."""
         if jax.process_index() == 0:
             name = str(self._saving)
             uncommitted = list(self._directory.glob(f"{name}.orbax-checkpoint-tmp*"))
             write_seal(uncommitted[0] if uncommitted else self._directory / name)
 
     def wait(self) -> None:
-        """Waits for the save in flight, if there is one, and completes its seal."""
+        """Wait for the save in flight, if any, and complete its seal."""
         try:
             self._manager.wait_until_finished()
         finally:
@@ -86,7 +106,7 @@ class Checkpoints:
             complete_seal(self._directory / str(saving))
 
     def save(self, step: int, state: PyTree, meta: dict) -> None:
-        """Saves `state` as `step`; returns once it may be donated, the files follow."""
+        """Save `state` as `step`; returns once the state may be donated, and writes files later."""
         own = {"format_version": stored.FORMAT_VERSION, "step": step, "checksums": checksums(state)}
         meta = meta | own
         self.wait()
@@ -101,11 +121,11 @@ class Checkpoints:
                 force=True,
             )
         except BaseException:
-            self._saving = None  # there is nothing to wait for and to seal
+            self._saving = None  # the save failed: nothing to wait for or to seal
             raise
 
     def close(self) -> None:
-        """Waits until everything is on disk."""
+        """Wait until everything is on disk."""
         self.wait()
         self._manager.close()
 
@@ -118,17 +138,17 @@ def start(
     from_init: Callable[[], State] | None,
     from_scratch: Callable[[], State],
 ) -> tuple[State, dict]:
-    """How a run starts: resume > init_from > scratch; the log says which.
+    """Start a run: resume, else `from_init`, else from scratch; logs which.
 
     Returns:
-      The state and, where it was resumed, the meta saved with it, else {}.
+      The state and, if resumed, the meta saved with it, else {}.
 
     Raises:
-      InputError: if the checkpoint was made with another order of data.
+      InputError: if the checkpoint was made with other data or another order.
     """
     restored = restore_newest(directory, abstract_state, fingerprint=fingerprint, move_aside=True)
     if restored is not None:
-        logger.info("start: resumed at step %d of %s", restored[1]["step"], directory)
+        logger.info("start: resumed at step %d from %s", restored[1]["step"], directory)
         return restored
     if from_init is not None:
         return from_init(), {}

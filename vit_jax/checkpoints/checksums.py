@@ -1,4 +1,4 @@
-"""Checksums of arrays by their bits, which do not depend on how they are laid out over devices."""
+"""Checksums of arrays by their bits, independent of their sharding."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from vit_jax import tree
 
 
 def _mix(bits: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every bit of the input moves half of the output's."""
+    """A bijection of uint32 in which every input bit affects half of the output bits."""
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
     return bits ^ (bits >> 16)
@@ -21,9 +21,9 @@ def checksum(leaf: jax.Array) -> jax.Array:
     word = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[leaf.dtype.itemsize]
     if leaf.dtype == jnp.bool_:
         leaf = leaf.astype(jnp.uint8)
-    # A 64-bit number becomes two words, along an axis of their own.
+    # A 64-bit number becomes two words, along a new axis.
     bits = jax.lax.bitcast_convert_type(leaf, word).astype(jnp.uint32)
-    for axis in range(bits.ndim):  # one by one: a flat index would wrap in large leaves
+    for axis in range(bits.ndim):  # axis by axis: a flat index would overflow in large leaves
         index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
         bits = _mix(bits ^ _mix(index + jnp.uint32(axis + 1)))
     return bits.sum(dtype=jnp.uint32)
@@ -35,16 +35,16 @@ def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def checksums(state: tree.PyTree) -> dict[str, int]:
-    """{leaf name: 32-bit checksum of its bits and their places}, the same on any mesh.
+    """{leaf name: 32-bit checksum of its bits and their positions}, the same on any mesh.
 
-    A sum over elements of the mixed bits, so that it can be taken shard by shard; any change of one
-    element changes it.
+    It is a sum over elements, so it can be computed shard by shard; a change of any single element
+    changes it.
     """
     return {n: int(x) for n, x in jax.device_get(_checksums(tree.flatten_names(state))).items()}
 
 
 def hash_params(params: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of the names, shapes and float32 values of all parameters, in order of the names."""
+    """SHA-256 of the names, shapes and float32 values of all parameters, sorted by name."""
     digest = hashlib.sha256()
     for name in sorted(params):
         array = np.ascontiguousarray(params[name], np.float32)

@@ -1,4 +1,4 @@
-"""Reading on all processes, or on none: one that cannot read its part must not go on alone."""
+"""Reading that succeeds or fails on all processes together, so that none continues by itself."""
 
 from collections.abc import Callable
 from typing import TypeVar, cast
@@ -6,8 +6,8 @@ from typing import TypeVar, cast
 import numpy as np
 from jax.experimental import multihost_utils
 
-# What a damaged step raises, here, in orbax or in tensorstore; all else is the disk's or the
-# store's fault, and may be gone at the next try.
+# Errors that a damaged step raises here, in orbax or in tensorstore. All other errors are faults of
+# the disk or the store, and may be gone at the next try.
 _ITS_FAULT = (FileNotFoundError, IsADirectoryError, NotADirectoryError, EOFError, KeyError,
               TypeError, ValueError)  # fmt: skip
 
@@ -16,20 +16,20 @@ T = TypeVar("T")
 
 
 class InvalidError(ValueError):
-    """A saved step is not as it was saved; says what is wrong, and which process found it."""
+    """A saved step is damaged; says how, and which process found it."""
 
 
 def on_all(read: Callable[[], T]) -> T:
-    """read(), unless it fails on any process: then every process raises.
+    """Return read(); if it fails on any process, raise on every process.
 
     Raises:
-      InvalidError: for what the step is to blame for.
+      InvalidError: for errors that a damaged step causes.
     """
     result: T | None = None
     fault: Exception | None = None
     try:
         result = read()
-    except Exception as e:  # told to the other processes first
+    except Exception as e:  # raised below, once the other processes know
         fault = e
     blameless = fault is not None and not isinstance(fault, _ITS_FAULT)
     verdicts = _from_all(0 if fault is None else 1 if blameless else 2)
@@ -46,5 +46,5 @@ def on_all(read: Callable[[], T]) -> T:
 
 
 def _from_all(number: int) -> list[int]:
-    """The number that each process gives."""
+    """The `number` of each process."""
     return multihost_utils.process_allgather(np.int32(number)).ravel().tolist()

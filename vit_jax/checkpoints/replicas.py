@@ -1,7 +1,7 @@
-"""Finds copies of one array that are no longer equal.
+"""Detects copies of an array that are no longer equal.
 
-What is replicated every device computes for itself, and nothing compares it: a bit that flips in
-the memory of one stays flipped there, and its replica goes its own way.
+Every device computes replicated values for itself, and nothing compares them: after a bit flip in
+the memory of one device its copy silently diverges.
 """
 
 import functools
@@ -25,16 +25,16 @@ class DivergedError(RuntimeError):
 
 
 def check_replicas(state: tree.PyTree, mesh: Mesh) -> None:
-    """Compares the copies of every shard of `state`, over all devices; all processes call it.
+    """Compare the copies of every shard of `state` over all devices; all processes call it.
 
-    The only bytes that travel are one checksum a leaf and device.
+    Only one checksum per leaf and device is communicated.
 
     Args:
       state: a pytree of arrays, each with a NamedSharding over `mesh`.
-      mesh: of `jax.set_mesh`.
+      mesh: the mesh of `jax.set_mesh`.
 
     Raises:
-      DivergedError: on every process, naming leaves, devices and their processes.
+      DivergedError: on every process; names the leaves, the devices and their processes.
     """
     leaves = tree.flatten_names(state)
     specs = tuple(leaf.sharding.spec for leaf in leaves.values())
@@ -50,15 +50,15 @@ def check_replicas(state: tree.PyTree, mesh: Mesh) -> None:
     if differing:
         more = len(differing) - _NAMED_AT_MOST
         raise DivergedError(
-            "copies of the state differ between devices; one of these has computed or kept wrong "
-            "bits, and should be taken out of service:\n  "
+            "copies of the state differ between devices; one of these devices has computed or "
+            "stored wrong bits, and should be taken out of service:\n  "
             + "\n  ".join(differing[:_NAMED_AT_MOST])
             + (f"\n  and {more} more" if more > 0 else "")
         )
 
 
 def _copied_over(mesh: Mesh, spec: P) -> tuple[int, ...]:
-    """The axes of the mesh, by number, along which an array laid out by `spec` is the same."""
+    """Numbers of the mesh axes along which an array with `spec` is replicated."""
     split = {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
     return tuple(i for i, axis in enumerate(mesh.axis_names) if axis not in split)
 
@@ -68,7 +68,7 @@ def _num_copies(mesh: Mesh, spec: P) -> int:
 
 
 def _differing(mesh: Mesh, specs: Sequence[P], checksums: np.ndarray) -> list[int]:
-    """The leaves of whose shards some copies differ; `checksums` are (*mesh, leaves)."""
+    """Indices of the leaves whose copies differ; `checksums` has shape (*mesh, leaves)."""
     found = []
     for spec in set(specs):
         rows = np.array([i for i, other in enumerate(specs) if other == spec])
@@ -81,7 +81,7 @@ def _differing(mesh: Mesh, specs: Sequence[P], checksums: np.ndarray) -> list[in
 
 @functools.cache
 def _make_checksums(mesh: Mesh, specs: tuple[P, ...]) -> Callable:
-    """Leaves laid out as `specs` say -> uint32 (devices of the mesh, leaves), on every device."""
+    """Make leaves sharded by `specs` -> uint32 (devices of the mesh, leaves), on every device."""
 
     def own_checksums(leaves):
         return jnp.stack([checksum(leaf) for leaf in leaves])[None]
@@ -102,7 +102,7 @@ def _describe(
     shape: tuple[int, ...],
     by_device: Mapping[jax.Device, np.uint32],
 ) -> list[str]:
-    """A text for each shard of a leaf whose copies differ: which device has what."""
+    """One text per shard whose copies differ: the groups of devices with equal copies."""
     by_place: dict[str, dict[int, list[jax.Device]]] = {}
     for device, place in sharding.devices_indices_map(shape).items():
         by_value = by_place.setdefault(str(place), {})
@@ -116,7 +116,7 @@ def _describe(
 
 
 def _devices(devices: list[jax.Device]) -> str:
-    """The fewer, the more they are to blame: those are named, of many the number."""
+    """Devices with equal copies: by name if few, since a minority is likely wrong; else a count."""
     if len(devices) > 8:
         return f"{len(devices)} others"
     by_process: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Restoring a saved step: found, verified, and laid out over any mesh."""
+"""Restores a saved step: finds it, verifies it, and shards it over any mesh."""
 
 import functools
 import json
@@ -22,10 +22,10 @@ logger = logging.getLogger("vit_jax")
 
 
 def saved_steps(directory: epath.Path) -> list[int]:
-    """The committed steps in `directory`, newest first."""
+    """Committed steps in `directory`, newest first."""
     if not directory.exists():
         return []
-    # An object store, which cannot rename, has a step under its name before it is committed.
+    # Object stores cannot rename, so an uncommitted step has its final name there.
     steps = [
         p for p in directory.iterdir()
         if p.name.isdigit() and p.is_dir() and ocp.utils.is_checkpoint_finalized(p)
@@ -34,7 +34,7 @@ def saved_steps(directory: epath.Path) -> list[int]:
 
 
 def _steps_of_first(directory: epath.Path) -> list[int]:
-    """`saved_steps` as process 0 sees it; a shared disk may show others an older listing."""
+    """`saved_steps` as seen by process 0; a shared disk may show others an older listing."""
     steps = saved_steps(directory)
     if jax.process_count() == 1:
         return steps
@@ -44,20 +44,20 @@ def _steps_of_first(directory: epath.Path) -> list[int]:
 
 
 def read_meta(step_dir: epath.Path) -> dict:
-    """What was saved beside the state."""
+    """The metadata saved with the state."""
     return json.loads((step_dir / "meta" / "metadata").read_text())
 
 
 def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dict]:
-    """One step's state as `target` and its meta; on all processes, or on none.
+    """State of one step, structured like `target`, and its meta; fails on all processes or none.
 
     Raises:
       InputError: the step has a newer format.
-      InvalidError: whatever orbax, or a check, finds wrong with it on any process.
+      InvalidError: orbax or a check found it damaged on any process.
     """
 
     def read_sealed_meta():
-        if jax.process_index() == 0:  # it reads every small file: once is enough
+        if jax.process_index() == 0:  # it reads every small file, so one process is enough
             check_seal(step_dir)
         return read_meta(step_dir)
 
@@ -66,16 +66,16 @@ def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dic
     find_names = functools.partial(stored.stored_names, target, meta["checksums"], partial=partial)
     names = on_all(find_names)
     state = on_all(functools.partial(_read_state, step_dir, target, names))
-    for name, found in checksums(state).items():  # of whole leaves, the same on every process
+    for name, found in checksums(state).items():  # over whole leaves, so equal on every process
         if meta["checksums"][names[name]] != found:
-            raise InvalidError(f"leaf {name} is not as it was saved (checksum)")
+            raise InvalidError(f"leaf {name} is damaged: its checksum differs")
     return state, meta
 
 
 def _read_state(step_dir: epath.Path, target: Any, names: dict[str, str]) -> Any:
-    """The leaves of one step that `target` has; of each this process's shards.
+    """Read this process's shards of the leaves that `target` has.
 
-    names: of these leaves, {name in `target`: name in the step}.
+    names: {name in `target`: name in the step} for these leaves.
     """
     item = stored.as_stored(target, names)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
@@ -84,22 +84,22 @@ def _read_state(step_dir: epath.Path, target: Any, names: dict[str, str]) -> Any
             args=ocp.args.PyTreeRestore(
                 item=item,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-                partial_restore=True,  # the names have been compared already
+                partial_restore=True,  # names have been compared already
             ),
         )
     return stored.as_today(found, target, names)
 
 
 def restore_step(path: epath.Path, abstract_state: Any, *, partial: bool = False) -> tuple:
-    """(state, meta) of the checkpoint `path`, a step's; arguments as of `restore_newest`.
+    """(state, meta) of the checkpoint of one step at `path`; arguments as in `restore_newest`.
 
     Raises:
-      InputError: if it does not verify.
+      InputError: if verification fails.
     """
     try:
         return _restore(path, abstract_state, partial)
     except InvalidError as e:
-        raise InputError(f"checkpoint {path} is invalid: {e}; take another step") from None
+        raise InputError(f"checkpoint {path} is invalid: {e}; use another step") from None
 
 
 def restore_newest(
@@ -110,20 +110,20 @@ def restore_newest(
     fingerprint: Callable[[int], str] | None = None,
     move_aside: bool = False,
 ) -> tuple[Any, dict] | None:
-    """(state, meta) of the newest step in `directory` that verifies; None if there is no step.
+    """(state, meta) of the newest valid step in `directory`; None if there are no steps.
 
     Args:
       directory: the workdir's `checkpoints`.
-      abstract_state: shapes and dtypes with shardings, of any mesh; with `partial` it may lack
-        whole fields, e.g. be {"params": ...} alone.
+      abstract_state: shapes and dtypes with shardings over any mesh; with `partial` it may lack
+        whole fields, e.g. be {"params": ...}.
       partial: see `abstract_state`.
-      fingerprint: version -> the data's fingerprint by it, which must be that of the step; None:
-        it does not matter.
-      move_aside: rename what did not verify to `invalid-<step>`, once a good one was found.
+      fingerprint: version -> fingerprint of the data, which must equal that in the step; None: not
+        checked.
+      move_aside: rename damaged steps to `invalid-<step>` once a valid one has been found.
 
     Raises:
-      InputError: if there are steps and none verifies, or one has a newer format or was made with
-        other data; nothing is moved then.
+      InputError: if none of the steps is valid, or one has a newer format or was made with other
+        data; nothing is moved then.
     """
     invalid = {}
     for step in _steps_of_first(directory):
@@ -133,11 +133,11 @@ def restore_newest(
             invalid[step] = str(e)
             logger.warning("checkpoint %s is invalid: %s", directory / str(step), invalid[step])
             continue
-        version = meta.get("fingerprint_version", 1)  # versions are stored from the second on
+        version = meta.get("fingerprint_version", 1)  # not stored by version 1
         if fingerprint is not None and meta["data_fingerprint"] != fingerprint(version):
             raise InputError(
-                f"the data set is not the one that the checkpoints in {directory} were made with "
-                "(its examples, their order or its classes differ); bring it back, or take a new "
+                f"the data set differs from the one that the checkpoints in {directory} were made "
+                "with (in its examples, their order or its classes); restore it, or use a new "
                 "--workdir"
             )
         for bad in invalid if move_aside else ():
@@ -146,14 +146,14 @@ def restore_newest(
     if invalid:
         reasons = "\n  ".join(f"{step}: {reason}" for step, reason in invalid.items())
         raise InputError(
-            f"no checkpoint in {directory} can be read; put an intact copy there, or move the "
-            f"directory away to start anew\n  {reasons}"
+            f"no checkpoint in {directory} is valid; restore an intact copy, or move the directory "
+            f"away to start from scratch\n  {reasons}"
         )
     return None
 
 
 def _move_aside(directory: epath.Path, step: int) -> None:
-    """Renames a step, before a manager opens that would count it among those it keeps."""
+    """Rename a step, before a checkpoint manager counts it among those to keep."""
     aside = directory / f"invalid-{step}"
     if jax.process_index() == 0:
         if aside.exists():

@@ -1,7 +1,7 @@
-"""The seal of a saved step: the size of every file, and the digest of the small ones.
+"""The seal of a saved step: the size of every file, and the digests of small files.
 
-What a leaf's checksum does not cover, such as metadata, is sealed before orbax commits a step;
-files that orbax writes during the commit are added to the seal afterwards.
+It protects files that the checksums of leaves do not cover, such as metadata. It is written before
+orbax commits a step; files that orbax writes during the commit are added afterwards.
 """
 
 import concurrent.futures
@@ -14,19 +14,19 @@ from vit_jax.files import write_whole
 
 _SEAL = "seal.json"
 _READ_AT_ONCE = 32
-_DIGESTED_UP_TO = 1 << 20  # bytes; array data above that is covered by the leaves' checksums
+_DIGESTED_UP_TO = 1 << 20  # bytes; larger files hold array data, covered by checksums of leaves
 # Files that orbax writes during the commit; added to the seal afterwards.
 _COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
 def write_seal(step_dir: epath.Path) -> None:
-    """Seals a step that is not committed yet."""
+    """Seal a step that is not committed yet."""
     files = _files(step_dir) | dict.fromkeys(_COMMIT_FILES)
     write_whole(step_dir / _SEAL, json.dumps(files, indent=1))
 
 
 def complete_seal(step_dir: epath.Path) -> None:
-    """Adds the files of the commit to the seal of a step."""
+    """Add the files of the commit to the seal of a step."""
     sealed = json.loads((step_dir / _SEAL).read_text())
     committed = [step_dir / name for name in _COMMIT_FILES]
     sealed |= {path.name: _entry(path) for path in committed if path.exists()}
@@ -34,7 +34,7 @@ def complete_seal(step_dir: epath.Path) -> None:
 
 
 def check_seal(step_dir: epath.Path) -> None:
-    """Raises ValueError naming the first file that is not as it was sealed."""
+    """Raise ValueError, naming the file, at the first file that differs from the seal."""
     if not (step_dir / _SEAL).exists():
         raise ValueError(f"file {_SEAL} is missing")
     found = _files(step_dir)
@@ -42,11 +42,11 @@ def check_seal(step_dir: epath.Path) -> None:
         if name not in found:
             raise ValueError(f"file {name} is missing")
         if entry is not None and found[name] != entry:
-            raise ValueError(f"file {name} is not as it was saved ({found[name][0]} bytes)")
+            raise ValueError(f"file {name} is damaged ({found[name][0]} bytes)")
 
 
 def _files(step_dir: epath.Path) -> dict[str, list]:
-    """{relative path: [bytes, digest or None if the file is large]} but for the seal."""
+    """{relative path: [bytes, digest or None if the file is large]}, without the seal."""
 
     def below(folder, prefix):
         for path in folder.iterdir():
@@ -56,7 +56,7 @@ def _files(step_dir: epath.Path) -> dict[str, list]:
                 yield prefix + path.name, path
 
     paths = dict(below(step_dir, ""))
-    # Of a pod's many files each is a request to a store, which takes its time.
+    # A pod writes many files, and each one is a slow request to a store.
     with concurrent.futures.ThreadPoolExecutor(_READ_AT_ONCE) as pool:
         return dict(zip(paths, pool.map(_entry, paths.values()), strict=True))
 

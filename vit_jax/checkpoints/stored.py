@@ -1,8 +1,8 @@
-"""How a saved step differs from today's format: its version, and the names of its leaves.
+"""Format version of saved steps, and renamed leaves.
 
-A step holds its version and, with their checksums, the names of all its leaves. The form of the
-seal and the place of the version in `meta` stay the same in all versions, so that a newer step is
-never taken for a damaged one.
+A step holds its version and, with the checksums, the names of all its leaves. The form of the seal
+and the place of the version in `meta` are the same in all versions, so that a newer step is not
+taken for a damaged one.
 """
 
 import re
@@ -14,27 +14,27 @@ import orbax.checkpoint as ocp
 
 from vit_jax import tree
 
-# The format of a step, whose meta holds it as `format_version`; steps of version 1 do not. Raise it
+# Format of a step, stored in its meta as `format_version`; steps of version 1 lack it. Increase it
 # with every entry in RENAMED_LEAVES, and when a leaf or an entry of meta changes its meaning.
 FORMAT_VERSION = 2
 
-# Regex over the whole name that older versions gave to leaves -> their name today, with \1 for
-# groups; all that match are applied, in this order. Begin with "(.*/)": a parameter is also in the
-# average and in the optimizer's state, as in r"(.*/)norm/scale": r"\1norm/gain". The regex must
-# match no name of today. Patterns in configs, as in optimizer.freeze, are not rewritten.
+# Regex over the whole name of a leaf in older versions -> its name today, with \1 for groups. All
+# matching entries are applied, in this order. Start with "(.*/)", since a parameter also occurs in
+# the average and the optimizer state: r"(.*/)norm/scale": r"\1norm/gain". The regex must not match
+# any name of today. Patterns in configs, such as optimizer.freeze, are not rewritten.
 RENAMED_LEAVES: dict[str, str] = {}
 
 
 def stored_names(target: Any, saved: Iterable[str], *, partial: bool) -> dict[str, str]:
-    """{name in `target`: name in the step} of all leaves of `target`.
+    """{name in `target`: name in the step} for all leaves of `target`.
 
     Args:
       target: a pytree with today's names.
-      saved: the names of the leaves in the step.
-      partial: whether the step may have others.
+      saved: names of the leaves in the step.
+      partial: whether the step may have leaves that `target` lacks.
 
     Raises:
-      ValueError: naming a leaf that the step lacks, or has though it may not.
+      ValueError: names a leaf that the step lacks, or has in excess.
     """
     wanted, by_today = tree.flatten_names(target), {_todays_name(name): name for name in saved}
     for name in wanted:
@@ -42,7 +42,7 @@ def stored_names(target: Any, saved: Iterable[str], *, partial: bool) -> dict[st
             raise ValueError(f"leaf {name} is missing")
     surplus = sorted(by_today.keys() - wanted.keys())
     if surplus and not partial:
-        raise ValueError(f"leaf {by_today[surplus[0]]} is no part of this run's state")
+        raise ValueError(f"leaf {by_today[surplus[0]]} is not part of this run's state")
     return {name: by_today[name] for name in wanted}
 
 
@@ -54,7 +54,7 @@ def _todays_name(name: str) -> str:
 
 
 def as_stored(target: Any, names: dict[str, str]) -> Any:
-    """`target` in the form that orbax saves, nested dicts and lists, by the names in the step."""
+    """`target` as nested dicts and lists, the form that orbax saves, with the step's names."""
     form = ocp.tree.serialize_tree(target, keep_empty_nodes=True)
     moved = {new: _pop(form, name.split("/")) for name, new in names.items() if name != new}
     for name, leaf in moved.items():
@@ -75,7 +75,7 @@ def as_today(stored: Any, target: Any, names: dict[str, str]) -> Any:
 
 
 def _pop(node: Any, way: list[str]) -> Any:
-    """Takes the leaf at the end of `way` out, and the dicts that this empties."""
+    """Remove and return the leaf at the path `way`, and remove the dicts that become empty."""
     key, *below = way
     if not below:
         return node.pop(key)

@@ -1,12 +1,12 @@
-"""Measures the input pipeline or the training step of a config, or draws what augmentation does.
+"""Measure the input pipeline or the training step of a config, or draw its augmentations.
 
   python -m vit_jax.main benchmark --what=input --config=pretrain:ViT-S/16,imagenet2012
   python -m vit_jax.main benchmark --what=step --config=pretrain:ViT-L/16,imagenet2012
 
-input: CPU milliseconds an image, beside the mere decoding of the same images and beside a plain
-float32 pipeline; of the data only the training split is opened.
-step: seconds to compile, images/s, CPU seconds and GFLOP an image, MFU, memory; no data are read.
-augmentations: a picture of some training images and of what is made of them, as PNG in --output.
+input: CPU milliseconds per image, compared with decoding only and with a plain float32 pipeline on
+the same images; only the training split is opened.
+step: compile seconds, images/s, CPU seconds and GFLOP per image, MFU and memory; reads no data.
+augmentations: a PNG, written to --output, of training images before and after augmentation.
 """
 
 import argparse
@@ -36,7 +36,7 @@ FORMATS = ("table", "json")
 
 
 def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
-    """See `benchmarks.input`; `flags` say nothing to it."""
+    """Run `benchmarks.input.measure_input`; `flags` are unused."""
     del flags
     from vit_jax.benchmarks import input as input_benchmark
 
@@ -44,11 +44,12 @@ def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, An
 
 
 def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
-    """See `benchmarks.step`; takes `flags.steps`."""
+    """Run `benchmarks.step.measure_step` for `flags.steps` steps."""
     from vit_jax.benchmarks import step
     from vit_jax.data.known import fill_in_sizes
+    from vit_jax.training.decided import decide
 
-    config = fill_in_sizes(config)
+    config = decide(fill_in_sizes(config))
     mesh = make_mesh(**{axis: size for axis, size in config.mesh.items() if axis != "platform"})
     check_batch_size(mesh, config.global_batch_size, "global_batch_size")
     check_accum_steps(mesh, config.global_batch_size, config.optimizer.accum_steps)
@@ -56,17 +57,17 @@ def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any
 
 
 def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
-    """See `benchmarks.augmentations`; the PNG is `flags.output`."""
+    """Draw the picture of `benchmarks.augmentations` to the PNG `flags.output`."""
     if flags.output is None:
-        raise InputError("--output: missing; give the PNG file that the picture goes to")
+        raise InputError("--output: missing; name the PNG file to write")
     from vit_jax.benchmarks.augmentations import draw_contact_sheet
 
     draw_contact_sheet(config, flags.output)
     logger.info("drawn: %s", flags.output)
 
 
-# What --what names -> its function of the config and the flags. It returns the figures to be
-# shown, or, having written --output itself, None.
+# Name given by --what -> function of the config and the flags. It returns the figures to print, or
+# None if it has written --output itself.
 BENCHMARKS: dict[str, Callable[[ConfigDict, argparse.Namespace], dict[str, Any] | None]] = {
     "input": measure_input,
     "step": measure_step,
@@ -75,11 +76,11 @@ BENCHMARKS: dict[str, Callable[[ConfigDict, argparse.Namespace], dict[str, Any] 
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--what", help=" or ".join(BENCHMARKS))
+    parser.add_argument("--what", help=", ".join(BENCHMARKS))
     define_config_flags(parser)
-    parser.add_argument("--output", metavar="FILE", help="of the figures, as JSON, or the picture")
-    parser.add_argument("--format", default="table", help="of standard output: table or json")
-    parser.add_argument("--steps", type=int, help="to be timed; otherwise what 20 seconds hold")
+    parser.add_argument("--output", metavar="FILE", help="file for the figures (JSON) or the PNG")
+    parser.add_argument("--format", default="table", help="standard output: table or json")
+    parser.add_argument("--steps", type=int, help="steps to time; default: as many as fit in 20 s")
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -92,7 +93,7 @@ def main(flags: argparse.Namespace) -> int:
         if value not in known:
             raise InputError(f"--{name}={value}: {nearest(value, known)}")
     if flags.steps is not None and flags.what != "step":
-        raise InputError(f"--steps={flags.steps}: is for --what=step; leave it out")
+        raise InputError(f"--steps={flags.steps}: only for --what=step; leave it out")
     if flags.steps is not None and flags.steps < 1:
         raise InputError(f"--steps={flags.steps}: needs a positive number")
     output = None if flags.output is None else files.absolute(flags.output)
@@ -100,11 +101,12 @@ def main(flags: argparse.Namespace) -> int:
         files.check_output(output, "--output")
     config = load_valid_config(flags)
 
-    from vit_jax import metrics  # TensorBoard only now, that a typo is answered at once
+    from vit_jax import metrics  # imports TensorBoard, so only after the flags are checked
+    from vit_jax.training.decided import read_fields
 
-    metrics.log_to_console(Console(stderr=True))
+    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend(config.mesh.platform)
-    figures = BENCHMARKS[flags.what](config, flags)
+    figures = BENCHMARKS[flags.what](read_fields(config), flags)
     if figures is None:
         return exit_codes.DONE
     named = {"what": flags.what, "config": flags.config, "model": config.model.name, **figures}
@@ -119,7 +121,7 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def as_table(figures: Mapping[str, Any]) -> Table:
-    """One row a figure; those with a spread as median, least and greatest."""
+    """One row per figure; figures with a spread show median, least and greatest value."""
     table = Table(Column(no_wrap=True), Column(overflow="fold"), "least", "greatest")
     for name, value in _rows(figures):
         if isinstance(value, dict) and value.keys() == {"median", "min", "max"}:
@@ -130,7 +132,7 @@ def as_table(figures: Mapping[str, Any]) -> Table:
 
 
 def _rows(figures: Mapping[str, Any], prefix: str = ""):
-    """Every figure by its name; `outer.inner` where one holds several."""
+    """Pairs of name and value; the names of nested figures are joined as `outer.inner`."""
     for name, value in figures.items():
         if isinstance(value, dict) and "median" not in value:
             yield from _rows(value, f"{prefix}{name}.")

@@ -1,9 +1,10 @@
-"""Lists the configs that come with the package, each with its words.
+"""List the configs that come with the package and the words that each accepts.
 
   python -m vit_jax.main configs
 
-A config is given by its name, and takes its words behind a colon, with commas between them:
---config=finetune:ViT-B/16,cifar10,debug. MODEL and DATA stand for names, see `models` and README.
+Words follow the name of the config after a colon, separated by commas:
+--config=finetune:ViT-B/16,cifar10,debug. MODEL and DATA are placeholders for names; see the
+command `models` and docs/reference/models.md.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from vit_jax.job import exit_codes
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
-    del parser  # it has none
+    del parser  # no flags
 
 
 def main(flags: argparse.Namespace) -> int:

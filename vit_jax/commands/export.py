@@ -1,14 +1,14 @@
-"""Writes a model in a format that others read, and a receipt of what it is.
+"""Export a model to another format, with a receipt that describes it.
 
   python -m vit_jax.main export --workdir=runs/mine --output=mine --format=hf
   python -m vit_jax.main export --init_from=ViT-B_16.npz --output=ViT-B_16 --format=timm
 
-npz, npz_v2: a file of the reference release, of its first or its later variant.
-hf: a folder that transformers opens. timm: a folder, or a .safetensors file with a .json.
-stablehlo: a program (jax.export) for cpu, cuda and tpu and any batch size, parameters within.
+npz, npz_v2: a file in the first or the later layout of the reference release.
+hf: a folder for transformers. timm: a folder, or a .safetensors file with a .json beside it.
+stablehlo: a jax.export program for cpu, cuda and tpu with any batch size, including the parameters.
 
-The files are read back before they are written to --output; the receipt tells the largest
-difference of a logit. Prints that and the files' names as JSON on standard output.
+The files are read back before they are moved to --output. The largest difference between logits is
+recorded in the receipt and printed as JSON, together with the names of the files.
 """
 
 import argparse
@@ -24,16 +24,16 @@ from vit_jax.job import exit_codes
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
-    parser.add_argument("--output", metavar="PATH", help="file or folder to make")
+    parser.add_argument("--output", metavar="PATH", help="file or folder to write")
     parser.add_argument("--format", help="npz, npz_v2, hf, timm or stablehlo")
 
 
 def main(flags: argparse.Namespace) -> int:
     example = "python -m vit_jax.main export --workdir=runs/mine --output=mine --format=hf"
     require_flags(flags, ("output", "format"), example)
-    from vit_jax import metrics  # the rest only now, that a typo is answered at once
+    from vit_jax import metrics  # heavy imports only after the flags are checked
 
-    metrics.log_to_console(Console(stderr=True))
+    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
     from vit_jax.transfer.export import export
 

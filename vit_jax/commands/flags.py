@@ -1,4 +1,4 @@
-"""Flags that several commands share, and what they ask for."""
+"""Flags shared by several commands, and functions that read them."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,35 +14,35 @@ if TYPE_CHECKING:
 
 
 def require_flags(flags: argparse.Namespace, names: Sequence[str], example: str) -> None:
-    """Raises InputError with those of the flags `names` that are missing or empty."""
+    """Raise InputError that lists those of the flags `names` that are missing or empty."""
     missing = [f"--{name}" for name in names if getattr(flags, name) in (None, "")]
     if missing:
         raise InputError(f"{', '.join(missing)}: missing; e.g. {example}")
 
 
 def define_config_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a command that takes a config."""
+    """Add the flags of a command that takes a config."""
     parser.add_argument(
-        "--config", metavar="NAME[:words]", help="a name that `configs` lists, or a file; its words"
+        "--config", metavar="NAME[:words]", help="name from `configs`, or a .py file, and its words"
     )
     parser.add_argument(
-        "--print_config", action="store_true", help="print the whole config as JSON, and end"
+        "--print_config", action="store_true", help="print the whole config as JSON and exit"
     )
 
 
 def define_process_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags by which processes of one job find each other, where no cluster is detected."""
+    """Add the flags that connect the processes of one job where no cluster is detected."""
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
-    parser.add_argument("--num_processes", type=int, help="processes that this job must have")
+    parser.add_argument("--num_processes", type=int, help="number of processes that must join")
     parser.add_argument("--process_id", type=int, help="number of this process, from 0")
-    parser.add_argument("--num_devices", type=int, help="devices that they must have together")
+    parser.add_argument("--num_devices", type=int, help="number of devices that must be found")
 
 
 def start_job(flags: argparse.Namespace, config: "ConfigDict") -> None:
-    """Joins the processes, chooses the backend, checks what was found, starts the watchdog.
+    """Join the processes, choose the backend, check processes and devices, start the watchdog.
 
     Raises:
-      InputError: what was found is not what was asked for.
+      InputError: if other processes or devices are found than the flags ask for.
     """
     from vit_jax.devices import mesh
     from vit_jax.job import processes, watchdog
@@ -62,12 +62,12 @@ def start_job(flags: argparse.Namespace, config: "ConfigDict") -> None:
 def load_valid_config(
     flags: argparse.Namespace, required: Sequence[str] | None = None
 ) -> "ConfigDict":
-    """The config of `--config`, overridden and checked.
+    """Load the config given by `--config`, apply the overrides and validate it.
 
-    `required` are the keys that must be set, None for those of a run.
+    `required`: keys that must be set; None: those that a training run needs.
 
     Raises:
-      InputError: no config is named, or with all of its faults.
+      InputError: if no config is named, or the config has faults; lists all faults.
     """
     require_flags(flags, ("config",), "--config=quickstart")
     from vit_jax.config import REQUIRED
@@ -81,9 +81,9 @@ def load_valid_config(
 
 
 def print_config(config: "ConfigDict") -> int:
-    """Prints `config` as the text of a config.json, for `--print_config`; returns the exit code.
+    """Print `config` in the format of config.json, for `--print_config`; return the exit code.
 
-    Keys that only the data or the devices decide are null unless they are set.
+    Keys that depend on the data or the devices are null unless they are set.
     """
 
     from vit_jax.config.stored import to_json
@@ -93,31 +93,33 @@ def print_config(config: "ConfigDict") -> int:
 
 
 def define_source_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say which model a command is about."""
+    """Add the flags that select a model."""
     parser.add_argument(
-        "--workdir", metavar="DIR", help="run directory; its newest valid checkpoint"
+        "--workdir", metavar="DIR", help="run directory; its newest valid checkpoint is used"
     )
-    parser.add_argument("--init_from", metavar="SOURCE", help="a workdir, a file, a name")
-    parser.add_argument("--weights", help="of a run with a running average: average or raw")
-    parser.add_argument("--image_size", metavar="SIZE", help="another: 384, or 384,256")
-    parser.add_argument("--resize", help="how positions are resampled to it; by default as the "
-                        "source's library does")  # fmt: skip
+    parser.add_argument(
+        "--init_from", metavar="SOURCE", help="or another model: workdir, file, address or name"
+    )
+    parser.add_argument("--weights", help="average or raw, if the run keeps a running average")
+    parser.add_argument("--image_size", metavar="SIZE", help="new image size: 384, or 384,256")
+    parser.add_argument("--resize", help="how to resample positions to --image_size; default: as "
+                        "the model's own library does")  # fmt: skip
 
 
 def read_source(flags: argparse.Namespace) -> "Pretrained":
-    """The model that the flags of `define_source_flags` name.
+    """Read the model selected by the flags of `define_source_flags`.
 
     Raises:
-      InputError: if none is named, or it cannot be read.
+      InputError: if no model is selected, or it cannot be read.
     """
     if (flags.workdir is None) == (flags.init_from is None):
-        raise InputError("give one of --workdir=DIR and --init_from=SOURCE")
+        raise InputError("give either --workdir=DIR or --init_from=SOURCE")
     if flags.weights not in (None, "average", "raw"):
         raise InputError(f"--weights={flags.weights}: {nearest(flags.weights, ['average', 'raw'])}")
     if flags.resize is not None and flags.image_size is None:
-        raise InputError(f"--resize={flags.resize}: needs --image_size, to which it is resampled")
+        raise InputError(f"--resize={flags.resize}: needs --image_size; give it, or leave out both")
 
-    from vit_jax import transfer  # orbax only now, that a typo is answered at once
+    from vit_jax import transfer  # imports orbax, so only after the flags are checked
 
     source = flags.init_from
     if source is None:

@@ -1,10 +1,10 @@
-"""Lists models by name, with their parameters and the multiply-adds of a forward pass.
+"""List models with their parameter counts and the multiply-adds of a forward pass.
 
   python -m vit_jax.main models
   python -m vit_jax.main models ViT-B BiT
 
-Parameters with 1,000 classes; GMAC: 10^9 multiply-adds for one image of 224 px. Names that hold one
-of the words given, or all.
+Words select the models whose name contains one of them. Parameters include a head of 1,000 classes;
+GMAC: 10^9 multiply-adds for one image of 224 px.
 """
 
 import argparse
@@ -20,20 +20,20 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 def main(flags: argparse.Namespace) -> int:
     from vit_jax.devices.flops import forward_macs
     from vit_jax.devices.mesh import start_backend
-    from vit_jax.models import MODELS, create_model
+    from vit_jax.models import MODELS, create_model, translate_name
     from vit_jax.models.fields import with_known
     from vit_jax.transfer.rules import abstract_params
 
     known = [name for family in MODELS.values() for name in family.names]
     names = [name for name in known if not flags.words or any(w in name for w in flags.words)]
     if not names:
-        hint = nearest(flags.words[0], known)
-        raise InputError(f"{' '.join(flags.words)}: part of no model's name; {hint}")
-    start_backend("cpu")  # accelerators are left to the runs that use them
+        hint = translate_name(flags.words[0]) or nearest(flags.words[0], known)
+        raise InputError(f"{' '.join(flags.words)}: no model has this in its name; {hint}")
+    start_backend("cpu")  # leave accelerators to training runs
     print(f"{'name':<16}{'parameters':>16}{'GMAC':>12}", flush=True)
     for name in names:
-        model = with_known(create_model(name), scan=True)  # traced in a fraction of the time
+        model = with_known(create_model(name), scan=True)  # traces many times faster
         params = sum(leaf.size for leaf in abstract_params(model).values())
-        # A large ResNet takes seconds: each line as soon as it is known.
+        # Large ResNets take seconds each, so print every line at once.
         print(f"{name:<16}{params:>16,}{forward_macs(model) / 1e9:>12,.2f}", flush=True)
     return exit_codes.DONE

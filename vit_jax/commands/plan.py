@@ -2,9 +2,9 @@
 
   python -m vit_jax.main plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4
 
-The real training step is compiled ahead of time for a TPU slice, on any Linux machine without one;
-for GPUs, and where libtpu is not installed, memory and time are calculated. No data are read. What
-was planned once is kept. Exit code 3: it does not fit.
+The real training step is compiled ahead of time for a TPU slice, on any Linux machine without a
+TPU. For GPUs, and without libtpu, memory and time are calculated instead. No data are read. Results
+are cached. Exit code 3: the run does not fit.
 """
 
 import argparse
@@ -30,19 +30,22 @@ from vit_jax.job import exit_codes
 logger = logging.getLogger("vit_jax")
 
 FORMATS = ("table", "json")
+_BY = {"compiler": "the compiler", "calculation": "calculation"}
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_config_flags(parser)
-    parser.add_argument("--topology", metavar="SLICE", help="e.g. v5e:4x4, v5p:4x8x8 or H100:64")
-    parser.add_argument("--num_slices", type=int, default=1, help="slices of TPUs, over DCN")
-    parser.add_argument("--format", default="table", help="of standard output: table or json")
-    parser.add_argument("--price_per_chip_hour", type=float, help="in any currency, for the cost")
     parser.add_argument(
-        "--search", action="store_true", help="compare meshes and remat by their largest batches"
+        "--topology", metavar="SLICE", help="TPU slice or GPUs: v5e:4x4, v5p:4x8x8 or H100:64"
+    )
+    parser.add_argument("--num_slices", type=int, default=1, help="TPU slices, joined by DCN")
+    parser.add_argument("--format", default="table", help="standard output: table or json")
+    parser.add_argument("--price_per_chip_hour", type=float, help="in any currency; adds the cost")
+    parser.add_argument(
+        "--search", action="store_true", help="find the largest batch for several meshes and remats"
     )
     parser.add_argument(
-        "--show_sharding", action="store_true", help="how every parameter is laid out, and no more"
+        "--show_sharding", action="store_true", help="only show how each parameter is sharded"
     )
 
 
@@ -59,22 +62,24 @@ def main(flags: argparse.Namespace) -> int:
     if flags.num_slices < 1:
         raise InputError(f"--num_slices={flags.num_slices}: needs a positive number")
     if flags.num_slices > 1 and CHIPS[slice_.chip].is_gpu:
-        raise InputError("--num_slices: is for TPUs; give the number of all GPUs in --topology")
+        raise InputError("--num_slices: only for TPUs; give the number of all GPUs in --topology")
     price = flags.price_per_chip_hour
     if price is not None and not 0 <= price < float("inf"):
-        raise InputError(f"--price_per_chip_hour={price}: needs a number from 0")
+        raise InputError(f"--price_per_chip_hour={price}: needs a number >= 0")
     config = load_valid_config(flags)
 
-    from vit_jax import metrics  # TensorBoard only now, that a typo is answered at once
+    from vit_jax import metrics  # imports TensorBoard, so only after the flags are checked
     from vit_jax.data.known import fill_in_sizes
-    from vit_jax.planning import plan
+    from vit_jax.planning import cache_file, plan
+    from vit_jax.planning.calculated import calculate_plan
     from vit_jax.planning.estimates import estimate
     from vit_jax.planning.layout import show_sharding
     from vit_jax.planning.search import find_remedies, search
     from vit_jax.planning.targets import Target, start_planning
+    from vit_jax.training.decided import decide, read_fields
 
-    metrics.log_to_console(Console(stderr=True))
-    config = fill_in_sizes(config)
+    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    config = decide(fill_in_sizes(read_fields(config)))
     target = Target(slice_, flags.num_slices)
     start_planning(target)
     if flags.show_sharding:
@@ -82,12 +87,16 @@ def main(flags: argparse.Namespace) -> int:
     if flags.search:
         rows = search(config, target, price)
         return _show(flags, rows, search_table, any(row["fits"] for row in rows))
+    if target.is_compiled_for and not cache_file(config, target).exists():
+        figures = calculate_plan(config, target)
+        figures |= {"estimate": estimate(figures, price)}
+        logger.info("%s. The compiler's figures follow.", answer(figures))
     figures = plan(config, target)
     figures |= {"estimate": estimate(figures, price)}
     memory = figures["memory_bytes"]
     if not memory["fits"]:
         logger.info(
-            "it does not fit: %s of %s; what would make it fit is tried now",
+            "does not fit: %s needed, %s available; trying changes that may make it fit",
             format_bytes(memory["peak"]), format_bytes(memory["capacity"]),
         )  # fmt: skip
         figures["remedies"] = find_remedies(config, target, figures)
@@ -95,7 +104,7 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def _show(flags: argparse.Namespace, result: Any, draw: Any, fits: bool = True) -> int:
-    """Prints what was found, as JSON or by `draw`; the exit code."""
+    """Print the result, as JSON or by `draw`; return the exit code."""
     if flags.format == "json":
         json.dump(result, sys.stdout, indent=2)
         print()
@@ -106,8 +115,28 @@ def _show(flags: argparse.Namespace, result: Any, draw: Any, fits: bool = True) 
     return exit_codes.DONE if fits else exit_codes.DOES_NOT_FIT
 
 
+def answer(figures: dict[str, Any]) -> str:
+    """One sentence about a plan: whether it fits, how long it takes and what it costs."""
+    memory, timing = figures["memory_bytes"], figures["estimate"]
+    peak, capacity = _bytes(memory["peak"]), _bytes(memory["capacity"])
+    if not memory["fits"]:
+        return f"Does not fit, by {_BY[figures['by']]}: needs {peak} of {capacity} a device"
+    step, run, at_best = timing["compiler"], timing["run"], ""
+    if timing["at_utilisation"] is not None:
+        step = run = timing["at_utilisation"]
+    elif step is None:
+        step, at_best = timing["roofline"], " at best"
+    cost = "" if run["cost"] is None else f", cost {run['cost']:,.2f}"
+    return (
+        f"Fits, by {_BY[figures['by']]}: {peak} of {capacity} a device; "
+        f"{step['step_s'] * 1e3:,.4g} ms a step, MFU {step['mfu']:.0%}{at_best}; "
+        f"{run['hours']:,.3g} hours, "
+        f"{run['chip_hours']:,.3g} chip-hours{cost}"
+    )
+
+
 def print_plan(figures: dict[str, Any]) -> list[Any]:
-    """Tables of a plan, and the assumptions of its estimates."""
+    """The answer in one line, then tables of the plan and the assumptions of its estimates."""
     from vit_jax.planning.targets import readable_mesh
 
     memory, estimate = figures["memory_bytes"], figures["estimate"]
@@ -117,14 +146,13 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
     rows = {
         "chips": f"{chips:,} on {hosts:,} hosts{slices}",
         "mesh": readable_mesh(figures["mesh"]),
-        "batch": f"{figures['global_batch_size']:,}, {figures['images_per_way']:,} a way",
+        "batch": f"{figures['global_batch_size']:,}, {figures['images_per_way']:,} per shard",
         "layers": f"{'scanned' if figures['scan'] else 'unrolled'}, remat {figures['remat']}",
         "parameters": f"{figures['num_params']:,}",
         "forward pass": f"{figures['flops']['forward_macs_per_image'] / 1e9:,.4g} GMAC an image",
         "steps": f"{figures['total_steps']:,}",
-        "by": f"the compiler, in {figures['compile_s']:.0f} s"
-        if figures["by"] == "compiler"
-        else "calculation",
+        "by": _BY[figures["by"]]
+        + (f", in {figures['compile_s']:.0f} s" if figures["by"] == "compiler" else ""),
     }
     for row in rows.items():
         head.add_row(*row)
@@ -141,18 +169,27 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
         work.add_row("FLOPs of the model, by its sizes", _flops(
             flops["model_per_image_by_sizes"] * figures["global_batch_size"]))  # fmt: skip
     work.add_row("FLOPs of the model, counted", _flops(flops["model_per_step"]))
-    work.add_row("FLOPs with what is recomputed, counted", _flops(flops["counted_per_step"]))
+    work.add_row("FLOPs with recomputation, counted", _flops(flops["counted_per_step"]))
     if figures["hbm_bytes_accessed"] is not None:
         work.add_row(f"HBM accessed by a {per}", _bytes(figures["hbm_bytes_accessed"]))
     if figures["compiler_cycles"] is not None:
         work.add_row("compiler's estimate", f"{figures['compiler_cycles'] / 1e6:,.1f} Mcycles")
-    parts: list[Any] = [head, space, work]
+        for kernel in figures["kernels"]:
+            work.add_row(
+                f"of these {kernel['count']:,} x {kernel['name']}, bound by {kernel['bound_by']}",
+                f"{kernel['cycles'] / 1e6:,.1f} Mcycles",
+            )
+    parts: list[Any] = [f"{answer(figures)}.", head, space, work]
     if figures["collectives"] is not None:
         parts.append(collectives_table(figures["collectives"], per))
     parts.append(estimate_table(estimate))
-    for kind in ("roofline", "compiler"):
+    for kind in ("roofline", "compiler", "at_utilisation"):
         if estimate[kind] is not None:
-            parts.append(f"{kind}: assumes " + "; ".join(estimate[kind]["assumptions"]) + ".")
+            parts.append(
+                f"{kind.replace('_', ' ')}: assumes "
+                + "; ".join(estimate[kind]["assumptions"])
+                + "."
+            )
     for remedy in figures.get("remedies", []):
         change = " ".join(
             f"--{'' if key == 'topology' else 'config.'}{key}={value}"
@@ -165,7 +202,7 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
 
 
 def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
-    """What is exchanged between devices in a step."""
+    """Table of the exchanges between devices in one step."""
     table = Table("", "axes", "network", "count", "bytes", f"sent by a {per}", "meanwhile",
                   title="Exchanges in a step")  # fmt: skip
     for row in rows:
@@ -178,7 +215,7 @@ def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
 
 
 def estimate_table(estimate: dict[str, Any]) -> Table:
-    """Time and cost, all of them estimates."""
+    """Table of time and cost; all figures are estimates."""
     table = Table("", "", show_header=False, title="Estimates")
     roofline, compiler, run = estimate["roofline"], estimate["compiler"], estimate["run"]
     bound = f"bound by {roofline['bound_by']}"
@@ -187,6 +224,12 @@ def estimate_table(estimate: dict[str, Any]) -> Table:
     if compiler is not None:
         table.add_row("step by the compiler", f"{compiler['step_s'] * 1e3:,.4g} ms")
         table.add_row("MFU by the compiler", f"{compiler['mfu']:.1%}")
+    usual = estimate["at_utilisation"]
+    if usual is not None:
+        at = f"at {usual['mfu']:.0%} MFU"
+        table.add_row(f"step {at}", f"{usual['step_s'] * 1e3:,.4g} ms")
+        table.add_row(f"images/s, {at}", f"{usual['images_per_s']:,.0f}")
+        table.add_row(f"chip-hours, {at}", f"{usual['chip_hours']:,.4g}")
     by = "by the compiler" if run["by"] == "compiler" else "by the roofline, at best"
     table.add_row(f"images/s, {by}", f"{run['images_per_s']:,.0f}")
     table.add_row(f"hours, {by}", f"{run['hours']:,.4g}")
@@ -199,10 +242,10 @@ def estimate_table(estimate: dict[str, Any]) -> Table:
 
 
 def search_table(rows: list[dict[str, Any]]) -> list[Table]:
-    """One row a mesh and a way to rematerialise."""
+    """One row per mesh and rematerialisation policy."""
     from vit_jax.planning.targets import readable_mesh
 
-    table = Table("mesh", "remat", "largest batch", "a way", "peak", "images/s", "MFU", "hours",
+    table = Table("mesh", "remat", "largest batch", "per shard", "peak", "images/s", "MFU", "hours",
                   title="Largest batches that fit; speeds are estimates")  # fmt: skip
     for row in rows:
         mesh = readable_mesh(row["mesh"])
@@ -219,8 +262,8 @@ def search_table(rows: list[dict[str, Any]]) -> list[Table]:
 
 
 def sharding_table(rows: list[dict[str, Any]]) -> list[Table]:
-    """One row a parameter."""
-    name = Column("parameter", no_wrap=True)  # whole also where the terminal is narrow
+    """One row per parameter."""
+    name = Column("parameter", no_wrap=True)  # never shortened, even in a narrow terminal
     table = Table(name, "shape", "split over", "a device", title="Parameters")
     for row in rows:
         axes = ", ".join("+".join(a) if isinstance(a, list) else a or "-" for a in row["sharding"])

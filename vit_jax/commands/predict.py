@@ -1,12 +1,13 @@
-"""Says what images show, or writes their features.
+"""Classify images, or save their features.
 
   python -m vit_jax.main predict --init_from=runs/mine cat.jpg PICTURES/
   python -m vit_jax.main predict --init_from=ViT-B_16.npz --features=digits.npz --data=digits:test
 
-Images are files, and all JPEG and PNG files below folders; --data=NAME:SPLIT is a data set instead
-(--data_dir says where). Classes are printed as a table, or with --format=json as JSON lines: by
-name where the source tells names; 1,000 classes without names are taken for ImageNet's.
---features=FILE.npz writes what the head gets, or with --tokens=patches the features of each patch.
+Images are files, or folders whose pictures (JPEG, PNG, WebP, BMP, GIF, TIFF) are read at any depth.
+--data=NAME:SPLIT reads a data set instead, from --data_dir. Classes are printed as a table, or as
+JSON lines with --format=json. They have names if the model comes with class names; 1,000 classes
+without names are assumed to be ImageNet's. --features=FILE.npz saves the features before the head,
+or with --tokens=patches the features of every patch.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vit_jax.commands.flags import define_source_flags, read_source
 from vit_jax.devices.mesh import start_backend
@@ -27,13 +29,13 @@ TOKENS = ("pooled", "patches")
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
     parser.add_argument("images", nargs="*", metavar="IMAGE", help="files and folders")
-    parser.add_argument("--data", metavar="NAME:SPLIT", help="a data set instead of files")
-    parser.add_argument("--data_dir", metavar="DIR", help="of --data")
-    parser.add_argument("--features", metavar="FILE", help="an .npz file to make")
-    parser.add_argument("--tokens", default="pooled", help="of --features: pooled or patches")
+    parser.add_argument("--data", metavar="NAME:SPLIT", help="data set to read instead of files")
+    parser.add_argument("--data_dir", metavar="DIR", help="folder that holds --data")
+    parser.add_argument("--features", metavar="FILE", help=".npz file to write")
+    parser.add_argument("--tokens", default="pooled", help="features to save: pooled or patches")
     parser.add_argument("--format", default="table", help="table or json")
-    parser.add_argument("--top", type=int, default=5, help="classes of an image to print")
-    parser.add_argument("--batch_size", type=int, default=64, help="over all devices")
+    parser.add_argument("--top", type=int, default=5, help="classes to print per image")
+    parser.add_argument("--batch_size", type=int, default=64, help="images, over all devices")
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -47,29 +49,38 @@ def main(flags: argparse.Namespace) -> int:
     if bool(flags.images) == bool(flags.data):
         raise InputError("give either images (files, folders) or --data=NAME:SPLIT")
     if flags.data and not flags.features:
-        raise InputError("--data: is for --features=FILE.npz; to score a data set, use evaluate")
+        raise InputError("--data: needs --features=FILE.npz; to score a data set, use evaluate")
 
-    from vit_jax import metrics  # the rest only now, that a typo is answered at once
+    from vit_jax import metrics  # heavy imports only after the flags are checked
 
-    metrics.log_to_console(Console(stderr=True))
+    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
     from vit_jax import data
     from vit_jax.data.image_files import find_images, image_files
     from vit_jax.inference import predict as prediction
 
     if flags.features:
-        prediction.check_output(flags.features)  # before a large model is read
+        prediction.check_output(flags.features)  # before reading a large model
     paths = None if flags.data else find_images(flags.images)
     pretrained = read_source(flags)
+    exif = pretrained.spec.exif is not False
     if paths is not None:
-        source = image_files(paths)
+        source = image_files(paths, exif, pretrained.spec.channels)
     else:
         name, _, split = flags.data.partition(":")
         size = pretrained.spec.image_size or (1, 1)
-        where = {"data_dir": flags.data_dir, "image_size": size}
+        where = {"data_dir": flags.data_dir, "image_size": size, "exif": exif}
+        where["channels"] = pretrained.spec.channels
         if pretrained.spec.holdout is not None:
             where["holdout"] = pretrained.spec.holdout
-        source = data.make_source(name, split=split or "train", **where)
+        if pretrained.run is not None:
+            where["folder_rules"] = pretrained.run["config"]["data"]["folder_rules"]
+        try:
+            source = data.make_source(name, split=split or "train", **where)
+        except InputError as e:  # which names the config's key, and this command takes none
+            raise InputError(
+                *(f.replace("--config.data.data_dir", "--data_dir") for f in e.faults)
+            ) from None
     options = {"batch_size": flags.batch_size}
     if flags.features:
         options["what"] = flags.tokens
@@ -83,11 +94,11 @@ def main(flags: argparse.Namespace) -> int:
         if flags.format == "json":
             print(json.dumps(row, ensure_ascii=False))
         elif "error" in row:
-            table.add_row(row["file"], row["error"], "")
+            table.add_row(Text(row["file"]), row["error"], "")
         else:
             for i, found in enumerate(row["classes"]):
-                shown = row["file"] if i == 0 else ""
-                table.add_row(shown, found["name"], f"{found['probability']:.1%}")
+                shown = Text(row["file"] if i == 0 else "")
+                table.add_row(shown, Text(found["name"]), f"{found['probability']:.1%}")
     if flags.format == "table":
         console.print(table)
     return exit_codes.FAILED if unreadable else exit_codes.DONE

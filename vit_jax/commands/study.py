@@ -1,24 +1,33 @@
-"""Runs a study: training runs that depend on each other's results, and a report of them all.
+"""Run a study: training runs that depend on each other's results, and a report on all of them.
 
   python -m vit_jax.main study --config=finetune_study:ViT-B/16,cifar10 \\
     --workdir=runs/cifar10 --config.init_from=ViT-B/16@imagenet21k
 
-Members run one after another, each as the command that is printed, in WORKDIR/MEMBER. The same
-command goes on where a study was: what is finished is not run again. A member whose loss is not
-finite has diverged, and is a choice that is lost; other failures do not keep the rest from running,
-and are tried again by the same command. The report is WORKDIR/study.md and study.json.
+  python -m vit_jax.main study --config=quickstart --workdir=runs/sweep \\
+    --sweep=optimizer.peak_lr=1e-3,3e-3 --sweep=seed=0,1
 
-With --launcher="python launch/slurm.py --nodes=1" each member is handed to that command, behind
-`--`. Where the launcher returns before the run is finished, as slurm.py does, all that can run now
-are handed over and the study ends; once they are finished, the same command goes on.
+--sweep=KEY=VALUE,VALUE makes a study of any config: one run for each combination of values. Mean
+and deviation are over `seed`, if it is swept.
 
-Exit codes: 0 complete, or handed over; 1 a member failed, or so many diverged that there is no
-result; 2 the first member was refused; 3 it does not fit by the launcher's plan; 75 and 143 a
-member was told to stop, 130 by Ctrl-C: no other is run then.
+The runs of a study are its members. They run one after another in WORKDIR/MEMBER, each by the
+command that is printed. Run the same command again to continue a study; finished members are kept.
+A member whose loss becomes non-finite has diverged: it is recorded and not chosen. After any other
+failure the remaining members still run, and the same command retries the failed one. The report is
+WORKDIR/study.md and study.json.
+
+--launcher="python launch/slurm.py --nodes=1" passes each member's command to that launcher, after
+`--`. If the launcher returns before the run has finished, as slurm.py does, the study hands over
+every member that can run now and exits; once they have finished, the same command continues.
+As one Slurm array: python launch/slurm.py --nodes=1 -- study ..., then this command again.
+
+Exit codes: 0 complete, or handed over; 1 a member failed, or too many diverged for a result; 2 the
+first member was rejected; 3 it does not fit, by the launcher's plan; 75 or 143 a member was
+stopped by SIGTERM; 130 Ctrl-C. After 75, 143 and 130 no other member is started.
 """
 
 import argparse
 import shlex
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -31,55 +40,93 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.errors import InputError, collect_faults, nearest
 
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
+    from vit_jax.studies.members import Study
+    from vit_jax.studies.running import Call
+
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_config_flags(parser)
-    parser.add_argument("--workdir", metavar="DIR", help="of the study; members are below it")
-    parser.add_argument("--launcher", metavar="COMMAND", help="that each member is handed to")
+    parser.add_argument("--workdir", metavar="DIR", help="folder of the study and its members")
     parser.add_argument(
-        "--again", action="store_true", help="hand over once more what has not finished"
+        "--sweep", action="append", default=[], metavar="KEY=VALUE,VALUE",
+        help="one run for each value; repeat the flag for all combinations",
+    )  # fmt: skip
+    parser.add_argument("--launcher", metavar="COMMAND", help="command that starts each member")
+    parser.add_argument(
+        "--again", action="store_true", help="hand over unfinished members once more"
     )
 
 
 def main(flags: argparse.Namespace) -> int:
     if flags.print_config:
         return print_config(load_valid_config(flags))
+    if flags.again and flags.launcher is None:
+        raise InputError("--again: only works with --launcher=COMMAND; leave it out")
+
+    from vit_jax import metrics
+    from vit_jax.studies import running
+
+    study, config, call = prepare_study(flags)
+    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    for member in study.members(config, {}):
+        running.check_member(config, call, member)
+    call.workdir.mkdir(parents=True, exist_ok=True)
+    return running.conduct_study(study, config, call)
+
+
+def prepare_study(flags: argparse.Namespace) -> "tuple[Study, ConfigDict, Call]":
+    """The study that the flags ask for, its config, and how it was called; writes nothing.
+
+    Raises:
+      InputError: it is none, or naming what is wrong with it.
+    """
     example = (
         "python -m vit_jax.main study --config=finetune_study:ViT-B/16,cifar10 "
         "--workdir=runs/cifar10"
     )
     require_flags(flags, ("config", "workdir"), example)
-    if flags.again and flags.launcher is None:
-        raise InputError("--again: is for --launcher=COMMAND; leave it out")
     launcher = None if flags.launcher is None else shlex.split(flags.launcher)
     if launcher == []:
         raise InputError("--launcher: is empty; e.g. --launcher='python launch/slurm.py'")
     config = load_valid_config(flags)
 
-    from vit_jax import metrics
     from vit_jax.studies import STUDIES, running
     from vit_jax.training.workdir import check_writable
 
-    metrics.log_to_console(Console(stderr=True))
+    if flags.sweep:
+        _make_sweep(config, flags)
     name = config.study.name
     if name is None:
         raise InputError(
-            f"study.name: not set by {flags.config}, which is one run; take a config of a study, "
-            "such as finetune_study"
+            f"study.name: not set by {flags.config}, which describes one run; give "
+            "--sweep=KEY=VALUE,VALUE, or use the config of a study, such as finetune_study"
         )
     if name not in STUDIES:
         raise InputError(f"study.name={name!r}: {nearest(name, list(STUDIES))}")
     study = STUDIES[name]
     study.check(config)
     sets = study.sets(config)
-    collect_faults([f"--config.{key}: the study {name} sets it for each member; leave it out"
+    collect_faults([f"--config.{key}: set by the study {name} for each member; leave it out"
                     for key, _ in flags.overrides if key in sets])  # fmt: skip
     workdir = files.absolute(flags.workdir)
     check_writable(workdir)
     call = running.Call(
         flags.config, flags.overrides, workdir, launcher, flags.again, flags.trust_plugins
     )
-    for member in study.members(config, {}):
-        running.check_member(config, call, member)
-    workdir.mkdir(parents=True, exist_ok=True)
-    return running.conduct_study(study, config, call)
+    return study, config, call
+
+
+def _make_sweep(config: "ConfigDict", flags: argparse.Namespace) -> None:
+    """Makes the study of `--sweep` of a config, in place, by the first evaluator's accuracy."""
+    if config.study.name not in (None, "sweep"):
+        raise InputError(
+            f"--sweep: {flags.config} is a study already ({config.study.name}); take a config of "
+            "one run"
+        )
+    config.study.name, config.study.sweep = "sweep", tuple(flags.sweep)
+    is_given = any(key == "study.metric" for key, _ in flags.overrides)
+    if not is_given and config.evals and config.study.metric.partition("/")[0] not in config.evals:
+        config.study.metric = f"{next(iter(config.evals))}/top1"

@@ -1,14 +1,15 @@
-"""Trains a model as a config file says, and evaluates it on the way.
+"""Train a model as its config describes, and evaluate it during training.
 
   python -m vit_jax.main --config=quickstart --workdir=runs/quickstart
 
-The same command goes on where an earlier run in the workdir stopped.
+The same command continues an earlier run in the workdir.
 """
 
 import argparse
 import sys
 
 import jax
+from rich.console import Console
 
 from vit_jax.commands.flags import (
     define_config_flags,
@@ -23,7 +24,7 @@ from vit_jax.job import exit_codes
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_config_flags(parser)
-    parser.add_argument("--workdir", metavar="DIR", help="where everything is written")
+    parser.add_argument("--workdir", metavar="DIR", help="folder for everything the run writes")
     define_process_flags(parser)
 
 
@@ -36,17 +37,24 @@ def main(flags: argparse.Namespace) -> int:
 
     from vit_jax import metrics
     from vit_jax.checkpoints.replicas import DivergedError
+    from vit_jax.job.hold import LostHoldError
     from vit_jax.training import guards, train
 
-    metrics.log_to_console()
+    console = Console(stderr=True) if flags.quiet else metrics.CONSOLE
+    metrics.log_to_console(console, quiet=flags.quiet)
     start_job(flags, config)
-    metrics.CONSOLE.quiet = jax.process_index() > 0
+    console.quiet = jax.process_index() > 0
+    metrics.CONSOLE.quiet = flags.quiet or console.quiet
+    asked = {"config": flags.config, "overrides": dict(flags.overrides)}
     try:
-        train.train_and_evaluate(config, flags.workdir)
+        train.train_and_evaluate(config, flags.workdir, asked)
+    except train.Interrupted as e:
+        print(e, file=sys.stderr)
+        return exit_codes.INTERRUPTED
     except train.Preempted as e:
         print(e, file=sys.stderr)
         return exit_codes.PREEMPTED
-    except (guards.NonFiniteError, guards.CorruptDataError, DivergedError) as e:
+    except (guards.NonFiniteError, guards.CorruptDataError, DivergedError, LostHoldError) as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.FAILED
     return exit_codes.DONE

@@ -1,4 +1,4 @@
-"""The configuration of an experiment: its keys, its forms as text, the entries of `evals`.
+"""The configuration of an experiment: its keys, its text forms, and the entries of `evals`.
 
 A config file imports from here: `from vit_jax.config import base_config, classification`.
 """
@@ -14,6 +14,7 @@ from vit_jax.config.base import (
     SplitKey,
     add_plugins,
     base_config,
+    decided_later,
     default_config,
     eval_splits,
     flatten,
@@ -53,6 +54,7 @@ __all__ = [
     "changed_evals",
     "changed_keys",
     "choose_keys",
+    "decided_later",
     "default_config",
     "eval_splits",
     "flatten",
@@ -73,7 +75,7 @@ __all__ = [
 
 
 def __getattr__(kind: str) -> Callable[..., ConfigDict]:
-    """The helper that makes entries of `evals` of that kind: `from vit_jax.config import knn`."""
+    """Find the helper that makes `evals` entries of a kind: `from vit_jax.config import knn`."""
     if kind in evals.EVALUATORS:
         return evals.find_evaluator(kind).entry
     raise AttributeError(f"module {__name__!r} has no attribute {kind!r}")

@@ -1,8 +1,8 @@
-"""The experiment's configuration: every key is born here, typed, and can be overridden by name.
+"""The configuration of an experiment: declares every key with its type.
 
-A config file has `get_config(arg: str = "") -> ConfigDict`; `arg` is what stands behind the colon
-of `--config=FILE:arg`, comma-separated words (`split_words`). Importing this module touches no
-device and no TensorFlow.
+A config file defines `get_config(arg: str = "") -> ConfigDict`, where `arg` is the text after the
+colon of `--config=FILE:arg`: comma-separated words (`split_words`). Importing this module touches
+no device and does not import TensorFlow.
 """
 
 import pathlib
@@ -19,154 +19,186 @@ from vit_jax.errors import InputError, collect_faults
 
 
 def base_config(plugins: Sequence[str] = ()) -> ConfigDict:
-    """Every key of an experiment with its type; locked, but for the names under `evals`.
+    """Make a config with every key, typed; locked, except for the names under `evals`.
 
-    A key that is None is either required (`REQUIRED`), or optional: its comment says what None
-    means. Durations are strings with a unit: "90 epochs", "10000 steps", "5e6 examples".
+    A key that is None is either required (`REQUIRED`) or optional; the comment of an optional key
+    says what None means. Durations are strings with a unit: "90 epochs", "10000 steps", "5e6
+    examples".
 
-    `plugins`: the user's own modules (docs/extending.md), imported now beside those of
-    --config.plugins; their keys are there too.
+    `plugins`: the user's own modules (docs/how_to/extend.md); they are imported, and their keys
+    added, together with those of --config.plugins.
 
     Raises:
-      InputError: a plug-in is missing or fails, or its keys are not as they have to be.
+      InputError: a plug-in is missing, fails, or declares invalid keys.
     """
     return default_config((*plugins_lib.named_by_command(), *plugins_lib.import_plugins(plugins)))
 
 
 def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
-    """`base_config` with plug-ins that have been imported, by their names in `config.plugins`."""
+    """Make a `base_config`; `plugins`: names, as in `config.plugins`, of imported plug-ins."""
     c = ConfigDict()
-    c.seed = 0
+    c.seed = 0  # of the data order, the initial weights, augmentation and dropout
     c.global_batch_size = placeholder(int)  # over all hosts and devices
-    c.duration = placeholder(str)
-    # See transfer.read_pretrained. None and "scratch": from scratch; "": it has to be given.
+    c.duration = placeholder(str)  # "90 epochs", "10000 steps" or "5e6 examples"
+    # Initial weights: a workdir, file, address or name, as transfer.read_pretrained takes. None or
+    # "scratch": random weights; "": must be set by the user.
     c.init_from = placeholder(str)
-    c.init_head = "new"  # or kept: whether its head is replaced, as in fine-tuning
-    c.init_resize = placeholder(str)  # of its position embedding; None: as its own library does
-    c.plugins = ()  # the user's own modules, read before any other key; see plugins.py
+    c.init_head = "new"  # or kept: keep the head of init_from instead of a new one
+    c.init_resize = placeholder(str)  # how to resample positions; None: as init_from's library
+    # source: init_from gives the image size and the model's fields where these are None, and the
+    # value range (data.mean, data.std) where it has its default.
+    c.init_fields = "config"
+    c.plugins = ()  # the user's own modules, imported before other keys are read; see plugins.py
 
-    c.model = ConfigDict()  # below `dtype`: None means the default of the model's family
-    c.model.name = placeholder(str)
-    c.model.dtype = "float32"  # of the computation; parameters are always float32
-    c.model.patch_size = placeholder(object)  # int or (height, width); None: as in the name
-    c.model.stages = placeholder(tuple)  # of a ResNet: the units of each
-    c.model.stem_width = placeholder(int)  # of a ResNet: the channels of its root
-    c.model.width = placeholder(int)
-    c.model.depth = placeholder(int)
-    c.model.mlp_dim = placeholder(int)
-    c.model.num_heads = placeholder(int)
-    c.model.pool = placeholder(str)
-    c.model.class_token = placeholder(bool)  # None: where `pool` takes it
-    c.model.norm_pooled = placeholder(bool)  # the last norm after pooling instead of before
-    c.model.hidden_head = placeholder(bool)
-    c.model.head_bias = placeholder(float)
-    c.model.distillation_head = placeholder(bool)  # of DeiT: False leaves the second head out
-    c.model.pos_embed = placeholder(str)
-    c.model.pos_embed_at = placeholder(str)  # stem, layers or layers_shared; None: by the kind
-    c.model.pos_embed_class_token = placeholder(bool)  # False: positions are the patches' alone
-    c.model.gelu = placeholder(str)
-    c.model.dropout = placeholder(float)
-    c.model.attention_dropout = placeholder(float)
-    c.model.parallel = placeholder(bool)  # attention and MLP side by side
-    c.model.norm = placeholder(str)
-    c.model.norm_eps = placeholder(float)
-    c.model.qk_norm = placeholder(bool)
-    c.model.qkv_bias = placeholder(bool)
-    c.model.layer_scale = placeholder(float)
-    c.model.stochastic_depth = placeholder(float)
-    c.model.scan = placeholder(bool)
-    c.model.remat = placeholder(str)
+    c.model = ConfigDict()  # for all keys after `dtype`, None means the default of the model family
+    c.model.name = placeholder(str)  # such as ViT-B/16, R50+ViT-B/16 or BiT-R50x1
+    # auto: attention, norms and biases in the fastest form on the mesh's devices; plain: by XLA
+    c.model.kernels = "auto"
+    c.model.dtype = "float32"  # for computations; parameters are always float32
+    c.model.patch_size = placeholder(object)  # int or (height, width); None: taken from the name
+    c.model.stages = placeholder(tuple)  # ResNet: units per stage
+    c.model.stem_width = placeholder(int)  # ResNet: channels of the root
+    c.model.width = placeholder(int)  # of a token
+    c.model.depth = placeholder(int)  # number of layers
+    c.model.mlp_dim = placeholder(int)  # width of the hidden layer of each MLP
+    c.model.num_heads = placeholder(int)  # heads of attention in each layer
+    c.model.pool = placeholder(str)  # token, gap or map
+    c.model.class_token = placeholder(bool)  # None: if `pool` needs one
+    c.model.norm_pooled = placeholder(bool)  # final norm after pooling instead of before
+    c.model.hidden_head = placeholder(bool)  # a hidden layer before the last linear layer
+    c.model.head_bias = placeholder(float)  # initial bias of the last linear layer
+    c.model.distillation_head = placeholder(bool)  # DeiT: False leaves out the second head
+    c.model.pos_embed = placeholder(str)  # none, learned_1d, learned_2d, relative or sincos_2d
+    c.model.pos_embed_at = placeholder(str)  # stem, layers or layers_shared; None: set by pos_embed
+    c.model.pos_embed_class_token = placeholder(bool)  # False: only patches have positions
+    c.model.gelu = placeholder(str)  # tanh or exact
+    c.model.dropout = placeholder(float)  # rate
+    c.model.attention_dropout = placeholder(float)  # rate of dropout on attention weights
+    c.model.parallel = placeholder(bool)  # attention and MLP in parallel
+    c.model.norm = placeholder(str)  # layer or rms
+    c.model.norm_eps = placeholder(float)  # epsilon of the norms
+    c.model.qk_norm = placeholder(bool)  # norms of queries and keys
+    c.model.qkv_bias = placeholder(bool)  # biases of the projections to queries, keys and values
+    c.model.layer_scale = placeholder(float)  # initial value of a learned scale of each branch
+    c.model.lora_rank = placeholder(int)  # rank of the LoRA adapters on query and value; None: none
+    c.model.stochastic_depth = placeholder(float)  # rate in the last layer; grows linearly from 0
+    c.model.scan = placeholder(bool)  # one scan over the layers, which compiles faster
+    c.model.remat = placeholder(str)  # none, dots or full: what the backward pass recomputes
 
     c.data = ConfigDict()
     c.data.name = placeholder(str)  # digits, folder, synthetic, vtab/TASK, or a TFDS data set
-    c.data.split = "train"
-    c.data.data_dir = placeholder(str)  # None: where TFDS keeps its data sets
-    # Which tenth of a folder without val/ is held out: names (by hash of the file names) or
-    # "seed N" (the rule of older versions). init_from=RUN takes the run's rule for its folder.
+    c.data.split = "train"  # training split; TFDS also takes a slice, train[:90%]
+    c.data.data_dir = placeholder(str)  # None: TFDS's default folder
+    # How a folder without val/ holds out a tenth of its images: names (by hash of the file names),
+    # or "seed N" (the rule of older versions). init_from=RUN takes over the run's rule for its
+    # folder.
     c.data.holdout = "names"
+    c.data.exif = True  # turn your own pictures by their EXIF orientation
+    # How folders of pictures are read: 2, or 1 as in older runs: only .jpg, .jpeg and .png files,
+    # and only the splits train/ and val/.
+    c.data.folder_rules = 2
     c.data.image_size = placeholder(object)  # int or (height, width), in pixels
-    c.data.num_classes = placeholder(int)  # None: what the data set says
-    c.data.classes = placeholder(tuple)  # labels kept, renumbered from 0; None: all
-    # Of training; a mixture has those of all its data sets. An epoch is so many positions, whatever
-    # data.repeats and the weights of data.mix. None: what the data set says.
+    c.data.channels = 3  # of the model's images: 1 is grey, 4 as in RGBA files
+    c.data.num_classes = placeholder(int)  # None: taken from the data set
+    c.data.classes = placeholder(tuple)  # labels to keep, renumbered from 0; None: all
+    c.data.multi_label = False  # whether an image may have several labels, or none
+    # Size of the training data; of a mixture, of all its data sets together. This many examples are
+    # one epoch, whatever data.repeats and the weights in data.mix. None: taken from the data.
     c.data.num_examples = placeholder(int)
-    c.data.mix = ""  # "NAME=WEIGHT, NAME@SPLIT=WEIGHT"; data.name gets what is left of 1
-    c.data.order = placeholder(str)  # record or chunk; None: chunk from 100 million examples on
+    c.data.mix = ""  # "NAME=WEIGHT, NAME@SPLIT=WEIGHT"; data.name gets the remaining weight
+    c.data.order = placeholder(str)  # record or chunk; None: chunk for >= 100 million examples
     c.data.chunk_size = 64  # consecutive records that `chunk` reads together
-    c.data.streams = placeholder(int)  # of `chunk`, read side by side; None: up to 256, by batch
-    c.data.repeats = 1  # views of a record side by side in a batch (arXiv:1901.09335)
-    c.data.reader = placeholder(str)  # of TFDS: memory, offsets, array_record; None: by size
-    # The label of a TFDS record with a broken image: read; or by_reader, as in older runs: lost if
+    c.data.streams = placeholder(int)  # parallel streams of `chunk`; None: up to 256, by batch size
+    c.data.repeats = 1  # views of each record in a batch (arXiv:1901.09335)
+    c.data.reader = placeholder(str)  # TFDS: memory, offsets or array_record; None: by size
+    # Labels of TFDS records with broken images: read; or by_reader, as in older runs: not read if
     # the reader is memory, so that data.classes and few-shot draws depend on the reader.
     c.data.broken_labels = "read"
-    c.data.max_corrupt_fraction = 0.1  # of the examples so far; above it the run stops
-    c.data.ops = ""  # of training; "decode|resize|flip" and so on
-    # Whether every crop of an image that is too small pads it with black, or only one that says so.
+    c.data.max_corrupt_fraction = 0.1  # of the examples so far; the run stops above it
+    c.data.ops = ""  # training ops: "decode|resize|flip" and so on
+    # True: every crop adds a black border to images that are too small; False: only crops with pad.
     c.data.pad_crops = False
-    c.data.mean = (0.5, 0.5, 0.5)  # the model sees (image / 255 - mean) / std
-    c.data.std = (0.5, 0.5, 0.5)
+    c.data.mean = (0.5, 0.5, 0.5)  # the model's input is (image / 255 - mean) / std
+    c.data.std = (0.5, 0.5, 0.5)  # see data.mean
 
-    c.objective = ConfigDict({"name": "supervised"})
-    c.loss = ConfigDict({"name": "softmax", "label_smoothing": 0.0})
-    c.loss.z_loss = 0.0  # times log(Z)^2, Z the sum of the softmax; 0: off
+    c.objective = ConfigDict()
+    c.objective.name = "supervised"  # or the name of a plug-in's objective
+    c.loss = ConfigDict()
+    c.loss.name = "softmax"  # or sigmoid, or the name of a plug-in's loss
+    c.loss.label_smoothing = 0.0  # share of the target spread over all classes
+    # "balanced", or one number per class with commas; None: no weights. See `make_loss`.
+    c.loss.class_weights = placeholder(str)
+    c.loss.z_loss = 0.0  # weight of log(Z)^2, Z the denominator of the softmax; 0: off
 
     c.optimizer = ConfigDict()
-    c.optimizer.name = "adamw"
-    c.optimizer.peak_lr = placeholder(float)
-    c.optimizer.weight_decay = 0.0  # times the current learning rate
-    c.optimizer.weight_decay_on = ".*/kernel"  # regular expression over whole names
+    c.optimizer.name = "adamw"  # adamw, sgd, lion or adafactor
+    c.optimizer.peak_lr = placeholder(float)  # the largest learning rate of the schedule
+    c.optimizer.weight_decay = 0.0  # multiplied by the current learning rate
+    c.optimizer.weight_decay_on = ".*/kernel"  # regex over whole parameter names
     c.optimizer.grad_clip_norm = placeholder(float)  # global norm; None: no clipping
     c.optimizer.b1 = placeholder(float)  # None: 0.9 (adamw, lion, adafactor)
     c.optimizer.b2 = placeholder(float)  # None: adamw 0.999, lion 0.99, adafactor at most 0.999
     c.optimizer.eps = placeholder(float)  # None: adamw 1e-8, adafactor 1e-30
-    c.optimizer.momentum = placeholder(float)  # of sgd; None: 0.9
+    c.optimizer.momentum = placeholder(float)  # sgd; None: 0.9
     c.optimizer.momentum_dtype = placeholder(str)  # None: adafactor bfloat16, others float32
-    c.optimizer.layer_decay = placeholder(float)  # rate of a layer by the next one's; None: 1
-    c.optimizer.freeze = placeholder(str)  # regular expression, encoder/layer_0/.*; None: nothing
-    c.optimizer.accum_steps = 1  # microbatches whose gradients are added before an update
-    c.optimizer.ema_decay = placeholder(float)  # of the parameters' running average; None: none
+    c.optimizer.layer_decay = placeholder(float)  # a layer's rate / the next layer's; None: 1
+    c.optimizer.freeze = placeholder(str)  # regex, e.g. encoder/layer_0/.*; None: nothing
+    # Train only so many last layers and what follows them, by setting `freeze`; None: all.
+    c.optimizer.last_layers = placeholder(int)
+    c.optimizer.accum_steps = 1  # microbatches whose gradients are summed before an update
+    c.optimizer.ema_decay = placeholder(float)  # running average of the parameters; None: off
 
     c.schedule = ConfigDict()
-    c.schedule.name = "cosine"
-    c.schedule.warmup = "0 steps"
-    c.schedule.cooldown = "0 steps"
-    c.schedule.timescale = "10000 steps"  # of rsqrt
-    c.schedule.milestones = ""  # of multistep: "200 steps, 300 steps", each divides the rate by 10
+    c.schedule.name = "cosine"  # cosine, linear, rsqrt, multistep or constant
+    c.schedule.warmup = "0 steps"  # linear from 0 at the start
+    c.schedule.cooldown = "0 steps"  # linear to 0 at the end, on top of the decay
+    c.schedule.timescale = "10000 steps"  # rsqrt
+    # How to set duration, optimizer.peak_lr and schedule.warmup from the number of examples, where
+    # these have their defaults: bit, see experiment/data_size.py; None: they must be set.
+    c.schedule.rule = placeholder(str)
+    c.schedule.milestones = ""  # multistep: "200 steps, 300 steps"; each divides the rate by 10
 
-    c.mesh = ConfigDict()  # sizes of the mesh's axes; -1: what the others leave
-    c.mesh.replica = placeholder(int)  # across TPU slices; None: as many as there are slices
-    c.mesh.data = -1
-    c.mesh.fsdp = 1
-    c.mesh.tensor = 1
-    c.mesh.platform = placeholder(str)  # cpu, gpu or tpu; None: the best that is there
+    c.mesh = ConfigDict()  # sizes of the mesh axes; -1: all remaining devices
+    c.mesh.replica = placeholder(int)  # across TPU slices; None: the number of slices
+    c.mesh.data = -1  # splits batches and the optimizer's state
+    c.mesh.fsdp = 1  # splits parameters too
+    c.mesh.tensor = 1  # splits heads and inner channels
+    c.mesh.platform = placeholder(str)  # cpu, gpu or tpu; None: the best available
 
     c.checkpoint = ConfigDict()
-    c.checkpoint.every = "1000 steps"
-    c.checkpoint.keep_last = 2
-    c.checkpoint.keep_every = placeholder(str)  # saved and kept for ever; None: none is
+    c.checkpoint.every = "1000 steps"  # between two saves
+    c.checkpoint.keep_last = 2  # number of newest checkpoints to keep
+    c.checkpoint.keep_every = placeholder(str)  # interval of saves to keep for ever; None: off
+    # Metric, such as val/top1, whose best step so far is saved and kept; None: off.
+    c.checkpoint.keep_best = placeholder(str)
+
+    c.stop = ConfigDict()  # early stopping
+    c.stop.metric = placeholder(str)  # metric of an evaluator, such as val/loss; None: off
+    c.stop.patience = 5  # evaluations in a row without a better value that end the run
 
     c.log = ConfigDict()
-    c.log.every = "50 steps"
-    c.log.wandb = placeholder(str)  # project of Weights & Biases; None: no W&B
-    c.log.by_layer = False  # norms of each layer in every row, for one more backward pass a row
-    c.log.profile = placeholder(str)  # "10:15" traces the steps 11 to 15; None: no trace
+    c.log.every = "50 steps"  # between two rows of metrics
+    c.log.wandb = placeholder(str)  # project in Weights & Biases; None: off
+    c.log.by_layer = False  # log norms of each layer; costs a backward pass per logged row
+    c.log.profile = placeholder(str)  # "10:15" traces steps 11 to 15; None: off
 
-    c.job = ConfigDict()  # of one or more processes; how long, in seconds, what may take
+    c.job = ConfigDict()  # deadlines of the job's processes, in seconds
     c.job.join_deadline_s = 1800  # until all processes have started
-    c.job.heartbeat_s = 100  # a process that is not heard of for so long is dead
-    c.job.step_deadline_s = placeholder(float)  # None: 0.6 of heartbeat_s; alone an hour
-    c.job.compile_deadline_s = 3600.0  # what comes before the first step, each thing by itself
+    c.job.heartbeat_s = 100  # a process that is silent for this long counts as dead
+    c.job.step_deadline_s = placeholder(float)  # None: 0.6 * heartbeat_s; one process: an hour
+    c.job.compile_deadline_s = 3600.0  # each phase before the first step
     c.job.evaluation_deadline_s = 3600.0  # each evaluator
-    c.job.save_deadline_s = 3600.0  # each save, and ending the threads that read ahead
+    c.job.save_deadline_s = 3600.0  # each save, and stopping the threads that read ahead
 
-    c.study = ConfigDict()  # what `study` makes of the config; `train` does not look at it
-    c.study.name = placeholder(str)  # one of studies.STUDIES
-    c.study.peak_lrs = ()  # to choose from
-    c.study.seeds = 3  # runs of what was chosen
-    c.study.train_split = placeholder(str)  # of data.name, trained on while choosing
-    c.study.dev_split = placeholder(str)  # of data.name, by which is chosen
-    c.study.metric = "held_out/top1"  # of the only evaluator; the higher is the better
-    c.study.cells = ()  # of a grid: "row | column: key=value; key=value"
+    c.study = ConfigDict()  # read by the command `study`; `train` ignores it
+    c.study.name = placeholder(str)  # a key of studies.STUDIES
+    c.study.peak_lrs = ()  # candidates to choose from
+    c.study.seeds = 3  # number of runs with the chosen setting
+    c.study.train_split = placeholder(str)  # split of data.name to train on during the search
+    c.study.dev_split = placeholder(str)  # split of data.name that selects the setting
+    c.study.metric = "held_out/top1"  # metric of the only evaluator; higher is better
+    c.study.cells = ()  # cells of a grid: "row | column: key=value; key=value"
+    c.study.sweep = ()  # values of a sweep, as in --sweep: "optimizer.peak_lr=1e-3,3e-3"
 
     c.evals = ConfigDict()
     _lock(c)
@@ -175,26 +207,26 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
 
 
 def _lock(config: ConfigDict) -> None:
-    """Locks all keys, but for the names under `evals`."""
+    """Lock all keys, except for the names under `evals`."""
     config.lock()
     config.evals.unlock()
     for entry in config.evals.values():
         entry.lock()
 
 
-# Sections to which plug-ins may add keys. Keys of `_SECTIONS_BY_NAME` become arguments of the part
-# that `name` chooses; a key that is None is not passed.
+# Sections that plug-ins may add keys to. Keys of `_SECTIONS_BY_NAME` become arguments of the part
+# that `name` selects; keys that are None are not passed.
 _SECTIONS_BY_NAME = ("model", "objective", "loss", "optimizer")
 _OPEN_SECTIONS = (*_SECTIONS_BY_NAME, "data")
 _KINDS = (bool, int, float, str, tuple, object)
 
 
 def add_plugins(config: ConfigDict, names: Sequence[str]) -> None:
-    """Puts imported plug-ins into `config`, in place, with the keys that they add.
+    """Add imported plug-ins and their keys to `config`, in place.
 
     Raises:
-      InputError: one has not been imported, or a key is not as it has to be, exists with another
-        type, or belongs to a section that takes none.
+      InputError: a plug-in has not been imported; or one of its keys is malformed, exists with
+        another type, or belongs to a section that plug-ins cannot add to.
     """
     for name in names:
         if name in config.plugins:
@@ -205,7 +237,7 @@ def add_plugins(config: ConfigDict, names: Sequence[str]) -> None:
         for key, default in keys.items():
             section, _, leaf = key.partition(".")
             if leaf not in config[section]:
-                # A reference of its own: one that configs shared would share its value.
+                # A new reference, since configs that share one would share its value.
                 is_none = isinstance(default, FieldReference)
                 config[section][leaf] = placeholder(default.get_type()) if is_none else default
         config.plugins = (*config.plugins, name)
@@ -213,7 +245,7 @@ def add_plugins(config: ConfigDict, names: Sequence[str]) -> None:
 
 
 def _key_faults(config: ConfigDict, keys: Any) -> list[str]:
-    """What is wrong with the keys that a plug-in adds to `config`."""
+    """Faults of the keys that a plug-in adds to `config`."""
     if not isinstance(keys, dict):
         return ['needs a dict, e.g. {"model.token_dim": placeholder(int)}']
     faults = []
@@ -229,11 +261,11 @@ def _key_faults(config: ConfigDict, keys: Any) -> list[str]:
             faults.append(f"{key}={default!r}: needs a bool, an int, a float, text, a tuple of "
                           "numbers, or placeholder(type)")  # fmt: skip
         elif section not in _OPEN_SECTIONS:
-            faults.append(f"{key}: {section} takes no keys of plug-ins; choose one of "
+            faults.append(f"{key}: plug-ins cannot add keys to {section}; choose one of "
                           f"{', '.join(_OPEN_SECTIONS)}")  # fmt: skip
         elif section in _SECTIONS_BY_NAME and not is_none:
-            faults.append(f"{key}={default!r}: needs placeholder({kind.__name__}), as only what "
-                          "you add has it")  # fmt: skip
+            faults.append(f"{key}={default!r}: needs placeholder({kind.__name__}), since the parts "
+                          "that come with the package do not take it")  # fmt: skip
         elif leaf in config[section] and config[section].get_type(leaf) is not kind:
             faults.append(f"{key}: exists as {config[section].get_type(leaf).__name__}, not "
                           f"{kind.__name__}; rename it")  # fmt: skip
@@ -241,7 +273,7 @@ def _key_faults(config: ConfigDict, keys: Any) -> list[str]:
 
 
 def own_keys(config: ConfigDict, section: str) -> dict[str, Any]:
-    """{key: value} of the keys of plug-ins in a section that are not None."""
+    """{key: value} for the keys that plug-ins added to a section and that are not None."""
     ours = default_config()[section]
     return {k: v for k, v in config[section].items() if k not in ours and v is not None}
 
@@ -249,15 +281,21 @@ def own_keys(config: ConfigDict, section: str) -> dict[str, Any]:
 REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.image_size",
             "optimizer.peak_lr")  # fmt: skip
 
-REQUIRED_TO_EVALUATE = ("global_batch_size", "data.name")  # a model that is there already
+REQUIRED_TO_EVALUATE = ("global_batch_size", "data.name")  # for a model that exists already
 
-TUPLES_OF_STRINGS = ("study.cells",)
+TUPLES_OF_STRINGS = ("study.cells", "study.sweep")
+
+
+def decided_later(config: ConfigDict) -> set[str]:
+    """The keys in `REQUIRED` that may be None because the source or the data decide them."""
+    keys = {"data.image_size"} if config.init_fields == "source" else set()
+    return keys | ({"duration", "optimizer.peak_lr"} if config.schedule.rule is not None else set())
 
 
 class SplitKey(NamedTuple):
-    """What tells the splits apart that a run opens.
+    """Identifies a split that a run opens.
 
-    classes: those that are kept, as in `data.classes`; None: all.
+    classes: labels to keep, as in `data.classes`; None: all.
     """
 
     data_name: str
@@ -267,20 +305,20 @@ class SplitKey(NamedTuple):
 
 
 def weights_source(config: ConfigDict) -> str | None:
-    """What a run takes its first weights from; None: nothing, it starts from scratch."""
+    """Source of the initial weights; None: random weights."""
     return None if config.init_from == "scratch" else config.init_from
 
 
 def train_split(config: ConfigDict) -> SplitKey:
-    """What is trained on: a split, or the mixture that begins with it."""
+    """Key of the training data: a split, or the mixture that starts with it."""
     split = config.data.split + (f" + {config.data.mix}" if config.data.mix else "")
     return SplitKey(config.data.name, split, config.data.data_dir, config.data.classes)
 
 
 def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:
-    """{key: split} of the keys of an entry of `evals` that hold splits.
+    """{key: split} for the keys of an entry of `evals` that hold splits.
 
-    Of other data than those of training, `data.classes` are not chosen for what learns its own.
+    `data.classes` applies to the training data set, and to evaluators that use the model's classes.
     """
     d = config.data
     name = d.name if entry.data_name is None else entry.data_name
@@ -292,27 +330,27 @@ def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:
 
 
 def split_words(arg: str, known: dict[str, str]) -> tuple[list[str], set[str]]:
-    """Splits a config's argument string into free words, in their order, and those of `known`.
+    """Split a config's argument into free words, in order, and the set of `known` words.
 
     Args:
       arg: comma-separated words, e.g. "ViT-L/16,imagenet21k,30ep,debug".
-      known: the words that may stand in any place, with what each does.
+      known: {word: meaning} of the words that may appear in any position.
     """
     words = [word.strip() for word in arg.split(",") if word.strip()]
     return [w for w in words if w not in known], {w for w in words if w in known}
 
 
 def refuse_words(words: Sequence[str], known: dict[str, str], config_file: str) -> None:
-    """Raises InputError if there are `words` that the config file `config_file` does not know."""
+    """Raise InputError for `words` that the config file `config_file` does not know."""
     meaning = "; ".join(f"{word}: {what}" for word, what in known.items())
     collect_faults(
-        [f"unknown word {word!r}; it takes {meaning}" for word in words],
+        [f"unknown word {word!r}; known words: {meaning}" for word in words],
         f"configs/{pathlib.Path(config_file).name}",
     )
 
 
 def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """{"model.name": "ViT-B/16", ...}: every leaf by its dotted key; lists as tuples."""
+    """{"model.name": "ViT-B/16", ...}: every leaf by its dotted key; lists become tuples."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, ConfigDict):
@@ -322,8 +360,8 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def image_hw(size: int | Sequence[int], key: str = "image_size") -> tuple[int, int]:
-    """(height, width) of a size given as int or pair, for the key or argument `key`.
+def image_hw(size: int | Sequence[int] | None, key: str = "image_size") -> tuple[int, int]:
+    """(height, width) of a size given as int or pair; `key` is named in errors.
 
     Raises:
       InputError: if it is neither.
@@ -340,10 +378,10 @@ def image_hw(size: int | Sequence[int], key: str = "image_size") -> tuple[int, i
 
 
 def step_range(text: str, key: str) -> range:
-    """The steps that "10:15" names: after the first number, up to and with the second.
+    """Steps in a range such as "10:15": 11 to 15.
 
     Raises:
-      InputError: if it is not of that form.
+      InputError: if `text` does not have this form.
     """
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None or not int(match[1]) < int(match[2]):
@@ -352,16 +390,16 @@ def step_range(text: str, key: str) -> range:
 
 
 def model_fields(config: ConfigDict) -> dict[str, Any]:
-    """The keyword arguments for `create_model` that `config.model` sets."""
-    return {k: v for k, v in config.model.items() if k != "name" and v is not None}
+    """Keyword arguments for `create_model` that `config.model` sets."""
+    return {k: v for k, v in config.model.items() if k not in ("name", "kernels") and v is not None}
 
 
 def optimizer_fields(config: ConfigDict) -> dict[str, Any]:
-    """The keyword arguments for `make_optimizer` in `config.optimizer`."""
-    of_others = ("peak_lr", "accum_steps", "ema_decay")
+    """Keyword arguments for `make_optimizer` from `config.optimizer`."""
+    of_others = ("peak_lr", "accum_steps", "ema_decay", "last_layers")
     return {k: v for k, v in config.optimizer.items() if k not in of_others}
 
 
 def step_fields(config: ConfigDict) -> dict[str, Any]:
-    """The keyword arguments for `make_train_step` that the config sets."""
+    """Keyword arguments for `make_train_step` from the config."""
     return {k: config.optimizer[k] for k in ("accum_steps", "ema_decay", "freeze")}

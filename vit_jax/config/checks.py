@@ -1,4 +1,4 @@
-"""Checks of a config's keys: all there, of the right form, taken by the chosen part."""
+"""Checks of a config's keys: all present, of the right type, accepted by the selected part."""
 
 import inspect
 import math
@@ -12,7 +12,7 @@ from vit_jax.errors import Faults, InputError, collect_faults, nearest
 
 
 def find_unset(config: ConfigDict, required: Sequence[str]) -> list[str]:
-    """A fault for each of the keys `required` that is None."""
+    """A fault for each key in `required` that is None."""
     values = flatten(config)
     return [
         f"{key}: not set; set it in the config file or by --config.{key}=..."
@@ -22,7 +22,7 @@ def find_unset(config: ConfigDict, required: Sequence[str]) -> list[str]:
 
 
 def find_emptied(config: ConfigDict) -> list[str]:
-    """A fault for each key that is None without being optional; a config file can do that."""
+    """A fault for each key that is None but not optional; a config file can cause this."""
     values = flatten(config)
     return [
         f"{key}=None: needs a value, e.g. {default!r}"
@@ -32,20 +32,20 @@ def find_emptied(config: ConfigDict) -> list[str]:
 
 
 def find_misshapen(config: ConfigDict) -> list[str]:
-    """The keys that a config which does not come from `base_config()` lacks or has in excess."""
+    """Faults for missing and unknown keys, as in a config that was not made by `base_config()`."""
     try:
         wanted = set(flatten(default_config(config.get("plugins") or ())))
     except InputError as e:
         return list(e.faults)
     evals = config.get("evals", {})
     found = set(flatten(config)) - {f"evals.{name}.{key}" for name in evals for key in evals[name]}
-    faults = [f"{key}: missing; begin with base_config()" for key in sorted(wanted - found)]
+    faults = [f"{key}: missing; start from base_config()" for key in sorted(wanted - found)]
     faults += [f"{key}: no such key; {nearest(key, sorted(wanted))}"
                for key in sorted(found - wanted)]  # fmt: skip
     for name in evals:
         kind = evals[name].get("type")
         if kind in EVALUATORS:
-            faults += [f"evals.{name}.{key}: missing or unknown; make it by config.{kind}()"
+            faults += [f"evals.{name}.{key}: missing or unknown; make entries with config.{kind}()"
                        for key in sorted(entry_keys(kind) ^ set(evals[name]))]  # fmt: skip
         else:
             faults.append(f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVALUATORS))}")
@@ -53,13 +53,20 @@ def find_misshapen(config: ConfigDict) -> list[str]:
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Checks numbers of every section, and the keys that no other room checks."""
+    """Check that all numbers are finite, and the keys that no other room checks."""
     faults.need(
         config.init_from != "",
-        "init_from: not set; give --config.init_from=SOURCE, a workdir, a file or the name of a "
-        "published one, or say --config.init_from=scratch",
+        "init_from: not set; give --config.init_from=SOURCE (a workdir, a file or the name of "
+        "published weights), or --config.init_from=scratch",
     )
     faults.need_known("init_head", config.init_head, ("new", "kept"))
+    faults.need_known("init_fields", config.init_fields, ("config", "source"))
+    faults.need(
+        config.init_fields != "source" or config.init_from not in (None, "scratch"),
+        f"init_fields='source': init_from={config.init_from!r} has no fields; give "
+        "--config.init_from=SOURCE, or train from scratch with --config.init_fields=config and "
+        "--config.data.image_size=...",
+    )
     for key, value in flatten(config).items():
         numbers = value if isinstance(value, tuple) else (value,)
         finite = all(math.isfinite(number) for number in numbers if isinstance(number, float))
@@ -75,11 +82,11 @@ KeyValue = bool | int | float | str | tuple | None
 def choose_keys(
     section: str, name: str, part: Callable, values: Mapping[str, KeyValue]
 ) -> dict[str, KeyValue]:
-    """The keys of a section that are set, as arguments of the `part` that `name` chooses.
+    """The keys of a section that are set, as arguments of the `part` selected by `name`.
 
     Raises:
-      InputError: `part` does not take one; an argument without default that may be given by
-        position is not a key.
+      InputError: if `part` does not take one of them. Positional arguments without a default are
+        not keys.
     """
     known = {
         key
@@ -89,7 +96,7 @@ def choose_keys(
     chosen: dict[str, KeyValue] = {k: value for k, value in values.items() if value is not None}
     collect_faults(
         [
-            f"{section}.{key}={value!r}: is nothing that {name} has; set it to None"
+            f"{section}.{key}={value!r}: {name} has no such setting; set it to None"
             for key, value in chosen.items()
             if key not in known
         ]

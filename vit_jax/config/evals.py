@@ -1,7 +1,7 @@
-"""The entries of `evals`: a registry of evaluators. Each declares the keys of its own entry.
+"""The registry of evaluators; each declares the keys of its entries in `evals`.
 
-An evaluator is one file with an `EVALUATOR` and one line in EVALUATORS. Its module is loaded when
-a config asks for it, so that reading a config loads no evaluator that it does not have.
+An evaluator is one module with an `EVALUATOR`, and one line in EVALUATORS. Its module is imported
+only when a config asks for it.
 """
 
 import importlib
@@ -15,25 +15,30 @@ from ml_collections.config_dict import placeholder
 
 from vit_jax.errors import Faults, InputError, nearest
 
-Inputs = TypeVar("Inputs")  # `EvalInputs`, which this room does not import
+Inputs = TypeVar("Inputs")  # `EvalInputs`; this room may not import it
 Made = TypeVar("Made")
 
 
 class Evaluator(NamedTuple, Generic[Inputs, Made]):
-    """A kind of entry of `evals`.
+    """A kind of entry in `evals`.
 
-    entry: makes the entry; its arguments are the entry's keys, with their defaults.
+    entry: makes an entry; its arguments are the keys of the entry, with their defaults.
     make: `EvalInputs` -> an object with `run(state) -> {name: float}`.
-    check: raises InputError for a valid entry's values that do not go together; keys without the
-      entry's name.
-    learns_classes: whether it learns the classes of its data from features; the others need data
-      of the model's classes.
+    check: raises InputError if values of a valid entry contradict each other; its faults start
+      with the key, without the name of the entry.
+    learns_classes: whether it learns classes from features; all others need data with the model's
+      classes.
+    output: the method of the model that it calls; None: "features" if it learns classes, else
+      "__call__".
+    multi_label: whether it evaluates images with several labels instead of one.
     """
 
     entry: Callable[..., ConfigDict]
     make: Callable[[Inputs], Made]
     check: Callable[[ConfigDict], None] = lambda entry: None
     learns_classes: bool = False
+    output: str | None = None
+    multi_label: bool = False
 
 
 # kind -> the evaluator, or the module that declares it.
@@ -43,17 +48,18 @@ EVALUATORS: dict[str, Evaluator | str] = {
     "fewshot": "vit_jax.evaluators.fewshot",
     "knn": "vit_jax.evaluators.knn",
     "linear_probe": "vit_jax.evaluators.linear_probe",
+    "multilabel": "vit_jax.evaluators.multilabel",
 }
 
 OPTIONAL_KEYS = {"batch_size": int, "data_name": str, "data_dir": str}
-REQUIRED_KEYS = ("every", "ops", *OPTIONAL_KEYS)  # which whatever opens an entry's data reads
+REQUIRED_KEYS = ("every", "ops", *OPTIONAL_KEYS)  # used when the data of an entry are opened
 
 
 def find_evaluator(kind: str) -> Evaluator:
-    """The evaluator whose entries have `kind` as their type.
+    """The evaluator for entries of type `kind`.
 
     Raises:
-      InputError: there is none.
+      InputError: if there is none.
     """
     found = EVALUATORS.get(kind)
     if found is None:
@@ -62,33 +68,33 @@ def find_evaluator(kind: str) -> Evaluator:
 
 
 def learning_kinds() -> list[str]:
-    """The kinds of entries that learn the classes of their data."""
+    """Kinds of entries that learn classes from features."""
     return [kind for kind in EVALUATORS if find_evaluator(kind).learns_classes]
 
 
 def entry_keys(kind: str) -> set[str]:
-    """The keys of an entry whose type is `kind`."""
+    """Keys of an entry of type `kind`."""
     return {"type", *inspect.signature(find_evaluator(kind).entry).parameters}
 
 
 def entry_defaults(kind: str) -> dict[str, Any]:
-    """{key: default} of the keys that an entry of that kind may leave out."""
+    """{key: default} for the optional arguments of an entry of type `kind`."""
     parameters = inspect.signature(find_evaluator(kind).entry).parameters
     return {key: p.default for key, p in parameters.items() if p.default is not p.empty}
 
 
 def typed_entry(kind: str, values: dict[str, Any]) -> ConfigDict:
-    """An entry of `evals`, locked; only the keys in OPTIONAL_KEYS may be None.
+    """Make an entry of `evals`, locked; only the keys in OPTIONAL_KEYS may be None.
 
     Raises:
-      InputError: `values` lack some of REQUIRED_KEYS.
+      InputError: if `values` lack some of REQUIRED_KEYS.
     """
     missing = [key for key in REQUIRED_KEYS if key not in values]
     if missing:
         raise InputError(
-            f"type={kind!r}: its entries lack {', '.join(missing)}; give the function that makes "
-            f"them the arguments {', '.join(REQUIRED_KEYS)}, whether the evaluator reads them or "
-            "not"
+            f"type={kind!r}: its entries lack {', '.join(missing)}; the function that makes them "
+            f"needs the arguments {', '.join(REQUIRED_KEYS)}, even if the evaluator does not use "
+            "them"
         )
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     optional = {key: placeholder(OPTIONAL_KEYS[key]) for key in OPTIONAL_KEYS if key in values}
@@ -99,13 +105,13 @@ def typed_entry(kind: str, values: dict[str, Any]) -> ConfigDict:
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Checks the names of the entries of `evals`, and each by its evaluator."""
+    """Check the names of the entries of `evals`, and each entry by its evaluator's own check."""
     for name, entry in config.evals.items():
         taken = name in ("train", "time") or not re.fullmatch(r"\w+", name)
         faults.need(
             not taken,
-            f"evals.{name}: choose a name of letters other than train and time, which the run's "
-            "own metrics have",
+            f"evals.{name}: choose a name of letters, digits and _, other than train and time, "
+            "which name the run's own metrics",
         )
         faults.need_positive(f"evals.{name}.batch_size", entry.batch_size)
         faults.check(find_evaluator(entry.type).check, entry, prefix=f"evals.{name}.")

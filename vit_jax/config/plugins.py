@@ -1,10 +1,10 @@
-"""Parts from outside: the user's own modules, which a config names in `plugins`.
+"""Plug-ins: the user's own modules, listed in the config's `plugins`.
 
-A plug-in is one Python file, or one installed module. Imported, it adds its parts to our registries
-(docs/extending.md), and its `CONFIG_KEYS`, {"section.key": default or placeholder(type)}, become
-keys of the configs that name it. A run keeps a copy of the file and its digest in WORKDIR/plugins.
-Whatever reads that workdir later imports code with the same digest that is installed here, or was
-named by the user; the copy itself runs only if the user trusts it.
+A plug-in is one Python file or one installed module. When imported, it adds parts to the registries
+(docs/how_to/extend.md). Its `CONFIG_KEYS`, {"section.key": default or placeholder(type)}, become
+keys of the configs that list it. A run stores a copy of the file and its digest in WORKDIR/plugins.
+A command that reads this workdir later uses code with the same digest that is installed or was
+named by the user; it runs the stored copy only if the user trusts it.
 """
 
 import contextlib
@@ -28,16 +28,18 @@ from etils import epath
 
 from vit_jax.errors import InputError, say_fault_of_file
 from vit_jax.files import write_whole
+from vit_jax.jax_private import has_devices
 
 _FOLDER, _DIGESTS = "plugins", "digests.json"
-_NAME = re.compile(r"[\w-]+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*")  # a file's, or a module's
+_NAME = re.compile(r"[\w-]+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*")  # name of a file or a module
 
 
 class Plugin(NamedTuple):
-    """A module from outside of the package, imported.
+    """An imported plug-in.
 
-    name: in `config.plugins`: of a file without its folder, my_parts.py; of a module my_parts.
-    file: where its code lies.
+    name: as in `config.plugins`: for a file its name without folder, my_parts.py; for a module
+      my_parts.
+    file: path of its code.
     content: its code.
     keys: its CONFIG_KEYS.
     """
@@ -49,11 +51,11 @@ class Plugin(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of its code, in hex."""
+        """SHA-256 of its code as a hex string."""
         return _digest(self.content)
 
 
-# What this process has imported, by name.
+# Plug-ins imported by this process, by name.
 _PLUGINS: dict[str, Plugin] = {}
 
 _named: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("named", default=())
@@ -65,9 +67,9 @@ _beside: contextvars.ContextVar[pathlib.Path | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def using(names: Sequence[str] = (), *, trusted: bool = False) -> Iterator[None]:
-    """Imports the plug-ins `names`; every `base_config()` within names them too.
+    """Import the plug-ins `names`; within the context, every `base_config()` includes them.
 
-    `trusted`: whether copies that workdirs hold may run, as with --trust_plugins.
+    `trusted`: whether copies stored in workdirs may run, as with --trust_plugins.
 
     Raises:
       InputError: as `import_plugins`.
@@ -83,7 +85,7 @@ def using(names: Sequence[str] = (), *, trusted: bool = False) -> Iterator[None]
 
 @contextlib.contextmanager
 def beside(folder: pathlib.Path) -> Iterator[None]:
-    """Within, files of plug-ins are also found in `folder`: the config file's."""
+    """Within the context, also look for plug-in files in `folder`, where the config file is."""
     token = _beside.set(folder)
     try:
         yield
@@ -92,40 +94,40 @@ def beside(folder: pathlib.Path) -> Iterator[None]:
 
 
 def named_by_command() -> tuple[str, ...]:
-    """The plug-ins of the innermost `using`."""
+    """Plug-ins of the innermost `using`."""
     return _named.get()
 
 
 def find_plugin(name: str) -> Plugin:
-    """The imported plug-in called `name` in `config.plugins`.
+    """The imported plug-in with this name in `config.plugins`.
 
     Raises:
-      InputError: it has not been imported.
+      InputError: if it has not been imported.
     """
     if name not in _PLUGINS:
         raise InputError(
-            f"plugins: {name!r} has not been imported; name it in base_config(plugins=[...]), or "
+            f"plugins: {name!r} has not been imported; list it in base_config(plugins=[...]), or "
             f"give --config.plugins={name}"
         )
     return _PLUGINS[name]
 
 
 def digests(names: Sequence[str]) -> dict[str, str]:
-    """{"plug-in NAME": digest} of imported plug-ins."""
+    """{"plug-in NAME": digest} for imported plug-ins."""
     return {f"plug-in {name}": find_plugin(name).digest for name in names}
 
 
 def import_plugins(names: Sequence[str]) -> tuple[str, ...]:
-    """Imports plug-ins; returns their names for `config.plugins`.
+    """Import plug-ins; return their names for `config.plugins`.
 
-    What is imported already, by its digest, is not run again.
+    Code with a known digest does not run again.
 
     Args:
-      names: files, which end in .py, from the working directory or from the config file's folder;
-        or installed modules, such as my_parts or lab.parts.
+      names: files ending in .py, in the working directory or the config file's folder; or installed
+        modules, such as my_parts or lab.parts.
 
     Raises:
-      InputError: one is not found, is no single module, or fails, with the line.
+      InputError: a plug-in is not found, is not a single module, or fails; names the line.
     """
     if isinstance(names, str):
         raise InputError(f"plugins={names!r}: needs a list of names, e.g. [{names!r}]")
@@ -156,31 +158,30 @@ def _find_file(text: str) -> pathlib.Path:
 
 def _find_module(text: str) -> pathlib.Path:
     if not _NAME.fullmatch(text):
-        raise InputError(f"plugins={text!r}: needs a file that ends in .py, or a module's name")
+        raise InputError(f"plugins={text!r}: needs a .py file, or the name of a module")
     try:
         spec = importlib.util.find_spec(text)
-    except ModuleNotFoundError:  # of its parent
+    except ModuleNotFoundError:  # the parent module is missing
         spec = None
-    except Exception as e:  # whatever its parent raises
+    except Exception as e:  # the parent module may raise anything
         raise InputError(f"plugins={text!r}: {type(e).__name__}: {e}") from e
     if spec is None:
         raise InputError(
-            f"plugins={text!r}: no such module is installed; a file is named with its ending: "
-            f"{text}.py"
+            f"plugins={text!r}: no such module is installed; for a file, add the ending: {text}.py"
         )
     origin = spec.origin or ""
     if spec.submodule_search_locations is not None or not origin.endswith(".py"):
         raise InputError(
-            f"plugins={text!r}: is not a single Python file; name the module that adds the parts, "
+            f"plugins={text!r}: not a single Python file; name the module that adds the parts, "
             f"e.g. {text}.parts"
         )
     return pathlib.Path(origin)
 
 
 def _execute(name: str, module_name: str, file: str, content: bytes) -> Plugin:
-    """Runs exactly the code that is digested, unless the same code has run already.
+    """Run exactly the code that was digested, unless the same code has run before.
 
-    A module that the user has imported by hand from `file` is taken as it is.
+    A module that the user has already imported from `file` is used as it is.
     """
     known = _find_known(_digest(content))
     if known is not None:
@@ -188,7 +189,7 @@ def _execute(name: str, module_name: str, file: str, content: bytes) -> Plugin:
     for other in _PLUGINS.values():
         if _copy_name(other.name) == _copy_name(name):
             raise InputError(
-                f"plugins={name}: {file} and {other.file} have one name and different code; "
+                f"plugins={name}: {file} and {other.file} have the same name but different code; "
                 "rename one"
             )
     module = sys.modules.get(module_name)
@@ -202,36 +203,29 @@ def _run(name: str, module_name: str, file: str, content: bytes) -> types.Module
     module = types.ModuleType(module_name)
     module.__file__ = file
     module.__package__ = module_name.rpartition(".")[0]
-    sys.modules[module_name] = module  # where dataclasses look for the names in annotations
-    had_devices = _has_devices()
+    sys.modules[module_name] = module  # dataclasses resolve annotations there
+    had_devices = has_devices()
     try:
         exec(compile(content, file, "exec"), vars(module))
-    except (Exception, SystemExit) as e:  # whatever a user's file raises is the file's fault
+    except (Exception, SystemExit) as e:  # a user's file may raise anything
         del sys.modules[module_name]
         raise InputError(f"plugins={name}: {say_fault_of_file(e, file)}") from e
-    if _has_devices() and not had_devices:
+    if has_devices() and not had_devices:
         del sys.modules[module_name]
         raise InputError(
-            f"plugins={name}: {file}: uses JAX's devices while it is imported, before the "
-            "processes of a job have found each other; make its arrays inside functions, or with "
-            "NumPy"
+            f"plugins={name}: {file}: uses JAX devices while it is imported, before the processes "
+            "of a job have connected; create its arrays inside functions, or with NumPy"
         )
     return module
 
 
-def _has_devices() -> bool:
-    """Whether JAX has started its devices in this process."""
-    bridge = sys.modules.get("jax._src.xla_bridge")  # JAX may not be imported at all
-    return bridge is not None and bridge.backends_are_initialized()
-
-
 def _find_known(digest: str) -> Plugin | None:
-    """The plug-in of that digest that has been imported; None: there is none."""
+    """The imported plug-in with this digest; None: there is none."""
     return next((known for known in _PLUGINS.values() if known.digest == digest), None)
 
 
 def store_plugins(names: Sequence[str], workdir: epath.Path) -> None:
-    """Writes the code and the digests of imported plug-ins into WORKDIR/plugins."""
+    """Write the code and the digests of imported plug-ins to WORKDIR/plugins."""
     if not names:
         return
     folder = workdir / _FOLDER
@@ -244,23 +238,23 @@ def store_plugins(names: Sequence[str], workdir: epath.Path) -> None:
 
 
 def import_stored(names: Sequence[str], workdir: epath.Path) -> None:
-    """Makes the plug-ins of the run in `workdir` known here, without running code of a stranger.
+    """Import the plug-ins of the run in `workdir` without running untrusted code.
 
-    Each is one that the user has named, or an installed module, with the digest that the run
-    stored; or the run's own copy, if the user trusts it.
+    Each plug-in is one that the user has named or an installed module, with the digest that the run
+    stored; or else the run's own copy, if the user trusts it.
 
     Raises:
-      InputError: none has that digest and the copy is not trusted, or the copy is damaged.
+      InputError: no code has the digest and the copy is not trusted; or the copy is damaged.
     """
     folder = workdir / _FOLDER
     stored, missing = _read_digests(folder / _DIGESTS) if names else {}, []
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise InputError(f"{workdir}/config.json: plugins={name!r}: not as a run writes it")
+            raise InputError(f"{workdir}/config.json: plugins={name!r}: not the name of a plug-in")
         known = _PLUGINS.get(name)
         if name not in stored and known is None:
             raise InputError(
-                f"{folder}: keeps no copy of the plug-in {name}; name all plug-ins of the run by "
+                f"{folder}: has no copy of the plug-in {name}; list all plug-ins of the run with "
                 "--config.plugins=FILE,..."
             )
         if known is None:
@@ -270,29 +264,29 @@ def import_stored(names: Sequence[str], workdir: epath.Path) -> None:
         elif stored.get(name, known.digest) != known.digest and _has_saved(workdir):
             raise InputError(
                 f"--workdir={workdir}: the plug-in {name} has changed since this run began; "
-                f"restore it (the run's copy: {folder / _copy_name(name)}), take a new --workdir, "
-                f"or remove {folder} to go on with it as it is now"
+                f"restore it (the run's copy: {folder / _copy_name(name)}), use a new --workdir, "
+                f"or delete {folder} to continue with the changed plug-in"
             )
         else:
             _PLUGINS[name] = known._replace(name=name)
     if missing and not _trusted.get():
         raise InputError(
             f"{workdir}: this run uses the plug-ins {', '.join(missing)}, and no installed module "
-            f"has their code. Read {folder}; --trust_plugins then runs it, and "
-            "--config.plugins=FILE,... takes your own copies"
+            f"has their code. Review {folder}, then run it with --trust_plugins; or give your own "
+            "copies with --config.plugins=FILE,..."
         )
     for name in missing:
         _execute_copy(name, stored[name], folder / _copy_name(name))
 
 
 def _has_saved(workdir: epath.Path) -> bool:
-    """Whether the run has a checkpoint, so that its plug-ins have decided something."""
+    """Whether the run has a checkpoint, i.e. its plug-ins have had an effect."""
     checkpoints = workdir / "checkpoints"
     return checkpoints.exists() and any(step.name.isdigit() for step in checkpoints.iterdir())
 
 
 def _find_digest(name: str, digest: str, workdir: epath.Path) -> Plugin | None:
-    """The plug-in of that digest, imported already or installed; None: there is none."""
+    """The plug-in with this digest, imported already or installed; None: there is none."""
     known = _find_known(digest)
     if known is not None:
         return known
@@ -309,16 +303,16 @@ def _execute_copy(name: str, digest: str, copy: epath.Path) -> None:
     except OSError as e:
         raise InputError(f"{copy}: cannot be read ({e}); give --config.plugins=FILE") from None
     if _digest(content) != digest:
-        raise InputError(f"{copy}: damaged, its digest is another; give --config.plugins=FILE")
+        raise InputError(f"{copy}: damaged, its digest differs; give --config.plugins=FILE")
     _execute(name, f"vit_jax_plugins.{name.removesuffix('.py')}", os.fspath(copy), content)
 
 
 def _find_installed(module_name: str, workdir: epath.Path) -> pathlib.Path | None:
-    """The file of an installed module, found without running anything; None: there is none.
+    """The file of an installed module, found without running code; None: there is none.
 
-    Installed is what lies in a site-packages folder of this Python, in packages with an
-    `__init__.py`. Any other folder of `sys.path`, such as the clone of an editable install, may
-    hold workdirs of strangers, and scripts of the user's that are no parts.
+    Only packages with an `__init__.py` and modules in this Python's site-packages folders count as
+    installed. Other folders of `sys.path`, such as the clone of an editable install, may contain
+    other people's workdirs, and scripts that are not plug-ins.
     """
     run = pathlib.Path(os.fspath(workdir)).absolute()
     runs, places = {run, run.resolve()}, {run, run.resolve(), pathlib.Path.cwd()}
@@ -330,14 +324,14 @@ def _find_installed(module_name: str, workdir: epath.Path) -> pathlib.Path | Non
     ]
     try:
         file = _find_in(folders, module_name)
-    except Exception:  # what a finder raises: nothing is found
+    except Exception:  # a finder failed: treat the module as not found
         return None
-    # A link may lead out of the folder.
+    # A link may point out of the folder.
     return file if file and any(file.is_relative_to(f) for f in folders) else None
 
 
 def _site_folders() -> list[pathlib.Path]:
-    """The folders into which this Python installs packages."""
+    """Folders in which this Python installs packages."""
     names = [*site.getsitepackages(), *(sysconfig.get_path(key) for key in ("purelib", "platlib"))]
     if site.ENABLE_USER_SITE:
         names.append(site.getusersitepackages())
@@ -345,15 +339,15 @@ def _site_folders() -> list[pathlib.Path]:
 
 
 def _find_in(folders: Sequence[pathlib.Path], module_name: str) -> pathlib.Path | None:
-    """The resolved file of a module that is one Python file in one of `folders`."""
+    """The resolved file of a module that is a single Python file in one of `folders`."""
     paths: list[str] | None = [str(folder) for folder in folders]
     *parents, _ = itertools.accumulate(module_name.split("."), "{}.{}".format)
     for parent in parents:
         package = importlib.machinery.PathFinder.find_spec(parent, paths)
-        if package is None or package.origin is None:  # the latter: a namespace package
+        if package is None or package.origin is None:  # not found, or a namespace package
             return None
         paths = package.submodule_search_locations
-        if not paths:  # no package: None would mean sys.path
+        if not paths:  # not a package; None would mean sys.path
             return None
     spec = importlib.machinery.PathFinder.find_spec(module_name, paths)
     if spec is None or spec.submodule_search_locations is not None:
@@ -366,14 +360,14 @@ def _read_digests(path: epath.Path) -> dict[str, str]:
     try:
         stored = json.loads(path.read_text()) if path.exists() else {}
     except (OSError, ValueError) as e:
-        raise InputError(f"{path}: not readable as JSON ({e})") from None
+        raise InputError(f"{path}: not valid JSON ({e})") from None
     if not (isinstance(stored, dict) and all(isinstance(v, str) for v in stored.values())):
-        raise InputError(f"{path}: not as a run writes it")
+        raise InputError(f"{path}: damaged; needs a dict of digests by name")
     return stored
 
 
 def _copy_name(name: str) -> str:
-    """The file in WORKDIR/plugins."""
+    """Name of the plug-in's file in WORKDIR/plugins."""
     return name if name.endswith(".py") else f"{name}.py"
 
 

@@ -1,7 +1,7 @@
-"""The config that a run stores in config.json: its text, and how a later version goes on with it.
+"""The config that a run stores in config.json, and how later versions read it.
 
-An older run may lack a key: it takes the value in IN_OLDER_RUNS, else the default. It may have a
-key by an older name, listed in RENAMED_KEYS. A file of a newer format is refused.
+Keys that an older run lacks take the value in IN_OLDER_RUNS, else their default. Keys that it
+stored under an older name are listed in RENAMED_KEYS. Files of a newer format are rejected.
 """
 
 import contextlib
@@ -24,25 +24,26 @@ from vit_jax.errors import InputError, check_version, collect_faults, nearest
 
 logger = logging.getLogger("vit_jax")
 
-# The format of config.json, which holds it as `format_version`; files of version 1 do not. Raise it
-# with every entry in RENAMED_KEYS, and when a key or a value changes its meaning. A key that is
-# added needs no new version: older code refuses it by its name.
+# Format of config.json, stored as `format_version`; files of version 1 lack it. Increase it with
+# every entry in RENAMED_KEYS, and when a key or a value changes its meaning. Adding a key needs no
+# new version: older code rejects the unknown name.
 FORMAT_VERSION = 2
 
-# What older versions called a key -> its name today; `*` stands for any entry of `evals`, as in
-# "evals.*.freq": "evals.*.every". A name is never used again for something else.
+# Name of a key in older versions -> its name today; `*` matches any entry of `evals`, as in
+# "evals.*.freq": "evals.*.every". Old names are never reused.
 RENAMED_KEYS: dict[str, str] = {}
 
-# What may change when a run is resumed: where and how it runs, never what it computes.
-FREE_ON_RESUME = ("mesh.", "checkpoint.", "log.", "evals.", "job.", "study.", "data.data_dir",
-                  "data.reader", "data.max_corrupt_fraction", "model.remat")  # fmt: skip
+# Keys that may change on resume: they affect where and how a run is executed, not its result.
+FREE_ON_RESUME = ("mesh.", "checkpoint.", "stop.", "log.", "evals.", "job.", "study.",
+                  "data.data_dir", "data.reader", "data.max_corrupt_fraction",
+                  "model.remat", "model.kernels")  # fmt: skip
 
 
-# Keys of an entry of `evals` on which no measured value depends.
+# Keys of an `evals` entry that do not affect measured values.
 _FREE_IN_EVALS = (".every", ".batch_size", ".data_dir")
 
 
-# A crop of data.image_size after a resize without other arguments than these.
+# A crop of data.image_size that follows a resize with no arguments except these.
 _RESIZE_AND_CROP = (
     r"resize(_small)?(\((size=)?(?P<size>\d+)?,?(antialias=(True|False))?\))?"
     r"\|(central|random)_crop(\(\))?(?=\||$)"
@@ -50,9 +51,9 @@ _RESIZE_AND_CROP = (
 
 
 def _may_pad(stored: dict[str, Any]) -> bool:
-    """Whether a crop of a parsed config.json may be larger than its image, by the text of its ops.
+    """Whether a crop in a parsed config.json may be larger than its image, judging by its ops.
 
-    False where every crop follows a resize to at least `data.image_size`.
+    False if every crop follows a resize to at least `data.image_size`.
     """
     size = stored["data"]["image_size"]
     largest = max(size) if isinstance(size, list) else size or 0
@@ -66,12 +67,12 @@ def _may_pad(stored: dict[str, Any]) -> bool:
 
 
 def reads_folder(config: Mapping[str, Any]) -> bool:
-    """Whether a config, or the content of a config.json, reads an image folder."""
+    """Whether a config, or a parsed config.json, reads an image folder."""
     return bool(folders_read(config))
 
 
 def folders_read(config: Mapping[str, Any]) -> set[str | None]:
-    """`data_dir` of each image folder that a config, or the content of a config.json, reads."""
+    """`data_dir` of each image folder that a config, or a parsed config.json, reads."""
     d = config["data"]
     entries = [(e.get("data_name"), e.get("data_dir")) for e in config["evals"].values()]
     read = [(d["name"], None), *((name, None) for name in _mixed_names(d)), *entries]
@@ -79,7 +80,7 @@ def folders_read(config: Mapping[str, Any]) -> set[str | None]:
 
 
 def _mixed_names(data: Mapping[str, Any]) -> list[str]:
-    """The data sets that `data.mix` names."""
+    """Names of the data sets in `data.mix`."""
     parts = [re.split("[=@]", part)[0].strip() for part in data.get("mix", "").split(",")]
     return [name for name in parts if name]
 
@@ -90,7 +91,7 @@ def _older_holdout(stored: dict[str, Any]) -> str:
 
 def _older_broken_labels(stored: dict[str, Any]) -> str:
     data, entries = stored["data"], stored["evals"].values()
-    # Labels choose the records of data.classes, and what few-shot evaluators learn from.
+    # Labels select the records of data.classes and the training examples of few-shot evaluators.
     chosen = [entry for entry in entries if entry["type"] == "fewshot"]
     names = set()
     if data.get("classes") is not None:
@@ -102,20 +103,23 @@ def _older_broken_labels(stored: dict[str, Any]) -> str:
     return "by_reader" if in_memory and of_files else "read"
 
 
-# Keys that changed a run's data or updates when they were added. For a key that an older
-# config.json lacks: a function of that file that returns the value which keeps the run as it was.
-# All other keys that a run lacks take their default.
+# Keys that changed a run's data or updates when they were added. Each maps to a function of an
+# older config.json that returns the value that preserves the run's behaviour. All other missing
+# keys take their default.
 IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "data.holdout": _older_holdout,
     "data.broken_labels": _older_broken_labels,
     "data.pad_crops": _may_pad,
+    "model.kernels": lambda stored: "plain",
+    "data.exif": lambda stored: not reads_folder(stored),
+    "data.folder_rules": lambda stored: 1 if reads_folder(stored) else 2,
 }
 
 
 def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """{key: (old value, new value)} of what differs and may not change on resume.
+    """{key: (old value, new value)} for changed keys that must not change on resume.
 
-    Plug-ins may be added, and of their keys those that keep their default.
+    Plug-ins may be added, together with those of their keys that keep the default.
     """
     a, b = flatten(default_config(new.plugins)) | flatten(old), flatten(new)
     changed = {
@@ -129,22 +133,30 @@ def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]
 
 
 def say_changes(changed: dict[str, tuple[Any, Any]]) -> list[str]:
-    """What `changed_keys` found, in words, each with the flag that keeps the old value."""
+    """Describe the result of `changed_keys`, with the flag that restores each old value."""
     return [
-        f"{key} was {was!r} and is {now!r} now; "
-        f"{shlex.quote(f'--config.{key}={_written(key, was)}')} keeps it"
+        f"{key}: was {was!r}, now {now!r}; keep the old value with "
+        f"{shlex.quote(f'--config.{key}={_written(key, was)}')}"
         for key, (was, now) in changed.items()
     ]
 
 
 def _written(key: str, value: Any) -> Any:
-    """A value as the command line takes it."""
+    """A value in the form that the command line takes."""
     return ",".join(value) if key == "plugins" else value
 
 
 def changed_evals(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """As `changed_keys`, of what decides the values that evaluators measure."""
-    a, b = (flatten(config.evals, "evals.") for config in (old, new))
+    """Like `changed_keys`, for the keys of `evals` that affect measured values."""
+    entries = {
+        name: entry.to_dict()
+        for name, entry in new.evals.items()
+        if name in old.evals or not str(entry.get("split")).endswith("?")
+    }
+    for entry in entries.values():
+        if "split" in entry:  # "test?" is "test", where that is there
+            entry["split"] = entry["split"].removesuffix("?")
+    a, b = flatten(old.evals, "evals."), flatten(ConfigDict(entries), "evals.")
     return {
         key: (a.get(key), b.get(key))
         for key in sorted(a.keys() | b.keys())
@@ -153,7 +165,7 @@ def changed_evals(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]
 
 
 def todays_key(key: str) -> str:
-    """What `key`, perhaps by the name that an older version gave it, is called today."""
+    """Today's name of `key`, which may be the name in an older version."""
     for old, new in RENAMED_KEYS.items():
         match = re.fullmatch(re.escape(old).replace(r"\*", r"([^.]+)"), key)
         if match:
@@ -162,19 +174,18 @@ def todays_key(key: str) -> str:
 
 
 def to_json(config: ConfigDict) -> str:
-    """The config as the text of `config.json`; `from_json` gives an equal config."""
+    """The config as the text of config.json; `from_json` restores an equal config."""
     return json.dumps({"format_version": FORMAT_VERSION} | config.to_dict(), indent=2) + "\n"
 
 
 def from_json(text: str, where: str = "config.json") -> ConfigDict:
-    """The config that `to_json` wrote; `where` names it in errors.
+    """Parse a config written by `to_json`; `where` names it in errors.
 
-    Keys that the text lacks, because an older version wrote it, take the value in IN_OLDER_RUNS or
-    else their default.
+    Keys that older versions did not write take the value in IN_OLDER_RUNS, or else their default.
 
     Raises:
-      InputError: the text has a newer format; or naming every key that this version does not have,
-        or a plug-in that has not been imported.
+      InputError: the text has a newer format or keys that this version does not know (names them
+        all), or one of its plug-ins has not been imported.
     """
     return _from_stored(_parse(text, where), where)
 
@@ -188,13 +199,13 @@ def _from_stored(stored: dict[str, Any], where: str) -> ConfigDict:
         for name, entry in stored.pop("evals").items():
             faults += _fill_entry(config.evals, name, entry)
     faults += _fill(config, stored, "")
-    collect_faults(faults, f"{where} of another version of vit_jax; use the one that wrote it")
+    collect_faults(faults, f"{where} is from another version of vit_jax; use that version")
     config.update_from_flattened_dict(older)
     return config
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
-    """The content of a config.json, by today's names of keys, with the defaults of its `evals`."""
+    """Content of a config.json, with keys renamed as today and defaults of `evals` filled in."""
     with _naming(where):
         stored = json.loads(text)
         version = stored.pop("format_version", 1)
@@ -218,17 +229,20 @@ def _parse(text: str, where: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Turns what content of another form raises into an InputError that names `where`."""
+    """Turn errors raised by malformed content into an InputError that names `where`."""
     try:
         yield
     except InputError as e:
         raise InputError(*e.faults, where=where) from None
     except (ValueError, TypeError, KeyError, AttributeError) as e:
-        raise InputError(f"{where}: not as a run writes it ({type(e).__name__}: {e})") from None
+        raise InputError(
+            f"{where}: damaged ({type(e).__name__}: {e}). Restore an intact copy; or remove it "
+            "and run the run's own command, listed in starts.jsonl beside it, to write it again"
+        ) from None
 
 
 def _fill_entry(evals: ConfigDict, name: str, entry: dict[str, Any]) -> list[str]:
-    """Adds the stored `entry` to `evals`; returns the faults."""
+    """Add the stored `entry` to `evals`; return the faults."""
     kind = entry["type"]
     if kind not in EVALUATORS:
         return [f"evals.{name}.type={kind!r}: {nearest(str(kind), list(EVALUATORS))}"]
@@ -240,11 +254,11 @@ def _fill_entry(evals: ConfigDict, name: str, entry: dict[str, Any]) -> list[str
 
 
 def _fill(node: ConfigDict, values: dict[str, Any], prefix: str) -> list[str]:
-    """Sets the stored `values` in the section `prefix` of a config; returns the faults."""
+    """Set the stored `values` in the section `prefix` of a config; return the faults."""
     faults = []
     for key, value in values.items():
         if value == {}:
-            continue  # a section whose keys have all moved
+            continue  # a section whose keys have all moved elsewhere
         if key not in node:
             faults.append(f"{prefix}{key}: no such key; {nearest(key, list(node))}")
         elif isinstance(node[key], ConfigDict) and isinstance(value, dict):
@@ -258,13 +272,13 @@ def _fill(node: ConfigDict, values: dict[str, Any], prefix: str) -> list[str]:
 
 
 def _older_values(stored: dict[str, Any]) -> dict[str, Any]:
-    """{key: value} of the keys in IN_OLDER_RUNS that a parsed config.json lacks."""
+    """{key: value} for the keys in IN_OLDER_RUNS that a parsed config.json lacks."""
     found = _stored_values(stored)
     return {key: older(stored) for key, older in IN_OLDER_RUNS.items() if key not in found}
 
 
 def _stored_values(stored: dict[str, Any]) -> dict[str, Any]:
-    """{key: value} of the keys in IN_OLDER_RUNS that a parsed config.json has."""
+    """{key: value} for the keys in IN_OLDER_RUNS that a parsed config.json has."""
     sections = {key: key.rpartition(".")[::2] for key in IN_OLDER_RUNS}
     nodes = {
         key: (stored.get(section, {}) if section else stored, leaf)
@@ -274,10 +288,10 @@ def _stored_values(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def kept_values(workdir: epath.Path) -> dict[str, Any]:
-    """{key: value} that the run in `workdir` has of each key in IN_OLDER_RUNS; {} of no run.
+    """{key: value} that the run in `workdir` uses for each key in IN_OLDER_RUNS; {} if no run.
 
     Raises:
-      InputError: config.json has a newer format, or is not as a run writes it.
+      InputError: config.json has a newer format or is damaged.
     """
     path = workdir / "config.json"
     if not path.exists():
@@ -288,23 +302,23 @@ def kept_values(workdir: epath.Path) -> dict[str, Any]:
 
 
 def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
-    """`config` for resuming the run in `workdir`, which an older version may have begun.
+    """`config`, adapted to resume a run in `workdir` that an older version may have started.
 
-    Keys in IN_OLDER_RUNS keep the run's own value, or the older behaviour where its config.json
-    lacks them, with one warning, unless `config` sets them to something other than their default.
+    Keys in IN_OLDER_RUNS keep the run's value (if its config.json lacks them: the value that
+    preserves its behaviour), unless `config` sets them to a non-default value. Logs one warning.
 
     Raises:
-      InputError: config.json has a newer format, or is not as a run writes it.
+      InputError: config.json has a newer format or is damaged.
     """
     older = kept_values(workdir)
     values, defaults = flatten(config), flatten(default_config(config.get("plugins") or ()))
     kept = {k: v for k, v in older.items() if values[k] == defaults[k] and values[k] != v}
     if not kept:
         return config
-    config = copy.deepcopy(config)  # with the types of keys that are None
+    config = copy.deepcopy(config)  # keeps the types of keys that are None
     config.update_from_flattened_dict(kept)
     logger.warning(
-        "%s: this run goes on as it began, with %s (new runs: %s)",
+        "%s: this run continues with its original settings: %s (default for new runs: %s)",
         workdir,
         ", ".join(f"{key}={value!r}" for key, value in kept.items()),
         ", ".join(repr(defaults[key]) for key in kept),
@@ -313,18 +327,19 @@ def continue_older(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
 
 
 def read_config(workdir: epath.Path) -> ConfigDict:
-    """The config of the run in `workdir`, whose plug-ins are imported.
+    """Read the config of the run in `workdir` and import its plug-ins.
 
-    Raises what `from_json` and `plugins.import_stored` raise.
+    Raises:
+      InputError: as `from_json` and `plugins.import_stored`.
     """
     path = workdir / "config.json"
     stored = _parse(path.read_text(), str(path))
     with _naming(str(path)):
         names = _plugin_names(stored)
-    plugins.import_stored(names, workdir)  # not before it is known that this version reads the run
+    plugins.import_stored(names, workdir)  # only after the file's format is known to be readable
     return _from_stored(stored, str(path))
 
 
 def _plugin_names(stored: dict[str, Any]) -> tuple[str, ...]:
-    """The plug-ins that a parsed config.json names; older versions had none."""
+    """Plug-ins listed in a parsed config.json; older versions had none."""
     return tuple(stored.get("plugins", ()))

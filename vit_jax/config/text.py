@@ -1,6 +1,7 @@
-"""A config as text: the files that make one, and overrides by name on the command line."""
+"""Config files, and overrides on the command line."""
 
 import ast
+import difflib
 import importlib.util
 import logging
 import pathlib
@@ -22,9 +23,9 @@ logger = logging.getLogger("vit_jax")
 
 
 def shipped_configs() -> dict[str, pathlib.Path]:
-    """{name: file} of the configs that come with the package, by name.
+    """{name: file} for the configs that come with the package, sorted by name.
 
-    They lie in configs/, beside the package in the repository, and within it in a wheel.
+    The folder configs/ is beside the package in the repository, and inside it in a wheel.
     """
     package = pathlib.Path(vit_jax.__file__).parent
     within = package / "configs"
@@ -33,10 +34,10 @@ def shipped_configs() -> dict[str, pathlib.Path]:
 
 
 def find_config(name: str) -> pathlib.Path:
-    """The file called `name`: a path, or one of `shipped_configs`; a file of that path comes first.
+    """The config file called `name`: an existing path or, if there is none, a shipped config.
 
     Raises:
-      InputError: there is neither.
+      InputError: if there is neither.
     """
     path, shipped = pathlib.Path(name), shipped_configs()
     if path.is_file():
@@ -44,11 +45,11 @@ def find_config(name: str) -> pathlib.Path:
     if name in shipped:
         return shipped[name]
     hint = nearest(path.stem, list(shipped))
-    raise InputError(f"no file {name!r}, and no config of that name; {hint}")
+    raise InputError(f"no file {name!r}, and no shipped config of that name; {hint}")
 
 
 def import_config(path: pathlib.Path) -> types.ModuleType:
-    """The module of a config file; raises what the file raises, InputError if it is no Python."""
+    """Import a config file; raises whatever the file raises, InputError if it is not Python."""
     spec = importlib.util.spec_from_file_location("vit_jax_config", path.absolute())
     if spec is None or spec.loader is None:
         raise InputError(f"{str(path)!r} is not a Python file")
@@ -58,12 +59,12 @@ def import_config(path: pathlib.Path) -> types.ModuleType:
 
 
 def load_config(spec: str) -> ConfigDict:
-    """Runs `get_config` of the file that `spec` ("NAME" or "NAME:words") names.
+    """Call `get_config` of the config file in `spec`: "NAME" or "NAME:words".
 
-    NAME is what `find_config` takes.
+    NAME is a path or the name of a shipped config (`find_config`).
 
     Raises:
-      InputError: no such file, no `get_config`, or a fault in it, with the line.
+      InputError: no such file, no `get_config`, or the file fails; names the line.
     """
     name, _, arg = spec.partition(":")
     path = pathlib.Path(name)
@@ -73,20 +74,20 @@ def load_config(spec: str) -> ConfigDict:
             config = import_config(path).get_config(arg)
     except InputError as e:
         raise InputError(f"--config={spec}: {e}") from None
-    except Exception as e:  # whatever a user's file raises is the file's fault
+    except (Exception, SystemExit) as e:  # a user's file may raise anything
         said = say_fault_of_file(e, str(path.absolute()), str(path))
         raise InputError(f"--config={spec}: {said}") from e
     if not isinstance(config, ConfigDict):
         got = type(config).__name__
-        raise InputError(f"--config={spec}: get_config gives {got}; it must return a ConfigDict")
+        raise InputError(f"--config={spec}: get_config returned {got}; it must return a ConfigDict")
     return config
 
 
 def _parse_value(text: str, kind: type, optional: bool, of_strings: bool = False) -> Any:
-    """`text` as a value of `kind`; raises ValueError saying what was needed.
+    """Parse `text` as a value of type `kind`; raises ValueError that states the expected form.
 
-    A tuple is one `of_strings`, else of numbers.
-    None is spelled so, as `none` is a value of its own for some keys (`model.pos_embed`).
+    Tuples hold strings if `of_strings`, else numbers. Only "None" means None, since "none" is a
+    value of some keys (`model.pos_embed`).
     """
     if optional and text == "None":
         return None
@@ -117,29 +118,54 @@ def _parse_value(text: str, kind: type, optional: bool, of_strings: bool = False
             raise ValueError("needs a list of strings in quotes, e.g. ['one', 'another']")
         return value
     if kind is tuple and type(value) in (int, float):
-        raise ValueError(f"needs numbers with commas between them; a single one is {text},")
+        raise ValueError(f"needs a list of numbers; write a single one as {text},")
     if kind is tuple and not isinstance(value, tuple):
-        raise ValueError("needs numbers with commas between them, e.g. 0.5,0.5,0.5")
+        raise ValueError("needs numbers separated by commas, e.g. 0.5,0.5,0.5")
     numbers = value if isinstance(value, tuple) else (value,)
     if not all(type(number) in (int, float) for number in numbers):
-        raise ValueError(f"needs a number or several, e.g. 32 or 32,48{or_none}")
+        raise ValueError(f"needs one or more numbers, e.g. 32 or 32,48{or_none}")
     return value
 
 
 def _hint(key: str, text: str, known: Sequence[str]) -> str:
-    """What to write instead of `--config.key=text`, whose key is none of `known`."""
+    """Suggest what to write instead of `--config.key=text`, whose key is unknown."""
     renamed = todays_key(key)
     if renamed in known:
-        return f"it is called {renamed} now: {shlex.quote(f'--config.{renamed}={text}')}"
+        return f"it is now called {renamed}: {shlex.quote(f'--config.{renamed}={text}')}"
     below = [k for k in known if k.startswith(key + ".")]
-    return f"it holds {', '.join(below)}" if below else nearest(key, known)
+    return f"its keys are {', '.join(below)}" if below else suggest_key(key, known)
+
+
+def suggest_key(key: str, known: Sequence[str]) -> str:
+    """The hint for an unknown `key`: `known` keys whose last component matches, else the nearest.
+
+    `peak_lr` and `lr` suggest `optimizer.peak_lr`, whatever section they were written in.
+    """
+    leaf = key.rpartition(".")[2]
+    by_leaf: dict[str, list[str]] = {}
+    for name in known:
+        by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
+    found = (
+        by_leaf.get(leaf)
+        or [name for other in by_leaf if f"_{leaf}_" in f"_{other}_" for name in by_leaf[other]]
+        or [
+            name
+            for other in difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.75)
+            for name in by_leaf[other]
+        ]
+    )
+    if not found:
+        return nearest(key, known)
+    if "." in key:
+        found = difflib.get_close_matches(key, found, n=1, cutoff=0.0)
+    return f"did you mean {' or '.join(found)}?"
 
 
 def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) -> list[str]:
-    """Sets `key` to `text` for each override, in place; returns the faults instead of raising.
+    """Set each `key` to its parsed `text`, in place; return the faults.
 
-    `plugins` is passed over: whoever reads the command line imports them first, with
-    `plugins.using`, and `base_config()` then has them and their keys.
+    Skips `plugins`: the caller imports them first, with `plugins.using`, so that `base_config()`
+    includes them and their keys.
     """
     faults = []
     optional = {
@@ -158,7 +184,7 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
             node = node[parent]
         kind = node.get_type(leaf)
         try:
-            # An entry of `evals` is typed by its helper.
+            # Entries of `evals` are not in `optional`; their helper defines which keys may be None.
             in_evals = key.startswith("evals.") and leaf in OPTIONAL_KEYS
             may_be_none = key in optional or in_evals
             with node.ignore_type():

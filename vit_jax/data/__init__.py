@@ -1,32 +1,37 @@
 """Data: sources of labelled images, preprocessing ops, and the batches of a run.
 
-Adding a data set or an op is a file and a line: in SOURCES here, in HOST_OPS of host_ops.py or in
-DEVICE_OPS of device_ops.py. Importing this package imports no TensorFlow and touches no device.
+A new data set or op takes one file and one entry: in SOURCES here, in HOST_OPS (host_ops.py) or in
+DEVICE_OPS (device_ops.py). Importing this package imports no TensorFlow and touches no device.
 """
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
 from vit_jax.data.device_ops import make_device_transform, to_value_range
-from vit_jax.data.image_folder import check_holdout, folder
-from vit_jax.data.labels import read_labels
+from vit_jax.data.image_files import unlabelled
+from vit_jax.data.image_folder import FOLDER_RULES, check_holdout, find_layout, folder
+from vit_jax.data.labels import count_labels, read_labels
 from vit_jax.data.mixture import concatenate, held_alike, parse_mix
 from vit_jax.data.ops import OPS, check_crops, parse_ops
 from vit_jax.data.order import Order, check_order, make_order, pair_distance, resolve_order
+from vit_jax.data.picture_list import find_lists, picture_list
 from vit_jax.data.pipeline import eval_batches, host_batches, host_eval_batches, train_batches
 from vit_jax.data.prepared_tfds import BROKEN_LABELS, tfds_source
 from vit_jax.data.sources import Source, digits, synthetic
-from vit_jax.data.subset import check_classes, keep_classes
+from vit_jax.data.subset import check_classes, give_channels, keep_classes, match_classes
 from vit_jax.data.tfds_readers import ON_DISK, check_reader
 from vit_jax.data.vtab import vtab_source
 from vit_jax.errors import InputError
 
 __all__ = [
     "BROKEN_LABELS",
+    "FOLDER_RULES",
     "ON_DISK",
     "OPS",
+    "OWN_PICTURES",
     "SOURCES",
     "Order",
     "Source",
@@ -36,7 +41,9 @@ __all__ = [
     "check_order",
     "check_reader",
     "concatenate",
+    "count_labels",
     "eval_batches",
+    "find_layout",
     "held_alike",
     "host_batches",
     "host_eval_batches",
@@ -44,6 +51,8 @@ __all__ = [
     "make_device_transform",
     "make_order",
     "make_source",
+    "match_classes",
+    "own_splits",
     "pair_distance",
     "parse_mix",
     "parse_ops",
@@ -53,12 +62,32 @@ __all__ = [
     "train_batches",
 ]
 
-# Every factory gets all of make_source's keywords and takes those it needs.
+# Every factory is called with all of make_source's keywords and ignores those it does not need.
 SOURCES: dict[str, Callable[..., Source]] = {
     "digits": digits,
     "folder": folder,
+    "list": picture_list,
     "synthetic": synthetic,
+    "unlabelled": unlabelled,
 }
+
+# Sources whose classes the user names.
+OWN_PICTURES = ("folder", "list")
+
+
+def own_splits(name: str, data_dir: str | None, section: Any) -> list[str]:
+    """The splits of own pictures.
+
+    Args:
+      name: one of OWN_PICTURES.
+      data_dir: where they lie.
+      section: `config.data`.
+
+    Raises: InputError if there is nothing.
+    """
+    if name == "list":
+        return find_lists(data_dir).names()
+    return find_layout(data_dir, section.folder_rules).names()
 
 
 def make_source(
@@ -68,6 +97,10 @@ def make_source(
     image_size: tuple[int, int],
     data_dir: str | None = None,
     holdout: str = "names",
+    exif: bool = True,
+    multi_label: bool = False,
+    channels: int = 3,
+    folder_rules: int = FOLDER_RULES[-1],
     num_classes: int | None = None,
     num_examples: int | None = None,
     reader: str | None = None,
@@ -78,21 +111,25 @@ def make_source(
     """One split of a data set.
 
     Args:
-      name: one of SOURCES; a task of VTAB-1k, `vtab/dtd`; or else a prepared TFDS data set:
-        `cifar10`, `sun397/tfds:4.0.0`.
-      split: `train`, `test`, `val`, ..., as the source has them; TFDS's notation for its own.
-      image_size: (H, W) of synthetic images; no other source looks at it.
-      data_dir: the image folder, or where TFDS data sets lie (None: TFDS's default).
-      holdout: the rule that chooses the validation images of a folder that has none, as in
+      name: one of SOURCES, a task of VTAB-1k (`vtab/dtd`), or a prepared TFDS data set
+        (`cifar10`, `sun397/tfds:4.0.0`).
+      split: `train`, `test`, `val`, ..., depending on the source; TFDS's notation for TFDS sets.
+      image_size: (H, W) of synthetic images; other sources ignore it.
+      data_dir: the image folder, or the folder of TFDS data sets (None: TFDS's default).
+      holdout: the rule that chooses validation images if a folder has no `val/`; see
         `data.holdout`.
-      num_classes: made up for synthetic data; of others it is what must be found, or None.
-      num_examples: likewise, in this split.
-      reader, broken_labels: of TFDS data sets; see `tfds_source`.
-      classes: the labels that are kept, as `keep_classes` does; None: all.
-      **own: keys that plug-ins add to `config.data`; a factory gets those that it names.
+      channels: number of channels of the pipeline's images.
+      exif, folder_rules, multi_label: for own pictures; see the keys of `config.data`.
+      num_classes: number of classes of synthetic data; for other data the expected number, or None.
+      num_examples: number of examples in this split, likewise.
+      reader, broken_labels: for TFDS data sets; see `tfds_source`.
+      classes: the labels to keep (`keep_classes`); None keeps all.
+      **own: keys that plug-ins add to `config.data`; a factory gets the ones it names.
 
-    Raises: InputError if the data are missing or are not what was asked for.
+    Raises: InputError if the data are missing or differ from the expected numbers.
     """
+    if data_dir is not None:
+        data_dir = os.path.expanduser(data_dir)
     factory: Callable[..., Source]
     if name.startswith("vtab/"):
         factory = functools.partial(vtab_source, name)
@@ -105,11 +142,23 @@ def make_source(
         image_size=image_size,
         data_dir=data_dir,
         holdout=holdout,
+        exif=exif,
+        multi_label=multi_label,
+        channels=channels,
+        folder_rules=folder_rules,
         reader=reader,
         broken_labels=broken_labels,
         **expected,
         **{key: value for key, value in own.items() if key in named},
     )
+    source = give_channels(source, channels)
+    if source.multi_label != multi_label:
+        needed = str(source.multi_label).lower()
+        raise InputError(
+            f"data.multi_label={multi_label}: {name} {split} has "
+            f"{'several labels' if source.multi_label else 'one label'} an image; set "
+            f"--config.data.multi_label={needed}"
+        )
     if classes is not None:
         source = keep_classes(source, classes)
     for key, value in expected.items():

@@ -1,11 +1,12 @@
 """RandAugment's operations in TensorFlow: uint8 pixels (h, w, 3) to uint8 pixels of that shape.
 
-Every pixel is what PIL gives for the same argument: pointwise operations by its tables, blends by
-its truncation, geometric ones by nearest neighbour in its 16-bit fixed point. What comes from
-outside the image is grey. They are pure and draw nothing; what RandAugment draws is handed in.
+Every pixel equals PIL's for the same argument: pointwise operations follow its tables, blends its
+truncation, geometric operations its nearest neighbour in 16-bit fixed point. Pixels from outside
+the image are grey. The operations are pure; random values are passed in as arguments.
 
-For speed: tf.where, tf.gather of bytes and broadcasting along three channels cost several times
-what arithmetic on bytes costs, so choices are products with 0 or 1, and rows are taken as (3 w,).
+For speed: tf.where, tf.gather of bytes and broadcasting over three channels cost several times
+as much as arithmetic on bytes. Choices are therefore products with 0 or 1, and rows have the shape
+(3 w,).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import math
 from vit_jax.data.host_tf import tf
 
 GREY = 128
-_MAX_MAGNITUDE = 10  # at which the arguments below are reached; beyond, they go on growing
-_FIXED_POINT = 16  # bits behind the point in PIL's coordinates
+_MAX_MAGNITUDE = 10  # the magnitude of the arguments below; they grow further beyond it
+_FIXED_POINT = 16  # fractional bits of PIL's coordinates
 
 
 def autocontrast(image: tf.Tensor) -> tf.Tensor:
-    """Each channel stretched so that its darkest value becomes 0 and its brightest 255."""
+    """Stretch each channel so that its darkest value becomes 0 and its brightest 255."""
     low, high = (
         tf.cast(reduce(image, [0, 1]), tf.float32) for reduce in (tf.reduce_min, tf.reduce_max)
     )
@@ -29,14 +30,14 @@ def autocontrast(image: tf.Tensor) -> tf.Tensor:
     scale = tf.where(varied, 255 / tf.maximum(high - low, 1), 1.0)
     low = tf.where(varied, low, 0.0)
     scale, low = (tf.tile(value, tf.shape(image)[1:2]) for value in (scale, low))
-    # What is truncated is a multiple of 1 / (high - low): the addition hides float32's rounding.
+    # The truncated values are multiples of 1 / (high - low); 1e-3 absorbs float32's rounding.
     stretched = (tf.cast(_rows(image), tf.float32) - low) * scale + 1e-3
     return tf.reshape(tf.cast(stretched, tf.uint8), tf.shape(image))
 
 
 def equalize(image: tf.Tensor) -> tf.Tensor:
-    """Each channel mapped so that its histogram becomes flat, as far as a table of 256 can."""
-    # Channel c's values lie from 256 c on: one histogram and one table hold all three.
+    """Flatten the histogram of each channel, as far as a table of 256 values can."""
+    # Channel c is shifted by 256 c, so one histogram and one table hold all three channels.
     channels = tf.tile([0, 256, 512], tf.shape(image)[1:2])
     values = tf.cast(_rows(image), tf.int32) + channels
     histogram = tf.math.bincount(values, minlength=768, maxlength=768)
@@ -54,12 +55,12 @@ def equalize(image: tf.Tensor) -> tf.Tensor:
 
 
 def invert(image: tf.Tensor) -> tf.Tensor:
-    """255 minus the value."""
+    """Replace each value by 255 minus it."""
     return 255 - image
 
 
 def rotate(image: tf.Tensor, degrees: float | tf.Tensor) -> tf.Tensor:
-    """Counter-clockwise about the centre."""
+    """Rotate counter-clockwise about the centre."""
     radians = tf.cast(degrees, tf.float64) * (math.pi / 180)
     cos, sin = tf.cos(radians), tf.sin(radians)
     y, x = (tf.cast(side, tf.float64) / 2 for side in _sides(image))
@@ -67,34 +68,34 @@ def rotate(image: tf.Tensor, degrees: float | tf.Tensor) -> tf.Tensor:
 
 
 def posterize(image: tf.Tensor, bits: int | tf.Tensor) -> tf.Tensor:
-    """The upper `bits` of each value, 1 to 8; the others become 0."""
+    """Keep the upper `bits` (1 to 8) of each value; the other bits become 0."""
     kept = tf.bitwise.left_shift(255, tf.cast(8 - bits, tf.int32)) % 256
     return tf.bitwise.bitwise_and(image, tf.cast(kept, tf.uint8))
 
 
 def solarize(image: tf.Tensor, threshold: int | tf.Tensor) -> tf.Tensor:
-    """Values of at least `threshold`, 0 to 256, inverted; with 256, none is."""
+    """Invert values of at least `threshold` (0 to 256); 256 inverts none."""
     inverted = tf.cast(image >= tf.cast(tf.minimum(threshold, 255), tf.uint8), tf.uint8)
     inverted *= tf.cast(tf.where(threshold < 256, 255, 0), tf.uint8)
     return tf.bitwise.bitwise_xor(image, inverted)
 
 
 def solarize_add(image: tf.Tensor, addition: int | tf.Tensor) -> tf.Tensor:
-    """`addition`, 0 to 255, added to values below 128; at most 255 comes of it."""
+    """Add `addition` (0 to 255) to values below 128; the sum is at most 255."""
     room = tf.minimum(255 - image, tf.cast(addition, tf.uint8))
     return image + tf.cast(image < 128, tf.uint8) * room
 
 
 def color(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
-    """Saturation: 0 is grey, 1 the image."""
+    """Change the saturation: factor 0 gives grey, 1 the image."""
     return _blend(_luma(image, copies=3), image, factor)
 
 
 def contrast(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
-    """0 is the image's mean grey everywhere, 1 the image.
+    """Change the contrast: factor 0 gives the image's mean grey everywhere, 1 the image.
 
-    The reference release (see OPERATIONS) takes the mean of the histogram's counts by mistake: grey
-    is the number of pixels / 256 there, at most 255, so 196 for every image of 224 x 224.
+    The reference release (see OPERATIONS) averages the histogram's counts by mistake. Its grey is
+    the number of pixels / 256, at most 255: 196 for every image of 224 x 224.
     """
     luma = tf.cast(_luma(image, copies=1), tf.int64)
     mean = tf.reduce_sum(luma) / tf.size(luma, tf.int64)
@@ -102,12 +103,15 @@ def contrast(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
 
 
 def brightness(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
-    """0 is black, 1 the image."""
+    """Change the brightness: factor 0 gives black, 1 the image."""
     return _blend(0.0, image, factor)
 
 
 def sharpness(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
-    """0 is smoothed by 3 x 3, with 5 in the middle of ones; 1 the image, whose border stays."""
+    """Change the sharpness: factor 0 gives the smoothed image, 1 the image; the border stays.
+
+    The smoothing kernel is 3 x 3: 5 in the centre, 1 elsewhere, divided by 13.
+    """
 
     def sharpen():
         rows = _rows(image)
@@ -120,38 +124,38 @@ def sharpness(image: tf.Tensor, factor: float | tf.Tensor) -> tf.Tensor:
         return tf.reshape(tf.concat([rows[:1], middle, rows[-1:]], 0), tf.shape(image))
 
     if any(side is not None and side < 3 for side in image.shape[:2]):
-        return image  # nothing but border
+        return image  # the image consists of border
     has_inner = tf.reduce_min(tf.shape(image)[:2]) >= 3
     return tf.cond(has_inner, sharpen, lambda: image)
 
 
 def shear_x(image: tf.Tensor, slope: float | tf.Tensor) -> tf.Tensor:
-    """Row y moved left by slope * y."""
+    """Move row y left by slope * y."""
     return _affine(image, (1.0, slope, 0.0), (0.0, 1.0, 0.0))
 
 
 def shear_y(image: tf.Tensor, slope: float | tf.Tensor) -> tf.Tensor:
-    """Column x moved up by slope * x."""
+    """Move column x up by slope * x."""
     return _affine(image, (1.0, 0.0, 0.0), (slope, 1.0, 0.0))
 
 
 def translate_x(image: tf.Tensor, share: float | tf.Tensor) -> tf.Tensor:
-    """Moved left by `share` of the width, rounded to pixels."""
+    """Move the image left by `share` of the width, rounded to pixels."""
     pixels = tf.round(share * tf.cast(_sides(image)[1], tf.float32))
     return _affine(image, (1.0, 0.0, pixels), (0.0, 1.0, 0.0))
 
 
 def translate_y(image: tf.Tensor, share: float | tf.Tensor) -> tf.Tensor:
-    """Moved up by `share` of the height, rounded to pixels."""
+    """Move the image up by `share` of the height, rounded to pixels."""
     pixels = tf.round(share * tf.cast(_sides(image)[0], tf.float32))
     return _affine(image, (1.0, 0.0, 0.0), (0.0, 1.0, pixels))
 
 
 def cutout(image: tf.Tensor, share: float | tf.Tensor, centre: tf.Tensor) -> tf.Tensor:
-    """A grey square that reaches `share` of the shorter side to each side of its centre.
+    """Draw a grey square that extends `share` of the shorter side from its centre to each side.
 
     Args:
-      centre: float (2,), its row and column as shares of the height and the width, in [0, 1).
+      centre: float (2,), row and column as fractions of height and width, in [0, 1).
 
     Source: DeVries & Taylor 2017 (arXiv:1708.04552).
     """
@@ -167,11 +171,11 @@ def cutout(image: tf.Tensor, share: float | tf.Tensor, centre: tf.Tensor) -> tf.
     return tf.reshape(_rows(image) * (1 - cut) + GREY * cut, tf.shape(image))
 
 
-# name: (image, magnitude / 10, sign, centre) -> image. The scale is that of the reference release
-# of RandAugment, which AugReg used, with its 100 px of translation and 40 px of cutout taken as
-# shares of 224 px, so that they fit images of other sizes. There Posterize keeps more bits and
-# Solarize inverts less as the magnitude grows: from 10 on Solarize, and at 20 Posterize, leave the
-# image alone. At least one bit is kept.
+# name: (image, magnitude / 10, sign, centre) -> image. The scale follows the reference release of
+# RandAugment, which AugReg used. Its 100 px of translation and 40 px of cutout are fractions of
+# 224 px here, to fit images of other sizes. As in that release, a larger magnitude makes Posterize
+# keep more bits and Solarize invert fewer values: Solarize changes nothing from 10 on, Posterize
+# nothing from 20 on. At least one bit is kept.
 OPERATIONS = {
     "AutoContrast": lambda image, m, sign, centre: autocontrast(image),
     "Equalize": lambda image, m, sign, centre: equalize(image),
@@ -199,14 +203,14 @@ def operate(
     sign: float | tf.Tensor = 1.0,
     centre: tf.Tensor = (0.5, 0.5),
 ) -> tf.Tensor:
-    """One operation of RandAugment.
+    """Apply one operation of RandAugment.
 
     Args:
-      name: in OPERATIONS.
+      name: a key of OPERATIONS.
       image: uint8 (h, w, 3).
-      magnitude: at least 0, on RandAugment's scale, of which 10 is the paper's end.
+      magnitude: at least 0, on RandAugment's scale; the paper's maximum is 10.
       sign: 1 or -1, the direction of the geometric operations.
-      centre: of Cutout, as there.
+      centre: centre of Cutout; see `cutout`.
 
     Source: Cubuk et al. 2019 (arXiv:1909.13719).
     """
@@ -218,12 +222,12 @@ def operate(
 def random_operations(
     image: tf.Tensor, key: tf.Tensor, layers: int, magnitude: float, magnitude_std: float
 ) -> tf.Tensor:
-    """`layers` operations one after the other, each drawn uniformly from OPERATIONS.
+    """Apply `layers` operations in sequence, each drawn uniformly from OPERATIONS.
 
     Args:
       image: uint8 (h, w, 3).
-      key: int64 (2,); all that is drawn depends on it alone.
-      layers, magnitude, magnitude_std: as of host_ops.randaugment.
+      key: int64 (2,); determines all random draws.
+      layers, magnitude, magnitude_std: see `host_ops.randaugment`.
     """
 
     def layer(image, draw):
@@ -239,7 +243,7 @@ def random_operations(
         return tf.ensure_shape(tf.switch_case(index, branches), image.shape)
 
     draws = tf.random.stateless_uniform([layers, 5], key, alg="philox")
-    # A loop, so that the graph holds the branches once.
+    # A loop keeps a single copy of the branches in the graph.
     return tf.ensure_shape(tf.foldl(layer, draws, image), image.shape)
 
 
@@ -258,7 +262,10 @@ def _rows(image):
 
 
 def _luma(image, copies):
-    """float32 (h, w, copies) of whole numbers, in PIL's weights and rounding; float32 is exact."""
+    """The grey image, float32 (h, w, copies) of whole numbers, by PIL's weights and rounding.
+
+    float32 holds all intermediate values exactly.
+    """
     weights = tf.constant([[19595.0], [38470.0], [7471.0]]) / 65536
     pixels = tf.reshape(tf.cast(image, tf.float32), [-1, 3])
     luma = tf.floor(tf.matmul(pixels, tf.tile(weights, [1, copies])) + 0.5)
@@ -266,15 +273,16 @@ def _luma(image, copies):
 
 
 def _blend(degenerate, image, factor):
-    """degenerate + factor * (image - degenerate), cut off below 0 and above 255, truncated."""
+    """degenerate + factor * (image - degenerate), clipped to [0, 255] and truncated."""
     blended = degenerate + factor * (tf.cast(image, tf.float32) - degenerate)
     return tf.saturate_cast(blended, tf.uint8)
 
 
 def _affine(image, x_row, y_row):
-    """Pixel (x, y) becomes that at (a (x + 1/2) + b (y + 1/2) + c, ...), rounded down.
+    """Set pixel (x, y) to the pixel at (a (x + 1/2) + b (y + 1/2) + c, ...), rounded down.
 
-    `x_row` and `y_row` hold (a, b, c). PIL computes in fixed point, which decides ties.
+    `x_row` and `y_row` hold (a, b, c). As in PIL, the computation is in fixed point; this decides
+    ties.
     """
     height, width = _sides(image)
     y, x = tf.range(height)[:, None], tf.range(width)[None]
@@ -286,7 +294,7 @@ def _affine(image, x_row, y_row):
             for value in (a, b, c + a * 0.5 + b * 0.5)
         )
         at = tf.bitwise.right_shift((a * x + c) + b * y, _FIXED_POINT)
-        return tf.clip_by_value(at, -1, side) + 1  # in the image with its frame
+        return tf.clip_by_value(at, -1, side) + 1  # index into the framed image
 
     framed = tf.pad(image, [[1, 1], [1, 1], [0, 0]], constant_values=GREY)
     index = source(y_row, height) * (width + 2) + source(x_row, width)

@@ -3,7 +3,7 @@
 from ml_collections import ConfigDict
 
 from vit_jax.data.device_ops import MIXING_OPS
-from vit_jax.data.image_folder import check_holdout
+from vit_jax.data.image_folder import FOLDER_RULES, check_holdout
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.ops import parse_ops
 from vit_jax.data.order import check_order
@@ -12,11 +12,12 @@ from vit_jax.data.subset import check_classes
 from vit_jax.data.tfds_readers import check_reader
 from vit_jax.errors import Faults
 
-_ANY_SIZE = (1, 1)  # only the sizes that ops leave out depend on it
+_NUMBERS = {3: "three"}
+_ANY_SIZE = (1, 1)  # affects only the default sizes of ops, which are not checked here
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Checks everything that can be known without the data; crops are checked with them."""
+    """Check everything that needs no data; crops are checked once the data are known."""
     d = config.data
     for key in ("num_classes", "num_examples"):
         faults.need_positive(f"data.{key}", d[key])
@@ -33,12 +34,17 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
     )
     faults.check(check_reader, d.reader)
     faults.check(check_holdout, d.holdout)
+    faults.need(
+        d.folder_rules in FOLDER_RULES,
+        f"data.folder_rules={d.folder_rules}: needs {FOLDER_RULES[-1]}, or as in older runs 1",
+    )
     faults.need_known("data.broken_labels", d.broken_labels, BROKEN_LABELS)
     faults.check(check_classes, d.classes)
     mixed = faults.check(parse_mix, d.mix)
     if d.name == "synthetic":
         faults.need(
-            d.classes is None, f"data.classes={d.classes}: synthetic data have data.num_classes"
+            d.classes is None,
+            f"data.classes={d.classes}: synthetic data take data.num_classes instead; leave it out",
         )
         faults.need(not mixed, f"data.mix={d.mix!r}: synthetic data cannot be mixed with others")
     _check_pixels(config, faults)
@@ -51,17 +57,26 @@ def _check_pixels(config: ConfigDict, faults: Faults) -> None:
         f"data.max_corrupt_fraction={d.max_corrupt_fraction}: needs a number from 0 to 1",
     )
     for key in ("mean", "std"):
-        three = len(d[key]) == 3 and all(isinstance(v, int | float) for v in d[key])
+        numbers = len(d[key]) > 0 and all(isinstance(v, int | float) for v in d[key])
+        alike = len(d[key]) == 3 and len({*d[key]}) == 1  # as the defaults are
+        fits = numbers and (len(d[key]) == d.channels or alike)
         faults.need(
-            three, f"data.{key}={d[key]}: needs three numbers, one a channel, of pixels in [0, 1]"
+            fits,
+            f"data.{key}={d[key]}: needs {_NUMBERS.get(d.channels, d.channels)} numbers, one per "
+            "channel, for pixels in [0, 1]",
         )
+    faults.need_positive("data.channels", d.channels)
+    faults.need(
+        d.channels == 3 or "randaugment" not in d.ops,
+        f"data.channels={d.channels}: randaugment is of colours; leave it out of data.ops",
+    )
     faults.need(all(d.std), f"data.std={d.std}: needs numbers other than 0")
 
 
 def check_eval_ops(config: ConfigDict, faults: Faults) -> None:
-    """Checks that the ops of every evaluator run on the host."""
+    """Check that the ops of every evaluator run on the host."""
     for name, entry in config.evals.items():
         key = f"evals.{name}.ops"
         ops = faults.check(parse_ops, entry.ops, _ANY_SIZE, key=key)
         names = ", ".join(op.text for op in ops[1]) if ops else ""
-        faults.need(not names, f"{key}={entry.ops!r}: {names} is for training; leave it out here")
+        faults.need(not names, f"{key}={entry.ops!r}: {names} works only in training; leave it out")

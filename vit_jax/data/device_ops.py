@@ -1,10 +1,10 @@
 """Preprocessing on the device: jnp ops on a whole batch, inside the jitted step.
 
-An op is called as op(batch, keys, pairs) and gives the batch: a dict of `image` uint8 (B, H, W, 3),
-`label`, `mask` and `id` (each (B,)). There is a JAX key for each row, so that what an op draws for
-a row is the same however the batch is sharded; `pairs` says which rows are mixed with each other.
-Images are pixels from 0 to 255 throughout, and float32 once they are mixed; mixing ops get and give
-labels float32 (B, C). Wrong arguments raise ValueError.
+An op is called as op(batch, keys, pairs) and returns the batch: a dict of `image` uint8
+(B, H, W, 3), `label`, `mask` and `id` (each (B,)). `keys` holds a JAX key for each row, so random
+draws do not depend on the batch's sharding; `pairs` gives the rows that are mixed with each other.
+Images are pixels from 0 to 255 throughout, float32 after mixing; mixing ops take and return labels
+float32 (B, C). Wrong arguments raise ValueError.
 
 Axes: B images, H height, W width, C classes.
 """
@@ -19,16 +19,17 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from vit_jax.errors import InputError
 from vit_jax.tree import Batch
 
-_ERASED_ASPECT = 0.3  # of height to width, up to 1 / 0.3
+_ERASED_ASPECT = 0.3  # minimum of height / width; the maximum is 1 / 0.3
 
 DeviceOp = Callable[[Batch, jax.Array, "Pairs"], Batch]
 DeviceTransform = Callable[[Batch, jax.Array], Batch]
 
 
 class NamedOp(Protocol):
-    """A device op from `parse_ops`, with its name in DEVICE_OPS."""
+    """A device op from `parse_ops` with its key in DEVICE_OPS."""
 
     @property
     def name(self) -> str: ...
@@ -38,21 +39,21 @@ class NamedOp(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Rows that are mixed with each other: within blocks of 2 D rows, j with j + D.
+    """Pairs of rows that are mixed: within blocks of 2 D rows, row j with row j + D.
 
-    D is `order.pair_distance`. Pairs are fixed, so that they lie on one device and mixing moves
-    nothing between devices (if 2 D divides a device's share); which images meet is the shuffled
-    order's doing.
+    D is `order.pair_distance`. Pairs are fixed; if 2 D divides the number of rows on a device, both
+    rows lie on it and mixing moves no data between devices. The shuffled order of the data decides
+    which images meet.
     """
 
     distance: int = 1
 
     def swapped(self, x: jax.Array) -> jax.Array:
-        """Each row's partner's: (B, ...) -> (B, ...)."""
+        """The value of each row's partner: (B, ...) -> (B, ...)."""
         return jnp.flip(self._blocks(x), 1).reshape(x.shape)
 
     def firsts(self, x: jax.Array) -> jax.Array:
-        """That of each pair's first row, for both: (B, ...) -> (B, ...)."""
+        """The value of each pair's first row, for both rows: (B, ...) -> (B, ...)."""
         blocks = self._blocks(x)
         return jnp.broadcast_to(blocks[:, :1], blocks.shape).reshape(x.shape)
 
@@ -61,7 +62,7 @@ class Pairs:
 
 
 def flip() -> DeviceOp:
-    """Left and right exchanged, in half of the images."""
+    """Flip images left to right, each with probability 1/2."""
 
     def apply(batch, keys, pairs):
         images = batch["image"]
@@ -73,14 +74,14 @@ def flip() -> DeviceOp:
 
 
 def erase(probability: float, area_min: float = 0.02, area_max: float = 0.4) -> DeviceOp:
-    """A random rectangle filled with noise, in `probability` of the images.
+    """Fill a random rectangle with noise, in each image with `probability`.
 
-    Its area is `area_min` to `area_max` of the image, its aspect 0.3 to 1 / 0.3 (uniform in the
-    logarithm) as far as it fits, its place any where it lies within the image; each value in it is
-    uniform over 0 to 255.
+    The area is `area_min` to `area_max` of the image. The aspect is log-uniform in 0.3 to 1 / 0.3,
+    limited to rectangles that fit, and the position is uniform over those inside the image. Each
+    value of the noise is uniform over 0 to 255.
 
-    Source: Zhong et al. 2017 (arXiv:1708.04896), algorithm 1, which draws aspect and place again
-    until the rectangle fits.
+    Source: Zhong et al. 2017 (arXiv:1708.04896), algorithm 1, which instead draws aspect and
+    position again until the rectangle fits.
     """
     if not (_is_number(probability) and 0 <= probability <= 1):
         raise ValueError(f"probability must be a number from 0 to 1, not {probability!r}")
@@ -88,7 +89,7 @@ def erase(probability: float, area_min: float = 0.02, area_max: float = 0.4) -> 
     if not (is_number and 0 < area_min <= area_max <= 1):
         raise ValueError(f"needs 0 < area_min <= area_max <= 1, not {area_min!r}, {area_max!r}")
 
-    def draw(key, height, width):
+    def draw(key, height, width, channels):
         box_key, noise_key = jax.random.split(key)
         chosen, area, aspect, top, left = jax.random.uniform(box_key, (5,))
         area = (area_min + area * (area_max - area_min)) * height * width
@@ -100,23 +101,24 @@ def erase(probability: float, area_min: float = 0.02, area_max: float = 0.4) -> 
         top, left = jnp.floor(top * (height - rows + 1)), jnp.floor(left * (width - columns + 1))
         box = _box(height, width, (top, left), (top + rows, left + columns))
         bits = jax.random.bits(noise_key, (height, width), jnp.uint32)
-        noise = jnp.stack([bits >> shift for shift in (0, 8, 16)], axis=-1).astype(jnp.uint8)
+        shifts = [8 * (i % 4) for i in range(channels)]
+        noise = jnp.stack([bits >> shift for shift in shifts], axis=-1).astype(jnp.uint8)
         return box & (chosen < probability), noise
 
     def apply(batch, keys, pairs):
         images = batch["image"]
-        box, noise = jax.vmap(draw, (0, None, None))(keys, *images.shape[1:3])
+        box, noise = jax.vmap(lambda key: draw(key, *images.shape[1:]))(keys)
         return batch | {"image": jnp.where(box[..., None], noise.astype(images.dtype), images)}
 
     return apply
 
 
 def mixup(alpha: float) -> DeviceOp:
-    """Each image and its partner's averaged, and their labels: lambda * own + (1 - lambda) * its.
+    """Mix images and labels of pairs: lambda * own + (1 - lambda) * partner's.
 
-    lambda ~ Beta(alpha, alpha), one for a pair, taken as the larger of lambda and 1 - lambda for
-    both of its rows. The two mixtures that come of a pair are the paper's all the same, one of each
-    image; so a row's own label is the one that weighs most.
+    lambda ~ Beta(alpha, alpha) is drawn once per pair, and both rows use the larger of lambda and
+    1 - lambda. A pair thus yields the same two mixtures as in the paper, and a row's own label
+    always has the larger weight.
 
     Source: Zhang et al. 2017 (arXiv:1710.09412), equation 2.
     """
@@ -124,10 +126,11 @@ def mixup(alpha: float) -> DeviceOp:
 
 
 def cutmix(alpha: float) -> DeviceOp:
-    """A box of each image replaced by its partner's, and labels mixed by the area that is left.
+    """Replace a box of each image by its partner's, and mix the labels by the remaining area.
 
-    The box has the share 1 - lambda of the image, lambda ~ Beta(alpha, alpha), its shape, and its
-    centre anywhere; it is cut off at the border. Both rows of a pair have the same.
+    The box has the image's shape and 1 - lambda of its area, with lambda ~ Beta(alpha, alpha). Its
+    centre is uniform over the image, and it is cut off at the border. Both rows of a pair use the
+    same box.
 
     Source: Yun et al. 2019 (arXiv:1905.04899), equations 1 and 2.
     """
@@ -135,9 +138,9 @@ def cutmix(alpha: float) -> DeviceOp:
 
 
 def mixup_or_cutmix(mixup: float, cutmix: float) -> DeviceOp:
-    """For each pair one of mixup(`mixup`) and cutmix(`cutmix`), either as likely.
+    """Apply mixup(`mixup`) or cutmix(`cutmix`) to each pair, with equal probability.
 
-    Source: Touvron et al. 2020 (arXiv:2012.12877), section 6; there one for a whole batch.
+    Source: Touvron et al. 2020 (arXiv:2012.12877), section 6, which draws one for a whole batch.
     """
     return _mixing(mixup, cutmix)
 
@@ -150,14 +153,27 @@ MIXING_OPS: dict[str, Callable[..., DeviceOp]] = {
 DEVICE_OPS: dict[str, Callable[..., DeviceOp]] = {"flip": flip, "erase": erase, **MIXING_OPS}
 
 
+def per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """One of `values` for each channel; where all are the same, of any number of channels.
+
+    Raises: InputError if there are others.
+    """
+    if len(values) != channels and len(set(values)) == 1:
+        return (values[0],) * channels
+    if len(values) != channels:
+        raise InputError(f"{tuple(values)}: needs {channels} numbers, one a channel, or all alike")
+    return tuple(values)
+
+
 def to_value_range(images: jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:
     """(images / 255 - mean) / std per channel: pixels (..., 3) -> float32 (..., 3).
 
-    With mean and std of 0.5, the papers' own, values lie in [-1, 1].
+    With the papers' mean and std of 0.5, values lie in [-1, 1].
     """
-    per_channel = (1,) * (images.ndim - 1) + (3,)
-    means = jnp.reshape(jnp.asarray(mean, jnp.float32), per_channel)
-    stds = jnp.reshape(jnp.asarray(std, jnp.float32), per_channel)
+    channels = images.shape[-1]
+    shape = (1,) * (images.ndim - 1) + (channels,)
+    means = jnp.reshape(jnp.asarray(per_channel(mean, channels), jnp.float32), shape)
+    stds = jnp.reshape(jnp.asarray(per_channel(std, channels), jnp.float32), shape)
     return (images.astype(jnp.float32) / 255 - means) / stds
 
 
@@ -169,24 +185,24 @@ def make_device_transform(
     num_classes: int,
     distance: int = 1,
 ) -> DeviceTransform:
-    """The device's share of preprocessing, for training.
+    """Make the device part of the preprocessing for training.
 
     Args:
       device_ops: from `parse_ops`; op i draws from fold_in(row key, i).
-      mean: per channel, of pixels in [0, 1].
+      mean: per channel, for pixels in [0, 1].
       std: likewise.
-      num_classes: C, of the labels.
-      distance: between rows that are mixed; see `Pairs`. Twice this divides B if an op mixes.
+      num_classes: C, the number of classes.
+      distance: distance D of mixed rows; see `Pairs`. If an op mixes, 2 D must divide B.
 
     Returns:
       transform(batch, row_keys (B,)) -> batch; pure. Images uint8 (B, H, W, 3) become float32 in
-      the value range. Labels stay int32 (B,), or become float32 (B, C) where an op mixes them.
+      the value range. Labels stay int32 (B,), or become float32 (B, C) if an op mixes them.
     """
     pairs = Pairs(distance)
 
     def transform(batch: Batch, row_keys: jax.Array) -> Batch:
         for i, op in enumerate(device_ops):
-            if op.name in MIXING_OPS:
+            if op.name in MIXING_OPS and batch["label"].ndim == 1:
                 batch = batch | {"label": jax.nn.one_hot(batch["label"], num_classes)}
             batch = op(batch, jax.vmap(jax.random.fold_in, (0, None))(row_keys, i), pairs)
         return batch | {"image": to_value_range(batch["image"], mean, std)}
@@ -195,11 +211,11 @@ def make_device_transform(
 
 
 def symmetric_beta(key: jax.Array, alpha: float | jax.Array) -> jax.Array:
-    """One draw from Beta(alpha, alpha), from two uniform ones.
+    """One draw from Beta(alpha, alpha), computed from two uniform draws.
 
-    Without rejection, so that devices need not wait for each other's loops. A Student variable of
-    2 alpha degrees of freedom is T = sqrt(2 alpha (U^(-1/alpha) - 1)) cos(2 pi V), and
-    1/2 + T / (2 sqrt(2 alpha + T^2)) then has the distribution.
+    The method has no rejection loop, so devices need not wait for each other. With U and V uniform,
+    T = sqrt(2 alpha (U^(-1/alpha) - 1)) cos(2 pi V) has Student's t-distribution with 2 alpha
+    degrees of freedom, and 1/2 + T / (2 sqrt(2 alpha + T^2)) has Beta(alpha, alpha).
 
     Source: Bailey 1994, "Polar generation of random variates with the t-distribution"; Devroye
     1996, "Random variate generation in one line of code".
@@ -229,7 +245,7 @@ def _mixing(mixup_alpha: float | None, cutmix_alpha: float | None) -> DeviceOp:
         _, height, width, _ = images.shape
         sides = jnp.array([[height, width]], jnp.float32)
         cuts, share, centre = jax.tree.map(pairs.firsts, jax.vmap(draw)(keys))
-        both_count = mask * pairs.swapped(mask) > 0  # a masked image is mixed with none
+        both_count = mask * pairs.swapped(mask) > 0  # a masked image is not mixed
 
         half = jnp.floor(jnp.floor(jnp.sqrt(1 - share)[:, None] * sides) / 2)
         centre = jnp.floor(centre * sides)
@@ -251,7 +267,7 @@ def _mixing(mixup_alpha: float | None, cutmix_alpha: float | None) -> DeviceOp:
 
 
 def _box(height, width, corner, opposite):
-    """bool (H, W): rows and columns from `corner` up to but without `opposite`, each (2,)."""
+    """The box from `corner` (included) to `opposite` (excluded), each (2,): bool (H, W)."""
     y, x = jnp.arange(height)[:, None], jnp.arange(width)[None]
     rows = (y >= corner[0]) & (y < opposite[0])
     return rows & (x >= corner[1]) & (x < opposite[1])

@@ -1,13 +1,13 @@
-"""Preprocessing on the host: each op is made from literal arguments, and maps an image to another.
+"""Preprocessing on the host: ops that map an image to an image, made from literal arguments.
 
-An op is called as op(image, key) inside a tf.data map, with uint8 pixels (h, w, 3), or, if it is
-in TAKES_ENCODED, with JPEG or PNG bytes; it gives uint8 pixels. `key` is an int64 (2,) seed for
-TensorFlow's stateless ops. What is computed in floating point is rounded and clipped back.
-`size` is an int or (H, W); left out, it is data.image_size. Wrong arguments raise ValueError.
+An op is called as op(image, key) inside a tf.data map. It takes uint8 pixels (h, w, 3), or JPEG or
+PNG bytes if it is in TAKES_ENCODED, and returns uint8 pixels; results in floating point are rounded
+and clipped. `key` is an int64 (2,) seed for TensorFlow's stateless ops. `size` is an int or (H, W);
+the default is data.image_size. Wrong arguments raise ValueError.
 
-A resize before a crop follows data.image_size too: "resize_small(crop=0.875)|central_crop" resizes
-to 256 for images of 224 pixels and to 439 for those of 384. A crop of an image that is smaller than
-its `size` is a fault, unless `pad=True` asks for black borders.
+The argument `crop` lets a resize follow data.image_size: "resize_small(crop=0.875)|central_crop"
+resizes to 256 for an image size of 224, and to 439 for 384. Cropping an image smaller than `size`
+is an error, unless `pad=True` adds a black border.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
+import numpy as np
+
+from vit_jax.config import image_hw
 from vit_jax.data.augment import random_operations
 from vit_jax.data.host_tf import tf
 
 Size = int | tuple[int, int]
-_DCT_METHOD = "INTEGER_ACCURATE"  # as PIL's; TensorFlow's default is off by up to 10, no faster
-_JPEG_MARGIN = 2  # columns on either side of a window, without which chroma differs at its edges
+_DCT_METHOD = "INTEGER_ACCURATE"  # as PIL; TensorFlow's default is off by up to 10 and no faster
+_JPEG_MARGIN = 2  # extra columns decoded on each side; without them chroma differs at the edges
 
 
 @dataclasses.dataclass(frozen=True)
 class HostOp:
-    """An op with its arguments: op(image, key) gives the next image.
+    """An op with its arguments: op(image, key) returns the next image.
 
-    gives: the least (height, width) of the images that it gives; None: it keeps their size.
-    needs: the least (height, width) of the images that it takes; None: it takes any.
+    gives: the minimum (height, width) of its results; None if it keeps the image's size.
+    needs: the minimum (height, width) of its input; None if it takes any size.
     """
 
     apply: Callable[[Any, Any], Any]
@@ -42,7 +45,7 @@ class HostOp:
 
 
 def decode() -> HostOp:
-    """JPEG or PNG bytes to pixels; grey, CMYK, alpha, palette and 16 bit become RGB of 8 bit."""
+    """Decode JPEG or PNG bytes to 8-bit RGB, also from grey, CMYK, alpha, palette and 16 bits."""
     return HostOp(lambda image, key: to_pixels(image))
 
 
@@ -52,13 +55,14 @@ def inception_crop(
     area_max: float = 1.0,
     antialias: bool = False,
 ) -> HostOp:
-    """A random window, resized to `size`: `area_min` to `area_max` of the image, 3:4 to 4:3.
+    """Crop a random window and resize it to `size`, bilinearly.
 
-    Of a JPEG only the window is decoded; every pixel is as if all of it had been.
+    The window covers `area_min` to `area_max` of the image and has an aspect from 3:4 to 4:3. For a
+    JPEG only the window is decoded; the pixels equal those of the fully decoded image.
 
     Source: Szegedy et al. 2014 (arXiv:1409.4842), section 6.
     """
-    size, resized = _height_width(size), _bilinear(antialias)
+    size, resized = image_hw(size, "size"), _bilinear(antialias)
     is_number = all(type(area) in (int, float) for area in (area_min, area_max))
     if not (is_number and 0 < area_min <= area_max <= 1):
         raise ValueError(f"needs 0 < area_min <= area_max <= 1, not {area_min!r}, {area_max!r}")
@@ -104,24 +108,25 @@ def inception_crop(
 
 
 def resize(size: Size | None = None, antialias: bool = False, *, crop: float = 1.0) -> HostOp:
-    """Both sides to `size` / `crop`, rounded, bilinear; `antialias` acts only on shrinking sides.
+    """Resize to `size` / `crop`, rounded, bilinearly; `antialias` acts only on shrinking sides.
 
-    `crop` is the share of each side that a crop of `size` keeps afterwards.
+    `crop` is the fraction of each side that a later crop of `size` keeps.
     """
     size, resized = _before_crop(size, crop), _bilinear(antialias)
     return HostOp(lambda image, key: resized(image, size), gives=size)
 
 
 def resize_small(size: Size | None = None, antialias: bool = False, *, crop: float = 1.0) -> HostOp:
-    """To the smallest that covers `size` / `crop`, in proportion (to the nearest pixel), bilinear.
+    """Resize bilinearly to the smallest image that covers `size` / `crop`, keeping the aspect.
 
-    With an int that is the shorter side. `antialias` and `crop` are as of `resize`.
+    An int `size` gives the shorter side. The longer side is rounded to the nearest pixel.
+    `antialias` and `crop`: see `resize`.
     """
     size, resized = _before_crop(size, crop), _bilinear(antialias)
 
     def apply(image, key):
         sides = tf.shape(image)[:2]
-        # The side that has further to go gives the scale, size[i] / sides[i].
+        # The larger of the two scales size[i] / sides[i] covers both sides.
         i = tf.cast(size[1] * sides[0] > size[0] * sides[1], tf.int32)
         wanted, side = tf.gather(size, i), tf.gather(sides, i)
         return resized(image, (sides * wanted + side // 2) // side)
@@ -130,27 +135,28 @@ def resize_small(size: Size | None = None, antialias: bool = False, *, crop: flo
 
 
 def central_crop(size: Size | None = None, *, pad: bool = False) -> HostOp:
-    """The middle `size` of the image; `pad` puts black on both sides of a smaller one first."""
+    """Crop the central `size` of the image; `pad` first adds a black border to smaller images."""
     return _crop(size, pad, lambda spare, key: spare // 2)
 
 
 def torchvision_resize(
     size: Size | None = None, filter: str = "bilinear", cover: bool = False
 ) -> HostOp:
-    """As torchvision's Resize of a PIL image: Pillow's `filter`, bilinear or bicubic.
+    """Resize as torchvision's Resize does a PIL image, by Pillow's `filter`: bilinear or bicubic.
 
-    An int is the shorter side, and the longer one is rounded down; (H, W) are both sides. `cover`
-    keeps the proportion for (H, W) too, to the smallest image that covers it, as timm's
-    ResizeKeepRatio: sides are rounded to nearest, halves to even.
+    An int `size` gives the shorter side, and the longer one is rounded down; (H, W) gives both
+    sides. With `cover`, (H, W) keeps the aspect and the result is the smallest image that covers
+    it, as in timm's ResizeKeepRatio; sides are rounded to nearest, halves to even.
 
-    Within 2 of 255 of Pillow's pixels, and the same for 95 % of them. Widths are resized first, as
-    in torchvision's tensors; Pillow from 13 on begins with heights that shrink much more.
+    95 % of the pixels equal Pillow's, the others differ by at most 2 of 255. Widths are resized
+    first, as in torchvision's tensors; from version 13 on, Pillow resizes heights first if they
+    shrink much more.
     """
     if filter not in ("bilinear", "bicubic"):
         raise ValueError(f"filter must be 'bilinear' or 'bicubic', not {filter!r}")
     if type(cover) is not bool:
         raise ValueError(f"cover must be True or False, not {cover!r}")
-    shorter, (height, width) = type(size) is int, _height_width(size)
+    shorter, (height, width) = type(size) is int, image_hw(size, "size")
 
     def choose(sides):
         if cover:
@@ -166,30 +172,32 @@ def torchvision_resize(
     def apply(image, key):
         sides = tf.shape(image)[:2]
         size = choose(sides)
-        # Pillow rounds and clips between the two passes, which a sharp edge shows.
+        # Pillow rounds and clips between the two passes; sharp edges show the difference.
         return resized(resized(image, tf.stack([sides[0], size[1]])), size)
 
     return HostOp(apply, gives=(height, width))
 
 
 def torchvision_crop(size: Size | None = None) -> HostOp:
-    """As torchvision's CenterCrop of an image that covers `size`: half a pixel is rounded to even.
+    """Crop the centre as torchvision's CenterCrop does, for an image that covers `size`.
 
-    `central_crop` rounds it down, as transformers does.
+    A margin that ends in half a pixel is rounded to even; `central_crop` rounds it down, as
+    transformers does.
     """
-    height, width = _height_width(size)
+    height, width = image_hw(size, "size")
 
     def apply(image, key):
         spare = tf.shape(image)[:2] - (height, width)
         begin = spare // 2 + tf.cast(spare % 4 == 3, tf.int32)
-        window = tf.slice(image, tf.concat([begin, [0]], 0), (height, width, 3))
-        return tf.ensure_shape(window, (height, width, 3))
+        shape = (height, width, image.shape[-1])
+        window = tf.slice(image, tf.concat([begin, [0]], 0), shape)
+        return tf.ensure_shape(window, shape)
 
     return HostOp(apply, gives=(height, width), needs=(height, width))
 
 
 def random_crop(size: Size | None = None, *, pad: bool = False) -> HostOp:
-    """A random window of `size`, each as likely; `pad` is as of `central_crop`."""
+    """Crop a random window of `size`, uniform over all positions; `pad`: see `central_crop`."""
 
     def draw(spare, key):
         share = tf.random.stateless_uniform([2], key, alg="philox")
@@ -199,7 +207,7 @@ def random_crop(size: Size | None = None, *, pad: bool = False) -> HostOp:
 
 
 def pad_crop(padding: int) -> HostOp:
-    """`padding` black pixels on every side, then a random window of the former size.
+    """Add `padding` black pixels on every side, then crop a random window of the original size.
 
     Source: He et al. 2015 (arXiv:1512.03385), section 4.2, with padding 4.
     """
@@ -218,14 +226,15 @@ def pad_crop(padding: int) -> HostOp:
 
 
 def randaugment(layers: int, magnitude: float, magnitude_std: float = 0.0) -> HostOp:
-    """`layers` operations in turn, each drawn anew from the 16 of augment.OPERATIONS, all alike.
+    """Apply `layers` operations in sequence, each drawn uniformly from the 16 in `augment`.
 
-    `magnitude` is on the scale whose end is 10 in the paper; beyond, most operations grow on (see
-    augment.py). With `magnitude_std` each operation draws its own about it, of at least 0.
+    `magnitude` is on the paper's scale, whose maximum is 10; most operations grow further beyond it
+    (see augment.py). With `magnitude_std` each operation draws its magnitude from a normal
+    distribution around `magnitude`, cut off at 0.
 
-    Source: Cubuk et al. 2019 (arXiv:1909.13719), section 3. It leaves the image as it is as one of
-    14 operations; the release that AugReg used (arXiv:2106.10270) has Invert, SolarizeAdd and
-    Cutout in place of that one, and so has this.
+    Source: Cubuk et al. 2019 (arXiv:1909.13719), section 3. The paper has 14 operations, one of
+    them the identity. The release that AugReg used (arXiv:2106.10270) replaces the identity by
+    Invert, SolarizeAdd and Cutout; so does this op.
     """
     if not _is_count(layers):
         raise ValueError(f"layers must be a positive integer, not {layers!r}")
@@ -234,8 +243,8 @@ def randaugment(layers: int, magnitude: float, magnitude_std: float = 0.0) -> Ho
             raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
 
     def apply(image, key):
-        # All of it is TensorFlow's functions already; without the search for Python's control flow
-        # its graph is made in a fraction of the time.
+        # The function uses only TensorFlow's control flow; skipping autograph's conversion of
+        # Python's builds the graph in a fraction of the time.
         as_it_is = tf.autograph.experimental.do_not_convert(random_operations)
         return as_it_is(image, key, layers, magnitude, magnitude_std)
 
@@ -259,19 +268,49 @@ TAKES_ENCODED = ("decode", "inception_crop")
 CROPS = ("central_crop", "random_crop")  # with the argument `pad`
 
 
-def to_pixels(image: tf.Tensor) -> tf.Tensor:
-    """uint8 (h, w, 3) of JPEG or PNG bytes; pixels are left as they are."""
+def to_pixels(image: tf.Tensor, channels: int = 3) -> tf.Tensor:
+    """Decode JPEG, PNG or BMP bytes to uint8 (h, w, channels); pixels are returned unchanged.
+
+    `channels` is 1, 3 or 4; a JPEG has no fourth channel, so decoding it to 4 fails. A BMP has 3
+    channels, as made by `pictures.as_known_format`.
+    """
     if image.dtype != tf.string:
         return image
-    return tf.cond(
-        tf.io.is_jpeg(image),
-        lambda: tf.io.decode_jpeg(image, channels=3, dct_method=_DCT_METHOD),
-        lambda: tf.io.decode_png(image, channels=3),
-    )
+
+    def decode_jpeg():
+        if channels == 4:
+            return tf.io.decode_png("", channels=4)  # fails when it is called
+        return tf.io.decode_jpeg(image, channels=channels, dct_method=_DCT_METHOD)
+
+    def decode_bmp():
+        return with_channels(tf.io.decode_bmp(image, channels=3), channels)
+
+    def decode_others():
+        is_bmp = tf.strings.substr(image, 0, 2) == b"BM"
+        return tf.cond(is_bmp, decode_bmp, lambda: tf.io.decode_png(image, channels=channels))
+
+    return tf.cond(tf.io.is_jpeg(image), decode_jpeg, decode_others)
+
+
+def with_channels(image: tf.Tensor, channels: int) -> tf.Tensor:
+    """uint8 pixels (..., 3) as grey (..., 1) or opaque (..., 4), or grey as (..., channels).
+
+    Grey is 0.299 R + 0.587 G + 0.114 B, as Pillow and JPEG have it (ITU-R BT.601).
+    """
+    found = image.shape[-1]
+    if found == channels:
+        return image
+    if found == 1:
+        return tf.repeat(image, channels, axis=-1)
+    if (found, channels) == (3, 4):
+        return tf.concat([image, tf.fill(tf.shape(image[..., :1]), np.uint8(255))], -1)
+    assert (found, channels) == (3, 1)  # `make_source` refuses others
+    grey = tf.tensordot(tf.cast(image, tf.float32), [0.299, 0.587, 0.114], 1)
+    return tf.saturate_cast(tf.round(grey), tf.uint8)[..., None]
 
 
 def _bilinear(antialias: bool) -> Callable[[tf.Tensor, Any], tf.Tensor]:
-    """resized(image, size): uint8 (h, w, 3) -> uint8 (*size, 3), rounded to nearest."""
+    """A function resized(image, size): uint8 (h, w, 3) -> uint8 (*size, 3), rounded to nearest."""
     if type(antialias) is not bool:
         raise ValueError(f"antialias must be True or False, not {antialias!r}")
 
@@ -293,11 +332,11 @@ def _bilinear(antialias: bool) -> Callable[[tf.Tensor, Any], tf.Tensor]:
 
 
 def _crop(size: Size | None, pad: bool, choose_begin: Callable) -> HostOp:
-    """A window of `size`; choose_begin(spare (2,), key) is its upper left corner, int32 (2,).
+    """Crop a window of `size` with the upper left corner choose_begin(spare (2,), key), int32 (2,).
 
-    An image that is too small raises a TensorFlow error when it comes, if `pad` is False.
+    Without `pad`, an image that is too small raises a TensorFlow error when it is cropped.
     """
-    height, width = _height_width(size)
+    height, width = image_hw(size, "size")
     if type(pad) is not bool:
         raise ValueError(f"pad must be True or False, not {pad!r}")
 
@@ -306,25 +345,19 @@ def _crop(size: Size | None, pad: bool, choose_begin: Callable) -> HostOp:
             sides = tf.maximum(tf.shape(image)[:2], (height, width))
             image = tf.image.resize_with_crop_or_pad(image, sides[0], sides[1])
         begin = choose_begin(tf.shape(image)[:2] - (height, width), key)
-        window = tf.slice(image, tf.concat([begin, [0]], 0), (height, width, 3))
-        return tf.ensure_shape(window, (height, width, 3))
+        shape = (height, width, image.shape[-1])
+        window = tf.slice(image, tf.concat([begin, [0]], 0), shape)
+        return tf.ensure_shape(window, shape)
 
     return HostOp(apply, gives=(height, width), needs=None if pad else (height, width))
 
 
 def _before_crop(size: Size | None, crop: float) -> tuple[int, int]:
-    """(height, width) of which a window of `size` is the share `crop` of each side."""
+    """(height, width) of an image whose sides, times `crop`, give `size`."""
     if type(crop) not in (int, float) or not 0 < crop <= 1:
-        raise ValueError(f"crop must be a share above 0, at most 1, not {crop!r}")
-    height, width = _height_width(size)
+        raise ValueError(f"crop must be a number above 0 and at most 1, not {crop!r}")
+    height, width = image_hw(size, "size")
     return round(height / crop), round(width / crop)
-
-
-def _height_width(size: Size | None) -> tuple[int, int]:
-    height, width = size if isinstance(size, tuple) and len(size) == 2 else (size, size)
-    if not (_is_count(height) and _is_count(width)):
-        raise ValueError(f"size must be a positive integer or (H, W), not {size!r}")
-    return height, width
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -1,4 +1,4 @@
-"""Images by their paths as a source: no classes, every label is 0."""
+"""Sources of unlabelled images: files given by their paths, or all in a folder; labels are 0."""
 
 from __future__ import annotations
 
@@ -7,50 +7,57 @@ import pathlib
 from collections.abc import Sequence
 
 from vit_jax.data.host_tf import tf
-from vit_jax.data.image_folder import EXTENSIONS
+from vit_jax.data.image_folder import find_layout, held_out_files, picture_source
+from vit_jax.data.pictures import EXTENSIONS, Walk, as_paths, read_picture, shown
 from vit_jax.data.sources import Source, same_fingerprints
+from vit_jax.data.subset import give_channels
 from vit_jax.errors import InputError, collect_faults
 
 
 def find_images(paths: Sequence[str | os.PathLike]) -> list[str]:
-    """The files among `paths`, and the JPEG and PNG files at any depth below its folders, sorted.
+    """The files in `paths`, and the pictures at any depth below its folders, sorted.
 
-    Raises: InputError naming every path where there is nothing.
+    A warning names what is skipped in a folder.
+
+    The files of each folder are sorted.
+
+    Raises: InputError naming every path that does not exist or holds no image.
     """
     found, faults = [], []
     for path in map(pathlib.Path, paths):
         if path.is_dir():
-            below = sorted(
-                os.path.join(parent, name)
-                for parent, _, names in os.walk(path, followlinks=True)
-                for name in names
-                if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
-            )
+            walk = Walk()
+            below = sorted(os.path.join(path, name) for name in walk.pictures(path))
+            walk.say(path)
             found += below
             if not below:
-                faults.append(f"{path}: holds no file ending in {', '.join(EXTENSIONS)}")
+                endings = ", ".join(EXTENSIONS)
+                faults.append(f"{shown(str(path))}: holds no file ending in {endings}")
         elif path.exists():
             found.append(os.fspath(path))
         else:
-            faults.append(f"{path}: no such file or folder")
+            faults.append(f"{shown(str(path))}: no such file or folder")
     collect_faults(faults)
     if not found:
         raise InputError("no images; give files or folders")
     return found
 
 
-def image_files(paths: Sequence[str]) -> Source:
-    """The files `paths` in their order, read when their record is asked for."""
-    paths_tensor = tf.constant(list(paths))
+def image_files(paths: Sequence[str], exif: bool = True, channels: int = 3) -> Source:
+    """A source of the files `paths`, in that order; each is read on demand.
+
+    `exif` turns them by their EXIF orientation; they are decoded to `channels`.
+    """
+    paths_tensor = as_paths(paths)
 
     def read(record_id):
         return {
-            "image": tf.io.read_file(tf.gather(paths_tensor, record_id)),
+            "image": read_picture(tf.gather(paths_tensor, record_id), exif),
             "label": tf.zeros([], tf.int32),
             "mask": tf.ones([]),
         }
 
-    return Source(
+    source = Source(
         name="files",
         split="all",
         num_examples=len(paths),
@@ -59,6 +66,39 @@ def image_files(paths: Sequence[str]) -> Source:
         image_shape=None,
         fingerprints=same_fingerprints("files", list(paths)),
         read=read,
-        record_name=lambda record: paths[record],
+        record_name=lambda record: shown(paths[record]),
         encoded=True,
     )
+    return give_channels(source, channels)
+
+
+def unlabelled(
+    *,
+    split: str,
+    data_dir: str | os.PathLike | None,
+    holdout: str = "names",
+    exif: bool = True,
+    **_,
+) -> Source:
+    """All pictures at any depth below `data_dir`, flat or nested, without classes.
+
+    Splits are those of an image folder, with folders of their own or a tenth held out as `val`.
+
+    Raises: InputError if there is no folder, or no picture in it.
+    """
+    layout = find_layout(data_dir)
+    if split not in layout.names():
+        raise InputError(
+            f"data.split={split!r}: {shown(str(layout.root))} has the splits "
+            f"{' and '.join(map(repr, layout.names()))}"
+        )
+    base, walk = layout.splits.get(split, layout.train_root), Walk()
+    paths = sorted(walk.pictures(base))
+    walk.say(base)
+    if base == layout.train_root and "val" not in layout.splits and paths:
+        held_out = held_out_files(dict.fromkeys(paths, ""), holdout)
+        paths = [path for path in paths if (path in held_out) == (split == "val")]
+    if not paths:
+        raise InputError(f"data.data_dir: {shown(str(base))} holds no images; add some")
+    labels = [0] * len(paths)
+    return picture_source("unlabelled", layout.root, base, split, paths, labels, None, exif=exif)

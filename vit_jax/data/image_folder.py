@@ -1,10 +1,12 @@
-"""A folder of images as a source: one sub-folder a class.
+"""A folder of images as a source: one sub-folder per class.
 
-    DIR/cat/1.jpg           or, with a validation set of its own,    DIR/train/cat/1.jpg
-    DIR/dog/more/2.PNG                                               DIR/val/cat/2.jpg
+    DIR/cat/1.jpg           or, with splits of its own,    DIR/train/cat/1.jpg
+    DIR/dog/more/2.PNG                                     DIR/val/cat/2.jpg
+                                                           DIR/test/dog/3.webp
 
-JPEG and PNG files are read, whatever the case of their extension, at any depth below the class;
-names that begin with a dot are ignored. Files are read when their record is asked for.
+Splits may be named train or training; val, valid or validation; test or testing, in any case.
+Files with an extension in `pictures.EXTENSIONS` count at any depth below the class folder. Each is
+read on demand. A warning names the folders and files that are ignored, hidden ones included.
 """
 
 from __future__ import annotations
@@ -13,159 +15,315 @@ import hashlib
 import os
 import pathlib
 import re
+from typing import NamedTuple
+
+import numpy as np
 
 from vit_jax.data.host_tf import tf
+from vit_jax.data.pictures import (
+    EXTENSIONS,
+    Walk,
+    as_paths,
+    file_size,
+    is_hidden,
+    read_as_older,
+    read_picture,
+    say_ignored,
+    shown,
+    warn_once,
+)
 from vit_jax.data.sources import Source, same_fingerprints
 from vit_jax.errors import InputError
 
-EXTENSIONS = (".jpg", ".jpeg", ".png")
+# Split -> the names, in small letters, that its folder may have.
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
+_NO_CLASSES = {name for names in SPLIT_NAMES.values() for name in names}
+
+# Values of data.folder_rules. Rule 1, used by older runs: only .jpg, .jpeg and .png are read,
+# and only folders called train and val are splits.
+FOLDER_RULES = (1, 2)
+_SHOWN = 8  # names in a warning
+_OLDER_EXTENSIONS = (".jpg", ".jpeg", ".png")
 
 
 def check_holdout(rule: str) -> None:
-    """Raises InputError if `rule` is no value of `data.holdout`."""
+    """Raise InputError if `rule` is not a valid `data.holdout`."""
     if not re.fullmatch(r"names|seed \d+", rule):
         raise InputError(
-            f"data.holdout={rule!r}: needs names, or for the images that an older run held out "
-            "its seed, e.g. 'seed 0'"
+            f"data.holdout={rule!r}: needs 'names', or the seed of an older run to hold out the "
+            "same images, e.g. 'seed 0'"
         )
 
 
-def folder(*, split: str, data_dir: str | os.PathLike | None, holdout: str, **_) -> Source:
-    """The images below `data_dir`; splits `train` and `val`.
+class Layout(NamedTuple):
+    """Where the splits of a folder lie.
 
-    Without `val/`, a tenth of the images, round(n / 10) but at least one, is held out as `val`:
-    chosen by the rule `holdout` and the files' names, and spread evenly over the classes. Classes
-    are the sorted names of the training folder's sub-folders, in both splits.
-
-    Raises: InputError if the folder, a split, or a class is missing or empty.
+    root: the folder.
+    splits: {split: its folder}; {} where the classes lie in `root` itself.
+    ignored: folders beside the splits.
     """
-    root = _check_folder(split, data_dir)
-    train_root = root / "train" if (root / "train").is_dir() else root
-    class_names = _class_names(root, train_root)
-    if (root / "val").is_dir():
-        base = root / split
-        files = _list_images(base)
-    else:
-        base = train_root
-        files = _list_images(base)
-        held_out = _held_out(files, holdout)
-        files = {path: c for path, c in files.items() if (path in held_out) == (split == "val")}
-    if not files:
-        raise InputError(f"data.data_dir: {base} holds no images; add some")
 
+    root: pathlib.Path
+    splits: dict[str, pathlib.Path]
+    ignored: list[pathlib.Path]
+
+    @property
+    def train_root(self) -> pathlib.Path:
+        """The folder of the training images, from which a tenth may be held out."""
+        return self.splits.get("train", self.root)
+
+    def names(self) -> list[str]:
+        """The splits that can be asked for."""
+        return ["train", "val", *(["test"] if "test" in self.splits else [])]
+
+
+def find_layout(data_dir: str | os.PathLike | None, rules: int = FOLDER_RULES[-1]) -> Layout:
+    """The layout of the folder `data_dir`.
+
+    Raises: InputError if there is no such folder, a split has two, or val or test has no train.
+    """
+    if data_dir is None:
+        raise InputError(
+            "data.data_dir=None: needs the folder with the images; "
+            "give --config.data.data_dir=PICTURES"
+        )
+    root = pathlib.Path(data_dir).expanduser()
+    if not root.is_dir():
+        raise InputError(
+            f"data.data_dir={shown(str(root))!r} is not a local folder; needed: one folder a "
+            "class; if it was moved, give --config.data.data_dir=PICTURES"
+        )
+    if rules == 1:
+        found = {name: root / name for name in ("train", "val") if (root / name).is_dir()}
+        ignored: list[pathlib.Path] = []
+    else:
+        found, ignored = _find_splits(root)
+    others = [found[split].name for split in ("val", "test") if split in found]
+    if others and "train" not in found:
+        raise InputError(
+            f"data.data_dir={shown(str(root))!r} has {'/ and '.join(others)}/ but no train/ beside "
+            "it; add it"
+        )
+    return Layout(root, found, ignored if found else [])
+
+
+def _find_splits(root: pathlib.Path) -> tuple[dict[str, pathlib.Path], list[pathlib.Path]]:
+    """({split: folder}, other folders) of those in `root`."""
+    found: dict[str, pathlib.Path] = {}
+    ignored = []
+    by_split: dict[str, list[str]] = {}
+    for path in _folders(root):
+        split = next((s for s, names in SPLIT_NAMES.items() if path.name.lower() in names), None)
+        if split is None:
+            ignored.append(path)
+        else:
+            by_split.setdefault(split, []).append(path.name)
+            found[split] = path
+    for split, names in by_split.items():
+        if len(names) > 1:
+            raise InputError(
+                f"data.data_dir={shown(str(root))!r}: {' and '.join(sorted(names))} are all "
+                f"folders of the split {split}; keep one"
+            )
+    return found, ignored
+
+
+def folder(
+    *,
+    split: str,
+    data_dir: str | os.PathLike | None,
+    holdout: str,
+    exif: bool = True,
+    folder_rules: int = FOLDER_RULES[-1],
+    **_,
+) -> Source:
+    """The images below `data_dir`; splits `train` and `val`, and `test` where it has a folder.
+
+    Without a folder for `val`, a tenth of the training images, round(n / 10) but at least one, is
+    held out: chosen by the rule `holdout` and the files' names, and spread evenly over the classes.
+    Classes are the sorted names of the training folder's sub-folders, in all splits. `exif` turns
+    images as their EXIF orientation says; `folder_rules` is one of FOLDER_RULES.
+
+    Raises: InputError if the folder, a split, or all classes are missing or empty.
+    """
+    layout = find_layout(data_dir, folder_rules)
+    _check_split(split, layout)
+    class_names = _class_names(layout, folder_rules)
+    base = layout.splits.get(split, layout.train_root)
+    files = _list_images(base, folder_rules)
+    if base == layout.train_root and "val" not in layout.splits:
+        held_out = held_out_files(files, holdout)
+        kept = {p: c for p, c in files.items() if (p in held_out) == (split == "val")}
+        if split == "train":
+            _warn_of_untrained(base, {*files.values()} - {*kept.values()})
+        files = kept
+    if not files:
+        raise InputError(f"data.data_dir: {shown(str(base))} holds no images; add some")
     paths = sorted(files)
     label_of = {class_name: label for label, class_name in enumerate(class_names)}
     labels = [label_of[files[path]] for path in paths]
-    sizes = [os.stat(base / path).st_size for path in paths]
-    paths_tensor, labels_tensor = tf.constant(paths), tf.constant(labels, tf.int32)
+    # Names that are not UTF-8 cannot be written down otherwise.
+    names = tuple(name.encode(errors="backslashreplace").decode() for name in class_names)
+    return picture_source(
+        "folder", layout.root, base, split, paths, labels, names, exif=exif,
+        as_older=folder_rules == 1 and not exif,
+    )  # fmt: skip
+
+
+def picture_source(
+    name: str,
+    root: pathlib.Path,
+    base: pathlib.Path,
+    split: str,
+    paths: list[str],
+    labels: list,
+    class_names: tuple[str, ...] | None,
+    *,
+    exif: bool,
+    as_older: bool = False,
+) -> Source:
+    """The source `name` of the files `paths` below `base`, which lies in the data's folder `root`.
+
+    labels: of each, an int; or float32 (C,), 1 for each class that it shows.
+    as_older: whether files are read as by versions that knew JPEG and PNG only.
+    """
+    multi_label = isinstance(labels[0], np.ndarray)
+    labels_tensor = tf.constant(np.stack(labels) if multi_label else np.array(labels, np.int32))
+    paths_tensor = as_paths(paths)
+    beginning = os.fsencode(base) + os.fsencode(os.sep)
+    sizes = [file_size(base / path) for path in paths]
 
     def read(record_id):
-        path = tf.strings.join([os.fspath(base), tf.gather(paths_tensor, record_id)], os.sep)
+        path = tf.strings.join([beginning, tf.gather(paths_tensor, record_id)])
         return {
-            "image": tf.io.read_file(path),
+            "image": read_as_older(path) if as_older else read_picture(path, exif),
             "label": tf.gather(labels_tensor, record_id),
             "mask": tf.ones([]),
         }
 
+    identity = [name, split, class_names, paths, sizes]
+    if name == "list":
+        identity.append(np.asarray(labels).tolist())
     return Source(
-        name="folder",
+        name=name,
         split=split,
         num_examples=len(paths),
-        num_classes=len(class_names),
+        num_classes=1 if class_names is None else len(class_names),
         class_names=class_names,
         image_shape=None,
-        fingerprints=same_fingerprints("folder", split, class_names, paths, sizes),
+        fingerprints=same_fingerprints(*identity, *["exif"] * exif),
         read=read,
-        record_name=lambda record: os.fspath(base.relative_to(root) / paths[record]),
+        record_name=lambda record: shown(os.fspath(base.relative_to(root) / paths[record])),
         encoded=True,
+        multi_label=multi_label,
         file_names=lambda start, stop: paths[start:stop],
     )
 
 
+def _warn_of_untrained(base: pathlib.Path, class_names: set[str]) -> None:
+    """Says which classes have so few pictures that all of them are held out."""
+    if class_names:
+        names = [shown(name) for name in sorted(class_names)]
+        more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+        warn_once(
+            f"{shown(str(base))}: all pictures of {len(names):,} classes are held out, so they are "
+            f"not learnt: {', '.join(names[:_SHOWN])}{more}; add pictures, or a folder val/"
+        )
+
+
 def class_folders(data_dir: str | os.PathLike) -> list[str]:
     """The classes of the image folder `data_dir`, sorted; none where it is not there."""
-    root = pathlib.Path(data_dir)
-    train_root = root / "train" if (root / "train").is_dir() else root
-    return _visible_folders(train_root) if train_root.is_dir() else []
+    try:
+        return [path.name for path in _folders(find_layout(data_dir).train_root)]
+    except InputError:
+        return []
 
 
-def _check_folder(split: str, data_dir: str | os.PathLike | None) -> pathlib.Path:
-    """The path of `data_dir`; raises InputError if it or `split` is none of an image folder."""
-    if split not in ("train", "val"):
-        raise InputError(f"data.split={split!r}: an image folder has the splits 'train' and 'val'")
-    if data_dir is None:
-        raise InputError(
-            "data.data_dir=None: data.name='folder' needs the folder with the images; "
-            "give --config.data.data_dir=PICTURES"
-        )
-    root = pathlib.Path(data_dir)
-    if not root.is_dir():
-        raise InputError(
-            f"data.data_dir={str(root)!r} is not a local folder; needed: one folder a class"
-        )
-    if (root / "val").is_dir() and not (root / "train").is_dir():
-        raise InputError(f"data.data_dir={str(root)!r} has val/ but no train/ beside it; add it")
-    return root
+def _check_split(split: str, layout: Layout) -> None:
+    known = layout.names()
+    if split not in known:
+        has = " and ".join(map(repr, known))
+        raise InputError(f"data.split={split!r}: {shown(str(layout.root))} has the splits {has}")
 
 
-def _class_names(root: pathlib.Path, train_root: pathlib.Path) -> tuple[str, ...]:
-    """The classes of the training images; raises InputError if `root`/val has others."""
-    class_names = tuple(_visible_folders(train_root))
-    if len(class_names) < 2:
+def _class_names(layout: Layout, rules: int) -> tuple[str, ...]:
+    """The classes of the training images; raises InputError if another split has others."""
+    train_root = layout.train_root
+    class_names = tuple(path.name for path in _folders(train_root))
+    if not class_names:
         raise InputError(
-            f"data.data_dir: {train_root} has {len(class_names)} class folders {class_names}; "
-            "needed: at least 2, each named after its class and holding its images"
+            f"data.data_dir: {shown(str(train_root))} has 0 class folders; needed: at least 2, "
+            "each named after its class and holding its images; for pictures without classes set "
+            "--config.data.name=unlabelled"
         )
-    val_names = _visible_folders(root / "val") if (root / "val").is_dir() else []
-    if unknown := sorted(set(val_names) - set(class_names)):
-        raise InputError(
-            f"data.data_dir: {root / 'val'} has the classes {unknown}, which {train_root} "
-            "lacks; give them training images there or remove them"
-        )
+    if rules > 1:
+        if looking := [name for name in class_names if name.lower() in _NO_CLASSES]:
+            raise InputError(
+                f"data.data_dir: {shown(str(train_root))} has folders of classes that look like "
+                f"splits: {', '.join(looking)}; put train/ and val/ above the classes, or rename "
+                "them"
+            )
+        say_ignored(layout.root, map(str, layout.ignored))
+    for split in ("val", "test"):
+        if split not in layout.splits:
+            continue
+        other = layout.splits[split]
+        if unknown := sorted({path.name for path in _folders(other)} - {*class_names}):
+            raise InputError(
+                f"data.data_dir: {shown(str(other))} has the classes {unknown}, which "
+                f"{shown(str(train_root))} lacks; give them training images there or remove them"
+            )
     return class_names
 
 
-def _visible_folders(parent: pathlib.Path) -> list[str]:
-    return sorted(p.name for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))
+def _folders(parent: pathlib.Path) -> list[pathlib.Path]:
+    """The folders in `parent` that are not hidden, sorted by name."""
+    return sorted(p for p in parent.iterdir() if p.is_dir() and not is_hidden(p.name))
 
 
-def _list_images(split_root: pathlib.Path) -> dict[str, str]:
+def _list_images(split_root: pathlib.Path, rules: int) -> dict[str, str]:
     """Class of each image, by its path relative to `split_root` with forward slashes."""
+    walk = Walk(EXTENSIONS if rules > 1 else _OLDER_EXTENSIONS)
     files: dict[str, str] = {}
-    for class_name in _visible_folders(split_root):
-        num_before = len(files)
-        seen = set()  # links are followed, but not round and round
-        for parent, folders, names in os.walk(split_root / class_name, followlinks=True):
-            seen.add(os.path.realpath(parent))
-            folders[:] = [
-                name
-                for name in folders
-                if not name.startswith(".")
-                and os.path.realpath(os.path.join(parent, name)) not in seen
-            ]
-            for name in names:
-                if name.lower().endswith(EXTENSIONS) and not name.startswith("."):
-                    path = pathlib.Path(parent, name).relative_to(split_root)
-                    files[path.as_posix()] = class_name
-        if len(files) == num_before:
-            raise InputError(
-                f"data.data_dir: {split_root / class_name} holds no image; needed: files ending "
-                f"in {', '.join(EXTENSIONS)}; add some or remove the folder"
-            )
+    empty = []
+    for path in _folders(split_root):
+        found = walk.pictures(path)
+        files |= {f"{path.name}/{name}": path.name for name in found}
+        if not found:
+            empty.append(path.name)
+    where = shown(str(split_root))
+    if empty and rules == 1:
+        raise InputError(
+            f"data.data_dir: {shown(str(split_root / empty[0]))} holds no image; needed: files "
+            f"ending in {', '.join(walk.extensions)}; add some or remove the folder"
+        )
+    if rules > 1:
+        for path in split_root.iterdir():
+            if path.is_dir():
+                walk.ignored += [str(path)] * is_hidden(path.name)
+            elif walk.takes(split_root, path.name):
+                walk.skipped["beside the folders of the classes"] += 1
+        walk.say(split_root)
+        if empty and files:
+            warn_once(f"{where}: these classes hold no picture: {', '.join(map(shown, empty))}")
     return files
 
 
-def _held_out(files: dict[str, str], rule: str) -> set[str]:
+def held_out_files(files: dict[str, str], rule: str) -> set[str]:
     """A tenth of `files` (path -> class), as evenly over the classes as can be.
 
-    The j-th of a class's k files, in the order of the hashes of their names, gets the rank
-    (j + 0.5) / k; the lowest ranks of all classes are held out. By the rule "seed N" the seed comes
-    before the name that is hashed.
+    The k files of a class are sorted by the hashes of their names; the j-th gets the rank
+    (j + 0.5) / k. The lowest ranks of all classes are held out. The rule "seed N" hashes the seed
+    followed by the name.
     """
     prefix = "" if rule == "names" else rule.removeprefix("seed ") + "/"
 
     def draw(path):
-        return hashlib.sha256(f"{prefix}{path}".encode()).digest()
+        return hashlib.sha256(prefix.encode() + os.fsencode(path)).digest()
 
     by_class: dict[str, list[str]] = {}
     for path in sorted(files, key=draw):

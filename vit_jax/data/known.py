@@ -1,4 +1,4 @@
-"""What public data sets hold, for whoever plans or measures where they do not lie."""
+"""Sizes of public data sets, for planning and benchmarks on machines that lack the files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from vit_jax.data.mixture import parse_mix
 from vit_jax.data.vtab import TASKS
 from vit_jax.errors import InputError
 
-# name -> classes, examples by split. As in TFDS's catalogue, but for imagenet21k, which it lacks:
-# the images of the release of 2011 (14,197,122) and the classes that published models have.
+# name -> classes, examples by split, from TFDS's catalogue. The catalogue lacks imagenet21k: these
+# are the images of the release of 2011 (14,197,122) and the classes of published models.
 KNOWN_DATA: dict[str, tuple[int, dict[str, int]]] = {
     "imagenet2012": (1000, {"train": 1_281_167, "validation": 50_000}),
     "imagenet21k": (21_843, {"train": 14_197_122}),
@@ -24,17 +24,17 @@ _VTAB = {f"vtab/{name}": (task.num_classes, task.sizes) for name, task in TASKS.
 
 
 def fill_in_sizes(config: ConfigDict) -> ConfigDict:
-    """`config` with the classes and examples of its training data, none of which need be there.
+    """`config` with the number of classes and examples filled in, without reading the data.
 
     Raises:
-      InputError: as `known_sizes`.
+      InputError: as `known_sizes`, or `data.classes` is set without `data.num_examples`.
     """
     config = config.copy_and_resolve_references()
     d = config.data
     if d.classes is not None:
         if d.num_examples is None:
             raise InputError(
-                f"data.num_examples: not known of data.classes={d.classes} alone; set "
+                f"data.num_examples: unknown for data.classes={d.classes}; set "
                 "--config.data.num_examples=..."
             )
         d.num_classes = len(d.classes)
@@ -53,15 +53,15 @@ def fill_in_sizes(config: ConfigDict) -> ConfigDict:
 def known_sizes(
     name: str, split: str, *, num_classes: int | None = None, num_examples: int | None = None
 ) -> tuple[int, int]:
-    """Classes and examples of `split`, in TFDS notation, of a data set that need not be there.
+    """The number of classes and examples of a split, without reading the data set.
 
     Args:
-      name: as in data.name; what stands behind "/" or ":" in it makes no difference.
-      split: as in data.split.
-      num_classes, num_examples: what the user says of it; None: what the table says.
+      name: as in data.name; a config or version in it ("/" or ":") is ignored, except for VTAB.
+      split: as in data.split, in TFDS notation.
+      num_classes, num_examples: the user's values; None takes the table's.
 
     Raises:
-      InputError: a number that neither says, or a split that there is not.
+      InputError: neither gives a number, or the split does not exist.
     """
     if num_classes is not None and num_examples is not None:
         return num_classes, num_examples
@@ -71,8 +71,8 @@ def known_sizes(
     known_name = name if name in _VTAB else name.partition(":")[0].partition("/")[0]
     if known_name not in table:
         raise InputError(
-            f"{' and '.join(missing)}: not known of data.name={name!r} without its files; set "
-            f"{' and '.join(f'--config.{key}=...' for key in missing)} (known without: "
+            f"{' and '.join(missing)}: unknown for data.name={name!r} without its files; set "
+            f"{' and '.join(f'--config.{key}=...' for key in missing)} (known: "
             f"{', '.join(KNOWN_DATA)}, vtab/TASK)"
         )
     known_classes, splits = table[known_name]

@@ -12,13 +12,13 @@ _LABELS_AT_ONCE = 4096
 
 
 def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
-    """The labels of the records from `start` to before `stop`: int32 (stop - start,).
+    """The labels of the records start, ..., stop - 1: int32 (stop - start,).
 
-    Images are not decoded, nor read where the source keeps its labels apart, as a folder does. A
-    record whose label cannot be read has the label -1.
+    Images are not decoded; sources that store labels separately, such as a folder, do not read
+    them either. A record whose label cannot be read gets the label -1.
     """
 
-    def label_of(record_ids):  # in the map that reads, so that the rest of it is pruned
+    def label_of(record_ids):  # in the map that reads, so that TensorFlow prunes the image
         return record_ids, source.read(record_ids)["label"]
 
     ids = tf.data.Dataset.range(start, stop)
@@ -33,3 +33,17 @@ def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
     for record_ids, label in found.batch(_LABELS_AT_ONCE).as_numpy_iterator():
         labels[record_ids - start] = label
     return labels
+
+
+def count_labels(source: Source) -> np.ndarray:
+    """How many records of `source` have each label: int64 (C,). Images are not decoded."""
+    if not source.multi_label:
+        labels = read_labels(source, 0, source.num_examples)
+        return np.bincount(labels[labels >= 0], minlength=source.num_classes)
+
+    ids = tf.data.Dataset.range(source.num_examples)
+    found = ids.map(lambda record_id: source.read(record_id)["label"], tf.data.AUTOTUNE)
+    counts = np.zeros(source.num_classes, np.int64)
+    for labels in found.batch(_LABELS_AT_ONCE).as_numpy_iterator():
+        counts += labels.sum(axis=0).astype(np.int64)
+    return counts

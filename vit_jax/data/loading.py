@@ -1,8 +1,8 @@
-"""Local batches: records are read, preprocessed and batched by tf.data, into NumPy.
+"""Local batches: tf.data reads, preprocesses and batches records into NumPy arrays.
 
 A record that cannot be read, decoded or cropped (an image smaller than a crop that does not pad)
-never moves another: it is black, masked, and named in a warning, once a process. Evaluation can
-refuse an image that is too small instead.
+keeps its place: its image is black, its mask is 0, and each process warns of it once. Evaluation
+can refuse images that are too small instead.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
 
 _BATCHES_IN_FLIGHT = 2
-_UNREADABLE = "cannot be read or decoded"
-# {(fingerprint, name, ops): `_find_small`} of the records warned of.
+_UNREADABLE = "not a readable image"
+# {(fingerprint, name, ops): result of `_find_small`} for records with a warning.
 _named_broken: dict[tuple[str, str, str], str | None] = {}
 
 Batch = dict[str, np.ndarray]
@@ -38,10 +38,10 @@ def local_batches(
     key: str,
     refuse_small: bool = False,
 ) -> Iterator[Batch]:
-    """The batches of `steps`, `num_rows` rows each.
+    """The batches of `steps`, each with `num_rows` rows.
 
-    arrange(step) gives record ids (b,), -1 for padding, and keys (b, 2). `key` is where the config
-    has the ops.
+    arrange(step) returns record ids (b,), -1 for padding, and random keys (b, 2). `key` is the
+    config key of the ops.
 
     Raises: InputError, before the first batch, if the ops do not give image_size; with
       `refuse_small` also at the first image that is smaller than a crop.
@@ -62,18 +62,19 @@ def local_batches(
         return batches.with_options(options).prefetch(_BATCHES_IN_FLIGHT), shape
 
     batches, shape = make(steps, careful=False)
-    if tuple(shape) != (*image_size, 3):
+    needed = (*image_size, source.channels)
+    if tuple(shape) != needed:
         ops = "|".join(op.text for op in host_ops)
         raise InputError(
-            f"{key}={ops!r} gives images of {tuple(shape)}; needed: {(*image_size, 3)}, from "
-            "data.image_size; end the host ops with one that fixes the size, such as 'resize'"
+            f"{key}={ops!r} gives images of {tuple(shape)}; needed: {needed}, from "
+            "data.image_size; end the host ops with an op that fixes the size, such as 'resize'"
         )
 
     iterator = batches.as_numpy_iterator()
 
     def read():
-        # Care costs a quarter more: it is taken from the batch on that holds the first broken
-        # record. What stands in a batch depends on its step alone, so nothing else changes.
+        # The careful pipeline costs a quarter more, so it takes over only at the batch with the
+        # first broken record. A batch depends only on its step, so all others stay the same.
         num_read = 0
         try:
             for batch in iterator:
@@ -89,18 +90,18 @@ def local_batches(
 
 
 def _check_first_op(source: Source, host_ops: Sequence[Op], key: str) -> None:
-    """Raises InputError if encoded images of any size are not decoded first."""
+    """Raise InputError if encoded images of any size are not decoded first."""
     takes_encoded = bool(host_ops) and host_ops[0].takes_encoded
     if source.encoded and source.image_shape is None and not takes_encoded:
         first = repr(host_ops[0].text) if host_ops else "no host op"
         raise InputError(
-            f"{key} begins with {first}, and the images of data.name={source.name!r} are "
+            f"{key} begins with {first}, but the images of data.name={source.name!r} are "
             "encoded; put 'decode' or 'inception_crop' first"
         )
 
 
 def _load_pixels(source, host_ops, arranged):
-    """Batches, and their images' static shape. By the batch costs half as much as one by one."""
+    """Batches, and the static shape of an image; whole batches cost half as much as examples."""
 
     def load(record_ids, keys):
         example = source.read(tf.maximum(record_ids, 0))
@@ -110,7 +111,9 @@ def _load_pixels(source, host_ops, arranged):
                 lambda row: _preprocess(host_ops, *row), (image, keys), fn_output_signature=tf.uint8
             )
         image *= tf.cast(mask, tf.uint8)[:, None, None, None]
-        label = example["label"] * tf.cast(mask, tf.int32)
+        label = example["label"]
+        counted = tf.cast(mask, label.dtype)
+        label *= counted[:, None] if source.multi_label else counted
         record_ids = tf.cast(record_ids, tf.int32)
         return {"image": image, "label": label, "mask": mask, "id": record_ids}
 
@@ -119,9 +122,9 @@ def _load_pixels(source, host_ops, arranged):
 
 
 def _load_encoded(source, host_ops, arranged, image_size, careful):
-    """Examples, and their images' static shape.
+    """Examples, and the static shape of an image.
 
-    If `careful`, an error in one becomes its mask; otherwise it ends them all.
+    With `careful`, an example with an error is masked; otherwise the error ends the data set.
     """
     rows = arranged.unbatch()
     if source.record_files is None:
@@ -137,16 +140,14 @@ def _load_encoded(source, host_ops, arranged, image_size, careful):
             example = source.read(record_id)
         else:
             example = source.record_files.parse(stored, record_id)
-        image = example["image"]
-        if source.image_shape is not None:  # as a source of pixels has it
-            image = tf.ensure_shape(host_ops_lib.to_pixels(image), source.image_shape)
+        image = _decode_early(source, example["image"])
         image = _preprocess(host_ops, image, key)
         return {**example, "image": image, "id": tf.cast(record_id, tf.int32)}
 
     def masked(record_id):
         return {
-            "image": tf.zeros((*image_size, 3), tf.uint8),
-            "label": tf.constant(0),
+            "image": tf.zeros((*image_size, source.channels), tf.uint8),
+            "label": tf.zeros(source.num_classes) if source.multi_label else tf.constant(0),
             "mask": tf.constant(0.0),
             "id": tf.cast(record_id, tf.int32),
         }
@@ -157,7 +158,8 @@ def _load_encoded(source, host_ops, arranged, image_size, careful):
         )
 
     def load_or_mask(record_id, key, stored):
-        # A data set of one example confines its error; ignore_errors on all would move the rest.
+        # A data set of one example confines its error; ignoring errors in the whole data set would
+        # shift the examples that follow.
         one = tf.data.Dataset.from_tensors((record_id, key, stored)).filter(lambda i, *_: i >= 0)
         padding = tf.data.Dataset.from_tensors(masked(record_id))
         either = one.map(load).ignore_errors().concatenate(padding)
@@ -165,6 +167,17 @@ def _load_encoded(source, host_ops, arranged, image_size, careful):
 
     shape = rows.map(load).element_spec["image"].shape
     return rows.map(load_or_mask if careful else load_or_pad, tf.data.AUTOTUNE), shape
+
+
+def _decode_early(source, image):
+    """An encoded image before the first op: pixels, where all have one shape, or not 3 channels.
+
+    Otherwise the first op decodes it, perhaps only a window of it.
+    """
+    if source.image_shape is None and source.channels == 3:
+        return image
+    pixels = host_ops_lib.to_pixels(image, source.channels)
+    return pixels if source.image_shape is None else tf.ensure_shape(pixels, source.image_shape)
 
 
 def _preprocess(host_ops, image, key):
@@ -176,7 +189,7 @@ def _preprocess(host_ops, image, key):
 def _name_broken(
     batches: Iterator[Batch], source: Source, host_ops: Sequence[Op], refuse_small: str | None
 ) -> Iterator[Batch]:
-    """Warns of each record that is masked, once a process.
+    """Warn of each masked record, once per process, and pass the batches on.
 
     Raises: InputError naming the key `refuse_small`, if given, at an image smaller than a crop.
     """
@@ -189,36 +202,36 @@ def _name_broken(
             small = _find_small(source, host_ops, record) if new else _named_broken[found]
             if small is not None and refuse_small is not None:
                 raise InputError(
-                    f"{refuse_small}: {name} {small}; resize images before they are cropped, "
-                    "leave the small ones out, or ask for a black border by pad=True"
+                    f"{refuse_small}: {name}: {small}; resize images before the crop, remove the "
+                    "small ones, or allow a black border with pad=True"
                 )
             if new:
                 _named_broken[found] = small
                 why = small or _UNREADABLE
-                logging.getLogger("vit_jax").warning("%s %s; it is masked", name, why)
+                logging.getLogger("vit_jax").warning(
+                    "%s: %s; left out of loss and metrics", name, why
+                )
         yield batch
 
 
 def why_masked(source: Source, host_ops: Sequence[Op], record: int) -> str:
-    """Why a record is masked: the end of a sentence, such as "cannot be read or decoded"."""
+    """The reason why a record is masked, such as "not a readable image"."""
     return _find_small(source, host_ops, record) or _UNREADABLE
 
 
 def _find_small(source: Source, host_ops: Sequence[Op], record: int) -> str | None:
-    """The sizes of a readable image and of the crop that it is too small for, from a second read.
+    """The sizes of a readable image and of the crop that exceeds it; reads the record again.
 
-    None: it cannot be read, or fits every crop.
+    None if the image cannot be read, or if no crop exceeds it.
     """
     try:
-        image = source.read(tf.constant(record, tf.int64))["image"]
-        if source.image_shape is not None:
-            image = host_ops_lib.to_pixels(image)
+        image = _decode_early(source, source.read(tf.constant(record, tf.int64))["image"])
         for op in host_ops:
             needs = None if image.dtype == tf.string else op.needs
             if needs is not None and not op.takes(tuple(image.shape[:2])):
                 return (
-                    f"has {image.shape[0]} x {image.shape[1]} pixels, and {op.text!r} takes "
-                    f"{needs[0]} x {needs[1]}"
+                    f"{image.shape[0]} x {image.shape[1]} pixels are too few for {op.text!r}, "
+                    f"which takes {needs[0]} x {needs[1]}"
                 )
             image = op(image, tf.zeros([2], tf.int64))
     except (tf.errors.OpError, UnicodeDecodeError):

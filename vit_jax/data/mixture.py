@@ -1,6 +1,6 @@
-"""Mixtures: several data sets as one source, whose records lie one after the other.
+"""Mixtures: several data sets as one source, with their records one after the other.
 
-Which of them a position gets, by weight, is decided by the order (`order.mixed_order`).
+`order.mixed_order` assigns each position to a data set, by weight.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Part:
 
 
 def parse_mix(text: str) -> tuple[Part, ...]:
-    """The entries of "NAME=WEIGHT, NAME@SPLIT=WEIGHT", such as "cifar10@train[:50%]=0.3".
+    """Parse "NAME=WEIGHT, NAME@SPLIT=WEIGHT", such as "cifar10@train[:50%]=0.3".
 
-    Raises: InputError if it is not of that form, a weight is not between 0 and 1, or they leave
-      nothing to the first data set, which is `data.name`.
+    Raises: InputError if the text has another form, a weight is not between 0 and 1, or the weights
+      leave nothing to the first data set, `data.name`.
     """
     parts, faults = [], []
     for entry in filter(None, (entry.strip() for entry in text.split(","))):
@@ -44,15 +44,15 @@ def parse_mix(text: str) -> tuple[Part, ...]:
             parts.append(part)
         except (ValueError, OverflowError):
             faults.append(
-                f"data.mix: {entry!r} is no entry; write NAME=WEIGHT or NAME@SPLIT=WEIGHT with a "
-                "weight between 0 and 1, such as cifar10@train[:50%]=0.3"
+                f"data.mix: {entry!r} is not an entry; write NAME=WEIGHT or NAME@SPLIT=WEIGHT with "
+                "a weight between 0 and 1, such as cifar10@train[:50%]=0.3"
             )
         if name == "synthetic":
             faults.append("data.mix: synthetic data cannot be mixed with others; leave them out")
     if parts and not faults and weight_units([part.weight for part in parts])[0] <= 0:
         faults.append(
             f"data.mix={text!r}: the weights add up to {sum(part.weight for part in parts):g} and "
-            "leave nothing to data.name; needed: less than 1"
+            "leave nothing to data.name; make them add up to less than 1"
         )
     if faults:
         raise InputError(*faults)
@@ -60,10 +60,10 @@ def parse_mix(text: str) -> tuple[Part, ...]:
 
 
 def concatenate(sources: Sequence[Source]) -> Source:
-    """One source of all records: those of `sources[i]` begin where those of `sources[i - 1]` end.
+    """One source of all records; the records of each source follow those of the previous one.
 
-    Raises: InputError if their classes differ in names or order, or if only some are held as
-      pixels, or in another size.
+    Raises: InputError if the classes differ in names or order, if some sources are encoded and
+      others are pixels, or if pixels differ in size.
     """
     first = sources[0]
     for other in sources[1:]:
@@ -91,6 +91,8 @@ def concatenate(sources: Sequence[Source]) -> Source:
         record_name=record_name,
         encoded=first.encoded,
         record_files=_concatenate_files(sources, first_ids),
+        channels=first.channels,
+        multi_label=first.multi_label,
         part_sizes=tuple(sizes),
     )
 
@@ -105,19 +107,25 @@ def _check_alike(first: Source, other: Source) -> None:
         raise InputError(
             f"data.mix: {other.name} {other.split} has {other.num_classes} classes and "
             f"{first.name} {first.split} has {first.num_classes}; label {label} is {pair[1]!r} "
-            f"in the one and {pair[0]!r} in the other; needed: the same classes in the same order"
+            f"in {other.name} and {pair[0]!r} in {first.name}; mix data sets with the same classes "
+            "in the same order"
+        )
+    if first.multi_label != other.multi_label:
+        raise InputError(
+            f"data.mix: {first.name} and {other.name} differ in whether an image has several "
+            "labels; needed: one or several of all"
         )
     if not held_alike([first, other]):
         raise InputError(
             f"data.mix: {first.name} {first.split} comes as {_form(first)} and {other.name} "
-            f"{other.split} as {_form(other)}; needed: encoded images of all, as a folder has "
-            "them and a TFDS data set too if data.reader is left out, or pixels of one size, as "
-            "digits has them and by data.reader=memory a TFDS data set whose images have one size"
+            f"{other.split} as {_form(other)}; needed: all as encoded images (folders, and TFDS "
+            "data sets without data.reader), or all as pixels of one size (digits, and with "
+            "data.reader=memory TFDS data sets whose images have one size)"
         )
 
 
 def held_alike(sources: Sequence[Source]) -> bool:
-    """Whether all are encoded, or all are pixels of one size, as `concatenate` needs them."""
+    """Whether all sources are encoded or all are pixels of one size, as `concatenate` requires."""
     return len({None if source.encoded else source.image_shape for source in sources}) == 1
 
 
@@ -126,7 +134,7 @@ def _form(source: Source) -> str:
 
 
 def _read_many(sources, first_ids):
-    """`read` of sources of pixels: ids of any shape, of any of the sources."""
+    """`Source.read` for a mixture of pixel sources; takes ids of any shape and any part."""
 
     def read(record_ids):
         result = sources[0].read(tf.minimum(record_ids, sources[0].num_examples - 1))
@@ -144,7 +152,7 @@ def _read_many(sources, first_ids):
 
 
 def _read_one(sources, first_ids):
-    """`read` of encoded sources: one id."""
+    """`Source.read` for a mixture of encoded sources; takes one id."""
 
     def read(record_id):
         return _of_part(first_ids, record_id, [lambda own_id, s=s: s.read(own_id) for s in sources])
@@ -153,7 +161,7 @@ def _read_one(sources, first_ids):
 
 
 def _of_part(first_ids, record_id, functions):
-    """What the function of the source that a record belongs to makes of its id there."""
+    """Call the function of the part that holds the record, with the record's id in that part."""
     firsts = tf.constant(first_ids, tf.int64)
     part = tf.searchsorted(firsts, record_id[None], side="right")[0] - 1
     own_id = record_id - tf.gather(firsts, part)

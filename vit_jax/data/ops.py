@@ -1,6 +1,6 @@
 """Preprocessing strings: "inception_crop|flip", "decode|resize(72, antialias=True)|central_crop".
 
-Small ops, joined by "|", each with literal arguments only. Host ops come first and run in tf.data
+A string joins small ops by "|"; arguments are literals. Host ops come first and run in tf.data
 (host_ops.py); device ops come last and run inside the jitted step (device_ops.py). Parsing finds
 every fault without TensorFlow.
 """
@@ -21,7 +21,7 @@ from vit_jax.data.device_ops import DEVICE_OPS, MIXING_OPS, DeviceOp
 from vit_jax.data.host_ops import CROPS, HOST_OPS, RESIZES_BEFORE_CROP, TAKES_ENCODED, HostOp
 from vit_jax.errors import InputError
 
-# A view: plug-ins add to both.
+# A view of both tables; plug-ins add to either.
 OPS: Mapping[str, Callable[..., HostOp] | Callable[..., DeviceOp]]
 OPS = collections.ChainMap[str, Any](DEVICE_OPS, HOST_OPS)
 
@@ -30,10 +30,11 @@ OPS = collections.ChainMap[str, Any](DEVICE_OPS, HOST_OPS)
 class Op:
     """One op of a string.
 
-    text: as the user typed it.
-    name: in OPS.
-    apply: the call itself.
-    arguments: (name, value) of each, resolved: ops with equal names and arguments do the same.
+    text: the op as the user typed it.
+    name: its key in OPS.
+    apply: the function itself.
+    arguments: (name, value) of each argument, with defaults filled in; ops with equal names and
+      arguments do the same.
     """
 
     text: str
@@ -51,33 +52,33 @@ class Op:
 
     @property
     def gives(self) -> tuple[int, int] | None:
-        """Of a host op: the least (height, width) of its images; None: it keeps their size."""
+        """The minimum (height, width) of a host op's results; None if it keeps the size."""
         assert isinstance(self.apply, HostOp)
         return self.apply.gives
 
     @property
     def needs(self) -> tuple[int, int] | None:
-        """Of a host op: the least (height, width) that it takes; None: it takes any."""
+        """The minimum (height, width) of a host op's input; None if it takes any size."""
         assert isinstance(self.apply, HostOp)
         return self.apply.needs
 
     def takes(self, size: tuple[int, int] | None) -> bool:
-        """Whether a host op takes images of (height, width) `size`; None: not known."""
+        """Whether a host op takes images of `size` (height, width); True if the size is unknown."""
         return size is None or self.needs is None or all(map(operator.ge, size, self.needs))
 
 
 def parse_ops(
     string: str, image_size: tuple[int, int], *, key: str = "data.ops", pad_crops: bool = False
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Host ops and device ops of a preprocessing string.
+    """The host ops and the device ops of a preprocessing string.
 
     Args:
-      string: such as "decode|resize|flip"; empty pieces are left out.
-      image_size: (H, W), what a `size` that is left out stands for.
-      key: of the config, named in errors.
-      pad_crops: whether a crop pads where the string does not say, as `data.pad_crops`.
+      string: such as "decode|resize|flip"; empty pieces are ignored.
+      image_size: (H, W), the default for an op's `size`.
+      key: the config key, named in errors.
+      pad_crops: the default for a crop's `pad`; see `data.pad_crops`.
 
-    Raises: InputError if an op is unknown, its arguments are wrong, or it is out of place.
+    Raises: InputError if an op is unknown, in the wrong place, or has wrong arguments.
     """
     ops = [
         _parse_op(text.strip(), image_size, key, pad_crops)
@@ -89,49 +90,49 @@ def parse_ops(
     for before, op in itertools.pairwise(ops):
         if op.name in HOST_OPS and before.name in DEVICE_OPS:
             raise InputError(
-                f"{key}: {op.text!r} runs on the host and {before.text!r} before it on the "
+                f"{key}: {op.text!r} runs on the host, but {before.text!r} before it runs on the "
                 f"device; put the device ops last: "
                 f"{'|'.join(op.text for op in host_ops + device_ops)!r}"
             )
         if op.name == "decode":
             raise InputError(
-                f"{key}: {op.text!r} comes after {before.text!r}, which gives pixels already; "
+                f"{key}: {op.text!r} comes after {before.text!r}, which already gives pixels; "
                 "put it first"
             )
     mixing = [op.text for op in device_ops if op.name in MIXING_OPS]
     if len(mixing) > 1:
         raise InputError(
-            f"{key}: {' and '.join(mixing)} would mix images twice; keep one, or take "
+            f"{key}: {' and '.join(mixing)} would mix images twice; keep one, or use "
             "mixup_or_cutmix(0.8, 1.0), which draws one of the two for each pair"
         )
     return host_ops, device_ops
 
 
 def do_the_same(a: Sequence[Op], b: Sequence[Op]) -> bool:
-    """Whether the ops `a` and `b`, from `parse_ops`, give the same images however spelled."""
+    """Whether the ops `a` and `b`, from `parse_ops`, do the same, whatever their spelling."""
     return [(op.name, op.arguments) for op in a] == [(op.name, op.arguments) for op in b]
 
 
 def check_crops(
     host_ops: Sequence[Op], key: str, image_size: tuple[int, int] | None = None
 ) -> None:
-    """Refuses a crop of images that are smaller than it, unless it pads.
+    """Refuse a crop that is larger than its images, unless it pads.
 
     Args:
       host_ops: from `parse_ops`.
-      key: of the config, named in errors.
-      image_size: (H, W) of the images before the first op; None: they differ, or are not known.
+      key: the config key, named in errors.
+      image_size: (H, W) of the images before the first op; None if sizes differ or are unknown.
 
-    Raises: InputError, naming both sizes.
+    Raises: InputError naming both sizes.
     """
     size, made_by = image_size, "the data give"
     for op in host_ops:
         needs = op.needs
         if size is not None and needs is not None and not op.takes(size):
             raise InputError(
-                f"{key}: {op.text!r} takes {_by(needs)} pixels, and {made_by} images of "
-                f"{_by(size)}, so it would need a black border; enlarge the resize before it "
-                "(resize_small(crop=0.875) follows data.image_size), or ask for the border by "
+                f"{key}: {op.text!r} takes {_by(needs)} pixels, but {made_by} images of "
+                f"{_by(size)}, which would need a black border; enlarge the resize before it "
+                "(resize_small(crop=0.875) follows data.image_size), or allow the border with "
                 f"{op.name}(pad=True)"
             )
         if op.gives is not None:
@@ -141,13 +142,13 @@ def check_crops(
 def parse_calls(string: str, key: str) -> list[tuple[str, list, dict[str, Any]]]:
     """(name, arguments, keyword arguments) of each op of a preprocessing string, as written.
 
-    Raises: InputError if it is none.
+    Raises: InputError if a piece of the string is not an op.
     """
     return [_parse_call(text.strip(), key) for text in string.split("|") if text.strip()]
 
 
 def say_pad(string: str) -> str:
-    """A preprocessing string that means without `pad_crops` what `string` means with it."""
+    """Rewrite a preprocessing string: the result without `pad_crops` does what it did with it."""
     texts = [text.strip() for text in string.split("|") if text.strip()]
     for i, (name, args, kwargs) in enumerate(parse_calls(string, "ops")):
         if name in CROPS:
@@ -177,7 +178,7 @@ def _parse_op(text: str, image_size: tuple[int, int], key: str, pad_crops: bool)
             call.arguments["size"] = image_size
         apply = OPS[name](*call.args, **call.kwargs)
         arguments = dict(call.arguments)
-        if name in RESIZES_BEFORE_CROP:  # `crop` only gives the size
+        if name in RESIZES_BEFORE_CROP:  # `crop` only sets the size
             arguments |= {"size": getattr(apply, "gives", None), "crop": 1.0}
         return Op(text, name, apply, tuple(arguments.items()))
     except (TypeError, ValueError) as error:

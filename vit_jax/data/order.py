@@ -1,12 +1,12 @@
 """The order of data: a pure function of (seed, position).
 
-A position is the place of an example in the endless training stream: row j of step s of a run
-with global batch size B has position s * B + j. What stands there depends on the seed and on the
-position alone, never on the number of hosts, on threads or on what was read before. So a run
-resumes at any step, on any number of hosts, with the same bytes and without reading ahead.
+A position numbers the examples of the endless training stream: row j of step s of a run with
+global batch size B has position s * B + j. The example at a position depends only on the seed and
+the position, never on the number of hosts, on threads or on earlier reads. A run therefore resumes
+at any step, on any number of hosts, with the same bytes and without reading earlier records.
 
-An order maps positions to record ids, both int64 tensors (b,). Orders are made of closed forms:
-no table grows with the data set, and position 10^15 costs what position 0 costs.
+An order maps positions to record ids, both int64 tensors (b,). Orders are closed forms: they need
+no table that grows with the data set, and position 10^15 costs as much as position 0.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from vit_jax.data.host_tf import tf
 from vit_jax.errors import InputError, nearest
 
 _SHUFFLE_ROUNDS = 16  # with 4, TensorFlow's default, successive epochs correlate by 0.65
-_DRAWS = 2**48  # what is drawn from one number in many is their remainder
-_CHUNK_FROM = 100_000_000  # examples from which on opening a file for each record is too dear
+_DRAWS = 2**48  # range of a random draw; its remainder mod k is a nearly uniform draw from k
+_CHUNK_FROM = 100_000_000  # from this many examples on, opening a file per record costs too much
 _MAX_STREAMS = 256
-_MIN_STRETCH = 8  # records that a stream gives to a batch one after the other, at least
+_MIN_STRETCH = 8  # minimum of consecutive records that a stream gives to a batch
 _WEIGHT_UNITS = 2**20  # weights of a mixture are multiples of 1 / _WEIGHT_UNITS
 
 ORDERS = ("record", "chunk")
 
-Order = Callable[["tf.Tensor"], "tf.Tensor"]  # quoted: nothing is imported for it
+Order = Callable[["tf.Tensor"], "tf.Tensor"]  # quoted, so that TensorFlow is not imported
 
 
 def resolve_order(
@@ -40,16 +40,17 @@ def resolve_order(
     global_batch_size: int,
     repeats: int,
 ) -> tuple[str, int | None]:
-    """The name and the streams of an order, where the config leaves them to the data set.
+    """The name and the number of streams of an order, with defaults that depend on the data set.
 
-    By record below 100 million examples, by chunk from there on. The streams of `chunk` are by
-    default the largest power of two up to 256 that gives a batch 8 consecutive records or more
-    of each; those of `record` are None, also if they are given and the name is not.
+    The default order is `record` below 100 million examples and `chunk` from there on. The default
+    number of streams of `chunk` is the largest power of two up to 256 that divides the records of
+    a batch and leaves each stream at least 8 consecutive records of it. `record` has no streams
+    (None); given streams are dropped if the default order is `record`.
 
     Args:
-      name: of ORDERS, or None.
-      streams: or None.
-      num_examples: of the data set, of all of them in a mixture.
+      name: one of ORDERS, or None.
+      streams: number of streams, or None.
+      num_examples: number of examples, in a mixture of all its data sets.
       global_batch_size: B.
       repeats: R.
     """
@@ -62,12 +63,12 @@ def resolve_order(
 
 
 def pair_distance(name: str, streams: int | None, *, global_batch_size: int, repeats: int) -> int:
-    """Between two rows of a batch that are mixed with each other (device_ops.py).
+    """Distance between two rows of a batch that are mixed with each other (device_ops.py).
 
-    What lies nearer is of the same record (`repeats`), or, under `chunk`, what a stream gives to
-    the batch: neighbours in the data, which would meet in every epoch and are often of one class.
+    Rows that are closer hold the same record (`repeats`) or, under `chunk`, come from the same
+    stream: they are neighbours in the data, would meet in every epoch and often share a class.
 
-    Args: as `resolve_order` takes and gives them.
+    Args: as for `resolve_order`; `name` and `streams` are its results.
     """
     if name == "record":
         return repeats
@@ -84,11 +85,11 @@ def check_order(
     global_batch_size: int | None,
     mixes: bool = False,
 ) -> None:
-    """Raises InputError, naming the key, for what `make_order` could not be given.
+    """Raise InputError naming the keys if `make_order` cannot take these values.
 
-    If `mixes`, as data.ops may, a batch must also be made of pairs `pair_distance` apart; with a
-    `name` of None this is checked as for `record`, which needs less. A `global_batch_size` of
-    None, or below 1, is found fault with elsewhere.
+    If `mixes`, i.e. data.ops mixes images, a batch must also consist of pairs that are
+    `pair_distance` apart; a `name` of None is then checked as `record`, which requires less. A
+    `global_batch_size` of None or below 1 is reported by another check.
     """
     faults = []
     if name is not None and name not in ORDERS:
@@ -100,7 +101,7 @@ def check_order(
             faults.append(f"data.{key}={value}: needs a positive number")
     if name == "record" and streams is not None:
         faults.append(
-            f"data.streams={streams}: data.order='record' has none; leave it out, or set "
+            f"data.streams={streams}: data.order='record' has no streams; leave it out, or set "
             "data.order=chunk"
         )
     if global_batch_size is not None and global_batch_size > 0 and repeats > 0:
@@ -112,12 +113,12 @@ def check_order(
 def _batch_faults(
     name: str | None, streams: int | None, repeats: int, global_batch_size: int, mixes: bool
 ) -> list[str]:
-    """The first fault of a batch that is divided into views, streams and pairs; [] if none."""
+    """The first fault in dividing a batch into repeats, streams and pairs; [] if there is none."""
     records = global_batch_size // repeats
     if global_batch_size % repeats:
         return [
             f"data.repeats={repeats}: must divide global_batch_size={global_batch_size}, so "
-            "that a batch holds all views of a record; change one of them"
+            "that a batch holds all repeats of a record; change one of them"
         ]
     if streams is not None and streams > 0 and records % streams:
         return [
@@ -156,18 +157,18 @@ def make_order(
     repeats: int = 1,
     weights: Sequence[float] = (),
 ) -> Order:
-    """The order of a run.
+    """Make the order of a run.
 
     Args:
       name: `record` or `chunk`.
-      part_sizes: records of each data set of a mixture, whose ids lie one after the other; one
-        number where there is one data set.
+      part_sizes: number of records of each data set of a mixture, whose ids follow one another;
+        one number for a single data set.
       seed: 0 <= seed < 2**32.
       global_batch_size: B.
-      chunk_size: of `chunk`: consecutive records that are read together.
-      streams: of `chunk`: chunks that are read side by side; divides B / repeats.
-      repeats: positions side by side that get one record, each with a key of its own.
-      weights: of all parts but the first, which gets what is left of 1.
+      chunk_size: for `chunk`: number of consecutive records that are read together.
+      streams: for `chunk`: number of chunks that are read in parallel; must divide B / repeats.
+      repeats: number of consecutive positions that get the same record, each with its own key.
+      weights: of all parts except the first, which gets the remainder to 1.
 
     Source of repeats: Hoffer et al. 2020 (arXiv:1901.09335).
     """
@@ -186,7 +187,7 @@ def make_order(
 
 
 def record_order(num_records: int, seed: int) -> Order:
-    """Every epoch is a permutation of its own, of all records; epoch = position // num_records.
+    """An order with a new permutation of all records in every epoch (position // num_records).
 
     Args:
       num_records: size of the split.
@@ -200,28 +201,27 @@ def record_order(num_records: int, seed: int) -> Order:
 
 
 def chunk_order(num_records: int, seed: int, *, chunk_size: int, streams: int, cycle: int) -> Order:
-    """Every epoch is a permutation of chunks of consecutive records, read in streams side by side.
+    """An order with a new permutation of chunks in every epoch, read in parallel streams.
 
-    Chunk k holds the records [k C, min((k + 1) C, n)). An epoch lays the full chunks end to end
-    in an order of its own, with the short last one in a place of its own, and cuts the row of n
-    records into V parts, one for each stream. Of every W positions each stream gets W / V in
-    succession and fills them with the next records of its part. With G(v, x) the number of
-    positions before x that belong to streams before v,
+    Chunk k holds the consecutive records [k C, min((k + 1) C, n)). Each epoch draws a permutation
+    of the full chunks and a place for the short last chunk, lays all chunks end to end, and cuts
+    this row of n records into V parts, one for each stream. Of every W positions each stream gets
+    W / V consecutive ones and fills them with the next records of its part. Let G(v, x) be the
+    number of positions before x that belong to streams before v:
 
         G(v, x) = floor(x / W) v W / V + min(x mod W, v W / V)
 
-    the part of stream v in epoch e begins at place G(v, (e+1) n) - G(v, e n) and position p has
-    the place that lies F(p) - F(e n) further, where F(x) = G(v + 1, x) - G(v, x) counts the
-    positions of the stream itself. So an epoch's positions are mapped to its records one to one,
-    whatever n, C, V and W are; a host that makes whole streams of a batch reads stretches
-    of records.
+    Let F(x) = G(v + 1, x) - G(v, x) be the number of positions before x that belong to stream v.
+    In epoch e the part of stream v begins at place G(v, (e+1) n) - G(v, e n), and position p gets
+    the place F(p) - F(e n) further on. This maps an epoch's positions one to one to its records,
+    for all n, C, V and W. A host that prepares whole streams of a batch reads consecutive records.
 
     Args:
       num_records: n.
       seed: 0 <= seed < 2**32.
-      chunk_size: C. A data set that is no larger is read in its own order.
-      streams: V; divides `cycle`.
-      cycle: W, the records of a global batch.
+      chunk_size: C. A data set with n <= C is read in its own order.
+      streams: V; must divide `cycle`.
+      cycle: W, the number of records in a global batch.
     """
     per_cycle = cycle // streams
     num_full, tail = divmod(num_records, chunk_size)
@@ -243,8 +243,9 @@ def chunk_order(num_records: int, seed: int, *, chunk_size: int, streams: int, c
         tail_place = chunk_size * (draws % (num_full + 1))
         past_tail = place - tail * tf.cast(place >= tail_place + tail, tf.int64)
         in_tail = (place >= tail_place) & (place < tail_place + tail)
-        slot = tf.minimum(past_tail // chunk_size, num_full - 1)  # in the tail it has no meaning
-        # One by one: of a small range each takes long, and a stretch of positions shares its own.
+        slot = tf.minimum(past_tail // chunk_size, num_full - 1)  # unused inside the tail
+        # Permute each chunk once: consecutive positions share it, and permuting an index of a
+        # small range is slow.
         pair, which = tf.unique(epochs * num_full + slot, out_idx=tf.int64)
         chunk = tf.gather(_permuted(pair % num_full, pair // num_full, num_full, seed), which)
         return tf.where(
@@ -259,19 +260,19 @@ def chunk_order(num_records: int, seed: int, *, chunk_size: int, streams: int, c
 def mixed_order(
     orders: Sequence[Order], part_sizes: Sequence[int], weights: Sequence[float], *, block: int = 1
 ) -> Order:
-    """Positions dealt to several data sets by weight, each of which keeps its own order.
+    """An order that deals positions to several data sets by weight; each keeps its own order.
 
-    The first of two data sets, of weight w, gets floor(x w) of the first x positions, for every x
-    that is a multiple of `block`, and within a block the first places. The others are dealt what
-    remains by the same rule. A data set thus sees its own positions 0, 1, 2, ... without a gap,
-    all of its records once in each pass over it, whatever is mixed with it. Weights are rounded
-    to multiples of 2**-20 and counted in integers.
+    The first data set, with weight w, gets floor(x w) of the first x positions, for every x that
+    is a multiple of `block`, and within a block the first places. The same rule deals the remaining
+    positions to the other data sets. Each data set thus sees its own positions 0, 1, 2, ... without
+    a gap, and all its records once in each pass, whatever is mixed with it. Weights are rounded to
+    multiples of 2**-20 and counted in integers.
 
     Args:
-      orders: of each data set, on its own positions.
-      part_sizes: their records; the ids of one begin where those of the one before end.
-      weights: of all but the first, which gets what is left of 1.
-      block: positions that are dealt together; more than 1 keeps stretches of records together.
+      orders: the order of each data set, on its own positions.
+      part_sizes: number of records of each; their ids follow one another.
+      weights: of all data sets except the first, which gets the remainder to 1.
+      block: number of positions dealt together; more than 1 keeps stretches of records together.
     """
     units = weight_units(weights)
     first_ids = np.cumsum([0, *part_sizes])
@@ -295,7 +296,7 @@ def mixed_order(
 
 
 def weight_units(weights: Sequence[float]) -> list[int]:
-    """The weights of all parts, the first's too, in multiples of 2**-20."""
+    """The weights of all parts, the first included, in multiples of 2**-20."""
     rest = [round(weight * _WEIGHT_UNITS) for weight in weights]
     return [_WEIGHT_UNITS - sum(rest), *rest]
 
@@ -306,7 +307,7 @@ def _share(x: tf.Tensor, part: int, whole: int) -> tf.Tensor:
 
 
 def _permuted(index, epochs, size: int, seed: int, salt: int = 0) -> tf.Tensor:
-    """Where each index in [0, size) lies in a permutation drawn by (seed, epoch, salt)."""
+    """The image of each index in [0, size) under a permutation drawn by (seed, epoch, salt)."""
     seeds = [tf.fill(tf.shape(epochs), tf.cast(seed, tf.int64)), epochs, 0 * epochs + salt]
     return tf.raw_ops.RandomIndexShuffle(
         index=index,
@@ -317,9 +318,9 @@ def _permuted(index, epochs, size: int, seed: int, salt: int = 0) -> tf.Tensor:
 
 
 def keys(positions: tf.Tensor, seed: int) -> tf.Tensor:
-    """Seeds for TensorFlow's stateless ops, one a position: the pair (seed, position) itself.
+    """Seeds for TensorFlow's stateless ops, one per position: the pair (seed, position).
 
-    The ops hash the pair, so it need not look random; as a pair, no two can be equal.
+    The ops hash the pair, so it need not look random; pairs never collide.
 
     Args:
       positions: int64 (b,).
@@ -334,19 +335,19 @@ def keys(positions: tf.Tensor, seed: int) -> tf.Tensor:
 def fold_in(key: tf.Tensor, index: int) -> tf.Tensor:
     """The key of the `index`-th op at one position: int64 (2,) -> (2,).
 
-    The seed fills the low 32 bits of the pair's first number and the index the bits above, so
-    here too no two keys are equal.
+    The seed fills the low 32 bits of the pair's first number and the index the bits above them, so
+    these keys never collide either.
     """
     return key + tf.constant([index << 32, 0], tf.int64)
 
 
 def local_rows(sharding: jax.sharding.Sharding, global_batch_size: int) -> np.ndarray:
-    """Rows of the global batch that this process's devices hold: int64 (b,), sorted.
+    """The rows of the global batch that this process's devices hold: int64 (b,), sorted.
 
     Devices along a tensor axis hold the same rows; each row is listed once.
 
     Args:
-      sharding: of a batch's leaves; its first dimension is the batch.
+      sharding: sharding of a batch's leaves, whose first dimension is the batch.
       global_batch_size: B.
     """
     indices = sharding.addressable_devices_indices_map((global_batch_size,)).values()

@@ -3,11 +3,11 @@
     positions -> record ids and keys -> read -> host ops -> local batches -> global jax.Arrays
     (order.py)            (loading.py: a Source, tf.data)   (NumPy)
 
-A batch is a dict with leaves, B being the global batch and b this process's rows of it:
+A batch is a dict of arrays; B is the global batch size, b the number of this process's rows:
 
     image  uint8 (B, H, W, 3)
-    label  int32 (B,)     without meaning where mask is 0
-    mask   float32 (B,)   0 for padding in evaluation, and for records that are corrupt
+    label  int32 (B,)     meaningless where mask is 0
+    mask   float32 (B,)   0 for padding in evaluation and for corrupt records
     id     int32 (B,)     the record's index in its split; -1 for padding
 """
 
@@ -45,7 +45,7 @@ def train_batches(
 ) -> Generator[tree.Batch, None, None]:
     """Global batches of steps start_step, ..., start_step + num_steps - 1; see `host_batches`.
 
-    `sharding` is that of every leaf: its first dimension over the mesh's batch axes.
+    `sharding` applies to every leaf; it splits the first dimension over the mesh's batch axes.
     """
     batches = host_batches(
         source,
@@ -102,8 +102,8 @@ def host_batches(
 ) -> Iterator[Batch]:
     """The rows `rows` of each training batch, in NumPy.
 
-    What stands in a row depends on (seed, step, row) only: not on `rows`, nor on `start_step`,
-    whose batch comes as quickly as the first. `data_order` None is `record`.
+    The contents of a row depend only on (seed, step, row), not on `rows` or `start_step`. The batch
+    of any `start_step` comes as quickly as the first one. `data_order` None means `record`.
 
     Raises: InputError, before the first batch, if the ops do not give image_size.
     """
@@ -129,16 +129,16 @@ def host_eval_batches(
     key: str = "evals.*.ops",
     refuse_small: bool = False,
 ) -> Iterator[Batch]:
-    """The rows `rows` of each batch of one pass over the split, in its order, in NumPy.
+    """The rows `rows` of each batch of one pass over the split, in order, in NumPy.
 
-    `record_ids`, int64 (n,), are the records to read, in their order, if not all are. `key` is
-    where the config has the ops.
+    `record_ids`, int64 (n,), selects the records to read and their order; None reads all. `key` is
+    the config key of the ops.
 
-    Every example comes once over all rows; the last batch is filled up with padding, so the
-    number of batches is the same on every process.
+    Over all rows, every example comes once. Padding fills the last batch, so the number of batches
+    is the same on every process.
 
     Raises: InputError, before the first batch, if the ops do not give image_size; with
-      `refuse_small` also at the first image that is smaller than a crop, which is masked otherwise.
+      `refuse_small` also at the first image that is smaller than a crop, which is otherwise masked.
     """
     local_rows = tf.constant(rows, tf.int64)
     num_records = source.num_examples if record_ids is None else len(record_ids)
@@ -156,11 +156,11 @@ def host_eval_batches(
 
 
 def to_global(batch: Batch, sharding: jax.sharding.Sharding, global_batch_size: int) -> tree.Batch:
-    """This process's rows, as `order.local_rows` lists them, to global arrays.
+    """Make global arrays from this process's rows, which `order.local_rows` lists.
 
     Args:
       batch: leaves (b, ...).
-      sharding: of each leaf.
+      sharding: sharding of each global leaf.
       global_batch_size: B, the first dimension of each global leaf.
     """
     rows = order.local_rows(sharding, global_batch_size)
@@ -182,10 +182,10 @@ def _put_ahead(
     sharding: jax.sharding.Sharding,
     global_batch_size: int,
 ) -> Generator[tree.Batch, None, None]:
-    """`num_steps` global batches, some on their way to the devices while one is used.
+    """`num_steps` global batches; the next ones are transferred to the devices while one is used.
 
-    It never looks for a batch behind the last: there tf.data's threads would be waited for, while
-    steps are still to be made.
+    It requests no batch after the last one: that would wait for tf.data's threads to end while
+    steps are still to run.
     """
     arrays = (to_global(batch, sharding, global_batch_size) for batch in batches)
     ahead = collections.deque(itertools.islice(arrays, min(_BATCHES_IN_FLIGHT, num_steps)))

@@ -1,8 +1,8 @@
 """Prepared TFDS data sets as sources.
 
-Nothing is ever downloaded or prepared here. A data set's features are read from the features.json
-beside its files, so data sets outside TFDS's catalogue are read as well as those in it.
-tfds_folder.py finds those files, and tfds_readers.py reads their records.
+This module never downloads or prepares data. It takes a data set's features from the features.json
+next to its files, so data sets outside TFDS's catalogue work as well. tfds_folder.py finds the
+files, and tfds_readers.py reads their records.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ BROKEN_LABELS = ("read", "by_reader")
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """What of a data set's examples becomes image and label.
+    """The way an image and a label are made from a data set's example.
 
     Attributes:
-      features: those that the label is made of; the first alone, a ClassLabel, if num_classes is
-        None.
+      features: the features that `label` needs; if num_classes is None, only one, a ClassLabel.
       label: {feature: tensor} -> the label, an integer in [0, num_classes).
-      num_classes: None for those of the ClassLabel, which has their names too.
-      image_scale: of the stored pixels, where these are not 0 to 255.
+      num_classes: number of classes; None takes number and names from the ClassLabel.
+      image_scale: factor for the stored pixels if their range is not 0 to 255.
     """
 
     features: tuple[str, ...] = ("label",)
@@ -61,16 +60,16 @@ def tfds_source(
 ) -> Source:
     """A split of the prepared TFDS data set `name[/config][:version]` below `data_dir`.
 
-    `split` is in TFDS notation (`train`, `train[:90%]`, `train+validation`), `data_dir` None is
-    TFDS's own default, and without a version the newest one there is read. `other_sources` are
-    names that a misspelt `name` may have meant. `view` is how examples become images and labels.
+    `split` is in TFDS notation (`train`, `train[:90%]`, `train+validation`). `data_dir` None is
+    TFDS's default folder. Without a version the newest one in the folder is read. `other_sources`
+    are more names to suggest for a misspelt `name`. `view` makes images and labels from examples.
 
     `reader` is one that tfds_readers.py lists. `broken_labels`: "read" gives a record with a broken
-    image its label; "by_reader" does so for every reader but `memory`, as older versions did.
+    image its label; "by_reader" does so for every reader except `memory`, as older versions did.
 
-    Raises: InputError if the data set or a file is missing or not as dataset_info.json says, if
-      it has no `image` of integer pixels or no class `label`, if there is no such split, if
-      `reader` does not read its format, or if it is to be held in memory and does not fit.
+    Raises: InputError if the data set or a file is missing or contradicts dataset_info.json, if
+      it has no `image` of integer pixels or no class `label`, if the split does not exist, if
+      `reader` does not read its format, or if reader `memory` is set and the split does not fit.
     """
     info = tfds.builder_from_directory(prepared_folder(name, data_dir, other_sources)).info
     _check_features(info, view, f"data.name={name!r}: {info.full_name}")
@@ -111,7 +110,7 @@ def tfds_source(
 
 
 def _check_features(info, view: View, where: str) -> None:
-    """Raises InputError if there is no `image` of integer pixels, or a feature of `view` lacks."""
+    """Raise InputError if `image` is not of integer pixels, or a feature of `view` is missing."""
     features = dict(info.features)
     labelled = view.num_classes is not None or _is_class_label(features.get(view.features[0]))
     if not (_is_image(features.get("image")) and labelled and features.keys() >= {*view.features}):
@@ -124,13 +123,13 @@ def _check_features(info, view: View, where: str) -> None:
 
 
 def _count_examples(info, split: str) -> int:
-    """The examples of `split`; raises InputError if there is no such split or it is empty."""
+    """The number of examples of `split`; raises InputError if it does not exist or is empty."""
     where = f"data.split={split!r} of {info.full_name}"
     try:
         num_examples = info.splits[split].num_examples
     except (ValueError, KeyError) as error:
         raise InputError(f"{where}: {error}") from error
-    # Of a slice that ends before it begins TFDS makes any number of examples, negative ones too.
+    # For a slice that ends before it begins, TFDS's number of examples is wrong, even negative.
     slices = []
     if "[" in split:
         slices = tfds.core.ReadInstruction.from_spec(split).to_absolute(info.splits)
@@ -141,7 +140,7 @@ def _count_examples(info, split: str) -> int:
 
 
 def _make_read(files: RecordFiles) -> Callable:
-    """`Source.read` of records that are read when they are asked for."""
+    """`Source.read` for records that are read on demand."""
 
     def read(record_id):
         return _read_one(files, record_id, files.parse)
@@ -150,13 +149,13 @@ def _make_read(files: RecordFiles) -> Callable:
 
 
 def _read_one(files: RecordFiles, record_id: tf.Tensor, parse: Callable) -> Any:
-    """`parse` of a record as it is stored and its id."""
+    """Read one record and return parse(stored string, record_id)."""
     stored = files.open(record_id, tf.constant(1, tf.int64)).get_single_element()
     return parse(stored, record_id)
 
 
 def _make_record_name(parts, segments: np.ndarray, where: str) -> Callable[[int], str]:
-    """`Source.record_name`: the record's file and its place there, and its place in the split."""
+    """Make `Source.record_name`: the record's file, its index there, and its index in the split."""
 
     def record_name(record):
         i = np.searchsorted(segments, record, side="right") - 1
@@ -168,7 +167,7 @@ def _make_record_name(parts, segments: np.ndarray, where: str) -> Callable[[int]
 
 
 def _make_parse(features: dict, view: View, num_classes: int) -> Callable:
-    """`RecordFiles.parse` of `features`; others are not looked at."""
+    """Make `RecordFiles.parse`, which decodes only `features`."""
     features = tfds.features.FeaturesDict(features)
 
     def parse(stored, record_id):
@@ -187,7 +186,7 @@ def _make_parse(features: dict, view: View, num_classes: int) -> Callable:
 
 
 def _make_file_names(files: RecordFiles, feature) -> Callable | None:
-    """`Source.file_names` of the feature `file_name`; None where that is not a text."""
+    """Make `Source.file_names` from the feature `file_name`; None if that is not a text."""
     if not isinstance(feature, tfds.features.Text):
         return None
     features = tfds.features.FeaturesDict({"file_name": feature})
@@ -213,7 +212,7 @@ def _parse_example(features, stored):
 
 
 def _check_labelled(files: RecordFiles, features: dict, view: View, where: str) -> None:
-    """Raises InputError if the first record has no label, as those of some test splits."""
+    """Raise InputError if the first record has no label, as in some test splits."""
     features = tfds.features.FeaturesDict(features)
     label = _read_now(files, 0, lambda stored, _: view.label(_parse_example(features, stored)))
     if label is not None and label < 0:
@@ -221,9 +220,9 @@ def _check_labelled(files: RecordFiles, features: dict, view: View, where: str) 
 
 
 def _read_now(files: RecordFiles, record: int, parse: Callable) -> Any:
-    """`_read_one` outside of a graph; None of a record that is broken.
+    """`_read_one` outside of a graph; None for a broken record.
 
-    What reading may not meet again, as of a store that does not answer, is raised.
+    Errors that may not recur, such as a store that does not answer, are raised.
     """
     e = tf.errors
     broken = e.DataLossError, e.InvalidArgumentError, e.NotFoundError, e.OutOfRangeError
@@ -238,25 +237,25 @@ def _is_image(feature) -> bool:
 
 
 def _check_pixels(image, where: str) -> None:
-    """Raises InputError if `to_pixels` does not give the pixels that were put into the feature."""
+    """Raise InputError if `to_pixels` does not restore the pixels stored in the feature."""
     dtype, shape = np.dtype(image.np_dtype), image.shape
-    # TFDS hides the bytes of a float in the four channels of a PNG.
+    # TFDS stores the bytes of a float in the four channels of a PNG.
     if dtype not in (np.uint8, np.uint16) or len(shape) != 3:
         raise InputError(
             f"{where} has images {dtype} {shape}; needed: uint8 or uint16 (height, width, "
-            "channels); prepare it anew with pixels from 0 to 255 as uint8"
+            "channels); prepare it again with pixels from 0 to 255 as uint8"
         )
 
 
 def _digest_records(files: RecordFiles, num_examples: int) -> list[str]:
-    """Digests of the first, middle and last record, which change with the order of preparing."""
+    """Digests of the first, middle and last record; they change if the order of records does."""
 
     def digest(stored, record_id):
         example = files.parse(stored, record_id)
         image, label = example["image"], example["label"].numpy()
         if image.dtype == tf.string and tf.io.is_jpeg(image):  # decoders differ in its pixels
             return hashlib.sha256(f"{label} ".encode() + image.numpy()).hexdigest()
-        pixels = host_ops.to_pixels(image).numpy()  # a PNG may be compressed otherwise next time
+        pixels = host_ops.to_pixels(image).numpy()  # the compression of a PNG may differ
         identity = f"{label} {pixels.shape} ".encode()
         return hashlib.sha256(identity + pixels.tobytes()).hexdigest()
 

@@ -12,11 +12,11 @@ from vit_jax.errors import InputError
 
 
 class Preprocessing(NamedTuple):
-    """How a run makes its images.
+    """The parsed preprocessing of a run.
 
-    image_size: (height, width) of every image that a model sees.
-    host_ops, device_ops: of training.
-    eval_ops: {name: host ops} of each entry of `evals`.
+    image_size: (height, width) of the model's input images.
+    host_ops, device_ops: ops for training.
+    eval_ops: {name: host ops} for each entry of `evals`.
     """
 
     image_size: tuple[int, int]
@@ -26,7 +26,7 @@ class Preprocessing(NamedTuple):
 
 
 def parse_preprocessing(config: ConfigDict) -> Preprocessing:
-    """The preprocessing of a config that is valid as far as its first check sees."""
+    """Parse the preprocessing of a config that has passed its first check."""
     image_size, pad_crops = image_hw(config.data.image_size), config.data.pad_crops
     host_ops, device_ops = parse_ops(config.data.ops, image_size, pad_crops=pad_crops)
     eval_ops = {
@@ -37,13 +37,14 @@ def parse_preprocessing(config: ConfigDict) -> Preprocessing:
 
 
 def keep_spelling(config: ConfigDict, stored: ConfigDict) -> ConfigDict:
-    """`config` with the ops spelled as in `stored`, the config of a run, where both do the same.
+    """`config` with its ops spelled as in `stored`, a run's config, wherever both do the same.
 
-    So a recipe may spell its ops another way, and its runs can still be resumed and compared.
+    A recipe may thus change the spelling of its ops, and older runs can still be resumed and
+    compared.
     """
     if config.data.image_size is None or stored.data.image_size is None:
         return config
-    config = copy.deepcopy(config)  # with the types of keys that are None
+    config = copy.deepcopy(config)  # keeps the types of keys that are None
     nodes = [(config.data, stored.data)]
     nodes += [(entry, stored.evals[n]) for n, entry in config.evals.items() if n in stored.evals]
     for ours, its in nodes:
@@ -59,6 +60,6 @@ def _do_the_same(config: ConfigDict, ops: str, stored: ConfigDict, its_ops: str)
             parse_ops(string, image_hw(c.data.image_size), pad_crops=c.data.pad_crops)
             for c, string in ((config, ops), (stored, its_ops))
         )
-    except InputError:  # of one that this version does not have
+    except InputError:  # an op that this version does not have
         return False
     return do_the_same(host + device, its_host + its_device)

@@ -1,7 +1,7 @@
-"""Files of records: a stretch of neighbouring records is read by opening its file once.
+"""Files of records: a run of neighbouring records ("stretch") is read by opening its file once.
 
-Which records are wanted, and in what order, is decided elsewhere (order.py). Stretches are found
-among them here, and a record that cannot be read takes no other with it.
+order.py chooses the records and their order; this module finds the stretches among them. A record
+that cannot be read does not affect others.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import numpy as np
 
 from vit_jax.data.host_tf import tf
 
-_MAX_ROWS = 16  # of a stretch: more save little, and would be held in memory at once
+_MAX_ROWS = 16  # rows of a stretch: longer ones save little and need memory for all rows at once
 _STRETCHES_IN_FLIGHT = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RecordFiles:
-    """How a source reads records from files.
+    """A source's way to read records from files.
 
     Attributes:
-      segments: int64 (s,), sorted: the first record of every part that lies in one file.
-      open: (first, count) -> tf.data.Dataset of `count` strings, the records as they are stored;
-        all lie in one segment. Where one cannot be read it raises, or ends early.
-      parse: (string, record_id) -> what `Source.read` gives of one record; raises where the
-        string is not a stored record, as the empty one never is.
+      segments: int64 (s,), sorted: the first record of each segment; a segment lies in one file.
+      open: (first, count) -> tf.data.Dataset of `count` strings, the stored records; all must lie
+        in one segment. At a record that cannot be read it raises an error or ends early.
+      parse: (string, record_id) -> the result of `Source.read` for that record; raises an error if
+        the string is no stored record. The empty string is never one.
     """
 
     segments: np.ndarray
@@ -35,10 +35,10 @@ class RecordFiles:
 
 
 def stored_records(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
-    """Each record as it is stored: from elements int64 (b,) to single strings, in their order.
+    """Map a data set of ids, int64 (b,) each, to the stored records: single strings, in order.
 
-    Neighbours that are equal are read once. The string is empty for an id of -1, and for a record
-    that cannot be read.
+    Equal neighbours are read once. The string is empty for id -1 and for a record that cannot be
+    read.
     """
     segments = tf.constant(files.segments, tf.int64)
     grouped = ids.flat_map(
@@ -55,12 +55,12 @@ def stored_records(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def stored_labels(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
-    """(id, label) of each record whose label can be read: from elements int64 (b,) to single ones.
+    """Map a data set of ids, int64 (b,) each, to single (id, label) pairs.
 
-    Their images are not decoded, and may be broken.
+    Records whose label cannot be read are left out. Images are not decoded, and may be broken.
     """
 
-    def label_of(record_id, stored):  # in the map that parses, so that the rest of it is pruned
+    def label_of(record_id, stored):  # in the map that parses, so that TensorFlow prunes the image
         return record_id, files.parse(stored, record_id)["label"]
 
     stored = tf.data.Dataset.zip(ids.unbatch(), stored_records(files, ids))
@@ -68,12 +68,13 @@ def stored_labels(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def stretch_starts(ids: tf.Tensor, segments: tf.Tensor) -> tf.Tensor:
-    """The rows of `ids` (b,) at which a stretch begins: int64 (r,), the first of them 0.
+    """The rows of `ids` (b,) at which a stretch begins: int64 (r,), starting with 0.
 
-    In a stretch each id equals the one before or follows it in the same segment, or all are -1.
+    Within a stretch each id equals the previous one or follows it in the same segment, or all are
+    -1.
     """
     rows = tf.range(tf.size(ids, tf.int64))
-    segment = tf.searchsorted(segments, ids, side="right")  # 0 for padding alone
+    segment = tf.searchsorted(segments, ids, side="right")  # 0 only for padding
     step = ids[1:] - ids[:-1]
     breaks = (step < 0) | (step > 1) | (segment[1:] != segment[:-1])
     breaks = tf.concat([[True], breaks], 0)
@@ -84,7 +85,7 @@ def stretch_starts(ids: tf.Tensor, segments: tf.Tensor) -> tf.Tensor:
 
 
 def _read_stretch(files: RecordFiles, ids: tf.Tensor) -> tf.Tensor:
-    """The strings (k,) of a stretch; records that cannot be read together are tried one by one."""
+    """The strings (k,) of a stretch; if reading them together fails, they are read one by one."""
     first = tf.maximum(ids[0], 0)
     count = tf.where(ids[0] < 0, tf.constant(0, tf.int64), ids[-1] - ids[0] + 1)
     at_once = tf.maximum(count, 1)

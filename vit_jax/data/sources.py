@@ -1,7 +1,7 @@
-"""What a data set is to the pipeline: records that are read by their index.
+"""`Source`, the pipeline's interface to a data set: records read by their index.
 
-`Source` is the one interface. `digits` and `synthetic` are made here, folders of images in
-image_folder.py, TFDS data sets in prepared_tfds.py, mixtures of these in mixture.py.
+This module also defines the sources `digits` and `synthetic`. Image folders are in image_folder.py,
+TFDS data sets in prepared_tfds.py, mixtures in mixture.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ with epy.lazy_imports():
 
 
 # Number of fingerprint versions. Version 2 also hashes the first, middle and last record of a TFDS
-# set, and data.pad_crops. A checkpoint stores the version with its fingerprint, and an older one is
-# compared by the older rule.
+# set, and data.pad_crops. A checkpoint stores the version with its fingerprint; older fingerprints
+# are compared by the older rule.
 FINGERPRINT_VERSION = 2
 
 
@@ -34,28 +34,31 @@ FINGERPRINT_VERSION = 2
 class Source:
     """One split of a labelled image data set.
 
-    `read(record_ids)` is made of TensorFlow ops, to be called inside a tf.data map with int64 ids
-    in [0, num_examples). It gives `image`, `label` (int32; -1 where that cannot be read) and `mask`
-    (float32; 0 for a record known to be broken, which may have a label). An encoded source takes
-    one id and gives the image as JPEG or PNG bytes, or raises; one of pixels takes ids of any shape
-    S and gives uint8 images of shape S + image_shape.
+    `read(record_ids)` consists of TensorFlow ops. Call it inside a tf.data map with int64 ids in
+    [0, num_examples). It returns `image`, `label` (int32; -1 if it cannot be read; or as
+    `multi_label` says) and `mask` (float32; 0 for a record known to be broken, which may still have
+    a label). An encoded source takes one id and returns the image as JPEG or PNG bytes, or raises
+    an error. A source of pixels takes ids of any shape S and returns uint8 images of shape
+    S + image_shape.
 
     Attributes:
       name: the name in data.name.
       split: the split in data.split.
-      num_examples: records in the split.
+      num_examples: number of records in the split.
       num_classes: labels lie in [0, num_classes).
       class_names: by label, or None.
-      image_shape: (H, W, 3), where all images have one; None where they differ.
-      encoded: whether images come as JPEG or PNG bytes.
-      fingerprints: hex digests of the data's identity, one a FINGERPRINT_VERSION, the oldest
-        first; the same wherever the data lie and whatever reads them.
+      image_shape: (H, W, channels) if all images have the same size, else None.
+      encoded: whether images are JPEG or PNG bytes.
+      channels: number of channels of the images that the pipeline makes.
+      fingerprints: hex digests of the data's identity, one for each version of the rule, oldest
+        first; they depend neither on the data's location nor on the reader.
       read: see above.
-      record_name: index -> how messages call the record.
-      record_files: how an encoded source reads neighbours together; None: one by one is as good.
-      file_names: (start, stop) -> what the files were called that these records were made of, ""
-        where one cannot be read; None where it is not known.
-      part_sizes: of a mixture, the records of each of its data sets; else those of the one.
+      record_name: index -> the record's name in messages.
+      record_files: the way an encoded source reads neighbours together; None if that saves nothing.
+      file_names: (start, stop) -> the original file names of these records, "" where one cannot be
+        read; None if the source does not know them.
+      multi_label: whether labels are float32 (C,), 1 for each class that the image shows.
+      part_sizes: number of records of each data set of a mixture; one number for a single data set.
     """
 
     name: str
@@ -70,6 +73,8 @@ class Source:
     encoded: bool = False
     record_files: RecordFiles | None = None
     file_names: Callable[[int, int], Sequence[str]] | None = None
+    channels: int = 3
+    multi_label: bool = False
     part_sizes: tuple[int, ...] = ()
 
     def __post_init__(self):
@@ -78,31 +83,31 @@ class Source:
 
     @property
     def fingerprint(self) -> str:
-        """The one of the newest version."""
+        """The fingerprint by the newest version of the rule."""
         return self.fingerprints[-1]
 
 
 def fingerprint(*identity) -> str:
-    """32 hex digits of what identifies a data set: names, numbers, and lists of these."""
+    """The digest (32 hex digits) of a data set's identity: names, numbers, and lists of these."""
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
 
 
 def same_fingerprints(*identity) -> tuple[str, ...]:
-    """`Source.fingerprints` of a data set whose identity no version describes differently."""
+    """`Source.fingerprints` of a data set whose identity is the same in every version."""
     return (fingerprint(*identity),) * FINGERPRINT_VERSION
 
 
 def numbered(name: str, split: str) -> Callable[[int], str]:
-    """`record_name` of a source whose records have no names of their own."""
+    """`Source.record_name` for a source whose records have no names."""
     return lambda record: f"record {record} of {name} {split}"
 
 
 def read_tensors(
     images: np.ndarray, labels: np.ndarray, mask: np.ndarray
 ) -> Callable[[tf.Tensor], dict[str, tf.Tensor]]:
-    """`read` of a source held in memory: images, labels int (n,) and mask 0/1 (n,) by record.
+    """`Source.read` for n records in memory: images, integer labels (n,) and mask 0/1 (n,).
 
-    Images are uint8 (n, H, W, 3), or bytes (n,), empty where mask is 0.
+    Images are uint8 (n, H, W, 3), or bytes (n,), empty where the mask is 0.
     """
     columns = {
         "image": tf.constant(images),
@@ -113,10 +118,10 @@ def read_tensors(
 
 
 def digits(*, split: str, **_) -> Source:
-    """scikit-learn's 1,797 handwritten digits, grey 8 x 8: every fifth is for the test.
+    """scikit-learn's 1,797 handwritten digits, grey 8 x 8; every fifth is in the test split.
 
-    Splits: `train` (1,437) and `test` (360: index % 5 == 0). Grey values 0..16 become 0..255 in
-    three equal channels.
+    Splits: `train` (1,437) and `test` (360: index % 5 == 0). Grey values 0..16 become 0..255, the
+    same in all three channels.
 
     Source: https://archive.ics.uci.edu/dataset/80 (the test set of optdigits).
     """
@@ -147,12 +152,13 @@ def synthetic(
     image_size: tuple[int, int],
     num_classes: int | None,
     num_examples: int | None,
+    channels: int = 3,
     **_,
 ) -> Source:
-    """Noise that costs nothing to make; any split name. For benchmarks and trial runs.
+    """Noise that costs nothing to generate, for benchmarks and trial runs; takes any split name.
 
-    Image i is one noise image, the split's own, plus the bytes of i on its three channels (modulo
-    256); its label is i % num_classes.
+    Each split has one noise image. Image i is that image plus the three lowest bytes of i, one per
+    channel in turn (modulo 256); its label is i % num_classes.
     """
     for key, value in (("num_classes", num_classes), ("num_examples", num_examples)):
         if value is None or value < 1:
@@ -161,13 +167,13 @@ def synthetic(
                 f"set --config.data.{key}"
             )
     assert num_classes is not None and num_examples is not None
-    image_shape = (*image_size, 3)
+    image_shape = (*image_size, channels)
     seed = zlib.crc32(split.encode())
     noise = tf.constant(np.random.Generator(np.random.Philox(seed)).bytes(math.prod(image_shape)))
     noise = tf.reshape(tf.io.decode_raw(noise, tf.uint8), image_shape)
 
     def read(record_ids):
-        tint = tf.stack([record_ids, record_ids // 256, record_ids // 256**2], -1) % 256
+        tint = tf.stack([record_ids // 256 ** (i % 3) for i in range(channels)], -1) % 256
         tint = tf.cast(tint, tf.uint8)[..., None, None, :]
         label = tf.cast(record_ids % num_classes, tf.int32)
         return {"image": noise + tint, "label": label, "mask": tf.ones_like(label, tf.float32)}

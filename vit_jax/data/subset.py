@@ -1,4 +1,4 @@
-"""Some classes of a data set as a data set: their records alone, with labels from 0 on."""
+"""Data sets made from others: some classes, a model's labels, another number of channels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vit_jax.data.host_ops import with_channels
 from vit_jax.data.host_tf import tf
 from vit_jax.data.labels import read_labels
 from vit_jax.data.sources import Source, fingerprint
@@ -15,7 +16,7 @@ from vit_jax.errors import InputError
 
 
 def check_classes(classes: Sequence[int] | None) -> None:
-    """Raises InputError if `classes` is neither None nor two or more different labels."""
+    """Raise InputError unless `classes` is None or holds at least two labels, all different."""
     if classes is None:
         return
     labels = all(type(label) is int and label >= 0 for label in classes)
@@ -25,26 +26,69 @@ def check_classes(classes: Sequence[int] | None) -> None:
         )
 
 
+def match_classes(source: Source, names: Sequence[str]) -> Source:
+    """`source` with the label of each class moved to the place that its name has in `names`.
+
+    Raises: InputError naming the classes of `source` that `names` lack.
+    """
+    assert source.class_names is not None
+    old_names = source.class_names
+    unknown = [name for name in source.class_names if name not in names]
+    if unknown:
+        raise InputError(
+            f"{source.name} {source.split} has the classes {', '.join(map(repr, unknown))}, which "
+            f"the model lacks; it has {', '.join(map(repr, names))}: rename the classes as the "
+            "model has them, or leave these out"
+        )
+    if source.class_names == tuple(names):
+        return source
+    new_labels = tf.constant([names.index(name) for name in old_names], tf.int32)
+    columns = [old_names.index(name) if name in old_names else len(old_names) for name in names]
+
+    def read(record_ids):
+        example = source.read(record_ids)
+        if source.multi_label:
+            label = tf.gather([*tf.unstack(example["label"]), 0.0], columns)
+        else:
+            label = tf.gather(new_labels, example["label"])
+        return example | {"label": label}
+
+    return dataclasses.replace(
+        source,
+        num_classes=len(names),
+        class_names=tuple(names),
+        fingerprints=tuple(
+            fingerprint("matched", whole, list(names)) for whole in source.fingerprints
+        ),
+        read=read,
+    )
+
+
 def keep_classes(source: Source, classes: Sequence[int]) -> Source:
-    """The records of `source` whose label is in `classes`; the label of classes[i] becomes i.
+    """The records of `source` whose label is in `classes`; label classes[i] becomes i.
 
-    Their order is that of `source`. A record whose label cannot be read is left out. The labels of
-    the whole split are read, now. Records are read one by one, neighbours too.
+    Records keep their order. A record whose label cannot be read is left out. This call reads the
+    labels of the whole split. The new source reads each record separately, neighbours too.
 
-    Raises: InputError if `source` has no such class, or no record of any of them.
+    Raises: InputError if `source` lacks one of the classes, or has no record of any of them.
     """
     check_classes(classes)
+    if source.multi_label:
+        raise InputError(
+            f"data.classes={tuple(classes)}: {source.name} {source.split} has several labels an "
+            "image; leave it out, and the labels out of the list"
+        )
     unknown = [label for label in classes if label >= source.num_classes]
     where = f"data.classes={tuple(classes)}: {source.name} {source.split}"
     if unknown:
         raise InputError(
-            f"{where} has the labels 0 to {source.num_classes - 1}; leave out "
+            f"{where} has only the labels 0 to {source.num_classes - 1}; leave out "
             f"{', '.join(map(str, unknown))}"
         )
     labels = read_labels(source, 0, source.num_examples)
     kept = np.flatnonzero(np.isin(labels, classes))
     if not len(kept):
-        raise InputError(f"{where} holds no record of these; choose another split")
+        raise InputError(f"{where} holds no record of these classes; choose another split")
     new_labels = np.zeros(source.num_classes, np.int32)
     new_labels[list(classes)] = np.arange(len(classes))
     kept_tensor, labels_tensor = tf.constant(kept, tf.int64), tf.constant(new_labels)
@@ -57,7 +101,7 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
         wanted = kept[start:stop]
         if not len(wanted):
             return []
-        assert source.file_names is not None  # else nothing asks here
+        assert source.file_names is not None  # else this function is not used
         found = source.file_names(int(wanted[0]), int(wanted[-1]) + 1)
         return [found[i - wanted[0]] for i in wanted]
 
@@ -77,3 +121,37 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
         file_names=None if source.file_names is None else file_names,
         part_sizes=(len(kept),),
     )
+
+
+def give_channels(source: Source, channels: int) -> Source:
+    """`source` as one of images with that many channels.
+
+    Encoded images are decoded to 1, 3 or 4; of pixels, 3 become 1 (grey) and 1 any number.
+
+    Raises: InputError if that cannot be.
+    """
+    shape = source.image_shape
+    if source.encoded:
+        if channels not in (1, 3, 4):
+            raise InputError(
+                f"data.channels={channels}: {source.name} has files of pictures, which are decoded "
+                "to 1, 3 or 4; choose one of these"
+            )
+        shape = None if shape is None else (*shape[:2], channels)
+        return dataclasses.replace(source, channels=channels, image_shape=shape)
+    assert shape is not None  # as of all sources of pixels
+    found = shape[-1]
+    if found == channels:
+        return dataclasses.replace(source, channels=channels)
+    if found != 1 and (found, channels) != (3, 1):
+        raise InputError(
+            f"data.channels={channels}: {source.name} has {found}; set "
+            f"--config.data.channels={found}"
+        )
+
+    def read(record_ids):
+        example = source.read(record_ids)
+        return example | {"image": with_channels(example["image"], channels)}
+
+    shape = (*shape[:2], channels)
+    return dataclasses.replace(source, channels=channels, image_shape=shape, read=read)

@@ -1,12 +1,12 @@
-"""Readers of the records of a prepared TFDS data set, as `data.reader` names them.
+"""Readers of the records of a prepared TFDS data set: the values of `data.reader`.
 
-    memory        all records now, once; decoded too, where features.json fixes the size
-    offsets       each when it is asked for, from TFRecord files by its byte offset
-    array_record  likewise, from array_record files
-    on_disk       offsets or array_record, by the files; not for a config
+    memory        read all records at once; decode them too if features.json fixes the size
+    offsets       read each record on demand from TFRecord files, by its byte offset
+    array_record  read each record on demand from array_record files
+    on_disk       offsets or array_record, depending on the files; not for a config
     None          memory if files and pixels are small and fit, else on_disk
 
-Whichever reader gives it, record i of a split is the i-th in the order of the split's files.
+With every reader, record i of a split is the i-th in the order of the split's files.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from vit_jax.data.sources import read_tensors
 from vit_jax.errors import InputError, nearest
 
 RECORDS_AT_ONCE = 1024
-_SMALL_BYTES = 1 << 30  # of files and pixels: up to there a split is held in memory by default
+_SMALL_BYTES = 1 << 30  # files and pixels up to this size are held in memory by default
 
-# The format that each reader reads; memory is filled by the reader of the files' format.
+# The file format of each reader; `memory` uses the reader of the files' format.
 FORMATS = {"offsets": "tfrecord", "array_record": "array_record"}
 READERS = ("memory", *FORMATS)
 ON_DISK = "on_disk"
 
 
 def check_reader(reader: str | None) -> None:
-    """Raises InputError if `reader` is neither None nor in READERS."""
+    """Raise InputError if `reader` is neither None nor in READERS."""
     if reader is not None and reader not in READERS:
         raise InputError(f"data.reader={reader!r}: {nearest(reader, READERS)}")
 
 
 def choose_reader(reader, info, parts, num_examples, image_shape) -> str:
-    """The one of READERS that reads a split: as `reader` says, else by its size and format.
+    """The reader of a split, one of READERS: `reader` if given, else chosen by size and format.
 
     Args:
-      reader: as `tfds_source` takes it.
+      reader: as for `tfds_source`.
       info: tfds.core.DatasetInfo.
-      parts: tfds's file instructions, in the order of the records.
-      num_examples: records in the split.
-      image_shape: (H, W, 3), where all images have one; else None.
+      parts: TFDS's file instructions, in the order of the records.
+      num_examples: number of records in the split.
+      image_shape: (H, W, 3) if all images have the same size, else None.
 
     Raises: InputError if a file is missing, or `reader` does not read the format or needs more
       memory than there is.
@@ -57,8 +57,8 @@ def choose_reader(reader, info, parts, num_examples, image_shape) -> str:
     stored_as = info.file_format.value
     if stored_as not in by_format:
         raise InputError(
-            f"data.name: {info.full_name} is stored as {stored_as}; needed: "
-            f"{' or '.join(by_format)}; prepare it anew in one of them"
+            f"data.name: {info.full_name} is stored as {stored_as}; prepare it again as "
+            f"{' or '.join(by_format)}"
         )
     on_disk = by_format[stored_as]
     if reader == ON_DISK:
@@ -72,35 +72,35 @@ def choose_reader(reader, info, parts, num_examples, image_shape) -> str:
     for part in parts:
         path = epath.Path(part.filename)
         if not path.exists():
-            raise InputError(f"data.data_dir: {path} is missing; copy it there or prepare it anew")
+            raise InputError(f"data.data_dir: {path} is missing; copy or prepare it again")
         encoded_bytes += path.stat().length * part.take / part.examples_in_shard
     pixel_bytes = num_examples * math.prod(image_shape) if image_shape else 0
     needed = 2 * (encoded_bytes + pixel_bytes)  # loading holds everything twice for a moment
     available = min(psutil.virtual_memory().available, _container_memory())
     if reader == "memory" and needed > available:
         raise InputError(
-            f"data.reader='memory': {num_examples} examples need about {needed / 2**30:.1f} GiB "
-            f"to load and this host has {available / 2**30:.1f} GiB free; leave data.reader out, "
-            "or read a part (data.split='train[:10%]')"
+            f"data.reader='memory': loading {num_examples} examples takes about "
+            f"{needed / 2**30:.1f} GiB and this host has {available / 2**30:.1f} GiB free; leave "
+            "data.reader out, or read a part (data.split='train[:10%]')"
         )
     small = encoded_bytes + pixel_bytes <= _SMALL_BYTES and needed <= available
     return reader or ("memory" if small else on_disk)
 
 
 def _container_memory() -> float:
-    """What a container (cgroup 2) still allows this process, in bytes; infinite outside of one."""
+    """Free bytes under the container's memory limit (cgroup 2); infinite if there is none."""
     group = pathlib.Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()
         return int(limit) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # none, or "max"
+    except (OSError, ValueError):  # no cgroup, or "max"
         return math.inf
 
 
 def open_files(info, parts, parse: Callable) -> RecordFiles:
-    """The record files of `parts`, whose records `parse` takes.
+    """The record files of `parts`; `parse` becomes `RecordFiles.parse`.
 
-    Raises: InputError if a file is damaged or holds another number of records than it should.
+    Raises: InputError if a file is damaged or its number of records is wrong.
     """
     segments = np.cumsum([0, *(part.take for part in parts)])[:-1]
     openers = {"tfrecord": _open_tfrecord, "array_record": _open_array_record}
@@ -108,18 +108,18 @@ def open_files(info, parts, parse: Callable) -> RecordFiles:
 
 
 def _open_tfrecord(parts, segments: np.ndarray) -> Callable:
-    """`RecordFiles.open` of TFRecord files."""
+    """Make `RecordFiles.open` for TFRecord files."""
     files = sorted({part.filename for part in parts})
     offsets_of = dict(zip(files, tfrecord.record_offsets(files), strict=True))
     for part in parts:
         found = len(offsets_of[part.filename]) - 1
         if found != part.examples_in_shard:
             raise InputError(
-                f"data.data_dir: {part.filename} holds {found} records and dataset_info.json "
-                f"says {part.examples_in_shard}; copy or prepare it anew"
+                f"data.data_dir: {part.filename} holds {found} records, but dataset_info.json "
+                f"says {part.examples_in_shard}; copy or prepare it again"
             )
     ends = [offsets_of[part.filename][part.skip : part.skip + part.take + 1] for part in parts]
-    boundaries = tf.constant(np.concatenate(ends))  # one more a part than it has records
+    boundaries = tf.constant(np.concatenate(ends))  # for each part one more than its records
     paths, firsts = tf.constant([part.filename for part in parts]), tf.constant(segments)
 
     def open_stretch(first, count):
@@ -138,8 +138,8 @@ def _open_tfrecord(parts, segments: np.ndarray) -> Callable:
 
 
 def _open_array_record(parts, segments: np.ndarray) -> Callable:
-    """`RecordFiles.open` of array_record files."""
-    del segments  # the data source has a table of its own
+    """Make `RecordFiles.open` for array_record files."""
+    del segments  # the data source has its own table
     from array_record.python.array_record_data_source import ArrayRecordDataSource
 
     records = ArrayRecordDataSource(list(parts))
@@ -147,7 +147,7 @@ def _open_array_record(parts, segments: np.ndarray) -> Callable:
     def read(first, count):
         try:
             return np.array(records.__getitems__(range(first, first + count)), dtype=object)
-        except RuntimeError as e:  # of damage and of a failing store; only the first one lasts
+        except RuntimeError as e:  # damage, which is permanent, or a failing store, which is not
             if "Corrupted" in str(e):
                 raise ValueError(str(e)) from e  # TensorFlow's InvalidArgumentError
             raise
@@ -164,7 +164,7 @@ def _open_array_record(parts, segments: np.ndarray) -> Callable:
 
 
 def read_all(files: RecordFiles, num_examples: int, image_shape, broken_labels: str) -> Callable:
-    """`Source.read` of a split that is read into memory now; broken records are masked."""
+    """Read a split into memory and make its `Source.read`; broken records are masked."""
     ids = tf.data.Dataset.range(num_examples)
     stored = stored_records(files, ids.batch(RECORDS_AT_ONCE))
 

@@ -1,7 +1,7 @@
-"""TFRecord files by index: where each record begins, found once and remembered.
+"""Byte offsets of the records in TFRecord files, computed once and cached on disk.
 
-A file is a row of records: the length (8 bytes) and a checksum of it (4), the bytes of the record,
-and a checksum of those (4).
+A file is a sequence of records. Each record has its length (8 bytes), a checksum of the length
+(4), its data, and a checksum of the data (4).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import os
 import pathlib
 import struct
-import tempfile
 from collections.abc import Sequence
 from typing import IO
 
@@ -20,21 +19,21 @@ import numpy as np
 from etils import epath
 
 from vit_jax.errors import InputError
+from vit_jax.files import cache_folder, replaced
 
 _HEADER_BYTES = 12
 _FOOTER_BYTES = 4
-_FILES_AT_ONCE = 16  # walked side by side: most of the time is spent in waiting for the disk
+_FILES_AT_ONCE = 16  # scanned in parallel: most of the time is spent waiting for the disk
 
 
 def record_offsets(paths: Sequence[epath.PathLike]) -> list[np.ndarray]:
-    """For each file of n records, where they begin and where the last one ends: int64 (n + 1,).
+    """For each file of n records the start of every record and the end of the last: int64 (n + 1,).
 
-    What is found is kept in $XDG_CACHE_HOME/vit_jax/tfrecord, by path, size and time of change.
+    Offsets are cached in $XDG_CACHE_HOME/vit_jax/tfrecord under the file's path, size and mtime.
 
-    Raises: InputError if a file does not end where a record does.
+    Raises: InputError if a file does not end at the end of a record.
     """
-    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    cache = cache / "vit_jax" / "tfrecord"
+    cache = cache_folder("tfrecord")
     with concurrent.futures.ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
         return list(threads.map(lambda path: _cached_offsets(epath.Path(path), cache), paths))
 
@@ -47,23 +46,25 @@ def _cached_offsets(path: epath.Path, cache: pathlib.Path) -> np.ndarray:
         offsets = np.load(entry, allow_pickle=False)
         if offsets.dtype == np.int64 and offsets[-1] == stat.length:
             return offsets
-    except (OSError, ValueError, EOFError):  # not there yet, or damaged
+    except (OSError, ValueError, EOFError):  # not cached yet, or damaged
         pass
     offsets = walk(path, stat.length)
     try:
-        _put(entry, offsets)
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(entry) as file:
+            np.save(file, offsets)
     except OSError as error:
         logging.getLogger("vit_jax").warning(
-            "%s cannot be written (%s): the records of %s will be looked for again in the next run",
+            "%s cannot be written (%s); the next run will scan %s for its records again",
             entry, error.strerror, path,
         )  # fmt: skip
     return offsets
 
 
 def walk(path: epath.Path, num_bytes: int) -> np.ndarray:
-    """Where the records of a file of `num_bytes` begin, and where the last one ends.
+    """The start of every record in a file of `num_bytes`, and the end of the last one.
 
-    Raises: InputError if the file does not end where a record does.
+    Raises: InputError if the file does not end at the end of a record.
     """
     offsets = [0]
     opened: IO[bytes] = path.open("rb")
@@ -75,21 +76,8 @@ def walk(path: epath.Path, num_bytes: int) -> np.ndarray:
             offsets.append(offsets[-1] + _HEADER_BYTES + length + _FOOTER_BYTES)
     if offsets[-1] != num_bytes:
         raise InputError(
-            f"data.data_dir: {path} is damaged: its record {len(offsets) - 2} ends at byte "
-            f"{offsets[-1]} and the file at byte {num_bytes} (or it is compressed, which is not "
-            "supported); copy or prepare it anew"
+            f"data.data_dir: {path} is damaged, or compressed, which is not supported: its record "
+            f"{len(offsets) - 2} ends at byte {offsets[-1]} and the file at byte {num_bytes}; "
+            "copy or prepare it again"
         )
     return np.array(offsets, np.int64)
-
-
-def _put(path: pathlib.Path, array: np.ndarray) -> None:
-    """Writes whole, under a name of this process's own first: others may write the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
-            np.save(file, array)
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise

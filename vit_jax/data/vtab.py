@@ -1,7 +1,7 @@
-"""VTAB-1k: 19 tasks of 1,000 training images each, as sources `vtab/TASK`, over prepared TFDS sets.
+"""VTAB-1k: 19 tasks of 1,000 training images each, as sources `vtab/TASK` over prepared TFDS sets.
 
-Splits: `train800` to train and `val200` to choose by, `train800val200` for the final training, and
-`test`. Source: Zhai et al. 2019 (arXiv:1910.04867), section 2 and appendix A.
+Splits: `train800` for training and `val200` for choices, `train800val200` for the final training,
+and `test`. Source: Zhai et al. 2019 (arXiv:1910.04867), section 2 and appendix A.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger("vit_jax")
 
 Example = dict[str, Any]
 
-_LABEL = View()  # as the data set says
+_LABEL = View()  # the data set's own label
 
 
 def count_label(example: Example) -> tf.Tensor:
-    """CLEVR: the number of objects, 3 to 10, less 3."""
+    """CLEVR: the number of objects (3 to 10) minus 3."""
     return tf.shape(example["objects"]["pixel_coords"])[0] - 3
 
 
@@ -40,7 +40,7 @@ def depth_label(example: Example) -> tf.Tensor:
 
 
 def vehicle_label(example: Example) -> tf.Tensor:
-    """KITTI: the bin of the nearest car's, van's or truck's distance in metres; none is far."""
+    """KITTI: the bin of the distance in metres to the nearest car, van or truck; none is far."""
     is_vehicle = example["objects"]["type"] < 3
     distances = tf.boolean_mask(example["objects"]["location"][:, 2], is_vehicle)
     nearest_vehicle = tf.reduce_min(tf.concat([distances, [1000.0]], 0))
@@ -48,31 +48,31 @@ def vehicle_label(example: Example) -> tf.Tensor:
 
 
 def bin_label(value: tf.Tensor, edges: tuple[float, ...]) -> tf.Tensor:
-    """i where `value` is above edges[i], and not above edges[i + 1] if there is one."""
+    """The largest i with edges[i] < `value`."""
     return tf.searchsorted(tf.constant(edges), value[None], side="left")[0] - 1
 
 
 def position_label(example: Example) -> tf.Tensor:
-    """dSprites: 32 positions in pairs."""
+    """dSprites: the 32 positions, two to a class."""
     return example["label_x_position"] // 2
 
 
 def orientation_label(example: Example) -> tf.Tensor:
-    """dSprites: floor(label / 2.5), 40 orientations in 16 classes of two and three in turn."""
+    """dSprites: floor(label / 2.5), 40 orientations in 16 classes, alternately three and two."""
     return example["label_orientation"] * 2 // 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One of the 19.
+    """One of the 19 tasks.
 
     Attributes:
       group: natural, specialised or structured.
-      tfds_name: of the data set, without version.
-      val200, test: in TFDS notation.
-      test_size: examples of `test`.
-      num_classes: of the task.
-      view: how its examples are made of the data set's.
+      tfds_name: name of the data set, without version.
+      val200, test: splits in TFDS notation.
+      test_size: number of examples of `test`.
+      num_classes: number of classes of the task.
+      view: the way its images and labels are made from the data set's examples.
     """
 
     group: str
@@ -96,7 +96,7 @@ class Task:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """{name: examples} of the task's splits."""
+        """{name: number of examples} of the task's splits."""
         return {"train800": 800, "val200": 200, "train800val200": 1000, "test": self.test_size}
 
 
@@ -154,11 +154,11 @@ def vtab_source(
 ) -> Source:
     """A split of the task `vtab/TASK`, from its TFDS data set below `data_dir`.
 
-    Classes of which the training images show none are named in a warning, and so is a test split
-    of another size than VTAB's, whose results would not compare.
+    Warns of classes without any training image, and of a test split whose size differs from VTAB's,
+    because its results are not comparable.
 
-    Raises: InputError if there is no such task or split, or the TFDS data set is missing (saying
-      how to get it) or is not what VTAB is made of.
+    Raises: InputError if the task or split is unknown, if the TFDS data set is missing (the message
+      says how to get it), or if its classes or training images differ from VTAB's.
     """
     task_name = name.removeprefix("vtab/")
     if task_name not in TASKS:
@@ -179,17 +179,17 @@ def vtab_source(
         raise InputError(*(f"data.name={name!r}: {fault}" for fault in e.faults)) from None
     if source.num_classes != task.num_classes:
         raise InputError(
-            f"data.name={name!r}: {task.tfds_name} has {source.num_classes} classes and VTAB's has "
-            f"{task.num_classes}; take the version of the TFDS catalogue"
+            f"data.name={name!r}: {task.tfds_name} has {source.num_classes} classes, but VTAB's "
+            f"has {task.num_classes}; use the version of the TFDS catalogue"
         )
     if source.num_examples != task.sizes[split]:
         said = (
             f"{name} {split} ({task.tfds_name} {task.splits[split]}) has {source.num_examples} "
-            f"examples and VTAB's has {task.sizes[split]}"
+            f"examples, but VTAB's has {task.sizes[split]}"
         )
         if split != "test":
-            raise InputError(f"data.name={name!r}: {said}; take the version of the TFDS catalogue")
-        logger.warning("%s: the results do not compare with VTAB's", said)
+            raise InputError(f"data.name={name!r}: {said}; use the version of the TFDS catalogue")
+        logger.warning("%s; the results are not comparable with VTAB's", said)
     if split in ("train800", "train800val200"):
         _warn_of_absent(source, name, split)
     return dataclasses.replace(
@@ -207,13 +207,13 @@ def _warn_of_absent(source: Source, name: str, split: str) -> None:
         names = source.class_names or [f"class {i}" for i in range(source.num_classes)]
         some = ", ".join(names[i] for i in absent[:5]) + (", ..." if len(absent) > 5 else "")
         logger.warning(
-            "%s %s: %d of %d classes have no image in it, and cannot be learnt: %s",
+            "%s %s: %d of %d classes have no training image and cannot be learnt: %s",
             name, split, len(absent), source.num_classes, some,
         )  # fmt: skip
 
 
 def find_missing(tasks: Iterable[str], data_dir: str | None) -> dict[str, str]:
-    """{task: what is missing and how to get it} of those `tasks` whose data are not there."""
+    """{task: what is missing and how to get it} for the `tasks` whose data are missing."""
     missing = {}
     for task in tasks:
         try:

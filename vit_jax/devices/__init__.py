@@ -1,1 +1,1 @@
-"""Devices: chips and their peaks, the mesh, the layout of arrays, compiler options, FLOPs."""
+"""Devices: chips and their peaks, the mesh, sharding, compiler options, FLOPs."""

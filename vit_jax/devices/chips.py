@@ -1,4 +1,4 @@
-"""The chips that can be planned for, with their vendors' peaks, and the slices that can be rented.
+"""Chips with their vendors' peaks, and slices for rent; the command `plan` accepts these.
 
 Importing this module starts neither JAX's backend nor libtpu.
 """
@@ -14,21 +14,21 @@ GIB, GB = 2**30, 10**9
 
 
 class Chip(NamedTuple):
-    """What a chip can do at best, as its vendor says; dense products, one direction.
+    """A chip's peaks as published by its vendor: dense products, bandwidth in one direction.
 
-    The figures are of the whole chip, which may be several devices to JAX; see `count_chips`.
+    The figures hold for the whole chip, which JAX may split into devices; see `count_chips`.
 
     peak_flops: bfloat16 FLOP/s.
-    hbm_bytes: of memory, nominal.
-    usable_bytes: of it that a program gets: of a TPU what its compiler says is available, of a GPU
-      the share that JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION, 0.75).
-    hbm_bytes_per_s: of its memory.
-    fast_bytes_per_s: sent to other chips over ICI (TPU) or NVLink (GPU).
-    slow_bytes_per_s: its share of the host's network (DCN).
-    cycles_per_s: of the clock that the compiler's cycles count; None: not published.
-    devices: that JAX makes of the chip; a TPU7x chip is two.
-    device_kinds: what `jax.Device.device_kind` calls it.
-    source: of the peaks.
+    hbm_bytes: nominal size of its memory.
+    usable_bytes: memory that a program can use: for a TPU the size its compiler reports, for a GPU
+      the fraction that JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION, 0.75).
+    hbm_bytes_per_s: bandwidth of its memory.
+    fast_bytes_per_s: bandwidth to other chips over ICI (TPU) or NVLink (GPU).
+    slow_bytes_per_s: its share of the bandwidth of the host's network (DCN).
+    cycles_per_s: the clock behind the compiler's cycle counts; None if it is not published.
+    devices: number of JAX devices per chip; two for TPU7x.
+    device_kinds: its names in `jax.Device.device_kind`.
+    source: source of the peaks.
     """
 
     peak_flops: float
@@ -44,15 +44,17 @@ class Chip(NamedTuple):
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a GPU; else it is a TPU."""
+        """Whether the chip is a GPU; otherwise it is a TPU."""
         return self.device_kinds[0].startswith("NVIDIA")
 
 
 _TPU_DOCS = "https://cloud.google.com/tpu/docs/"
 
-# The clock of v4, v5e and v5p is their peak by what their matrix units do in a cycle: 128 x 128
-# multiply-adds in each of four units a core (the pages below). Of v6e and TPU7x the compiler's
-# cycles do not agree with the published units, so there is none.
+_SHARED_NETWORK = 1.5625e9  # a GPU's share of an assumed 100 Gbit/s per host of 8
+
+# The clock of v4, v5e and v5p is their peak divided by the FLOPs of their matrix units per cycle:
+# 128 x 128 multiply-adds in each of the four units of a core (the pages below). For v6e and TPU7x
+# the compiler's cycles contradict the published units, so their clock is None.
 CHIPS: dict[str, Chip] = {
     "v4": Chip(
         275e12, 32 * GIB, int(30.75 * GIB), 1200e9, 300e9, 6.25e9, 1.05e9, ("TPU v4",),
@@ -96,21 +98,41 @@ CHIPS: dict[str, Chip] = {
         2250e12, 180 * GB, 135 * GB, 8000e9, 900e9, 50e9, None, ("NVIDIA B200",),
         "NVIDIA DGX B200 data sheet, by its 8 GPUs; network: 8 x 400 Gbit/s",
     ),
+    "L4": Chip(
+        121e12, 24 * GB, 18 * GB, 300e9, 32e9, _SHARED_NETWORK, None, ("NVIDIA L4",),
+        "NVIDIA L4 data sheet, half of its figure with sparsity; PCIe 4.0 x16; network: assumed",
+    ),
+    "A10": Chip(
+        125e12, 24 * GB, 18 * GB, 600e9, 32e9, _SHARED_NETWORK, None, ("NVIDIA A10",),
+        "NVIDIA A10 data sheet; PCIe 4.0 x16; network: assumed",
+    ),
+    "RTX4090": Chip(
+        165.2e12, 24 * GB, 18 * GB, 1008e9, 32e9, _SHARED_NETWORK, None,
+        ("NVIDIA GeForce RTX 4090",),
+        "NVIDIA Ada architecture white paper, bfloat16 with float32 sums; PCIe 4.0 x16; network: "
+        "assumed",
+    ),
+    "RTX5090": Chip(
+        209.5e12, 32 * GB, 24 * GB, 1792e9, 64e9, _SHARED_NETWORK, None,
+        ("NVIDIA GeForce RTX 5090",),
+        "NVIDIA RTX Blackwell architecture white paper, bfloat16 with float32 sums; PCIe 5.0 x16; "
+        "network: assumed",
+    ),
 }  # fmt: skip
 
 
 def count_chips(devices: Iterable[Any]) -> int:
     """The number of chips that hold `devices`, which are JAX's or a plan's.
 
-    Vendors count, sell and state peaks of chips, and so do all figures of runs and plans. JAX has
-    a device for each core of some TPU chips (v2, v3, TPU7x): such devices share the coordinates of
-    their chip in its slice. Every other device is a chip.
+    Vendors count, sell and rate chips; all figures of runs and plans do the same. On some TPU chips
+    (v2, v3, TPU7x) JAX has a device for each core; these devices share the coordinates of their
+    chip. Every other device is one chip.
     """
 
     def find_chip(device):
         if device.platform != "tpu":
             return device.id
-        return getattr(device, "slice_index", None), *device.coords  # one slice may have no index
+        return getattr(device, "slice_index", None), *device.coords  # a single slice has no index
 
     return len({find_chip(device) for device in devices})
 
@@ -118,7 +140,7 @@ def count_chips(devices: Iterable[Any]) -> int:
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16",
           "8x16x16")  # fmt: skip
 _SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-# Those that Google Cloud rents, by the pages named with each chip; the compiler takes others too.
+# The shapes that Google Cloud rents, from each chip's source page; the compiler accepts others too.
 _SHAPES = {
     "v4": _CUBES,
     "v5e": _SQUARES,
@@ -132,9 +154,9 @@ GPUS_PER_HOST = 8
 class Slice(NamedTuple):
     """Chips that are rented together: a slice of a TPU pod, or hosts with GPUs.
 
-    name: as in --topology.
+    name: its name for --topology.
     chip: a key of CHIPS.
-    num_chips, num_hosts: of one slice.
+    num_chips, num_hosts: number of chips and hosts in one slice.
     """
 
     name: str
@@ -145,7 +167,7 @@ class Slice(NamedTuple):
 
 def _tpu_slice(chip: str, shape: str) -> Slice:
     num_chips = math.prod(int(side) for side in shape.split("x"))
-    # A 2x4 of v5e or v6e is one host with eight chips; larger slices are of hosts with four.
+    # A 2x4 of v5e or v6e is one host with eight chips; larger slices have hosts with four chips.
     on_one_host = num_chips <= (8 if shape in _SQUARES else 4)
     return Slice(f"{chip}:{shape}", chip, num_chips, 1 if on_one_host else num_chips // 4)
 
@@ -156,12 +178,37 @@ SLICES: dict[str, Slice] = {
 }
 
 
+# What the numbers of Google Cloud's accelerator types ("v5litepod-16", "v4-32") count: chips, or
+# the TensorCores of chips that have two each.
+_ACCELERATOR_TYPES = {
+    "v4": ("v4", 2), "v5litepod": ("v5e", 1), "v5e": ("v5e", 1), "v5p": ("v5p", 2),
+    "v6e": ("v6e", 1),
+}  # fmt: skip
+
+
+def _slice_of_type(name: str) -> Slice | None:
+    """The slice of an accelerator type, v5e:4x4 for "v5e-16"; None if `name` is none."""
+    kind, _, number = name.rpartition("-")
+    if kind not in _ACCELERATOR_TYPES or not number.isdigit():
+        return None
+    chip, cores = _ACCELERATOR_TYPES[kind]
+    slices = (s for s in SLICES.values() if s.chip == chip)
+    return next((s for s in slices if s.num_chips * cores == int(number)), None)
+
+
 def find_slice(name: str) -> Slice:
-    """The slice called `name`: one of SLICES, or GPU:NUMBER, e.g. H100:64.
+    """The slice called `name`.
+
+    Args:
+      name: one of SLICES; GPU:NUMBER, e.g. H100:64; or an accelerator type of Google Cloud, e.g.
+        v5e-16 for v5e:4x4 and v4-32, which counts TensorCores, for v4:2x2x4.
 
     Raises:
-      InputError: there is no such slice.
+      InputError: no slice has that name.
     """
+    by_type = _slice_of_type(name)
+    if by_type is not None:
+        return by_type
     if name in SLICES:
         return SLICES[name]
     chip, _, shape = name.partition(":")

@@ -1,6 +1,6 @@
-"""What a compiled step costs: floating-point operations, their share of the chip's peak, memory.
+"""The cost of a compiled step: FLOPs, model FLOPs utilisation, memory.
 
-XLA's `cost_analysis()` counts the body of a scan once, so operations are counted on the jaxpr.
+XLA's `cost_analysis()` counts the body of a scan only once, so FLOPs are counted on the jaxpr.
 """
 
 import math
@@ -14,7 +14,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from vit_jax.devices.chips import CHIPS
 from vit_jax.models.deit import DeiT
-from vit_jax.models.fields import with_known
+from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.forms import PLAIN
 from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.layers import unconstrained
 from vit_jax.models.vit import ViT
@@ -24,10 +25,12 @@ PEAK_FLOPS = {kind: chip.peak_flops for chip in CHIPS.values() for kind in chip.
 
 
 def mfu(flops_per_s: float, *, device_kind: str, num_chips: int) -> float | None:
-    """Model FLOPs utilisation: the share of the chips' `PEAK_FLOPS`; None for unknown chips.
+    """Model FLOPs utilisation, a fraction of the chips' `PEAK_FLOPS`; None for unknown chips.
 
-    Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B. `flops_per_s` should leave out
-    what rematerialisation computes again; `num_chips` is `topologies.count_chips` of the devices.
+    `flops_per_s` should exclude the FLOPs that rematerialisation repeats; `num_chips` is
+    `chips.count_chips` of the devices.
+
+    Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
     """
     if device_kind not in PEAK_FLOPS:
         return None
@@ -37,23 +40,24 @@ def mfu(flops_per_s: float, *, device_kind: str, num_chips: int) -> float | None
 def count_flops(fn: Callable, *args: Any) -> int:
     """FLOPs of the matrix products and convolutions in `fn(*args)`, over all devices.
 
-    A multiply-add is 2. Elementwise work is not counted. A scan counts its length times its body,
-    `shard_map` its body on every device, `cond` its costliest branch. Products with the zeros that
-    a strided convolution's gradient inserts are left out; those with padding are not.
+    A multiply-add counts 2; elementwise operations count nothing. A scan counts its length times
+    its body, `shard_map` its body on every device, a Pallas kernel its body at every point of its
+    grid, `cond` its costliest branch. Products with the zeros that the gradient of a strided
+    convolution inserts do not count; products with padding do.
 
     Args:
-      fn: traced, never run.
+      fn: a function; it is traced but not run.
       *args: arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: `fn` holds work that its jaxpr does not tell: a product in a `while` loop, or a
-        hand-written kernel (count with the plain implementation of attention instead).
+      ValueError: the jaxpr does not show the work of `fn`: it has a product in a `while` loop or a
+        kernel that is not from Pallas (count with the plain form of attention instead).
     """
     return jaxpr_flops(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
 def jaxpr_flops(jaxpr: Jaxpr) -> int:
-    """`count_flops` of what is traced already."""
+    """`count_flops` for a function that is already traced."""
     return sum(_eqn_flops(eqn) for eqn in jaxpr.eqns)
 
 
@@ -68,7 +72,9 @@ def _eqn_flops(eqn: JaxprEqn) -> int:
         out_features = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
         pairs = eqn.outvars[0].aval.size * (kernel.size // out_features)
         return 2 * pairs // math.prod(params["lhs_dilation"])
-    if name in ("pallas_call", "ffi_call") or name.startswith("dot_product_attention"):
+    if name == "pallas_call":  # a body for each point of the grid
+        return math.prod(params["grid_mapping"].grid) * jaxpr_flops(params["jaxpr"])
+    if name == "ffi_call" or name.startswith("dot_product_attention"):
         raise ValueError(f"FLOPs of the hand-written kernel {name} are unknown; count without it")
     inner = [jaxpr_flops(jaxpr) for jaxpr in jaxprs_in_params(params)]
     if name == "cond":
@@ -84,23 +90,24 @@ def _eqn_flops(eqn: JaxprEqn) -> int:
 
 
 def forward_macs(model: nn.Module) -> int:
-    """Multiply-adds of a forward pass of one image, of the model's image size.
+    """Multiply-adds of the forward pass of one image of the model's image size.
 
-    Matrix products and convolutions alone, the embedding of patches and the head among them.
+    Only matrix products and convolutions count, including the patch embedding and the head.
     """
-    model = with_known(model, scan=True, remat="none", constrain=unconstrained)
-    images = jax.ShapeDtypeStruct((1, *model.image_size, 3), jnp.float32)
+    model = with_known(model, scan=True, remat="none", constrain=unconstrained, forms=PLAIN)
+    images = jax.ShapeDtypeStruct((1, *model.image_size, value_of(model, "channels")), jnp.float32)
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
     return count_flops(model.apply, variables, images) // 2
 
 
 def vit_flops(model: nn.Module) -> int | None:
-    """FLOPs of a forward and a backward pass of one image, by the sizes of a ViT alone.
+    """FLOPs of the forward and the backward pass of one image, from the sizes of a ViT.
 
-    None for a model with a ResNet in it, or with relative positions.
+    None for models with a ResNet or with relative positions.
 
-    Of N tokens of width D a block's products are 2 N D (4 D + 2 F) + 4 N^2 D, F the width of its
-    MLP; the backward pass makes each twice, but for the gradient by the image's pixels.
+    For N tokens of width D and an MLP of width F, a block needs 2 N D (4 D + 2 F) + 4 N^2 D FLOPs.
+    The backward pass costs twice the forward pass, except for the patch embedding, which needs no
+    gradient with respect to the pixels.
     """
     if not isinstance(model, ViT) or isinstance(model, HybridViT) or model.pos_embed == "relative":
         return None
@@ -109,7 +116,7 @@ def vit_flops(model: nn.Module) -> int | None:
     patches = (height // patch_height) * (width // patch_width)
     tokens = patches + model.num_prefix_tokens
     d, f = model.width, model.mlp_dim
-    embedding = 2 * patches * patch_height * patch_width * 3 * d
+    embedding = 2 * patches * patch_height * patch_width * model.channels * d
     layers = model.depth * (2 * tokens * d * (4 * d + 2 * f) + 4 * tokens**2 * d)
     heads = 2 if isinstance(model, DeiT) and model.distillation_head else 1
     head = heads * 2 * d * (model.num_classes or 0) + 2 * d**2 * bool(model.hidden_head)
@@ -119,7 +126,7 @@ def vit_flops(model: nn.Module) -> int | None:
 
 
 class Memory(NamedTuple):
-    """Bytes on one device; `total` is what the program needs at once."""
+    """Bytes on one device; `total` is the program's peak."""
 
     arguments: int
     temporaries: int
@@ -127,9 +134,9 @@ class Memory(NamedTuple):
 
 
 def expected_memory(stats: Any) -> Memory:
-    """What XLA reserves, from `compiled.memory_analysis()` of a `jax.stages.Compiled`.
+    """The memory that XLA reserves; `stats` is `jax.stages.Compiled.memory_analysis()`.
 
-    An output that takes over a donated argument's bytes counts once.
+    An output that reuses a donated argument's bytes counts once.
     """
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -137,6 +144,6 @@ def expected_memory(stats: Any) -> Memory:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """'13.25 GiB', or '512.0 MiB' below one GiB."""
+    """Format a size as '13.25 GiB', or '512.0 MiB' below one GiB."""
     gib = num_bytes / 2**30
     return f"{gib:.2f} GiB" if gib >= 1 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,7 +1,7 @@
-"""Devices: the backend and the mesh.
+"""JAX's backend and the device mesh.
 
-The mesh has the axes replica (across slices), data, fsdp and tensor, all of type Auto; the batch is
-split over the first three.
+The mesh has the axes replica (across slices), data, fsdp and tensor, all of type Auto. The first
+three split the batch.
 """
 
 import glob
@@ -25,7 +25,7 @@ AXES = ("replica", "data", "fsdp", "tensor")
 BATCH_AXES = ("replica", "data", "fsdp")
 PLATFORMS = ("cpu", "gpu", "tpu")
 
-# Device files by which a host shows an accelerator, whether JAX can use it or not.
+# Device files of accelerators; they exist even if JAX cannot use the accelerator.
 _DEVICE_FILES = {
     "NVIDIA GPU": ("/dev/nvidia[0-9]*",),
     "AMD GPU": ("/dev/kfd",),
@@ -34,21 +34,21 @@ _DEVICE_FILES = {
 
 
 def accelerators_on_host() -> list[str]:
-    """The kinds of accelerators whose device files this host has."""
+    """The kinds of accelerators on this host, by their device files."""
     return [kind for kind, files in _DEVICE_FILES.items() if any(map(glob.glob, files))]
 
 
 def start_backend(platform: str | None = None) -> None:
-    """Chooses JAX's backend; call it before anything asks JAX for a device.
+    """Choose JAX's backend; call it before anything asks JAX for a device.
 
-    Where libtpu is installed on a host without TPU, as the planner needs it, JAX would try it and
-    print alarming errors: it is left out there.
+    The planner needs libtpu also on hosts without a TPU. There JAX would try to use it and print
+    alarming errors, so this function disables it.
 
     Args:
-      platform: "cpu", "gpu" or "tpu", which must then be there; None for the best that is.
+      platform: "cpu", "gpu" or "tpu"; None for the best platform available.
 
     Raises:
-      InputError: if `platform` is not what JAX finds.
+      InputError: if JAX finds another platform than `platform`.
     """
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -66,8 +66,8 @@ def start_backend(platform: str | None = None) -> None:
     unused = accelerators_on_host() if jax.default_backend() == "cpu" and platform is None else []
     if unused:
         logger.warning(
-            "running on the CPU, though this host has: %s. Install with pip install -e '.[cuda]' "
-            "or '.[tpu]', or say --config.mesh.platform=cpu",
+            "running on the CPU, although this host has: %s. Install with pip install -e '.[cuda]' "
+            "or '.[tpu]', or set --config.mesh.platform=cpu",
             ", ".join(unused),
         )
 
@@ -75,14 +75,14 @@ def start_backend(platform: str | None = None) -> None:
 def make_mesh(
     *, replica: int | None, data: int, fsdp: int, tensor: int, devices: Sequence | None = None
 ) -> Mesh:
-    """A mesh of all devices (or of `devices`); one axis may be -1, what the others leave.
+    """Make a mesh of all devices (or of `devices`); one axis may be -1 for all remaining devices.
 
-    Of several TPU slices each holds whole replicas, so that the other axes stay on the fast links
-    inside it; `replica` None makes one replica a slice.
+    With several TPU slices, each slice holds whole replicas, so the other axes use the fast links
+    inside a slice. `replica` None makes one replica per slice.
 
     Raises:
-      InputError: if the sizes do not multiply to the number of devices, or `replica` is not a
-        multiple of the slices.
+      InputError: if the product of the sizes is not the number of devices, or `replica` is not a
+        multiple of the number of slices.
     """
     devices = jax.devices() if devices is None else devices
     num_slices = count_slices(devices)
@@ -98,14 +98,14 @@ def make_mesh(
     if math.prod(sizes.values()) != len(devices):
         needed = f"a multiple of {fixed}" if open_axes else fixed
         raise InputError(
-            f"{given}: needs {needed} devices, and there are {len(devices)}; "
-            "change the sizes so that their product is that number, e.g. --config.mesh.data=-1 and "
+            f"{given}: needs {needed} devices, but there are {len(devices)}; "
+            "make the product of the sizes equal to that number, e.g. --config.mesh.data=-1 and "
             "--config.mesh.fsdp=1"
         )
     if sizes["replica"] % num_slices:
         raise InputError(
-            f"mesh.replica={sizes['replica']}: the devices are {num_slices} slices, and each must "
-            f"hold whole replicas; set --config.mesh.replica={num_slices} or a multiple of it"
+            f"mesh.replica={sizes['replica']}: there are {num_slices} slices, and each must hold "
+            f"whole replicas; set --config.mesh.replica={num_slices} or a multiple of it"
         )
     in_slice = (sizes["replica"] // num_slices, *list(sizes.values())[1:])
     over_slices = (num_slices, 1, 1, 1)
@@ -119,45 +119,44 @@ def make_mesh(
 
 
 def count_slices(devices: Sequence) -> int:
-    """TPU slices among `devices`; 1 for others, which JAX may number by host."""
+    """Number of TPU slices among `devices`; 1 for other devices, whose index may mean the host."""
     if devices[0].platform != "tpu":
         return 1
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """How the first axis of a batch is laid out."""
+    """The sharding of a batch: its first axis is split over the batch axes."""
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
 def check_batch_size(mesh: Mesh, size: int, key: str) -> None:
-    """Raises InputError, naming `key`, if a batch of `size` cannot be split over the mesh."""
+    """Raise InputError, naming `key`, if a batch of `size` cannot be split over the mesh."""
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     if size < 1 or size % ways:
         raise InputError(
-            f"{key}={size}: must be a multiple of the {ways} ways in which the mesh splits a "
-            f"batch; try {max(size // ways, 1) * ways}"
+            f"{key}={size}: must be a multiple of {ways}, because the mesh splits a batch "
+            f"{ways} ways; try {max(size // ways, 1) * ways}"
         )
 
 
 def check_accum_steps(mesh: Mesh, size: int, accum_steps: int) -> None:
-    """Raises InputError if `accum_steps` does not divide each device's share of a batch of `size`.
+    """Raise InputError if `accum_steps` does not divide each device's rows of a batch of `size`.
 
-    A microbatch is a part of every device's own rows.
+    A microbatch consists of a part of every device's own rows.
     """
     ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     share = size // ways
     if size % ways == 0 and share % accum_steps:
         good = max(n for n in range(1, min(accum_steps, share) + 1) if share % n == 0)
         raise InputError(
-            f"optimizer.accum_steps={accum_steps}: must divide the {share} rows of "
-            f"global_batch_size={size} on each of the {ways} ways in which the mesh splits a "
-            "batch; choose mesh sizes that split it otherwise, or, for a new run, "
-            f"optimizer.accum_steps={good}"
+            f"optimizer.accum_steps={accum_steps}: must divide {share}, the rows per device of "
+            f"global_batch_size={size}, which the mesh splits {ways} ways; choose other mesh "
+            f"sizes, or, for a new run, optimizer.accum_steps={good}"
         )
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Checks the part of the section `mesh` that needs no device."""
+    """Check the part of the section `mesh` that needs no device."""
     if config.mesh.platform is not None:
         faults.need_known("mesh.platform", config.mesh.platform, PLATFORMS)

@@ -1,13 +1,16 @@
-"""Evaluators: one file each, with its config entry, its check and its run.
+"""Evaluators: one module each, with its config entry, its check and its run.
 
-An evaluator has `run(state) -> {name: float}`, which looks at the state's `params` and
-`model_state` only; every example counts once on any number of hosts.
+An evaluator has `run(state) -> {name: float}`, which reads only `params` and `model_state` of the
+state. Every example counts once, on any number of hosts.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Protocol
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -18,24 +21,28 @@ from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.experiment.state import TrainState
+from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.forms import PLAIN
+from vit_jax.models.layers import unconstrained
 from vit_jax.tree import Params
 
 
 class StateEvaluator(Protocol):
-    """What the loop knows of an evaluator."""
+    """The interface of an evaluator."""
 
     def run(self, state: TrainState) -> dict[str, float]:
-        """{metric: value} of the state's `params` and `model_state`; all processes call it."""
+        """{metric: value} for the state's `params` and `model_state`; all processes call it."""
 
 
 def evaluate(name: str, evaluator: StateEvaluator, state: TrainState) -> dict[str, float]:
-    """{"name/metric": ...} of what the evaluator called `name` finds about `state`.
+    """Run the evaluator called `name` on `state`: {"name/metric": value}.
 
-    Where the state holds an average of the parameters, that is what the metrics are about; those of
-    the parameters themselves follow as "name/metric_raw". Counts are told once.
+    If the state holds a running average of the parameters, the metrics are computed with it; those
+    of the parameters themselves follow as "name/metric_raw". Counts are listed once.
 
     Raises:
-      InputError: naming a key of the evaluator's entry; a NothingToMeasureError on every process.
+      InputError: names a key of the evaluator's entry.
+      NothingToMeasureError: a subclass, raised by every process.
     """
 
     def measure(params: Params) -> dict[str, float]:
@@ -58,10 +65,12 @@ def make_evaluators(
     mesh: Mesh,
     sources: Mapping[SplitKey, Source],
 ) -> dict[str, StateEvaluator]:
-    """{name: evaluator} of `config.evals`, over the sources that `open_sources` gives.
+    """Make the evaluators of `config.evals`: {name: evaluator}.
+
+    `sources` come from `open_sources`.
 
     Raises:
-      InputError: naming the key, for what an evaluator also needs and does not find.
+      InputError: names the key, if an evaluator needs something that is missing.
     """
     faults = Faults()
     evaluators: dict[str, StateEvaluator] = {}
@@ -78,9 +87,54 @@ def make_evaluators(
             std=config.data.std,
             loss=config.loss,
         )
-        make = find_evaluator(entry.type).make
-        evaluator = faults.check(make, inputs, prefix=f"evals.{name}.")
+        kind = find_evaluator(entry.type)
+        several = [k for k, s in inputs.sources.items() if s.multi_label != kind.multi_label]
+        if several:
+            other = "multilabel" if not kind.multi_label else "classification"
+            faults.append(
+                f"evals.{name}.type={entry.type!r}: {several[0]} has "
+                f"{'one label' if kind.multi_label else 'several labels'} an image; needs {other}"
+            )
+            continue
+        evaluator = faults.check(kind.make, inputs, prefix=f"evals.{name}.")
         if evaluator is not None:
             evaluators[name] = evaluator
     collect_faults(faults)
     return evaluators
+
+
+def check_outputs(config: ConfigDict, model: nn.Module, image_size: tuple[int, int]) -> None:
+    """Checks by shapes that `model` gives every evaluator of `config.evals` the output it needs.
+
+    Raises:
+      InputError: naming each evaluator that it cannot serve.
+    """
+    faults: list[str] = []
+    found: dict[str, str] = {}
+    for name, entry in config.evals.items():
+        kind = find_evaluator(entry.type)
+        method = kind.output or ("features" if kind.learns_classes else "__call__")
+        if method not in found:
+            found[method] = _find_output_fault(model, image_size, method)
+        if found[method]:
+            faults.append(f"evals.{name}.type={entry.type!r}: {found[method]}; leave it out")
+    collect_faults(faults)
+
+
+def _find_output_fault(model: nn.Module, image_size: tuple[int, int], method: str) -> str:
+    """Why no evaluator can use what `method` of the model gives, found by shapes; "" if it can."""
+    family = type(model).__name__
+    # Scanned layers are traced in a fraction of the time.
+    plain = with_known(model, scan=True, constrain=unconstrained, forms=PLAIN)
+    images = jax.ShapeDtypeStruct((1, *image_size, value_of(model, "channels")), jnp.float32)
+    needs = "logits (B, C)" if method == "__call__" else f"{method} (B, D)"
+    init = functools.partial(plain.init_with_output, method=method)
+    try:
+        output, _ = jax.eval_shape(init, jax.random.key(0), images)
+    except Exception as e:  # whatever a user's model raises
+        why = " ".join(str(e).split())
+        return f"needs {needs} of the model, and {family}.{method} fails: {why}"
+    if isinstance(output, jax.ShapeDtypeStruct) and output.ndim == 2:
+        return ""
+    found = jax.tree.map(lambda leaf: leaf.shape, output)
+    return f"needs {needs} of the model, and {family}.{method} gives {found}"

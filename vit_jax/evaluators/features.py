@@ -1,4 +1,4 @@
-"""Frozen features of whole splits, on every host: what evaluators that learn from them begin with.
+"""Frozen features of whole splits, gathered on every host, for evaluators that learn from them.
 
 Axes: B images of a batch, N images of a split, D features.
 """
@@ -18,13 +18,15 @@ from vit_jax.evaluators.inputs import OutputFn
 from vit_jax.experiment.state import TrainState
 from vit_jax.tree import Batch
 
+_STD_FLOOR = 1e-5  # of a feature that hardly varies
+
 
 class NothingToMeasureError(InputError):
-    """There is nothing to measure on: found in what was gathered, so by every process alike."""
+    """There is nothing to measure on; follows from gathered data, so every process raises it."""
 
 
 class Features(NamedTuple):
-    """Of the images of a split that could be decoded, in the split's order.
+    """Features of the decodable images of a split, in the split's order.
 
     x_ND: float32 features; label_N: int32; id_N: int32 record ids.
     """
@@ -39,7 +41,7 @@ class FeatureGatherer:
 
     Args:
       features_fn: (state, uint8 images (B, H, W, 3)) -> (B, D).
-      gathered: the sharding by which every process holds the whole of an array.
+      gathered: the sharding that puts a whole array on every process.
     """
 
     def __init__(self, features_fn: OutputFn, gathered: jax.sharding.Sharding):
@@ -50,10 +52,10 @@ class FeatureGatherer:
         self._compute = jax.jit(compute, out_shardings=gathered)
 
     def __call__(self, state: TrainState, batches: Iterable[Batch], split_key: str) -> Features:
-        """The features of the images of `batches` that could be decoded.
+        """Compute the features of all decodable images in `batches`.
 
         Raises:
-          NothingToMeasureError: naming `split_key`, the split's key, if there are none.
+          NothingToMeasureError: if there are none; names `split_key`, the key of the split.
         """
         parts = []
         for x_BD, label_B, id_B, mask_B in fetch(self._compute(state, b) for b in batches):
@@ -63,21 +65,35 @@ class FeatureGatherer:
         return Features(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
+def fit_whitening(x_ND: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Shifts and scales features so that those of `x_ND` have mean 0 and standard deviation 1.
+
+    The function returned maps (M, D) to float64 (M, D).
+    """
+    mean_D = x_ND.mean(axis=0, dtype=np.float64)
+    std_D = x_ND.std(axis=0, dtype=np.float64) + _STD_FLOOR
+
+    def whiten(x_MD: np.ndarray) -> np.ndarray:
+        return (x_MD - mean_D) / std_D
+
+    return whiten
+
+
 def need_images(number: int, split_key: str) -> None:
-    """Raises NothingToMeasureError if a split has no images to learn from or to measure on."""
+    """Raise NothingToMeasureError if `number`, the count of usable images of a split, is 0."""
     if number == 0:
         raise NothingToMeasureError(
-            f"{split_key}: none of the images that the evaluation needs of it can be read; "
-            "the warnings above name the records: repair them, or choose another split"
+            f"{split_key}: none of the images needed for the evaluation can be read; the warnings "
+            "above name the records: repair them, or choose another split"
         )
 
 
 def gather_by_record(read: Callable[[int, int], np.ndarray], num_examples: int) -> np.ndarray:
-    """int32 (num_examples,) of a whole split, of which every process reads its share.
+    """int32 (num_examples,) for a whole split; every process reads its share.
 
     Args:
-      read: (start, stop) -> int32 (stop - start,) of these records.
-      num_examples: of the split.
+      read: (start, stop) -> int32 (stop - start,) for these records.
+      num_examples: size of the split.
     """
     share = -(-num_examples // jax.process_count())
     start = min(jax.process_index() * share, num_examples)
@@ -87,7 +103,7 @@ def gather_by_record(read: Callable[[int, int], np.ndarray], num_examples: int) 
 
 
 def gather_labels(source: Source) -> np.ndarray:
-    """The labels of a whole split, int32 (n,); -1 where one cannot be read."""
+    """Labels of a whole split, int32 (n,); -1 for labels that cannot be read."""
 
     def read(start, stop):
         return read_labels(source, start, stop)

@@ -1,4 +1,4 @@
-"""Results of the devices brought to the host while the devices compute the next."""
+"""Fetches results to the host while the devices compute the next ones."""
 
 import collections
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ _RESULTS_BEHIND = 2  # each may hold its batch on the devices
 
 
 def fetch(results: Iterable[PyTree]) -> Iterator[PyTree]:
-    """Each of `results`, pytrees of arrays as a jitted function returns them, on the host."""
+    """Yield each of `results`, pytrees of arrays from a jitted function, on the host."""
     pending: collections.deque = collections.deque()
     for result in results:
         pending.append(result)

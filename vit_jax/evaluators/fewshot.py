@@ -1,4 +1,4 @@
-"""Few-shot linear evaluation: what a few images a class tell through frozen features.
+"""Few-shot linear evaluation: accuracy of a linear classifier from a few images per class.
 
 Axes: N support images, M test images, D features, C classes.
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 4.1, "Metrics".
@@ -10,25 +10,31 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
+import scipy.linalg
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
-from vit_jax.errors import collect_faults
-from vit_jax.evaluators.features import FeatureGatherer, Features, gather_labels, need_images
+from vit_jax.errors import InputError, collect_faults
+from vit_jax.evaluators.features import (
+    FeatureGatherer,
+    Features,
+    fit_whitening,
+    gather_labels,
+    need_images,
+)
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
 from vit_jax.experiment.state import TrainState
 from vit_jax.tree import Batch
 
 logger = logging.getLogger("vit_jax")
 
-_STD_FLOOR = 1e-5
-_CONSTANT = 100.0  # so large that its weight, the bias, is hardly regularised
+_CONSTANT = 100.0  # large, so that the bias, its weight, is hardly regularised
 
 
 def check_choices(shots: tuple[int, ...], l2: tuple[float, ...], num_draws: int) -> None:
-    """Raises InputError, naming them by their keys, if these are no choices of a `FewShot`."""
+    """Raise InputError, naming the keys, if these are not valid settings of a `FewShot`."""
 
     def positive(numbers, kinds):
         some = isinstance(numbers, tuple) and len(numbers) > 0
@@ -36,7 +42,7 @@ def check_choices(shots: tuple[int, ...], l2: tuple[float, ...], num_draws: int)
 
     faults = []
     if not positive(shots, int):
-        faults.append(f"shots={shots}: needs positive ints, images a class, e.g. 1,5,10,25")
+        faults.append(f"shots={shots}: needs positive ints, images per class, e.g. 1,5,10,25")
     if not positive(l2, int | float):
         faults.append(f"l2={l2}: needs positive numbers, e.g. 1024,")
     if num_draws < 1:
@@ -45,10 +51,10 @@ def check_choices(shots: tuple[int, ...], l2: tuple[float, ...], num_draws: int)
 
 
 def draw_support(labels: np.ndarray, num_classes: int, shots: int, seed: int) -> np.ndarray:
-    """Record ids of `shots` images of each class, drawn at random: int64 (num_classes, shots).
+    """Draw record ids of `shots` images of each class: int64 (num_classes, shots).
 
-    The first k of each row are the draw of k shots. -1 stands where a class has fewer. It is a
-    function of (labels, seed) alone.
+    The first k entries of each row are the draw of k shots. Classes with fewer images are padded
+    with -1. The result depends on (labels, seed) only.
     """
     shuffled = np.random.default_rng(seed).permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
@@ -61,12 +67,24 @@ def draw_support(labels: np.ndarray, num_classes: int, shots: int, seed: int) ->
 
 
 def ridge(x_ND: np.ndarray, y_NC: np.ndarray, l2: float) -> np.ndarray:
-    """The W (D, C) that minimises |x W - y|^2 + l2 |W|^2, by the cheaper of its two forms."""
+    """W (D, C) that minimises |x W - y|^2 + l2 |W|^2; solves the smaller of the two systems.
+
+    Raises:
+      InputError: if `l2` is lost in the rounding of float64.
+    """
     num_examples, width = x_ND.shape
-    if num_examples < width:
-        gram_NN = x_ND @ x_ND.T + l2 * np.eye(num_examples)
-        return x_ND.T @ np.linalg.solve(gram_NN, y_NC)
-    return np.linalg.solve(x_ND.T @ x_ND + l2 * np.eye(width), x_ND.T @ y_NC)
+    dual = num_examples < width
+    gram = x_ND @ x_ND.T if dual else x_ND.T @ x_ND
+    gram += l2 * np.eye(len(gram))
+    target = y_NC if dual else x_ND.T @ y_NC
+    try:
+        solution = scipy.linalg.solve(gram, target, assume_a="pos", check_finite=False)
+    except np.linalg.LinAlgError:
+        raise InputError(
+            f"l2={l2}: too small: the least squares of {num_examples} images with {width} features "
+            "have no unique solution in float64; choose a larger l2"
+        ) from None
+    return x_ND.T @ solution if dual else solution
 
 
 def predict(
@@ -77,43 +95,41 @@ def predict(
     num_classes: int,
     l2: Sequence[float],
 ) -> Iterator[np.ndarray]:
-    """The predicted class of each test image, int (M,), for each weight of `l2`; in float64.
+    """Predicted class of each test image, int (M,), for each weight in `l2`; in float64.
 
-    Features are whitened by the mean and standard deviation of the support set and a constant one
-    is added; targets are 1 for an image's class and -1 for the others.
+    Features are whitened by the mean and standard deviation of the support set, and a constant
+    feature is appended. Targets are 1 for an image's class and -1 for the others.
     """
-    support_ND = support_ND.astype(np.float64)
-    mean_D, std_D = support_ND.mean(axis=0), support_ND.std(axis=0) + _STD_FLOOR
+    whiten = fit_whitening(support_ND)
 
-    def whiten(x):
-        x = (x - mean_D) / std_D
-        return np.concatenate([x, np.full((len(x), 1), _CONSTANT)], axis=1)
+    def with_constant(x):
+        return np.concatenate([whiten(x), np.full((len(x), 1), _CONSTANT)], axis=1)
 
-    support_ND, test_MD = whiten(support_ND), whiten(test_MD.astype(np.float64))
+    support_ND, test_MD = with_constant(support_ND), with_constant(test_MD)
     y_NC = 2.0 * (label_N[:, None] == np.arange(num_classes)) - 1.0
     for weight in l2:
         yield (test_MD @ ridge(support_ND, y_NC, weight)).argmax(axis=1)
 
 
 class FewShot:
-    """Top-1 accuracy by regularised least squares from a few images a class, features frozen.
+    """Top-1 accuracy of regularised least squares on frozen features of a few images per class.
 
-    For each k of `shots`: `{k}shot_top1`, the mean over the draws, and `{k}shot_top1_std`, their
-    sample standard deviation (if there are several). Of several weights `l2` the one counts whose
-    mean on the test split itself is best, which flatters a little; `{k}shot_l2` tells which. A
-    class with fewer than k images gives those that it has.
+    For each k in `shots`: `{k}shot_top1`, the mean over the draws, and `{k}shot_top1_std`, their
+    sample standard deviation (for several draws). Of several weights `l2`, the one with the best
+    mean on the test split itself is reported, which is slightly optimistic; `{k}shot_l2` is that
+    weight. Classes with fewer than k images contribute all they have.
 
-    Draws have the seeds 0, 1, ..., whatever the run's seed, so that runs are compared on the same
-    images. Features are computed on the devices and gathered by every process; each then solves
-    for itself, on its host, the same problem.
+    The draws use the seeds 0, 1, ..., whatever the run's seed, so that all runs are compared on the
+    same images. Features are computed on the devices and gathered by every process; each process
+    then solves the same problem on its host.
 
     Args:
       features_fn: (state, uint8 images (B, H, W, 3)) -> (B, D).
-      labels: () -> the labels of the support split, int (n,), by record id.
-      support_batches: record ids -> batches of these.
+      labels: () -> labels of the support split, int (n,), by record id.
+      support_batches: record ids -> batches of these records.
       test_batches: one pass over the test split.
-      num_classes: of both.
-      gathered: the sharding by which every process holds the whole of an array.
+      num_classes: number of classes in both splits.
+      gathered: the sharding that puts a whole array on every process.
       shots, l2, num_draws: see `fewshot`.
     """
 
@@ -138,7 +154,7 @@ class FewShot:
 
     @functools.cached_property
     def _draws(self) -> list[np.ndarray]:
-        """The record ids of each draw, (C, k) for the largest k."""
+        """Record ids of each draw, (C, k) for the largest k."""
         labels, most = self._labels(), max(self._shots)
         draws = [
             draw_support(labels, self._num_classes, most, seed) for seed in range(self._num_draws)
@@ -147,16 +163,16 @@ class FewShot:
         if short:
             logger.warning(
                 "few-shot: %d of %d classes have fewer than %d images in the support split; "
-                "all that they have are used", short, self._num_classes, most,
+                "using all that they have", short, self._num_classes, most,
             )  # fmt: skip
         return draws
 
     def run(self, state: TrainState) -> dict[str, float]:
-        """The metrics of `state`.
+        """Compute the metrics of `state`.
 
         Raises:
-          InputError: naming the split's key, if no image of the test split, or none of those drawn
-            from the support split, can be read; the same on every process.
+          InputError: on every process, if no image of the test split, or none of those drawn from
+            the support split, can be read; names the key of the split.
         """
         chosen = np.unique(self._draws)
         support_batches = self._support_batches(chosen[chosen >= 0])
@@ -174,7 +190,7 @@ class FewShot:
         return results
 
     def _top1(self, drawn: np.ndarray, support: Features, test: Features) -> list[float]:
-        """The accuracy for each weight of `l2`."""
+        """Accuracy for each weight in `l2`."""
         rows = np.isin(support.id_N, drawn)
         need_images(rows.sum(), "train_split")
         predictions = predict(
@@ -200,21 +216,20 @@ def fewshot(
     l2: tuple[float, ...] = (1024.0,),
     num_draws: int = 3,
 ) -> ConfigDict:
-    """An entry of `evals`: top-1 by least squares from frozen features of a few images a class.
+    """Make an entry of `evals`: top-1 by least squares on frozen features, few images per class.
 
-    For each k of `shots`, k images of each class are drawn from `train_split`, `num_draws` times.
-    `l2` is the weight of the squared norm; of several the best on `test_split` is reported. The
-    classes may be others than those trained on. What else there is means what it means in
-    `classification`.
+    For each k in `shots`, k images of each class are drawn from `train_split`, `num_draws` times.
+    `l2` is the weight of the squared norm; of several, the best on `test_split` is reported. The
+    classes may differ from those trained on. All other arguments are as in `classification`.
 
-    To draw, the labels of all of `train_split` are read, once each time the process starts. From
-    TFRecord files they come with the images, so of a large set take a slice: "train[:5%]".
+    To draw, all labels of `train_split` are read once per start of the process. In TFRecord files
+    they are stored with the images, so use a slice of a large data set: "train[:5%]".
     """
     return typed_entry("fewshot", locals())
 
 
 def make_fewshot(inputs: EvalInputs) -> FewShot:
-    """The evaluator of an entry that `fewshot` made."""
+    """Make the evaluator for an entry from `fewshot`."""
     entry, source = inputs.entry, inputs.source("train_split")
     return FewShot(
         functools.partial(inputs.apply, method="features"),

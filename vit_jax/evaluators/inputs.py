@@ -1,4 +1,4 @@
-"""What evaluators are made from: the data, and a model's outputs on them."""
+"""The inputs of evaluators: the data, and a model's outputs on them."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +23,12 @@ OutputFn = Callable[[TrainState, jax.Array], jax.Array]
 class EvalInputs:
     """The data of one entry of `config.evals`, and the model.
 
-    entry: of `config.evals`.
-    sources: {key of the entry: source} of the splits that it names.
-    host_ops: of its images.
-    image_size: (height, width) that they have afterwards.
-    batch_size: over all devices.
-    mean, std: the model sees (image / 255 - mean) / std.
+    entry: from `config.evals`.
+    sources: {key of the entry: source} for the splits that it names.
+    host_ops: ops applied to its images.
+    image_size: (height, width) after the ops.
+    batch_size: images, over all devices.
+    mean, std: the model's input is (image / 255 - mean) / std.
     loss: the section `loss` of the config.
     """
 
@@ -44,7 +44,7 @@ class EvalInputs:
     loss: ConfigDict
 
     def apply(self, state: TrainState, images: jax.Array, method: str = "__call__") -> jax.Array:
-        """What a method of the model gives for uint8 images (B, H, W, 3), to be jitted."""
+        """Output of a method of the model for uint8 images (B, H, W, 3); to be jitted."""
         variables = {"params": state.params, **state.model_state}
         values = to_value_range(images, self.mean, self.std)
         output = self.model.apply(variables, values, train=False, method=method)
@@ -52,15 +52,16 @@ class EvalInputs:
         return output
 
     def source(self, split_key: str = "split") -> Source:
-        """The source of the split that the entry's key `split_key` names."""
+        """The source of the split that the entry names under `split_key`."""
         return self.sources[split_key]
 
     def batches(
         self, split_key: str = "split", record_ids: np.ndarray | None = None
     ) -> Iterator[Batch]:
-        """Global batches of one pass over that split, or over some of its records.
+        """Global batches of one pass over a split, or over some of its records.
 
-        Raises: InputError naming `ops`, at an image smaller than a crop.
+        Raises:
+          InputError: at an image smaller than a crop; names `ops`.
         """
         return eval_batches(
             self.source(split_key),

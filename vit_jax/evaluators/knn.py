@@ -1,4 +1,4 @@
-"""k nearest neighbours: what the likeness of frozen features tells, without training.
+"""k nearest neighbours: accuracy of a vote among similar images, without training.
 
 Axes: N training images, M test images, D features, C classes, K neighbours.
 Source: Wu et al. 2018 (arXiv:1805.01978), section 3.4.
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
-from vit_jax.errors import collect_faults
+from vit_jax.errors import InputError, collect_faults
 from vit_jax.evaluators.features import FeatureGatherer, Features
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
 from vit_jax.experiment.state import TrainState
@@ -25,7 +25,7 @@ _SIMILARITIES_AT_ONCE = 1 << 26  # 256 MiB of float32
 
 
 def check_neighbours(num_neighbours: tuple[int, ...], temperature: float) -> None:
-    """Raises InputError, naming them by their keys, if these are no choices of a `Knn`."""
+    """Raise InputError, naming the keys, if these are not valid settings of a `Knn`."""
     faults = []
     some = isinstance(num_neighbours, tuple) and len(num_neighbours) > 0
     if not (some and all(type(k) is int and k > 0 for k in num_neighbours)):
@@ -38,10 +38,10 @@ def check_neighbours(num_neighbours: tuple[int, ...], temperature: float) -> Non
 def votes(
     similarity_MN: np.ndarray, label_N: np.ndarray, num_neighbours: int, temperature: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The labels of each row's nearest neighbours, the nearest first, and the weights they have.
+    """Labels and weights of each row's nearest neighbours, nearest first; both (M, K).
 
-    A neighbour of similarity s votes with exp(s / temperature), here in units of the nearest one's
-    vote. Shapes: both (M, K).
+    A neighbour with similarity s has the weight exp(s / temperature), relative to the nearest
+    neighbour's weight.
     """
     num_neighbours = min(num_neighbours, similarity_MN.shape[1])
     nearest_MK = np.argpartition(-similarity_MN, num_neighbours - 1, axis=1)[:, :num_neighbours]
@@ -53,20 +53,20 @@ def votes(
 
 
 class Knn:
-    """Top-1 accuracy of the vote of the nearest training images, features frozen.
+    """Top-1 accuracy of a vote among the nearest training images, by frozen features.
 
-    For each k of `num_neighbours`: `{k}nn_top1`. Likeness is the cosine of the angle between two
-    images' features; each of the k most alike training images votes for its class with the weight
-    exp(cosine / temperature). Where there are fewer than k, all vote.
+    For each k in `num_neighbours`: `{k}nn_top1`. The similarity of two images is the cosine of the
+    angle between their features. Each of the k most similar training images votes for its class
+    with weight exp(similarity / temperature). If there are fewer than k images, all vote.
 
-    Features are computed on the devices and gathered by every process; each then compares its share
-    of the test images with all training images, on its host.
+    Features are computed on the devices and gathered by every process. Each process then compares
+    its share of the test images with all training images, on its host.
 
     Args:
       features_fn: (state, uint8 images (B, H, W, 3)) -> (B, D).
       train_batches, test_batches: one pass over the split.
-      num_classes: of both.
-      gathered: the sharding by which every process holds the whole of an array.
+      num_classes: number of classes in both splits.
+      gathered: the sharding that puts a whole array on every process.
       num_neighbours, temperature: see `knn`.
     """
 
@@ -88,11 +88,10 @@ class Knn:
         self._features = FeatureGatherer(features_fn, gathered)
 
     def run(self, state: TrainState) -> dict[str, float]:
-        """The metrics of `state`.
+        """Compute the metrics of `state`.
 
         Raises:
-          InputError: naming the split's key, if no image of a split can be read; the same on every
-            process.
+          InputError: on every process, if no image of a split can be read; names the split's key.
         """
         train = self._features(state, self._train_batches(), "train_split")
         test = self._features(state, self._test_batches(), "test_split")
@@ -105,7 +104,7 @@ class Knn:
         }
 
     def _hits(self, train: Features, test: Features) -> np.ndarray:
-        """How many test images are classified rightly for each number of neighbours."""
+        """Number of correctly classified test images for each number of neighbours."""
         train_ND = _unit(train.x_ND)
         hits = np.zeros(len(self._num_neighbours), np.int32)
         rows = max(_SIMILARITIES_AT_ONCE // len(train_ND), 1)
@@ -123,7 +122,7 @@ class Knn:
 
 
 def _unit(x_MD: np.ndarray) -> np.ndarray:
-    """Each row with length 1; one of zeros stays so."""
+    """Rows scaled to length 1; rows of zeros stay zero."""
     length_M1 = np.linalg.norm(x_MD, axis=1, keepdims=True)
     return x_MD / np.where(length_M1 > 0, length_M1, 1)
 
@@ -140,25 +139,32 @@ def knn(
     num_neighbours: tuple[int, ...] = (10, 20, 100, 200),
     temperature: float = 0.07,
 ) -> ConfigDict:
-    """An entry of `evals`: top-1 by a vote of the training images nearest in frozen features.
+    """Make an entry of `evals`: top-1 by a vote among the nearest training images.
 
-    For each k of `num_neighbours`; a lower `temperature` gives the nearest of them more weight. The
-    features of all of `train_split` are held on every host. The classes may be others than those
-    trained on. What else there is means what it means in `classification`.
+    Reports one value for each k in `num_neighbours` up to the number of training images. A lower
+    `temperature` gives the nearest images more weight. Every host holds the features of all of
+    `train_split`. The classes may differ from those trained on. All other arguments are as in
+    `classification`.
     """
     return typed_entry("knn", locals())
 
 
 def make_knn(inputs: EvalInputs) -> Knn:
-    """The evaluator of an entry that `knn` made."""
-    entry = inputs.entry
+    """Make the evaluator for an entry from `knn`."""
+    entry, num_images = inputs.entry, inputs.source("train_split").num_examples
+    num_neighbours = tuple(k for k in entry.num_neighbours if k <= num_images)
+    if not num_neighbours:
+        raise InputError(
+            f"num_neighbours={entry.num_neighbours}: train_split has {num_images} images; choose "
+            "numbers up to that"
+        )
     return Knn(
         functools.partial(inputs.apply, method="features"),
         train_batches=functools.partial(inputs.batches, "train_split"),
         test_batches=functools.partial(inputs.batches, "test_split"),
         num_classes=inputs.source("train_split").num_classes,
         gathered=NamedSharding(inputs.mesh, P()),
-        num_neighbours=entry.num_neighbours,
+        num_neighbours=num_neighbours,
         temperature=entry.temperature,
     )
 

@@ -1,4 +1,4 @@
-"""Linear probe: what a linear classifier trained on frozen features gets right.
+"""Linear probe: accuracy of a linear classifier trained on frozen features.
 
 Axes: N training images, M test images, D features, C classes.
 """
@@ -19,28 +19,27 @@ from ml_collections import ConfigDict
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.errors import collect_faults
-from vit_jax.evaluators.features import FeatureGatherer
+from vit_jax.evaluators.features import FeatureGatherer, fit_whitening
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
 from vit_jax.experiment.state import TrainState
 from vit_jax.tree import Batch
 
 logger = logging.getLogger("vit_jax")
 
-_STD_FLOOR = 1e-5
-_HELD_OUT = 0.1  # of the training images, to choose the weight by
+_HELD_OUT = 0.1  # fraction of the training images that selects the weight
 _MAX_STEPS = 1000
-_GRADIENT = 1e-5  # its largest entry where a solution is taken for one
+_GRADIENT = 1e-5  # the fit has converged if no entry of the gradient is larger
 
 
 class Classifier(NamedTuple):
-    """Logits are x W + b."""
+    """A linear classifier; its logits are x W + b."""
 
     kernel_DC: jax.Array
     bias_C: jax.Array
 
 
 def check_weights(l2: tuple[float, ...]) -> None:
-    """Raises InputError, naming the key, if these are no weights of a `LinearProbe`."""
+    """Raise InputError, naming the key, if these are not valid weights of a `LinearProbe`."""
     some = isinstance(l2, tuple) and len(l2) > 0
     if not (some and all(isinstance(w, int | float) and w > 0 for w in l2)):
         collect_faults([f"l2={l2}: needs positive numbers, e.g. 1e-4,1e-2"])
@@ -50,11 +49,11 @@ def check_weights(l2: tuple[float, ...]) -> None:
 def fit(
     x_ND: jax.Array, label_N: jax.Array, counts_N: jax.Array, l2: jax.Array, start: Classifier
 ) -> tuple[Classifier, jax.Array]:
-    """The classifier that minimises the mean cross-entropy + l2 / 2 |W|^2, by L-BFGS from `start`.
+    """Minimise the mean cross-entropy + l2 / 2 |W|^2 by L-BFGS from `start`.
 
-    It is that of scikit-learn's LogisticRegression with C = 1 / (l2 * N). The bias is not
-    regularised. `counts_N` is 0 for what does not count. With it comes the largest entry of the
-    gradient that is left, by which to see whether the steps sufficed.
+    Equals scikit-learn's LogisticRegression with C = 1 / (l2 * N); the bias is not regularised.
+    `counts_N` is 0 for rows that do not count. Returns the classifier and the largest entry of the
+    remaining gradient, which shows whether the fit has converged.
     """
 
     def loss(classifier):
@@ -91,18 +90,18 @@ class LinearProbe:
     """Top-1 accuracy of multinomial logistic regression on frozen features.
 
     Features are whitened by the mean and standard deviation of the training images. Of several
-    weights `l2` the one is taken that classifies best a tenth of the training images, drawn at
-    random and held out; the classifier is then fitted to all of them. The test split is looked at
-    once: `top1`. With a choice of weights `l2` is the one, and `held_out_top1` what it was chosen
-    by.
+    weights `l2`, the one that classifies a held-out tenth of the training images best, drawn at
+    random, is chosen; the classifier is then fitted to all training images. The test split is used
+    once, for `top1`. With several weights, `l2` is the chosen one and `held_out_top1` its accuracy
+    on the held-out tenth.
 
-    Features are gathered by every process; fitting splits the training images over the devices.
+    Every process gathers the features; the fit splits the training images over the devices.
 
     Args:
       features_fn: (state, uint8 images (B, H, W, 3)) -> (B, D).
       train_batches, test_batches: one pass over the split.
-      num_classes: of both.
-      mesh: whose devices fit.
+      num_classes: number of classes in both splits.
+      mesh: devices for the fit.
       l2: see `linear_probe`.
     """
 
@@ -119,25 +118,19 @@ class LinearProbe:
         check_weights(l2)
         self._train_batches, self._test_batches = train_batches, test_batches
         self._num_classes, self._mesh = num_classes, mesh
-        self._l2 = sorted(l2, reverse=True)  # the easiest to fit first, each from the one before
+        self._l2 = sorted(l2, reverse=True)  # easiest fit first; each starts from the previous one
         self._features = FeatureGatherer(features_fn, NamedSharding(mesh, P()))
 
     def run(self, state: TrainState) -> dict[str, float]:
-        """The metrics of `state`.
+        """Compute the metrics of `state`.
 
         Raises:
-          InputError: naming the split's key, if no image of a split can be read; the same on every
-            process.
+          InputError: on every process, if no image of a split can be read; names the split's key.
         """
         train = self._features(state, self._train_batches(), "train_split")
         test = self._features(state, self._test_batches(), "test_split")
-        mean_D = train.x_ND.mean(axis=0, dtype=np.float64)
-        std_D = train.x_ND.std(axis=0, dtype=np.float64) + _STD_FLOOR
-
-        def whiten(x):
-            return ((x - mean_D) / std_D).astype(np.float32)
-
-        train_ND, test_MD = whiten(train.x_ND), whiten(test.x_ND)
+        whiten = fit_whitening(train.x_ND)
+        train_ND, test_MD = (whiten(x).astype(np.float32) for x in (train.x_ND, test.x_ND))
         x_ND, label_N = self._put(train_ND), self._put(train.label_N)
         num_images, width = train_ND.shape
         shapes = (width, self._num_classes), (self._num_classes,)
@@ -162,7 +155,7 @@ class LinearProbe:
         return {"top1": _top1(classifier, test_MD, test.label_N)} | results
 
     def _put(self, column: np.ndarray) -> jax.Array:
-        """A column that every process has, (N, ...), split over the devices, zeros at its end."""
+        """Split (N, ...), which every process has, over the devices, zero-padded at the end."""
         sharding = NamedSharding(self._mesh, P(BATCH_AXES))
         padding = -len(column) % sharding.num_devices
         column = np.pad(column, [(0, padding)] + [(0, 0)] * (column.ndim - 1))
@@ -172,14 +165,14 @@ class LinearProbe:
 def fit_or_warn(
     x_ND: jax.Array, label_N: jax.Array, counts_N: jax.Array, l2: float, start: Classifier
 ) -> Classifier:
-    """`fit`, with a warning where it did not come to its end."""
+    """Run `fit`, and warn if it did not converge."""
     classifier, left = fit(x_ND, label_N, counts_N, l2, start)
     if not jnp.isfinite(left):
-        logger.warning("linear probe: the fit with l2=%g is not finite; are the features?", l2)
+        logger.warning("linear probe: the fit with l2=%g is not finite; check the features", l2)
     elif left > _GRADIENT:
         logger.warning(
-            "linear probe: with l2=%g the gradient is at %.2g after %d steps, and a solution's "
-            "at most at %g; a larger l2 is easier to fit", l2, left, _MAX_STEPS, _GRADIENT,
+            "linear probe: the fit with l2=%g did not converge: gradient %.2g after %d steps, "
+            "needs at most %g; a larger l2 is easier to fit", l2, left, _MAX_STEPS, _GRADIENT,
         )  # fmt: skip
     return classifier
 
@@ -200,18 +193,18 @@ def linear_probe(
     data_dir: str | None = None,
     l2: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
 ) -> ConfigDict:
-    """An entry of `evals`: top-1 of logistic regression on frozen features.
+    """Make an entry of `evals`: top-1 of logistic regression on frozen features.
 
-    `l2` is the weight of half the squared norm beside the mean cross-entropy; of several the best
-    on a tenth of `train_split` is taken, and fitted to all of it. The features of all of
-    `train_split` are held on every host and, split, on the devices. The classes may be others than
-    those trained on. What else there is means what it means in `classification`.
+    `l2` is the weight of half the squared norm, added to the mean cross-entropy. Of several, the
+    best on a tenth of `train_split` is chosen and fitted to all of it. The features of all of
+    `train_split` are held on every host and, split, on the devices. The classes may differ from
+    those trained on. All other arguments are as in `classification`.
     """
     return typed_entry("linear_probe", locals())
 
 
 def make_linear_probe(inputs: EvalInputs) -> LinearProbe:
-    """The evaluator of an entry that `linear_probe` made."""
+    """Make the evaluator for an entry from `linear_probe`."""
     return LinearProbe(
         functools.partial(inputs.apply, method="features"),
         train_batches=functools.partial(inputs.batches, "train_split"),

@@ -1,6 +1,6 @@
-"""ImageNet ReaL: accuracy against the labels that ImageNet's validation images were given anew.
+"""ImageNet ReaL: accuracy against the reassessed labels of ImageNet's validation images.
 
-Axes: B examples, C classes, N records of the split, L the most labels of an image.
+Axes: B examples, C classes, N records of the split, L largest number of labels of an image.
 Source: Beyer et al. 2020 (arXiv:2006.07159), section 4; labels:
 https://github.com/google-research/reassessed-imagenet.
 """
@@ -26,19 +26,19 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.tree import Batch
 
 _FILE_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\b")
-_OTHER_NAME = -1  # in the place of a number
-_NEEDED = "needed: records of files named ILSVRC2012_val_00000001.JPEG and so on"
+_OTHER_NAME = -1  # number of a record whose file name has another form
+_NEEDED = "needs records of files named ILSVRC2012_val_00000001.JPEG and so on"
 
 
 class Real:
-    """top1 and num_examples, of the images that have ReaL labels; the others are left out.
+    """Metrics top1 and num_examples over the images that have ReaL labels.
 
-    An image counts as right if the class of the largest logit is among its labels.
+    A prediction is correct if it is among the labels of the image.
 
     Args:
       logits_fn: (state, uint8 images (B, H, W, 3)) -> logits (B, C).
-      make_batches: one pass over the split, the same number of batches on every process.
-      labels: () -> the classes of each record of the split, int32 (N, L), filled up with -1.
+      make_batches: one pass over the split, with as many batches on every process.
+      labels: () -> the classes of each record of the split, int32 (N, L), padded with -1.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Real:
         return self._read_labels()
 
     def run(self, state: TrainState) -> dict[str, float]:
-        """The metrics of `state` over the split.
+        """Compute the metrics of `state` over the split.
 
         Raises:
-          NothingToMeasureError: if no image of it can be read and has labels.
+          NothingToMeasureError: if no image with labels can be read.
         """
         labels_NL = self._labels
         counts = fetch(self._count(state, batch, labels_NL) for batch in self._make_batches())
@@ -76,10 +76,10 @@ class Real:
 
 
 def read_real_labels(path: str, num_classes: int) -> list[list[int]]:
-    """The classes of ILSVRC2012_val_00000001, ..._00000002 and so on, from a file as real.json.
+    """Read the classes of ILSVRC2012_val_00000001, ..._00000002 and so on, from real.json.
 
     Raises:
-      InputError: naming the key `labels_file`, if there is none, or it holds anything else.
+      InputError: if the file is missing or malformed; names the key `labels_file`.
     """
     try:
         labels = json.loads(epath.Path(path).read_text())
@@ -89,22 +89,22 @@ def read_real_labels(path: str, num_classes: int) -> list[list[int]]:
             raise ValueError("no image has a label")
     except (OSError, ValueError, TypeError) as e:
         raise InputError(
-            f"labels_file={path!r} cannot be read as lists of classes ({e}); take real.json of "
+            f"labels_file={path!r}: cannot be read as lists of classes ({e}); use real.json from "
             "https://github.com/google-research/reassessed-imagenet"
         ) from None
     largest = max(c for classes in labels for c in classes)
     if largest >= num_classes:
         raise InputError(
-            f"labels_file={path!r} has the class {largest}, and the model {num_classes} classes; "
-            "it needs the 1,000 of ImageNet, in their usual order"
+            f"labels_file={path!r}: has class {largest}, but the model has {num_classes} classes; "
+            "needs a model with the 1,000 classes of ImageNet, in their usual order"
         )
     return labels
 
 
 def labels_by_record(labels: list[list[int]], numbers_N: np.ndarray) -> np.ndarray:
-    """int32 (N, L): the labels of the images that `numbers_N` gives of 1, ..., len(labels).
+    """Labels of the images with the given numbers, which count from 1: int32 (N, L).
 
-    Filled up with -1, which is all that an image with the number 0, an unknown one, has.
+    Padded with -1. The number 0 means unknown; such an image gets no labels.
     """
     most = max(map(len, labels))
     table = np.full((len(labels) + 1, most), -1, np.int32)
@@ -114,11 +114,11 @@ def labels_by_record(labels: list[list[int]], numbers_N: np.ndarray) -> np.ndarr
 
 
 def read_numbers(source: Source, start: int, stop: int) -> np.ndarray:
-    """N of the file names ILSVRC2012_val_N of these records, int32.
+    """Numbers N from the file names ILSVRC2012_val_N of these records, int32.
 
-    0 where a name cannot be read, _OTHER_NAME where it is of another kind.
+    0 if the name cannot be read; _OTHER_NAME if it has another form.
     """
-    assert source.file_names is not None  # make_real has looked
+    assert source.file_names is not None  # checked by make_real
     numbers = np.zeros(stop - start, np.int32)
     for i, name in enumerate(source.file_names(start, stop)):
         match = _FILE_NAME.search(name)
@@ -127,13 +127,13 @@ def read_numbers(source: Source, start: int, stop: int) -> np.ndarray:
 
 
 def check_numbers(source: Source, numbers: np.ndarray) -> None:
-    """Raises NothingToMeasureError if `numbers`, of the first records, tell of other file names."""
+    """Raise NothingToMeasureError if a file name, as `read_numbers` returns, has another form."""
     other = np.flatnonzero(numbers == _OTHER_NAME)
     if len(other):
         assert source.file_names is not None
         (name,) = source.file_names(int(other[0]), int(other[0]) + 1)
         raise NothingToMeasureError(
-            f"split: {source.name} {source.split} has a record of the file {name!r}; {_NEEDED}"
+            f"split: {source.name} {source.split} has a record from the file {name!r}; {_NEEDED}"
         )
 
 
@@ -147,37 +147,37 @@ def real(
     data_name: str | None = None,
     data_dir: str | None = None,
 ) -> ConfigDict:
-    """An entry of `evals`: top-1 on ImageNet's validation split by its ReaL labels.
+    """Make an entry of `evals`: top-1 on ImageNet's validation split by the ReaL labels.
 
-    `labels_file` is the path of real.json. The records of `split` are told apart by the names of
-    their files, ILSVRC2012_val_N, so of TFRecord files each process reads its share once more when
-    it starts. What else there is means what it means in `classification`.
+    `labels_file` is the path of real.json. Labels are matched to records by file name,
+    ILSVRC2012_val_N; TFRecord files are read once more for the names, a share by each process, when
+    the process starts. All other arguments are as in `classification`.
     """
     return typed_entry("real", locals())
 
 
 def make_real(inputs: EvalInputs) -> Real:
-    """The evaluator of an entry that `real` made.
+    """Make the evaluator for an entry from `real`.
 
     Raises:
-      InputError: if the labels cannot be read, or do not belong to the records; of those only the
-        first is looked at now.
+      InputError: if the labels cannot be read, or do not belong to the first record; the other
+        records are checked later.
     """
     source, labels_file = inputs.source(), inputs.entry.labels_file
     labels = read_real_labels(labels_file, source.num_classes)
     if source.file_names is None:
         raise InputError(
-            f"split: {source.name} {source.split} does not tell its records' file names; {_NEEDED}"
+            f"split: {source.name} {source.split} does not provide file names; {_NEEDED}"
         )
     check_numbers(source, read_numbers(source, 0, 1))
 
     def read_labels():
         numbers_N = gather_by_record(functools.partial(read_numbers, source), source.num_examples)
-        check_numbers(source, numbers_N)  # on every process alike, though one alone has read them
+        check_numbers(source, numbers_N)  # raises on every process, whichever has read the record
         if numbers_N.max() > len(labels):
             raise NothingToMeasureError(
-                f"labels_file={labels_file!r} has the labels of {len(labels)} images, and the "
-                f"split one with the number {numbers_N.max()}"
+                f"labels_file={labels_file!r}: has labels for {len(labels)} images, but the split "
+                f"has image number {numbers_N.max()}"
             )
         return labels_by_record(labels, numbers_N)
 

@@ -1,1 +1,1 @@
-"""From a resolved config to a compiled training step."""
+"""Builds a compiled training step from a resolved config."""

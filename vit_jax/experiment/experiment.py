@@ -1,4 +1,4 @@
-"""From a resolved config to the objects of a run, the same for training and for planning."""
+"""Builds the objects of a run from a resolved config, for training as well as for planning."""
 
 import dataclasses
 import functools
@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from vit_jax import tree
 from vit_jax.config import model_fields, optimizer_fields, step_fields
 from vit_jax.data import (
     check_order,
@@ -23,9 +25,11 @@ from vit_jax.data.ops import Op
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.compiler import compiler_options
 from vit_jax.devices.flops import count_flops, jaxpr_flops
+from vit_jax.devices.kernels import KERNELS, choose_forms
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.devices.sharding import constrain, state_shardings
 from vit_jax.errors import Faults
+from vit_jax.experiment.data_size import RULES
 from vit_jax.experiment.durations import parse_durations, parse_milestones
 from vit_jax.experiment.layer_norms import make_layer_norms
 from vit_jax.experiment.optimizers import make_optimizer
@@ -39,8 +43,8 @@ from vit_jax.experiment.step import (
     make_train_step,
 )
 from vit_jax.models import create_model
-from vit_jax.models.attention import choose_attention
-from vit_jax.models.fields import field_names, with_known
+from vit_jax.models.fields import field_names, value_of, with_known
+from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
 from vit_jax.objectives import OBJECTIVES, make_objective
 from vit_jax.objectives.supervised import make_loss
@@ -50,16 +54,17 @@ logger = logging.getLogger("vit_jax")
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """What a config describes, on a mesh; nothing is computed or placed on a device yet.
+    """The model, schedule and jitted functions of a config on a mesh; nothing is computed yet.
 
-    To be used under `jax.set_mesh(mesh)`.
+    Use it under `jax.set_mesh(mesh)`.
 
-    model, schedule: of the config.
-    durations: {key: steps} of every duration that the config sets.
-    init: () -> TrainState, jitted, sharded.
-    train_step: (state, batch) -> (state, metrics), jitted; the state is donated.
-    layer_norms: (state, batch) -> norms by layer of that step, jitted; the state is kept.
-    abstract_state, abstract_batch: shapes and dtypes of a step's arguments, with their shardings.
+    model, schedule: as configured.
+    durations: {key: steps} for every duration that the config sets.
+    init: () -> TrainState, jitted and sharded.
+    train_step: (state, batch) -> (state, metrics), jitted; donates the state.
+    layer_norms: (state, batch) -> norms by layer for that step, jitted; keeps the state.
+    abstract_state, abstract_batch: shapes, dtypes and shardings of the arguments of a step.
+    freeze: regex over the names of parameters that do not change; None: all change.
     """
 
     model: nn.Module
@@ -70,58 +75,77 @@ class Experiment:
     layer_norms: JittedStep[Metrics]
     abstract_state: TrainState
     abstract_batch: AbstractBatch
+    freeze: str | None = None
 
     @property
     def shardings(self) -> TrainState:
-        """Of every leaf of the state."""
+        """The sharding of every leaf of the state."""
         return jax.tree.map(lambda x: x.sharding, self.abstract_state)
 
     def lower(self) -> jax.stages.Lowered:
-        """The training step, for the devices of its mesh, which need not be there.
+        """Lower the training step for the devices of its mesh, which need not be present.
 
-        Training, planning and measuring all compile this.
+        Training, planning and benchmarks all compile this program.
         """
-        return self.train_step.lower(self.abstract_state, self.abstract_batch)
+        return self.trace().lower()
+
+    def trace(self) -> jax.stages.Traced:
+        """The training step before it is lowered."""
+        return self.train_step.trace(self.abstract_state, self.abstract_batch)
 
     @functools.cached_property
     def flops_per_step(self) -> int:
-        """FLOPs of the training step, over all devices, with what rematerialisation adds."""
-        traced = self.train_step.trace(self.abstract_state, self.abstract_batch)
-        return jaxpr_flops(traced.jaxpr.jaxpr)
+        """FLOPs of a training step over all devices, including rematerialisation."""
+        return jaxpr_flops(self.trace().jaxpr.jaxpr)
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps in the whole run."""
         return self.durations["duration"]
 
     @property
     def num_params(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters in the model."""
         return sum(x.size for x in jax.tree.leaves(self.abstract_state.params))
+
+    @property
+    def num_trained(self) -> int:
+        """Number of parameters that are not frozen."""
+        params = self.abstract_state.params
+        if self.freeze is None:
+            return self.num_params
+        trained = jax.tree.map(
+            lambda leaf, frozen: leaf.size - leaf.size * np.mean(frozen),
+            params,
+            tree.mask(params, self.freeze),
+        )
+        return round(sum(jax.tree.leaves(trained)))
 
     @functools.cached_property
     def flops_per_image(self) -> int:
-        """FLOPs of a forward and a backward pass, without what rematerialisation adds."""
-        model = with_known(self.model, remat="none", constrain=unconstrained)
+        """FLOPs of a forward and a backward pass for one image, without rematerialisation."""
+        model = with_known(self.model, remat="none", constrain=unconstrained, forms=PLAIN)
 
         def loss(params, images):
             logits = model.apply({"params": params, **self.abstract_state.model_state}, images)
             assert isinstance(logits, jax.Array)
             return logits.sum()
 
-        images = jax.ShapeDtypeStruct((1, *self.model.image_size, 3), jnp.float32)
+        images = jax.ShapeDtypeStruct(
+            (1, *self.model.image_size, value_of(self.model, "channels")), jnp.float32
+        )
         return count_flops(jax.grad(loss), self.abstract_state.params, images)
 
 
 def make_experiment(
     config: ConfigDict, mesh: Mesh, preprocessing: Preprocessing | None = None
 ) -> Experiment:
-    """The experiment of a config in which `data.num_classes` and `data.num_examples` are set.
+    """Build the experiment of a config with known `data.num_classes` and `data.num_examples`.
 
-    `preprocessing` is that of the config; None: it has not been parsed yet.
+    `preprocessing`: the config's, if it has been parsed already.
 
     Raises:
-      InputError: for what the config's first validation cannot see.
+      InputError: for faults that `validation.validate` cannot find.
     """
     if None in (config.data.num_classes, config.data.num_examples):
         raise ValueError(
@@ -130,14 +154,15 @@ def make_experiment(
     image_size, _, device_ops, _ = preprocessing or parse_preprocessing(config)
     durations = parse_durations(config)
     model = make_model(config, image_size, mesh)
-    schedule = _make_schedule(config, durations)
+    schedule = make_config_schedule(config, durations)
     tx = make_optimizer(**optimizer_fields(config), schedule=schedule)
     objective = make_objective(model, make_loss(**config.loss), **config.objective)
     parts = (objective, tx, _make_transform(config, device_ops), config.seed)
     step = step_fields(config)
 
     with_ema = config.optimizer.ema_decay is not None
-    init = functools.partial(init_state, model, tx, image_size, config.seed, with_ema=with_ema)
+    one_image = with_known(model, forms=PLAIN)  # which kernels do not split over devices
+    init = functools.partial(init_state, one_image, tx, image_size, config.seed, with_ema=with_ema)
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(init)
     shardings, batch = state_shardings(shapes, mesh), batch_sharding(mesh)
@@ -158,25 +183,27 @@ def make_experiment(
             in_shardings=(shardings, batch),
         ),
         abstract_state=_with_sharding(shapes, shardings),
-        abstract_batch=_batch_shapes(config.global_batch_size, image_size, batch),
+        abstract_batch=_batch_shapes(config, image_size, batch),
+        freeze=step["freeze"],
     )
 
 
 def make_model(config: ConfigDict, image_size: tuple[int, int], mesh: Mesh) -> nn.Module:
-    """The model of a resolved config, laid out over `mesh`, with its fastest form of attention."""
+    """The model of a resolved config, sharded over `mesh`, in the fastest forms for it."""
     model = create_model(
         config.model.name,
         config.data.num_classes,
         image_size,
+        channels=config.data.channels,
         **model_fields(config),
     )
-    attend = choose_attention(mesh.devices.flat[0].platform)
-    model = with_known(model, constrain=constrain, attend=attend)
+    model = choose_forms(with_known(model, constrain=constrain), mesh, config.model.kernels)
     _warn_of_uneven_split(model, mesh)
     return model
 
 
-def _make_schedule(config: ConfigDict, durations: Mapping[str, int]) -> Schedule:
+def make_config_schedule(config: ConfigDict, durations: Mapping[str, int]) -> Schedule:
+    """The learning rate of a resolved config, whose durations in steps are `durations`."""
     return make_schedule(
         config.schedule.name,
         peak_lr=config.optimizer.peak_lr,
@@ -200,7 +227,7 @@ def _make_transform(config: ConfigDict, device_ops: Sequence[Op]) -> DeviceTrans
 
 
 def _pair_distance(config: ConfigDict, mixes: bool) -> int:
-    """Raises InputError if data.ops `mixes` and a batch is not made of pairs so far apart."""
+    """Distance of paired rows; raises InputError if data.ops `mixes` and the order has no pairs."""
     d = config.data
     batch = {"global_batch_size": config.global_batch_size, "repeats": d.repeats}
     name, streams = resolve_order(d.order, d.streams, num_examples=d.num_examples, **batch)
@@ -214,8 +241,8 @@ def _warn_of_uneven_split(model: nn.Module, mesh: Mesh) -> None:
     uneven = [field for field in split if getattr(model, field) % tensor]
     if uneven:
         logger.warning(
-            "mesh.tensor=%d does not divide %s: activations are copied between devices instead of "
-            "split; choose a size that does",
+            "mesh.tensor=%d does not divide %s: activations are replicated instead of split; "
+            "choose a size that divides them",
             tensor,
             " and ".join(f"model.{f}={getattr(model, f)}" for f in uneven),
         )
@@ -230,21 +257,31 @@ def _with_sharding(shapes: TrainState, shardings: TrainState) -> TrainState:
 
 
 def _batch_shapes(
-    size: int, image_size: tuple[int, int], sharding: jax.sharding.Sharding
+    config: ConfigDict, image_size: tuple[int, int], sharding: jax.sharding.Sharding
 ) -> AbstractBatch:
     array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    size = config.global_batch_size
+    label = array((size,), jnp.int32)
+    if config.data.multi_label:
+        label = array((size, config.data.num_classes), jnp.float32)
     return {
-        "image": array((size, *image_size, 3), jnp.uint8),
-        "label": array((size,), jnp.int32),
+        "image": array((size, *image_size, config.data.channels), jnp.uint8),
+        "label": label,
         "mask": array((size,), jnp.float32),
         "id": array((size,), jnp.int32),
     }
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Checks the sections objective, loss, optimizer and schedule."""
+    """Check the sections objective, loss, optimizer and schedule, and model.kernels."""
+    faults.need_known("model.kernels", config.model.kernels, KERNELS)
     faults.need_known("objective.name", config.objective.name, OBJECTIVES)
     faults.check(make_loss, **config.loss)
+    faults.need(
+        not (config.data.multi_label and config.loss.name == "softmax"),
+        "loss.name='softmax': makes the classes of an image compete, and data.multi_label gives it "
+        "several; set --config.loss.name=sigmoid",
+    )
     faults.check(make_optimizer, **optimizer_fields(config), schedule=lambda step: 0.0)
     accum_steps, size = config.optimizer.accum_steps, config.global_batch_size
     faults.check(check_step, accum_steps, config.optimizer.ema_decay)
@@ -252,5 +289,10 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         size is None or accum_steps < 1 or size % accum_steps == 0,
         f"optimizer.accum_steps={accum_steps}: must divide global_batch_size={size}",
     )
+    if config.schedule.rule is not None:
+        faults.need_known("schedule.rule", config.schedule.rule, RULES)
+    last_layers = config.optimizer.last_layers
+    if last_layers is not None:
+        faults.need_positive("optimizer.last_layers", last_layers)
     peak_lr = config.optimizer.peak_lr or 0.0
     faults.check(make_schedule, config.schedule.name, peak_lr=peak_lr, total_steps=1)

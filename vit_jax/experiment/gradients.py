@@ -1,10 +1,10 @@
-"""Gradients of an objective over a global batch, in one piece or in microbatches.
+"""Gradients of an objective over a global batch, computed at once or in microbatches.
 
-The transformed batch is split into A = `accum_steps` microbatches, the i-th of the rows i, i + A,
-i + 2A, ..., so that every device keeps its own rows. Their gradients and sums are added, in
-float32, and divided once, by the weight of the whole batch. So a batch gives the same step whatever
-A is, but for rounding, and for what the model draws (microbatch i from fold_in(key, i)) or carries
-from one microbatch to the next in `model_state`.
+The transformed batch is split into A = `accum_steps` microbatches. Microbatch i holds the rows i,
+i + A, i + 2A, ..., so that no row moves to another device. Gradients and sums of all microbatches
+are added in float32 and divided once, by the weight of the whole batch. The result is the same for
+every A, apart from rounding, the model's random draws (microbatch i uses fold_in(key, i)), and the
+`model_state` that passes from one microbatch to the next.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def make_gradients(
     accum_steps: int,
     freeze: str | None,
 ) -> Gradients:
-    """gradients(state, batch) -> (of the mean loss, the objective's sums)."""
+    """Make gradients(state, batch) -> (gradients of the mean loss, the objective's sums)."""
 
     def objective_of(params, model_state, batch, key):
         if freeze is not None:
@@ -85,14 +85,14 @@ def make_gradients(
 
 
 def at_least_one(weight: jax.Array) -> jax.Array:
-    return jnp.maximum(weight, 1.0)  # a batch may be masked altogether
+    return jnp.maximum(weight, 1.0)  # all rows of a batch may be masked
 
 
 def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:
-    """(B, ...) -> (B / A, A, ...): microbatch i is [:, i], and the first axis lies as before."""
+    """(B, ...) -> (B / A, A, ...): microbatch i is [:, i]; the first axis keeps its sharding."""
     if x.shape[0] % accum_steps:
         raise InputError(
-            f"optimizer.accum_steps={accum_steps}: does not divide the batch of {x.shape[0]}"
+            f"optimizer.accum_steps={accum_steps}: must divide the batch of {x.shape[0]} rows"
         )
     return x.reshape(x.shape[0] // accum_steps, accum_steps, *x.shape[1:])
 

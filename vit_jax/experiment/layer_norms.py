@@ -21,14 +21,14 @@ def make_layer_norms(
     accum_steps: int = 1,
     freeze: str | None = None,
 ) -> Step[Metrics]:
-    """norms(state, batch) -> scalars of the step that `state` has before it; pure.
+    """Make norms(state, batch) -> scalars for the step that starts from `state`; pure.
 
     For each PART of `tree.parts(params)`: `grad_norm/PART` (before clipping), `param_norm/PART`
-    (before the update), `update_norm/PART`, and `update_ratio/PART`, update over parameter norm (0
-    where that is 0). The arguments are those of `make_train_step`.
+    (before the update), `update_norm/PART`, and `update_ratio/PART` = update_norm / param_norm, 0
+    if param_norm is 0. Takes the same arguments as `make_train_step`.
 
-    It computes the gradients once more. In the training step itself they would have been for
-    nothing, but they would have made it another program, which the compiler may round otherwise.
+    The gradients are computed a second time. Adding the norms to the training step would avoid
+    this, but change its program and thus, possibly, its rounding.
     """
     gradients = make_gradients(objective, transform, seed, accum_steps, freeze)
 
@@ -51,7 +51,7 @@ def make_layer_norms(
 
 
 def _norms_by_part(leaves: optax.Updates) -> Metrics:
-    """{part: Euclidean norm of all that belongs to it} of a tree like the parameters."""
+    """{part: Euclidean norm of its leaves} for a tree like the parameters."""
     squares: Metrics = {}
     for name, leaf in tree.flatten_names(leaves).items():
         axes = tuple(range(int(tree.is_stacked(name)), leaf.ndim))

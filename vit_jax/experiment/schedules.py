@@ -12,8 +12,8 @@ where decay(t), with T = total_steps - warmup_steps, is
     rsqrt     sqrt(timescale / (timescale + t))
     multistep 0.1^(number of milestones reached)
 
-With a warm-up, the first update (step 0) has the rate 0. A step after the end of the run has the
-rate of the end.
+With a warm-up, the first update (step 0) has learning rate 0. Steps after the end of the run have
+the final rate.
 
 Sources: linear and cosine: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 3; rsqrt with
 cooldown: Zhai et al. 2021 (arXiv:2106.04560), section 3.5; multistep: Kolesnikov et al. 2019
@@ -29,16 +29,16 @@ import jax.numpy as jnp
 
 from vit_jax.errors import InputError, nearest
 
-# The number of an update, from 0 -> its learning rate, a float32 scalar.
+# Number of the update, from 0 -> learning rate, a float32 scalar.
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array | float]
 
 
 class Decay(NamedTuple):
-    """The run's figures that a decay depends on, in steps.
+    """Numbers that a decay depends on, in steps.
 
-    span: from the warm-up's end to the run's.
-    timescale: of rsqrt.
-    milestones: of multistep, counted from the warm-up's end.
+    span: from the end of the warm-up to the end of the run.
+    timescale: for rsqrt.
+    milestones: for multistep, counted from the end of the warm-up.
     """
 
     span: int
@@ -46,7 +46,7 @@ class Decay(NamedTuple):
     milestones: Sequence[int]
 
 
-# Each maps (steps since the warm-up's end, a `Decay`) to a factor of the peak learning rate.
+# name -> function of (steps since the end of the warm-up, a `Decay`): a factor of the peak rate.
 SCHEDULES: dict[str, Callable[[jax.Array, Decay], jax.Array | float]] = {
     "constant": lambda since, decay: jnp.ones_like(since),
     "linear": lambda since, decay: 1 - since / decay.span,
@@ -66,32 +66,32 @@ def make_schedule(
     timescale: int = 10_000,
     milestones: Sequence[int] = (),
 ) -> Schedule:
-    """The learning rate as a function of the step: a float32 scalar, safe under jit.
+    """Make the learning rate as a function of the step: a float32 scalar, usable under jit.
 
-    The equations stand at the top of this module.
+    The equations are at the top of this module.
 
     Args:
       name: a key of `SCHEDULES`.
-      peak_lr: the rate at the end of the warm-up.
-      total_steps: the whole run, warm-up and cooldown included.
-      warmup_steps: linear from 0.
-      cooldown_steps: linear to 0 at the end of the run, on top of the decay.
-      timescale: of rsqrt, in steps.
-      milestones: of multistep, in steps from the start of the run; each divides the rate by 10.
+      peak_lr: learning rate at the end of the warm-up.
+      total_steps: length of the run, including warm-up and cooldown.
+      warmup_steps: the rate rises linearly from 0.
+      cooldown_steps: the rate falls linearly to 0 at the end of the run, on top of the decay.
+      timescale: for rsqrt, in steps.
+      milestones: for multistep, in steps from the start of the run; each divides the rate by 10.
 
     Raises:
-      InputError: an unknown name, or numbers that fit no run.
+      InputError: if the name is unknown, or the numbers do not fit together.
     """
     if name not in SCHEDULES:
-        raise InputError(f"schedule.name={name!r} is unknown; {nearest(name, list(SCHEDULES))}")
+        raise InputError(f"schedule.name={name!r}: unknown; {nearest(name, list(SCHEDULES))}")
     if peak_lr < 0:
-        raise InputError(f"optimizer.peak_lr={peak_lr} must be at least 0")
+        raise InputError(f"optimizer.peak_lr={peak_lr}: must be at least 0")
     if timescale <= 0:
-        raise InputError(f"schedule.timescale={timescale} must be more than 0 steps")
+        raise InputError(f"schedule.timescale={timescale}: must be more than 0 steps")
     _check_spans(total_steps, warmup_steps, cooldown_steps, milestones)
     factor = SCHEDULES[name]
     decay = Decay(
-        span=max(total_steps - warmup_steps, 1),  # 1: the run is all warm-up and never decays
+        span=max(total_steps - warmup_steps, 1),  # avoids 0 / 0 if the run is all warm-up
         timescale=timescale,
         milestones=[at - warmup_steps for at in milestones],
     )
@@ -111,9 +111,9 @@ def make_schedule(
 def _check_spans(
     total_steps: int, warmup_steps: int, cooldown_steps: int, milestones: Sequence[int]
 ) -> None:
-    """Raises InputError for parts of a schedule that do not fit into the run."""
+    """Raise InputError if the parts of a schedule do not fit into the run."""
     if total_steps < 1:
-        raise InputError(f"duration is {total_steps} steps; give at least one")
+        raise InputError(f"duration: is {total_steps} steps; must be at least one")
     if warmup_steps + cooldown_steps > total_steps:
         raise InputError(
             f"schedule.warmup ({warmup_steps} steps) and schedule.cooldown ({cooldown_steps} "
@@ -122,7 +122,7 @@ def _check_spans(
     bounds = [warmup_steps, *milestones, total_steps]
     if milestones and any(now >= then for now, then in itertools.pairwise(bounds)):
         raise InputError(
-            f"schedule.milestones={list(milestones)} (steps) must rise, between the warm-up's end "
-            f"({warmup_steps}) and the run's ({total_steps}); set --config.schedule.milestones and "
-            "--config.schedule.warmup with the duration"
+            f"schedule.milestones={list(milestones)} (steps): must increase, and lie between the "
+            f"end of the warm-up ({warmup_steps}) and of the run ({total_steps}); set "
+            "--config.schedule.milestones and --config.schedule.warmup to match the duration"
         )

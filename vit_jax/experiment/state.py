@@ -1,4 +1,4 @@
-"""The state of a run: all that a step takes and gives back."""
+"""The train state: everything that a step takes and returns."""
 
 import flax.linen as nn
 import flax.struct
@@ -6,17 +6,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from vit_jax.models.fields import value_of
 from vit_jax.tree import ModelState, Params
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """All that a run carries from step to step.
+    """Everything that a run carries from step to step.
 
-    step: int32 scalar, the number of updates made.
+    step: int32 scalar, number of updates made so far.
     params: float32 parameters.
-    model_state: what else the model carries (batch statistics); {} where there is none.
-    opt_state: the optimizer's.
-    ema: the running average of the parameters, float32, a tree like `params`; {} where it is off.
+    model_state: other variables of the model, such as batch statistics; {} if it has none.
+    opt_state: state of the optimizer.
+    ema: running average of the parameters, float32, a tree like `params`; {} if it is off.
     """
 
     step: jax.Array
@@ -35,7 +36,7 @@ def init_state(
     with_ema: bool = False,
 ) -> TrainState:
     """The state before the first step; pure, to be jitted with its shardings."""
-    images = jnp.zeros((1, *image_size, 3))
+    images = jnp.zeros((1, *image_size, value_of(model, "channels")))
     model_state = dict(model.init(jax.random.key(seed), images))
     params = model_state.pop("params")
     state = TrainState(jnp.zeros((), jnp.int32), params, model_state, tx.init(params))
@@ -43,8 +44,8 @@ def init_state(
 
 
 def start_from(state: TrainState, params: Params) -> TrainState:
-    """`state` with other parameters, from which their average begins too, where it is on.
+    """`state` with `params` as its parameters and, as a copy, its running average.
 
-    The average has arrays of its own, so that the whole state can be donated.
+    The average gets its own arrays, so that the whole state can be donated.
     """
     return state.replace(params=params, ema=jax.tree.map(jnp.copy, params))

@@ -1,4 +1,4 @@
-"""The training step: state and batch in, state and metrics out."""
+"""The training step: (state, batch) -> (state, metrics)."""
 
 from typing import Protocol, TypeVar
 
@@ -42,25 +42,25 @@ def make_train_step(
     ema_decay: float | None = None,
     freeze: str | None = None,
 ) -> Step[tuple[TrainState, Metrics]]:
-    """step(state, batch) -> (state, metrics); pure.
+    """Make step(state, batch) -> (state, metrics); pure.
 
-    Its randomness depends on (seed, state.step) only, and `transform`'s also on the row of the
-    global batch. With `accum_steps` the batch goes through in microbatches (gradients.py).
+    Randomness depends on (seed, state.step) only; in `transform` also on the row of the global
+    batch. With `accum_steps` the batch is processed in microbatches (gradients.py).
 
-    With `ema_decay`, after the update that follows `step` others:
+    With `ema_decay`, the update after `step` earlier ones is followed by
 
         ema <- d * ema + (1 - d) * params,  d = min(ema_decay, (1 + step) / (10 + step))
 
-    so that the average of a short run does not stay at the start.
+    so that in a short run the average does not stay near the initial parameters.
 
     Args:
       objective: (params, model_state, batch, rng) -> sums over the batch.
       tx: the optimizer.
-      transform: (batch, keys (B,)) -> batch with float32 images in the value range.
-      seed: of the run.
-      accum_steps: microbatches; it divides each device's share of the batch.
-      ema_decay: of the running average of the parameters; None: there is none.
-      freeze: as in `make_optimizer`; what it matches has no gradient.
+      transform: (batch, keys (B,)) -> batch with float32 images in the model's value range.
+      seed: the run's seed.
+      accum_steps: number of microbatches; must divide each device's share of the batch.
+      ema_decay: decay of the running average of the parameters; None: no average.
+      freeze: as in `make_optimizer`; matching parameters get no gradient.
 
     Raises:
       InputError: if a number is out of range.
@@ -91,17 +91,19 @@ def make_train_step(
 
 
 def average(state: TrainState, params: optax.Params, ema_decay: float) -> Params:
-    """The running average of the parameters after the update from `state` to `params`."""
+    """Running average of the parameters after the update from `state` to `params`."""
     keep = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
-    # In this form the average of what does not change does not change either.
+    # Written this way, the average of constant parameters stays exactly constant.
     return jax.tree.map(lambda e, p: e + (1.0 - keep) * (p - e), state.ema, params)
 
 
 def check_step(accum_steps: int, ema_decay: float | None) -> None:
-    """Raises InputError for numbers out of range."""
+    """Raise InputError if a number is out of range."""
     faults = []
     if accum_steps < 1:
-        faults.append(f"optimizer.accum_steps={accum_steps}: needs a positive number; 1 is off")
+        faults.append(
+            f"optimizer.accum_steps={accum_steps}: needs a positive number; 1 turns it off"
+        )
     if ema_decay is not None and not 0.0 < ema_decay < 1.0:
-        faults.append(f"optimizer.ema_decay={ema_decay}: needs a number between 0 and 1, or None")
+        faults.append(f"optimizer.ema_decay={ema_decay}: must be between 0 and 1, or None")
     collect_faults(faults)

@@ -1,1 +1,1 @@
-"""A trained model at work: evaluation and prediction."""
+"""Evaluation and prediction with trained models."""

@@ -1,8 +1,7 @@
-"""Evaluation without training: of a run from its workdir alone, and of a model from anywhere."""
+"""Evaluation without training: of a run in its workdir, and of a model from any source."""
 
 import logging
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import flax.linen as nn
 import jax
@@ -17,37 +16,50 @@ from vit_jax.checkpoints import restore
 from vit_jax.config.evals import find_evaluator, learning_kinds
 from vit_jax.data import Source
 from vit_jax.data.preprocessing import parse_preprocessing
+from vit_jax.devices.kernels import choose_forms
 from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
 from vit_jax.evaluators import evaluate as evaluate_one
-from vit_jax.evaluators import make_evaluators
+from vit_jax.evaluators.classification import Classification, Examples, Observed
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
-from vit_jax.models.attention import choose_attention
-from vit_jax.models.fields import check_fields, with_known
+from vit_jax.models.fields import check_fields, value_of, with_known
 from vit_jax.training.agreement import compare_findings, compare_requests, compare_weights
 from vit_jax.training.prepare import check_mesh, prepare
-from vit_jax.training.sources import adopt_holdout, check_evaluated_images, open_sources
+from vit_jax.training.sources import (
+    SYNSET,
+    adopt_holdout,
+    check_evaluated_images,
+    open_sources,
+)
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.rules import Pretrained, loss_of
-from vit_jax.transfer.workdir import ops_on_pixels, warn_of_borders
+from vit_jax.transfer.workdir import ops_on_pixels, read_class_names, warn_of_borders
 
 logger = logging.getLogger("vit_jax")
 
-_SYNSET = re.compile(r"n\d{8}")  # as data sets call the classes of ImageNet, and models do not
+# Called with an evaluator's name, its predictions and its data, once for each classification; on
+# every process.
+See = Callable[[str, Examples, Source], None]
 
 
-def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
-    """{"step": ..., "test/top1": ..., ...} of the newest valid checkpoint; writes nothing.
+def evaluate(
+    config: ConfigDict, workdir: epath.PathLike, see: See | None = None
+) -> dict[str, float]:
+    """Evaluate the newest valid checkpoint: {"step": ..., "test/top1": ..., ...}; writes nothing.
 
-    `config` is that of the run, resolved (`stored_config.read_config(workdir)`).
+    `config` is the run's resolved config (`stored_config.read_config(workdir)`). `see` gets the
+    prediction for each image.
 
     Raises:
-      InputError: if there is no checkpoint that can be read.
+      InputError: if no checkpoint can be read.
     """
     run = prepare(config, workdir, training=False)
     workdir = run.workdir
+    names = read_class_names(workdir)
+    _warn_of_other_classes(run.config, names, str(workdir), run.sources)
     _warn_of_older_behaviour(run.config, workdir)
     warn_of_borders(run.config, run.sources)
     saved = restore.saved_steps(workdir / "checkpoints")
@@ -60,15 +72,19 @@ def evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, float]:
         }
         restored = restore.restore_newest(workdir / "checkpoints", wanted, partial=True)
         if restored is None:
-            raise InputError(f"--workdir={workdir}: no checkpoint there yet")
+            raise InputError(
+                f"--workdir={workdir}: has no checkpoint yet; wait for the run's first one"
+            )
         found, meta = restored
         state = TrainState(jnp.int32(meta["step"]), **found, opt_state=())
         logger.info("evaluating step %d of %s", meta["step"], workdir)
-        return {"step": meta["step"]} | _evaluate_all(run.evaluators, state)
+        return {"step": meta["step"]} | _evaluate_all(
+            run.evaluators, state, run.config, run.sources, see
+        )
 
 
 def _warn_of_older_behaviour(config: ConfigDict, workdir: epath.Path) -> None:
-    """Names the keys by which a run evaluates as an older version did; borders have their own."""
+    """Warn of the keys that make a run evaluate as older versions did; borders warn separately."""
     kept = {key: config_lib.flatten(config)[key] for key in config_lib.IN_OLDER_RUNS}
     defaults = config_lib.flatten(config_lib.default_config(config.plugins))
     older = [
@@ -77,15 +93,20 @@ def _warn_of_older_behaviour(config: ConfigDict, workdir: epath.Path) -> None:
         if value != defaults[key] and key != "data.pad_crops"
     ]
     if older:
-        logger.warning("%s: this run is evaluated as it began, with %s", workdir, ", ".join(older))
+        logger.warning(
+            "%s: an older version began this run; it is evaluated with %s",
+            workdir, ", ".join(older),
+        )  # fmt: skip
 
 
-def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str, float]:
-    """{"knn/10nn_top1": ..., ...}: what `config.evals` finds of a model from anywhere.
+def evaluate_pretrained(
+    config: ConfigDict, pretrained: Pretrained, see: See | None = None
+) -> dict[str, float]:
+    """Evaluate a model from any source by `config.evals`: {"knn/10nn_top1": ..., ...}.
 
-    What the source states holds: its value range, its loss, its image size unless
-    `config.data.image_size` is another, and its way to cut images to size where an evaluator has no
-    ops. Of `config.model` only what does not change the function may be set, such as `dtype`.
+    The source determines the value range, the loss, the image size unless `config.data.image_size`
+    is set, and the preprocessing of evaluators without ops. `config.model` may set only fields that
+    do not change the model's function, such as `dtype`. `see` gets the prediction for each image.
 
     Raises:
       InputError: naming the key, before anything is computed.
@@ -97,13 +118,15 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
     faults.check(check_convention, config.init_resize, "init_resize")
     collect_faults(faults)
     compare_requests(config, {"--init_from": pretrained.source})
-    config, sources = open_sources(config, training=False)
+    names = pretrained.spec.class_names
+    config, sources = open_sources(config, training=False, class_names=names)
     _fill_in_ops(config, pretrained, sources)
     preprocessing = parse_preprocessing(config)
     model = _model_on(mesh, config, preprocessing.image_size, pretrained)
     params = transfer.init_params(pretrained, model, config.init_resize, keep_head=True)
     check_evaluated_images(config, preprocessing, sources)
-    _warn_of_other_classes(config, pretrained, sources)
+    _warn_of_other_classes(config, pretrained.spec.class_names, pretrained.source, sources)
+    check_outputs(config, model, preprocessing.image_size)
     evaluators = make_evaluators(config, preprocessing, model, mesh, sources)
     compare_findings(config, sources, {})
     compare_weights(config, params)
@@ -113,41 +136,43 @@ def evaluate_pretrained(config: ConfigDict, pretrained: Pretrained) -> dict[str,
         state = TrainState(jnp.int32(0), placed["params"], {}, ())
         logger.info("evaluating %s", pretrained.source)
         step = {} if pretrained.run is None else {"step": pretrained.run["step"]}
-        return step | _evaluate_all(evaluators, state)
+        return step | _evaluate_all(evaluators, state, config, sources, see)
 
 
 def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None:
-    """Sets in `config` what the source states."""
+    """Copy the source's settings into `config`."""
     d, spec = config.data, pretrained.spec
     if d.image_size is None:
         d.image_size = spec.image_size
     if d.image_size is None:
         faults.append(
             f"data.image_size=None: {pretrained.source} takes images of any size; "
-            "set --config.data.image_size"
+            "choose one with --config.data.image_size"
         )
         return
+    d.channels = value_of(pretrained.model, "channels")
     d.mean, d.std, d.num_classes = spec.mean, spec.std, pretrained.model.num_classes
     if pretrained.run is not None:
         config_lib.add_plugins(config, pretrained.run["config"]["plugins"])
         config.loss.update(pretrained.run["config"]["loss"])
+        d.multi_label = pretrained.run["config"]["data"]["multi_label"]
     elif any(not find_evaluator(entry.type).learns_classes for entry in config.evals.values()):
         config.loss.name = loss_of(pretrained, config.loss.name)
     for name, entry in config.evals.items():
         if d.num_classes is None and not find_evaluator(entry.type).learns_classes:
             faults.append(
-                f"evals.{name}.type={entry.type!r}: {pretrained.source} has no classes; needed: "
-                f"one of {', '.join(learning_kinds())}"
+                f"evals.{name}.type={entry.type!r}: {pretrained.source} has no classes; use one of "
+                f"{', '.join(learning_kinds())}"
             )
 
 
 def _fill_in_ops(
     config: ConfigDict, pretrained: Pretrained, sources: Mapping[config_lib.SplitKey, Source]
 ) -> None:
-    """Sets the ops of evaluators that have none: as a run evaluated, else as the source states."""
+    """Set the ops of evaluators without ops: a run's evaluation ops, else the source's."""
     size = config_lib.image_hw(config.data.image_size)
     for entry in config.evals.values():
-        splits = config_lib.eval_splits(config, entry).values()  # of one data set, so of one shape
+        splits = config_lib.eval_splits(config, entry).values()  # one data set, so one image shape
         shape = sources[next(iter(splits))].image_shape
         if not entry.ops:
             spec = pretrained.spec.at(size)
@@ -156,24 +181,26 @@ def _fill_in_ops(
 
 
 def _warn_of_other_classes(
-    config: ConfigDict, pretrained: Pretrained, sources: Mapping[config_lib.SplitKey, Source]
+    config: ConfigDict,
+    names: Sequence[str] | None,
+    model_source: str,
+    sources: Mapping[config_lib.SplitKey, Source],
 ) -> None:
-    """Says where the data's classes have other names than the model's; numbers of synsets aside."""
-    names = pretrained.spec.class_names
+    """Warn if names of the data's classes differ from the model's; synset numbers are ignored."""
     for eval_name, entry in config.evals.items():
         if names is None or find_evaluator(entry.type).learns_classes:
             continue
         source = sources[config_lib.eval_splits(config, entry)["split"]]
         pairs = list(zip(source.class_names or (), names, strict=False))
-        if any(all(map(_SYNSET.fullmatch, side)) for side in zip(*pairs, strict=True)):
+        if any(all(map(SYNSET.fullmatch, side)) for side in zip(*pairs, strict=True)):
             continue
         other = [i for i, (theirs, ours) in enumerate(pairs) if theirs.lower() != ours.lower()]
         if other:
             theirs, ours = pairs[other[0]]
             logger.warning(
                 "evals.%s: %d of %d classes have other names in %s than in %s: label %d is %r, "
-                "and output %d %r; accuracy is only right if they are the same classes",
-                eval_name, len(other), len(pairs), source.name, pretrained.source,
+                "but output %d is %r; accuracy is meaningful only if they are the same classes",
+                eval_name, len(other), len(pairs), source.name, model_source,
                 other[0], theirs, other[0], ours,
             )  # fmt: skip
 
@@ -181,17 +208,35 @@ def _warn_of_other_classes(
 def _model_on(
     mesh: Mesh, config: ConfigDict, image_size: tuple[int, int], pretrained: Pretrained
 ) -> nn.Module:
-    """The source's model, to compute on a mesh."""
+    """The source's model, set up to compute on a mesh."""
     family = type(pretrained.model)
+    if config.model.lora_rank is not None:
+        raise InputError(
+            f"model.lora_rank={config.model.lora_rank}: a model is evaluated with its adapters "
+            "merged; leave it out"
+        )
     fields = check_fields(family, config_lib.model_fields(config), "config.model")
     model = pretrained.model.clone(**fields, image_size=image_size)
-    attend = choose_attention(mesh.devices.flat[0].platform)
-    return with_known(model, constrain=constrain, attend=attend)
+    return choose_forms(with_known(model, constrain=constrain), mesh, config.model.kernels)
 
 
-def _evaluate_all(evaluators, state: TrainState) -> dict[str, float]:
+def _evaluate_all(
+    evaluators: Mapping[str, StateEvaluator],
+    state: TrainState,
+    config: ConfigDict,
+    sources: Mapping[config_lib.SplitKey, Source],
+    see: See | None,
+) -> dict[str, float]:
+    """Run all evaluators; `see` gets the predictions of the weights that give the main metrics."""
     results = {}
     for name, evaluator in evaluators.items():
+        found: list[Examples] = []
+        if see is not None and isinstance(evaluator, Classification):
+            evaluator = Observed(evaluator, found.append)
         with watchdog.phase("evaluation"):
             results |= evaluate_one(name, evaluator, state)
+        if see is not None and found:  # the raw weights of a run with an average come second
+            see(
+                name, found[0], sources[config_lib.eval_splits(config, config.evals[name])["split"]]
+            )
     return results

@@ -1,4 +1,4 @@
-"""What a pretrained model says of images: classes, or features, batch by batch over all devices.
+"""Predictions of a pretrained model: classes or features, batch by batch over all devices.
 
 Axes: B images, N tokens, D width, C classes.
 """
@@ -6,11 +6,11 @@ Axes: B images, N tokens, D width, C classes.
 import functools
 import logging
 import os
-import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 from etils import epath
@@ -26,6 +26,8 @@ from vit_jax.data.ops import Op
 from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators.fetching import fetch
+from vit_jax.inference import layers
+from vit_jax.models.fields import value_of
 from vit_jax.objectives.supervised import LOSSES
 from vit_jax.transfer.images import class_names, ops_for
 from vit_jax.transfer.rules import Pretrained, loss_of
@@ -34,52 +36,57 @@ logger = logging.getLogger("vit_jax")
 
 
 def outputs(
-    pretrained: Pretrained, source: Source, *, batch_size: int, what: str
+    pretrained: Pretrained,
+    source: Source,
+    *,
+    batch_size: int,
+    what: str,
+    layer: int | None = None,
+    progress: bool = True,
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """What the model gives for every record of `source`, in order, with a progress bar.
+    """The model's outputs for every record of `source`, in order.
 
     Args:
-      pretrained: a model with an image size, or one that takes that of its images.
-      source: of images.
+      pretrained: the model, with an image size in its spec.
+      source: the images.
       batch_size: over all devices, a multiple of their number.
-      what: "probabilities" (C,); "pooled" (D,), what the head gets; or "patches", the encoder's
-        tokens of the patches (N, D).
+      what: "probabilities" or "logits" (C,); "pooled" (D,), the input of the head; "patches", the
+        encoder's patch tokens (rows, columns, D); or "attention", the weights (H, N, N) of a layer.
+      layer: with "pooled", "patches" and "attention", the layer, from 0; None: the model's own
+        output, after its final norm, and the last layer's weights.
+      progress: whether to show a progress bar.
 
     Yields:
-      (what it gives, float32 (b, ...); {"mask", "label"}, each (b,)); the mask is 0 for a record
-      that could not be read.
+      (outputs, float32 (b, ...); {"mask", "label"}, each (b,)); the mask is 0 for a record that
+      could not be read.
+
+    Raises:
+      InputError: if the model has no such layer, no attention, or no fixed image size.
     """
-    _check_size(pretrained)
-    model, spec = pretrained.model, pretrained.spec
+    check_size(pretrained)
+    spec = pretrained.spec
     mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
     check_batch_size(mesh, batch_size, "--batch_size")
-    params = jax.device_put(tree.unflatten_names(pretrained.params), NamedSharding(mesh, P()))
+    params = tree.unflatten_names(pretrained.params)
+    if layer is not None:
+        layer = layers.check_layer(pretrained.model, params, spec.image_size, layer)
     loss = loss_of(pretrained) if what == "probabilities" else None
-
-    @jax.jit
-    def compute(params, images):
-        images = to_value_range(images, spec.mean, spec.std)
-        if loss is not None:
-            return LOSSES[loss].probabilities(model.apply({"params": params}, images))
-        if what == "pooled":
-            return model.apply({"params": params}, images, method="features")
-        tokens_BND = model.apply({"params": params}, images, method="tokens")
-        return tokens_BND[:, model.num_prefix_tokens :]
-
-    host_ops = _host_ops(pretrained)
+    make = _program if _is_hashable(pretrained.model) else _program.__wrapped__
+    compute = make(pretrained.model, spec.image_size, spec.mean, spec.std, loss, what, layer)
+    params = jax.device_put(params, NamedSharding(mesh, P()))
     batches = eval_batches(
         source,
-        host_ops,
+        _host_ops(pretrained),
         global_batch_size=batch_size,
         image_size=spec.image_size,
         sharding=batch_sharding(mesh),
     )
     total = -(-source.num_examples // batch_size)
     left = source.num_examples
-    progress = {"total": total, "console": Console(stderr=True), "description": "images"}
+    shown = {"total": total, "console": Console(stderr=True), "description": "images"}
     results = (
         (compute(params, batch["image"]), {k: batch[k] for k in ("mask", "label")})
-        for batch in track(batches, **progress)
+        for batch in track(batches, **shown, disable=not progress)
     )
     for found, rest in fetch(results):
         kept = min(left, batch_size)
@@ -87,43 +94,96 @@ def outputs(
         yield np.asarray(found[:kept], np.float32), {k: v[:kept] for k, v in rest.items()}
 
 
+@functools.lru_cache(maxsize=8)
+def _program(
+    model: nn.Module,
+    image_size: tuple[int, int],
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    loss: str | None,
+    what: str,
+    layer: int | None,
+) -> Callable[[tree.Params, jax.Array], jax.Array]:
+    """The jitted function of params and uint8 images (B, H, W, 3); kept for the next call."""
+
+    @jax.jit
+    def compute(params, images):
+        images = to_value_range(images, mean, std)
+        variables = {"params": params}
+        if what == "attention":
+            weights = layers.attention_weights(model, params, images)
+            return weights[-1 if layer is None else layer]
+        if what in ("pooled", "patches") and layer is not None:
+            x = layers.layer_outputs(model, params, images)[layer]
+            return (
+                layers.pool(model, x) if what == "pooled" else layers.as_map(model, x, image_size)
+            )
+        if what == "pooled":
+            return model.apply(variables, images, method="features")
+        if what == "patches":
+            return layers.as_map(model, model.apply(variables, images, method="tokens"), image_size)
+        logits_BC = model.apply(variables, images)
+        return logits_BC if loss is None else LOSSES[loss].probabilities(logits_BC)
+
+    return compute
+
+
+def _is_hashable(model: nn.Module) -> bool:
+    try:
+        hash(model)
+    except TypeError:  # a plug-in's model may have a list among its fields
+        return False
+    return True
+
+
 def _host_ops(pretrained: Pretrained) -> tuple[Op, ...]:
     spec = pretrained.spec
     return parse_ops(ops_for(spec), spec.image_size, key="preprocessing")[0]
 
 
-def _check_size(pretrained: Pretrained) -> None:
+def check_size(pretrained: Pretrained) -> None:
+    """Raise InputError if the model takes images of any size, so that one must be chosen."""
     if pretrained.spec.image_size is None:
-        raise InputError(f"{pretrained.source}: takes images of any size; give --image_size")
+        raise InputError(
+            f"{pretrained.source}: takes images of any size; choose one with --image_size"
+        )
 
 
 def _pooled_shape(pretrained: Pretrained) -> tuple[int, ...]:
-    """(D,), of the features of one image."""
-    images = jax.ShapeDtypeStruct((1, *pretrained.spec.image_size, 3), np.float32)
+    """The shape (D,) of one image's features."""
+    channels = value_of(pretrained.model, "channels")
+    images = jax.ShapeDtypeStruct((1, *pretrained.spec.image_size, channels), np.float32)
     variables = {"params": tree.unflatten_names(pretrained.params)}
     features = functools.partial(pretrained.model.apply, method="features")
     return jax.eval_shape(features, variables, images).shape[1:]
 
 
-def predict(
-    pretrained: Pretrained, source: Source, *, batch_size: int, top: int
-) -> Iterator[dict[str, Any]]:
-    """For every image {"file": ..., "classes": [{"name", "index", "probability"}, ...]}.
+def check_classes(pretrained: Pretrained) -> None:
+    """Raise InputError if the model has no classes."""
+    if pretrained.model.num_classes is None:
+        raise InputError(
+            f"{pretrained.source}: the model has no classes; use --features=FILE.npz instead"
+        )
 
-    The `top` most probable classes, the first first; {"file": ..., "error": ...} for an image that
-    cannot be read, or is smaller than a crop.
+
+def predict(
+    pretrained: Pretrained, source: Source, *, batch_size: int, top: int, progress: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Classify images: {"file": ..., "classes": [{"name", "index", "probability"}, ...]} for each.
+
+    `classes` holds the `top` most probable classes in descending order. An image that cannot be
+    read, or is smaller than a crop, yields {"file": ..., "error": ...}.
 
     Raises:
       InputError: if the model has no classes.
     """
-    num_classes = pretrained.model.num_classes
-    if num_classes is None:
-        raise InputError(
-            f"{pretrained.source}: has no classes; ask for --features=FILE.npz instead"
-        )
-    names = class_names(pretrained.spec, num_classes)
+    check_classes(pretrained)
+    names = class_names(pretrained.spec, pretrained.model.num_classes)
     record = -1
-    for found, batch in outputs(pretrained, source, batch_size=batch_size, what="probabilities"):
+    found_by_batch = outputs(
+        pretrained, source, batch_size=batch_size, what="probabilities", progress=progress
+    )
+    for found, batch in found_by_batch:
         for probabilities, mask in zip(found, batch["mask"], strict=True):
             record += 1
             row: dict[str, Any] = {"file": source.record_name(record)}
@@ -140,14 +200,14 @@ def predict(
 
 
 def check_output(output: os.PathLike | str) -> epath.Path:
-    """Where `write_features` would write.
+    """The absolute path of a file that `write_features` can write.
 
     Raises:
-      InputError: if it cannot.
+      InputError: if it cannot be written.
     """
     output = files.absolute(output)
     if output.suffix != ".npz":
-        raise InputError(f"--features={output}: needs a name that ends in .npz")
+        raise InputError(f"--features={output}: the name must end in .npz")
     files.check_output(output, "--features")
     return output
 
@@ -155,46 +215,39 @@ def check_output(output: os.PathLike | str) -> epath.Path:
 def write_features(
     pretrained: Pretrained, source: Source, output: os.PathLike | str, *, batch_size: int, what: str
 ) -> dict[str, Any]:
-    """Writes FILE.npz with the features of every record of `source`; returns what it holds.
+    """Write FILE.npz with the features of every record of `source`; return a summary of it.
 
-    `features` is float32 (n, D), or for `what="patches"` (n, rows, columns, D), written batch by
-    batch; `valid` (n,) is False where an image could not be read, whose features are NaN;
-    `record` (n,) names the records; `label` (n,) is that of a data set.
+    The file holds `features`, float32 (n, D), or (n, rows, columns, D) for `what="patches"`;
+    `valid` (n,), False for images that could not be read, whose features are NaN; `record` (n,),
+    the names of the records; and for data sets `label` (n,). Features are written batch by batch.
 
     Raises:
       InputError: as `check_output`, before anything is computed.
     """
     output = check_output(output)
-    _check_size(pretrained)
+    check_size(pretrained)
     model = pretrained.model
     count, shape = source.num_examples, _pooled_shape(pretrained)
     if what == "patches":
         shape = (*model.clone(image_size=pretrained.spec.image_size).grid, *shape)
     found = outputs(pretrained, source, batch_size=batch_size, what=what)
     valid, labels = [], []
-    with tempfile.NamedTemporaryFile(dir=output.parent, suffix=".tmp", delete=False) as file:
-        try:
-            with zipfile.ZipFile(file, "w", allowZip64=True) as archive:
-                with archive.open("features.npy", "w", force_zip64=True) as entry:
-                    header = {"descr": "<f4", "fortran_order": False, "shape": (count, *shape)}
-                    np.lib.format.write_array_header_2_0(entry, header)
-                    for features, batch in found:
-                        features = np.where(batch["mask"] > 0, features.T, np.nan).T
-                        entry.write(np.ascontiguousarray(features, "<f4").tobytes())
-                        valid.append(batch["mask"] > 0)
-                        labels.append(batch["label"])
-                records = np.array([source.record_name(i) for i in range(count)])
-                rest = {"valid": np.concatenate(valid), "record": records}
-                if source.name != "files":
-                    rest["label"] = np.concatenate(labels)
-                for name, array in rest.items():
-                    with archive.open(f"{name}.npy", "w") as entry:
-                        np.lib.format.write_array(entry, array, allow_pickle=False)
-            file.flush()
-            os.replace(file.name, output)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    with files.replaced(output) as file, zipfile.ZipFile(file, "w", allowZip64=True) as archive:
+        with archive.open("features.npy", "w", force_zip64=True) as entry:
+            header = {"descr": "<f4", "fortran_order": False, "shape": (count, *shape)}
+            np.lib.format.write_array_header_2_0(entry, header)
+            for features, batch in found:
+                features = np.where(batch["mask"] > 0, features.T, np.nan).T
+                entry.write(np.ascontiguousarray(features, "<f4").tobytes())
+                valid.append(batch["mask"] > 0)
+                labels.append(batch["label"])
+        records = np.array([source.record_name(i) for i in range(count)])
+        rest = {"valid": np.concatenate(valid), "record": records}
+        if source.name != "files":
+            rest["label"] = np.concatenate(labels)
+        for name, array in rest.items():
+            with archive.open(f"{name}.npy", "w") as entry:
+                np.lib.format.write_array(entry, array, allow_pickle=False)
     return {
         "features": os.fspath(output),
         "shape": [count, *shape],

@@ -1,1 +1,1 @@
-"""The processes of a job: how they find each other, are watched, and end."""
+"""The processes of a job: how they connect, how they are watched, and how they end."""

@@ -1,7 +1,7 @@
-"""What the first process of a container owes to the others.
+"""Duties of process 1 in a container.
 
-Linux drops a signal for process 1 that it has no handler for, and Python's own handlers wait until
-a call into C, such as a compilation, has returned.
+Linux drops signals to process 1 that it has no handler for, and Python runs its own handlers only
+after a call into C, such as a compilation, has returned.
 """
 
 import os
@@ -14,17 +14,17 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sign
 
 
 def run_in_child_of_first_process() -> None:
-    """Returns at once, or, if this is process 1, in a child of it, for which signals work.
+    """If this is process 1, continue in a child process, for which signals work; else do nothing.
 
-    Process 1 itself passes signals on to the child, takes note of other processes' ends, and ends
-    as the child does. To be called before there are threads.
+    Process 1 itself forwards signals to the child, reaps other processes, and exits with the
+    child's exit code. Must be called before any thread is started.
     """
     if os.getpid() != 1:
         return
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     child = os.fork()
     if child == 0:
-        os.setsid()  # that Ctrl-C reaches it through process 1 alone
+        os.setsid()  # so that Ctrl-C reaches it only through process 1
         signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
         return
     for number in _PASSED_ON:

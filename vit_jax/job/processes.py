@@ -1,7 +1,7 @@
-"""The processes of a job: how they find each other, compare what they run, and stop together.
+"""The processes of a job: how they connect, compare their inputs, and stop together.
 
-They talk through the key-value store of `jax.distributed`, which process 0, the coordinator, keeps:
-unlike a collective it cannot hang because one of them runs another program.
+They communicate through the key-value store of `jax.distributed` on process 0, the coordinator.
+Unlike a collective, it cannot hang when processes run different programs.
 """
 
 import ctypes
@@ -20,19 +20,19 @@ from typing import Any
 
 import jax
 from etils import epath
-from jax._src import clusters, distributed  # what is used of them has no public name
 from jax.experimental import multihost_utils
 
 from vit_jax.errors import InputError
+from vit_jax.jax_private import distributed_state, find_cluster
 from vit_jax.job.exit_codes import FAILED
 
-_VERDICT_S = 10  # for process 0 to say who has not come, when it has waited long enough
-_SHARED_WITHIN_S = 60  # a network disk may hide a new directory from other hosts for so long
+_VERDICT_S = 10  # for process 0 to report missing processes after the timeout
+_SHARED_WITHIN_S = 60  # a network disk may hide a new directory from other hosts for this long
 
-_next_comparison = itertools.count().__next__  # all make the same ones, in one order
+_next_comparison = itertools.count().__next__  # all processes make the same ones in the same order
 
 
-_called_from_c: list[Any] = []  # which holds no reference to it
+_called_from_c: list[Any] = []  # keeps the handlers alive; C holds no reference
 
 
 class ProcessError(RuntimeError):
@@ -40,10 +40,10 @@ class ProcessError(RuntimeError):
 
 
 def on_abort(speak: Callable[[], int]) -> None:
-    """Lets Python speak, and end with the code it gives, where JAX aborts this process in C++.
+    """Call `speak` and exit with its result when JAX aborts this process from C++.
 
-    It does so, at any time, when it has lost the coordinator or another process. A handler of
-    Python's own would not run: it waits for the main thread, and abort() waits for nobody.
+    JAX aborts, at any time, when it has lost the coordinator or another process. A Python signal
+    handler would not run, since it waits for the main thread and abort() does not.
     """
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -59,8 +59,8 @@ def on_abort(speak: Callable[[], int]) -> None:
 
 
 def say(what: str) -> None:
-    """On standard error, with the number of this process; asks JAX for no device."""
-    state = distributed.global_state
+    """Print to standard error with the number of this process; does not initialize devices."""
+    state = distributed_state()
     where = f"process {state.process_id} of {state.num_processes}"
     print(f"watchdog: {where}: {what}", file=sys.stderr, flush=True)
 
@@ -73,32 +73,34 @@ def start(
     join_deadline_s: int,
     heartbeat_s: int,
 ) -> None:
-    """Joins the processes of one job by `jax.distributed`; before anything asks JAX for a device.
+    """Connect the processes of a job by `jax.distributed`; must precede any use of JAX devices.
 
-    The three say where the others are. Without them they are those of the cluster that JAX detects
-    (Slurm, Open MPI, Cloud TPU, Kubernetes), and `num_processes` alone is how many these must be.
+    `coordinator`, `num_processes` and `process_id` connect processes explicitly. Otherwise JAX
+    detects the cluster (Slurm, Open MPI, Cloud TPU, Kubernetes); `num_processes`, if given, must
+    equal its number of processes.
 
     Args:
       coordinator: HOST:PORT of process 0.
-      num_processes: of the job.
-      process_id: of this one, from 0.
-      join_deadline_s: how long they wait for the last of them to start.
-      heartbeat_s: a process that is not heard of for so long counts as dead.
+      num_processes: number of processes in the job.
+      process_id: number of this process, from 0.
+      join_deadline_s: how long to wait for the last process to start.
+      heartbeat_s: a process that is silent for this long counts as dead.
 
     Raises:
-      InputError: if some are missing, or the cluster does not have `num_processes`.
+      InputError: if some of the arguments are missing, or the cluster's size is different.
     """
     method: str | None = "deactivate"
     if _is_alone(coordinator, num_processes, process_id):
         return
     if coordinator is None:
-        num_processes, method = None, None  # JAX asks the cluster for all three
+        num_processes, method = None, None  # JAX gets all three from the cluster
 
     def speak() -> int:
         say(
-            f"not all have come to process 0 at {distributed.global_state.coordinator_address} "
-            f"in job.join_deadline_s={join_deadline_s}, or one of them has ended; see above, and "
-            "what the others say"
+            f"not all processes reached process 0 at "
+            f"{distributed_state().coordinator_address} within "
+            f"job.join_deadline_s={join_deadline_s}, or one of them has ended; see the messages "
+            "above and those of the other processes"
         )
         return FAILED
 
@@ -114,7 +116,7 @@ def start(
 
 
 def _is_alone(coordinator: str | None, num_processes: int | None, process_id: int | None) -> bool:
-    """Whether this process is the only one of its job; raises InputError as `start` does."""
+    """Whether this is the only process of its job; raises InputError like `start`."""
     given = {
         "--coordinator": coordinator,
         "--num_processes": num_processes,
@@ -125,65 +127,65 @@ def _is_alone(coordinator: str | None, num_processes: int | None, process_id: in
         found = 1 if num_processes == 1 else _detected_processes()
         if num_processes not in (None, found):
             raise InputError(
-                f"--num_processes={num_processes}: this is one of {found}; start as many, or give "
-                f"{', '.join(given)} to each"
+                f"--num_processes={num_processes}: the job has {found}; start as many processes, "
+                f"or give {', '.join(given)} to each"
             )
         return found == 1
     if missing:
         raise InputError(f"{', '.join(missing)}: missing; give all of {', '.join(given)}")
     if not 0 <= process_id < num_processes:
         raise InputError(
-            f"--process_id={process_id}: needs a number from 0 to {num_processes - 1}, as "
+            f"--process_id={process_id}: must be from 0 to {num_processes - 1}, since "
             f"--num_processes={num_processes}"
         )
     return False
 
 
 def _detected_processes() -> int:
-    """How many processes this job has, by what the cluster says; 1 where none is detected."""
+    """Number of processes in this job according to the cluster; 1 if no cluster is detected."""
+    cluster = find_cluster()
+    if cluster is None:
+        return 1
     try:
-        for cluster in clusters.ClusterEnv._cluster_types:
-            if not cluster.opt_in_only_method and cluster.is_env_present():
-                return cluster.get_process_count()
-    except Exception as e:  # of the cluster's own interface, whatever it is
+        return cluster.get_process_count()
+    except Exception as e:  # the cluster's own interface may raise anything
         raise InputError(
-            f"--num_processes: {cluster.name or cluster.__name__} does not say how many processes "
-            f"this job has ({type(e).__name__}: {str(e).splitlines()[0]}); give "
-            "--num_processes=1 for one alone, or --coordinator, --num_processes and --process_id"
+            f"--num_processes: {cluster.name or cluster.__name__} does not give the number of "
+            f"processes ({type(e).__name__}: {str(e).splitlines()[0]}); give --num_processes=1 for "
+            "a single process, or --coordinator, --num_processes and --process_id"
         ) from e
-    return 1
 
 
 def check_devices(num_devices: int | None) -> None:
-    """Raises InputError if not all processes' devices together are `num_devices`; None: any."""
+    """Raise InputError unless all processes together have `num_devices`; None: any number."""
     if num_devices is not None and jax.device_count() != num_devices:
         raise InputError(
             f"--num_devices={num_devices}: JAX finds {jax.device_count()} devices "
             f"({jax.devices()[0].device_kind}) in {jax.process_count()} process(es), "
-            f"{jax.local_device_count()} of them here; start as many processes as there are hosts, "
-            "and let each see all its devices"
+            f"{jax.local_device_count()} of them here; start one process per host, and let each "
+            "see all devices of its host"
         )
 
 
 def client():
-    """The connection to the store; None where there is one process."""
-    return distributed.global_state.client
+    """The connection to the store; None in a job of one process."""
+    return distributed_state().client
 
 
 def agree(name: str, facts: Mapping[str, Any], timeout_s: float) -> None:
-    """Compares what every process says of itself; returns once all have said the same.
+    """Check that `facts` are equal on all processes.
 
-    Process 0 reads a digest of each and the facts of those alone that differ, so that its work
-    grows with the number of processes.
+    Process 0 reads one digest per process, and the facts only where digests differ, so its work
+    grows linearly with the number of processes.
 
     Args:
-      name: of what is compared, for errors.
-      facts: {what: value}; values are compared as text.
+      name: name of the comparison, for errors.
+      facts: {name of a fact: value}; values are compared as text.
       timeout_s: how long process 0 waits for the others.
 
     Raises:
-      InputError: on every process, with each fact that differs, its values and whose they are.
-      ProcessError: naming the processes that have not come.
+      InputError: on every process; lists each fact that differs, its values and their processes.
+      ProcessError: if processes do not arrive in time; names them.
     """
     if jax.process_count() == 1:
         return
@@ -199,14 +201,14 @@ def agree(name: str, facts: Mapping[str, Any], timeout_s: float) -> None:
         missing, differences = json.loads(verdict) if verdict else ([0], [])
     if missing:
         raise ProcessError(
-            f"{_processes(missing)} did not come to the comparison of {name} in {timeout_s:.0f} s"
+            f"{_processes(missing)} did not reach the comparison of {name} within {timeout_s:.0f} s"
         )
     if differences:
-        raise InputError(*differences, where=f"the processes do not agree on {name}")
+        raise InputError(*differences, where=f"the processes differ in {name}")
 
 
 def _compare(prefix: str, timeout_s: float) -> tuple[list[int], list[str]]:
-    """(processes that are missing, a text for each fact that is not the same on all)."""
+    """(missing processes, one text per fact that differs)."""
     until = time.monotonic() + timeout_s
     everyone = range(jax.process_count())
     digests = {
@@ -233,8 +235,40 @@ def _compare(prefix: str, timeout_s: float) -> tuple[list[int], list[str]]:
     return [], differences
 
 
+def say_to_all(what: str, find: Callable[[], str], timeout_s: float) -> str:
+    """The text that `find` gives on process 0, on every process.
+
+    Args:
+      what: is found, for errors.
+      find: called by process 0 only.
+      timeout_s: how long the others wait for it.
+
+    Raises:
+      InputError: on every process, if `find` raises it.
+      ProcessError: process 0 has said nothing.
+    """
+    if jax.process_count() == 1:
+        return find()
+    key = f"agree/{_next_comparison()} {what}"
+    if jax.process_index() == 0:
+        try:
+            found = find()
+        except InputError as e:
+            client().key_value_set(key, json.dumps({"faults": e.faults}))
+            raise
+        client().key_value_set(key, json.dumps({"found": found}))
+        return found
+    text = _wait_for(key, timeout_s)
+    if text is None:
+        raise ProcessError(f"process 0 did not say {what} in {timeout_s:.0f} s")
+    said = json.loads(text)
+    if "faults" in said:
+        raise InputError(*said["faults"])
+    return said["found"]
+
+
 def _wait_for(key: str, timeout_s: float) -> str | None:
-    """The value of `key` in the store, once it is there; None if it does not come in time."""
+    """Wait for the value of `key` in the store; None if it does not arrive in time."""
     try:
         return client().blocking_key_value_get(key, round(1000 * timeout_s))
     except jax.errors.JaxRuntimeError as e:
@@ -248,7 +282,7 @@ def _processes(numbers: list[int]) -> str:
 
 
 def check_one_workdir(workdir: epath.Path, timeout_s: float) -> None:
-    """Raises InputError if some process does not see what process 0 writes into `workdir`."""
+    """Raise InputError if a process cannot see what process 0 writes to `workdir`."""
     if jax.process_count() == 1:
         return
     key = f"agree/{_next_comparison()} token"
@@ -259,19 +293,21 @@ def check_one_workdir(workdir: epath.Path, timeout_s: float) -> None:
             workdir.mkdir(parents=True, exist_ok=True)
             token.write_text("")
         except OSError as e:
-            raise InputError(f"--workdir={workdir}: {e.strerror or e}; choose another") from None
+            raise InputError(
+                f"--workdir={workdir}: {e.strerror or e}; choose another directory"
+            ) from None
         client().key_value_set(key, token.name)
         seen = True
     else:
         name = _wait_for(key, timeout_s)
         if name is None:
-            raise ProcessError(f"process 0 did not write into --workdir in {timeout_s:.0f} s")
+            raise ProcessError(f"process 0 did not write to --workdir within {timeout_s:.0f} s")
         until = time.monotonic() + _SHARED_WITHIN_S
         while not (seen := (workdir / name).exists()) and time.monotonic() < until:
             time.sleep(0.1)
-    place = "one for all" if seen else f"{workdir} on {socket.gethostname()}, not that of process 0"
+    place = "shared" if seen else f"{workdir} on {socket.gethostname()}, not that of process 0"
     try:
-        agree("the workdir", {"--workdir": place}, timeout_s + _SHARED_WITHIN_S)
+        agree("workdir", {"--workdir": place}, timeout_s + _SHARED_WITHIN_S)
     except InputError:
         if jax.process_index() == 0 and made:
             workdir.rmtree()
@@ -282,30 +318,47 @@ def check_one_workdir(workdir: epath.Path, timeout_s: float) -> None:
 
 
 class PreemptionGuard:
-    """Turns SIGTERM into an answer that is the same on every process.
+    """Turns SIGTERM and Ctrl-C into the same decision on every process.
 
     with PreemptionGuard() as guard:
         for step in ...:
             if guard.should_stop(step): ...
+
+    A second Ctrl-C ends this process at once; in an interactive Python it raises KeyboardInterrupt.
+
+    interrupted: whether Ctrl-C came to this process.
     """
 
     def __enter__(self):
-        self._signalled = False
-        # With several processes JAX's own handler tells them all, and they agree on a step.
+        self._signalled = self.interrupted = False
+        # With several processes, JAX's own handler notifies all, and they agree on a step.
         self._single = jax.process_count() == 1
+        handlers = {signal.SIGINT: self._on_interrupt}
         if self._single:
-            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+            handlers[signal.SIGTERM] = self._on_signal
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # nohup and `&` in a script ask so
+            del handlers[signal.SIGINT]
+        self._previous = {number: signal.signal(number, to) for number, to in handlers.items()}
         return self
 
     def __exit__(self, kind, error, traceback: types.TracebackType | None):
-        if self._single:
-            signal.signal(signal.SIGTERM, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _on_signal(self, number, frame):
         self._signalled = True
 
+    def _on_interrupt(self, number, frame):
+        self._signalled = self.interrupted = True
+        in_shell = hasattr(sys, "ps1")
+        signal.signal(signal.SIGINT, self._previous[number] if in_shell else signal.SIG_DFL)
+        # print may raise here if the signal came while the main thread was printing.
+        os.write(2, b"Ctrl-C: saves after this step, and ends; once more ends at once, unsaved\n")
+        if not self._single:
+            os.kill(os.getpid(), signal.SIGTERM)  # by which JAX tells the others
+
     def should_stop(self, step: int) -> bool:
-        """Whether to save and stop after `step`; every process asks after every step."""
+        """Whether to save and stop after `step`; every process must ask after every step."""
         if self._single:
             return self._signalled
         return multihost_utils.reached_preemption_sync_point(step)

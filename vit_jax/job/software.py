@@ -1,4 +1,4 @@
-"""What decides, beside the config, which program a run becomes."""
+"""Software versions and flags that, together with the config, determine a run's program."""
 
 import hashlib
 import importlib.metadata
@@ -6,14 +6,14 @@ import os
 import pathlib
 import platform
 
-# Whose versions may change what is computed, or the order in which is read.
+# Packages whose version may change the computation or the order in which data are read.
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy",
             "tensorflow", "tensorflow-cpu", "tensorflow-datasets")  # fmt: skip
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # environment variables that the compilers read
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # environment variables read by the compilers
 
 
 def software() -> dict[str, str]:
-    """{what: version} of this code, of Python and packages, and the flags of the compilers."""
+    """{name: version} of this code, Python and packages, and {name: value} of compiler flags."""
     found = {"code of vit_jax": code_digest()[:16], "Python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -21,14 +21,14 @@ def software() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     for name in FLAGS:
-        # Where a host dumps what it compiles is its own affair.
+        # Hosts may dump compiled programs to different places.
         flags = [flag for flag in os.environ.get(name, "").split() if "dump" not in flag]
         found[name] = " ".join(sorted(flags))
     return found
 
 
 def code_digest(root: pathlib.Path | None = None) -> str:
-    """Of every source file of the package, or below `root`; without the configs in a wheel."""
+    """Digest of all source files of the package, or below `root`; without a wheel's configs."""
     root = root or pathlib.Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(set(root.rglob("*.py")) - set((root / "configs").rglob("*.py"))):

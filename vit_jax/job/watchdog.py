@@ -1,8 +1,8 @@
-"""Ends a run in which nothing moves any more, and says which process is to blame.
+"""Ends a run that makes no progress, and names the process at fault.
 
-A thread on every process knows its phase and step, tells the others of them, and looks whether they
-move. It must find what is wrong before JAX does: where no heartbeat of a process has come for
-`job.heartbeat_s`, JAX aborts the others from C++, and little is said then.
+A thread on every process knows its phase and step, publishes them, and checks that they advance. It
+must find a fault before JAX does: if a process sends no heartbeat for `job.heartbeat_s`, JAX aborts
+the others from C++ with little explanation.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
-from jax._src import distributed
 from ml_collections import ConfigDict
 
 from vit_jax.errors import Faults
+from vit_jax.jax_private import distributed_state
 from vit_jax.job import processes
 from vit_jax.job.exit_codes import FAILED
 
 _BEATS_A_DEADLINE = 20
 _LONGEST_INTERVAL_S = 5.0
-_SILENT_BEATS = 4  # a process whose watchdog misses so many is stopped, or dead
-_ANSWER_BEATS = 2  # for the coordinator to answer
-_STEP_SHARE = 0.6  # of the heartbeat's timeout; the rest is for finding out who is late
-_ALONE_S = 3600.0  # for a step, where there is one process and so no heartbeat
+_SILENT_BEATS = 4  # a process whose watchdog misses this many has stopped or died
+_ANSWER_BEATS = 2  # how long the coordinator may take to answer
+_STEP_SHARE = 0.6  # of the heartbeat timeout; the rest is for finding out who is late
+_ALONE_S = 3600.0  # deadline of a step in a job of one process, which has no heartbeat
 
 
 def step_deadline(job: ConfigDict, num_processes: int) -> float:
-    """Seconds that a step may take."""
+    """Longest allowed duration of a step, in seconds."""
     if job.step_deadline_s is not None:
         return job.step_deadline_s
     return _STEP_SHARE * job.heartbeat_s if num_processes > 1 else _ALONE_S
@@ -45,13 +45,13 @@ def step_deadline(job: ConfigDict, num_processes: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a process says of itself.
+    """Progress of a process, as it publishes it.
 
-    beat: counts up as long as its watchdog runs.
+    beat: increases as long as its watchdog runs.
     phase: start, compile, step, evaluation, save, leave or comparison.
-    step: the last one that it has the batch of; -1 before the first.
-    waited_s: for how long it has been there.
-    failure: what it ends for; "" while it does not.
+    step: the last step whose batch has arrived; -1 before the first.
+    waited_s: seconds since the last change of phase or step.
+    failure: why it ends; "" while it runs.
     """
 
     beat: int
@@ -66,9 +66,9 @@ class Report:
 
 
 class Board:
-    """Where the processes of a job hang out their reports: the store of `jax.distributed`.
+    """The store of `jax.distributed`, where the processes of a job publish their reports.
 
-    No call waits for a coordinator that does not answer.
+    Calls do not block if the coordinator does not answer.
     """
 
     def __init__(self, process: int):
@@ -76,13 +76,13 @@ class Board:
         self._publishing: threading.Thread | None = None
 
     def publish(self, report: Report) -> None:
-        """Replaces this process's report, unless an earlier one is still on its way."""
+        """Publish this process's report, unless an earlier one is still on its way."""
         if self._publishing is not None and self._publishing.is_alive():
             return
         self._publishing = self._put(report)
 
     def publish_last(self, report: Report, timeout_s: float) -> None:
-        """Replaces it once more and waits, for not too long, until it is there."""
+        """Publish a last report and wait until it has arrived, for at most `timeout_s`."""
         self._put(report).join(timeout_s)
 
     def _put(self, report: Report) -> threading.Thread:
@@ -97,7 +97,7 @@ class Board:
         return thread
 
     def read(self, name: str, timeout_s: float) -> dict[int, Report] | None:
-        """The reports by process: "report", of all, or "failed", of those alone that end.
+        """Read reports by process: "report" for all, "failed" for processes that end.
 
         None if the coordinator does not answer in time.
         """
@@ -112,7 +112,7 @@ class Board:
         answer: queue.SimpleQueue = queue.SimpleQueue()
 
         def put_answer():
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # then no answer comes
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # no answer then
                 answer.put(call())
 
         thread = threading.Thread(target=put_answer, daemon=True)
@@ -121,17 +121,17 @@ class Board:
 
 
 class Watchdog:
-    """The watch over one process's progress, by its own and by the others' reports.
+    """Watches the progress of one process, by its own and the others' reports.
 
-    Time in which this process itself did not run, because it was stopped or the machine asleep,
-    does not count: that is for the others to judge.
+    Time in which this process itself did not run, because it was stopped or the machine slept, does
+    not count; the other processes judge that.
 
     Args:
-      deadlines: {phase: seconds}, with "step"; a phase that is not there has none.
-      process, num_processes: this one's number, and how many there are.
-      board: see `Board`; None where there is one process.
-      end: called once with what is wrong.
-      clock: seconds.
+      deadlines: {phase: seconds}, including "step"; phases that are absent have no deadline.
+      process, num_processes: number of this process, and of all.
+      board: see `Board`; None in a job of one process.
+      end: called once with a description of the fault.
+      clock: returns seconds.
     """
 
     def __init__(
@@ -148,17 +148,17 @@ class Watchdog:
         self._process, self._num_processes = process, num_processes
         self.interval_s = min(deadlines["step"] / _BEATS_A_DEADLINE, _LONGEST_INTERVAL_S)
         self.failure, self.exit_code = "", FAILED
-        # Replaced as a whole by the thread that trains: a lock could be what is stuck.
+        # Replaced as a whole by the training thread, without a lock, which could get stuck.
         self._place = (0, "start", -1)
         self._seen, self._waited, self._beat = self._place, 0.0, 0
         self._ticked_at, self._ticking, self._lived = clock(), 0.0, 0.0
-        self._heard: dict[int, tuple[Report, float]] = {}  # and when it last had a new beat
+        self._heard: dict[int, tuple[Report, float]] = {}  # and the time of its last new beat
         self.answered = True
         self._failed_at: float | None = None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around what has a deadline of its own, which begins with the block."""
+        """Enter a phase with a deadline of its own, which starts now."""
         moves, outer, step = self._place
         self._place = (moves + 1, name, step)
         try:
@@ -167,22 +167,22 @@ class Watchdog:
             self._place = (self._place[0] + 1, outer, step)
 
     def arrive(self, step: int) -> None:
-        """To be called when the batch of `step` is there; the phase is `step` from then on."""
+        """Call when the batch of `step` has arrived; starts the phase `step`."""
         self._place = (self._place[0] + 1, "step", step)
 
     def fail(self, failure: str, exit_code: int) -> None:
-        """Lets the others know that this process ends, and why."""
+        """Publish that this process ends, and why."""
         self.failure, self.exit_code = failure, exit_code
         if self._board is not None:
             self._board.publish_last(self.report(), _SILENT_BEATS * self.interval_s)
 
     def report(self) -> Report:
-        """Of this process."""
+        """Report of this process."""
         _, phase, step = self._seen
         return Report(self._beat, phase, step, round(self._waited, 1), self.failure)
 
     def tick(self) -> None:
-        """To be called every `interval_s`: tells the others, and ends what has come to a stop."""
+        """Call every `interval_s`: publishes progress, and ends a run that has stopped."""
         now, place = self._clock(), self._place
         passed = self._ticking + min(now - self._ticked_at, 2 * self.interval_s)
         self._lived, self._beat = self._lived + passed, self._beat + 1
@@ -190,26 +190,26 @@ class Watchdog:
         self._seen = place
         self._check(late=self._waited > self._deadlines.get(place[1], math.inf))
         self._ticked_at = self._clock()
-        # Of which it waited for the coordinator; it may have been stopped meanwhile.
+        # Time spent waiting for the coordinator; the process may have been stopped meanwhile.
         self._ticking = min(self._ticked_at - now, 2 * _ANSWER_BEATS * self.interval_s)
 
     def _check(self, late: bool) -> None:
         if self._board is None:
             if late and not self.failure:
-                self._end(f"nothing has moved: {self.report()}")
+                self._end(f"no progress: {self.report()}")
             return
         self._board.publish(self.report())
         failed = self._failed()
         if failed and self._failed_at is None:
             self._failed_at = self._lived
-        # What JAX says when its own heartbeat is missed is completed by what was read before.
+        # Reports read now will explain JAX's own message about a missed heartbeat.
         waits = self._seen[1] == "step" and self._waited > self._deadlines["step"] / 2
         if self.answered and (late or failed or self.failure or waits):
             self._look()
         if self.failure:
-            return  # it ends already
+            return  # already ending
         if failed and self._lived - self._failed_at > 2 * _SILENT_BEATS * self.interval_s:
-            # By now the thread that trains would have found the same, and said more.
+            # By now the training thread would have found the same fault, with more detail.
             self._end(self.describe_others())
         elif late and not failed and (verdict := self._judge()):
             self._end(verdict)
@@ -227,7 +227,7 @@ class Watchdog:
                 self._heard[i] = (report, self._lived)
 
     def _silent(self) -> dict[int, Report | None]:
-        """The processes whose watchdog does not run, as they were seen last; None: never."""
+        """Processes whose watchdog is silent, with their last report; None if never seen."""
         limit = self._lived - _SILENT_BEATS * self.interval_s
         silent = {
             i: report
@@ -237,25 +237,25 @@ class Watchdog:
         return silent | {i: None for i in range(self._num_processes) if i not in self._heard}
 
     def describe_others(self) -> str:
-        """Which processes cannot be reached, are lost or end; "" if none is known to."""
+        """Processes that are unreachable, lost or ending; "" if none is known."""
         if not self.answered:
-            return f"process 0, the coordinator, cannot be reached; this one is at {self.report()}"
+            return f"process 0, the coordinator, is unreachable; this process: {self.report()}"
         said = [
             f"process {i} is lost (killed, stopped or without network), "
             + (f"last seen at {report}" if report else "never seen")
             for i, report in self._silent().items()
         ]
         said += [
-            f"process {i} ends, at {report}: {report.failure}"
+            f"process {i} is ending, at {report}: {report.failure}"
             for i, (report, _) in self._heard.items()
             if report.failure not in ("", self.failure) and i != self._process
         ]
-        return f"{'; '.join(said)}; this one is at {self.report()}" if said else ""
+        return f"{'; '.join(said)}; this process: {self.report()}" if said else ""
 
     def _judge(self) -> str:
-        """Who is to blame that this process waits; "" if somebody takes the time it may take."""
+        """Name the process that this one waits for; "" while another is within its deadline."""
         silent = self._silent()
-        # Compiling and saving may keep even a watchdog from running; JAX's own heartbeat goes on.
+        # Compiling and saving may block even a watchdog; JAX's own heartbeat continues.
         if not self.answered or any(r is None or r.phase == "step" for r in silent.values()):
             return self.describe_others()
         reports = {i: report for i, (report, _) in self._heard.items()}
@@ -266,9 +266,9 @@ class Watchdog:
             return ""
         first, last = (pick(r.step for r in reports.values()) for pick in (min, max))
         if first == last:
-            return f"all processes have arrived, and nothing moves: {self.report()}"
+            return f"all processes have arrived, but none makes progress: {self.report()}"
         late = "; ".join(
-            f"process {i} has not come further than {report}"
+            f"process {i} has not passed {report}"
             for i, report in reports.items()
             if report.step == first
         )
@@ -276,11 +276,11 @@ class Watchdog:
 
 
 _watchdog: Watchdog | None = None
-_has_spoken = threading.Event()  # of what became of the others
+_has_spoken = threading.Event()  # set once the fault has been reported
 
 
 def start(job: ConfigDict) -> None:
-    """Starts the watchdog of this process; `job` is that section of the config."""
+    """Start the watchdog of this process; `job` is that section of the config."""
     global _watchdog
     num_processes = jax.process_count()
     watchdog = _watchdog = Watchdog(
@@ -309,31 +309,31 @@ def start(job: ConfigDict) -> None:
 
 
 def stop() -> None:
-    """Ends the watch."""
+    """Stop the watchdog."""
     global _watchdog
     _watchdog = None
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """`Watchdog.phase` of this process, where a watchdog was started."""
+    """Enter a phase of this process's watchdog, if it was started; see `Watchdog.phase`."""
     with _watchdog.phase(name) if _watchdog is not None else contextlib.nullcontext():
         yield
 
 
 def arrive(step: int) -> None:
-    """`Watchdog.arrive` of this process, where a watchdog was started."""
+    """Report a batch to this process's watchdog, if it was started; see `Watchdog.arrive`."""
     if _watchdog is not None:
         _watchdog.arrive(step)
 
 
 def leave(code: int, error: BaseException | None = None) -> NoReturn:
-    """Ends this process; what is wrong was said.
+    """End this process; errors have been printed already.
 
     Args:
-      code: for the system.
-      error: why this process ends before its time. Then it does not wait, as JAX would, for the
-        others, who may never come; it says which of them are lost, and lets the others know.
+      code: the exit code.
+      error: why this process ends early. With an error it does not wait for the others, as JAX
+        would, since they may never come; it reports which are lost and notifies the rest.
     """
     if error is None or processes.client() is None:
         with phase("leave"):
@@ -360,7 +360,7 @@ def _end(what: str) -> NoReturn:
 
 
 def _exit(code: int) -> NoReturn:
-    """Ends this process without waiting for others; process 0 lets them read from its store."""
+    """End this process without waiting for others; process 0 keeps its store open for a while."""
     if _watchdog is not None and processes.client() is not None and jax.process_index() == 0:
         time.sleep(3 * _SILENT_BEATS * _watchdog.interval_s)
     logging.shutdown()
@@ -376,28 +376,28 @@ def _speak_on_abort() -> int:
         _watchdog.answered = False
     processes.say(
         _watchdog.describe_others()
-        or f"JAX ends it, for what it says above; this one is at {_watchdog.report()}"
+        or f"aborted by JAX, see the message above; this process: {_watchdog.report()}"
     )
-    if not _watchdog.failure:  # else it was ending already, and said where it was
+    if not _watchdog.failure:  # otherwise it was ending, and has printed its traceback
         faulthandler.dump_traceback(all_threads=True)
     return _watchdog.exit_code
 
 
 def _coordinator_listens() -> bool:
-    host, _, port = distributed.global_state.coordinator_address.rpartition(":")
+    host, _, port = distributed_state().coordinator_address.rpartition(":")
     with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2.0):
         return True
     return False
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Checks the deadlines of the section `job`."""
+    """Check the deadlines of the section `job`."""
     job = config.job
     for key in ("heartbeat_s", "step_deadline_s", "compile_deadline_s", "evaluation_deadline_s",
                 "save_deadline_s"):  # fmt: skip
         faults.need_positive(f"job.{key}", job[key])
     faults.need(
         job.step_deadline_s is None or job.step_deadline_s <= 0.75 * job.heartbeat_s,
-        f"job.step_deadline_s={job.step_deadline_s}: needs at most 0.75 of "
-        f"job.heartbeat_s={job.heartbeat_s}, after which JAX ends the run and cannot say why",
+        f"job.step_deadline_s={job.step_deadline_s}: must be at most 0.75 * "
+        f"job.heartbeat_s={job.heartbeat_s}, when JAX ends the run without saying why",
     )

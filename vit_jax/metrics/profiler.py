@@ -1,4 +1,4 @@
-"""Traces of some steps of a run."""
+"""Profiler traces of some steps of a run."""
 
 import logging
 from typing import Any
@@ -14,7 +14,7 @@ logger = logging.getLogger("vit_jax")
 
 
 class Profiler:
-    """Traces the steps that `log.profile` names into a directory, by `jax.profiler`."""
+    """Traces the steps in `log.profile` to a directory, by `jax.profiler`."""
 
     def __init__(self, steps: str | None, directory: epath.Path):
         self._steps = step_range(steps, "log.profile") if steps else range(0)
@@ -29,21 +29,21 @@ class Profiler:
             jax.profiler.stop_trace()
 
     def before(self, step: int) -> None:
-        """To be called before the step numbered `step` is dispatched."""
+        """Call before the step numbered `step` is dispatched."""
         if step - 1 in self._steps and not self._tracing:
             jax.profiler.start_trace(self._directory)
             self._tracing = True
 
     def after(self, step: int, result: Any) -> None:
-        """To be called with what that step gave, to be waited for before a trace ends."""
+        """Call with the result of `step`; waits for it before ending a trace."""
         if self._tracing and step not in self._steps:
             jax.block_until_ready(result)
             jax.profiler.stop_trace()
             self._tracing = False
-            logger.info("traced to %s; look at it with TensorBoard or XProf", self._directory)
+            logger.info("trace written to %s; open it with TensorBoard or XProf", self._directory)
 
 
 def check_profile(config: ConfigDict, faults: Faults) -> None:
-    """Checks `log.profile`."""
+    """Check `log.profile`."""
     if config.log.profile is not None:
         faults.check(step_range, config.log.profile, key="log.profile")

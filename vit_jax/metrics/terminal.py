@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: a line that is kept up to date, and messages above it."""
+"""Terminal output of a run: a progress line, and messages above it."""
 
 import datetime
 import logging
@@ -7,32 +7,37 @@ from collections.abc import Callable, Mapping
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 CONSOLE = Console()
+_BAR_WIDTH = 12  # characters
 
 
 class Progress:
-    """One line that is kept up to date on a terminal; elsewhere a line for each update.
+    """A progress line, updated in place on a terminal; elsewhere one line per update.
 
-    To be used in a `with`, which gives the terminal back however it is left. What else goes
-    through `console`, or is printed, appears above the line.
+    Use it in a `with` statement, which restores the terminal on exit. Text printed to `console`
+    or standard output appears above the line.
 
     Args:
-      total_steps: of the whole run.
-      console: where to.
-      clock: seconds.
+      total_steps: length of the whole run.
+      start: the step that the run continues from; the clock starts when this object is made.
+      console: where the line is shown.
+      clock: returns seconds.
     """
 
     def __init__(
         self,
         total_steps: int,
+        start: int = 0,
         *,
         console: Console = CONSOLE,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._total_steps, self._console, self._clock = total_steps, console, clock
-        self._start: tuple[int, float] | None = None  # step and time of the first update
+        self._start = start, clock()
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     def __enter__(self) -> "Progress":
@@ -45,10 +50,10 @@ class Progress:
             self._live.stop()
 
     def update(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Shows the step, every `*/loss` and `*/top1`, the speed, the MFU and the time left.
+        """Show the step, every `*/loss` and `*/top1`, the speed, the MFU and the time left.
 
-        The time left counts on the wall time a step took from the first update on, evaluation and
-        saving included.
+        The time left is extrapolated from the wall time since the start, including evaluations and
+        saves.
         """
         parts = [f"step {step:,}/{self._total_steps:,}"]
         parts += [f"{name} {v:.4g}" for name, v in scalars.items() if name.endswith("/loss")]
@@ -60,27 +65,35 @@ class Progress:
         parts.append(f"ETA {self._time_left(step)}")
         line = " | ".join(parts)
         if self._live:
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._live.update(self._with_bar(step, line), refresh=True)
         else:
             self._console.out(line, highlight=False)
 
+    def _with_bar(self, step: int, line: str) -> Table:
+        row = Table.grid(padding=(0, 1))
+        row.add_column(width=_BAR_WIDTH)
+        row.add_column(no_wrap=True, overflow="ellipsis")
+        row.add_row(ProgressBar(self._total_steps, step, width=_BAR_WIDTH), Text(line))
+        return row
+
     def _time_left(self, step: int) -> str:
-        now = self._clock()
-        first_step, start = self._start = self._start or (step, now)
+        first_step, since = self._start
         if step == first_step:
             return "unknown"
-        seconds = (now - start) / (step - first_step) * (self._total_steps - step)
+        seconds = (self._clock() - since) / (step - first_step) * (self._total_steps - step)
         return str(datetime.timedelta(seconds=round(seconds)))
 
 
-def log_to_console(console: Console = CONSOLE) -> None:
-    """Shows what the package's loggers say, from INFO on, above the line of a `Progress`.
+def log_to_console(console: Console = CONSOLE, *, quiet: bool = False) -> None:
+    """Show the messages of the package's loggers above the line of a `Progress`.
 
-    A command whose standard output is data gives a console on standard error.
+    Args:
+      console: a console on standard error for a command whose standard output is data.
+      quiet: show warnings and errors only.
     """
     logger = logging.getLogger("vit_jax")
     logger.handlers = [_ConsoleHandler(console)]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
     logger.propagate = False
 
 
@@ -95,9 +108,9 @@ class _ConsoleHandler(logging.Handler):
 
 
 def readable(values: Mapping[str, float | None]) -> str:
-    """Metrics in a message: accuracies in percent, counts in full, the rest in four digits.
+    """Metrics as text: accuracies in percent, counts in full, others with four digits.
 
-    None is a value that was not finite.
+    None is shown as not finite.
     """
 
     def show(name, value):

@@ -1,4 +1,4 @@
-"""The speed of training, without the pauses."""
+"""Training speed, excluding pauses."""
 
 import contextlib
 import time
@@ -8,17 +8,17 @@ from vit_jax.devices.flops import mfu
 
 
 class Throughput:
-    """The speed of training alone: between two readings, without the pauses.
+    """Training speed between two readings, excluding pauses.
 
-    The device works behind the program's back: wait for the last step's result before `read` and
-    before `pause`, or its time is taken for another's.
+    Devices run asynchronously: wait for the result of the last step before `read` and `pause`, or
+    its time is counted elsewhere.
 
     Args:
       step: the step that the run starts at.
-      global_batch_size: images a step, over all devices.
-      flops_per_image: forward and backward; None: the model FLOPs utilisation is not known.
-      device_kind, num_chips: what `flops.mfu` needs.
-      clock: seconds.
+      global_batch_size: images per step, over all devices.
+      flops_per_image: forward and backward; None: unknown, so no MFU is reported.
+      device_kind, num_chips: arguments of `flops.mfu`.
+      clock: returns seconds.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def pause(self, what: str) -> Iterator[None]:
-        """Around what is not training; `what` names it, e.g. "save"."""
+        """Exclude the time within the context; `what` names it, e.g. "save"."""
         start = self._clock()
         try:
             yield
@@ -51,15 +51,15 @@ class Throughput:
             self._paused_s[what] = self._paused_s.get(what, 0.0) + passed
 
     def seconds(self) -> float:
-        """Seconds of training by this process so far; not to be asked in a pause."""
+        """Seconds of training by this process so far; must not be called during a pause."""
         return self._total_s + self._clock() - self._since
 
     def read(self, step: int) -> dict[str, float]:
-        """The metrics since the last reading, at `step` steps.
+        """Metrics since the last reading; `step` is the number of steps done.
 
-        `time/seconds`: of training by this process so far; `time/images_per_s`: over all devices;
-        `time/mfu`: a share, absent where the chip's peak or the FLOPs are not known;
-        `time/save_s` and so on: of each pause since the last reading, where there was one.
+        `time/seconds`: training by this process so far; `time/images_per_s`: over all devices;
+        `time/mfu`: a fraction, absent if the chip's peak or the FLOPs are unknown; `time/save_s`
+        and so on: duration of each kind of pause since the last reading.
         """
         now = self._clock()
         seconds = now - self._since

@@ -1,4 +1,4 @@
-"""Metrics in Weights & Biases, an optional dependency: `pip install -e '.[wandb]'`."""
+"""Metrics in Weights & Biases; needs an optional package: `pip install -e '.[wandb]'`."""
 
 import importlib.util
 import logging
@@ -17,38 +17,37 @@ logger = logging.getLogger("vit_jax")
 
 _INIT_TIMEOUT_S = 30.0
 _FINISH_TIMEOUT_S = 60.0
-_NOT_IN_NAMES = r"/\#?%:"  # refused by W&B
+_NOT_IN_NAMES = r"/\#?%:"  # characters that W&B rejects
 _MAX_NAME = 128
 
 
 def check_installed(project: str) -> None:
-    """Raises InputError if `log.wandb` asks for a package that is not there."""
+    """Raise InputError if `log.wandb` is set but the package is not installed."""
     if importlib.util.find_spec("wandb") is None:
         raise InputError(
             f"log.wandb={project!r}: the package wandb is not installed; "
-            "install it with pip install -e '.[wandb]', or leave log.wandb out"
+            "run pip install -e '.[wandb]', or leave out log.wandb"
         )
 
 
 class WeightsAndBiases:
-    """A run of a W&B project, its step being the training's.
+    """A W&B run that records the metrics by training step.
 
-    Its id is kept in WORKDIR/wandb_id, so a run that is resumed goes on in the same W&B run. W&B
-    takes no step twice and none back: rows from the restored step on that a killed try had sent
-    stay (a resumed run makes the same once more), and rows that were lost on the way, as W&B's
-    client loses what it holds when it is killed, are sent again from metrics.jsonl. An evaluation
-    that a killed try has missed, and that the resumed run makes, is not in W&B if W&B has another
-    row of that step.
+    Its id is kept in WORKDIR/wandb_id, so a resumed run continues the same W&B run. W&B accepts
+    steps in increasing order only. If an earlier try was killed after the restored step, the rows
+    that it sent stay (the resumed run computes the same values). Rows that were lost on the way,
+    because the killed client still held them, are sent again from metrics.jsonl. A missed
+    evaluation is absent from W&B if W&B already has a later row.
 
-    W&B never ends a run. Where it cannot be reached at the start, or there is no login, the run
-    is recorded offline in WORKDIR/wandb, for `wandb sync` to send; where that fails too, or W&B
-    fails later, it is left out from there on. `WANDB_MODE=offline` records offline from the start.
+    W&B never ends a run. If it cannot be reached at the start, or there is no login, the run is
+    recorded offline in WORKDIR/wandb, for `wandb sync`. If that fails too, or W&B fails later, the
+    run continues without W&B. `WANDB_MODE=offline` records offline from the start.
 
     Args:
-      workdir: of the run; its name is the W&B run's.
-      project: of W&B.
-      config: of the run, as nested dicts.
-      rows: (step, scalars) of all steps so far, in their order.
+      workdir: directory of the run; its name becomes the name of the W&B run.
+      project: W&B project.
+      config: the run's config as nested dicts.
+      rows: (step, scalars) of all steps so far, in order.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class WeightsAndBiases:
         config: Mapping[str, Any],
         rows: Iterable[tuple[int, Mapping[str, float]]],
     ):
-        import wandb  # it takes a second, and few ask for it
+        import wandb  # takes a second, and is rarely needed
 
         id_file = workdir / "wandb_id"
         if not id_file.exists():
@@ -75,7 +74,7 @@ class WeightsAndBiases:
                 dir=None if "://" in os.fspath(workdir) else os.fspath(workdir),
                 mode=mode,
                 settings=wandb.Settings(
-                    console="off",  # our line, redrawn, is no log
+                    console="off",  # the progress line is redrawn, so capturing it is useless
                     quiet=True,
                     init_timeout=_INIT_TIMEOUT_S,
                     finish_timeout=_FINISH_TIMEOUT_S,
@@ -83,22 +82,22 @@ class WeightsAndBiases:
             )
 
         self._run = None
-        for mode, instead in ((None, "recording offline"), ("offline", "it is left out")):
+        for mode, instead in ((None, "recording offline"), ("offline", "continuing without W&B")):
             try:
                 self._run = init(mode)
                 break
-            except Exception as e:  # whatever it is, it shall not end the run
+            except Exception as e:  # no failure of W&B may end the run
                 what = "fails offline too" if mode else "cannot be reached"
                 logger.warning("log.wandb: W&B %s (%s); %s", what, e, instead)
                 wandb.teardown()  # its service still holds the run's id
         if self._run is None:
             return
         if self._run.offline:
-            logger.info("W&B: offline; send it by: wandb sync %s", os.path.dirname(self._run.dir))
-        elif self._run.url:  # there is none with WANDB_MODE=disabled
+            logger.info("W&B: offline; to upload: wandb sync %s", os.path.dirname(self._run.dir))
+        elif self._run.url:  # None with WANDB_MODE=disabled
             logger.info("W&B: %s", self._run.url)
         self._next_step = self._run.step
-        self._said = True  # of rows so far W&B has the earlier ones
+        self._said = True  # say nothing about stored rows that W&B already has
         for step, scalars in rows:
             self.write(step, scalars)
         self._said = False
@@ -109,36 +108,36 @@ class WeightsAndBiases:
         if step < self._next_step:
             if not self._said:
                 logger.info(
-                    "W&B: keeps its own rows before step %d; rows made again from step %d on, and "
-                    "evaluations missed there, are in metrics.jsonl only", self._next_step, step,
+                    "W&B: already has the rows before step %d; rows repeated from step %d on, and "
+                    "evaluations missed there, are only in metrics.jsonl", self._next_step, step,
                 )  # fmt: skip
                 self._said = True
             return
         try:
             self._run.log(dict(scalars), step=step)
-        except Exception as e:  # see above
-            logger.warning("log.wandb: W&B failed at step %d (%s); it is left out now", step, e)
+        except Exception as e:  # no failure of W&B may end the run
+            logger.warning("log.wandb: W&B failed at step %d (%s); continuing without W&B", step, e)
             self._run = None
 
     def flush(self) -> None:
-        """Nothing: W&B has no way to be asked for it, hence the rows that are sent again."""
+        """Do nothing: W&B cannot be flushed, so lost rows are sent again on resume."""
 
     def close(self) -> None:
         if self._run is None:
             return
         try:
             self._run.finish()
-        except Exception as e:  # see above
+        except Exception as e:  # no failure of W&B may end the run
             logger.warning("log.wandb: W&B failed at the end (%s)", e)
 
 
 def check_project(config: ConfigDict, faults: Faults) -> None:
-    """Checks `log.wandb`, also where the package is not installed."""
+    """Check `log.wandb`; works without the package."""
     project = config.log.wandb
     if project is not None:
         named = project.strip() and len(project) <= _MAX_NAME
         faults.need(
             named and not set(project) & set(_NOT_IN_NAMES),
-            f"log.wandb={project!r}: needs the name of a project, at most {_MAX_NAME} characters, "
-            f"none of them in {_NOT_IN_NAMES}",
+            f"log.wandb={project!r}: needs the name of a project, of at most {_MAX_NAME} "
+            f"characters, without any of {_NOT_IN_NAMES}",
         )

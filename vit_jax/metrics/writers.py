@@ -1,4 +1,4 @@
-"""Writers of metrics: JSON lines and TensorBoard events in the workdir, and W&B.
+"""Metric writers: JSON lines and TensorBoard events in the workdir, and W&B.
 
 Each has `write(step, scalars)`, `flush()` and `close()`.
 """
@@ -23,20 +23,20 @@ from vit_jax.metrics.weights_and_biases import WeightsAndBiases
 class MetricWriter:
     """Writes scalars to WORKDIR/metrics.jsonl and to TensorBoard events in WORKDIR.
 
-    A run that is resumed goes on in both as if it had never stopped: what an earlier, killed try
-    had written after the restored step is gone from the JSON lines, and hidden in TensorBoard. To
-    be opened by one process only.
+    A resumed run continues both as if it had never stopped: rows that an earlier, killed try wrote
+    after the restored step are removed from the JSON lines and hidden in TensorBoard. Only one
+    process may open it.
 
-    Every row is in its file at once, for others to read, and survives the death of the process;
-    after `flush` it survives that of the machine. Object stores (gs://), which have no append, get
-    the whole file at each `flush`. Flush before a checkpoint is saved, so that no step that can be
-    restored lacks its rows.
+    Every row is visible to readers at once and survives the death of the process; after `flush` it
+    also survives the death of the machine. Object stores (gs://), which have no append, receive the
+    whole file at each `flush`. Flush before saving a checkpoint, so that every step that can be
+    restored has its rows.
 
     Args:
-      workdir: made where it is absent.
-      restored_step: the step that the run was restored at; None: it starts from scratch.
-      wandb_project: where W&B gets the same besides; None: it gets nothing.
-      config: of the run, as nested dicts, for W&B.
+      workdir: created if absent.
+      restored_step: step that the run was restored at; None: it starts from scratch.
+      wandb_project: W&B project that also receives the rows; None: no W&B.
+      config: the run's config as nested dicts, for W&B.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MetricWriter:
             self._writers.append(WeightsAndBiases(workdir, wandb_project, config or {}, rows))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds one row."""
+        """Add one row."""
         for writer in self._writers:
             writer.write(step, scalars)
 
@@ -77,9 +77,9 @@ class MetricWriter:
 
 
 class JsonLines:
-    """WORKDIR/metrics.jsonl: one object a row. JSON has no NaN and no infinity: they are null.
+    """WORKDIR/metrics.jsonl: one JSON object per row; NaN and infinity, unknown to JSON, are null.
 
-    What stands there from `first_step` on is dropped.
+    Rows from `first_step` on are dropped.
     """
 
     def __init__(self, workdir: epath.Path, first_step: int):
@@ -100,12 +100,12 @@ class JsonLines:
 class TensorBoard:
     """A file of TensorBoard events in WORKDIR.
 
-    It begins with a session start at `first_step`, by which TensorBoard hides what earlier files
-    have from that step on.
+    It starts a session at `first_step`, so that TensorBoard hides the rows that earlier files have
+    from this step on.
     """
 
     def __init__(self, workdir: epath.Path, first_step: int):
-        # Not tensorboard's EventFileWriter: it loads TensorFlow wherever that is installed.
+        # tensorboard's own EventFileWriter would import TensorFlow if it is installed.
         self._file = open_for_append(workdir / _event_file_name(workdir), b"")
         self._records = RecordWriter(self._file)
         self._write_event(file_version="brain.Event:2")
@@ -128,7 +128,7 @@ class TensorBoard:
 
 
 class NullWriter:
-    """Stands in for a MetricWriter on the processes that write nothing."""
+    """Stands in for a MetricWriter on processes that write nothing."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         pass
@@ -147,26 +147,26 @@ class NullWriter:
 
 
 def finite_or_none(scalars: Mapping[str, float]) -> dict[str, float | None]:
-    """`scalars` as JSON can hold them."""
+    """`scalars` with None in place of NaN and infinity, for JSON."""
     return {name: v if math.isfinite(v) else None for name, v in scalars.items()}
 
 
 def _rows_before(step: int, path: epath.Path) -> bytes:
-    """The lines of a metrics.jsonl before `step`."""
+    """Lines of a metrics.jsonl before `step`."""
     return b"".join(line + b"\n" for line, row in _whole_rows(path) if row["step"] < step)
 
 
 def _whole_rows(path: epath.Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The lines of a metrics.jsonl and what they hold; a kill may have left one by half."""
+    """Lines of a metrics.jsonl with their content, skipping lines cut short by a kill."""
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             yield line, json.loads(line)
 
 
 def _event_file_name(workdir: epath.Path) -> str:
-    """A name that sorts after all others: TensorBoard reads a run's files in the order of names.
+    """A name that sorts after all others, since TensorBoard reads files in the order of names.
 
-    The clock alone would not do: a run may go on within the second, or on a host whose clock lags.
+    A time stamp is not enough: a run may resume within a second, or on a host whose clock lags.
     """
     times = [int(path.name.split(".")[3]) for path in workdir.glob("events.out.tfevents.*")]
     now = max([int(time.time()), *(t + 1 for t in times)])
@@ -174,14 +174,20 @@ def _event_file_name(workdir: epath.Path) -> str:
 
 
 def _read_rows(workdir: epath.Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """(step, scalars) of every row of WORKDIR/metrics.jsonl; what was not finite is NaN."""
+    """(step, scalars) of every row in WORKDIR/metrics.jsonl; null becomes NaN."""
     for line in (workdir / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         yield row.pop("step"), {n: math.nan if v is None else v for n, v in row.items()}
 
 
+def values_of(metric: str, workdir: epath.Path, last_step: int) -> dict[int, float | None]:
+    """{step: value} that WORKDIR/metrics.jsonl has of `metric` up to and with `last_step`."""
+    rows = (row for _, row in _whole_rows(workdir / "metrics.jsonl"))
+    return {row["step"]: row[metric] for row in rows if metric in row and row["step"] <= last_step}
+
+
 def values_at(step: int, workdir: epath.Path) -> dict[str, float | None]:
-    """The metrics that WORKDIR/metrics.jsonl has of `step`; None is a value that was not finite."""
+    """Metrics that WORKDIR/metrics.jsonl has at `step`; None: not finite."""
     rows = (row for _, row in _whole_rows(workdir / "metrics.jsonl"))
     return {
         name: value
@@ -190,3 +196,8 @@ def values_at(step: int, workdir: epath.Path) -> dict[str, float | None]:
         for name, value in row.items()
         if name != "step"
     }
+
+
+def read_history(workdir: epath.Path) -> list[dict[str, float | None]]:
+    """The rows of WORKDIR/metrics.jsonl, each with its `step`; None: not finite."""
+    return [row for _, row in _whole_rows(workdir / "metrics.jsonl")]

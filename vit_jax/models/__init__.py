@@ -1,4 +1,4 @@
-"""Model families: one file and one line in MODELS each."""
+"""Model families: one file and one entry in MODELS each."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -11,18 +11,18 @@ from vit_jax.config import image_hw, model_fields
 from vit_jax.errors import Faults, InputError, nearest
 from vit_jax.models.bit import BIT_NAMES, BiT, bit_fields
 from vit_jax.models.deit import DEIT_NAMES, DeiT
-from vit_jax.models.fields import check_fields, field_names
+from vit_jax.models.fields import check_fields, field_defaults, field_names
 from vit_jax.models.hybrid import HYBRID_NAMES, HybridViT, hybrid_fields
-from vit_jax.models.variants import VIT_NAMES, vit_fields
+from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
 from vit_jax.models.vit import ViT
 
 
 class Family(NamedTuple):
-    """The models of one kind.
+    """A family of models.
 
-    module: its class.
-    parse: name -> the fields of the module that it stands for.
-    names: those of the papers; a family's grammar may allow more.
+    module: the Flax module class.
+    parse: a function from a model's name to the module's fields.
+    names: the models of the papers; the family's grammar may allow more.
     """
 
     module: type[nn.Module]
@@ -30,7 +30,7 @@ class Family(NamedTuple):
     names: tuple[str, ...]
 
 
-# By what a model's name begins with; of a hybrid without the layers of its ResNet.
+# Keyed by the start of a model's name; for hybrids without the ResNet's number of layers.
 MODELS = {
     "ViT": Family(ViT, vit_fields, VIT_NAMES),
     "DeiT": Family(DeiT, vit_fields, DEIT_NAMES),
@@ -45,22 +45,22 @@ def create_model(
     image_size: int | Sequence[int] | None = 224,
     **fields,
 ) -> nn.Module:
-    """Makes the model called `name`, with the sizes of its paper.
+    """Make the model called `name`, with the sizes of its paper.
 
         model = create_model("ViT-B/16", num_classes=10, image_size=(32, 48), pool="gap")
         variables = model.init(jax.random.key(0), jnp.zeros((1, 32, 48, 3)))
         logits = model.apply(variables, images)  # images (B, 32, 48, 3), float32
 
     Args:
-      name: family, variant and patch size, e.g. "ViT-Ti/16" or "R50+ViT-B/16"; any patch size.
-        Of ResNets layers and width: "BiT-R50x1".
-      num_classes: None for a model without head, which gives the features.
-      image_size: height and width in pixels; an int for both. None: images of any size, as of a
-        ResNet, or of a Transformer whose positions are fixed or none.
+      name: family, variant and patch size, e.g. "ViT-Ti/16" or "R50+ViT-B/16"; any patch size is
+        allowed. For ResNets: layers and width factor, e.g. "BiT-R50x1".
+      num_classes: number of classes; None makes a model without head, which returns the features.
+      image_size: height and width in pixels, or one int for both. None accepts images of any size:
+        for ResNets, and for Transformers with fixed or no positions.
       **fields: any field of the family's module, e.g. `pool`, `scan`, `dtype` (a name or a dtype).
 
     Raises:
-      InputError: unknown name or field, or values that do not go together.
+      InputError: the name or a field is unknown, or values contradict each other.
     """
     family = find_family(name)
     fields = check_fields(family.module, fields, name)
@@ -70,23 +70,74 @@ def create_model(
 
 
 def find_family(name: str) -> Family:
-    """The family of the model called `name`, by what stands before the first dash.
+    """The family of the model called `name`, found by the text before the first dash.
 
     Raises:
-      InputError: if there is none.
+      InputError: if no family has that name.
     """
     family, dash, _ = name.partition("-")
     found = MODELS.get(re.sub(r"^R\d+\+", "R+", family)) if dash else None
     if found is None:
         known = [name for family in MODELS.values() for name in family.names]
-        raise InputError(f"name={name!r}: no such model; {nearest(name, known)}")
+        hint = translate_name(name) or nearest(name, known)
+        raise InputError(f"name={name!r}: no such model; {hint}")
     return found
 
 
-def token_stride(name: str) -> tuple[int, int]:
-    """Height and width in pixels of what a token of the model called `name` stands for.
+SIZES = ("width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width")
 
-    Those of an image must be multiples of it, but for a BiT.
+
+def sizes_of(name: str) -> dict[str, Any]:
+    """{field: value} for those of SIZES that the model called `name` has.
+
+    Raises:
+      InputError: for an unknown name.
+    """
+    family = find_family(name)
+    own = check_fields(family.module, family.parse(name), name)
+    defaults = field_defaults(family.module)
+    known = [field for field in SIZES if field in field_names(family.module)]
+    return {field: own.get(field, defaults.get(field)) for field in known}
+
+
+def name_of(model: nn.Module) -> str | None:
+    """The name of the model with the family and the sizes of `model`; None if there is none."""
+    patch = getattr(model, "patch_size", (0, 0))
+    for start, family in MODELS.items():
+        if family.module is not type(model):
+            continue
+        any_patch = [f"{start}-{variant}/{patch[0]}" for variant in VIT_VARIANTS]
+        for name in family.names if start == "R+ViT" or patch == (0, 0) else any_patch:
+            if all(getattr(model, field) == size for field, size in sizes_of(name).items()):
+                return name
+    return None
+
+
+_SIZES_ELSEWHERE = {
+    "tiny": "Ti", "small": "S", "medium": "M", "base": "B", "large": "L", "so400m": "So400m",
+    "huge": "H", "giant": "g", "gigantic": "G", "b": "B", "l": "L", "h": "H",
+}  # fmt: skip
+
+
+def translate_name(name: str) -> str | None:
+    """The hint for a name of timm, torchvision or Hugging Face; None if `name` is none of these.
+
+    "vit_base_patch16_224.augreg_in21k", "vit_b_16" and "google/vit-base-patch16-224" are ViT-B/16.
+    """
+    plain = name.rpartition("/")[2].lower().replace("-", "_")
+    match = re.match(r"(vit|deit)3?_([a-z0-9]+)_(?:distilled_)?(?:patch)?(\d+)(?:_|\.|$)", plain)
+    if match is None or match[2] not in _SIZES_ELSEWHERE:
+        return None
+    family = {"vit": "ViT", "deit": "DeiT"}[match[1]]
+    if family == "DeiT" and "distilled" not in plain:
+        family = "ViT"  # the same network, without the distillation token
+    return f"it is called {family}-{_SIZES_ELSEWHERE[match[2]]}/{match[3]} here"
+
+
+def token_stride(name: str) -> tuple[int, int]:
+    """Height and width in pixels of the image area behind one token of the model `name`.
+
+    The sides of an image must be multiples of it, except for a BiT.
 
     Raises:
       InputError: for an unknown name.
@@ -95,12 +146,12 @@ def token_stride(name: str) -> tuple[int, int]:
     fields = check_fields(family.module, family.parse(name), name)
     fields |= {"num_classes": None, "image_size": None}
     if "pos_embed" in field_names(family.module):
-        fields["pos_embed"] = "none"  # so that it needs no image size
+        fields["pos_embed"] = "none"  # then no image size is needed
     return family.module(**fields).token_stride
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Checks the section `model` with `data.image_size`."""
+    """Check the section `model` together with `data.image_size`."""
     sizes = {"data.image_size": config.data.image_size, "model.patch_size": config.model.patch_size}
     given = {key: size for key, size in sizes.items() if size is not None}
     sizes_are_good = all([faults.check(image_hw, size, key) for key, size in given.items()])

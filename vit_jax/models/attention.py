@@ -1,4 +1,4 @@
-"""Scaled dot-product attention.
+"""Scaled dot-product attention: one interface, several forms.
 
 Axes: B images, H heads, N queries, M keys, K width of a head.
 """
@@ -9,35 +9,69 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+# attend(q_BNHK, k_BMHK, v_BMHK, *, qkv_biases, bias_BHNM, num_keys, dropout_rate, dropout_key)
+# -> (B, N, H, K), as `dot_product_attention` has it; each form says what it leaves to another.
+Attend = Callable[..., jax.Array]
+
 
 def dot_product_attention(
-    q_BHNK, k_BHMK, v_BHMK, *, bias_BHNM=None, dropout_rate=0.0, dropout_key=None
+    q_BNHK,
+    k_BMHK,
+    v_BMHK,
+    *,
+    qkv_biases=None,
+    bias_BHNM=None,
+    num_keys=None,
+    dropout_rate=0.0,
+    dropout_key=None,
 ):
-    """softmax(q k^T / sqrt(K) + bias) v, with dropout of the weights when `dropout_key` is given.
+    """softmax(q k^T / sqrt(K) + bias) v, with dropout on the weights if `dropout_key` is given.
 
-    Heads stand before tokens, so that both products are batched matrix products on contiguous
-    blocks. The softmax is divided by its sum after the product with v, where there are K numbers a
-    query to divide instead of M, and so is its gradient, which is written out by hand: of the
-    arrays of N x M only the undivided weights are kept, and each is passed over as seldom as can
-    be.
+    The head axis precedes the token axis, so both products are batched matrix products on
+    contiguous blocks. The division by the softmax's sum follows the product with v: that divides K
+    numbers a query instead of M. The gradient is written by hand and does the same. The backward
+    pass keeps only one N x M array, the undivided weights (two with dropout), and both passes
+    read and write N x M arrays as rarely as possible.
 
-    Shapes: (B, H, N, K), (B, H, M, K), (B, H, M, K), the bias (B, H, N, M) -> (B, H, N, K), in the
-      dtype of `v`, which is that of the bias.
+    Args:
+      q_BNHK, k_BMHK, v_BMHK: queries, keys, values.
+      qkv_biases: three of (H, K), added to them first; None: they have none, or have it already.
+      bias_BHNM: added to the logits, in the dtype of the values.
+      num_keys: the keys that count, the first of M; the others are padding. None: all.
+      dropout_rate, dropout_key: of the weights; without a key none is dropped.
+
+    Returns:
+      (B, N, H, K) in the dtype of the values.
+
     Source: Vaswani et al. 2017 (arXiv:1706.03762), Eq. 1; ViT's Eqs. 6-8 (appendix A); the sum in
       the gradient taken over K: Dao et al. 2022 (arXiv:2205.14135), appendix B.2.
     """
+    qkv = add_qkv_biases((q_BNHK, k_BMHK, v_BMHK), qkv_biases)
+    q_BHNK, k_BHMK, v_BHMK = (jnp.swapaxes(x, 1, 2) for x in _without_padding(qkv, num_keys))
     scale = q_BHNK.shape[-1] ** -0.5
     kept_BHNM = None
     if dropout_key is not None and dropout_rate > 0.0:
         shape = (*q_BHNK.shape[:-1], k_BHMK.shape[-2])
         kept_BHNM = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, shape)
     has_bias = bias_BHNM is not None
-    return _attend(q_BHNK * scale, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout_rate)
+    out_BHNK = _attend(q_BHNK * scale, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout_rate)
+    return jnp.swapaxes(out_BHNK, 1, 2)
 
 
-def plain_attention(q_BHNK, k_BHMK, v_BHMK, *, bias_BHNM=None, dropout_rate=0.0, dropout_key=None):
-    """`dot_product_attention` as it is written in the paper, its gradient JAX's own."""
-    q_BNHK, k_BMHK, v_BMHK = (jnp.swapaxes(x, 1, 2) for x in (q_BHNK, k_BHMK, v_BHMK))
+def plain_attention(
+    q_BNHK,
+    k_BMHK,
+    v_BMHK,
+    *,
+    qkv_biases=None,
+    bias_BHNM=None,
+    num_keys=None,
+    dropout_rate=0.0,
+    dropout_key=None,
+):
+    """`dot_product_attention` as the paper writes it, with JAX's automatic gradient."""
+    qkv = add_qkv_biases((q_BNHK, k_BMHK, v_BMHK), qkv_biases)
+    q_BNHK, k_BMHK, v_BMHK = _without_padding(qkv, num_keys)
     scale = q_BNHK.shape[-1] ** -0.5
     scores_BHNM = jnp.einsum("bnhk,bmhk->bhnm", q_BNHK * scale, k_BMHK)
     if bias_BHNM is not None:
@@ -46,17 +80,30 @@ def plain_attention(q_BHNK, k_BHMK, v_BHMK, *, bias_BHNM=None, dropout_rate=0.0,
     if dropout_key is not None and dropout_rate > 0.0:
         kept_BHNM = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, weights_BHNM.shape)
         weights_BHNM = _drop(weights_BHNM, kept_BHNM, dropout_rate)
-    return jnp.swapaxes(jnp.einsum("bhnm,bmhk->bnhk", weights_BHNM, v_BMHK), 1, 2)
+    return jnp.einsum("bhnm,bmhk->bnhk", weights_BHNM, v_BMHK)
 
 
-def choose_attention(platform: str) -> Callable:
-    """The form that is fastest on "cpu", "gpu" or "tpu".
+def choose_attention(platform: str) -> Attend:
+    """The form without kernels that is fastest on "cpu", "gpu" or "tpu".
 
-    The TPU compiler makes more of the plain form: by its own estimate a training step of ViT-B/16
-    takes 113.5 instead of 135.3 million cycles on v5e, with full remat 156.0 instead of 186.2.
-    docs/planning.md has other sizes and layouts, and the command.
+    The TPU compiler optimises the plain form better: by its own estimate, a training step of
+    ViT-B/16 on v5e takes 113.5 instead of 135.3 million cycles, and 156.0 instead of 186.2 with
+    full remat. docs/explanation/plans.md has other sizes and layouts, and the command.
     """
     return plain_attention if platform == "tpu" else dot_product_attention
+
+
+def add_qkv_biases(qkv, qkv_biases):
+    """Queries, keys and values (B, N, H, K) with the bias (H, K) of each; None: they have none."""
+    if qkv_biases is None:
+        return qkv
+    pairs = zip(qkv, qkv_biases, strict=True)
+    return tuple(x_BNHK + bias_HK.astype(x_BNHK.dtype)[None, None] for x_BNHK, bias_HK in pairs)
+
+
+def _without_padding(qkv, num_keys):
+    q_BNHK, k_BMHK, v_BMHK = qkv
+    return q_BNHK, k_BMHK[:, :num_keys], v_BMHK[:, :num_keys]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -77,7 +124,7 @@ def _attend_forward(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, drop
 
 
 def _attend_backward(has_bias, dropout_rate, saved, grad_BHNK):
-    """With w the undivided weights, s their sum, o the output and g its gradient:
+    """Gradients, with w the undivided weights, s their sum, o the output and g its gradient:
 
     grad v = w^T (g / s);  grad scores = grad bias = w * ((g / s) v^T - <g / s, o>).
     """

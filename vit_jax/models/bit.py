@@ -32,7 +32,7 @@ from vit_jax.models.resnet import (
 
 
 class PreActBottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, each with a norm before it, and a residual.
+    """1x1, 3x3 and 1x1 convolutions, each preceded by a norm, and a residual.
 
     Shapes: (B, H, W, C) -> (B, H / stride, W / stride, 4 width), rounded up.
     """
@@ -61,9 +61,9 @@ class PreActBottleneck(nn.Module):
 
 
 class Trunk(nn.Module):
-    """All but the head: a root of stride 4 without norm, the stages, a norm and ReLU.
+    """The network without its head: a root of stride 4 without norm, the stages, a norm and ReLU.
 
-    The max-pooling pads with zeros, of which some may be the largest of their window.
+    The max-pooling pads with zeros, as published; a padded zero can be the maximum of its window.
 
     Shapes: (B, H, W, 3) -> (B, H / stride, W / stride, D), rounded up.
     """
@@ -93,12 +93,12 @@ class Trunk(nn.Module):
 class BiT(nn.Module):
     """ResNet-v2: images (B, H, W, 3) in its value range -> logits (B, C), float32.
 
-    `num_classes` None makes a model without head, whose `__call__` gives the features.
-    `image_size` None: it takes images of any size. `stages` are the units of each, `stem_width` the
-    channels of the root. `remat` is as in `ViT`, unit by unit.
+    With `num_classes` None the model has no head and `__call__` returns the features. With
+    `image_size` None it takes images of any size. `stages` holds the number of units of each stage,
+    `stem_width` is the number of channels of the root. `remat` is as in `ViT`, for each unit.
 
-    Methods: "tokens" -> (B, N, D), the last map in raster order, normalised; "features" -> (B, D),
-      its mean; "pre_logits", the same.
+    Methods: "tokens" -> (B, N, D), the last feature map in raster order, normalised; "features" ->
+      (B, D), its mean; "pre_logits" -> (B, D), the same as the features.
     Raises: InputError for fields that are out of range, or images of another size.
     """
 
@@ -108,6 +108,7 @@ class BiT(nn.Module):
     stem_width: int = STEM_WIDTH
     head_bias: float = 0.0
     remat: str = "none"
+    channels: int = 3
     dtype: Any = jnp.float32
     constrain: Constrain = unconstrained
 
@@ -129,13 +130,13 @@ class BiT(nn.Module):
             )
 
     def tokens(self, images, *, train=False) -> jax.Array:
-        """The last map, normalised."""
+        """The last feature map (B, N, D), normalised."""
         del train
-        check_image_shape(images.shape, self.image_size)
+        check_image_shape(images.shape, self.image_size, self.channels)
         return rearrange(self.trunk(images.astype(self.dtype)), "b h w d -> b (h w) d")
 
     def features(self, images, *, train=False):
-        """The mean of the last map."""
+        """The mean (B, D) of the last feature map."""
         return self.tokens(images, train=train).mean(axis=1)
 
     def pre_logits(self, images, *, train=False):
@@ -148,17 +149,17 @@ class BiT(nn.Module):
 
     @property
     def width(self) -> int:
-        """D, the channels of the last map."""
+        """D, the number of channels of the last feature map."""
         return EXPANSION * self.stem_width * 2 ** (len(self.stages) - 1)
 
     @property
     def token_stride(self) -> tuple[int, int]:
-        """Height and width in pixels of what a position of the last map stands for."""
+        """Stride of the last feature map in pixels, vertically and horizontally."""
         return (map_stride(self.stages),) * 2
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of the last map; of a model that has an image size."""
+        """Rows and columns of the last feature map; the model must have an image size."""
         assert self.image_size is not None
         stride = map_stride(self.stages)
         return -(-self.image_size[0] // stride), -(-self.image_size[1] // stride)
@@ -182,7 +183,7 @@ BIT_NAMES = tuple(
 
 
 def bit_fields(name: str) -> dict[str, Any]:
-    """The fields of the ResNet called `name`: "BiT-R50x3" is a ResNet-50 of three times the width.
+    """The fields of the ResNet called `name`; "BiT-R50x3" is a ResNet-50 with triple width.
 
     Raises:
       InputError: if it is not one of BIT_NAMES.

@@ -11,15 +11,15 @@ from vit_jax.models.vit import ViT
 
 
 class DeiT(ViT):
-    """ViT with a second token and a second linear head, which learns from a teacher.
+    """ViT with a distillation token and a second linear head, which learns from a teacher.
 
-    The distillation token stands behind the class token, with a position of its own. In evaluation
-    `__call__` gives the mean of the two heads' logits (B, C); in training both, by name:
-    {"class": (B, C), "distillation": (B, C)}. `distillation_head` False leaves the second head out:
-    the token is attended to, and the class token alone is classified.
+    The distillation token follows the class token and has its own position. In evaluation
+    `__call__` returns the mean of the two heads' logits (B, C); in training it returns both by
+    name: {"class": (B, C), "distillation": (B, C)}. With `distillation_head` False there is no
+    second head: the blocks still attend to the token, and the head classifies the class token.
 
-    Method "features": the mean of the two tokens (B, D), or without second head the class token.
-    Raises: InputError for what has no class token, or a hidden head.
+    Method "features": the mean of the two tokens (B, D); without the second head the class token.
+    Raises: InputError if `pool` is not "token", or `hidden_head` is set.
     """
 
     distillation_head: bool = True
@@ -29,6 +29,7 @@ class DeiT(ViT):
         if self.num_classes is not None and self.distillation_head:
             self.head_distillation = self._make_head(self.num_classes)
 
+    @nn.nowrap
     def _make_prefix_tokens(self) -> list[jax.Array]:
         token = self.param("distillation_token", nn.initializers.zeros, (1, 1, self.width))
         return [*super()._make_prefix_tokens(), token]
@@ -60,6 +61,7 @@ class DeiT(ViT):
         """The class token and the distillation token."""
         return 2
 
+    @nn.nowrap
     def _find_faults(self) -> list[str]:
         faults = super()._find_faults()
         if self.pool != "token":

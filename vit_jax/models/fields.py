@@ -1,6 +1,6 @@
-"""Checks of the fields of a model that a user may set.
+"""Checks of the model fields that a user may set.
 
-Importing this module loads no family; every family may import it.
+Importing this module loads no family, so every family may import it.
 """
 
 import functools
@@ -20,14 +20,22 @@ from vit_jax.errors import InputError, collect_faults, nearest
 DTYPES = ("float32", "bfloat16")
 
 
-# What a family computes that lacks one of these fields.
-_WITHOUT = {"dtype": "float32", "remat": "none", "scan": False}
-_NOTHING = object()  # which no value equals
+# The behaviour of a family that lacks one of these fields.
+_WITHOUT = {"dtype": "float32", "remat": "none", "scan": False, "channels": 3}
+_NOTHING = object()  # equals no value
 
 
 def field_names(module: type[nn.Module]) -> list[str]:
-    """The fields of a family's module."""
+    """The names of a module's fields, without Flax's own."""
     return [f for f in inspect.signature(module).parameters if f not in ("parent", "name")]
+
+
+def field_defaults(module: type[nn.Module]) -> dict[str, Any]:
+    """{field: default} for the fields of a module that have one."""
+    found = inspect.signature(module).parameters
+    return {
+        f: found[f].default for f in field_names(module) if found[f].default is not found[f].empty
+    }
 
 
 _KINDS = {
@@ -41,7 +49,7 @@ _KINDS = {
 
 @functools.cache
 def _kinds_of_fields(module: type[nn.Module]) -> dict[str, tuple[type, ...]]:
-    """{field: those of _KINDS that it takes}, of the fields that take no others."""
+    """{field: the types it accepts}, for fields whose accepted types are all in _KINDS."""
     hints, kinds = typing.get_type_hints(module), {}
     for name in field_names(module):
         is_union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
@@ -52,27 +60,29 @@ def _kinds_of_fields(module: type[nn.Module]) -> dict[str, tuple[type, ...]]:
 
 
 def with_known(model: nn.Module, **fields: Any) -> nn.Module:
-    """`model` with those of `fields` that its family has."""
+    """A copy of `model` with those `fields` that its family has; the others are ignored."""
     known = field_names(type(model))
     return model.clone(**{name: value for name, value in fields.items() if name in known})
 
 
 def value_of(model: nn.Module, field: str) -> Any:
-    """The model's `dtype`, `remat` or `scan`, also where its family lacks the field."""
+    """The model's `dtype`, `remat`, `scan` or `channels`; a default if its family lacks it."""
     return getattr(model, field, _WITHOUT[field])
 
 
 def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """`fields` as the family's `module` takes them: pairs for sizes, a dtype for its name.
+    """`fields` converted for the family's `module`: sizes to pairs, the name of a dtype to it.
 
-    A family without one of `dtype`, `remat` and `scan` takes the value that it has anyway.
+    A family that lacks `dtype`, `remat`, `scan` or `channels` accepts the value that describes it
+    anyway.
 
     Raises:
-      InputError: naming `where`: all fields that the family lacks; or a value of a wrong kind.
+      InputError: prefixed with `where`; names all fields that the family lacks, or all values of
+        a wrong type.
     """
     known, family = field_names(module), module.__name__
     fields = {f: v for f, v in fields.items() if f in known or v != _WITHOUT.get(f, _NOTHING)}
-    to_choose = [f for f in known if f not in ("attend", "constrain")]
+    to_choose = [f for f in known if f not in ("forms", "constrain")]
     collect_faults(
         [
             f"{f}: {family} has no such field; {nearest(f, to_choose)}"
@@ -109,7 +119,7 @@ def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) ->
 
 
 def find_unknown(model: nn.Module, known: Mapping[str, Sequence[str]]) -> list[str]:
-    """A fault for each field of `model` whose value is not among those `known`."""
+    """One fault for each field of `model` whose value is not in `known`."""
     values = {field: getattr(model, field) for field in known}
     return [
         f"{field}={value!r}: {nearest(str(value), known[field])}"
@@ -119,29 +129,31 @@ def find_unknown(model: nn.Module, known: Mapping[str, Sequence[str]]) -> list[s
 
 
 def find_not_positive(model: nn.Module, fields: Sequence[str]) -> list[str]:
-    """A fault for each of `fields` that is below 1."""
+    """One fault for each of `fields` that is below 1."""
     values = {field: getattr(model, field) for field in fields}
     return [f"{field}={v}: needs a positive int" for field, v in values.items() if v < 1]
 
 
 def find_no_rates(model: nn.Module, fields: Sequence[str]) -> list[str]:
-    """A fault for each of `fields` that is not a rate in [0, 1)."""
+    """One fault for each of `fields` that is not a rate in [0, 1)."""
     values = {field: getattr(model, field) for field in fields}
     return [f"{f}={v}: needs a rate in [0, 1)" for f, v in values.items() if not 0.0 <= v < 1.0]
 
 
 def find_class_faults(num_classes: int | None) -> list[str]:
-    """A fault if `num_classes` is neither None nor positive."""
+    """One fault if `num_classes` is neither None nor positive."""
     if num_classes is None or num_classes >= 1:
         return []
     return [f"num_classes={num_classes}: needs a positive int, or None"]
 
 
-def check_image_shape(shape: tuple[int, ...], image_size: tuple[int, int] | None) -> None:
-    """Raises InputError if `shape` is not (B, H, W, 3) of a model's `image_size`; None: any."""
-    if shape[1:] != (*(image_size or shape[1:3]), 3):
+def check_image_shape(
+    shape: tuple[int, ...], image_size: tuple[int, int] | None, channels: int = 3
+) -> None:
+    """Raise InputError if `shape` is not (B, H, W, channels) with `image_size` (None: any)."""
+    if shape[1:] != (*(image_size or shape[1:3]), channels):
         raise InputError(
-            f"images of shape {shape}: this model needs (B, H, W, 3) with "
+            f"images of shape {shape}: this model needs (B, H, W, {channels}) with "
             f"image_size={image_size}; resize them, or the model (image_size=)"
         )
 
@@ -149,10 +161,10 @@ def check_image_shape(shape: tuple[int, ...], image_size: tuple[int, int] | None
 def find_undivided(
     image_size: tuple[int, int], patch_size: tuple[int, int], stride: tuple[int, int]
 ) -> list[str]:
-    """A fault for each side of an image that the `stride` in pixels of a token does not divide."""
+    """One fault for each side of the image that is no multiple of the token stride in pixels."""
     faults = []
     on_map, remedy = "", "a divisor of it, or "
-    if stride != patch_size:  # of a map, whose patch size divides no image
+    if stride != patch_size:  # a hybrid: the patches divide a feature map, not the image
         on_map, remedy = f", a token every {stride} pixels", ""
     for axis, side, patch in zip(("height", "width"), image_size, stride, strict=True):
         if side % patch:

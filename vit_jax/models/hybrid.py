@@ -1,8 +1,8 @@
-"""The hybrid: a ResNet's feature map in the place of the image that a Vision Transformer cuts up.
+"""The hybrid: a Vision Transformer on the patches of a ResNet's feature map.
 
 Axes: B images, H rows, W columns, C channels, N tokens, D width.
-Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1 and appendix B.2; R26, R: Steiner
-et al. 2021 (arXiv:2106.10270).
+Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1 and appendix B.2; for R26 and R
+Steiner et al. 2021 (arXiv:2106.10270).
 """
 
 from functools import partial
@@ -31,9 +31,9 @@ from vit_jax.models.vit import ViT
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, each with a norm behind it, and a residual.
+    """1x1, 3x3 and 1x1 convolutions, each followed by a norm, and a residual.
 
-    The last norm's scale begins at 0, and the unit as its residual.
+    The last norm's scale starts at 0, so the unit starts as its shortcut.
 
     Shapes: (B, H, W, C) -> (B, H / stride, W / stride, 4 width), rounded up.
     """
@@ -90,12 +90,12 @@ class Stem(nn.Module):
 
 
 class HybridViT(ViT):
-    """ViT whose patches, of `patch_size`, are of the map of a ResNet with these `stages`.
+    """ViT that cuts patches of `patch_size` from the feature map of a ResNet with these `stages`.
 
-    `stem_width` are the channels of the ResNet's root; without stages it is all of the ResNet.
-    Sizes, remat and layout of the Transformer are as in `ViT`; `scan` is of its blocks alone.
+    `stem_width` is the number of channels of the ResNet's root; without stages the root is the
+    whole ResNet. All other fields are as in `ViT`; `scan` applies only to the Transformer's blocks.
 
-    Raises: InputError for fields that do not go together, or images of another size.
+    Raises: InputError for fields that contradict each other, or images of another size.
     """
 
     stages: tuple[int, ...] = ()
@@ -116,15 +116,16 @@ class HybridViT(ViT):
 
     @property
     def token_stride(self) -> tuple[int, int]:
-        """Height and width in pixels of what a token stands for."""
+        """Height and width in pixels of the image area behind one token."""
         stride = map_stride(self.stages)
         return self.patch_size[0] * stride, self.patch_size[1] * stride
 
+    @nn.nowrap
     def _find_faults(self) -> list[str]:
         return super()._find_faults() + find_stage_faults(self.stages, self.stem_width)
 
 
-# Those of the papers. What else `hybrid_fields` takes will do as well.
+# The hybrids of the papers; `hybrid_fields` accepts others too.
 HYBRID_NAMES = (
     "R+ViT-Ti/16",
     "R26+ViT-S/32",
@@ -139,12 +140,12 @@ HYBRID_NAMES = (
 def hybrid_fields(name: str) -> dict[str, Any]:
     """The fields of the hybrid called `name`.
 
-    "R50+ViT-B/32" has all stages of a ResNet-50 and patches of 1 x 1 on its map, of stride 32. At
-    /16 the last stage is left out and its units are put into the one before. "R+ViT-Ti/16" has the
-    root alone, and patches of half the size in the name, as published: 8 x 8 on a map of stride 4.
+    "R50+ViT-B/32" has all stages of a ResNet-50 and patches of 1 x 1 on its map of stride 32. At
+    /16 there is no fourth stage; its units are added to the third. "R+ViT-Ti/16" has only the root,
+    and patches of half the size in the name, as published: 8 x 8 on a map of stride 4.
 
     Raises:
-      InputError: for a ResNet that is not known, or a patch size that its stride does not divide.
+      InputError: for an unknown ResNet, or a patch size that its stride does not divide.
     """
     stages: tuple[int, ...]
     resnet = name.partition("+")[0].removeprefix("R")

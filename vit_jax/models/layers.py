@@ -1,7 +1,7 @@
 """The layers of a Transformer encoder.
 
 Axes: B images, N tokens, D width, H heads, K = D / H width of a head, F hidden width of the MLP.
-Parameters are float32; `dtype` is that of the computation.
+Parameters are float32; the computation uses `dtype`.
 """
 
 import dataclasses
@@ -14,17 +14,16 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.models.attention import dot_product_attention
+from vit_jax.models.forms import PLAIN, AddBias, Forms, add_bias_plainly
 from vit_jax.models.position import Positions, Relative
 
-# constrain(x, axes) -> x: states how an activation is laid out over devices. `axes` names, for
-# each axis of x, "batch", "tensor" or None. Models know no mesh: who has one brings it in.
+# constrain(x, axes) -> x: constrain the sharding of an activation. `axes` holds "batch", "tensor"
+# or None for each axis of x. Models know no mesh; the caller that has one passes this function.
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 
-# With `rms` a norm neither centres nor has a bias (arXiv:2302.05442, section 2).
+# RMSNorm does not subtract the mean and has no bias (arXiv:2302.05442, section 2).
 NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 NORM_EPS = 1e-6
-Dense = partial(nn.Dense, kernel_init=nn.initializers.xavier_uniform())
 
 GELU = {"tanh": partial(nn.gelu, approximate=True), "exact": partial(nn.gelu, approximate=False)}
 
@@ -35,19 +34,96 @@ REMAT_POLICIES = {
 }
 
 
+def adapter_update(lora_a, lora_b):
+    """The matrix A B (D, F) that the adapter of a `LoraProduct` adds to its kernel."""
+    return lora_a @ lora_b
+
+
 def unconstrained(x, axes):
-    """The `Constrain` of a model that runs on one device."""
+    """Return x unchanged: the `Constrain` of a model on one device."""
     del axes
     return x
+
+
+class Product(nn.Module):
+    """A dense layer that leaves its bias to the caller: x -> (x kernel, bias or None).
+
+    Shapes: (..., C) -> (..., features), (features,).
+    """
+
+    features: int
+    use_bias: bool = True
+    dtype: Any = jnp.float32
+    kernel_init: Callable = nn.initializers.xavier_uniform()
+    bias_init: Callable = nn.initializers.zeros
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
+        bias = self.param("bias", self.bias_init, (self.features,)) if self.use_bias else None
+        return jnp.dot(x.astype(self.dtype), kernel.astype(self.dtype)), bias
+
+
+class LoraProduct(Product):
+    """`Product` with a low-rank adapter: x -> (x W + (x A) B, bias).
+
+    B starts at zero, so a new adapter changes nothing, bit by bit. `adapter_update` is what the
+    adapter adds to W. The paper's factor alpha / r is 1: changing it is much like changing the
+    learning rate. Shapes of A and B: (C, rank), (rank, features).
+
+    Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1.
+    """
+
+    rank: int = 8
+
+    @nn.compact
+    def __call__(self, x):
+        y, bias = super().__call__(x)
+        normal = nn.initializers.lecun_normal()
+        a_CR = self.param("lora_a", normal, (x.shape[-1], self.rank))
+        b_RF = self.param("lora_b", nn.initializers.zeros, (self.rank, self.features))
+        return y + x.astype(y.dtype) @ a_CR.astype(y.dtype) @ b_RF.astype(y.dtype), bias
+
+
+class Dense(Product):
+    """A dense layer, whose bias is added by one of its forms.
+
+    Shapes: (..., C) -> (..., features).
+    """
+
+    add_bias: AddBias = add_bias_plainly
+
+    @nn.compact
+    def __call__(self, x):
+        y, bias = super().__call__(x)
+        return y if bias is None else self.add_bias(y, bias)
+
+
+class ResidualNorm(nn.Module):
+    """LayerNorm in the form `normalize`: x -> (its norm, x for the residual).
+
+    Shapes: (B, N, D) -> (B, N, D), (B, N, D).
+    """
+
+    normalize: Callable
+    epsilon: float = NORM_EPS
+
+    @nn.compact
+    def __call__(self, x_BND):
+        scale_D = self.param("scale", nn.initializers.ones, x_BND.shape[-1:])
+        bias_D = self.param("bias", nn.initializers.zeros, x_BND.shape[-1:])
+        return self.normalize(x_BND, scale_D, bias_D, self.epsilon)
 
 
 class Attention(nn.Module):
     """Multi-head attention of queries (B, N, D) over tokens (B, M, D): MSA of Eq. 2.
 
-    `qk_norm` normalises the queries and the keys of each head by a norm without bias, whose scale
-    (K,) the heads share. `qkv_bias` says whether queries, keys and values have a bias. `attend` is
-    the form of attention, as in models/attention.py. `relative` are the positions of the tokens,
-    which are queries and keys, relative to each other.
+    `qk_norm` normalises the queries and keys of each head, without bias and with one scale (K,)
+    for all heads. `qkv_bias` gives the query, key and value projections a bias. `relative` holds
+    relative positions; queries and tokens must then be the same. Only the first `num_keys` of the
+    M tokens count, the others are padding; None: all count. `lora_rank` adds an adapter of that
+    rank to the query and value projections (`LoraProduct`), as in section 4.2 of its paper; None:
+    none.
 
     Shapes: (B, N, D), (B, M, D) -> (B, N, D).
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8; qk_norm, qkv_bias: Dehghani et
@@ -60,38 +136,50 @@ class Attention(nn.Module):
     norm_eps: float = NORM_EPS
     qk_norm: bool = False
     qkv_bias: bool = True
+    num_keys: int | None = None
+    lora_rank: int | None = None
     dtype: Any = jnp.float32
-    attend: Callable = dot_product_attention
+    forms: Forms = PLAIN
     constrain: Constrain = unconstrained
 
     @nn.compact
     def __call__(self, queries_BND, tokens_BMD, *, relative: Relative | None = None, train=False):
         width = queries_BND.shape[-1]
+        late_bias = self.qkv_bias and not self.qk_norm and relative is None
+        late_bias &= self.forms.attend_adds_biases
 
         def project(name, x_BND):
-            y = Dense(width, use_bias=self.qkv_bias, dtype=self.dtype, name=name)(x_BND)
-            y_BHNK = rearrange(y, "b n (h k) -> b h n k", h=self.num_heads)
+            product: Callable[..., nn.Module] = Product
+            if self.lora_rank is not None and name != "key":
+                product = partial(LoraProduct, rank=self.lora_rank)
+            y, bias = product(width, use_bias=self.qkv_bias, dtype=self.dtype, name=name)(x_BND)
+            if bias is not None and not late_bias:
+                y = add_bias_plainly(y, bias)
+            y_BNHK = rearrange(y, "b n (h k) -> b n h k", h=self.num_heads)
             if self.qk_norm and name != "value":
                 fields = {"epsilon": self.norm_eps, "dtype": self.dtype}
                 fields |= {"use_bias": False} if self.norm == "layer" else {}
-                y_BHNK = NORMS[self.norm](name=f"{name}_norm", **fields)(y_BHNK)
-            return self.constrain(y_BHNK, ("batch", "tensor", None, None))
+                y_BNHK = NORMS[self.norm](name=f"{name}_norm", **fields)(y_BNHK)
+            bias_HK = rearrange(bias, "(h k) -> h k", h=self.num_heads) if late_bias else None
+            return self.constrain(y_BNHK, ("batch", None, "tensor", None)), bias_HK
 
-        q_BHNK = project("query", queries_BND)
+        inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
+        qkv, biases = zip(*(project(name, x) for name, x in inputs.items()), strict=True)
         bias_BHNM = None
         if relative is not None:
+            q_BHNK = jnp.swapaxes(qkv[0], 1, 2)
             bias_BHNM = relative.logits(q_BHNK * q_BHNK.shape[-1] ** -0.5)
             bias_BHNM = self.constrain(bias_BHNM, ("batch", "tensor", None, None))
-        out_BHNK = self.attend(
-            q_BHNK,
-            project("key", tokens_BMD),
-            project("value", tokens_BMD),
+        out_BNHK = self.forms.attend(
+            *qkv,
+            qkv_biases=biases if late_bias else None,
             bias_BHNM=bias_BHNM,
+            num_keys=self.num_keys,
             dropout_rate=self.dropout,
             dropout_key=self.make_rng("dropout") if train and self.dropout > 0 else None,
         )
-        out_BND = rearrange(out_BHNK, "b h n k -> b n (h k)")
-        return Dense(width, dtype=self.dtype, name="out")(out_BND)
+        out_BND = rearrange(out_BNHK, "b n h k -> b n (h k)")
+        return Dense(width, dtype=self.dtype, add_bias=self.forms.add_bias, name="out")(out_BND)
 
 
 class Mlp(nn.Module):
@@ -105,11 +193,17 @@ class Mlp(nn.Module):
     gelu: str = "tanh"
     dropout: float = 0.0
     dtype: Any = jnp.float32
+    forms: Forms = PLAIN
     constrain: Constrain = unconstrained
 
     @nn.compact
     def __call__(self, x_BND, *, train=False):
-        dense = partial(Dense, dtype=self.dtype, bias_init=nn.initializers.normal(1e-6))
+        dense = partial(
+            Dense,
+            dtype=self.dtype,
+            bias_init=nn.initializers.normal(1e-6),
+            add_bias=self.forms.add_bias,
+        )
         y_BNF = dense(self.mlp_dim, name="up")(x_BND)
         y_BNF = self.constrain(y_BNF, ("batch", None, "tensor"))
         y_BNF = GELU[self.gelu](y_BNF)
@@ -119,7 +213,7 @@ class Mlp(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learned factor for each channel, of which all begin at `initial`.
+    """A learned factor for each channel, initialised to `initial`.
 
     Shapes: (B, N, D) -> (B, N, D).
     Source: Touvron et al. 2021 (arXiv:2103.17239), section 2.
@@ -136,11 +230,12 @@ class LayerScale(nn.Module):
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class BlockFields:
-    """The fields of an encoder's blocks: listed here for the block, the encoder and the model.
+    """The fields of an encoder block, shared by the block, the encoder and the model.
 
-    `parallel`: attention and MLP take the same normalised tokens, and both are added to the
-    residual. `gelu` is one of GELU, `norm` one of NORMS. `layer_scale` is the first value of the
-    factors of a branch's channels; None: there are none. `qk_norm`, `qkv_bias`: as in `Attention`.
+    `parallel`: attention and MLP take the same normalised tokens, and both outputs are added to
+    the residual. `gelu` is a key of GELU, `norm` a key of NORMS. `layer_scale` is the initial
+    value of `LayerScale` on each branch; None leaves it out. `qk_norm`, `qkv_bias`, `lora_rank`:
+    see `Attention`.
     """
 
     num_heads: int
@@ -154,30 +249,34 @@ class BlockFields:
     qk_norm: bool = False
     qkv_bias: bool = True
     layer_scale: float | None = None
+    lora_rank: int | None = None
     dtype: Any = jnp.float32
-    attend: Callable = dot_product_attention
+    forms: Forms = PLAIN
     constrain: Constrain = unconstrained
 
+    @nn.nowrap
     def block_fields(self) -> dict[str, Any]:
-        """{name: value} of these fields, for a module inside this one."""
+        """The fields of this class as {name: value}, to pass to a submodule."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(BlockFields)}
 
 
 class EncoderBlock(BlockFields, nn.Module):
     """Pre-norm block: attention, then MLP, each with a residual; or both at once (`parallel`).
 
-    In training a residual branch of an example is dropped with probability `drop_rate` (a scalar,
-    which may be traced; used only where `stochastic_depth` says so). `positions` makes the block
-    own tables of positions; `shared`, from `Positions.build`, comes from tables that all blocks
-    share. Positions are added to the block's input, relative ones to the logits.
+    With `stochastic_depth`, training drops each residual branch of an example with probability
+    `drop_rate`, a scalar that may be traced. With `positions` the block owns its position tables;
+    `shared`, from `Positions.build`, comes from tables that all blocks share. Positions are added
+    to the block's input; relative positions to the attention logits. Only the
+    first `num_tokens` tokens count, the others are padding; None: all count.
 
-    Shapes: (B, N, D) -> (B, N, D), and None: the form that `nn.scan` needs.
+    Shapes: (B, N, D) -> ((B, N, D), None); `nn.scan` needs the None.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 2-3; stochastic depth: Huang et al.
       2016 (arXiv:1603.09382); parallel: Dehghani et al. 2023 (arXiv:2302.05442), section 2.
     """
 
     stochastic_depth: bool = False
     positions: Positions | None = None
+    num_tokens: int | None = None
 
     @nn.compact
     def __call__(self, x_BND, drop_rate, train, shared=None):
@@ -198,11 +297,18 @@ class EncoderBlock(BlockFields, nn.Module):
             positions = self.positions.build(tables)
         relative = positions if isinstance(positions, Relative) else None
         if positions is not None and relative is None:
-            x_BND += positions.astype(self.dtype)
+            padding = x_BND.shape[1] - positions.shape[1]
+            x_BND += jnp.pad(positions.astype(self.dtype), ((0, 0), (0, padding), (0, 0)))
 
-        common = {"dtype": self.dtype, "constrain": self.constrain}
-        norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
-        y_BND = norm(name="norm" if self.parallel else "norm_attention")(x_BND)
+        def norm(name, x_BND):
+            """(the norm of the tokens, the tokens)"""
+            fields = {"epsilon": self.norm_eps, "name": name}
+            if self.norm == "layer" and self.forms.normalize is not None:
+                return ResidualNorm(self.forms.normalize, **fields)(x_BND)
+            return NORMS[self.norm](dtype=self.dtype, **fields)(x_BND), x_BND
+
+        common = {"dtype": self.dtype, "forms": self.forms, "constrain": self.constrain}
+        y_BND, x_BND = norm("norm" if self.parallel else "norm_attention", x_BND)
         attention = Attention(
             self.num_heads,
             dropout=self.attention_dropout,
@@ -210,7 +316,8 @@ class EncoderBlock(BlockFields, nn.Module):
             norm_eps=self.norm_eps,
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
-            attend=self.attend,
+            num_keys=self.num_tokens,
+            lora_rank=self.lora_rank,
             name="attention",
             **common,
         )
@@ -218,19 +325,19 @@ class EncoderBlock(BlockFields, nn.Module):
         z_BND = nn.Dropout(self.dropout, deterministic=not train)(z_BND)
         x_BND = add(x_BND, z_BND, "scale_attention")
         if not self.parallel:
-            y_BND = norm(name="norm_mlp")(x_BND)
+            y_BND, x_BND = norm("norm_mlp", x_BND)
         mlp = Mlp(self.mlp_dim, gelu=self.gelu, dropout=self.dropout, name="mlp", **common)
         return add(x_BND, mlp(y_BND, train=train), "scale_mlp"), None
 
 
 class Encoder(BlockFields, nn.Module):
-    """`depth` blocks, then a LayerNorm (Eqs. 2-4), which `final_norm` False leaves out.
+    """`depth` blocks, then a norm (Eqs. 2-4) unless `final_norm` is False.
 
-    With `scan` the blocks are one, compiled once, whose parameters (`layers`) have the layer as
-    first axis; without, they are `layer_0`, `layer_1`, ... Both compute the same. `remat` says
-    what the backward pass recomputes: "none" nothing, "dots" all but the dense layers' products,
-    "full" the whole block. The rate of stochastic depth grows linearly from 0 in the first block
-    to `stochastic_depth` in the last. `positions` and `shared`: of all blocks alike.
+    With `scan`, one block is compiled once and its parameters (`layers`) have the layer as first
+    axis; without, the blocks are `layer_0`, `layer_1`, ... Both compute the same. `remat` selects
+    the part that the backward pass recomputes: "none", "dots" (all but the dense layers' matrix
+    products) or "full" (the whole block). The rate of stochastic depth grows linearly from 0 in
+    the first block to `stochastic_depth` in the last. `positions` and `shared` go to every block.
 
     Shapes: (B, N, D) -> (B, N, D).
     """
@@ -252,9 +359,13 @@ class Encoder(BlockFields, nn.Module):
                 prevent_cse=not self.scan,
                 static_argnums=(3,),  # train; 0 is self
             )
+        num_tokens = x_BND.shape[1]
+        padding = -num_tokens % self.forms.token_multiple
+        x_BND = jnp.pad(x_BND, ((0, 0), (0, padding), (0, 0)))
         fields = self.block_fields() | {
             "stochastic_depth": self.stochastic_depth > 0,
             "positions": self.positions,
+            "num_tokens": num_tokens,
         }
         drop_rates = self.stochastic_depth * jnp.arange(self.depth) / max(self.depth - 1, 1)
         if self.scan:
@@ -269,6 +380,7 @@ class Encoder(BlockFields, nn.Module):
         else:
             for i in range(self.depth):
                 x_BND, _ = block(name=f"layer_{i}", **fields)(x_BND, drop_rates[i], train, shared)
+        x_BND = x_BND[:, :num_tokens]
         if not self.final_norm:
             return x_BND
         return NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")(x_BND)
@@ -277,8 +389,8 @@ class Encoder(BlockFields, nn.Module):
 class MapHead(BlockFields, nn.Module):
     """Multi-head attention pooling: a learned probe attends to all tokens, then an MLP.
 
-    It has neither dropout, `parallel`, `qk_norm` nor `layer_scale`, whatever the blocks have, and
-    its attention is the default form.
+    It ignores the block fields `dropout`, `attention_dropout`, `parallel`, `qk_norm`,
+    `layer_scale`, `lora_rank` and `forms`: it computes without kernels.
 
     Shapes: (B, N, D) -> (B, D).
     Source: Zhai et al. 2021 (arXiv:2106.04560), section 3.2, after Lee et al. 2019

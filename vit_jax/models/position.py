@@ -1,6 +1,7 @@
-"""Position embeddings: what a model knows of where a token is.
+"""Position embeddings.
 
-Axes: B images, H heads, N tokens, S patches, P tokens before them, D width, K width of a head.
+Axes: B images, H heads, N tokens, S patches, P prefix tokens (before the patches), D width, K width
+of a head.
 """
 
 import dataclasses
@@ -24,14 +25,15 @@ _INIT = nn.initializers.normal(0.02)
 
 @struct.dataclass
 class Relative:
-    """Vectors with which queries are multiplied as with keys, one for each offset between tokens.
+    """Relative positions: vectors multiplied with the queries, as keys are, one for each offset.
 
-    offsets: (2 S - 1, K), by how many patches, in raster order, the query stands behind the key;
-      the entry S - 1 is that of no offset.
-    to_patches: (P, S, K), of the queries of the tokens before the patches for each patch;
-      from_patches: (P, S, K), of each patch's query for those tokens; prefix: (P, P, K), of those
-      tokens' queries for each other. All None: those tokens have no positions.
-    block: how many patches' queries are multiplied with the same vectors; it divides S.
+    offsets: (2 S - 1, K), indexed by the query's raster index minus the key's, plus S - 1; entry
+      S - 1 is offset 0.
+    to_patches: (P, S, K), for the queries of prefix tokens and the keys of patches.
+    from_patches: (P, S, K), for the queries of patches and the keys of prefix tokens.
+    prefix: (P, P, K), between prefix tokens. The last three are None if prefix tokens have no
+      positions.
+    block: number of patches whose queries are multiplied with the same vectors; it divides S.
 
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.4, after Shaw et al. 2018
       (arXiv:1803.02155), Eq. 5.
@@ -44,9 +46,9 @@ class Relative:
     prefix: jax.Array | None = None
 
     def logits(self, q_BHNK):
-        """What is added to the logits of attention, in the dtype of the queries.
+        """The term added to the attention logits, in the dtype of the queries.
 
-        Shapes: (B, H, N, K) -> (B, H, N, N); the queries are scaled as for the keys.
+        Shapes: (B, H, N, K) -> (B, H, N, N); the queries must already be divided by sqrt(K).
         """
         num_patches = (self.offsets.shape[0] + 1) // 2
         num_prefix = q_BHNK.shape[2] - num_patches
@@ -71,10 +73,11 @@ def _pad(x_BHNM, above=0, below=0, left=0, right=0):
 def _logits_by_offset(q_BHSK, offsets_OK, block):
     """The product of each query with the vectors of its offsets to all patches.
 
-    Pairs never have vectors. To the queries of a block of R patches S + R - 1 offsets occur, and
-    each query is multiplied with the vectors of all these, from the least on. Of its products S are
-    wanted, which begin one further left in each row of a block. Rows that are one longer, by a
-    product with 0, read as if they were not, lie so.
+    This avoids a table of vectors for all S x S pairs. A block of R queries has S + R - 1 different
+    offsets; each of its queries is multiplied with the vectors of all of them. Row r of the result
+    needs S of these products, starting one column further left than row r - 1. To align them, each
+    row is padded by one zero, the block is flattened, R - 1 values are cut off in front and one
+    behind, and the rest is reshaped into rows one value shorter.
 
     Shapes: (B, H, S, K), (O, K), O = 2 S - 1 -> (B, H, S, S).
     """
@@ -91,13 +94,13 @@ def _logits_by_offset(q_BHSK, offsets_OK, block):
 
 @dataclasses.dataclass(frozen=True)
 class Positions:
-    """The positions of a grid of patches: their tables, and what these make.
+    """The position embedding of a grid of patches: its tables, and the arrays built from them.
 
-    kind: one of POS_EMBEDS, not "none".
+    kind: one of POS_EMBEDS except "none".
     grid: rows and columns of patches.
-    num_prefix: the tokens before the patches.
-    prefix_has_some: whether they have positions too.
-    width: that of the model; of relative positions that of a head.
+    num_prefix: number of prefix tokens.
+    prefix_has_some: whether prefix tokens have positions too.
+    width: width of the model; for relative positions the width of a head.
     """
 
     kind: str
@@ -107,11 +110,11 @@ class Positions:
     width: int
 
     def init(self, key: jax.Array) -> Any:
-        """The tables of a kind that is learned, float32.
+        """Initialise the tables of a learned kind, float32.
 
         learned_1d: (1, P + S, D). learned_2d: {"rows": (1, rows, D / 2), "columns": (1, columns,
-        D / 2), "prefix": (1, P, D)}. relative: those of `Relative`. What belongs to the tokens
-        before the patches is left out where they have no positions.
+        D / 2), "prefix": (1, P, D)}. relative: the fields of `Relative`. Prefix tokens without
+        positions have no entries.
         """
         (rows, columns), width = self.grid, self.width
         num_prefix = self.num_prefix if self.prefix_has_some else 0
@@ -136,7 +139,7 @@ class Positions:
         }
 
     def build(self, tables: Any = None) -> jax.Array | Relative:
-        """What is added to the tokens, (1, N, D), or of relative positions `Relative`.
+        """The array (1, N, D) that is added to the tokens; for relative positions a `Relative`.
 
         Source: learned_2d: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.4.
         """
@@ -160,10 +163,10 @@ class Positions:
 def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
     """Fixed sine-cosine embedding of a grid's positions, in raster order.
 
-    For the column x and the row y of a patch: [sin(x w), cos(x w), sin(y w), cos(y w)] with the
-    width/4 frequencies w_i = 10000^(-i / (width/4 - 1)).
+    A patch in column x and row y gets [sin(x w), cos(x w), sin(y w), cos(y w)] with the width/4
+    frequencies w_i = 10000^(-i / (width/4 - 1)).
 
-    Shapes: -> (grid[0] * grid[1], width), float32; 4 divides the width, which is at least 8.
+    Shapes: -> (grid[0] * grid[1], width), float32; the width is a multiple of 4, at least 8.
     Source: Beyer et al. 2022 (arXiv:2205.01580), after Chen et al. 2021 (arXiv:2104.02057).
     """
     rows, columns = np.mgrid[: grid[0], : grid[1]]
@@ -174,19 +177,19 @@ def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
 
 
 def find_position_faults(kind: str, place: str | None, width: int) -> list[str]:
-    """Faults of a model's fields pos_embed=`kind`, pos_embed_at=`place` and width."""
+    """The faults of a model's fields pos_embed=`kind`, pos_embed_at=`place` and width."""
     faults = []
     if kind == "sincos_2d" and (width % 4 or width < 8):
-        faults.append(f"pos_embed='sincos_2d' needs a width that 4 divides, from 8 on; got {width}")
+        faults.append(f"pos_embed='sincos_2d': width={width} must be a multiple of 4, at least 8")
     if kind == "learned_2d" and width % 2:
-        faults.append(f"pos_embed='learned_2d' needs a width that 2 divides; got {width}")
+        faults.append(f"pos_embed='learned_2d': width={width} must be a multiple of 2")
     if place not in (None, *PLACES):
         faults.append(f"pos_embed_at={place!r}: {nearest(str(place), PLACES)}")
     elif place is not None and kind == "none":
         faults.append(f"pos_embed_at={place!r}: pos_embed='none' adds nothing; set it to None")
     elif place == "stem" and kind == "relative":
         faults.append(
-            "pos_embed_at='stem': relative positions are in the attention of the layers; choose "
+            "pos_embed_at='stem': relative positions act inside the layers' attention; choose "
             "layers or layers_shared"
         )
     return faults

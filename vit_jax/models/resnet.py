@@ -1,7 +1,7 @@
-"""What BiT's ResNets and the stems of hybrids share: weight standardisation, group normalisation.
+"""The parts that BiT and the hybrids share: weight standardisation, group normalisation, stages.
 
 Axes: B images, H rows, W columns, C channels.
-Parameters are float32, and so are the statistics; `dtype` is that of the computation.
+Parameters and statistics are float32; the computation uses `dtype`.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from vit_jax.models.layers import Constrain, unconstrained
 
-# Layers of a ResNet -> the units of its stages (He et al. 2015, arXiv:1512.03385, table 1; R26 as
-# in Steiner et al. 2021, arXiv:2106.10270; R200 as in BiT's release).
+# Number of layers -> units of each stage (He et al. 2015, arXiv:1512.03385, table 1; R26: Steiner
+# et al. 2021, arXiv:2106.10270; R200: BiT's release).
 RESNET_STAGES = {
     26: (2, 2, 2, 2),
     50: (3, 4, 6, 3),
@@ -24,20 +24,20 @@ RESNET_STAGES = {
     200: (3, 24, 36, 3),
 }
 STEM_WIDTH = 64
-NUM_GROUPS = 32  # of a group normalisation, whatever the width
+NUM_GROUPS = 32  # groups of each group normalisation, at any width
 ROOT_STRIDE = 4
-EXPANSION = 4  # of a unit's width, from its first convolution to its output
-# What of a kernel is split over the mesh's `tensor` axis.
+EXPANSION = 4  # output channels of a unit / channels of its first convolution
+# The kernel axes (inputs, outputs) that are split over the mesh's `tensor` axis.
 INPUTS, OUTPUTS = ("tensor", None), (None, "tensor")
 
 
 def map_stride(stages: tuple[int, ...]) -> int:
-    """Pixels of the image along a side of a position of the last stage's map."""
+    """The stride of the last stage's feature map in pixels of the image."""
     return ROOT_STRIDE * 2 ** max(len(stages) - 1, 0)
 
 
 def find_stage_faults(stages: Any, stem_width: int) -> list[str]:
-    """What is wrong with the sizes of a ResNet."""
+    """The faults of a ResNet's sizes."""
     faults = []
     if any(type(units) is not int or units < 1 for units in stages):
         faults.append(f"stages={stages}: needs the units of each stage, e.g. (3, 4, 6, 3)")
@@ -61,13 +61,13 @@ def _centred(kernel):
 
 
 class ResNetConvention(NamedTuple):
-    """What the two published kinds of these ResNets do differently.
+    """The differences between the two published kinds of these ResNets.
 
-    standardize: kernel (h, w, in, out) -> the kernel of mean 0 and variance 1 for each output
+    standardize: kernel (h, w, in, out) -> kernel with mean 0 and variance 1 for each output
       (Qiao et al. 2019, arXiv:1903.10520, Eqs. 4-6).
-    norm_eps: of group normalisation.
-    pads_evenly: a side of k // 2 zeros before and after; else as little as there need be, the
-      odd one behind ("SAME").
+    norm_eps: epsilon of group normalisation.
+    pads_evenly: pad k // 2 zeros on each side; False pads as XLA's "SAME" does: as little as
+      possible, the odd zero at the end.
     """
 
     standardize: Callable[[jax.Array], jax.Array]
@@ -80,11 +80,12 @@ BIT = ResNetConvention(_by_variance, norm_eps=1e-5, pads_evenly=True)
 
 
 class StdConv(nn.Module):
-    """A convolution without bias, of `size` x `size`, whose kernel is standardised.
+    """A `size` x `size` convolution with a standardised kernel and no bias.
 
-    `split` are the mesh axes of its kernel's inputs and outputs, in the computation; over the
-    others it is gathered before. Without that XLA's partitioner (jax 0.10.2) gives wrong sums on
-    meshes of three axes, as tests/devices/test_resnet_sharding.py shows.
+    `split` names the mesh axes over which the computation splits the kernel's inputs and outputs;
+    the kernel is first gathered over all other axes. Without this constraint XLA's partitioner
+    (jax 0.10.2) computes wrong sums on meshes with three axes; see
+    tests/devices/test_resnet_sharding.py.
 
     Shapes: (B, H, W, C) -> (B, H / stride, W / stride, features), rounded up.
     """
@@ -114,7 +115,7 @@ class StdConv(nn.Module):
 
 
 def group_norm(convention: ResNetConvention, dtype: Any, name: str, **fields: Any) -> nn.Module:
-    """A group normalisation (Wu & He 2018, arXiv:1803.08494) with a scale and a bias a channel."""
+    """A group normalisation (Wu & He 2018, arXiv:1803.08494) with one scale and bias a channel."""
     eps = convention.norm_eps
     return nn.GroupNorm(NUM_GROUPS, epsilon=eps, dtype=dtype, name=name, **fields)
 
@@ -123,7 +124,7 @@ def _saves_convolutions(primitive, *_, **__) -> bool:
     return primitive.name == "conv_general_dilated"
 
 
-# As in `layers.REMAT_POLICIES`; what a unit multiplies are convolutions.
+# As `layers.REMAT_POLICIES`, for units whose products are convolutions.
 _REMAT_POLICIES = {
     "dots": _saves_convolutions,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -131,7 +132,7 @@ _REMAT_POLICIES = {
 
 
 class Stage(nn.Module):
-    """`depth` units one behind the other, of which the first has the stride.
+    """A sequence of `depth` units; the first has the stride.
 
     Shapes: (B, H, W, C) -> (B, H / stride, W / stride, 4 width), rounded up.
     """
@@ -157,12 +158,12 @@ class Stage(nn.Module):
 
 
 def apply_stages(x_BHWC, stages: tuple[int, ...], stem_width: int, unit: type[nn.Module], **fields):
-    """The stages of a ResNet, each after the first at half the resolution and twice the width.
+    """Apply a ResNet's stages; each after the first halves the resolution and doubles the width.
 
-    To be called in a compact method, whose submodules `stage_0`, `stage_1`, ... they become.
+    Call it in a compact method; the stages become its submodules `stage_0`, `stage_1`, ...
 
     Shapes: (B, H, W, stem_width) -> (B, H / 2^(S-1), W / 2^(S-1), 4 stem_width 2^(S-1)), rounded
-      up, for S stages; without any the map as it is.
+      up, for S stages; without stages the input is returned.
     """
     for i, depth in enumerate(stages):
         stage = Stage(unit, depth, stem_width * 2**i, 2 if i else 1, name=f"stage_{i}", **fields)

@@ -1,4 +1,4 @@
-"""The sizes of Vision Transformers by name, and the names' grammar.
+"""The sizes of Vision Transformers by name, and the grammar of the names.
 
 Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929) table 1 for B, L, H; Steiner et al. 2021
 (arXiv:2106.10270) for Ti, S; Zhai et al. 2021 (arXiv:2106.04560) table 2 for g, G, e (Chen et al.
@@ -36,13 +36,13 @@ VIT_VARIANTS = {
     "22B": Variant(6144, 48, 24576, 48),
 }
 
-# What else tells a variant from the others: fields of the model.
+# Further model fields in which a variant differs from the default.
 VARIANT_FIELDS: dict[str, dict[str, Any]] = {
     "22B": {"parallel": True, "norm": "rms", "qk_norm": True, "qkv_bias": False, "pool": "map"},
 }
 
 
-# Each variant with the patch sizes of its paper; any other will do as well.
+# Each variant with the patch sizes of its paper; other patch sizes are valid too.
 VIT_NAMES = tuple(
     f"ViT-{size}"
     for size in (
@@ -59,10 +59,10 @@ def vit_fields(name: str) -> dict[str, Any]:
 
 
 def parse_vit_name(name: str) -> tuple[dict[str, Any], int]:
-    """("ViT-L/16") or ("DeiT-L/16") -> (the fields of variant L, patch size 16).
+    """Parse "ViT-L/16" or "DeiT-L/16" into (the fields of variant L, patch size 16).
 
     Raises:
-      InputError: if `name` is not of that form, or the variant is unknown.
+      InputError: if `name` has another form, or the variant is unknown.
     """
     family = name.partition("-")[0]
     match = re.fullmatch(rf"{re.escape(family)}-(\w+)/([1-9]\d*)", name)

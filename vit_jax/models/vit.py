@@ -46,7 +46,7 @@ _CHOICES = {
 
 
 def extract_patches(images: jax.Array, patch_size: tuple[int, int]) -> jax.Array:
-    """The flattened patches of images, in raster order; each patch as (row, column, channel).
+    """Cut images into flattened patches, in raster order; a patch is (row, column, channel).
 
     Shapes: (B, H, W, C) -> (B, HW / (p q), p q C) for patches of p x q pixels.
     """
@@ -55,27 +55,34 @@ def extract_patches(images: jax.Array, patch_size: tuple[int, int]) -> jax.Array
 
 
 class ViT(BlockFields, nn.Module):
-    """Vision Transformer: images (B, H, W, 3) in its value range -> logits (B, C), float32.
+    """Vision Transformer: images (B, H, W, channels) in its range -> logits (B, C), float32.
 
-    `num_classes` None makes a model without head, whose `__call__` gives the features. In
-    training (`train=True`) dropout and stochastic depth need the random stream `dropout`.
-    `hidden_head` puts a dense layer of width D with tanh before the linear one (pretraining).
-    `class_token` puts a learned token before the patches; None: where `pool` takes it; gap and map
-    pool the patches alone. `norm_pooled` normalises the pooled representation instead of the
-    tokens. `pos_embed_at` says where positions join: "stem", before the first layer; "layers", at
-    the input of every layer, from tables of its own; "layers_shared", the same from one set of
-    tables; None: at the stem, and of relative ones, which are in the attention, in layers.
-    `pos_embed_class_token` says whether the class token has learned positions too; without, they
-    are the patches' alone. `image_size` may be None where no positions are learned: the model then
-    takes images of any size that its patches divide.
-    `parallel`, `qk_norm` and `layer_scale` are of the encoder's blocks (`layers.EncoderBlock`,
-    `Attention`, `LayerScale`), off by default; the pooling head has none of them. `norm`,
-    `norm_eps` and `qkv_bias` hold everywhere. `attend` is the form of attention in the blocks.
+    In training (`train=True`), dropout and stochastic depth need the random stream `dropout`.
 
-    Methods: "tokens" -> (B, N, D), the encoder's output, class token first where there is one;
-      "features" -> (B, D), what the head gets; "pre_logits" -> (B, D), after the hidden layer,
-      which a model without classes may have too.
-    Raises: InputError for fields that do not go together, or images of another size.
+    Fields:
+      num_classes: C; with None the model has no head and `__call__` returns the features.
+      image_size: height and width in pixels. It may be None if no positions are learned; the model
+        then takes any image size that the patch size divides.
+      pool: "token" (the class token), "gap" (mean over the patches) or "map" (attention pooling
+        over the patches).
+      class_token: whether a learned token precedes the patches; None adds it if `pool` needs it.
+      norm_pooled: normalise the pooled representation instead of the tokens.
+      hidden_head: add a dense layer of width D with tanh before the linear one, as in pretraining.
+      pos_embed_at: where positions are added: "stem", before the first layer; "layers", at the
+        input of every layer, each layer with its own tables; "layers_shared", the same with one
+        set of tables for all layers. None means "stem", or "layers" for relative positions, which
+        act inside attention.
+      pos_embed_class_token: whether the class token has a learned position too.
+      parallel, qk_norm, layer_scale, lora_rank: options of the encoder blocks
+        (`layers.EncoderBlock`, `Attention`, `LayerScale`, `LoraProduct`), off by default; the
+        pooling head has none of them.
+      norm, norm_eps, qkv_bias: apply to the whole model, the pooling head included.
+      attend: the attention function of the blocks.
+
+    Methods: "tokens" -> (B, N, D), the encoder's output, the class token first if there is one;
+      "features" -> (B, D), the input of the head; "pre_logits" -> (B, D), the output of the head's
+      hidden layer, which a model without classes may also have.
+    Raises: InputError for fields that contradict each other, or images of another size.
     """
 
     num_classes: int | None
@@ -94,16 +101,17 @@ class ViT(BlockFields, nn.Module):
     stochastic_depth: float = 0.0
     scan: bool = False
     remat: str = "none"
+    channels: int = 3
 
     def setup(self):
-        # The reference embeds by a convolution, hence its initialisation, not that of Dense.
+        # The reference embeds patches by a convolution: initialise as it does, not as `Dense`.
         self.embedding = nn.Dense(
             self.width, dtype=self.dtype, kernel_init=nn.initializers.lecun_normal()
         )
         self.prefix_tokens = self._make_prefix_tokens()
         self.pos_embedding, of_layers = None, None
         if self.pos_embed in LEARNED:
-            assert self.image_size is not None  # or _find_faults would have refused it
+            assert self.image_size is not None  # checked by _find_faults
             positions = self.positions(self.image_size)
             if self.positions_at == "layers":
                 of_layers = positions
@@ -129,12 +137,14 @@ class ViT(BlockFields, nn.Module):
         if self.num_classes is not None:
             self.head = self._make_head(self.num_classes)
 
+    @nn.nowrap
     def _make_prefix_tokens(self) -> list[jax.Array]:
-        """The parameters (1, 1, D) of the tokens before those of the patches."""
+        """Create the learned tokens, each (1, 1, D), that precede the patches."""
         if not self.has_class_token:
             return []
         return [self.param("class_token", nn.initializers.zeros, (1, 1, self.width))]
 
+    @nn.nowrap
     def _make_head(self, num_classes: int) -> nn.Module:
         return nn.Dense(
             num_classes,
@@ -143,8 +153,8 @@ class ViT(BlockFields, nn.Module):
         )
 
     def tokens(self, images, *, train=False):
-        """Eqs. 1-4: the encoder's output, normalised."""
-        check_image_shape(images.shape, self.image_size)
+        """The encoder's output (B, N, D), normalised unless `norm_pooled` (Eqs. 1-4)."""
+        check_image_shape(images.shape, self.image_size, self.channels)
         image_size = self.image_size or images.shape[1:3]
         collect_faults(find_undivided(image_size, self.patch_size, self.token_stride))
         x_BND = self.constrain(self._embed(images.astype(self.dtype)), ("batch", None, None))
@@ -163,11 +173,11 @@ class ViT(BlockFields, nn.Module):
         return self.encoder(x_BND, shared=shared, train=train)
 
     def _embed(self, images):
-        """The patches of images, each as a token; of Eq. 1 its first part."""
+        """Embed each patch of the images as a token: the first part of Eq. 1."""
         return self.embedding(extract_patches(images, self.patch_size))
 
     def features(self, images, *, train=False):
-        """The pooled representation: class token, mean of the patches, or attention pooling."""
+        """The pooled representation (B, D): class token, mean of the patches, or attention pool."""
         x_BD = self._pool(self.tokens(images, train=train))
         return self.pooled_norm(x_BD) if self.norm_pooled else x_BD
 
@@ -178,7 +188,7 @@ class ViT(BlockFields, nn.Module):
         return x_BND.mean(axis=1) if self.pool == "gap" else self.map_head(x_BND)
 
     def pre_logits(self, images, *, train=False):
-        """The features after the hidden layer of the head, where there is one."""
+        """The features (B, D) after the head's hidden layer; the features if there is none."""
         return self._hidden(self.features(images, train=train))
 
     def _hidden(self, x_BD):
@@ -186,48 +196,50 @@ class ViT(BlockFields, nn.Module):
 
     def __call__(self, images, *, train=False):
         x_BD = self.features(images, train=train)
-        y_BD = self._hidden(x_BD)  # without classes it is computed to make its parameters only
+        y_BD = self._hidden(x_BD)  # if there are no classes, only creates its parameters
         return x_BD if self.num_classes is None else self.head(y_BD)
 
     @property
     def token_stride(self) -> tuple[int, int]:
-        """Height and width in pixels of what a token stands for."""
+        """Height and width in pixels of the image area behind one token."""
         return self.patch_size
 
+    @nn.nowrap
     def _grid(self, image_size: tuple[int, int]) -> tuple[int, int]:
         return image_size[0] // self.token_stride[0], image_size[1] // self.token_stride[1]
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of the patch grid; of a model that has an image size."""
+        """Rows and columns of the patch grid; the model must have an image size."""
         assert self.image_size is not None
         return self._grid(self.image_size)
 
     @property
     def has_class_token(self) -> bool:
-        """Whether a class token stands before the patches."""
+        """Whether a class token precedes the patches."""
         return self.pool == "token" if self.class_token is None else self.class_token
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Tokens before those of the patches."""
+        """Number of tokens before the patches."""
         return int(self.has_class_token)
 
     @property
     def num_prefix_positions(self) -> int:
-        """Of the tokens before those of the patches, how many have learned positions."""
+        """Number of prefix tokens that have learned positions."""
         learned = self.pos_embed in LEARNED
         return self.num_prefix_tokens if learned and self.pos_embed_class_token else 0
 
     @property
     def positions_at(self) -> str:
-        """Where positions join, one of PLACES; fixed ones have no tables that layers may own."""
+        """Where positions are added, one of PLACES; fixed tables are always shared by layers."""
         if self.pos_embed_at == "layers" and self.pos_embed == "sincos_2d":
             return "layers_shared"
         return self.pos_embed_at or ("layers" if self.pos_embed == "relative" else "stem")
 
+    @nn.nowrap
     def positions(self, image_size: tuple[int, int]) -> Positions:
-        """Those of images of that size, of a model that has any."""
+        """The position embedding for images of that size; the model must have one."""
         return Positions(
             kind=self.pos_embed,
             grid=self._grid(image_size),
@@ -240,20 +252,25 @@ class ViT(BlockFields, nn.Module):
         collect_faults(self._find_faults())
         super().__post_init__()
 
+    @nn.nowrap
     def _find_faults(self) -> list[str]:
         faults = [
             *find_unknown(self, _CHOICES),
-            *find_not_positive(self, ("width", "depth", "mlp_dim", "num_heads")),
+            *find_not_positive(self, ("width", "depth", "mlp_dim", "num_heads", "channels")),
             *find_no_rates(self, ("dropout", "attention_dropout", "stochastic_depth")),
             *find_class_faults(self.num_classes),
             *find_position_faults(self.pos_embed, self.pos_embed_at, self.width),
         ]
         if self.pool == "token" and self.class_token is False:
-            faults.append("class_token=False: pool='token' takes it; choose gap or map")
+            faults.append("class_token=False: pool='token' needs it; choose pool gap or map")
         if not self.norm_eps > 0:
             faults.append(f"norm_eps={self.norm_eps}: needs a positive number")
         if self.layer_scale is not None and self.layer_scale <= 0:
             faults.append(f"layer_scale={self.layer_scale}: needs a positive number, or None")
+        if self.lora_rank is not None and not 1 <= self.lora_rank <= self.width:
+            faults.append(
+                f"lora_rank={self.lora_rank}: needs a number from 1 to width={self.width}, or None"
+            )
         if self.image_size is not None:
             faults += find_undivided(self.image_size, self.patch_size, self.token_stride)
         elif self.pos_embed in LEARNED:

@@ -3,12 +3,14 @@
 Axes: B examples, C classes.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from vit_jax.config import KeyValue, choose_keys
@@ -19,10 +21,10 @@ LossFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Loss(NamedTuple):
-    """A loss by its name.
+    """A loss and the probabilities that belong to it.
 
-    fn: (logits (B, C), labels (B,) int or (B, C) float, label_smoothing, keys of its own) -> (B,).
-    probabilities: logits (B, C) -> what a model trained with it says of each class, (B, C).
+    fn: (logits (B, C), labels (B,) int or (B, C) float, label_smoothing, own keys) -> (B,).
+    probabilities: logits (B, C) -> class probabilities of a model trained with the loss, (B, C).
     """
 
     fn: Callable[..., jax.Array]
@@ -30,7 +32,7 @@ class Loss(NamedTuple):
 
 
 class ObjectiveOutput(NamedTuple):
-    """Sums over a batch, to be divided once, by `weight_sum`."""
+    """Sums over a batch, to be divided once by `weight_sum`."""
 
     loss_sum: jax.Array
     weight_sum: jax.Array
@@ -38,7 +40,7 @@ class ObjectiveOutput(NamedTuple):
     model_state: ModelState
 
 
-# (params, model_state, batch, rng) -> the sums over the batch.
+# (params, model_state, batch, rng) -> sums over the batch.
 Objective = Callable[[Params, ModelState, Batch, jax.Array], ObjectiveOutput]
 
 
@@ -48,13 +50,13 @@ def as_targets(labels: jax.Array, num_classes: int) -> jax.Array:
 
 
 def softmax_loss(logits_BC: jax.Array, labels: jax.Array, label_smoothing: float) -> jax.Array:
-    """-sum_c t_c log softmax(logits)_c; t smoothed towards uniform. Shapes: -> (B,)."""
+    """-sum_c t_c log softmax(logits)_c; targets t are smoothed towards uniform. -> (B,)."""
     targets_BC = optax.smooth_labels(as_targets(labels, logits_BC.shape[1]), label_smoothing)
     return optax.losses.softmax_cross_entropy(logits_BC, targets_BC)
 
 
 def sigmoid_loss(logits_BC: jax.Array, labels: jax.Array, label_smoothing: float) -> jax.Array:
-    """Sum over classes of the binary cross-entropies. Shapes: -> (B,).
+    """Binary cross-entropy, summed over the classes. Shapes: -> (B,).
 
     Source: Beyer et al. 2020 (arXiv:2006.07159), section 5.
     """
@@ -69,35 +71,52 @@ LOSSES = {
 
 
 def make_loss(
-    name: str, label_smoothing: float = 0.0, z_loss: float = 0.0, **own: KeyValue
+    name: str,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    class_weights: str | None = None,
+    **own: KeyValue,
 ) -> LossFn:
-    """loss(logits (B, C), labels (B,) int or (B, C) float) -> (B,), by its name in LOSSES.
+    """Make loss(logits (B, C), labels (B,) int or (B, C) float) -> (B,).
 
     Args:
       name: a key of LOSSES.
-      label_smoothing: share of the target that goes to all classes alike.
-      z_loss: of softmax: the loss grows by z_loss * log(Z)^2, Z = sum_c exp(logit_c), which keeps
-        the logits from drifting; 0: it does not. Zoph et al. 2022 (arXiv:2202.08906);
-        Chowdhery et al. 2022 (arXiv:2204.02311), section 5, take 1e-4.
-      **own: keys that plug-ins add to `config.loss`; None where not set.
+      label_smoothing: fraction of the target that is spread evenly over all classes.
+      z_loss: for softmax, adds z_loss * log(Z)^2 with Z = sum_c exp(logit_c), which keeps the
+        logits from drifting; 0: off. Zoph et al. 2022 (arXiv:2202.08906); Chowdhery et al. 2022
+        (arXiv:2204.02311), section 5, use 1e-4.
+      class_weights: one number w_c per class, with commas; None, or "balanced" before the data are
+        known: no weights. Softmax multiplies the loss of an example by the weight of its class;
+        sigmoid multiplies the term of class c by w_c if the example has that class. See
+        `balanced_weights`.
+      **own: keys that plug-ins add to `config.loss`; None if not set.
 
     Raises:
-      InputError: unknown name, a number out of range, a z_loss where there is no softmax, or a key
-        that the loss lacks.
+      InputError: for an unknown name, a number out of range, a z_loss without softmax, or a key
+        that the loss does not take.
     """
     if name not in LOSSES:
         raise InputError(f"loss.name={name!r}: {nearest(name, list(LOSSES))}")
     if not 0.0 <= label_smoothing < 1.0:
         raise InputError(f"loss.label_smoothing={label_smoothing}: needs a number in [0, 1)")
     if z_loss < 0.0:
-        raise InputError(f"loss.z_loss={z_loss}: needs at least 0, which turns it off")
+        raise InputError(f"loss.z_loss={z_loss}: must be at least 0; 0 turns it off")
     if z_loss and name != "softmax":
-        raise InputError(f"loss.z_loss={z_loss}: goes with loss.name=softmax alone; set it to 0")
+        raise InputError(f"loss.z_loss={z_loss}: only works with loss.name=softmax; set it to 0")
+    weights = parse_class_weights(class_weights, name)
     fn = LOSSES[name].fn
     fields = choose_keys("loss", name, fn, own)
 
     def loss(logits_BC: jax.Array, labels: jax.Array) -> jax.Array:
         loss_B = fn(logits_BC, labels, label_smoothing, **fields)
+        if weights is not None:
+            targets_BC = as_targets(labels, logits_BC.shape[1])
+            weights_1C = jnp.reshape(jnp.asarray(weights, jnp.float32), (1, -1))
+            if name == "softmax":
+                loss_B *= (targets_BC * weights_1C).sum(axis=1)
+            else:
+                more_BC = (weights_1C - 1) * targets_BC * jax.nn.softplus(-logits_BC)
+                loss_B += more_BC.sum(axis=1)
         if z_loss:
             loss_B += z_loss * jax.nn.logsumexp(logits_BC, axis=-1) ** 2
         return loss_B
@@ -105,12 +124,53 @@ def make_loss(
     return loss
 
 
-def hits(logits_BC: jax.Array, labels: jax.Array, k: int = 1) -> jax.Array:
-    """1.0 where one of the k largest logits is of a right class, else 0.0. Shapes: -> (B,).
+def parse_class_weights(text: str | None, loss: str) -> tuple[float, ...] | None:
+    """The numbers in `loss.class_weights`; None where they are not set, or not yet known.
 
-    Right is the class of the greatest target; where several have it, as where an image shows
-    several things, each of them. So of mixed labels it is the one that weighs most: were the other
-    right too, chance alone would score twice as much.
+    Raises:
+      InputError: they are no positive numbers, or not for the `loss` of that name.
+    """
+    if text is None:
+        return None
+    if loss not in ("softmax", "sigmoid"):
+        raise InputError(
+            f"loss.class_weights={text!r}: goes with loss.name=softmax or sigmoid; set it to None"
+        )
+    if text == "balanced":
+        return None
+    try:
+        weights = tuple(float(number) for number in text.split(","))
+    except ValueError:
+        weights = ()
+    if not weights or not all(0 < weight < math.inf for weight in weights):
+        raise InputError(
+            f"loss.class_weights={text!r}: needs balanced, or positive numbers with commas, one "
+            "for each class, e.g. 1,2.5"
+        )
+    return weights
+
+
+def balanced_weights(counts_C: np.ndarray, num_examples: int, loss: str) -> np.ndarray:
+    """The class weights (C,) by which rare classes count as much as frequent ones.
+
+    With softmax N / (C n_c), n_c of the N examples being of class c, so that their mean over the
+    examples is 1; with sigmoid (N - n_c) / n_c, so that an image with the class and those without
+    weigh the same. 1 for a class without examples, or of all.
+
+    Source: King and Zeng 2001, "Logistic regression in rare events data", section 4, for the first.
+    """
+    counts_C = np.asarray(counts_C, np.float64)
+    others = num_examples - counts_C if loss == "sigmoid" else num_examples / len(counts_C)
+    weights_C = others / np.maximum(counts_C, 1)
+    return np.where((counts_C > 0) & (weights_C > 0), weights_C, 1.0)
+
+
+def hits(logits_BC: jax.Array, labels: jax.Array, k: int = 1) -> jax.Array:
+    """1.0 if one of the k largest logits belongs to a correct class, else 0.0. Shapes: -> (B,).
+
+    Correct classes are those with the largest target: several, if an image shows several things. Of
+    mixed labels only the one with the larger weight is correct; otherwise random guesses would
+    score twice as high.
     """
     _, classes_Bk = jax.lax.top_k(logits_BC, min(k, logits_BC.shape[1]))
     targets_BC = as_targets(labels, logits_BC.shape[1])
@@ -120,7 +180,7 @@ def hits(logits_BC: jax.Array, labels: jax.Array, k: int = 1) -> jax.Array:
 
 
 def make_supervised(model: nn.Module, loss: LossFn) -> Objective:
-    """The objective of classifying `batch["image"]` (B, H, W, 3) as `batch["label"]`.
+    """Make the objective that classifies `batch["image"]` (B, H, W, 3) as `batch["label"]`.
 
     Returns:
       objective(params, model_state, batch, rng) -> ObjectiveOutput.
@@ -131,7 +191,7 @@ def make_supervised(model: nn.Module, loss: LossFn) -> Objective:
     ) -> ObjectiveOutput:
         variables = {"params": params, **model_state}
         logits = model.apply(variables, batch["image"], train=True, rngs={"dropout": rng})
-        heads = jax.tree.leaves(logits)  # each of several is to tell the label
+        heads = jax.tree.leaves(logits)  # every head learns the label
         loss_B = sum(loss(logits_BC, batch["label"]) for logits_BC in heads) / len(heads)
         logits_BC, mask_B = cast(jax.Array, sum(heads) / len(heads)), batch["mask"]
         return ObjectiveOutput(

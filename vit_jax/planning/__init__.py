@@ -1,13 +1,12 @@
-"""What a run will need and take on chips that are not there.
+"""Plans of a run's memory, communication, time and cost on hardware you do not have.
 
-For TPUs the real training step is compiled ahead of time, on the CPU: memory, exchanges between
-chips and cycles are what the compiler says. For GPUs they are calculated, and for TPUs where libtpu
-is not installed. What follows from them, time and cost, is an estimate.
+For TPUs, the real training step is compiled ahead of time on the CPU; memory, collectives and
+cycles come from the compiler. For GPUs, and for TPUs if libtpu is not installed, they are
+calculated. Time and cost are estimated from them.
 """
 
 import hashlib
 import json
-import os
 import pathlib
 from typing import Any
 
@@ -23,13 +22,13 @@ from vit_jax.planning.targets import Target
 
 
 def plan(config: ConfigDict, target: Target) -> dict[str, Any]:
-    """All that is known of the run of `config` before it begins, as JSON takes it.
+    """Plan the run of `config`: figures for JSON.
 
-    What was planned once, with the same config, code and versions, is read from a cache.
+    Plans are cached by config, code and versions.
 
     Args:
       config: with `data.num_classes` and `data.num_examples` set; no data are read.
-      target: where it runs.
+      target: the hardware to plan for.
 
     Raises:
       InputError: the config does not suit the devices.
@@ -45,13 +44,14 @@ def plan(config: ConfigDict, target: Target) -> dict[str, Any]:
 
 
 def cache_file(config: ConfigDict, target: Target) -> pathlib.Path:
-    """Where the plan of `config` for `target` is kept, by all that it depends on."""
-    default = pathlib.Path.home() / ".cache"
-    root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or default) / "vit_jax/plans"
+    """The cache file of the plan of `config` for `target`, named by a hash of all its inputs."""
     said = [
         stored_config.to_json(config),
         target.slice.name,
         target.num_slices,
         software() | digests(config.plugins),
     ]
-    return root / f"{hashlib.sha256(json.dumps(said).encode()).hexdigest()}.json"
+    return (
+        files.cache_folder("plans")
+        / f"{hashlib.sha256(json.dumps(said).encode()).hexdigest()}.json"
+    )

@@ -1,7 +1,7 @@
-"""What a training step keeps and exchanges of its activations, by a model's sizes.
+"""The bytes of activations that a training step keeps and exchanges, from the model's sizes.
 
-Axes: s tokens, D width, F hidden width of the MLP, H heads; of a unit its input's and its output's
-positions, C channels in, M between, 4 M out.
+Axes: s tokens, D width, F hidden width of the MLP, H heads; in a ResNet's unit C input channels, M
+channels between the convolutions, 4 M output channels.
 """
 
 import math
@@ -19,7 +19,7 @@ from vit_jax.models.vit import ViT
 
 
 class Unit(NamedTuple):
-    """Sizes of a ResNet's unit for one image: positions before and after, channels before, M."""
+    """Sizes of a ResNet's unit for one image: positions before and after, input channels, M."""
 
     positions_in: int
     positions_out: int
@@ -28,22 +28,22 @@ class Unit(NamedTuple):
 
     @property
     def input(self) -> int:
-        """Numbers in its input."""
+        """Number of values in the unit's input."""
         return self.positions_in * self.width_in
 
     @property
     def middle(self) -> int:
-        """Numbers in the outputs of its first two convolutions."""
+        """Number of values in the outputs of the first two convolutions."""
         return (self.positions_in + self.positions_out) * self.width
 
     @property
     def output(self) -> int:
-        """Numbers in its output."""
+        """Number of values in the unit's output."""
         return self.positions_out * self.width * EXPANSION
 
     @property
     def has_projection(self) -> bool:
-        """Whether its residual is projected."""
+        """Whether the shortcut has a projection."""
         return self.positions_in > self.positions_out or self.width_in != self.width * EXPANSION
 
 
@@ -61,25 +61,25 @@ def resnet_units(model: BiT | HybridViT) -> list[Unit]:
 
 
 def num_tokens(model: ViT) -> int:
-    """Tokens of one image."""
+    """Number of tokens of one image."""
     return math.prod(model.grid) + model.num_prefix_tokens
 
 
 def activation_bytes(model: nn.Module) -> int:
-    """What the backward pass keeps of one image, on a device that splits nothing of it.
+    """Bytes of activations of one image kept for the backward pass, if no axis splits them.
 
-    Of each Transformer block: with remat "full" its input, with "dots" the dense layers' outputs
-    too, with "none" s D 18 + s F 4 + 5 H s^2 bytes in bfloat16, for s tokens of width D, F the
-    width of the MLP and H heads; and of one block all of that, when it is computed again. Dropout's
-    masks, of a byte each, are among them, used or not.
+    Each Transformer block keeps its input with remat "full"; also the dense layers' outputs with
+    "dots"; and s D 18 + s F 4 + 5 H s^2 bytes in bfloat16 with "none". With remat, one block's full
+    activations are added, for the block that is being recomputed. Dropout masks, one byte per
+    value, are always included.
 
-    Of a ResNet its root's, its last map, of BiT normalised too, and of each unit: with "full" its
-    input, with "dots" the convolutions' outputs too, with "none" what each convolution and each
-    norm has as input; and all of that of the largest unit, when it is computed again. Statistics,
-    and the kernels as standardised, are not among them.
+    A ResNet keeps the activations of its root, its last feature map (in BiT also normalised), and
+    for each unit: with "full" its input; with "dots" also the convolutions' outputs; with "none"
+    the inputs of all convolutions and norms. With remat, the full activations of the largest unit
+    are added. Statistics and standardised kernels are not included.
 
     Raises:
-      InputError: for a family of which it is not known.
+      InputError: for an unknown family.
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, for the blocks.
     """
     _check_known(model)
@@ -103,7 +103,7 @@ def _resnet_bytes(model: BiT | HybridViT) -> int:
         convolved = unit.output * (1 + unit.has_projection)
         if remat == "dots":
             return unit.input + unit.middle + convolved
-        # Each convolution but the last of BiT has a norm behind it, which needs its output too.
+        # A norm follows each convolution except BiT's last one, and also keeps its input.
         return unit.input + 2 * unit.middle + (unit.input if norm_is_before else convolved)
 
     pixels, units = math.prod(model.image_size), resnet_units(model)
@@ -117,15 +117,15 @@ def _resnet_bytes(model: BiT | HybridViT) -> int:
 
 
 def tensor_exchanges(model: nn.Module, *, backward: bool = False) -> dict[str, tuple[int, int]]:
-    """What one image makes a mesh's `tensor` axis exchange in one pass: {kind: (count, bytes)}.
+    """The collectives over `tensor` that one image causes in one pass: {kind: (count, bytes)}.
 
-    The inner products of a Transformer block are split over heads and hidden units, and its two
-    outputs added up; backward the gradients of its two inputs. Those of a ResNet's unit are split
-    over channels: the first convolution's output is gathered, and the last one's added up;
-    backward the gradients of both convolutions' inputs are.
+    A Transformer block is split over heads and hidden units. Its forward pass all-reduces the
+    outputs of attention and MLP, its backward pass the gradients of their inputs. A ResNet's unit
+    is split over channels. Its forward pass gathers the first convolution's output and all-reduces
+    the last one's; its backward pass all-reduces the gradients of the inputs of both.
 
     Raises:
-      InputError: for a family of which it is not known.
+      InputError: for an unknown family.
     """
     _check_known(model)
     size = jnp.dtype(model.dtype).itemsize
@@ -145,9 +145,9 @@ def tensor_exchanges(model: nn.Module, *, backward: bool = False) -> dict[str, t
 
 
 def _check_known(model: nn.Module) -> None:
-    # Exact: what is derived from a known family may do more.
+    # Exact types: a subclass of a known family may keep or exchange more.
     if type(model) not in (ViT, DeiT, HybridViT, BiT):
         raise InputError(
-            f"a {type(model).__name__}: what it keeps and exchanges of its activations is unknown "
-            "here; plan it for TPUs, by their compiler (pip install -e '.[plan]')"
+            f"model {type(model).__name__}: the size of its activations cannot be calculated; plan "
+            "it for TPUs with their compiler (pip install -e '.[plan]')"
         )

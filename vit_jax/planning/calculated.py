@@ -1,6 +1,6 @@
-"""A plan that is calculated.
+"""Calculated plans, for GPUs and for TPUs without libtpu.
 
-For GPUs, whose compiler is not there and says nothing of capacity, and for TPUs without libtpu.
+XLA's GPU compiler needs a GPU, and does not report whether a program fits into memory.
 """
 
 import logging
@@ -23,7 +23,7 @@ from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.models.fields import value_of
 from vit_jax.planning.activations import activation_bytes, tensor_exchanges
 from vit_jax.planning.layout import describe, judge, state_bytes
-from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
+from vit_jax.planning.targets import Target, describe_devices, plan_mesh, readable_mesh
 
 logger = logging.getLogger("vit_jax")
 
@@ -35,18 +35,17 @@ _CONVOLUTION = re.compile(r"(?:^|/)conv\w*/kernel$")
 def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     """`plan` without a compiler.
 
-    Temporaries are the gradients, in float32 and laid out as the parameters are, and what the
-    backward pass keeps of a microbatch; the compiler's working space is not among them. Of what
-    moves between memory and chip only this counts: each byte of the state, of the gradients and of
-    what is kept, once read and once written.
+    Temporaries are the gradients, in float32 and sharded like the parameters, and the activations
+    kept for the backward pass of a microbatch; the compiler's working space is not included. HBM
+    traffic counts one read and one write of each byte of state, gradients and kept activations.
     """
-    mesh = plan_mesh(config, target)
+    mesh = plan_mesh(config, target, describe_devices(target))
     experiment = make_experiment(config, mesh)
     figures = describe(config, target, mesh, experiment)
     state = state_bytes(experiment)
     images, accum_steps = figures["images_per_way"], config.optimizer.accum_steps
     logger.info(
-        "calculating %s for %s, mesh %s, %d images a way, remat %s",
+        "calculating %s for %s, mesh %s, %d images per batch shard, remat %s",
         config.model.name, target.slice.name, readable_mesh(mesh.shape), images,
         figures["remat"],
     )  # fmt: skip
@@ -61,6 +60,7 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
         "collectives": collective_table(experiment, mesh.shape, target, images, accum_steps),
         "hbm_bytes_accessed": 2 * (sum(state.values()) + state["params"] + activations),
         "compiler_cycles": None,
+        "kernels": [],
     }
 
 
@@ -71,26 +71,27 @@ def collective_table(
     images: int,
     accum_steps: int,
 ) -> list[dict[str, Any]]:
-    """The exchanges that the layout needs, by the ring algorithm, all beside computation.
+    """The collectives that the sharding needs, by the ring algorithm, all asynchronous.
 
-    An exchange over several axes is one over each: the nearest devices first, and over the next
-    axis only the part of each device. Those of parameters are what XLA makes of the step for GPUs:
+    A collective over several axes becomes one per axis: first between the nearest devices, then
+    over the next axis with only each device's part. The collectives of parameters follow XLA's
+    GPU programs:
 
-    - Weights that are split over fsdp are gathered in every microbatch, in the dtype in which they
-      are first used; those of layers once more for the backward pass, where the layers are scanned
-      or rematerialised.
-    - Gradients are added up in the dtype of the product that gives them, before they are converted
-      to float32: in every microbatch scattered over fsdp, and over data, if the optimizer's state
-      is split over it. If fsdp and data split different axes of an array, XLA all-reduces the
-      whole gradient and each device keeps its slice. Over the other axes gradients are reduced once
-      a step.
-    - Parameters with an optimizer's state that is split over data are gathered over it after their
-      update, in float32.
+    - Weights that are split over fsdp are gathered in every microbatch, in the dtype of their first
+      use. Weights of layers are gathered again for the backward pass if layers are scanned or
+      rematerialised.
+    - Gradients are summed in the dtype of the product that computes them, before the conversion to
+      float32. Every microbatch reduce-scatters them over fsdp, and over data if the optimizer's
+      state is split over it. If fsdp and data split different axes of an array, XLA all-reduces the
+      whole gradient and each device keeps its slice. Over the other axes gradients are all-reduced
+      once per step.
+    - Parameters whose optimizer state is split over data are gathered over data after the update,
+      in float32.
 
-    Over tensor `tensor_exchanges` gives those of the activations.
+    `tensor_exchanges` gives the collectives of activations over tensor.
 
     Args:
-      images: on a device, a step.
+      images: number of images per device and step.
     """
     exchanges = _Exchanges(shape)
     _add_parameters(exchanges, experiment, accum_steps)
@@ -99,7 +100,7 @@ def collective_table(
 
 
 class _Exchanges:
-    """Exchanges over the axes of a mesh of `shape`, added up by kind and axis."""
+    """The collectives over the axes of a mesh of `shape`, summed by kind and axis."""
 
     def __init__(self, shape: Mapping[str, int]):
         self.shape = shape
@@ -107,13 +108,13 @@ class _Exchanges:
         self._bytes: Counter[tuple[str, str]] = Counter()
 
     def add(self, kind: str, axis: str, number: int, times: int = 1) -> None:
-        """Adds `times` exchanges of `number` bytes over an axis of several devices."""
+        """Add `times` collectives of `number` bytes each, if the axis has several devices."""
         if self.shape[axis] > 1:
             self._counts[kind, axis] += times
             self._bytes[kind, axis] += times * number
 
     def table(self, target: Target) -> list[dict[str, Any]]:
-        """A row for each kind and axis, the most bytes sent first."""
+        """One row for each kind and axis, sorted by bytes sent, largest first."""
         rows = [
             {
                 "kind": kind,
@@ -132,7 +133,7 @@ class _Exchanges:
 
 
 def _add_parameters(exchanges: _Exchanges, experiment: Experiment, accum_steps: int) -> None:
-    """Adds the exchanges of weights, gradients and updates; see `collective_table`."""
+    """Add the collectives of weights, gradients and updates; see `collective_table`."""
     model, shape = experiment.model, exchanges.shape
     is_again = value_of(model, "scan") or value_of(model, "remat") != "none"
     specs = _update_specs(experiment)
@@ -162,7 +163,7 @@ def _add_parameters(exchanges: _Exchanges, experiment: Experiment, accum_steps: 
 
 
 def _add_activations(exchanges: _Exchanges, model: nn.Module, images: int) -> None:
-    """Adds the exchanges of activations over `tensor`."""
+    """Add the collectives of activations over `tensor`."""
     backward = tensor_exchanges(model, backward=True)
     forward_passes = 1 + (value_of(model, "remat") != "none")
     for kind, (forward_count, forward_bytes) in tensor_exchanges(model).items():
@@ -173,9 +174,10 @@ def _add_activations(exchanges: _Exchanges, model: nn.Module, images: int) -> No
 
 
 def _update_specs(experiment: Experiment) -> dict[str, PartitionSpec]:
-    """{name of a parameter: how its update is laid out}.
+    """{parameter name: sharding of its update}.
 
-    That is as the optimizer's state that follows it, where that is split over data too.
+    The update is sharded like the parameter's optimizer state if that is split over data, else like
+    the parameter.
     """
     state = experiment.abstract_state
     followers = {
@@ -193,15 +195,15 @@ def _update_specs(experiment: Experiment) -> dict[str, PartitionSpec]:
 
 
 def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The axes of the mesh that split one axis of an array."""
+    """The mesh axes that split one axis of an array."""
     return part if isinstance(part, tuple) else (part,) if part else ()
 
 
 def _sizes_in_use(name: str, leaf: jax.ShapeDtypeStruct, model: nn.Module) -> tuple[int, int]:
-    """Bytes of a number of a weight where it is first used, and of its gradient's first form.
+    """Bytes per value of a weight at its first use, and of its gradient when it is computed.
 
-    Both are in the dtype of computation, but for heads, which compute in float32, and convolutions:
-    their kernels are standardised in float32.
+    Both use the dtype of computation, with two exceptions: heads compute in float32, and kernels of
+    convolutions are standardised in float32.
     """
     size, own = jnp.dtype(value_of(model, "dtype")).itemsize, leaf.dtype.itemsize
     if _HEAD.match(name):
@@ -212,6 +214,6 @@ def _sizes_in_use(name: str, leaf: jax.ShapeDtypeStruct, model: nn.Module) -> tu
 def _network(axis: str, shape: Mapping[str, int], target: Target) -> str:
     if not target.chip.is_gpu:
         return "DCN" if axis == "replica" and target.num_slices > 1 else "ICI"
-    # Neighbours on the mesh are the devices of its last axes.
+    # The devices along the mesh's last axes are neighbours.
     within = math.prod(shape[inner] for inner in AXES[AXES.index(axis) :])
     return "NVLink" if within <= GPUS_PER_HOST else "network"

@@ -1,4 +1,4 @@
-"""A plan for TPUs: the real training step, compiled for them ahead of time."""
+"""Plans for TPUs: the real training step, compiled ahead of time."""
 
 import contextlib
 import logging
@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from vit_jax.devices import flops
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.planning import hlo
+from vit_jax.planning.kernel_cycles import count_cycles, find_kernels
 from vit_jax.planning.layout import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
 
@@ -21,12 +22,12 @@ logger = logging.getLogger("vit_jax")
 
 
 def compile_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
-    """`plan` for TPUs, by their compiler."""
+    """`plan` for TPUs, by the TPU compiler."""
     mesh = plan_mesh(config, target)
     experiment = make_experiment(config, mesh)
     figures = describe(config, target, mesh, experiment)
     logger.info(
-        "compiling %s for %d x %s, mesh %s, %d images a way, remat %s",
+        "compiling %s for %d x %s, mesh %s, %d images per batch shard, remat %s",
         config.model.name, target.num_slices, target.slice.name, readable_mesh(mesh.shape),
         figures["images_per_way"], figures["remat"],
     )  # fmt: skip
@@ -35,7 +36,8 @@ def compile_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     compiled, needed = None, 0
     with jax.set_mesh(mesh):
         try:
-            compiled = experiment.lower().compile()
+            traced = experiment.trace()
+            compiled = traced.lower().compile()
         except jax.errors.JaxRuntimeError as error:
             needed = needed_memory(str(error), sum(state.values()))
             if needed is None:
@@ -49,24 +51,27 @@ def compile_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
         memory = state | {"temporaries": stats.temporaries, "peak": stats.total}
     program = None
     if compiled is not None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # tpu7x's has no text
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # programs for tpu7x have no text
             program = hlo.Program(compiled.as_text())
+    cycles = None if program is None else program.cycles()
+    kernels = [] if cycles is None else count_cycles(find_kernels(traced.jaxpr.jaxpr), target)
     return figures | {
         "by": "compiler",
         "compile_s": compile_s,
         "memory_bytes": memory | judge(memory["peak"], target, compiled is not None),
         "collectives": None if program is None else collective_table(program, mesh),
         "hbm_bytes_accessed": None if program is None else program.bytes_accessed(),
-        "compiler_cycles": None if program is None else program.cycles(),
+        "compiler_cycles": cycles and cycles + sum(row["cycles"] for row in kernels),
+        "kernels": kernels,
     }
 
 
 def needed_memory(message: str, state: int) -> int | None:
-    """Bytes that the program needs, if the compiler failed because they are too many.
+    """The bytes that a program needs if the compiler failed for lack of memory, else None.
 
     Args:
-      message: the compiler's.
-      state: bytes of the arguments, which it leaves out where it speaks of temporaries.
+      message: the compiler's error message.
+      state: bytes of the arguments; a message about temporaries does not include them.
     """
     if "RESOURCE_EXHAUSTED" not in message:
         return None
@@ -81,7 +86,7 @@ def needed_memory(message: str, state: int) -> int | None:
 
 
 def collective_table(program: hlo.Program, mesh: Mesh) -> list[dict[str, Any]]:
-    """The exchanges of a step, alike ones together: along which axes, over which network."""
+    """The collectives of a step, grouped by kind, mesh axes, network and asynchrony."""
     shape = tuple(mesh.shape.values())
     slices = [getattr(device, "slice_index", None) for device in mesh.devices.flat]
     rows: dict[tuple, dict[str, Any]] = {}

@@ -1,17 +1,20 @@
-"""How long a planned run takes: no more than an estimate, which names what it assumes."""
+"""Estimates of the time and cost of a planned run, with their assumptions."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vit_jax.devices.chips import CHIPS, Chip
 
+_GPU_MFU = 0.4
+
 
 def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> dict[str, Any]:
-    """How long a step and the run take, by `plan`'s figures: no more than an estimate.
+    """Estimate the time of a step and of the run from `plan`'s figures.
 
-    `roofline` is the least time that the chips' peaks leave; `compiler`, where there are cycles,
-    what the compiler expects of the computation, with what is exchanged meanwhile hidden behind it
-    and the rest added.
+    `roofline` is the minimum time by the chips' peaks. `compiler`, if cycles are known, is the
+    compiler's time for the computation, with asynchronous collectives hidden behind it and the
+    others added. `at_utilisation` is the time of a GPU at 40 % of its peak, or
+    `roofline` where that is longer.
     """
     chip = CHIPS[figures["topology"].partition(":")[0]]
     peak = chip.peak_flops * figures["num_chips"]
@@ -31,7 +34,7 @@ def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> d
             f"the chip's peaks ({chip.source})",
             "every matrix product at the peak of bfloat16",
             *_common_assumptions(figures, chip),
-            "all of it overlaps: the least time there can be",
+            "everything overlaps, so this is the minimum time",
         ],
     }
     compiler = None
@@ -42,11 +45,38 @@ def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> d
         "by": "roofline" if compiler is None else "compiler",
         **_run_costs(figures, best["step_s"], price_per_chip_hour),
     }
-    return {"roofline": roofline, "compiler": compiler, "run": run}
+    return {
+        "roofline": roofline,
+        "compiler": compiler,
+        "at_utilisation": _at_utilisation(figures, chip, step_s, price_per_chip_hour),
+        "run": run,
+    }
+
+
+def _at_utilisation(
+    figures: Mapping[str, Any], chip: Chip, least_s: float, price_per_chip_hour: float | None
+) -> dict[str, Any] | None:
+    """The run at a usual share of the peak, for GPUs, whose compiler gives no estimate.
+
+    A step takes at least `least_s`, which slow networks may make longer.
+    """
+    if not chip.is_gpu:
+        return None
+    flops, peak = figures["flops"]["model_per_step"], chip.peak_flops * figures["num_chips"]
+    step_s = max(flops / (_GPU_MFU * peak), least_s)
+    return {
+        "mfu": flops / (step_s * peak),
+        "step_s": step_s,
+        **_run_costs(figures, step_s, price_per_chip_hour),
+        "assumptions": [
+            f"{_GPU_MFU:.0%} of the chip's peak, a usual share for large matrices, but not less "
+            "than the roofline's time"
+        ],
+    }
 
 
 def _exchange_s(collectives: Iterable[Mapping[str, Any]], chip: Chip) -> tuple[float, float]:
-    """Seconds a step of the collectives that computation hides, and of the others."""
+    """Seconds per step of the collectives that computation hides, and of the others."""
     hidden = added = 0.0
     for row in collectives:
         seconds = row["sent_bytes"] * chip.devices / speed_of(chip, row["network"])
@@ -57,11 +87,11 @@ def _exchange_s(collectives: Iterable[Mapping[str, Any]], chip: Chip) -> tuple[f
 
 def _common_assumptions(figures: Mapping[str, Any], chip: Chip) -> list[str]:
     """The assumptions of both estimates."""
-    assumptions = ["all chips alike; no input, evaluation, saving or restart"]
+    assumptions = ["all chips equally fast; no input, evaluation, saving or restart"]
     if figures["collectives"] is not None:
         assumptions.append(
             "rings that use all of a chip's links at once, without latency: "
-            f"{chip.fast_bytes_per_s / 1e9:g} GB/s a chip within a slice or host, "
+            f"{chip.fast_bytes_per_s / 1e9:g} GB/s per chip within a slice or host, "
             f"{chip.slow_bytes_per_s / 1e9:g} GB/s beyond"
         )
     return assumptions
@@ -70,7 +100,7 @@ def _common_assumptions(figures: Mapping[str, Any], chip: Chip) -> list[str]:
 def _by_compiler(
     figures: Mapping[str, Any], chip: Chip, hidden: float, added: float
 ) -> dict[str, Any]:
-    """A step by the compiler's cycles, with the seconds of exchanges hidden and added."""
+    """A step's time by the compiler's cycles, given the seconds of hidden and added collectives."""
     compute_s = figures["compiler_cycles"] / chip.cycles_per_s
     step_s = max(compute_s, hidden) + added
     peak = chip.peak_flops * figures["num_chips"]
@@ -83,8 +113,9 @@ def _by_compiler(
         "assumptions": [
             f"the chip's peaks ({chip.source})",
             *_common_assumptions(figures, chip),
-            f"the compiler's cycles, at {chip.cycles_per_s / 1e9:g} GHz",
-            "asynchronous exchanges hide behind computation, the others wait for it",
+            "the compiler's cycles, those of kernels by their schedules, at "
+            f"{chip.cycles_per_s / 1e9:g} GHz",
+            "asynchronous collectives hide behind computation, the others add to it",
         ],
     }
 
@@ -92,7 +123,7 @@ def _by_compiler(
 def _run_costs(
     figures: Mapping[str, Any], step_s: float, price_per_chip_hour: float | None
 ) -> dict[str, Any]:
-    """The whole run: its speed, and the hours and money it takes."""
+    """The speed, hours and cost of the whole run."""
     hours = step_s * figures["total_steps"] / 3600
     chip_hours = hours * figures["num_chips"]
     name = figures["topology"].partition(":")[0]
@@ -107,5 +138,5 @@ def _run_costs(
 
 
 def speed_of(chip: Chip, network: str) -> float:
-    """Bytes/s that a chip sends over "ICI", "DCN", "NVLink" or "network", of a collective table."""
+    """Bytes/s that a chip sends over a collective's network: "ICI", "DCN", "NVLink", "network"."""
     return chip.fast_bytes_per_s if network in ("ICI", "NVLink") else chip.slow_bytes_per_s

@@ -1,6 +1,6 @@
-"""Reading the text of a program that XLA has compiled: what it moves, and what it is said to take.
+"""Parses the text of a program compiled by XLA: its collectives, HBM traffic and estimated cycles.
 
-A loop's body stands once in the text and runs many times: everything here counts it so often.
+A loop's body appears once in the text; all counts here multiply it by the loop's trip count.
 """
 
 import math
@@ -14,11 +14,11 @@ _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "a
           "collective-broadcast")  # fmt: skip
 _DTYPE_BITS = {"pred": 8, "bf16": 16, "s4": 4, "u4": 4}
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
-_ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a layout's memory space; without one it is HBM
+_ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # a layout's memory space; HBM has none
 
 
 class Instruction(NamedTuple):
-    """One line: `%name = type opcode(operands), attributes`; a constant's value begins them."""
+    """One line: `%name = type opcode(operands), attributes`; constants begin with their value."""
 
     name: str
     type: str
@@ -28,14 +28,14 @@ class Instruction(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One kind of exchange in a program, at one place.
+    """One collective operation of a program.
 
     kind: all-gather, all-reduce, ...
-    groups: numbers of the devices, in the order of the mesh, that exchange with each other; of a
+    groups: the groups of devices that communicate, by device number in mesh order; for a
       collective-permute the pairs (from, to).
-    size: bytes on one device of what is gathered, reduced or sent: the larger of input and output.
-    count: how often a step does it.
-    asynchronous: whether computation goes on meanwhile.
+    size: bytes of the operation's input or output on one device, whichever is larger.
+    count: number of executions per step.
+    asynchronous: whether computation continues in the meantime.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends each time, by the ring algorithm."""
+        """Bytes that a device sends per execution, by the ring algorithm."""
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.size
         n = len(self.groups[0])
@@ -54,7 +54,7 @@ class Collective(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """An instruction, how often it runs, and the fusions that it stands in, outermost first."""
+    """An instruction, its number of executions, and its enclosing fusions, outermost first."""
 
     instruction: Instruction
     count: int
@@ -63,10 +63,10 @@ class _Place(NamedTuple):
 
 
 class Program:
-    """A compiled program's text, taken apart.
+    """A compiled program, parsed from its text.
 
     Args:
-      text: of `jax.stages.Compiled.as_text()`.
+      text: `jax.stages.Compiled.as_text()`.
     """
 
     def __init__(self, text: str):
@@ -85,11 +85,11 @@ class Program:
             raise ValueError("no entry computation: this is not the text of a compiled program")
 
     def collectives(self) -> list[Collective]:
-        """Every exchange between devices.
+        """All collectives of the program.
 
-        What runs beside others stands in several fusions (its start, its steps, its end), under
-        one channel: it is counted once. An all-reduce of which each device keeps a part is what it
-        is in effect, a reduce-scatter.
+        An asynchronous collective appears in several fusions (start, steps, end) with one channel
+        and is counted once. An all-reduce whose result each device slices is reported as a
+        reduce-scatter.
         """
         found: dict[tuple, Collective] = {}
         for place in self._places():
@@ -125,9 +125,9 @@ class Program:
         return [each for each in found.values() if len(each.groups[0]) > 1]
 
     def cycles(self) -> int | None:
-        """The compiler's estimate of a step's computation, in cycles; None if it gives none.
+        """The compiler's estimate of a step's computation in cycles; None if it gives none.
 
-        Neither exchanges between devices nor kernels written by hand are in it.
+        The estimate includes neither collectives nor hand-written kernels (kernel_cycles.py).
         """
         total, found = 0, False
         for place in self._places():
@@ -137,9 +137,9 @@ class Program:
         return total if found else None
 
     def bytes_accessed(self) -> int:
-        """Bytes read from and written to HBM by a device in a step.
+        """Bytes that a device reads from and writes to HBM in a step.
 
-        Of an array of which a fusion takes or writes a slice only that slice counts.
+        If a fusion reads or writes only a slice of an array, only that slice counts.
         """
         free = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "call",
                 "conditional", "after-all", "partition-id", "replica-id")  # fmt: skip
@@ -168,8 +168,9 @@ class Program:
             users = [other for other in body.values() if parameter in other.operands]
             if i >= len(read) or not read[i] or not users:
                 continue
-            if all(u.opcode == "dynamic-slice" and u.operands[0] == parameter for u in users):
-                read[i] = sum(_bytes(user.type) for user in users)
+            sliced = self._sliced_bytes(body, parameter)
+            if sliced is not None:
+                read[i] = sliced
             updates = [user for user in users if user.opcode == "dynamic-update-slice"
                        and user.operands[0] == parameter]  # fmt: skip
             if len(updates) == len(users) == 1:
@@ -177,6 +178,28 @@ class Program:
                 written += update - min(read[i], written)
                 read[i] = 0
         return sum(read) + max(written, 0)
+
+    def _sliced_bytes(self, body: dict[str, Instruction], name: str) -> int | None:
+        """Bytes of the slices that a computation takes of the array `name`; None if it reads all.
+
+        The slices may be taken in fusions within it.
+        """
+        total, users = 0, [each for each in body.values() if name in each.operands]
+        for user in users:
+            part: int | None = None
+            if user.opcode == "dynamic-slice" and user.operands[0] == name:
+                part = _bytes(user.type)
+            elif user.opcode == "bitcast":
+                part = self._sliced_bytes(body, user.name)
+            elif user.opcode == "fusion":
+                inner = self._computations[_called(user, "calls")[0]]
+                at = [i for i, operand in enumerate(user.operands) if operand == name]
+                parts = [self._sliced_bytes(inner, _parameters(inner)[i]) for i in at]
+                part = None if None in parts else sum(p for p in parts if p is not None)
+            if part is None:
+                return None
+            total += part
+        return total if users else None
 
     def _places(self) -> Iterator[_Place]:
         assert self._entry is not None
@@ -198,7 +221,7 @@ class Program:
                     yield from self._walk(inner, count, computation, (*within, each))
 
     def _trip_count(self, loop: Instruction, condition: str) -> int:
-        """Of a loop that counts from 0, as `jax.lax.scan` makes them; 1 where it cannot be told."""
+        """The trip count of a loop that counts from 0, as in `jax.lax.scan`; 1 if unknown."""
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if known:
             return int(known[1])
@@ -225,7 +248,7 @@ def _parse(line: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """The index of the bracket that closes the one at `start`."""
+    """The index of the bracket that closes the bracket at `start`."""
     depth = 0
     for match in re.finditer(r"[()]", text[start:]):
         depth += 1 if match[0] == "(" else -1
@@ -252,20 +275,20 @@ def _literal(each: Instruction) -> int:
 
 
 def _elements(kind: str) -> list[str]:
-    """The types of the arrays in a tuple's, or of the array itself."""
+    """The types of the arrays in a tuple type, or the array type itself."""
     return [match[0] for match in _ARRAY.finditer(kind)]
 
 
 def _bytes(kind: str) -> int:
-    """Bytes of an array or of a tuple of arrays, by its type's text."""
+    """The bytes of an array or a tuple of arrays, from the text of its type."""
     return sum(_size(match) for match in _ARRAY.finditer(kind))
 
 
 def _started_bytes(each: Instruction) -> int:
-    """Bytes that an exchange's start takes or gives, the larger of the two.
+    """The input or output bytes of a collective's start, whichever are larger.
 
-    Its type is (operands, results, contexts), where several arrays go together as (first, second,
-    ...); that of an all-reduce is the results.
+    Its type is (operands, results, contexts); several arrays form a tuple (first, second, ...). For
+    an all-reduce the type is only the results.
     """
     sizes = list(map(_bytes, _elements(each.type)))
     number = len(each.operands)
@@ -273,7 +296,7 @@ def _started_bytes(each: Instruction) -> int:
 
 
 def _hbm_bytes(kind: str) -> int:
-    """Those of them that lie in HBM."""
+    """The bytes in HBM of an array or a tuple of arrays, from the text of its type."""
     return sum(_size(m) for m in _ARRAY.finditer(kind) if not _ON_CHIP.search(m[3] or ""))
 
 
@@ -284,9 +307,10 @@ def _size(match: re.Match) -> int:
 
 
 def _between_slices(each: Instruction, in_slice: int, count: int) -> Collective | None:
-    """The exchange between TPU slices that a send begins, if it is one: through the hosts.
+    """The collective between TPU slices that a send begins, through the hosts; else None.
 
-    The program is that of one slice, of `in_slice` devices; each exchanges with its likes.
+    The program is for one slice of `in_slice` devices; each device communicates with its
+    counterparts in the other slices.
     """
     kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', each.attributes)
     if each.opcode != "send" or kind is None:
@@ -300,7 +324,7 @@ def _between_slices(each: Instruction, in_slice: int, count: int) -> Collective 
 
 
 def _slice_ids(text: str) -> list[int]:
-    """Of "1,2,5:8", in which the last stands for 5 to 8."""
+    """Parse slice ids such as "1,2,5:8", where 5:8 means 5 to 8."""
     ids = []
     for part in text.split(","):
         first, _, last = part.partition(":")
@@ -309,7 +333,7 @@ def _slice_ids(text: str) -> list[int]:
 
 
 def _groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """Which devices exchange, of the three ways in which XLA writes that."""
+    """The groups of devices that communicate, from any of XLA's three notations."""
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", attributes)
     if pairs:
         return _listed(pairs[1])
@@ -328,13 +352,13 @@ def _groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _along_mesh(axes: str, device_ids: str | None, along_axes: str) -> tuple[tuple[int, ...], ...]:
-    """Groups along some axes of a mesh, or along parts of them.
+    """Groups of devices along some axes of a mesh, or along parts of axes.
 
     Args:
-      axes: 'a'=2,'b'=8: their sizes.
-      device_ids: [8,2]T(1,0): the devices in the order of the mesh, an iota or a list; None: 0, 1,
-        and so on.
-      along_axes: 'a','b':(2)4: of b the part of size 4 that 2 others stand before.
+      axes: sizes of the axes, e.g. 'a'=2,'b'=8.
+      device_ids: the devices in mesh order, as an iota such as [8,2]T(1,0) or a list; None means
+        0, 1, ...
+      along_axes: e.g. 'a','b':(2)4, where (2)4 is the sub-axis of b of size 4 after one of size 2.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
     if device_ids is None:
@@ -366,7 +390,7 @@ def _along_mesh(axes: str, device_ids: str | None, along_axes: str) -> tuple[tup
 
 
 def _iota(text: str) -> np.ndarray:
-    """[4,2]T(1,0) or [8]: the numbers from 0 in that shape, transposed."""
+    """The numbers from 0 in the shape of e.g. [4,2]T(1,0) or [8], transposed as given."""
     shape, _, order = text.partition("T")
     values = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
     return values.transpose(_numbers(order)) if order else values

@@ -1,4 +1,4 @@
-"""What a plan says without compiling: sizes, the layout over devices, bytes of the state."""
+"""The parts of a plan that need no compiler: sizes, sharding, bytes of the state."""
 
 import collections
 import math
@@ -20,7 +20,7 @@ from vit_jax.planning.targets import Target, batch_ways, plan_mesh
 def describe(
     config: ConfigDict, target: Target, mesh: Mesh, experiment: Experiment
 ) -> dict[str, Any]:
-    """What is planned, where, and what of it needs no compiler."""
+    """The figures of a plan that need no compiler."""
     ways = batch_ways(mesh.shape)
     with jax.set_mesh(mesh):
         step_flops = experiment.flops_per_step
@@ -51,13 +51,13 @@ def describe(
 
 
 def judge(peak: int, target: Target, fits: bool = True) -> dict[str, Any]:
-    """`peak` bytes against what a device of the target has; not `fits`, where that is known."""
+    """Compare `peak` bytes with a device's capacity; `fits` False records that it does not fit."""
     capacity = target.chip.usable_bytes // target.chip.devices
     return {"capacity": capacity, "margin": capacity - peak, "fits": fits and peak <= capacity}
 
 
 def state_bytes(experiment: Experiment) -> dict[str, int]:
-    """What a device holds from step to step, and its share of a batch."""
+    """The bytes that a device holds permanently, and its part of a batch."""
     e = experiment
 
     def size(leaves, shardings):
@@ -75,9 +75,9 @@ def state_bytes(experiment: Experiment) -> dict[str, int]:
 
 
 def host_bytes_at_save(experiment: Experiment, mesh: Mesh) -> int:
-    """The most that a host holds at once when the state is copied to it to be saved.
+    """The maximum bytes of host memory while the state is copied there to be saved.
 
-    That is one copy of every part of the state that its devices hold, once each.
+    The host holds one copy of each different part of the state on its devices.
     """
     by_host = collections.defaultdict(list)
     for device in mesh.devices.flat:
@@ -97,7 +97,7 @@ def host_bytes_at_save(experiment: Experiment, mesh: Mesh) -> int:
 
 
 def show_sharding(config: ConfigDict, target: Target) -> list[dict[str, Any]]:
-    """Of every parameter its name, shape, layout over the mesh, and the bytes a device holds."""
+    """The name, shape, sharding and bytes per device of every parameter."""
     experiment = make_experiment(config, plan_mesh(config, target))
     rows = []
     for name, leaf in tree.flatten_names(experiment.abstract_state.params).items():

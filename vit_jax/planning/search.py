@@ -1,4 +1,4 @@
-"""Other meshes, other ways to rematerialise, other batches: which fit, and which is fastest."""
+"""Search over meshes, remat policies and batch sizes: which ones fit, and which is fastest."""
 
 import math
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target, batch_ways, target_mesh
 
 REMATS = ("none", "dots", "full")
-_FSDP = (1, 4, 16, 64)  # over more chips the compiler makes all-reduces of the weights' gathering
-_TRIES = 6  # of batch sizes, for one mesh and one way to rematerialise
+_FSDP = (1, 4, 16, 64)  # over more chips the compiler gathers weights by all-reduces
+_TRIES = 6  # batch sizes to try for one mesh and one remat policy
 
 
 def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
-    """A copy of `config` with other values, by their dotted keys."""
+    """A copy of `config` with `changes`, {dotted key: value}."""
     config = config.copy_and_resolve_references()
     config.update_from_flattened_dict(dict(changes))
     return config
@@ -28,11 +28,11 @@ def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
 def search(
     config: ConfigDict, target: Target, price_per_chip_hour: float | None
 ) -> list[dict[str, Any]]:
-    """Meshes and ways to rematerialise, each with its largest batch that fits; the fastest first.
+    """Meshes and remat policies, each with the largest batch that fits; the fastest first.
 
-    Batches keep the images on each way in which the mesh splits them a multiple of 8, or one of 1,
-    2, 4; duration is as the config says it, so "90 epochs" stay 90. Besides the config's own mesh
-    there are those with fsdp 1, 4, 16 and 64.
+    The number of images in each part of a batch is 1, 2, 4 or a multiple of 8. The duration is
+    taken from the config, so "90 epochs" stay 90 epochs. The search covers the config's own mesh
+    and meshes with fsdp 1, 4, 16 and 64.
     """
     own = target_mesh(config, target).shape
     rest = target.num_chips * target.chip.devices // (own["replica"] * own["tensor"])
@@ -59,16 +59,16 @@ def search(
 
 
 def _remats(config: ConfigDict) -> tuple[str, ...]:
-    """The ways to rematerialise that the model's family has."""
+    """The remat policies of the model's family."""
     has_remat = "remat" in field_names(find_family(config.model.name).module)
     return REMATS if has_remat else ("none",)
 
 
 def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any] | None:
-    """`plan` of the largest batch that fits, as good as `_TRIES` compilations find it, or None."""
+    """`plan` of the largest batch that fits, as far as `_TRIES` compilations find it, or None."""
     ways = batch_ways(target_mesh(config, target).shape)
     unit = config.optimizer.accum_steps
-    least, fitting = 0, None  # the largest that fits, and its plan
+    least, fitting = 0, None  # the largest number that fits so far, and its plan
     too_many = math.inf
     number = _round_down(max(config.global_batch_size // ways, unit), unit)
     for _ in range(_TRIES):
@@ -78,7 +78,7 @@ def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any] | None:
             least, fitting = number, figures
         else:
             too_many = number
-        # What grows with the batch is taken to be all of the temporaries: as many fit at least.
+        # Assume that all temporaries grow with the batch: then at least this many images fit.
         growing = memory["temporaries"] + memory["batch"]
         room = memory["capacity"] - memory["peak"] + growing
         number = _round_down(int(number * max(room, 0) / growing), unit)
@@ -90,7 +90,7 @@ def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any] | None:
 
 
 def _round_down(number: int, unit: int) -> int:
-    """The next lower number of images that suits the chip and is a multiple of `unit`."""
+    """The largest number of images up to `number` that suits the chip, a multiple of `unit`."""
     good = number // 8 * 8 if number >= 8 else 2 ** max(number.bit_length() - 1, 0)
     return max(good // unit, 1) * unit if number else 0
 
@@ -98,9 +98,10 @@ def _round_down(number: int, unit: int) -> int:
 def find_remedies(
     config: ConfigDict, target: Target, figures: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """What would make a plan fit that does not: changes, each tried, up to the first that does.
+    """Changes that may make a plan fit; each one is planned, up to the first that fits.
 
-    `figures` are those of `plan`. A change is {key of the config: value} or {"topology": name}.
+    `figures` comes from `plan`. A change is {config key: value} or {"topology": name}; a larger
+    topology is suggested without a plan.
     """
     shape = figures["mesh"]
     remat = {} if figures["remat"] == _remats(config)[-1] else {"model.remat": "full"}

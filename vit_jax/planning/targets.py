@@ -1,4 +1,4 @@
-"""Where a run is planned: chips that are not there, described well enough to lay a run out on."""
+"""The hardware that a run is planned for: descriptions of devices that this machine lacks."""
 
 import dataclasses
 import importlib.util
@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ logger = logging.getLogger("vit_jax")
 
 
 class Target(NamedTuple):
-    """Where a run is planned: so many slices, each alike."""
+    """The hardware that a run is planned for: `num_slices` slices of one kind."""
 
     slice: Slice
     num_slices: int = 1
@@ -36,34 +36,34 @@ class Target(NamedTuple):
 
     @property
     def is_compiled_for(self) -> bool:
-        """Whether its compiler is here: libtpu, for TPUs. What it would say is calculated else."""
+        """Whether its compiler is installed (libtpu, for TPUs); otherwise plans are calculated."""
         return not self.chip.is_gpu and importlib.util.find_spec("libtpu") is not None
 
 
 def start_planning(target: Target) -> None:
-    """Sets JAX up to compile on the CPU for others; call it before anything asks for a device."""
+    """Set JAX up to compile on the CPU for other devices; call it before JAX starts its backend."""
     jax.config.update("jax_platforms", "cpu")
     if not target.is_compiled_for:
         if not target.chip.is_gpu:
             logger.warning(
-                "libtpu, which compiles for TPUs, is not installed: memory and exchanges are "
-                "calculated, without what the compiler adds; for its own figures "
+                "libtpu, which compiles for TPUs, is not installed: memory and collectives are "
+                "calculated, without the compiler's additions; for the compiler's figures: "
                 "pip install -e '.[plan]' (Linux on x86-64)"
             )
         return
-    # Other programs may use libtpu on this host, and there may be no metadata server to ask.
+    # Other programs may use libtpu on this host, and there may be no metadata server.
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # any, lest libtpu complain
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # any value stops a complaint
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
 @dataclasses.dataclass(frozen=True)
 class DescribedDevice:
-    """Of a device what laying a run out needs; nothing can be compiled for it.
+    """A device's attributes that sharding a run needs; nothing can be compiled for it.
 
-    The last three are of a TPU: the chip's place in its slice, which of the chip's devices it is,
-    and which slice.
+    The last three are for TPUs: the chip's coordinates in its slice, the device's index on the
+    chip, and the index of the slice.
     """
 
     id: int
@@ -76,7 +76,7 @@ class DescribedDevice:
 
 
 def describe_devices(target: Target) -> list[DescribedDevice]:
-    """The target's devices, without its compiler."""
+    """Describe the target's devices, without its compiler."""
     kind = target.chip.device_kinds[0]
     if target.chip.is_gpu:
         return [
@@ -90,7 +90,7 @@ def describe_devices(target: Target) -> list[DescribedDevice]:
         for core in range(target.chip.devices)
     ]
     on_one_host = target.slice.num_hosts == 1
-    hosts: dict[tuple, int] = {}  # of 2 x 2 x 1 chips
+    hosts: dict[tuple, int] = {}  # host -> index; a host has 2 x 2 x 1 chips
     devices = []
     for number, (slice_index, (i, j, k), core) in enumerate(places):
         host = (slice_index, *((0, 0, 0) if on_one_host else (i // 2, j // 2, k)))
@@ -100,7 +100,7 @@ def describe_devices(target: Target) -> list[DescribedDevice]:
 
 
 def find_devices(target: Target) -> list[Any]:
-    """The target's devices: such as can be compiled for, where its compiler is here."""
+    """The target's devices; programs can be compiled for them if its compiler is installed."""
     if not target.is_compiled_for:
         return describe_devices(target)
     options: dict[str, Any] = {}
@@ -112,34 +112,34 @@ def find_devices(target: Target) -> list[Any]:
     return list(topologies.get_topology_desc(name, "tpu", **options).devices)
 
 
-def target_mesh(config: ConfigDict, target: Target) -> Mesh:
-    """The mesh of `config.mesh` over the target.
+def target_mesh(config: ConfigDict, target: Target, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of `config.mesh` over the target's `devices`; None: those of `find_devices`.
 
     Raises:
-      InputError: the sizes do not suit its devices.
+      InputError: the sizes do not suit the devices.
     """
     axes = {axis: size for axis, size in config.mesh.items() if axis != "platform"}
-    return make_mesh(**axes, devices=find_devices(target))
+    return make_mesh(**axes, devices=find_devices(target) if devices is None else devices)
 
 
-def plan_mesh(config: ConfigDict, target: Target) -> Mesh:
-    """`target_mesh`, over which the config's batch can be split.
+def plan_mesh(config: ConfigDict, target: Target, devices: Sequence[Any] | None = None) -> Mesh:
+    """`target_mesh`, after a check that it can split the config's batch.
 
     Raises:
-      InputError: it cannot, or the sizes do not suit the devices.
+      InputError: it cannot split the batch, or the sizes do not suit the devices.
     """
-    mesh = target_mesh(config, target)
+    mesh = target_mesh(config, target, devices)
     check_batch_size(mesh, config.global_batch_size, "global_batch_size")
     check_accum_steps(mesh, config.global_batch_size, config.optimizer.accum_steps)
     return mesh
 
 
 def batch_ways(shape: Mapping[str, int]) -> int:
-    """In how many ways a mesh of that shape splits a batch."""
+    """The number of parts into which a mesh of that shape splits a batch."""
     return math.prod(shape[axis] for axis in BATCH_AXES)
 
 
 def readable_mesh(shape: Mapping[str, int]) -> str:
-    """'data 2 x fsdp 8': the axes that split anything."""
+    """Format the mesh axes larger than 1, e.g. 'data 2 x fsdp 8'."""
     split = [f"{axis} {shape[axis]}" for axis in AXES if shape[axis] > 1]
     return " x ".join(split) or "one device"

@@ -1,14 +1,15 @@
-"""Studies: experiments of several runs, which depend on each other's results.
+"""Studies: experiments of several runs that depend on each other's results.
 
-A study is a `Study` of functions without side effects, one file and one line in STUDIES; running.py
-runs its members, each of which is an ordinary training run.
+A study is a `Study` of functions without side effects: one module and one line in STUDIES. Its
+members are ordinary training runs, started by running.py.
 """
 
-from vit_jax.studies import finetune_sweep, grid, vtab
+from vit_jax.studies import finetune_sweep, grid, sweep, vtab
 from vit_jax.studies.members import Study
 
 STUDIES: dict[str, Study] = {
     "finetune_sweep": finetune_sweep.STUDY,
     "grid": grid.STUDY,
+    "sweep": sweep.STUDY,
     "vtab": vtab.STUDY,
 }

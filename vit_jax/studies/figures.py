@@ -1,4 +1,4 @@
-"""The pictures of studies."""
+"""Plots for studies."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 def draw_curves(
     points: Mapping[str, Sequence[tuple[float, Sequence[float]]]], *, x_label: str, y_label: str
 ) -> bytes:
-    """A PNG of curves over a logarithmic axis: means, each value as a dot, one colour a curve.
+    """Plot curves over a logarithmic axis as a PNG: means as lines, single values as dots.
 
-    `points`: {name of the curve: [(x, the values there)]}.
+    `points`: {name of the curve: [(x, values at x)]}.
     """
-    from matplotlib.figure import Figure  # takes a second, which only who draws should wait
+    from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.add_subplot()

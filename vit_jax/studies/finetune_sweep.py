@@ -1,10 +1,10 @@
-"""The learning rate chosen on a development split, then several runs of it on the whole split.
+"""Learning-rate sweep on a development split, then several runs on the whole training split.
 
-    dev_lr_0.003  dev_lr_0.01 ...      trained on study.train_split, judged on study.dev_split
+    dev_lr_0.003  dev_lr_0.01 ...      trained on study.train_split, scored on study.dev_split
               best of them
-    lr_0.01_seed_0  lr_0.01_seed_1 ... trained on data.split, judged on the evaluator's own split
+    lr_0.01_seed_0  lr_0.01_seed_1 ... trained on data.split, scored on the evaluator's own split
 
-While choosing, the evaluator sees the development split in place of its own (the test's).
+During the sweep the evaluator sees the development split instead of its own (the test split).
 
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix B.1.1: three runs, mean and deviation.
 """
@@ -31,11 +31,11 @@ from vit_jax.studies.members import (
 
 
 def check(config: ConfigDict) -> None:
-    """Raises InputError if the config's `study` or `evals` are not those of a sweep."""
+    """Raise InputError if the sections `study` and `evals` do not describe a sweep."""
     study, faults = config.study, Faults()
     lrs = study.peak_lrs
     if not lrs or len(set(lrs)) < len(lrs) or not all(lr > 0 for lr in lrs):
-        faults.append(f"study.peak_lrs={lrs}: needs different positive numbers, e.g. 0.01,0.03")
+        faults.append(f"study.peak_lrs={lrs}: needs distinct positive numbers, e.g. 0.01,0.03")
     check_report(config, faults)
     if len(lrs) > 1:
         faults += [f"study.{key}: not set; needs a split of {config.data.name}"
@@ -43,24 +43,25 @@ def check(config: ConfigDict) -> None:
     name = study.metric.partition("/")[0]
     if list(config.evals) != [name] or "split" not in config.evals[name]:
         faults.append(
-            f"evals: has {', '.join(config.evals) or 'none'}; a sweep needs one evaluator of one "
-            f"split, {name!r} of study.metric={study.metric!r}, that nothing else looks at the test"
+            f"evals: has {', '.join(config.evals) or 'none'}; a sweep needs exactly one evaluator, "
+            f"{name!r} of study.metric={study.metric!r}, with one split, so that no other sees the "
+            "test split"
         )
     elif study.dev_split == config.evals[name].split:
-        faults.append(f"study.dev_split={study.dev_split!r}: is that of evals.{name}; it must not "
-                      "be what is reported on")  # fmt: skip
+        faults.append(f"study.dev_split={study.dev_split!r}: is also the split of evals.{name}, "
+                      "which the study reports; choose another")  # fmt: skip
     collect_faults(faults)
 
 
 def find_members(config: ConfigDict, results: Mapping[str, Result]) -> list[Member]:
-    """The choices, and once they have all ended the runs of the best."""
+    """The runs of the sweep and, once they have all ended, the final runs with the best rate."""
     choices = _choices(config)
     best = best_lr(config, results)
     return list(choices.values()) + ([] if best is None else _final_runs(config, best))
 
 
 def _choices(config: ConfigDict) -> dict[float, Member]:
-    """{learning rate: its member}; {} where there is nothing to choose."""
+    """{learning rate: its member}; {} if there is only one rate."""
     study = config.study
     if len(study.peak_lrs) == 1:
         return {}
@@ -84,9 +85,9 @@ def _final_runs(config: ConfigDict, lr: float) -> list[Member]:
 
 
 def best_lr(config: ConfigDict, results: Mapping[str, Result]) -> float | None:
-    """The learning rate of the best choice, of equals the lowest.
+    """The best learning rate of the sweep; the lowest of equally good ones.
 
-    None until all choices have ended, or if all have diverged.
+    None until all runs of the sweep have ended, or if all have diverged.
     """
     choices = _choices(config)
     if not choices:
@@ -101,7 +102,7 @@ def best_lr(config: ConfigDict, results: Mapping[str, Result]) -> float | None:
 
 
 def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
-    """A row for each member, and mean and sample standard deviation of the runs."""
+    """A row for each member, then mean and sample standard deviation of the final runs."""
     best, choices = best_lr(config, results), _choices(config)
     final_runs = [] if best is None else _final_runs(config, best)
     split_key = _split_key(config)
@@ -141,7 +142,7 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
         "seeds": len(summaries),
         "metrics": metrics,
     }
-    columns = ["member", "peak_lr", "seed", "judged on", metric_in_percent(config)]
+    columns = ["member", "peak_lr", "seed", "scored on", metric_in_percent(config)]
     return Report(columns, rows, values, complete=len(summaries) == config.study.seeds)
 
 

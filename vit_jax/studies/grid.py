@@ -1,42 +1,41 @@
 """Every cell of a table, each trained with several seeds: mean and deviation.
 
-`study.cells` has for each cell what it changes of the config:
+An entry of `study.cells` names a cell and the config keys that it changes:
 
     "1-D | every layer: model.pos_embed=learned_1d; model.pos_embed_at=layers"
 
-is the cell in the row "1-D" and the column "every layer". Beside the report are `study.csv`, a row
-for each run, and, where the columns are numbers of one thing ("100 images", "1000 images"),
-`study.png`: the rows as curves over them.
+is the cell in row "1-D" and column "every layer". The study also writes `study.csv`, one row per
+run, and, if the column names are numbers with a common unit ("100 images", "1000 images"),
+`study.png`, where each row of the table is a curve.
 """
 
-import csv
-import io
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from vit_jax.errors import Faults, collect_faults, nearest
+from vit_jax.errors import Faults, collect_faults
 from vit_jax.studies.figures import draw_curves
 from vit_jax.studies.members import (
     Member,
     Report,
     Result,
     Study,
+    check_evaluator,
     check_report,
     format_mean_std,
     mean_and_std,
     metric_in_percent,
     value_of,
+    write_csv,
 )
 
 _FORM = 'needs "row | column: key=value; key=value"'
-_IN_CSV = ("num_params", "images_seen", "exaflops")  # of a summary, beside the metrics
 
 
 class Cell(NamedTuple):
-    """A cell of the table, and the overrides of its runs."""
+    """A cell of the table, with the overrides of its runs."""
 
     row: str
     column: str
@@ -48,10 +47,10 @@ class Cell(NamedTuple):
 
 
 def parse_cells(texts: Sequence[str]) -> list[Cell]:
-    """The cells of `study.cells`.
+    """Parse `study.cells`.
 
     Raises:
-      InputError: naming all that are not of the form, or stand there twice.
+      InputError: lists all entries that are malformed or not unique.
     """
     cells, faults = [], Faults()
     for text in texts:
@@ -62,41 +61,39 @@ def parse_cells(texts: Sequence[str]) -> list[Cell]:
         if not (row and bar and column and all(overrides) and all(e for _, e, _ in pairs)):
             faults.append(f"study.cells: {text!r}: {_FORM}")
         elif len(overrides) < len(pairs):
-            faults.append(f"study.cells: {text!r}: sets a key twice; leave one out")
+            faults.append(f"study.cells: {text!r}: sets a key twice; remove one")
         else:
             cells.append(Cell(row, column, overrides))
     names = [cell.member(0).name for cell in cells]
     twice = sorted({name for name in names if names.count(name) > 1})
-    faults += [f"study.cells: two are the runs {name[:-1]}SEED; rename one" for name in twice]
+    faults += [
+        f"study.cells: two cells share the runs {name[:-1]}SEED; rename one" for name in twice
+    ]
     collect_faults(faults)
     return cells
 
 
 def find_keys(config: ConfigDict) -> set[str]:
-    """The keys that the cells set."""
+    """Keys that the cells set."""
     return {key for cell in parse_cells(config.study.cells) for key in cell.overrides}
 
 
 def check(config: ConfigDict) -> None:
-    """Raises InputError if the config's `study` is not that of a grid."""
+    """Raise InputError if the section `study` does not describe a grid."""
     faults = Faults()
     if not config.study.cells:
-        faults.append(f"study.cells: has none; {_FORM}")
+        faults.append(f"study.cells: is empty; {_FORM}")
     if "seed" in (faults.check(find_keys, config) or ()):
-        faults.append("study.cells: set no seed; each cell runs study.seeds of them, from seed on")
+        faults.append("study.cells: must not set seed; each cell runs with study.seeds seeds, "
+                      "starting at the config's seed")  # fmt: skip
     check_report(config, faults)
-    name = config.study.metric.partition("/")[0]
-    if name not in config.evals:
-        faults.append(
-            f"study.metric={config.study.metric!r}: no such evaluator; "
-            f"{nearest(name, list(config.evals))}"
-        )
+    check_evaluator(config, faults)
     collect_faults(faults)
 
 
 def find_members(config: ConfigDict, results: Mapping[str, Result]) -> list[Member]:
-    """Of every cell the first seed, then of every cell the second, and so on."""
-    del results  # none waits for another
+    """Runs of all cells with the first seed, then with the second, and so on."""
+    del results  # members do not depend on each other
     cells = parse_cells(config.study.cells)
     return [cell.member(seed) for seed in _seeds(config) for cell in cells]
 
@@ -106,7 +103,7 @@ def _seeds(config: ConfigDict) -> Sequence[int]:
 
 
 def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
-    """The table, with "-" where the grid has no cell."""
+    """The table, with "-" for cells that are not in the grid."""
     cells, seeds = parse_cells(config.study.cells), _seeds(config)
     row_names = list(dict.fromkeys(cell.row for cell in cells))
     columns = list(dict.fromkeys(cell.column for cell in cells))
@@ -155,14 +152,14 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
 
 
 class _Axis(NamedTuple):
-    """Columns that are numbers of one thing: (number, column) by size, and what they count."""
+    """Columns that are numbers with a common unit: (number, column) by size, and the unit."""
 
     places: list[tuple[float, str]]
     label: str
 
 
 def _parse_axis(columns: Sequence[str]) -> _Axis | None:
-    """None if the columns are no axis, or a single place on it."""
+    """The axis of `columns`; None if they are not numbers with a common unit, or fewer than two."""
     matches = [re.fullmatch(r"(\d+(?:\.\d+)?) (.+)", column) for column in columns]
     if len(columns) < 2 or not all(matches) or len({match[2] for match in matches}) > 1:
         return None
@@ -171,21 +168,14 @@ def _parse_axis(columns: Sequence[str]) -> _Axis | None:
 
 
 def _write_csv(cells: Sequence[Cell], seeds: Sequence[int], results: Mapping[str, Result]) -> str:
-    """A row for each run that has ended: its cell, seed, state, and what its summary tells."""
+    """One row per ended run: cell, seed, state, and numbers from its summary."""
     ended = [
-        (cell, seed, results[cell.member(seed).name])
+        ([cell.row, cell.column, seed], results[cell.member(seed).name])
         for cell in cells
         for seed in seeds
         if cell.member(seed).name in results
     ]
-    metrics = dict.fromkeys(key for *_, result in ended for key in result.summary if "/" in key)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["row", "column", "seed", "state", *metrics, *_IN_CSV])
-    for cell, seed, result in ended:
-        numbers = [result.summary.get(key, "") for key in (*metrics, *_IN_CSV)]
-        writer.writerow([cell.row, cell.column, seed, result.state, *numbers])
-    return text.getvalue()
+    return write_csv(["row", "column", "seed"], ended)
 
 
 STUDY = Study(find_keys, check, find_members, report)

@@ -1,12 +1,16 @@
-"""What a study is made of: its members, what became of them, and what it reports."""
+"""The data types of a study: members, their results, and the report."""
 
+import csv
+import io
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from vit_jax.errors import Faults, InputError
+from vit_jax.errors import Faults, InputError, nearest
+
+_IN_CSV = ("num_params", "images_seen", "exaflops")  # of a summary, beside the metrics
 
 FINISHED, DIVERGED, FAILED, HANDED_OVER = "finished", "diverged", "failed", "handed over"
 
@@ -14,8 +18,8 @@ FINISHED, DIVERGED, FAILED, HANDED_OVER = "finished", "diverged", "failed", "han
 class Member(NamedTuple):
     """A training run of a study.
 
-    name: of its workdir below that of the study.
-    overrides: of the study's config, as after `--config.`: {"optimizer.peak_lr": "0.01"}.
+    name: name of its workdir in that of the study.
+    overrides: changes to the study's config, as after `--config.`: {"optimizer.peak_lr": "0.01"}.
     """
 
     name: str
@@ -23,12 +27,12 @@ class Member(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What became of a member.
+    """The outcome of a member.
 
-    state: FINISHED; DIVERGED, its loss was not finite; FAILED otherwise; HANDED_OVER to a launcher
-      and not known to have ended.
-    summary: its summary.json, if it is finished.
-    error: what it said last, if it is not.
+    state: FINISHED; DIVERGED, i.e. its loss became non-finite; FAILED for other failures;
+      HANDED_OVER to a launcher, and not known to have ended.
+    summary: its summary.json, if it has finished.
+    error: its last output, if it has not finished.
     """
 
     state: str
@@ -37,12 +41,12 @@ class Result(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a study has come to, so far.
+    """Results of a study so far.
 
-    columns, rows: a table, the members first.
-    values: for study.json.
-    complete: whether it has all that it was made for.
-    files: {name: content} of what else is written.
+    columns, rows: a table, starting with the members.
+    values: content for study.json.
+    complete: whether all planned results are there.
+    files: {name: content} of additional files.
     """
 
     columns: Sequence[str]
@@ -53,11 +57,11 @@ class Report(NamedTuple):
 
 
 class Study(NamedTuple):
-    """A study, as functions of its config and of the results so far, {name of a member: result}.
+    """A study, as functions of its config and of the results so far, {member name: result}.
 
-    sets: config -> keys that members get their values of from the study, not from the user.
-    check: raises InputError if the config is none for this study.
-    members: all that are known so far, those with a result included, in the order of running.
+    sets: config -> keys that the study sets for its members, so the user may not.
+    check: raises InputError if the config does not fit this study.
+    members: all members known so far, including those with a result, in the order of running.
     report: see `Report`.
     """
 
@@ -68,29 +72,51 @@ class Study(NamedTuple):
 
 
 def check_report(config: ConfigDict, faults: Faults) -> None:
-    """Adds to `faults` what is wrong with the keys by which any study reports."""
+    """Check the keys that every study uses to report; adds to `faults`."""
     study = config.study
     if study.seeds < 1:
         faults.append(f"study.seeds={study.seeds}: needs a positive int")
     name, _, kind = study.metric.partition("/")
-    if kind not in ("top1", "top5"):  # told now, not when the first member has ended
+    if kind not in ("top1", "top5"):  # checked now, not when the first member has ended
         faults.append(f"study.metric={study.metric!r}: needs an accuracy, such as {name}/top1")
 
 
+def check_evaluator(config: ConfigDict, faults: Faults) -> None:
+    """Adds a fault if no evaluator of the config gives `study.metric`."""
+    name = config.study.metric.partition("/")[0]
+    if name not in config.evals:
+        faults.append(
+            f"study.metric={config.study.metric!r}: no such evaluator; "
+            f"{nearest(name, list(config.evals))}"
+        )
+
+
+def write_csv(columns: Sequence[str], runs: Sequence[tuple[Sequence[Any], Result]]) -> str:
+    """A row for each run: the values of `columns`, its state, and what its summary says."""
+    metrics = dict.fromkeys(key for _, result in runs for key in result.summary if "/" in key)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*columns, "state", *metrics, *_IN_CSV])
+    for values, result in runs:
+        numbers = [result.summary.get(key, "") for key in (*metrics, *_IN_CSV)]
+        writer.writerow([*values, result.state, *numbers])
+    return text.getvalue()
+
+
 def value_of(config: ConfigDict, result: Result | None) -> float | None:
-    """The metric that counts; None of a member that has none, as it diverged or has not ended."""
+    """The study's metric of a member; None if it has diverged, failed or not ended."""
     if result is None or result.state != FINISHED:
         return None
     if config.study.metric not in result.summary:
         known = ", ".join(name for name in result.summary if "/" in name)
-        raise InputError(f"study.metric={config.study.metric!r}: a member has {known}")
+        raise InputError(f"study.metric={config.study.metric!r}: members report only {known}")
     return result.summary[config.study.metric]
 
 
 def mean_and_std(values: list[float]) -> dict[str, float | None]:
-    """Of a sample, of which one value has no deviation; of none, and with a None, neither is there.
+    """Mean and sample standard deviation.
 
-    None is what was not finite.
+    The deviation is None for one value; both are None for an empty list or any None.
     """
     if not values or None in values:
         return {"mean": None, "std": None}
@@ -101,12 +127,12 @@ def mean_and_std(values: list[float]) -> dict[str, float | None]:
 
 
 def metric_in_percent(config: ConfigDict) -> str:
-    """How tables and figures call the metric that counts."""
+    """Label of the study's metric in tables and figures."""
     return f"{config.study.metric}, %"
 
 
 def format_mean_std(found: Mapping[str, float | None], otherwise: str) -> str:
-    """What `mean_and_std` found, in per cent, for a table; `otherwise` where it found nothing."""
+    """Format the result of `mean_and_std` in percent; `otherwise` if there is no mean."""
     if found["mean"] is None:
         return otherwise
     deviation = "" if found["std"] is None else f" ± {100 * found['std']:.2f}"

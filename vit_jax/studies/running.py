@@ -1,7 +1,7 @@
 """Runs the members of a study, one after another or through a launcher, and reports on them.
 
-A member is the training command with its own overrides and workdir: each can be repeated by hand.
-What it came to is read from its workdir alone, so a study goes on where it was, on any machine.
+A member is the training command with its own overrides and workdir, and can be repeated by hand.
+Its result is read only from its workdir, so a study can be continued on any machine.
 """
 
 import collections
@@ -43,29 +43,29 @@ from vit_jax.training.workdir import continue_run
 
 logger = logging.getLogger("vit_jax")
 
-# Exit codes of a member after which no other is run.
+# Exit codes of a member that end the study.
 _ENDS_THE_STUDY = {
-    exit_codes.INPUT_WRONG: "is refused",
-    exit_codes.DOES_NOT_FIT: "does not fit, by the plan",
-    exit_codes.PREEMPTED: "was told to stop, and has saved; the same command goes on",
-    exit_codes.TERMINATED: "was told to stop; the same command goes on",
-    exit_codes.INTERRUPTED: "was interrupted; the same command goes on",
+    exit_codes.INPUT_WRONG: "was rejected",
+    exit_codes.DOES_NOT_FIT: "does not fit, according to the plan",
+    exit_codes.PREEMPTED: "was told to stop, and has saved; run the same command to continue",
+    exit_codes.TERMINATED: "was told to stop; run the same command to continue",
+    exit_codes.INTERRUPTED: "was interrupted; run the same command to continue",
 }
 
-# Of a resolved config what the data say, where the user says nothing.
+# Keys of a resolved config that are filled in from the data unless the user sets them.
 _FILLED_IN = ("data.num_classes", "data.num_examples", "data.order", "data.streams")
 _LAST_LINES = 20
 
 
 class Call(NamedTuple):
-    """How a study was called.
+    """The command line of a study.
 
     config_file: FILE[:words].
-    overrides: the user's, which every member gets.
-    workdir: of the study.
-    launcher: its words; None: members run here.
-    again: whether members that were handed over are handed over once more.
-    trust_plugins: whether members run the copies of plug-ins in workdirs.
+    overrides: the user's overrides, for every member.
+    workdir: directory of the study.
+    launcher: words of the launcher's command; None: members run here.
+    again: whether to hand over members once more that were handed over before.
+    trust_plugins: whether members may run the copies of plug-ins in workdirs.
     """
 
     config_file: str
@@ -77,7 +77,7 @@ class Call(NamedTuple):
 
 
 def member_words(call: Call, member: Member) -> list[str]:
-    """What follows `python -m vit_jax.main`, or the `--` of a launcher."""
+    """Arguments of a member, to follow `python -m vit_jax.main` or the `--` of a launcher."""
     overrides = [*call.overrides, *member.overrides.items()]
     return [
         f"--config={call.config_file}",
@@ -88,8 +88,8 @@ def member_words(call: Call, member: Member) -> list[str]:
 
 
 def check_member(config: ConfigDict, call: Call, member: Member) -> None:
-    """Raises InputError if a member's config is wrong, or its workdir holds a run of another."""
-    own = copy.deepcopy(config)  # with the types of what is None
+    """Raise InputError if a member's config is wrong, or its workdir holds another run."""
+    own = copy.deepcopy(config)  # keeps the types of keys that are None
     faults = config_text.apply_overrides(own, list(member.overrides.items()))
     validate(own, faults, f"member {member.name}")
     workdir = call.workdir / member.name
@@ -98,7 +98,9 @@ def check_member(config: ConfigDict, call: Call, member: Member) -> None:
     own = continue_run(own, workdir)
     stored = stored_config.read_config(workdir)
     changed = config_lib.changed_keys(stored, own)
-    changed |= config_lib.changed_evals(stored, own)  # which a single run may change
+    changed |= config_lib.changed_evals(stored, own)  # a single run may change these
+    if own.loss.class_weights == "balanced":  # stored as the numbers that it came to
+        changed.pop("loss.class_weights", None)
     changed = {
         key: (was, now)
         for key, (was, now) in changed.items()
@@ -111,7 +113,7 @@ def check_member(config: ConfigDict, call: Call, member: Member) -> None:
 
 
 def read_result(workdir: epath.Path) -> Result | None:
-    """What the run in `workdir` came to; None if it has not ended, or ended otherwise."""
+    """The result of the run in `workdir`; None unless it has finished or diverged."""
     for name, state in (("summary.json", FINISHED), (DIVERGED_FILE, DIVERGED)):
         if (workdir / name).exists():
             found = json.loads((workdir / name).read_text())
@@ -119,11 +121,30 @@ def read_result(workdir: epath.Path) -> Result | None:
     return None
 
 
-def conduct_study(study: Study, config: ConfigDict, call: Call) -> int:
-    """Runs what is not finished of a study, as far as it goes; returns the exit code.
+def waiting_members(study: Study, config: ConfigDict, call: Call) -> list[Member]:
+    """The members that can run now: without a result, and not handed over, unless `call.again`.
 
     Raises:
-      InputError: the config is none for this study or a member; nothing was run then.
+      InputError: the config is none for a member.
+    """
+    handed_over = () if call.again else _read_handed_over(call.workdir)
+    results: dict[str, Result] = {}
+    waiting = []
+    while new := [m for m in study.members(config, results) if m.name not in results]:
+        for member in new:
+            check_member(config, call, member)
+            result = read_result(call.workdir / member.name)
+            if result is None and member.name not in handed_over:
+                waiting.append(member)
+            results[member.name] = result or Result(HANDED_OVER)
+    return waiting
+
+
+def conduct_study(study: Study, config: ConfigDict, call: Call) -> int:
+    """Run the unfinished members of a study, as far as possible; return the exit code.
+
+    Raises:
+      InputError: the config does not fit the study or a member; nothing has been run.
     """
     results: dict[str, Result] = {}
     while True:
@@ -137,9 +158,9 @@ def conduct_study(study: Study, config: ConfigDict, call: Call) -> int:
             refused = code == exit_codes.INPUT_WRONG
             if refused and len(results) == 1:
                 print(f"{member.name} {_ENDS_THE_STUDY[code]}", file=sys.stderr)
-                return code  # and nothing is written
+                return code  # nothing has been written
             _write_report(study, config, call, results)
-            # One member's data may be wrong where those of others are not.
+            # The data of one member may be at fault while those of others are fine.
             others_go = refused and any(
                 result.state in (FINISHED, HANDED_OVER) for result in results.values()
             )
@@ -150,13 +171,13 @@ def conduct_study(study: Study, config: ConfigDict, call: Call) -> int:
 
 
 def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
-    """The exit code of a member, 0 if it is not run or has a result, and what it came to.
+    """Run a member unless it has a result; return its exit code (0 if it is not run) and result.
 
-    143 though it has one, if the study was told to stop meanwhile.
+    The code is 143 even with a result, if the study was told to stop meanwhile.
     """
     result = read_result(call.workdir / member.name)
     if result is not None:
-        logger.info("%s: %s before", member.name, result.state)
+        logger.info("%s: already %s", member.name, result.state)
         return exit_codes.DONE, result
     handed_over = _read_handed_over(call.workdir)
     if member.name in handed_over and not call.again:
@@ -168,14 +189,13 @@ def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
         command = shown = [*call.launcher, "--", *words]
     logger.info("%s: %s", member.name, shlex.join(shown))
     ended = _execute(command)
-    # What had all but ended when it was told to stop may end as if it was not.
+    # A member that had nearly ended when it was told to stop may still end normally.
     stopped = exit_codes.TERMINATED if ended.told_to_stop else exit_codes.DONE
     result = read_result(call.workdir / member.name)
     if result is not None:
         return stopped, result
     if ended.code == exit_codes.DONE and call.launcher is not None:
-        content = json.dumps(handed_over | {member.name: shlex.join(shown)}, indent=2) + "\n"
-        write_whole(_handed_over_file(call.workdir), content)
+        record_handed_over(call.workdir, {member.name: shlex.join(shown)})
         return stopped, Result(HANDED_OVER)
     error = f"ended with exit code {ended.code}\n{ended.last_lines}".strip()
     code = ended.code if ended.code in _ENDS_THE_STUDY else stopped or ended.code
@@ -186,8 +206,8 @@ class _Ended(NamedTuple):
     """How a command has ended.
 
     code: its exit code.
-    last_lines: of what it said on standard error.
-    told_to_stop: whether SIGTERM came to this process, and was passed on, while it ran.
+    last_lines: the last lines of its standard error.
+    told_to_stop: whether this process received SIGTERM, and passed it on, while it ran.
     """
 
     code: int
@@ -196,9 +216,17 @@ class _Ended(NamedTuple):
 
 
 def _execute(command: Sequence[str]) -> _Ended:
-    """Waits for a command to end; SIGTERM to this process is passed on to it."""
+    """Run a command and wait for its end; SIGTERM to this process is passed on to it.
+
+    Raises:
+      KeyboardInterrupt: on Ctrl-C, once the command has ended; it receives Ctrl-C too and may save.
+    """
     last_lines: collections.deque = collections.deque(maxlen=_LAST_LINES)
-    process, told_to_stop = None, False
+    process, told_to_stop, interrupted = None, False, False
+
+    def interrupt(*_):
+        nonlocal interrupted
+        interrupted = True
 
     def stop(*_):
         nonlocal told_to_stop
@@ -207,6 +235,9 @@ def _execute(command: Sequence[str]) -> _Ended:
             process.terminate()
 
     before = signal.signal(signal.SIGTERM, stop)
+    before_interrupt = signal.getsignal(signal.SIGINT)
+    if before_interrupt != signal.SIG_IGN:  # which nohup asks for
+        signal.signal(signal.SIGINT, interrupt)
     try:
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
         if told_to_stop:
@@ -217,6 +248,9 @@ def _execute(command: Sequence[str]) -> _Ended:
                 last_lines.append(line)
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, before_interrupt)
+    if interrupted:
+        raise KeyboardInterrupt
     return _Ended(exit_codes.of_ended(process.returncode), "".join(last_lines), told_to_stop)
 
 
@@ -224,8 +258,14 @@ def _handed_over_file(workdir: epath.Path) -> epath.Path:
     return workdir / "handed_over.json"
 
 
+def record_handed_over(workdir: epath.Path, commands: Mapping[str, str]) -> None:
+    """Adds {member: command} to what was handed over in the study of `workdir`."""
+    content = json.dumps(_read_handed_over(workdir) | commands, indent=2) + "\n"
+    write_whole(_handed_over_file(workdir), content)
+
+
 def _read_handed_over(workdir: epath.Path) -> dict[str, str]:
-    """{member: command} of all that was ever handed over."""
+    """{member: command} for all members that were ever handed over."""
     path = _handed_over_file(workdir)
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -233,7 +273,7 @@ def _read_handed_over(workdir: epath.Path) -> dict[str, str]:
 def _write_report(
     study: Study, config: ConfigDict, call: Call, results: Mapping[str, Result]
 ) -> Report:
-    """Writes study.json and study.md, of what there is by now."""
+    """Write study.json and study.md with the results so far."""
     report = study.report(config, results)
     members = {
         member.name: {
@@ -266,19 +306,19 @@ def _write_report(
 
 
 def _warn_of_older_members(call: Call, results: Mapping[str, Result]) -> list[str]:
-    """Names each key by which members of older versions go on in another way than the others."""
+    """Warnings for keys whose value for older runs differs between members."""
     kept = {name: stored_config.kept_values(call.workdir / name) for name in results}
     lines = []
     for key in config_lib.IN_OLDER_RUNS:
         values = {name: values[key] for name, values in kept.items() if values}
         if len(set(values.values())) > 1:
             shown = ", ".join(f"{value!r} in {name}" for name, value in values.items())
-            lines.append(f"{key} differs, so their results may not compare: {shown}")
+            lines.append(f"{key} differs, so results may not be comparable: {shown}")
     return lines
 
 
 def _conclude(report: Report, call: Call, results: Mapping[str, Result]) -> int:
-    """Shows what a study has come to; the exit code."""
+    """Print the results of a study; return the exit code."""
     table = Table(*report.columns)
     for row in report.rows:
         table.add_row(*row)
@@ -299,10 +339,10 @@ def _conclude(report: Report, call: Call, results: Mapping[str, Result]) -> int:
         return exit_codes.FAILED
     if by_state[HANDED_OVER]:
         print(
-            f"handed over and not finished: {', '.join(by_state[HANDED_OVER])}; once they are, the "
-            "same command goes on (--again hands them over once more, should they be lost)"
+            f"handed over and not finished: {', '.join(by_state[HANDED_OVER])}; when they have "
+            "finished, run the same command (--again hands them over once more if they are lost)"
         )
         return exit_codes.DONE
     if not report.complete:
-        print("error: the study cannot be completed: too many members diverged", file=sys.stderr)
+        print("error: the study is incomplete: too many members diverged", file=sys.stderr)
     return exit_codes.DONE if report.complete else exit_codes.FAILED

@@ -1,9 +1,9 @@
-"""VTAB-1k: one model fine-tuned on each of 19 tasks of 1,000 images, and the mean accuracy.
+"""VTAB-1k: one model fine-tuned on 19 tasks of 1,000 images each, and the mean accuracy.
 
-    dtd_seed_0  dtd_seed_1 ... pets_seed_0 ...   of the tasks whose data are there
+    dtd_seed_0  dtd_seed_1 ... pets_seed_0 ...   for the tasks whose data are present
 
-All tasks have the config's settings; nothing is chosen. A mean over tasks is reported where none
-of them is missing, as others would not compare; a deviation is that of the means of each seed.
+All tasks use the config's settings; nothing is tuned. A mean over tasks is only reported if none of
+them is missing, since other means are not comparable; its deviation is over the means per seed.
 
 Sources: Zhai et al. 2019 (arXiv:1910.04867), section 2; Dosovitskiy et al. 2020
 (arXiv:2010.11929), section 4.2 and appendix B.1.1.
@@ -32,26 +32,26 @@ _SPLIT = {"data.split": "train800val200"}
 
 
 def check(config: ConfigDict) -> None:
-    """Raises InputError if the config is none for all tasks, or if no task's data are there."""
+    """Raise InputError if the config does not fit, or the data of all tasks are missing."""
     faults = Faults()
     check_report(config, faults)
     name = config.study.metric.partition("/")[0]
     if list(config.evals) != [name]:
         faults.append(
-            f"evals: has {', '.join(config.evals) or 'none'}; VTAB needs one evaluator, {name!r} "
-            f"of study.metric={config.study.metric!r}"
+            f"evals: has {', '.join(config.evals) or 'none'}; VTAB needs exactly one evaluator, "
+            f"{name!r} of study.metric={config.study.metric!r}"
         )
     missing = find_missing(TASKS, config.data.data_dir)
     if len(missing) == len(TASKS):
         faults.append("\n    ".join([
-            f"data.data_dir={config.data.data_dir!r}: no task's data are there:",
+            f"data.data_dir={config.data.data_dir!r}: the data of all tasks are missing:",
             *dict.fromkeys(missing.values()),
         ]))  # fmt: skip
     collect_faults(faults)
 
 
 def find_members(config: ConfigDict, results: Mapping[str, Result]) -> list[Member]:
-    """A run of each task whose data are there, with each seed; they do not wait for each other."""
+    """One run per seed and task whose data are present; runs do not depend on each other."""
     del results
     missing = find_missing(TASKS, config.data.data_dir)
     return [
@@ -71,7 +71,7 @@ def _name(task: str, seed: int) -> str:
 
 
 def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
-    """A row for each task, each group and all of them: mean and deviation over the seeds."""
+    """A row for each task, each group and all tasks: mean and deviation over the seeds."""
     missing, seeds = find_missing(TASKS, config.data.data_dir), _seeds(config)
     found = {
         seed: {
@@ -101,13 +101,13 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
 
 
 def _averages() -> dict[str, list[str]]:
-    """{what is averaged over: its tasks}: the groups, and VTAB's score over all, alike."""
+    """{name of an average: its tasks}: one per group, and VTAB's score over all tasks."""
     groups = {group: [name for name, t in TASKS.items() if t.group == group] for group in GROUPS}
     return groups | {"all 19": list(TASKS)}
 
 
 def _mean_over(names: Sequence[str], found: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
-    """Of the seeds that have them all."""
+    """Mean and deviation, over the seeds that have results for all of `names`."""
     whole = [values for values in found.values() if values.keys() >= {*names}]
     return mean_and_std([sum(values[name] for name in names) / len(names) for values in whole])
 

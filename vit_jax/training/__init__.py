@@ -1,1 +1,1 @@
-"""A training run: all that is checked before it, the loop, and what ends it."""
+"""A training run: the checks before it, the loop, and the errors that end it."""

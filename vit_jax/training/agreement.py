@@ -1,11 +1,11 @@
-"""What the processes of a job compare before the first step, each time before what would hang.
+"""Comparisons between the processes of a job, each made before a difference would cause a hang.
 
-Requests come first, then what was found on disk and the weights read, then the lowered program,
-then where they start. A process alone compares nothing.
+The order: the requests; the files found and the weights read; the lowered program; the starting
+point. A job of one process compares nothing.
 
-Each raises:
-  InputError: with the processes and their differences.
-  ProcessError: naming those that have not come by the deadline.
+Every function raises:
+  InputError: if processes differ; names them and the differences.
+  ProcessError: if processes miss the deadline; names them.
 """
 
 import hashlib
@@ -29,58 +29,62 @@ _BATCHES_COMPARED = 2
 
 
 def compare_requests(config: ConfigDict, more: Mapping[str, Any]) -> None:
-    """That all are asked for the same, with the same `more` facts, on as many like devices."""
+    """Check that all processes have the same config, `more` facts, software and local devices."""
     if jax.process_count() == 1:
         return
     facts = {
         f"--config.{key}": value
         for key, value in config_lib.flatten(config).items()
-        if not key.endswith("data_dir")  # each may have its own copy of the data
+        if not key.endswith("data_dir")  # each process may have its own copy of the data
     }
-    facts["devices of a process"] = (jax.local_device_count(), jax.local_devices()[0].device_kind)
-    _agree(config, "what they run", facts | software() | digests(config.plugins) | dict(more))
+    facts["devices per process"] = (jax.local_device_count(), jax.local_devices()[0].device_kind)
+    _agree(
+        config,
+        "config, software or devices",
+        facts | software() | digests(config.plugins) | dict(more),
+    )
 
 
 def compare_findings(
     config: ConfigDict, sources: Mapping[SplitKey, data.Source], more: Mapping[str, Any]
 ) -> None:
-    """That all have found the same data, with the same `more` facts."""
+    """Check that all processes found the same data, and agree on the facts in `more`."""
     if jax.process_count() == 1:
         return
     facts = {f"{k.data_name} {k.split}": s.fingerprint for k, s in sources.items()}
-    _agree(config, "what they found", facts | dict(more))
+    _agree(config, "data or files", facts | dict(more))
 
 
 def compare_workdirs(config: ConfigDict, workdir: epath.Path) -> None:
-    """That all write to one workdir, though its name may be another disk's on another host."""
+    """Check that all processes see the same workdir; a path may be another disk on another host."""
     with watchdog.phase("comparison"):
         processes.check_one_workdir(workdir, config.job.compile_deadline_s)
 
 
 def compare_weights(config: ConfigDict, params: Mapping[str, np.ndarray] | None) -> None:
-    """That all have read the same weights to begin with; None: none were to be read."""
+    """Check that all processes have read the same initial weights; None: there are none."""
     if jax.process_count() == 1 or params is None:
         return
-    _agree(config, "what they begin with", {"weights read": hash_params(params)})
+    _agree(config, "initial weights", {"weights read": hash_params(params)})
 
 
 def compare_programs(config: ConfigDict, lowered: jax.stages.Lowered) -> None:
-    """That all are about to compile the same step."""
+    """Check that all processes are about to compile the same step."""
     if jax.process_count() == 1:
         return
     digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-    _agree(config, "the program", {"lowered step": digest})
+    _agree(config, "lowered program", {"lowered step": digest})
 
 
 def compare_starts(config: ConfigDict, order: data.Order, start: int) -> None:
-    """That all go on after step `start` with the same examples in one order."""
+    """Check that all processes continue after step `start`, with examples in the same order."""
     size = config.global_batch_size
     first = np.arange(start * size, (start + _BATCHES_COMPARED) * size)
     facts = {
         "first step": start + 1,
         "ids of the first batches": np.asarray(order(first)).tobytes(),
     }
-    _agree(config, "where they start", facts)
+    _agree(config, "starting point", facts)
 
 
 def _agree(config: ConfigDict, what: str, facts: Mapping[str, Any]) -> None:

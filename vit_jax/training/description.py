@@ -1,20 +1,23 @@
-"""Says in the log what a run is: devices, batch, data, model."""
+"""The summary of a run in the log: devices, batch, data, model."""
 
 import logging
 import math
 
 import jax
+from ml_collections import ConfigDict
 
 from vit_jax.data.order import local_rows
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
+from vit_jax.models import find_family
+from vit_jax.models.variants import Variant
 from vit_jax.training.prepare import Run
 
 logger = logging.getLogger("vit_jax")
 
 
 def describe(run: Run) -> None:
-    """Says what runs where: devices, batch, data, model."""
+    """Log the devices, batch, data and model of a run."""
     devices = run.mesh.devices.flatten()
     axes = ", ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items())
     logger.info(
@@ -38,11 +41,26 @@ def describe(run: Run) -> None:
     )  # fmt: skip
     if size > data_config.num_examples:
         logger.warning(
-            "global_batch_size=%d is more than the %d examples: a batch repeats them",
+            "global_batch_size=%d exceeds the %d examples: each batch repeats some of them",
             size, data_config.num_examples,
         )  # fmt: skip
     logger.info(
-        "model: %s, %s parameters, %.3g GFLOP an image forward and backward; state %s per device",
-        run.config.model.name, f"{e.num_params:,}", e.flops_per_image / 1e9,
+        "model: %s, %s parameters%s, %.3g GFLOP per image forward and backward; "
+        "state %s per device",
+        describe_model(run.config), f"{e.num_params:,}",
+        "" if e.num_trained == e.num_params else f" ({e.num_trained:,} trained)",
+        e.flops_per_image / 1e9,
         flops.format_bytes(sharding.bytes_per_device(e.abstract_state, e.shardings)),
     )  # fmt: skip
+
+
+def describe_model(config: ConfigDict) -> str:
+    """The model's name; without its variant, but with its sizes, where the config changes them."""
+    name, fields = config.model.name, find_family(config.model.name).parse(config.model.name)
+    sizes = {key: config.model.get(key) for key in Variant._fields}
+    changed = any(size not in (None, fields.get(key)) for key, size in sizes.items())
+    if not changed:
+        return name
+    family, patch = name.partition("-")[0], f"/{name.partition('/')[2]}" if "/" in name else ""
+    shown = (f"{key} {size or fields[key]}" for key, size in sizes.items() if key in fields)
+    return f"{family}{patch} ({', '.join(shown)})"

@@ -1,4 +1,4 @@
-"""What ends a run that cannot go on: what is not finite, and too many corrupt records."""
+"""Errors that end a run: non-finite losses or gradients, and too many corrupt records."""
 
 import collections
 import math
@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 
-DIVERGED_FILE = "diverged.json"  # in the workdir of a run that a NonFiniteError has ended
-_EXAMPLES_TO_JUDGE_BY = 10_000  # or the data set, if it is smaller; before, few may be many
+DIVERGED_FILE = "diverged.json"  # in the workdir of a run ended by a NonFiniteError
+# A fraction of fewer examples means little; a smaller data set is judged by its own size.
+_EXAMPLES_TO_JUDGE_BY = 10_000
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a gradient is infinite or not a number: the run cannot go on."""
+    """A loss or a gradient is infinite or NaN, so the run cannot continue."""
 
 
 class CorruptDataError(RuntimeError):
@@ -20,9 +21,9 @@ class CorruptDataError(RuntimeError):
 
 
 def check_finite(pending: collections.deque, saved: int | None) -> dict[str, float]:
-    """The metrics of the last pending step, once those of all have been seen to be finite.
+    """Check that the metrics of all pending steps are finite; return those of the last step.
 
-    `saved` is the step of the newest checkpoint.
+    `saved`: step of the newest checkpoint; None: there is none.
     """
     values: dict[str, float] = {}
     steps = [step for step, _ in pending]
@@ -32,24 +33,24 @@ def check_finite(pending: collections.deque, saved: int | None) -> dict[str, flo
             grads = {k.partition("/")[2]: v for k, v in values.items() if k[:10] == "grad_norm/"}
             layers = [layer for layer, norm in grads.items() if not math.isfinite(norm)]
             if layers:
-                bad.append(f"with gradients of that kind in {', '.join(layers)}")
-            kept = "nothing was saved before it" if saved is None else f"step {saved} is saved"
+                bad.append(f"non-finite gradients in {', '.join(layers)}")
+            kept = "nothing is saved" if saved is None else f"last save: step {saved}"
             raise NonFiniteError(
                 f"step {step}: {', '.join(bad)}; {kept}. Lower optimizer.peak_lr, lengthen "
-                "schedule.warmup or set optimizer.grad_clip_norm, and take a new --workdir"
+                "schedule.warmup or set optimizer.grad_clip_norm, and use a new --workdir"
             )
     pending.clear()
     return {name: float(value) for name, value in values.items()}
 
 
 class CorruptRecords:
-    """How many examples of a run could not be read or decoded, earlier parts of it included.
+    """Count of the run's examples that could not be read or decoded, including before a resume.
 
     Args:
-      meta: saved with the state that the run goes on from; {} from scratch.
+      meta: saved with the state that the run continues from; {} from scratch.
       global_batch_size: B.
-      num_examples: of the data set.
-      max_fraction: of the examples so far that may be corrupt.
+      num_examples: size of the data set.
+      max_fraction: largest allowed fraction of corrupt examples among those seen so far.
     """
 
     def __init__(
@@ -65,21 +66,21 @@ class CorruptRecords:
         self._at_least = min(num_examples, _EXAMPLES_TO_JUDGE_BY)
 
     def count(self, by_step: Sequence[jax.Array]) -> None:
-        """Adds those of some steps."""
+        """Add the counts of some steps."""
         self.total += round(math.fsum(jax.device_get(by_step)))
 
     def check(self, step: int, saved: int | None) -> None:
-        """Raises CorruptDataError if they are too many; `saved` is the newest checkpoint's step."""
+        """Raise CorruptDataError if there are too many; `saved` is the newest checkpoint's step."""
         seen = step * self._global_batch_size
         if self.total > self._max_fraction * max(seen, self._at_least):
-            kept = "nothing was saved" if saved is None else f"step {saved} is saved"
+            kept = "nothing is saved" if saved is None else f"last save: step {saved}"
             raise CorruptDataError(
                 f"step {step}: {self.total} of {seen} examples are corrupt and were masked, more "
                 f"than data.max_corrupt_fraction={self._max_fraction}; {kept}. The warnings above "
-                "name the records: repair them, or set data.max_corrupt_fraction higher and start "
-                "the same command again"
+                "name the records: repair them, or raise data.max_corrupt_fraction, and run the "
+                "same command again"
             )
 
     def read(self) -> dict[str, int]:
-        """To be saved."""
+        """The count, to be saved with the state."""
         return {"corrupt": self.total}

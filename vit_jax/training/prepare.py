@@ -1,4 +1,4 @@
-"""What a run consists of, checked against files and devices, before anything is written."""
+"""The parts of a run, checked against files and devices before anything is written."""
 
 import dataclasses
 import logging
@@ -17,9 +17,10 @@ from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.data.sources import FINGERPRINT_VERSION
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.errors import Faults, collect_faults
-from vit_jax.evaluators import StateEvaluator, make_evaluators
+from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.training.agreement import compare_requests
+from vit_jax.training.decided import decide, take_fields
 from vit_jax.training.sources import (
     adopt_holdout,
     check_evaluated_images,
@@ -31,22 +32,24 @@ from vit_jax.training.sources import (
 from vit_jax.training.timetable import Timetable
 from vit_jax.training.workdir import check_store, check_unchanged, check_writable, continue_run
 from vit_jax.transfer.resample import check_convention
+from vit_jax.transfer.rules import class_names_of
+from vit_jax.transfer.workdir import read_class_names
 
 logger = logging.getLogger("vit_jax")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run needs, checked, with every text of the config parsed; nothing is written yet.
+    """The checked parts of a run, with every string of the config parsed; nothing is written yet.
 
-    config: resolved: the facts of the data set are filled in.
+    config: resolved, i.e. with the facts of the data set filled in.
     preprocessing: image size and ops.
-    sources: by the keys that `config.train_split` and `config.eval_splits` give.
-    train_source: the split that is trained on; None for evaluation only.
-    order: of the training records; None for evaluation only.
-    evaluators: {name: evaluator} of `config.evals`.
-    timetable: when the run logs, evaluates and saves.
-    initial_params: {leaf name: array} that the model takes from `init_from`; None for none.
+    sources: keyed as by `config.train_split` and `config.eval_splits`.
+    train_source: the training split; None for evaluation only.
+    order: order of the training records; None for evaluation only.
+    evaluators: {name: evaluator} for `config.evals`.
+    timetable: the steps at which the run logs, evaluates and saves.
+    initial_params: {leaf name: array} from `init_from`; None if it is not used.
     """
 
     config: ConfigDict
@@ -62,13 +65,13 @@ class Run:
     initial_params: Mapping[str, np.ndarray] | None = None
 
     def fingerprint_by(self, version: int) -> str:
-        """The fingerprint of the training data by the rule of that version."""
+        """Fingerprint of the training data by version `version` of the rule."""
         assert self.train_source is not None
         return data_fingerprint(self.config, self.train_source, version)
 
     @property
     def fingerprint(self) -> dict[str, str | int]:
-        """What a checkpoint keeps of the training data."""
+        """Facts about the training data that are saved in a checkpoint."""
         return {
             "data_fingerprint": self.fingerprint_by(FINGERPRINT_VERSION),
             "fingerprint_version": FINGERPRINT_VERSION,
@@ -76,16 +79,16 @@ class Run:
 
 
 def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = True) -> Run:
-    """The second check of a config, with files and devices; writes nothing.
+    """Check a config against files and devices, and build the run; writes nothing.
 
     Args:
-      config: valid as far as the first check sees.
-      workdir: of the run.
-      training: False: the run is only evaluated, so neither its training split nor `init_from` is
-        needed, and the config of an earlier run in `workdir` need not agree.
+      config: has passed `validation.validate`.
+      workdir: the run's directory.
+      training: False if the run is only evaluated: the training split and `init_from` are not
+        opened, and `config` need not match the run in `workdir`.
 
     Raises:
-      InputError: naming the key.
+      InputError: names the key.
     """
     workdir, faults = files.absolute(workdir), Faults()
     if training:
@@ -100,20 +103,28 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     faults.check(check_convention, config.init_resize, "init_resize")
     weights = config_lib.weights_source(config) if training and not resumes else None
     pretrained = None if weights is None else faults.check(transfer.read_pretrained, weights)
-    if pretrained is not None and not is_begun:  # a run keeps the rule that it began with
+    if pretrained is not None and not is_begun:  # a resumed run keeps its own rule
         config = faults.check(adopt_holdout, config, pretrained) or config
+    if pretrained is not None:
+        config = faults.check(take_fields, config, pretrained) or config
+    if config.data.image_size is None:  # the source would have given it
+        collect_faults(faults)
     preprocessing = parse_preprocessing(config)
-    config, sources = faults.check(open_sources, config, training) or (config, {})
+    class_names = None if training else _class_names(config, workdir)
+    config, sources = faults.check(open_sources, config, training, class_names) or (config, {})
     if sources:
         check = check_images if training else check_evaluated_images
         faults.check(check, config, preprocessing, sources)
     collect_faults(faults)
     assert mesh is not None
+    if training:
+        config = decide(config)
 
     train_source = sources.get(config_lib.train_split(config)) if training else None
     if training:
         check_unchanged(config, workdir)
     experiment = make_experiment(config, mesh, preprocessing)
+    check_outputs(config, experiment.model, preprocessing.image_size)
     return Run(
         config=config,
         workdir=workdir,
@@ -132,7 +143,7 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
 
 
 def check_mesh(config: ConfigDict, faults: Faults) -> Mesh | None:
-    """The mesh, whose devices every batch must divide into; None if the config gives none."""
+    """The mesh of the config, or None if it is invalid; checks that batches divide over it."""
     axes = {axis: size for axis, size in config.mesh.items() if axis != "platform"}
     mesh = faults.check(make_mesh, **axes)
     if mesh is not None:
@@ -156,12 +167,19 @@ def _first_weights(
     )
 
 
+def _class_names(config: ConfigDict, workdir: epath.Path) -> tuple[str, ...] | None:
+    """The names of the classes that the run in `workdir` was trained on; None: not stored."""
+    return class_names_of(read_class_names(workdir), config.data.num_classes, str(workdir))
+
+
 def compare_value_ranges(config: ConfigDict, pretrained: transfer.Pretrained) -> None:
-    """Warns if the model of `init_from` has seen another range of pixels than `config.data`."""
+    """Warn if the model of `init_from` was trained with another pixel range than `config.data`."""
     for key in ("mean", "std"):
         ours, theirs = config.data[key], getattr(pretrained.spec, key)
-        if not np.allclose(ours, theirs, rtol=0, atol=1e-6):
+        if len({*theirs}) == 1:
+            theirs = theirs[:1] * len(ours)  # of another number of channels
+        if len(ours) == len(theirs) and not np.allclose(ours, theirs, rtol=0, atol=1e-6):
             logger.warning(
-                "data.%s=%s, and init_from=%s was trained with %s; set --config.data.%s=%s",
+                "data.%s=%s, but init_from=%s was trained with %s; set --config.data.%s=%s",
                 key, ours, config.init_from, theirs, key, ",".join(map(str, theirs)),
             )  # fmt: skip

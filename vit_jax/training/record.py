@@ -1,6 +1,6 @@
-"""What a run writes down: the rows of its metrics, its evaluations, and what is saved beside them.
+"""The record of a run: rows of metrics, evaluations, and the facts saved with each checkpoint.
 
-add ──> check ──> log, evaluate ──> read (saved with the state)
+add ──> check ──> log, evaluate ──> saving
 """
 
 import collections
@@ -24,20 +24,20 @@ from vit_jax.training.summary import Clock
 
 logger = logging.getLogger("vit_jax")
 
-_STEPS_IN_FLIGHT = 2  # dispatched and not finished; each holds its batch on the devices
+_STEPS_IN_FLIGHT = 2  # dispatched but not finished; each keeps its batch on the devices
 
 
 class Record:
-    """The metrics of a run from the step that it goes on from.
+    """The metrics of a run since the step that it continues from.
 
     Args:
-      run: of all its parts.
-      start: the step that the run goes on from.
+      run: the run and its parts.
+      start: the step that the run continues from.
       meta: saved with the state of that step; {} from scratch.
-      clock: of this part of the run, from its very start.
-      writer, progress: of the rows.
+      clock: started at the very beginning of this part of the run.
+      writer, progress: outputs for the rows.
 
-    saved: the step of the newest checkpoint; None before the first.
+    saved: step of the newest checkpoint; None before the first.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Record:
         )
 
     def begin(self) -> None:
-        """Starts the measurement of speed: the next thing is the first step."""
+        """Start measuring speed, just before the first step."""
         devices, e = self._run.mesh.devices, self._run.experiment
         self._throughput = metrics.Throughput(
             self._start,
@@ -74,20 +74,20 @@ class Record:
         )
 
     def add(self, step: int, step_metrics: dict[str, jax.Array]) -> None:
-        """Takes the metrics of a step that was dispatched; waits until few steps are in flight."""
+        """Add the metrics of a dispatched step; wait while too many steps are in flight."""
         self._pending.append((step, step_metrics))
         if len(self._pending) > _STEPS_IN_FLIGHT:
             jax.block_until_ready(self._pending[-1 - _STEPS_IN_FLIGHT][1])
 
     def check(self, step: int) -> None:
-        """Waits for all steps so far; raises NonFiniteError or CorruptDataError."""
+        """Wait for all steps so far; raise NonFiniteError or CorruptDataError if they failed."""
         corrupt = [step_metrics.pop("masked") for _, step_metrics in self._pending]
         self._last = check_finite(self._pending, self.saved)
         self._corrupt.count(corrupt)
         self._corrupt.check(step, self.saved)
 
     def log(self, step: int) -> None:
-        """Writes the row of training at `step`, which has been checked."""
+        """Write the training row of `step`, which must have been checked."""
         last = self._last | {"corrupt": self._corrupt.total}
         row = {f"train/{name}": value for name, value in last.items()}
         row["train/lr"] = float(self._run.experiment.schedule(step - 1))
@@ -95,15 +95,16 @@ class Record:
         self._writer.write(step, row)
         self._progress.update(step, row)
 
-    def evaluate(self, state: TrainState, names: Sequence[str]) -> None:
-        """Runs evaluators on `state` and writes their rows."""
-        if names:
-            with self._throughput.pause("evaluation"):
-                evaluate_all(self._run, state, names, self._writer)
+    def evaluate(self, state: TrainState, names: Sequence[str]) -> dict[str, float]:
+        """Run the evaluators `names` on `state`, write their rows, and return all values."""
+        if not names:
+            return {}
+        with self._throughput.pause("evaluation"):
+            return evaluate_all(self._run, state, names, self._writer)
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[dict[str, Any]]:
-        """Around saving the state of `step`; gives what is saved beside it, rows made durable."""
+        """Wrap the saving of `step`: flush the rows, yield the facts to save with the state."""
         train_s = self._throughput.seconds()
         with watchdog.phase("save"), self._throughput.pause("save"):
             self.saved = step
@@ -113,15 +114,15 @@ class Record:
 
 @contextlib.contextmanager
 def open_record(run: Run, start: int, meta: Mapping[str, Any], clock: Clock) -> Iterator[Record]:
-    """The record of a run that goes on from step `start`, with its writer and its progress bar."""
+    """Open the record of a run that continues from `start`, with its writer and progress bar."""
     restored_step = start if meta else None
     total = run.experiment.total_steps
-    with open_writer(run, restored_step) as writer, metrics.Progress(total) as progress:
+    with open_writer(run, restored_step) as writer, metrics.Progress(total, start) as progress:
         yield Record(run, start, meta, clock, writer, progress)
 
 
 def open_writer(run: Run, restored_step: int | None) -> metrics.MetricWriter | metrics.NullWriter:
-    """The writer of the run's rows, on process 0; those past the restored step are dropped."""
+    """The writer of the run's rows, on process 0; rows after the restored step are dropped."""
     if jax.process_index() > 0:
         return metrics.NullWriter()
     c = run.config
@@ -135,24 +136,27 @@ def evaluate_all(
     state: TrainState,
     names: Sequence[str],
     writer: metrics.MetricWriter | metrics.NullWriter,
-) -> None:
-    """Runs the evaluators called `names` on `state`; writes the row of each as soon as it is there.
+) -> dict[str, float]:
+    """Run the evaluators `names` on `state`, writing each row as soon as it is computed.
 
-    All processes call it together.
+    Must be called by all processes together; returns the values of all rows.
     """
     step = int(state.step)
+    found: dict[str, float] = {}
     for name in names:
         with watchdog.phase("evaluation"):
             row = evaluate(name, run.evaluators[name], state)
             writer.write(step, row)
             logger.info("step %d: %s", step, metrics.readable(row))
+        found |= row
+    return found
 
 
 def evaluate_missed(run: Run, state: TrainState, due: Sequence[str]) -> None:
-    """Runs those evaluators of `due`, at the restored step, that have no row at it.
+    """Run those evaluators of `due` that have no row at the restored step.
 
     A run that is told to stop saves before it evaluates, and may be killed in between. Process 0
-    decides for all: a shared disk may show the others an older metrics.jsonl.
+    decides for all, since a shared disk may show the others an older metrics.jsonl.
     """
     step = int(state.step)
     rows = metrics.values_at(step, run.workdir) if jax.process_index() == 0 else {}
@@ -161,6 +165,6 @@ def evaluate_missed(run: Run, state: TrainState, due: Sequence[str]) -> None:
     is_missed = multihost_utils.broadcast_one_to_all(is_missed)
     missed = [name for name, miss in zip(due, is_missed, strict=True) if miss]
     if missed:
-        logger.info("step %d: evaluating %s, whose row is missing", step, ", ".join(missed))
+        logger.info("step %d: row missing; evaluating %s", step, ", ".join(missed))
         with open_writer(run, step) as writer:
             evaluate_all(run, state, missed, writer)

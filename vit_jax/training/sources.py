@@ -1,9 +1,10 @@
-"""The splits of a run, opened and checked."""
+"""Opening and checking the splits of a run."""
 
 import copy
 import logging
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,24 @@ from vit_jax.data.image_folder import class_folders
 from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
 from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.objectives.supervised import balanced_weights
 
 logger = logging.getLogger("vit_jax")
 
+SYNSET = re.compile(r"n\d{8}")  # as data sets call the classes of ImageNet, and models do not
+_GENERIC_NAME = re.compile(r"LABEL_\d+")  # as Hugging Face calls classes that were given no names
+
 
 def open_sources(
-    config: ConfigDict, training: bool
+    config: ConfigDict, training: bool, class_names: Sequence[str] | None = None
 ) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
-    """The config with what the data set says filled in, and the source of every split.
+    """Open every split; return the config, with the facts of the data set filled in, and sources.
 
-    Without `training` the training split is left out; what it says is in the config already.
+    Without `training` the training split is not opened; its facts are already in the config.
+    `class_names` are those of the model then, None if unknown: own pictures get the labels that
+    their classes have in the model, by name.
     """
+    config = _settle_optional_splits(config)
     config, sources = open_training(config) if training else (config, {})
     d, faults = config.data, Faults()
     for name, entry in config.evals.items():
@@ -44,37 +52,100 @@ def open_sources(
             )
             if found is None:
                 continue
+            if class_names is not None and key not in sources:
+                where = f"evals.{name}.{split_key}: "
+                found = _match_own(found, key, class_names, learns, faults, where)
             sources[key] = found
             if not learns and found.num_classes != d.num_classes:
                 faults.append(
                     f"evals.{name}.{split_key}: {found.name} {found.split} has "
-                    f"{found.num_classes:,} classes, and the model {d.num_classes:,}; needs a data "
-                    "set of the classes that it was trained on"
+                    f"{found.num_classes:,} classes, but the model has {d.num_classes:,}; use a "
+                    "data set with the classes that the model was trained on"
                 )
     collect_faults(faults)
     return config, sources
 
 
-def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
-    """The config with what the data set says filled in, and the sources that are trained on.
+def _settle_optional_splits(config: ConfigDict) -> ConfigDict:
+    """`config` without the evaluators whose split ends in "?" and is not there; else without "?".
 
-    Under `config.train_split(config)` is the whole of them, of a mixture the first by itself too.
+    Only own pictures have such splits.
 
     Raises:
-      InputError: the data are missing, or not as the config says.
+      InputError: the run would wait for a metric of an evaluator that is left out.
+    """
+    config = copy.deepcopy(config)  # with the types of keys that are None
+    faults = Faults()
+    metrics = {
+        "checkpoint.keep_best": config.checkpoint.keep_best,
+        "stop.metric": config.stop.metric,
+    }
+    for name, entry in list(config.evals.items()):
+        split = entry.get("split", "")
+        if not split.endswith("?"):
+            continue
+        key = config_lib.eval_splits(config, entry)["split"]
+        own = key.data_name in data.OWN_PICTURES
+        if own and split[:-1] in data.own_splits(key.data_name, key.data_dir, config.data):
+            entry.split = split[:-1]
+        else:
+            del config.evals[name]
+            for metric_key, metric in metrics.items():
+                faults.need(
+                    metric is None or metric.partition("/")[0] != name,
+                    f"{metric_key}={metric!r}: evals.{name} is left out, as the pictures have no "
+                    f"split {split[:-1]!r}; add it, or choose a metric of another evaluator",
+                )
+    collect_faults(faults)
+    return config
+
+
+def _match_own(
+    source: data.Source,
+    key: SplitKey,
+    class_names: Sequence[str],
+    learns: bool,
+    faults: Faults,
+    prefix: str,
+) -> data.Source:
+    """A source of own pictures with the labels of a model's `class_names`, where it has them all.
+
+    Classes that the model lacks are a fault, unless the evaluator `learns` its classes.
+    """
+    names = source.class_names
+    own_pictures = key.data_name in data.OWN_PICTURES and key.classes is None
+    if not own_pictures or names is None or all(map(_GENERIC_NAME.fullmatch, class_names)):
+        return source
+    if learns and not {*names} <= {*class_names}:
+        return source
+    of_imagenet = len(names) == len(class_names) and all(map(SYNSET.fullmatch, names))
+    if of_imagenet and not {*names} <= {*class_names}:
+        return source  # models call these classes by words, in the same order
+    return faults.check(data.match_classes, source, class_names, prefix=prefix) or source
+
+
+def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
+    """Open the training data; return the config, with their facts filled in, and the sources.
+
+    `config.train_split(config)` is the key of the whole; for a mixture, its first part also has a
+    key of its own.
+
+    Raises:
+      InputError: if the data are missing or do not match the config.
     """
     config = config.copy_and_resolve_references()
     d, faults = config.data, Faults()
     own, parts = SplitKey(d.name, d.split, d.data_dir, d.classes), data.parse_mix(d.mix)
     source = _open_split(config, own, d.num_classes, None if parts else d.num_examples)
     sources = {own: source}
+    _check_learnable(config, source)
     if parts:
         keys = [own._replace(data_name=part.name, split=part.split or d.split) for part in parts]
         others = [faults.check(_open_split, config, key, prefix="data.mix: ") for key in keys]
         collect_faults(faults)
         opened = [source, *(other for other in others if other is not None)]
         if d.reader is None and not data.held_alike(opened):
-            # By size and free memory some are held as pixels; what is mixed depends on neither.
+            # Size and free memory decide which are held as pixels; a mixture must not depend on it.
             opened = [
                 s if s.encoded or key.data_name in data.SOURCES
                 else _open_split(config, key, reader=data.ON_DISK)
@@ -84,10 +155,11 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
         sources[config_lib.train_split(config)] = source = data.concatenate(opened)
     if d.num_examples not in (None, source.num_examples):
         raise InputError(
-            f"data.num_examples={d.num_examples}: the data sets of data.mix and data.name have "
-            f"{source.num_examples} together; leave it out"
+            f"data.num_examples={d.num_examples}: the data sets in data.name and data.mix have "
+            f"{source.num_examples} in total; leave it out"
         )
     d.num_classes, d.num_examples = source.num_classes, source.num_examples
+    config.loss.class_weights = _class_weights(config, source)
     d.order, d.streams = data.resolve_order(
         d.order,
         d.streams,
@@ -96,6 +168,39 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
         repeats=d.repeats,
     )
     return config, sources
+
+
+def _class_weights(config: ConfigDict, source: data.Source) -> str | None:
+    """`loss.class_weights` in numbers: "balanced" by how many images of each class `source` has.
+
+    Raises:
+      InputError: it has another number of weights than there are classes.
+    """
+    weights = config.loss.class_weights
+    if weights == "balanced":
+        numbers = balanced_weights(data.count_labels(source), source.num_examples, config.loss.name)
+        return ",".join(f"{number:.6g}" for number in numbers)
+    if weights is not None and len(weights.split(",")) != source.num_classes:
+        raise InputError(
+            f"loss.class_weights={weights!r}: has {len(weights.split(','))} numbers, and "
+            f"{source.name} {source.num_classes} classes; give one for each, or balanced"
+        )
+    return weights
+
+
+def _check_learnable(config: ConfigDict, source: data.Source) -> None:
+    """Raises InputError if the objective learns classes and the user's pictures have too few."""
+    if config.objective.name != "supervised":
+        return
+    where = f"data.data_dir={config.data.data_dir!r}"
+    if source.name == "unlabelled":
+        raise InputError(
+            "data.name='unlabelled': has no labels, which objective.name='supervised' learns; put "
+            "the pictures into a folder for each class (data.name=folder), or choose another "
+            "objective"
+        )
+    if source.name in data.OWN_PICTURES and source.num_classes < 2:
+        raise InputError(f"{where} has 1 class, {source.class_names}; needed: at least 2")
 
 
 def _open_split(
@@ -113,6 +218,10 @@ def _open_split(
         broken_labels=config.data.broken_labels,
         data_dir=key.data_dir,
         holdout=config.data.holdout,
+        exif=config.data.exif,
+        multi_label=config.data.multi_label,
+        channels=config.data.channels,
+        folder_rules=config.data.folder_rules,
         image_size=config_lib.image_hw(config.data.image_size),
         num_classes=num_classes,
         num_examples=num_examples,
@@ -121,7 +230,7 @@ def _open_split(
 
 
 def training_order(config: ConfigDict, source: data.Source) -> data.Order:
-    """The order of training on `source`, by a config that `open_sources` has filled in."""
+    """The order of training on `source`; `config` comes from `open_sources`."""
     d = config.data
     return data.make_order(
         d.order,
@@ -138,7 +247,7 @@ def training_order(config: ConfigDict, source: data.Source) -> data.Order:
 def check_images(
     config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
 ) -> None:
-    """Raises InputError if the ops of training or of an evaluator do not give `data.image_size`."""
+    """Raise InputError if the ops of training or of an evaluator do not give `data.image_size`."""
     one = _one_image(preprocessing)
     training, ops = sources[config_lib.train_split(config)], preprocessing.host_ops
     data.host_batches(training, ops, **one, seed=0, start_step=0, num_steps=0)
@@ -148,7 +257,7 @@ def check_images(
 def check_evaluated_images(
     config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
 ) -> None:
-    """Raises InputError if the ops of an evaluator do not give `data.image_size`."""
+    """Raise InputError if the ops of an evaluator do not give `data.image_size`."""
     for name, entry in config.evals.items():
         how = _one_image(preprocessing) | {"key": f"evals.{name}.ops"}
         for key in config_lib.eval_splits(config, entry).values():
@@ -162,46 +271,63 @@ def _one_image(preprocessing: Preprocessing) -> dict[str, Any]:
 def adopt_holdout(config: ConfigDict, pretrained: transfer.Pretrained) -> ConfigDict:
     """`config` with the rule by which the run of `pretrained` held out images of its folder.
 
-    So no image that the run was trained on is one to test with, nor the other way round. A config
-    that reads other folders only keeps its rule.
+    Otherwise images that the run was trained on could be tested on. A config that reads only other
+    folders keeps its own rule.
 
     Raises:
       InputError: if `config` sets another rule.
     """
+    if not _may_read_its_folder(config, pretrained):
+        return config
+    config = _adopt_folder_rules(config, pretrained)
     rule, own = pretrained.spec.holdout, config.data.holdout
     default = config_lib.base_config().data.holdout
     if rule is None or own == rule:
         return config
-    if not _may_read_its_folder(config, pretrained):
-        return config
     if own != default:
         raise InputError(
-            f"data.holdout={own!r}: {pretrained.source} held out images by {rule!r}; leave "
-            "data.holdout out, or images that it was trained on would be tested on"
+            f"data.holdout={own!r}: {pretrained.source} held out images by {rule!r}; leave out "
+            "data.holdout, or images that it was trained on would be tested on"
         )
-    config = copy.deepcopy(config)  # with the types of keys that are None
+    config = copy.deepcopy(config)  # keeps the types of keys that are None
     config.data.holdout = rule
     if config_lib.reads_folder(config):
         logger.warning(
-            "%s held out images of its folder by data.holdout=%r; so they are held out here "
-            "(new runs: %r)",
+            "%s held out images of its folder by data.holdout=%r; the same rule is used here "
+            "(default for new runs: %r)",
             pretrained.source, rule, default,
         )  # fmt: skip
     return config
 
 
-def _may_read_its_folder(config: ConfigDict, pretrained: transfer.Pretrained) -> bool:
-    """Whether a folder of `config` may be one that the run in `pretrained` read, perhaps moved.
+def _adopt_folder_rules(config: ConfigDict, pretrained: transfer.Pretrained) -> ConfigDict:
+    """`config` with the older `data.folder_rules` of a run, by which other images are held out."""
+    if pretrained.run is None or not config_lib.reads_folder(config):
+        return config
+    older = pretrained.run["config"]["data"]["folder_rules"]
+    if config_lib.reads_folder(pretrained.run["config"]) and older < config.data.folder_rules:
+        logger.warning(
+            "%s read its folder by data.folder_rules=%d; so it is read here (new runs: %d)",
+            pretrained.source, older, config.data.folder_rules,
+        )  # fmt: skip
+        config = copy.deepcopy(config)  # with the types of keys that are None
+        config.data.folder_rules = older
+    return config
 
-    The source may be the run's export, which knows class names but no folder. True too where
-    `config` reads no folder: what starts from it then goes on by the rule.
+
+def _may_read_its_folder(config: ConfigDict, pretrained: transfer.Pretrained) -> bool:
+    """Whether `config` may read the folder, perhaps moved, that the run in `pretrained` read.
+
+    An exported model knows its class names but not its folder. True also if `config` reads no
+    folder, so that models initialized from this one inherit the rule.
     """
     ours = config_lib.folders_read(config)
     its = config_lib.folders_read(pretrained.run["config"]) if pretrained.run else set()
     if not ours or (pretrained.run and not its):
         return True
     real_paths = [
-        {os.path.realpath(folder) for folder in folders if folder} for folders in (ours, its)
+        {os.path.realpath(os.path.expanduser(folder)) for folder in folders if folder}
+        for folders in (ours, its)
     ]
     names = pretrained.spec.class_names
     return (
@@ -214,21 +340,21 @@ def _may_read_its_folder(config: ConfigDict, pretrained: transfer.Pretrained) ->
 def data_fingerprint(
     config: ConfigDict, source: data.Source, version: int = FINGERPRINT_VERSION
 ) -> str:
-    """The digest of everything but code that decides which bytes the batch of a step holds.
+    """Digest of everything, apart from code, that decides the bytes of each step's batch.
 
     Args:
-      config: that `open_sources` has filled in.
-      source: of training.
-      version: of the rule; older checkpoints are compared by the rule that they were saved with.
+      config: filled in by `open_sources`.
+      source: the training data.
+      version: version of the rule; older checkpoints are compared by the rule they were saved with.
 
     Raises:
-      InputError: if `version` is newer than this code.
+      InputError: if this code does not know `version` yet.
     """
     d = config.data
     if version > FINGERPRINT_VERSION:
         raise InputError(
-            f"--workdir: its checkpoints have a data fingerprint of version {version}, and this "
-            f"vit_jax knows them up to {FINGERPRINT_VERSION}; use a newer one"
+            f"--workdir: its checkpoints have a data fingerprint of version {version}; this "
+            f"vit_jax reads versions up to {FINGERPRINT_VERSION}; use a newer vit_jax"
         )
     identity = [
         source.fingerprints[version - 1],
@@ -238,4 +364,5 @@ def data_fingerprint(
         config_lib.image_hw(d.image_size),
         [d.order, d.chunk_size, d.streams, d.repeats, d.mix],
     ]
-    return fingerprint(*identity, *[d.pad_crops] * (version > 1))
+    channels = [f"{d.channels} channels"] * (d.channels != 3)
+    return fingerprint(*identity, *[d.pad_crops] * (version > 1), *channels)

@@ -1,4 +1,4 @@
-"""What a run has cost and come to: the clock that is saved with its state, and summary.json."""
+"""Cost and results of a run: the clock saved with its state, and summary.json."""
 
 import json
 import logging
@@ -14,16 +14,17 @@ from vit_jax.devices.chips import count_chips
 from vit_jax.files import write_whole
 from vit_jax.training.guards import DIVERGED_FILE, NonFiniteError
 from vit_jax.training.prepare import Run
+from vit_jax.training.selection import read_selection
 
 logger = logging.getLogger("vit_jax")
 
 
 class Clock:
-    """What a run has cost, its earlier parts, maybe on other meshes, included.
+    """Time and chip-hours of a run, including its earlier parts, which may have used other meshes.
 
     Args:
-      meta: saved with the state that the run goes on from; {} from scratch.
-      devices: of this part.
+      meta: saved with the state that the run continues from; {} from scratch.
+      devices: devices of this part of the run.
     """
 
     def __init__(self, meta: Mapping[str, Any], devices: Sequence[jax.Device]):
@@ -33,15 +34,15 @@ class Clock:
         self._chip_hours = read_chip_hours(meta, devices)
         if "chip_s" in meta and self._num_chips != len(devices):
             logger.warning(
-                "an older version counted the chip-hours of this run by JAX's devices; its part "
-                "is taken as %.4g chip-hours, at %g devices a chip as here",
+                "an older version counted the chip-hours of this run per JAX device; assuming "
+                "%.4g chip-hours, with %g devices per chip as here",
                 self._chip_hours, len(devices) / self._num_chips,
             )  # fmt: skip
 
     def read(self, train_s: float) -> dict[str, float]:
-        """To be saved; `train_s` is what the steps of this part have taken.
+        """The totals to save; `train_s` is the time of the steps of this part, in seconds.
 
-        `train_s`: seconds of training alone; `chip_hours`: of everything, times chips.
+        In the result, `train_s` counts training steps only; `chip_hours` counts everything.
         """
         hours = (time.perf_counter() - self._since) / 3600
         return {
@@ -51,9 +52,9 @@ class Clock:
 
 
 def read_chip_hours(meta: Mapping[str, Any], devices: Sequence[jax.Device]) -> float:
-    """The chip-hours in what was saved with a state; 0 in {}.
+    """The chip-hours in `meta`, which was saved with a state; 0 if it holds none.
 
-    An older version saved `chip_s`, seconds times JAX's devices. That run is assumed to have had as
+    An older version saved `chip_s`, in seconds times JAX devices; its run is assumed to have had as
     many devices per chip as `devices`.
     """
     if "chip_s" in meta:
@@ -62,25 +63,31 @@ def read_chip_hours(meta: Mapping[str, Any], devices: Sequence[jax.Device]) -> f
 
 
 def read_summary(run: Run) -> dict[str, Any] | None:
-    """The summary of a run that is finished; None if it is not."""
+    """The summary of a finished run, which may have stopped early; None if it is not finished."""
     path = run.workdir / "summary.json"
-    if not path.exists():
-        return None
+    if not path.exists() or not (run.workdir / "config.json").exists():
+        return None  # without its config the run goes on, and writes it
     summary = json.loads(path.read_text())
-    return summary if summary["step"] == run.experiment.total_steps else None
+    at_end = summary["step"] == run.experiment.total_steps
+    return summary if at_end or read_selection(run, summary["step"]).stops else None
+
+
+def remove_summary(run: Run) -> None:
+    """Removes, on process 0, the summary of an earlier end of a run that goes on."""
+    (run.workdir / "summary.json").unlink(missing_ok=True)
 
 
 def write_diverged(run: Run, error: NonFiniteError) -> None:
-    """Writes, from process 0, what has ended the run; as configured it will not get further."""
+    """Write diverged.json on process 0; a run with this config would diverge again."""
     if jax.process_index() == 0:
         text = json.dumps({"error": str(error)}, indent=2) + "\n"
         write_whole(run.workdir / DIVERGED_FILE, text)
 
 
 def write_summary(run: Run) -> dict[str, Any]:
-    """Writes summary.json from what the run has made durable; {} on processes other than 0.
+    """Write summary.json from what the run has saved; return {} on processes other than 0.
 
-    A shared disk may show these an older listing.
+    A shared disk may show the other processes an older listing.
     """
     if jax.process_index() > 0:
         return {}
@@ -97,9 +104,13 @@ def write_summary(run: Run) -> dict[str, Any]:
         "exaflops": e.flops_per_image * images / 1e18,
         "images_per_s": images / meta["train_s"],
         "chip_hours": read_chip_hours(meta, list(run.mesh.devices.flat)),
+        **read_selection(run, step).summary(),
     }
     write_whole(run.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
-    shown = {k: v for k, v in summary.items() if "/" in k or k in ("images_per_s", "chip_hours")}
+    speed = ["images_per_s", "chip_hours"]
+    if run.mesh.devices.flat[0].platform == "cpu":
+        speed.remove("chip_hours")  # nobody rents a CPU by the chip
+    shown = {k: v for k, v in summary.items() if "/" in k or k in speed}
     logger.info("finished at step %s: %s", f"{step:,}", metrics.readable(shown))
     logger.info("summary: %s", run.workdir / "summary.json")
     return summary

@@ -1,13 +1,13 @@
-"""When a run logs, evaluates and saves."""
+"""The steps at which a run logs, evaluates and saves."""
 
 from collections.abc import Mapping
 
 
 class Timetable:
-    """The steps at which a run logs, evaluates and saves; at the last step it does all three.
+    """The steps at which a run logs, evaluates and saves; the last step does all three.
 
     Args:
-      durations: {key: steps} of every duration of the config, as `parse_durations` gives them.
+      durations: {key: steps} for every duration of the config, from `parse_durations`.
     """
 
     def __init__(self, durations: Mapping[str, int]):
@@ -16,21 +16,21 @@ class Timetable:
 
     @property
     def keep_every(self) -> int | None:
-        """Steps whose multiples are saved and kept for ever; None: none are."""
+        """Interval, in steps, of the checkpoints that are kept for ever; None: none are."""
         return self._durations.get("checkpoint.keep_every")
 
     def _is_due(self, key: str, step: int) -> bool:
         return step == self._total_steps or step % self._durations[key] == 0
 
     def logs(self, step: int) -> bool:
-        """Whether the run logs the metrics of training at `step`."""
+        """Whether the run logs training metrics at `step`."""
         return self._is_due("log.every", step)
 
     def evaluators(self, step: int) -> list[str]:
-        """The names of the evaluators that run at `step`, in the order of the config."""
+        """Names of the evaluators that run at `step`, in the order of the config."""
         return [name for name in self._evals if self._is_due(f"evals.{name}.every", step)]
 
     def saves(self, step: int) -> bool:
-        """Whether the run saves at `step`; a multiple of `keep_every` must be saved to be kept."""
+        """Whether the run saves at `step`; multiples of `keep_every` are always saved."""
         kept = self.keep_every is not None and step % self.keep_every == 0
         return kept or self._is_due("checkpoint.every", step)

@@ -6,21 +6,22 @@ config -> mesh -> data -> experiment (model, objective, optimizer, step) -> stat
 import contextlib
 import logging
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from etils import epath
 from ml_collections import ConfigDict
 
-from vit_jax import data, metrics, tree
-from vit_jax.checkpoints import checkpoint
+from vit_jax import data, files, metrics, tree
+from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.checkpoints.replicas import DivergedError, check_replicas
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.experiment.state import TrainState, start_from
 from vit_jax.job import watchdog
+from vit_jax.job.hold import Hold
 from vit_jax.job.processes import PreemptionGuard
 from vit_jax.training.agreement import (
     compare_findings,
@@ -31,19 +32,32 @@ from vit_jax.training.agreement import (
 )
 from vit_jax.training.description import describe
 from vit_jax.training.guards import CorruptDataError, NonFiniteError
+from vit_jax.training.kernel_check import check_kernels
 from vit_jax.training.prepare import Run, prepare
-from vit_jax.training.record import evaluate_missed, open_record
-from vit_jax.training.summary import Clock, read_summary, write_diverged, write_summary
-from vit_jax.training.workdir import write_workdir
+from vit_jax.training.record import Record, evaluate_missed, open_record
+from vit_jax.training.selection import Selection, share_selection
+from vit_jax.training.starts import record_start
+from vit_jax.training.summary import (
+    Clock,
+    read_summary,
+    remove_summary,
+    write_diverged,
+    write_summary,
+)
+from vit_jax.training.workdir import hold_workdir, wait_until_free, write_workdir
 
 logger = logging.getLogger("vit_jax")
 
 
 class Preempted(Exception):
-    """The run was asked to stop, and has saved; the same command goes on from there."""
+    """The run was asked to stop and has saved; the same command continues it."""
 
 
-# By every process at the same step, as they come from what all have in common.
+class Interrupted(Preempted):
+    """The run was stopped by Ctrl-C, and has saved; nothing should restart it automatically."""
+
+
+# Raised by all processes at the same step, since they follow from values that all share.
 _RAISED_BY_ALL = (
     Preempted,
     NonFiniteError,
@@ -53,45 +67,72 @@ _RAISED_BY_ALL = (
 )
 
 
-def train_and_evaluate(config: ConfigDict, workdir: epath.PathLike) -> dict[str, Any]:
-    """Trains as `config` says in `workdir`, from where an earlier run of it stopped.
+def train_and_evaluate(
+    config: ConfigDict, workdir: epath.PathLike, asked: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train as `config` describes, continuing the run in `workdir` if there is one.
+
+    `asked`: what made the config, {"config": NAME[:words], "overrides": {key: text}}, for the
+    record of starts.
 
     Returns:
       The summary, as in `workdir/summary.json`; {} on processes other than 0.
 
     Raises:
-      InputError: what the user gave is wrong; the workdir is untouched then.
-      Preempted: on SIGTERM, after saving.
-      NonFiniteError: naming the step; the last good checkpoint is kept.
-      CorruptDataError: likewise; too many records are corrupt.
-      DivergedError: likewise; devices do not agree on what they should all have.
+      InputError: the user's input is wrong; nothing has been written.
+      Preempted: on SIGTERM, after saving; an Interrupted on Ctrl-C.
+      LostHoldError: another process has begun to train in `workdir`.
+      NonFiniteError: names the step; the last good checkpoint is kept.
+      CorruptDataError: too many records are corrupt; the last good checkpoint is kept.
+      DivergedError: devices hold different copies of one value; the last good checkpoint is kept.
       ProcessError: another process of the job is missing.
     """
+    timeout_s = config.job.compile_deadline_s
+    begun = wait_until_free(files.absolute(workdir), timeout_s)
     run = prepare(config, workdir)
     finished = read_summary(run)
-    compare_findings(run.config, run.sources, {"finished before": finished is not None})
+    compare_findings(run.config, run.sources, {"already finished": finished is not None})
     compare_weights(run.config, run.initial_params)
     compare_workdirs(run.config, run.workdir)
-    if finished is not None:
-        logger.info("finished before, at step %d: nothing to do", finished["step"])
+    if finished is not None and is_intact(run, finished["step"]):
+        logger.info("already finished at step %d; nothing to do", finished["step"])
         return finished
     describe(run)
+    with watchdog.phase("compile"):
+        check_kernels(run.experiment.model, run.mesh)
+    with hold_workdir(run.workdir, begun, timeout_s) as hold:
+        with jax.set_mesh(run.mesh):
+            state, meta = start_state(run)
+            assert run.train_source is not None and run.order is not None
+            if jax.process_index() == 0:
+                write_workdir(run.workdir, run.config, run.train_source)
+                remove_summary(run)
+                devices = run.mesh.devices.flatten().tolist()
+                record_start(run.workdir, devices, int(state.step) if meta else None, asked or {})
+            compare_starts(run.config, run.order, int(state.step))
+            try:
+                train(run, state, meta, hold)
+            except NonFiniteError as e:
+                write_diverged(run, e)
+                raise
+        return write_summary(run)
+
+
+def is_intact(run: Run, step: int) -> bool:
+    """Whether the newest checkpoint of a finished run is its last `step` and verifies.
+
+    Where all checkpoints were taken away there is nothing to mend. All processes call it.
+
+    Raises:
+      InputError: there are checkpoints, and none verifies.
+    """
     with jax.set_mesh(run.mesh):
-        state, meta = start_state(run)
-        assert run.train_source is not None and run.order is not None
-        if jax.process_index() == 0:
-            write_workdir(run.workdir, run.config, run.train_source)
-        compare_starts(run.config, run.order, int(state.step))
-        try:
-            train(run, state, meta)
-        except NonFiniteError as e:
-            write_diverged(run, e)
-            raise
-    return write_summary(run)
+        found = restore.restore_newest(run.workdir / "checkpoints", run.experiment.abstract_state)
+    return found is None or found[1]["step"] == step
 
 
 def start_state(run: Run) -> tuple[TrainState, dict]:
-    """The state to go on from and what was saved with it: resume > init_from > scratch."""
+    """The state to continue from and its metadata: resume, else `init_from`, else from scratch."""
     initial_params = run.initial_params
 
     def from_init() -> TrainState:
@@ -104,7 +145,7 @@ def start_state(run: Run) -> tuple[TrainState, dict]:
         params = tree.unflatten_names(params)
         if not state.ema:
             return state.replace(params=params)
-        # The average lies otherwise over the devices than the parameters.
+        # The average is sharded differently from the parameters.
         return jax.jit(start_from, out_shardings=run.experiment.shardings)(state, params)
 
     return checkpoint.start(
@@ -116,17 +157,16 @@ def start_state(run: Run) -> tuple[TrainState, dict]:
     )
 
 
-def train(run: Run, state: TrainState, meta: dict[str, Any]) -> None:
-    """Evaluates what an earlier try has missed; then step, log, evaluate, flush, save, in a loop.
+def train(run: Run, state: TrainState, meta: dict[str, Any], hold: Hold | None = None) -> None:
+    """Run missed evaluations, then the loop: step, log, evaluate, flush, save.
 
-    Until the step is compiled there is nothing to save, and SIGTERM ends a process alone at once.
+    Until the step is compiled there is nothing to save, and SIGTERM ends a single process at once.
+    `hold` is checked before each save.
     """
     clock = Clock(meta, run.mesh.devices.flatten().tolist())
     start, total, timetable = int(state.step), run.experiment.total_steps, run.timetable
-    due = timetable.evaluators(start)
-    if meta and due:
-        evaluate_missed(run, state, due)
-    if start == total:
+    selection = catch_up(run, state, is_new=not meta)
+    if start == total or selection.stops:
         return
     train_step, layer_norms = compile_step(run), compile_layer_norms(run)
     with contextlib.ExitStack() as stack:
@@ -134,7 +174,7 @@ def train(run: Run, state: TrainState, meta: dict[str, Any]) -> None:
         record = stack.enter_context(open_record(run, start, meta, clock))
         profile = run.config.log.profile
         profiler = stack.enter_context(metrics.Profiler(profile, run.workdir / "profile"))
-        checkpoints = stack.enter_context(open_checkpoints(run))
+        checkpoints = stack.enter_context(open_checkpoints(run, selection))
         record.begin()
         batches = train_batches(run, start)
         stack.callback(close_batches, batches)
@@ -143,7 +183,7 @@ def train(run: Run, state: TrainState, meta: dict[str, Any]) -> None:
             profiler.before(step)
             logging_now = timetable.logs(step)
             norms = layer_norms(state, batch) if layer_norms and logging_now else {}
-            first = step == start + 1  # it also loads the program and connects the devices
+            first = step == start + 1  # also loads the program and connects the devices
             with watchdog.phase("compile") if first else contextlib.nullcontext():
                 state, step_metrics = train_step(state, batch)
                 if first:
@@ -159,29 +199,69 @@ def train(run: Run, state: TrainState, meta: dict[str, Any]) -> None:
             if logging_now:
                 record.log(step)
             if not stopping:
-                record.evaluate(state, evaluations)
+                evaluate_and_select(run, record, state, step, evaluations, selection)
+                saving = saving or selection.stops or selection.best_step == step
             if saving:
+                if hold is not None:
+                    hold.check()
                 with record.saving(step) as meta:
                     check_replicas(state, run.mesh)
                     checkpoints.save(step, state, meta)
-            if stopping:  # the signal may leave little time: the run saves first
+            if stopping:  # the process may be killed soon, so save before evaluating
                 with watchdog.phase("save"):
                     checkpoints.wait()
                 record.evaluate(state, evaluations)
-                raise Preempted(f"stopped by SIGTERM at step {step}, which is saved")
+                kind, by = (Interrupted, "Ctrl-C") if guard.interrupted else (Preempted, "SIGTERM")
+                raise kind(
+                    f"stopped by {by} at step {step}; saved. Run the same command to continue"
+                )
+            if selection.stops:
+                return
+
+
+def catch_up(run: Run, state: TrainState, *, is_new: bool) -> Selection:
+    """Run evaluations missed at the restored step; return the decisions so far."""
+    step = int(state.step)
+    due = [] if is_new else run.timetable.evaluators(step)
+    if due:
+        evaluate_missed(run, state, due)
+    selection = share_selection(run, 0 if is_new else step)
+    if selection.stops:
+        evaluate_missed(run, state, list(run.config.evals))
+        logger.info("stopped early: %s", selection.describe_end())
+    return selection
+
+
+def evaluate_and_select(
+    run: Run,
+    record: Record,
+    state: TrainState,
+    step: int,
+    names: Sequence[str],
+    selection: Selection,
+) -> None:
+    """Run the evaluators `names`, and all others if the run then stops early."""
+    selection.add(step, record.evaluate(state, names))
+    if selection.stops:
+        rest = [name for name in run.config.evals if name not in names]
+        selection.add(step, record.evaluate(state, rest))
+        logger.info("stopped early: %s", selection.describe_end())
 
 
 @contextlib.contextmanager
-def open_checkpoints(run: Run) -> Iterator[checkpoint.Checkpoints]:
-    """The run's checkpoints; waits at the end until everything saved is on disk.
+def open_checkpoints(run: Run, selection: Selection) -> Iterator[checkpoint.Checkpoints]:
+    """Open the run's checkpoints; on exit, wait until everything saved is on disk.
 
-    It does not wait if this process of several fails by itself: a commit takes all processes, and
-    the others may be gone.
+    `selection` gives the best step so far.
+
+    Does not wait if only this process of several has failed: a commit needs all processes, and the
+    others may be gone.
     """
     checkpoints = checkpoint.Checkpoints(
         run.workdir / "checkpoints",
         keep_last=run.config.checkpoint.keep_last,
         keep_every=run.timetable.keep_every,
+        best_step=lambda: selection.best_step,
     )
     alone = False
     try:
@@ -196,7 +276,7 @@ def open_checkpoints(run: Run) -> Iterator[checkpoint.Checkpoints]:
 
 
 def compile_step(run: Run) -> jax.stages.Compiled:
-    """The compiled train step; says how much memory it needs."""
+    """The compiled train step; logs the memory that it needs."""
     e, since = run.experiment, time.perf_counter()
     lowered = e.lower()
     compare_programs(run.config, lowered)
@@ -204,7 +284,7 @@ def compile_step(run: Run) -> jax.stages.Compiled:
         compiled = lowered.compile()
     memory = flops.expected_memory(compiled.memory_analysis())
     logger.info(
-        "compiled in %.0f s; expected memory per device: %s, of it %s temporary",
+        "compiled in %.0f s; expected memory per device: %s, including %s of temporaries",
         time.perf_counter() - since,
         flops.format_bytes(memory.total),
         flops.format_bytes(memory.temporaries),
@@ -213,7 +293,7 @@ def compile_step(run: Run) -> jax.stages.Compiled:
 
 
 def compile_layer_norms(run: Run) -> jax.stages.Compiled | None:
-    """The compiled norms by layer; None where `log.by_layer` is off."""
+    """The compiled norms by layer; None if `log.by_layer` is off."""
     if not run.config.log.by_layer:
         return None
     e = run.experiment
@@ -222,7 +302,7 @@ def compile_layer_norms(run: Run) -> jax.stages.Compiled | None:
 
 
 def train_batches(run: Run, start: int) -> Generator[tree.Batch, None, None]:
-    """The batches of the steps after `start`."""
+    """Batches for the steps after `start`."""
     assert run.train_source is not None
     return data.train_batches(
         run.train_source,
@@ -238,6 +318,6 @@ def train_batches(run: Run, start: int) -> Generator[tree.Batch, None, None]:
 
 
 def close_batches(batches: Generator[tree.Batch, None, None]) -> None:
-    """Ends the threads that read ahead, however long that takes."""
+    """Stop the threads that read ahead, however long that takes."""
     with watchdog.phase("leave"):
         batches.close()

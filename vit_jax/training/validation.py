@@ -1,6 +1,6 @@
-"""The first check of a config: all that can be known before a file or a device is touched.
+"""The first check of a config: every fault that can be found without files or devices.
 
-Each room checks its own section; the list here gathers the checks.
+Each room checks its own section of the config; CHECKS lists these checks.
 """
 
 import re
@@ -9,15 +9,16 @@ from collections.abc import Callable, Sequence
 from ml_collections import ConfigDict
 
 from vit_jax import checkpoints, models
-from vit_jax.config import REQUIRED, checks, evals
+from vit_jax.config import REQUIRED, checks, decided_later, evals
 from vit_jax.data import checks as data
 from vit_jax.devices import mesh
 from vit_jax.errors import Faults, collect_faults
 from vit_jax.experiment import durations, experiment
 from vit_jax.job import watchdog
 from vit_jax.metrics import profiler, weights_and_biases
+from vit_jax.training import selection
 
-# Each adds the faults that it finds in a config whose keys are all there.
+# Each adds the faults that it finds; the config has all keys, with values of the right types.
 CHECKS: tuple[Callable[[ConfigDict, Faults], None], ...] = (
     checks.check_config,
     durations.check_config,
@@ -31,17 +32,19 @@ CHECKS: tuple[Callable[[ConfigDict, Faults], None], ...] = (
     weights_and_biases.check_project,
     evals.check_config,
     data.check_eval_ops,
+    selection.check_config,
 )
 
 
 def find_faults(config: ConfigDict, required: Sequence[str] = REQUIRED) -> list[str]:
-    """Every fault of `config`, the first of each key, whose name it begins with.
+    """The faults of `config`, at most one per key, each starting with its key.
 
-    `required` are the keys that must be set.
+    `required`: keys that must be set.
     """
     faults = Faults(checks.find_misshapen(config))
     if not faults:
-        faults += checks.find_unset(config, required)
+        later = decided_later(config)
+        faults += checks.find_unset(config, [key for key in required if key not in later])
         emptied = checks.find_emptied(config)
         faults += emptied
         for check in () if emptied else CHECKS:
@@ -56,5 +59,5 @@ def validate(
     where: str,
     required: Sequence[str] = REQUIRED,
 ) -> None:
-    """Raises one InputError with every fault of a config and of the overrides given to it."""
+    """Raise one InputError with all faults of a config and of the overrides applied to it."""
     collect_faults(override_faults + find_faults(config, required), where)

@@ -1,74 +1,87 @@
-"""The workdir of a run: checked before anything is written, then made."""
+"""The workdir of a run: checked before anything is written, then created."""
 
+import contextlib
 import importlib.util
 import json
 import logging
 import os
+from collections.abc import Iterator
 
+import jax
 from etils import epath
 from ml_collections import ConfigDict
 
+from vit_jax.checkpoints import restore
 from vit_jax.config import changed_evals, changed_keys, say_changes
 from vit_jax.config.plugins import store_plugins
 from vit_jax.config.stored import continue_older, read_config, to_json
 from vit_jax.data import Source
 from vit_jax.data.preprocessing import keep_spelling
 from vit_jax.errors import InputError, collect_faults
-from vit_jax.files import write_whole
+from vit_jax.files import check_folder, write_whole
+from vit_jax.job import processes
+from vit_jax.job.hold import Hold, check_free
+from vit_jax.training.decided import take_decided
+from vit_jax.training.extension import KEYS_OF_THE_END, find_other_past, say_extension
 
 logger = logging.getLogger("vit_jax")
 
 
 def check_store(workdir: epath.Path) -> None:
-    """Raises InputError if what checkpoints in `workdir` are read and written by is missing."""
+    """Raise InputError if the library needed for checkpoints in `workdir` is not installed."""
     if os.fspath(workdir).startswith("gs://") and not _is_installed("google.cloud.storage"):
         raise InputError(
             f"--workdir={workdir}: checkpoints on gs:// need google-cloud-storage, which is not "
-            "installed; pip install -e '.[gcs]'"
+            "installed; run pip install -e '.[gcs]'"
         )
 
 
 def check_writable(workdir: epath.Path) -> None:
-    """Raises InputError if `workdir` is no directory that can be made or written to."""
+    """Raise InputError unless `workdir` is a directory that can be created or written to."""
     check_store(workdir)
-    there = next((path for path in [workdir, *workdir.parents] if path.exists()), None)
-    if there is None or "://" in os.fspath(workdir):
-        return
-    if not there.is_dir():
-        what = "" if there == workdir else f"{there} "
-        raise InputError(f"--workdir={workdir}: {what}is a file; give a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"--workdir={workdir}: {there} cannot be written to; choose another")
+    check_folder(workdir, "--workdir")
 
 
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of its parent
+    except ModuleNotFoundError:  # the parent module is missing
         return False
 
 
 def continue_run(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
-    """`config` for resuming the run in `workdir`, if there is one.
+    """`config`, adapted to resume the run in `workdir`, if there is one.
 
-    It keeps what an older version of this code did (`continue_older`), and the run's own spelling
-    of its ops, which are part of its identity, where that does the same.
+    Keeps the behaviour of the older version that started the run (`continue_older`), what its
+    source and its data decided (`take_decided`), and the run's spelling of equivalent ops, since
+    ops are part of its identity.
 
     Raises:
-      InputError: config.json has a newer format, or is not as a run writes it.
+      InputError: config.json has a newer format or is damaged.
     """
     if not (workdir / "config.json").exists():
         return config
-    return keep_spelling(continue_older(config, workdir), read_config(workdir))
+    stored = read_config(workdir)
+    config = take_decided(continue_older(config, workdir), stored)
+    return keep_spelling(config, stored)
 
 
 def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
-    """Raises InputError if `workdir` holds a run with other settings; warns of other evaluators."""
+    """Raise InputError if the run in `workdir` has other settings; warn if evaluators differ."""
     if not (workdir / "config.json").exists():
         return
     stored = read_config(workdir)
+    changed = changed_keys(stored, config)
+    of_end = {key: changed.pop(key) for key in KEYS_OF_THE_END if key in changed}
+    faults = say_changes(changed)
+    if of_end and not faults:
+        steps_done = next(iter(restore.saved_steps(workdir / "checkpoints")), 0)
+        fault = find_other_past(stored, config, steps_done, workdir)
+        faults = [] if fault is None else [f"{fault}; or: {'; '.join(say_changes(of_end))}"]
+        if fault is None:
+            logger.info("%s: the run gets another end: %s", workdir, say_extension(of_end))
     collect_faults(
-        say_changes(changed_keys(stored, config)),
+        faults,
         f"--workdir={workdir} already holds a run with other settings; restore them, use a new "
         "--workdir, or start from its weights with --config.init_from=...",
     )
@@ -77,19 +90,76 @@ def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
     changed = {key: values for key, values in changed.items() if key.split(".")[1] in both}
     if changed:
         logger.warning(
-            "%s: evaluators have changed since the run began, so results may not compare with "
-            "earlier ones: %s",
+            "%s: evaluators have changed since the run began, so results may not be comparable "
+            "with earlier ones: %s",
             workdir,
             "; ".join(say_changes(changed)),
         )
 
 
-def write_workdir(workdir: epath.Path, config: ConfigDict, source: Source) -> None:
-    """Makes the workdir, with the resolved config and the class names of training's `source`."""
+def wait_until_free(workdir: epath.Path, timeout_s: float) -> str:
+    """What config.json holds in a `workdir` that no other job trains in; "" if there is none.
+
+    Raises:
+      InputError: on every process: another job trains there.
+    """
+
+    def find() -> str:
+        check_free(workdir)
+        return _read_if_there(workdir / "config.json")
+
+    return processes.say_to_all("who trains in the workdir", find, timeout_s)
+
+
+def _read_if_there(path: epath.Path) -> str:
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+@contextlib.contextmanager
+def hold_workdir(workdir: epath.Path, begun: str, timeout_s: float) -> Iterator[Hold | None]:
+    """Makes `workdir`, and keeps other jobs out of it; yields the hold, None but on process 0.
+
+    `begun`: what `wait_until_free` has found there, before the run was prepared.
+
+    Raises:
+      InputError: on every process: it cannot be made, or another job trains or trained there.
+    """
+    holds: list[Hold] = []
+    made = jax.process_index() == 0 and not workdir.exists()
+
+    def take() -> str:
+        _make(workdir)
+        holds.append(Hold(workdir))
+        if _read_if_there(workdir / "config.json") != begun:
+            raise InputError(
+                f"--workdir={workdir}: another job has begun a run there meanwhile; start the same "
+                "command again, or use another --workdir"
+            )
+        return ""
+
+    try:
+        processes.say_to_all("that the workdir is held", take, timeout_s)
+        yield holds[0] if holds else None
+    finally:
+        for hold in holds:
+            hold.release()
+        if made and workdir.exists() and not any(workdir.iterdir()):
+            workdir.rmdir()
+
+
+def _make(workdir: epath.Path) -> None:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise InputError(f"--workdir={workdir}: {e.strerror}; choose another") from None
+        raise InputError(f"--workdir={workdir}: {e.strerror}; choose another directory") from None
+
+
+def write_workdir(workdir: epath.Path, config: ConfigDict, source: Source) -> None:
+    """Create the workdir with the resolved config and the class names of the training `source`."""
+    _make(workdir)
     store_plugins(config.plugins, workdir)
     write_whole(workdir / "config.json", to_json(config))
     if source.class_names is not None:

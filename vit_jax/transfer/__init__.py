@@ -1,6 +1,6 @@
-"""Weights from elsewhere into this project's models. Foreign names stop here.
+"""Pretrained weights in foreign formats, read and written. Foreign names appear only here.
 
-One file and one line in FORMATS for each kind of source.
+Each kind of source has one file and one entry in FORMATS.
 """
 
 import itertools
@@ -21,25 +21,33 @@ from vit_jax.config import image_hw
 from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.files import absolute
 from vit_jax.models.fields import check_fields, field_names, value_of, with_known
+from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
 from vit_jax.transfer import huggingface, npz, rules, safetensors, timm, workdir
-from vit_jax.transfer.published import by_address, forget, locate, loss_by_file_name
+from vit_jax.transfer.adapters import merge_adapters
+from vit_jax.transfer.published import (
+    by_address,
+    forget,
+    is_on_hub,
+    locate,
+    loss_by_file_name,
+)
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.rules import Pretrained, Spec
 
 logger = logging.getLogger("vit_jax")
 
 
-_SHOWN = 8  # of the sources in a folder
+_SHOWN = 8  # maximum number of a folder's sources in an error message
 
 
 class Writer(NamedTuple):
-    """How a format is written.
+    """The functions that write a format.
 
-    check: model -> what of it the format cannot hold.
-    write: (path, what to write) -> the names of the files.
-    library_ops: spec -> how the format's own library then cuts images, as a preprocessing string;
-      None: it does not read that from the files.
+    check: model -> the reasons why the format cannot hold it.
+    write: (path, pretrained) -> the names of the written files.
+    library_ops: spec -> the preprocessing string equivalent to what the format's own library does
+      with the written files; None if the library does not read preprocessing from them.
     """
 
     check: Callable[[nn.Module], list[str]]
@@ -55,12 +63,12 @@ def _read_safetensors(path: epath.Path) -> Pretrained:
             return naming.read(path, safetensors.as_arrays(stored))
     names = ", ".join(sorted(stored)[:5])
     raise InputError(
-        f"init_from={str(path)!r}: its arrays are named neither as Hugging Face's nor as timm's "
-        f"Vision Transformers: {names}, ..."
+        f"init_from={str(path)!r}: its arrays have neither the names of Hugging Face's nor those "
+        f"of timm's Vision Transformers: {names}, ..."
     )
 
 
-# (whether a path is of this format, its reader); the first that says yes reads.
+# (function that recognises a path of the format, reader); the first format that matches is used.
 FORMATS: dict[str, tuple[Callable[[epath.Path], bool], Callable[[epath.Path], Pretrained]]] = {
     "workdir": (workdir.recognises, workdir.read),
     "npz": (npz.recognises, npz.read),
@@ -76,17 +84,19 @@ WRITERS = {
 
 
 def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) -> Pretrained:
-    """The model and parameters that `source` holds.
+    """Read the model and parameters of `source`.
 
     Args:
       source: a workdir of this project (its newest valid checkpoint), or WORKDIR/checkpoints/STEP;
         a published `.npz`; a `.safetensors` file, or a folder with one, in the names of Hugging
-        Face or timm; the address of such a file; or a name in PUBLISHED, e.g. "ViT-B/16@augreg".
-      averaged: of a workdir whose run keeps a running average of the parameters, whether to take
-        that or the parameters beside it; None: the average where there is one.
+        Face or timm; the address of such a file; "hf:ORGANISATION/NAME" or "timm:NAME" on the
+        Hugging Face Hub, with "@REVISION" if it is not the newest; or a name in PUBLISHED, e.g.
+        "ViT-B/16@augreg".
+      averaged: for a workdir whose run keeps a running average of the parameters: True takes the
+        average, False the raw parameters, None the average if there is one.
 
     Raises:
-      InputError: if there is nothing, or nothing that can be read.
+      InputError: if the source does not exist or cannot be read.
     """
     path = locate(source)
     read = next((read for recognises, read in FORMATS.values() if recognises(path)), None)
@@ -111,21 +121,22 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
     if known is not None:
         if found != known.num_classes:
             raise InputError(
-                f"init_from={source!r}: {found} classes, and was published with {known.num_classes}"
+                f"init_from={source!r}: has {found} classes, but was published with "
+                f"{known.num_classes}; fetch it again"
             )
         black, white = known.value_range
         mean, std = -black / (white - black), 1 / (white - black)
         spec = pretrained.spec._replace(mean=(mean,) * 3, std=(std,) * 3, loss=known.loss)
         pretrained = pretrained._replace(spec=spec)
-    elif pretrained.spec.loss is None:  # a published file that was copied or downloaded
+    elif pretrained.spec.loss is None:  # perhaps a copy of a published file
         loss = loss_by_file_name(path.name, found)
         pretrained = pretrained._replace(spec=pretrained.spec._replace(loss=loss))
-    fetched = known is not None or "://" in str(source)
+    fetched = known is not None or "://" in str(source) or is_on_hub(source)
     return pretrained._replace(source=str(source)) if fetched else pretrained
 
 
 def check_workdir(path: str | os.PathLike) -> None:
-    """Raises InputError, for the flag --workdir, if `path` is not that of a run."""
+    """Raise InputError, for the flag --workdir, if `path` is not the workdir of a run."""
     path = absolute(path)
     if not workdir.recognises(path):
         raise InputError(
@@ -135,11 +146,11 @@ def check_workdir(path: str | os.PathLike) -> None:
 
 
 def _say_sources_inside(folder: epath.Path) -> str:
-    """The sources that lie in a folder which is none itself, as a hint; "" if there are none."""
+    """A hint that lists the sources inside a folder that is not a source; "" if there are none."""
     try:
         entries = sorted(folder.iterdir()) if folder.is_dir() else []
         sources = (p.name for p in entries if any(knows(p) for knows, _ in FORMATS.values()))
-        inside = list(itertools.islice(sources, _SHOWN + 1))  # each costs requests to a store
+        inside = list(itertools.islice(sources, _SHOWN + 1))  # on a store each costs requests
     except OSError:
         return ""
     more = " and more" if len(inside) > _SHOWN else ""
@@ -147,8 +158,7 @@ def _say_sources_inside(folder: epath.Path) -> str:
 
 
 def pretrained_spec(source: str | os.PathLike) -> Spec:
-    """What `source` states beside its model: image size, value range, how images are cut, the loss,
-    class names, conventions.
+    """The spec of `source`: image size, value range, preprocessing, loss, class names, conventions.
 
     Raises:
       InputError: as `read_pretrained`.
@@ -163,19 +173,19 @@ def save_pretrained(
     format: str,
     spec: Spec | None = None,
 ) -> list[str]:
-    """Writes a model in a foreign format; returns the names of the files.
+    """Write a model in a foreign format; return the names of the files.
 
         vit_jax.save_pretrained("exported", model, variables, format="hf")
 
     Args:
       path: a file for npz and npz_v2, a folder for hf, either for timm.
-      model: its parameters may be scanned.
-      variables: with "params".
+      model: the model; its layers may be scanned.
+      variables: the model's variables, with "params".
       format: one of WRITERS.
-      spec: value range, class names; None: pixels in [-1, 1], no names.
+      spec: value range, class names, ...; None: pixels in [-1, 1], no names.
 
     Raises:
-      InputError: naming what the format cannot hold, with the remedy; nothing is written.
+      InputError: naming what the format cannot hold and the remedy; nothing is written.
     """
     if format not in WRITERS:
         hint = nearest(format, list(WRITERS))
@@ -186,17 +196,20 @@ def save_pretrained(
     params = jax.tree.map(np.asarray, dict(variables["params"]))
     if value_of(model, "scan"):
         params = rules.unstack_layers(params)
-    plain = with_known(model, scan=False, remat="none", constrain=unconstrained)
+    plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
+    plain, merged = merge_adapters(plain, tree.flatten_names(params))
     spec = spec or Spec(plain.image_size, "antialiased")
-    pretrained = Pretrained(str(path), plain, tree.flatten_names(params), spec)
+    pretrained = Pretrained(str(path), plain, merged, spec)
     return WRITERS[format].write(absolute(path), pretrained)
 
 
 def check_holds(format: str, model: nn.Module, key: str) -> None:
-    """Raises InputError if `format`, one of WRITERS, cannot hold `model`; tells those that can."""
+    """Raise InputError if `format`, one of WRITERS, cannot hold `model`; names those that can."""
     others = [name for name, writer in WRITERS.items() if not writer.check(model)]
-    remedy = " or ".join([*others, "stablehlo"])  # a program, not a model: it holds all
+    remedy = " or ".join([*others, "stablehlo"])  # a program, which holds every model
     faults = WRITERS[format].check(model)
+    if value_of(model, "channels") != 3:
+        faults = [*faults, f"channels={value_of(model, 'channels')}"]
     collect_faults(faults, f"{key}{format} cannot hold this model; export it as {remedy}")
 
 
@@ -208,7 +221,7 @@ def load_pretrained(
     resize: str | None = None,
     **fields: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A pretrained model, whose architecture is inferred from the source.
+    """Load a pretrained model; its architecture is inferred from the source.
 
         model, variables = vit_jax.load_pretrained("ViT-B_16.npz", image_size=(384, 256))
         logits = model.apply(variables, images)  # (B, 384, 256, 3), in the model's value range
@@ -217,22 +230,27 @@ def load_pretrained(
       source: see `read_pretrained`.
       num_classes: replaces the whole head by a zero-initialised linear one for that many classes;
         None keeps the head.
-      image_size: resamples the position embedding to that size; None keeps it. Where the source
-        tells no size (fixed positions) and None is given, the model takes images of any size.
-      resize: the convention of resampling, one of CONVENTIONS; None: that of the source's library.
-      **fields: of the model's module, e.g. `scan`, `remat`, `dtype`, `dropout`.
+      image_size: resamples the position embedding to that size; None keeps the source's size. If
+        the source has no size (fixed positions), None makes a model for images of any size.
+      resize: the resampling convention, one of CONVENTIONS; None uses the source library's.
+      **fields: fields of the model's module, e.g. `scan`, `remat`, `dtype`, `dropout`.
 
     Raises:
       InputError: one error naming everything that does not fit.
     """
     check_convention(resize, "resize")
+    if fields.get("lora_rank") is not None:
+        raise InputError(
+            f"lora_rank={fields['lora_rank']}: only training adds adapters "
+            "(--config.model.lora_rank), and a run is loaded with them merged; leave it out"
+        )
     pretrained = read_pretrained(source)
     family, changes = type(pretrained.model), dict(fields)
     if num_classes is not None:
         if fields.get("hidden_head"):
             raise InputError(
                 "hidden_head=True: num_classes replaces the whole head by a linear one of zeros, "
-                "and a hidden layer before zeros would never learn; leave it out"
+                "and zeros pass no gradient back to a hidden layer; leave it out"
             )
         changes = {"num_classes": num_classes} | changes
         if "hidden_head" in field_names(family):
@@ -253,10 +271,10 @@ def load_pretrained(
 def with_image_size(
     pretrained: Pretrained, image_size: int | Sequence[int], resize: str | None = None
 ) -> Pretrained:
-    """The same for another image size; `resize`: see `load_pretrained`.
+    """`pretrained` for another image size; `resize`: see `load_pretrained`.
 
     Raises:
-      InputError: if its patches do not divide it.
+      InputError: if the patch size does not divide the image size.
     """
     check_convention(resize, "resize")
     size = image_hw(image_size)
@@ -268,11 +286,11 @@ def with_image_size(
 def init_params(
     pretrained: Pretrained, model: nn.Module, resize: str | None = None, *, keep_head: bool = False
 ) -> dict[str, Any]:
-    """{leaf name in `model`: array} of all that `model` takes over from what a source holds.
+    """{leaf name in `model`: array} for all parameters that `model` takes from the source.
 
-    The whole head, its hidden layer included, is left out, to be initialised anew (the linear one
-    by zeros), also where there are as many classes: they may be others, and the paper replaces it
-    always. `keep_head` takes it over too. `resize`: see `load_pretrained`.
+    The whole head with its hidden layer is left out and initialised anew (the linear layer with
+    zeros), even if the number of classes is the same: the classes may differ, and the paper always
+    replaces it. `keep_head` takes it from the source. `resize`: see `load_pretrained`.
 
     Raises:
       InputError: one error naming everything else that does not fit.
@@ -285,9 +303,9 @@ def init_params(
 
 
 def _as_scanned(named: dict[str, Any], model: nn.Module, source: str) -> dict[str, Any]:
-    """Unrolled parameters by name as `model` has them: stacked, if it scans its layers."""
+    """Convert unrolled parameters to the model's form: stacked if it scans its layers."""
     params = tree.unflatten_names(named)
     if not value_of(model, "scan"):
         return params
-    logger.info("%s: its layers are stacked, to be scanned", source)
+    logger.info("%s: layers stacked for scanning", source)
     return rules.stack_layers(params)

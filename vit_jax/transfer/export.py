@@ -1,7 +1,7 @@
-"""Export: a model in a format of others, read back and compared, with a receipt.
+"""Export of a model to another format, verified by reading it back, with a receipt.
 
-The receipt (JSON, and a model card for people) tells what was exported, from where, and the largest
-difference of a logit between the model and what the exported files give.
+The receipt (JSON, and a model card for people) records the exported model, its source, and the
+largest difference between its logits and those of the exported files.
 """
 
 import contextlib
@@ -34,23 +34,22 @@ from vit_jax.transfer.rules import Pretrained, to_json
 STABLEHLO = "stablehlo"
 PLATFORMS = ("cpu", "cuda", "tpu")
 
-_TOLERANCE = 1e-4  # of the largest logit; a greater difference is no export
-_MOST_BYTES = 2**31 - 2**20  # of the serialised program, whose lengths have 31 bits
+_TOLERANCE = 1e-4  # times the largest logit; an export with a larger difference fails
+_MOST_BYTES = 2**31 - 2**20  # maximum size of a serialised program, whose lengths have 31 bits
 _IMAGES = 2
 
 Logits = Callable[[np.ndarray], Any]
 
 
 def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[str, Any]:
-    """Writes `pretrained` as `format`, with its receipt, which it returns.
+    """Write `pretrained` as `format`, one of WRITERS or STABLEHLO, with a receipt; return it.
 
-    `format`: one of WRITERS, or STABLEHLO.
-
-    Everything is written and read back elsewhere first, so that `output` gets all or nothing.
+    All files are first written to a temporary folder and read back, so `output` gets all or
+    nothing.
 
     Raises:
-      InputError: if the format cannot hold the model, or `output` cannot be written to.
-      RuntimeError: if what is read back computes something else.
+      InputError: if the format cannot hold the model, or `output` cannot be written.
+      RuntimeError: if the exported files compute something else.
     """
     known = (*WRITERS, STABLEHLO)
     if format not in known:
@@ -65,11 +64,12 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
     image_size = model.image_size or pretrained.spec.image_size
     if image_size is None and format == STABLEHLO:
         raise InputError(
-            f"{pretrained.source}: it takes images of any size; give --image_size, for which it is "
-            "exported"
+            f"{pretrained.source}: takes images of any size; choose the size of the exported "
+            "program with --image_size"
         )
-    size = image_size or tuple(2 * stride for stride in model.token_stride)  # to compare by
-    images = np.random.default_rng(0).uniform(-1, 1, (_IMAGES, *size, 3)).astype(np.float32)
+    size = image_size or tuple(2 * stride for stride in model.token_stride)  # for the comparison
+    shape = (_IMAGES, *size, value_of(model, "channels"))
+    images = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
     variables = {"params": tree.unflatten_names(pretrained.params)}
     expected = np.asarray(jax.jit(model.apply)(variables, images))
     with tempfile.TemporaryDirectory() as folder:
@@ -94,17 +94,17 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
 
 
 def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dict[str, Any]:
-    """How far the logits of the exported files lie from those of the model.
+    """Compare the logits of the exported files with the model's.
 
     Raises:
-      RuntimeError: if that is more than rounding.
+      RuntimeError: if they differ by more than rounding.
     """
     difference = float(np.abs(found - expected).max())
     largest = float(np.abs(expected).max())
     if not difference <= _TOLERANCE * max(largest, 1e-6):
         raise RuntimeError(
-            f"--output={output}: what was exported gives logits that differ by "
-            f"{difference:.3g} where the largest is {largest:.3g}; nothing was written"
+            f"--output={output}: the exported files give logits that differ by {difference:.3g}, "
+            f"with {largest:.3g} the largest; nothing was written"
         )
     return {
         "images": _IMAGES,
@@ -117,7 +117,7 @@ def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dic
 def _describe_export(
     pretrained: Pretrained, format: str, own_dtype: str, image_size: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """The receipt's part on the model: its source, weights, images and classes."""
+    """The receipt's description of the model: its source, weights, preprocessing and classes."""
     spec = pretrained.spec if image_size is None else pretrained.spec.at(image_size)
     library_ops = None if format == STABLEHLO else WRITERS[format].library_ops
     return {
@@ -144,14 +144,14 @@ def _describe_export(
 
 
 def _copy(root: epath.Path, target: epath.Path, names: list[str], output: epath.Path) -> None:
-    """All files or none."""
+    """Copy all files, or none."""
     made = list(itertools.takewhile(lambda f: not f.exists(), (target, *target.parents)))
     try:
         target.mkdir(parents=True, exist_ok=True)
         for name in names:
             write_whole(target / name, (root / name).read_bytes())
     except BaseException as e:
-        # What cannot be removed is left; epath raises a ValueError for a folder that is not empty.
+        # Ignore failed removals; epath raises ValueError for a folder that is not empty.
         for name in names:
             with contextlib.suppress(OSError):
                 (target / name).unlink(missing_ok=True)
@@ -159,23 +159,23 @@ def _copy(root: epath.Path, target: epath.Path, names: list[str], output: epath.
             with contextlib.suppress(OSError, ValueError):
                 folder.rmdir()
         if isinstance(e, OSError):
-            said = f"--output={output}: cannot be made ({e}); choose another"
+            said = f"--output={output}: cannot be written ({e}); choose another"
             raise InputError(said) from None
         raise
 
 
 def _check_output(output: epath.Path, format: str) -> None:
     if format.startswith("npz") and output.suffix != ".npz":
-        raise InputError(f"--output={output}: needs a name that ends in .npz")
+        raise InputError(f"--output={output}: the name must end in .npz")
     if format == STABLEHLO and output.suffix != ".stablehlo":
-        raise InputError(f"--output={output}: needs a name that ends in .stablehlo")
+        raise InputError(f"--output={output}: the name must end in .stablehlo")
     taken = [output]
-    if output.suffix in (".npz", ".safetensors", ".stablehlo"):  # with files beside it
+    if output.suffix in (".npz", ".safetensors", ".stablehlo"):  # has companion files
         taken += [output.with_suffix(suffix) for suffix in (".json", ".md", ".receipt.json")]
     for path in taken:
         if path.exists():
             raise InputError(
-                f"--output={output}: {path.name} is there already; remove it, or give another name"
+                f"--output={output}: {path.name} already exists; remove it, or give another name"
             )
     there = next(path for path in output.parents if path.exists() or path == path.parent)
     if there.exists() and not there.is_dir():
@@ -187,25 +187,25 @@ def _check_output(output: epath.Path, format: str) -> None:
 def _write_format(
     path: epath.Path, pretrained: Pretrained, format: str
 ) -> tuple[list[str], Logits]:
-    """Files of one of WRITERS, and the logits that they give when they are read back."""
+    """Write files by one of WRITERS; return their names and the logits function read from them."""
     files = WRITERS[format].write(path, pretrained)
     exported, found = load_pretrained(path)
-    # As an argument: constants would be folded, and rounded otherwise.
+    # Pass parameters as an argument: XLA would fold constants and round differently.
     return files, partial(jax.jit(exported.apply), found)
 
 
 def _write_stablehlo(
     path: epath.Path, model: nn.Module, variables: dict[str, Any], image_size: tuple[int, int]
 ) -> tuple[list[str], Logits]:
-    """The program `images (b, H, W, 3) -> logits (b, C)`, its parameters within, for any b."""
+    """Write the program images (b, H, W, 3) -> logits (b, C), parameters included, for any b."""
     num_bytes = sum(array.nbytes for array in jax.tree.leaves(variables))
     if num_bytes > _MOST_BYTES:
         raise InputError(
-            f"--format={STABLEHLO}: {num_bytes / 2**30:.1f} GiB of parameters, and a serialised "
-            "program holds 2; export as timm, hf or npz"
+            f"--format={STABLEHLO}: the parameters have {num_bytes / 2**30:.1f} GiB, but a "
+            "serialised program holds at most 2; export as timm, hf or npz"
         )
     batch = jax.export.symbolic_shape("b")
-    images = jax.ShapeDtypeStruct((*batch, *image_size, 3), jnp.float32)
+    images = jax.ShapeDtypeStruct((*batch, *image_size, value_of(model, "channels")), jnp.float32)
     program = jax.jit(lambda images: model.apply(variables, images))
     exported = jax.export.export(program, platforms=PLATFORMS)(images)
     write_whole(path, bytes(exported.serialize()))
@@ -228,7 +228,7 @@ def _sha256(path: pathlib.Path | epath.Path) -> str:
 
 
 def _card(receipt: dict[str, Any], output: epath.Path) -> str:
-    """A model card for people, in Markdown."""
+    """The model card for people, in Markdown."""
     pixels, back, model = receipt["preprocessing"], receipt["read_back"], receipt["model"]
     shown = "any size"
     if pixels["image_size"] is not None:
@@ -244,27 +244,28 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
         f"- Images: {shown}, (pixel / 255 - mean) / std with mean {pixels['mean']}, "
         f"std {pixels['std']}",
         f"- Classes: {model['num_classes']}; probabilities by {receipt['loss'] or 'softmax'}"
-        + ("" if receipt["loss"] else ", as the loss is not stated"),
+        + ("" if receipt["loss"] else ", because the loss is unknown"),
         f"- Parameters: SHA-256 `{receipt['parameters']['sha256']}`",
         f"- Read back: logits in {back['dtype']} differ by at most "
-        f"{back['largest_logit_difference']:.3g} where the largest is {back['largest_logit']:.3g}",
+        f"{back['largest_logit_difference']:.3g}; the largest is {back['largest_logit']:.3g}",
     ]
     if receipt["computed_in"] != back["dtype"]:
         lines.append(
-            f"- The source computes in {receipt['computed_in']}: its own logits and results are "
-            f"those of {back['dtype']} but for rounding"
+            f"- The source computes in {receipt['computed_in']}: its own logits and results differ "
+            f"from those in {back['dtype']} by rounding"
         )
     if pixels["library_ops"] not in (None, pixels["ops"]):
         library = {"hf": "transformers"}.get(receipt["format"], receipt["format"])
         lines.append(
-            f"- {library} cannot do that: by these files it does `{pixels['library_ops']}`"
+            f"- {library} does not support these ops; from these files it does "
+            f"`{pixels['library_ops']}`"
         )
     lines += _results_table(receipt.get("results") or {}) + _usage(receipt, output)
     return "\n".join(lines) + "\n"
 
 
 def _sizes(model: dict[str, Any]) -> str:
-    """The sizes of a model as `_describe` gives it, in words."""
+    """The sizes of a model from `_describe`, in words."""
     words = {
         "stages": "a ResNet of {} units by stage",
         "stem_width": "a root of width {}",
@@ -276,7 +277,7 @@ def _sizes(model: dict[str, Any]) -> str:
 
 
 def _results_table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Lines of Markdown; none if there are no results."""
+    """A Markdown table of the results as lines; [] if there are none."""
     if not results:
         return []
     lines = ["", "| metric | value | step |", "|---|---|---|"]
@@ -287,18 +288,23 @@ def _results_table(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _usage(receipt: dict[str, Any], output: epath.Path) -> list[str]:
-    """Lines of Markdown on how to open the files, where that is not as usual."""
+    """Markdown lines on opening the files if that needs more than the usual call."""
     lines, eps = [], receipt["model"].get("norm_eps")
     if eps != 1e-6 and receipt["format"] == "timm":
-        lines += ["", f"timm takes no LayerNorm epsilon as text: take `eps` out of model_args and "
-                  f"give `norm_layer=partial(nn.LayerNorm, eps={eps})`."]  # fmt: skip
+        lines += [
+            "",
+            "timm cannot read the LayerNorm epsilon from a file: take `eps` out of model_args and "
+            f"pass `norm_layer=partial(nn.LayerNorm, eps={eps})`.",
+        ]
     if receipt["format"] == STABLEHLO:
         size = receipt["preprocessing"]["image_size"]
         lines += [
             "",
             "```python",
             f'program = jax.export.deserialize(bytearray(open("{output.name}", "rb").read()))',
-            "logits = program.call(images)  # float32 (b, {}, {}, 3)".format(*size),
+            "logits = program.call(images)  # float32 (b, {}, {}, {})".format(
+                *size, receipt["model"].get("channels", 3)
+            ),
             "```",
         ]
     return lines

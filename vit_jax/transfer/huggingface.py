@@ -1,8 +1,8 @@
-"""Models in the names of Hugging Face's `transformers`: ViT and DeiT, with or without a head.
+"""Models with the names of Hugging Face's `transformers`: ViT and DeiT, with or without a head.
 
-Read: `ViTForImageClassification`, `ViTModel`, `DeiTForImageClassification(WithTeacher)`,
-`DeiTModel`, as a file or as a folder with config.json. The pooler of a `ViTModel` is the hidden
-layer of the head, whose output `method="pre_logits"` gives.
+It reads `ViTForImageClassification`, `ViTModel`, `DeiTForImageClassification(WithTeacher)` and
+`DeiTModel`, from a file or a folder with config.json. The pooler of a `ViTModel` becomes the hidden
+layer of the head; `method="pre_logits"` returns its output.
 """
 
 import logging
@@ -29,8 +29,8 @@ logger = logging.getLogger("vit_jax")
 
 _GELU = {"gelu": "exact", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh"}
 _HIDDEN_ACT = {"exact": "gelu", "tanh": "gelu_pytorch_tanh"}
-_DEFAULT_HEADS, _DEFAULT_EPS = 12, 1e-12  # of ViTConfig and DeiTConfig
-_CONFIG_FORMAT = "5.23.0"  # the version of transformers whose keys are written
+_DEFAULT_HEADS, _DEFAULT_EPS = 12, 1e-12  # defaults of ViTConfig and DeiTConfig
+_CONFIG_FORMAT = "5.23.0"  # the version of transformers whose keys `write` uses
 _KINDS = {"num_attention_heads": "a positive int", "layer_norm_eps": "a positive number",
           "hidden_act": "text", "id2label": "an object", "problem_type": "text"}  # fmt: skip
 _LOSSES = {"single_label_classification": "softmax", "multi_label_classification": "sigmoid"}
@@ -39,7 +39,7 @@ _CLASSIFIERS = ("classifier", "cls_classifier")
 
 
 def knows(names: Iterable[str]) -> bool:
-    """Whether arrays are named so."""
+    """Whether the arrays have transformers' names."""
     return any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in names)
 
 
@@ -76,10 +76,10 @@ def _entries(model: nn.Module, prefix: str) -> list[Entry]:
 
 
 def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
-    """The model that `arrays`, read from `path`, are.
+    """Make the model of `arrays`, which were read from `path`.
 
     Raises:
-      InputError: naming what is no such model's, or what config.json says otherwise.
+      InputError: naming arrays that do not fit such a model, or contradictions with config.json.
     """
     source = str(path)
     prefix = next((p for p in ("vit.", "deit.") if f"{p}embeddings.cls_token" in arrays), "")
@@ -96,7 +96,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     distilled = f"{prefix}embeddings.distillation_token" in arrays
     image_size = _image_size(arrays, prefix, stated, source)
     if distilled and head is None and f"{prefix}pooler.dense.weight" in arrays:
-        logger.info("%s: its pooler, which no head has learned with, is left out", source)
+        logger.info("%s: the pooler is ignored; no head was trained with it", source)
         arrays = {name: a for name, a in arrays.items() if not name.startswith(f"{prefix}pooler.")}
     fields = {
         "num_classes": None if head is None else arrays[f"{head}.weight"].shape[0],
@@ -129,7 +129,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
 
 
 def _needed(prefix: str) -> dict[str, int]:
-    """{name: axes} of the arrays from which the model's sizes are read."""
+    """{name: number of axes} of the arrays that determine the model's sizes."""
     return {
         f"{prefix}embeddings.patch_embeddings.projection.weight": 4,
         f"{prefix}embeddings.position_embeddings": 3,
@@ -138,7 +138,7 @@ def _needed(prefix: str) -> dict[str, int]:
 
 
 def _read_shapes(arrays: dict[str, np.ndarray], prefix: str, source: str) -> dict[str, Any]:
-    """{key of config.json: its value} of those that the arrays show."""
+    """{key of config.json: value} for keys that the arrays determine."""
     projection, _, up = (arrays[name] for name in _needed(prefix))
     layers = rf"{re.escape(prefix)}encoder\.layer\.(\d+)\."
     return {
@@ -154,10 +154,10 @@ def _read_shapes(arrays: dict[str, np.ndarray], prefix: str, source: str) -> dic
 def _read_unseen(
     config: dict[str, Any] | None, stated: dict[str, Any], width: int, source: str
 ) -> dict[str, Any]:
-    """{key of config.json: its value, or the default} of those that the arrays do not show.
+    """{key of config.json: value or default} for keys that the arrays do not determine.
 
     Raises:
-      InputError: naming each, and each loss, that is not known here.
+      InputError: naming each value, and the loss, if it is not supported.
     """
     default_heads = _DEFAULT_HEADS if config is not None else layout.heads_by_width(width)
     heads = stated.get("num_attention_heads", default_heads)
@@ -165,20 +165,22 @@ def _read_unseen(
     eps = float(stated.get("layer_norm_eps", _DEFAULT_EPS))
     faults = []
     if heads is None:
-        faults.append(f"its heads: no published ViT is {width} wide; put config.json beside it")
+        faults.append(
+            f"number of heads: no published ViT is {width} wide; put config.json next to the file"
+        )
     if act not in _GELU:
         faults.append(f"hidden_act={act!r}: known: {', '.join(_GELU)}")
     problem = stated.get("problem_type")
     if problem not in (None, *_LOSSES):
         faults.append(f"problem_type={problem!r}: known: {', '.join(_LOSSES)}")
-    rules.refuse(faults, f"init_from={source!r}: cannot tell")
+    rules.refuse(faults, f"init_from={source!r}: its architecture cannot be inferred")
     return {"num_attention_heads": heads, "hidden_act": act, "layer_norm_eps": eps}
 
 
 def _image_size(
     arrays: dict[str, np.ndarray], prefix: str, stated: dict[str, Any], source: str
 ) -> tuple[int, int]:
-    """As stated; else of the square that the positions fill."""
+    """The stated image size; else the size of the square grid that the positions fill."""
     if "image_size" in stated:
         return image_hw(stated["image_size"], "image_size")
     projection, positions, _ = (arrays[name] for name in _needed(prefix))
@@ -190,22 +192,22 @@ def _image_size(
 def _class_names(stated: dict[str, Any], model: nn.Module, source: str) -> tuple[str, ...] | None:
     names = stated.get("id2label")
     if names is None or names == {str(i): f"LABEL_{i}" for i in range(len(names))}:
-        return None  # such are what transformers writes where there are none
+        return None  # transformers writes these names if there are none
     names = [names.get(str(i)) for i in range(len(names))]
     return rules.class_names_of(names, model.num_classes, source)
 
 
 def check(model: nn.Module) -> list[str]:
-    """What of `model` the format cannot hold."""
+    """The reasons why the format cannot hold `model`."""
     if faults := rules.check_family(model, ViT, DeiT):
         return faults
     faults = rules.check_positions(model)
     if model.pool != "token":
-        faults.append(f"pool={model.pool!r}, and it classifies the class token")
+        faults.append(f"pool={model.pool!r}, but the format classifies the class token")
     if model.hidden_head and model.num_classes is not None:
-        faults.append("hidden_head=True, and its head is linear")
+        faults.append("hidden_head=True, but the format's head is linear")
     if model.norm_pooled:
-        faults.append("norm_pooled=True, and it normalises the tokens")
+        faults.append("norm_pooled=True, but the format normalises the tokens")
     faults += rules.check_blocks(model)
     if model.layer_scale is not None:
         faults.append(f"layer_scale={model.layer_scale}")
@@ -213,7 +215,7 @@ def check(model: nn.Module) -> list[str]:
 
 
 def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
-    """Writes a folder that `transformers` opens; returns the files' names."""
+    """Write a folder that `transformers` opens; return the files' names."""
     pretrained = rules.with_learned_positions(pretrained, class_token_has_one=True)
     model = pretrained.model
     distilled = isinstance(model, DeiT)
@@ -229,8 +231,8 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     config = {"architectures": [architecture], **_config(model, kind, spec.class_names)}
     if spec.loss in _PROBLEM_TYPE:
         config["problem_type"] = _PROBLEM_TYPE[spec.loss]
-    elif spec.loss is not None:  # of a plug-in
-        logger.warning("%s: leaves out the loss %s, which transformers lacks", path, spec.loss)
+    elif spec.loss is not None:  # a plug-in's loss
+        logger.warning("%s: omits the loss %s, which transformers lacks", path, spec.loss)
     path.mkdir(parents=True, exist_ok=True)
     write_whole(path / "config.json", rules.to_json(config))
     write_whole(path / "preprocessor_config.json", rules.to_json(write_pixels(spec)))
@@ -239,8 +241,8 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
 
 
 def _config(model: nn.Module, kind: str, class_names: tuple[str, ...] | None) -> dict[str, Any]:
-    """The keys of ViTConfig or DeiTConfig, `kind` being vit or deit."""
-    # As transformers has it, a model without classes is described with ten.
+    """The values of ViTConfig or DeiTConfig; `kind` is vit or deit."""
+    # As in transformers, a model without classes is described with ten labels.
     labels = class_names or [f"LABEL_{i}" for i in range(model.num_classes or 10)]
     return {
         "attention_probs_dropout_prob": 0.0,

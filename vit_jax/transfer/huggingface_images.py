@@ -1,4 +1,4 @@
-"""How Hugging Face's `transformers` prepares images: preprocessor_config.json, read and written."""
+"""Reads and writes preprocessor_config.json, the image preprocessing of `transformers`."""
 
 import logging
 import operator
@@ -19,10 +19,11 @@ _PIXELS = {
     "rescale_factor": "a positive number", "image_mean": "three numbers",
     "image_std": "three positive numbers", "image_processor_type": "text",
     "feature_extractor_type": "text", "ops": "text", "holdout": "text",
+    "exif": "true or false",
 }  # fmt: skip
 _PROCESSOR = re.compile(r"(ViT|DeiT|Bit)(ImageProcessor(Fast|Pil)?|FeatureExtractor)")
-# What a class of image processors does where a file does not state it. ViT's and DeiT's resize to
-# (height, width), each side by itself; so does an int. Bit's keeps the proportion.
+# Defaults of the image processor classes. ViT's and DeiT's resize each side separately to (height,
+# width), or to an int for both. Bit's keeps the aspect ratio.
 _PROCESSORS = {
     "ViT": {"resample": 2, "do_center_crop": False},
     "DeiT": {"resample": 3, "size": 256, "do_center_crop": True, "crop_size": 224},
@@ -30,26 +31,26 @@ _PROCESSORS = {
             "crop_size": 224, "image_mean": [0.48145466, 0.4578275, 0.40821073],
             "image_std": [0.26862954, 0.26130258, 0.27577711]},
 }  # fmt: skip
-_FILTERS = {2: "bilinear", 3: "bicubic"}  # as Pillow numbers them
+_FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _RESAMPLE = {ours: theirs for theirs, ours in _FILTERS.items()}
 
 
 def read_pixels(path: epath.Path) -> dict[str, Any]:
-    """The values of preprocessor_config.json; {} where there is none."""
+    """The values of preprocessor_config.json; {} if the file does not exist."""
     file = path / "preprocessor_config.json"
     content = safetensors.read_json(file) if path.is_dir() and file.exists() else {}
     return layout.read_stated(content, _PIXELS, str(file))
 
 
 def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str) -> Spec:
-    """`spec` with images prepared as `pixels`, the keys of a preprocessor_config.json, say.
+    """`spec` with the preprocessing in `pixels`, the values of a preprocessor_config.json.
 
-    Its `fault` names each key that asks for what cannot be done here; the weights can be used.
+    If keys ask for unsupported preprocessing, `fault` names them; the weights are still usable.
     """
     default = "DeiTImageProcessor" if distilled and pixels else "ViTImageProcessor"
     processor = pixels.get("image_processor_type") or pixels.get("feature_extractor_type", default)
     match = _PROCESSOR.fullmatch(processor)
-    where = f"init_from={source!r}: images cannot be prepared as its preprocessor_config.json says"
+    where = f"init_from={source!r}: its preprocessor_config.json is not supported"
     kind = match[1] if match else "ViT"
     height, width = spec.image_size
     given = {"size": {"height": height, "width": width}} | _PROCESSORS[kind] | pixels
@@ -66,12 +67,12 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str
         ]
     if faults:
         fault = rules.join_faults(faults, where)
-        logger.warning("%s; only its weights can be used", fault)
+        logger.warning("%s; only the weights can be used", fault)
         return spec._replace(fault=fault, holdout=pixels.get("holdout"))
     resized = _height_width(given["size"])
     in_proportion = _in_proportion(given["size"])
     interpolation = _FILTERS[given["resample"]]
-    nearest = max if in_proportion else min  # where no share gives both sides
+    nearest = max if in_proportion else min  # if no share gives both sides
     share = nearest(map(rules.share_of, spec.image_size, resized))
     cut = Cut(share, "center" if in_proportion else "squash", interpolation)
     ops = pixels.get("ops") or _ops(resized, in_proportion, interpolation, spec.image_size)
@@ -83,7 +84,7 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str
 
 
 def _mean_and_std(given: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """See `Spec`, from keys of a preprocessor_config.json and defaults."""
+    """`Spec.mean` and `Spec.std` from the values of a preprocessor_config.json and defaults."""
     scale = 255 * given.get("rescale_factor", 1 / 255) if given.get("do_rescale", True) else 255.0
     mean, std = (0.0,) * 3, (1.0,) * 3
     if given.get("do_normalize", True):
@@ -92,15 +93,15 @@ def _mean_and_std(given: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float
 
 
 def _in_proportion(size: Any) -> bool:
-    """Whether images of a size as transformers states it keep their proportions."""
+    """Whether a size in transformers' form keeps the aspect ratio of images."""
     return isinstance(size, dict) and size.keys() == {"shortest_edge"}
 
 
 def _pixel_faults(given: dict[str, Any], image_size: tuple[int, int]) -> list[str]:
-    """What of `given`, keys of a preprocessor_config.json and defaults, cannot be done here."""
+    """The unsupported values in `given`, a preprocessor_config.json's values and defaults."""
     faults = []
     if not given.get("do_resize", True):
-        faults.append("do_resize=False: needs true, as the model takes images of one size")
+        faults.append("do_resize=False: needs true, because the model takes images of one size")
     if given.get("do_pad"):
         faults.append("do_pad=True: needs false; padding is not supported")
     if given["resample"] not in _FILTERS:
@@ -110,8 +111,8 @@ def _pixel_faults(given: dict[str, Any], image_size: tuple[int, int]) -> list[st
     if resized is None:
         faults.append(f"size={given['size']!r}: needs an int, height and width, or shortest_edge")
     elif _in_proportion(given["size"]) and not given["do_center_crop"]:
-        faults.append(f"size={given['size']!r}: needs do_center_crop=true, as the images of such a "
-                      "size have the proportions of the files")  # fmt: skip
+        faults.append(f"size={given['size']!r}: needs do_center_crop=true, because this size keeps "
+                      "the aspect ratio of the files")  # fmt: skip
     elif cropped != image_size:
         key = "crop_size" if given["do_center_crop"] else "size"
         height, width = image_size
@@ -120,12 +121,12 @@ def _pixel_faults(given: dict[str, Any], image_size: tuple[int, int]) -> list[st
         )
     elif any(map(operator.lt, resized, cropped)):
         faults.append(f"size={given['size']!r}: needs at least crop_size={given['crop_size']!r}, "
-                      "as a larger crop has a black border")  # fmt: skip
+                      "because a larger crop has a black border")  # fmt: skip
     return faults
 
 
 def _height_width(size: Any) -> tuple[int, int] | None:
-    """(height, width) of a size as transformers states it; None if it is of no known form."""
+    """(height, width) of a size in transformers' form; None if the form is unknown."""
     match size:
         case {"height": height, "width": width, **rest} if not rest:
             pass
@@ -141,7 +142,7 @@ def _height_width(size: Any) -> tuple[int, int] | None:
 def _ops(
     resized: tuple[int, int], in_proportion: bool, interpolation: str, image_size: tuple[int, int]
 ) -> str:
-    """What an image processor of transformers does, as a preprocessing string."""
+    """The preprocessing string equivalent to an image processor of transformers."""
     if in_proportion:
         return f"decode|torchvision_resize({resized[0]}, {interpolation!r})|central_crop"
     if resized == image_size:
@@ -150,7 +151,7 @@ def _ops(
 
 
 def write_pixels(spec: Spec) -> dict[str, Any]:
-    """The keys of preprocessor_config.json for images prepared as `spec` says."""
+    """The values of preprocessor_config.json for the preprocessing in `spec`."""
     pixels = {
         "do_normalize": True,
         "do_rescale": True,
@@ -164,13 +165,15 @@ def write_pixels(spec: Spec) -> dict[str, Any]:
         pixels["ops"] = ops_for(spec)
     if spec.holdout is not None:
         pixels["holdout"] = spec.holdout
+    if spec.exif is False:
+        pixels["exif"] = False
     return pixels
 
 
 def _write_cut(cut: Cut, image_size: tuple[int, int]) -> dict[str, Any]:
     """Keys that describe `cut`, with the image processor class that supports them in every version.
 
-    In proportion there is one size for both sides: the larger, of images that are no squares.
+    With mode "center" there is one size for both sides: the larger one if images are not square.
     """
     (height, width), resized = image_size, cut.resized(image_size)
     pixels = {"resample": _RESAMPLE[cut.interpolation], "do_center_crop": False}
@@ -186,7 +189,7 @@ def _write_cut(cut: Cut, image_size: tuple[int, int]) -> dict[str, Any]:
 
 
 def library_ops(spec: Spec) -> str:
-    """How transformers cuts images by what `write_pixels` gives, as a preprocessing string."""
+    """The preprocessing string equivalent to what transformers does with `write_pixels`' values."""
     cut = spec.cut or Cut()
     in_proportion, resized = cut.mode == "center", cut.resized(spec.image_size)
     if in_proportion:

@@ -1,4 +1,4 @@
-"""Images as a pretrained model wants them, and the names of its classes."""
+"""Preprocessing of images for a pretrained model, and the names of its classes."""
 
 import os
 
@@ -12,10 +12,10 @@ _IMAGENET_CLASSES = 1000
 
 
 def ops_for(spec: Spec) -> str:
-    """The preprocessing string of a source that has an image size; see `data.parse_ops`.
+    """The preprocessing string of a source with an image size; see `data.parse_ops`.
 
     Raises:
-      InputError: if images cannot be prepared as the source states.
+      InputError: if the source's preprocessing is not supported.
     """
     if spec.fault is not None:
         raise InputError(spec.fault)
@@ -23,38 +23,46 @@ def ops_for(spec: Spec) -> str:
 
 
 def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:
-    """A JPEG or PNG file as the model wants it: float32 (H, W, 3) in its value range.
+    """Load a picture as the model's input: float32 (H, W, channels) in its value range.
 
         model, variables = vit_jax.load_pretrained(source)
         image = vit_jax.load_image("cat.jpg", vit_jax.pretrained_spec(source))
         logits = model.apply(variables, image[None])
 
-    Where `spec.image_size` is None the image keeps its size.
+    Reads JPEG, PNG, WebP, BMP, TIFF and the first frame of a GIF, and turns the picture by its EXIF
+    orientation unless `spec.exif` is False. If `spec.image_size` is None the image keeps its size.
 
     Raises:
-      InputError: if it cannot be read or decoded.
+      InputError: if the file cannot be read or decoded.
     """
-    from vit_jax.data import parse_ops  # TensorFlow only now
+    from vit_jax.data import parse_ops  # here, because it needs TensorFlow
+    from vit_jax.data.device_ops import per_channel
+    from vit_jax.data.host_ops import to_pixels
     from vit_jax.data.host_tf import tf
+    from vit_jax.data.pictures import to_known_format
 
     ops = "decode" if spec.image_size is None else ops_for(spec)
     try:
-        image = tf.constant(epath.Path(path).read_bytes())
+        encoded = epath.Path(path).read_bytes()
         with tf.device("cpu"):
+            image = tf.constant(to_known_format(encoded, spec.exif is not False))
+            if spec.channels != 3:
+                image = to_pixels(image, spec.channels)
             for op in parse_ops(ops, spec.image_size or (1, 1))[0]:
                 image = op(image, None)
     except (OSError, tf.errors.OpError) as e:
-        raise InputError(f"{os.fspath(path)}: not a readable JPEG or PNG file ({e})") from None
-    mean, std = (np.asarray(values, np.float32) for values in (spec.mean, spec.std))
+        raise InputError(f"{os.fspath(path)}: not a readable picture ({e})") from None
+    per = (per_channel(values, spec.channels) for values in (spec.mean, spec.std))
+    mean, std = (np.asarray(values, np.float32) for values in per)
     return (image.numpy().astype(np.float32) / 255 - mean) / std
 
 
 def class_names(spec: Spec, num_classes: int) -> tuple[str, ...]:
-    """The names that a source states; of 1,000 without names ImageNet's; else numbers."""
+    """The source's class names; without them ImageNet's for 1,000 classes, else numbers."""
     if spec.class_names is not None and len(spec.class_names) == num_classes:
         return spec.class_names
     if num_classes == _IMAGENET_CLASSES:
         from tensorflow_datasets.datasets.siscore.labels import IMAGENET_LABELS_LIST
 
-        return tuple(IMAGENET_LABELS_LIST)  # by the sorted numbers of the synsets
+        return tuple(IMAGENET_LABELS_LIST)  # sorted by synset number
     return tuple(f"class {i}" for i in range(num_classes))

@@ -1,7 +1,7 @@
-"""How the arrays of a foreign format correspond to a model's parameters, in both directions.
+"""The correspondence between a foreign format's arrays and a model's parameters.
 
-A format lists an `Entry` for each array that a model has there. From the list a file is read, with
-every array that is absent, unknown or misshapen named as the file names it, and written.
+A format lists one `Entry` for each of its arrays; the list serves to read and write files. Errors
+name every absent, unknown or misshapen array by its name in the file.
 """
 
 import math
@@ -21,16 +21,16 @@ from vit_jax.objectives.supervised import LOSSES
 from vit_jax.transfer.rules import abstract_params, refuse
 
 _FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)
-_SHOWN = 8  # of the arrays of a file that is another model's; the rest is counted
+_SHOWN = 8  # maximum number of unknown arrays in an error message; the others are counted
 
 
 class Entry(NamedTuple):
-    """One array of a foreign file and the parameters that it holds.
+    """One array of a foreign file and the parameters in it.
 
-    theirs: its name in the file.
-    ours: the names of the parameters, in the unrolled model.
-    read: array -> the parameters, in the order of `ours`.
-    write: the parameters -> array.
+    theirs: the array's name in the file.
+    ours: the names of the parameters in the unrolled model.
+    read: array -> parameters, in the order of `ours`.
+    write: parameters -> array.
     """
 
     theirs: str
@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 
 
 def same(theirs: str, ours: str) -> Entry:
-    """An array that is stored as it is."""
+    """An array that is stored unchanged."""
     return Entry(theirs, (ours,), lambda a: (a,), lambda a: a)
 
 
@@ -50,7 +50,7 @@ def transposed(theirs: str, ours: str) -> Entry:
 
 
 def joined(entry: Callable[[str, str], Entry], theirs: str, ours: Sequence[str]) -> Entry:
-    """Several parameters, each stored as by `entry`, one behind the other on the first axis."""
+    """Several parameters, each stored as by `entry`, concatenated on the first axis."""
     parts = [entry(theirs, name) for name in ours]
 
     def read(array):
@@ -64,7 +64,7 @@ def joined(entry: Callable[[str, str], Entry], theirs: str, ours: Sequence[str])
 
 
 def rearranged(theirs: str, ours: str, pattern: str, **sizes: int) -> Entry:
-    """An array stored as the einops `pattern` "theirs -> ours" says."""
+    """An array that is rearranged by the einops `pattern` "theirs -> ours"."""
     their_axes, our_axes = pattern.split(" -> ")
     return Entry(
         theirs,
@@ -75,18 +75,18 @@ def rearranged(theirs: str, ours: str, pattern: str, **sizes: int) -> Entry:
 
 
 def torch_linear(theirs: str, ours: str, bias: bool = True) -> list[Entry]:
-    """A dense layer as PyTorch stores it."""
+    """The entries of a dense layer in PyTorch's form."""
     entries = [transposed(f"{theirs}.weight", f"{ours}/kernel")]
     return entries + [same(f"{theirs}.bias", f"{ours}/bias")] * bias
 
 
 def torch_norm(theirs: str, ours: str) -> list[Entry]:
-    """A LayerNorm as PyTorch stores it."""
+    """The entries of a LayerNorm in PyTorch's form."""
     return [same(f"{theirs}.weight", f"{ours}/scale"), same(f"{theirs}.bias", f"{ours}/bias")]
 
 
 def torch_patches(theirs: str, patch_size: tuple[int, int]) -> list[Entry]:
-    """The embedding of patches, stored as a convolution's (D, 3, P, Q)."""
+    """The entries of the patch embedding as a convolution with kernel (D, 3, P, Q)."""
     p, q = patch_size
     kernel = rearranged(
         f"{theirs}.weight", "embedding/kernel", "d c p q -> (p q c) d", p=p, q=q, c=3
@@ -97,11 +97,11 @@ def torch_patches(theirs: str, patch_size: tuple[int, int]) -> list[Entry]:
 def read_entries(
     entries: Sequence[Entry], arrays: Mapping[str, np.ndarray], model: nn.Module, source: str
 ) -> dict[str, np.ndarray]:
-    """{leaf name: array} of the unrolled `model`.
+    """Read the parameters of the unrolled `model`: {leaf name: array}.
 
     Raises:
-      InputError: one error naming every array of `source` that is absent, unknown, of another shape
-        or not finite.
+      InputError: one error naming every array of `source` that is absent, unknown, not finite, or
+        has a wrong shape.
     """
     params = abstract_params(model)
     found, faults = {}, []
@@ -112,7 +112,7 @@ def read_entries(
         array = arrays[entry.theirs]
         needed = entry.write(*(np.zeros(params[name].shape, np.float32) for name in entry.ours))
         if array.shape != needed.shape:
-            faults.append(f"{entry.theirs}: {array.shape}, and needs {needed.shape}")
+            faults.append(f"{entry.theirs}: {array.shape}, but needs {needed.shape}")
         elif not np.isfinite(array).all():
             count = array.size - int(np.isfinite(array).sum())
             faults.append(f"{entry.theirs}: {count} of its {array.size} values are not finite")
@@ -123,14 +123,14 @@ def read_entries(
     unknown = [name for name in arrays if name not in known]
     faults += [f"{name} {arrays[name].shape}: unknown" for name in unknown[:_SHOWN]]
     faults += [f"{len(unknown) - _SHOWN} more unknown"] * (len(unknown) > _SHOWN)
-    refuse(faults, f"init_from={source!r}: not the {type(model).__name__} that it seems")
+    refuse(faults, f"init_from={source!r}: looks like a {type(model).__name__}, but is not one")
     return found
 
 
 def write_entries(
     entries: Sequence[Entry], params: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """{name in the file: contiguous float32 array}; undoes `read_entries`."""
+    """{name in the file: contiguous float32 array}; the inverse of `read_entries`."""
     return {
         entry.theirs: np.ascontiguousarray(
             entry.write(*(np.asarray(params[name], np.float32) for name in entry.ours))
@@ -145,9 +145,9 @@ def require(
     source: str,
     optional: Mapping[str, int] = types.MappingProxyType({}),
 ) -> None:
-    """Raises InputError if an array from which a model is inferred is absent or misshapen.
+    """Raise InputError if an array needed to infer the model is absent or misshapen.
 
-    `ranks` says of each of them how many axes it has; those in `optional` may be absent.
+    `ranks` maps names to numbers of axes; arrays in `optional` may be absent.
     """
     faults = []
     for name, rank in (ranks | optional).items():
@@ -155,44 +155,44 @@ def require(
             if name in ranks:
                 faults.append(f"{name}: absent")
         elif arrays[name].ndim != rank or 0 in arrays[name].shape:
-            faults.append(f"{name}: {arrays[name].shape}, and needs {rank} axes")
-    refuse(faults, f"init_from={source!r}: its architecture cannot be told")
+            faults.append(f"{name}: {arrays[name].shape}, but needs {rank} axes")
+    refuse(faults, f"init_from={source!r}: its architecture cannot be inferred")
 
 
 def count_layers(arrays: Mapping[str, np.ndarray], pattern: str, source: str) -> int:
-    """How many layers there are, whose number is the first group of the regex `pattern`."""
+    """The number of layers; the first group of the regex `pattern` is a layer's index."""
     layers = {int(m[1]) for name in arrays if (m := re.match(pattern, name))}
     if not layers:
         raise InputError(f"init_from={source!r}: it has no layers")
     missing = sorted(set(range(max(layers) + 1)) - layers)
     if missing:
         raise InputError(
-            f"init_from={source!r}: of its {max(layers) + 1} layers those numbered "
-            f"{', '.join(map(str, missing))} are absent; fetch it again"
+            f"init_from={source!r}: layers {', '.join(map(str, missing))} of {max(layers) + 1} are "
+            "absent; fetch it again"
         )
     return len(layers)
 
 
 def heads_by_width(width: int) -> int | None:
-    """The heads of the published ViTs of that width; None if there is none."""
+    """The number of heads of the published ViTs with that width; None if there are none."""
     return {variant.width: variant.num_heads for variant in VIT_VARIANTS.values()}.get(width)
 
 
 def as_float32(name: str, array: np.ndarray) -> np.ndarray:
-    """Weights widened to float32, or narrowed from float64.
+    """Convert floating-point weights to float32.
 
     Raises:
       ValueError: if they are not floating point.
     """
     if not any(array.dtype == np.dtype(d) for d in _FLOATS):
-        raise ValueError(f"{name} is of dtype {array.dtype}, and weights are floating point")
+        raise ValueError(f"{name} has dtype {array.dtype}; weights must be floating point")
     return array.astype(np.float32, copy=False)
 
 
 def check_agreement(stated: Mapping[str, Any], found: Mapping[str, Any], source: str) -> None:
-    """Raises InputError for what a config states otherwise than the arrays show."""
+    """Raise InputError if values of a config contradict the arrays."""
     faults = [
-        f"{key}={value!r}, and {found[key]!r} in the arrays"
+        f"{key}={value!r}, but {found[key]!r} in the arrays"
         for key, value in stated.items()
         if key in found and value is not None and value != found[key]
     ]
@@ -202,12 +202,12 @@ def check_agreement(stated: Mapping[str, Any], found: Mapping[str, Any], source:
 def read_stated(
     content: Mapping[str, Any] | None, kinds: Mapping[str, str], source: str
 ) -> dict[str, Any]:
-    """What a JSON object states: null is as if it were absent.
+    """The values of a JSON object without its nulls.
 
-    `kinds`: by key, one of KINDS; a key may be absent.
+    `kinds` maps keys to KINDS; a key may be absent.
 
     Raises:
-      InputError: naming each value that is not of the kind of its key.
+      InputError: naming each value that has the wrong kind for its key.
     """
     stated = {key: value for key, value in (content or {}).items() if value is not None}
     faults = [
@@ -220,7 +220,7 @@ def read_stated(
 
 
 def int_or_pair(size: tuple[int, int]) -> int | list[int]:
-    """(height, width) as JSON files have it: one number if they are equal."""
+    """(height, width) for a JSON file: one number if they are equal, else a list."""
     return size[0] if size[0] == size[1] else list(size)
 
 

@@ -1,14 +1,14 @@
-"""Models in published `.npz` files: both variants in which the reference family names its ViTs.
+"""Models in published `.npz` files, in both variants of the reference code's names.
 
-Hybrids are of the first variant; their ResNets, and Big Transfer's, are in resnet.py.
+The first variant was published with Dosovitskiy et al. 2020 (arXiv:2010.11929) and Steiner et al.
+2021 (arXiv:2106.10270); the later one with Zhai et al. 2021 (arXiv:2106.04560) and Beyer et al.
+2022 (arXiv:2205.01580). In the later variant, positions are added before the class token is
+prepended, and a file without positions has fixed sine-cosine positions.
 
-The first variant is that of the files published with Dosovitskiy et al. 2020 (arXiv:2010.11929)
-and Steiner et al. 2021 (arXiv:2106.10270); the later one that of Zhai et al. 2021
-(arXiv:2106.04560) and Beyer et al. 2022 (arXiv:2205.01580). In the later one the class token joins
-after the positions are added, and a file without positions has fixed sine-cosine ones.
+Hybrids use the first variant; their ResNets, and Big Transfer's, are in resnet.py.
 
-What no array tells, the rows of a grid that is not square, the value range, the names of the
-classes, is in NAME.json beside NAME.npz where `write` made the file.
+`write` also writes NAME.json for facts that the arrays do not show: the rows of a grid that is not
+square, the value range, the names of the classes.
 """
 
 import io
@@ -52,9 +52,10 @@ logger = logging.getLogger("vit_jax")
 _KINDS = {"mean": "three numbers", "std": "three positive numbers", "class_names": "a list",
           "crop": "a share above 0, at most 1", "crop_mode": "center or squash",
           "interpolation": "bilinear or bicubic", "ops": "text",
-          "loss": "softmax or sigmoid", "holdout": "text"}  # fmt: skip
+          "loss": "softmax or sigmoid", "holdout": "text",
+          "exif": "true or false"}  # fmt: skip
 
-# By variant: the position embedding; of a layer the second norm, attention, MLP.
+# Names by variant: the position embedding, and a layer's second norm, attention and MLP.
 _VARIANTS = {
     "first": (
         "Transformer/posembed_input/pos_embedding",
@@ -114,7 +115,7 @@ def _mlp(theirs: str, ours: str) -> list[Entry]:
 
 
 def _attention(theirs: str, ours: str, h: int) -> list[Entry]:
-    """Kernels have an axis for the heads."""
+    """The entries of an attention layer, whose kernels have an axis for the heads."""
     entries = []
     for name in ("query", "key", "value"):
         kernel, bias = f"{name}/kernel", f"{name}/bias"
@@ -129,17 +130,16 @@ def _attention(theirs: str, ours: str, h: int) -> list[Entry]:
     ]
 
 
-# Encrypted members are a RuntimeError, of which methods of compression that are unknown are one.
+# Encrypted members raise RuntimeError, unknown compression its subclass NotImplementedError.
 _UNREADABLE = (MemoryError, ValueError, OSError, EOFError, RuntimeError, SyntaxError,
                tokenize.TokenError, zipfile.BadZipFile, zlib.error)  # fmt: skip
 _ZIP = b"PK\x03\x04"
-# Where a file holds more than a ViT's parameters, they stand below one of these: beside the
-# optimizer's state, or as the image tower beside a text tower.
+# Prefixes of a ViT's parameters in files that also hold the optimizer's state or a text tower.
 _PLACES = ("", "params/", "opt/target/", "params/img/")
 
 
 def recognises(path: epath.Path) -> bool:
-    """Whether `path` is named as such a file is."""
+    """Whether `path` has the name of such a file."""
     return path.suffix == ".npz" and not path.is_dir()
 
 
@@ -147,11 +147,11 @@ def _read_arrays(path: epath.Path) -> dict[str, np.ndarray]:
     try:
         with path.open("rb") as file:
             if file.read(4) != _ZIP:
-                raise ValueError("it is no zip archive, as every .npz is")
+                raise ValueError("it is not a zip archive, as every .npz must be")
             file.seek(0)
             arrays = np.load(file, allow_pickle=False)
             if isinstance(arrays, np.ndarray):
-                raise ValueError("one array without a name")
+                raise ValueError("it holds one array without a name")
             return {name: _as_float32(name, arrays[name]) for name in arrays.files}
     except _UNREADABLE as e:
         raise InputError(
@@ -160,16 +160,16 @@ def _read_arrays(path: epath.Path) -> dict[str, np.ndarray]:
 
 
 def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
-    """Also of bfloat16, which NumPy stores as two bytes without a type."""
+    """Convert weights to float32, also bfloat16, which NumPy stores as two bytes without a type."""
     if not isinstance(array, np.ndarray):
-        raise ValueError(f"{name} is no array")
+        raise ValueError(f"{name} is not an array")
     if array.dtype == np.dtype("V2"):
         array = array.view(ml_dtypes.bfloat16)
     return layout.as_float32(name, array)
 
 
 def read(path: epath.Path) -> Pretrained:
-    """The model in the file `path`; its architecture is inferred from the arrays.
+    """Read the model in the file `path`; its architecture is inferred from the arrays.
 
     Raises:
       InputError: if the file cannot be read or holds another architecture.
@@ -200,24 +200,24 @@ def _read_cut(stated: dict[str, Any]) -> Cut | None:
     if "crop" not in stated:
         return None
     share = float(stated["crop"])
-    if "crop_mode" not in stated:  # an earlier export, of images resized to the nearest pixel
+    if "crop_mode" not in stated:  # an older export, which rounded sizes to the nearest pixel
         share = math.nextafter(share, 0.0)
     mode, interpolation = stated.get("crop_mode", "center"), stated.get("interpolation", "bilinear")
     return Cut(share, mode, interpolation)
 
 
 def _find_model(path: epath.Path, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of the model alone, by their names from its root on."""
+    """The arrays that belong to the model, by their names below its prefix."""
     place = next((place for place in _PLACES if f"{place}embedding/kernel" in arrays), "")
     found = {n.removeprefix(place): a for n, a in arrays.items() if n.startswith(place)}
     if len(found) < len(arrays):
-        logger.info("%s: the model is read from %s; the %d arrays elsewhere are left out",
+        logger.info("%s: the model is read from %s; %d other arrays are ignored",
                     path, place, len(arrays) - len(found))  # fmt: skip
     return found
 
 
 def _unstack_scanned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Layers stored as one, the layer being the first axis, as layers of their own."""
+    """Split layers that are stacked along the first axis into separate layers."""
     stacked, unstacked = "Transformer/encoderblock/", {}
     for name, array in arrays.items():
         if name.startswith(stacked) and array.ndim:
@@ -229,7 +229,7 @@ def _unstack_scanned(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _tell_variant(arrays: dict[str, np.ndarray]) -> str:
-    """Of the names that the variants do not share, one is enough to tell them apart."""
+    """The variant whose distinctive names occur most often."""
     seen = {
         variant: sum(any(part in name for part in parts) for name in arrays)
         for variant, parts in (
@@ -277,7 +277,7 @@ def _infer_model(source, variant, arrays, image_size) -> ViT:
 
 
 def check(model: nn.Module, variant: str) -> list[str]:
-    """What of `model` a file of the variant cannot hold."""
+    """The reasons why a file of the variant cannot hold `model`."""
     faults = check_family(model, *((ViT, HybridViT, BiT) if variant == "first" else (ViT,)))
     if faults or isinstance(model, BiT):
         return faults
@@ -287,7 +287,7 @@ def check(model: nn.Module, variant: str) -> list[str]:
         if getattr(model, field) != value:
             faults.append(f"{field}={getattr(model, field)!r}")
     if model.has_class_token and model.pool != "token":
-        faults.append(f"a class token that pool={model.pool!r} leaves out")
+        faults.append(f"a class token that pool={model.pool!r} does not use")
     if variant == "first" and model.pool == "map":
         faults.append("pool='map'")
     return faults + _find_position_faults(model, variant)
@@ -305,9 +305,9 @@ def _find_position_faults(model: nn.Module, variant: str) -> list[str]:
 
 
 def _with_position_in_class_token(pretrained: Pretrained) -> Pretrained:
-    """The class token's position added to the token, as the later variant has none for it.
+    """Add the class token's position to the token, because the later variant has no entry for it.
 
-    The model adds the same two numbers first, so that its logits are the same to the bit.
+    The model starts with the same addition, so its logits stay the same to the bit.
     """
     model, params = pretrained.model, dict(pretrained.params)
     if not model.num_prefix_positions:
@@ -320,9 +320,9 @@ def _with_position_in_class_token(pretrained: Pretrained) -> Pretrained:
 
 
 def write(path: epath.Path, pretrained: Pretrained, variant: str) -> list[str]:
-    """Writes NAME.npz, and NAME.json with what it does not tell; returns the files' names."""
+    """Write NAME.npz, and NAME.json with facts that it cannot hold; return the files' names."""
     if path.suffix != ".npz":
-        raise InputError(f"--output={path}: needs a name that ends in .npz")
+        raise InputError(f"--output={path}: the name must end in .npz")
     if variant == "later":
         pretrained = _with_position_in_class_token(pretrained)
     model, spec = pretrained.model, pretrained.spec
@@ -335,6 +335,8 @@ def write(path: epath.Path, pretrained: Pretrained, variant: str) -> list[str]:
     for key in ("ops", "loss", "holdout"):
         if getattr(spec, key) is not None:
             stated[key] = getattr(spec, key)
+    if spec.exif is False:
+        stated["exif"] = False
     if spec.class_names:
         stated["class_names"] = list(spec.class_names)
     content = io.BytesIO()

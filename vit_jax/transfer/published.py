@@ -1,9 +1,9 @@
-"""Published files by name, and the fetching of files by address into a cache.
+"""Published files by name, and downloads of files by address into a cache.
 
-Addresses, sizes and classes: the README of github.com/google-research/vision_transformer for the
-ViT and AugReg releases, of github.com/google-research/big_transfer for BiT, and
-github.com/google-research/big_vision for "better plain ViT". None of them publishes hashes; the
-server that has most of them sends one with the file, which is checked.
+Sources of addresses, sizes and classes: the README of github.com/google-research/vision_transformer
+for the ViT and AugReg releases, of github.com/google-research/big_transfer for BiT, and
+github.com/google-research/big_vision for "better plain ViT". None of them publishes hashes. The
+server of most files sends a hash with the file, which is checked.
 """
 
 import base64
@@ -15,7 +15,6 @@ import os
 import pathlib
 import re
 import shutil
-import tempfile
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -24,13 +23,14 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from vit_jax.errors import InputError, nearest
-from vit_jax.files import absolute
+from vit_jax.files import absolute, cache_folder, replaced, write_whole
+from vit_jax.transfer.hub import fetch_from_hub, json_beside, parse_address
 
 logger = logging.getLogger("vit_jax")
 
-_NOTE = "fetched.json"  # beside what was fetched: from where, and its hashes
+_NOTE = "fetched.json"  # address and hashes, next to the fetched files
 _ATTEMPTS = 3
-_TIMEOUT_S = 60  # without a byte
+_TIMEOUT_S = 60  # maximum time without a byte
 _CHUNK_BYTES = 1 << 20
 _SINGLE = (".npz", ".safetensors")
 _I21K_CLASSES = 21_843
@@ -39,10 +39,10 @@ _I21K_CLASSES = 21_843
 class Published(NamedTuple):
     """A published file.
 
-    address: where it is.
-    num_classes: of its head.
-    mebibytes: its size, rounded, where that is published.
-    value_range: the values that its model wants black and white to have.
+    address: its URL.
+    num_classes: number of classes of its head.
+    mebibytes: its rounded size, or None if that is not published.
+    value_range: the model's input values for black and white.
     """
 
     address: str
@@ -52,7 +52,7 @@ class Published(NamedTuple):
 
     @property
     def loss(self) -> str:
-        """The loss that it was trained with last: sigmoid of ImageNet-21k, softmax of ImageNet-1k.
+        """The loss of its last training: sigmoid for ImageNet-21k, softmax for ImageNet-1k.
 
         Source: github.com/google-research/big_vision, configs/vit_i21k.py, bit_i21k.py,
         bit_i1k.py and vit_s16_i1k.py.
@@ -60,7 +60,7 @@ class Published(NamedTuple):
         return "sigmoid" if self.num_classes == _I21K_CLASSES else "softmax"
 
 
-_GOOGLE = "https://storage.googleapis.com/"  # what is at gs:// too
+_GOOGLE = "https://storage.googleapis.com/"  # the same objects as at gs://
 _VIT = f"{_GOOGLE}vit_models"
 _BIT = f"{_GOOGLE}bit_models"
 
@@ -76,7 +76,7 @@ def _table() -> dict[str, Published]:
     for model in ("ViT-B_16", "ViT-L_16"):
         address = f"{_VIT}/imagenet21k+imagenet2012/{model}-224.npz"
         table[f"{model.replace('_', '/')}@imagenet2012-224"] = Published(address, 1000)
-    # The recommended ones: model, name of its file, MiB, learning rate of fine-tuning at 384 px.
+    # The recommended models: model, file name, MiB, learning rate of fine-tuning at 384 px.
     for name, file, mebibytes, rate in (
         ("ViT-L/16", "L_16-i21k-300ep-lr_0.001-aug_strong1-wd_0.1-do_0.0-sd_0.0", 1243, "0.01"),
         ("ViT-B/16", "B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0", 391, "0.03"),
@@ -104,7 +104,7 @@ PUBLISHED = _table()
 
 
 def by_address(source: str | os.PathLike) -> Published | None:
-    """The published file that `source`, its name or its address, means; None if it is another."""
+    """The published file with the name or address `source`; None if there is none."""
     source = os.fspath(source)
     if source in PUBLISHED:
         return PUBLISHED[source]
@@ -115,22 +115,38 @@ def by_address(source: str | os.PathLike) -> Published | None:
 
 
 def loss_by_file_name(name: str, num_classes: int | None) -> str | None:
-    """The loss of the published files of that name and number of classes; None if there are none.
+    """The loss of the published files with that file name and number of classes, or None.
 
-    Releases share file names, such as ViT-B_16.npz, but not with the same number of classes.
+    Releases share file names, such as ViT-B_16.npz, but then differ in the number of classes.
     """
     same = (p for p in PUBLISHED.values() if p.address.endswith(f"/{name}"))
     return next((p.loss for p in same if p.num_classes == num_classes), None)
 
 
-def locate(source: str | os.PathLike) -> epath.Path:
-    """The file or folder that `source` means: a path, an address, or a name in PUBLISHED.
+# Start of a source on the Hugging Face Hub -> start of the repository's name.
+_ON_HUB = {"hf:": "", "timm:": "timm/"}
 
-    A single file elsewhere is fetched into the cache, $XDG_CACHE_HOME/vit_jax/pretrained, with the
-    JSON beside it where there is one. A folder in an object store is read where it is.
+
+def is_on_hub(source: str | os.PathLike) -> bool:
+    """Whether `source` names a repository of the Hub, as "hf:ORGANISATION/NAME" or "timm:NAME"."""
+    return os.fspath(source).startswith(tuple(_ON_HUB))
+
+
+def _fetch_repository(source: str) -> epath.Path:
+    start = next(start for start in _ON_HUB if source.startswith(start))
+    name, at, revision = source.removeprefix(start).partition("@")
+    return fetch_from_hub(_ON_HUB[start] + name, revision=revision if at else None, source=source)
+
+
+def locate(source: str | os.PathLike) -> epath.Path:
+    """The file or folder of `source`: a path, an address, "hf:..." or "timm:...", or a name.
+
+    A single remote file is fetched into the cache, $XDG_CACHE_HOME/vit_jax/pretrained, with its
+    JSON file if there is one; a file of the Hugging Face Hub into the cache of huggingface_hub. A
+    folder in an object store is read in place.
 
     Raises:
-      InputError: if there is nothing there, or what came is not what was sent.
+      InputError: if the source does not exist, or the download is incomplete or corrupt.
     """
     source = os.fspath(source)
     if source in PUBLISHED:
@@ -139,16 +155,19 @@ def locate(source: str | os.PathLike) -> epath.Path:
         found = round(path.stat().length / 2**20)
         if known.mebibytes is not None and abs(found - known.mebibytes) > 1:
             raise InputError(
-                f"init_from={source!r}: {known.address} has {found} MiB, and was published with "
-                f"{known.mebibytes} MiB"
+                f"init_from={source!r}: {known.address} has {found} MiB, but was published with "
+                f"{known.mebibytes} MiB; fetch the file by other means and give the path"
             )
         return path
+    if is_on_hub(source):
+        return _fetch_repository(source)
     scheme = source.partition("://")[0] if "://" in source else None
     if scheme in ("http", "https") or (scheme and source.endswith(_SINGLE)):
         if not urllib.parse.urlsplit(source).path.endswith(_SINGLE):
-            raise InputError(
-                f"init_from={source!r}: needs an address ending in .npz or .safetensors"
-            )
+            raise InputError(f"init_from={source!r}: the address must end in .npz or .safetensors")
+        on_hub = parse_address(source)
+        if on_hub is not None:
+            return fetch_from_hub(*on_hub[:2], revision=on_hub[2], source=source)
         return _cached(source, source)
     path = absolute(source)
     try:
@@ -161,50 +180,45 @@ def locate(source: str | os.PathLike) -> epath.Path:
 
 
 def _hint(source: str) -> str:
-    """The published names that may be meant, where `source` looks like one."""
+    """A hint with similar published names if `source` looks like one, else ""."""
     versions = [name for name in PUBLISHED if name.startswith(f"{source}@")]
     if versions:
         return f"; published are {', '.join(versions)}"
+    if re.fullmatch(r"(vit|deit)3?_\w+patch\d+[\w.]*", source):
+        return f"; timm's models are called timm:{source}"
+    if re.fullmatch(r"[\w.-]+/(vit|deit)-[\w.-]*patch[\w.-]*", source):
+        return f"; Hugging Face's models are called hf:{source}"
     is_name = "@" in source or re.match(r"(r\d*\+)?(vit|deit|bit)-", source.lower())
     return f"; {nearest(source, list(PUBLISHED))}" if is_name else ""
 
 
 def _cached(source: str, address: str) -> epath.Path:
-    """The file at `address`, fetched unless an earlier one is still as it was."""
-    folder = _cache() / hashlib.sha256(address.encode()).hexdigest()[:16]
+    """The file at `address`, fetched unless the cache holds it unchanged."""
+    folder = cache_folder("pretrained") / hashlib.sha256(address.encode()).hexdigest()[:16]
     name = pathlib.PurePosixPath(urllib.parse.urlsplit(address).path).name
     note = folder / _NOTE
     if note.exists():
         written = json.loads(note.read_text())
         if all(_sha256(folder / file) == digest for file, digest in written["sha256"].items()):
             return _entrance(folder, name)
-        logger.warning("%s is not as it was fetched: it is fetched again", folder / name)
+        logger.warning("%s has changed since it was fetched; fetching it again", folder / name)
     folder.mkdir(parents=True, exist_ok=True)
     logger.info("fetching %s", address)
     digests = {name: _fetch(source, address, folder / name)}
-    stem = name.rpartition(".")[0]
-    beside = [f"{stem}.json"]
-    if name == "model.safetensors":
-        beside = ["config.json", "preprocessor_config.json"]
-    for file in beside:
+    for file in json_beside(name):
         digest = _fetch(source, urllib.parse.urljoin(address, file), folder / file, optional=True)
         if digest is not None:
             digests[file] = digest
-    _replace(note, json.dumps({"address": address, "sha256": digests}, indent=1).encode())
+    write_whole(epath.Path(note), json.dumps({"address": address, "sha256": digests}, indent=1))
     logger.info("fetched %s to %s", address, folder)
     return _entrance(folder, name)
 
 
 def forget(path: epath.Path) -> None:
-    """Has what was fetched to `path`, and cannot be read, fetched anew when it is asked for."""
+    """Mark the unreadable file or folder `path`, if it is in the cache, to be fetched again."""
     folder = pathlib.Path(path if path.is_dir() else path.parent)
-    if folder.parent == _cache():
+    if folder.parent == cache_folder("pretrained"):
         (folder / _NOTE).unlink(missing_ok=True)
-
-
-def _cache() -> pathlib.Path:
-    home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return home / "vit_jax/pretrained"
 
 
 def _entrance(folder: pathlib.Path, name: str) -> epath.Path:
@@ -214,36 +228,31 @@ def _entrance(folder: pathlib.Path, name: str) -> epath.Path:
 def _fetch(
     source: str, address: str, target: pathlib.Path, *, optional: bool = False
 ) -> str | None:
-    """Puts what is at `address` into `target`, whole; its SHA-256, or None if nothing is there."""
+    """Fetch `address` to `target`, atomically; return its SHA-256, or None if it does not exist.
+
+    Only an `optional` file may be missing.
+    """
     for attempt in range(1, _ATTEMPTS + 1):
-        with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
-            try:
+        try:
+            with replaced(target) as file:
                 if address.startswith(("http://", "https://")):
-                    digest = _download(address, file)
-                else:
-                    digest = _copy(address, file)
-                file.flush()
-                os.replace(file.name, target)
-                return digest
-            except (OSError, http.client.HTTPException, ValueError) as e:
-                os.unlink(file.name)
-                refused = isinstance(e, urllib.error.HTTPError) and 400 <= e.code < 500
-                gone = refused or isinstance(e, FileNotFoundError)
-                if optional and gone:
-                    return None
-                if gone or attempt == _ATTEMPTS:
-                    raise InputError(
-                        f"init_from={source!r}: {address} cannot be fetched ({e}); see that it can "
-                        "be reached, or fetch it by other means and give the path"
-                    ) from None
-                logger.warning("%s: %s; attempt %d of %d failed", address, e, attempt, _ATTEMPTS)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+                    return _download(address, file)
+                return _copy(address, file)
+        except (OSError, http.client.HTTPException, ValueError) as e:
+            refused = isinstance(e, urllib.error.HTTPError) and 400 <= e.code < 500
+            gone = refused or isinstance(e, FileNotFoundError)
+            if optional and gone:
+                return None
+            if gone or attempt == _ATTEMPTS:
+                raise InputError(
+                    f"init_from={source!r}: {address} cannot be fetched ({e}); check the "
+                    "connection, or fetch it by other means and give the path"
+                ) from None
+            logger.warning("%s: %s; attempt %d of %d failed", address, e, attempt, _ATTEMPTS)
 
 
 def _download(address: str, file: Any) -> str:
-    """Raises ValueError if the size or the hash that the server states are not those that came."""
+    """Download to `file`; raises ValueError if size or MD5 differ from the server's headers."""
     with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as response:
         md5, sha256, size = hashlib.md5(usedforsecurity=False), hashlib.sha256(), 0
         while chunk := response.read(_CHUNK_BYTES):
@@ -253,18 +262,18 @@ def _download(address: str, file: Any) -> str:
             sha256.update(chunk)
         stated = response.headers.get("Content-Length")
         if stated is not None and int(stated) != size:
-            raise ValueError(f"{size} of {stated} bytes came")
+            raise ValueError(f"got {size} of {stated} bytes")
         # "crc32c=...,md5=...", in one header or several.
         hashes = ",".join(response.headers.get_all("x-goog-hash", []))
         stated = [h.strip()[4:] for h in hashes.split(",") if h.strip().startswith("md5=")]
         found = base64.b64encode(md5.digest()).decode()
         if stated and stated[0] != found:
-            raise ValueError(f"its MD5 is {found}, and the server states {stated[0]}")
+            raise ValueError(f"its MD5 is {found}, but the server states {stated[0]}")
     return sha256.hexdigest()
 
 
 def _copy(address: str, file: Any) -> str:
-    """From an object store, whose client may raise anything; what is not there is told apart."""
+    """Copy from an object store; any error becomes OSError, a missing object FileNotFoundError."""
     path = epath.Path(address)
     try:
         if not path.exists():
@@ -284,10 +293,3 @@ def _sha256(path: pathlib.Path) -> str | None:
         return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _replace(path: pathlib.Path, content: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(content)
-        file.flush()
-        os.replace(file.name, path)

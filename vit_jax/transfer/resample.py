@@ -1,4 +1,4 @@
-"""Resampling of position embeddings from one patch grid to another.
+"""Resampling of position embeddings from one patch grid to another, of kernels to other channels.
 
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.2: "2D interpolation of the
 pre-trained position embeddings, according to their location in the original image".
@@ -13,13 +13,13 @@ from vit_jax.errors import InputError, nearest
 
 
 def _linear(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
-    """Between the two nearest entries."""
+    """Linear interpolation between the two nearest entries."""
     del stretch
     return np.maximum(0.0, 1.0 - np.abs(places[:, None] - np.arange(num)))
 
 
 def _cubic_widened(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
-    """Cubic (a = -0.5), widened where entries get fewer."""
+    """Cubic interpolation (a = -0.5) with a kernel that widens when downsampling."""
     x = np.abs(places[:, None] - np.arange(num)) / max(stretch, 1.0)
     near = 1.5 * x**3 - 2.5 * x**2 + 1.0
     far = -0.5 * x**3 + 2.5 * x**2 - 4.0 * x + 2.0
@@ -28,7 +28,7 @@ def _cubic_widened(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
 
 
 def _cubic_clamped(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
-    """Cubic (a = -0.75), the entries at the edges repeated."""
+    """Cubic interpolation (a = -0.75) that repeats the entries at the edges."""
     del stretch
     first = np.floor(places).astype(int) - 1
     weights = np.zeros((len(places), num))
@@ -42,29 +42,29 @@ def _cubic_clamped(places: np.ndarray, num: int, stretch: float) -> np.ndarray:
 
 
 class ResizeConvention(NamedTuple):
-    """How what lies on one axis of an image is taken from another number of patches.
+    """A convention for resampling one axis to another number of patches.
 
-    weights: (places among the old entries, their number, old patches a new one) -> the share of
-      each old entry in what is at each place, (places, old entries).
-    align_corners: whether the first and the last patch of both lie in one place; or the image's
-      edges do.
+    weights: (positions in units of old entries, number of old entries, old patches per new patch)
+      -> the weight of each old entry at each position, (positions, old entries).
+    align_corners: whether the first and last patches of both grids coincide; otherwise the edges of
+      the image do.
     """
 
     weights: Callable[[np.ndarray, int, float], np.ndarray]
     align_corners: bool
 
     def stretch(self, old: int, new: int) -> float:
-        """How many old patches lie between two new ones."""
+        """The distance between neighbouring new patches, in old patches."""
         return (old - 1) / max(new - 1, 1) if self.align_corners else old / new
 
     def of_patches(self, old: int, new: int) -> np.ndarray:
-        """The share of each old patch in each new one. Shapes: -> (new, old)."""
+        """The weight of each old patch in each new one. Shapes: -> (new, old)."""
         stretch = self.stretch(old, new)
         first = 0.0 if self.align_corners else (stretch - 1) / 2
         return self.weights(first + stretch * np.arange(new), old, stretch)
 
     def of_offsets(self, old: int, new: int) -> np.ndarray:
-        """The same of offsets between patches, from 1 - new to new - 1.
+        """The weights for offsets between patches, from 1 - new to new - 1.
 
         Shapes: -> (2 new - 1, 2 old - 1).
         """
@@ -72,8 +72,8 @@ class ResizeConvention(NamedTuple):
         return self.weights(old - 1 + stretch * np.arange(1 - new, new), 2 * old - 1, stretch)
 
 
-# The conventions of the published .npz files' library, of Hugging Face's transformers, and of timm,
-# which is this project's own.
+# The conventions of the reference code (.npz files), of Hugging Face's transformers, and of timm;
+# the last one is also this project's.
 CONVENTIONS = {
     "corner_aligned": ResizeConvention(_linear, align_corners=True),
     "half_pixel": ResizeConvention(_cubic_clamped, align_corners=False),
@@ -82,7 +82,7 @@ CONVENTIONS = {
 
 
 def check_convention(name: str | None, key: str) -> None:
-    """Raises InputError if `name`, the value of `key`, is no convention and not None."""
+    """Raise InputError if `name`, the value of `key`, is neither None nor a convention."""
     if name is not None and name not in CONVENTIONS:
         raise InputError(f"{key}={name!r}: {nearest(name, list(CONVENTIONS))}")
 
@@ -95,7 +95,7 @@ def resample_grid(
     prefix: int,
     convention: str,
 ) -> np.ndarray:
-    """A position embedding for another grid; the entries of prefix tokens are untouched.
+    """Resample a position embedding to another grid; the entries of prefix tokens stay unchanged.
 
     Shapes: (1, prefix + old[0] * old[1], D) -> (1, prefix + new[0] * new[1], D), float32.
     """
@@ -110,7 +110,7 @@ def resample_grid(
 def resample_patches(
     tables: np.ndarray, old: tuple[int, int], new: tuple[int, int], *, convention: str
 ) -> np.ndarray:
-    """Tables of patches alone for another grid.
+    """Resample tables that have entries only for patches to another grid.
 
     Shapes: (P, old[0] * old[1], D) -> (P, new[0] * new[1], D), float32.
     """
@@ -119,7 +119,7 @@ def resample_patches(
 
 
 def resample_axis(table: np.ndarray, old: int, new: int, *, convention: str) -> np.ndarray:
-    """A table of the rows, or of the columns, for another number of them.
+    """Resample a table of rows or columns to another number of them.
 
     Shapes: (1, old, D) -> (1, new, D), float32.
     """
@@ -130,13 +130,12 @@ def resample_axis(table: np.ndarray, old: int, new: int, *, convention: str) -> 
 def resample_offsets(
     offsets: np.ndarray, old: tuple[int, int], new: tuple[int, int], *, convention: str
 ) -> np.ndarray:
-    """Vectors of the offsets between patches, in raster order, for another grid.
+    """Resample the vectors of offsets between patches, in raster order, to another grid.
 
-    An offset in raster order is that of the pairs of patches that are dy rows and dx columns apart,
-    dy * columns + dx; but for those of dx = 0 it has two such (dy, dx), one the other with a row
-    more and a row's length of columns less. The vectors of the (dy, dx) of the old grid are
-    interpolated at those of the new one, by location in the image. A new offset gets the mean over
-    its pairs of patches.
+    Patches that are dy rows and dx columns apart have the raster offset dy * columns + dx. Unless
+    dx = 0, two displacements share an offset: (dy, dx) and (dy + 1, dx - columns), or the reverse.
+    The vectors of the old grid's displacements are interpolated at the new grid's displacements, by
+    location in the image. Each new offset gets the mean over its pairs of patches.
 
     Shapes: (2 old[0] old[1] - 1, K) -> (2 new[0] new[1] - 1, K), float32.
     """
@@ -153,10 +152,30 @@ def resample_offsets(
 
 
 def _offsets_of(grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Of (dy, dx), from the least on: the place among the raster offsets, the number of pairs.
+    """The raster offset's index and the number of pairs of patches for each (dy, dx), ascending.
 
-    Shapes: -> two of (2 grid[0] - 1, 2 grid[1] - 1).
+    Shapes: -> two arrays (2 grid[0] - 1, 2 grid[1] - 1).
     """
     rows, columns = grid
     dy, dx = np.mgrid[1 - rows : rows, 1 - columns : columns]
     return dy * columns + dx + rows * columns - 1, (rows - abs(dy)) * (columns - abs(dx))
+
+
+def adapt_kernel(kernel: np.ndarray, old: int, new: int) -> np.ndarray:
+    """The kernel of the first layer for images of `new` channels in place of `old`.
+
+    For one channel the sum over the old ones, which gives a grey image what its copies on all
+    channels gave; for others the old ones repeated, in their order, times old / new, as timm does.
+
+    Args:
+      kernel: (..., old, D) of a convolution, or (p q old, D) of flattened patches.
+    """
+    width = kernel.shape[-1]
+    by_channel = kernel.reshape(-1, old, width)
+    if new == 1:
+        adapted = by_channel.sum(axis=1, keepdims=True)
+    else:
+        adapted = by_channel[:, np.arange(new) % old] * (old / new)
+    if kernel.ndim == 2:
+        return adapted.reshape(-1, width)
+    return adapted.reshape(*kernel.shape[:-2], new, width)

@@ -1,8 +1,8 @@
-"""ResNets in published `.npz` files: those of Big Transfer, and the stems of hybrids.
+"""ResNets in published `.npz` files: Big Transfer's models, and the stems of hybrids.
 
-Blocks and units are numbered from 1. A hybrid's GroupNorm leaves are published as (1, 1, 1, C), and
-the reference takes no others; they are read as (C,) too. Some of Big Transfer's files number their
-layers (`standardized_conv2d_17`).
+Blocks and units are numbered from 1. A hybrid's GroupNorm leaves are published as (1, 1, 1, C), the
+only form that the reference code reads; here (C,) is read too. Some of Big Transfer's files number
+their layers (`standardized_conv2d_17`).
 """
 
 import re
@@ -23,26 +23,28 @@ _STEM = "conv_root/kernel"
 
 
 def is_bit(arrays: Mapping[str, np.ndarray]) -> bool:
-    """Whether arrays are named as those of Big Transfer."""
+    """Whether the arrays have Big Transfer's names."""
     return any(name.startswith("resnet/") for name in arrays)
 
 
 def is_hybrid(arrays: Mapping[str, np.ndarray]) -> bool:
-    """Whether there is a ResNet before the patches."""
+    """Whether the arrays include a hybrid's ResNet."""
     return _STEM in arrays
 
 
 def without_numbers(arrays: Mapping[str, np.ndarray], source: str) -> dict[str, np.ndarray]:
-    """The arrays of a BiT by names in which layers are not numbered.
+    """The arrays of a BiT with numbers removed from the names of layers.
 
     Raises:
-      InputError: if two are named alike then.
+      InputError: if two arrays then have the same name.
     """
     found = {}
     for name, array in arrays.items():
         plain = re.sub(r"(standardized_conv2d|group_norm|conv2d)_\d+", r"\1", name)
         if plain in found:
-            raise InputError(f"init_from={source!r}: {name} is there twice, numbered otherwise")
+            raise InputError(
+                f"init_from={source!r}: {name} occurs twice, with different numbers; fetch it again"
+            )
         found[plain] = array
     return found
 
@@ -50,7 +52,7 @@ def without_numbers(arrays: Mapping[str, np.ndarray], source: str) -> dict[str, 
 def infer_bit(
     arrays: Mapping[str, np.ndarray], image_size: tuple[int, int] | None, source: str
 ) -> BiT:
-    """The model that a BiT's arrays are of; they do not tell an image size."""
+    """The model of a BiT's arrays, which do not determine the image size."""
     layout.require(arrays, {_ROOT: 4}, source, {f"{_HEAD}/kernel": 4})
     has_head = f"{_HEAD}/kernel" in arrays
     return BiT(
@@ -62,13 +64,13 @@ def infer_bit(
 
 
 def infer_stem(arrays: Mapping[str, np.ndarray], source: str) -> dict[str, Any]:
-    """The fields of a hybrid that its ResNet tells."""
+    """The fields of a hybrid that its ResNet's arrays determine."""
     layout.require(arrays, {_STEM: 4}, source)
     return {"stages": _count_units(arrays, "", source), "stem_width": arrays[_STEM].shape[3]}
 
 
 def _count_units(arrays: Mapping[str, np.ndarray], prefix: str, source: str) -> tuple[int, ...]:
-    """The units of each block."""
+    """The number of units of each block."""
     matches = (re.match(rf"{prefix}block(\d+)/unit(\d+)/", name) for name in arrays)
     found = sorted({(int(m[1]), int(m[2])) for m in matches if m})
     units: dict[int, list[int]] = {}
@@ -78,14 +80,14 @@ def _count_units(arrays: Mapping[str, np.ndarray], prefix: str, source: str) -> 
     for what, numbers in numbered.items():
         if numbers != list(range(1, len(numbers) + 1)):
             raise InputError(
-                f"init_from={source!r}: of {what} there are {numbers}, and needed is every number "
-                "from 1 on; fetch it again"
+                f"init_from={source!r}: {what} have the numbers {numbers}, but numbers must be "
+                "consecutive from 1; fetch it again"
             )
     return tuple(map(len, units.values()))
 
 
 def fold_norms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A hybrid's arrays with its GroupNorm leaves as (1, 1, 1, C)."""
+    """A hybrid's arrays with GroupNorm leaves reshaped to (1, 1, 1, C)."""
     is_norm = re.compile(r"(.*/)?gn(\d|_root|_proj)/(scale|bias)").fullmatch
     return {
         name: array.reshape(1, 1, 1, -1) if is_norm(name) and array.ndim == 1 else array
@@ -94,7 +96,7 @@ def fold_norms(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def stem_entries(model: HybridViT) -> list[Entry]:
-    """The ResNet of a hybrid."""
+    """The entries of a hybrid's ResNet."""
     entries = [same(_STEM, "stem/conv_root/kernel"), *_flat_norm("gn_root", "stem/norm_root")]
     for theirs, ours, is_first in _units(model.stages, "block{}/unit{}", "stem"):
         for part in ["1", "2", "3", *["_proj"] * is_first]:
@@ -104,7 +106,7 @@ def stem_entries(model: HybridViT) -> list[Entry]:
 
 
 def bit_entries(model: BiT) -> list[Entry]:
-    """All of a BiT."""
+    """The entries of a BiT."""
     entries = [same(_ROOT, "trunk/conv_root/kernel"), *_norm("resnet/group_norm", "trunk/norm")]
     for theirs, ours, is_first in _units(model.stages, "resnet/block{}/unit{:02}", "trunk"):
         for i, part in enumerate("abc", 1):
@@ -119,7 +121,7 @@ def bit_entries(model: BiT) -> list[Entry]:
 
 
 def _units(stages, their_pattern, our_root):
-    """(their name, ours, whether it is its stage's first) of every unit."""
+    """(name in the file, our name, whether it is the first of its stage) for every unit."""
     for stage, depth in enumerate(stages):
         for unit in range(depth):
             ours = f"{our_root}/stage_{stage}/layer_{unit}"

@@ -1,4 +1,4 @@
-"""How pretrained parameters are fitted to a model: each change is a named rule, and is logged."""
+"""Fits pretrained parameters to a model; each change is a named rule and is logged."""
 
 import json
 import logging
@@ -17,8 +17,11 @@ from vit_jax import tree
 from vit_jax.data.ops import parse_calls, parse_ops
 from vit_jax.errors import InputError
 from vit_jax.models.fields import field_names, value_of, with_known
+from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
+from vit_jax.transfer.adapters import ADAPTER
 from vit_jax.transfer.resample import (
+    adapt_kernel,
     resample_axis,
     resample_grid,
     resample_offsets,
@@ -30,7 +33,10 @@ logger = logging.getLogger("vit_jax")
 _HEAD = r"(head|head_hidden|head_distillation)/.*"
 _POSITIONS = re.compile(r"(encoder/layer_\d+/)?pos_embedding(/(?P<table>\w+))?")
 
-_IMAGENET_21K = (21_841, 21_843)  # classes, as counted by different releases
+# Kernels that may see the pixels; the first that a model has does.
+_FIRST_KERNELS = ("stem/conv_root/kernel", "trunk/conv_root/kernel", "embedding/kernel")
+
+_IMAGENET_21K = (21_841, 21_843)  # numbers of classes in different releases
 
 _ARCHITECTURE = (
     "width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width", "pool",
@@ -40,12 +46,13 @@ _ARCHITECTURE = (
 
 
 class Cut(NamedTuple):
-    """Resize and central crop, as timm parametrises them; `ops_of_cut` gives the ops.
+    """Resize and central crop in timm's parameters; `ops_of_cut` gives the ops.
 
-    share: how much of each side the central crop keeps; the image is resized to size / share,
+    share: fraction of each side that the central crop keeps; the image is resized to size / share,
       rounded down.
-    mode: "center" resizes in proportion, until the image covers that; "squash" each side by itself.
-    interpolation: "bilinear" or "bicubic", as of Pillow.
+    mode: "center" keeps the aspect ratio and covers that size; "squash" resizes each side
+      separately.
+    interpolation: Pillow's "bilinear" or "bicubic".
     """
 
     share: float = 1.0
@@ -58,22 +65,23 @@ class Cut(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What a source states beside its model: how images are prepared, the loss, names of classes.
+    """Facts about a pretrained model: preprocessing, loss, names of classes; None: not stated.
 
-    image_size: (height, width) in pixels; None: it is not stated, or any.
-    resize: the convention by which its own library resamples position embeddings.
-    mean, std: the model sees (image / 255 - mean) / std, for each channel.
-    class_names: in the order of the logits; None: they are not stated.
-    cut: how images are cut to the size, as nearly as a `Cut` can say it; None: it is not stated,
-      and the whole image is squeezed to the size.
-    ops: the exact preprocessing string for `image_size`; None: it follows from `cut`, as in
+    image_size: (height, width) in pixels; None also for a model that takes any size.
+    resize: the convention by which the source's library resamples position embeddings.
+    mean, std: the model's input is (image / 255 - mean) / std, for each channel.
+    class_names: in the order of the logits.
+    cut: the resize and crop to the image size, as closely as a `Cut` can describe it; None resizes
+      the whole image, each side separately.
+    ops: the exact preprocessing string for `image_size`; None derives it from `cut`, as in
       `images.ops_for`.
-    loss: the loss that the model was trained with, softmax or sigmoid, which turns logits into
-      probabilities; None: it is not stated.
-    holdout: the rule by which images were held out of the folder that the model was trained on, as
-      `data.holdout`; None: it is not stated, or there was no folder.
-    fault: why images cannot be prepared as the source states, which `images.ops_for` refuses; None:
-      they can.
+    loss: the loss of the training, softmax or sigmoid; it turns logits into probabilities.
+    holdout: the rule that held out images of the folder that the model was trained on, as
+      `data.holdout`; None also if there was no folder.
+    exif: whether images are turned by their EXIF orientation; None means yes.
+    channels: number of channels of the images.
+    fault: the reason why the stated preprocessing is not supported (`images.ops_for` raises it);
+      None if it is supported.
     """
 
     image_size: tuple[int, int] | None
@@ -85,10 +93,12 @@ class Spec(NamedTuple):
     ops: str | None = None
     loss: str | None = None
     holdout: str | None = None
+    exif: bool | None = None
+    channels: int = 3
     fault: str | None = None
 
     def at(self, image_size: tuple[int, int]) -> "Spec":
-        """The same for images of another size; `ops` stay if they name no size."""
+        """This spec for another image size; `ops` are kept if they contain no size."""
         if image_size == self.image_size:
             return self
         ops = self.ops if self.ops is not None and _follows_image_size(self.ops) else None
@@ -101,9 +111,9 @@ def _follows_image_size(ops: str) -> bool:
 
 
 def ops_of_cut(cut: Cut, image_size: tuple[int, int]) -> str:
-    """The preprocessing string for `cut`: to the pixel what timm's transforms_imagenet_eval does.
+    """The preprocessing string for `cut`, equivalent to timm's transforms_imagenet_eval.
 
-    Pixels may differ by rounding: see `host_ops.torchvision_resize`.
+    Values of pixels may differ by rounding: see `host_ops.torchvision_resize`.
     """
     height, width = cut.resized(image_size)
     quoted = repr(cut.interpolation)
@@ -119,7 +129,7 @@ def ops_of_cut(cut: Cut, image_size: tuple[int, int]) -> str:
 
 
 def share_of(side: int, resized: int) -> float:
-    """The share that a crop of `side` is of `resized` pixels, for which `Cut.resized` gives it."""
+    """The share for which `Cut.resized` turns `side` into `resized`, about side / resized."""
     share = side / resized
     while math.floor(side / share) < resized:
         share = math.nextafter(share, 0.0)
@@ -129,8 +139,7 @@ def share_of(side: int, resized: int) -> float:
 def read_preparation(
     stated: Mapping[str, Any], image_size: tuple[int, int] | None, source: str
 ) -> dict[str, Any]:
-    """{"ops", "loss", "holdout"} of a Spec, as this project's exports state them beside a format's
-    own keys.
+    """{"ops", "loss", "holdout", "exif"} of a Spec: keys that this project adds to a format's own.
 
     Raises:
       InputError: if `ops` cannot be parsed.
@@ -138,17 +147,17 @@ def read_preparation(
     ops = stated.get("ops")
     if ops is not None:
         parse_ops(ops, image_size or (1, 1), key=f"init_from={source!r}: ops")
-    return {"ops": ops, "loss": stated.get("loss"), "holdout": stated.get("holdout")}
+    return {"ops": ops} | {key: stated.get(key) for key in ("loss", "holdout", "exif")}
 
 
 class Pretrained(NamedTuple):
-    """What a source holds.
+    """A pretrained model.
 
-    source: for messages.
-    model: as the source has it, unrolled.
+    source: its name in messages.
+    model: the source's model, unrolled.
     params: {leaf name: float32 array} of that model.
     spec: see `Spec`.
-    run: of a workdir its step, config and results; None of other sources.
+    run: step, config and results of a workdir's run; None for other sources.
     """
 
     source: str
@@ -161,43 +170,43 @@ class Pretrained(NamedTuple):
 def loss_of(pretrained: Pretrained, assumed: str = "softmax") -> str:
     """The loss that turns the logits of a source into probabilities: as stated, else `assumed`.
 
-    The assumption is logged, with a warning for the classes of ImageNet-21k, whose published models
-    were trained with the sigmoid.
+    The assumption is logged, as a warning for ImageNet-21k's number of classes, because its
+    published models were trained with the sigmoid.
     """
     if pretrained.spec.loss is None:
         of_21k = pretrained.model.num_classes in _IMAGENET_21K
         logger.log(
             logging.WARNING if of_21k else logging.INFO,
-            "%s: its loss is not stated, and taken to be %s%s", pretrained.source, assumed,
-            "; models of ImageNet-21k are often trained with the sigmoid: state the loss in the "
-            "JSON file beside it" if of_21k else "",
+            "%s: the loss is not stated; assuming %s%s", pretrained.source, assumed,
+            "; models for ImageNet-21k are often trained with the sigmoid: state the loss in the "
+            "JSON file next to the weights" if of_21k else "",
         )  # fmt: skip
     return pretrained.spec.loss or assumed
 
 
 def refuse(faults: Sequence[str], where: str) -> None:
-    """Raises InputError if there are `faults`: as one, which is about the source `where` names."""
+    """Raise one InputError for all `faults`, if there are any; `where` names the source."""
     if faults:
         raise InputError(join_faults(faults, where))
 
 
 def join_faults(faults: Sequence[str], where: str) -> str:
-    """One text for all of `faults`, at least one, about the source that `where` names."""
+    """One text for all `faults` (at least one); `where` names the source."""
     if len(faults) == 1:
         return f"{where}: {faults[0]}"
     return "\n  ".join([f"{where}: {len(faults)} faults", *faults])
 
 
 def class_names_of(names: Any, num_classes: int | None, source: str) -> tuple[str, ...] | None:
-    """The class names that a source states; None if it states none.
+    """The source's class names; None if it states none.
 
     Raises:
-      InputError: if there are not as many as classes, or they are no names.
+      InputError: if their number is not the number of classes, or they are not strings.
     """
     if names is None or num_classes is None:
         return None
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"init_from={source!r}: its class names are no list of strings")
+        raise InputError(f"init_from={source!r}: its class names are not a list of strings")
     if len(names) != num_classes:
         raise InputError(
             f"init_from={source!r}: {len(names)} class names for {num_classes} classes"
@@ -206,32 +215,35 @@ def class_names_of(names: Any, num_classes: int | None, source: str) -> tuple[st
 
 
 def square_side(num_patches: int, source: str) -> int:
-    """The side of the square grid that a source which tells no rows must have.
+    """The side of a square grid of patches, for a source that does not state its rows.
 
     Raises:
-      InputError: if the patches make none.
+      InputError: if the number of patches is not a square.
     """
     side = math.isqrt(max(num_patches, 0))
     if side < 1 or side**2 != num_patches:
         raise InputError(
-            f"init_from={source!r}: its {num_patches} patches are no square grid, and it does not "
-            "tell their rows; state the image size in the JSON file beside it"
+            f"init_from={source!r}: its {num_patches} patches do not form a square grid; state "
+            "the image size in the JSON file next to the weights"
         )
     return side
 
 
 def to_json(content: dict[str, Any]) -> str:
-    """As a file's text."""
+    """Format a JSON object as the text of a file."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def check_family(model: nn.Module, *held: type[nn.Module]) -> list[str]:
-    """What keeps `model` out of a format that holds the families `held`, and no other."""
+    """The reason why a format that holds only the families `held` cannot hold `model`, if any."""
     return [] if type(model) in held else [f"it is a {type(model).__name__}"]
 
 
 def check_blocks(model: nn.Module, **needed: Any) -> list[str]:
-    """What no foreign format holds of the blocks of `model`; `needed`: {field: value} besides."""
+    """The fields of the blocks of `model` that no foreign format holds, or that are not `needed`.
+
+    `needed`: {field: value} that the format requires in addition.
+    """
     needed = {"parallel": False, "norm": "layer", "qk_norm": False} | needed
     return [
         f"{field}={getattr(model, field)!r}"
@@ -241,7 +253,7 @@ def check_blocks(model: nn.Module, **needed: Any) -> list[str]:
 
 
 def check_positions(model: nn.Module) -> list[str]:
-    """What no foreign format holds of the positions of `model`."""
+    """The position fields of `model` that no foreign format holds."""
     if model.pos_embed == "relative":
         return ["pos_embed='relative'"]
     if model.positions_at != "stem":
@@ -250,17 +262,17 @@ def check_positions(model: nn.Module) -> list[str]:
 
 
 def require_image_size(pretrained: Pretrained) -> None:
-    """Raises InputError if the model takes images of any size, for formats that state one."""
+    """Raise InputError if the model has no image size, for formats that need one."""
     if pretrained.model.image_size is None:
         raise InputError(
-            f"{pretrained.source}: it has no image size, and the format needs one; give image_size"
+            f"{pretrained.source}: has no image size, but the format needs one; give image_size"
         )
 
 
 def with_learned_positions(pretrained: Pretrained, *, class_token_has_one: bool) -> Pretrained:
-    """Positions at the stem as learned 1-D ones that add the same, for formats that know no others.
+    """Convert positions at the stem to equivalent learned 1-D ones, for formats without others.
 
-    With `class_token_has_one` the class token gets an entry as well, of zeros if it had none.
+    With `class_token_has_one`, a class token without a position gets one of zeros.
     """
     require_image_size(pretrained)
     model, params = pretrained.model, dict(pretrained.params)
@@ -274,7 +286,7 @@ def with_learned_positions(pretrained: Pretrained, *, class_token_has_one: bool)
             table = table if has_some else table[:, model.num_prefix_tokens :]
         params = {name: leaf for name, leaf in params.items() if not _POSITIONS.fullmatch(name)}
         params["pos_embedding"] = table
-        logger.info("positions: %s is written as a table", model.pos_embed)
+        logger.info("positions: writing %s as a table", model.pos_embed)
         model = model.clone(pos_embed="learned_1d", pos_embed_class_token=has_some)
     if class_token_has_one and not model.num_prefix_positions:
         none = np.zeros((1, model.num_prefix_tokens, model.width), np.float32)
@@ -285,7 +297,7 @@ def with_learned_positions(pretrained: Pretrained, *, class_token_has_one: bool)
 
 
 def stack_layers(params: dict[str, Any]) -> dict[str, Any]:
-    """Unrolled parameters (encoder/layer_0, ...) as scanned ones (encoder/layers, stacked)."""
+    """Convert unrolled parameters (encoder/layer_0, ...) to scanned ones (encoder/layers)."""
     encoder = dict(params["encoder"])
     layers = [encoder.pop(f"layer_{i}") for i in range(len(encoder)) if f"layer_{i}" in encoder]
     encoder["layers"] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
@@ -293,7 +305,7 @@ def stack_layers(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
-    """Undoes `stack_layers`."""
+    """Convert scanned parameters to unrolled ones: the inverse of `stack_layers`."""
     encoder = dict(params["encoder"])
     stacked = encoder.pop("layers")
     depth = jax.tree.leaves(stacked)[0].shape[0]
@@ -303,9 +315,9 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
-    """{leaf name: shape} of the parameters of a model, which are not made."""
-    size = model.image_size or model.token_stride  # where none is given, none matters
-    images = jnp.zeros((1, *size, 3))
+    """{leaf name: shape} of a model's parameters, without creating them."""
+    size = model.image_size or model.token_stride  # without an image size, any one will do
+    images = jnp.zeros((1, *size, value_of(model, "channels")))
     scanned = with_known(model, scan=True)  # traced in a fraction of the time
     params = tree.flatten_names(jax.eval_shape(scanned.init, jax.random.key(0), images)["params"])
     if value_of(model, "scan"):
@@ -318,29 +330,29 @@ def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def is_of_head(name: str) -> bool:
-    """Whether the leaf called `name` belongs to the head, which other classes replace."""
+    """Whether the leaf called `name` belongs to the head, which is replaced for other classes."""
     return re.fullmatch(_HEAD, name) is not None
 
 
 def check_architecture(pretrained: Pretrained, model: nn.Module) -> None:
-    """Raises InputError, with the flags that mend it, if `model` is built or computes otherwise."""
+    """Raise InputError, with the flags to set, if the architecture of `model` differs."""
     faults = []
     if type(pretrained.model) is not type(model):
         families = type(model).__name__, type(pretrained.model).__name__
-        faults.append("model.name: a {}, and a {} in the source".format(*families))
+        faults.append("model.name: a {}, but a {} in the source".format(*families))
     shared = set(field_names(type(pretrained.model))) & set(field_names(type(model)))
-    # None is a place too.
+    # Compare `positions_at`, because pos_embed_at may be None for a default.
     values = {field: field for field in _ARCHITECTURE} | {"pos_embed_at": "positions_at"}
     flags = []
     for field in sorted(values.keys() & shared):
         theirs, ours = (getattr(m, values[field]) for m in (pretrained.model, model))
         if theirs != ours:
-            faults.append(f"model.{field}={ours!r}, and {theirs!r} in the source")
+            faults.append(f"model.{field}={ours!r}, but {theirs!r} in the source")
             written = ",".join(map(str, theirs)) if isinstance(theirs, tuple) else theirs
             flags.append(f"--config.model.{field}={written}")
     if flags:
-        faults[-1] += f"; as the source has them: {' '.join(flags)}"
-    refuse(faults, f"init_from={pretrained.source!r} holds another architecture")
+        faults[-1] += f"; to match the source: {' '.join(flags)}"
+    refuse(faults, f"init_from={pretrained.source!r} has another architecture")
 
 
 def fit(
@@ -348,19 +360,23 @@ def fit(
 ) -> dict[str, np.ndarray]:
     """{leaf name: array} for the unrolled form of `model`, without its head if `reset_head`.
 
-    Rules, in this order: the head is dropped (`reset_head`); the tables of positions are resampled
-    if `model` has another grid, by the convention `resize`; None: the source's.
+    Rules, in this order: the head is dropped (`reset_head`); LoRA adapters, which no source has,
+    are left out; the first kernel is adapted if `model` takes another number of channels; position
+    tables are resampled if it has another grid, by the convention `resize` (None: the source's).
 
     Raises:
-      InputError: one error naming everything that no rule makes fit.
+      InputError: one error naming every parameter that no rule makes fit.
     """
-    # Shapes alone matter here, so no layout of activations, which would need a mesh.
-    plain = with_known(model, scan=False, remat="none", constrain=unconstrained)
+    # Only shapes matter here; sharding activations would need a mesh.
+    plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
     wanted = abstract_params(plain)
+    adapters = [name for name in wanted if ADAPTER.fullmatch(name)]
+    wanted = {name: leaf for name, leaf in wanted.items() if name not in adapters}
     found = dict(pretrained.params)
     if reset_head:
         found = {name: leaf for name, leaf in found.items() if not is_of_head(name)}
         wanted = {name: leaf for name, leaf in wanted.items() if not is_of_head(name)}
+    found = _adapt_channels(found, pretrained, model)
     if any(_POSITIONS.fullmatch(name) for name in found.keys() & wanted):
         found = _resample_positions(found, pretrained, model, resize or pretrained.spec.resize)
     faults = [f"{name} {leaf.shape}: the model has no such parameter"
@@ -373,20 +389,35 @@ def fit(
     if faults:
         said = (
             f"init_from={pretrained.source!r} does not fit the model (set the fields of "
-            "config.model as the source has them):"
+            "config.model to the source's values):"
         )
         raise InputError("\n  ".join([said, *faults]))
     if reset_head:
         logger.info("%s: the head is initialised anew", pretrained.source)
+    if adapters:
+        logger.info("%s: LoRA adapters of rank %d are added", pretrained.source, model.lora_rank)
     return found
+
+
+def _adapt_channels(
+    found: dict[str, np.ndarray], pretrained: Pretrained, model: nn.Module
+) -> dict[str, np.ndarray]:
+    """`found` with its first kernel for the channels of `model`; see `adapt_kernel`."""
+    old, new = (value_of(m, "channels") for m in (pretrained.model, model))
+    first = next((name for name in _FIRST_KERNELS if name in found), None)
+    if old == new or first is None:
+        return found
+    logger.info("%s: %s adapted from %d channels to %d", pretrained.source, first, old, new)
+    return found | {first: adapt_kernel(found[first], old, new)}
 
 
 def _resample_positions(
     found: dict[str, np.ndarray], pretrained: Pretrained, model: nn.Module, convention: str
 ) -> dict[str, np.ndarray]:
-    """`found` with its tables of positions, of all layers, for the grid of `model`.
+    """`found` with the position tables of all layers resampled to the grid of `model`.
 
-    Left as they are, and so a misfit, where tokens before the patches have positions in one alone.
+    Tables are left unchanged, and so do not fit, if prefix tokens have positions in only one of the
+    two models.
     """
     old, new, prefix = pretrained.model.grid, model.grid, model.num_prefix_positions
     if old == new or pretrained.model.num_prefix_positions != prefix:
@@ -405,7 +436,7 @@ def _resample_positions(
         match = _POSITIONS.fullmatch(name)
         if match and match["table"] in resample:
             resampled[name] = resample[match["table"]](leaf, convention=convention)
-    means = ", the mean of what lies at an offset" if model.pos_embed == "relative" else ""
+    means = ", averaged over each offset" if model.pos_embed == "relative" else ""
     logger.info("%s: position embedding resampled (%s%s) from a grid of %s to %s",
                 pretrained.source, convention, means, old, new)  # fmt: skip
     return found | resampled

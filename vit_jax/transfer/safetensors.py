@@ -1,6 +1,6 @@
-"""Files of named arrays in the safetensors format, alone or as the shards of a folder.
+"""Files of named arrays in the safetensors format: single files, or the shards of a folder.
 
-What the arrays mean is told by their names: see `huggingface` and `timm`.
+The names determine the meaning of the arrays: see `huggingface` and `timm`.
 """
 
 import json
@@ -26,7 +26,7 @@ _ALONE = "model.safetensors"
 
 
 def entrance(path: epath.Path) -> epath.Path:
-    """`path`, or of a folder's model.safetensors the folder, whose config belongs to it."""
+    """`path`; for model.safetensors in a folder with config.json, the folder."""
     is_inside = path.name == _ALONE and (path.parent / "config.json").exists()
     return path.parent if is_inside else path
 
@@ -42,7 +42,7 @@ def read_stored(path: epath.Path) -> dict[str, dict[str, Any]]:
     """{name: {"dtype", "shape", "data", "file"}} of a file, or of the shards of a folder's index.
 
     Raises:
-      InputError: if one cannot be read, or is missing.
+      InputError: if a file cannot be read, or is missing.
     """
     if not path.is_dir():
         return _read_file(path)
@@ -55,12 +55,12 @@ def read_stored(path: epath.Path) -> dict[str, dict[str, Any]]:
     outside = [shard for shard in shards if "/" in shard or "\\" in shard]
     if outside:
         raise InputError(
-            f"init_from={str(path)!r}: {_INDEX} names {outside[0]!r}, which is no file of it"
+            f"init_from={str(path)!r}: {_INDEX} names {outside[0]!r}, which is outside the folder"
         )
     missing = [shard for shard in shards if not (path / shard).exists()]
     if missing:
         raise InputError(
-            f"init_from={str(path)!r}: {', '.join(missing)} missing, of the {len(shards)} files "
+            f"init_from={str(path)!r}: {', '.join(missing)} missing from the {len(shards)} files "
             f"that {_INDEX} names; fetch the folder again"
         )
     stored: dict[str, dict[str, Any]] = {}
@@ -69,8 +69,8 @@ def read_stored(path: epath.Path) -> dict[str, dict[str, Any]]:
     absent = sorted(places.keys() - stored.keys())
     if absent:
         raise InputError(
-            f"init_from={str(path)!r}: {', '.join(absent[:5])} absent, though {_INDEX} names "
-            f"{len(absent)} such; fetch the folder again"
+            f"init_from={str(path)!r}: arrays that {_INDEX} names are absent ({len(absent)}): "
+            f"{', '.join(absent[:5])}; fetch the folder again"
         )
     return stored
 
@@ -87,17 +87,17 @@ def _read_file(path: epath.Path) -> dict[str, dict[str, Any]]:
 
 
 def as_arrays(stored: dict[str, dict[str, Any]]) -> dict[str, np.ndarray]:
-    """{name: float32 array} of what `read_stored` gave, which it takes out, one by one.
+    """{name: float32 array} from the result of `read_stored`, which is emptied to save memory.
 
     Raises:
-      InputError: if one is not floating point.
+      InputError: if an array is not floating point.
     """
     arrays = {}
     for name in list(stored):
         spec = stored.pop(name)
         try:
             if spec["dtype"] not in _DTYPES:
-                raise ValueError(f"{name} is of dtype {spec['dtype']}; weights are floating point")
+                raise ValueError(f"{name} has dtype {spec['dtype']}; needed: floating point")
             flat = np.frombuffer(spec["data"], _DTYPES[spec["dtype"]])
             arrays[name] = as_float32(name, flat.reshape(spec["shape"]))
         except ValueError as e:
@@ -113,17 +113,17 @@ def _unreadable(path: epath.Path, error: Exception) -> str:
 
 
 def write_arrays(path: epath.Path, arrays: dict[str, np.ndarray]) -> None:
-    """Writes a file; marked, as those of PyTorch are, for the libraries that ask for it."""
+    """Write a file with PyTorch's mark in its metadata, which some libraries require."""
     write_whole(path, save(arrays, metadata={"format": "pt"}))
 
 
 def config_path(path: epath.Path) -> epath.Path:
-    """Where the config that belongs to a file or folder is: inside, or beside by the same stem."""
+    """The path of a source's config: inside a folder; for a file next to it, with the same stem."""
     return path / "config.json" if path.is_dir() else path.with_suffix(".json")
 
 
 def read_config(path: epath.Path) -> dict[str, Any] | None:
-    """What `config_path` holds; None if there is no such file."""
+    """The contents of `config_path`; None if the file does not exist."""
     config = config_path(path)
     return read_json(config) if config.exists() else None
 
@@ -131,24 +131,27 @@ def read_config(path: epath.Path) -> dict[str, Any] | None:
 def say_assumed(
     path: epath.Path, config: Any, assumed: Mapping[str, Any], stated: Container[str]
 ) -> None:
-    """Logs what of `assumed` the JSON of `path` does not state; `config` is None if it has none."""
+    """Log the values in `assumed` that the JSON file of `path` does not state.
+
+    `config` is None if there is no JSON file.
+    """
     said = {key: value for key, value in assumed.items() if key not in stated}
     if config is None:
         name = config_path(path).name
-        logger.warning("%s: no %s with it; these are assumed: %s", path, name, said)
+        logger.warning("%s: no %s next to it; assuming %s", path, name, said)
     elif said:
-        logger.info("%s: not stated, and taken to be: %s", path, said)
+        logger.info("%s: not stated; assuming %s", path, said)
 
 
 def read_json(path: epath.Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-      InputError: if there is none.
+      InputError: if the file holds no JSON object.
     """
     try:
         content = json.loads(path.read_text())
-    except (ValueError, OSError) as e:  # text that is not UTF-8 is a ValueError too
+    except (ValueError, OSError) as e:  # ValueError also for text that is not UTF-8
         raise InputError(f"init_from={str(path)!r}: not readable as JSON ({e})") from None
     if not isinstance(content, dict):
         raise InputError(f"init_from={str(path)!r}: needs a JSON object")

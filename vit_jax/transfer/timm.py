@@ -1,7 +1,7 @@
-"""Models in the names of the `timm` library: its VisionTransformer, and the distilled form of it.
+"""Models with the names of the `timm` library: VisionTransformer and its distilled form.
 
-What the arrays do not tell is in a JSON file as `timm` keeps it: `model_args` are arguments of
-VisionTransformer, and what is absent there has the default it has in `timm`.
+Facts that the arrays do not show are in a JSON file in timm's form: `model_args` are arguments of
+VisionTransformer; absent arguments have timm's defaults.
 """
 
 import logging
@@ -41,16 +41,17 @@ _GLOBAL_POOL = {ours: theirs for theirs, ours in _POOLS.items()}
 _DEFAULT_HEADS, _DEFAULT_EPS = 12, 1e-6
 _DEFAULT_CUT = Cut(0.875, "center", "bicubic")
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
-# Architectures by the sizes that VIT_VARIANTS has, for `timm` to begin with.
+# timm's names of the sizes in VIT_VARIANTS, for the key `architecture`.
 _NAMES = {"Ti": "tiny", "S": "small", "M": "medium", "B": "base", "L": "large", "H": "huge",
           "g": "giant", "G": "gigantic", "So400m": "so400m"}  # fmt: skip
-# Arguments that change what is computed, with the one value that is read here.
+# Arguments that change the computation, each with its only supported value.
 _ONLY = {"pre_norm": False, "reg_tokens": 0, "pool_include_prefix": False, "in_chans": 3,
          "scale_attn_norm": False, "scale_mlp_norm": False, "proj_bias": True,
          "final_norm": True}  # fmt: skip
 
 _KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list",
-          "ops": "text", "loss": "softmax or sigmoid", "holdout": "text"}  # fmt: skip
+          "ops": "text", "loss": "softmax or sigmoid", "holdout": "text",
+          "exif": "true or false"}  # fmt: skip
 _ARGUMENTS = {"num_heads": "a positive int", "mlp_ratio": "a positive number",
               "eps": "a positive number", "init_values": "a positive number"}  # fmt: skip
 _PIXELS = {"mean": "three numbers", "std": "three positive numbers", "input_size": "a list",
@@ -59,7 +60,7 @@ _PIXELS = {"mean": "three numbers", "std": "three positive numbers", "input_size
 
 
 def knows(names: Iterable[str]) -> bool:
-    """Whether arrays are named so."""
+    """Whether the arrays have timm's names."""
     return "patch_embed.proj.weight" in names
 
 
@@ -103,15 +104,15 @@ def _entries(model: nn.Module) -> list[Entry]:
 
 
 def _fused(theirs: str, ours: list[str], bias: bool = True) -> list[Entry]:
-    """Several dense layers of the same inputs, stored as one."""
+    """The entries of several dense layers with the same inputs, stored as one."""
     entries = [joined(transposed, f"{theirs}.weight", [f"{name}/kernel" for name in ours])]
     return entries + [joined(same, f"{theirs}.bias", [f"{name}/bias" for name in ours])] * bias
 
 
 class _Config(NamedTuple):
-    """The JSON file beside the arrays.
+    """The JSON file next to the arrays.
 
-    content: the whole file; None where there is none.
+    content: the whole file; None if it does not exist.
     stated, args, pixels: the values of the file, of its model_args and of its pretrained_cfg.
     """
 
@@ -122,19 +123,19 @@ class _Config(NamedTuple):
 
     @property
     def is_named(self) -> bool:
-        """Whether the architecture is one that timm has registered, as vit_base_patch16_224.
+        """Whether the architecture is registered in timm, such as vit_base_patch16_224.
 
-        Only the arrays show the arguments of such a one; VisionTransformer itself has defaults.
+        Then only the arrays show its arguments; otherwise VisionTransformer's defaults apply.
         """
         name = str(self.stated.get("architecture", ""))
         return self.content is None or re.match(r"\w+_\w+_patch\d+", name) is not None
 
 
 def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
-    """The model that `arrays`, read from `path`, are.
+    """Make the model of `arrays`, which were read from `path`.
 
     Raises:
-      InputError: naming what is no such model's, or what its config says otherwise.
+      InputError: naming arrays that do not fit such a model, or contradictions with its config.
     """
     source = str(path)
     needed = {"patch_embed.proj.weight": 4, "blocks.0.mlp.fc1.weight": 2}
@@ -186,13 +187,13 @@ def _read_config(path: epath.Path) -> _Config:
     content = safetensors.read_config(path)
     stated = layout.read_stated(content, _KINDS, source)
     args = layout.read_stated(stated.get("model_args"), _ARGUMENTS, source)
-    # timm's older files have the keys of pretrained_cfg at the top.
+    # timm's older files have the keys of pretrained_cfg at the top level.
     pixels = layout.read_stated(stated.get("pretrained_cfg", content), _PIXELS, source)
     return _Config(content, stated, args, pixels)
 
 
 def _read_shapes(arrays: dict[str, np.ndarray], source: str) -> dict[str, Any]:
-    """{argument of timm's: its value} of those that the arrays show."""
+    """{timm's argument: value} for arguments that the arrays determine."""
     return {
         "embed_dim": arrays["patch_embed.proj.weight"].shape[0],
         "depth": layout.count_layers(arrays, r"blocks\.(\d+)\.", source),
@@ -206,7 +207,7 @@ def _read_shapes(arrays: dict[str, np.ndarray], source: str) -> dict[str, Any]:
 
 
 def _read_pool(config: _Config, arrays: dict[str, np.ndarray]) -> Any:
-    """timm's global_pool: as stated, else as the arrays show it, else its default."""
+    """timm's global_pool: as stated, else inferred from the arrays, else the default."""
     pool = config.args.get("global_pool", config.stated.get("global_pool"))
     if pool is not None:
         return pool
@@ -221,7 +222,7 @@ def _read_pool(config: _Config, arrays: dict[str, np.ndarray]) -> Any:
 def _check_supported(
     config: _Config, pool: Any, act: Any, heads: int | None, width: int, source: str
 ) -> None:
-    """Raises InputError, naming each argument that asks for what cannot be computed here."""
+    """Raise InputError naming each argument that is not supported."""
     faults = [
         f"{name}={config.args[name]!r} is not supported" for name, value in _ONLY.items()
         if config.args.get(name, value) != value
@@ -231,14 +232,16 @@ def _check_supported(
     if act not in _GELU:
         faults.append(f"act_layer={act!r}: known: {', '.join(_GELU)}")
     if heads is None:
-        faults.append(f"its heads: no published ViT is {width} wide; state num_heads in model_args")
+        faults.append(
+            f"number of heads: no published ViT is {width} wide; state num_heads in model_args"
+        )
     rules.refuse(faults, f"init_from={source!r}: cannot be read")
 
 
 def _check_agreement(
     config: _Config, found: dict[str, Any], mlp_dim: int, pool: str, source: str
 ) -> None:
-    """Raises InputError for what `config` states otherwise than `found`, which the arrays show."""
+    """Raise InputError if `config` contradicts `found`, the values from the arrays."""
     wanted = {key: config.args[key] for key in found if key in config.args}
     wanted.setdefault("num_classes", config.stated.get("num_classes"))
     if not config.is_named:
@@ -258,7 +261,8 @@ def _read_positions(
 ) -> tuple[tuple[int, int] | None, bool]:
     """(image size, whether the class token has a position).
 
-    The size is as stated, else a square that the positions fill, else None.
+    The image size is the stated one, else that of the square grid that the positions fill, else
+    None.
     """
     p, q = arrays["patch_embed.proj.weight"].shape[2:]
     prefix = sum(token in arrays for token in ("cls_token", "dist_token"))
@@ -266,7 +270,7 @@ def _read_positions(
     num_positions = arrays["pos_embed"].shape[1] if "pos_embed" in arrays else None
     image_size = _image_size(config.args, config.pixels)
     if num_positions is not None and prefix and no_embed_class is None:
-        # As many positions as patches; where the size is not told, as many as fill a square.
+        # True if there are as many positions as patches; without a size, if they form a square.
         patches = None if image_size is None else (image_size[0] // p) * (image_size[1] // q)
         square = math.isqrt(num_positions) ** 2 == num_positions
         no_embed_class = square if patches is None else num_positions == patches
@@ -305,14 +309,14 @@ def _read_cut(pixels: dict[str, Any]) -> Cut:
 
 
 def _num_heads(config: _Config, width: int) -> int | None:
-    """As stated; by the size that the architecture's name has; by timm's default; by width."""
+    """The number of heads: as stated, else timm's default, else that of ViTs of this width."""
     if "num_heads" in config.args:
         return config.args["num_heads"]
     by_width = layout.heads_by_width(width)
     if "model_args" in config.stated and not config.is_named:
         return _DEFAULT_HEADS
     if by_width is not None:
-        logger.info("%d heads, as of published ViTs that are %d wide", by_width, width)
+        logger.info("assuming %d heads, as in published ViTs of width %d", by_width, width)
     return by_width
 
 
@@ -325,27 +329,27 @@ def _image_size(args: dict[str, Any], pixels: dict[str, Any]) -> tuple[int, int]
 
 
 def check(model: nn.Module) -> list[str]:
-    """What of `model` the format cannot hold."""
+    """The reasons why the format cannot hold `model`."""
     if faults := rules.check_family(model, ViT, DeiT):
         return faults
     faults = rules.check_positions(model)
     if model.hidden_head:
-        faults.append("hidden_head=True, and its head is linear")
+        faults.append("hidden_head=True, but the format's head is linear")
     if isinstance(model, DeiT) and not model.distillation_head and model.num_classes is not None:
-        faults.append("distillation_head=False, and its DeiT has two heads")
+        faults.append("distillation_head=False, but the format's DeiT has two heads")
     faults += rules.check_blocks(model)
     if model.pool == "map" and not model.qkv_bias:
-        faults.append("qkv_bias=False with pool='map', whose attention has biases")
+        faults.append("qkv_bias=False with pool='map', but the format's pooling has biases")
     return faults
 
 
 def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
-    """Writes model.safetensors and config.json into a folder; or NAME.safetensors and NAME.json.
+    """Write model.safetensors and config.json into a folder, or NAME.safetensors and NAME.json.
 
     Returns the files' names.
     """
     rules.require_image_size(pretrained)
-    # timm's distilled model has a position for every token, whatever it is told.
+    # timm's distilled model always has a position for every token.
     distilled = isinstance(pretrained.model, DeiT)
     if pretrained.model.pos_embed != "none" or distilled:
         pretrained = rules.with_learned_positions(pretrained, class_token_has_one=distilled)
@@ -367,6 +371,8 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
         config["loss"] = spec.loss
     if spec.holdout is not None:
         config["holdout"] = spec.holdout
+    if spec.exif is False:
+        config["exif"] = False
     if ops_for(spec) != library_ops(spec):
         config["ops"] = ops_for(spec)
     alone = path.suffix == ".safetensors"
@@ -399,13 +405,13 @@ def _model_args(model: nn.Module) -> dict[str, Any]:
     if model.layer_scale is not None:
         args["init_values"] = model.layer_scale
     if model.norm_eps != _DEFAULT_EPS:
-        # No argument of timm's: better refused there than computed with another epsilon.
+        # Not an argument of timm: timm refuses it, which is better than using another epsilon.
         args["eps"] = model.norm_eps
     return args
 
 
 def _pretrained_cfg(spec: Spec) -> dict[str, Any]:
-    """How timm prepares images; `spec` has an image size."""
+    """timm's preprocessing config; `spec` must have an image size."""
     share, mode, interpolation = spec.cut or Cut()
     return {
         "mean": list(spec.mean),
@@ -418,12 +424,12 @@ def _pretrained_cfg(spec: Spec) -> dict[str, Any]:
 
 
 def library_ops(spec: Spec) -> str:
-    """How timm itself cuts images by a file that `write` made, as a preprocessing string."""
+    """The preprocessing string equivalent to what timm does with files of `write`."""
     return rules.ops_of_cut(spec.cut or Cut(), spec.image_size)
 
 
 def _architecture(model: nn.Module) -> str:
-    """A registered one, of the model's size where there is one; model_args replace all of it."""
+    """A registered architecture, if possible of the model's size; model_args override it."""
     sizes = {v.width: _NAMES[name] for name, v in VIT_VARIANTS.items() if name in _NAMES}
     size = sizes.get(model.width, "base")
     if isinstance(model, DeiT):
@@ -433,7 +439,7 @@ def _architecture(model: nn.Module) -> str:
 
 
 def _mlp_ratio(model: nn.Module) -> float:
-    """The ratio for which int(width * ratio), as timm computes it, is the hidden width."""
+    """The ratio for which timm's int(width * ratio) is the hidden width."""
     ratio = model.mlp_dim / model.width
     while int(model.width * ratio) < model.mlp_dim:
         ratio = math.nextafter(ratio, math.inf)

@@ -1,4 +1,4 @@
-"""Models from the workdirs of this project."""
+"""Reads models from the workdirs of this project."""
 
 import json
 import logging
@@ -27,6 +27,7 @@ from vit_jax.data.ops import check_crops, parse_calls, parse_ops, say_pad
 from vit_jax.errors import Faults, InputError
 from vit_jax.models import create_model
 from vit_jax.models.fields import value_of, with_known
+from vit_jax.transfer.adapters import merge_adapters
 from vit_jax.transfer.rules import (
     Cut,
     Pretrained,
@@ -39,7 +40,7 @@ from vit_jax.transfer.rules import (
 
 logger = logging.getLogger("vit_jax")
 
-NO_CHOICE = "init_from='{}': keeps no running average, so its weights are no choice"
+NO_CHOICE = "init_from='{}': keeps no running average; leave out the choice of weights"
 
 
 def recognises(path: epath.Path) -> bool:
@@ -54,12 +55,15 @@ def _workdir_of(path: epath.Path) -> epath.Path:
 
 
 def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
-    """The newest valid checkpoint of the workdir `path`, or the checkpoint that `path` is itself.
+    """Read the newest valid checkpoint of the workdir `path`, or the checkpoint `path`.
+
+    LoRA adapters are merged into the kernels.
 
     `averaged`: see `read_pretrained`.
 
     Raises:
-      InputError: if there is none, it does not verify, or it has no weights to choose from.
+      InputError: if there is no checkpoint, it does not verify, or `averaged` is given for a run
+        without a running average.
     """
     source, path = path, _workdir_of(path)
     config = read_config(path)
@@ -67,6 +71,7 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         config.model.name,
         config.data.num_classes,
         image_hw(config.data.image_size),
+        channels=config.data.channels,
         **model_fields(config),
     )
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -84,7 +89,9 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
     else:
         restored = restore.restore_step(source, target, partial=True)
     if restored is None:
-        raise InputError(f"init_from={str(path)!r}: no checkpoint there yet")
+        raise InputError(
+            f"init_from={str(path)!r}: has no checkpoint yet; wait for the run's first one"
+        )
     step = restored[1]["step"]
     params = jax.tree.map(np.asarray, restored[0][weights])
     if value_of(model, "scan"):
@@ -96,11 +103,13 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         resize="antialiased",
         mean=tuple(config.data.mean),
         std=tuple(config.data.std),
-        class_names=class_names_of(_read_names(path), model.num_classes, str(path)),
+        class_names=class_names_of(read_class_names(path), model.num_classes, str(path)),
         cut=_cut(ops, model.image_size or image_hw(config.data.image_size)),
         ops=_ops_for_files(ops, config.data.pad_crops),
         loss=config.loss.name,
         holdout=_holdout(config),
+        exif=config.data.exif,
+        channels=config.data.channels,
     )
     run = {
         "step": step,
@@ -108,25 +117,25 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         "config": config.to_dict(),
         "results": _results(path, step, config.evals, averaged is False),
     }
-    plain = with_known(model, scan=False)
-    return Pretrained(str(source), plain, tree.flatten_names(params), spec, run)
+    plain, params = merge_adapters(with_known(model, scan=False), tree.flatten_names(params))
+    return Pretrained(str(source), plain, params, spec, run)
 
 
 def _holdout(config: ConfigDict) -> str | None:
-    """See `Spec`; another rule than the default came from a folder further back."""
+    """`Spec.holdout`; a rule other than the default may come from an earlier run's folder."""
     rule = config.data.holdout
     return rule if reads_folder(config) or rule != base_config().data.holdout else None
 
 
 def warn_of_borders(config: ConfigDict, sources: Mapping[SplitKey, Source] | None = None) -> None:
-    """Names the evaluators of a run with `data.pad_crops` whose crops are larger than their images.
+    """Warn of the evaluators of a run with `data.pad_crops` whose crops exceed their images.
 
-    `sources`: of the evaluators' splits, where they are open; they may know their images' size.
+    `sources`: the evaluators' splits, if they are open; they may know the images' size.
     """
     image_size, faults = image_hw(config.data.image_size), Faults()
     for name, entry in config.evals.items() if config.data.pad_crops else ():
         host_ops, key = parse_ops(entry.ops, image_size)[0], f"evals.{name}.ops"
-        splits = eval_splits(config, entry).values()  # of one data set, so of one shape
+        splits = eval_splits(config, entry).values()  # one data set, so one image shape
         shape = sources and sources[next(iter(splits))].image_shape
         faults.check(check_crops, host_ops, key, shape and shape[:2])
     if faults:
@@ -135,12 +144,15 @@ def warn_of_borders(config: ConfigDict, sources: Mapping[SplitKey, Source] | Non
         )
 
 
-def _read_names(path: epath.Path) -> Any:
+def read_class_names(path: epath.Path) -> Any:
+    """The names of the classes of the run in `path`, by label; None if it has stored none."""
     named = path / "classes.json"
     try:
         return json.loads(named.read_text()) if named.exists() else None
-    except ValueError as e:  # text that is not UTF-8 is a ValueError too
-        raise InputError(f"{named}: not readable as JSON ({e}); it lists the classes") from None
+    except ValueError as e:  # also raised for text that is not UTF-8
+        raise InputError(
+            f"{named}: not readable as JSON ({e}); it must be the list of the run's classes"
+        ) from None
 
 
 def _evaluated_by(config: ConfigDict) -> str:
@@ -151,10 +163,10 @@ def _evaluated_by(config: ConfigDict) -> str:
 def ops_on_pixels(
     pretrained: Pretrained, image_size: tuple[int, int], size: tuple[int, int]
 ) -> str | None:
-    """The ops by which a run evaluated, if they make images of `size` ones of `image_size`.
+    """The run's evaluation ops if they turn images of `size` into images of `image_size`, or None.
 
-    They are better than `Spec.ops`, for files of any size, where the run's data have one size. None
-    for other sources and for another image size than the run's.
+    They are exact for data of one size, while `Spec.ops` must accept files of any size. None also
+    for other sources, and for another image size than the run's.
     """
     if pretrained.run is None or image_size != pretrained.spec.image_size:
         return None
@@ -167,13 +179,13 @@ def ops_on_pixels(
 
 
 def _ops_for_files(ops: str, pad_crops: bool) -> str:
-    """The preprocessing string `ops` of a run for files of any size, which its data need not be.
+    """Adapt the preprocessing string `ops` of a run to files of any size.
 
-    Where the run's config has `pad_crops`, crops say so.
+    With `pad_crops` of the run's config, its crops get pad=True.
     """
     names = [name for name, _, _ in parse_calls(ops, "ops")]
     if names in (["central_crop"], ["decode", "central_crop"]):
-        logger.info("files of any size are resized before the run's central_crop")
+        logger.info("files are resized before the run's central_crop, because they have any size")
         return "decode|resize_small(antialias=True)|central_crop"
     if not {*names} & {"resize", "resize_small", "torchvision_resize", "inception_crop"}:
         return "decode|resize(antialias=True)"
@@ -183,7 +195,7 @@ def _ops_for_files(ops: str, pad_crops: bool) -> str:
 
 
 def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
-    """See `Spec`; None: the whole image, or what a `Cut` cannot say."""
+    """`Spec.cut`; None for the whole image, or if a `Cut` cannot describe the ops."""
     calls = [call for call in parse_calls(ops, "ops") if call[0] != "decode"]
     crops = [("central_crop", [], {}), ("central_crop", [], {"pad": True})]
     crops.append(("torchvision_crop", [], {}))
@@ -198,7 +210,7 @@ def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
     given = defaults | dict(zip(("size", "filter", "cover"), args, strict=False)) | kwargs
     size = given["size"]
     resized = image_size if size is None else image_hw(size)
-    if given["crop"] is not None:  # as `host_ops.resize` rounds
+    if given["crop"] is not None:  # rounded as in `host_ops.resize`
         resized = tuple(round(side / given["crop"]) for side in resized)
     share = min(max(map(share_of, image_size, resized)), 1.0)
     of_shorter_side = name == "torchvision_resize" and isinstance(size, int)
@@ -210,9 +222,9 @@ def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
 def _results(
     path: epath.Path, step: int, evals: Container[str], raw: bool
 ) -> dict[str, dict[str, Any]]:
-    """{metric: {"value", "step"}}: the newest of each evaluator up to `step`.
+    """{metric: {"value", "step"}}: the newest result of each metric up to `step`.
 
-    `raw`: of the weights beside their running average, which have metrics of their own.
+    `raw` selects the metrics of the raw weights of a run with a running average.
     """
     rows = path / "metrics.jsonl"
     found = {}
@@ -220,7 +232,7 @@ def _results(
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # half a line, as a process that is killed leaves
+            continue  # half a line, left by a killed process
         for name, value in row.items():
             of_these = name.endswith("_raw") == raw and name.partition("/")[0] in evals
             if of_these and row["step"] <= step:

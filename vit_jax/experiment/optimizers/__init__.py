@@ -1,28 +1,28 @@
-"""Optimizers: optax chains with decoupled weight decay on the leaves that a regex names.
+"""Optimizers: optax chains with decoupled weight decay on parameters selected by a regex.
 
-The update of a parameter p with the gradient g:
+The update of a parameter p with gradient g:
 
-    g <- g * min(1, grad_clip_norm / ||g||)       over all parameters together
-    d <- m_hat / (sqrt(v_hat) + eps)              adamw; m_hat, v_hat corrected for their start
+    g <- g * min(1, grad_clip_norm / ||g||)       norm over all parameters
+    d <- m_hat / (sqrt(v_hat) + eps)              adamw; m_hat, v_hat bias-corrected,
          with m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2
          m                                        sgd; m <- g + momentum m
          sign(b1 m + (1 - b1) g)                  lion; then m <- b2 m + (1 - b2) g
          m                                        adafactor; m <- b1 m + (1 - b1) g / sqrt(V)
-         with V = r c^T / mean(r) of a matrix, r and c the means over its columns and rows of
-         V <- b V + (1 - b) (g^2 + eps), b = min(b2, 1 - t^-0.8) at the t-th step
+         with V = r c^T / mean(r) for matrices, where r and c are the row and column means of
+         V <- b V + (1 - b) (g^2 + eps), b = min(b2, 1 - t^-0.8) at step t
     p <- p - k * schedule(step) * (d + weight_decay * p)
-         with k = 1, or layer_decay^(depth + 1 - i) for the i-th part of the model
+         with k = 1, or layer_decay^(depth + 1 - i) for part i of the model
 
-The decay is added after the momentum and multiplied by the current learning rate. For adamw
-that is optax.adamw; it departs from Loshchilov & Hutter, whose decay is not multiplied by the
-base rate, only by the schedule's shape. For sgd it departs from L2 regularisation, whose decay
-would pass through the momentum.
+Weight decay is added after the momentum and multiplied by the current learning rate. For adamw
+this equals optax.adamw. It differs from Loshchilov & Hutter, who multiply the decay by the shape of
+the schedule only, not by the base rate. For sgd it differs from L2 regularisation, where the decay
+passes through the momentum.
 
-Of adafactor the paper takes: the factored second moment, its rate capped at adam's 0.999, a
-first moment in bfloat16, and a learning rate that is not scaled by the parameters' norms. Its
-updates are not clipped, and its moments are not corrected for their start: the first update is
-a tenth of the later ones. Vectors, and matrices with a side below 32, keep the whole second
-moment. It is mapped over scanned layers, so that it factors each layer's own matrix.
+adafactor is the variant of Zhai et al.: a factored second moment whose decay rate is capped at
+Adam's 0.999, a first moment in bfloat16, and a learning rate that is not scaled by parameter norms.
+Updates are not clipped and moments are not bias-corrected, so the first update is a tenth of later
+ones. Vectors, and matrices with a side below 32, keep the full second moment. Scanned layers are
+mapped over, so that each layer's own matrix is factored.
 
 Source: Loshchilov & Hutter 2017 (arXiv:1711.05101), algorithms 1 and 2; layer_decay: Clark et al.
 2020 (arXiv:2003.10555), Bao et al. 2021 (arXiv:2106.08254).
@@ -52,31 +52,31 @@ def make_optimizer(
     freeze: str | None = None,
     **hyperparameters: float | str | None,
 ) -> optax.GradientTransformation:
-    """The update at the top of this module, as a chain of named parts.
+    """Make the update at the top of this module, as a chain of named parts.
 
-    frozen_gradients, clip, direction, weight_decay, layer_decay, learning_rate, frozen_updates; a
-    part that a setting turns off does nothing.
+    The parts: frozen_gradients, clip, direction, weight_decay, layer_decay, learning_rate,
+    frozen_updates. A part that is turned off does nothing.
 
     Args:
       name: a key of `OPTIMIZERS`.
-      schedule: update's number, from 0 -> learning rate.
-      weight_decay: factor of the parameters that decay.
-      weight_decay_on: regex over whole names; what matches decays. Layers are named as in the
-        unrolled model (`encoder/layer_3/.*`) also where they are scanned.
-      grad_clip_norm: greatest global norm of the gradients; None: no clipping.
-      layer_decay: each layer learns at this share of the rate of the one above it: i is 0 for the
+      schedule: number of the update, from 0 -> learning rate.
+      weight_decay: factor of the decayed parameters.
+      weight_decay_on: regex over whole names of the parameters to decay. Layers are named as in the
+        unrolled model (`encoder/layer_3/.*`) even if they are scanned.
+      grad_clip_norm: maximum global norm of the gradients; None: no clipping.
+      layer_decay: learning rate of a layer, relative to the next layer above. i is 0 for the
         embedding (patches, class token, positions), l + 1 for layer l, depth + 1 for the last norm
-        and the head. None: all learn at the schedule's rate.
-      freeze: regex over the same names. What matches is never changed, not a bit of it; its
-        gradients do not count in the clip's norm; a leaf that is frozen whole has no state. None:
-        everything learns.
-      **hyperparameters: arguments of `OPTIMIZERS[name]`; None: its own default.
+        and the head. None: all parts use the schedule's rate.
+      freeze: regex over the same names. Matching parameters never change, bit by bit; their
+        gradients do not count towards the clipped norm; leaves frozen as a whole have no optimizer
+        state. None: nothing is frozen.
+      **hyperparameters: arguments of `OPTIMIZERS[name]`; None selects its default.
 
     Raises:
-      InputError: an unknown name, a number out of range, or one that the optimizer does not have;
-        from `init` and `update`, a `weight_decay_on` that matches no parameter though
-        `weight_decay` is not 0, a `freeze` that matches none or all, a `layer_decay` for a model
-        without layers.
+      InputError: for an unknown name, a number out of range, or an argument that the optimizer does
+        not take; `init` and `update` raise it if `weight_decay_on` matches no parameter although
+        `weight_decay` is not 0, if `freeze` matches none or all, and if `layer_decay` is set for a
+        model without layers.
     """
     given = {key: value for key, value in hyperparameters.items() if value is not None}
     _check(name, given, weight_decay, weight_decay_on, grad_clip_norm, layer_decay, freeze)
@@ -98,14 +98,14 @@ def make_optimizer(
 
 
 def _check(name, given, weight_decay, weight_decay_on, grad_clip_norm, layer_decay, freeze) -> None:
-    """Raises InputError with every fault of `make_optimizer`'s arguments."""
+    """Raise InputError with every fault in the arguments of `make_optimizer`."""
     faults = []
 
     def need(key: str, value, holds: bool, what: str) -> None:
         if not holds:
-            faults.append(f"optimizer.{key}={value!r} {what}")
+            faults.append(f"optimizer.{key}={value!r}: {what}")
 
-    need("name", name, name in OPTIMIZERS, f"is unknown; {nearest(name, list(OPTIMIZERS))}")
+    need("name", name, name in OPTIMIZERS, f"unknown; {nearest(name, list(OPTIMIZERS))}")
     need("weight_decay", weight_decay, weight_decay >= 0, "must be at least 0")
     clips = grad_clip_norm is None or grad_clip_norm > 0
     need("grad_clip_norm", grad_clip_norm, clips, "must be more than 0; None turns it off")
@@ -114,7 +114,7 @@ def _check(name, given, weight_decay, weight_decay_on, grad_clip_norm, layer_dec
     if "eps" in given:
         need("eps", given["eps"], given["eps"] > 0, "must be more than 0")
     dtype = given.get("momentum_dtype", "float32")
-    hint = f"is unknown; {nearest(dtype, MOMENTUM_DTYPES)}"
+    hint = f"unknown; {nearest(dtype, MOMENTUM_DTYPES)}"
     need("momentum_dtype", dtype, dtype in MOMENTUM_DTYPES, hint)
     decays_by_layer = layer_decay is None or 0 < layer_decay <= 1
     need("layer_decay", layer_decay, decays_by_layer, "must be more than 0 and at most 1")
@@ -122,9 +122,9 @@ def _check(name, given, weight_decay, weight_decay_on, grad_clip_norm, layer_dec
         try:
             re.compile(pattern or "")
         except re.error as error:
-            need(key, pattern, False, f"is not a regular expression: {error}")
+            need(key, pattern, False, f"not a regular expression: {error}")
     if name in OPTIMIZERS:
         own = inspect.signature(OPTIMIZERS[name]).parameters
         for key in given.keys() - own.keys():
-            need(key, given[key], False, f"is nothing that {name} has; set it to None")
+            need(key, given[key], False, f"{name} has no such setting; set it to None")
     collect_faults(faults)

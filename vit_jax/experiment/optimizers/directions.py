@@ -1,6 +1,6 @@
-"""Directions of descent: optax transformations that turn clipped gradients into a direction.
+"""Optimizer directions: optax transformations from clipped gradients to a descent direction.
 
-`momentum_dtype` is the dtype that keeps the first moment; the arithmetic on it is in float32.
+`momentum_dtype` is the dtype in which the first moment is stored; arithmetic on it is in float32.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from vit_jax.experiment.optimizers.layers import over_layers
 
 MOMENTUM_DTYPES = ("float32", "bfloat16")
 
-# A matrix whose smaller side is below this keeps the whole second moment: factors save nothing.
+# A matrix whose smaller side is below this keeps the full second moment; factors would save little.
 _FACTORED_FROM = 32
 
 
 def _rate(value: float, momentum_dtype: str) -> float | np.float32:
-    """What optax is to multiply a first moment by.
+    """The factor that optax multiplies a first moment by, of a type that keeps its precision.
 
-    A Python float would be rounded to bfloat16 with the moment's type, and 0.9 be 0.8984.
+    optax would round a Python float to bfloat16 along with the moment, so that 0.9 becomes 0.8984.
     """
     return np.float32(value) if momentum_dtype == "bfloat16" else value
 
@@ -58,7 +58,7 @@ def adafactor(b1=0.9, b2=0.999, eps=1e-30, momentum_dtype="bfloat16"):
     return over_layers(optax.named_chain(("second_moment", second_moment), ("momentum", momentum)))
 
 
-# The arguments of each are its hyper-parameters, with its own defaults.
+# The arguments of each function are its hyper-parameters, with its own defaults.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": adamw,
     "sgd": sgd,

@@ -1,4 +1,4 @@
-"""Optimizers over the layers of a model: each scanned layer apart, or each at a rate of its own."""
+"""Optimizer parts that treat layers separately: a map over scanned layers, and layer-wise decay."""
 
 from typing import Any, NamedTuple
 
@@ -11,10 +11,10 @@ from vit_jax.errors import InputError
 
 
 class LayersState(NamedTuple):
-    """The state of an optimizer that is mapped over scanned layers.
+    """State of an optimizer that is mapped over scanned layers.
 
-    layers: of the leaves of scanned layers, each with the layer as first axis.
-    others: of all other leaves.
+    layers: state of the leaves with scanned layers; every array has the layer as first axis.
+    others: state of all other leaves.
     """
 
     layers: Any
@@ -22,10 +22,10 @@ class LayersState(NamedTuple):
 
 
 def over_layers(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx` on each layer of scanned leaves apart, as it would be on those of an unrolled model.
+    """Apply `tx` to each scanned layer separately, as in an unrolled model.
 
-    To be used for what is not elementwise: for a stack of matrices (L, D, F), or of vectors (L, D),
-    `tx` itself would see arrays with one more axis than the layers have.
+    Needed for transformations that are not elementwise: they would see stacked matrices (L, D, F)
+    and vectors (L, D) with one axis more than a layer's own arrays have.
     """
 
     def split(leaves):
@@ -76,7 +76,7 @@ def scale_layers(layer_decay: float) -> optax.GradientTransformation:
         return tree.map_layers(lambda name: layer_decay ** above[tree.part_of(name)], params)
 
     def init(params):
-        scales(params)  # to be refused before anything is computed
+        scales(params)  # raises before anything is computed
         return optax.EmptyState()
 
     def update(updates, state, params=None):

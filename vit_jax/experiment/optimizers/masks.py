@@ -1,4 +1,4 @@
-"""Parts of an optimizer that a regex over the names of parameters chooses: decay and freezing."""
+"""Optimizer parts that apply to parameters selected by a regex: weight decay and freezing."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ def decay_weights(weight_decay: float, weight_decay_on: str) -> optax.GradientTr
         mask = tree.mask(params, weight_decay_on)
         if weight_decay and not _values(mask).any():
             raise InputError(
-                f"optimizer.weight_decay_on={weight_decay_on!r} matches the whole name of no "
-                f"parameter; {_some_names(params)}"
+                f"optimizer.weight_decay_on={weight_decay_on!r}: does not match the whole name of "
+                f"any parameter; {_some_names(params)}"
             )
         return mask
 
     def init(params):
-        decaying(params)  # to be refused before anything is computed
+        decaying(params)  # raises before anything is computed
         return optax.EmptyState()
 
     def add(decays, update, param):
@@ -38,16 +38,16 @@ def decay_weights(weight_decay: float, weight_decay_on: str) -> optax.GradientTr
 
 
 def _frozen(params: Any, freeze: str) -> Any:
-    """`tree.mask` of what does not learn.
+    """`tree.mask` of the frozen parameters.
 
     Raises:
-      InputError: if `freeze` matches no parameter's name, or all of them.
+      InputError: if `freeze` matches none or all of the parameters.
     """
     mask = tree.mask(params, freeze)
     values = _values(mask)
     if values.all() or not values.any():
         raise InputError(
-            f"optimizer.freeze={freeze!r} matches the whole name of "
+            f"optimizer.freeze={freeze!r}: matches the whole name of "
             f"{'every' if values.all() else 'no'} parameter; {_some_names(params)}; "
             "None freezes nothing"
         )
@@ -60,7 +60,7 @@ def leaves_that_learn(params: Any, freeze: str) -> Any:
 
 def drop_frozen(freeze: str) -> optax.GradientTransformation:
     def update(updates, params):
-        # -0.0, because adding it changes no bit of a parameter: -0.0 + 0.0 is 0.0.
+        # -0.0, since adding it leaves every parameter unchanged, bit by bit; -0.0 + 0.0 is 0.0.
         return jax.tree.map(
             lambda frozen, leaf: jnp.where(frozen, -0.0, leaf), _frozen(params, freeze), updates
         )
@@ -75,4 +75,4 @@ def _values(mask: Any) -> np.ndarray:
 def _some_names(params: Any) -> str:
     named = tree.flatten_names(params)
     names = [tree.unrolled_names(name, leaf)[0] for name, leaf in named.items()]
-    return f"the names are like {', '.join(names[:3])}"
+    return f"example names: {', '.join(names[:3])}"

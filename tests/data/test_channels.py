@@ -1,0 +1,141 @@
+"""Images of other than three channels: decoded, cropped, trained on, carried over."""
+
+import json
+
+import numpy as np
+import PIL.Image
+import pytest
+from images import encode, smooth_image
+
+import vit_jax
+from vit_jax.data import make_source, parse_ops
+from vit_jax.data.device_ops import per_channel, to_value_range
+from vit_jax.data.image_files import image_files
+from vit_jax.data.pipeline import host_batches, host_eval_batches
+from vit_jax.errors import InputError
+from vit_jax.main import main
+from vit_jax.transfer.resample import adapt_kernel
+from vit_jax.transfer.rules import Pretrained, Spec, abstract_params, fit
+
+
+def batch_of(source, string, evaluation=True):
+    ops = parse_ops(string, (16, 16))[0]
+    rows = np.arange(source.num_examples)
+    how = {"global_batch_size": len(rows), "image_size": (16, 16), "rows": rows}
+    if evaluation:
+        return next(iter(host_eval_batches(source, ops, **how)))
+    return next(iter(host_batches(source, ops, **how, seed=0, start_step=0, num_steps=1)))
+
+
+def rgba():
+    noise = np.random.default_rng(0).integers(0, 256, (16, 16, 4), np.uint8)
+    return PIL.Image.fromarray(noise, "RGBA")
+
+
+def test_files_become_grey_or_keep_four_channels(tmp_path):
+    picture = PIL.Image.fromarray(smooth_image(16, 16))
+    for name in ("colour.jpg", "colour.png"):
+        picture.save(tmp_path / name)
+    for name in ("four.png", "four.tif", "four.webp"):
+        rgba().save(tmp_path / name, **({"lossless": True, "exact": True} if "w" in name else {}))
+    paths = [str(tmp_path / name) for name in ("colour.jpg", "colour.png")]
+    grey = batch_of(image_files(paths, channels=1), "decode|central_crop")
+    assert grey["image"].shape == (2, 16, 16, 1) and grey["mask"].all()
+    for image, path in zip(grey["image"], paths, strict=True):
+        expected = np.asarray(PIL.Image.open(path).convert("L")).astype(int)
+        np.testing.assert_allclose(image[..., 0].astype(int), expected, atol=2)
+    names = ("four.png", "four.tif", "four.webp", "colour.png", "colour.jpg")
+    four = batch_of(
+        image_files([str(tmp_path / n) for n in names], channels=4), "decode|central_crop"
+    )
+    for image in four["image"][:3]:
+        np.testing.assert_array_equal(image, np.asarray(rgba()))
+    assert four["mask"].tolist() == [1, 1, 1, 1, 0]  # a JPEG has no fourth channel
+    assert (four["image"][3, ..., 3] == 255).all()
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize(
+    "ops", ["inception_crop", "decode|resize_small(20)|central_crop",
+            "decode|resize|pad_crop(2)", "decode|torchvision_resize(20)|torchvision_crop"]
+)  # fmt: skip
+def test_ops_keep_the_channels(tmp_path, channels, ops):
+    rgba().resize((30, 20)).save(tmp_path / "1.png")
+    batch = batch_of(image_files([str(tmp_path / "1.png")], channels=channels), ops, False)
+    assert batch["image"].shape == (1, 16, 16, channels) and batch["mask"].all()
+
+
+def test_pixels_become_grey_and_others_are_refused(tmp_path):
+    colour = make_source("digits", split="test", image_size=(8, 8))
+    grey = make_source("digits", split="test", image_size=(8, 8), channels=1)
+    assert grey.image_shape == (8, 8, 1)
+    ids = np.arange(5)
+    np.testing.assert_array_equal(grey.read(ids)["image"], colour.read(ids)["image"][..., :1])
+    with pytest.raises(InputError, match=r"data\.channels=4: digits has 3; set"):
+        make_source("digits", split="test", image_size=(8, 8), channels=4)
+    (tmp_path / "1.png").write_bytes(encode(smooth_image(), "PNG"))
+    with pytest.raises(InputError, match=r"data\.channels=5: .* 1, 3 or 4"):
+        image_files([str(tmp_path / "1.png")], channels=5)
+    made_up = {"image_size": (8, 8), "num_classes": 2, "num_examples": 4}
+    assert make_source("synthetic", split="train", **made_up, channels=5).image_shape[-1] == 5
+
+
+def test_value_range_of_any_number_of_channels():
+    images = np.zeros((2, 4, 4, 4), np.uint8)
+    assert (np.asarray(to_value_range(images, (0.5,) * 3, (0.5,) * 3)) == -1).all()
+    found = to_value_range(images, (0.1, 0.2, 0.3, 0.4), (1.0,) * 3)
+    np.testing.assert_allclose(found[0, 0, 0], [-0.1, -0.2, -0.3, -0.4])
+    with pytest.raises(InputError, match="needs 4 numbers"):
+        per_channel((0.1, 0.2, 0.3), 4)
+
+
+@pytest.mark.parametrize("shape", [(48, 5), (4, 4, 3, 5)])
+def test_kernels_are_summed_or_repeated(shape):
+    kernel = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    by_channel = kernel.reshape(16, 3, 5)
+    one = adapt_kernel(kernel, 3, 1)
+    np.testing.assert_allclose(one.reshape(16, 5), by_channel.sum(1))
+    four = adapt_kernel(kernel, 3, 4).reshape(16, 4, 5)
+    np.testing.assert_allclose(four, by_channel[:, [0, 1, 2, 0]] * (3 / 4))
+    assert one.shape[-1] == four.shape[-1] == 5 and one.ndim == len(shape)
+
+
+def test_a_hybrid_adapts_its_stem_and_not_its_embedding():
+    fields = {"stages": (1, 1, 1), "stem_width": 32, "width": 8, "depth": 1, "num_heads": 1}
+    model = vit_jax.create_model("R50+ViT-B/16", 2, 32, mlp_dim=8, **fields)
+    params = abstract_params(model)
+    params = {name: np.ones(leaf.shape, np.float32) for name, leaf in params.items()}
+    pretrained = Pretrained("source", model, params, Spec((32, 32), "timm"))
+    found = fit(pretrained, model.clone(channels=1), reset_head=False)
+    assert found["stem/conv_root/kernel"].shape[2] == 1
+    np.testing.assert_array_equal(found["stem/conv_root/kernel"], 3.0)
+    assert found["embedding/kernel"] is params["embedding/kernel"]
+
+
+def test_a_grey_run_and_what_starts_from_it(tmp_path, capsys):
+    words = ["--config=configs/quickstart.py:debug", "--config.duration=2 steps",
+             "--config.schedule.warmup=0 steps"]  # fmt: skip
+    grey = tmp_path / "grey"
+    assert main([*words, "--config.data.channels=1", f"--workdir={grey}"]) == 0
+    spec = vit_jax.pretrained_spec(grey)
+    model, variables = vit_jax.load_pretrained(grey)
+    assert spec.channels == model.channels == 1
+    PIL.Image.fromarray(smooth_image(8, 8)).save(tmp_path / "1.png")
+    image = vit_jax.load_image(tmp_path / "1.png", spec)
+    assert image.shape == (8, 8, 1)
+    logits = np.asarray(model.apply(variables, image[None]))
+
+    colour, changed = vit_jax.load_pretrained(grey, channels=3)
+    same = colour.apply(changed, np.repeat(image, 3, -1)[None])
+    np.testing.assert_allclose(same, logits, atol=1e-5)  # a third of the kernel, three times
+
+    capsys.readouterr()
+    assert main(["predict", f"--init_from={grey}", str(tmp_path / "1.png"), "--format=json"]) == 0
+    (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert row["classes"][0]["index"] == logits.argmax()
+    assert main(["evaluate", f"--workdir={grey}"]) == 0
+    tuned = [*words, f"--config.init_from={grey}", f"--workdir={tmp_path / 'tuned'}"]
+    assert main(tuned) == 0
+    export = ["export", f"--init_from={grey}", f"--output={tmp_path / 'e'}", "--format=timm"]
+    assert main(export) == 2
+    assert "channels=1" in capsys.readouterr().err

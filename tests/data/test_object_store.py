@@ -1,0 +1,44 @@
+"""Training data on gs://, read through TensorFlow's client from a store on the loopback."""
+
+import numpy as np
+import pytest
+from fake_store import served
+from images import encode, smooth_image
+from prepared import prepare
+
+from vit_jax.data import make_order, make_source, pipeline
+from vit_jax.data.host_tf import tfds
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    root = tmp_path_factory.mktemp("local")
+    features = {
+        "image": tfds.features.Image(shape=(16, 16, 3), encoding_format="png"),
+        "label": tfds.features.ClassLabel(num_classes=3),
+    }
+    examples = [
+        {"image": encode(smooth_image(16, 16, seed), "PNG"), "label": seed % 3} for seed in range(9)
+    ]
+    prepare(root, "tiny", features, examples, examples_per_shard=4)
+    return root
+
+
+def first_batch(data_dir, reader):
+    source = make_source(
+        "tiny", split="train", data_dir=data_dir, image_size=(16, 16), reader=reader
+    )
+    order = make_order("record", source.part_sizes, 0, global_batch_size=8)
+    how = {"global_batch_size": 8, "image_size": (16, 16), "rows": np.arange(8), "seed": 0}
+    [batch] = pipeline.host_batches(source, [], **how, start_step=2, num_steps=1, data_order=order)
+    return batch
+
+
+@pytest.mark.parametrize("reader", ["memory", "offsets"])
+def test_data_in_a_bucket_give_the_batches_of_the_folder(local, reader, tmp_path, monkeypatch):
+    expected = first_batch(str(local), reader)
+    with served(local, monkeypatch, tmp_path) as requests:
+        found = first_batch(f"gs://bucket-{reader}/", reader)
+    assert any("tfrecord" in path for path in requests)
+    for key in ("image", "label", "mask", "id"):
+        np.testing.assert_array_equal(found[key], expected[key], err_msg=key)

@@ -1,0 +1,138 @@
+"""Lists of files and labels: CSV and JSON lines, one label or several, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+from images import encode, smooth_image
+
+from vit_jax.data import count_labels, make_source, match_classes, parse_ops
+from vit_jax.data.pipeline import host_eval_batches
+from vit_jax.errors import InputError
+
+CSV = "file,label\na.jpg,cat\nsub/b.png,dog\nc.jpg,cat\n"
+GONE = CSV + "gone.jpg,dog\n"
+SEVERAL = [("a.jpg", ["cat"]), ("sub/b.png", ["dog", "cat"]), ("c.jpg", [])]
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for seed, name in enumerate(("a.jpg", "sub/b.png", "c.jpg")):
+        file_format = "PNG" if name.endswith("png") else "JPEG"
+        (tmp_path / name).write_bytes(encode(smooth_image(seed=seed), file_format))
+    return tmp_path
+
+
+def write(root, text, name="list.csv"):
+    (root / name).write_text(text)
+    return root / name
+
+
+def both(data_dir, **fields):
+    """{file: label} of train and val together."""
+    sources = [
+        make_source("list", split=split, data_dir=data_dir, image_size=(16, 16), **fields)
+        for split in ("train", "val")
+    ]
+    return {
+        source.record_name(i): source.read(i)["label"].numpy().tolist()
+        for source in sources
+        for i in range(source.num_examples)
+    }
+
+
+def refused(data_dir, *words, split="train", **fields):
+    with pytest.raises(InputError) as error:
+        make_source("list", split=split, data_dir=data_dir, image_size=(16, 16), **fields)
+    for word in words:
+        assert word in str(error.value), word
+
+
+def test_one_label_each(root):
+    expected = {"a.jpg": 0, "sub/b.png": 1, "c.jpg": 0}
+    assert both(write(root, CSV)) == expected
+    assert both(write(root, "\ufeff" + CSV.replace("file", "File "))) == expected
+    lines = [json.dumps({"file": n, "label": c}) for n, c in
+             (("a.jpg", "cat"), (str(root / "sub/b.png"), "dog"), ("c.jpg", "cat"))]  # fmt: skip
+    assert both(write(root, "\n".join(lines), "list.jsonl")) == expected
+    numbers = write(root, CSV.replace("cat", "10").replace("dog", "9"))
+    assert both(numbers) == {"a.jpg": 1, "sub/b.png": 0, "c.jpg": 1}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_several_labels_each(root, suffix):
+    if suffix == "csv":
+        text = "file,labels\n" + "".join(f"{n},{';'.join(ls)}\n" for n, ls in SEVERAL)
+    else:
+        text = "".join(json.dumps({"file": n, "labels": ls}) + "\n" for n, ls in SEVERAL)
+    path = write(root, text, f"list.{suffix}")
+    assert both(path, multi_label=True) == {
+        "a.jpg": [1, 0], "sub/b.png": [1, 1], "c.jpg": [0, 0],
+    }  # fmt: skip
+    refused(path, "sub/b.png has 2 labels", "multi_label=true", "loss.name=sigmoid")
+
+
+def test_batches_have_the_labels_of_all_classes(root):
+    path = write(root, "file,labels\na.jpg,cat\nsub/b.png,dog;cat\nc.jpg,dog\ngone.jpg,dog\n")
+    source = make_source(
+        "list", split="train", data_dir=path, image_size=(16, 16), multi_label=True
+    )
+    one = make_source("list", split="train", data_dir=write(root, GONE, "one.csv"),
+                      image_size=(16, 16))  # fmt: skip
+    assert sorted(count_labels(one)) == [1, 2]  # no picture is read for its label
+    shown = {"a.jpg": [1, 0], "sub/b.png": [1, 1], "c.jpg": [0, 1], "gone.jpg": [0, 1]}
+    names = [source.record_name(i) for i in range(source.num_examples)]
+    np.testing.assert_array_equal(count_labels(source), np.sum([shown[n] for n in names], axis=0))
+    ops = parse_ops("decode|resize", (16, 16))[0]
+    (batch,) = host_eval_batches(
+        source, ops, global_batch_size=4, image_size=(16, 16), rows=np.arange(4)
+    )
+    assert batch["label"].shape == (4, 2) and batch["label"].dtype == np.float32
+    assert batch["label"].sum() == (batch["mask"][:, None] * batch["label"]).sum()
+    matched = match_classes(source, ("dog", "eel", "cat"))
+    for i, name in enumerate(names):
+        if name != "gone.jpg":
+            cat, dog = shown[name]
+            assert matched.read(i)["label"].numpy().tolist() == [dog, 0, cat]
+
+
+def test_a_list_for_each_split(root):
+    write(root, CSV, "Train.csv")
+    write(root, '{"file": "c.jpg", "label": "dog"}', "valid.jsonl")
+    source = make_source("list", split="val", data_dir=root, image_size=(16, 16))
+    assert source.num_examples == 1 and source.read(0)["label"] == 1
+    refused(root, "data.split='test'", "'train' and 'val'", split="test")
+    write(root, "file,label\na.jpg,eel\n", "test.csv")
+    refused(root, "'eel'", "Train.csv lacks", split="test")
+    write(root, CSV, "val.csv")
+    refused(root, "val", "keep one")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("name,label\na.jpg,cat\n", ["columns name, label", "needed", "file"]),
+        ("file,class\na.jpg,cat\n", ["columns file, class", "label or labels"]),
+        ("file,label\na.jpg,cat\na.jpg,dog\n", ["line 3", "listed twice", "`labels`"]),
+        ("file,label\n" + "a.jpg,\n" * 9, ["line 2", "4 lines more"]),
+        ("file,label\n", ["no labels"]),
+        ("file,label\n\udcff,cat\n", ["cannot be read", "UTF-8"]),
+    ],
+)
+def test_faulty_lines_are_named(root, text, words):
+    (root / "list.csv").write_bytes(text.encode(errors="surrogateescape"))
+    refused(root / "list.csv", *words)
+
+
+def test_what_is_no_list_is_refused(root):
+    refused(None, "data.data_dir=None")
+    refused(root / "gone.csv", "no such list", "--config.data.data_dir=LIST")
+    refused(root, "train.csv")
+    refused(write(root, "", "list.txt"), ".csv or .jsonl")
+    refused(write(root, "[1]", "list.jsonl"), "no object")
+    folder = make_source("synthetic", split="train", image_size=(8, 8), num_classes=2,
+                         num_examples=2)  # fmt: skip
+    assert not folder.multi_label
+    with pytest.raises(InputError, match=r"data\.multi_label=True: digits train has one label"):
+        make_source("digits", split="train", image_size=(8, 8), multi_label=True)

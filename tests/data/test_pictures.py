@@ -1,0 +1,123 @@
+"""Files of pictures: formats and modes as Pillow reads them, EXIF, and what is skipped."""
+
+import io
+import logging
+import os
+
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+import pytest
+from images import encode, pil_rgb, smooth_image
+
+from vit_jax.data import make_source, parse_ops, pictures
+from vit_jax.data.host_tf import tf
+
+ORIENTATION = 0x0112
+
+
+def decode(encoded, exif=True):
+    """In a data set, as the pipeline does."""
+    (op,), () = parse_ops("decode", (16, 16))
+    one = tf.data.Dataset.from_tensors(encoded)
+    return next(one.map(lambda e: op(pictures.as_known_format(e, exif), None)).as_numpy_iterator())
+
+
+def animated(file_format):
+    frames = [PIL.Image.fromarray(smooth_image(seed=seed)) for seed in range(2)]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, file_format, save_all=True, append_images=frames[1:], lossless=True)
+    return buffer.getvalue()
+
+
+KINDS = {
+    "WebP": encode(smooth_image(), "WEBP"),
+    "lossless WebP with alpha": encode(smooth_image(), "WEBP", mode="RGBA", lossless=True),
+    "animated WebP": animated("WEBP"),
+    "BMP": encode(smooth_image(), "BMP"),
+    "grey BMP": encode(smooth_image(), "BMP", mode="L"),
+    "GIF": encode(smooth_image(), "GIF"),
+    "animated GIF": animated("GIF"),
+    "TIFF": encode(smooth_image(), "TIFF"),
+    "compressed TIFF": encode(smooth_image(), "TIFF", compression="tiff_lzw"),
+    "CMYK TIFF": encode(smooth_image(), "TIFF", mode="CMYK"),
+    "TIFF with alpha": encode(smooth_image(), "TIFF", mode="RGBA"),
+    "black and white TIFF": encode(smooth_image(), "TIFF", mode="1"),
+    "black and white PNG": encode(smooth_image(), "PNG", mode="1"),
+    "CMYK JPEG": encode(smooth_image(), mode="CMYK", quality=95),
+    "grey JPEG": encode(smooth_image(), mode="L"),
+    "PNG with alpha": encode(smooth_image(), "PNG", mode="RGBA"),
+}
+
+
+@pytest.mark.parametrize("encoded", KINDS.values(), ids=KINDS)
+def test_formats_and_modes_agree_with_pillow(encoded):
+    np.testing.assert_array_equal(decode(encoded), pil_rgb(encoded))
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
+def test_of_16_bit_grey_the_high_byte_is_taken(file_format):
+    grey = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
+    expected = np.repeat((grey >> 8)[..., None], 3, -1)
+    np.testing.assert_allclose(decode(encode(grey, file_format)).astype(int), expected, atol=1)
+
+
+def oriented(orientation, file_format, **options):
+    exif = PIL.Image.Exif()
+    exif[ORIENTATION] = orientation
+    return encode(smooth_image(), file_format, exif=exif.tobytes(), **options)
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_are_turned_as_exif_says(file_format, orientation):
+    encoded = oriented(orientation, file_format)
+    stored = PIL.Image.open(io.BytesIO(encoded))
+    assert stored.getexif()[ORIENTATION] == orientation
+    upright = np.asarray(PIL.ImageOps.exif_transpose(stored).convert("RGB"))
+    np.testing.assert_array_equal(decode(encoded), upright)
+    assert (upright.shape == (90, 60, 3)) == (orientation > 4)
+    if file_format in ("JPEG", "PNG"):
+        assert np.array_equal(decode(encoded, exif=False), pil_rgb(encoded))
+
+
+def test_jpeg_and_png_bytes_are_passed_on_as_they_are():
+    for encoded in (encode(smooth_image()), encode(smooth_image(), "PNG"), oriented(1, "JPEG")):
+        assert pictures.as_known_format(tf.constant(encoded)).numpy() == encoded
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [b"", b"<!DOCTYPE html><html>", encode(smooth_image(), "WEBP")[:40],
+     encode(np.ones((4, 4), np.float32), "TIFF"), oriented(6, "JPEG")[:300]],
+    ids=["empty", "page", "half a WebP", "32 bit", "half a JPEG"],
+)  # fmt: skip
+def test_what_is_no_picture_cannot_be_decoded(broken):
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        decode(broken)
+
+
+def test_names_are_shown_in_print():
+    assert pictures.shown("été/日本 [x].jpg") == "été/日本 [x].jpg"
+    assert pictures.shown(os.fsdecode(b"a\xff\n.jpg")) == r"a\udcff\n.jpg"
+
+
+def test_what_is_skipped_is_counted_and_named(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "vit_jax")
+    for name in ("a/1.jpg", "a/2.heic", "a/3.HEIC", "b/4.png", "b/.5.jpg", "b/README",
+                 "a/__MACOSX/1.jpg", "a/.cache/1.jpg", "6.jpg", "__MACOSX/a/1.jpg"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(encode(smooth_image()))
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "b/pipe.jpg")
+    for split in ("train", "val"):
+        source = make_source("folder", split=split, data_dir=tmp_path, image_size=(8, 8))
+        assert source.class_names == ("a", "b", "empty")
+    (skipped,) = (message for message in caplog.messages if ": skipped " in message)
+    for what in ("2 .heic", "1 .jpg that is no file", "1 beside the folders of the classes",
+                 "1 hidden", "1 without extension", "convert"):  # fmt: skip
+        assert what in skipped
+    (ignored,) = (message for message in caplog.messages if ": ignored " in message)
+    assert "__MACOSX, a/.cache, a/__MACOSX" in ignored
+    (empty,) = (message for message in caplog.messages if "hold no picture" in message)
+    assert empty.endswith("classes hold no picture: empty")

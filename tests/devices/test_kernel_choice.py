@@ -1,0 +1,112 @@
+"""Which forms a model gets, and that kernels compute under a mesh what it computes without."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax.devices.kernels import choose_forms, has_kernels, normalize_on, tpu_forms
+from vit_jax.devices.mesh import make_mesh
+from vit_jax.devices.sharding import constrain
+from vit_jax.models import create_model
+from vit_jax.models.forms import PLAIN
+
+SIZES = {"width": 32, "depth": 2, "mlp_dim": 32, "num_heads": 4, "patch_size": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeMesh:
+    """A mesh of one device of any platform."""
+
+    platform: str
+    tensor: int = 1
+
+    @property
+    def devices(self):
+        return np.array([self], dtype=object)
+
+    @property
+    def shape(self):
+        return {"tensor": self.tensor}
+
+
+def small_model(**fields):
+    return create_model("ViT-Ti/16", 5, 24, **(SIZES | fields))
+
+
+def test_kernels_are_chosen_by_platform_and_key():
+    model = small_model(dtype="bfloat16")
+    chosen = {
+        (platform, kernels): has_kernels(choose_forms(model, FakeMesh(platform), kernels))
+        for platform in ("cpu", "gpu", "tpu")
+        for kernels in ("auto", "plain")
+    }
+    assert {key for key, found in chosen.items() if found} == {("gpu", "auto"), ("tpu", "auto")}
+
+
+@pytest.mark.parametrize(
+    ("platform", "fields", "tensor", "words"),
+    [
+        ("tpu", {"pos_embed": "relative"}, 1, ["model.pos_embed=relative"]),
+        ("tpu", {"attention_dropout": 0.1}, 1, ["model.attention_dropout=0.1"]),
+        ("tpu", {"num_heads": 8}, 1, ["4 wide", "8 does not divide"]),
+        ("tpu", {}, 3, ["mesh.tensor=3", "model.num_heads=4"]),
+        ("tpu", {"patch_size": 1, "image_size": 28}, 1, ["785 tokens", "1000"]),
+        ("gpu", {"dtype": "float32"}, 1, ["cuDNN", "bfloat16", "float32"]),
+        ("gpu", {"dtype": "bfloat16", "pos_embed": "relative"}, 1, ["model.pos_embed=relative"]),
+        ("gpu", {"dtype": "bfloat16", "attention_dropout": 0.1}, 1, ["attention_dropout=0.1"]),
+    ],
+)
+def test_one_line_says_what_has_no_kernel(platform, fields, tensor, words, caplog):
+    model = create_model("ViT-Ti/16", 5, **({"image_size": 24} | SIZES | fields))
+    with caplog.at_level(logging.INFO, "vit_jax"):
+        forms = choose_forms(model, FakeMesh(platform, tensor)).forms
+    assert len(caplog.messages) == 1
+    assert all(word in caplog.messages[0] for word in words)
+    assert forms.token_multiple == 1
+
+
+@pytest.mark.parametrize("width", [64, 72, 80, 88, 104, 128])
+def test_widths_of_published_heads_have_a_kernel(width, caplog):
+    with caplog.at_level(logging.INFO, "vit_jax"):
+        choose_forms(small_model(width=4 * width), FakeMesh("tpu"))
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{"scan": True, "remat": "full"}, {"pool": "gap", "qkv_bias": False, "parallel": True},
+     {"qk_norm": True, "pos_embed_at": "layers"}],
+    ids=["scanned", "parallel", "normalised"],
+)  # fmt: skip
+def test_a_model_computes_the_same_by_kernels(axes, fields, interpreted_kernels):
+    axes = {"replica": 1, "data": 1, "fsdp": 1, "tensor": 1} | axes
+    mesh = make_mesh(**axes, devices=jax.devices()[: np.prod(list(axes.values()))])
+    model = small_model(**fields).clone(constrain=constrain)
+    images = jnp.asarray(np.random.default_rng(0).normal(size=(2, 24, 24, 3)), jnp.float32)
+    with jax.set_mesh(mesh):
+        params = jax.jit(model.init)(jax.random.key(0), images)
+        params = jax.tree.map(
+            lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), params
+        )
+
+        def loss_and_grads(model):
+            def loss(params):
+                return (model.apply(params, images, train=True) ** 2).sum()
+
+            return jax.jit(jax.value_and_grad(loss))(params)
+
+        expected = loss_and_grads(model)
+        forms = dataclasses.replace(tpu_forms(model, mesh), normalize=normalize_on(mesh))
+        found = loss_and_grads(model.clone(forms=forms))
+    for x, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        scale = max(np.abs(reference).max(), 0.02)  # the keys' bias has no gradient
+        np.testing.assert_allclose(x, reference, rtol=0, atol=2e-5 * scale)
+
+
+def test_plain_is_the_default_form():
+    assert small_model().forms == PLAIN

@@ -1,0 +1,101 @@
+"""Mean average precision by its definition, and a whole run on pictures with several labels."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from vit_jax.config import base_config, classification, eval_splits
+from vit_jax.data import make_source
+from vit_jax.data.preprocessing import parse_preprocessing
+from vit_jax.errors import InputError
+from vit_jax.evaluators import make_evaluators
+from vit_jax.evaluators.features import NothingToMeasureError
+from vit_jax.evaluators.multilabel import MultiLabel
+from vit_jax.main import main
+from vit_jax.objectives.supervised import make_loss
+
+
+def average_precision(right_N, scores_N):
+    """The mean, over the images of the class, of the precision down to each in the ranking."""
+    right_N = right_N[np.argsort(-scores_N)]
+    precisions = np.cumsum(right_N) / np.arange(1, len(right_N) + 1)
+    return precisions[right_N > 0].mean()
+
+
+def run(logits, labels, mask):
+    batches = [
+        {"image": logits[i : i + 4], "label": labels[i : i + 4], "mask": mask[i : i + 4],
+         "id": np.arange(i, i + 4, dtype=np.int32)}
+        for i in range(0, len(logits), 4)
+    ]  # fmt: skip
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    evaluator = MultiLabel(lambda state, x: x, make_loss("sigmoid"), lambda: batches, one)
+    return evaluator.run(None)
+
+
+def test_mean_average_precision_of_the_classes_that_are_shown():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(20, 5)).astype(np.float32)
+    labels = (rng.random((20, 5)) < 0.3).astype(np.float32)
+    labels[:, 3] = 0
+    mask = np.ones(20, np.float32)
+    mask[[2, 17]] = 0
+    found = run(logits, labels, mask)
+    x, t = logits[mask > 0].astype(np.float64), labels[mask > 0]
+    expected = np.mean([average_precision(t[:, c], x[:, c]) for c in (0, 1, 2, 4)])
+    assert found["mean_ap"] == pytest.approx(expected) and found["num_examples"] == 18
+    entropies = np.logaddexp(0, x) - x * t
+    assert found["loss"] == pytest.approx(entropies.sum(axis=1).mean(), rel=1e-5)
+    with pytest.raises(NothingToMeasureError, match=r"^split: no image has a label"):
+        run(logits, np.zeros_like(labels), mask)
+
+
+@pytest.fixture
+def pictures(golden, tmp_path):
+    folder = golden / "older_run/pictures"
+    rows = [
+        {"file": str(path), "labels": [path.parent.name] + ["first"] * (len(path.stem) == 1)}
+        for path in sorted(folder.rglob("*.png"))
+    ]
+    path = tmp_path / "list.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_run_on_pictures_with_several_labels(pictures, tmp_path, capsys):
+    where = f"--config.data.data_dir={pictures}"
+    words = [where, "--config.data.image_size=8", "--config.model.patch_size=4",
+             "--config.duration=2 steps", "--config.schedule.warmup=0 steps",
+             "--config.loss.class_weights=balanced", f"--workdir={tmp_path / 'run'}"]  # fmt: skip
+    assert main(["--config=configs/folder.py:multilabel,debug", *words]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert 0 < rows[-1]["val/mean_ap"] <= 1 and "test/mean_ap" not in rows[-1]
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert list(config["evals"]) == ["val"]
+    assert len(config["loss"]["class_weights"].split(",")) == 3
+    assert json.loads((tmp_path / "run/classes.json").read_text()) == ["ant", "bee", "first"]
+    capsys.readouterr()
+    assert main(["evaluate", f"--workdir={tmp_path / 'run'}"]) == 0
+    assert json.loads(capsys.readouterr().out)["val/mean_ap"] == rows[-1]["val/mean_ap"]
+
+    folder = ["--config=configs/folder.py:list,debug", *words[:2], f"--workdir={tmp_path / 'b'}"]
+    assert main(folder) == 2
+    assert "multi_label=true" in capsys.readouterr().err
+    words[-1] = f"--workdir={tmp_path / 'b'}"
+    softmax = ["--config=configs/folder.py:multilabel,debug", "--config.loss.name=softmax"]
+    assert main([*softmax, *words]) == 2
+    assert "loss.name='softmax'" in capsys.readouterr().err
+
+
+def test_evaluators_of_one_label_are_refused():
+    c = base_config()
+    c.global_batch_size, c.data.name, c.data.image_size = 8, "digits", 8
+    c.evals.test = classification(split="test", every="1 epochs")
+    source = make_source("digits", split="test", image_size=(8, 8))
+    source = dataclasses.replace(source, multi_label=True)
+    sources = dict.fromkeys(eval_splits(c, c.evals.test).values(), source)
+    with pytest.raises(InputError, match=r"evals\.test\.type='classification': split has several"):
+        make_evaluators(c, parse_preprocessing(c), None, None, sources)

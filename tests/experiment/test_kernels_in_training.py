@@ -1,0 +1,58 @@
+"""A run with TPU kernels, interpreted, against the same run without."""
+
+import jax
+import numpy as np
+import pytest
+
+from vit_jax.config import base_config
+from vit_jax.devices import kernels
+from vit_jax.devices.kernels import tpu_forms
+from vit_jax.devices.mesh import make_mesh
+from vit_jax.experiment.experiment import make_experiment
+
+pytestmark = pytest.mark.usefixtures("interpreted_kernels")
+
+
+def small_config():
+    c = base_config()
+    c.model.name, c.model.dtype = "ViT-Ti/16", "bfloat16"
+    c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 16, 2, 32, 2
+    c.model.patch_size, c.model.scan = 8, True
+    c.data.name, c.data.image_size, c.data.num_classes = "synthetic", 24, 5
+    c.data.num_examples, c.global_batch_size, c.duration = 64, 8, "20 steps"
+    c.optimizer.peak_lr, c.init_from = 1e-3, "scratch"
+    return c
+
+
+def losses_of_20_steps(config):
+    mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
+    experiment = make_experiment(config, mesh)
+    rng, losses = np.random.default_rng(0), []
+    with jax.set_mesh(mesh):
+        state = experiment.init()
+        for _ in range(20):
+            batch = {
+                "image": rng.integers(0, 256, (8, 24, 24, 3), dtype=np.uint8),
+                "label": rng.integers(0, 5, 8, dtype=np.int32),
+                "mask": np.ones(8, np.float32),
+                "id": np.arange(8, dtype=np.int32),
+            }
+            state, metrics = experiment.train_step(state, batch)
+            losses.append(float(metrics["loss"]))
+    return np.array(losses)
+
+
+def test_20_steps_with_kernels_are_those_without(monkeypatch):
+    config = small_config()
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, "_forms_on", lambda platform, model, mesh: tpu_forms(model, mesh))
+        with_kernels = losses_of_20_steps(config)
+    config.model.kernels = "plain"
+    without = losses_of_20_steps(config)
+    config.model.dtype = "float32"
+    exact = losses_of_20_steps(config)
+    assert with_kernels[-1] != without[-1]  # or nothing was compared
+    # Each differs from float32 by the rounding of bfloat16, and from the other by no more.
+    rounding = np.abs(without - exact).max()
+    assert 0 < np.abs(with_kernels - without).max() < 3 * rounding
+    assert rounding < 0.02

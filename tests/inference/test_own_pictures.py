@@ -1,0 +1,90 @@
+"""A run evaluated on other pictures: classes are matched by name, and so are those it lacks."""
+
+import json
+import shutil
+
+import pytest
+from etils import epath
+
+from vit_jax.config import base_config, classification, knn
+from vit_jax.config.stored import read_config
+from vit_jax.errors import InputError
+from vit_jax.inference import evaluate as evaluation
+from vit_jax.main import main
+from vit_jax.training.sources import open_sources
+
+
+@pytest.fixture
+def run(golden, tmp_path):
+    return shutil.copytree(golden / "older_run/workdir", tmp_path / "run")
+
+
+@pytest.fixture
+def others(golden, tmp_path):
+    """others(bee="zebra"): the run's pictures, of which the folder `bee` is called `zebra`."""
+
+    def make(**names):
+        root = shutil.copytree(golden / "older_run/pictures", tmp_path / "others")
+        for old, new in names.items():
+            (root / old).rename(root / new)
+        return root
+
+    return make
+
+
+def test_labels_follow_the_names_of_the_model(run, others):
+    config = read_config(epath.Path(run))
+    config.data.data_dir, config.data.num_classes = str(others(ant="cow")), 3
+    _, sources = open_sources(config, False, ("cow", "bee", "ant"))
+    (source,) = sources.values()
+    labels = {source.record_name(i)[:3]: int(source.read(i)["label"]) for i in range(2)}
+    assert labels == {"cow": 0, "bee": 1}
+
+
+def test_classes_that_the_model_lacks_are_refused_by_name(run, others, capsys):
+    where = f"--config.data.data_dir={others(bee='zebra')}"
+    assert main(["evaluate", f"--workdir={run}", where]) == 2
+    error = capsys.readouterr().err
+    assert "evals.val." in error and "'zebra'" in error and "'ant', 'bee'" in error
+
+
+def test_moved_pictures_are_asked_for_by_the_flag(run, tmp_path, capsys):
+    where = f"--config.data.data_dir={tmp_path / 'gone'}"
+    assert main(["evaluate", f"--workdir={run}", where]) == 2
+    assert "--config.data.data_dir=PICTURES" in capsys.readouterr().err
+    features = [f"--features={tmp_path / 'f.npz'}", "--data=folder:val"]
+    assert main(["predict", f"--init_from={run}", *features]) == 2
+    error = capsys.readouterr().err
+    assert "--data_dir=PICTURES" in error and "--config" not in error
+
+
+def test_a_home_folder_is_found(golden, tmp_path, monkeypatch):
+    shutil.copytree(golden / "older_run/pictures", tmp_path / "pictures")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    c = base_config()
+    c.data.name, c.data.data_dir, c.data.image_size = "folder", "~/pictures", 8
+    c.global_batch_size = 2
+    c.evals.val = classification(split="val", every="1 epochs")
+    _, sources = open_sources(c, training=True)
+    assert sum(source.num_examples for source in sources.values()) == 20
+
+
+def test_features_learn_classes_of_their_own(run, others):
+    c = read_config(epath.Path(run))
+    c.data.data_dir = str(others(bee="zebra"))
+    c.evals.unlock()
+    del c.evals["val"]
+    c.evals.near = knn(train_split="train", test_split="val", every="1 epochs")
+    _, sources = open_sources(c, False, ("ant", "bee"))
+    assert {source.class_names for source in sources.values()} == {("ant", "zebra")}
+
+
+def test_names_are_read_from_the_run(run, others, monkeypatch):
+    monkeypatch.setattr(evaluation, "_evaluate_all", lambda evaluators, *_: {})
+    config = read_config(epath.Path(run))
+    config.data.data_dir = str(others())
+    (run / "classes.json").write_text(json.dumps(["bee", "cat"]))
+    with pytest.raises(InputError, match="'ant'"):
+        evaluation.evaluate(config, run)
+    (run / "classes.json").unlink()
+    assert "step" in evaluation.evaluate(config, run)

@@ -1,0 +1,87 @@
+"""Runs side by side, from workdirs written by hand."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from vit_jax.config.stored import to_json
+from vit_jax.config.text import load_config
+from vit_jax.insight import compare
+from vit_jax.main import main
+
+
+def write_run(path, rows, **changes):
+    config = load_config("configs/quickstart.py:debug")
+    for key, value in changes.items():
+        section, _, leaf = key.partition("__")
+        config[section][leaf] = value
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(to_json(config))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def runs(tmp_path):
+    curve = [{"step": s, "train/loss": 2 / s, "time/images_per_s": 9.0} for s in (1, 2, 3)]
+    a = write_run(tmp_path / "a/run", [*curve, {"step": 2, "test/top1": 0.5}])
+    b = write_run(
+        tmp_path / "b/run", [*curve[:2], {"step": 2, "train/loss": None, "val/top1": 0.25}],
+        optimizer__peak_lr=0.5,
+    )  # fmt: skip
+    with open(b / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "train/l')  # cut off by a kill
+    return [a, b]
+
+
+def test_differences_and_last_metrics(runs):
+    a, b = read = compare.read_runs(runs)
+    assert (a.name, b.name, a.step, b.step) == ("a/run", "b/run", 3, 2)
+    assert compare.differences(read) == {"optimizer.peak_lr": [1.5e-3, 0.5]}
+    assert compare.last_values(read) == {
+        "step": [3, 2],
+        "test/top1": [0.5, None],
+        "val/top1": [None, 0.25],
+        "train/loss": [pytest.approx(2 / 3), 1.0],  # not the NaN of step 2
+    }
+    assert compare.choose_curves(read) == ["train/loss", "test/top1", "val/top1"]
+
+
+def test_tables_and_picture(runs, tmp_path, capsys):
+    words = ["compare", *map(str, runs)]
+    outputs = [f"--output={tmp_path / name}" for name in ("c.png", "t.csv")]
+    assert main([*words, *outputs, "--metric=train/loss"]) == 0
+    out = capsys.readouterr().out
+    assert "optimizer.peak_lr" in out and "50.00%" in out
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    table = list(csv.reader(io.StringIO((tmp_path / "t.csv").read_text())))
+    assert table[0] == ["kind", "name", "a/run", "b/run"]
+    assert ["config", "optimizer.peak_lr", "0.0015", "0.5"] in table
+    assert ["metric", "test/top1", "0.5", ""] in table
+    assert main([*words, "--format=json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["runs"] == ["a/run", "b/run"]
+    assert said["config"] == {"optimizer.peak_lr": [1.5e-3, 0.5]}
+
+
+REFUSED = {
+    "one run": (["a/run"], "at least two"),
+    "twice": (["a/run", "a/run"], "at least two different"),
+    "no runs": (["a", "b"], "a: has no config.json"),
+    "ending": (["a/run", "b/run", "--output=x.pdf"], ".png or .csv"),
+    "metric": (["a/run", "b/run", "--output=x.png", "--metric=train/los"], "train/loss"),
+    "unused": (["a/run", "b/run", "--metric=train/loss"], "--output=FILE.png"),
+    "folder": (["a/run", "b/run", "--output=no/x.png"], "does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(runs, tmp_path, monkeypatch, capsys, case):
+    words, says = REFUSED[case]
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["compare", *words]) == 2
+    assert says in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before

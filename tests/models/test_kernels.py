@@ -1,0 +1,167 @@
+"""TPU kernels in Pallas' interpreter, with its race detector, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from vit_jax.models.attention import plain_attention
+from vit_jax.models.forms import add_bias_plainly
+from vit_jax.models.kernels import layer_norm, long_attention, short_attention
+from vit_jax.models.kernels.bias import add_bias
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    """Kernels run in the interpreter, exactly; a race between their copies fails the test."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    with pltpu.force_tpu_interpret_mode(params), jax.default_matmul_precision("highest"):
+        yield
+    races = interpret_pallas_call.races
+    assert races is None or not races.races_found
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def assert_same_vjp(ours, exact, args, grads, tolerance):
+    """Outputs and gradients of `ours` in float32 are those of `exact` in float64."""
+
+    def of(fn, dtype):
+        def run(args, grads):
+            out, vjp = jax.vjp(fn, *args)
+            return out, vjp(grads)
+
+        cast = jax.tree.map(lambda x: jnp.asarray(x, dtype), (args, grads))
+        return jax.tree.leaves(jax.jit(run)(*cast))
+
+    found = of(ours, jnp.float32)
+    with jax.enable_x64(True):
+        expected = of(exact, jnp.float64)
+    assert len(found) == len(expected)
+    for x, reference in zip(found, expected, strict=True):
+        scale = max(np.abs(reference).max(), 1.0)
+        np.testing.assert_allclose(x, reference, rtol=0, atol=tolerance * scale)
+
+
+def split(x, num_heads):
+    return x.reshape(*x.shape[:-1], num_heads, -1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_keys", "heads", "width"),
+    [
+        (24, 17, 3, 64),  # an odd number of heads, padding
+        (16, 9, 4, 64),  # two groups of heads
+        (16, 16, 2, 72),
+        (8, 5, 1, 80),
+        (16, 13, 2, 88),
+        (8, 8, 1, 104),
+        (8, 1, 2, 128),
+        (136, 130, 2, 8),
+    ],
+)
+def test_short_attention(tokens, num_keys, heads, width):
+    qkv = tuple(normal(2, tokens, heads * width, seed=i) for i in range(3))
+    biases = tuple(normal(heads * width, seed=i) for i in range(3, 6))
+    grad = normal(2, tokens, heads * width, seed=6)
+    grad[:, num_keys:] = 0  # nothing flows into padding
+
+    def ours(qkv, biases):
+        out = short_attention.attention(qkv, biases, short_attention.Sizes(heads, num_keys))
+        return jnp.where(np.arange(tokens)[None, :, None] < num_keys, out, 0)
+
+    def exact(qkv, biases):
+        q, k, v = (split(x, heads) for x in qkv)
+        biases = [split(x, heads) for x in biases]
+        out = plain_attention(q, k, v, qkv_biases=biases, num_keys=num_keys)
+        out = out.reshape(2, tokens, heads * width)
+        return jnp.where(np.arange(tokens)[None, :, None] < num_keys, out, 0)
+
+    assert_same_vjp(ours, exact, (qkv, biases), grad, tolerance=1e-5)
+
+
+def test_short_attention_goes_through_heads_in_blocks(monkeypatch):
+    monkeypatch.setattr(short_attention, "MOST_SCORES", 2 * 16 * 16)
+    layout = short_attention.Layout.of(jnp.zeros((2, 16, 384)), short_attention.Sizes(6, 16))
+    assert layout.grid == (2, 3) and len(layout.heads) == 2
+    test_short_attention(16, 13, 6, 64)
+
+
+def test_padding_of_short_attention_is_finite_and_gets_no_gradient():
+    qkv = tuple(jnp.asarray(normal(1, 16, 64, seed=i), jnp.float32) for i in range(3))
+    biases = (jnp.zeros(64),) * 3
+
+    def attend(qkv):
+        return short_attention.attention(qkv, biases, short_attention.Sizes(1, 9))
+
+    out, vjp = jax.vjp(attend, qkv)
+    assert np.isfinite(out).all()
+    for grad in vjp(jnp.ones_like(out).at[:, 9:].set(0))[0]:
+        assert not np.asarray(grad[:, 9:]).any() and np.asarray(grad[:, :9]).any()
+
+
+def test_short_attention_in_bfloat16_is_nearer_than_the_plain_form():
+    q, k, v, g = (jnp.asarray(normal(1, 64, 128, seed=i), jnp.float32) for i in range(4))
+    biases = (jnp.zeros(128),) * 3
+
+    def errors(attend, dtype):
+        out, vjp = jax.vjp(attend, *(x.astype(dtype) for x in (q, k, v)))
+        exact, exact_vjp = jax.vjp(plain, q, k, v)
+        pairs = zip((out, *vjp(g.astype(dtype))), (exact, *exact_vjp(g)), strict=True)
+        return [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs]
+
+    def ours(*qkv):
+        return short_attention.attention(qkv, biases, short_attention.Sizes(2, 64))
+
+    def plain(*qkv):
+        return plain_attention(*(split(x, 2) for x in qkv)).reshape(1, 64, 128)
+
+    for kernel, by_xla in zip(errors(ours, jnp.bfloat16), errors(plain, jnp.bfloat16), strict=True):
+        assert kernel < max(by_xla, 0.004)
+
+
+@pytest.mark.parametrize("width", [64, 80])
+def test_long_attention(width):
+    tokens, num_keys = 136, 131
+    qkv = tuple(normal(1, tokens, 1, width, seed=i) for i in range(3))
+    grad = normal(1, tokens, 1, width, seed=3)
+    grad[:, num_keys:] = 0
+
+    def masked(out):
+        return jnp.where(np.arange(tokens)[None, :, None, None] < num_keys, out, 0)
+
+    def ours(*qkv):
+        return masked(long_attention.attention(*qkv, num_keys))
+
+    def exact(*qkv):
+        return masked(plain_attention(*qkv, num_keys=num_keys))
+
+    assert_same_vjp(ours, exact, qkv, grad, tolerance=5e-6)
+
+
+def test_layer_norm_adds_the_gradient_of_the_residual():
+    args = normal(2, 24, 48), normal(48, seed=1), normal(48, seed=2)
+    grads = normal(2, 24, 48, seed=3), normal(2, 24, 48, seed=4)
+
+    def exact(x, scale, bias):
+        centred = x - x.mean(-1, keepdims=True)
+        h = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+        return h * scale[None, None] + bias[None, None], x
+
+    def ours(x, scale, bias):
+        return layer_norm.normalize(x, scale, bias, 1e-6)
+
+    assert_same_vjp(ours, exact, args, grads, tolerance=3e-6)
+
+
+def test_bias_and_its_gradient():
+    args, grad = (normal(2, 5, 7), normal(7, seed=1)), normal(2, 5, 7, seed=2)
+    assert_same_vjp(add_bias, add_bias_plainly, args, grad, tolerance=1e-6)
+    x = jnp.ones((4, 100, 8), jnp.bfloat16)
+    _, vjp = jax.vjp(add_bias, x, jnp.ones(8))
+    assert vjp(x)[1].tolist() == [400.0] * 8  # bfloat16 would stop counting at 256

@@ -1,0 +1,266 @@
+"""Training, evaluation and prediction from Python."""
+
+import json
+import pathlib
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from PIL import Image
+from sklearn.datasets import load_digits
+
+import vit_jax
+from vit_jax import create_model, load_image, predict, read_pretrained, tree
+from vit_jax.errors import InputError
+from vit_jax.inference import layers
+from vit_jax.models.vit import extract_patches
+from vit_jax.transfer.rules import unstack_layers
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def source(golden):
+    return read_pretrained(golden / "hf_vit")  # 32 x 32 pixels
+
+
+def params_of(source):
+    return tree.unflatten_names(source.params)
+
+
+def pixels(*shape):
+    return RNG.integers(0, 256, shape, np.uint8)
+
+
+def test_every_kind_of_image_is_preprocessed_as_its_file(source, tmp_path):
+    kinds = {"a.png": pixels(40, 50, 3), "grey.png": pixels(33, 32), "alpha.png": pixels(32, 32, 4)}
+    paths = [tmp_path / name for name in kinds]
+    for path, array in zip(paths, kinds.values(), strict=True):
+        Image.fromarray(array).save(path)
+    expected = predict(paths, source, output="logits")
+    image = load_image(paths[0], source.spec)
+    by_hand = source.model.apply({"params": params_of(source)}, image[None])
+    np.testing.assert_allclose(expected[:1], by_hand, rtol=1e-4, atol=1e-5)
+    pictures = [Image.open(path) for path in paths]
+    for images in (pictures, list(kinds.values()), [paths[0], pictures[1], kinds["alpha.png"]]):
+        np.testing.assert_array_equal(predict(images, source, output="logits"), expected)
+    for one in (paths[0], str(paths[0]), pictures[0], kinds["a.png"], kinds["a.png"][None]):
+        np.testing.assert_array_equal(predict(one, source, output="logits"), expected[:1])
+    assert predict(tmp_path, source, output="logits").shape == expected.shape  # a folder
+
+
+def test_a_picture_is_turned_as_its_file_is(source, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = tmp_path / "turned.jpg"
+    Image.fromarray(pixels(32, 48, 3)).save(path, exif=exif)
+    of_file = predict(path, source, output="logits")
+    picture = Image.open(path)
+    np.testing.assert_allclose(predict(picture, source, output="logits"), of_file, atol=1e-5)
+    older = source._replace(spec=source.spec._replace(exif=False))
+    assert np.abs(predict(picture, older, output="logits") - of_file).max() > 1e-4
+
+
+def test_classes_and_what_cannot_be_read(source, tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    Image.fromarray(pixels(32, 32, 3)).save(tmp_path / "whole.png")
+    broken, whole = predict(tmp_path, source, top=2)
+    assert broken["error"] == "not a readable image" and broken["file"].endswith("broken.png")
+    probabilities = predict(tmp_path, source, output="probabilities")
+    assert np.isnan(probabilities[0]).all()
+    assert probabilities[1].sum() == pytest.approx(1, abs=1e-5)
+    best = whole["classes"][0]
+    assert best["index"] == probabilities[1].argmax() and len(whole["classes"]) == 2
+    assert best["probability"] == pytest.approx(probabilities[1].max(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "scan"), [("ViT-mu/8", False), ("DeiT-Ti/8", True), ("R+ViT-Ti/8", False)]
+)
+def test_outputs_of_layers_add_up(name, scan):
+    """The final norm of the last layer's output gives the tokens; weights are a distribution."""
+    small = {"width": 16, "depth": 3, "mlp_dim": 32, "num_heads": 2, "scan": scan}
+    model = create_model(name, 5, 16, pos_embed="learned_2d" if scan else "relative", **small)
+    images = jnp.asarray(RNG.normal(size=(2, 16, 16, 3)), jnp.float32)
+    params = jax.jit(model.init)(jax.random.key(0), images)["params"]
+    tokens = jax.jit(partial(model.apply, method="tokens"))({"params": params}, images)
+    if scan:
+        params = unstack_layers(params)
+    found = jax.jit(partial(layers.layer_outputs, model))(params, images)
+    assert [x.shape for x in found] == [tokens.shape] * 3
+    x = found[-1] - found[-1].mean(-1, keepdims=True)
+    normal = x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(normal, tokens, atol=2e-5)  # with scale 1 and bias 0
+    weights = jax.jit(partial(layers.attention_weights, model))(params, images)
+    n = tokens.shape[1]
+    assert [w.shape for w in weights] == [(2, 2, n, n)] * 3
+    np.testing.assert_allclose(weights[1].sum(-1), 1, rtol=1e-5)
+
+
+def test_attention_weights_by_hand():
+    model = create_model("ViT-mu/8", None, 16, num_heads=2, mlp_dim=32, depth=1)
+    images = jnp.asarray(RNG.normal(size=(1, 16, 16, 3)), jnp.float32)
+    params = model.init(jax.random.key(0), images)["params"]
+    block = params["encoder"]["layer_0"]
+    embedded = model.clone(depth=1).apply(
+        {"params": params}, images, method=lambda m, i: m.embedding(extract_patches(i, (8, 8)))
+    )
+    x = jnp.concatenate([params["class_token"], embedded], axis=1) + params["pos_embedding"]
+    mean = x.mean(-1, keepdims=True)
+    y = (x - mean) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+    q, k = (y @ block["attention"][name]["kernel"] for name in ("query", "key"))
+    heads = [np.split(z[0], 2, axis=1) for z in (q, k)]
+    for h in range(2):
+        scores = heads[0][h] @ heads[1][h].T / np.sqrt(heads[0][h].shape[1])
+        expected = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        found = layers.attention_weights(model, params, images)[0][0, h]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_shapes_of_outputs(source, golden):
+    images = pixels(3, 32, 32, 3)
+    grid, width = (4, 4), source.model.width
+    assert predict(images, source, output="features").shape == (3, width)
+    assert predict(images, source, output="features", layer=0).shape == (3, width)
+    dense = predict(images, source, output="dense")
+    assert dense.shape == (3, *grid, width)
+    last = predict(images, source, output="dense", layer=-1)
+    assert last.shape == dense.shape and np.abs(last - dense).max() > 1e-3  # not yet normalised
+    attention = predict(images, source, output="attention", batch_size=8)
+    assert attention.shape == (3, source.model.num_heads, 17, 17)
+    larger = predict(images, source, output="dense", image_size=(48, 32))
+    assert larger.shape == (3, 6, 4, width)
+
+
+def test_layers_of_a_resnet(golden):
+    source = read_pretrained(golden / "bit.npz")
+    images = pixels(2, 64, 96, 3)
+    units = sum(source.model.stages)
+    first = predict(images, source, output="dense", layer=0, image_size=(64, 96))
+    last = predict(images, source, output="dense", layer=units - 1, image_size=(64, 96))
+    assert first.shape[1:3] == (16, 24)
+    assert last.shape[-1] == source.model.width
+    pooled = predict(images, source, output="features", layer=-1, image_size=(64, 96))
+    np.testing.assert_allclose(pooled, last.mean((1, 2)), rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match=f"layer={units}: the model has {units} layers"):
+        predict(images, source, output="dense", layer=units, image_size=64)
+    with pytest.raises(InputError, match=r"attention.* BiT has no attention"):
+        predict(images, source, output="attention", image_size=64)
+    with pytest.raises(InputError, match=r"image_size=None: .*bit\.npz"):
+        predict(images, source)
+
+
+REFUSED = {
+    "output": ({"output": "feature"}, "did you mean features"),
+    "layer": ({"layer": 1}, "layer=1: goes with output=features"),
+    "top": ({"top": 0}, "top=0"),
+    "float": ({"images": np.zeros((8, 8, 3), np.float32)}, r"images\[0\]: an array of float32"),
+    "channels": ({"images": np.zeros((8, 8, 2), np.uint8)}, r"images\[0\]: .* \(8, 8, 2\)"),
+    "none": ({"images": []}, "none given"),
+    "path": ({"images": "nowhere.png"}, "nowhere.png: no such file"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_arguments_are_named(source, case):
+    words, says = REFUSED[case]
+    with pytest.raises(InputError, match=says):
+        predict(**({"images": pixels(8, 8, 3), "source": source} | words))
+
+
+def test_train_evaluate_predict(tmp_path):
+    config = vit_jax.load_config("quickstart:debug")
+    config.checkpoint.every = config.log.every = "2 steps"
+    summary = vit_jax.train(config, tmp_path / "run", {"duration": "4 steps", "model.depth": None})
+    assert summary["step"] == 4
+    assert config.duration == "40 steps"  # the caller's config is left as it was
+    again = vit_jax.train(config, tmp_path / "run", {"duration": "4 steps", "model.depth": None})
+    assert again == summary
+    results = vit_jax.evaluate(tmp_path / "run", overrides={"evals.test.batch_size": 40})
+    assert results["test/top1"] == pytest.approx(summary["test/top1"])
+    digits = np.uint8(np.rint(load_digits().images[:4] * (255 / 16)))
+    rows = predict(list(digits), tmp_path / "run", top=1)
+    assert [row["file"] for row in rows] == [f"image {i}" for i in range(4)]
+    knn = vit_jax.evaluate(tmp_path / "run", "evaluate:knn,digits", {"global_batch_size": 40})
+    assert 0 <= knn["knn/10nn_top1"] <= 1 and knn["step"] == 4
+
+
+def test_wrong_configs_are_answered_before_anything_is_written(tmp_path):
+    with pytest.raises(InputError, match=r"optimizer\.peak_rl.*optimizer\.peak_lr"):
+        vit_jax.train("quickstart", tmp_path / "run", {"optimizer.peak_rl": 1})
+    with pytest.raises(InputError, match="global_batch_size"):
+        vit_jax.train("quickstart", tmp_path / "run", {"global_batch_size": 0})
+    with pytest.raises(InputError, match=r"has no config\.json"):
+        vit_jax.evaluate(tmp_path / "run")
+    with pytest.raises(InputError, match=r"model\.name"):
+        vit_jax.evaluate(tmp_path, "quickstart")
+    assert not list(tmp_path.iterdir())
+
+
+def test_import_touches_no_device_and_no_tensorflow():
+    code = (
+        "import sys, vit_jax; vit_jax.train, vit_jax.predict, vit_jax.evaluate;"
+        "assert 'tensorflow' not in sys.modules;"
+        "from jax._src import xla_bridge; assert not xla_bridge._backends"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_models_as_nnx_modules_and_back(source):
+    """The lines of docs/how_to/python.md."""
+    model, params = source.model, params_of(source)
+    x = jnp.asarray(RNG.normal(size=(2, 32, 32, 3)), jnp.float32)
+    expected = model.apply({"params": params}, x)
+    vit = nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(x)
+    nnx.update(vit, params)
+    np.testing.assert_array_equal(vit(x), expected)
+    np.testing.assert_array_equal(
+        vit.features(x), model.apply({"params": params}, x, method="features")
+    )
+    grads = nnx.grad(lambda m: jnp.square(m(x)).mean())(vit)
+    assert float(jnp.abs(grads.head.kernel[...]).max()) > 0
+    back = nnx.to_pure_dict(nnx.state(vit, nnx.Param))
+    np.testing.assert_array_equal(model.apply({"params": back}, x), expected)
+
+    class Tuned(nnx.Module):
+        def __init__(self, rngs):
+            self.backbone = nnx.bridge.ToNNX(model, rngs=rngs).lazy_init(x)
+            self.head = nnx.Linear(expected.shape[1], 2, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(self.backbone(x))
+
+    linen = nnx.bridge.ToLinen(Tuned)
+    variables = linen.init(jax.random.key(0), x)
+    variables["params"]["backbone"] = params
+    head = variables["params"]["head"]
+    by_hand = expected @ head["kernel"] + head["bias"].reshape(1, -1)
+    np.testing.assert_allclose(linen.apply(variables, x), by_hand, rtol=1e-4, atol=1e-5)
+
+
+NOTEBOOK = pathlib.Path(__file__).parents[1] / "docs/tutorials/notebook.ipynb"
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """Every code cell, with the values of the cell of parameters made tiny."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if "outputs" in cell]
+    parameters, *others = cells
+    assert parameters["metadata"] == {"tags": ["parameters"]}
+    assert not any(cell["outputs"] for cell in cells)  # cleared: the file stays small
+    names = {}
+    exec("".join(parameters["source"]), names)
+    names |= {"CONFIG": "quickstart:debug", "STEPS": 4, "TUNING_STEPS": 10}
+    monkeypatch.chdir(tmp_path)
+    for cell in others:
+        exec("".join(cell["source"]), names)
+    assert names["weights"].shape == (8, 2, 16, 16)
+    assert (tmp_path / "runs/attention.png").stat().st_size > 1000
+    assert names["features"].shape == (4, 4, 4, 32)
+    assert len(names["names"]) == 179  # the sevens

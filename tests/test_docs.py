@@ -1,0 +1,223 @@
+"""README and docs/: links exist, commands are accepted, the parts made from the code are there."""
+
+import importlib.util
+import itertools
+import pathlib
+import re
+import shlex
+import string
+
+import pytest
+
+from vit_jax.commands import COMMANDS
+from vit_jax.config import base_config, flatten
+from vit_jax.config.text import apply_overrides, find_config, load_config, shipped_configs
+from vit_jax.errors import InputError
+from vit_jax.main import parse_flags
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    return load(ROOT / "docs/hooks.py")
+
+
+def anchors(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", head).lower()) for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if path.startswith("http"):
+            continue
+        other = page if path == "" else page.parent / path
+        assert other.exists(), target
+        if anchor and "<!-- made by" not in other.read_text():
+            assert anchor in anchors(other), target
+
+
+def documented_commands():
+    """(page, words) of each command of the shell blocks, with the variables of its page."""
+    for page in PAGES:
+        known = {"W": "W"}
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                line = re.sub(r"(^|\s)#.*", "", line).replace("$(", "$$(")
+                words = shlex.split(string.Template(line).safe_substitute(known))
+                if words and all(re.match(r"[A-Z_]+=", word) for word in words):
+                    for word in words:
+                        name, _, value = word.partition("=")
+                        known[name] = string.Template(value).safe_substitute(known)
+                for _, part in itertools.groupby(words, key=lambda word: word == "&&"):
+                    yield page.relative_to(ROOT), list(part)
+
+
+def words_of_program(words):
+    """The words behind vit_jax or a launcher's `--`, without what only stands for a choice."""
+    for program in (["vit_jax"], ["python", "-m", "vit_jax.main"]):
+        for at in range(len(words)):
+            if words[at : at + len(program)] == program:
+                return words[at + len(program) :]
+    if "--" in words and any(word.startswith("launch/") for word in words):
+        return words[words.index("--") + 1 :]
+    return None
+
+
+PROGRAMS = [
+    pytest.param(found, id=f"{page}: {' '.join(found)[:60]}")
+    for page, words in documented_commands()
+    if (found := words_of_program(words)) is not None
+]
+
+
+def test_commands_are_found():
+    assert len(PROGRAMS) > 50
+
+
+def refusal(words):
+    """What the program would refuse in `words` before it reads data or devices; else None."""
+    command, rest = (
+        ("train", words) if words[:1] == [] or words[0][0] == "-" else (words[0], words[1:])
+    )
+    if command not in COMMANDS:
+        return f"{command}: no such command"
+    if any(word.endswith("help") for word in rest):
+        return None
+    try:
+        flags = parse_flags(command, rest)
+        config = getattr(flags, "config", None)
+        if config is None or flags.plugins or config.partition(":")[0] not in documented_names():
+            return None
+        faults = apply_overrides(load_config(config), flags.overrides)
+    except InputError as e:
+        return str(e)
+    return "; ".join(faults) or None
+
+
+def documented_names():
+    names = shipped_configs()
+    return {*names, *(f"configs/{name}.py" for name in names)}
+
+
+@pytest.mark.parametrize("words", PROGRAMS)
+def test_documented_command_is_accepted(words):
+    """Or a page shows the error as its output."""
+    said = refusal(words)
+    assert said is None or any(
+        re.search(rf"^error: .*{re.escape(said)}", page.read_text(), re.MULTILINE) for page in PAGES
+    ), said
+
+
+def test_a_wrong_documented_command_is_refused():
+    assert "--confg" in refusal(["--confg=quickstart"])
+    assert "optimizer.peak_rl" in refusal(["--config=quickstart", "--config.optimizer.peak_rl=1"])
+    assert "trian" in refusal(["trian"])
+    assert find_config("quickstart").exists()
+
+
+def test_launchers_take_the_documented_flags(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    seen = set()
+    for page, words in documented_commands():
+        at = next((i for i, word in enumerate(words) if re.match(r"launch/\w+\.py$", word)), None)
+        if at is None:
+            continue
+        name = pathlib.Path(words[at]).stem
+        end = words.index("--") if "--" in words else len(words)
+        parser = importlib.import_module(name).define_flags()
+        flags = [word for word in words[at + 1 : end] if word not in ("create", "run", "status")]
+        known = {option for action in parser._actions for option in action.option_strings}
+        for flag in flags:
+            if flag.startswith("-"):
+                assert flag.partition("=")[0] in known, (page, flag)
+        seen.add(name)
+    assert seen == {"local", "slurm", "kubernetes", "tpu_vm"}
+
+
+def test_reference_of_config_keys_has_every_key(hooks):
+    text = hooks.config_keys()
+    for key, value in flatten(base_config()).items():
+        assert re.search(rf"^\| `{re.escape(key)}` \| .+ \| (required|`{re.escape(repr(value))}`)",
+                         text, re.MULTILINE), key  # fmt: skip
+    assert "`--config" not in text
+
+
+def test_every_key_has_a_meaning(hooks):
+    rows = [line for line in hooks.config_keys().splitlines() if line.startswith("| `")]
+    assert [row for row in rows if row.rstrip(" |").endswith("`") or "required |  |" in row] == []
+
+
+def test_comments_of_keys(hooks, tmp_path):
+    path = tmp_path / "base.py"
+    path.write_text(
+        "def f():\n"
+        "    # Not this: a blank line follows.\n"
+        "\n"
+        "    # Above,\n"
+        "    # in two lines.\n"
+        "    c.a.b = 1\n"
+        "    c.a.c = '#'  # behind\n"
+        "    c.d = 2\n"
+        "    other.e = 3  # of another object\n"
+    )
+    assert hooks.key_comments(path) == {"a.b": "Above, in two lines.", "a.c": "behind", "d": ""}
+
+
+def test_pages_are_filled_in_from_the_code(hooks):
+    marks = re.findall(r"<!-- made by (\w+) -->", "".join(page.read_text() for page in PAGES))
+    assert sorted(marks) == sorted(hooks.PARTS)
+    text = hooks.on_page_markdown("before\n<!-- made by configs -->\nafter")
+    assert text.startswith("before\n## augreg\n") and text.endswith("after")
+    for name in shipped_configs():
+        assert f"\n## {name}\n" in text
+
+
+def test_reference_of_commands(hooks):
+    text = hooks.commands()
+    for command in COMMANDS:
+        assert f"\n## {command}\n" in text
+        assert f"usage: python -m vit_jax.main {command} " in text
+
+
+def test_reference_of_launchers(hooks, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    text = hooks.launchers()
+    for name in hooks.LAUNCHERS:
+        assert f"usage: python launch/{name}.py " in text
+
+
+def test_reference_of_evaluators(hooks):
+    text = hooks.evaluator_keys()
+    assert "### fewshot" in text and "| `shots` | `(1, 5, 10, 25)` |" in text
+
+
+def test_reference_of_ops_has_every_op():
+    from vit_jax.data import OPS
+
+    listed = re.findall(r"^ +- (\w+)$", (ROOT / "docs/reference/ops.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(OPS)
+
+
+def test_docstrings_become_lists_and_labels():
+    pytest.importorskip("griffe", reason="of the extra docs")
+    readable = load(ROOT / "docs/docstrings.py").readable
+    text = readable(
+        "Head.\n\nrows: the first\n  of two.\nstd: more.\n\nRaises: E if\n  it fails.\n"
+    )
+    assert "- **rows:** the first of two.\n- **std:** more." in text
+    assert "**Raises:** E if it fails." in text
+    assert readable("Head: no label.\n\nRaises:\n  E: if so.").endswith("Raises:\n  E: if so.")

@@ -1,0 +1,269 @@
+"""What the source of the weights and the size of the data decide: finetune:MODEL,folder."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax import create_model, load_pretrained, save_pretrained, tree
+from vit_jax.config.stored import read_config
+from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.data.image_files import find_images, image_files
+from vit_jax.errors import InputError
+from vit_jax.inference.evaluate import evaluate, evaluate_pretrained
+from vit_jax.inference.predict import predict
+from vit_jax.training.decided import decide, take_fields
+from vit_jax.training.prepare import prepare
+from vit_jax.training.train import train_and_evaluate
+from vit_jax.training.validation import find_faults
+from vit_jax.transfer import read_pretrained
+from vit_jax.transfer.export import export
+from vit_jax.transfer.rules import Pretrained, Spec
+
+FIELDS = {"pool": "gap", "gelu": "exact", "norm_eps": 1e-5, "layer_scale": 0.1}
+SPEC = Spec((16, 16), "antialiased", mean=(0.4, 0.5, 0.6), std=(0.2, 0.2, 0.3))
+
+
+def randomise(variables):
+    """`variables` with no leaf of zeros."""
+    leaves, structure = jax.tree.flatten(variables)
+    rng = np.random.default_rng(0)
+    drawn = [(x + 0.1 * rng.normal(size=x.shape)).astype(np.float32) for x in leaves]
+    return jax.tree.unflatten(structure, drawn)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A ViT-mu/8 with three classes, in timm's names."""
+    path = tmp_path_factory.mktemp("source") / "vit"
+    model = create_model("ViT-mu/8", 3, 16, **FIELDS)
+    variables = randomise(model.init(jax.random.key(0), jnp.zeros((1, 16, 16, 3))))
+    save_pretrained(path, model, variables, format="timm", spec=SPEC)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A folder with 40 pictures of two classes."""
+    path, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    for i in range(40):
+        file = path / ("cat", "dog")[i % 2] / f"{i}.png"
+        file.parent.mkdir(exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(file)
+    return path
+
+
+def make(pictures, source, words="ViT-mu/8,folder", **overrides):
+    config = load_config(f"finetune:{words}")
+    values = {"data.data_dir": pictures, "init_from": source, "model.dtype": "float32"}
+    values |= {key.replace("__", "."): value for key, value in overrides.items()}
+    assert apply_overrides(config, [(key, str(value)) for key, value in values.items()]) == []
+    assert find_faults(config) == []
+    return config
+
+
+def test_one_command_takes_everything_from_the_source(pictures, source, tmp_path):
+    run = prepare(make(pictures, source), tmp_path / "run")
+    model = {key: value for key, value in run.config.model.items() if value is not None}
+    assert model == {"name": "ViT-mu/8", "dtype": "float32", **FIELDS}
+    assert run.config.data.image_size == 16
+    assert (run.config.data.mean, run.config.data.std) == (SPEC.mean, SPEC.std)
+    length = {k: run.config[k] for k in ("duration", "global_batch_size")}
+    assert length == {"duration": "500 steps", "global_batch_size": 64}
+    assert (run.config.schedule.warmup, run.config.optimizer.peak_lr) == ("100 steps", 0.003)
+    assert run.experiment.num_trained == run.experiment.num_params
+    expected = read_pretrained(source)
+    assert run.initial_params.keys() == {n for n in expected.params if not n.startswith("head/")}
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_user_decides_what_he_sets(pictures, source, tmp_path):
+    keys = {"data__image_size": 24, "duration": "3 epochs", "optimizer__peak_lr": 0.1}
+    keys |= {"data__mean": "0.1,0.2,0.3"}
+    config = prepare(make(pictures, source, **keys), tmp_path).config
+    assert (config.data.image_size, config.data.mean) == (24, (0.1, 0.2, 0.3))
+    assert (config.duration, config.optimizer.peak_lr) == ("3 epochs", 0.1)
+    assert config.schedule.warmup == "0 steps"  # a fifth of 2 steps
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("ViT-S/8,folder", ["model.name='ViT-S/8'", "ViT-mu/8", "finetune:ViT-mu/8,folder"]),
+        ("ViT-mu/16,folder", ["patch_size (8, 8), not (16, 16)", "finetune:ViT-mu/8,folder"]),
+        ("DeiT-Ti/8,folder", ["model.name='DeiT-Ti/8'", "is a ViT", "finetune:ViT-mu/8,folder"]),
+    ],
+)
+def test_another_model_than_the_sources_is_refused(pictures, source, tmp_path, words, says):
+    with pytest.raises(InputError) as error:
+        prepare(make(pictures, source, words), tmp_path)
+    for part in says:
+        assert part in str(error.value)
+
+
+def test_sizes_that_no_name_has_are_set_by_flags(pictures, golden, tmp_path):
+    with pytest.raises(InputError) as error:
+        prepare(make(pictures, golden / "hf_vit"), tmp_path)
+    sizes = {"depth": 2, "mlp_dim": 64, "num_heads": 4}
+    for field, size in sizes.items():
+        assert f"--config.model.{field}={size}" in str(error.value)
+    sizes = {f"model__{field}": size for field, size in sizes.items()}
+    config = prepare(make(pictures, golden / "hf_vit", **sizes), tmp_path).config
+    assert (config.model.gelu, config.model.norm_eps, config.data.image_size) == (
+        "exact",
+        1e-12,
+        32,
+    )
+
+
+def test_a_source_of_any_image_size_needs_one():
+    model = create_model("ViT-mu/8", 3, None, pos_embed="sincos_2d")
+    config = load_config("finetune:ViT-mu/8,folder")
+    pretrained = Pretrained("any.npz", model, {}, Spec(None, "antialiased"))
+    with pytest.raises(InputError, match=r"any\.npz.*--config\.data\.image_size"):
+        take_fields(config, pretrained)
+    config.data.image_size = 32
+    assert take_fields(config, pretrained).model.pos_embed == "sincos_2d"
+
+
+def test_a_run_of_the_same_name_gives_its_sizes():
+    model = create_model("ViT-Ti/8", 3, 32, width=96, depth=4, mlp_dim=64)
+    run = {"config": {"model": {"name": "ViT-Ti/8"}}}
+    pretrained = Pretrained("run", model, {}, Spec((32, 32), "antialiased"), run)
+    config = take_fields(load_config("finetune:ViT-Ti/8,folder"), pretrained)
+    assert (config.model.width, config.model.depth, config.model.mlp_dim) == (96, 4, 64)
+    assert config.model.num_heads is None  # the variant's own
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+    ("last", "trained"),
+    [(1, ("encoder/layer_2/",)), (3, tuple(f"encoder/layer_{i}/" for i in range(3)))],
+)
+def test_last_layers(last, trained, scan):
+    config = load_config(f"finetune:ViT-mu/8,folder,last{last}")
+    config.model.depth, config.data.image_size, config.model.scan = 3, 16, scan
+    config.data.num_examples = 100
+    freeze = decide(config).optimizer.freeze
+    model = create_model("ViT-mu/8", 2, 16, depth=3)
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 16, 16, 3)))["params"]
+    frozen = tree.flatten_names(tree.mask(params, freeze))
+    layers = [f"encoder/layer_{i}/" for i in range(3 - last, 3)]
+    learning = (*layers, "encoder/norm/", "head/")
+    assert {n for n, is_frozen in frozen.items() if not is_frozen} == {
+        name for name in frozen if name.startswith(learning)
+    }
+    with pytest.raises(InputError, match=r"last_layers=4: .*1 to 3"):
+        config.optimizer.last_layers = 4
+        decide(config)
+
+
+def test_two_ways_to_freeze_are_refused():
+    config = load_config("finetune:ViT-mu/8,folder,last1")
+    config.data.image_size, config.data.num_examples = 16, 100
+    config.optimizer.freeze = "head/.*"
+    with pytest.raises(InputError, match=r"freeze='head/\.\*': .*last_layers"):
+        decide(config)
+
+
+@pytest.mark.parametrize("words", ["lora,last2", "head_only,lora8", "lastN"])
+def test_one_part_at_a_time(words):
+    with pytest.raises(InputError, match="at most one of head_only"):
+        load_config(f"finetune:ViT-B/16,folder,{words}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("init_fields", "sauce", "source"),
+        ("schedule.rule", "bat", "bit"),
+        ("optimizer.last_layers", "0", "positive"),
+        ("init_from", "scratch", "init_fields='source'"),
+    ],
+)
+def test_faults_that_need_no_file(key, value, says):
+    config = load_config("finetune:ViT-B/16,folder")
+    apply_overrides(config, [("init_from", "w.npz"), (key, value)])
+    assert any(says in fault for fault in find_faults(config))
+
+
+def test_lora_from_start_to_export(pictures, source, tmp_path):
+    """Trains, resumes without its source, and is evaluated, predicted, merged and exported."""
+    own, workdir = tmp_path / "vit", tmp_path / "run"
+    shutil.copytree(source, own)
+    keys = {"duration": "3 steps", "model__scan": "true", "global_batch_size": 8}
+    keys |= {"evals__val__every": "3 steps", "schedule__warmup": "1 steps"}
+    config = make(pictures, own, "ViT-mu/8,folder,lora4", **keys)
+
+    run = prepare(config, workdir)
+    before = read_pretrained(own)
+    images = np.random.default_rng(1).uniform(-1, 1, (2, 16, 16, 3)).astype(np.float32)
+    with jax.set_mesh(run.mesh):
+        state = run.experiment.init()
+    named = tree.flatten_names(state.params) | run.initial_params
+    assert {n.rpartition("/")[2] for n in named.keys() - run.initial_params.keys()} == {
+        "lora_a", "lora_b", "kernel", "bias",
+    }  # fmt: skip
+    model = create_model("ViT-mu/8", 2, 16, **FIELDS, lora_rank=4, scan=True)
+    features = model.apply({"params": tree.unflatten_names(named)}, images, method="features")
+    params = {"params": tree.unflatten_names(before.params)}
+    expected = before.model.apply(params, images, method="features")
+    np.testing.assert_allclose(features, expected, rtol=1e-5, atol=1e-5)
+    adapters = 2 * (32 * 4 + 4 * 32)  # query and value
+    assert run.experiment.num_trained == adapters + 2 * (32 + 1)
+    moments = tree.flatten_names(state.opt_state)
+    assert {n.rpartition("/")[2] for n in moments if "/mu/" in n} == {
+        "lora_a", "lora_b", "kernel", "bias",
+    }  # fmt: skip
+    assert not any("mlp" in name or "key" in name for name in moments)
+
+    summary = train_and_evaluate(config, workdir)
+    shutil.rmtree(own)
+    assert train_and_evaluate(config, workdir) == summary  # what was taken is in config.json
+    stored = read_config(workdir)
+    assert (stored.model.pool, stored.data.mean) == ("gap", SPEC.mean)
+
+    after = read_pretrained(workdir)
+    assert after.model.lora_rank is None and not any("lora" in name for name in after.params)
+    moved = {
+        name
+        for name, leaf in before.params.items()
+        if not name.startswith("head/") and not np.array_equal(leaf, after.params[name])
+    }
+    assert moved == {f"encoder/layer_0/attention/{name}/kernel" for name in ("query", "value")}
+    found = evaluate(stored, workdir)
+    assert found["val/top1"] == summary["val/top1"]
+    entry = load_config("evaluate:classification,folder")
+    apply_overrides(entry, [("data.data_dir", str(pictures)), ("global_batch_size", "8")])
+    for name in entry.evals:
+        entry.evals[name].split = "val"
+    merged = evaluate_pretrained(entry, after)
+    assert merged["classification/loss"] == pytest.approx(found["val/loss"], abs=1e-5)
+    files = find_images([str(pictures / "cat")])
+    rows = list(predict(after, image_files(files), top=1, batch_size=8))
+    assert {row["classes"][0]["name"] for row in rows} <= {"cat", "dog"}
+    export(after, tmp_path / "exported", "timm")
+    model, variables = load_pretrained(tmp_path / "exported")
+    expected = after.model.apply({"params": tree.unflatten_names(after.params)}, images)
+    np.testing.assert_allclose(model.apply(variables, images), expected, atol=1e-5)
+    assert json.loads((workdir / "classes.json").read_text()) == ["cat", "dog"]
+
+
+def test_a_resumed_run_compares_what_was_decided(pictures, source, tmp_path):
+    from vit_jax.training.workdir import write_workdir
+
+    keys = {"duration": "3 steps", "global_batch_size": 8}
+    run = prepare(make(pictures, source, **keys), tmp_path)
+    write_workdir(tmp_path, run.config, run.train_source)
+    again = prepare(make(pictures, source, **keys), tmp_path).config
+    assert again.to_dict() == run.config.to_dict()
+    with pytest.raises(InputError) as error:
+        prepare(make(pictures, source, **keys, optimizer__peak_lr=0.1), tmp_path)
+    assert "optimizer.peak_lr: was 0.00046875, now 0.1" in str(error.value)
+    with pytest.raises(InputError) as error:
+        prepare(make(pictures, source, **keys, model__pool="token"), tmp_path)
+    assert "model.pool" in str(error.value)

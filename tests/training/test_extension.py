@@ -1,0 +1,97 @@
+"""A run is given another end where that leaves the learning rates of its past as they were."""
+
+import json
+import pathlib
+
+import pytest
+from etils import epath
+
+from vit_jax.checkpoints import restore
+from vit_jax.config.stored import to_json
+from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.errors import InputError
+from vit_jax.training import workdir as workdir_module
+from vit_jax.training.extension import find_other_past
+from vit_jax.training.train import train_and_evaluate
+
+CONFIG = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
+WORKDIR = epath.Path("/runs/mine")
+
+
+def make_config(**overrides):
+    """4 steps of warm-up, 40 in all."""
+    config = load_config(CONFIG)
+    pairs = [(key.replace("__", "."), value) for key, value in overrides.items()]
+    assert not apply_overrides(config, pairs)
+    config.data.num_examples, config.data.num_classes = 1437, 10
+    return config
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps_done", "end"),
+    [
+        ({"name": "constant"}, 40, {"duration": "100 steps"}),
+        ({"name": "constant"}, 40, {"duration": "3 epochs"}),
+        ({"name": "constant"}, 40, {"duration": "60 steps", "schedule__cooldown": "20 steps"}),
+        ({"name": "constant"}, 20, {"schedule__cooldown": "20 steps"}),
+        ({"name": "rsqrt"}, 40, {"duration": "41 steps"}),
+        ({"name": "rsqrt", "cooldown": "10 steps"}, 31, {"duration": "100 steps"}),
+        ({"name": "rsqrt", "cooldown": "10 steps"}, 20, {"duration": "30 steps"}),
+        ({"name": "multistep", "milestones": "10 steps"}, 40, {"duration": "50 steps"}),
+        ({"name": "cosine"}, 5, {"duration": "50 steps"}),  # in the warm-up, and its peak
+        ({"name": "cosine"}, 0, {"duration": "50 steps"}),
+    ],
+)
+def test_an_end_that_leaves_the_past(schedule, steps_done, end):
+    own = {f"schedule__{key}": value for key, value in schedule.items()}
+    args = make_config(**own), make_config(**own | end), steps_done, WORKDIR
+    assert find_other_past(*args) is None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps_done", "end", "says"),
+    [
+        ({"name": "cosine"}, 6, {"duration": "50 steps"}, r"'cosine': step 6 had .* 0\.00149715,"),
+        ({"name": "linear"}, 40, {"duration": "50 steps"}, "'linear': step 6 had"),
+        ({"name": "rsqrt", "cooldown": "10 steps"}, 32, {"duration": "50 steps"},
+         "as its cooldown has begun: step 32 had"),
+        ({"name": "constant"}, 21, {"duration": "19 steps"}, "at step 21 already; give more"),
+        ({"name": "constant"}, 22, {"schedule__cooldown": "20 steps"}, "step 22 had"),
+    ],
+)  # fmt: skip
+def test_an_end_that_does_not(schedule, steps_done, end, says):
+    own = {f"schedule__{key}": value for key, value in schedule.items()}
+    with pytest.raises(InputError, match=says):
+        raise InputError(
+            find_other_past(make_config(**own), make_config(**own | end), steps_done, WORKDIR) or ""
+        )
+
+
+def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path, monkeypatch):
+    workdir = epath.Path(tmp_path)
+    (workdir / "config.json").write_text(to_json(make_config()))
+    monkeypatch.setattr(workdir_module.restore, "saved_steps", lambda path: [40, 30])
+    with pytest.raises(InputError) as e:
+        workdir_module.check_unchanged(make_config(duration="80 steps"), workdir)
+    assert f"--config.init_from={tmp_path} --config.init_head=kept" in str(e.value)
+    assert "--config.duration=40 steps'" in str(e.value)
+    with pytest.raises(InputError, match="seed: was 0, now 1") as e:
+        workdir_module.check_unchanged(make_config(duration="80 steps", seed="1"), workdir)
+    monkeypatch.setattr(workdir_module.restore, "saved_steps", lambda path: [])
+    workdir_module.check_unchanged(make_config(duration="80 steps"), workdir)
+
+
+def test_a_finished_run_that_is_extended_ends_as_one_that_was_longer_from_the_start(tmp_path):
+    def run(name, duration):
+        own = {"schedule__name": "constant", "duration": duration}
+        summary = train_and_evaluate(make_config(**own), tmp_path / name)
+        meta = restore.read_meta(epath.Path(tmp_path / name / f"checkpoints/{summary['step']}"))
+        return meta["checksums"], summary
+
+    first, _ = run("extended", "10 steps")
+    longer, _ = run("whole", "20 steps")
+    extended, summary = run("extended", "20 steps")
+    assert extended == longer != first and summary["step"] == 20
+    stored = json.loads((tmp_path / "extended/config.json").read_text())
+    assert stored["duration"] == "20 steps"
+    assert json.loads((tmp_path / "extended/summary.json").read_text())["step"] == 20

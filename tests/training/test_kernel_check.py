@@ -1,0 +1,50 @@
+"""The kernels' run against the plain forms before the first step, in Pallas' interpreter."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from vit_jax.devices.kernels import tpu_forms
+from vit_jax.devices.mesh import make_mesh
+from vit_jax.devices.sharding import constrain
+from vit_jax.errors import InputError
+from vit_jax.models import create_model
+from vit_jax.models.kernels import short_attention
+from vit_jax.training.kernel_check import check_kernels
+
+SIZES = {"width": 16, "depth": 2, "mlp_dim": 16, "num_heads": 2, "patch_size": 8}
+
+
+@pytest.fixture
+def mesh():
+    return make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+
+
+@pytest.fixture
+def model(mesh):
+    model = create_model("ViT-Ti/16", 5, 16, dtype="bfloat16", **SIZES)
+    return model.clone(constrain=constrain, forms=tpu_forms(model, mesh))
+
+
+def test_kernels_that_agree_are_logged(model, mesh, caplog, interpreted_kernels):
+    with caplog.at_level(logging.INFO, "vit_jax"):
+        check_kernels(model, mesh)
+    assert "kernels agree" in caplog.text
+
+
+def test_a_kernel_that_differs_stops_the_run(model, mesh, monkeypatch, interpreted_kernels):
+    scores = short_attention._scores
+    monkeypatch.setattr(
+        short_attention, "_scores", lambda q, k, num_keys: scores(q, k, num_keys) * jnp.float32(1.2)
+    )
+    with pytest.raises(InputError) as caught:
+        check_kernels(model, mesh)
+    assert "--config.model.kernels=plain" in str(caught.value)
+
+
+def test_a_model_without_kernels_is_not_checked(mesh, caplog):
+    with caplog.at_level(logging.INFO, "vit_jax"):
+        check_kernels(create_model("ViT-Ti/16", 5, 16, **SIZES), mesh)
+    assert not caplog.messages

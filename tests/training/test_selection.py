@@ -1,0 +1,147 @@
+"""The best step is kept, and a run ends early; a killed run decides as an uninterrupted one."""
+
+import json
+import math
+import pathlib
+import shutil
+import types
+
+import jax
+import pytest
+from etils import epath
+
+from vit_jax.checkpoints import restore
+from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.errors import InputError
+from vit_jax.evaluators.classification import Classification
+from vit_jax.training import selection
+from vit_jax.training import train as train_module
+from vit_jax.training.selection import Selection, Series
+from vit_jax.training.sources import open_sources
+from vit_jax.training.train import train_and_evaluate
+from vit_jax.training.validation import find_faults
+
+CONFIG = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
+
+
+def make_config(**overrides):
+    config = load_config(CONFIG)
+    pairs = [(key.replace("__", "."), value) for key, value in overrides.items()]
+    assert not apply_overrides(config, pairs)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "best", "since"),
+    [
+        ("val/top1", [0.1, 0.3, 0.2, 0.3], 2, 2),  # the first of equals
+        ("val/loss", [3.0, 1.0, 2.0], 2, 1),
+        ("val/ece_raw", [0.2, 0.1], 2, 0),
+        ("val/top1", [math.nan, None, 0.0], 3, 0),
+        ("val/loss", [None, math.inf], None, 2),
+        ("val/top1", [], None, 0),
+    ],
+)
+def test_the_best_of_a_series(metric, values, best, since):
+    series = Series(metric, dict(enumerate(values, 1)))
+    assert (series.best_step, series.since_best) == (best, since)
+
+
+def test_a_metric_that_the_evaluator_does_not_give():
+    found = Selection(make_config(stop__metric="test/top2"), {})
+    found.add(5, {"other/top1": 0.5})
+    with pytest.raises(InputError, match=r"stop\.metric='test/top2': did you mean test/top1\?"):
+        found.add(10, {"test/top1": 0.5, "test/loss": 1.0})
+
+
+@pytest.mark.parametrize("metric", ["top1", "test/", "val/top1"])
+def test_keys_that_name_no_metric(metric):
+    faults = find_faults(make_config(checkpoint__keep_best=metric, stop__patience="0"))
+    assert len(faults) == 2
+    assert f"checkpoint.keep_best={metric!r}: needs a metric of an evaluator" in faults[0]
+    assert "test/..." in faults[0]
+    assert faults[1].startswith("stop.patience=0: needs a positive")
+
+
+def test_a_metric_of_an_optional_split_that_the_pictures_lack(tmp_path):
+    config = load_config("folder:ViT-mu/16")
+    config.data.data_dir = str(tmp_path)
+    for name in ("cat/1.png", "cat/2.png", "dog/1.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert "test" not in open_sources(config, training=True)[0].evals
+    config.stop.metric = "test/top1"
+    with pytest.raises(InputError, match=r"stop\.metric='test/top1'.*no split 'test'"):
+        open_sources(config, training=True)
+    config.stop.metric = "val/top1"
+    open_sources(config, training=True)
+
+
+def test_other_processes_get_the_evaluations_that_process_0_sees(monkeypatch):
+    run = types.SimpleNamespace(config=make_config(stop__metric="test/loss", stop__patience="1"))
+    monkeypatch.setattr(
+        selection.processes, "say_to_all", lambda *_: '{"test/loss": {"5": 1.0, "10": 1.5}}'
+    )
+    assert selection.share_selection(run, 10).stops
+
+
+TOP1 = {5: 0.1, 10: 0.5, 15: 0.4, 20: 0.3, 25: 0.2, 30: 0.9}
+
+
+def start(workdir, **overrides):
+    keys = {
+        "evals__test__every": "5 steps", "checkpoint__keep_best": "test/top1",
+        "stop__metric": "test/top1", "stop__patience": "3", "checkpoint__every": "8 steps",
+    }  # fmt: skip
+    return train_and_evaluate(make_config(**keys | overrides), workdir)
+
+
+def picture(workdir):
+    """What must not depend on whether the run was killed."""
+    rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+    steps = restore.saved_steps(epath.Path(workdir / "checkpoints"))
+    metas = [restore.read_meta(epath.Path(workdir / f"checkpoints/{step}")) for step in steps]
+    return rows, steps, [meta["checksums"] for meta in metas]
+
+
+class KillError(BaseException):
+    pass
+
+
+def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(tmp_path, monkeypatch):
+    def run(self, state):
+        return {"top1": TOP1[int(jax.device_get(state.step))]}
+
+    monkeypatch.setattr(Classification, "run", run)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    summary = start(whole)
+    assert summary["step"] == 25 and summary["stopped_early"] is True
+    assert summary["best"] == {"step": 10, "test/top1": 0.5}
+    assert picture(whole)[1] == [25, 24, 10]
+
+    def should_stop(guard, step):
+        if step == kill_at:
+            raise KillError
+        return False
+
+    monkeypatch.setattr(train_module.PreemptionGuard, "should_stop", should_stop)
+    for step in (17, 25):
+        kill_at = step
+        with pytest.raises(KillError):
+            start(killed)
+    kill_at = None
+    start(killed)
+    assert picture(killed) == picture(whole)
+
+    (killed / "summary.json").unlink()  # killed between the last save and the summary
+    assert start(killed)["stopped_early"]
+    assert picture(killed) == picture(whole)
+    assert start(killed)["step"] == 25  # finished before
+    assert len((killed / "starts.jsonl").read_text().splitlines()) == 4
+
+    shutil.copytree(whole, tmp_path / "more")
+    TOP1.update({35: 0.1, 40: 0.1})
+    summary = start(tmp_path / "more", stop__patience="5")  # goes on, as it was not long enough
+    assert summary["step"] == 40 and "stopped_early" not in summary
+    assert summary["best"]["step"] == 30

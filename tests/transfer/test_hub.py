@@ -1,0 +1,262 @@
+"""Files of the Hugging Face Hub, from a server of this machine that speaks its protocol."""
+
+import hashlib
+import http.server
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import huggingface_hub
+import jax
+import numpy as np
+import pytest
+from huggingface_hub import constants
+from PIL import Image
+
+from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.errors import InputError
+from vit_jax.training.prepare import prepare
+from vit_jax.transfer import load_pretrained, read_pretrained
+from vit_jax.transfer.hub import fetch_from_hub, parse_address
+
+COMMITS = {"main": "a" * 40, "older": "b" * 40}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Serves {(repository, commit): {file: bytes}} as the Hub does; notes (method, file)."""
+
+    repositories: dict = {}  # noqa: RUF012 (of one test at a time)
+    asked: list = []  # noqa: RUF012
+
+    def do_HEAD(self):
+        self.answer(with_body=False)
+
+    def do_GET(self):
+        self.answer(with_body=True)
+
+    def answer(self, with_body):
+        organisation, name, resolve, revision, *file = self.path[1:].split("/")
+        repo_id, file = f"{organisation}/{name}", "/".join(file)
+        assert resolve == "resolve"
+        self.asked.append((self.command, file))
+        if repo_id == "org/gated":
+            return self.refuse(403, "GatedRepo")
+        if repo_id == "org/down":
+            return self.refuse(500, None)
+        if repo_id not in {known for known, _ in self.repositories}:
+            return self.refuse(404, "RepoNotFound")
+        commit = COMMITS.get(revision, revision)
+        if (repo_id, commit) not in self.repositories:
+            return self.refuse(404, "RevisionNotFound")
+        content = self.repositories[repo_id, commit].get(file)
+        if content is None:
+            return self.refuse(404, "EntryNotFound", commit)
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", commit)
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(content[: len(content) // 2] if repo_id == "org/cut" else content)
+            self.close_connection = True
+
+    def refuse(self, status, code, commit=None):
+        self.send_response(status)
+        if code is not None:
+            self.send_header("X-Error-Code", code)
+        if commit is not None:
+            self.send_header("X-Repo-Commit", commit)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+def move_hub(monkeypatch, address):
+    """As HF_ENDPOINT does, which huggingface_hub reads when it is imported; it never sleeps."""
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+
+@pytest.fixture
+def hub(golden, tmp_path, monkeypatch):
+    """The server's class; its address and a new cache are huggingface_hub's."""
+    files = {path.name: path.read_bytes() for path in (golden / "hf_vit").iterdir()}
+    del files["io.npz"]
+    Hub.asked, Hub.repositories = [], {("org/vit", COMMITS["main"]): files}
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as there:
+        threading.Thread(target=there.serve_forever, daemon=True).start()
+        move_hub(monkeypatch, f"http://127.0.0.1:{there.server_port}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        yield Hub
+        there.shutdown()
+
+
+def content_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def fetched(hub):
+    return sorted(file for method, file in hub.asked if method == "GET")
+
+
+def test_a_repository_is_fetched_once(hub, golden):
+    folder = fetch_from_hub("org/vit")
+    assert content_of(folder) == hub.repositories["org/vit", COMMITS["main"]]
+    assert fetched(hub) == ["config.json", "model.safetensors"]
+    assert fetch_from_hub("org/vit") == folder
+    assert fetched(hub) == ["config.json", "model.safetensors"]
+    found, expected = load_pretrained(folder), load_pretrained(golden / "hf_vit")
+    assert found[0] == expected[0]
+    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+
+
+def test_all_files_are_of_the_revision_asked_for(hub):
+    newer = hub.repositories["org/vit", COMMITS["main"]]
+    older = newer | {"config.json": b"{}", "preprocessor_config.json": b"[]"}
+    hub.repositories["org/vit", COMMITS["older"]] = older
+    assert content_of(fetch_from_hub("org/vit", revision="older")) == older
+    assert content_of(fetch_from_hub("org/vit")) == newer
+    assert content_of(fetch_from_hub("org/vit", revision=COMMITS["older"])) == older
+
+
+def test_an_address_of_the_hub_goes_through_its_cache(hub, golden, tmp_path):
+    address = f"{constants.ENDPOINT}/org/vit/resolve/main/model.safetensors"
+    assert parse_address(address) == ("org/vit", "model.safetensors", "main")
+    assert parse_address("https://example.org/org/vit/resolve/main/model.safetensors") is None
+    found = load_pretrained(f"{address}?download=true")
+    jax.tree.map(np.testing.assert_array_equal, found[1], load_pretrained(golden / "hf_vit")[1])
+    assert (tmp_path / "hub/models--org--vit/snapshots").is_dir()
+
+
+def test_a_file_with_its_json_in_a_folder(hub, golden):
+    files = {
+        "in/timm.safetensors": (golden / "timm_vit.safetensors").read_bytes(),
+        "in/timm.json": (golden / "timm_vit.json").read_bytes(),
+    }
+    hub.repositories["org/timm", COMMITS["main"]] = files
+    path = fetch_from_hub("org/timm", "in/timm.safetensors")
+    assert path.name == "timm.safetensors"
+    assert content_of(path.parent) == {name[3:]: content for name, content in files.items()}
+
+
+@pytest.mark.parametrize(
+    ("repo_id", "revision", "words"),
+    [
+        ("org/none", None, ["org/none does not exist", "HF_TOKEN"]),
+        ("org/gated", None, ["org/gated", "terms", "HF_TOKEN"]),
+        ("org/vit", "v9", ["no revision 'v9'", "branch"]),
+        ("org/empty", None, ["no file model.safetensors"]),
+        ("org/down", None, ["org/down", "not reached (", "500"]),
+        ("org/cut", None, ["org/cut", "model.safetensors cannot be fetched (", "try again"]),
+        ("a/b/c", None, ["'a/b/c'", "ORGANISATION/NAME"]),
+    ],
+)
+def test_refusals_name_the_source_and_the_remedy(hub, repo_id, revision, words):
+    hub.repositories["org/empty", COMMITS["main"]] = {}
+    hub.repositories["org/cut", COMMITS["main"]] = {"model.safetensors": bytes(1000)}
+    with pytest.raises(InputError) as error:
+        fetch_from_hub(repo_id, revision=revision)
+    assert str(error.value).startswith(f"init_from='hf:{repo_id}'")
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_without_the_network_the_cache_serves_what_is_complete(hub, monkeypatch):
+    folder = fetch_from_hub("org/vit")
+    huggingface_hub.hf_hub_download("org/vit", "config.json", revision="main")
+    hub.repositories["org/half", COMMITS["main"]] = hub.repositories["org/vit", COMMITS["main"]]
+    huggingface_hub.hf_hub_download("org/half", "model.safetensors")
+    move_hub(monkeypatch, "http://127.0.0.1:9")
+    assert fetch_from_hub("org/vit") == folder
+    with pytest.raises(InputError, match="not reached"):  # whether it has JSON files is unknown
+        fetch_from_hub("org/half")
+
+
+@pytest.mark.parametrize(
+    ("source", "repository", "golden_files"),
+    [
+        ("hf:org/vit", "org/vit", None),
+        ("hf:org/vit@older", "org/vit", None),
+        ("timm:vit_tiny.x", "timm/vit_tiny.x", "timm_vit"),
+    ],
+)
+def test_sources_by_short_names(hub, golden, source, repository, golden_files):
+    files = hub.repositories["org/vit", COMMITS["main"]]
+    if golden_files:
+        weights, config = (golden / f"{golden_files}.{end}" for end in ("safetensors", "json"))
+        files = {"model.safetensors": weights.read_bytes(), "config.json": config.read_bytes()}
+    hub.repositories = {(repository, COMMITS["older" if "@" in source else "main"]): files}
+    Hub.repositories = hub.repositories
+    found = read_pretrained(source)
+    assert found.source == source
+    expected = read_pretrained(golden / ("timm_vit.safetensors" if golden_files else "hf_vit"))
+    assert found.model == expected.model
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("timm:none", "timm/none does not exist"),
+        ("hf:org/vit@v9", "no revision 'v9'"),
+        ("vit_base_patch16_224.augreg_in21k", "timm:vit_base_patch16_224.augreg_in21k"),
+        ("google/vit-base-patch16-224", "hf:google/vit-base-patch16-224"),
+    ],
+)
+def test_what_is_no_repository(hub, source, says):
+    with pytest.raises(InputError) as error:
+        read_pretrained(source)
+    assert str(error.value).startswith(f"init_from={source!r}")
+    assert says in str(error.value)
+
+
+def test_fine_tuning_starts_from_the_hub(hub, tmp_path):
+    """finetune:MODEL,folder with hf:, up to the point where training begins."""
+    for name in ("cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png"):
+        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30)).save(tmp_path / "own" / name)
+    config = load_config("finetune:ViT-mu/8,folder")
+    sizes = {"depth": "2", "mlp_dim": "64", "num_heads": "4"}
+    overrides = [(f"model.{field}", size) for field, size in sizes.items()]
+    overrides += [("init_from", "hf:org/vit"), ("data.data_dir", str(tmp_path / "own"))]
+    assert apply_overrides(config, overrides) == []
+    run = prepare(config, tmp_path / "run")
+    assert (run.config.data.image_size, run.config.model.gelu) == (32, "exact")
+    assert "embedding/kernel" in run.initial_params and "head/kernel" not in run.initial_params
+    assert fetched(hub) == ["config.json", "model.safetensors"]
+
+
+PROGRAM = """
+from vit_jax.errors import InputError
+from vit_jax.transfer.hub import fetch_from_hub
+print(fetch_from_hub("org/vit"))
+try:
+    fetch_from_hub("org/other")
+except InputError as e:
+    print(e)
+"""
+
+
+def test_the_environment_of_huggingface_hub_applies(hub, tmp_path):
+    """HF_ENDPOINT and HF_HOME, then HF_HUB_OFFLINE."""
+    said = []
+    for offline in ("0", "1"):
+        env = {"HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path / "home")}
+        env |= {"HF_HUB_OFFLINE": offline}
+        asked = len(hub.asked)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=os.environ | env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.splitlines())
+        assert (len(hub.asked) > asked) == (offline == "0")
+    assert said[0][0] == said[1][0]
+    assert said[0][0].startswith(f"{tmp_path}/home/hub/models--org--vit/snapshots/")
+    assert "does not exist" in said[0][1]
+    assert "HF_HUB_OFFLINE is set" in said[1][1]

@@ -1,0 +1,81 @@
+"""Check this machine: software, devices, memory, decoding, and what a run would reach.
+
+  python -m vit_jax.main doctor
+  python -m vit_jax.main doctor --config=folder --config.data.data_dir=PICTURES
+  python -m vit_jax.main doctor --workdir=gs://bucket/runs --wandb --coordinator=HOST:PORT
+
+Each line that is not ok has a remedy. With --config it also says what `train` would choose. A
+workdir in a bucket is tried with a small object. The exit code is 1 if a check has failed.
+"""
+
+import argparse
+import json
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from vit_jax import files
+from vit_jax.commands.flags import define_config_flags, load_valid_config, print_config
+from vit_jax.errors import InputError, nearest
+from vit_jax.job import exit_codes
+
+FORMATS = ("table", "json")
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "red"}
+
+
+def define_flags(parser: argparse.ArgumentParser) -> None:
+    define_config_flags(parser)
+    parser.add_argument("--workdir", metavar="DIR", help="folder or bucket that must be writable")
+    parser.add_argument("--data_dir", metavar="DIR", help="folder or bucket with data to read")
+    parser.add_argument("--wandb", action="store_true", help="check Weights & Biases")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="process 0 that must answer")
+    parser.add_argument("--timeout_s", type=float, default=15.0, help="limit of each check")
+    parser.add_argument("--format", default="table", help="table or json")
+
+
+def main(flags: argparse.Namespace) -> int:
+    if flags.format not in FORMATS:
+        raise InputError(f"--format={flags.format}: {nearest(flags.format, FORMATS)}")
+    if not flags.timeout_s > 0:
+        raise InputError(f"--timeout_s={flags.timeout_s}: needs a positive number of seconds")
+    if flags.overrides and flags.config is None:
+        raise InputError(f"--config.{flags.overrides[0][0]}: needs --config=NAME too")
+    if flags.print_config:
+        return print_config(load_valid_config(flags))
+    config = None if flags.config is None else load_valid_config(flags)
+
+    from vit_jax import metrics  # heavy imports only after the flags are checked
+    from vit_jax.insight import doctor
+
+    metrics.log_to_console(Console(stderr=True), quiet=True)  # of the checks only warnings
+    findings = []
+    console = Console()
+    for finding in doctor.examine(
+        config=config,
+        workdir=None if flags.workdir is None else files.absolute(flags.workdir),
+        data_dir=flags.data_dir,
+        wandb=flags.wandb,
+        coordinator=flags.coordinator,
+        timeout_s=flags.timeout_s,
+    ):
+        findings.append(finding)
+        if console.is_terminal and flags.format == "table":
+            console.print(f"{finding.subject} ...", end="\r", markup=False)  # some take seconds
+    if flags.format == "json":
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+    else:
+        console.print(as_table(findings))
+    failed = any(finding.state == doctor.FAILED for finding in findings)
+    return exit_codes.FAILED if failed else exit_codes.DONE
+
+
+def as_table(findings) -> Table:
+    """A row for each finding; the remedy stands below what was found."""
+    table = Table("check", "state", Column("found", overflow="fold"))
+    for subject, state, found, remedy in findings:
+        text = Text(found)
+        if remedy:
+            text.append(f"\n→ {remedy}", style="bold")
+        table.add_row(subject, Text(state, style=_STYLES[state]), text)
+    return table

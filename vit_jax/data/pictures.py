@@ -1,0 +1,227 @@
+"""Files of pictures: which are read, how they become JPEG or PNG bytes, how messages call them.
+
+JPEG and PNG files are passed on as they are, to be decoded by TensorFlow. Pillow decodes the rest:
+WebP, BMP, the first frame of a GIF or TIFF, and pictures that their EXIF orientation turns. These
+become BMP bytes, or PNG bytes if they have alpha, so that later stages know three formats only.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import logging
+import os
+import stat
+import warnings
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from etils import epy
+
+from vit_jax.data.host_tf import tf
+
+with epy.lazy_imports():
+    import PIL.Image
+
+logger = logging.getLogger("vit_jax")
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+_PNG = b"\x89PNG\r\n\x1a\n"
+# EXIF data begin so in a JPEG, and in a PNG. They are looked for near the beginning: behind it an
+# embedded thumbnail or the compressed pixels might hold these bytes by chance, at the cost of time.
+_EXIF = rb"\C*(Exif\x00\x00|eXIf)\C*"
+_EXIF_WITHIN = 1 << 16
+_ORIENTATION = 0x0112  # the tag's number
+# Orientation -> how Pillow undoes it, by number: Image.Transpose.FLIP_LEFT_RIGHT and so on.
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+
+_said: set[str] = set()
+
+
+def read_picture(path: tf.Tensor, exif: bool = True) -> tf.Tensor:
+    """The picture in the file `path` as JPEG, PNG or BMP bytes; see `as_known_format`."""
+    return as_known_format(tf.io.read_file(path), exif)
+
+
+def read_as_older(path: tf.Tensor) -> tf.Tensor:
+    """The bytes of the file `path`, for runs that began before Pillow converted pictures.
+
+    TensorFlow's PNG decoder then took all but JPEG. BMP, which it refuses, becomes empty.
+    """
+    encoded = tf.io.read_file(path)
+    return tf.where(tf.strings.substr(encoded, 0, 2) == b"BM", b"", encoded)
+
+
+def as_known_format(encoded: tf.Tensor, exif: bool = True) -> tf.Tensor:
+    """`encoded` bytes of a picture, a scalar string, as JPEG, PNG or BMP bytes.
+
+    `exif` turns the picture as its EXIF orientation says. Bytes that hold no picture become empty,
+    which no decoder takes.
+    """
+    plain = tf.io.is_jpeg(encoded) | (tf.strings.substr(encoded, 0, len(_PNG)) == _PNG)
+    if exif:
+        beginning = tf.strings.substr(encoded, 0, _EXIF_WITHIN)
+        plain &= ~tf.strings.regex_full_match(beginning, _EXIF)
+
+    def convert(encoded):
+        # Bytes, or an array of one object; an array of bytes would lose NULs at its end.
+        encoded = encoded if isinstance(encoded, bytes) else encoded.item()
+        return np.array(to_known_format(encoded, exif), object)
+
+    converted = tf.cond(
+        plain,
+        lambda: encoded,
+        lambda: tf.numpy_function(convert, [encoded], tf.string, stateful=False),
+    )
+    return tf.ensure_shape(converted, [])
+
+
+def to_known_format(encoded: bytes, exif: bool = True) -> bytes:
+    """As `as_known_format`, of bytes and by Pillow."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd metadata, and of large pictures
+            image = PIL.Image.open(io.BytesIO(encoded))
+            turn = None
+            if exif and image.format != "TIFF":  # which Pillow turns when it loads them
+                turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+            if image.format in ("JPEG", "PNG") and turn is None:
+                return encoded
+            pixels = to_8_bit(image)
+            if turn is not None:
+                pixels = pixels.transpose(PIL.Image.Transpose(turn))
+            buffer = io.BytesIO()
+            if pixels.mode == "RGB":
+                pixels.save(buffer, "BMP")  # a tenth of the time of an uncompressed PNG
+            else:
+                pixels.save(buffer, "PNG", compress_level=0)
+            return buffer.getvalue()
+    except Exception:  # Pillow's decoders raise what they like of broken files
+        return b""
+
+
+def to_8_bit(image: PIL.Image.Image) -> PIL.Image.Image:
+    """The first frame in RGB or RGBA of 8 bits, as Pillow converts it.
+
+    Of 16-bit grey the high byte is taken, as of a PNG's 16-bit colours; Pillow would clip at 255.
+
+    Raises:
+      ValueError: pixels of 32 bits, whose range nothing states.
+    """
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode}, whose range is not stated")
+    if image.mode.startswith("I;16"):
+        high_bytes = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
+        image = PIL.Image.fromarray(high_bytes)
+    return image.convert("RGBA" if image.has_transparency_data else "RGB")
+
+
+def shown(path: str) -> str:
+    """`path` as messages show it: bytes that are not UTF-8 and unprintable characters escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in path)
+
+
+def as_paths(paths: Sequence[str]) -> tf.Tensor:
+    """Paths as a tensor of strings (n,), those that are not UTF-8 too."""
+    return tf.constant([os.fsencode(path) for path in paths], tf.string)
+
+
+def file_size(path: str | os.PathLike) -> int:
+    """Bytes of a file; -1 if it does not exist, as behind a dangling link."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
+
+
+class Walk:
+    """Finds the pictures at any depth below folders, and notes what it skips.
+
+    Links are followed, but not round and round. Names that begin with a dot, and macOS's `__MACOSX`
+    folders, are no pictures.
+
+    skipped: how many files of each extension are no pictures that are read.
+    ignored: the folders that were not entered.
+    """
+
+    def __init__(self, extensions: Sequence[str] = EXTENSIONS):
+        self.extensions = tuple(extensions)
+        self.skipped: collections.Counter[str] = collections.Counter()
+        self.ignored: list[str] = []
+
+    def pictures(self, root: str | os.PathLike) -> list[str]:
+        """The pictures below `root`, by their paths from there with forward slashes, unsorted."""
+        root = os.fspath(root)
+        found: list[str] = []
+        seen: set[str] = set()
+        unreadable = self.ignored
+
+        def note(error):
+            unreadable.append(os.fspath(error.filename))
+
+        for parent, folders, names in os.walk(root, onerror=note, followlinks=True):
+            seen.add(os.path.realpath(parent))
+            entered = []
+            for name in folders:
+                path = os.path.join(parent, name)
+                if is_hidden(name):
+                    self.ignored.append(path)
+                elif os.path.realpath(path) not in seen:
+                    entered.append(name)
+            folders[:] = entered
+            found += [
+                os.path.relpath(os.path.join(parent, name), root).replace(os.sep, "/")
+                for name in names
+                if self.takes(parent, name)
+            ]
+        return found
+
+    def takes(self, parent: str | os.PathLike, name: str) -> bool:
+        """Whether the file `name` in `parent` is a picture; counts it as skipped if it is not."""
+        extension = os.path.splitext(name)[1].lower()
+        if name.startswith("."):
+            self.skipped["hidden"] += 1
+        elif extension not in self.extensions:
+            self.skipped[shown(extension) or "without extension"] += 1
+        elif not _is_regular(os.path.join(parent, name)):
+            self.skipped[f"{extension} that is no file"] += 1
+        else:
+            return True
+        return False
+
+    def say(self, root: str | os.PathLike) -> None:
+        """Warns, once a process, of all that was skipped below `root`."""
+        say_ignored(root, self.ignored)
+        if self.skipped:
+            counts = ", ".join(f"{n:,} {what}" for what, n in sorted(self.skipped.items()))
+            warn_once(
+                f"{shown(os.fspath(root))}: skipped {counts}; pictures are files ending in "
+                f"{', '.join(self.extensions)}: convert the others"
+            )
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a folder of this name holds files that an operating system adds."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def say_ignored(root: str | os.PathLike, folders: Iterable[str]) -> None:
+    """Warns, once a process, that `folders` below `root` are not read."""
+    names = sorted(shown(os.path.relpath(folder, root)) for folder in folders)
+    if names:
+        warn_once(f"{shown(os.fspath(root))}: ignored these folders: {', '.join(names)}")
+
+
+def warn_once(text: str) -> None:
+    """Logs a warning unless this process has said it."""
+    if text not in _said:
+        _said.add(text)
+        logger.warning("%s", text)
+
+
+def _is_regular(path: str) -> bool:
+    """Whether reading `path` ends; a dangling link counts, as a record that is broken."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return True

@@ -1,0 +1,205 @@
+"""Which forms of its operations a model computes with, by the devices of its mesh.
+
+Kernels see the share of one device: they run under `jax.shard_map`, images over the batch axes and
+heads over `tensor`.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from vit_jax.devices.mesh import BATCH_AXES, PLATFORMS
+from vit_jax.models.attention import Attend, add_qkv_biases, choose_attention
+from vit_jax.models.fields import field_names
+from vit_jax.models.forms import PLAIN, Forms, Normalize
+from vit_jax.models.kernels import bias, layer_norm, long_attention, short_attention
+from vit_jax.models.vit import ViT
+
+logger = logging.getLogger("vit_jax")
+
+KERNELS = ("auto", "plain")
+
+# Tokens, with padding: up to the first the whole of an image fits, from the second on blocks pay.
+SHORT, LONG = 640, 1000
+_MULTIPLE = short_attention.SUBLANES
+
+
+def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module:
+    """`model` with the forms that are fastest on the devices of `mesh`; `kernels` is the config's.
+
+    With "plain" there are no kernels. One line of the log says what has none, and why.
+    """
+    if "forms" not in field_names(type(model)):
+        return model
+    platform = mesh.devices.flat[0].platform
+    if kernels == "auto":
+        return model.clone(forms=_forms_on(platform, model, mesh))
+    return model.clone(forms=Forms(attend=choose_attention(platform)))
+
+
+def _forms_on(platform: str, model: nn.Module, mesh: Mesh) -> Forms:
+    if platform == "tpu":
+        return tpu_forms(model, mesh)
+    attend = _gpu_attention(model) if platform == "gpu" else choose_attention(platform)
+    return Forms(attend=attend)
+
+
+def has_kernels(model: nn.Module) -> bool:
+    """Whether `choose_forms` gave the model a kernel."""
+    forms = getattr(model, "forms", PLAIN)
+    without = {choose_attention(platform) for platform in PLATFORMS}
+    return forms.normalize is not None or forms.attend not in without
+
+
+def tpu_forms(model: nn.Module, mesh: Mesh) -> Forms:
+    """The forms of `model` on TPUs; see `choose_forms`."""
+    without = _why_plain(model, mesh)
+    plain = choose_attention("tpu")
+    if without is not None:
+        _say_plain(without)
+    return Forms(
+        attend=plain if without else partial(_tpu_attention, mesh=mesh, plain=plain),
+        attend_adds_biases=without is None,
+        # Its kernel reads and writes what XLA fuses into its neighbours: a step of B/16 takes 81.6
+        # instead of 78.2 Mcycles with it. Use normalize_on(mesh) to measure it again.
+        normalize=None,
+        add_bias=bias.add_bias,
+        token_multiple=1 if without else _MULTIPLE,
+    )
+
+
+def _why_plain(model: nn.Module, mesh: Mesh) -> str | None:
+    """Why the attention of `model` has no kernel on TPUs; None: it has one."""
+    if not isinstance(model, ViT):
+        return f"{type(model).__name__} may call it with arguments that no kernel supports"
+    width, tensor = model.width // model.num_heads, mesh.shape["tensor"]
+    if model.pos_embed == "relative":
+        return "model.pos_embed=relative adds to the logits"
+    if model.attention_dropout > 0:
+        return f"model.attention_dropout={model.attention_dropout} drops weights"
+    if width % _MULTIPLE:
+        return f"heads are {width} wide, which {_MULTIPLE} does not divide"
+    if model.num_heads % tensor:
+        return f"mesh.tensor={tensor} does not divide model.num_heads={model.num_heads}"
+    tokens = None if model.image_size is None else math.prod(model.grid) + model.num_prefix_tokens
+    if tokens is not None and SHORT < tokens < LONG:
+        return f"{tokens} tokens lie between {SHORT} and {LONG}"
+    return None
+
+
+def _say_plain(reason: str) -> None:
+    logger.info("attention computes without kernel: %s", reason)
+
+
+def _tpu_attention(
+    q_BNHK, k_BMHK, v_BMHK, *, qkv_biases, bias_BHNM, num_keys, dropout_rate, dropout_key,
+    mesh: Mesh, plain: Attend,
+):  # fmt: skip
+    """`attention.Attend` by the kernel for so many tokens, over the devices of `mesh`."""
+    tokens = q_BNHK.shape[1]
+    num_keys = tokens if num_keys is None else num_keys
+    if SHORT < tokens < LONG:  # images of a size that was not known before
+        _say_plain(f"{tokens} tokens lie between {SHORT} and {LONG}")
+        return plain(
+            q_BNHK, k_BMHK, v_BMHK, qkv_biases=qkv_biases, bias_BHNM=bias_BHNM, num_keys=num_keys,
+            dropout_rate=dropout_rate, dropout_key=dropout_key,
+        )  # fmt: skip
+    assert bias_BHNM is None and not dropout_rate, "choose_forms has found that there is a kernel"
+    qkv = (q_BNHK, k_BMHK, v_BMHK)
+    if tokens > SHORT:
+        qkv = add_qkv_biases(qkv, qkv_biases)
+        return _on_devices(partial(_long_attention, num_keys=num_keys), mesh, 1)(qkv)
+    if qkv_biases is None:
+        qkv_biases = (jnp.zeros(q_BNHK.shape[2:]),) * 3
+    attend = partial(_short_attention, num_keys=num_keys)
+    return _on_devices(attend, mesh, 2)(qkv, qkv_biases)
+
+
+def _on_devices(attend: Callable, mesh: Mesh, num_args: int) -> Callable:
+    """`attend` on every device's images and heads; it takes arrays (B, N, H, K), then (H, K)."""
+    images, heads = P(BATCH_AXES, None, "tensor", None), P("tensor", None)
+    return jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(images, heads)[:num_args],
+        out_specs=images,
+        check_vma=False,
+    )
+
+
+def _short_attention(qkv, biases, *, num_keys: int):
+    B, N, H, K = qkv[0].shape
+    out_BNW = short_attention.attention(
+        tuple(x.reshape(B, N, H * K) for x in qkv),
+        tuple(bias_HK.reshape(H * K) for bias_HK in biases),
+        short_attention.Sizes(H, num_keys),
+    )
+    return out_BNW.reshape(B, N, H, K)
+
+
+def _long_attention(qkv, *, num_keys: int):
+    return long_attention.attention(*qkv, num_keys)
+
+
+def normalize_on(mesh: Mesh) -> Normalize:
+    """LayerNorm by its kernel, over the devices of `mesh`."""
+
+    def normalize(x_BND, scale_D, bias_D, eps):
+        images = P(BATCH_AXES)
+        return jax.shard_map(
+            partial(layer_norm.normalize, eps=eps),
+            mesh=mesh,
+            in_specs=(images, P(), P()),
+            out_specs=(images, images),
+            check_vma=False,
+        )(x_BND, scale_D, bias_D)
+
+    return normalize
+
+
+def _gpu_attention(model: nn.Module) -> Attend:
+    """cuDNN's attention where it computes what `model` asks for, else the fastest without it."""
+    without = _why_not_cudnn(model)
+    if without is None:
+        return _cudnn_attention
+    _say_plain(without)
+    return choose_attention("gpu")
+
+
+def _why_not_cudnn(model: nn.Module) -> str | None:
+    if not isinstance(model, ViT):
+        return f"{type(model).__name__} may call it with arguments that cuDNN does not support"
+    width = model.width // model.num_heads
+    if model.dtype != jnp.bfloat16:
+        return f"cuDNN computes in bfloat16, not in model.dtype={jnp.dtype(model.dtype).name}"
+    if model.pos_embed == "relative":
+        return "model.pos_embed=relative adds to the logits"
+    if model.attention_dropout > 0:
+        return f"model.attention_dropout={model.attention_dropout} drops weights"
+    if width % 8 or width > 128:
+        return f"heads are {width} wide; cuDNN takes multiples of 8 up to 128"
+    return None
+
+
+def _cudnn_attention(
+    q_BNHK, k_BMHK, v_BMHK, *, qkv_biases, bias_BHNM, num_keys, dropout_rate, dropout_key
+):
+    """`attention.Attend` by cuDNN, by its name, as JAX would fall back in silence."""
+    assert bias_BHNM is None and not dropout_rate, "choose_forms has found that cuDNN computes it"
+    if jax.default_backend() != "gpu":  # a plan: JAX traces cuDNN's attention only on GPU hosts
+        return choose_attention("gpu")(
+            q_BNHK, k_BMHK, v_BMHK, qkv_biases=qkv_biases, bias_BHNM=bias_BHNM, num_keys=num_keys,
+            dropout_rate=dropout_rate, dropout_key=dropout_key,
+        )  # fmt: skip
+    del dropout_key
+    q_BNHK, k_BMHK, v_BMHK = add_qkv_biases((q_BNHK, k_BMHK, v_BMHK), qkv_biases)
+    return jax.nn.dot_product_attention(
+        q_BNHK, k_BMHK[:, :num_keys], v_BMHK[:, :num_keys], implementation="cudnn"
+    )

@@ -1,0 +1,111 @@
+"""Outputs of single layers, and attention weights, of any model of this package.
+
+Axes: B images, N tokens, D width, H heads, K width of a head.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from vit_jax.errors import InputError
+from vit_jax.models.attention import dot_product_attention
+from vit_jax.models.bit import PreActBottleneck
+from vit_jax.models.fields import field_names, value_of, with_known
+from vit_jax.models.forms import Forms
+from vit_jax.models.layers import EncoderBlock
+from vit_jax.tree import Params
+
+_LAYERS = (EncoderBlock, PreActBottleneck)  # a hybrid's layers are those of its Transformer
+
+
+def layer_outputs(model: nn.Module, params: Params, images: jax.Array) -> list[jax.Array]:
+    """The output of every layer for images (B, H, W, 3) in the model's value range.
+
+    A Transformer's layers are its blocks: (B, N, D), before the final norm. Those of a BiT are its
+    residual units: maps (B, rows, columns, D). `params` are those of unrolled layers.
+    """
+    found: list[jax.Array] = []
+
+    def collect(call, args, kwargs, context):
+        output = call(*args, **kwargs)
+        if context.method_name == "__call__" and isinstance(context.module, _LAYERS):
+            found.append(output[0] if isinstance(output, tuple) else output)
+        return output
+
+    with nn.intercept_methods(collect):
+        _unrolled(model).apply({"params": params}, images, method="tokens")
+    return found
+
+
+def attention_weights(model: nn.Module, params: Params, images: jax.Array) -> list[jax.Array]:
+    """The attention weights (B, H, N, N) of every layer, float32: softmax(q k^T / sqrt(K) + bias).
+
+    Entry [b, h, n, m] is the weight that query n gives to key m. Prefix tokens (the class token)
+    come first. The other arguments are as in `layer_outputs`.
+
+    Raises:
+      InputError: if the model has no attention.
+
+    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix A, Eq. 7.
+    """
+    if "forms" not in field_names(type(model)):
+        raise InputError(
+            f"output='attention': a {type(model).__name__} has no attention; take a ViT, or "
+            "output='dense'"
+        )
+    found: list[jax.Array] = []
+
+    def attend(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM, **others):
+        scores = jnp.einsum("bnhk,bmhk->bhnm", q_BNHK, k_BMHK) * q_BNHK.shape[-1] ** -0.5
+        scores = scores if bias_BHNM is None else scores + bias_BHNM
+        found.append(jax.nn.softmax(scores.astype(jnp.float32), axis=-1))
+        return dot_product_attention(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **others)
+
+    watched = with_known(_unrolled(model), forms=Forms(attend=attend))
+    watched.apply({"params": params}, images, method="tokens")
+    return found
+
+
+def check_layer(model: nn.Module, params: Params, image_size: tuple[int, int], layer: int) -> int:
+    """`layer` counted from 0; negative numbers count from the last layer.
+
+    Raises:
+      InputError: if the model has no such layer.
+    """
+    shape = (1, *image_size, value_of(model, "channels"))
+    images = jax.ShapeDtypeStruct(shape, jnp.float32)
+    depth = len(jax.eval_shape(functools.partial(layer_outputs, model), params, images))
+    if not -depth <= layer < depth:
+        raise InputError(
+            f"layer={layer}: the model has {depth} layers; choose 0 to {depth - 1}, or -1 for the "
+            "last one"
+        )
+    return layer % depth
+
+
+def pool(model: nn.Module, x: jax.Array) -> jax.Array:
+    """One vector (B, D) per image from a layer's output: the class token, else the patches' mean.
+
+    The class token is taken from models that classify it; maps of a BiT are averaged.
+    """
+    if x.ndim == 4:
+        return x.mean(axis=(1, 2))
+    if model.pool == "token":
+        return x[:, 0]
+    return x[:, model.num_prefix_tokens :].mean(axis=1)
+
+
+def as_map(model: nn.Module, x: jax.Array, image_size: tuple[int, int]) -> jax.Array:
+    """The patches of tokens (B, N, D) as a map (B, rows, columns, D); maps are returned as is."""
+    if x.ndim == 4:
+        return x
+    rows, _ = model.clone(image_size=image_size).grid
+    return rearrange(x[:, model.num_prefix_tokens :], "b (r c) d -> b r c d", r=rows)
+
+
+def _unrolled(model: nn.Module) -> nn.Module:
+    """`model` with its layers called one by one, so that each can be seen."""
+    return with_known(model, scan=False, remat="none")

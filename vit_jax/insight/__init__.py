@@ -1,0 +1,1 @@
+"""Tables and pictures that show what a model, a set of runs or this machine does."""

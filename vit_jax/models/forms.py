@@ -1,0 +1,44 @@
+"""Forms of the operations of a Transformer's block that have more than one.
+
+Axes: B images, N tokens, D width. Models know no devices: who does gives a model its `Forms`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax.models.attention import Attend, dot_product_attention
+
+# normalize(x_BND, scale_D, bias_D, eps) -> (LayerNorm of x_BND, x_BND for the residual).
+Normalize = Callable[[jax.Array, jax.Array, jax.Array, float], tuple[jax.Array, jax.Array]]
+# add_bias(x_BND, bias_D) -> x_BND + bias_D, in the dtype of x_BND.
+AddBias = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def add_bias_plainly(x, bias_D):
+    """x (..., D) plus its bias, in the dtype of x."""
+    return x + jnp.reshape(bias_D.astype(x.dtype), (1,) * (x.ndim - 1) + (-1,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Forms:
+    """How a block computes; the defaults are without kernels.
+
+    attend: attention, see `attention.Attend`.
+    attend_adds_biases: whether `attend` gets the biases of queries, keys and values to add, unless
+      they are needed before; else it gets None.
+    normalize: LayerNorm before a branch; None: flax's.
+    add_bias: of dense layers.
+    token_multiple: tokens are padded to a multiple of it, from the first block to the last.
+    """
+
+    attend: Attend = dot_product_attention
+    attend_adds_biases: bool = False
+    normalize: Normalize | None = None
+    add_bias: AddBias = add_bias_plainly
+    token_multiple: int = 1
+
+
+PLAIN = Forms()

@@ -1,0 +1,253 @@
+"""Attention over few tokens on TPU: all tokens of an image lie in VMEM at once.
+
+Axes: B images, N queries, M keys (as many as queries), H heads, K width of a head, W = H K, and L
+the lanes of a group of heads. A name with the axes swapped (q_LN) is a transposed array.
+
+The scores of a head stand transposed, keys in rows and queries in columns. The numbers that belong
+to a query are then row vectors, and sums over keys run over sublanes, which is cheap. The inputs
+are transposed once for each group of heads whose width is whole tiles of 128 lanes: in them a head
+is a slice of rows, whatever its width. Nothing of N x M leaves the chip, and the backward pass
+keeps only the inputs. With the scores s and the gradient g of the output:
+
+    s_MN = k q^T log2(e) / sqrt(K);  e = 2^(s - max_M s);  r = 1 / sum_M e;  o = (v^T e r)^T
+    p = e r;  dp_MN = v g^T;  ds = p (dp - sum_M p dp)
+    dv = p g;  dk = ds q / sqrt(K);  dq = ds^T k / sqrt(K)
+
+Source: Vaswani et al. 2017 (arXiv:1706.03762), Eq. 1; the recomputation in the backward pass: Dao
+et al. 2022 (arXiv:2205.14135), section 3.1.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128  # of a vector register
+SUBLANES = 8  # rows of a vector register of float32
+# Scores that one program of a kernel computes, N x N a head: its code is as long.
+MOST_SCORES = 32 * 264 * 264
+
+_LOG2_E = 1.4426950408889634
+_MASKED = -1e30  # a score whose weight is 0
+# Heads by which the scores are ahead of the softmax, by the bundles of the compiled kernels.
+_FORWARD_AHEAD, _BACKWARD_AHEAD = 3, 2
+_COMPILER_PARAMS = pltpu.CompilerParams(
+    dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=64 * 2**20
+)
+
+
+class Sizes(NamedTuple):
+    """What a kernel is compiled for, apart from the shapes of its arrays.
+
+    num_heads: H.
+    num_keys: the keys that count, the first of M; the others are padding.
+    """
+
+    num_heads: int
+    num_keys: int
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def attention(qkv, biases, sizes: Sizes):
+    """softmax((q + bq) (k + bk)^T / sqrt(K)) (v + bv), head by head.
+
+    Args:
+      qkv: queries, keys and values (B, N, W) without bias, heads side by side; 8 divides N and K.
+      biases: of each (W,), float32; their gradients are summed in the kernel.
+      sizes: of the heads, and how many tokens are not padding.
+
+    Returns:
+      (B, N, W) in the dtype of the projections. Rows of padding are finite; a gradient of 0 for
+      them gives gradients of 0.
+    """
+    return _forward(qkv, biases, sizes)[0]
+
+
+def _forward(qkv, biases, sizes):
+    qkv = tuple(x + b.astype(x.dtype)[None, None] for x, b in zip(qkv, biases, strict=True))
+    layout = Layout.of(qkv[0], sizes)
+    out_BNW = pl.pallas_call(
+        functools.partial(_forward_kernel, heads=layout.heads, num_keys=sizes.num_keys),
+        grid=layout.grid,
+        in_specs=[layout.tokens] * 3,
+        out_specs=layout.tokens,
+        out_shape=jax.ShapeDtypeStruct(qkv[0].shape, qkv[0].dtype),
+        compiler_params=_COMPILER_PARAMS,
+        cost_estimate=_cost(qkv[0], sizes, products=2, arrays=4),
+        name="short_attention_forward",
+    )(*qkv)
+    return out_BNW, qkv
+
+
+def _backward(sizes, qkv, grad_BNW):
+    layout = Layout.of(grad_BNW, sizes)
+    like_grad = jax.ShapeDtypeStruct(grad_BNW.shape, grad_BNW.dtype)
+    of_biases = jax.ShapeDtypeStruct((grad_BNW.shape[0], 3, grad_BNW.shape[2]), jnp.float32)
+    *grads, grads_B3W = pl.pallas_call(
+        functools.partial(_backward_kernel, heads=layout.heads, num_keys=sizes.num_keys),
+        grid=layout.grid,
+        in_specs=[layout.tokens] * 4,
+        out_specs=[*[layout.tokens] * 3, layout.biases],
+        out_shape=[*[like_grad] * 3, of_biases],
+        compiler_params=_COMPILER_PARAMS,
+        cost_estimate=_cost(grad_BNW, sizes, products=5, arrays=7),
+        name="short_attention_backward",
+    )(*qkv, grad_BNW)
+    return tuple(grads), tuple(grads_B3W.sum(0))
+
+
+attention.defvjp(_forward, _backward)
+
+
+def _cost(x_BNW, sizes: Sizes, products: int, arrays: int) -> pl.CostEstimate:
+    """Of a kernel with so many products of N x N x K a head that reads or writes so many arrays."""
+    B, N, W = x_BNW.shape
+    return pl.CostEstimate(
+        flops=products * 2 * B * N * N * W,
+        transcendentals=B * N * N * sizes.num_heads,
+        bytes_accessed=arrays * x_BNW.size * x_BNW.dtype.itemsize,
+    )
+
+
+class _Head(NamedTuple):
+    """Where a head lies in a block.
+
+    lanes: those of its group; rows: its own in the transposed group; is_last: of its group.
+    """
+
+    lanes: slice
+    rows: slice
+    is_last: bool
+
+
+class Layout(NamedTuple):
+    """How a kernel goes through its arrays: image by image, as many heads at once as are few.
+
+    grid: images, blocks of heads; heads: those of a block; tokens, biases: the blocks of (B, N, W)
+    and of (B, 3, W).
+    """
+
+    grid: tuple[int, int]
+    heads: list[_Head]
+    tokens: pl.BlockSpec
+    biases: pl.BlockSpec
+
+    @classmethod
+    def of(cls, x_BNW, sizes: Sizes) -> "Layout":
+        """That of arrays like `x_BNW`."""
+        B, N, W = x_BNW.shape
+        size = W // sizes.num_heads
+        in_group = math.lcm(size, LANES) // size  # heads that fill whole tiles of lanes
+        in_group = sizes.num_heads if sizes.num_heads % in_group else in_group
+        groups = sizes.num_heads // in_group
+        lanes = in_group * size
+        most = max(MOST_SCORES // (in_group * N * N), 1)
+        at_once = max(n for n in range(1, min(most, groups) + 1) if groups % n == 0)
+        heads = [
+            _Head(slice(start, start + lanes), slice(i * size, (i + 1) * size), i == in_group - 1)
+            for start in range(0, at_once * lanes, lanes)
+            for i in range(in_group)
+        ]
+        return cls(
+            (B, groups // at_once),
+            heads,
+            pl.BlockSpec((None, N, at_once * lanes), lambda b, j: (b, 0, j)),
+            pl.BlockSpec((None, 3, at_once * lanes), lambda b, j: (b, 0, j)),
+        )
+
+
+def _ahead(heads: Sequence[_Head], start: Callable[[_Head], Any], number: int) -> Iterator:
+    """(head, start(head)) of each head, started so many heads ahead.
+
+    The compiler keeps the order of the program: the matrix units work on the next heads' scores
+    while the vector units take the softmax of this one.
+    """
+    started = [start(head) for head in heads[:number]]
+    for i, head in enumerate(heads):
+        begun = started.pop(0)
+        if i + number < len(heads):
+            started.append(start(heads[i + number]))
+        yield head, begun
+
+
+def _transposed(*refs) -> Callable[[int, _Head], jax.Array]:
+    """head_of(i, head): the rows of a head in the i-th of `refs`; each group is transposed once."""
+    groups: dict[tuple[int, int], jax.Array] = {}
+
+    def head_of(i, head):
+        key = i, head.lanes.start
+        if key not in groups:
+            groups[key] = refs[i][:, head.lanes].T
+        return groups[key][head.rows]
+
+    return head_of
+
+
+def _scores(q_KN, k_KM, num_keys: int):
+    """log2(e) k q^T / sqrt(K), -1e30 for padding: (M, N), float32."""
+    s_MN = _product(k_KM, q_KN, (0, 0)) * (_LOG2_E / math.sqrt(q_KN.shape[0]))
+    whole = num_keys // SUBLANES * SUBLANES  # only the last rows hold padding
+    if num_keys == s_MN.shape[0]:
+        return s_MN
+    last_MN = s_MN[whole:]
+    row_MN = lax.broadcasted_iota(jnp.int32, last_MN.shape, 0)
+    last_MN = jnp.where(row_MN < num_keys - whole, last_MN, _MASKED)
+    return jnp.concatenate([s_MN[:whole], last_MN]) if whole else last_MN
+
+
+def _product(a, b, contracted: tuple[int, int]):
+    """The matrix product over one axis of each, in float32."""
+    of_a, of_b = contracted
+    return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _forward_kernel(q_ref, k_ref, v_ref, out_ref, *, heads: Sequence[_Head], num_keys: int):
+    head_of = _transposed(q_ref, k_ref, v_ref)
+
+    def start(head):
+        return _scores(head_of(0, head), head_of(1, head), num_keys)
+
+    group = []
+    for head, s_MN in _ahead(heads, start, _FORWARD_AHEAD):
+        e_MN = jnp.exp2(s_MN - s_MN.max(0, keepdims=True))
+        r_1N = 1.0 / e_MN.sum(0, keepdims=True)
+        group.append(_product(head_of(2, head), e_MN.astype(v_ref.dtype), (1, 0)) * r_1N)
+        if head.is_last:
+            out_ref[:, head.lanes] = jnp.concatenate(group).T.astype(out_ref.dtype)
+            group = []
+
+
+def _backward_kernel(
+    q_ref, k_ref, v_ref, g_ref, dq_ref, dk_ref, dv_ref, biases_ref,
+    *, heads: Sequence[_Head], num_keys: int,
+):  # fmt: skip
+    head_of = _transposed(q_ref, k_ref, v_ref, g_ref)
+    dtype = q_ref.dtype
+
+    def start(head):
+        s_MN = _scores(head_of(0, head), head_of(1, head), num_keys)
+        return s_MN, _product(head_of(2, head), head_of(3, head), (0, 0))
+
+    group: tuple[list, ...] = ([], [], [])
+    for head, (s_MN, dp_MN) in _ahead(heads, start, _BACKWARD_AHEAD):
+        e_MN = jnp.exp2(s_MN - s_MN.max(0, keepdims=True))
+        r_1N = 1.0 / e_MN.sum(0, keepdims=True)
+        mean_1N = (e_MN * dp_MN).sum(0, keepdims=True) * r_1N
+        p_MN = e_MN * r_1N
+        ds_MN = (p_MN * (dp_MN - mean_1N)).astype(dtype)
+        scale = 1 / math.sqrt(head.rows.stop - head.rows.start)
+        group[0].append(_product(head_of(1, head), ds_MN, (1, 0)) * scale)
+        group[1].append(_product(head_of(0, head), ds_MN, (1, 1)) * scale)
+        group[2].append(_product(head_of(3, head), p_MN.astype(dtype), (1, 1)))
+        if head.is_last:
+            for i, ref in enumerate((dq_ref, dk_ref, dv_ref)):
+                grad_NL = jnp.concatenate(group[i]).T
+                ref[:, head.lanes] = grad_NL.astype(dtype)
+                biases_ref[i : i + 1, head.lanes] = grad_NL.sum(0, keepdims=True)
+            group = ([], [], [])

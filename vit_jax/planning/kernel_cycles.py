@@ -1,0 +1,127 @@
+"""What the kernels of a program take, which the TPU compiler's own estimate leaves out.
+
+The compiler can write down its final schedule of a kernel: bundles of instructions, one a cycle.
+Only a process that is started for it can ask for that: planning/schedules.py is run in one.
+"""
+
+import json
+import logging
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax import export
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+
+from vit_jax.planning.targets import Target
+
+logger = logging.getLogger("vit_jax")
+
+
+class KernelCall(NamedTuple):
+    """Calls of one kernel, alike in everything.
+
+    name: the kernel's.
+    eqn: one of the calls, in a jaxpr.
+    count: how often a step makes it, on a device.
+    """
+
+    name: str
+    eqn: JaxprEqn
+    count: int
+
+
+def find_kernels(jaxpr: Jaxpr) -> list[KernelCall]:
+    """The kernels of a program on one device, those in the body of a scan as often as it runs."""
+    found: dict[tuple, KernelCall] = {}
+    for eqn, count in _walk(jaxpr, 1):
+        name = eqn.params["name"] or "kernel"
+        key = (name, eqn.params["grid_mapping"].grid, str(eqn.params["jaxpr"]),
+               *(var.aval.str_short() for var in eqn.invars))  # fmt: skip
+        before = found[key].count if key in found else 0
+        found[key] = KernelCall(name, eqn, before + count)
+    return list(found.values())
+
+
+def _walk(jaxpr: Jaxpr, count: int) -> Iterator[tuple[JaxprEqn, int]]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            yield eqn, count
+            continue
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _walk(inner, count * times)
+
+
+def count_cycles(calls: list[KernelCall], target: Target) -> list[dict[str, Any]]:
+    """For each of `calls` its bundles and the cycles of a step, as JSON takes them.
+
+    A kernel runs its bundles once at every point of its grid. Where it moves more bytes than the
+    memory gives in that time, those decide. Waiting for copies, the start of each point and the
+    second core of a v4 or v5p chip, which may take half of the points, are not counted.
+
+    Without schedules, which another version of the compiler may not write, a warning says so, and
+    the rows count no cycles.
+    """
+    if not calls:
+        return []
+    bundles = _bundles(calls, target)
+    if None in bundles:
+        logger.warning("the compiler gives no schedule of a kernel: its cycles are not counted")
+    chip, rows = target.chip, []
+    for call, number in zip(calls, bundles, strict=True):
+        points = math.prod(call.eqn.params["grid_mapping"].grid)
+        cost = call.eqn.params["cost_estimate"]
+        moved = 0.0
+        if cost is not None and chip.cycles_per_s is not None:
+            moved = cost.bytes_accessed * chip.cycles_per_s / chip.hbm_bytes_per_s
+        rows.append(
+            {
+                "name": call.name,
+                "count": call.count,
+                "grid_points": points,
+                "bundles": number,
+                "bound_by": "hbm" if moved > (number or 0) * points else "bundles",
+                "cycles": 0 if number is None else int(call.count * max(number * points, moved)),
+            }
+        )
+    return sorted(rows, key=lambda row: -row["cycles"])
+
+
+def _bundles(calls: list[KernelCall], target: Target) -> list[int | None]:
+    """Bundles of each of `calls` at one point of its grid."""
+    with tempfile.TemporaryDirectory(prefix="vit_jax_kernels_") as folder:
+        for i, call in enumerate(calls):
+            (pathlib.Path(folder) / f"{i}.exported").write_bytes(_exported(call.eqn))
+        dump = pathlib.Path(folder) / "dump"
+        dump.mkdir()
+        options = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
+        given = os.environ.get("LIBTPU_INIT_ARGS", "")
+        command = [sys.executable, "-m", "vit_jax.planning.schedules", folder, target.slice.name]
+        done = subprocess.run(
+            command,
+            env=os.environ | {"LIBTPU_INIT_ARGS": f"{given} {options}".strip()},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            logger.warning("%s: %s", " ".join(command), done.stderr.strip()[-2000:])
+            return [None] * len(calls)
+        return json.loads(done.stdout)
+
+
+def _exported(eqn: JaxprEqn) -> bytes:
+    """The kernel call of `eqn` as a program of its own, for TPUs."""
+
+    def call(*args):
+        return eqn.primitive.bind(*args, **eqn.params)
+
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+    return export.export(jax.jit(call), platforms=["tpu"])(*shapes).serialize()
