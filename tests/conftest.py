@@ -7,18 +7,22 @@ import os
 import pathlib
 import sys
 
+from cheap_compilation import cheap_flags
+
 # Set before JAX is imported: otherwise it looks for accelerators.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["XLA_FLAGS"] = cheap_flags()
+os.environ["TF_USE_LEGACY_KERAS"] = "1"  # otherwise TensorFlow loads Keras, which takes long
 
 import jax
 import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+jax.devices()  # read XLA_FLAGS, which libtpu would refuse
+del os.environ["XLA_FLAGS"]
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# XLA without its costly passes, since models here take longer to compile than to run. The
-# arithmetic, the layout over devices and the collectives are the same.
 jax.config.update("jax_disable_most_optimizations", True)
 
 
@@ -92,8 +96,9 @@ def interpreted_kernels(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def full_compilation():
-    """XLA with all its passes, where the last bits are compared with those of another build."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
+def one_device():
+    """Let meshes be made of one device, on which a run takes half the time; yield all eight."""
+    devices = jax.devices()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *args: devices[:1])
+        yield devices

@@ -11,6 +11,8 @@ import runpy
 import subprocess
 import sys
 
+from cheap_compilation import cheap_flags
+
 ROOT = pathlib.Path(__file__).parent.parent
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
@@ -59,13 +61,14 @@ def stop():
 
 def _run(program, words, output, environment):
     os.chdir(ROOT)
-    os.environ.update(environment)
+    os.environ.update({"XLA_FLAGS": cheap_flags()} | environment)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)  # as in conftest.py
+    all_passes = environment.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "0"
+    jax.config.update("jax_disable_most_optimizations", not all_passes)  # as in conftest.py
     sys.argv[1:] = words
     if isinstance(program, tuple):
         _, module = program

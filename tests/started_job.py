@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 
+from cheap_compilation import flags_for
 from forked import ROOT, Forked
 
 FAULTY = ROOT / "tests" / "faulty_run.py"
@@ -24,7 +25,7 @@ class Job:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        environment = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        environment = {"XLA_FLAGS": flags_for(devices)}
         self.outputs = [folder / f"process-{i}.txt" for i in range(num_processes)]
         self.processes, self.ended_at = [], {}
         for i, output in enumerate(self.outputs):

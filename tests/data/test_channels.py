@@ -17,6 +17,8 @@ from vit_jax.main import main
 from vit_jax.transfer.resample import adapt_kernel
 from vit_jax.transfer.rules import Pretrained, Spec, abstract_params, fit
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 def batch_of(source, string, evaluation=True):
     ops = parse_ops(string, (16, 16))[0]

@@ -95,21 +95,6 @@ def test_faults_name_the_op_and_the_remedy(string, words):
         assert word in str(error.value)
 
 
-def test_importing_and_parsing_load_no_tensorflow_and_touch_no_device():
-    code = """if True:
-        import sys, vit_jax.data
-        vit_jax.data.parse_ops("inception_crop|flip", (8, 8))
-        try:
-            vit_jax.data.parse_ops("decode|resize(0)", (8, 8))
-        except ValueError:
-            pass
-        assert not {"tensorflow", "tensorflow_datasets", "sklearn"} & set(sys.modules)
-        from vit_jax.jax_private import has_devices
-        assert not has_devices()
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_tensorflow_is_denied_accelerators_when_it_is_loaded():
     code = """if True:
         import tensorflow

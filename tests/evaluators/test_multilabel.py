@@ -17,6 +17,8 @@ from vit_jax.evaluators.multilabel import MultiLabel
 from vit_jax.main import main
 from vit_jax.objectives.supervised import make_loss
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 def average_precision(right_N, scores_N):
     """The mean, over the images of the class, of the precision down to each in the ranking."""

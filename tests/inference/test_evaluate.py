@@ -17,6 +17,8 @@ from vit_jax.main import main
 from vit_jax.training.validation import find_faults
 from vit_jax.transfer import read_pretrained
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 SMALL = {"num_heads": 2, "mlp_dim": 32}
 
 

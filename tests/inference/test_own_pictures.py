@@ -13,6 +13,8 @@ from vit_jax.inference import evaluate as evaluation
 from vit_jax.main import main
 from vit_jax.training.sources import open_sources
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 @pytest.fixture
 def run(golden, tmp_path):

@@ -16,6 +16,8 @@ from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.images import class_names
 from vit_jax.transfer.rules import Cut, Spec
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 @pytest.fixture
 def pictures(tmp_path):

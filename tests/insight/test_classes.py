@@ -13,6 +13,8 @@ from vit_jax.insight import classes, figures
 from vit_jax.main import main
 from vit_jax.objectives.supervised import make_loss
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 def examples(true, predicted, confidence=None):
     n = len(true)

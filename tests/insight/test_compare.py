@@ -11,6 +11,8 @@ from vit_jax.config.text import load_config
 from vit_jax.insight import compare
 from vit_jax.main import main
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 def write_run(path, rows, **changes):
     config = load_config("configs/quickstart.py:debug")

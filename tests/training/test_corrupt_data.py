@@ -19,6 +19,8 @@ from vit_jax.main import main
 from vit_jax.training.guards import CorruptDataError, CorruptRecords
 from vit_jax.training.train import train_and_evaluate
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 FILE = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 CORRUPT = [3, 50, 51, 90]
 

@@ -24,6 +24,8 @@ from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
 from vit_jax.transfer.rules import Pretrained, Spec
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 FIELDS = {"pool": "gap", "gelu": "exact", "norm_eps": 1e-5, "layer_scale": 0.1}
 SPEC = Spec((16, 16), "antialiased", mean=(0.4, 0.5, 0.6), std=(0.2, 0.2, 0.3))
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cheap_compilation import flags_for
 from etils import epath
 from finished_run import final_state, rows
 from jax.sharding import NamedSharding
@@ -130,7 +131,7 @@ def test_each_process_reads_its_part_of_the_parameters_alone(tmp_path):
     jobs = [
         subprocess.Popen(
             [sys.executable, "-c", RESTORE, tmp_path, address, str(i), target],
-            env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+            env=os.environ | {"XLA_FLAGS": flags_for(4)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for i in range(2)
@@ -215,7 +216,7 @@ print(json.dumps({"saving": saving / size, "restoring": restoring / size}))
 def test_saving_holds_one_copy_more_and_restoring_no_more_than_two(tmp_path):
     job = subprocess.run(
         [sys.executable, "-c", MEMORY, tmp_path / "checkpoints"],
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env=os.environ | {"XLA_FLAGS": flags_for(8)},
         capture_output=True, text=True,
     )  # fmt: skip
     assert job.returncode == 0, job.stderr

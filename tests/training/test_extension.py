@@ -14,6 +14,8 @@ from vit_jax.training import workdir as workdir_module
 from vit_jax.training.extension import find_other_past
 from vit_jax.training.train import train_and_evaluate
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 WORKDIR = epath.Path("/runs/mine")
 

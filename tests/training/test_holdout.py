@@ -23,6 +23,8 @@ from vit_jax.training.prepare import prepare
 from vit_jax.training.sources import adopt_holdout
 from vit_jax.training.workdir import write_workdir
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 RULES = {"older": "seed 3", "new": "names"}
 
 

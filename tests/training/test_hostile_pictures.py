@@ -15,6 +15,8 @@ from vit_jax.main import main
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../data"))
 from images import encode, smooth_image
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 TINY = smooth_image(20, 24)
 
 

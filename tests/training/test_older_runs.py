@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from etils import epath
 from flax import linen as nn
+from forked import Forked
 from ml_collections import ConfigDict
 
 import vit_jax.config
@@ -26,8 +27,6 @@ from vit_jax.models.layers import NORMS
 from vit_jax.training.prepare import prepare
 from vit_jax.training.train import train_and_evaluate
 from vit_jax.transfer import read_pretrained
-
-pytestmark = pytest.mark.usefixtures("full_compilation")
 
 
 def load_module(path):
@@ -79,7 +78,7 @@ def resume(older_run, make, target):
 
 
 @pytest.fixture(scope="module")
-def resumed(older_run, make, tmp_path_factory, full_compilation):
+def resumed(older_run, make, tmp_path_factory):
     """A copy of the run after its end, and what resuming it logged."""
     workdir = tmp_path_factory.mktemp("resumed") / "workdir"
     return SimpleNamespace(workdir=workdir, logged=resume(older_run, make, workdir))
@@ -106,12 +105,8 @@ def without_top5(metrics):
     return {name: value for name, value in metrics.items() if "top5" not in name}
 
 
-def check(found, expected, older_run, make):
-    """Equal bit by bit on a machine like the fixture's, else to 1e-5."""
+def check(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    same = make.machine() == json.loads((older_run / "finished.json").read_text())["machine"]
-    if same:
-        assert found == expected
     np.testing.assert_allclose(
         jax.tree.leaves(found), jax.tree.leaves(expected), rtol=1e-5, atol=1e-5
     )
@@ -128,11 +123,9 @@ def test_it_resumes_to_the_same_parameters(older_run, make, resumed, caplog):
     found, row = make.parameters(resumed.workdir), make.last_row(resumed.workdir)
     finished = json.loads((older_run / "finished.json").read_text())
     assert found.keys() == expected.keys()
-    if make.machine() == finished["machine"]:
-        for name, array in expected.items():
-            np.testing.assert_array_equal(found[name], array, err_msg=name)
     for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-5, err_msg=name)
+        if not name.endswith("key/bias"):  # its gradient is rounding, which Adam scales to lr
+            np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-5, err_msg=name)
     metrics = without_top5(finished["metrics"])
     assert row.keys() >= metrics.keys()
     for name, value in metrics.items():
@@ -149,12 +142,28 @@ def test_it_resumes_to_the_same_parameters(older_run, make, resumed, caplog):
     assert "already finished at step 6" in caplog.text
 
 
+def test_it_resumes_to_the_same_bits(older_run, make, tmp_path):
+    """With XLA's usual settings, as the run was made."""
+    finished = json.loads((older_run / "finished.json").read_text())
+    if make.machine() != finished["machine"]:
+        pytest.skip("the bits are those of another CPU or another jaxlib")
+    workdir, output = shutil.copytree(older_run / "workdir", tmp_path / "run"), tmp_path / "output"
+    words = (f"--config={older_run}/make.py", f"--config.data.data_dir={older_run}/pictures")
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+                   "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}  # fmt: skip
+    process = Forked(("-m", "vit_jax.main"), [*words, f"--workdir={workdir}"], output, environment)
+    assert process.wait(timeout=600) == 0, output.read_text()
+    found = make.parameters(workdir)
+    for name, array in np.load(older_run / "finished.npz").items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
 @pytest.mark.usefixtures("unchanged")
 @pytest.mark.parametrize("command", ["evaluate", "predict", "transfer"])
 def test_commands_give_the_same_values(older_run, make, values, command, capsys):
     expected = values.expected[command]
     expected = without_top5(expected) if command == "evaluate" else expected
-    check(getattr(values, command)(older_run), expected, older_run, make)
+    check(getattr(values, command)(older_run), expected)
     if command == "evaluate":
         said = " ".join(capsys.readouterr().err.split())
         assert said.count("WARNING") == 1
@@ -166,7 +175,7 @@ def test_commands_give_the_same_values(older_run, make, values, command, capsys)
 def test_it_is_exported_with_equal_logits(older_run, make, values, format, tmp_path):
     found, expected = values.export(older_run, format, tmp_path), values.expected["export"][format]
     assert found.pop("sha256") == expected["sha256"]
-    check(found["logits"], expected["logits"], older_run, make)
+    check(found["logits"], expected["logits"])
 
 
 @pytest.mark.usefixtures("unchanged")
@@ -179,7 +188,7 @@ def test_another_run_begins_with_its_weights(older_run, make, values, tmp_path):
     saved = read_pretrained(older_run / "workdir").params
     assert params.keys() == saved.keys() - {"head/kernel", "head/bias"}
     expected = values.expected["transfer"]["pos_embedding"]
-    check(np.asarray(params.pop("pos_embedding")).tolist(), expected, older_run, make)
+    check(np.asarray(params.pop("pos_embedding")).tolist(), expected)
     for name, array in params.items():
         np.testing.assert_array_equal(array, saved[name], err_msg=name)
 

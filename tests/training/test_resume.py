@@ -19,7 +19,7 @@ MAIN = ("-m", "vit_jax.main")
 
 
 def start(program, *words, output):
-    return Forked(program, words, output, {"XLA_FLAGS": ""})
+    return Forked(program, words, output, {})
 
 
 def finish(program, *words):
