@@ -33,7 +33,7 @@ def pytest_configure(config):
         # Cache compiled programs for the next run and for the processes that tests start.
         kept = {
             "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
-            "jax_persistent_cache_min_compile_time_secs": 0.0,
+            "jax_persistent_cache_min_compile_time_secs": 0.1,  # less is quicker compiled than read
             "jax_persistent_cache_min_entry_size_bytes": -1,
         }
         for name, value in kept.items():

@@ -76,13 +76,15 @@ def test_widths_of_published_heads_have_a_kernel(width, caplog):
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize(
-    "fields",
-    [{"scan": True, "remat": "full"}, {"pool": "gap", "qkv_bias": False, "parallel": True},
-     {"qk_norm": True, "pos_embed_at": "layers"}],
+    ("axes", "fields"),
+    [
+        ({"fsdp": 2, "tensor": 2}, {"scan": True, "remat": "full"}),
+        ({"fsdp": 2, "tensor": 2}, {"pool": "gap", "qkv_bias": False, "parallel": True}),
+        ({"data": 2}, {"qk_norm": True, "pos_embed_at": "layers"}),
+    ],
     ids=["scanned", "parallel", "normalised"],
-)  # fmt: skip
+)
 def test_a_model_computes_the_same_by_kernels(axes, fields, interpreted_kernels):
     axes = {"replica": 1, "data": 1, "fsdp": 1, "tensor": 1} | axes
     mesh = make_mesh(**axes, devices=jax.devices()[: np.prod(list(axes.values()))])

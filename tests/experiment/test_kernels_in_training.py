@@ -42,6 +42,7 @@ def losses_of_20_steps(config):
     return np.array(losses)
 
 
+@pytest.mark.slow
 def test_20_steps_with_kernels_are_those_without(monkeypatch):
     config = small_config()
     with monkeypatch.context() as patched:

@@ -139,10 +139,10 @@ def test_of_a_run_on_own_pictures(tmp_path, monkeypatch, capsys):
     for i in range(60):
         path = tmp_path / "pictures" / "abc"[i % 3] / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(path)
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(path)
     words = ["--config=configs/folder.py:debug", f"--workdir={tmp_path / 'run'}",
-             f"--config.data.data_dir={tmp_path / 'pictures'}",
-             "--config.duration=2 steps"]  # fmt: skip
+             f"--config.data.data_dir={tmp_path / 'pictures'}", "--config.data.image_size=8",
+             "--config.model.patch_size=4", "--config.duration=2 steps"]  # fmt: skip
     assert main([*words, "--config.evals.val.split=train"]) == 0
     capsys.readouterr()
     out = tmp_path / "out"
