@@ -1,5 +1,6 @@
 """Fits pretrained parameters to a model; each change is a named rule and is logged."""
 
+import functools
 import json
 import logging
 import math
@@ -316,17 +317,37 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
 
 def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """{leaf name: shape} of a model's parameters, without creating them."""
-    size = model.image_size or model.token_stride  # without an image size, any one will do
-    images = jnp.zeros((1, *size, value_of(model, "channels")))
     scanned = with_known(model, scan=True)  # traced in a fraction of the time
-    params = tree.flatten_names(jax.eval_shape(scanned.init, jax.random.key(0), images)["params"])
+    params = _shapes(_Traced(scanned))
     if value_of(model, "scan"):
-        return params
+        return dict(params)
     return {
         unrolled: jax.ShapeDtypeStruct(leaf.shape[tree.is_stacked(name) :], leaf.dtype)
         for name, leaf in params.items()
         for unrolled in tree.unrolled_names(name, leaf)
     }
+
+
+class _Traced:
+    """A model as a key of a cache, also where a field of a plug-in's model has no hash."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def __hash__(self):
+        return hash(type(self.model))
+
+    def __eq__(self, other):
+        return self.model == other.model
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(traced: _Traced) -> dict[str, jax.ShapeDtypeStruct]:
+    """{leaf name: shape}; one model is asked for several times while a source is read."""
+    model = traced.model
+    size = model.image_size or model.token_stride  # without an image size, any one will do
+    images = jnp.zeros((1, *size, value_of(model, "channels")))
+    return tree.flatten_names(jax.eval_shape(model.init, jax.random.key(0), images)["params"])
 
 
 def is_of_head(name: str) -> bool:
