@@ -151,9 +151,14 @@ def test_config_file_says_how_to_run_it(name):
     assert re.search(rf"--config=configs/{name}\.py:(\S+,)?debug", text)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [(n, w) for n, forms in FORMS.items() for w in forms if "debug" in w]
-)
+def debug_forms():
+    """Every debug form; all but the first of each file are slow."""
+    for name, forms in FORMS.items():
+        for i, words in enumerate(form for form in forms if "debug" in form):
+            yield pytest.param(name, words, marks=pytest.mark.slow if i else ())
+
+
+@pytest.mark.parametrize(("name", "words"), debug_forms())
 def test_debug_form_is_ready_to_run(name, words, tmp_path, pictures):
     """Data, model and schedule are compatible and small."""
     config = load(name, words)

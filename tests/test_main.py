@@ -470,13 +470,12 @@ def test_message_is_all_that_is_printed(tmp_path):
     assert not workdir.exists()
 
 
-@pytest.mark.parametrize(("words", "unbuffered"), [(["--help"], ""), (["models", "mu"], "1")])
-def test_reader_that_leaves(words, unbuffered):
+def test_reader_that_leaves():
     """As `vit_jax models | head -1` does."""
     reader, writer = os.pipe()
     os.close(reader)
-    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    done = run_command(*words, stdout=writer, env=environment)
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    done = run_command("models", "mu", stdout=writer, env=environment)
     os.close(writer)
     assert (done.returncode in (0, 1), done.stderr) == (True, "")
 

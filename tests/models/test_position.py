@@ -187,6 +187,7 @@ def full_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_compilation")
 def test_relative_positions_take_no_memory_for_pairs_of_tokens():
     tokens, width, heads = 1025, 128, 2

@@ -141,8 +141,10 @@ def compiled_exchanges(unit_of, sizes, *, backward):
     return found
 
 
-@pytest.mark.parametrize("unit_of", [PreActBottleneck, Bottleneck])
-@pytest.mark.parametrize("sizes", [(512, 64, 512, 32), (512, 128, 128, 64)])
+@pytest.mark.parametrize(
+    ("unit_of", "sizes"),
+    [(PreActBottleneck, (512, 64, 512, 32)), (Bottleneck, (512, 128, 128, 64))],
+)
 def test_exchanges_are_those_of_a_compiled_unit(unit_of, sizes):
     unit = Unit(sizes[0], sizes[2], sizes[1], sizes[3])
     forward, both = (compiled_exchanges(unit_of, sizes, backward=b) for b in (False, True))

@@ -37,6 +37,8 @@ from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.rules import Cut
 from vit_jax.transfer.workdir import _cut, ops_on_pixels, warn_of_borders
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 FILE = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 
 

@@ -21,6 +21,8 @@ from vit_jax.training.prepare import prepare
 from vit_jax.transfer import load_pretrained, read_pretrained
 from vit_jax.transfer.hub import fetch_from_hub, parse_address
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 COMMITS = {"main": "a" * 40, "older": "b" * 40}
 
 
