@@ -18,6 +18,7 @@ from vit_jax.data.sources import FINGERPRINT_VERSION
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.errors import Faults, collect_faults
 from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
+from vit_jax.evaluators.declared import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.training.agreement import compare_requests
 from vit_jax.training.decided import decide, take_fields
@@ -125,6 +126,9 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
         check_unchanged(config, workdir)
     experiment = make_experiment(config, mesh, preprocessing)
     check_outputs(config, experiment.model, preprocessing.image_size)
+    evaluators = make_evaluators(config, preprocessing, experiment.model, mesh, sources)
+    if training:
+        check_metrics(config, evaluators)
     return Run(
         config=config,
         workdir=workdir,
@@ -134,7 +138,7 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
         train_source=train_source,
         order=None if train_source is None else training_order(config, train_source),
         experiment=experiment,
-        evaluators=make_evaluators(config, preprocessing, experiment.model, mesh, sources),
+        evaluators=evaluators,
         timetable=Timetable(experiment.durations),
         initial_params=None
         if pretrained is None

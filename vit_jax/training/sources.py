@@ -18,6 +18,7 @@ from vit_jax.data.image_folder import class_folders
 from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
 from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.evaluators.declared import chosen_metrics
 from vit_jax.objectives.supervised import balanced_weights
 
 logger = logging.getLogger("vit_jax")
@@ -76,10 +77,6 @@ def _settle_optional_splits(config: ConfigDict) -> ConfigDict:
     """
     config = copy.deepcopy(config)  # with the types of keys that are None
     faults = Faults()
-    metrics = {
-        "checkpoint.keep_best": config.checkpoint.keep_best,
-        "stop.metric": config.stop.metric,
-    }
     for name, entry in list(config.evals.items()):
         split = entry.get("split", "")
         if not split.endswith("?"):
@@ -90,9 +87,9 @@ def _settle_optional_splits(config: ConfigDict) -> ConfigDict:
             entry.split = split[:-1]
         else:
             del config.evals[name]
-            for metric_key, metric in metrics.items():
+            for metric_key, metric in chosen_metrics(config).items():
                 faults.need(
-                    metric is None or metric.partition("/")[0] != name,
+                    metric.partition("/")[0] != name,
                     f"{metric_key}={metric!r}: evals.{name} is left out, as the pictures have no "
                     f"split {split[:-1]!r}; add it, or choose a metric of another evaluator",
                 )
