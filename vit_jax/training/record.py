@@ -18,6 +18,7 @@ from vit_jax.devices.chips import count_chips
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
+from vit_jax.job.hold import Hold
 from vit_jax.training.guards import CorruptRecords, check_finite
 from vit_jax.training.prepare import Run
 from vit_jax.training.summary import Clock
@@ -113,21 +114,35 @@ class Record:
 
 
 @contextlib.contextmanager
-def open_record(run: Run, start: int, meta: Mapping[str, Any], clock: Clock) -> Iterator[Record]:
+def open_record(
+    run: Run, start: int, meta: Mapping[str, Any], clock: Clock, hold: Hold | None
+) -> Iterator[Record]:
     """Open the record of a run that continues from `start`, with its writer and progress bar."""
     restored_step = start if meta else None
     total = run.experiment.total_steps
-    with open_writer(run, restored_step) as writer, metrics.Progress(total, start) as progress:
+    with (
+        open_writer(run, restored_step, hold) as writer,
+        metrics.Progress(total, start) as progress,
+    ):
         yield Record(run, start, meta, clock, writer, progress)
 
 
-def open_writer(run: Run, restored_step: int | None) -> metrics.MetricWriter | metrics.NullWriter:
-    """The writer of the run's rows, on process 0; rows after the restored step are dropped."""
+def open_writer(
+    run: Run, restored_step: int | None, hold: Hold | None
+) -> metrics.MetricWriter | metrics.NullWriter:
+    """The writer of the run's rows, on process 0; rows after the restored step are dropped.
+
+    It adds nothing to metrics.jsonl once `hold` is lost.
+    """
     if jax.process_index() > 0:
         return metrics.NullWriter()
     c = run.config
     return metrics.MetricWriter(
-        run.workdir, restored_step=restored_step, wandb_project=c.log.wandb, config=c.to_dict()
+        run.workdir,
+        restored_step=restored_step,
+        wandb_project=c.log.wandb,
+        config=c.to_dict(),
+        may_write=lambda: hold is None or hold.is_ours(),
     )
 
 
@@ -152,7 +167,7 @@ def evaluate_all(
     return found
 
 
-def evaluate_missed(run: Run, state: TrainState, due: Sequence[str]) -> None:
+def evaluate_missed(run: Run, state: TrainState, due: Sequence[str], hold: Hold | None) -> None:
     """Run those evaluators of `due` that have no row at the restored step.
 
     A run that is told to stop saves before it evaluates, and may be killed in between. Process 0
@@ -166,5 +181,5 @@ def evaluate_missed(run: Run, state: TrainState, due: Sequence[str]) -> None:
     missed = [name for name, miss in zip(due, is_missed, strict=True) if miss]
     if missed:
         logger.info("step %d: row missing; evaluating %s", step, ", ".join(missed))
-        with open_writer(run, step) as writer:
+        with open_writer(run, step, hold) as writer:
             evaluate_all(run, state, missed, writer)
