@@ -134,7 +134,7 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
     d, faults = config.data, Faults()
     own, parts = SplitKey(d.name, d.split, d.data_dir, d.classes), data.parse_mix(d.mix)
     source = _open_split(config, own, d.num_classes, None if parts else d.num_examples)
-    sources = {own: source}
+    sources, opened = {own: source}, [source]
     _check_learnable(config, source)
     if parts:
         keys = [own._replace(data_name=part.name, split=part.split or d.split) for part in parts]
@@ -156,7 +156,7 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
             f"{source.num_examples} in total; leave it out"
         )
     d.num_classes, d.num_examples = source.num_classes, source.num_examples
-    config.loss.class_weights = _class_weights(config, source)
+    config.loss.class_weights = _class_weights(config, source, opened)
     d.order, d.streams = data.resolve_order(
         d.order,
         d.streams,
@@ -167,15 +167,21 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
     return config, sources
 
 
-def _class_weights(config: ConfigDict, source: data.Source) -> str | None:
-    """`loss.class_weights` in numbers: "balanced" by how many images of each class `source` has.
+def _class_weights(
+    config: ConfigDict, source: data.Source, parts: Sequence[data.Source]
+) -> str | None:
+    """`loss.class_weights` in numbers: "balanced" by how often training draws each class.
+
+    `parts` make up `source`; there are several in a mixture, whose weights count.
 
     Raises:
       InputError: it has another number of weights than there are classes.
     """
     weights = config.loss.class_weights
     if weights == "balanced":
-        numbers = balanced_weights(data.count_labels(source), source.num_examples, config.loss.name)
+        mix = [part.weight for part in data.parse_mix(config.data.mix)]
+        counts_C = _drawn_counts(parts, mix) if mix else data.count_labels(source)
+        numbers = balanced_weights(counts_C, source.num_examples, config.loss.name)
         return ",".join(f"{number:.6g}" for number in numbers)
     if weights is not None and len(weights.split(",")) != source.num_classes:
         raise InputError(
@@ -183,6 +189,19 @@ def _class_weights(config: ConfigDict, source: data.Source) -> str | None:
             f"{source.name} {source.num_classes} classes; give one for each, or balanced"
         )
     return weights
+
+
+def _drawn_counts(parts: Sequence[data.Source], mix: Sequence[float]) -> np.ndarray:
+    """Expected images of each class among as many draws as `parts` have images: float64 (C,).
+
+    `mix`: the weights of all parts but the first, which gets the rest.
+    """
+    total = sum(part.num_examples for part in parts)
+    counts = [
+        total * share / part.num_examples * data.count_labels(part)
+        for part, share in zip(parts, [1 - sum(mix), *mix], strict=True)
+    ]
+    return np.sum(counts, axis=0)
 
 
 def _check_learnable(config: ConfigDict, source: data.Source) -> None:
