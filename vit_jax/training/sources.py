@@ -14,6 +14,7 @@ from vit_jax import config as config_lib
 from vit_jax import data, transfer
 from vit_jax.config import SplitKey
 from vit_jax.config.evals import find_evaluator
+from vit_jax.data.folder_contents import find_dataset_below
 from vit_jax.data.image_folder import class_folders
 from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
@@ -54,8 +55,13 @@ def open_sources(
             if found is None:
                 continue
             if class_names is not None and key not in sources:
-                where = f"evals.{name}.{split_key}: "
-                found = _match_own(found, key, class_names, learns, faults, where)
+                try:
+                    found = _match_own(found, key, class_names, learns)
+                except InputError as e:
+                    of = "data" if key.data_dir == d.data_dir else f"evals.{name}"
+                    fault = f"{of}.data_dir={key.data_dir!r}: {e}"
+                    faults.need(fault in faults, fault)  # once, however many splits are read
+                    continue
             sources[key] = found
             if not learns and found.num_classes != d.num_classes:
                 faults.append(
@@ -102,12 +108,11 @@ def _match_own(
     key: SplitKey,
     class_names: Sequence[str],
     learns: bool,
-    faults: Faults,
-    prefix: str,
 ) -> data.Source:
     """A source of own pictures with the labels of a model's `class_names`, where it has them all.
 
-    Classes that the model lacks are a fault, unless the evaluator `learns` its classes.
+    Raises:
+      InputError: the model lacks some of the classes, and the evaluator does not learn its own.
     """
     names = source.class_names
     own_pictures = key.data_name in data.OWN_PICTURES and key.classes is None
@@ -118,7 +123,7 @@ def _match_own(
     of_imagenet = len(names) == len(class_names) and all(map(SYNSET.fullmatch, names))
     if of_imagenet and not {*names} <= {*class_names}:
         return source  # models call these classes by words, in the same order
-    return faults.check(data.match_classes, source, class_names, prefix=prefix) or source
+    return data.match_classes(source, class_names)
 
 
 def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
@@ -216,7 +221,13 @@ def _check_learnable(config: ConfigDict, source: data.Source) -> None:
             "objective"
         )
     if source.name in data.OWN_PICTURES and source.num_classes < 2:
-        raise InputError(f"{where} has 1 class, {source.class_names}; needed: at least 2")
+        below = None
+        if source.name == "folder":
+            below = find_dataset_below(data.find_layout(config.data.data_dir).train_root)
+        remedy = "; needed: at least 2"
+        if below is not None:
+            remedy += f"; as {below.name}/ has train/ in it, give --config.data.data_dir={below}"
+        raise InputError(f"{where} has 1 class, {source.class_names}{remedy}")
 
 
 def _open_split(
