@@ -267,7 +267,7 @@ class Hold:
         """
         try:
             found = _read(self._path.parent)
-        except OSError:
+        except Exception:  # errors of an object store's client are of many classes
             self._was_ours = self._was_ours and time.monotonic() - self._confirmed_at < STALE_S
             return self._was_ours
         self._was_ours = found is not None and found.token == self._holder.token
@@ -280,7 +280,7 @@ class Hold:
             try:
                 if self.is_ours():
                     self._beat()
-            except Exception as e:  # errors of an object store's client are of many classes
+            except Exception as e:  # as in `is_ours`
                 logger.warning("%s: heartbeat failed: %s", self._path, e)
 
     def _beat(self) -> None:
@@ -304,8 +304,8 @@ class Hold:
     def _say_loss(self) -> str:
         try:
             now = _read(self._path.parent)
-        except OSError as e:
-            return f"{_FILE} cannot be read: {e.strerror or e}"
+        except Exception as e:
+            return f"{_FILE} cannot be read: {e}"
         return f"{now} trains there now" if now else f"{_FILE} was removed"
 
     def keep(self) -> None:

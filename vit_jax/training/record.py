@@ -37,6 +37,7 @@ class Record:
       meta: saved with the state of that step; {} from scratch.
       clock: started at the very beginning of this part of the run.
       writer, progress: outputs for the rows.
+      hold: the hold on the workdir, of process 0 only; checked before rows and saves.
 
     saved: step of the newest checkpoint; None before the first.
     """
@@ -49,10 +50,11 @@ class Record:
         clock: Clock,
         writer: metrics.MetricWriter | metrics.NullWriter,
         progress: metrics.Progress,
+        hold: Hold | None,
     ):
         c = run.config
         self.saved = start if meta else None
-        self._run, self._writer, self._progress = run, writer, progress
+        self._run, self._writer, self._progress, self._hold = run, writer, progress, hold
         self._clock, self._start = clock, start
         self._pending: collections.deque = collections.deque()
         self._last: dict[str, float] = {}
@@ -81,11 +83,16 @@ class Record:
             jax.block_until_ready(self._pending[-1 - _STEPS_IN_FLIGHT][1])
 
     def check(self, step: int) -> None:
-        """Wait for all steps so far; raise NonFiniteError or CorruptDataError if they failed."""
+        """Wait for all steps so far; raise NonFiniteError or CorruptDataError if they failed.
+
+        Raises LostHoldError if the last heartbeat has found another job in the workdir.
+        """
         corrupt = [step_metrics.pop("masked") for _, step_metrics in self._pending]
         self._last = check_finite(self._pending, self.saved)
         self._corrupt.count(corrupt)
         self._corrupt.check(step, self.saved)
+        if self._hold is not None:
+            self._hold.check(fresh=False)
 
     def log(self, step: int) -> None:
         """Write the training row of `step`, which must have been checked."""
@@ -105,7 +112,12 @@ class Record:
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[dict[str, Any]]:
-        """Wrap the saving of `step`: flush the rows, yield the facts to save with the state."""
+        """Wrap the saving of `step`: flush the rows, yield the facts to save with the state.
+
+        Raises LostHoldError if another job trains in the workdir now.
+        """
+        if self._hold is not None:
+            self._hold.check(fresh=True)
         train_s = self._throughput.seconds()
         with watchdog.phase("save"), self._throughput.pause("save"):
             self.saved = step
@@ -124,7 +136,7 @@ def open_record(
         open_writer(run, restored_step, hold) as writer,
         metrics.Progress(total, start) as progress,
     ):
-        yield Record(run, start, meta, clock, writer, progress)
+        yield Record(run, start, meta, clock, writer, progress, hold)
 
 
 def open_writer(

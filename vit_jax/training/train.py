@@ -151,7 +151,7 @@ def train(run: Run, state: TrainState, meta: dict[str, Any], hold: Hold | None =
     """Run missed evaluations, then the loop: step, log, evaluate, flush, save.
 
     Until the step is compiled there is nothing to save, and SIGTERM ends a single process at once.
-    `hold` is checked before each row of metrics and each save.
+    The record checks `hold` before each row of metrics and each save.
     """
     clock = Clock(meta, run.mesh.devices.flatten().tolist())
     start, total, timetable = int(state.step), run.experiment.total_steps, run.timetable
@@ -186,16 +186,12 @@ def train(run: Run, state: TrainState, meta: dict[str, Any], hold: Hold | None =
             if not (logging_now or evaluations or saving):
                 continue
             record.check(step)
-            if hold is not None:
-                hold.check(fresh=saving)
             if logging_now:
                 record.log(step)
             if not stopping:
                 evaluate_and_select(run, record, state, step, evaluations, selection)
                 saving = saving or selection.stops or selection.best_step == step
             if saving:
-                if hold is not None:
-                    hold.check(fresh=True)
                 with record.saving(step) as meta:
                     check_replicas(state, run.mesh)
                     checkpoints.save(step, state, meta)
