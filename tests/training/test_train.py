@@ -85,7 +85,7 @@ def test_ctrl_c_saves_and_every_start_is_recorded(tmp_path, monkeypatch, capsys)
 
     def should_stop(guard, step):
         if step == 25:  # step 10 is saved for certain, as step 20 is being saved
-            with pytest.raises(InputError, match=f"process {os.getpid()} on .*trains there alre"):
+            with pytest.raises(InputError, match=f"process {os.getpid()} on .* has been training"):
                 train_and_evaluate(make_config(), tmp_path)
             seen.update(evaluate(read_config(epath.Path(tmp_path)), epath.Path(tmp_path)))
             signal.raise_signal(signal.SIGINT)
