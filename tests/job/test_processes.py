@@ -210,7 +210,8 @@ def test_what_process_0_refuses_all_refuse(on_each, tmp_path):
     first = Hold(workdir)
     errors = on_each(*[lambda: wait_until_free(workdir, 5)] * 3)
     assert [type(error) for error in errors] == [InputError] * 3
-    assert len({str(error) for error in errors}) == 1 and "has been training there" in str(errors[2])
+    assert len({str(error) for error in errors}) == 1
+    assert "has been training there" in str(errors[2])
     first.release()
 
     def hold(begun):
