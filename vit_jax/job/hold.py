@@ -305,7 +305,7 @@ class Hold:
         try:
             now = _read(self._path.parent)
         except Exception as e:
-            return f"{_FILE} cannot be read: {e}"
+            return f"{_FILE} cannot be read: {getattr(e, 'strerror', None) or e}"
         return f"{now} trains there now" if now else f"{_FILE} was removed"
 
     def keep(self) -> None:
