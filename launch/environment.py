@@ -14,7 +14,7 @@ from vit_jax.errors import InputError
 _SECRET = re.compile(
     r"(^|_)(API)?KEY(_|$)|(^|_)DSN(_|$)|TOKEN|SECRET|PASS|AUTH|CRED", re.IGNORECASE
 )
-_WANDB_KEY = "WANDB_API_KEY"
+WANDB_KEY = "WANDB_API_KEY"
 
 
 class Environment(NamedTuple):
@@ -60,8 +60,8 @@ def read_environment(flags: argparse.Namespace, job: Job) -> Environment:
             found[name] = value if has_value else os.environ[name]
     if faults:
         raise InputError(*faults)
-    if "wandb" in job.extras and _WANDB_KEY in os.environ:
-        environment.secret.setdefault(_WANDB_KEY, os.environ[_WANDB_KEY])
+    if "wandb" in job.extras and WANDB_KEY in os.environ:
+        environment.secret.setdefault(WANDB_KEY, os.environ[WANDB_KEY])
     return environment
 
 

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 
 from command_line import ROOT
+from ml_collections import ConfigDict
 
 from vit_jax.commands import COMMANDS
 from vit_jax.commands.flags import load_valid_config, require_flags
@@ -95,20 +96,28 @@ def check_job(words: Sequence[str]) -> Job:
     # `evaluate` takes its config from the workdir.
     of_command = ("workdir",) if command == "evaluate" else ("config", "workdir")
     require_flags(flags, [name for name in of_command if hasattr(flags, name)], example)
-    config, named, extras = getattr(flags, "config", None), (), set()
-    addresses = [flags.workdir]
+    config, named = getattr(flags, "config", None), ()
+    extras = needed_extras(None, flags.workdir)
     with plugins.using(flags.plugins, trusted=flags.trust_plugins):
         if config is not None:
             loaded = load_valid_config(flags)
-            named = loaded.plugins
-            addresses += [loaded.data.data_dir, loaded.init_from]
-            extras |= {"wandb"} if loaded.log.wandb is not None else set()
-    if any(str(address).startswith("gs://") for address in addresses):
-        extras.add("gcs")
+            named, extras = loaded.plugins, needed_extras(loaded, flags.workdir)
     found = [plugins.find_plugin(name) for name in named]
     by_path = tuple(pathlib.Path(p.file) for p in found if p.name.endswith(".py"))
     typed = tuple(flags.plugins)
-    return Job(tuple(words), config, flags.workdir, by_path, typed, tuple(sorted(extras)))
+    return Job(tuple(words), config, flags.workdir, by_path, typed, extras)
+
+
+def needed_extras(config: ConfigDict | None, workdir: str) -> tuple[str, ...]:
+    """Extras of the package that a job needs, sorted; `config` None: it is in the workdir."""
+    addresses, extras = [workdir], set()
+    if config is not None:
+        entries = config.evals.values()
+        addresses += [config.data.data_dir, config.init_from, *(e.data_dir for e in entries)]
+        extras |= {"wandb"} if config.log.wandb is not None else set()
+    if any(str(address).startswith("gs://") for address in addresses):
+        extras.add("gcs")
+    return tuple(sorted(extras))
 
 
 def study_jobs(words: Sequence[str]) -> tuple[str, list[Job]]:
@@ -126,6 +135,7 @@ def study_jobs(words: Sequence[str]) -> tuple[str, list[Job]]:
     with plugins.using(flags.plugins, trusted=flags.trust_plugins):
         study, config, call = prepare_study(flags)
         waiting = running.waiting_members(study, config, call)
+        configs = [running.member_config(config, member) for member in waiting]
     if not waiting:
         raise InputError(
             f"--workdir={flags.workdir}: no member waits; see what they came to: "
@@ -138,8 +148,9 @@ def study_jobs(words: Sequence[str]) -> tuple[str, list[Job]]:
             flags.config,
             os.fspath(call.workdir / member.name),
             typed_plugins=tuple(flags.plugins),
+            extras=needed_extras(own, os.fspath(call.workdir)),
         )
-        for member in waiting
+        for member, own in zip(waiting, configs, strict=True)
     ]
     return os.fspath(call.workdir), jobs
 

@@ -171,7 +171,8 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     members: Sequence[Job] = ()
     if words[:1] == ["study"]:
         workdir, members = study_jobs(words)
-        job = Job(tuple(words), None, workdir)
+        extras = {extra for member in members for extra in member.extras}
+        job = Job(tuple(words), None, workdir, extras=tuple(sorted(extras)))
     else:
         job = check_job(words)
     script, logs = render(flags, job, members), [log_folder(job), *map(log_folder, members)]

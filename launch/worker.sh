@@ -2,10 +2,12 @@
 # Runs on the workers, for launch/tpu_vm.py, which sends it together with the code.
 #
 #   worker.sh install EXTRAS   installs the code with these extras, and a recent Python
-#   worker.sh start WORDS...   ends what was started before, and starts `vit_jax.main WORDS` in the
-#                              background; restarts it whenever it was told to stop and has saved
-#   worker.sh ask OFFSET       prints "job: RUNNING CODE WORDS" (yes or no; the exit code or -), and
-#                              the log from byte OFFSET
+#   worker.sh start DIGEST WORDS...
+#                              ends what was started before, and starts `vit_jax.main WORDS` in the
+#                              background; restarts it whenever it was told to stop and has saved;
+#                              removes its variables, which have this digest, when it has ended
+#   worker.sh ask OFFSET       prints "job DIGEST: RUNNING CODE WORDS" (yes or no; the exit code or
+#                              -), and the log from byte OFFSET
 set -euo pipefail
 cd "$(dirname "$0")/.."
 action=$1
@@ -30,6 +32,8 @@ start)
     kill -KILL -- "-$(cat job.pid)" 2> /dev/null || true
   fi
   rm -f job.code
+  echo "$1" > job.digest
+  shift
   echo "$*" > job.words
   PYTHONUNBUFFERED=1 setsid nohup bash launch/worker.sh keep "$@" >> job.log 2>&1 < /dev/null &
   echo $! > job.pid
@@ -46,6 +50,7 @@ keep)
     # 75: told to stop, and saved; 143: told to stop before training.
     [ $code = 75 ] || [ $code = 143 ] || break
   done
+  rm -f job.env  # it may hold keys and tokens
   echo $code > job.code
   ;;
 
@@ -55,7 +60,9 @@ ask)
   if runs; then running=yes; fi
   code=-
   [ -e job.code ] && code=$(cat job.code)
-  echo "job: $running $code $(cat job.words)"
+  digest=
+  [ -e job.digest ] && digest=" $(cat job.digest)"
+  echo "job$digest: $running $code $(cat job.words)"
   tail --bytes="+$(($1 + 1))" job.log
   ;;
 esac

@@ -4,15 +4,17 @@ code and variables ──> install ──> start ──> ask for the job's state
 """
 
 import contextlib
+import hashlib
 import os
 import pathlib
+import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from command_line import ROOT
-from environment import Environment, as_exports
+from environment import WANDB_KEY, Environment, as_exports
 
 _SENT = ("setup.py", "pyproject.toml", "LICENSE", "README.md", "vit_jax", "configs", "launch")
 _WORKER = "vit_jax/launch/worker.sh"  # on a worker, relative to the home directory
@@ -59,6 +61,15 @@ def take_variables(path: str) -> str:
     )
 
 
+def digest_of(variables: Environment) -> str:
+    """A short digest of the variables of --env, by which a running job is told from another.
+
+    Leaves out W&B's key, which comes from the shell that calls the launcher.
+    """
+    given = {name: value for name, value in variables.all.items() if name != WANDB_KEY}
+    return hashlib.sha256(as_exports(dict(sorted(given.items()))).encode()).hexdigest()[:8]
+
+
 def unpack(path: str, extras: Sequence[str]) -> str:
     """Command, for a worker, that unpacks and installs the code with `extras`."""
     name = shlex.quote(pathlib.Path(path).name)
@@ -71,9 +82,12 @@ def unpack(path: str, extras: Sequence[str]) -> str:
     )
 
 
-def start(words: Sequence[str]) -> str:
-    """Command, for a worker, that starts the job and leaves it running."""
-    return f"{_WORKER} start {shlex.join(words)}"
+def start(words: Sequence[str], digest: str) -> str:
+    """Command, for a worker, that starts the job and leaves it running.
+
+    `digest`: of its variables.
+    """
+    return f"{_WORKER} start {digest} {shlex.join(words)}"
 
 
 def ask(offset: int) -> str:
@@ -88,18 +102,21 @@ class JobState(NamedTuple):
     running: whether it is running.
     code: its exit code; None while it runs, or if its VM was restarted meanwhile.
     log: its output since `offset`.
+    variables: digest of its variables; None if an older version started it.
     """
 
     words: str | None
     running: bool
     code: int | None
     log: bytes
+    variables: str | None = None
 
 
 def read_answer(answer: bytes) -> JobState:
     """Parse the answer of a worker."""
     head, _, log = answer.partition(b"\n")
-    if not head.startswith(b"job: "):
+    found = re.fullmatch(r"job(?: (\w+))?: (yes|no) (-|\d+) (.*)", head.decode(errors="replace"))
+    if found is None:
         return JobState(None, False, None, b"")
-    _, running, code, words = head.decode().split(" ", 3)
-    return JobState(words, running == "yes", None if code == "-" else int(code), log)
+    digest, running, code, words = found.groups()
+    return JobState(words, running == "yes", None if code == "-" else int(code), log, digest)

@@ -50,6 +50,14 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(other), target
 
 
+def test_the_tour_of_the_code_names_every_room():
+    folders = {path.parent.name for path in (ROOT / "vit_jax").glob("*/__init__.py")}
+    rooms = (ROOT / "docs/explanation/code.md").read_text().partition("## The rooms")[2]
+    table = rooms.partition("|")[2].partition("## The rules")[0]
+    named = re.findall(r"`(\w+)/`", table)
+    assert sorted(named) == sorted(folders)
+
+
 def documented_commands():
     """(page, words) of each command of the shell blocks, with the variables of its page."""
     for page in PAGES:

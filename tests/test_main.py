@@ -64,6 +64,8 @@ def refused(tmp_path, capsys):
 def test_what_there_is(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
+    assert main([]) == 2
+    assert capsys.readouterr() == ("", text)
     for command in COMMANDS:
         assert re.search(rf"^  {command} +[A-Z].*\.$", text, re.MULTILINE)
 
@@ -286,7 +288,7 @@ def test_image_size_that_the_data_do_not_have(refused):
     [
         (["trian", QUICKSTART], ["'trian': no such command", "did you mean train?"]),
         (["deploy", QUICKSTART], ["'deploy': no such command", "known: train, evaluate"]),
-        ([], ["--config, --workdir: missing", "--config=quickstart --workdir="]),
+        (["train"], ["--config, --workdir: missing", "--config=quickstart --workdir="]),
         ([QUICKSTART], ["--workdir: missing", "--config=quickstart --workdir="]),
         (["--workdir=WORKDIR"], ["--config: missing"]),
         ([QUICKSTART, "--wrkdir=WORKDIR"], ["--wrkdir", "did you mean --workdir?"]),

@@ -24,6 +24,17 @@ class InputError(ValueError):
             super().__init__("\n  ".join([heading, *faults]))
 
 
+class RaisedByAll(Exception):
+    """Raised by every process of a job at the same point: it follows from values that all share.
+
+    Any other error in a job of several processes belongs to one process, and the others run on.
+    """
+
+
+class SharedInputError(InputError, RaisedByAll):
+    """Wrong input that every process of a job finds at the same point of a running job."""
+
+
 def collect_faults(faults: Sequence[str], where: str = "") -> None:
     """Raise one InputError that lists `faults`, if any; `where` names the file or flag at fault."""
     if faults:

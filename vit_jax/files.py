@@ -81,7 +81,8 @@ def replaced(path: epath.PathLike) -> Iterator[IO[bytes]]:
 def open_for_append(path: epath.Path, content: bytes) -> "LocalFile | StoredObject":
     """Replace `path` atomically by a file that holds `content`, and open it for appending.
 
-    The result has `write(bytes)`, `flush()`, which makes all writes durable, and `close()`.
+    The result has `write(bytes)`, `flush()`, which makes all writes durable, `close()`, and
+    `abandon()`, which closes it without flushing.
     """
     return (StoredObject if _is_object(path) else LocalFile)(path, content)
 
@@ -109,6 +110,10 @@ class LocalFile:
         self.flush()
         self._file.close()
 
+    def abandon(self) -> None:
+        """Close the file without flushing it."""
+        self._file.close()
+
 
 class StoredObject:
     """An object in a store without append and rename; each flush uploads it whole."""
@@ -123,3 +128,6 @@ class StoredObject:
         self._path.write_bytes(bytes(self._content))
 
     close = flush
+
+    def abandon(self) -> None:
+        """Upload nothing more: writes since the last flush are lost."""

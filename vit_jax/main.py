@@ -120,6 +120,9 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     if words in (["--help"], ["-h"]):
         print(_overview())
         return exit_codes.DONE, None
+    if not words:
+        print(_overview(), file=sys.stderr)
+        return exit_codes.INPUT_WRONG, None
     if words == ["--version"]:
         print(f"vit_jax {vit_jax.__version__}")
         return exit_codes.DONE, None

@@ -1,6 +1,7 @@
 """Image folders: classes, splits, what is held out, and what is refused."""
 
 import collections
+import os
 import shutil
 
 import pytest
@@ -84,6 +85,19 @@ def test_fingerprint_follows_the_files_not_their_place(tmp_path):
     (there / "cat/0.jpg").write_bytes(b"another size")
     (there / "cat/1.jpg").write_bytes(b"another size")  # at least one of them is in train
     assert folder(here).fingerprint != folder(there).fingerprint
+
+
+def test_each_picture_is_looked_up_on_the_disk_once(tmp_path, monkeypatch):
+    make_folder(tmp_path, TEN_EACH)
+    stat, looked_up = os.stat, collections.Counter()
+
+    def count(path, *args, **kwargs):
+        looked_up[os.fspath(path)] += 1
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", count)
+    folder(tmp_path)
+    assert [n for path, n in looked_up.items() if path.endswith(".jpg")] == [1] * 30
 
 
 def refused(root, *words, **fields):

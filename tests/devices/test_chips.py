@@ -6,13 +6,14 @@ import subprocess
 import sys
 import types
 
+import jax
 import pytest
 
 from vit_jax.devices.chips import CHIPS, SLICES, count_chips, find_slice
 from vit_jax.devices.flops import PEAK_FLOPS, mfu
 from vit_jax.errors import InputError
 from vit_jax.planning.targets import Target, describe_devices
-from vit_jax.training.summary import Clock
+from vit_jax.training.summary import Clock, _chip_hours
 
 
 def test_slices_have_the_chips_of_their_shapes():
@@ -115,6 +116,12 @@ def test_chip_hours_and_mfu_are_of_chips(caplog):
     caplog.clear()
     assert Clock(older, make_tpus("TPU v4", 1)).read(0.0)["chip_hours"] == pytest.approx(8, 1e-3)
     assert not caplog.text
+
+
+def test_summaries_count_chip_hours_of_accelerators_only():
+    meta = {"train_s": 3600.0, "chip_hours": 4.0}
+    assert _chip_hours(meta, make_tpus("TPU7x", 2)) == {"chip_hours": 4.0}
+    assert _chip_hours(meta, jax.devices("cpu")) == {}
 
 
 def test_importing_it_starts_nothing():

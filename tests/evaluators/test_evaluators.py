@@ -35,7 +35,11 @@ def batch(logits, label, mask=None):
 
 
 def run(*batches, loss=SOFTMAX):
-    return Classification(lambda state, image: state * image, loss, lambda: batches).run(1.0)
+    num_classes = batches[0]["image"].shape[1]
+    evaluator = Classification(lambda s, image: s * image, loss, lambda: batches, num_classes)
+    result = evaluator.run(1.0)
+    assert result.keys() == evaluator.metrics.keys()
+    return result
 
 
 def log_softmax(x):
@@ -151,7 +155,7 @@ def test_loss(name, smoothing):
 def test_state_is_an_argument():
     """The function uses its argument, not the state at compile time."""
     evaluator = Classification(
-        lambda state, image: state * image, SOFTMAX, lambda: [batch(LOGITS, [0, 1, 5])]
+        lambda state, image: state * image, SOFTMAX, lambda: [batch(LOGITS, [0, 1, 5])], 6
     )
     assert [evaluator.run(sign)["top1"] for sign in (1.0, -1.0, 1.0)] == [1.0, 0.0, 1.0]
 

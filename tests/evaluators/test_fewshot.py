@@ -169,7 +169,9 @@ def evaluate(
         l2=l2,
         num_draws=num_draws,
     )
-    return evaluator.run(jnp.float32(1.0))
+    result = evaluator.run(jnp.float32(1.0))
+    assert result.keys() == evaluator.metrics.keys()
+    return result
 
 
 def clusters(num_examples, spread):

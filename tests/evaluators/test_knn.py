@@ -31,7 +31,9 @@ def evaluate(train, test, *, broken=(), num_neighbours=(5,), temperature=0.07):
         num_neighbours=num_neighbours,
         temperature=temperature,
     )
-    return evaluator.run(jnp.float32(1.0))
+    result = evaluator.run(jnp.float32(1.0))
+    assert result.keys() == evaluator.metrics.keys()
+    return result
 
 
 def scikit_learn(train, test, k, temperature):

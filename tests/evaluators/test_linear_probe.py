@@ -73,7 +73,9 @@ def evaluate(train, test, *, l2, mesh=None, broken=()):
         mesh=mesh or make_mesh(replica=1, data=-1, fsdp=1, tensor=1),
         l2=l2,
     )
-    return evaluator.run(jnp.float32(1.0))
+    result = evaluator.run(jnp.float32(1.0))
+    assert result.keys() == evaluator.metrics.keys()
+    return result
 
 
 def scikit_learn(train, test, l2):

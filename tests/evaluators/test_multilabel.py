@@ -35,7 +35,9 @@ def run(logits, labels, mask):
     ]  # fmt: skip
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     evaluator = MultiLabel(lambda state, x: x, make_loss("sigmoid"), lambda: batches, one)
-    return evaluator.run(None)
+    result = evaluator.run(None)
+    assert result.keys() == evaluator.metrics.keys()
+    return result
 
 
 def test_mean_average_precision_of_the_classes_that_are_shown():

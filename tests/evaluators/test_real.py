@@ -42,6 +42,7 @@ def test_what_counts():
     result = Real(lambda state, image: image, lambda: batches, lambda: table).run(None)
     # Predicted 0 0 1 2 1: no label; right; right; wrong; right.
     assert result == {"top1": 0.75, "num_examples": 4}
+    assert result.keys() == Real.metrics.keys()
     masked = [batch | {"mask": np.zeros(4, np.float32)} for batch in batches]
     with pytest.raises(NothingToMeasureError, match="split: none of the images"):
         Real(lambda state, image: image, lambda: masked, lambda: table).run(None)

@@ -40,10 +40,11 @@ def predict(capsys, *words, code=0):
 
 def test_images_and_folders(golden, pictures, capsys):
     source = golden / "hf_vit"
-    words = [f"--init_from={source}", "--format=json", "--top=2", pictures, pictures / "a.png"]
+    words = [f"--init_from={source}", "--format=json", "--top=2", pictures, "no.png",
+             pictures / "a.png"]  # fmt: skip
     rows = [json.loads(line) for line in predict(capsys, *words, code=1).splitlines()]
     names = ["a.png", "b.JPG", "broken.png", "more/c.jpeg", "a.png"]
-    assert [row["file"] for row in rows] == [str(pictures / name) for name in names]
+    assert [row["file"] for row in rows[:5]] == [str(pictures / name) for name in names]
     assert rows[2]["error"] == "not a readable image"
     model, variables = load_pretrained(source)
     for row in (rows[0], rows[1], rows[3]):
@@ -54,6 +55,7 @@ def test_images_and_folders(golden, pictures, capsys):
             assert found["probability"] == pytest.approx(expected[found["index"]], rel=1e-4)
             assert found["name"] == f"class {found['index']}"
     assert rows[4] == rows[0]
+    assert rows[5] == {"file": "no.png", "error": "no such file or folder"}
 
 
 def test_an_image_that_is_too_small_is_said_to_be(golden, tmp_path):
@@ -91,7 +93,11 @@ def test_pixels_of_an_image(pictures):
 def test_features_of_files(golden, pictures, tmp_path, capsys, tokens):
     source, output = golden / "hf_deit", tmp_path / "features.npz"
     words = [f"--init_from={source}", f"--features={output}", f"--tokens={tokens}", pictures]
-    said = json.loads(predict(capsys, *words, code=1))  # one is broken
+    assert main(["predict", "--batch_size=8", *map(str, words), "no.png"]) == 1  # one is broken
+    out, err = capsys.readouterr()
+    said = json.loads(out)
+    assert "error: no.png: no such file or folder" in err
+    assert "broken.png: not a readable image; features are NaN" in err
     model, variables = load_pretrained(source)
     method = {"pooled": "features", "patches": "tokens"}[tokens]
     with np.load(output, allow_pickle=False) as file:

@@ -1,6 +1,7 @@
 """One job at a time trains in a workdir: processes here, and files as others leave them."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -12,9 +13,11 @@ import time
 import pytest
 from etils import epath
 
+from vit_jax import files, metrics
 from vit_jax.errors import InputError
 from vit_jax.job import hold
 from vit_jax.job.hold import Hold, LostHoldError, check_free
+from vit_jax.metrics import writers
 
 
 @pytest.fixture
@@ -47,7 +50,10 @@ def set_age(workdir, seconds):
 def test_a_second_process_is_refused_until_the_first_is_gone(workdir, other):
     start = hold.pid_start(other.pid)
     held_by(workdir, host="n7", pid=other.pid, pid_start=start, since=time.time() - 7200)
-    with pytest.raises(InputError, match=rf"--workdir=.*run: process {other.pid} on n7, for 2\.0 "):
+    with pytest.raises(
+        InputError,
+        match=rf"run: process {other.pid} on n7 has been training there for 2\.0 h; wait until",
+    ):
         check_free(workdir)
     with pytest.raises(InputError, match=f"process {other.pid}"):
         Hold(workdir)
@@ -98,7 +104,8 @@ def test_from_elsewhere_it_waits_for_an_old_heartbeat_and_says_so(workdir, monke
     monkeypatch.setattr(hold.time, "sleep", lambda s: slept.append(s) or set_age(workdir, 60.5))
     check_free(workdir)
     assert len(slept) == 1
-    assert "process 17 on n7" in caplog.text and "waiting up to 10 s" in caplog.text
+    assert "process 17 on n7 has held it for 0 s" in caplog.text
+    assert "waiting up to 10 s" in caplog.text
     assert [p.name for p in workdir.iterdir()] == ["held_by.json"]
 
 
@@ -106,7 +113,7 @@ def test_from_elsewhere_a_heartbeat_refuses(workdir, monkeypatch):
     held_by(workdir, place="another boot", host="n7", pid=17)
     set_age(workdir, 5)
     monkeypatch.setattr(hold.time, "sleep", lambda s: os.utime(workdir / "held_by.json"))
-    with pytest.raises(InputError, match=r"process 17 on n7.*trains there already"):
+    with pytest.raises(InputError, match=r"process 17 on n7 has been training there"):
         check_free(workdir)
 
 
@@ -120,14 +127,79 @@ def test_the_heartbeat_keeps_the_file_young(workdir, monkeypatch):
     first.release()
 
 
-def test_a_process_whose_workdir_was_taken_does_not_save_and_leaves_the_other_its_hold(workdir):
+def test_a_process_whose_workdir_was_taken_writes_nothing_and_leaves_the_other_its_hold(
+    workdir, monkeypatch
+):
+    monkeypatch.setattr(writers, "open_for_append", files.StoredObject)
     first = Hold(workdir)
-    first.check()
+    first.check(fresh=True)
+    writer = metrics.MetricWriter(workdir, may_write=first.is_ours)
+    writer.write(5, {"train/loss": 1.0})
     held_by(workdir, place="another boot", host="n7", pid=17)
-    with pytest.raises(LostHoldError, match=r"process 17 on n7.*without saving"):
-        first.check()
+    metrics.MetricWriter(workdir, restored_step=None).close()
+    first.check(fresh=False)  # the heartbeat has not looked yet
+    with pytest.raises(LostHoldError, match=r"process 17 on n7 trains there now.*without saving"):
+        first.check(fresh=True)
+    with pytest.raises(LostHoldError):
+        first.check(fresh=False)
+    writer.flush()
+    writer.close()
     first.release()
     assert (workdir / "held_by.json").exists()
+    assert (workdir / "metrics.jsonl").read_text() == ""
+
+
+def test_the_heartbeat_notices_the_loss(workdir, monkeypatch):
+    monkeypatch.setattr(hold, "_BEAT_S", 0.01)
+    first = Hold(workdir)
+    held_by(workdir, place="another boot", host="n7", pid=17)
+    deadline = time.monotonic() + 60
+    with pytest.raises(LostHoldError):
+        while time.monotonic() < deadline:
+            first.check(fresh=False)
+    first.release()
+
+
+def test_a_hold_that_is_kept_outlasts_its_release(workdir):
+    first = Hold(workdir)
+    first.keep()
+    first.release()
+    with pytest.raises(InputError, match=f"process {os.getpid()}"):
+        check_free(workdir)
+    first._ended.set()
+
+
+def fail(*args, **kwargs):
+    raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+
+@pytest.mark.parametrize("name", ["_read", "write_whole", "_inode"])
+def test_a_disk_that_fails_is_told_with_the_remedy(workdir, monkeypatch, name):
+    monkeypatch.setattr(hold, name, fail)
+    with pytest.raises(InputError, match=r"--workdir=.*held_by\.json.*Disk quota exceeded; make "):
+        Hold(workdir)
+
+
+def test_a_disk_that_fails_for_less_than_a_heartbeat_may_be_old_loses_nothing(workdir, monkeypatch):
+    first = Hold(workdir)
+    monkeypatch.setattr(hold, "_read", fail)
+    first.check(fresh=True)
+    now = time.monotonic()
+    monkeypatch.setattr(hold.time, "monotonic", lambda: now + 61)
+    with pytest.raises(LostHoldError, match=r"cannot be read: Disk quota"):
+        first.check(fresh=True)
+    monkeypatch.undo()
+    first.release()
+
+
+def test_without_the_id_of_the_boot_only_the_heartbeat_decides(workdir, other, monkeypatch):
+    """A process id may mean another process after a reboot, or in another container."""
+    monkeypatch.setattr(hold.os, "readlink", fail)
+    held_by(workdir, pid=other.pid, pid_start="1")
+    set_age(workdir, 5)
+    monkeypatch.setattr(hold.time, "sleep", lambda s: os.utime(workdir / "held_by.json"))
+    with pytest.raises(InputError, match=f"process {other.pid}"):
+        check_free(workdir)
 
 
 def test_of_many_that_start_at_once_one_holds(workdir):

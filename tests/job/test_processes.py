@@ -210,7 +210,8 @@ def test_what_process_0_refuses_all_refuse(on_each, tmp_path):
     first = Hold(workdir)
     errors = on_each(*[lambda: wait_until_free(workdir, 5)] * 3)
     assert [type(error) for error in errors] == [InputError] * 3
-    assert len({str(error) for error in errors}) == 1 and "trains there already" in str(errors[2])
+    assert len({str(error) for error in errors}) == 1
+    assert "has been training there" in str(errors[2])
     first.release()
 
     def hold(begun):
@@ -346,6 +347,19 @@ def test_sigterm_is_noticed_and_the_handler_put_back():
     assert signal.getsignal(signal.SIGTERM) == before
     with PreemptionGuard() as guard:
         assert not guard.should_stop(0)
+
+
+@pytest.mark.parametrize("others", [[0, 1], [0, 0]])
+def test_ctrl_c_in_one_of_several_processes_interrupts_all(monkeypatch, others):
+    """Otherwise a launcher would restart those that only got SIGTERM from JAX."""
+    monkeypatch.setattr(processes.jax, "process_count", lambda: 2)
+    shared = processes.multihost_utils
+    monkeypatch.setattr(shared, "reached_preemption_sync_point", lambda step: step == 7)
+    monkeypatch.setattr(shared, "process_allgather", lambda mine: np.array(others))
+    with PreemptionGuard() as guard:
+        assert not guard.should_stop(6) and not guard.interrupted
+        assert guard.should_stop(7)
+        assert guard.interrupted == any(others)
 
 
 def test_ctrl_c_is_noticed_and_a_second_one_ends_at_once():

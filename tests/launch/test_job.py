@@ -47,11 +47,19 @@ def test_name(job, workdir, name):
         (["--workdir=w"], ()),
         (["--workdir=gs://bucket/w"], ("gcs",)),
         (["--workdir=w", "--config.data.data_dir=gs://bucket/data"], ("gcs",)),
+        (["--workdir=w", "--config.evals.test.data_dir=gs://bucket/data"], ("gcs",)),
         (["--workdir=gs://bucket/w", "--config.log.wandb=project"], ("gcs", "wandb")),
     ],
 )
 def test_extras_that_the_config_needs(job, words, extras):
     assert job.check_job([QUICKSTART, *words]).extras == extras
+
+
+def test_extras_of_the_members_of_a_study(job, tmp_path):
+    sweep = f"--sweep=data.data_dir=gs://bucket/data,{tmp_path}"
+    words = ["study", QUICKSTART, f"--workdir={tmp_path}/study", sweep]
+    _, members = job.study_jobs([*words, "--config.log.wandb=project"])
+    assert [member.extras for member in members] == [("gcs", "wandb"), ("wandb",)]
 
 
 def test_environment(job, monkeypatch):

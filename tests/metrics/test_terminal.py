@@ -5,6 +5,7 @@ import logging
 import re
 import sys
 
+import absl.logging
 import pytest
 from fake_clock import FakeClock
 from rich.console import Console
@@ -100,8 +101,12 @@ def test_log_messages_name_their_level_from_warnings_on():
     assert warning == "WARNING: not divided"
 
 
-def test_quiet_shows_warnings_only():
+def test_quiet_shows_warnings_only(caplog):
     out = console(terminal=False)
+    for quiet in (True, False):  # orbax, for one
+        metrics.log_to_console(out, quiet=quiet)
+        absl.logging.warning("Waiting for previous save to complete took 2 seconds.")
+        assert len(caplog.records) == (not quiet)
     metrics.log_to_console(out, quiet=True)
     logger = logging.getLogger("vit_jax.training")
     logger.info("compiled")

@@ -22,6 +22,18 @@ def config_of(*texts):
     return c
 
 
+def test_names_too_long_for_a_disk_are_shortened_and_stay_different(tmp_path):
+    def names_of(length):  # in bytes; "init_from_" has 10
+        values = ",".join("é" * 100 + "x" * (length - 211) + end for end in "ab")
+        return [m.name for m in sweep.find_members(config_of(f"init_from={values}"), {})]
+
+    assert names_of(255)[0] == "init_from_" + "é" * 100 + "x" * 44 + "a"
+    names = names_of(256) + names_of(600)
+    assert len({*names}) == 4 and all(name.startswith("init_from_éé") for name in names)
+    for name in names:
+        (tmp_path / name).mkdir()
+
+
 @pytest.mark.parametrize(
     ("text", "values"),
     [

@@ -1,13 +1,16 @@
 """Checks before anything is written: packages, and the splits that a run opens."""
 
+import copy
 import importlib.util
 import json
 import os
 import shlex
 
+import numpy as np
 import pytest
 from etils import epath
 
+from vit_jax import data
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
 from vit_jax.config.stored import continue_older, to_json
 from vit_jax.config.text import apply_overrides
@@ -15,6 +18,7 @@ from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.errors import InputError
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, check_member
+from vit_jax.training.decided import take_decided
 from vit_jax.training.prepare import compare_value_ranges, prepare
 from vit_jax.training.sources import (
     check_evaluated_images,
@@ -83,6 +87,71 @@ def test_another_value_range_than_the_source_s_is_said(caplog):
     config.data.mean, config.data.std = spec.mean, spec.std
     compare_value_ranges(config, Pretrained("w.safetensors", None, {}, spec))
     assert not caplog.records
+
+
+def test_classes_of_a_mixture_are_balanced_by_how_often_they_are_drawn(monkeypatch):
+    counts = {"digits test": [300, 60], "digits train": [0, 1437]}
+    counted = []
+
+    def count_labels(source):
+        counted.append(f"{source.name} {source.split}")
+        return np.array([*counts[counted[-1]], *[0] * 8])
+
+    monkeypatch.setattr(data, "count_labels", count_labels)
+    config = make_config()
+    config.data.name, config.data.split, config.data.num_examples = "digits", "test", None
+    config.data.mix, config.loss.class_weights = "digits@train=0.4", "balanced"
+    found = open_sources(config, training=True)[0]
+    assert sorted(counted) == ["digits test", "digits train"]
+    first, second = (float(w) for w in found.loss.class_weights.split(",")[:2])
+    assert first == pytest.approx(0.1 / (0.6 * 300 / 360), rel=1e-5)
+    assert second == pytest.approx(0.1 / (0.6 * 60 / 360 + 0.4), rel=1e-5)
+
+    stored = copy.deepcopy(found)
+    stored.loss.class_weights = "1,2"  # by an older version's counts
+    assert take_decided(config, stored).loss.class_weights == "1,2"
+
+
+def make_pictures(root, *names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return str(root)
+
+
+def test_other_classes_than_the_models_are_told_once_by_the_key_that_was_typed(tmp_path):
+    config = make_config(2, val=check(), test=check(), own=check(data_dir=str(tmp_path / "own")))
+    names = [f"{split}/{c}/1.png" for split in ("train", "val", "test") for c in ("cat", "eel")]
+    config.data.name, config.data.data_dir = "folder", make_pictures(tmp_path / "other", *names)
+    config.evals.val.split = "val"
+    make_pictures(tmp_path / "own", *names, "train/ant/1.png")
+    with pytest.raises(InputError) as error:
+        open_sources(config, training=False, class_names=("cat", "dog"))
+    first, second = sorted(error.value.faults)
+    assert first.startswith(f"data.data_dir='{tmp_path}/other': the classes 'eel' are none of the")
+    assert second.startswith(f"evals.own.data_dir='{tmp_path}/own': the classes 'ant', 'eel' are")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["set/train/cat/1.png", "set/train/dog/1.png"],
+         "has 1 class, ('set',); needed: at least 2; as set/ has train/ in it, give "
+         "--config.data.data_dir=ROOT/set"),
+        (["1.png", "2.JPG", "notes.txt"],
+         "has 0 class folders: found 2 pictures, 1 other file (.txt); needed: at least 2 folders"),
+        ([".hidden"], "has 0 class folders: found nothing in it; needed"),
+        (["cat/notes.txt", "dog/notes.txt"],
+         "holds no images in folders of classes: found 2 folders (cat/, dog/); add some"),
+    ],
+)  # fmt: skip
+def test_a_folder_of_another_form_is_described(tmp_path, names, said):
+    config = make_config(None)
+    config.data.name, config.data.num_examples = "folder", None
+    config.data.data_dir = make_pictures(tmp_path, *names)
+    with pytest.raises(InputError) as error:
+        open_sources(config, training=True)
+    assert said.replace("ROOT", str(tmp_path)) in str(error.value)
 
 
 def test_all_faulty_splits_are_named():

@@ -14,8 +14,10 @@ from vit_jax.checkpoints import restore
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
 from vit_jax.evaluators.classification import Classification
+from vit_jax.evaluators.declared import check_metrics, find_direction
 from vit_jax.training import selection
 from vit_jax.training import train as train_module
+from vit_jax.training.prepare import prepare
 from vit_jax.training.selection import Selection, Series
 from vit_jax.training.sources import open_sources
 from vit_jax.training.train import train_and_evaluate
@@ -38,19 +40,60 @@ def make_config(**overrides):
     [
         ("val/top1", [0.1, 0.3, 0.2, 0.3], 2, 2),  # the first of equals
         ("val/loss", [3.0, 1.0, 2.0], 2, 1),
-        ("val/ece_raw", [0.2, 0.1], 2, 0),
+        ("val/distance", [0.2, 0.1], 2, 0),
         ("val/top1", [math.nan, None, 0.0], 3, 0),
         ("val/loss", [None, math.inf], None, 2),
         ("val/top1", [], None, 0),
     ],
 )
 def test_the_best_of_a_series(metric, values, best, since):
-    series = Series(metric, dict(enumerate(values, 1)))
+    better = "higher" if metric == "val/top1" else "lower"
+    series = Series(metric, better, dict(enumerate(values, 1)))
     assert (series.best_step, series.since_best) == (best, since)
 
 
+def test_metrics_that_evaluators_declare_are_checked_before_training(tmp_path):
+    config = make_config(
+        optimizer__ema_decay="0.9", stop__metric="test/top2", checkpoint__keep_best="test/los_raw"
+    )
+    with pytest.raises(InputError) as error:
+        prepare(config, tmp_path)
+    assert error.value.faults == (
+        "checkpoint.keep_best='test/los_raw': did you mean test/loss_raw?",
+        "stop.metric='test/top2': did you mean test/top5?",
+    )
+    config.checkpoint.keep_best, config.stop.metric = "test/ece_raw", "test/num_examples"
+    with pytest.raises(InputError, match=r"^stop\.metric='test/num_examples': no value of it is"):
+        prepare(config, tmp_path)
+
+
+def evaluators(metrics):
+    return {"test": types.SimpleNamespace(**({} if metrics is None else {"metrics": metrics}))}
+
+
+def test_an_evaluator_declares_which_values_are_better(caplog):
+    config = make_config(stop__metric="test/distance", checkpoint__keep_best="test/lossless")
+    found = evaluators({"distance": "lower", "lossless": "higher"})
+    check_metrics(config, found)
+    assert [find_direction(config, m, found) for m in ("test/distance", "test/lossless")] == [
+        "lower", "higher",
+    ]  # fmt: skip
+    assert not caplog.records
+    with pytest.raises(InputError, match=r"evals\.test\.type='classification'.*distance='down'"):
+        check_metrics(config, evaluators({"distance": "down"}))
+
+
+@pytest.mark.parametrize(("name", "better"), [("error", "lower"), ("ece_raw", "lower"),
+                                              ("top1", "higher")])  # fmt: skip
+def test_without_declared_metrics_the_name_decides_and_a_warning_says_so(name, better, caplog):
+    config = make_config(stop__metric=f"test/{name}")
+    check_metrics(config, evaluators(None))
+    assert find_direction(config, f"test/{name}", evaluators(None)) == better
+    assert f"does not declare its metrics; assuming that the {better} value" in caplog.text
+
+
 def test_a_metric_that_the_evaluator_does_not_give():
-    found = Selection(make_config(stop__metric="test/top2"), {})
+    found = Selection(make_config(stop__metric="test/top2"), evaluators(None), {})
     found.add(5, {"other/top1": 0.5})
     with pytest.raises(InputError, match=r"stop\.metric='test/top2': did you mean test/top1\?"):
         found.add(10, {"test/top1": 0.5, "test/loss": 1.0})
@@ -80,7 +123,8 @@ def test_a_metric_of_an_optional_split_that_the_pictures_lack(tmp_path):
 
 
 def test_other_processes_get_the_evaluations_that_process_0_sees(monkeypatch):
-    run = types.SimpleNamespace(config=make_config(stop__metric="test/loss", stop__patience="1"))
+    config = make_config(stop__metric="test/loss", stop__patience="1")
+    run = types.SimpleNamespace(config=config, evaluators=evaluators({"loss": "lower"}))
     monkeypatch.setattr(
         selection.processes, "say_to_all", lambda *_: '{"test/loss": {"5": 1.0, "10": 1.5}}'
     )

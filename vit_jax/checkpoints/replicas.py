@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from vit_jax import tree
 from vit_jax.checkpoints.checksums import checksum
+from vit_jax.errors import RaisedByAll
 
 _NAMED_AT_MOST = 10
 
 
-class DivergedError(RuntimeError):
+class DivergedError(RuntimeError, RaisedByAll):
     """Copies of an array differ between devices."""
 
 

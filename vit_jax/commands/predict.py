@@ -6,12 +6,17 @@
 Images are files, or folders whose pictures (JPEG, PNG, WebP, BMP, GIF, TIFF) are read at any depth.
 --data=NAME:SPLIT reads a data set instead, from --data_dir. Classes are printed as a table, or as
 JSON lines with --format=json. They have names if the model comes with class names; 1,000 classes
-without names are assumed to be ImageNet's. --features=FILE.npz saves the features before the head,
-or with --tokens=patches the features of every patch.
+without names are assumed to be ImageNet's. Images that are missing or cannot be read are reported,
+all others are predicted, and the exit code is 1. --features=FILE.npz saves the features before the
+head, or with --tokens=patches the features of every patch.
 """
 
 import argparse
+import itertools
 import json
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +26,10 @@ from vit_jax.commands.flags import define_source_flags, read_source
 from vit_jax.devices.mesh import start_backend
 from vit_jax.errors import InputError, nearest
 from vit_jax.job import exit_codes
+
+if TYPE_CHECKING:
+    from vit_jax.data import Source
+    from vit_jax.transfer.rules import Pretrained
 
 FORMATS = ("table", "json")
 TOKENS = ("pooled", "patches")
@@ -39,6 +48,41 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(flags: argparse.Namespace) -> int:
+    _check_flags(flags)
+
+    from vit_jax import metrics  # heavy imports only after the flags are checked
+
+    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    start_backend()
+    from vit_jax.data.image_files import image_files, search_images
+    from vit_jax.inference import predict as prediction
+
+    if flags.features:
+        prediction.check_output(flags.features)  # before reading a large model
+    paths, faults = ([], {}) if flags.data else search_images(flags.images)
+    if faults and not paths:
+        raise InputError(*(f"{path}: {fault}" for path, fault in faults.items()))
+    pretrained = read_source(flags)
+    if flags.data:
+        source = _open_data_set(flags, pretrained)
+    else:
+        exif = pretrained.spec.exif is not False
+        source = image_files(paths, exif, pretrained.spec.channels)
+    if flags.features:
+        for path, fault in faults.items():
+            print(f"error: {path}: {fault}", file=sys.stderr)
+        written = prediction.write_features(
+            pretrained, source, flags.features, batch_size=flags.batch_size, what=flags.tokens
+        )
+        print(json.dumps(written))
+        return exit_codes.FAILED if written["unreadable"] or faults else exit_codes.DONE
+    rows = prediction.predict(pretrained, source, top=flags.top, batch_size=flags.batch_size)
+    absent = [{"file": path, "error": fault} for path, fault in faults.items()]
+    num_errors = _print_rows(itertools.chain(rows, absent), flags.format)
+    return exit_codes.FAILED if num_errors else exit_codes.DONE
+
+
+def _check_flags(flags: argparse.Namespace) -> None:
     for name, known in (("format", FORMATS), ("tokens", TOKENS)):
         value = getattr(flags, name)
         if value not in known:
@@ -51,47 +95,37 @@ def main(flags: argparse.Namespace) -> int:
     if flags.data and not flags.features:
         raise InputError("--data: needs --features=FILE.npz; to score a data set, use evaluate")
 
-    from vit_jax import metrics  # heavy imports only after the flags are checked
 
-    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    start_backend()
+def _open_data_set(flags: argparse.Namespace, pretrained: "Pretrained") -> "Source":
+    """The source of --data, read as the model's own data were.
+
+    Raises:
+      InputError: names the flag.
+    """
     from vit_jax import data
-    from vit_jax.data.image_files import find_images, image_files
-    from vit_jax.inference import predict as prediction
 
-    if flags.features:
-        prediction.check_output(flags.features)  # before reading a large model
-    paths = None if flags.data else find_images(flags.images)
-    pretrained = read_source(flags)
-    exif = pretrained.spec.exif is not False
-    if paths is not None:
-        source = image_files(paths, exif, pretrained.spec.channels)
-    else:
-        name, _, split = flags.data.partition(":")
-        size = pretrained.spec.image_size or (1, 1)
-        where = {"data_dir": flags.data_dir, "image_size": size, "exif": exif}
-        where["channels"] = pretrained.spec.channels
-        if pretrained.spec.holdout is not None:
-            where["holdout"] = pretrained.spec.holdout
-        if pretrained.run is not None:
-            where["folder_rules"] = pretrained.run["config"]["data"]["folder_rules"]
-        try:
-            source = data.make_source(name, split=split or "train", **where)
-        except InputError as e:  # which names the config's key, and this command takes none
-            raise InputError(
-                *(f.replace("--config.data.data_dir", "--data_dir") for f in e.faults)
-            ) from None
-    options = {"batch_size": flags.batch_size}
-    if flags.features:
-        options["what"] = flags.tokens
-        written = prediction.write_features(pretrained, source, flags.features, **options)
-        print(json.dumps(written))
-        return exit_codes.FAILED if written["unreadable"] else exit_codes.DONE
-    console, unreadable = Console(), 0
-    table = Table("image", "class", "probability")
-    for row in prediction.predict(pretrained, source, top=flags.top, **options):
-        unreadable += "error" in row
-        if flags.format == "json":
+    name, _, split = flags.data.partition(":")
+    spec = pretrained.spec
+    where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
+    where |= {"exif": spec.exif is not False, "channels": spec.channels}
+    if spec.holdout is not None:
+        where["holdout"] = spec.holdout
+    if pretrained.run is not None:
+        where["folder_rules"] = pretrained.run["config"]["data"]["folder_rules"]
+    try:
+        return data.make_source(name, split=split or "train", **where)
+    except InputError as e:  # which names the config's key, and this command takes none
+        raise InputError(
+            *(f.replace("--config.data.data_dir", "--data_dir") for f in e.faults)
+        ) from None
+
+
+def _print_rows(rows: Iterable[dict[str, Any]], format: str) -> int:
+    """Print the predictions `rows` as a table or as JSON lines; return how many are errors."""
+    num_errors, table = 0, Table("image", "class", "probability")
+    for row in rows:
+        num_errors += "error" in row
+        if format == "json":
             print(json.dumps(row, ensure_ascii=False))
         elif "error" in row:
             table.add_row(Text(row["file"]), row["error"], "")
@@ -99,6 +133,6 @@ def main(flags: argparse.Namespace) -> int:
             for i, found in enumerate(row["classes"]):
                 shown = Text(row["file"] if i == 0 else "")
                 table.add_row(shown, Text(found["name"]), f"{found['probability']:.1%}")
-    if flags.format == "table":
-        console.print(table)
-    return exit_codes.FAILED if unreadable else exit_codes.DONE
+    if format == "table":
+        Console().print(table)
+    return num_errors

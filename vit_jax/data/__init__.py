@@ -7,7 +7,7 @@ DEVICE_OPS (device_ops.py). Importing this package imports no TensorFlow and tou
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vit_jax.data.device_ops import make_device_transform, to_value_range
@@ -116,8 +116,7 @@ def make_source(
       split: `train`, `test`, `val`, ..., depending on the source; TFDS's notation for TFDS sets.
       image_size: (H, W) of synthetic images; other sources ignore it.
       data_dir: the image folder, or the folder of TFDS data sets (None: TFDS's default).
-      holdout: the rule that chooses validation images if a folder has no `val/`; see
-        `data.holdout`.
+      holdout: how validation images are chosen if a folder has no `val/`; see `data.holdout`.
       channels: number of channels of the pipeline's images.
       exif, folder_rules, multi_label: for own pictures; see the keys of `config.data`.
       num_classes: number of classes of synthetic data; for other data the expected number, or None.
@@ -128,19 +127,13 @@ def make_source(
 
     Raises: InputError if the data are missing or differ from the expected numbers.
     """
-    if data_dir is not None:
-        data_dir = os.path.expanduser(data_dir)
-    factory: Callable[..., Source]
-    if name.startswith("vtab/"):
-        factory = functools.partial(vtab_source, name)
-    else:
-        factory = SOURCES.get(name, functools.partial(tfds_source, name, other_sources=[*SOURCES]))
+    factory = _find_factory(name)
     expected = {"num_classes": num_classes, "num_examples": num_examples}
     named = inspect.signature(factory).parameters
     source = factory(
         split=split,
         image_size=image_size,
-        data_dir=data_dir,
+        data_dir=None if data_dir is None else os.path.expanduser(data_dir),
         holdout=holdout,
         exif=exif,
         multi_label=multi_label,
@@ -152,20 +145,29 @@ def make_source(
         **{key: value for key, value in own.items() if key in named},
     )
     source = give_channels(source, channels)
-    if source.multi_label != multi_label:
-        needed = str(source.multi_label).lower()
-        raise InputError(
-            f"data.multi_label={multi_label}: {name} {split} has "
-            f"{'several labels' if source.multi_label else 'one label'} an image; set "
-            f"--config.data.multi_label={needed}"
-        )
+    _check_facts(source, f"{name} {split}", {"multi_label": multi_label})
     if classes is not None:
         source = keep_classes(source, classes)
+    _check_facts(source, f"{name} {split}", expected)
+    return source
+
+
+def _find_factory(name: str) -> Callable[..., Source]:
+    """The function that makes the source `name`."""
+    if name.startswith("vtab/"):
+        return functools.partial(vtab_source, name)
+    return SOURCES.get(name, functools.partial(tfds_source, name, other_sources=[*SOURCES]))
+
+
+def _check_facts(source: Source, what: str, expected: Mapping[str, Any]) -> None:
+    """Raise InputError unless `source` has the values of `expected`; None is any value."""
     for key, value in expected.items():
         found = getattr(source, key)
-        if value not in (None, found):
-            raise InputError(
-                f"data.{key}={value}: {name} {split} has {found}; set "
-                f"--config.data.{key}={found} or leave it out"
-            )
-    return source
+        if value in (None, found):
+            continue
+        flag = f"--config.data.{key}={str(found).lower()}"
+        if key == "multi_label":
+            has = f"{'several labels' if found else 'one label'} an image; set {flag}"
+        else:
+            has = f"{found}; set {flag} or leave it out"
+        raise InputError(f"data.{key}={value}: {what} has {has}")

@@ -6,6 +6,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from vit_jax.data.folder_contents import describe_contents
 from vit_jax.data.host_tf import tf
 from vit_jax.data.image_folder import find_layout, held_out_files, picture_source
 from vit_jax.data.pictures import EXTENSIONS, Walk, as_paths, read_picture, shown
@@ -15,15 +16,25 @@ from vit_jax.errors import InputError, collect_faults
 
 
 def find_images(paths: Sequence[str | os.PathLike]) -> list[str]:
-    """The files in `paths`, and the pictures at any depth below its folders, sorted.
-
-    A warning names what is skipped in a folder.
-
-    The files of each folder are sorted.
+    """As `search_images`, for callers that need all of `paths`.
 
     Raises: InputError naming every path that does not exist or holds no image.
     """
-    found, faults = [], []
+    found, faults = search_images(paths)
+    collect_faults([f"{path}: {fault}" for path, fault in faults.items()])
+    if not found:
+        raise InputError("no images; give files or folders")
+    return found
+
+
+def search_images(paths: Sequence[str | os.PathLike]) -> tuple[list[str], dict[str, str]]:
+    """The files in `paths`, and the pictures at any depth below its folders.
+
+    The files of each folder are sorted. A warning names what is skipped in a folder.
+
+    Returns: the files, and {path: why it gives none} of the other paths.
+    """
+    found, faults = [], {}
     for path in map(pathlib.Path, paths):
         if path.is_dir():
             walk = Walk()
@@ -32,15 +43,12 @@ def find_images(paths: Sequence[str | os.PathLike]) -> list[str]:
             found += below
             if not below:
                 endings = ", ".join(EXTENSIONS)
-                faults.append(f"{shown(str(path))}: holds no file ending in {endings}")
+                faults[shown(str(path))] = f"holds no file ending in {endings}"
         elif path.exists():
             found.append(os.fspath(path))
         else:
-            faults.append(f"{shown(str(path))}: no such file or folder")
-    collect_faults(faults)
-    if not found:
-        raise InputError("no images; give files or folders")
-    return found
+            faults[shown(str(path))] = "no such file or folder"
+    return found, faults
 
 
 def image_files(paths: Sequence[str], exif: bool = True, channels: int = 3) -> Source:
@@ -93,12 +101,19 @@ def unlabelled(
             f"{' and '.join(map(repr, layout.names()))}"
         )
     base, walk = layout.splits.get(split, layout.train_root), Walk()
-    paths = sorted(walk.pictures(base))
+    sizes = walk.pictures(base)
+    paths = sorted(sizes)
     walk.say(base)
     if base == layout.train_root and "val" not in layout.splits and paths:
         held_out = held_out_files(dict.fromkeys(paths, ""), holdout)
         paths = [path for path in paths if (path in held_out) == (split == "val")]
     if not paths:
-        raise InputError(f"data.data_dir: {shown(str(base))} holds no images; add some")
+        raise InputError(
+            f"data.data_dir: {shown(str(base))} holds no images: {describe_contents(base)}; add "
+            "some"
+        )
     labels = [0] * len(paths)
-    return picture_source("unlabelled", layout.root, base, split, paths, labels, None, exif=exif)
+    return picture_source(
+        "unlabelled", layout.root, base, split, paths, labels, None,
+        sizes=[sizes[path] for path in paths], exif=exif,
+    )  # fmt: skip

@@ -15,16 +15,17 @@ import hashlib
 import os
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from vit_jax.data.folder_contents import SPLIT_NAMES, class_like_folders, describe_contents
 from vit_jax.data.host_tf import tf
 from vit_jax.data.pictures import (
     EXTENSIONS,
     Walk,
     as_paths,
-    file_size,
     is_hidden,
     read_as_older,
     read_picture,
@@ -35,12 +36,6 @@ from vit_jax.data.pictures import (
 from vit_jax.data.sources import Source, same_fingerprints
 from vit_jax.errors import InputError
 
-# Split -> the names, in small letters, that its folder may have.
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation"),
-    "test": ("test", "testing"),
-}
 _NO_CLASSES = {name for names in SPLIT_NAMES.values() for name in names}
 
 # Values of data.folder_rules. Rule 1, used by older runs: only .jpg, .jpeg and .png are read,
@@ -116,7 +111,7 @@ def _find_splits(root: pathlib.Path) -> tuple[dict[str, pathlib.Path], list[path
     found: dict[str, pathlib.Path] = {}
     ignored = []
     by_split: dict[str, list[str]] = {}
-    for path in _folders(root):
+    for path in class_like_folders(root):
         split = next((s for s, names in SPLIT_NAMES.items() if path.name.lower() in names), None)
         if split is None:
             ignored.append(path)
@@ -154,7 +149,7 @@ def folder(
     _check_split(split, layout)
     class_names = _class_names(layout, folder_rules)
     base = layout.splits.get(split, layout.train_root)
-    files = _list_images(base, folder_rules)
+    files, sizes = _list_images(base, folder_rules)
     if base == layout.train_root and "val" not in layout.splits:
         held_out = held_out_files(files, holdout)
         kept = {p: c for p, c in files.items() if (p in held_out) == (split == "val")}
@@ -162,14 +157,18 @@ def folder(
             _warn_of_untrained(base, {*files.values()} - {*kept.values()})
         files = kept
     if not files:
-        raise InputError(f"data.data_dir: {shown(str(base))} holds no images; add some")
+        raise InputError(
+            f"data.data_dir: {shown(str(base))} holds no images in folders of classes: "
+            f"{describe_contents(base)}; add some"
+        )
     paths = sorted(files)
     label_of = {class_name: label for label, class_name in enumerate(class_names)}
     labels = [label_of[files[path]] for path in paths]
     # Names that are not UTF-8 cannot be written down otherwise.
     names = tuple(name.encode(errors="backslashreplace").decode() for name in class_names)
     return picture_source(
-        "folder", layout.root, base, split, paths, labels, names, exif=exif,
+        "folder", layout.root, base, split, paths, labels, names,
+        sizes=[sizes[path] for path in paths], exif=exif,
         as_older=folder_rules == 1 and not exif,
     )  # fmt: skip
 
@@ -183,19 +182,20 @@ def picture_source(
     labels: list,
     class_names: tuple[str, ...] | None,
     *,
+    sizes: Sequence[int],
     exif: bool,
     as_older: bool = False,
 ) -> Source:
     """The source `name` of the files `paths` below `base`, which lies in the data's folder `root`.
 
     labels: of each, an int; or float32 (C,), 1 for each class that it shows.
+    sizes: bytes of each; -1 if it does not exist.
     as_older: whether files are read as by versions that knew JPEG and PNG only.
     """
     multi_label = isinstance(labels[0], np.ndarray)
     labels_tensor = tf.constant(np.stack(labels) if multi_label else np.array(labels, np.int32))
     paths_tensor = as_paths(paths)
     beginning = os.fsencode(base) + os.fsencode(os.sep)
-    sizes = [file_size(base / path) for path in paths]
 
     def read(record_id):
         path = tf.strings.join([beginning, tf.gather(paths_tensor, record_id)])
@@ -205,7 +205,7 @@ def picture_source(
             "mask": tf.ones([]),
         }
 
-    identity = [name, split, class_names, paths, sizes]
+    identity = [name, split, class_names, paths, list(sizes)]
     if name == "list":
         identity.append(np.asarray(labels).tolist())
     return Source(
@@ -238,7 +238,7 @@ def _warn_of_untrained(base: pathlib.Path, class_names: set[str]) -> None:
 def class_folders(data_dir: str | os.PathLike) -> list[str]:
     """The classes of the image folder `data_dir`, sorted; none where it is not there."""
     try:
-        return [path.name for path in _folders(find_layout(data_dir).train_root)]
+        return [path.name for path in class_like_folders(find_layout(data_dir).train_root)]
     except InputError:
         return []
 
@@ -253,11 +253,12 @@ def _check_split(split: str, layout: Layout) -> None:
 def _class_names(layout: Layout, rules: int) -> tuple[str, ...]:
     """The classes of the training images; raises InputError if another split has others."""
     train_root = layout.train_root
-    class_names = tuple(path.name for path in _folders(train_root))
+    class_names = tuple(path.name for path in class_like_folders(train_root))
     if not class_names:
         raise InputError(
-            f"data.data_dir: {shown(str(train_root))} has 0 class folders; needed: at least 2, "
-            "each named after its class and holding its images; for pictures without classes set "
+            f"data.data_dir: {shown(str(train_root))} has 0 class folders: "
+            f"{describe_contents(train_root)}; needed: at least 2 folders, each named after its "
+            "class and holding its images; for pictures without classes set "
             "--config.data.name=unlabelled"
         )
     if rules > 1:
@@ -272,7 +273,7 @@ def _class_names(layout: Layout, rules: int) -> tuple[str, ...]:
         if split not in layout.splits:
             continue
         other = layout.splits[split]
-        if unknown := sorted({path.name for path in _folders(other)} - {*class_names}):
+        if unknown := sorted({path.name for path in class_like_folders(other)} - {*class_names}):
             raise InputError(
                 f"data.data_dir: {shown(str(other))} has the classes {unknown}, which "
                 f"{shown(str(train_root))} lacks; give them training images there or remove them"
@@ -280,19 +281,17 @@ def _class_names(layout: Layout, rules: int) -> tuple[str, ...]:
     return class_names
 
 
-def _folders(parent: pathlib.Path) -> list[pathlib.Path]:
-    """The folders in `parent` that are not hidden, sorted by name."""
-    return sorted(p for p in parent.iterdir() if p.is_dir() and not is_hidden(p.name))
-
-
-def _list_images(split_root: pathlib.Path, rules: int) -> dict[str, str]:
-    """Class of each image, by its path relative to `split_root` with forward slashes."""
+def _list_images(split_root: pathlib.Path, rules: int) -> tuple[dict[str, str], dict[str, int]]:
+    """Class and bytes of each image, by its path relative to `split_root` with forward slashes."""
     walk = Walk(EXTENSIONS if rules > 1 else _OLDER_EXTENSIONS)
     files: dict[str, str] = {}
+    sizes: dict[str, int] = {}
     empty = []
-    for path in _folders(split_root):
+    for path in class_like_folders(split_root):
         found = walk.pictures(path)
-        files |= {f"{path.name}/{name}": path.name for name in found}
+        for name, size in found.items():
+            file = f"{path.name}/{name}"
+            files[file], sizes[file] = path.name, size
         if not found:
             empty.append(path.name)
     where = shown(str(split_root))
@@ -305,12 +304,12 @@ def _list_images(split_root: pathlib.Path, rules: int) -> dict[str, str]:
         for path in split_root.iterdir():
             if path.is_dir():
                 walk.ignored += [str(path)] * is_hidden(path.name)
-            elif walk.takes(split_root, path.name):
+            elif walk.size_of_picture(split_root, path.name) is not None:
                 walk.skipped["beside the folders of the classes"] += 1
         walk.say(split_root)
         if empty and files:
             warn_once(f"{where}: these classes hold no picture: {', '.join(map(shown, empty))}")
-    return files
+    return files, sizes
 
 
 def held_out_files(files: dict[str, str], rule: str) -> set[str]:

@@ -22,6 +22,7 @@ from vit_jax.errors import InputError
 
 _BATCHES_IN_FLIGHT = 2
 _UNREADABLE = "not a readable image"
+LEFT_OUT = "left out of loss and metrics"  # what happens to such a record in training
 # {(fingerprint, name, ops): result of `_find_small`} for records with a warning.
 _named_broken: dict[tuple[str, str, str], str | None] = {}
 
@@ -37,11 +38,12 @@ def local_batches(
     image_size: tuple[int, int],
     key: str,
     refuse_small: bool = False,
+    consequence: str = LEFT_OUT,
 ) -> Iterator[Batch]:
     """The batches of `steps`, each with `num_rows` rows.
 
     arrange(step) returns record ids (b,), -1 for padding, and random keys (b, 2). `key` is the
-    config key of the ops.
+    config key of the ops; `consequence` says what happens to a record that cannot be read.
 
     Raises: InputError, before the first batch, if the ops do not give image_size; with
       `refuse_small` also at the first image that is smaller than a crop.
@@ -86,7 +88,7 @@ def local_batches(
         careful_batches, _ = make(steps[num_read:], careful=True)
         yield from careful_batches.as_numpy_iterator()
 
-    return _name_broken(read(), source, host_ops, key if refuse_small else None)
+    return _name_broken(read(), source, host_ops, key if refuse_small else None, consequence)
 
 
 def _check_first_op(source: Source, host_ops: Sequence[Op], key: str) -> None:
@@ -187,7 +189,11 @@ def _preprocess(host_ops, image, key):
 
 
 def _name_broken(
-    batches: Iterator[Batch], source: Source, host_ops: Sequence[Op], refuse_small: str | None
+    batches: Iterator[Batch],
+    source: Source,
+    host_ops: Sequence[Op],
+    refuse_small: str | None,
+    consequence: str,
 ) -> Iterator[Batch]:
     """Warn of each masked record, once per process, and pass the batches on.
 
@@ -208,9 +214,7 @@ def _name_broken(
             if new:
                 _named_broken[found] = small
                 why = small or _UNREADABLE
-                logging.getLogger("vit_jax").warning(
-                    "%s: %s; left out of loss and metrics", name, why
-                )
+                logging.getLogger("vit_jax").warning("%s: %s; %s", name, why, consequence)
         yield batch
 
 

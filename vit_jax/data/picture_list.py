@@ -14,13 +14,14 @@ import csv
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.data.image_folder import SPLIT_NAMES, held_out_files, picture_source
-from vit_jax.data.pictures import shown, warn_once
+from vit_jax.data.folder_contents import SPLIT_NAMES
+from vit_jax.data.image_folder import held_out_files, picture_source
+from vit_jax.data.pictures import file_size, shown, warn_once
 from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
 
@@ -119,7 +120,8 @@ def picture_list(
         found = {p: ls for p, ls in found.items() if (p in held_out) == (split == "val")}
     if not found:
         raise InputError(f"data.data_dir: {shown(str(file))} lists no pictures; add some")
-    _warn_of_missing(file, found)
+    sizes = {path: file_size(file.parent / path) for path in found}
+    _warn_of_missing(file, sizes)
     label_of = {name: i for i, name in enumerate(class_names)}
     labels: list[Any] = [label_of[labels[0]] for labels in found.values() if not multi_label]
     if multi_label:
@@ -127,8 +129,9 @@ def picture_list(
         for row, shows in zip(labels, found.values(), strict=True):
             row[[label_of[label] for label in shows]] = 1.0
     return picture_source(
-        "list", lists.root, file.parent, split, list(found), labels, class_names, exif=exif
-    )
+        "list", lists.root, file.parent, split, list(found), labels, class_names,
+        sizes=list(sizes.values()), exif=exif,
+    )  # fmt: skip
 
 
 def _read_list(file: pathlib.Path, multi_label: bool) -> dict[str, tuple[str, ...]]:
@@ -216,8 +219,12 @@ def _sorted_labels(labels: set[str]) -> tuple[str, ...]:
     return tuple(sorted(labels, key=(lambda label: (int(label), label)) if are_numbers else None))
 
 
-def _warn_of_missing(file: pathlib.Path, paths: Sequence[str] | dict) -> None:
-    missing = [path for path in paths if not os.path.exists(file.parent / path)]
+def _warn_of_missing(file: pathlib.Path, paths: Mapping[str, int]) -> None:
+    """Warns of the files of a list that do not exist, whose bytes are -1 in `paths`.
+
+    Raises: InputError if that is all of them.
+    """
+    missing = [path for path, size in paths.items() if size < 0]
     if missing and len(missing) == len(paths):
         raise InputError(
             f"data.data_dir: {shown(str(file))}: none of its {len(paths):,} files is there, "

@@ -149,10 +149,13 @@ class Walk:
         self.skipped: collections.Counter[str] = collections.Counter()
         self.ignored: list[str] = []
 
-    def pictures(self, root: str | os.PathLike) -> list[str]:
-        """The pictures below `root`, by their paths from there with forward slashes, unsorted."""
+    def pictures(self, root: str | os.PathLike) -> dict[str, int]:
+        """{path: bytes} of the pictures below `root`; paths from there, with forward slashes.
+
+        Unsorted. -1 bytes for a dangling link, which counts as a record that is broken.
+        """
         root = os.fspath(root)
-        found: list[str] = []
+        found: dict[str, int] = {}
         seen: set[str] = set()
         unreadable = self.ignored
 
@@ -169,25 +172,29 @@ class Walk:
                 elif os.path.realpath(path) not in seen:
                     entered.append(name)
             folders[:] = entered
-            found += [
-                os.path.relpath(os.path.join(parent, name), root).replace(os.sep, "/")
-                for name in names
-                if self.takes(parent, name)
-            ]
+            for name in names:
+                size = self.size_of_picture(parent, name)
+                if size is not None:
+                    path = os.path.relpath(os.path.join(parent, name), root)
+                    found[path.replace(os.sep, "/")] = size
         return found
 
-    def takes(self, parent: str | os.PathLike, name: str) -> bool:
-        """Whether the file `name` in `parent` is a picture; counts it as skipped if it is not."""
+    def size_of_picture(self, parent: str | os.PathLike, name: str) -> int | None:
+        """Bytes of the picture `name` in `parent`, -1 for a dangling link.
+
+        None if the file is no picture; it then counts as skipped.
+        """
         extension = os.path.splitext(name)[1].lower()
         if name.startswith("."):
             self.skipped["hidden"] += 1
-        elif extension not in self.extensions:
+            return None
+        if extension not in self.extensions:
             self.skipped[shown(extension) or "without extension"] += 1
-        elif not _is_regular(os.path.join(parent, name)):
+            return None
+        size = _regular_size(os.path.join(parent, name))
+        if size is None:
             self.skipped[f"{extension} that is no file"] += 1
-        else:
-            return True
-        return False
+        return size
 
     def say(self, root: str | os.PathLike) -> None:
         """Warns, once a process, of all that was skipped below `root`."""
@@ -219,9 +226,10 @@ def warn_once(text: str) -> None:
         logger.warning("%s", text)
 
 
-def _is_regular(path: str) -> bool:
-    """Whether reading `path` ends; a dangling link counts, as a record that is broken."""
+def _regular_size(path: str) -> int | None:
+    """Bytes of a file whose reading ends, -1 if it does not exist; None for a pipe or the like."""
     try:
-        return stat.S_ISREG(os.stat(path).st_mode)
+        found = os.stat(path)
     except OSError:
-        return True
+        return -1
+    return found.st_size if stat.S_ISREG(found.st_mode) else None

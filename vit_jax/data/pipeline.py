@@ -24,7 +24,7 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.data import order
 from vit_jax.data.host_tf import tf
-from vit_jax.data.loading import Batch, local_batches
+from vit_jax.data.loading import LEFT_OUT, Batch, local_batches
 from vit_jax.data.ops import Op
 from vit_jax.data.sources import Source
 
@@ -71,6 +71,7 @@ def eval_batches(
     record_ids: np.ndarray | None = None,
     key: str = "evals.*.ops",
     refuse_small: bool = False,
+    consequence: str = LEFT_OUT,
 ) -> Generator[tree.Batch, None, None]:
     """Global batches of one pass over the split; see `host_eval_batches`."""
     batches = host_eval_batches(
@@ -82,6 +83,7 @@ def eval_batches(
         record_ids=record_ids,
         key=key,
         refuse_small=refuse_small,
+        consequence=consequence,
     )
     num_records = source.num_examples if record_ids is None else len(record_ids)
     num_steps = math.ceil(num_records / global_batch_size)
@@ -128,11 +130,12 @@ def host_eval_batches(
     record_ids: np.ndarray | None = None,
     key: str = "evals.*.ops",
     refuse_small: bool = False,
+    consequence: str = LEFT_OUT,
 ) -> Iterator[Batch]:
     """The rows `rows` of each batch of one pass over the split, in order, in NumPy.
 
     `record_ids`, int64 (n,), selects the records to read and their order; None reads all. `key` is
-    the config key of the ops.
+    the config key of the ops; `consequence` says what happens to a record that cannot be read.
 
     Over all rows, every example comes once. Padding fills the last batch, so the number of batches
     is the same on every process.
@@ -152,7 +155,9 @@ def host_eval_batches(
         return tf.where(positions < num_records, found, -1), order.keys(positions, seed=0)
 
     steps = range(math.ceil(num_records / global_batch_size))
-    return local_batches(source, host_ops, steps, arrange, len(rows), image_size, key, refuse_small)
+    return local_batches(
+        source, host_ops, steps, arrange, len(rows), image_size, key, refuse_small, consequence
+    )
 
 
 def to_global(batch: Batch, sharding: jax.sharding.Sharding, global_batch_size: int) -> tree.Batch:

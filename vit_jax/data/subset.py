@@ -36,9 +36,9 @@ def match_classes(source: Source, names: Sequence[str]) -> Source:
     unknown = [name for name in source.class_names if name not in names]
     if unknown:
         raise InputError(
-            f"{source.name} {source.split} has the classes {', '.join(map(repr, unknown))}, which "
-            f"the model lacks; it has {', '.join(map(repr, names))}: rename the classes as the "
-            "model has them, or leave these out"
+            f"the classes {', '.join(map(repr, unknown))} are none of the model's, which are "
+            f"{', '.join(map(repr, names))}; rename their folders or labels as the model's, "
+            "or leave them out"
         )
     if source.class_names == tuple(names):
         return source

@@ -1,7 +1,8 @@
 """Evaluators: one module each, with its config entry, its check and its run.
 
 An evaluator has `run(state) -> {name: float}`, which reads only `params` and `model_state` of the
-state. Every example counts once, on any number of hosts.
+state. Every example counts once, on any number of hosts. It declares the names of its metrics, and
+which of their values are better, in `metrics`; see `declared`.
 """
 
 import functools
@@ -28,7 +29,7 @@ from vit_jax.tree import Params
 
 
 class StateEvaluator(Protocol):
-    """The interface of an evaluator."""
+    """The interface of an evaluator; one of a plug-in may leave `metrics` out, see `declared`."""
 
     def run(self, state: TrainState) -> dict[str, float]:
         """{metric: value} for the state's `params` and `model_state`; all processes call it."""

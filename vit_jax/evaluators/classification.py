@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
+from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
@@ -58,6 +59,7 @@ class Classification:
       logits_fn: (state, uint8 images (B, H, W, 3)) -> logits (B, C).
       loss: (logits (B, C), labels) -> (B,).
       make_batches: one pass over the split, with as many batches on every process.
+      num_classes: C.
       probabilities: logits (B, C) -> probabilities (B, C), increasing in the logits.
       gathered: the sharding that puts a whole array on every process; None on a single device.
     """
@@ -67,16 +69,21 @@ class Classification:
         logits_fn: OutputFn,
         loss: LossFn,
         make_batches: Callable[[], Iterable[Batch]],
+        num_classes: int,
         probabilities: Callable[[jax.Array], jax.Array] = jax.nn.softmax,
         gathered: Sharding | None = None,
     ):
         self._make_batches = make_batches
+        top5: dict[str, Better] = {"top5": "higher"} if num_classes > 5 else {}
+        self.metrics: dict[str, Better] = {
+            "top1": "higher", **top5, "loss": "lower", "ece": "lower", "num_examples": "neither",
+        }  # fmt: skip
 
         def count(logits_BC, batch):
             mask_B, label = batch["mask"], batch["label"]
             hits_B = hits(logits_BC, label)
             sums = {"top1": (mask_B * hits_B).sum()}
-            if logits_BC.shape[-1] > 5:
+            if top5:
                 sums["top5"] = (mask_B * hits(logits_BC, label, k=5)).sum()
             sums["loss"] = (mask_B * loss(logits_BC, label)).sum()
             confidence_B = probabilities(logits_BC.astype(jnp.float32)).max(axis=1)
@@ -177,6 +184,7 @@ def make_classification(inputs: EvalInputs) -> Classification:
         inputs.apply,
         make_loss(**loss),
         inputs.batches,
+        inputs.source().num_classes,
         probabilities,
         gathered=NamedSharding(inputs.mesh, P()),
     )

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from vit_jax.data import Source, read_labels
-from vit_jax.errors import InputError
+from vit_jax.errors import SharedInputError
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.evaluators.inputs import OutputFn
 from vit_jax.experiment.state import TrainState
@@ -21,7 +21,7 @@ from vit_jax.tree import Batch
 _STD_FLOOR = 1e-5  # of a feature that hardly varies
 
 
-class NothingToMeasureError(InputError):
+class NothingToMeasureError(SharedInputError):
     """There is nothing to measure on; follows from gathered data, so every process raises it."""
 
 

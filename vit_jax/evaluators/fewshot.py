@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
-from vit_jax.errors import InputError, collect_faults
+from vit_jax.errors import SharedInputError, collect_faults
+from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import (
     FeatureGatherer,
     Features,
@@ -70,7 +71,7 @@ def ridge(x_ND: np.ndarray, y_NC: np.ndarray, l2: float) -> np.ndarray:
     """W (D, C) that minimises |x W - y|^2 + l2 |W|^2; solves the smaller of the two systems.
 
     Raises:
-      InputError: if `l2` is lost in the rounding of float64.
+      SharedInputError: if `l2` is lost in the rounding of float64; all processes solve the same.
     """
     num_examples, width = x_ND.shape
     dual = num_examples < width
@@ -80,7 +81,7 @@ def ridge(x_ND: np.ndarray, y_NC: np.ndarray, l2: float) -> np.ndarray:
     try:
         solution = scipy.linalg.solve(gram, target, assume_a="pos", check_finite=False)
     except np.linalg.LinAlgError:
-        raise InputError(
+        raise SharedInputError(
             f"l2={l2}: too small: the least squares of {num_examples} images with {width} features "
             "have no unique solution in float64; choose a larger l2"
         ) from None
@@ -151,6 +152,13 @@ class FewShot:
         self._support_batches, self._test_batches = support_batches, test_batches
         self._shots, self._l2, self._num_draws = shots, l2, num_draws
         self._features = FeatureGatherer(features_fn, gathered)
+        self.metrics: dict[str, Better] = {}
+        for k in shots:
+            self.metrics[f"{k}shot_top1"] = "higher"
+            if num_draws > 1:
+                self.metrics[f"{k}shot_top1_std"] = "neither"
+            if len(l2) > 1:
+                self.metrics[f"{k}shot_l2"] = "neither"
 
     @functools.cached_property
     def _draws(self) -> list[np.ndarray]:

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.errors import InputError, collect_faults
+from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import FeatureGatherer, Features
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
 from vit_jax.experiment.state import TrainState
@@ -84,6 +85,7 @@ class Knn:
         check_neighbours(num_neighbours, temperature)
         self._train_batches, self._test_batches = train_batches, test_batches
         self._num_classes = num_classes
+        self.metrics: dict[str, Better] = {f"{k}nn_top1": "higher" for k in num_neighbours}
         self._num_neighbours, self._temperature = num_neighbours, temperature
         self._features = FeatureGatherer(features_fn, gathered)
 

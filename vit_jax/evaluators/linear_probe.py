@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.errors import collect_faults
+from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import FeatureGatherer, fit_whitening
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
 from vit_jax.experiment.state import TrainState
@@ -120,6 +121,9 @@ class LinearProbe:
         self._num_classes, self._mesh = num_classes, mesh
         self._l2 = sorted(l2, reverse=True)  # easiest fit first; each starts from the previous one
         self._features = FeatureGatherer(features_fn, NamedSharding(mesh, P()))
+        self.metrics: dict[str, Better] = {"top1": "higher"}
+        if len(l2) > 1:
+            self.metrics |= {"l2": "neither", "held_out_top1": "higher"}
 
     def run(self, state: TrainState) -> dict[str, float]:
         """Compute the metrics of `state`.

@@ -3,7 +3,7 @@
 Axes: B examples of a batch, N examples of the split, C classes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
+from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import FeatureGatherer, NothingToMeasureError
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
 from vit_jax.experiment.state import TrainState
@@ -39,6 +40,10 @@ class MultiLabel:
       make_batches: one pass over the split, the same number of batches on every process.
       gathered: the sharding by which every process holds the whole of an array.
     """
+
+    metrics: Mapping[str, Better] = {
+        "mean_ap": "higher", "loss": "lower", "num_examples": "neither",
+    }  # fmt: skip
 
     def __init__(
         self,

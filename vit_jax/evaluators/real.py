@@ -8,7 +8,7 @@ https://github.com/google-research/reassessed-imagenet.
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.data import Source
 from vit_jax.errors import InputError
+from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import NothingToMeasureError, gather_by_record, need_images
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
@@ -40,6 +41,8 @@ class Real:
       make_batches: one pass over the split, with as many batches on every process.
       labels: () -> the classes of each record of the split, int32 (N, L), padded with -1.
     """
+
+    metrics: Mapping[str, Better] = {"top1": "higher", "num_examples": "neither"}
 
     def __init__(
         self,

@@ -80,6 +80,7 @@ def outputs(
         global_batch_size=batch_size,
         image_size=spec.image_size,
         sharding=batch_sharding(mesh),
+        consequence="features are NaN" if what in ("pooled", "patches") else "no prediction",
     )
     total = -(-source.num_examples // batch_size)
     left = source.num_examples

@@ -7,8 +7,9 @@ ends. What a killed process has left behind:
 - From another host (or another container), the file must be 60 s old, by the clock of the disk.
 
 Two starts at one moment are told apart by a lock on the folder, where the disk has one. Elsewhere
-(object stores, some network disks) both may begin; the file is then the later one's, and the other
-ends before its next save. Commands that only read a workdir do not look at the file.
+(object stores, some network disks) both may begin; the file is then the later one's. The other
+notices at its next heartbeat, and ends without writing rows or saving. Commands that only read a
+workdir do not look at the file.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ import os
 import pathlib
 import socket
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -53,7 +55,8 @@ class Holder:
     """The process that trains in a workdir.
 
     host: its name.
-    place: where its process id has a meaning: a boot of a machine, and a container there.
+    place: where its process id has a meaning: a boot of a machine, and a container there; "" if
+      that cannot be told.
     pid: its process id.
     pid_start: when that process began, in a form that no other process of the place has.
     path, inode: of the workdir, so that a copy of one that is held is not held.
@@ -71,7 +74,12 @@ class Holder:
     token: str
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, for {_readable(time.time() - self.since)}"
+        return f"process {self.pid} on {self.host}"
+
+    @property
+    def age(self) -> str:
+        """How long it has held the workdir, in words."""
+        return _readable(time.time() - self.since)
 
 
 def _readable(seconds: float) -> str:
@@ -99,11 +107,15 @@ def _inode(workdir: epath.Path) -> int:
 
 
 def _place() -> str:
+    """Boot and container of this process; "" if one of them cannot be told."""
     try:
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return f"{socket.gethostname()} {uuid.getnode():x}"
+        if sys.platform == "linux":
+            boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        command = ["sysctl", "-n", "kern.bootsessionuuid"]  # macOS, which has no containers
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
 
 
 def pid_start(pid: int) -> str | None:
@@ -150,7 +162,7 @@ def _read(workdir: epath.Path) -> Holder | None:
 
 def _lives(holder: Holder, workdir: epath.Path) -> bool | None:
     """Whether `holder` is there, in `workdir`; None: it cannot be seen from here."""
-    if holder.place != _place():
+    if not holder.place or holder.place != _place():
         return None
     # A folder that was moved keeps the one, and under another mount or an odd disk the other.
     if holder.path != os.fspath(workdir) and holder.inode != _inode(workdir):
@@ -175,8 +187,13 @@ def check_free(workdir: epath.Path) -> None:
     """Returns once nobody trains in `workdir`; waits, and says so, where only time can tell.
 
     Raises:
-      InputError: another process trains there; names it.
+      InputError: another process trains there, or the file cannot be read; says which.
     """
+    with _naming_the_disk(workdir):
+        _wait_until_free(workdir)
+
+
+def _wait_until_free(workdir: epath.Path) -> None:
     holder = _read(workdir)
     if holder is None:
         return
@@ -188,9 +205,9 @@ def check_free(workdir: epath.Path) -> None:
     if (age := _heartbeat_age(workdir)) >= STALE_S:
         return
     logger.warning(
-        "--workdir=%s: held by %s, which is not seen from here; waiting up to %.0f s for a sign "
-        "of life from it",
-        workdir, holder, STALE_S - age,
+        "--workdir=%s: %s has held it for %s and cannot be seen from here; waiting up to %.0f s "
+        "for a sign of life from it",
+        workdir, holder, holder.age, STALE_S - age,
     )  # fmt: skip
     while age < STALE_S:
         time.sleep(_LOOK_S)
@@ -203,39 +220,68 @@ def check_free(workdir: epath.Path) -> None:
 
 def _refusal(workdir: epath.Path, holder: Holder) -> str:
     return (
-        f"--workdir={workdir}: {holder} trains there already; wait for its end, end it, or use "
-        "another --workdir"
+        f"--workdir={workdir}: {holder} has been training there for {holder.age}; wait until it "
+        "ends, end it, or use another --workdir"
     )
+
+
+@contextlib.contextmanager
+def _naming_the_disk(workdir: epath.Path) -> Iterator[None]:
+    """Turns an OSError of the disk into an InputError with the remedy."""
+    try:
+        yield
+    except OSError as e:
+        raise InputError(
+            f"--workdir={workdir}: cannot read or write {_FILE}, which keeps other jobs out: "
+            f"{e.strerror or e}; make the folder writable and free space on its disk, or use "
+            "another --workdir"
+        ) from e
 
 
 class Hold:
     """The hold of this process on a workdir, kept alive by a thread.
 
     Raises:
-      InputError: another process trains in `workdir`.
+      InputError: another process trains in `workdir`, or its disk fails.
     """
 
     def __init__(self, workdir: epath.Path):
-        self._path, self._holder = workdir / _FILE, _this_process(workdir)
-        self._ended = threading.Event()
-        with _locked(workdir):
-            check_free(workdir)
-            self._write()
+        self._path = workdir / _FILE
+        self._ended, self._kept = threading.Event(), False
+        with _naming_the_disk(workdir):
+            self._holder = _this_process(workdir)
+            with _locked(workdir):
+                check_free(workdir)
+                self._write()
+        self._was_ours, self._confirmed_at = True, time.monotonic()
         self._thread = threading.Thread(target=self._keep_beating, name="hold", daemon=True)
         self._thread.start()
 
     def _write(self) -> None:
         write_whole(self._path, json.dumps(dataclasses.asdict(self._holder), indent=2) + "\n")
 
-    def _is_ours(self) -> bool:
-        found = _read(self._path.parent)
-        return found is not None and found.token == self._holder.token
+    def is_ours(self) -> bool:
+        """Whether this process still holds the workdir, as its file says now.
+
+        A file that cannot be read has no other holder until its heartbeat is stale.
+        """
+        try:
+            found = _read(self._path.parent)
+        except Exception:  # errors of an object store's client are of many classes
+            self._was_ours = self._was_ours and time.monotonic() - self._confirmed_at < STALE_S
+            return self._was_ours
+        self._was_ours = found is not None and found.token == self._holder.token
+        if self._was_ours:
+            self._confirmed_at = time.monotonic()
+        return self._was_ours
 
     def _keep_beating(self) -> None:
         while not self._ended.wait(_BEAT_S):
-            with contextlib.suppress(OSError):  # a disk that fails is for who writes results
-                if self._is_ours():
+            try:
+                if self.is_ours():
                     self._beat()
+            except Exception as e:  # as in `is_ours`
+                logger.warning("%s: heartbeat failed: %s", self._path, e)
 
     def _beat(self) -> None:
         if "://" in os.fspath(self._path):
@@ -243,25 +289,40 @@ class Hold:
         else:
             os.utime(self._path)
 
-    def check(self) -> None:
+    def check(self, *, fresh: bool) -> None:
         """Raises LostHoldError if another process has taken the workdir meanwhile.
 
         This process was then stopped, or without the disk, for longer than a heartbeat may be old.
+        `fresh`: look at the file now; otherwise the last heartbeat's look is enough.
         """
-        if not self._is_ours():
+        if self.is_ours() if fresh else self._was_ours:
+            return
+        raise LostHoldError(
+            f"--workdir={self._path.parent}: {self._say_loss()}; this process ends without saving"
+        )
+
+    def _say_loss(self) -> str:
+        try:
             now = _read(self._path.parent)
-            raise LostHoldError(
-                f"--workdir={self._path.parent}: "
-                + (f"{now} trains there now" if now else f"{self._path.name} was removed")
-                + "; this process ends without saving"
-            )
+        except Exception as e:
+            return f"{_FILE} cannot be read: {getattr(e, 'strerror', None) or e}"
+        return f"{now} trains there now" if now else f"{_FILE} was removed"
+
+    def keep(self) -> None:
+        """Keep the hold, heartbeat included, until this process ends; `release` then does nothing.
+
+        For a process that fails while a save is in flight: files are still being written.
+        """
+        self._kept = True
 
     def release(self) -> None:
         """Ends the hold."""
+        if self._kept:
+            return
         self._ended.set()
         self._thread.join()
         with contextlib.suppress(OSError):
-            if self._is_ours():
+            if self.is_ours():
                 self._path.unlink()
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
@@ -326,7 +327,7 @@ class PreemptionGuard:
 
     A second Ctrl-C ends this process at once; in an interactive Python it raises KeyboardInterrupt.
 
-    interrupted: whether Ctrl-C came to this process.
+    interrupted: whether Ctrl-C came to this process; once `should_stop` is True, to any process.
     """
 
     def __enter__(self):
@@ -361,4 +362,8 @@ class PreemptionGuard:
         """Whether to save and stop after `step`; every process must ask after every step."""
         if self._single:
             return self._signalled
-        return multihost_utils.reached_preemption_sync_point(step)
+        stopping = multihost_utils.reached_preemption_sync_point(step)
+        if stopping:  # a person who stops one process stops the job: none may be restarted
+            interrupted = multihost_utils.process_allgather(np.int32(self.interrupted))
+            self.interrupted = bool(interrupted.any())
+        return stopping

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from absl.logging import get_absl_logger
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -89,12 +90,14 @@ def log_to_console(console: Console = CONSOLE, *, quiet: bool = False) -> None:
 
     Args:
       console: a console on standard error for a command whose standard output is data.
-      quiet: show warnings and errors only.
+      quiet: show only the package's warnings and errors, and errors of the libraries.
     """
     logger = logging.getLogger("vit_jax")
     logger.handlers = [_ConsoleHandler(console)]
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
     logger.propagate = False
+    # orbax logs by absl; among its warnings is advice on how often to save.
+    get_absl_logger().setLevel(logging.ERROR if quiet else logging.WARNING)
 
 
 class _ConsoleHandler(logging.Handler):

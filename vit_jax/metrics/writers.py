@@ -9,7 +9,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -37,6 +37,8 @@ class MetricWriter:
       restored_step: step that the run was restored at; None: it starts from scratch.
       wandb_project: W&B project that also receives the rows; None: no W&B.
       config: the run's config as nested dicts, for W&B.
+      may_write: asked before metrics.jsonl is uploaded or closed; if False, rows since the last
+        flush are dropped, since another process now writes the file.
     """
 
     def __init__(
@@ -46,11 +48,15 @@ class MetricWriter:
         restored_step: int | None = None,
         wandb_project: str | None = None,
         config: Mapping[str, Any] | None = None,
+        may_write: Callable[[], bool] = lambda: True,
     ):
         workdir = epath.Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         first_step = 0 if restored_step is None else restored_step + 1
-        self._writers = [JsonLines(workdir, first_step), TensorBoard(workdir, first_step)]
+        self._writers = [
+            JsonLines(workdir, first_step, may_write),
+            TensorBoard(workdir, first_step),
+        ]
         self.flush()
         if wandb_project is not None:
             rows = _read_rows(workdir)
@@ -82,7 +88,8 @@ class JsonLines:
     Rows from `first_step` on are dropped.
     """
 
-    def __init__(self, workdir: epath.Path, first_step: int):
+    def __init__(self, workdir: epath.Path, first_step: int, may_write: Callable[[], bool]):
+        self._may_write = may_write
         path = workdir / "metrics.jsonl"
         self._file = open_for_append(path, _rows_before(first_step, path))
 
@@ -91,10 +98,14 @@ class JsonLines:
         self._file.write(json.dumps(row, default=float).encode() + b"\n")
 
     def flush(self) -> None:
-        self._file.flush()
+        if self._may_write():
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._may_write():
+            self._file.close()
+        else:
+            self._file.abandon()
 
 
 class TensorBoard:

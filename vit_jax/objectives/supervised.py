@@ -161,7 +161,7 @@ def balanced_weights(counts_C: np.ndarray, num_examples: int, loss: str) -> np.n
     """
     counts_C = np.asarray(counts_C, np.float64)
     others = num_examples - counts_C if loss == "sigmoid" else num_examples / len(counts_C)
-    weights_C = others / np.maximum(counts_C, 1)
+    weights_C = others / np.where(counts_C > 0, counts_C, 1)
     return np.where((counts_C > 0) & (weights_C > 0), weights_C, 1.0)
 
 

@@ -27,6 +27,7 @@ from vit_jax.studies.members import (
     format_mean_std,
     mean_and_std,
     metric_in_percent,
+    name_member,
     value_of,
     write_csv,
 )
@@ -42,7 +43,7 @@ class Cell(NamedTuple):
     overrides: Mapping[str, str]
 
     def member(self, seed: int) -> Member:
-        name = re.sub(r"[^\w.+-]+", "_", f"{self.row}__{self.column}__seed_{seed}")
+        name = name_member(f"{self.row}__{self.column}__seed_{seed}")
         return Member(name, {**self.overrides, "seed": str(seed)})
 
 

@@ -1,7 +1,9 @@
 """The data types of a study: members, their results, and the report."""
 
 import csv
+import hashlib
 import io
+import re
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +13,9 @@ from ml_collections import ConfigDict
 from vit_jax.errors import Faults, InputError, nearest
 
 _IN_CSV = ("num_params", "images_seen", "exaflops")  # of a summary, beside the metrics
+
+_LONGEST_NAME = 255  # bytes of a file's name, on nearly every disk
+_DIGITS = 16  # of the digest in a shortened name
 
 FINISHED, DIVERGED, FAILED, HANDED_OVER = "finished", "diverged", "failed", "handed over"
 
@@ -24,6 +29,19 @@ class Member(NamedTuple):
 
     name: str
     overrides: Mapping[str, str]
+
+
+def name_member(text: str) -> str:
+    """A member's name made of `text`: a folder name that every disk takes.
+
+    Of a name longer than 255 bytes, the beginning is kept and a digest of the whole is added.
+    """
+    name = re.sub(r"[^\w.+-]+", "_", text)
+    if len(name.encode()) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_DIGITS]
+    kept = name.encode()[: _LONGEST_NAME - _DIGITS - 2].decode(errors="ignore")
+    return f"{kept}__{digest}"
 
 
 class Result(NamedTuple):

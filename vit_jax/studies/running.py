@@ -87,10 +87,21 @@ def member_words(call: Call, member: Member) -> list[str]:
     ]
 
 
+def member_config(
+    config: ConfigDict, member: Member, faults: list[str] | None = None
+) -> ConfigDict:
+    """The study's `config` with the overrides of `member`; their faults are added to `faults`."""
+    own = copy.deepcopy(config)  # keeps the types of keys that are None
+    found = config_text.apply_overrides(own, list(member.overrides.items()))
+    if faults is not None:
+        faults += found
+    return own
+
+
 def check_member(config: ConfigDict, call: Call, member: Member) -> None:
     """Raise InputError if a member's config is wrong, or its workdir holds another run."""
-    own = copy.deepcopy(config)  # keeps the types of keys that are None
-    faults = config_text.apply_overrides(own, list(member.overrides.items()))
+    faults: list[str] = []
+    own = member_config(config, member, faults)
     validate(own, faults, f"member {member.name}")
     workdir = call.workdir / member.name
     if not (workdir / "config.json").exists():

@@ -25,6 +25,7 @@ from vit_jax.studies.members import (
     format_mean_std,
     mean_and_std,
     metric_in_percent,
+    name_member,
     value_of,
     write_csv,
 )
@@ -103,7 +104,7 @@ def _member(config: ConfigDict, overrides: Mapping[str, str]) -> Member:
     for key, value in overrides.items():
         leaf = key.rpartition(".")[2]
         parts.append(f"{leaf if leaves.count(leaf) == 1 else key}_{value}")
-    return Member(re.sub(r"[^\w.+-]+", "_", "__".join(parts)), overrides)
+    return Member(name_member("__".join(parts)), overrides)
 
 
 def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:

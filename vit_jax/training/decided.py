@@ -169,6 +169,9 @@ def take_decided(config: ConfigDict, stored: ConfigDict) -> ConfigDict:
         for key in keys
         if key in ours and ours[key] == defaults[key] and theirs[key] != ours[key]
     }
+    weights = stored.loss.class_weights
+    if config.loss.class_weights == "balanced" and config.data.mix and weights is not None:
+        taken["loss.class_weights"] = weights  # older versions balanced mixtures by other counts
     if not taken:
         return config
     config = copy.deepcopy(config)

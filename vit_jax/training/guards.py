@@ -7,16 +7,18 @@ from typing import Any
 
 import jax
 
+from vit_jax.errors import RaisedByAll
+
 DIVERGED_FILE = "diverged.json"  # in the workdir of a run ended by a NonFiniteError
 # A fraction of fewer examples means little; a smaller data set is judged by its own size.
 _EXAMPLES_TO_JUDGE_BY = 10_000
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(RuntimeError, RaisedByAll):
     """A loss or a gradient is infinite or NaN, so the run cannot continue."""
 
 
-class CorruptDataError(RuntimeError):
+class CorruptDataError(RuntimeError, RaisedByAll):
     """Too many records cannot be read or decoded."""
 
 

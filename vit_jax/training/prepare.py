@@ -18,6 +18,7 @@ from vit_jax.data.sources import FINGERPRINT_VERSION
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.errors import Faults, collect_faults
 from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
+from vit_jax.evaluators.declared import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.training.agreement import compare_requests
 from vit_jax.training.decided import decide, take_fields
@@ -103,10 +104,8 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     faults.check(check_convention, config.init_resize, "init_resize")
     weights = config_lib.weights_source(config) if training and not resumes else None
     pretrained = None if weights is None else faults.check(transfer.read_pretrained, weights)
-    if pretrained is not None and not is_begun:  # a resumed run keeps its own rule
-        config = faults.check(adopt_holdout, config, pretrained) or config
     if pretrained is not None:
-        config = faults.check(take_fields, config, pretrained) or config
+        config = _adopt_settings(config, pretrained, is_begun, faults)
     if config.data.image_size is None:  # the source would have given it
         collect_faults(faults)
     preprocessing = parse_preprocessing(config)
@@ -119,12 +118,13 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     assert mesh is not None
     if training:
         config = decide(config)
-
-    train_source = sources.get(config_lib.train_split(config)) if training else None
-    if training:
         check_unchanged(config, workdir)
+    train_source = sources.get(config_lib.train_split(config)) if training else None
     experiment = make_experiment(config, mesh, preprocessing)
     check_outputs(config, experiment.model, preprocessing.image_size)
+    evaluators = make_evaluators(config, preprocessing, experiment.model, mesh, sources)
+    if training:
+        check_metrics(config, evaluators)
     return Run(
         config=config,
         workdir=workdir,
@@ -134,12 +134,19 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
         train_source=train_source,
         order=None if train_source is None else training_order(config, train_source),
         experiment=experiment,
-        evaluators=make_evaluators(config, preprocessing, experiment.model, mesh, sources),
+        evaluators=evaluators,
         timetable=Timetable(experiment.durations),
-        initial_params=None
-        if pretrained is None
-        else _first_weights(config, experiment, pretrained),
+        initial_params=_first_weights(config, experiment, pretrained),
     )
+
+
+def _adopt_settings(
+    config: ConfigDict, pretrained: transfer.Pretrained, is_begun: bool, faults: Faults
+) -> ConfigDict:
+    """`config` with the settings of `init_from` that it takes over."""
+    if not is_begun:  # a resumed run keeps its own rule
+        config = faults.check(adopt_holdout, config, pretrained) or config
+    return faults.check(take_fields, config, pretrained) or config
 
 
 def check_mesh(config: ConfigDict, faults: Faults) -> Mesh | None:
@@ -157,9 +164,11 @@ def check_mesh(config: ConfigDict, faults: Faults) -> Mesh | None:
 
 
 def _first_weights(
-    config: ConfigDict, experiment: Experiment, pretrained: transfer.Pretrained
-) -> dict[str, np.ndarray]:
-    """The parameters of `init_from`, fitted to the model."""
+    config: ConfigDict, experiment: Experiment, pretrained: transfer.Pretrained | None
+) -> dict[str, np.ndarray] | None:
+    """The parameters of `init_from`, fitted to the model; None if it is not used."""
+    if pretrained is None:
+        return None
     compare_value_ranges(config, pretrained)
     keep_head = config.init_head == "kept"
     return transfer.init_params(

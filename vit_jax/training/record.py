@@ -18,6 +18,7 @@ from vit_jax.devices.chips import count_chips
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
+from vit_jax.job.hold import Hold
 from vit_jax.training.guards import CorruptRecords, check_finite
 from vit_jax.training.prepare import Run
 from vit_jax.training.summary import Clock
@@ -36,6 +37,7 @@ class Record:
       meta: saved with the state of that step; {} from scratch.
       clock: started at the very beginning of this part of the run.
       writer, progress: outputs for the rows.
+      hold: the hold on the workdir, of process 0 only; checked before rows and saves.
 
     saved: step of the newest checkpoint; None before the first.
     """
@@ -48,10 +50,11 @@ class Record:
         clock: Clock,
         writer: metrics.MetricWriter | metrics.NullWriter,
         progress: metrics.Progress,
+        hold: Hold | None,
     ):
         c = run.config
         self.saved = start if meta else None
-        self._run, self._writer, self._progress = run, writer, progress
+        self._run, self._writer, self._progress, self._hold = run, writer, progress, hold
         self._clock, self._start = clock, start
         self._pending: collections.deque = collections.deque()
         self._last: dict[str, float] = {}
@@ -80,11 +83,16 @@ class Record:
             jax.block_until_ready(self._pending[-1 - _STEPS_IN_FLIGHT][1])
 
     def check(self, step: int) -> None:
-        """Wait for all steps so far; raise NonFiniteError or CorruptDataError if they failed."""
+        """Wait for all steps so far; raise NonFiniteError or CorruptDataError if they failed.
+
+        Raises LostHoldError if the last heartbeat has found another job in the workdir.
+        """
         corrupt = [step_metrics.pop("masked") for _, step_metrics in self._pending]
         self._last = check_finite(self._pending, self.saved)
         self._corrupt.count(corrupt)
         self._corrupt.check(step, self.saved)
+        if self._hold is not None:
+            self._hold.check(fresh=False)
 
     def log(self, step: int) -> None:
         """Write the training row of `step`, which must have been checked."""
@@ -104,7 +112,12 @@ class Record:
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[dict[str, Any]]:
-        """Wrap the saving of `step`: flush the rows, yield the facts to save with the state."""
+        """Wrap the saving of `step`: flush the rows, yield the facts to save with the state.
+
+        Raises LostHoldError if another job trains in the workdir now.
+        """
+        if self._hold is not None:
+            self._hold.check(fresh=True)
         train_s = self._throughput.seconds()
         with watchdog.phase("save"), self._throughput.pause("save"):
             self.saved = step
@@ -113,21 +126,35 @@ class Record:
 
 
 @contextlib.contextmanager
-def open_record(run: Run, start: int, meta: Mapping[str, Any], clock: Clock) -> Iterator[Record]:
+def open_record(
+    run: Run, start: int, meta: Mapping[str, Any], clock: Clock, hold: Hold | None
+) -> Iterator[Record]:
     """Open the record of a run that continues from `start`, with its writer and progress bar."""
     restored_step = start if meta else None
     total = run.experiment.total_steps
-    with open_writer(run, restored_step) as writer, metrics.Progress(total, start) as progress:
-        yield Record(run, start, meta, clock, writer, progress)
+    with (
+        open_writer(run, restored_step, hold) as writer,
+        metrics.Progress(total, start) as progress,
+    ):
+        yield Record(run, start, meta, clock, writer, progress, hold)
 
 
-def open_writer(run: Run, restored_step: int | None) -> metrics.MetricWriter | metrics.NullWriter:
-    """The writer of the run's rows, on process 0; rows after the restored step are dropped."""
+def open_writer(
+    run: Run, restored_step: int | None, hold: Hold | None
+) -> metrics.MetricWriter | metrics.NullWriter:
+    """The writer of the run's rows, on process 0; rows after the restored step are dropped.
+
+    It adds nothing to metrics.jsonl once `hold` is lost.
+    """
     if jax.process_index() > 0:
         return metrics.NullWriter()
     c = run.config
     return metrics.MetricWriter(
-        run.workdir, restored_step=restored_step, wandb_project=c.log.wandb, config=c.to_dict()
+        run.workdir,
+        restored_step=restored_step,
+        wandb_project=c.log.wandb,
+        config=c.to_dict(),
+        may_write=lambda: hold is None or hold.is_ours(),
     )
 
 
@@ -152,7 +179,7 @@ def evaluate_all(
     return found
 
 
-def evaluate_missed(run: Run, state: TrainState, due: Sequence[str]) -> None:
+def evaluate_missed(run: Run, state: TrainState, due: Sequence[str], hold: Hold | None) -> None:
     """Run those evaluators of `due` that have no row at the restored step.
 
     A run that is told to stop saves before it evaluates, and may be killed in between. Process 0
@@ -166,5 +193,5 @@ def evaluate_missed(run: Run, state: TrainState, due: Sequence[str]) -> None:
     missed = [name for name, miss in zip(due, is_missed, strict=True) if miss]
     if missed:
         logger.info("step %d: row missing; evaluating %s", step, ", ".join(missed))
-        with open_writer(run, step) as writer:
+        with open_writer(run, step, hold) as writer:
             evaluate_all(run, state, missed, writer)

@@ -1,38 +1,39 @@
-"""What a run makes of its own evaluations: its best step (`checkpoint.keep_best`) and an early end.
+"""The best step of a run (`checkpoint.keep_best`) and its early end, decided by its evaluations.
 
 Both follow from the config and from the rows of metrics.jsonl up to a step, and from nothing else:
-a run that was killed decides as one that was not. The higher value is the better, but for metrics
-whose name ends in loss, ece or error. A value that is not finite is never better.
+a run that was killed decides as one that was not. Evaluators declare whether the higher or the
+lower value of a metric is better. A value that is not finite is never better.
 """
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from vit_jax import metrics
-from vit_jax.errors import Faults, InputError, nearest
+from vit_jax.errors import Faults, SharedInputError, nearest
+from vit_jax.evaluators import StateEvaluator
+from vit_jax.evaluators.declared import Better, chosen_metrics, find_direction
 from vit_jax.job import processes
 from vit_jax.training.prepare import Run
-
-_LOWER_IS_BETTER = re.compile(r"(loss|ece|error)(_raw)?$")
-_KEYS = ("checkpoint.keep_best", "stop.metric")
 
 
 class Series:
     """The values of one metric, in the order of steps.
 
+    better: "higher" or "lower".
     best_step: the first step with the best value; None before there is a finite one.
     best: that value.
     since_best: number of evaluations after it; of all evaluations if there is no best one yet.
     """
 
-    def __init__(self, metric: str, values: Mapping[int, float | None] | None = None):
+    def __init__(
+        self, metric: str, better: Better, values: Mapping[int, float | None] | None = None
+    ):
         self.metric = metric
-        self._sign = -1.0 if _LOWER_IS_BETTER.search(metric) else 1.0
+        self._sign = -1.0 if better == "lower" else 1.0
         self.best_step: int | None = None
         self.best: float | None = None
         self.since_best = 0
@@ -53,31 +54,38 @@ class Selection:
 
     Args:
       config: of the run.
+      evaluators: of the run, which declare their metrics.
       values: {metric: {step: value}} of what was evaluated so far.
     """
 
-    def __init__(self, config: ConfigDict, values: Mapping[str, Mapping[int, float | None]]):
-        keep, stop = config.checkpoint.keep_best, config.stop.metric
-        self._keep = None if keep is None else Series(keep, values.get(keep))
-        self._stop = None if stop is None else Series(stop, values.get(stop))
+    def __init__(
+        self,
+        config: ConfigDict,
+        evaluators: Mapping[str, StateEvaluator],
+        values: Mapping[str, Mapping[int, float | None]],
+    ):
+        self._series = {
+            key: Series(metric, find_direction(config, metric, evaluators), values.get(metric))
+            for key, metric in chosen_metrics(config).items()
+        }
+        self._keep = self._series.get("checkpoint.keep_best")
+        self._stop = self._series.get("stop.metric")
         self._patience = config.stop.patience
 
     def add(self, step: int, row: Mapping[str, float]) -> None:
         """Takes what evaluators have found at `step`.
 
         Raises:
-          InputError: the evaluator does not give the metric.
+          SharedInputError: the evaluator, which declares no metrics, does not give the metric.
         """
-        for key, series in zip(_KEYS, (self._keep, self._stop), strict=True):
-            if series is None:
-                continue
+        for key, series in self._series.items():
             if series.metric in row:
                 series.add(step, float(row[series.metric]))
                 continue
             evaluator = series.metric.partition("/")[0]
             found = [name for name in row if name.partition("/")[0] == evaluator]
             if found:
-                raise InputError(f"{key}={series.metric!r}: {nearest(series.metric, found)}")
+                raise SharedInputError(f"{key}={series.metric!r}: {nearest(series.metric, found)}")
 
     @property
     def best_step(self) -> int | None:
@@ -108,13 +116,13 @@ class Selection:
 
 def read_selection(run: Run, step: int) -> Selection:
     """The decisions of a run up to and with `step`, from the rows that this process sees."""
-    return Selection(run.config, _read_values(run, step))
+    return Selection(run.config, run.evaluators, _read_values(run, step))
 
 
 def share_selection(run: Run, step: int) -> Selection:
     """`read_selection` from the rows that process 0 sees; all processes call it."""
-    if not _metrics_of(run.config):
-        return Selection(run.config, {})
+    if not chosen_metrics(run.config):
+        return Selection(run.config, run.evaluators, {})
     text = processes.say_to_all(
         "the evaluations so far",
         lambda: json.dumps(_read_values(run, step)),
@@ -122,25 +130,17 @@ def share_selection(run: Run, step: int) -> Selection:
     )
     by_text = json.loads(text)  # whose keys are strings
     values = {m: {int(at): v for at, v in found.items()} for m, found in by_text.items()}
-    return Selection(run.config, values)
+    return Selection(run.config, run.evaluators, values)
 
 
 def _read_values(run: Run, step: int) -> dict[str, dict[int, float | None]]:
-    return {
-        metric: metrics.values_of(metric, run.workdir, step) for metric in _metrics_of(run.config)
-    }
-
-
-def _metrics_of(config: ConfigDict) -> set[str]:
-    return {config.checkpoint.keep_best, config.stop.metric} - {None}
+    chosen = {*chosen_metrics(run.config).values()}
+    return {metric: metrics.values_of(metric, run.workdir, step) for metric in chosen}
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
     """Checks the keys by which a run decides."""
-    values = dict(zip(_KEYS, (config.checkpoint.keep_best, config.stop.metric), strict=True))
-    for key, metric in values.items():
-        if metric is None:
-            continue
+    for key, metric in chosen_metrics(config).items():
         name, slash, kind = metric.partition("/")
         known = [f"{evaluator}/..." for evaluator in config.evals]
         faults.need(

@@ -14,10 +14,12 @@ from vit_jax import config as config_lib
 from vit_jax import data, transfer
 from vit_jax.config import SplitKey
 from vit_jax.config.evals import find_evaluator
+from vit_jax.data.folder_contents import find_dataset_below
 from vit_jax.data.image_folder import class_folders
 from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
 from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.evaluators.declared import chosen_metrics
 from vit_jax.objectives.supervised import balanced_weights
 
 logger = logging.getLogger("vit_jax")
@@ -53,8 +55,13 @@ def open_sources(
             if found is None:
                 continue
             if class_names is not None and key not in sources:
-                where = f"evals.{name}.{split_key}: "
-                found = _match_own(found, key, class_names, learns, faults, where)
+                try:
+                    found = _match_own(found, key, class_names, learns)
+                except InputError as e:
+                    of = "data" if key.data_dir == d.data_dir else f"evals.{name}"
+                    fault = f"{of}.data_dir={key.data_dir!r}: {e}"
+                    faults.need(fault in faults, fault)  # once, however many splits are read
+                    continue
             sources[key] = found
             if not learns and found.num_classes != d.num_classes:
                 faults.append(
@@ -76,10 +83,6 @@ def _settle_optional_splits(config: ConfigDict) -> ConfigDict:
     """
     config = copy.deepcopy(config)  # with the types of keys that are None
     faults = Faults()
-    metrics = {
-        "checkpoint.keep_best": config.checkpoint.keep_best,
-        "stop.metric": config.stop.metric,
-    }
     for name, entry in list(config.evals.items()):
         split = entry.get("split", "")
         if not split.endswith("?"):
@@ -90,9 +93,9 @@ def _settle_optional_splits(config: ConfigDict) -> ConfigDict:
             entry.split = split[:-1]
         else:
             del config.evals[name]
-            for metric_key, metric in metrics.items():
+            for metric_key, metric in chosen_metrics(config).items():
                 faults.need(
-                    metric is None or metric.partition("/")[0] != name,
+                    metric.partition("/")[0] != name,
                     f"{metric_key}={metric!r}: evals.{name} is left out, as the pictures have no "
                     f"split {split[:-1]!r}; add it, or choose a metric of another evaluator",
                 )
@@ -105,12 +108,11 @@ def _match_own(
     key: SplitKey,
     class_names: Sequence[str],
     learns: bool,
-    faults: Faults,
-    prefix: str,
 ) -> data.Source:
     """A source of own pictures with the labels of a model's `class_names`, where it has them all.
 
-    Classes that the model lacks are a fault, unless the evaluator `learns` its classes.
+    Raises:
+      InputError: the model lacks some of the classes, and the evaluator does not learn its own.
     """
     names = source.class_names
     own_pictures = key.data_name in data.OWN_PICTURES and key.classes is None
@@ -121,7 +123,7 @@ def _match_own(
     of_imagenet = len(names) == len(class_names) and all(map(SYNSET.fullmatch, names))
     if of_imagenet and not {*names} <= {*class_names}:
         return source  # models call these classes by words, in the same order
-    return faults.check(data.match_classes, source, class_names, prefix=prefix) or source
+    return data.match_classes(source, class_names)
 
 
 def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
@@ -137,7 +139,7 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
     d, faults = config.data, Faults()
     own, parts = SplitKey(d.name, d.split, d.data_dir, d.classes), data.parse_mix(d.mix)
     source = _open_split(config, own, d.num_classes, None if parts else d.num_examples)
-    sources = {own: source}
+    sources, opened = {own: source}, [source]
     _check_learnable(config, source)
     if parts:
         keys = [own._replace(data_name=part.name, split=part.split or d.split) for part in parts]
@@ -159,7 +161,7 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
             f"{source.num_examples} in total; leave it out"
         )
     d.num_classes, d.num_examples = source.num_classes, source.num_examples
-    config.loss.class_weights = _class_weights(config, source)
+    config.loss.class_weights = _class_weights(config, source, opened)
     d.order, d.streams = data.resolve_order(
         d.order,
         d.streams,
@@ -170,15 +172,21 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
     return config, sources
 
 
-def _class_weights(config: ConfigDict, source: data.Source) -> str | None:
-    """`loss.class_weights` in numbers: "balanced" by how many images of each class `source` has.
+def _class_weights(
+    config: ConfigDict, source: data.Source, parts: Sequence[data.Source]
+) -> str | None:
+    """`loss.class_weights` in numbers: "balanced" by how often training draws each class.
+
+    `parts` make up `source`; there are several in a mixture, whose weights count.
 
     Raises:
       InputError: it has another number of weights than there are classes.
     """
     weights = config.loss.class_weights
     if weights == "balanced":
-        numbers = balanced_weights(data.count_labels(source), source.num_examples, config.loss.name)
+        mix = [part.weight for part in data.parse_mix(config.data.mix)]
+        counts_C = _drawn_counts(parts, mix) if mix else data.count_labels(source)
+        numbers = balanced_weights(counts_C, source.num_examples, config.loss.name)
         return ",".join(f"{number:.6g}" for number in numbers)
     if weights is not None and len(weights.split(",")) != source.num_classes:
         raise InputError(
@@ -186,6 +194,19 @@ def _class_weights(config: ConfigDict, source: data.Source) -> str | None:
             f"{source.name} {source.num_classes} classes; give one for each, or balanced"
         )
     return weights
+
+
+def _drawn_counts(parts: Sequence[data.Source], mix: Sequence[float]) -> np.ndarray:
+    """Expected images of each class among as many draws as `parts` have images: float64 (C,).
+
+    `mix`: the weights of all parts but the first, which gets the rest.
+    """
+    total = sum(part.num_examples for part in parts)
+    counts = [
+        total * share / part.num_examples * data.count_labels(part)
+        for part, share in zip(parts, [1 - sum(mix), *mix], strict=True)
+    ]
+    return np.sum(counts, axis=0)
 
 
 def _check_learnable(config: ConfigDict, source: data.Source) -> None:
@@ -200,7 +221,13 @@ def _check_learnable(config: ConfigDict, source: data.Source) -> None:
             "objective"
         )
     if source.name in data.OWN_PICTURES and source.num_classes < 2:
-        raise InputError(f"{where} has 1 class, {source.class_names}; needed: at least 2")
+        below = None
+        if source.name == "folder":
+            below = find_dataset_below(data.find_layout(config.data.data_dir).train_root)
+        remedy = "; needed: at least 2"
+        if below is not None:
+            remedy += f"; as {below.name}/ has train/ in it, give --config.data.data_dir={below}"
+        raise InputError(f"{where} has 1 class, {source.class_names}{remedy}")
 
 
 def _open_split(

@@ -10,6 +10,7 @@ hardware: host, devices, processes, processors.
 
 import datetime
 import json
+import logging
 import os
 import pathlib
 import platform
@@ -27,6 +28,8 @@ import vit_jax
 from vit_jax.files import write_whole
 from vit_jax.job.software import software
 
+logger = logging.getLogger("vit_jax")
+
 _GIT_S = 10  # git on a slow disk is not waited for
 
 
@@ -37,6 +40,8 @@ def record_start(
     asked: Mapping[str, Any],
 ) -> None:
     """Adds the line of this start; called by process 0, which holds the workdir.
+
+    A disk that fails costs only the line, with a warning.
 
     Args:
       workdir: of the run.
@@ -61,8 +66,13 @@ def record_start(
         },
     }
     path = workdir / "starts.jsonl"
-    before = path.read_bytes() if path.exists() else b""
-    write_whole(path, before + json.dumps(line, ensure_ascii=False).encode() + b"\n")
+    try:
+        before = path.read_bytes() if path.exists() else b""
+        write_whole(path, before + json.dumps(line, ensure_ascii=False).encode() + b"\n")
+    except OSError as e:
+        logger.warning(
+            "%s: cannot be written (%s); this start is not recorded", path, e.strerror or e
+        )
 
 
 def clone_state(root: pathlib.Path) -> dict[str, str | bool | None]:

@@ -62,6 +62,13 @@ def read_chip_hours(meta: Mapping[str, Any], devices: Sequence[jax.Device]) -> f
     return meta.get("chip_hours", 0.0)
 
 
+def _chip_hours(meta: Mapping[str, Any], devices: Sequence[jax.Device]) -> dict[str, float]:
+    """{"chip_hours": of the run}; {} on a CPU, which nobody rents by the chip."""
+    if devices[0].platform == "cpu":
+        return {}
+    return {"chip_hours": read_chip_hours(meta, devices)}
+
+
 def read_summary(run: Run) -> dict[str, Any] | None:
     """The summary of a finished run, which may have stopped early; None if it is not finished."""
     path = run.workdir / "summary.json"
@@ -103,13 +110,11 @@ def write_summary(run: Run) -> dict[str, Any]:
         "images_seen": images,
         "exaflops": e.flops_per_image * images / 1e18,
         "images_per_s": images / meta["train_s"],
-        "chip_hours": read_chip_hours(meta, list(run.mesh.devices.flat)),
+        **_chip_hours(meta, list(run.mesh.devices.flat)),
         **read_selection(run, step).summary(),
     }
     write_whole(run.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
-    speed = ["images_per_s", "chip_hours"]
-    if run.mesh.devices.flat[0].platform == "cpu":
-        speed.remove("chip_hours")  # nobody rents a CPU by the chip
+    speed = ("images_per_s", "chip_hours")
     shown = {k: v for k, v in summary.items() if "/" in k or k in speed}
     logger.info("finished at step %s: %s", f"{step:,}", metrics.readable(shown))
     logger.info("summary: %s", run.workdir / "summary.json")

@@ -15,10 +15,10 @@ from ml_collections import ConfigDict
 
 from vit_jax import data, files, metrics, tree
 from vit_jax.checkpoints import checkpoint, restore
-from vit_jax.checkpoints.replicas import DivergedError, check_replicas
+from vit_jax.checkpoints.replicas import check_replicas
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.mesh import batch_sharding
-from vit_jax.evaluators.features import NothingToMeasureError
+from vit_jax.errors import RaisedByAll
 from vit_jax.experiment.state import TrainState, start_from
 from vit_jax.job import watchdog
 from vit_jax.job.hold import Hold
@@ -31,7 +31,7 @@ from vit_jax.training.agreement import (
     compare_workdirs,
 )
 from vit_jax.training.description import describe
-from vit_jax.training.guards import CorruptDataError, NonFiniteError
+from vit_jax.training.guards import NonFiniteError
 from vit_jax.training.kernel_check import check_kernels
 from vit_jax.training.prepare import Run, prepare
 from vit_jax.training.record import Record, evaluate_missed, open_record
@@ -49,22 +49,12 @@ from vit_jax.training.workdir import hold_workdir, wait_until_free, write_workdi
 logger = logging.getLogger("vit_jax")
 
 
-class Preempted(Exception):
+class Preempted(RaisedByAll):
     """The run was asked to stop and has saved; the same command continues it."""
 
 
 class Interrupted(Preempted):
-    """The run was stopped by Ctrl-C, and has saved; nothing should restart it automatically."""
-
-
-# Raised by all processes at the same step, since they follow from values that all share.
-_RAISED_BY_ALL = (
-    Preempted,
-    NonFiniteError,
-    CorruptDataError,
-    DivergedError,
-    NothingToMeasureError,
-)
+    """A process got Ctrl-C, and the run has saved; nothing should restart it automatically."""
 
 
 def train_and_evaluate(
@@ -161,20 +151,20 @@ def train(run: Run, state: TrainState, meta: dict[str, Any], hold: Hold | None =
     """Run missed evaluations, then the loop: step, log, evaluate, flush, save.
 
     Until the step is compiled there is nothing to save, and SIGTERM ends a single process at once.
-    `hold` is checked before each save.
+    The record checks `hold` before each row of metrics and each save.
     """
     clock = Clock(meta, run.mesh.devices.flatten().tolist())
     start, total, timetable = int(state.step), run.experiment.total_steps, run.timetable
-    selection = catch_up(run, state, is_new=not meta)
+    selection = catch_up(run, state, hold, is_new=not meta)
     if start == total or selection.stops:
         return
     train_step, layer_norms = compile_step(run), compile_layer_norms(run)
     with contextlib.ExitStack() as stack:
         guard = stack.enter_context(PreemptionGuard())
-        record = stack.enter_context(open_record(run, start, meta, clock))
+        record = stack.enter_context(open_record(run, start, meta, clock, hold))
         profile = run.config.log.profile
         profiler = stack.enter_context(metrics.Profiler(profile, run.workdir / "profile"))
-        checkpoints = stack.enter_context(open_checkpoints(run, selection))
+        checkpoints = stack.enter_context(open_checkpoints(run, selection, hold))
         record.begin()
         batches = train_batches(run, start)
         stack.callback(close_batches, batches)
@@ -202,8 +192,6 @@ def train(run: Run, state: TrainState, meta: dict[str, Any], hold: Hold | None =
                 evaluate_and_select(run, record, state, step, evaluations, selection)
                 saving = saving or selection.stops or selection.best_step == step
             if saving:
-                if hold is not None:
-                    hold.check()
                 with record.saving(step) as meta:
                     check_replicas(state, run.mesh)
                     checkpoints.save(step, state, meta)
@@ -219,15 +207,15 @@ def train(run: Run, state: TrainState, meta: dict[str, Any], hold: Hold | None =
                 return
 
 
-def catch_up(run: Run, state: TrainState, *, is_new: bool) -> Selection:
+def catch_up(run: Run, state: TrainState, hold: Hold | None, *, is_new: bool) -> Selection:
     """Run evaluations missed at the restored step; return the decisions so far."""
     step = int(state.step)
     due = [] if is_new else run.timetable.evaluators(step)
     if due:
-        evaluate_missed(run, state, due)
+        evaluate_missed(run, state, due, hold)
     selection = share_selection(run, 0 if is_new else step)
     if selection.stops:
-        evaluate_missed(run, state, list(run.config.evals))
+        evaluate_missed(run, state, list(run.config.evals), hold)
         logger.info("stopped early: %s", selection.describe_end())
     return selection
 
@@ -249,13 +237,16 @@ def evaluate_and_select(
 
 
 @contextlib.contextmanager
-def open_checkpoints(run: Run, selection: Selection) -> Iterator[checkpoint.Checkpoints]:
+def open_checkpoints(
+    run: Run, selection: Selection, hold: Hold | None
+) -> Iterator[checkpoint.Checkpoints]:
     """Open the run's checkpoints; on exit, wait until everything saved is on disk.
 
     `selection` gives the best step so far.
 
     Does not wait if only this process of several has failed: a commit needs all processes, and the
-    others may be gone.
+    others may be gone. Files may then still be written, here and by the others, so `hold` is kept
+    until this process ends.
     """
     checkpoints = checkpoint.Checkpoints(
         run.workdir / "checkpoints",
@@ -267,7 +258,9 @@ def open_checkpoints(run: Run, selection: Selection) -> Iterator[checkpoint.Chec
     try:
         yield checkpoints
     except BaseException as e:
-        alone = jax.process_count() > 1 and not isinstance(e, _RAISED_BY_ALL)
+        alone = jax.process_count() > 1 and not isinstance(e, RaisedByAll)
+        if alone and hold is not None:
+            hold.keep()
         raise
     finally:
         if not alone:

@@ -74,8 +74,9 @@ def _fetch_optional(repo_id: str, file: str, commit: str) -> None:
     try:
         huggingface_hub.hf_hub_download(repo_id, file, revision=commit)
     except errors.LocalEntryNotFoundError:  # not reached; an earlier answer may be in the cache
+        # A path: cached; None: unknown; anything else: the commit is known to lack the file.
         cached = huggingface_hub.try_to_load_from_cache(repo_id, file, revision=commit)
-        if cached is not huggingface_hub._CACHED_NO_EXIST:
+        if cached is None or isinstance(cached, str):
             raise
     except errors.EntryNotFoundError:
         pass

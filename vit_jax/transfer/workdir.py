@@ -5,6 +5,7 @@ import logging
 from collections.abc import Container, Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 from etils import epath
@@ -67,6 +68,10 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
     """
     source, path = path, _workdir_of(path)
     config = read_config(path)
+    has_average = config.optimizer.ema_decay is not None
+    if averaged is not None and not has_average:
+        raise InputError(NO_CHOICE.format(path))
+    weights = "params" if averaged is False or not has_average else "ema"
     model = create_model(
         config.model.name,
         config.data.num_classes,
@@ -74,43 +79,8 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         channels=config.data.channels,
         **model_fields(config),
     )
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    params = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
-        for name, leaf in abstract_params(model).items()
-    }
-    has_average = config.optimizer.ema_decay is not None
-    if averaged is not None and not has_average:
-        raise InputError(NO_CHOICE.format(path))
-    weights = "params" if averaged is False or not has_average else "ema"
-    target = {weights: tree.unflatten_names(params)}
-    if source == path:
-        restored = restore.restore_newest(path / "checkpoints", target, partial=True)
-    else:
-        restored = restore.restore_step(source, target, partial=True)
-    if restored is None:
-        raise InputError(
-            f"init_from={str(path)!r}: has no checkpoint yet; wait for the run's first one"
-        )
-    step = restored[1]["step"]
-    params = jax.tree.map(np.asarray, restored[0][weights])
-    if value_of(model, "scan"):
-        params = unstack_layers(params)
+    step, params = _restore(source, path, model, weights)
     warn_of_borders(config)
-    ops = _evaluated_by(config)
-    spec = Spec(
-        image_size=model.image_size,
-        resize="antialiased",
-        mean=tuple(config.data.mean),
-        std=tuple(config.data.std),
-        class_names=class_names_of(read_class_names(path), model.num_classes, str(path)),
-        cut=_cut(ops, model.image_size or image_hw(config.data.image_size)),
-        ops=_ops_for_files(ops, config.data.pad_crops),
-        loss=config.loss.name,
-        holdout=_holdout(config),
-        exif=config.data.exif,
-        channels=config.data.channels,
-    )
     run = {
         "step": step,
         "weights": "running average" if weights == "ema" else "as trained",
@@ -118,7 +88,53 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         "results": _results(path, step, config.evals, averaged is False),
     }
     plain, params = merge_adapters(with_known(model, scan=False), tree.flatten_names(params))
-    return Pretrained(str(source), plain, params, spec, run)
+    return Pretrained(str(source), plain, params, _spec_of(config, model, path), run)
+
+
+def _restore(
+    source: epath.Path, workdir: epath.Path, model: nn.Module, weights: str
+) -> tuple[int, tree.Params]:
+    """(step, parameters) of `source`, the newest valid checkpoint of `workdir` or one of its steps.
+
+    `weights`: "params" or "ema". Layers are unrolled.
+
+    Raises:
+      InputError: there is no checkpoint, or it does not verify.
+    """
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    params = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+        for name, leaf in abstract_params(model).items()
+    }
+    target = {weights: tree.unflatten_names(params)}
+    if source == workdir:
+        restored = restore.restore_newest(workdir / "checkpoints", target, partial=True)
+    else:
+        restored = restore.restore_step(source, target, partial=True)
+    if restored is None:
+        raise InputError(
+            f"init_from={str(workdir)!r}: has no checkpoint yet; wait for the run's first one"
+        )
+    found = jax.tree.map(np.asarray, restored[0][weights])
+    return restored[1]["step"], unstack_layers(found) if value_of(model, "scan") else found
+
+
+def _spec_of(config: ConfigDict, model: nn.Module, workdir: epath.Path) -> Spec:
+    """What the run's config and class names tell of its images."""
+    ops = _evaluated_by(config)
+    return Spec(
+        image_size=model.image_size,
+        resize="antialiased",
+        mean=tuple(config.data.mean),
+        std=tuple(config.data.std),
+        class_names=class_names_of(read_class_names(workdir), model.num_classes, str(workdir)),
+        cut=_cut(ops, model.image_size or image_hw(config.data.image_size)),
+        ops=_ops_for_files(ops, config.data.pad_crops),
+        loss=config.loss.name,
+        holdout=_holdout(config),
+        exif=config.data.exif,
+        channels=config.data.channels,
+    )
 
 
 def _holdout(config: ConfigDict) -> str | None:
