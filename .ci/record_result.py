@@ -9,6 +9,7 @@ import platform
 import sys
 import xml.etree.ElementTree as ElementTree
 
+ROOT = pathlib.Path(__file__).parents[1]
 HEADING = "| file | result | seconds | date | commit | Python, jax |"
 
 
@@ -27,11 +28,15 @@ def describe(result: pathlib.Path) -> tuple[str, str]:
 
 
 def record(file: str, cells: list[str], table: pathlib.Path) -> None:
-    """Replace the row of `file` in `table`, or add it in the files' order."""
+    """Replace the row of `file` in `table`, or add it in the files' order.
+
+    Rows of files that are gone are removed.
+    """
     before, heading, after = table.read_text().partition(HEADING)
     assert heading, f"{table}: has no line {HEADING!r}"
     rule, *rows = after.strip().splitlines()
     by_file = {row.split("|")[1].strip(): row for row in rows}
+    by_file = {name: row for name, row in by_file.items() if (ROOT / name).exists()}
     by_file[file] = f"| {' | '.join([file, *cells])} |"
     lines = [heading, rule, *(by_file[name] for name in sorted(by_file))]
     table.write_text(before + "\n".join(lines) + "\n")

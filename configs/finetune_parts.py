@@ -2,25 +2,34 @@
 
 python -m vit_jax.main --config=configs/five_classes.py:pretrain --config.data.data_dir=DIR \\
   --config.duration='3 epochs' --workdir=$W/pre
+python -m vit_jax.main study --config=configs/finetune_parts.py:choose --config.data.data_dir=DIR \\
+  --config.init_from=$W/pre --workdir=$W/choose
 python -m vit_jax.main study --config=configs/finetune_parts.py --config.data.data_dir=DIR \\
   --config.init_from=$W/pre --workdir=$W/parts
 A minute, on handwritten digits: --config=configs/finetune_parts.py:debug
 
 DIR holds cifar10/VERSION as TFDS prepares it. The source was trained on the first five classes of
 CIFAR-10; the study fine-tunes it on 250 pictures of the last five (48 to 51 each), three seeds.
+The word choose compares learning rates on other training pictures.
 Results: docs/explanation/results.md.
 """
 
 from vit_jax.config import base_config, classification, refuse_words, split_words
 
-WORDS = {"debug": "a few steps of a tiny model, one seed"}
-
-PARTS = {
-    "whole model": "optimizer.peak_lr=0.001",
-    "head": "optimizer.peak_lr=0.01; optimizer.freeze=(?!head/).*",
-    "LoRA of rank 8, and head": "optimizer.peak_lr=0.003; model.lora_rank=8; "
-    "optimizer.freeze=(?!head/|.*/lora_[ab]$).*",
+WORDS = {
+    "choose": "compare learning rates on pictures that are not in the test split, one seed",
+    "debug": "a few steps of a tiny model, one seed",
 }
+
+PARTS = {  # name: its learning rate, and the other keys that it sets
+    "whole model": (0.001, ""),
+    "head": (0.01, "; optimizer.freeze=(?!head/).*"),
+    "LoRA of rank 8, and head": (
+        0.003,
+        "; model.lora_rank=8; optimizer.freeze=(?!head/|.*/lora_[ab]$).*",
+    ),
+}
+PEAK_LRS = (0.0003, 0.001, 0.003, 0.01, 0.03)
 
 
 def get_config(arg=""):
@@ -38,8 +47,18 @@ def get_config(arg=""):
     c.schedule.name = "cosine"
     c.log.every, c.checkpoint.every = "50 steps", "300 steps"
     c.study.name, c.study.metric = "grid", "test/top1"
-    c.study.cells = tuple(f"{part} | top-1: {changes}" for part, changes in PARTS.items())
+    c.study.cells = tuple(
+        f"{part} | top-1: optimizer.peak_lr={lr}{others}" for part, (lr, others) in PARTS.items()
+    )
     c.optimizer.peak_lr = 0.001  # the cells replace it
+
+    if "choose" in chosen:
+        c.evals.test.split, c.study.seeds = "train[10000:20000]", 1
+        c.study.cells = tuple(
+            f"{part} | {lr}: optimizer.peak_lr={lr}{others}"
+            for part, (_, others) in PARTS.items()
+            for lr in PEAK_LRS
+        )
 
     if "debug" in chosen:
         c.init_from, c.init_fields = "scratch", "config"

@@ -64,7 +64,7 @@ FORMS = {
         "ViT-B/16,cifar10,debug",
         "BiT-R101x3,oxford_iiit_pet",
     ],
-    "finetune_parts": ["", "debug"],
+    "finetune_parts": ["", "choose", "debug"],
     "vtab": ["ViT-H/14", "ViT-B/16,debug", "BiT-R50x3", "BiT-R50x1,debug"],
     "position_ablation": ["", "debug"],
     "bit_and_vit": ["", "debug"],

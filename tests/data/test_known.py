@@ -3,7 +3,7 @@
 import pytest
 
 from vit_jax.config import base_config
-from vit_jax.data import make_source
+from vit_jax.data import known, make_source
 from vit_jax.data.known import KNOWN_DATA, fill_in_sizes, known_sizes
 from vit_jax.errors import InputError
 
@@ -22,6 +22,17 @@ from vit_jax.errors import InputError
 def test_splits_are_counted_in_tfds_notation(split, num_examples):
     assert known_sizes("imagenet2012", split) == (1000, num_examples)
     assert known_sizes("imagenet2012:5.1.0", split) == (1000, num_examples)
+
+
+@pytest.mark.parametrize(
+    "split", ["train", "validation", "train[50000:]", "train[:98%]", "train[33%:67%]", "train[1:9]"]
+)
+def test_common_splits_are_counted_without_tensorflow(split, monkeypatch):
+    """As TFDS counts them."""
+    _, sizes = KNOWN_DATA["imagenet2012"]
+    number = known._count(split, sizes, "imagenet2012")
+    monkeypatch.setattr(known, "tfds", None)
+    assert known_sizes("imagenet2012", split) == (1000, number)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import collections
 import json
 import math
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -17,12 +18,13 @@ from vit_jax.config import base_config
 from vit_jax.data.known import fill_in_sizes
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.devices.mesh import make_mesh
+from vit_jax.errors import InputError
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.planning import calculated, hlo, layout
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
-from vit_jax.planning.estimates import estimate
+from vit_jax.planning.estimates import estimate, speed_of
 from vit_jax.planning.search import find_remedies, largest_batch, search
 from vit_jax.planning.targets import Target, readable_mesh
 from vit_jax.training import prepare as run_module
@@ -139,7 +141,7 @@ def test_no_estimate_is_faster_than_the_roofline(sent_bytes, mfu):
 
 
 def test_plan_for_gpus_is_calculated(capsys):
-    words = (TINY, "--topology=H100:8", "--config.mesh.fsdp=4", "--config.mesh.data=2")
+    words = (TINY, "--topology=L4:8", "--config.mesh.fsdp=4", "--config.mesh.data=2")
     code, figures = plan_by_command(capsys, *words)
     assert code == 0 and figures["by"] == "calculation"
     assert figures["compiler_cycles"] is None and figures["estimate"]["compiler"] is None
@@ -151,7 +153,7 @@ def test_plan_for_gpus_is_calculated(capsys):
         for kind in ("all-gather", "reduce-scatter", "all-reduce")
         for axis in ("fsdp", "data")
     }
-    assert {row["network"] for row in rows} == {"NVLink"}
+    assert {row["network"] for row in rows} == {"PCIe"}
     sent = [row["sent_bytes"] for row in rows]
     assert sent == sorted(sent, reverse=True)
 
@@ -220,6 +222,16 @@ def test_gradients_that_two_axes_of_an_array_split_are_reduced_whole():
     scattered = 2 * (width**2 + hidden * width + 8 * 8 * 3 * width)
     assert numbers["reduce-scatter", "fsdp"] == scattered
     assert numbers["reduce-scatter", "data"] == scattered / 4
+
+
+@pytest.mark.parametrize(("name", "network"), [("L4", "PCIe"), ("A10", "PCIe"), ("RTX4090", "PCIe"),
+                                               ("RTX5090", "PCIe"), ("A100", "NVLink"),
+                                               ("B200", "NVLink")])  # fmt: skip
+def test_network_within_a_host(name, network):
+    chip = CHIPS[name]
+    assert chip.fast_network == network
+    assert speed_of(chip, network) == chip.fast_bytes_per_s
+    assert speed_of(chip, "network") == chip.slow_bytes_per_s
 
 
 def test_gpus_of_several_hosts_exchange_over_the_network():
@@ -357,6 +369,8 @@ def linear(monkeypatch):
         }  # fmt: skip
 
     monkeypatch.setattr("vit_jax.planning.search.plan", plan)
+    monkeypatch.setattr("vit_jax.planning.search.calculate_memory", lambda *_: {
+        "peak": 16 * GIB, "capacity": 15 * GIB, "fits": False})  # not hopeless  # fmt: skip
     monkeypatch.setattr("vit_jax.planning.targets.find_devices", lambda _: jax.devices()[:4])
     return planned
 
@@ -403,8 +417,10 @@ def test_search_compares_meshes_and_remat(linear):
 @pytest.mark.parametrize(
     ("batch", "changes"),
     [
-        (4 * 16, [{"model.remat": "full"}]),
-        (4 * 40, [{"model.remat": "full"}, {"mesh.data": 1, "mesh.fsdp": 4},
+        (4 * 12, [{"model.remat": "dots"}]),
+        (4 * 16, [{"model.remat": "dots"}, {"model.remat": "full"}]),
+        (4 * 40, [{"model.remat": "dots"}, {"model.remat": "full"},
+                  {"mesh.data": 1, "mesh.fsdp": 4},
                   {"model.remat": "full", "mesh.data": 1, "mesh.fsdp": 4}]),
     ],
 )  # fmt: skip
@@ -417,6 +433,43 @@ def test_remedies_are_tried_until_one_fits(linear, batch, changes):
     assert found == changes
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_calculated_plans_count_the_step_that_is_trained(remat):
+    """They trace it with a scan over the layers, which is faster."""
+    config = tiny_config(**{"model.depth": 3, "model.remat": remat})
+    figures = calculated.calculate_plan(config, FOUR)
+    mesh = planning.targets.plan_mesh(config, FOUR, planning.targets.describe_devices(FOUR))
+    experiment = make_experiment(config, mesh)
+    assert not experiment.model.scan and figures["scan"] is False
+    with jax.set_mesh(mesh):
+        assert figures["flops"]["counted_per_step"] == experiment.flops_per_step
+    assert figures["flops"]["model_per_image_by_jaxpr"] == experiment.flops_per_image
+
+
+def test_what_is_far_too_large_by_calculation_is_not_compiled(linear, monkeypatch):
+    config = tiny_config(global_batch_size=4 * 16)
+    figures = planning.search.plan(config, FOUR)
+    del linear[:]
+
+    def calculated_peak(config, target):
+        peak = 40 if config.model.remat == "dots" else 10
+        return {"peak": peak * GIB, "capacity": 15 * GIB, "fits": peak < 15}
+
+    monkeypatch.setattr("vit_jax.planning.search.calculate_memory", calculated_peak)
+    assert [row["fits"] for row in find_remedies(config, FOUR, figures)] == [False, True]
+    assert [remat for _, remat, _ in linear] == ["full"]
+
+
+def test_remedies_by_calculation_compile_nothing(monkeypatch):
+    monkeypatch.setattr("vit_jax.planning.search.plan", None)  # cannot be called
+    config = tiny_config(global_batch_size=4 * 10**9 + 4)  # no number of microbatches divides it
+    figures = calculated.calculate_plan(config, FOUR)
+    *others, last = find_remedies(config, FOUR, figures, calculate=True)
+    assert not figures["memory_bytes"]["fits"] and not any(row["fits"] for row in others)
+    assert last["fits"] and last["change"]["global_batch_size"] < config.global_batch_size
+    assert last["peak_bytes"] > 0.9 * figures["memory_bytes"]["capacity"]
+
+
 def test_of_smaller_batches_the_largest_that_fits_is_the_remedy(linear):
     config = tiny_config(global_batch_size=4 * 1000 + 4)  # no number of microbatches divides it
     *others, last = find_remedies(config, FOUR, planning.search.plan(config, FOUR))
@@ -426,18 +479,8 @@ def test_of_smaller_batches_the_largest_that_fits_is_the_remedy(linear):
 
 def test_remedies_name_a_larger_slice_in_the_end(linear, monkeypatch):
     config = tiny_config(global_batch_size=4 * 10_000)
-    monkeypatch.setattr(
-        "vit_jax.planning.search.plan",
-        lambda *_: {
-            "memory_bytes": {
-                "peak": 99 * GIB,
-                "fits": False,
-                "capacity": 7 * GIB,
-                "temporaries": GIB,
-                "batch": 0,
-            }
-        },
-    )
+    memory = {"peak": 99 * GIB, "fits": False, "capacity": 7 * GIB, "temporaries": GIB, "batch": 0}
+    monkeypatch.setattr("vit_jax.planning.search.plan", lambda *_: {"memory_bytes": memory})
     figures = {"mesh": {"replica": 1, "data": 4, "fsdp": 1, "tensor": 1}, "remat": "none",
                "images_per_way": 10_000, "global_batch_size": 40_000}  # fmt: skip
     tried = find_remedies(config, FOUR, figures)
@@ -453,11 +496,35 @@ def test_plan_that_does_not_fit_says_so(capsys):
     code, figures = plan_by_command(capsys, *words)
     memory = figures["memory_bytes"]
     assert code == 3 and not memory["fits"] and memory["margin"] < 0
-    (remedy,) = figures["remedies"]
+    *others, remedy = figures["remedies"]
+    assert [row["change"] for row in others] == [{"model.remat": "dots"}]
     assert remedy["fits"] and remedy["change"] == {"model.remat": "full"}
     assert main(["plan", *words]) == 3
     shown = capsys.readouterr().out
-    assert "too much" in shown and "fits" in shown
+    assert re.match(
+        r"Does not fit, by calculation: needs [\d.]+ GiB of 55.88 GiB a device; would take [\d.,]+ "
+        r"ms a step, MFU \d+%; .* chip-hours; fits with --config.model.remat=full \(.*\)\.\n",
+        shown,
+    )
+    assert "too much" in shown and "8 on 1 host " in shown
+
+
+def test_first_line_is_by_calculation(monkeypatch, capsys):
+    """It comes before the compiler starts, and says so if a family has no formulas."""
+    pytest.importorskip("libtpu")
+
+    def plan(config, target):
+        raise InputError("too early")
+
+    monkeypatch.setattr(planning, "plan", plan)
+    words = ["plan", TINY, "--topology=v5e:2x2", "--price_per_chip_hour=2"]
+    assert main(words) == 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert re.fullmatch(r"Fits, by calculation: .* ms a step, MFU .* chip-hours, cost [\d.]+. The "
+                        "compiler's figures follow.", first)  # fmt: skip
+    monkeypatch.setattr(calculated, "calculate_plan", plan)
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith("No quick answer by calculation")
 
 
 def test_show_sharding(capsys):

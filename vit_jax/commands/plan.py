@@ -13,6 +13,7 @@ import logging
 import sys
 from typing import Any
 
+from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -71,7 +72,6 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax import metrics  # imports TensorBoard, so only after the flags are checked
     from vit_jax.data.known import fill_in_sizes
     from vit_jax.planning import cache_file, plan
-    from vit_jax.planning.calculated import calculate_plan
     from vit_jax.planning.estimates import estimate
     from vit_jax.planning.layout import show_sharding
     from vit_jax.planning.search import find_remedies, search
@@ -88,19 +88,33 @@ def main(flags: argparse.Namespace) -> int:
         rows = search(config, target, price)
         return _show(flags, rows, search_table, any(row["fits"] for row in rows))
     if target.is_compiled_for and not cache_file(config, target).exists():
-        figures = calculate_plan(config, target)
-        figures |= {"estimate": estimate(figures, price)}
-        logger.info("%s. The compiler's figures follow.", answer(figures))
+        logger.info("%s", _first_answer(config, target, price))
     figures = plan(config, target)
     figures |= {"estimate": estimate(figures, price)}
-    memory = figures["memory_bytes"]
-    if not memory["fits"]:
-        logger.info(
-            "does not fit: %s needed, %s available; trying changes that may make it fit",
-            format_bytes(memory["peak"]), format_bytes(memory["capacity"]),
-        )  # fmt: skip
-        figures["remedies"] = find_remedies(config, target, figures)
-    return _show(flags, figures, print_plan, memory["fits"])
+    fits = figures["memory_bytes"]["fits"]
+    if not fits:
+        if target.is_compiled_for:
+            logger.info("%s; trying changes that may make it fit", answer(figures))
+        figures["remedies"] = find_remedies(
+            config, target, figures, calculate=not target.is_compiled_for
+        )
+    return _show(flags, figures, print_plan, fits)
+
+
+def _first_answer(config: ConfigDict, target: Any, price: float | None) -> str:
+    """The answer by calculation, which takes seconds, while the compiler takes minutes."""
+    from vit_jax.planning.calculated import calculate_plan
+    from vit_jax.planning.estimates import estimate
+    from vit_jax.planning.search import find_remedies
+
+    try:
+        figures = calculate_plan(config, target)
+    except InputError:  # there are no formulas for it, or the compiler's plan is refused too
+        return "No quick answer by calculation. The compiler's figures follow."
+    figures |= {"estimate": estimate(figures, price)}
+    if not figures["memory_bytes"]["fits"]:
+        figures["remedies"] = find_remedies(config, target, figures, calculate=True)
+    return f"{answer(figures)}. The compiler's figures follow."
 
 
 def _show(flags: argparse.Namespace, result: Any, draw: Any, fits: bool = True) -> int:
@@ -111,16 +125,27 @@ def _show(flags: argparse.Namespace, result: Any, draw: Any, fits: bool = True) 
     else:
         console = Console()
         for part in draw(result):
-            console.print(part)
+            console.print(part, soft_wrap=isinstance(part, str))  # the answer is one line
     return exit_codes.DONE if fits else exit_codes.DOES_NOT_FIT
 
 
 def answer(figures: dict[str, Any]) -> str:
-    """One sentence about a plan: whether it fits, how long it takes and what it costs."""
-    memory, timing = figures["memory_bytes"], figures["estimate"]
-    peak, capacity = _bytes(memory["peak"]), _bytes(memory["capacity"])
-    if not memory["fits"]:
-        return f"Does not fit, by {_BY[figures['by']]}: needs {peak} of {capacity} a device"
+    """One sentence about a plan: whether it fits, how long it takes and what it costs.
+
+    If it does not fit, also a change with which it does, if `figures` has "remedies".
+    """
+    memory, by = figures["memory_bytes"], _BY[figures["by"]]
+    space = f"{_bytes(memory['peak'])} of {_bytes(memory['capacity'])} a device"
+    if memory["fits"]:
+        return f"Fits, by {by}: {space}; {_time(figures['estimate'])}"
+    parts = [f"Does not fit, by {by}: needs {space}", f"would take {_time(figures['estimate'])}"]
+    if "remedies" in figures:
+        parts.append(_remedy(figures["remedies"]))
+    return "; ".join(parts)
+
+
+def _time(timing: dict[str, Any]) -> str:
+    """Time of a step, MFU, and hours and cost of the run."""
     step, run, at_best = timing["compiler"], timing["run"], ""
     if timing["at_utilisation"] is not None:
         step = run = timing["at_utilisation"]
@@ -128,10 +153,24 @@ def answer(figures: dict[str, Any]) -> str:
         step, at_best = timing["roofline"], " at best"
     cost = "" if run["cost"] is None else f", cost {run['cost']:,.2f}"
     return (
-        f"Fits, by {_BY[figures['by']]}: {peak} of {capacity} a device; "
         f"{step['step_s'] * 1e3:,.4g} ms a step, MFU {step['mfu']:.0%}{at_best}; "
-        f"{run['hours']:,.3g} hours, "
-        f"{run['chip_hours']:,.3g} chip-hours{cost}"
+        f"{run['hours']:,.3g} hours, {run['chip_hours']:,.4g} chip-hours{cost}"
+    )
+
+
+def _remedy(remedies: list[dict[str, Any]]) -> str:
+    """The change to make, of those that `find_remedies` has tried."""
+    for remedy in remedies:
+        if remedy["fits"]:
+            return f"fits with {_as_flags(remedy['change'])} ({_bytes(remedy['peak_bytes'])})"
+    if remedies and remedies[-1]["fits"] is None:
+        return f"nothing tried fits; try {_as_flags(remedies[-1]['change'])}"
+    return "nothing tried fits"
+
+
+def _as_flags(change: dict[str, Any]) -> str:
+    return " ".join(
+        f"--{'' if key == 'topology' else 'config.'}{key}={value}" for key, value in change.items()
     )
 
 
@@ -144,7 +183,7 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
     head = Table("run", "", show_header=False, title=f"{figures['model']} on {figures['topology']}")
     slices = f", {figures['num_slices']} slices" if figures["num_slices"] > 1 else ""
     rows = {
-        "chips": f"{chips:,} on {hosts:,} hosts{slices}",
+        "chips": f"{chips:,} on {hosts:,} host{'s' * (hosts > 1)}{slices}",
         "mesh": readable_mesh(figures["mesh"]),
         "batch": f"{figures['global_batch_size']:,}, {figures['images_per_way']:,} per shard",
         "layers": f"{'scanned' if figures['scan'] else 'unrolled'}, remat {figures['remat']}",
@@ -191,13 +230,9 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
                 + "."
             )
     for remedy in figures.get("remedies", []):
-        change = " ".join(
-            f"--{'' if key == 'topology' else 'config.'}{key}={value}"
-            for key, value in remedy["change"].items()
-        )
         verdict = {True: "fits", False: "does not fit", None: "not tried"}[remedy["fits"]]
         peak = "" if remedy["peak_bytes"] is None else f", peak {_bytes(remedy['peak_bytes'])}"
-        parts.append(f"with {change}: {verdict}{peak}")
+        parts.append(f"with {_as_flags(remedy['change'])}: {verdict}{peak}")
     return parts
 
 

@@ -23,12 +23,13 @@ class Chip(NamedTuple):
     usable_bytes: memory that a program can use: for a TPU the size its compiler reports, for a GPU
       the fraction that JAX takes by default (XLA_PYTHON_CLIENT_MEM_FRACTION, 0.75).
     hbm_bytes_per_s: bandwidth of its memory.
-    fast_bytes_per_s: bandwidth to other chips over ICI (TPU) or NVLink (GPU).
+    fast_bytes_per_s: bandwidth to other chips over `fast_network`.
     slow_bytes_per_s: its share of the bandwidth of the host's network (DCN).
     cycles_per_s: the clock behind the compiler's cycle counts; None if it is not published.
     devices: number of JAX devices per chip; two for TPU7x.
     device_kinds: its names in `jax.Device.device_kind`.
     source: source of the peaks.
+    has_nvlink: whether it is a GPU with NVLink; GPUs without it exchange over PCIe.
     """
 
     peak_flops: float
@@ -41,11 +42,19 @@ class Chip(NamedTuple):
     device_kinds: tuple[str, ...]
     source: str
     devices: int = 1
+    has_nvlink: bool = False
 
     @property
     def is_gpu(self) -> bool:
         """Whether the chip is a GPU; otherwise it is a TPU."""
         return self.device_kinds[0].startswith("NVIDIA")
+
+    @property
+    def fast_network(self) -> str:
+        """The network within a slice of TPUs or a host of GPUs: "ICI", "NVLink" or "PCIe"."""
+        if not self.is_gpu:
+            return "ICI"
+        return "NVLink" if self.has_nvlink else "PCIe"
 
 
 _TPU_DOCS = "https://cloud.google.com/tpu/docs/"
@@ -85,18 +94,22 @@ CHIPS: dict[str, Chip] = {
         312e12, 80 * GB, 60 * GB, 2039e9, 300e9, 25e9, None,
         ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB"),
         "NVIDIA A100 80GB SXM data sheet; network: DGX A100, 8 x 200 Gbit/s",
+        has_nvlink=True,
     ),
     "H100": Chip(
         989e12, 80 * GB, 60 * GB, 3350e9, 450e9, 50e9, None, ("NVIDIA H100 80GB HBM3",),
         "NVIDIA H100 SXM data sheet; network: DGX H100, 8 x 400 Gbit/s",
+        has_nvlink=True,
     ),
     "H200": Chip(
         989e12, 141 * GB, int(105.75 * GB), 4800e9, 450e9, 50e9, None, ("NVIDIA H200",),
         "NVIDIA H200 SXM data sheet; network: DGX H200, 8 x 400 Gbit/s",
+        has_nvlink=True,
     ),
     "B200": Chip(
         2250e12, 180 * GB, 135 * GB, 8000e9, 900e9, 50e9, None, ("NVIDIA B200",),
         "NVIDIA DGX B200 data sheet, by its 8 GPUs; network: 8 x 400 Gbit/s",
+        has_nvlink=True,
     ),
     "L4": Chip(
         121e12, 24 * GB, 18 * GB, 300e9, 32e9, _SHARED_NETWORK, None, ("NVIDIA L4",),

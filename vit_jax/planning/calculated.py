@@ -3,7 +3,6 @@
 XLA's GPU compiler needs a GPU, and does not report whether a program fits into memory.
 """
 
-import logging
 import math
 import re
 from collections import Counter
@@ -13,19 +12,18 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
 from vit_jax import tree
 from vit_jax.devices.chips import GPUS_PER_HOST
 from vit_jax.devices.mesh import AXES, BATCH_AXES
 from vit_jax.experiment.experiment import Experiment, make_experiment
-from vit_jax.models.fields import value_of
+from vit_jax.models import find_family
+from vit_jax.models.fields import field_names, value_of
 from vit_jax.planning.activations import activation_bytes, tensor_exchanges
 from vit_jax.planning.layout import describe, judge, state_bytes
-from vit_jax.planning.targets import Target, describe_devices, plan_mesh, readable_mesh
-
-logger = logging.getLogger("vit_jax")
+from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
 
 _IN_LAYERS = re.compile(r"(?:.*/)?layer(?:s|_\d+)/")
 _HEAD = re.compile(r"(?:head|head_distillation)/")
@@ -41,27 +39,49 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     """
     mesh = plan_mesh(config, target, describe_devices(target))
     experiment = make_experiment(config, mesh)
-    figures = describe(config, target, mesh, experiment)
-    state = state_bytes(experiment)
+    figures = describe(config, target, mesh, experiment, _scanned(config, mesh))
     images, accum_steps = figures["images_per_way"], config.optimizer.accum_steps
-    logger.info(
-        "calculating %s for %s, mesh %s, %d images per batch shard, remat %s",
-        config.model.name, target.slice.name, readable_mesh(mesh.shape), images,
-        figures["remat"],
-    )  # fmt: skip
+    state = state_bytes(experiment)
     activations = images * activation_bytes(experiment.model)
-    temporaries = state["params"] + activations // accum_steps
-    peak = sum(state.values()) + temporaries
-    memory = state | {"temporaries": temporaries, "peak": peak}
     return figures | {
         "by": "calculation",
         "compile_s": 0.0,
-        "memory_bytes": memory | judge(peak, target),
+        "memory_bytes": _memory(state, activations // accum_steps, target),
         "collectives": collective_table(experiment, mesh.shape, target, images, accum_steps),
         "hbm_bytes_accessed": 2 * (sum(state.values()) + state["params"] + activations),
         "compiler_cycles": None,
         "kernels": [],
     }
+
+
+def _scanned(config: ConfigDict, mesh: Mesh) -> Experiment | None:
+    """The experiment with its layers in a scan: as many FLOPs, traced in a fraction of the time."""
+    has_scan = "scan" in field_names(find_family(config.model.name).module)
+    if not has_scan or config.model.scan or config.model.get("remat_layers") is not None:
+        return None
+    scanned = config.copy_and_resolve_references()
+    scanned.model.scan = True
+    return make_experiment(scanned, mesh)
+
+
+def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
+    """The key `memory_bytes` of `calculate_plan`, in less time, because no step is traced.
+
+    Raises:
+      InputError: as `calculate_plan`.
+    """
+    mesh = plan_mesh(config, target, describe_devices(target))
+    experiment = make_experiment(config, mesh)
+    images = config.global_batch_size // batch_ways(mesh.shape)
+    activations = images * activation_bytes(experiment.model) // config.optimizer.accum_steps
+    return _memory(state_bytes(experiment), activations, target)
+
+
+def _memory(state: Mapping[str, int], activations: int, target: Target) -> dict[str, Any]:
+    """Bytes of a device; `activations` are those that the backward pass of a microbatch needs."""
+    temporaries = state["params"] + activations
+    peak = sum(state.values()) + temporaries
+    return {**state, "temporaries": temporaries, "peak": peak, **judge(peak, target)}
 
 
 def collective_table(
@@ -216,4 +236,4 @@ def _network(axis: str, shape: Mapping[str, int], target: Target) -> str:
         return "DCN" if axis == "replica" and target.num_slices > 1 else "ICI"
     # The devices along the mesh's last axes are neighbours.
     within = math.prod(shape[inner] for inner in AXES[AXES.index(axis) :])
-    return "NVLink" if within <= GPUS_PER_HOST else "network"
+    return target.chip.fast_network if within <= GPUS_PER_HOST else "network"

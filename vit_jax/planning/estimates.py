@@ -138,5 +138,5 @@ def _run_costs(
 
 
 def speed_of(chip: Chip, network: str) -> float:
-    """Bytes/s that a chip sends over a collective's network: "ICI", "DCN", "NVLink", "network"."""
-    return chip.fast_bytes_per_s if network in ("ICI", "NVLink") else chip.slow_bytes_per_s
+    """Bytes/s that a chip sends over a collective's network; see `Chip.fast_network`."""
+    return chip.fast_bytes_per_s if network == chip.fast_network else chip.slow_bytes_per_s

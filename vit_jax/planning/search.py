@@ -7,15 +7,18 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from vit_jax.devices.chips import SLICES
+from vit_jax.errors import InputError
 from vit_jax.models import find_family
 from vit_jax.models.fields import field_names
 from vit_jax.planning import plan
+from vit_jax.planning.calculated import calculate_memory
 from vit_jax.planning.estimates import estimate
-from vit_jax.planning.targets import Target, batch_ways, target_mesh
+from vit_jax.planning.targets import Target, batch_ways, describe_devices, target_mesh
 
 REMATS = ("none", "dots", "full")
 _FSDP = (1, 4, 16, 64)  # over more chips the compiler gathers weights by all-reduces
 _TRIES = 6  # batch sizes to try for one mesh and one remat policy
+_HOPELESS = 1.5  # times the capacity; a calculated peak beyond it is not compiled
 
 
 def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
@@ -96,45 +99,84 @@ def _round_down(number: int, unit: int) -> int:
 
 
 def find_remedies(
-    config: ConfigDict, target: Target, figures: Mapping[str, Any]
+    config: ConfigDict, target: Target, figures: Mapping[str, Any], *, calculate: bool = False
 ) -> list[dict[str, Any]]:
     """Changes that may make a plan fit; each one is planned, up to the first that fits.
 
-    `figures` comes from `plan`. A change is {config key: value} or {"topology": name}; a larger
-    topology is suggested without a plan.
+    The order is remat, mesh, microbatches, batch. A change that is far too large by calculation is
+    not compiled. A larger topology is suggested without a plan.
+
+    Args:
+      figures: from `plan` or `calculate_plan`.
+      calculate: calculate the memory, in seconds, also for a target that is compiled for.
+
+    Returns:
+      [{"change": {config key: value} or {"topology": name}, "peak_bytes", "fits"}]; the last two
+      are None for a topology.
     """
-    shape = figures["mesh"]
-    remat = {} if figures["remat"] == _remats(config)[-1] else {"model.remat": "full"}
-    together = shape["data"] * shape["fsdp"]
-    fsdp = max(size for size in range(1, min(together, _FSDP[-1]) + 1) if together % size == 0)
-    split = {} if shape["fsdp"] >= fsdp else {
-        "mesh.fsdp": fsdp, "mesh.data": together // fsdp, "mesh.replica": shape["replica"],
-    }  # fmt: skip
-    both, tries = remat | split, [remat, split, remat | split]
-    share, accum = figures["images_per_way"], config.optimizer.accum_steps
-    tries += [
-        both | {"optimizer.accum_steps": steps}
-        for steps in (accum * 2, accum * 4, accum * 8)
-        if share % steps == 0
-    ]
+    both, tries = _changes(config, figures)
+    tried: list[dict[str, Any]] = []
+    for change in tries:
+        if change and change not in [earlier["change"] for earlier in tried]:
+            memory = _memory(changed(config, change), target, calculate)
+            tried.append({"change": change, "peak_bytes": memory["peak"], "fits": memory["fits"]})
+            if memory["fits"]:
+                return tried
+    batch = (_calculated_batch if calculate else _planned_batch)(changed(config, both), target)
+    least = batch_ways(figures["mesh"]) * config.optimizer.accum_steps
+    change = both | {"global_batch_size": batch or least}
+    memory = _memory(changed(config, change), target, calculate)
+    tried.append({"change": change, "peak_bytes": memory["peak"], "fits": memory["fits"]})
     larger = [
         other.name
         for other in SLICES.values()
         if other.chip == target.slice.chip and other.num_chips > target.slice.num_chips
     ]
-    tried: list[dict[str, Any]] = []
-    for change in tries:
-        if change and change not in [earlier["change"] for earlier in tried]:
-            memory = plan(changed(config, change), target)["memory_bytes"]
-            fits = memory["fits"]
-            tried.append({"change": change, "peak_bytes": memory["peak"], "fits": fits})
-            if fits:
-                return tried
-    most = largest_batch(changed(config, both), target)
-    least = figures["global_batch_size"] // share * accum
-    change = both | {"global_batch_size": most["global_batch_size"] if most else least}
-    memory = (most or plan(changed(config, change), target))["memory_bytes"]
-    tried.append({"change": change, "peak_bytes": memory["peak"], "fits": memory["fits"]})
-    if larger and not most:
+    if larger and not memory["fits"]:
         tried.append({"change": {"topology": larger[0]}, "peak_bytes": None, "fits": None})
     return tried
+
+
+def _changes(
+    config: ConfigDict, figures: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The change that saves most without smaller parts of a batch, and all changes to try first."""
+    shape, remats = figures["mesh"], _remats(config)
+    heavier = [{"model.remat": remat} for remat in remats[remats.index(figures["remat"]) + 1 :]]
+    full = heavier[-1] if heavier else {}
+    together = shape["data"] * shape["fsdp"]
+    fsdp = max(size for size in range(1, min(together, _FSDP[-1]) + 1) if together % size == 0)
+    split = {} if shape["fsdp"] >= fsdp else {
+        "mesh.fsdp": fsdp, "mesh.data": together // fsdp, "mesh.replica": shape["replica"],
+    }  # fmt: skip
+    share, accum = figures["images_per_way"], config.optimizer.accum_steps
+    parts = [accum * times for times in (2, 4, 8) if share % (accum * times) == 0]
+    both = full | split
+    tries = [*heavier, split, both, *(both | {"optimizer.accum_steps": steps} for steps in parts)]
+    return both, tries
+
+
+def _memory(config: ConfigDict, target: Target, calculate: bool) -> dict[str, Any]:
+    """The memory of a plan, by calculation if that is asked for or says that it cannot fit."""
+    try:
+        memory = calculate_memory(config, target)
+    except InputError:  # there are no formulas for the model's family
+        return plan(config, target)["memory_bytes"]
+    if calculate or memory["peak"] > _HOPELESS * memory["capacity"]:
+        return memory
+    return plan(config, target)["memory_bytes"]
+
+
+def _planned_batch(config: ConfigDict, target: Target) -> int | None:
+    figures = largest_batch(config, target)
+    return figures and figures["global_batch_size"]
+
+
+def _calculated_batch(config: ConfigDict, target: Target) -> int | None:
+    """The largest batch that fits by calculation, or None."""
+    memory = calculate_memory(config, target)
+    ways = batch_ways(target_mesh(config, target, describe_devices(target)).shape)
+    growing = memory["batch"] + memory["temporaries"] - memory["params"]
+    room = max(memory["capacity"] - memory["peak"] + growing, 0)
+    images = config.global_batch_size // ways * room // growing
+    return ways * _round_down(images, config.optimizer.accum_steps) or None
