@@ -158,7 +158,7 @@ def debug_forms():
             yield pytest.param(name, words, marks=pytest.mark.slow if i else ())
 
 
-@pytest.mark.parametrize(("name", "words"), debug_forms())
+@pytest.mark.parametrize(("name", "words"), list(debug_forms()))
 def test_debug_form_is_ready_to_run(name, words, tmp_path, pictures):
     """Data, model and schedule are compatible and small."""
     config = load(name, words)

@@ -152,6 +152,7 @@ def test_shown_lines_are_compared_by_names_and_near_numbers(printed, same):
     assert is_printed(END, ["another line", printed]) == same
 
 
+@pytest.mark.slow  # a minute; tests/test_docs.py parses its commands
 def test_first_hour(site, tmp_path):
     """Every line that the tutorial shows is printed, with numbers that are near."""
     environment = os.environ | {
