@@ -1,20 +1,36 @@
 """Cloud TPU VMs, simulated by stand_in/gcloud, which runs the workers' commands on this host."""
 
+import contextlib
+import functools
+import importlib.machinery
+import importlib.util
+import io
 import json
 import pathlib
 import shlex
 import shutil
 import subprocess
 import tempfile
+import types
 
 import pytest
 
+RESOURCES = ["compute", "tpus", "queued-resources"]
 STAND_IN = pathlib.Path(__file__).parent / "stand_in"
 QUICKSTART = "--config=configs/quickstart.py:debug"
 BUCKET = "--workdir=gs://bucket/runs/digits"
 WHERE = ["--name=digits", "--zone=us-west4-a"]
 WORDS = [QUICKSTART, BUCKET, "--config.log.every=7 steps"]
 RUN = ["run", *WHERE, "--topology=v5e:2x2", "--no_plan"]
+
+
+@functools.cache
+def stand_in():
+    """The program stand_in/gcloud as a module."""
+    loader = importlib.machinery.SourceFileLoader("stand_in_gcloud", str(STAND_IN / "gcloud"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    loader.exec_module(module)
+    return module
 
 
 class Cloud:
@@ -40,8 +56,27 @@ class Cloud:
         """The words after each verb, for the calls so far."""
         path = self.folder / "calls"
         calls = [json.loads(line) for line in path.read_text().splitlines()]
-        assert all(call[:3] == ["compute", "tpus", "queued-resources"] for call in calls)
+        assert all(call[:3] == RESOURCES for call in calls)
         return [call[4:] if verb else call[3] for call in calls if verb in (None, call[3])]
+
+    def run(self, command, *, capture_output=False, text=False):
+        """subprocess.run; gcloud is the stand-in, called in this process."""
+        program, *words = command
+        if program != "gcloud":
+            return subprocess.run(command, capture_output=capture_output, text=text)
+        out, err = (io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2))
+        code = 0
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                stand_in().main(words)
+            except SystemExit as e:
+                code = e.code
+        printed = [stream.buffer.getvalue() for stream in (out, err)]
+        if not capture_output:
+            print(b"".join(printed).decode())
+        elif text:
+            printed = [stream.decode() for stream in printed]
+        return subprocess.CompletedProcess(command, code, *printed)
 
     def workers(self):
         return sorted(path.name for path in self.folder.glob("[0-9]*-[0-9]*"))
@@ -56,11 +91,11 @@ def cloud(tpu_vm, tmp_path, monkeypatch):
     monkeypatch.setattr(tpu_vm, "_POLL_S", 0.05)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     cloud = Cloud(folder)
+    monkeypatch.setattr(tpu_vm, "subprocess", types.SimpleNamespace(run=cloud.run))
     yield cloud
     if (folder / "state").exists():
         (folder / "state").write_text("ACTIVE")
-        subprocess.run([STAND_IN / "gcloud", "compute", "tpus", "queued-resources", "delete",
-                        "digits", "--force"], check=True)  # fmt: skip
+        cloud.run(["gcloud", *RESOURCES, "delete", "digits", "--force"])
 
 
 # The stand-in
@@ -80,8 +115,14 @@ def cloud(tpu_vm, tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_stand_in_refuses_what_gcloud_refuses(cloud, words, says):
-    done = subprocess.run([STAND_IN / "gcloud", *words], capture_output=True, text=True)
+    done = cloud.run(["gcloud", *words], capture_output=True, text=True)
     assert done.returncode and says in done.stderr
+
+
+def test_stand_in_is_a_program(cloud):
+    words = ["gcloud", *RESOURCES, "describe", "digits", "--format=json"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 1 and "Resource 'digits' was not found" in done.stderr
 
 
 # create, by the reference's flags
