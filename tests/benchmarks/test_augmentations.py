@@ -19,6 +19,7 @@ def two_operations(monkeypatch):
     names = "Invert", "Rotate"
     operations = {name: augment.OPERATIONS[name] for name in names}
     monkeypatch.setattr(augment, "OPERATIONS", operations)
+    monkeypatch.setattr("vit_jax.benchmarks.augmentations._DEVICE_OPS", ("mixup(8.0)",))
 
 
 @pytest.fixture
