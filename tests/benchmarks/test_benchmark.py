@@ -4,10 +4,11 @@ import json
 import math
 
 import jax
+import PIL.Image
 import pytest
 
 from vit_jax.benchmarks.input import measure_input
-from vit_jax.benchmarks.step import make_matmuls, measure_step
+from vit_jax.benchmarks.step import _beside_matmul, make_matmuls, measure_step
 from vit_jax.commands.benchmark import BENCHMARKS, as_table
 from vit_jax.config import base_config
 from vit_jax.devices.mesh import make_mesh
@@ -27,12 +28,17 @@ def tiny_config():
 
 
 def make_data_mesh():
-    return make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
+    """A mesh of two devices, on which a step compiles sooner than on eight."""
+    devices = jax.devices()[:2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *args: devices)
+        return make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
 
 
 @pytest.fixture(scope="module")
 def step_figures():
-    return measure_step(tiny_config(), make_data_mesh(), num_steps=5, matmul_size=64)
+    """Of one round: the median, the least and the greatest are that round's."""
+    return measure_step(tiny_config(), make_data_mesh(), num_steps=1, matmul_size=64)
 
 
 def spreads(figures):
@@ -43,8 +49,8 @@ def test_step_figures_are_those_of_the_experiment(step_figures):
     experiment = make_experiment(tiny_config(), make_data_mesh())
     assert step_figures["gflop_per_image"] * 1e9 == experiment.flops_per_image
     assert step_figures["num_params"] == experiment.num_params
-    assert step_figures["num_devices"] == math.prod(step_figures["mesh"].values()) == 8
-    assert step_figures["steps"] == 5
+    assert step_figures["num_devices"] == math.prod(step_figures["mesh"].values()) == 2
+    assert step_figures["steps"] == 1
     assert step_figures["global_batch_size"] == 8
     assert step_figures["mfu"] is None  # a CPU's peak is in no table
     assert step_figures["memory_per_device_bytes"] > 3 * 4 * experiment.num_params
@@ -57,11 +63,11 @@ def test_step_figures_are_positive_and_ordered(step_figures):
         assert 0 < figure["min"] <= figure["median"] <= figure["max"]
 
 
-def test_step_ratio_is_the_quotient_of_steps_and_products():
-    # Of one round: the median, the least and the greatest are that round's.
-    figures = measure_step(tiny_config(), make_data_mesh(), num_steps=1, matmul_size=64)
-    steps, products = figures["cpu_s_per_image"], figures["matmul_cpu_s_per_image"]
-    assert figures["ratio_to_matmul"]["median"] == steps["median"] / products["median"]
+def test_step_ratio_is_the_quotient_of_steps_and_products(step_figures):
+    steps, products = step_figures["cpu_s_per_image"], step_figures["matmul_cpu_s_per_image"]
+    assert step_figures["ratio_to_matmul"]["median"] == steps["median"] / products["median"]
+    several = _beside_matmul([1.0, 2.0, 6.0], [1.0, 4.0, 2.0])["ratio_to_matmul"]
+    assert several == {"median": 1.0, "min": 0.5, "max": 3.0}
 
 
 def test_products_are_as_many_as_asked_for(monkeypatch):
@@ -71,19 +77,22 @@ def test_products_are_as_many_as_asked_for(monkeypatch):
     assert [product.shape for product in waited] == [(8, 8)] * 3
 
 
-@pytest.fixture(scope="module")
-def input_config(shared_data):
-    c = tiny_config()
-    c.data.name, c.data.data_dir, c.data.num_classes = "imagenet_sample", str(shared_data), None
-    c.data.num_examples, c.data.ops = None, "inception_crop|flip"
-    return c
-
-
-def test_input_figures_are_consistent(input_config, monkeypatch):
+@pytest.fixture
+def one_short_round(monkeypatch):
     monkeypatch.setattr("vit_jax.benchmarks.input._IMAGES_A_ROUND", 16)
     monkeypatch.setattr("vit_jax.benchmarks.input._NUM_ROUNDS", 1)
-    figures = measure_input(input_config)
-    assert (figures["data"], figures["rows"], figures["images"]) == ("imagenet_sample", 8, 16)
+
+
+def test_input_figures_are_consistent(tmp_path, one_short_round):
+    for i in range(20):
+        path = tmp_path / "ab"[i % 2] / f"{i}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        PIL.Image.new("RGB", (24, 20), (10 * i, 0, 0)).save(path)
+    c = tiny_config()
+    c.data.name, c.data.data_dir, c.data.num_classes = "folder", str(tmp_path), None
+    c.data.num_examples, c.data.ops = None, "inception_crop|flip"
+    figures = measure_input(c)
+    assert (figures["data"], figures["rows"], figures["images"]) == ("folder", 8, 16)
     ms = figures["cpu_ms_per_image"]
     assert list(ms) == ["pipeline", "decode", "fused_float32", "unfused_float32"]
     assert all(0 < figure["min"] <= figure["max"] for figure in ms.values())
@@ -93,14 +102,18 @@ def test_input_figures_are_consistent(input_config, monkeypatch):
         )
 
 
-def test_input_of_pixels_stands_alone(monkeypatch):
-    monkeypatch.setattr("vit_jax.benchmarks.input._IMAGES_A_ROUND", 16)
+def test_input_of_pixels_stands_alone(one_short_round):
     figures = measure_input(tiny_config())
     assert list(figures["cpu_ms_per_image"]) == ["pipeline"]
     assert not [name for name in figures if name.startswith("ratio")]
 
 
-def test_step_needs_no_data_and_its_json_stands_alone_on_stdout_and_in_the_file(tmp_path, capsys):
+def test_step_needs_no_data_and_its_json_stands_alone_on_stdout_and_in_the_file(
+    tmp_path, capsys, monkeypatch
+):
+    devices = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *args: devices)
+    monkeypatch.setitem(measure_step.__kwdefaults__, "matmul_size", 64)
     output = tmp_path / "figures.json"
     words = ["--config=configs/pretrain.py:ViT-mu/16,imagenet2012", "--config.data.image_size=32"]
     words += ["--config.optimizer.peak_lr=0.1", f"--config.data.data_dir={tmp_path / 'nothing'}"]

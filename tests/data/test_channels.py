@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import PIL.Image
 import pytest
@@ -56,12 +57,12 @@ def test_files_become_grey_or_keep_four_channels(tmp_path):
     assert (four["image"][3, ..., 3] == 255).all()
 
 
-@pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize(
-    "ops", ["inception_crop", "decode|resize_small(20)|central_crop",
-            "decode|resize|pad_crop(2)", "decode|torchvision_resize(20)|torchvision_crop"]
+    ("ops", "channels"),
+    [("inception_crop", 4), ("decode|resize_small(20)|central_crop", 1),
+     ("decode|resize|pad_crop(2)", 4), ("decode|torchvision_resize(20)|torchvision_crop", 1)],
 )  # fmt: skip
-def test_ops_keep_the_channels(tmp_path, channels, ops):
+def test_ops_keep_the_channels(tmp_path, ops, channels):
     rgba().resize((30, 20)).save(tmp_path / "1.png")
     batch = batch_of(image_files([str(tmp_path / "1.png")], channels=channels), ops, False)
     assert batch["image"].shape == (1, 16, 16, channels) and batch["mask"].all()
@@ -114,30 +115,41 @@ def test_a_hybrid_adapts_its_stem_and_not_its_embedding():
     assert found["embedding/kernel"] is params["embedding/kernel"]
 
 
-def test_a_grey_run_and_what_starts_from_it(tmp_path, capsys):
-    words = ["--config=configs/quickstart.py:debug", "--config.duration=2 steps",
-             "--config.schedule.warmup=0 steps"]  # fmt: skip
-    grey = tmp_path / "grey"
-    assert main([*words, "--config.data.channels=1", f"--workdir={grey}"]) == 0
+WORDS = ["--config=configs/quickstart.py:debug", "--config.duration=2 steps",
+         "--config.schedule.warmup=0 steps"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def grey(tmp_path_factory, one_device):
+    """The workdir of a run on grey images."""
+    workdir = tmp_path_factory.mktemp("grey") / "run"
+    assert main([*WORDS, "--config.data.channels=1", f"--workdir={workdir}"]) == 0
+    return workdir
+
+
+def test_a_grey_run_classifies_and_adapts_to_colour(grey, tmp_path, capsys):
     spec = vit_jax.pretrained_spec(grey)
     model, variables = vit_jax.load_pretrained(grey)
     assert spec.channels == model.channels == 1
     PIL.Image.fromarray(smooth_image(8, 8)).save(tmp_path / "1.png")
     image = vit_jax.load_image(tmp_path / "1.png", spec)
     assert image.shape == (8, 8, 1)
-    logits = np.asarray(model.apply(variables, image[None]))
+    logits = np.asarray(jax.jit(model.apply)(variables, image[None]))
 
     colour, changed = vit_jax.load_pretrained(grey, channels=3)
-    same = colour.apply(changed, np.repeat(image, 3, -1)[None])
+    same = jax.jit(colour.apply)(changed, np.repeat(image, 3, -1)[None])
     np.testing.assert_allclose(same, logits, atol=1e-5)  # a third of the kernel, three times
 
     capsys.readouterr()
     assert main(["predict", f"--init_from={grey}", str(tmp_path / "1.png"), "--format=json"]) == 0
     (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert row["classes"][0]["index"] == logits.argmax()
-    assert main(["evaluate", f"--workdir={grey}"]) == 0
-    tuned = [*words, f"--config.init_from={grey}", f"--workdir={tmp_path / 'tuned'}"]
-    assert main(tuned) == 0
     export = ["export", f"--init_from={grey}", f"--output={tmp_path / 'e'}", "--format=timm"]
     assert main(export) == 2
     assert "channels=1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_grey_run_is_evaluated_and_starts_another(grey, tmp_path):
+    assert main(["evaluate", f"--workdir={grey}"]) == 0
+    assert main([*WORDS, f"--config.init_from={grey}", f"--workdir={tmp_path / 'tuned'}"]) == 0

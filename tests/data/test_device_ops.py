@@ -1,5 +1,6 @@
 """Device ops and the value range."""
 
+import functools
 import re
 
 import jax
@@ -29,10 +30,13 @@ HALF = (0.5, 0.5, 0.5)
 PIXELS = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}  # values are the pixels
 
 
-def row_keys(rows=B, seed=0):
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(rows))
+@functools.cache
+def row_keys(rows=B):
+    fold_in = jax.vmap(jax.random.fold_in, (None, 0))
+    return jax.jit(lambda: fold_in(jax.random.key(0), jnp.arange(rows)))()
 
 
+@functools.cache
 def transform(string, mean=HALF, std=HALF, distance=1, num_classes=C):
     _, device_ops = parse_ops(string, (4, 6))
     return jax.jit(
@@ -114,8 +118,8 @@ def boxes(changed):
 
 @pytest.fixture(scope="module")
 def erased():
-    """(what was erased (B, H, W), the values after), of 2,000 black images."""
-    after = transform("erase(0.25)", **PIXELS)(black(2000, 48, 64), row_keys(2000))["image"]
+    """(what was erased (B, H, W), the values after), of 1,000 black images."""
+    after = transform("erase(0.25)", **PIXELS)(black(1000, 36, 48), row_keys(1000))["image"]
     after = np.asarray(after)
     return (after > 0.5).any(-1), after
 
@@ -125,8 +129,8 @@ def test_a_quarter_of_the_images_is_erased_in_part(erased):
     # A pixel's noise is black in one of 256^3: a rectangle shows whole.
     areas, heights, widths = boxes(changed)
     hit = areas > 0
-    assert 0.22 < hit.mean() < 0.28
-    share = areas[hit] / (48 * 64)
+    assert 0.21 < hit.mean() < 0.29
+    share = areas[hit] / (36 * 48)
     assert 0.015 < share.min() < 0.04 and 0.37 < share.max() < 0.41
     assert abs(share.mean() - 0.21) < 0.02  # uniform from 0.02 to 0.4
     aspect = heights[hit] / widths[hit]
@@ -134,7 +138,7 @@ def test_a_quarter_of_the_images_is_erased_in_part(erased):
     assert abs(np.log(aspect).mean()) < 0.15
     where = changed[hit].mean(0)  # how often each pixel is erased
     for edge in (where[0], where[-1], where[:, 0], where[:, -1]):
-        assert 0 < edge.mean() < where[20:28, 28:36].mean() / 2
+        assert 0 < edge.mean() < where[15:21, 21:27].mean() / 2
 
 
 def test_what_is_erased_becomes_uniform_noise(erased):
@@ -269,9 +273,9 @@ def test_mixup_or_cutmix_draws_one_for_each_pair():
     assert scipy.stats.ks_2samp(found, drawn[drawn < 0.99]).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("alpha", [0.1, 0.5, 1.0, 8.0])
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 8.0])
 def test_symmetric_beta(alpha):
-    draws = jax.vmap(symmetric_beta, (0, None))(row_keys(20_000), alpha)
+    draws = jax.jit(jax.vmap(symmetric_beta, (0, None)))(row_keys(20_000), alpha)
     draws = np.asarray(draws, np.float64)
     assert draws.min() >= 0 and draws.max() <= 1
     assert abs(draws.mean() - 0.5) < 0.012
@@ -317,10 +321,9 @@ def sharded_over(axes):
     return jax.sharding.NamedSharding(mesh, jax.P(tuple(a for a in axes if a != "tensor")))
 
 
-@pytest.mark.parametrize("ops", ["mixup(0.2)", EVERY_OP])
-def test_the_same_bits_on_one_device_and_on_eight(ops):
+def test_the_same_bits_on_one_device_and_on_eight():
     sharding = sharded_over({"data": 8})
-    augment = transform(ops, distance=2)
+    augment = transform(EVERY_OP, distance=2)
     shards = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), (BATCH, row_keys()))
     assert_same(augment(*shards), augment(BATCH, row_keys()))
 
@@ -331,13 +334,12 @@ def objective_of_mean(params, model_state, batch, rng):
     return ObjectiveOutput(loss.sum(), batch["mask"].sum(), {}, model_state)
 
 
-@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
-def test_a_step_moves_no_image_between_devices(axes):
+def test_a_step_moves_no_image_between_devices():
     _, device_ops = parse_ops(EVERY_OP, (32, 32))
     augment = make_device_transform(device_ops, HALF, HALF, num_classes=C, distance=2)
     tx = optax.sgd(0.1)
     step = make_train_step(objective_of_mean, tx, augment, seed=0)
-    sharding = sharded_over(axes)
+    sharding = sharded_over({"data": 2, "fsdp": 2, "tensor": 2})
     shapes = {"image": ((B, 32, 32, 3), jnp.uint8), "label": ((B,), jnp.int32),
               "mask": ((B,), jnp.float32), "id": ((B,), jnp.int32)}  # fmt: skip
     batch = {k: jax.ShapeDtypeStruct(*v, sharding=sharding) for k, v in shapes.items()}

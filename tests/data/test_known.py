@@ -39,8 +39,10 @@ def test_common_splits_are_counted_without_tensorflow(split, monkeypatch):
     ("name", "split"), [("digits", "train"), ("digits", "test"), ("cifar10", "test")]
 )
 def test_table_agrees_with_the_data(name, split, request):
-    data_dir = request.getfixturevalue("shared_data") if name == "cifar10" else None
-    source = make_source(name, split=split, image_size=(8, 8), data_dir=data_dir)
+    where = {}
+    if name == "cifar10":
+        where = {"data_dir": request.getfixturevalue("shared_data"), "reader": "offsets"}
+    source = make_source(name, split=split, image_size=(8, 8), **where)
     assert known_sizes(name, split) == (source.num_classes, source.num_examples)
 
 

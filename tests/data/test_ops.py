@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from vit_jax.data import parse_ops
+from vit_jax.data import host_tf, parse_ops
 from vit_jax.data.ops import check_crops, do_the_same, say_pad
 from vit_jax.errors import InputError
 
@@ -95,18 +95,23 @@ def test_faults_name_the_op_and_the_remedy(string, words):
         assert word in str(error.value)
 
 
-def test_tensorflow_is_denied_accelerators_when_it_is_loaded():
-    code = """if True:
-        import tensorflow
+def test_tensorflow_is_denied_accelerators_when_it_is_loaded(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("""if True:  # TensorFlow itself takes long to load
+        import types
         denied = []
-        tensorflow.config.set_visible_devices = lambda devices, kind: denied.append((devices, kind))
-        from vit_jax.data.host_tf import tf
-        assert not denied
-        tf.constant(0)
-        assert denied == [([], "GPU"), ([], "TPU")], denied
+        deny = lambda devices, kind: denied.append((devices, kind))
+        config = types.SimpleNamespace(set_visible_devices=deny)
+    """)
+    code = """if True:
+        import importlib.util, sys
+        spec = importlib.util.spec_from_file_location("host_tf", sys.argv[1])
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert "tensorflow" not in sys.modules
+        assert module.tf.denied == [([], "GPU"), ([], "TPU")], module.tf.denied
     """
-    without_keras = os.environ | {"TF_USE_LEGACY_KERAS": "1"}  # which takes long to load
-    subprocess.run([sys.executable, "-c", code], check=True, env=without_keras)
+    words = [sys.executable, "-c", code, host_tf.__file__]
+    subprocess.run(words, check=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def pictures(golden, tmp_path):
 def test_a_run_on_pictures_with_several_labels(pictures, tmp_path, capsys):
     where = f"--config.data.data_dir={pictures}"
     words = [where, "--config.data.image_size=8", "--config.model.patch_size=4",
-             "--config.duration=2 steps", "--config.schedule.warmup=0 steps",
+             "--config.duration=1 steps", "--config.schedule.warmup=0 steps",
+             "--config.model.depth=1",
              "--config.loss.class_weights=balanced", f"--workdir={tmp_path / 'run'}"]  # fmt: skip
     assert main(["--config=configs/folder.py:multilabel,debug", *words]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -6,45 +6,16 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import types
 
 import pytest
+from stand_in_cloud import RESOURCES, STAND_IN, Cloud
 
-STAND_IN = pathlib.Path(__file__).parent / "stand_in"
 QUICKSTART = "--config=configs/quickstart.py:debug"
 BUCKET = "--workdir=gs://bucket/runs/digits"
 WHERE = ["--name=digits", "--zone=us-west4-a"]
 WORDS = [QUICKSTART, BUCKET, "--config.log.every=7 steps"]
 RUN = ["run", *WHERE, "--topology=v5e:2x2", "--no_plan"]
-
-
-class Cloud:
-    """Settings of the stand-in, and the calls it received."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def play(self, *states):
-        (self.folder / "next").write_text("\n".join(states))
-
-    def job(self, script):
-        """The program that replaces `python` on the workers."""
-        path = self.folder / "job"
-        path.write_text(f"#!/usr/bin/env bash\n{script.replace('PLAYS', str(self.folder))}\n")
-        path.chmod(0o755)
-
-    def fail(self, *calls):
-        """Calls that the network fails, e.g. "ssh 2": the second call of ssh."""
-        (self.folder / "failing").write_text("\n".join(calls))
-
-    def calls(self, verb=None):
-        """The words after each verb, for the calls so far."""
-        path = self.folder / "calls"
-        calls = [json.loads(line) for line in path.read_text().splitlines()]
-        assert all(call[:3] == ["compute", "tpus", "queued-resources"] for call in calls)
-        return [call[4:] if verb else call[3] for call in calls if verb in (None, call[3])]
-
-    def workers(self):
-        return sorted(path.name for path in self.folder.glob("[0-9]*-[0-9]*"))
 
 
 @pytest.fixture
@@ -56,11 +27,11 @@ def cloud(tpu_vm, tmp_path, monkeypatch):
     monkeypatch.setattr(tpu_vm.slices, "POLL_S", 0.05)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     cloud = Cloud(folder)
+    monkeypatch.setattr(tpu_vm, "subprocess", types.SimpleNamespace(run=cloud.run))
     yield cloud
     if (folder / "state").exists():
         (folder / "state").write_text("ACTIVE")
-        subprocess.run([STAND_IN / "gcloud", "compute", "tpus", "queued-resources", "delete",
-                        "digits", "--force"], check=True)  # fmt: skip
+        cloud.run(["gcloud", *RESOURCES, "delete", "digits", "--force"])
 
 
 # The stand-in
@@ -80,8 +51,14 @@ def cloud(tpu_vm, tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_stand_in_refuses_what_gcloud_refuses(cloud, words, says):
-    done = subprocess.run([STAND_IN / "gcloud", *words], capture_output=True, text=True)
+    done = cloud.run(["gcloud", *words], capture_output=True, text=True)
     assert done.returncode and says in done.stderr
+
+
+def test_stand_in_is_a_program(cloud):
+    words = ["gcloud", *RESOURCES, "describe", "digits", "--format=json"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 1 and "Resource 'digits' was not found" in done.stderr
 
 
 # create, by the reference's flags

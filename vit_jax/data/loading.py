@@ -137,6 +137,8 @@ def _load_encoded(source, host_ops, arranged, image_size, careful):
         )
         rows = tf.data.Dataset.zip(rows, stored).map(lambda row, stored: (*row, stored))
 
+    shapes = []  # one from each trace of `load`, since tracing it takes long
+
     def load(record_id, key, stored):
         if source.record_files is None:
             example = source.read(record_id)
@@ -144,6 +146,7 @@ def _load_encoded(source, host_ops, arranged, image_size, careful):
             example = source.record_files.parse(stored, record_id)
         image = _decode_early(source, example["image"])
         image = _preprocess(host_ops, image, key)
+        shapes.append(image.shape)
         return {**example, "image": image, "id": tf.cast(record_id, tf.int32)}
 
     def masked(record_id):
@@ -167,8 +170,8 @@ def _load_encoded(source, host_ops, arranged, image_size, careful):
         either = one.map(load).ignore_errors().concatenate(padding)
         return either.take(1).get_single_element()
 
-    shape = rows.map(load).element_spec["image"].shape
-    return rows.map(load_or_mask if careful else load_or_pad, tf.data.AUTOTUNE), shape
+    examples = rows.map(load_or_mask if careful else load_or_pad, tf.data.AUTOTUNE)
+    return examples, shapes[-1]
 
 
 def _decode_early(source, image):
