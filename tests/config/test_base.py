@@ -125,6 +125,7 @@ def test_change_of_a_key_on_resume(config, key):
         "data.reader",
         "data.max_corrupt_fraction",
         "model.remat",
+        "model.remat_layers",
         "model.kernels",
     )
     expected = {} if free else {key: (flatten(config)[key], flatten(new)[key])}

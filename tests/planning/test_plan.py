@@ -167,6 +167,8 @@ EXCHANGED = [
      {("all-gather", "fsdp"): (4, 4, 8), ("reduce-scatter", "fsdp"): (4, 4, 8)}),
     ({"mesh.fsdp": 8, "model.remat": "full"},
      {("all-gather", "fsdp"): (4, 2, 4), ("reduce-scatter", "fsdp"): (2, 2, 4)}),
+    ({"mesh.fsdp": 8, "model.remat": "full", "model.remat_layers": 1},
+     {("all-gather", "fsdp"): (3, 2, 4), ("reduce-scatter", "fsdp"): (2, 2, 4)}),
     ({"mesh.fsdp": 8, "model.scan": True},
      {("all-gather", "fsdp"): (4, 2, 4), ("reduce-scatter", "fsdp"): (2, 2, 4)}),
     # Of what is scattered over four devices each reduces its quarter with one of the others.
@@ -243,6 +245,8 @@ def test_activations_are_those_of_the_paper():
     assert calculated.activation_bytes(model) == 3 * block
     full = create_model("ViT-mu/8", 10, 32, remat="full", **sizes)
     assert calculated.activation_bytes(full) == 3 * 2 * s * d + block
+    of_two = create_model("ViT-mu/8", 10, 32, remat="full", remat_layers=2, **sizes)
+    assert calculated.activation_bytes(of_two) == 2 * 2 * s * d + 2 * block
     dots = create_model("ViT-mu/8", 10, 32, remat="dots", **sizes)
     assert full.depth * 2 * s * d < calculated.activation_bytes(dots) - block < 3 * block
 

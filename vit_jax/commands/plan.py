@@ -147,7 +147,7 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
         "chips": f"{chips:,} on {hosts:,} hosts{slices}",
         "mesh": readable_mesh(figures["mesh"]),
         "batch": f"{figures['global_batch_size']:,}, {figures['images_per_way']:,} per shard",
-        "layers": f"{'scanned' if figures['scan'] else 'unrolled'}, remat {figures['remat']}",
+        "layers": describe_layers(figures),
         "parameters": f"{figures['num_params']:,}",
         "forward pass": f"{figures['flops']['forward_macs_per_image'] / 1e9:,.4g} GMAC an image",
         "steps": f"{figures['total_steps']:,}",
@@ -199,6 +199,12 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
         peak = "" if remedy["peak_bytes"] is None else f", peak {_bytes(remedy['peak_bytes'])}"
         parts.append(f"with {change}: {verdict}{peak}")
     return parts
+
+
+def describe_layers(row: dict[str, Any]) -> str:
+    """How the layers of a plan are compiled, e.g. "unrolled, remat full in the first 10"."""
+    of_some = "" if row["remat_layers"] is None else f" in the first {row['remat_layers']}"
+    return f"{'scanned' if row['scan'] else 'unrolled'}, remat {row['remat']}{of_some}"
 
 
 def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:

@@ -84,6 +84,7 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.model.stochastic_depth = placeholder(float)  # rate in the last layer; grows linearly from 0
     c.model.scan = placeholder(bool)  # one scan over the layers, which compiles faster
     c.model.remat = placeholder(str)  # none, dots or full: what the backward pass recomputes
+    c.model.remat_layers = placeholder(int)  # it does so in the first so many layers; None: in all
 
     c.data = ConfigDict()
     c.data.name = placeholder(str)  # digits, folder, synthetic, vtab/TASK, or a TFDS data set

@@ -21,8 +21,8 @@ from vit_jax.models.fields import field_defaults, field_names
 from vit_jax.transfer.rules import Pretrained, abstract_params
 
 # Fields of `config.model` that are no property of a source.
-_NOT_TAKEN = {"dtype", "scan", "remat", "dropout", "attention_dropout", "stochastic_depth",
-              "head_bias", "lora_rank"}  # fmt: skip
+_NOT_TAKEN = {"dtype", "scan", "remat", "remat_layers", "dropout", "attention_dropout",
+              "stochastic_depth", "head_bias", "lora_rank"}  # fmt: skip
 _OF_HEAD = {"hidden_head", "distillation_head"}  # taken only with the head itself
 _VALUE_RANGE = ("data.mean", "data.std")
 _BY_RULE = ("duration", "optimizer.peak_lr", "schedule.warmup")
