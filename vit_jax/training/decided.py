@@ -7,6 +7,7 @@ the result, and a resumed run takes it from there.
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -162,6 +163,11 @@ def take_decided(config: ConfigDict, stored: ConfigDict) -> ConfigDict:
         keys += ["optimizer.freeze"]
     if config.schedule.rule is not None:
         keys += _BY_RULE
+    return take_stored(config, stored, keys)
+
+
+def take_stored(config: ConfigDict, stored: ConfigDict, keys: Sequence[str]) -> ConfigDict:
+    """`config` with those of `keys` that have their defaults taken from `stored`."""
     ours, theirs = config_lib.flatten(config), config_lib.flatten(stored)
     defaults = config_lib.flatten(config_lib.default_config(config.plugins))
     taken = {
