@@ -99,22 +99,6 @@ class Dense(Product):
         return y if bias is None else self.add_bias(y, bias)
 
 
-class ResidualNorm(nn.Module):
-    """LayerNorm in the form `normalize`: x -> (its norm, x for the residual).
-
-    Shapes: (B, N, D) -> (B, N, D), (B, N, D).
-    """
-
-    normalize: Callable
-    epsilon: float = NORM_EPS
-
-    @nn.compact
-    def __call__(self, x_BND):
-        scale_D = self.param("scale", nn.initializers.ones, x_BND.shape[-1:])
-        bias_D = self.param("bias", nn.initializers.zeros, x_BND.shape[-1:])
-        return self.normalize(x_BND, scale_D, bias_D, self.epsilon)
-
-
 class Attention(nn.Module):
     """Multi-head attention of queries (B, N, D) over tokens (B, M, D): MSA of Eq. 2.
 
@@ -300,15 +284,9 @@ class EncoderBlock(BlockFields, nn.Module):
             padding = x_BND.shape[1] - positions.shape[1]
             x_BND += jnp.pad(positions.astype(self.dtype), ((0, 0), (0, padding), (0, 0)))
 
-        def norm(name, x_BND):
-            """(the norm of the tokens, the tokens)"""
-            fields = {"epsilon": self.norm_eps, "name": name}
-            if self.norm == "layer" and self.forms.normalize is not None:
-                return ResidualNorm(self.forms.normalize, **fields)(x_BND)
-            return NORMS[self.norm](dtype=self.dtype, **fields)(x_BND), x_BND
-
+        norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
         common = {"dtype": self.dtype, "forms": self.forms, "constrain": self.constrain}
-        y_BND, x_BND = norm("norm" if self.parallel else "norm_attention", x_BND)
+        y_BND = norm(name="norm" if self.parallel else "norm_attention")(x_BND)
         attention = Attention(
             self.num_heads,
             dropout=self.attention_dropout,
@@ -325,7 +303,7 @@ class EncoderBlock(BlockFields, nn.Module):
         z_BND = nn.Dropout(self.dropout, deterministic=not train)(z_BND)
         x_BND = add(x_BND, z_BND, "scale_attention")
         if not self.parallel:
-            y_BND, x_BND = norm("norm_mlp", x_BND)
+            y_BND = norm(name="norm_mlp")(x_BND)
         mlp = Mlp(self.mlp_dim, gelu=self.gelu, dropout=self.dropout, name="mlp", **common)
         return add(x_BND, mlp(y_BND, train=train), "scale_mlp"), None
 
