@@ -14,6 +14,7 @@ from vit_jax.data.known import fill_in_sizes
 from vit_jax.devices.chips import SLICES, Slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
+from vit_jax.main import main
 from vit_jax.planning.fastest import choose_layout, find_layouts
 from vit_jax.planning.search import changed
 from vit_jax.planning.targets import Target, describe_devices, target_of
@@ -32,7 +33,7 @@ def config_of(**changes):
 
 
 @pytest.fixture
-def planned(monkeypatch):
+def planned(monkeypatch, pytestconfig):
     """Plans of a state of 8 GiB and of layers that keep `by_layer[0]` GiB each, or a tenth of it.
 
     A layer takes 3 cycles, 4 if it recomputes, a tenth more in a scan, and less over fsdp.
@@ -57,6 +58,7 @@ def planned(monkeypatch):
         }  # fmt: skip
 
     monkeypatch.setattr(planning, "plan", plan)
+    monkeypatch.chdir(pytestconfig.rootpath)
     return calls, by_layer
 
 
@@ -123,6 +125,22 @@ def test_devices_of_unknown_memory_keep_the_layout(planned, caplog):
         config = config_of()
         assert choose_layout(config, make_mesh(replica=1, data=-1, fsdp=1, tensor=1)) is config
     assert "not known" in caplog.text and not planned[0]
+
+
+def test_the_command_prints_layouts_and_the_flags_of_the_fastest(planned, capsys):
+    words = ["plan", "--config=configs/pretrain.py:ViT-B/16,imagenet21k,debug",
+             "--config.global_batch_size=256", "--topology=v5e:4x4"]  # fmt: skip
+    assert main([*words, "--search"]) == 0
+    shown = capsys.readouterr().out
+    assert "unrolled" in shown
+    assert "--config.mesh.fsdp=16 --config.model.remat=none" in " ".join(shown.split())
+    planned[1][0] = 1.3
+    assert main([*words, "--search=layout", "--format=json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["remat_layers"] == 1
+    planned[1][0] = 99
+    assert main([*words, "--search"]) == 3
+    assert main([*words, "--search=layers"]) == 2
+    assert "--search=layers: known: layout, batch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
