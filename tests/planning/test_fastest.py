@@ -40,7 +40,7 @@ def planned(monkeypatch, pytestconfig):
     """
     calls, by_layer = [], [0.5]
 
-    def plan(config, target):
+    def plan(config, target, devices):
         m, fsdp = config.model, config.mesh.fsdp
         again = 0 if m.remat != "full" else DEPTH if m.remat_layers is None else m.remat_layers
         calls.append((fsdp, bool(m.scan), again))

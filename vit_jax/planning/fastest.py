@@ -5,9 +5,11 @@ unrolled and recompute nothing where that fits; else as few layers as possible r
 first on. A scan with full remat needs the least memory and compiles the fastest.
 """
 
+import copy
+import functools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -27,19 +29,24 @@ logger = logging.getLogger("vit_jax")
 
 _TRIES = 4  # numbers of recomputed layers to try for one mesh
 
+Plan = Callable[[ConfigDict], dict[str, Any]]
 Changes = dict[str, Any]  # {key of LAYOUT_KEYS: value}
 
 
 def find_layouts(
-    config: ConfigDict, target: Target, price_per_chip_hour: float | None = None
+    config: ConfigDict,
+    target: Target,
+    price_per_chip_hour: float | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Layouts for the config's global batch, the fastest that fit first.
 
-    A key of LAYOUT_KEYS that the config sets itself keeps its value.
+    A key of LAYOUT_KEYS that the config sets itself keeps its value. `devices`: see `plan`.
     """
+    plan = functools.partial(planning.plan, target=target, devices=devices)
     rows = []
     for mesh in _free_meshes(config, target):
-        for changes, figures in _layouts_on(changed(config, mesh), target):
+        for changes, figures in _layouts_on(changed(config, mesh), plan):
             row = {key: figures[key] for key in ("mesh", "scan", "remat", "remat_layers")}
             memory = figures["memory_bytes"]
             row |= {"changes": mesh | changes, "peak_bytes": memory["peak"]}
@@ -65,7 +72,7 @@ def choose_layout(config: ConfigDict, mesh: Mesh) -> ConfigDict:
         kind = mesh.devices.flat[0].device_kind
         logger.info("auto: the memory of %s is not known; the layout stays as it is", kind)
         return config
-    rows = find_layouts(config, target)
+    rows = find_layouts(config, target, devices=list(mesh.devices.flat))
     if not rows[0]["fits"]:
         least = min(row["peak_bytes"] for row in rows)
         capacity = target.chip.usable_bytes // target.chip.devices
@@ -77,7 +84,9 @@ def choose_layout(config: ConfigDict, mesh: Mesh) -> ConfigDict:
     changes = rows[0]["changes"]
     said = " ".join(f"--config.{key}={value}" for key, value in changes.items())
     logger.info("auto: the fastest of %d layouts for %s: %s", len(rows), target.slice.name, said)
-    return changed(config, changes)
+    config = copy.deepcopy(config)  # keeps the types of keys that are None
+    config.update_from_flattened_dict(changes)
+    return config
 
 
 def _free_meshes(config: ConfigDict, target: Target) -> list[Changes]:
@@ -94,32 +103,32 @@ def _is_default(config: ConfigDict, keys: tuple[str, ...]) -> bool:
     return all(values[key] == defaults[key] for key in keys)
 
 
-def _layouts_on(config: ConfigDict, target: Target) -> Iterator[tuple[Changes, dict[str, Any]]]:
+def _layouts_on(config: ConfigDict, plan: Plan) -> Iterator[tuple[Changes, dict[str, Any]]]:
     """Layouts of the layers on the config's mesh, with their plans.
 
     The first needs the least memory: if it does not fit, no other is tried.
     """
     fields = field_names(find_family(config.model.name).module)
     if "remat" not in fields or not _is_default(config, ("model.remat", "model.remat_layers")):
-        yield {}, planning.plan(config, target)
+        yield {}, plan(config)
         return
     scan = config.model.scan
     free = "scan" in fields and scan is None
     least = {"model.remat": "full"} | ({"model.scan": True} if free else {})
     none = {"model.remat": "none"} | ({"model.scan": False} if free else {})
-    figures = planning.plan(changed(config, least), target)
+    figures = plan(changed(config, least))
     yield least, figures
     if not figures["memory_bytes"]["fits"]:
         return
-    figures = planning.plan(changed(config, none), target)
+    figures = plan(changed(config, none))
     if figures["memory_bytes"]["fits"]:
         yield none, figures
     elif "remat_layers" in fields and not scan:
-        yield from _with_least_remat(config, target, figures)
+        yield from _with_least_remat(config, plan, figures)
 
 
 def _with_least_remat(
-    config: ConfigDict, target: Target, figures: dict[str, Any]
+    config: ConfigDict, plan: Plan, figures: dict[str, Any]
 ) -> Iterator[tuple[Changes, dict[str, Any]]]:
     """The unrolled layout whose fewest layers recompute; `figures`: the plan without remat."""
     depth = _depth(config)
@@ -129,7 +138,7 @@ def _with_least_remat(
         if layers > depth:
             return
         changes = {"model.scan": False, "model.remat": "full", "model.remat_layers": layers}
-        figures = planning.plan(changed(config, changes), target)
+        figures = plan(changed(config, changes))
         if figures["memory_bytes"]["fits"]:
             yield changes, figures
             return
