@@ -403,7 +403,7 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
     words = [QUICKSTART, f"--workdir={tmp_path / 'workdir'}", "--config.seed=5"]
 
     def end_with(error):
-        def train_and_evaluate(config, workdir, asked):
+        def train_and_evaluate(config, workdir, asked, choose_layout):
             assert (config.seed, workdir) == (5, str(tmp_path / "workdir"))
             assert asked["overrides"] == {"seed": "5"} and asked["config"] in QUICKSTART
             if error is not None:

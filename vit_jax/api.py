@@ -89,12 +89,13 @@ def train(
       NonFiniteError, CorruptDataError: see `training.train.train_and_evaluate`.
     """
     from vit_jax.devices.mesh import start_backend
+    from vit_jax.planning.fastest import choose_layout
     from vit_jax.training.train import train_and_evaluate
 
     config = load_config(config, overrides)
     validate(config, Faults(), "config", REQUIRED)
     start_backend(config.mesh.platform)
-    return train_and_evaluate(config, workdir)
+    return train_and_evaluate(config, workdir, choose_layout=choose_layout)
 
 
 def evaluate(

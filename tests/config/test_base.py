@@ -124,7 +124,9 @@ def test_change_of_a_key_on_resume(config, key):
         "data.data_dir",
         "data.reader",
         "data.max_corrupt_fraction",
+        "auto",
         "model.remat",
+        "model.remat_layers",
         "model.kernels",
     )
     expected = {} if free else {key: (flatten(config)[key], flatten(new)[key])}

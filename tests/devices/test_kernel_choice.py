@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit_jax.devices.kernels import choose_forms, has_kernels, normalize_on, tpu_forms
+from vit_jax.devices.kernels import choose_forms, has_kernels, tpu_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.models import create_model
@@ -103,8 +103,7 @@ def test_a_model_computes_the_same_by_kernels(axes, fields, interpreted_kernels)
             return jax.jit(jax.value_and_grad(loss))(params)
 
         expected = loss_and_grads(model)
-        forms = dataclasses.replace(tpu_forms(model, mesh), normalize=normalize_on(mesh))
-        found = loss_and_grads(model.clone(forms=forms))
+        found = loss_and_grads(model.clone(forms=tpu_forms(model, mesh)))
     for x, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         scale = max(np.abs(reference).max(), 0.02)  # the keys' bias has no gradient
         np.testing.assert_allclose(x, reference, rtol=0, atol=2e-5 * scale)

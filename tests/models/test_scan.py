@@ -1,6 +1,7 @@
 """The layers' forms, scanned and unrolled, with each remat policy, compute one and the same."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -109,9 +110,9 @@ def test_stacking_is_undone_and_fits_the_scanned_model():
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked), UNROLLED_PARAMS)
 
 
-def kept_for_backward(scan, remat):
+def kept_for_backward(scan, remat, remat_layers=None):
     """Bytes that the forward pass hands to the backward pass, the parameters left out."""
-    model = make(scan=scan, remat=remat, mlp_dim=64)
+    model = make(scan=scan, remat=remat, remat_layers=remat_layers, mlp_dim=64)
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
         random_params(model, IMAGES),
@@ -136,10 +137,18 @@ def test_remat_keeps_less(scan):
     assert dots - full >= (4 * 16 + 64) * tokens
 
 
+def test_each_layer_with_remat_keeps_as_much_less():
+    kept = [kept_for_backward(False, "full", layers) for layers in range(DEPTH + 1)]
+    assert kept[0] == kept_for_backward(False, "none")
+    assert kept[DEPTH] == kept_for_backward(False, "full")
+    assert {before - after for before, after in itertools.pairwise(kept)} == {kept[0] - kept[1]}
+    assert kept[0] > kept[1]
+
+
 @pytest.mark.parametrize("scan", [False, True])
 def test_remat_computes_again_what_it_does_not_keep(scan):
-    def flops(remat):
-        model = make(scan=scan, remat=remat)
+    def flops(remat, layers=None):
+        model = make(scan=scan, remat=remat, remat_layers=layers)
         params = tree.unflatten_names(abstract_params(model))
         return count_flops(jax.grad(lambda p: loss_and_logits(model, p)[0]), params)
 

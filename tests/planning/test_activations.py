@@ -178,6 +178,12 @@ def test_exchanges_over_the_tensor_axis():
     for pass_ in ({}, {"backward": True}):
         expected = {"all-reduce": (2, 4 * of_blocks), "all-gather": (0, 0)}
         assert tensor_exchanges(vit, **pass_) == expected
+    none = {"all-reduce": (0, 0), "all-gather": (0, 0)}
+    assert tensor_exchanges(vit, again=True) == none
+    again = vit.clone(depth=3, remat="full", remat_layers=1)
+    assert tensor_exchanges(again, again=True) == expected
+    assert tensor_exchanges(make("BiT-R50x1"), again=True) == none
+    assert tensor_exchanges(make("BiT-R50x1", "dots"), again=True) == tensor_exchanges(bit)
 
 
 def test_of_other_families_it_is_unknown():

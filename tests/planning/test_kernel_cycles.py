@@ -1,7 +1,5 @@
 """Kernels of a program: how many there are, and the bundles in the compiler's schedules."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +7,7 @@ from jax.sharding import Mesh
 
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.flops import jaxpr_flops
-from vit_jax.devices.kernels import normalize_on, tpu_forms
+from vit_jax.devices.kernels import tpu_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.models import create_model
 from vit_jax.planning import kernel_cycles
@@ -25,9 +23,7 @@ def gradients(mesh: Mesh, **fields):
     """The jaxpr of a small model's gradients, with kernels."""
     model = create_model("ViT-Ti/16", 5, 32, dtype="bfloat16", **SIZES, **fields)
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
-    model = model.clone(
-        forms=dataclasses.replace(tpu_forms(model, mesh), normalize=normalize_on(mesh))
-    )
+    model = model.clone(forms=tpu_forms(model, mesh))
     images = jax.ShapeDtypeStruct((4, 32, 32, 3), jnp.float32)
     with jax.set_mesh(mesh):
         grad = jax.grad(lambda params, images: model.apply(params, images).sum())
@@ -46,10 +42,7 @@ def mesh():
 )
 def test_kernels_are_counted_as_often_as_they_run(mesh, fields, passes):
     found = {call.name: call.count for call in find_kernels(gradients(mesh, **fields))}
-    assert found == {
-        "short_attention_forward": 3 * passes, "short_attention_backward": 3,
-        "layer_norm_forward": 6 * passes, "layer_norm_backward": 6,
-    }  # fmt: skip
+    assert found == {"short_attention_forward": 3 * passes, "short_attention_backward": 3}
 
 
 def test_flops_of_kernels_are_those_of_their_products(mesh):
@@ -66,9 +59,9 @@ def test_cycles_are_bundles_or_bytes_whichever_takes_longer(mesh, monkeypatch):
     calls = find_kernels(gradients(mesh))
     monkeypatch.setattr(kernel_cycles, "_bundles", lambda calls, target: [7] * len(calls))
     rows = {row["name"]: row for row in count_cycles(calls, TARGET)}
-    moved = 2 * 2 * 8 * 128 * 2 * 1.5e9 / 819e9  # the arrays of a forward pass of the norm
-    assert rows["layer_norm_forward"]["cycles"] == int(6 * max(2 * 7, moved))
-    assert rows["layer_norm_forward"]["bound_by"] == "hbm"
+    moved = 4 * 2 * 8 * 128 * 2 * 1.5e9 / 819e9  # q, k, v and the output of two images
+    assert rows["short_attention_forward"]["cycles"] == int(3 * moved)
+    assert rows["short_attention_forward"]["bound_by"] == "hbm"
     monkeypatch.setattr(kernel_cycles, "_bundles", lambda calls, target: [999] * len(calls))
     rows = {row["name"]: row for row in count_cycles(calls, TARGET)}
     assert rows["short_attention_backward"]["cycles"] == 3 * 2 * 999

@@ -169,6 +169,8 @@ EXCHANGED = [
      {("all-gather", "fsdp"): (4, 4, 8), ("reduce-scatter", "fsdp"): (4, 4, 8)}),
     ({"mesh.fsdp": 8, "model.remat": "full"},
      {("all-gather", "fsdp"): (4, 2, 4), ("reduce-scatter", "fsdp"): (2, 2, 4)}),
+    ({"mesh.fsdp": 8, "model.remat": "full", "model.remat_layers": 1},
+     {("all-gather", "fsdp"): (3, 2, 4), ("reduce-scatter", "fsdp"): (2, 2, 4)}),
     ({"mesh.fsdp": 8, "model.scan": True},
      {("all-gather", "fsdp"): (4, 2, 4), ("reduce-scatter", "fsdp"): (2, 2, 4)}),
     # Of what is scattered over four devices each reduces its quarter with one of the others.
@@ -211,17 +213,27 @@ def test_exchanges_of_parameters(changes, expected):
     assert 2 * numbers["small"] <= max(rest.values()) <= 4 * numbers["small"]
 
 
-def test_gradients_that_two_axes_of_an_array_split_are_reduced_whole():
+def test_gradients_are_scattered_over_data_and_fsdp_at_once():
     _, numbers = eight_gpus(**{"mesh.data": 2, "mesh.fsdp": 4})
     width, hidden = 32, 128
-    # The moments of query, key, value and up have fsdp on their first axis, data on their last.
-    reduced = 2 * (3 * width**2 + width * hidden) + 4 * width * 1000
+    kernels = 4 * width**2 + 2 * width * hidden + 8 * 8 * 3 * width
+    scattered = 2 * kernels + 4 * width * 1000
+    assert numbers["reduce-scatter", "fsdp"] == scattered
+    assert numbers["reduce-scatter", "data"] == scattered / 4
+    assert numbers["all-reduce", "fsdp"] < 0.1 * scattered  # biases, norms and positions
+
+
+def test_gradients_that_two_axes_of_an_array_split_are_reduced_whole():
+    # 8 divides no axis that fsdp splits, so the moments have data on another one.
+    sizes = {"model.width": 36, "model.num_heads": 2}
+    _, numbers = eight_gpus(**{"mesh.data": 2, "mesh.fsdp": 4}, **sizes)
+    width, hidden = 36, 128
+    kernels = 4 * width**2 + 2 * width * hidden + 8 * 8 * 3 * width
+    reduced = 2 * kernels + 4 * width * 1000
     # With biases, norms and positions.
     assert reduced < numbers["all-reduce", "fsdp"] < 1.05 * reduced
     assert numbers["all-reduce", "data"] == pytest.approx(numbers["all-reduce", "fsdp"] / 4)
-    scattered = 2 * (width**2 + hidden * width + 8 * 8 * 3 * width)
-    assert numbers["reduce-scatter", "fsdp"] == scattered
-    assert numbers["reduce-scatter", "data"] == scattered / 4
+    assert ("reduce-scatter", "fsdp") not in numbers
 
 
 @pytest.mark.parametrize(("name", "network"), [("L4", "PCIe"), ("A10", "PCIe"), ("RTX4090", "PCIe"),
@@ -255,6 +267,8 @@ def test_activations_are_those_of_the_paper():
     assert calculated.activation_bytes(model) == 3 * block
     full = create_model("ViT-mu/8", 10, 32, remat="full", **sizes)
     assert calculated.activation_bytes(full) == 3 * 2 * s * d + block
+    of_two = create_model("ViT-mu/8", 10, 32, remat="full", remat_layers=2, **sizes)
+    assert calculated.activation_bytes(of_two) == 2 * 2 * s * d + 2 * block
     dots = create_model("ViT-mu/8", 10, 32, remat="dots", **sizes)
     assert full.depth * 2 * s * d < calculated.activation_bytes(dots) - block < 3 * block
 

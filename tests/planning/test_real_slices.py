@@ -38,15 +38,17 @@ def plan(monkeypatch, tmp_path, capsys):
     return plan
 
 
-def test_b16_without_remat_takes_fewer_cycles_than_big_vision(monkeypatch, tmp_path, capsys):
-    """Its step takes 115.8 Mcycles, compiled in the same way."""
+def test_b16_without_remat_takes_no_more_than_was_measured(monkeypatch, tmp_path, capsys):
+    """78.2 Mcycles and 2.86 GB with libtpu 0.0.52; big_vision's step takes 115.8 Mcycles."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = ("--config=configs/pretrain.py:ViT-B/16,imagenet2012", "--topology=v5e:4x4",
              "--config.global_batch_size=1024", "--config.model.hidden_head=false",
              "--config.model.dropout=0")  # fmt: skip
     assert main(["plan", *words, "--format=json"]) == 0
-    assert json.loads(capsys.readouterr().out)["compiler_cycles"] < 115.8e6
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["compiler_cycles"] <= 1.03 * 78.2e6
+    assert figures["memory_bytes"]["peak"] <= 1.03 * 2.86e9
 
 
 def gathered_over(figures):

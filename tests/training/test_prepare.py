@@ -282,3 +282,21 @@ def test_streams_that_do_not_pair_are_refused_once_the_order_is_known(tmp_path):
     assert not (tmp_path / "workdir").exists()
     config.data.num_examples = 64
     assert prepare(config, tmp_path / "workdir").config.data.streams is None
+
+
+def test_with_auto_a_run_gets_the_mesh_of_its_chosen_layout(tmp_path):
+    config = make_config()
+    overrides = {"model.name": "ViT-mu/4", "global_batch_size": "8", "duration": "2 steps",
+                 "optimizer.peak_lr": "0.1", "init_from": "scratch", "auto": "true"}  # fmt: skip
+    assert apply_overrides(config, list(overrides.items())) == []
+
+    def choose(config, mesh):
+        chosen = copy.deepcopy(config)
+        chosen.mesh.fsdp = mesh.shape["data"] // 2
+        return chosen
+
+    run = prepare(config, tmp_path / "new", choose)
+    assert (run.mesh.shape["data"], run.mesh.shape["fsdp"]) == (2, 4)
+    assert run.config.mesh.fsdp == 4 and config.mesh.fsdp == 1
+    config.auto = False
+    assert prepare(config, tmp_path / "new", choose).mesh.shape["fsdp"] == 1

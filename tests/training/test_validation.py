@@ -106,6 +106,13 @@ FAULTS = [
     ({"model.pos_embed": "sincos"}, "model.pos_embed='sincos':", "did you mean sincos_2d?"),
     ({"model.gelu": "fast"}, "model.gelu='fast':", "known: tanh, exact"),
     ({"model.remat": "everything"}, "model.remat='everything':", "known: none, dots, full"),
+    ({"model.remat_layers": "1"}, "model.remat_layers=1: model.remat=None", "remat=full"),
+    ({"model.remat_layers": "9", "model.remat": "full"}, "model.remat_layers=9:", "0 to depth="),
+    (
+        {"model.remat_layers": "1", "model.remat": "dots", "model.scan": "true"},
+        "model.remat_layers=1: a scan",
+        "model.scan=false",
+    ),
     ({"model.dtype": "float16"}, "model.dtype='float16':", "known: float32, bfloat16"),
     ({"model.dropout": "1"}, "model.dropout=1.0:", "needs a rate in [0, 1)"),
     ({"model.attention_dropout": "-0.1"}, "model.attention_dropout=-0.1:", "needs a rate"),

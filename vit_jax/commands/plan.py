@@ -31,6 +31,7 @@ from vit_jax.job import exit_codes
 logger = logging.getLogger("vit_jax")
 
 FORMATS = ("table", "json")
+SEARCHES = ("layout", "batch")
 _BY = {"compiler": "the compiler", "calculation": "calculation"}
 
 
@@ -43,8 +44,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", default="table", help="standard output: table or json")
     parser.add_argument("--price_per_chip_hour", type=float, help="in any currency; adds the cost")
     parser.add_argument(
-        "--search", action="store_true", help="find the largest batch for several meshes and remats"
-    )
+        "--search", nargs="?", const="layout", metavar="WHAT",
+        help="layout: the fastest mesh and remat that fit; batch: the largest batch that fits each",
+    )  # fmt: skip
     parser.add_argument(
         "--show_sharding", action="store_true", help="only show how each parameter is sharded"
     )
@@ -59,6 +61,8 @@ def main(flags: argparse.Namespace) -> int:
     require_flags(flags, ("config", "topology"), example)
     if flags.format not in FORMATS:
         raise InputError(f"--format={flags.format}: {nearest(flags.format, FORMATS)}")
+    if flags.search not in (None, *SEARCHES):
+        raise InputError(f"--search={flags.search}: {nearest(flags.search, SEARCHES)}")
     slice_ = find_slice(flags.topology)
     if flags.num_slices < 1:
         raise InputError(f"--num_slices={flags.num_slices}: needs a positive number")
@@ -73,6 +77,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.data.known import fill_in_sizes
     from vit_jax.planning import cache_file, plan
     from vit_jax.planning.estimates import estimate
+    from vit_jax.planning.fastest import find_layouts
     from vit_jax.planning.layout import show_sharding
     from vit_jax.planning.search import find_remedies, search
     from vit_jax.planning.targets import Target, start_planning
@@ -84,9 +89,12 @@ def main(flags: argparse.Namespace) -> int:
     start_planning(target)
     if flags.show_sharding:
         return _show(flags, show_sharding(config, target), sharding_table)
-    if flags.search:
-        rows = search(config, target, price)
-        return _show(flags, rows, search_table, any(row["fits"] for row in rows))
+    if flags.search is not None:
+        find, draw = {"layout": (find_layouts, layouts_table), "batch": (search, search_table)}[
+            flags.search
+        ]
+        rows = find(config, target, price)
+        return _show(flags, rows, draw, any(row["fits"] for row in rows))
     if target.is_compiled_for and not cache_file(config, target).exists():
         logger.info("%s", _first_answer(config, target, price))
     figures = plan(config, target)
@@ -186,7 +194,7 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
         "chips": f"{chips:,} on {hosts:,} host{'s' * (hosts > 1)}{slices}",
         "mesh": readable_mesh(figures["mesh"]),
         "batch": f"{figures['global_batch_size']:,}, {figures['images_per_way']:,} per shard",
-        "layers": f"{'scanned' if figures['scan'] else 'unrolled'}, remat {figures['remat']}",
+        "layers": describe_layers(figures),
         "parameters": f"{figures['num_params']:,}",
         "forward pass": f"{figures['flops']['forward_macs_per_image'] / 1e9:,.4g} GMAC an image",
         "steps": f"{figures['total_steps']:,}",
@@ -234,6 +242,12 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
         peak = "" if remedy["peak_bytes"] is None else f", peak {_bytes(remedy['peak_bytes'])}"
         parts.append(f"with {_as_flags(remedy['change'])}: {verdict}{peak}")
     return parts
+
+
+def describe_layers(row: dict[str, Any]) -> str:
+    """How the layers of a plan are compiled, e.g. "unrolled, remat full in the first 10"."""
+    of_some = "" if row["remat_layers"] is None else f" in the first {row['remat_layers']}"
+    return f"{'scanned' if row['scan'] else 'unrolled'}, remat {row['remat']}{of_some}"
 
 
 def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
@@ -294,6 +308,27 @@ def search_table(rows: list[dict[str, Any]]) -> list[Table]:
             f"{row['estimated_mfu']:.1%}", f"{run['hours']:,.4g}",
         )  # fmt: skip
     return [table]
+
+
+def layouts_table(rows: list[dict[str, Any]]) -> list[Any]:
+    """One row per layout, the fastest first, and the words that select it."""
+    from vit_jax.planning.targets import readable_mesh
+
+    table = Table("mesh", "layers", "peak", "images/s", "MFU", "hours", "compiled in, s",
+                  title="Layouts of this batch; speeds are estimates")  # fmt: skip
+    for row in rows:
+        cells = [readable_mesh(row["mesh"]), describe_layers(row), _bytes(row["peak_bytes"])]
+        if row["fits"]:
+            run = row["estimate"]
+            cells += [f"{run['images_per_s']:,.0f}", f"{row['estimated_mfu']:.1%}",
+                      f"{run['hours']:,.4g}", f"{row['compile_s']:.0f}"]  # fmt: skip
+        else:
+            cells += ["does not fit", "", "", ""]
+        table.add_row(*cells)
+    if not rows[0]["fits"]:
+        return [table]
+    words = " ".join(f"--config.{key}={value}" for key, value in rows[0]["changes"].items())
+    return [table, f"the fastest: {words}" if words else "the fastest: as the config has it"]
 
 
 def sharding_table(rows: list[dict[str, Any]]) -> list[Table]:

@@ -38,6 +38,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax import metrics
     from vit_jax.checkpoints.replicas import DivergedError
     from vit_jax.job.hold import LostHoldError
+    from vit_jax.planning.fastest import choose_layout
     from vit_jax.training import guards, train
 
     console = Console(stderr=True) if flags.quiet else metrics.CONSOLE
@@ -47,7 +48,7 @@ def main(flags: argparse.Namespace) -> int:
     metrics.CONSOLE.quiet = flags.quiet or console.quiet
     asked = {"config": flags.config, "overrides": dict(flags.overrides)}
     try:
-        train.train_and_evaluate(config, flags.workdir, asked)
+        train.train_and_evaluate(config, flags.workdir, asked, choose_layout)
     except train.Interrupted as e:
         print(e, file=sys.stderr)
         return exit_codes.INTERRUPTED

@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import evals
 from vit_jax.config.base import (
+    LAYOUT_KEYS,
     REQUIRED,
     REQUIRED_TO_EVALUATE,
     SplitKey,
@@ -44,6 +45,7 @@ from vit_jax.errors import InputError
 __all__ = [
     "FREE_ON_RESUME",
     "IN_OLDER_RUNS",
+    "LAYOUT_KEYS",
     "REQUIRED",
     "REQUIRED_TO_EVALUATE",
     "InputError",

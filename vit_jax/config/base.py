@@ -17,6 +17,9 @@ from vit_jax.config import plugins as plugins_lib
 from vit_jax.config.evals import find_evaluator
 from vit_jax.errors import InputError, collect_faults
 
+# Keys that change the speed and the memory of a step, and its result only by rounding.
+LAYOUT_KEYS = ("mesh.data", "mesh.fsdp", "model.scan", "model.remat", "model.remat_layers")
+
 
 def base_config(plugins: Sequence[str] = ()) -> ConfigDict:
     """Make a config with every key, typed; locked, except for the names under `evals`.
@@ -84,6 +87,7 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.model.stochastic_depth = placeholder(float)  # rate in the last layer; grows linearly from 0
     c.model.scan = placeholder(bool)  # one scan over the layers, which compiles faster
     c.model.remat = placeholder(str)  # none, dots or full: what the backward pass recomputes
+    c.model.remat_layers = placeholder(int)  # it does so in the first so many layers; None: in all
 
     c.data = ConfigDict()
     c.data.name = placeholder(str)  # digits, folder, synthetic, vtab/TASK, or a TFDS data set
@@ -158,6 +162,8 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.schedule.rule = placeholder(str)
     c.schedule.milestones = ""  # multistep: "200 steps, 300 steps"; each divides the rate by 10
 
+    # Choose the fastest layout that fits the devices: those of LAYOUT_KEYS with their defaults.
+    c.auto = False
     c.mesh = ConfigDict()  # sizes of the mesh axes; -1: all remaining devices
     c.mesh.replica = placeholder(int)  # across TPU slices; None: the number of slices
     c.mesh.data = -1  # splits batches and the optimizer's state

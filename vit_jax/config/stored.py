@@ -34,9 +34,9 @@ FORMAT_VERSION = 2
 RENAMED_KEYS: dict[str, str] = {}
 
 # Keys that may change on resume: they affect where and how a run is executed, not its result.
-FREE_ON_RESUME = ("mesh.", "checkpoint.", "stop.", "log.", "evals.", "job.", "study.",
+FREE_ON_RESUME = ("auto", "mesh.", "checkpoint.", "stop.", "log.", "evals.", "job.", "study.",
                   "data.data_dir", "data.reader", "data.max_corrupt_fraction",
-                  "model.remat", "model.kernels")  # fmt: skip
+                  "model.remat", "model.remat_layers", "model.kernels")  # fmt: skip
 
 
 # Keys of an `evals` entry that do not affect measured values.

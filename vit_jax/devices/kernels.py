@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from vit_jax.devices.mesh import BATCH_AXES, PLATFORMS
 from vit_jax.models.attention import Attend, add_qkv_biases, choose_attention
 from vit_jax.models.fields import field_names
-from vit_jax.models.forms import PLAIN, Forms, Normalize
-from vit_jax.models.kernels import bias, layer_norm, long_attention, short_attention
+from vit_jax.models.forms import PLAIN, Forms
+from vit_jax.models.kernels import bias, long_attention, short_attention
 from vit_jax.models.vit import ViT
 
 logger = logging.getLogger("vit_jax")
@@ -55,7 +55,7 @@ def has_kernels(model: nn.Module) -> bool:
     """Whether `choose_forms` gave the model a kernel."""
     forms = getattr(model, "forms", PLAIN)
     without = {choose_attention(platform) for platform in PLATFORMS}
-    return forms.normalize is not None or forms.attend not in without
+    return forms.attend not in without
 
 
 def tpu_forms(model: nn.Module, mesh: Mesh) -> Forms:
@@ -67,9 +67,6 @@ def tpu_forms(model: nn.Module, mesh: Mesh) -> Forms:
     return Forms(
         attend=plain if without else partial(_tpu_attention, mesh=mesh, plain=plain),
         attend_adds_biases=without is None,
-        # Its kernel reads and writes what XLA fuses into its neighbours: a step of B/16 takes 81.6
-        # instead of 78.2 Mcycles with it. Use normalize_on(mesh) to measure it again.
-        normalize=None,
         add_bias=bias.add_bias,
         token_multiple=1 if without else _MULTIPLE,
     )
@@ -146,22 +143,6 @@ def _short_attention(qkv, biases, *, num_keys: int):
 
 def _long_attention(qkv, *, num_keys: int):
     return long_attention.attention(*qkv, num_keys)
-
-
-def normalize_on(mesh: Mesh) -> Normalize:
-    """LayerNorm by its kernel, over the devices of `mesh`."""
-
-    def normalize(x_BND, scale_D, bias_D, eps):
-        images = P(BATCH_AXES)
-        return jax.shard_map(
-            partial(layer_norm.normalize, eps=eps),
-            mesh=mesh,
-            in_specs=(images, P(), P()),
-            out_specs=(images, images),
-            check_vma=False,
-        )(x_BND, scale_D, bias_D)
-
-    return normalize
 
 
 def _gpu_attention(model: nn.Module) -> Attend:

@@ -53,9 +53,9 @@ def state_shardings(state, mesh: Mesh):
     """The sharding of every leaf of `state`, a pytree of arrays or of their shapes.
 
     Factored moments are sharded like their parameter on the axes that remain. Other moments and
-    averages of a parameter that a rule splits are also split over `data`, on the last axis whose
-    size allows it. Arrays without a matching rule, and axes whose size the mesh axis does not
-    divide, are replicated and listed in a warning.
+    averages of a parameter that a rule splits are also split over `data`, on the axis that `fsdp`
+    splits, else on the last one whose size allows it. Arrays without a matching rule, and axes
+    whose size the mesh axis does not divide, are replicated and listed in a warning.
     """
     replicated = []
     named = tree.flatten_names(state)
@@ -90,8 +90,15 @@ def state_shardings(state, mesh: Mesh):
 
 
 def _split_over_data(spec: list, shape: tuple[int, ...], mesh: Mesh) -> list:
-    """`spec` with `data` added on the last axis whose size allows it."""
-    for i in reversed(range(len(spec))):
+    """`spec` with `data` added, on the last axis whose size allows it.
+
+    The axis that `fsdp` splits comes first: then one exchange scatters a gradient over both. If
+    they split different axes, XLA reduces the whole gradient, over each of them in turn.
+    """
+    last = list(reversed(range(len(spec))))
+    if mesh.shape["fsdp"] > 1:
+        last.sort(key=lambda i: spec[i] != "fsdp")
+    for i in last:
         parts = mesh.shape[spec[i]] if spec[i] else 1
         if mesh.shape["data"] > 1 and shape[i] % (parts * mesh.shape["data"]) == 0:
             return [*spec[:i], (spec[i], "data") if spec[i] else "data", *spec[i + 1 :]]

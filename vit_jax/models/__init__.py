@@ -152,9 +152,28 @@ def token_stride(name: str) -> tuple[int, int]:
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
     """Check the section `model` together with `data.image_size`."""
+    faults.extend(_find_remat_faults(config))
     sizes = {"data.image_size": config.data.image_size, "model.patch_size": config.model.patch_size}
     given = {key: size for key, size in sizes.items() if size is not None}
     sizes_are_good = all([faults.check(image_hw, size, key) for key, size in given.items()])
     if sizes_are_good and None not in (config.data.image_size, config.model.name):
         size, fields = config.data.image_size, model_fields(config)
         faults.check(create_model, config.model.name, 1, size, prefix="model.", **fields)
+
+
+def _find_remat_faults(config: ConfigDict) -> list[str]:
+    """A fault if `model.remat_layers` would change nothing."""
+    layers = config.model.remat_layers
+    if layers is None:
+        return []
+    if config.model.remat in (None, "none"):
+        return [
+            f"model.remat_layers={layers}: model.remat={config.model.remat} recomputes nothing; "
+            "set --config.model.remat=full"
+        ]
+    if config.model.scan:
+        return [
+            f"model.remat_layers={layers}: a scan recomputes all layers; set "
+            "--config.model.scan=false or --config.model.remat_layers=None"
+        ]
+    return []

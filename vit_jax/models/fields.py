@@ -21,7 +21,9 @@ DTYPES = ("float32", "bfloat16")
 
 
 # The behaviour of a family that lacks one of these fields.
-_WITHOUT = {"dtype": "float32", "remat": "none", "scan": False, "channels": 3}
+_WITHOUT = {
+    "dtype": "float32", "remat": "none", "remat_layers": None, "scan": False, "channels": 3,
+}  # fmt: skip
 _NOTHING = object()  # equals no value
 
 
@@ -66,15 +68,15 @@ def with_known(model: nn.Module, **fields: Any) -> nn.Module:
 
 
 def value_of(model: nn.Module, field: str) -> Any:
-    """The model's `dtype`, `remat`, `scan` or `channels`; a default if its family lacks it."""
+    """A model's `dtype`, `remat`, `remat_layers`, `scan` or `channels`; a default without it."""
     return getattr(model, field, _WITHOUT[field])
 
 
 def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) -> dict[str, Any]:
     """`fields` converted for the family's `module`: sizes to pairs, the name of a dtype to it.
 
-    A family that lacks `dtype`, `remat`, `scan` or `channels` accepts the value that describes it
-    anyway.
+    A family that lacks `dtype`, `remat`, `remat_layers`, `scan` or `channels` accepts the value
+    that describes it anyway.
 
     Raises:
       InputError: prefixed with `where`; names all fields that the family lacks, or all values of

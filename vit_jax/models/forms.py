@@ -11,8 +11,6 @@ import jax.numpy as jnp
 
 from vit_jax.models.attention import Attend, dot_product_attention
 
-# normalize(x_BND, scale_D, bias_D, eps) -> (LayerNorm of x_BND, x_BND for the residual).
-Normalize = Callable[[jax.Array, jax.Array, jax.Array, float], tuple[jax.Array, jax.Array]]
 # add_bias(x_BND, bias_D) -> x_BND + bias_D, in the dtype of x_BND.
 AddBias = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -29,14 +27,12 @@ class Forms:
     attend: attention, see `attention.Attend`.
     attend_adds_biases: whether `attend` gets the biases of queries, keys and values to add, unless
       they are needed before; else it gets None.
-    normalize: LayerNorm before a branch; None: flax's.
     add_bias: of dense layers.
     token_multiple: tokens are padded to a multiple of it, from the first block to the last.
     """
 
     attend: Attend = dot_product_attention
     attend_adds_biases: bool = False
-    normalize: Normalize | None = None
     add_bias: AddBias = add_bias_plainly
     token_multiple: int = 1
 

@@ -99,22 +99,6 @@ class Dense(Product):
         return y if bias is None else self.add_bias(y, bias)
 
 
-class ResidualNorm(nn.Module):
-    """LayerNorm in the form `normalize`: x -> (its norm, x for the residual).
-
-    Shapes: (B, N, D) -> (B, N, D), (B, N, D).
-    """
-
-    normalize: Callable
-    epsilon: float = NORM_EPS
-
-    @nn.compact
-    def __call__(self, x_BND):
-        scale_D = self.param("scale", nn.initializers.ones, x_BND.shape[-1:])
-        bias_D = self.param("bias", nn.initializers.zeros, x_BND.shape[-1:])
-        return self.normalize(x_BND, scale_D, bias_D, self.epsilon)
-
-
 class Attention(nn.Module):
     """Multi-head attention of queries (B, N, D) over tokens (B, M, D): MSA of Eq. 2.
 
@@ -300,15 +284,9 @@ class EncoderBlock(BlockFields, nn.Module):
             padding = x_BND.shape[1] - positions.shape[1]
             x_BND += jnp.pad(positions.astype(self.dtype), ((0, 0), (0, padding), (0, 0)))
 
-        def norm(name, x_BND):
-            """(the norm of the tokens, the tokens)"""
-            fields = {"epsilon": self.norm_eps, "name": name}
-            if self.norm == "layer" and self.forms.normalize is not None:
-                return ResidualNorm(self.forms.normalize, **fields)(x_BND)
-            return NORMS[self.norm](dtype=self.dtype, **fields)(x_BND), x_BND
-
+        norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
         common = {"dtype": self.dtype, "forms": self.forms, "constrain": self.constrain}
-        y_BND, x_BND = norm("norm" if self.parallel else "norm_attention", x_BND)
+        y_BND = norm(name="norm" if self.parallel else "norm_attention")(x_BND)
         attention = Attention(
             self.num_heads,
             dropout=self.attention_dropout,
@@ -325,7 +303,7 @@ class EncoderBlock(BlockFields, nn.Module):
         z_BND = nn.Dropout(self.dropout, deterministic=not train)(z_BND)
         x_BND = add(x_BND, z_BND, "scale_attention")
         if not self.parallel:
-            y_BND, x_BND = norm("norm_mlp", x_BND)
+            y_BND = norm(name="norm_mlp")(x_BND)
         mlp = Mlp(self.mlp_dim, gelu=self.gelu, dropout=self.dropout, name="mlp", **common)
         return add(x_BND, mlp(y_BND, train=train), "scale_mlp"), None
 
@@ -336,8 +314,10 @@ class Encoder(BlockFields, nn.Module):
     With `scan`, one block is compiled once and its parameters (`layers`) have the layer as first
     axis; without, the blocks are `layer_0`, `layer_1`, ... Both compute the same. `remat` selects
     the part that the backward pass recomputes: "none", "dots" (all but the dense layers' matrix
-    products) or "full" (the whole block). The rate of stochastic depth grows linearly from 0 in
-    the first block to `stochastic_depth` in the last. `positions` and `shared` go to every block.
+    products) or "full" (the whole block). It applies to the first `remat_layers` blocks; None: to
+    all. In a scan it applies to all, or with 0 to none. The rate of stochastic depth grows linearly
+    from 0 in the first block to `stochastic_depth` in the last. `positions` and `shared` go to
+    every block.
 
     Shapes: (B, N, D) -> (B, N, D).
     """
@@ -348,17 +328,10 @@ class Encoder(BlockFields, nn.Module):
     final_norm: bool = True
     scan: bool = False
     remat: str = "none"
+    remat_layers: int | None = None
 
     @nn.compact
     def __call__(self, x_BND, *, shared=None, train=False):
-        block = EncoderBlock
-        if self.remat != "none":
-            block = nn.remat(
-                block,
-                policy=REMAT_POLICIES[self.remat],
-                prevent_cse=not self.scan,
-                static_argnums=(3,),  # train; 0 is self
-            )
         num_tokens = x_BND.shape[1]
         padding = -num_tokens % self.forms.token_multiple
         x_BND = jnp.pad(x_BND, ((0, 0), (0, padding), (0, 0)))
@@ -370,7 +343,7 @@ class Encoder(BlockFields, nn.Module):
         drop_rates = self.stochastic_depth * jnp.arange(self.depth) / max(self.depth - 1, 1)
         if self.scan:
             layers = nn.scan(
-                block,
+                self._block(0),
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
                 in_axes=(0, nn.broadcast, nn.broadcast),
@@ -379,11 +352,25 @@ class Encoder(BlockFields, nn.Module):
             x_BND, _ = layers(name="layers", **fields)(x_BND, drop_rates, train, shared)
         else:
             for i in range(self.depth):
-                x_BND, _ = block(name=f"layer_{i}", **fields)(x_BND, drop_rates[i], train, shared)
+                block = self._block(i)(name=f"layer_{i}", **fields)
+                x_BND, _ = block(x_BND, drop_rates[i], train, shared)
         x_BND = x_BND[:, :num_tokens]
         if not self.final_norm:
             return x_BND
         return NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")(x_BND)
+
+    @nn.nowrap
+    def _block(self, layer: int) -> Callable[..., nn.Module]:
+        """The class of block number `layer`, which may recompute in the backward pass."""
+        num_layers = self.depth if self.remat_layers is None else self.remat_layers
+        if self.remat == "none" or layer >= num_layers:
+            return EncoderBlock
+        return nn.remat(
+            EncoderBlock,
+            policy=REMAT_POLICIES[self.remat],
+            prevent_cse=not self.scan,
+            static_argnums=(3,),  # train; 0 is self
+        )
 
 
 class MapHead(BlockFields, nn.Module):

@@ -76,6 +76,7 @@ class ViT(BlockFields, nn.Module):
       parallel, qk_norm, layer_scale, lora_rank: options of the encoder blocks
         (`layers.EncoderBlock`, `Attention`, `LayerScale`, `LoraProduct`), off by default; the
         pooling head has none of them.
+      scan, remat, remat_layers: see `layers.Encoder`.
       norm, norm_eps, qkv_bias: apply to the whole model, the pooling head included.
       attend: the attention function of the blocks.
 
@@ -101,6 +102,7 @@ class ViT(BlockFields, nn.Module):
     stochastic_depth: float = 0.0
     scan: bool = False
     remat: str = "none"
+    remat_layers: int | None = None
     channels: int = 3
 
     def setup(self):
@@ -129,6 +131,7 @@ class ViT(BlockFields, nn.Module):
             final_norm=not self.norm_pooled,
             scan=self.scan,
             remat=self.remat,
+            remat_layers=self.remat_layers,
         )
         if self.pool == "map":
             self.map_head = MapHead(**self.block_fields())
@@ -270,6 +273,11 @@ class ViT(BlockFields, nn.Module):
         if self.lora_rank is not None and not 1 <= self.lora_rank <= self.width:
             faults.append(
                 f"lora_rank={self.lora_rank}: needs a number from 1 to width={self.width}, or None"
+            )
+        if self.remat_layers is not None and not 0 <= self.remat_layers <= self.depth:
+            faults.append(
+                f"remat_layers={self.remat_layers}: needs a number from 0 to depth={self.depth}, "
+                "or None"
             )
         if self.image_size is not None:
             faults += find_undivided(self.image_size, self.patch_size, self.token_stride)

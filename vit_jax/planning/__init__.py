@@ -8,6 +8,7 @@ calculated. Time and cost are estimated from them.
 import hashlib
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -21,7 +22,9 @@ from vit_jax.planning.compiled import compile_plan
 from vit_jax.planning.targets import Target
 
 
-def plan(config: ConfigDict, target: Target) -> dict[str, Any]:
+def plan(
+    config: ConfigDict, target: Target, devices: Sequence[Any] | None = None
+) -> dict[str, Any]:
     """Plan the run of `config`: figures for JSON.
 
     Plans are cached by config, code and versions.
@@ -29,6 +32,7 @@ def plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     Args:
       config: with `data.num_classes` and `data.num_examples` set; no data are read.
       target: the hardware to plan for.
+      devices: its devices if they are present; None: descriptions of them.
 
     Raises:
       InputError: the config does not suit the devices.
@@ -36,8 +40,11 @@ def plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     cached = cache_file(config, target)
     if cached.exists():
         return json.loads(cached.read_text())
-    make_plan = compile_plan if target.is_compiled_for else calculate_plan
-    figures = make_plan(config, target) | {"software": software()}
+    if target.is_compiled_for:
+        figures = compile_plan(config, target, devices)
+    else:
+        figures = calculate_plan(config, target)
+    figures |= {"software": software()}
     cached.parent.mkdir(parents=True, exist_ok=True)
     files.write_whole(files.absolute(cached), json.dumps(figures) + "\n")
     return figures

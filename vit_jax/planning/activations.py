@@ -65,13 +65,20 @@ def num_tokens(model: ViT) -> int:
     return math.prod(model.grid) + model.num_prefix_tokens
 
 
+def recomputed_layers(model: ViT) -> int:
+    """Number of Transformer blocks that the backward pass computes again."""
+    if model.remat == "none":
+        return 0
+    return model.depth if model.remat_layers is None else model.remat_layers
+
+
 def activation_bytes(model: nn.Module) -> int:
     """Bytes of activations of one image kept for the backward pass, if no axis splits them.
 
-    Each Transformer block keeps its input with remat "full"; also the dense layers' outputs with
-    "dots"; and s D 18 + s F 4 + 5 H s^2 bytes in bfloat16 with "none". With remat, one block's full
-    activations are added, for the block that is being recomputed. Dropout masks, one byte per
-    value, are always included.
+    Each Transformer block that is recomputed keeps its input with remat "full"; also the dense
+    layers' outputs with "dots". Each other block keeps s D 18 + s F 4 + 5 H s^2 bytes in bfloat16.
+    With remat, one block's full activations are added, for the block that is being recomputed.
+    Dropout masks, one byte per value, are always included.
 
     A ResNet keeps the activations of its root, its last feature map (in BiT also normalised), and
     for each unit: with "full" its input; with "dots" also the convolutions' outputs; with "none"
@@ -91,7 +98,8 @@ def activation_bytes(model: nn.Module) -> int:
     block_input = size * s * d
     whole = size * s * (8 * d + 2 * f) + 2 * s * d + heads * s**2 * (2 * size + 1)
     kept = {"full": block_input, "dots": size * s * (6 * d + f), "none": whole}[model.remat]
-    return stem + model.depth * kept + (whole if model.remat != "none" else 0)
+    again = recomputed_layers(model)
+    return stem + again * kept + (model.depth - again) * whole + (whole if again else 0)
 
 
 def _resnet_bytes(model: BiT | HybridViT) -> int:
@@ -116,8 +124,12 @@ def _resnet_bytes(model: BiT | HybridViT) -> int:
     return kept * jnp.dtype(model.dtype).itemsize
 
 
-def tensor_exchanges(model: nn.Module, *, backward: bool = False) -> dict[str, tuple[int, int]]:
+def tensor_exchanges(
+    model: nn.Module, *, backward: bool = False, again: bool = False
+) -> dict[str, tuple[int, int]]:
     """The collectives over `tensor` that one image causes in one pass: {kind: (count, bytes)}.
+
+    With `again`, those of the forward pass that the backward pass computes again.
 
     A Transformer block is split over heads and hidden units. Its forward pass all-reduces the
     outputs of attention and MLP, its backward pass the gradients of their inputs. A ResNet's unit
@@ -131,7 +143,7 @@ def tensor_exchanges(model: nn.Module, *, backward: bool = False) -> dict[str, t
     size = jnp.dtype(model.dtype).itemsize
     reduces = gathers = reduced = gathered = 0
     if isinstance(model, BiT | HybridViT):
-        units = resnet_units(model)
+        units = resnet_units(model) if model.remat != "none" or not again else []
         inner = sum(unit.positions_in * unit.width for unit in units)
         if backward:
             reduces, reduced = 2 * len(units), inner + sum(unit.input for unit in units)
@@ -139,8 +151,9 @@ def tensor_exchanges(model: nn.Module, *, backward: bool = False) -> dict[str, t
             reduces, reduced = len(units), sum(unit.output for unit in units)
             gathers, gathered = len(units), inner
     if isinstance(model, ViT):
-        reduces += 2 * model.depth
-        reduced += 2 * model.depth * num_tokens(model) * model.width
+        layers = recomputed_layers(model) if again else model.depth
+        reduces += 2 * layers
+        reduced += 2 * layers * num_tokens(model) * model.width
     return {"all-reduce": (reduces, reduced * size), "all-gather": (gathers, gathered * size)}
 
 

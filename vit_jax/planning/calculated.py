@@ -21,11 +21,16 @@ from vit_jax.devices.mesh import AXES, BATCH_AXES
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.models import find_family
 from vit_jax.models.fields import field_names, value_of
-from vit_jax.planning.activations import activation_bytes, tensor_exchanges
+from vit_jax.models.vit import ViT
+from vit_jax.planning.activations import (
+    activation_bytes,
+    recomputed_layers,
+    tensor_exchanges,
+)
 from vit_jax.planning.layout import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
 
-_IN_LAYERS = re.compile(r"(?:.*/)?layer(?:s|_\d+)/")
+_IN_LAYERS = re.compile(r"(?:.*/)?layer(?:s|_(\d+))/")
 _HEAD = re.compile(r"(?:head|head_distillation)/")
 _CONVOLUTION = re.compile(r"(?:^|/)conv\w*/kernel$")
 
@@ -155,7 +160,6 @@ class _Exchanges:
 def _add_parameters(exchanges: _Exchanges, experiment: Experiment, accum_steps: int) -> None:
     """Add the collectives of weights, gradients and updates; see `collective_table`."""
     model, shape = experiment.model, exchanges.shape
-    is_again = value_of(model, "scan") or value_of(model, "remat") != "none"
     specs = _update_specs(experiment)
     for name, leaf in tree.flatten_names(experiment.abstract_state.params).items():
         weight_size, gradient_size = _sizes_in_use(name, leaf, model)
@@ -169,7 +173,7 @@ def _add_parameters(exchanges: _Exchanges, experiment: Experiment, accum_steps: 
         kind = "reduce-scatter" if scattered in split else "all-reduce"
         if "fsdp" in scattered:
             whole = share * shape["fsdp"]
-            passes = 1 + (is_again and _IN_LAYERS.match(name) is not None)
+            passes = 1 + _is_gathered_again(name, model)
             exchanges.add("all-gather", "fsdp", whole * weight_size, arrays * passes * accum_steps)
             exchanges.add(kind, "fsdp", whole * gradient_size, arrays * accum_steps)
         if "data" in scattered:
@@ -182,13 +186,28 @@ def _add_parameters(exchanges: _Exchanges, experiment: Experiment, accum_steps: 
                 share //= shape[axis]
 
 
+def _is_gathered_again(name: str, model: nn.Module) -> bool:
+    """Whether the backward pass gathers the parameter `name` again."""
+    layer = _IN_LAYERS.match(name)
+    if layer is None:
+        return False
+    if value_of(model, "scan"):
+        return True
+    return value_of(model, "remat") != "none" and (
+        layer[1] is None or not isinstance(model, ViT) or int(layer[1]) < recomputed_layers(model)
+    )
+
+
 def _add_activations(exchanges: _Exchanges, model: nn.Module, images: int) -> None:
     """Add the collectives of activations over `tensor`."""
-    backward = tensor_exchanges(model, backward=True)
-    forward_passes = 1 + (value_of(model, "remat") != "none")
-    for kind, (forward_count, forward_bytes) in tensor_exchanges(model).items():
-        count = forward_passes * forward_count + backward[kind][0]
-        number = forward_passes * forward_bytes + backward[kind][1]
+    passes = (
+        tensor_exchanges(model),
+        tensor_exchanges(model, again=True),
+        tensor_exchanges(model, backward=True),
+    )
+    for kind in passes[0]:
+        count = sum(each[kind][0] for each in passes)
+        number = sum(each[kind][1] for each in passes)
         if count:
             exchanges.add(kind, "tensor", images * number // count, count)
 

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,9 +22,11 @@ from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
 logger = logging.getLogger("vit_jax")
 
 
-def compile_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
+def compile_plan(
+    config: ConfigDict, target: Target, devices: Sequence[Any] | None = None
+) -> dict[str, Any]:
     """`plan` for TPUs, by the TPU compiler."""
-    mesh = plan_mesh(config, target)
+    mesh = plan_mesh(config, target, devices)
     experiment = make_experiment(config, mesh)
     figures = describe(config, target, mesh, experiment)
     logger.info(

@@ -42,6 +42,7 @@ def describe(
         "devices_per_chip": target.chip.devices,
         "mesh": dict(mesh.shape),
         "remat": value_of(experiment.model, "remat"),
+        "remat_layers": value_of(experiment.model, "remat_layers"),
         "scan": value_of(experiment.model, "scan"),
         "global_batch_size": config.global_batch_size,
         "images_per_way": config.global_batch_size // ways,

@@ -37,13 +37,9 @@ def search(
     taken from the config, so "90 epochs" stay 90 epochs. The search covers the config's own mesh
     and meshes with fsdp 1, 4, 16 and 64.
     """
-    own = target_mesh(config, target).shape
-    rest = target.num_chips * target.chip.devices // (own["replica"] * own["tensor"])
-    splits = {own["fsdp"]} | {fsdp for fsdp in _FSDP if rest % fsdp == 0}
     rows = []
-    for fsdp in sorted(splits):
+    for mesh in meshes(config, target):
         for remat in _remats(config):
-            mesh = dict(own) | {"fsdp": fsdp, "data": rest // fsdp}
             changes = {f"mesh.{axis}": size for axis, size in mesh.items()}
             changes["model.remat"] = remat
             figures = largest_batch(changed(config, changes), target)
@@ -59,6 +55,14 @@ def search(
                 }
             rows.append(row)
     return sorted(rows, key=lambda row: -row["estimate"]["images_per_s"] if row["fits"] else 0)
+
+
+def meshes(config: ConfigDict, target: Target) -> list[dict[str, int]]:
+    """The shapes of the config's own mesh and of meshes with fsdp 1, 4, 16 and 64."""
+    own = target_mesh(config, target, describe_devices(target)).shape
+    rest = target.num_chips * target.chip.devices // (own["replica"] * own["tensor"])
+    splits = {own["fsdp"]} | {fsdp for fsdp in _FSDP if rest % fsdp == 0}
+    return [dict(own) | {"fsdp": fsdp, "data": rest // fsdp} for fsdp in sorted(splits)]
 
 
 def _remats(config: ConfigDict) -> tuple[str, ...]:

@@ -14,8 +14,15 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.devices.chips import CHIPS, GPUS_PER_HOST, Chip, Slice
-from vit_jax.devices.mesh import AXES, BATCH_AXES, check_accum_steps, check_batch_size, make_mesh
+from vit_jax.devices.chips import CHIPS, GPUS_PER_HOST, SLICES, Chip, Slice, count_chips
+from vit_jax.devices.mesh import (
+    AXES,
+    BATCH_AXES,
+    check_accum_steps,
+    check_batch_size,
+    count_slices,
+    make_mesh,
+)
 
 logger = logging.getLogger("vit_jax")
 
@@ -110,6 +117,22 @@ def find_devices(target: Target) -> list[Any]:
         options["num_slices"] = target.num_slices
     name = target.slice.name
     return list(topologies.get_topology_desc(name, "tpu", **options).devices)
+
+
+def target_of(devices: Sequence[Any]) -> Target | None:
+    """The hardware that `devices` are; None if its peaks and its memory are not known."""
+    kind = devices[0].device_kind
+    chip = next((name for name, facts in CHIPS.items() if kind in facts.device_kinds), None)
+    if chip is None:
+        return None
+    number, num_slices = count_chips(devices), count_slices(devices)
+    if CHIPS[chip].is_gpu:
+        return Target(Slice(f"{chip}:{number}", chip, number, math.ceil(number / GPUS_PER_HOST)))
+    sides = [max(at) - min(at) + 1 for at in zip(*(d.coords for d in devices), strict=True)]
+    shapes = [sides[:2], sides] if sides[2:] == [1] else [sides]
+    names = [f"{chip}:{'x'.join(map(str, shape))}" for shape in shapes]
+    found = next((SLICES[name] for name in names if name in SLICES), None)
+    return None if found is None else Target(found, num_slices)
 
 
 def target_mesh(config: ConfigDict, target: Target, devices: Sequence[Any] | None = None) -> Mesh:

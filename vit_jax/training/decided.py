@@ -7,6 +7,7 @@ the result, and a resumed run takes it from there.
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -21,8 +22,8 @@ from vit_jax.models.fields import field_defaults, field_names
 from vit_jax.transfer.rules import Pretrained, abstract_params
 
 # Fields of `config.model` that are no property of a source.
-_NOT_TAKEN = {"dtype", "scan", "remat", "dropout", "attention_dropout", "stochastic_depth",
-              "head_bias", "lora_rank"}  # fmt: skip
+_NOT_TAKEN = {"dtype", "scan", "remat", "remat_layers", "dropout", "attention_dropout",
+              "stochastic_depth", "head_bias", "lora_rank"}  # fmt: skip
 _OF_HEAD = {"hidden_head", "distillation_head"}  # taken only with the head itself
 _VALUE_RANGE = ("data.mean", "data.std")
 _BY_RULE = ("duration", "optimizer.peak_lr", "schedule.warmup")
@@ -162,6 +163,11 @@ def take_decided(config: ConfigDict, stored: ConfigDict) -> ConfigDict:
         keys += ["optimizer.freeze"]
     if config.schedule.rule is not None:
         keys += _BY_RULE
+    return take_stored(config, stored, keys)
+
+
+def take_stored(config: ConfigDict, stored: ConfigDict, keys: Sequence[str]) -> ConfigDict:
+    """`config` with those of `keys` that have their defaults taken from `stored`."""
     ours, theirs = config_lib.flatten(config), config_lib.flatten(stored)
     defaults = config_lib.flatten(config_lib.default_config(config.plugins))
     taken = {

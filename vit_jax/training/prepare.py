@@ -22,6 +22,7 @@ from vit_jax.evaluators.declared import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.training.agreement import compare_requests
 from vit_jax.training.decided import decide, take_fields
+from vit_jax.training.layout import ChooseLayout, settle_layout
 from vit_jax.training.sources import (
     adopt_holdout,
     check_evaluated_images,
@@ -79,12 +80,19 @@ class Run:
         }
 
 
-def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = True) -> Run:
+def prepare(
+    config: ConfigDict,
+    workdir: epath.PathLike,
+    choose_layout: ChooseLayout | None = None,
+    *,
+    training: bool = True,
+) -> Run:
     """Check a config against files and devices, and build the run; writes nothing.
 
     Args:
       config: has passed `validation.validate`.
       workdir: the run's directory.
+      choose_layout: chooses under `auto`; None: the layout stays as it is.
       training: False if the run is only evaluated: the training split and `init_from` are not
         opened, and `config` need not match the run in `workdir`.
 
@@ -118,6 +126,11 @@ def prepare(config: ConfigDict, workdir: epath.PathLike, *, training: bool = Tru
     assert mesh is not None
     if training:
         config = decide(config)
+        if config.auto and choose_layout is not None:
+            config = settle_layout(config, mesh, workdir, choose_layout)
+            mesh = check_mesh(config, faults)
+            collect_faults(faults)
+            assert mesh is not None
         check_unchanged(config, workdir)
     train_source = sources.get(config_lib.train_split(config)) if training else None
     experiment = make_experiment(config, mesh, preprocessing)

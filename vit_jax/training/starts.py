@@ -75,6 +75,16 @@ def record_start(
         )
 
 
+def last_devices(workdir: epath.Path) -> tuple[int, str] | None:
+    """Number and kind of the devices of the last start in `workdir`; None: it is not recorded."""
+    path = workdir / "starts.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    if not lines:
+        return None
+    hardware = json.loads(lines[-1])["hardware"]
+    return hardware["devices"], hardware["device_kind"]
+
+
 def clone_state(root: pathlib.Path) -> dict[str, str | bool | None]:
     """{"commit": hash, "clean": whether files that git follows are as committed} of a clone.
 

@@ -33,6 +33,7 @@ from vit_jax.training.agreement import (
 from vit_jax.training.description import describe
 from vit_jax.training.guards import NonFiniteError
 from vit_jax.training.kernel_check import check_kernels
+from vit_jax.training.layout import ChooseLayout
 from vit_jax.training.prepare import Run, prepare
 from vit_jax.training.record import Record, evaluate_missed, open_record
 from vit_jax.training.selection import Selection, share_selection
@@ -58,12 +59,19 @@ class Interrupted(Preempted):
 
 
 def train_and_evaluate(
-    config: ConfigDict, workdir: epath.PathLike, asked: Mapping[str, Any] | None = None
+    config: ConfigDict,
+    workdir: epath.PathLike,
+    asked: Mapping[str, Any] | None = None,
+    choose_layout: ChooseLayout | None = None,
 ) -> dict[str, Any]:
     """Train as `config` describes, continuing the run in `workdir` if there is one.
 
-    `asked`: what made the config, {"config": NAME[:words], "overrides": {key: text}}, for the
-    record of starts.
+    Args:
+      config: has passed `validation.validate`.
+      workdir: folder for everything that the run writes.
+      asked: what made the config, {"config": NAME[:words], "overrides": {key: text}}, for the
+        record of starts.
+      choose_layout: chooses the layout under `auto`; see `prepare`.
 
     Returns:
       The summary, as in `workdir/summary.json`; {} on processes other than 0.
@@ -79,7 +87,7 @@ def train_and_evaluate(
     """
     timeout_s = config.job.compile_deadline_s
     begun = wait_until_free(files.absolute(workdir), timeout_s)
-    run = prepare(config, workdir)
+    run = prepare(config, workdir, choose_layout)
     finished = read_summary(run)
     compare_findings(run.config, run.sources, {"already finished": finished is not None})
     compare_weights(run.config, run.initial_params)
