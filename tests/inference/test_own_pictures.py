@@ -47,7 +47,7 @@ def test_classes_that_the_model_lacks_are_refused_by_name(run, others, capsys):
     where = f"--config.data.data_dir={others(bee='zebra')}"
     assert main(["evaluate", f"--workdir={run}", where]) == 2
     error = capsys.readouterr().err
-    assert "evals.val." in error and "'zebra'" in error and "'ant', 'bee'" in error
+    assert "data.data_dir=" in error and "'zebra'" in error and "'ant', 'bee'" in error
 
 
 def test_moved_pictures_are_asked_for_by_the_flag(run, tmp_path, capsys):

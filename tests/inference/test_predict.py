@@ -147,7 +147,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(golden, tmp_path, capsys, monkeypatch, case):
+def test_what_is_refused(golden, one_device, tmp_path, capsys, monkeypatch, case):
+    monkeypatch.setattr(jax, "devices", lambda *args: one_device)  # all eight
     words, says = REFUSED[case]
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (8, 8)).save("x.png")

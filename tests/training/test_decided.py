@@ -71,7 +71,7 @@ def make(pictures, source, words="ViT-mu/8,folder", **overrides):
 def test_one_command_takes_everything_from_the_source(pictures, source, tmp_path):
     run = prepare(make(pictures, source), tmp_path / "run")
     model = {key: value for key, value in run.config.model.items() if value is not None}
-    assert model == {"name": "ViT-mu/8", "dtype": "float32", **FIELDS}
+    assert model == {"name": "ViT-mu/8", "dtype": "float32", "kernels": "auto", **FIELDS}
     assert run.config.data.image_size == 16
     assert (run.config.data.mean, run.config.data.std) == (SPEC.mean, SPEC.std)
     length = {k: run.config[k] for k in ("duration", "global_batch_size")}
