@@ -126,7 +126,7 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     if words == ["--version"]:
         print(f"vit_jax {vit_jax.__version__}")
         return exit_codes.DONE, None
-    command = words.pop(0) if words and not words[0].startswith("-") else "train"
+    command = words.pop(0) if not words[0].startswith("-") else "train"
     try:
         if command not in COMMANDS:
             raise InputError(f"{command!r}: no such command; {nearest(command, COMMANDS)}")

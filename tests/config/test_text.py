@@ -137,7 +137,7 @@ def test_override_of_wrong_type(config, key, text, needed):
         ("optimiser.peak_lr", "did you mean optimizer.peak_lr?"),
         ("evals.tset.every", "did you mean evals.test.every?"),
         ("model.name.x", "did you mean model.name?"),
-        ("zzzz", "known: checkpoint.every, "),
+        ("zzzz", "known: auto, checkpoint.every, "),
     ],
 )
 def test_unknown_key(config, key, hint):

@@ -1,5 +1,7 @@
 """A run with TPU kernels, interpreted, against the same run without."""
 
+import contextlib
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from vit_jax.devices import kernels
 from vit_jax.devices.kernels import tpu_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
+from vit_jax.models.forms import PLAIN
 
 pytestmark = pytest.mark.usefixtures("interpreted_kernels")
 
@@ -24,13 +27,13 @@ def small_config():
     return c
 
 
-def losses_of_20_steps(config):
+def losses_of(config, steps):
     mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
     experiment = make_experiment(config, mesh)
     rng, losses = np.random.default_rng(0), []
     with jax.set_mesh(mesh):
         state = experiment.init()
-        for _ in range(20):
+        for _ in range(steps):
             batch = {
                 "image": rng.integers(0, 256, (8, 24, 24, 3), dtype=np.uint8),
                 "label": rng.integers(0, 5, 8, dtype=np.int32),
@@ -42,16 +45,40 @@ def losses_of_20_steps(config):
     return np.array(losses)
 
 
-@pytest.mark.slow
-def test_20_steps_with_kernels_are_those_without(monkeypatch):
-    config = small_config()
+@contextlib.contextmanager
+def with_kernels_of_tpus(monkeypatch):
+    """Choose as on TPU; yields the list of chosen forms."""
+    chosen = []
+
+    def forms_on(platform, model, mesh):
+        chosen.append(tpu_forms(model, mesh))
+        return chosen[-1]
+
     with monkeypatch.context() as patched:
-        patched.setattr(kernels, "_forms_on", lambda platform, model, mesh: tpu_forms(model, mesh))
-        with_kernels = losses_of_20_steps(config)
-    config.model.kernels = "plain"
-    without = losses_of_20_steps(config)
+        patched.setattr(kernels, "_forms_on", forms_on)
+        yield chosen
+
+
+def test_steps_with_kernels_are_those_without(monkeypatch):
+    config = small_config()
     config.model.dtype = "float32"
-    exact = losses_of_20_steps(config)
+    with with_kernels_of_tpus(monkeypatch) as chosen:
+        with_kernels = losses_of(config, 2)
+    assert chosen and PLAIN not in chosen
+    config.model.kernels = "plain"
+    without = losses_of(config, 2)
+    np.testing.assert_allclose(with_kernels, without, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_20_steps_with_kernels_are_those_without_but_for_rounding(monkeypatch):
+    config = small_config()
+    with with_kernels_of_tpus(monkeypatch):
+        with_kernels = losses_of(config, 20)
+    config.model.kernels = "plain"
+    without = losses_of(config, 20)
+    config.model.dtype = "float32"
+    exact = losses_of(config, 20)
     assert with_kernels[-1] != without[-1]  # or nothing was compared
     # Each differs from float32 by the rounding of bfloat16, and from the other by no more.
     rounding = np.abs(without - exact).max()

@@ -18,6 +18,7 @@ from vit_jax.errors import InputError
 from vit_jax.job import hold
 from vit_jax.job.hold import Hold, LostHoldError, check_free
 from vit_jax.metrics import writers
+from vit_jax.training import record
 
 
 @pytest.fixture
@@ -147,6 +148,16 @@ def test_a_process_whose_workdir_was_taken_writes_nothing_and_leaves_the_other_i
     first.release()
     assert (workdir / "held_by.json").exists()
     assert (workdir / "metrics.jsonl").read_text() == ""
+
+
+def test_files_are_not_opened_once_the_workdir_was_taken(workdir):
+    first = Hold(workdir)
+    held_by(workdir, place="another boot", host="n7", pid=17)
+    (workdir / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(LostHoldError):
+        record.open_writer(None, None, first)
+    first.release()
+    assert (workdir / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
 def test_the_heartbeat_notices_the_loss(workdir, monkeypatch):

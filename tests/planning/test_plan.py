@@ -447,10 +447,12 @@ def test_remedies_are_tried_until_one_fits(linear, batch, changes):
     assert found == changes
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_calculated_plans_count_the_step_that_is_trained(remat):
-    """They trace it with a scan over the layers, which is faster."""
-    config = tiny_config(**{"model.depth": 3, "model.remat": remat})
+@pytest.mark.parametrize(
+    "changes", [{"model.remat": "full"}, {"optimizer.freeze": r"encoder/layer_[01]/.*"}], ids=str
+)
+def test_calculated_plans_count_the_step_that_is_trained(changes):
+    """They trace it with a scan over the layers, which is faster, where that computes the same."""
+    config = tiny_config(**{"model.depth": 3} | changes)
     figures = calculated.calculate_plan(config, FOUR)
     mesh = planning.targets.plan_mesh(config, FOUR, planning.targets.describe_devices(FOUR))
     experiment = make_experiment(config, mesh)

@@ -76,7 +76,11 @@ def check_metrics(config: ConfigDict, evaluators: Mapping[str, Any]) -> None:
     faults = Faults()
     for key, metric in chosen_metrics(config).items():
         name = metric.partition("/")[0]
-        found = faults.check(declared_metrics, config, name, evaluators[name])
+        try:
+            found = declared_metrics(config, name, evaluators[name])
+        except InputError as e:
+            faults.append(str(e))
+            continue
         if found is None:
             logger.warning(
                 "%s=%s: evals.%s does not declare its metrics; assuming that the %s value is the "

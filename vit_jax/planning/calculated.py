@@ -60,9 +60,13 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
 
 
 def _scanned(config: ConfigDict, mesh: Mesh) -> Experiment | None:
-    """The experiment with its layers in a scan: as many FLOPs, traced in a fraction of the time."""
+    """The experiment with its layers in a scan, traced in a fraction of the time.
+
+    None where a scan would not compute the same: layers that are recomputed or frozen one by one.
+    """
     has_scan = "scan" in field_names(find_family(config.model.name).module)
-    if not has_scan or config.model.scan or config.model.get("remat_layers") is not None:
+    by_layer = config.model.remat_layers is not None or config.optimizer.freeze is not None
+    if not has_scan or config.model.scan or by_layer:
         return None
     scanned = config.copy_and_resolve_references()
     scanned.model.scan = True

@@ -34,7 +34,7 @@ class Member(NamedTuple):
 def name_member(text: str) -> str:
     """A member's name made of `text`: a folder name that every disk takes.
 
-    Of a name longer than 255 bytes, the beginning is kept and a digest of the whole is added.
+    A name longer than 255 bytes is cut, and a digest of the whole is added.
     """
     name = re.sub(r"[^\w.+-]+", "_", text)
     if len(name.encode()) <= _LONGEST_NAME:

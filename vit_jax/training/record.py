@@ -148,6 +148,8 @@ def open_writer(
     """
     if jax.process_index() > 0:
         return metrics.NullWriter()
+    if hold is not None:
+        hold.check(fresh=True)  # opening the files replaces them
     c = run.config
     return metrics.MetricWriter(
         run.workdir,

@@ -103,6 +103,8 @@ def train_and_evaluate(
             state, meta = start_state(run)
             assert run.train_source is not None and run.order is not None
             if jax.process_index() == 0:
+                if hold is not None:
+                    hold.check(fresh=True)
                 write_workdir(run.workdir, run.config, run.train_source)
                 remove_summary(run)
                 devices = run.mesh.devices.flatten().tolist()
@@ -113,6 +115,8 @@ def train_and_evaluate(
             except NonFiniteError as e:
                 write_diverged(run, e)
                 raise
+        if hold is not None:
+            hold.check(fresh=True)
         return write_summary(run)
 
 
@@ -189,6 +193,7 @@ def train(run: Run, state: TrainState, meta: dict[str, Any], hold: Hold | None =
             record.add(step, step_metrics | norms)
             profiler.after(step, step_metrics)
             stopping = guard.should_stop(step) and step < total
+            by_ctrl_c = guard.interrupted  # agreed on by all processes in should_stop, not later
             evaluations = timetable.evaluators(step)
             saving = stopping or timetable.saves(step)
             if not (logging_now or evaluations or saving):
@@ -207,7 +212,7 @@ def train(run: Run, state: TrainState, meta: dict[str, Any], hold: Hold | None =
                 with watchdog.phase("save"):
                     checkpoints.wait()
                 record.evaluate(state, evaluations)
-                kind, by = (Interrupted, "Ctrl-C") if guard.interrupted else (Preempted, "SIGTERM")
+                kind, by = (Interrupted, "Ctrl-C") if by_ctrl_c else (Preempted, "SIGTERM")
                 raise kind(
                     f"stopped by {by} at step {step}; saved. Run the same command to continue"
                 )
