@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 import os
+import pathlib
 import shlex
 
 import numpy as np
@@ -14,6 +15,7 @@ from vit_jax import data
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
 from vit_jax.config.stored import continue_older, to_json
 from vit_jax.config.text import apply_overrides
+from vit_jax.data.folder_contents import describe_contents
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.errors import InputError
 from vit_jax.studies.members import Member
@@ -143,6 +145,7 @@ def test_other_classes_than_the_models_are_told_once_by_the_key_that_was_typed(t
         ([".hidden"], "has 0 class folders: found nothing in it; needed"),
         (["cat/notes.txt", "dog/notes.txt"],
          "holds no images in folders of classes: found 2 folders (cat/, dog/); add some"),
+        (["set/train/cat/notes.txt"], "found set/ with train/ in it; set data_dir to ROOT/set"),
     ],
 )  # fmt: skip
 def test_a_folder_of_another_form_is_described(tmp_path, names, said):
@@ -152,6 +155,22 @@ def test_a_folder_of_another_form_is_described(tmp_path, names, said):
     with pytest.raises(InputError) as error:
         open_sources(config, training=True)
     assert said.replace("ROOT", str(tmp_path)) in str(error.value)
+    assert ("add some" in str(error.value)) == ("add some" in said)
+
+
+def test_a_folder_that_cannot_be_listed_does_not_hide_the_fault(tmp_path, monkeypatch):
+    make_pictures(tmp_path, "cat/notes.txt", "lost+found/1.png", "set/train/cat/1.png")
+    list_folder = pathlib.Path.iterdir
+
+    def refuse(path):
+        if path.name == "lost+found":
+            raise PermissionError(13, "Permission denied")
+        return list_folder(path)
+
+    monkeypatch.setattr(pathlib.Path, "iterdir", refuse)
+    assert describe_contents(tmp_path) == (
+        f"found set/ with train/ in it; set data_dir to {tmp_path}/set"
+    )
 
 
 def test_all_faulty_splits_are_named():
