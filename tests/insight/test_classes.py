@@ -122,7 +122,7 @@ def test_examples_are_those_of_the_metrics_without_padding():
     logits = np.float32([[4, 0, 0], [0, 4, 0], [0, 0, 4], [1, 0, 0]])
     batch = {"image": logits, "label": np.int32([0, 2, 2, 1]), "id": np.int32([5, 6, 7, -1]),
              "mask": np.float32([1, 1, 1, 0])}  # fmt: skip
-    evaluator = Classification(lambda s, x: x, make_loss("softmax"), lambda: [batch, batch], 3)
+    evaluator = Classification(lambda s, x: x, make_loss("softmax"), lambda: [batch, batch])
     metrics, found = evaluator.run_with_examples(None)
     assert metrics == evaluator.run(None)
     assert found.id_N.tolist() == [5, 6, 7] * 2

@@ -137,7 +137,7 @@ def prepare(
     check_outputs(config, experiment.model, preprocessing.image_size)
     evaluators = make_evaluators(config, preprocessing, experiment.model, mesh, sources)
     if training:
-        check_metrics(config, evaluators)
+        check_metrics(config, evaluators, resumes=is_begun)
     return Run(
         config=config,
         workdir=workdir,
