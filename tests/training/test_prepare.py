@@ -20,7 +20,6 @@ from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.errors import InputError
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, check_member
-from vit_jax.training.decided import take_decided
 from vit_jax.training.prepare import compare_value_ranges, prepare
 from vit_jax.training.sources import (
     check_evaluated_images,
@@ -91,7 +90,9 @@ def test_another_value_range_than_the_source_s_is_said(caplog):
     assert not caplog.records
 
 
-def test_classes_of_a_mixture_are_balanced_by_how_often_they_are_drawn(monkeypatch):
+def test_classes_of_a_mixture_are_balanced_by_how_often_they_are_drawn(
+    tmp_path, monkeypatch, caplog
+):
     counts = {"digits test": [300, 60], "digits train": [0, 1437]}
     counted = []
 
@@ -109,9 +110,16 @@ def test_classes_of_a_mixture_are_balanced_by_how_often_they_are_drawn(monkeypat
     assert first == pytest.approx(0.1 / (0.6 * 300 / 360), rel=1e-5)
     assert second == pytest.approx(0.1 / (0.6 * 60 / 360 + 0.4), rel=1e-5)
 
-    stored = copy.deepcopy(found)
-    stored.loss.class_weights = "1,2"  # by an older version's counts
-    assert take_decided(config, stored).loss.class_weights == "1,2"
+    # A run keeps the weights with which it began.
+    config.global_batch_size, config.duration = 8, "1 steps"
+    config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
+    stored = prepare(config, tmp_path / "new").config
+    for weights in (found.loss.class_weights, "1,2,3,4,5,6,7,8,9,10"):
+        assert not caplog.records
+        stored.loss.class_weights = weights
+        (tmp_path / "config.json").write_text(to_json(stored))
+        assert prepare(config, tmp_path).config.loss.class_weights == weights
+    assert f"began, {weights}; balanced now gives {found.loss.class_weights}, for" in caplog.text
 
 
 def make_pictures(root, *names):
