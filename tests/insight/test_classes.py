@@ -4,6 +4,7 @@ import csv
 import io
 import json
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -133,7 +134,7 @@ def test_examples_are_those_of_the_metrics_without_padding():
     np.testing.assert_allclose(found.right_N[1], 1 / (e + 2), rtol=1e-6)
 
 
-def test_of_a_run_on_own_pictures(tmp_path, monkeypatch, capsys):
+def test_of_a_run_on_own_pictures(tmp_path, one_device, monkeypatch, capsys):
     """The files of `evaluate --output` agree with the accuracy that it prints."""
     rng = np.random.default_rng(0)
     for i in range(60):
@@ -145,6 +146,7 @@ def test_of_a_run_on_own_pictures(tmp_path, monkeypatch, capsys):
              "--config.model.patch_size=4", "--config.duration=2 steps"]  # fmt: skip
     assert main([*words, "--config.evals.val.split=train"]) == 0
     capsys.readouterr()
+    monkeypatch.setattr(jax, "devices", lambda *args: one_device)  # all eight, for 54 images
     out = tmp_path / "out"
     assert main(["evaluate", f"--workdir={tmp_path / 'run'}", f"--output={out}"]) == 0
     captured = capsys.readouterr()
