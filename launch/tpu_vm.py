@@ -147,7 +147,9 @@ def step_of(line: bytes) -> int:
     return int(found[1].replace(b",", b"")) if found else 0
 
 
-def start_unless_running(gcloud: Gcloud, job: Job, variables: Environment) -> int:
+def start_unless_running(
+    gcloud: Gcloud, flags: argparse.Namespace, job: Job, variables: Environment
+) -> int:
     """Start the job on all workers unless it runs; return where its log begins.
 
     Raises:
@@ -157,7 +159,7 @@ def start_unless_running(gcloud: Gcloud, job: Job, variables: Environment) -> in
     path, words, digest = archive(gcloud.name), job.words, digest_of(variables)
     before = look_with_retry(gcloud, 0)
     if before.running:
-        _check_same_job(gcloud, before, words, digest)
+        _check_same_job(flags, before, words, digest)
         return 0
     call(pack(path), "packing the code")
     call_with_retry(gcloud, gcloud.copy(path), "copying it to all workers")
@@ -172,16 +174,18 @@ def start_unless_running(gcloud: Gcloud, job: Job, variables: Environment) -> in
     return len(before.log)
 
 
-def _check_same_job(gcloud: Gcloud, before: JobState, words: Sequence[str], digest: str) -> None:
+def _check_same_job(
+    flags: argparse.Namespace, before: JobState, words: Sequence[str], digest: str
+) -> None:
     """Raise InputError unless the running job has these words and the variables of `digest`."""
-    remedy = "delete it (python launch/tpu_vm.py delete), or use another --name"
+    remedy = f"delete it ({delete_command(flags)}), or use another --name"
     if before.words != " ".join(words):
         raise InputError(
-            f"--name={gcloud.name}: another job is running there ({before.words}); {remedy}"
+            f"--name={flags.name}: another job is running there ({before.words}); {remedy}"
         )
     if before.variables not in (None, digest):
         raise InputError(
-            f"--env: the job is running on --name={gcloud.name} with other variables, which it "
+            f"--env: the job is running on --name={flags.name} with other variables, which it "
             f"keeps; give the same --env to follow it, {remedy}"
         )
 
@@ -199,25 +203,27 @@ def keep_going(
     while True:
         wait_until_active(gcloud, tpu)
         try:
-            code, step = follow(gcloud, start_unless_running(gcloud, job, variables))
+            code, step = follow(gcloud, start_unless_running(gcloud, flags, job, variables))
         except PreemptedError:
             print("preempted; the job will resume from its last save", flush=True)
             continue
         if step > furthest:
             failures, furthest = 0, step
         if code in (DONE, INPUT_WRONG, INTERRUPTED) or failures >= flags.max_restarts:
-            delete = shell(["python", "launch/tpu_vm.py", "delete", *location_flags(flags)])
-            print(f"the job ended with exit code {code}; to delete the slices: {delete}")
+            print(
+                f"the job ended with exit code {code}; to delete the slices: "
+                f"{delete_command(flags)}"
+            )
             return code
         failures += 1
         print(f"failed with exit code {code}; restart {failures} of {flags.max_restarts}",
               flush=True)  # fmt: skip
 
 
-def location_flags(flags: argparse.Namespace) -> list[str]:
-    """Flags by which other actions find the same slices."""
-    project = [f"--project={flags.project}"] if flags.project is not None else []
-    return [f"--name={flags.name}", f"--zone={flags.zone}", *project]
+def delete_command(flags: argparse.Namespace) -> str:
+    """Command, as typed in a shell, that deletes the same slices."""
+    words = ["python", "launch/tpu_vm.py", "delete", f"--name={flags.name}", f"--zone={flags.zone}"]
+    return shell([*words, *([] if flags.project is None else [f"--project={flags.project}"])])
 
 
 def steps(

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs on the workers, for launch/tpu_vm.py, which sends it together with the code.
 #
-#   worker.sh install EXTRAS   installs the code with these extras, and a recent Python
+#   worker.sh install EXTRAS   ends what was started before, removes its variables, and installs the
+#                              code with these extras, and a recent Python
 #   worker.sh start DIGEST WORDS...
 #                              ends what was started before, and starts `vit_jax.main WORDS` in the
 #                              background; restarts it whenever it was told to stop and has saved;
@@ -19,8 +20,16 @@ runs() {  # a process id from before a reboot may belong to another process now
     kill -0 "$(cat job.pid)" 2> /dev/null
 }
 
+end_job() {  # a worker's job may outlive that of worker 0
+  if runs; then
+    kill -KILL -- "-$(cat job.pid)" 2> /dev/null || true
+  fi
+}
+
 case $action in
 install)
+  end_job  # before the new variables come, which it would remove when it ends
+  rm -f job.env
   python3 -m pip install --quiet --user uv
   [ -d .venv ] || python3 -m uv venv --quiet --python 3.11 .venv
   python3 -m uv pip install --quiet --python .venv/bin/python --constraint launch/constraints.txt \
@@ -28,9 +37,7 @@ install)
   ;;
 
 start)
-  if runs; then
-    kill -KILL -- "-$(cat job.pid)" 2> /dev/null || true
-  fi
+  end_job
   rm -f job.code
   echo "$1" > job.digest
   shift

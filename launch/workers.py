@@ -76,7 +76,7 @@ def unpack(path: str, extras: Sequence[str]) -> str:
     wanted = ",".join(sorted({"tpu", "gcs", *extras}))
     return (
         # Remove files that are no longer part of the code.
-        "mkdir -p vit_jax && (cd vit_jax && rm -rf vit_jax configs launch job.env) && "
+        "mkdir -p vit_jax && (cd vit_jax && rm -rf vit_jax configs launch) && "
         f"tar --extract --gzip --file={name} --directory=vit_jax && "
         f"{_WORKER} install {wanted}"
     )

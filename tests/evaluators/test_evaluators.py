@@ -36,9 +36,12 @@ def batch(logits, label, mask=None):
 
 def run(*batches, loss=SOFTMAX):
     num_classes = batches[0]["image"].shape[1]
-    evaluator = Classification(lambda s, image: s * image, loss, lambda: batches, num_classes)
+    parts = lambda s, image: s * image, loss, lambda: batches
+    evaluator = Classification(*parts, num_classes=num_classes)
     result = evaluator.run(1.0)
     assert result.keys() == evaluator.metrics.keys()
+    undeclared = Classification(*parts)  # as plug-ins for older versions make it
+    assert undeclared.run(1.0) == result and undeclared.metrics.keys() >= result.keys()
     return result
 
 
@@ -155,7 +158,7 @@ def test_loss(name, smoothing):
 def test_state_is_an_argument():
     """The function uses its argument, not the state at compile time."""
     evaluator = Classification(
-        lambda state, image: state * image, SOFTMAX, lambda: [batch(LOGITS, [0, 1, 5])], 6
+        lambda state, image: state * image, SOFTMAX, lambda: [batch(LOGITS, [0, 1, 5])]
     )
     assert [evaluator.run(sign)["top1"] for sign in (1.0, -1.0, 1.0)] == [1.0, 0.0, 1.0]
 

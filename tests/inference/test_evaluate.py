@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from numpy_vit import random_params
@@ -49,7 +50,8 @@ def scores(path, image_size=None):
     return np.asarray(model.apply(variables, images)), bunch.target[::5]
 
 
-def test_a_file_on_the_command_line(published, capsys):
+def test_a_file_on_the_command_line(published, one_device, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *args: one_device)  # all eight
     words = ["--config=configs/evaluate.py:classification,knn,debug"]
     assert main(["evaluate", f"--init_from={published}", *words]) == 0
     results = json.loads(capsys.readouterr().out)

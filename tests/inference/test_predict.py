@@ -38,7 +38,8 @@ def predict(capsys, *words, code=0):
     return capsys.readouterr().out
 
 
-def test_images_and_folders(golden, pictures, capsys):
+def test_images_and_folders(golden, pictures, one_device, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *args: one_device)  # all eight, for five images
     source = golden / "hf_vit"
     words = [f"--init_from={source}", "--format=json", "--top=2", pictures, "no.png",
              pictures / "a.png"]  # fmt: skip

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -122,7 +123,7 @@ def test_examples_are_those_of_the_metrics_without_padding():
     logits = np.float32([[4, 0, 0], [0, 4, 0], [0, 0, 4], [1, 0, 0]])
     batch = {"image": logits, "label": np.int32([0, 2, 2, 1]), "id": np.int32([5, 6, 7, -1]),
              "mask": np.float32([1, 1, 1, 0])}  # fmt: skip
-    evaluator = Classification(lambda s, x: x, make_loss("softmax"), lambda: [batch, batch], 3)
+    evaluator = Classification(lambda s, x: x, make_loss("softmax"), lambda: [batch, batch])
     metrics, found = evaluator.run_with_examples(None)
     assert metrics == evaluator.run(None)
     assert found.id_N.tolist() == [5, 6, 7] * 2
@@ -133,7 +134,7 @@ def test_examples_are_those_of_the_metrics_without_padding():
     np.testing.assert_allclose(found.right_N[1], 1 / (e + 2), rtol=1e-6)
 
 
-def test_of_a_run_on_own_pictures(tmp_path, monkeypatch, capsys):
+def test_of_a_run_on_own_pictures(tmp_path, one_device, monkeypatch, capsys):
     """The files of `evaluate --output` agree with the accuracy that it prints."""
     rng = np.random.default_rng(0)
     for i in range(60):
@@ -145,6 +146,7 @@ def test_of_a_run_on_own_pictures(tmp_path, monkeypatch, capsys):
              "--config.model.patch_size=4", "--config.duration=2 steps"]  # fmt: skip
     assert main([*words, "--config.evals.val.split=train"]) == 0
     capsys.readouterr()
+    monkeypatch.setattr(jax, "devices", lambda *args: one_device)  # all eight, for 54 images
     out = tmp_path / "out"
     assert main(["evaluate", f"--workdir={tmp_path / 'run'}", f"--output={out}"]) == 0
     captured = capsys.readouterr()

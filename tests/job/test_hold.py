@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 from etils import epath
@@ -195,6 +196,12 @@ def test_a_disk_that_fails_for_less_than_a_heartbeat_may_be_old_loses_nothing(wo
     first = Hold(workdir)
     monkeypatch.setattr(hold, "_read", fail)
     first.check(fresh=True)
+    beats, turns = [], iter([False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "_beat", lambda: beats.append("beat"))
+        patch.setattr(first, "_ended", types.SimpleNamespace(wait=lambda s: next(turns)))
+        first._keep_beating()
+    assert not beats  # the file may name another process
     now = time.monotonic()
     monkeypatch.setattr(hold.time, "monotonic", lambda: now + 61)
     with pytest.raises(LostHoldError, match=r"cannot be read: Disk quota"):

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 import types
 
 import pytest
@@ -148,6 +149,28 @@ def test_variables_and_extras_reach_the_workers(tpu_vm, call, cloud, tmp_path, m
     assert "install gcs,tpu,wandb" in installs[0]
 
 
+def test_a_worker_that_outlives_worker_0_leaves_the_next_job_its_variables(
+    tpu_vm, call, cloud, monkeypatch
+):
+    cloud.play("ACTIVE")
+    cloud.job("""
+echo "$MODE" > mode
+case $MODE$PWD in old*/0-1/*) while [ ! -e PLAYS/go ]; do sleep 0.02; done ;; esac
+""")
+    four = ["run", *WHERE, "--topology=v5e:4x4", "--no_plan"]
+    assert call(tpu_vm, *four, "--env=MODE=old", "--", *WORDS)[0] == 0
+    take = tpu_vm.take_variables
+    # The old job of worker 1 ends when the new job's variables are there.
+    ended = 'touch "$GCLOUD_PLAYS/go"; while kill -0 $(cat vit_jax/job.pid); do sleep 0.02; done'
+    monkeypatch.setattr(tpu_vm, "take_variables", lambda path: f"{take(path)}; {ended}; true")
+    assert call(tpu_vm, *four, "--env=MODE=new", "--", *WORDS)[0] == 0
+    deadline = time.monotonic() + 60
+    at = cloud.folder / "0-1/vit_jax"
+    while not (at / "job.code").exists():  # the launcher follows worker 0
+        assert time.monotonic() < deadline
+    assert (at / "mode").read_text() == "new\n"
+
+
 def test_variables_are_taken_again_where_another_worker_failed(tpu_vm, tmp_path):
     (tmp_path / "vit_jax").mkdir()
     command = ["sh", "-c", tpu_vm.take_variables("/tmp/digits.env")]
@@ -240,6 +263,8 @@ def test_called_again_it_goes_on_with_the_running_job(tpu_vm, call, cloud):
     assert (
         code == 2 and "--name=digits: another job is running there (--config=configs/quick" in err
     )
+    delete = "delete it (python launch/tpu_vm.py delete --name=digits --zone=us-west4-a), or"
+    assert delete in err
 
     code, out, err = call(tpu_vm, *RUN, "--env=MODE=fast", "--", *WORDS)
     assert code == 2 and "--env: the job is running on --name=digits with other variables" in err

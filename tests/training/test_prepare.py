@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 import os
+import pathlib
 import shlex
 
 import numpy as np
@@ -14,11 +15,11 @@ from vit_jax import data
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
 from vit_jax.config.stored import continue_older, to_json
 from vit_jax.config.text import apply_overrides
+from vit_jax.data.folder_contents import describe_contents
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.errors import InputError
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, check_member
-from vit_jax.training.decided import take_decided
 from vit_jax.training.prepare import compare_value_ranges, prepare
 from vit_jax.training.sources import (
     check_evaluated_images,
@@ -89,7 +90,9 @@ def test_another_value_range_than_the_source_s_is_said(caplog):
     assert not caplog.records
 
 
-def test_classes_of_a_mixture_are_balanced_by_how_often_they_are_drawn(monkeypatch):
+def test_classes_of_a_mixture_are_balanced_by_how_often_they_are_drawn(
+    tmp_path, monkeypatch, caplog
+):
     counts = {"digits test": [300, 60], "digits train": [0, 1437]}
     counted = []
 
@@ -107,9 +110,16 @@ def test_classes_of_a_mixture_are_balanced_by_how_often_they_are_drawn(monkeypat
     assert first == pytest.approx(0.1 / (0.6 * 300 / 360), rel=1e-5)
     assert second == pytest.approx(0.1 / (0.6 * 60 / 360 + 0.4), rel=1e-5)
 
-    stored = copy.deepcopy(found)
-    stored.loss.class_weights = "1,2"  # by an older version's counts
-    assert take_decided(config, stored).loss.class_weights == "1,2"
+    # A run keeps the weights with which it began.
+    config.global_batch_size, config.duration = 8, "1 steps"
+    config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
+    stored = prepare(config, tmp_path / "new").config
+    for weights in (found.loss.class_weights, "1,2,3,4,5,6,7,8,9,10"):
+        assert not caplog.records
+        stored.loss.class_weights = weights
+        (tmp_path / "config.json").write_text(to_json(stored))
+        assert prepare(config, tmp_path).config.loss.class_weights == weights
+    assert f"began, {weights}; balanced now gives {found.loss.class_weights}, for" in caplog.text
 
 
 def make_pictures(root, *names):
@@ -143,6 +153,7 @@ def test_other_classes_than_the_models_are_told_once_by_the_key_that_was_typed(t
         ([".hidden"], "has 0 class folders: found nothing in it; needed"),
         (["cat/notes.txt", "dog/notes.txt"],
          "holds no images in folders of classes: found 2 folders (cat/, dog/); add some"),
+        (["set/train/cat/notes.txt"], "found set/ with train/ in it; set data_dir to ROOT/set"),
     ],
 )  # fmt: skip
 def test_a_folder_of_another_form_is_described(tmp_path, names, said):
@@ -152,6 +163,22 @@ def test_a_folder_of_another_form_is_described(tmp_path, names, said):
     with pytest.raises(InputError) as error:
         open_sources(config, training=True)
     assert said.replace("ROOT", str(tmp_path)) in str(error.value)
+    assert ("add some" in str(error.value)) == ("add some" in said)
+
+
+def test_a_folder_that_cannot_be_listed_does_not_hide_the_fault(tmp_path, monkeypatch):
+    make_pictures(tmp_path, "cat/notes.txt", "lost+found/1.png", "set/train/cat/1.png")
+    list_folder = pathlib.Path.iterdir
+
+    def refuse(path):
+        if path.name == "lost+found":
+            raise PermissionError(13, "Permission denied")
+        return list_folder(path)
+
+    monkeypatch.setattr(pathlib.Path, "iterdir", refuse)
+    assert describe_contents(tmp_path) == (
+        f"found set/ with train/ in it; set data_dir to {tmp_path}/set"
+    )
 
 
 def test_all_faulty_splits_are_named():

@@ -67,6 +67,20 @@ def test_metrics_that_evaluators_declare_are_checked_before_training(tmp_path):
         prepare(config, tmp_path)
 
 
+def test_a_resumed_run_keeps_a_metric_that_its_plug_in_does_not_declare(caplog):
+    class Own(Classification):
+        """Reports more than it inherits."""
+
+    config = make_config(stop__metric="test/margin")
+    found = {"test": Own(None, None, None)}
+    with pytest.raises(InputError, match=r"stop\.metric='test/margin'"):
+        check_metrics(config, found)
+    check_metrics(config, found, resumes=True)
+    assert "assuming that it reports this one, and that the higher value" in caplog.text
+    with pytest.raises(InputError, match=r"stop\.metric='test/margin'"):
+        check_metrics(config, {"test": Classification(None, None, None)}, resumes=True)
+
+
 def evaluators(metrics):
     return {"test": types.SimpleNamespace(**({} if metrics is None else {"metrics": metrics}))}
 

@@ -22,22 +22,27 @@ def class_like_folders(parent: pathlib.Path) -> list[pathlib.Path]:
 
 def find_dataset_below(root: pathlib.Path) -> pathlib.Path | None:
     """The folder in `root` that holds train/, if there is one such folder; else None."""
-    found = [
-        path
-        for path in class_like_folders(root)
-        if any(below.name.lower() in SPLIT_NAMES["train"] for below in class_like_folders(path))
-    ]
+    found = [path for path in class_like_folders(root) if _holds_train(path)]
     return found[0] if len(found) == 1 else None
 
 
-def describe_contents(root: pathlib.Path) -> str:
-    """What `root` holds: "found 12 pictures, 1 other file (.txt)"; where a data set lies below."""
+def _holds_train(path: pathlib.Path) -> bool:
+    """Whether a sub-folder of `path` is a training split; False if `path` cannot be listed."""
+    try:
+        return any(f.name.lower() in SPLIT_NAMES["train"] for f in class_like_folders(path))
+    except OSError:  # such as the lost+found of a disk
+        return False
+
+
+def describe_contents(root: pathlib.Path, remedy: str = "add some") -> str:
+    """What `root` holds, and what to do: "found 12 pictures, 1 other file (.txt); add some".
+
+    Where a data set lies below `root`, its folder is the remedy instead of `remedy`.
+    """
     below = find_dataset_below(root)
     if below is not None:
-        return (
-            f"found {shown(below.name)}/ with train/ in it; give "
-            f"--config.data.data_dir={shown(str(below))}"
-        )
+        # data_dir may be a key of data or of an evaluator.
+        return f"found {shown(below.name)}/ with train/ in it; set data_dir to {shown(str(below))}"
     folders = [shown(path.name) + "/" for path in class_like_folders(root)]
     extensions = collections.Counter(
         os.path.splitext(entry.name)[1].lower() or "without extension"
@@ -49,7 +54,7 @@ def describe_contents(root: pathlib.Path) -> str:
     parts = [_count(len(folders), "folder", folders[:_SHOWN])] if folders else []
     parts += [_count(num_pictures, "picture", [])] if num_pictures else []
     parts += [_count(extensions.total(), "other file", others)] if others else []
-    return f"found {', '.join(parts)}" if parts else "found nothing in it"
+    return f"found {', '.join(parts) or 'nothing in it'}; {remedy}"
 
 
 def _count(number: int, what: str, names: list[str]) -> str:

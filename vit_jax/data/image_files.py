@@ -109,8 +109,7 @@ def unlabelled(
         paths = [path for path in paths if (path in held_out) == (split == "val")]
     if not paths:
         raise InputError(
-            f"data.data_dir: {shown(str(base))} holds no images: {describe_contents(base)}; add "
-            "some"
+            f"data.data_dir: {shown(str(base))} holds no images: {describe_contents(base)}"
         )
     labels = [0] * len(paths)
     return picture_source(

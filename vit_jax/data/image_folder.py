@@ -159,7 +159,7 @@ def folder(
     if not files:
         raise InputError(
             f"data.data_dir: {shown(str(base))} holds no images in folders of classes: "
-            f"{describe_contents(base)}; add some"
+            f"{describe_contents(base)}"
         )
     paths = sorted(files)
     label_of = {class_name: label for label, class_name in enumerate(class_names)}
@@ -255,11 +255,13 @@ def _class_names(layout: Layout, rules: int) -> tuple[str, ...]:
     train_root = layout.train_root
     class_names = tuple(path.name for path in class_like_folders(train_root))
     if not class_names:
+        needed = (
+            "needed: at least 2 folders, each named after its class and holding its images; for "
+            "pictures without classes set --config.data.name=unlabelled"
+        )
         raise InputError(
             f"data.data_dir: {shown(str(train_root))} has 0 class folders: "
-            f"{describe_contents(train_root)}; needed: at least 2 folders, each named after its "
-            "class and holding its images; for pictures without classes set "
-            "--config.data.name=unlabelled"
+            f"{describe_contents(train_root, needed)}"
         )
     if rules > 1:
         if looking := [name for name in class_names if name.lower() in _NO_CLASSES]:

@@ -59,9 +59,9 @@ class Classification:
       logits_fn: (state, uint8 images (B, H, W, 3)) -> logits (B, C).
       loss: (logits (B, C), labels) -> (B,).
       make_batches: one pass over the split, with as many batches on every process.
-      num_classes: C.
       probabilities: logits (B, C) -> probabilities (B, C), increasing in the logits.
       gathered: the sharding that puts a whole array on every process; None on a single device.
+      num_classes: C; None: `metrics` has top5, which is reported if C > 5.
     """
 
     def __init__(
@@ -69,12 +69,15 @@ class Classification:
         logits_fn: OutputFn,
         loss: LossFn,
         make_batches: Callable[[], Iterable[Batch]],
-        num_classes: int,
         probabilities: Callable[[jax.Array], jax.Array] = jax.nn.softmax,
         gathered: Sharding | None = None,
+        *,
+        num_classes: int | None = None,
     ):
         self._make_batches = make_batches
-        top5: dict[str, Better] = {"top5": "higher"} if num_classes > 5 else {}
+        top5: dict[str, Better] = {}
+        if num_classes is None or num_classes > 5:
+            top5 = {"top5": "higher"}
         self.metrics: dict[str, Better] = {
             "top1": "higher", **top5, "loss": "lower", "ece": "lower", "num_examples": "neither",
         }  # fmt: skip
@@ -83,7 +86,7 @@ class Classification:
             mask_B, label = batch["mask"], batch["label"]
             hits_B = hits(logits_BC, label)
             sums = {"top1": (mask_B * hits_B).sum()}
-            if top5:
+            if top5 and logits_BC.shape[-1] > 5:
                 sums["top5"] = (mask_B * hits(logits_BC, label, k=5)).sum()
             sums["loss"] = (mask_B * loss(logits_BC, label)).sum()
             confidence_B = probabilities(logits_BC.astype(jnp.float32)).max(axis=1)
@@ -184,9 +187,9 @@ def make_classification(inputs: EvalInputs) -> Classification:
         inputs.apply,
         make_loss(**loss),
         inputs.batches,
-        inputs.source().num_classes,
         probabilities,
         gathered=NamedSharding(inputs.mesh, P()),
+        num_classes=inputs.source().num_classes,
     )
 
 

@@ -65,10 +65,11 @@ def find_direction(config: ConfigDict, metric: str, evaluators: Mapping[str, Any
     return found.get(metric) or guess_direction(metric)
 
 
-def check_metrics(config: ConfigDict, evaluators: Mapping[str, Any]) -> None:
+def check_metrics(config: ConfigDict, evaluators: Mapping[str, Any], resumes: bool = False) -> None:
     """Check that the metrics by which a run decides are ones that its evaluators report.
 
-    Warns if the evaluator of such a metric declares none.
+    Warns if the evaluator of such a metric declares none; also if a run `resumes` and a plug-in's
+    evaluator, which may be a subclass of one of ours, does not declare the metric.
 
     Raises:
       InputError: names the key, and the nearest metric or those that can be chosen.
@@ -93,6 +94,16 @@ def check_metrics(config: ConfigDict, evaluators: Mapping[str, Any]) -> None:
                 f"{key}={metric!r}: no value of it is better than another; known: "
                 f"{', '.join(known)}"
             )
+        elif resumes and metric not in found and _is_plugged_in(evaluators[name]):
+            logger.warning(
+                "%s=%s: evals.%s declares other metrics (%s); assuming that it reports this one, "
+                "and that the %s value is the better one; add it to the evaluator's `metrics`",
+                key, metric, name, ", ".join(known), guess_direction(metric),
+            )  # fmt: skip
         else:
             faults.need_known(key, metric, known)
     collect_faults(faults)
+
+
+def _is_plugged_in(evaluator: Any) -> bool:
+    return type(evaluator).__module__.partition(".")[0] != "vit_jax"

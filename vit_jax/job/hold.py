@@ -265,11 +265,17 @@ class Hold:
 
         A file that cannot be read has no other holder until its heartbeat is stale.
         """
+        with contextlib.suppress(Exception):  # an object store's client has errors of many classes
+            self._look()
+        return self._was_ours
+
+    def _look(self) -> bool:
+        """Whether the file names this process, as read now; raises whatever reading it raises."""
         try:
             found = _read(self._path.parent)
-        except Exception:  # errors of an object store's client are of many classes
+        except Exception:
             self._was_ours = self._was_ours and time.monotonic() - self._confirmed_at < STALE_S
-            return self._was_ours
+            raise
         self._was_ours = found is not None and found.token == self._holder.token
         if self._was_ours:
             self._confirmed_at = time.monotonic()
@@ -278,7 +284,7 @@ class Hold:
     def _keep_beating(self) -> None:
         while not self._ended.wait(_BEAT_S):
             try:
-                if self.is_ours():
+                if self._look():  # unread, the file may be another's, which a beat would overwrite
                     self._beat()
             except Exception as e:  # as in `is_ours`
                 logger.warning("%s: heartbeat failed: %s", self._path, e)

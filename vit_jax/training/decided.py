@@ -7,6 +7,7 @@ the result, and a resumed run takes it from there.
 """
 
 import copy
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from vit_jax.experiment.durations import parse_duration
 from vit_jax.models import create_model, find_family, name_of, sizes_of
 from vit_jax.models.fields import field_defaults, field_names
 from vit_jax.transfer.rules import Pretrained, abstract_params
+
+logger = logging.getLogger("vit_jax")
 
 # Fields of `config.model` that are no property of a source.
 _NOT_TAKEN = {"dtype", "scan", "remat", "remat_layers", "dropout", "attention_dropout",
@@ -175,13 +178,27 @@ def take_stored(config: ConfigDict, stored: ConfigDict, keys: Sequence[str]) -> 
         for key in keys
         if key in ours and ours[key] == defaults[key] and theirs[key] != ours[key]
     }
-    weights = stored.loss.class_weights
-    if config.loss.class_weights == "balanced" and config.data.mix and weights is not None:
-        taken["loss.class_weights"] = weights  # older versions balanced mixtures by other counts
     if not taken:
         return config
     config = copy.deepcopy(config)
     config.update_from_flattened_dict(taken)
+    return config
+
+
+def keep_class_weights(config: ConfigDict, stored: ConfigDict) -> ConfigDict:
+    """`config`, whose class weights were balanced, with those of the run of `stored`.
+
+    Only for a mixture, which older versions balanced by other counts. Warns if the weights differ.
+    """
+    now, then = config.loss.class_weights, stored.loss.class_weights
+    if not config.data.mix or then in (None, now):
+        return config
+    logger.warning(
+        "loss.class_weights=balanced: the run keeps the weights with which it began, %s; balanced "
+        "now gives %s, for which a new --workdir is needed", then, now,
+    )  # fmt: skip
+    config = copy.deepcopy(config)
+    config.loss.class_weights = then
     return config
 
 

@@ -13,6 +13,7 @@ from vit_jax import config as config_lib
 from vit_jax import data, files, metrics, transfer
 from vit_jax.checkpoints import restore
 from vit_jax.config import SplitKey
+from vit_jax.config.stored import read_config
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.data.sources import FINGERPRINT_VERSION
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
@@ -21,7 +22,7 @@ from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
 from vit_jax.evaluators.declared import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.training.agreement import compare_requests
-from vit_jax.training.decided import decide, take_fields
+from vit_jax.training.decided import decide, keep_class_weights, take_fields
 from vit_jax.training.layout import ChooseLayout, settle_layout
 from vit_jax.training.sources import (
     adopt_holdout,
@@ -118,6 +119,7 @@ def prepare(
         collect_faults(faults)
     preprocessing = parse_preprocessing(config)
     class_names = None if training else _class_names(config, workdir)
+    balanced = config.loss.class_weights == "balanced"
     config, sources = faults.check(open_sources, config, training, class_names) or (config, {})
     if sources:
         check = check_images if training else check_evaluated_images
@@ -126,6 +128,8 @@ def prepare(
     assert mesh is not None
     if training:
         config = decide(config)
+        if balanced and is_begun:
+            config = keep_class_weights(config, read_config(workdir))
         if config.auto and choose_layout is not None:
             config = settle_layout(config, mesh, workdir, choose_layout)
             mesh = check_mesh(config, faults)
@@ -137,7 +141,7 @@ def prepare(
     check_outputs(config, experiment.model, preprocessing.image_size)
     evaluators = make_evaluators(config, preprocessing, experiment.model, mesh, sources)
     if training:
-        check_metrics(config, evaluators)
+        check_metrics(config, evaluators, resumes=is_begun)
     return Run(
         config=config,
         workdir=workdir,
