@@ -47,11 +47,19 @@ def test_every_kind_of_image_is_preprocessed_as_its_file(source, tmp_path):
     by_hand = source.model.apply({"params": params_of(source)}, image[None])
     np.testing.assert_allclose(expected[:1], by_hand, rtol=1e-4, atol=1e-5)
     pictures = [Image.open(path) for path in paths]
-    for images in (pictures, list(kinds.values()), [paths[0], pictures[1], kinds["alpha.png"]]):
+    folder = tmp_path / "two"
+    folder.mkdir()
+    for path in paths[1:]:
+        (folder / path.name).symlink_to(path)
+    mixed = [paths[0], pictures[1], kinds["alpha.png"]]
+    for images in (pictures, list(kinds.values()), mixed):
         np.testing.assert_array_equal(predict(images, source, output="logits"), expected)
     for one in (paths[0], str(paths[0]), pictures[0], kinds["a.png"], kinds["a.png"][None]):
         np.testing.assert_array_equal(predict(one, source, output="logits"), expected[:1])
-    assert predict(tmp_path, source, output="logits").shape == expected.shape  # a folder
+    of_folder = predict([pictures[0], folder], source, output="logits")
+    in_order = predict([paths[0], *sorted(paths[1:])], source, output="logits")
+    np.testing.assert_array_equal(of_folder, in_order)
+    assert predict(folder, source, output="logits").shape == expected[1:].shape
 
 
 def test_a_picture_is_turned_as_its_file_is(source, tmp_path):

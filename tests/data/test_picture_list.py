@@ -136,3 +136,10 @@ def test_what_is_no_list_is_refused(root):
     assert not folder.multi_label
     with pytest.raises(InputError, match=r"data\.multi_label=True: digits train has one label"):
         make_source("digits", split="train", image_size=(8, 8), multi_label=True)
+
+
+def test_wrong_columns_are_one_fault(root):
+    with pytest.raises(InputError) as error:
+        make_source("list", split="train", image_size=(8, 8),
+                    data_dir=write(root, "file,class\na.jpg,cat\n", "list.csv"))  # fmt: skip
+    assert str(error.value).count("data.data_dir") == 1 and "UTF-8" not in str(error.value)

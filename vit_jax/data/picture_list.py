@@ -151,6 +151,8 @@ def _read_list(file: pathlib.Path, multi_label: bool) -> dict[str, tuple[str, ..
                 found[path] = labels
             elif fault is not None:
                 faults.append(f"{where}, line {line}: {fault}")
+    except InputError:  # of the columns
+        raise
     except (ValueError, csv.Error) as e:  # text that is not UTF-8 is a ValueError too
         faults.append(f"{where}: cannot be read ({e}); needed: UTF-8, as CSV or JSON lines")
     if len(faults) > _SHOWN:
@@ -164,7 +166,7 @@ def _fault_of_row(path: Any, labels: Any, found: dict, multi_label: bool) -> str
     if not isinstance(path, str) or not path:
         return "has no file; needed: its path from the folder of the list"
     if labels is None:
-        return f"{shown(path)} has neither label nor labels; name the column"
+        return f"{shown(path)} has no label; needed: a value for label or labels"
     if path in found:
         return f"{shown(path)} is listed twice; list it once, with all its labels in `labels`"
     if len(labels) != 1 and not multi_label:

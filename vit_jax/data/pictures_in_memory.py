@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from etils import epath
 from PIL import Image
 
 from vit_jax.data.host_tf import tf
@@ -24,7 +25,7 @@ def open_images(images: Any, exif: bool = True, channels: int = 3) -> Source:
     Args:
       images: one image, or a list of images of any kinds and sizes: a path to a file or a folder; a
         Pillow image; an array of uint8 pixels (H, W) or (H, W, C) for C of 1, 3 or 4, or several of
-        one size, (N, H, W, C). Folders in a list of paths are searched as by `find_images`.
+        one size, (N, H, W, C). Folders in a list are searched as by `find_images`.
       exif, channels: as in `image_files`.
 
     Raises:
@@ -37,23 +38,21 @@ def open_images(images: Any, exif: bool = True, channels: int = 3) -> Source:
     images = list(images)
     if images and all(isinstance(image, (str, os.PathLike)) for image in images):
         return image_files(find_images(images), exif, channels)
-    encoded = [_encode(i, image) for i, image in enumerate(images)]
+    encoded = [file for i, image in enumerate(images) for file in _encode(i, image)]
     return give_channels(_in_memory(encoded, exif), channels)
 
 
-def _encode(i: int, image: Any) -> bytes:
-    """The image as a file, so that all images are decoded alike; PNG is lossless."""
+def _encode(i: int, image: Any) -> list[bytes]:
+    """The image, or those of a folder, as files, so that all are decoded alike; PNG is lossless."""
     if isinstance(image, (str, os.PathLike)):
-        (path,) = find_images([image])
-        with open(path, "rb") as file:
-            return file.read()
+        return [epath.Path(path).read_bytes() for path in find_images([image])]
     if not isinstance(image, Image.Image):
         image = _from_pixels(i, image)
     if image.mode not in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA"):
         image = image.convert("RGB")
     png = io.BytesIO()
     image.save(png, "PNG", compress_level=1, exif=image.getexif())
-    return png.getvalue()
+    return [png.getvalue()]
 
 
 def _from_pixels(i: int, image: Any) -> Image.Image:

@@ -122,7 +122,7 @@ def report(output: epath.Path | None, name: str, examples: Examples, source: Sou
     wrong = mistakes(examples, names, source.record_name)
     columns = ("file", "class", "predicted", "confidence", "probability_of_class")
     _write_table(folder / "wrong.csv", wrong, columns)
-    logger.info("%s: %d wrong pictures, results by class: %s", name, len(wrong), folder)
+    logger.info("%s: wrong pictures: %d; results by class: %s", name, len(wrong), folder)
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> str:
