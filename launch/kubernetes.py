@@ -146,7 +146,7 @@ def on_slices(flags: argparse.Namespace, job: Job) -> Placement:
 
 
 def on_nodes(flags: argparse.Namespace, job: Job, name: str) -> Placement:
-    """Place a job on nodes with GPUs or CPUs; the command tells processes their number."""
+    """Place a job on nodes with GPUs or CPUs; its command gives each process its number."""
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     command = escape(job.on("cpu" if flags.gpus_per_node is None else "gpu").command())
     command += [

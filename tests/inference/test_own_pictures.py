@@ -23,7 +23,7 @@ def run(golden, tmp_path):
 
 @pytest.fixture
 def others(golden, tmp_path):
-    """others(bee="zebra"): the run's pictures, of which the folder `bee` is called `zebra`."""
+    """others(bee="zebra"): the run's pictures, with the folder `bee` renamed to `zebra`."""
 
     def make(**names):
         root = shutil.copytree(golden / "older_run/pictures", tmp_path / "others")

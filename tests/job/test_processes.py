@@ -258,7 +258,7 @@ def test_a_workdir_that_is_not_shared_is_told(on_each, tmp_path):
     for error in errors:
         assert isinstance(error, InputError)
         assert "--workdir: 'shared' on process 0; '" in str(error)
-        assert f"{other} on " in str(error) and "not that of process 0" in str(error)
+        assert f"{other} on " in str(error) and "another folder than on process 0" in str(error)
     assert not mine.exists() and not other.exists()
 
 

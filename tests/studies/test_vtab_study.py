@@ -110,7 +110,7 @@ def test_refusals(make_config):
 
 @pytest.mark.slow
 def test_all_19_tasks_on_stand_ins(tmp_path, monkeypatch):
-    """Real runs on generated data in the format of the real sets, one of which is missing."""
+    """Real runs on generated data in the format of the real sets. One set is missing."""
     monkeypatch.syspath_prepend(ROOT / "tests/data")
     from stand_in_vtab import write_stand_ins
 

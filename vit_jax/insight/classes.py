@@ -78,8 +78,8 @@ def mistakes(
 ) -> list[dict[str, Any]]:
     """A row per wrong picture, the most confident first.
 
-    `confidence` is the probability of the predicted class, `probability_of_class` that of the
-    true class; `record_name` maps the index of a record to the name of its file.
+    `confidence` is the probability of the predicted class. `probability_of_class` is the
+    probability of the true class. `record_name` maps the index of a record to the name of its file.
     """
     wrong = np.flatnonzero(examples.predicted_N != examples.label_N)
     wrong = wrong[np.argsort(-examples.confidence_N[wrong], kind="stable")]

@@ -1,7 +1,7 @@
 """Who trains in a workdir: one job at a time, whose first process keeps WORKDIR/held_by.json.
 
 The file names host, process and time of the start, and is touched every 10 s. It goes when the run
-ends. What a killed process has left behind:
+ends. A killed process leaves it behind:
 
 - On the same host, the process id and the start time of that process decide at once.
 - From another host (or another container), the file must be 60 s old, by the clock of the disk.

@@ -306,7 +306,7 @@ def check_one_workdir(workdir: epath.Path, timeout_s: float) -> None:
         until = time.monotonic() + _SHARED_WITHIN_S
         while not (seen := (workdir / name).exists()) and time.monotonic() < until:
             time.sleep(0.1)
-    place = "shared" if seen else f"{workdir} on {socket.gethostname()}, not that of process 0"
+    place = "shared" if seen else f"{workdir} on {socket.gethostname()}, another folder than on process 0"
     try:
         agree("workdir", {"--workdir": place}, timeout_s + _SHARED_WITHIN_S)
     except InputError:
@@ -356,7 +356,7 @@ class PreemptionGuard:
         # print may raise here if the signal came while the main thread was printing.
         os.write(2, b"Ctrl-C: saves after this step, and ends; once more ends at once, unsaved\n")
         if not self._single:
-            os.kill(os.getpid(), signal.SIGTERM)  # by which JAX tells the others
+            os.kill(os.getpid(), signal.SIGTERM)  # JAX passes this signal on to the others
 
     def should_stop(self, step: int) -> bool:
         """Whether to save and stop after `step`; every process must ask after every step."""

@@ -67,9 +67,9 @@ class Product(nn.Module):
 class LoraProduct(Product):
     """`Product` with a low-rank adapter: x -> (x W + (x A) B, bias).
 
-    B starts at zero, so a new adapter changes nothing, bit by bit. `adapter_update` is what the
-    adapter adds to W. The paper's factor alpha / r is 1: changing it is much like changing the
-    learning rate. Shapes of A and B: (C, rank), (rank, features).
+    B starts at zero, so a new adapter leaves the output bit-identical. `adapter_update` computes
+    A B, which is added to W. The paper's factor alpha / r is 1: changing it is much like changing
+    the learning rate. Shapes of A and B: (C, rank), (rank, features).
 
     Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1.
     """

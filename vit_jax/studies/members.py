@@ -23,7 +23,7 @@ FINISHED, DIVERGED, FAILED, HANDED_OVER = "finished", "diverged", "failed", "han
 class Member(NamedTuple):
     """A training run of a study.
 
-    name: name of its workdir in that of the study.
+    name: name of its workdir, a folder in the workdir of the study.
     overrides: changes to the study's config, as after `--config.`: {"optimizer.peak_lr": "0.01"}.
     """
 

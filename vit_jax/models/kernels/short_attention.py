@@ -43,7 +43,7 @@ _COMPILER_PARAMS = pltpu.CompilerParams(
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for, apart from the shapes of its arrays.
+    """Sizes that a compiled kernel depends on, besides the shapes of its arrays.
 
     num_heads: H.
     num_keys: the keys that count, the first of M; the others are padding.
