@@ -306,7 +306,8 @@ def check_one_workdir(workdir: epath.Path, timeout_s: float) -> None:
         until = time.monotonic() + _SHARED_WITHIN_S
         while not (seen := (workdir / name).exists()) and time.monotonic() < until:
             time.sleep(0.1)
-    place = "shared" if seen else f"{workdir} on {socket.gethostname()}, another folder than on process 0"
+    own = f"{workdir} on {socket.gethostname()}, another folder than on process 0"
+    place = "shared" if seen else own
     try:
         agree("workdir", {"--workdir": place}, timeout_s + _SHARED_WITHIN_S)
     except InputError:
