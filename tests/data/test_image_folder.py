@@ -114,6 +114,8 @@ def test_what_is_no_image_folder_is_refused(tmp_path):
     (tmp_path / "train").mkdir()
     (tmp_path / "train/1.jpg").write_bytes(encode(smooth_image()))
     refused(tmp_path, "train has 0 class folders")
+    make_folder(tmp_path, {"cat": 1})  # train was meant as a class
+    refused(tmp_path, "train has 0 class folders", "found 1 picture", "(cat/), rename it")
 
 
 def test_missing_splits_and_classes_are_refused(tmp_path):
@@ -172,7 +174,8 @@ def test_two_folders_of_a_split_and_classes_that_look_like_splits_are_refused(tm
     make_folder(tmp_path / "nested/train", {"Train": 2, "test": 2})
     refused(tmp_path / "nested", "look like splits", "Train, test")
     make_folder(tmp_path / "without", {"Test": 2, "valid": 2})
-    refused(tmp_path / "without", "valid/ and Test/", "no train/")
+    make_folder(tmp_path / "without", {"cat": 1})
+    refused(tmp_path / "without", "valid/ and Test/", "no train/", "(found cat/)")
 
 
 def test_folders_beside_the_splits_are_named(tmp_path, caplog):

@@ -101,7 +101,7 @@ def find_layout(data_dir: str | os.PathLike | None, rules: int = FOLDER_RULES[-1
     if others and "train" not in found:
         raise InputError(
             f"data.data_dir={shown(str(root))!r} has {'/ and '.join(others)}/ but no train/ beside "
-            "it; add it"
+            f"it{f' (found {_list_names(ignored)})' if ignored else ''}; add it"
         )
     return Layout(root, found, ignored if found else [])
 
@@ -125,6 +125,12 @@ def _find_splits(root: pathlib.Path) -> tuple[dict[str, pathlib.Path], list[path
                 f"folders of the split {split}; keep one"
             )
     return found, ignored
+
+
+def _list_names(folders: Sequence[pathlib.Path]) -> str:
+    """The names of `folders` for a message, at most a few."""
+    names = [shown(path.name) + "/" for path in folders[:_SHOWN]]
+    return ", ".join([*names, *["..."] * (len(folders) > _SHOWN)])
 
 
 def folder(
@@ -259,6 +265,11 @@ def _class_names(layout: Layout, rules: int) -> tuple[str, ...]:
             "needed: at least 2 folders, each named after its class and holding its images; for "
             "pictures without classes set --config.data.name=unlabelled"
         )
+        if layout.ignored:
+            needed += (
+                f"; if {train_root.name} is the name of a class, as those beside it are "
+                f"({_list_names(layout.ignored)}), rename it"
+            )
         raise InputError(
             f"data.data_dir: {shown(str(train_root))} has 0 class folders: "
             f"{describe_contents(train_root, needed)}"
@@ -307,7 +318,7 @@ def _list_images(split_root: pathlib.Path, rules: int) -> tuple[dict[str, str], 
             if path.is_dir():
                 walk.ignored += [str(path)] * is_hidden(path.name)
             elif walk.size_of_picture(split_root, path.name) is not None:
-                walk.skipped["beside the folders of the classes"] += 1
+                walk.skip("beside the folders of the classes", path)
         walk.say(split_root)
         if empty and files:
             warn_once(f"{where}: these classes hold no picture: {', '.join(map(shown, empty))}")
