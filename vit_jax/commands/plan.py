@@ -218,7 +218,8 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
     work.add_row("FLOPs of the model, counted", _flops(flops["model_per_step"]))
     work.add_row("FLOPs with recomputation, counted", _flops(flops["counted_per_step"]))
     if figures["hbm_bytes_accessed"] is not None:
-        work.add_row(f"HBM accessed by a {per}", _bytes(figures["hbm_bytes_accessed"]))
+        what = "bytes accessed" if figures["by"] == "compiler" else "HBM accessed"
+        work.add_row(f"{what} by a {per}", _bytes(figures["hbm_bytes_accessed"]))
     if figures["compiler_cycles"] is not None:
         work.add_row("compiler's estimate", f"{figures['compiler_cycles'] / 1e6:,.1f} Mcycles")
         for kernel in figures["kernels"]:
@@ -268,8 +269,9 @@ def estimate_table(estimate: dict[str, Any]) -> Table:
     table = Table("", "", show_header=False, title="Estimates")
     roofline, compiler, run = estimate["roofline"], estimate["compiler"], estimate["run"]
     bound = f"bound by {roofline['bound_by']}"
-    table.add_row("step by the roofline, at least", f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}")
-    table.add_row("MFU by the roofline, at most", f"{roofline['mfu']:.1%}")
+    least, most = (", at least", ", at most") if roofline["is_minimum"] else ("", "")
+    table.add_row(f"step by the roofline{least}", f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}")
+    table.add_row(f"MFU by the roofline{most}", f"{roofline['mfu']:.1%}")
     if compiler is not None:
         table.add_row("step by the compiler", f"{compiler['step_s'] * 1e3:,.4g} ms")
         table.add_row("MFU by the compiler", f"{compiler['mfu']:.1%}")
