@@ -74,11 +74,12 @@ def main(flags: argparse.Namespace) -> int:
     # Nothing needs saving on SIGTERM, so undo the handler that JAX installs for training.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     see = functools.partial(classes.report, output)
+    asked = {key for key, _ in flags.overrides}
     if of_run:
-        results = evaluation.evaluate(config, files.absolute(flags.workdir), see)
+        results = evaluation.evaluate(config, files.absolute(flags.workdir), see, asked)
     else:
         pretrained = transfer.read_pretrained(flags.init_from)
-        results = evaluation.evaluate_pretrained(config, pretrained, see)
+        results = evaluation.evaluate_pretrained(config, pretrained, see, asked)
     if jax.process_index() == 0:
         print(json.dumps(metrics.finite_or_none(results), indent=2))
     return exit_codes.DONE

@@ -90,7 +90,8 @@ def unlabelled(
 ) -> Source:
     """All pictures at any depth below `data_dir`, flat or nested, without classes.
 
-    Splits are those of an image folder, with folders of their own or a tenth held out as `val`.
+    Splits are those of an image folder: with folders of their own or a tenth held out as `val`, and
+    `all`.
 
     Raises: InputError if there is no folder, or no picture in it.
     """
@@ -100,11 +101,16 @@ def unlabelled(
             f"data.split={split!r}: {shown(str(layout.root))} has the splits "
             f"{' and '.join(map(repr, layout.names()))}"
         )
-    base, walk = layout.splits.get(split, layout.train_root), Walk()
-    sizes = walk.pictures(base)
+    base, parts = layout.folders(split)
+    sizes: dict[str, int] = {}
+    for part in parts:
+        walk = Walk()
+        beginning = "" if part == base else f"{part.name}/"
+        sizes |= {beginning + path: size for path, size in walk.pictures(part).items()}
+        walk.say(part)
     paths = sorted(sizes)
-    walk.say(base)
-    if base == layout.train_root and "val" not in layout.splits and paths:
+    is_divided = split == "all" or base != layout.train_root or "val" in layout.splits
+    if not is_divided and paths:
         held_out = held_out_files(dict.fromkeys(paths, ""), holdout)
         paths = [path for path in paths if (path in held_out) == (split == "val")]
     if not paths:

@@ -72,8 +72,16 @@ class Layout(NamedTuple):
         return self.splits.get("train", self.root)
 
     def names(self) -> list[str]:
-        """The splits that can be asked for."""
-        return ["train", "val", *(["test"] if "test" in self.splits else [])]
+        """The splits that can be asked for; `all` is for evaluation and prediction."""
+        return ["train", "val", *(["test"] if "test" in self.splits else []), "all"]
+
+    def folders(self, split: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
+        """The folders of the images of `split`, one but for `all`, and the folder of them all."""
+        several = [*self.splits.values()] if split == "all" else []
+        if len(several) > 1:
+            return self.root, several
+        base = self.splits.get(split, self.train_root)
+        return base, [base]
 
 
 def find_layout(data_dir: str | os.PathLike | None, rules: int = FOLDER_RULES[-1]) -> Layout:
@@ -142,7 +150,7 @@ def folder(
     folder_rules: int = FOLDER_RULES[-1],
     **_,
 ) -> Source:
-    """The images below `data_dir`; splits `train` and `val`, and `test` where it has a folder.
+    """The images below `data_dir`; splits `train`, `val`, `all`, and `test` if it has a folder.
 
     Without a folder for `val`, a tenth of the training images, round(n / 10) but at least one, is
     held out: chosen by the rule `holdout` and the files' names, and spread evenly over the classes.
@@ -154,9 +162,14 @@ def folder(
     layout = find_layout(data_dir, folder_rules)
     _check_split(split, layout)
     class_names = _class_names(layout, folder_rules)
-    base = layout.splits.get(split, layout.train_root)
-    files, sizes = _list_images(base, folder_rules)
-    if base == layout.train_root and "val" not in layout.splits:
+    base, parts = layout.folders(split)
+    files, sizes = {}, {}
+    for part in parts:
+        found, found_sizes = _list_images(part, folder_rules)
+        beginning = "" if part == base else f"{part.name}/"
+        files |= {beginning + path: class_name for path, class_name in found.items()}
+        sizes |= {beginning + path: size for path, size in found_sizes.items()}
+    if split != "all" and base == layout.train_root and "val" not in layout.splits:
         held_out = held_out_files(files, holdout)
         kept = {p: c for p, c in files.items() if (p in held_out) == (split == "val")}
         if split == "train":

@@ -231,12 +231,12 @@ class Walk:
                 for kind, n in sorted(self.skipped.items())
             )
             warn_once(
-                f"{shown(os.fspath(root))}: skipped {', '.join(counts)}; pictures are files ending in "
-                f"{', '.join(self.extensions)}: convert the others"
+                f"{shown(os.fspath(root))}: skipped {', '.join(counts)}; pictures are files "
+                f"ending in {', '.join(self.extensions)}: convert the others"
             )
 
     def _say_examples(self, root: str | os.PathLike, kind: str) -> str:
-        """" (cat/pipe.jpg, ...)" if files of this kind were named, else ""."""
+        """The first few files of a kind, in brackets; "" for a kind that its extension names."""
         names = [shown(os.path.relpath(path, root)) for path in self._examples.get(kind, ())]
         names += ["..."] * (self.skipped[kind] > len(names))
         return f" ({', '.join(names)})" if kind in self._examples else ""
