@@ -201,12 +201,7 @@ def predict(
     Raises:
       InputError: a ValueError; names the argument.
     """
-    if output not in _OUTPUTS:
-        raise InputError(f"output={output!r}: {nearest(output, list(_OUTPUTS))}")
-    if layer is not None and output not in _OF_LAYERS:
-        raise InputError(f"layer={layer}: goes with output={' or '.join(_OF_LAYERS)}; leave it out")
-    if top < 1:
-        raise InputError(f"top={top}: needs a positive number")
+    _check_asked(output, layer, top)
     import jax
     import numpy as np
 
@@ -224,6 +219,16 @@ def predict(
         return list(prediction.predict(pretrained, found, top=top, **how))
     parts = prediction.outputs(pretrained, found, what=_OUTPUTS[output], layer=layer, **how)
     return np.concatenate([np.where(batch["mask"] > 0, x.T, np.nan).T for x, batch in parts])
+
+
+def _check_asked(output: str, layer: int | None, top: int) -> None:
+    """Raise InputError, naming the argument, if `predict` cannot give this."""
+    if output not in _OUTPUTS:
+        raise InputError(f"output={output!r}: {nearest(output, list(_OUTPUTS))}")
+    if layer is not None and output not in _OF_LAYERS:
+        raise InputError(f"layer={layer}: goes with output={' or '.join(_OF_LAYERS)}; leave it out")
+    if top < 1:
+        raise InputError(f"top={top}: needs a positive number")
 
 
 def _open_model(

@@ -103,28 +103,16 @@ def prepare(
     workdir, faults = files.absolute(workdir), Faults()
     if training:
         config = continue_run(config, workdir)
-    is_begun = (workdir / "config.json").exists()
     mesh = check_mesh(config, faults)
-    faults.check(check_writable if training else check_store, workdir)
-    if training and config.log.wandb is not None:
-        faults.check(metrics.check_installed, config.log.wandb)
-    resumes = bool(restore.saved_steps(workdir / "checkpoints"))
-    compare_requests(config, {"resumes": resumes})
+    resumes = _check_workdir(config, workdir, training, faults)
+    is_begun = (workdir / "config.json").exists()
     faults.check(check_convention, config.init_resize, "init_resize")
     weights = config_lib.weights_source(config) if training and not resumes else None
     pretrained = None if weights is None else faults.check(transfer.read_pretrained, weights)
     if pretrained is not None:
         config = _adopt_settings(config, pretrained, is_begun, faults)
-    if config.data.image_size is None:  # the source would have given it
-        collect_faults(faults)
-    preprocessing = parse_preprocessing(config)
-    class_names = None if training else _class_names(config, workdir)
     balanced = config.loss.class_weights == "balanced"
-    config, sources = faults.check(open_sources, config, training, class_names) or (config, {})
-    if sources:
-        check = check_images if training else check_evaluated_images
-        faults.check(check, config, preprocessing, sources)
-    collect_faults(faults)
+    config, preprocessing, sources = _open_data(config, workdir, training, faults)
     assert mesh is not None
     if training:
         config = decide(config)
@@ -155,6 +143,36 @@ def prepare(
         timetable=Timetable(experiment.durations),
         initial_params=_first_weights(config, experiment, pretrained),
     )
+
+
+def _check_workdir(config: ConfigDict, workdir: epath.Path, training: bool, faults: Faults) -> bool:
+    """Check that the run can be written, or only read; return whether it resumes."""
+    faults.check(check_writable if training else check_store, workdir)
+    if training and config.log.wandb is not None:
+        faults.check(metrics.check_installed, config.log.wandb)
+    resumes = bool(restore.saved_steps(workdir / "checkpoints"))
+    compare_requests(config, {"resumes": resumes})
+    return resumes
+
+
+def _open_data(
+    config: ConfigDict, workdir: epath.Path, training: bool, faults: Faults
+) -> tuple[ConfigDict, Preprocessing, dict[SplitKey, data.Source]]:
+    """Open the splits and check their images: (config with their facts, preprocessing, sources).
+
+    Raises:
+      InputError: lists `faults` and those of the data.
+    """
+    if config.data.image_size is None:  # the source would have given it
+        collect_faults(faults)
+    preprocessing = parse_preprocessing(config)
+    class_names = None if training else _class_names(config, workdir)
+    config, sources = faults.check(open_sources, config, training, class_names) or (config, {})
+    if sources:
+        check = check_images if training else check_evaluated_images
+        faults.check(check, config, preprocessing, sources)
+    collect_faults(faults)
+    return config, preprocessing, sources
 
 
 def _adopt_settings(
