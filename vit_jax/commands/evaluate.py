@@ -8,6 +8,9 @@
 written to the workdir. --output=DIR writes tables for each classification evaluator into DIR/NAME:
 accuracy by class, the confusion matrix, and the wrong pictures. --init_from runs the evaluators of
 --config on any model that train can start from: a workdir, a file, an address or a name.
+
+Own pictures (--config.data.data_dir) that the model was not trained on are all evaluated; if it may
+have been, only those held out are. --config.evals.NAME.split=all evaluates all in any case.
 """
 
 import argparse
