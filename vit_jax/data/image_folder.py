@@ -160,10 +160,11 @@ def folder(
     Raises: InputError if the folder, a split, or all classes are missing or empty.
     """
     layout = find_layout(data_dir, folder_rules)
-    _check_split(split, layout)
+    check_split(split, layout.names(), layout.root)
     class_names = _class_names(layout, folder_rules)
     base, parts = layout.folders(split)
-    files, sizes = {}, {}
+    files: dict[str, str] = {}
+    sizes: dict[str, int] = {}
     for part in parts:
         found, found_sizes = _list_images(part, folder_rules)
         beginning = "" if part == base else f"{part.name}/"
@@ -262,11 +263,11 @@ def class_folders(data_dir: str | os.PathLike) -> list[str]:
         return []
 
 
-def _check_split(split: str, layout: Layout) -> None:
-    known = layout.names()
+def check_split(split: str, known: Sequence[str], root: pathlib.Path) -> None:
+    """Raise InputError if `split` is none of the splits `known` of own pictures in `root`."""
     if split not in known:
         has = " and ".join(map(repr, known))
-        raise InputError(f"data.split={split!r}: {shown(str(layout.root))} has the splits {has}")
+        raise InputError(f"data.split={split!r}: {shown(str(root))} has the splits {has}")
 
 
 def _class_names(layout: Layout, rules: int) -> tuple[str, ...]:

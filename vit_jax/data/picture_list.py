@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vit_jax.data.folder_contents import SPLIT_NAMES
-from vit_jax.data.image_folder import held_out_files, picture_source
+from vit_jax.data.image_folder import check_split, held_out_files, picture_source
 from vit_jax.data.pictures import file_size, shown, warn_once
 from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
@@ -98,11 +98,7 @@ def picture_list(
       list lacks.
     """
     lists = find_lists(data_dir)
-    if split not in lists.names():
-        raise InputError(
-            f"data.split={split!r}: {shown(str(lists.root))} has the splits "
-            f"{' and '.join(map(repr, lists.names()))}"
-        )
+    check_split(split, lists.names(), lists.root)
     training = _read_list(lists.by_split["train"], multi_label)
     class_names = _sorted_labels({label for labels in training.values() for label in labels})
     if not class_names:
