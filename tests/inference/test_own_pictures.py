@@ -99,6 +99,8 @@ def test_pictures_that_the_model_has_not_seen_are_evaluated_whole(run, others, t
     assert split_of(run_on(str(here))) == "val" and not caplog.messages
     assert split_of(run_on(str(tmp_path / "gone"))) == "val"
     assert "--config.evals.val.split=all" in caplog.messages[-1]
+    (tmp_path / "gone").mkdir()
+    assert split_of(run_on(str(tmp_path / "gone"))) == "val"  # all pictures moved away
     copy = shutil.copytree(here, tmp_path / "copy")
     (copy / "ant").rename(copy / "formica")
     assert split_of(run_on(str(copy))) == "val"

@@ -93,8 +93,8 @@ def may_have_seen(origin: Origin, data_dir: str) -> bool:
     """Whether a model may have been trained on pictures of the folder or list `data_dir`.
 
     Published models were not, and neither were runs on other data. The folder of a run on own
-    pictures may have been moved or copied, so it must still be there, and share no pictures with
-    `data_dir`.
+    pictures may have been moved or copied, so its pictures must still be there, and `data_dir` must
+    hold others, by their names and sizes.
     """
     if origin.run_config is None:
         return origin.holdout is not None or not is_published(origin.source)
@@ -102,17 +102,16 @@ def may_have_seen(origin: Origin, data_dir: str) -> bool:
     if first is not None and not is_published(first):
         return True
     trained_on = _trained_on(origin.run_config)
-    return trained_on is not None and _share_pictures(trained_on, data_dir)
+    if trained_on is None:
+        return False
+    its, others = _find_pictures(trained_on), _find_pictures(data_dir)
+    if len(its) < origin.run_config["data"]["num_examples"]:  # some, or all, are elsewhere now
+        return True
+    return len({*its} & {*others}) > _SHARED * len(others)
 
 
-def _share_pictures(trained_on: str, data_dir: str) -> bool:
-    """Whether two folders, or those of two lists, share pictures; True if one is not there."""
-    found = []
-    for where in (trained_on, data_dir):
-        root = pathlib.Path(where).expanduser()
-        root = root.parent if root.is_file() else root
-        if not root.is_dir():
-            return True
-        sizes = Walk().pictures(root)
-        found.append({(os.path.basename(path), size) for path, size in sizes.items()})
-    return len(found[0] & found[1]) > _SHARED * len(found[1])
+def _find_pictures(data_dir: str) -> list[tuple[str, int]]:
+    """(file name, bytes) of the pictures below a folder, or below that of a list; [] if absent."""
+    root = pathlib.Path(data_dir).expanduser()
+    sizes = Walk().pictures(root.parent if root.is_file() else root)
+    return [(os.path.basename(path), size) for path, size in sizes.items()]
