@@ -120,9 +120,7 @@ def prepare(
             config = keep_class_weights(config, read_config(workdir))
         if config.auto and choose_layout is not None:
             config = settle_layout(config, mesh, workdir, choose_layout)
-            mesh = check_mesh(config, faults)
-            collect_faults(faults)
-            assert mesh is not None
+            mesh = _mesh_of_layout(config)
         check_unchanged(config, workdir)
     train_source = sources.get(config_lib.train_split(config)) if training else None
     experiment = make_experiment(config, mesh, preprocessing)
@@ -195,6 +193,15 @@ def check_mesh(config: ConfigDict, faults: Faults) -> Mesh | None:
         for name, entry in config.evals.items():
             if entry.batch_size is not None:
                 faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
+    return mesh
+
+
+def _mesh_of_layout(config: ConfigDict) -> Mesh:
+    """The mesh of a layout that was chosen under `auto`; raises InputError if it is invalid."""
+    faults = Faults()
+    mesh = check_mesh(config, faults)
+    collect_faults(faults)
+    assert mesh is not None
     return mesh
 
 
