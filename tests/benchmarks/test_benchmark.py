@@ -45,6 +45,7 @@ def spreads(figures):
     return [v for v in figures.values() if isinstance(v, dict) and v.keys() == SPREAD]
 
 
+@pytest.mark.slow
 def test_step_figures_are_those_of_the_experiment(step_figures):
     experiment = make_experiment(tiny_config(), make_data_mesh())
     assert step_figures["gflop_per_image"] * 1e9 == experiment.flops_per_image

@@ -474,6 +474,7 @@ def test_factored_moments_keep_what_is_left_of_their_parameters_layout():
     np.testing.assert_allclose(found.v_col["kernel"], 1 / 64)
 
 
+@pytest.mark.slow
 def test_microbatches_take_less_memory_and_move_no_images():
     _, whole = compiled("replica 2, fsdp 4", True)
     experiment, step = compile_step("replica 2, fsdp 4", True, accum_steps=4)

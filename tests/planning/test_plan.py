@@ -454,7 +454,12 @@ def test_remedies_are_tried_until_one_fits(linear, batch, changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"model.remat": "full"}, {"optimizer.freeze": r"encoder/layer_[01]/.*"}], ids=str
+    "changes",
+    [
+        {"model.remat": "full"},
+        pytest.param({"optimizer.freeze": r"encoder/layer_[01]/.*"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_calculated_plans_count_the_step_that_is_trained(changes):
     """They trace it with a scan over the layers, which is faster, where that computes the same."""
@@ -482,6 +487,7 @@ def test_what_is_far_too_large_by_calculation_is_not_compiled(linear, monkeypatc
     assert [remat for _, remat, _ in linear] == ["full"]
 
 
+@pytest.mark.slow
 def test_remedies_by_calculation_compile_nothing(monkeypatch):
     monkeypatch.setattr("vit_jax.planning.search.plan", None)  # cannot be called
     config = tiny_config(global_batch_size=4 * 10**9 + 4)  # no number of microbatches divides it

@@ -645,6 +645,7 @@ def test_times_add_up_over_meshes_and_a_cpu_adds_no_chip_hours():
     assert Clock({}, devices).read(5.0)["train_s"] == 5.0
 
 
+@pytest.mark.slow
 def test_chosen_steps_are_traced(tmp_path):
     train_and_evaluate(make_config(duration="4 steps", log__profile="1:3"), tmp_path)
     traces = list((tmp_path / "profile").rglob("*.xplane.pb"))

@@ -409,6 +409,7 @@ def test_borders_of_images_whose_size_only_the_data_tell_are_warned_of(golden, c
     assert "black borders:\n  evals.test.ops: 'central_crop' takes 9 x 9" in caplog.text
 
 
+@pytest.mark.slow
 def test_images_of_an_older_run_are_padded_as_before(run, tmp_path, caplog, monkeypatch):
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
@@ -440,6 +441,7 @@ def test_a_program_is_no_format_of_save_pretrained(golden, tmp_path):
         save_pretrained(tmp_path / "x.stablehlo", model, variables, "stablehlo")
 
 
+@pytest.mark.slow
 def test_a_size_that_the_source_tells_is_kept(tmp_path):
     """Of fixed positions only NAME.json tells it."""
     model = create_model("ViT-mu/4", 3, (8, 12), pos_embed="sincos_2d", pool="gap")
