@@ -6,6 +6,7 @@ import pytest
 
 from vit_jax.devices.flops import count_flops
 from vit_jax.errors import InputError
+from vit_jax.evaluators import evaluate
 from vit_jax.experiment.layer_norms import make_layer_norms
 from vit_jax.experiment.state import TrainState, init_state, start_from
 from vit_jax.experiment.step import make_train_step
@@ -207,9 +208,33 @@ def test_running_average_by_hand():
     assert state.ema["weight"] != state.params["weight"]
 
 
+def test_the_model_state_is_averaged_too_and_evaluated_with_the_average():
+    def objective(params, model_state, batch, rng):
+        moved = {"stats": {"mean": model_state["stats"]["mean"] + 1, "calls": jnp.int32(7)}}
+        return linear_objective(params, model_state, batch, rng)._replace(model_state=moved)
+
+    start = state_at(0).replace(
+        model_state={"stats": {"mean": jnp.float32(2), "calls": jnp.int32(0)}}
+    )
+    state = start_from(start, start.params)
+    state, _ = make_step(objective=objective, ema_decay=0.25)(state, BATCH)
+    assert float(state.ema_model_state["stats"]["mean"]) == pytest.approx(0.1 * 2 + 0.9 * 3)
+    assert state.ema_model_state["stats"]["calls"] == jnp.int32(7)
+
+    class Mean:
+        def run(self, state):
+            assert (state.ema, state.ema_model_state) == ({}, {})
+            weight, mean = state.params["weight"], state.model_state["stats"]["mean"]
+            return {"weight": float(weight), "mean": float(mean)}
+
+    found = evaluate("val", Mean(), state)
+    assert (found["val/mean"], found["val/mean_raw"]) == (pytest.approx(2.9), 3)
+    assert found["val/weight"] == float(state.ema["weight"])
+
+
 def test_without_an_average_there_is_none():
     state, _ = make_step()(state_at(0), BATCH)
-    assert state.ema == {}
+    assert (state.ema, state.ema_model_state) == ({}, {})
 
 
 def test_the_average_begins_at_the_parameters_in_arrays_of_its_own():
