@@ -271,7 +271,7 @@ class EfficientNet(nn.Module):
     def setup(self):
         self.trunk = Trunk(
             self.stage_sizes,
-            round_width(_ROOT_WIDTH, self.width_factor),
+            self.root_width,
             self.width,
             self.stochastic_depth,
             self.remat,
@@ -310,6 +310,11 @@ class EfficientNet(nn.Module):
     def stage_sizes(self) -> tuple[StageSizes, ...]:
         """The sizes of the stages."""
         return scale_stages(self.width_factor, self.depth_factor)
+
+    @property
+    def root_width(self) -> int:
+        """Number of channels of the root."""
+        return round_width(_ROOT_WIDTH, self.width_factor)
 
     @property
     def width(self) -> int:
