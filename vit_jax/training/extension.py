@@ -41,7 +41,7 @@ def find_other_past(
     if not len(differing):
         return None
     first = differing[0]
-    cooled = stored.schedule.name in ("constant", "rsqrt", "multistep")
+    cooled = stored.schedule.name in ("constant", "rsqrt", "exponential", "multistep")
     cause = "its cooldown has begun" if cooled else f"schedule.name={stored.schedule.name!r}"
     return (
         f"the run cannot be given another end, as {cause}: step {first + 1:,} had the learning "

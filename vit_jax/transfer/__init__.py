@@ -136,9 +136,11 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
                 f"init_from={source!r}: has {found} classes, but was published with "
                 f"{known.num_classes}; fetch it again"
             )
-        black, white = known.value_range
-        mean, std = -black / (white - black), 1 / (white - black)
-        spec = pretrained.spec._replace(mean=(mean,) * 3, std=(std,) * 3, loss=known.loss)
+        spec = pretrained.spec._replace(loss=known.loss)
+        if known.value_range is not None:
+            black, white = known.value_range
+            mean, std = -black / (white - black), 1 / (white - black)
+            spec = spec._replace(mean=(mean,) * 3, std=(std,) * 3)
         pretrained = pretrained._replace(spec=spec)
     elif pretrained.spec.loss is None:  # perhaps a copy of a published file
         loss = loss_by_file_name(path.name, found)
