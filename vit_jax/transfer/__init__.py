@@ -222,7 +222,8 @@ def save_pretrained(
 
 def check_variables(model: nn.Module, variables: Mapping[str, Any]) -> None:
     """Raise InputError if `variables` lack a collection of `model`, such as "batch_stats"."""
-    needed = {name.partition("/")[0] for name in rules.abstract_model_state(model)} | {"params"}
+    plain = with_known(model, constrain=unconstrained, forms=PLAIN)
+    needed = {name.partition("/")[0] for name in rules.abstract_model_state(plain)} | {"params"}
     missing = sorted(needed - variables.keys())
     if missing:
         raise InputError(
