@@ -88,7 +88,7 @@ def test_plan_for_tpus_compiles_here_and_is_kept(tmp_path, capsys):
 
     (kept,) = (tmp_path / "cache" / "vit_jax" / "plans").iterdir()
     kept.write_text(json.dumps(json.loads(kept.read_text()) | {"compile_s": 12345}))
-    assert plan_by_process(*words) == (code, figures | {"compile_s": 12345})
+    assert plan_by_command(capsys, *words) == (code, figures | {"compile_s": 12345})
 
     # What is calculated moves as many bytes: gradients in bfloat16, new parameters in float32.
     _, others = plan_by_command(capsys, TINY, "--topology=H100:4")

@@ -238,6 +238,7 @@ def later_code(monkeypatch):
     monkeypatch.setitem(stored_steps.RENAMED_LEAVES, r"(.*/)scale", r"\1gain")
 
 
+@pytest.mark.slow
 def test_it_resumes_to_the_same_bits_after_keys_and_leaves_were_added_and_renamed(
     older_run, values, resumed, monkeypatch, tmp_path
 ):
