@@ -43,6 +43,7 @@ FORMS = {
     "cifar10": ["", "small", "5k", "5k,medium1", "debug", "small,debug", "5k,strong2,debug"],
     "folder": ["", "ViT-S/16", "BiT-R50x1", "debug", "ViT-S/16,debug", "BiT-R50x1,debug"],
     "vit_s16_in1k": ["", "debug"],
+    "efficientnet": ["EfficientNet-B0", "EfficientNet-L2", "EfficientNet-B7,debug"],
     "finetune": [
         "ViT-B/16,cifar10",
         "ViT-H/14,imagenet2012,headline",
