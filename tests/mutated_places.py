@@ -255,7 +255,7 @@ MUTATIONS = [
     # inference
     M("vit_jax/inference/predict.py", "np.argsort(-probabilities", "np.argsort(probabilities",
       "inference/test_predict.py::test_images_and_folders"),
-    M("vit_jax/inference/layers.py", 'rearrange(x[:, model.num_prefix_tokens :], "b',
+    M("vit_jax/models/watched.py", 'rearrange(x[:, model.num_prefix_tokens :], "b',
       'rearrange(x, "b', "test_api.py::test_shapes_of_outputs"),
     # insight
     M("vit_jax/insight/classes.py", "hit_P = true_P ==", "hit_P = true_P !=",

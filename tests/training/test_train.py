@@ -116,6 +116,35 @@ def test_ctrl_c_saves_and_every_start_is_recorded(tmp_path, monkeypatch, capsys)
     assert first["commit"] == second["commit"] and first["clean"] in (True, False, None)
 
 
+def test_a_run_learns_from_a_teacher(finished, tmp_path):
+    """Its adapters are saved and resumed, and left out where only the model counts."""
+    teacher, workdir = finished[0], tmp_path / "run"
+    config = make_config(
+        objective__name="distillation", objective__teacher=str(teacher),
+        objective__mode="features", duration="4 steps", schedule__warmup="1 steps",
+        checkpoint__every="2 steps", log__every="2 steps", evals__test__every="4 steps",
+    )  # fmt: skip
+    train_and_evaluate(config, workdir)
+    assert {"train/loss", "train/loss_label", "train/loss_pooled"} <= rows(workdir)[0].keys()
+    expected = final_checksums(workdir, 4)
+    assert "params/objective/adapter_0_0/kernel" in expected
+    assert "objective" not in load_pretrained(workdir)[1]["params"]
+    (recorded,) = json.loads((workdir / "teachers.json").read_text())
+    assert recorded["source"] == str(teacher) and len(recorded["digest"]) == 64
+
+    shutil.rmtree(workdir / "checkpoints/4")
+    (workdir / "summary.json").unlink()
+    train_and_evaluate(config, workdir)
+    assert final_checksums(workdir, 4) == expected
+    gone = read_config(epath.Path(workdir))
+    gone.objective.teacher = str(tmp_path / "gone")
+    assert evaluate(gone, epath.Path(workdir))["step"] == 4
+    changed = json.dumps([recorded | {"digest": "0"}])
+    (workdir / "teachers.json").write_text(changed)
+    with pytest.raises(InputError, match="has other weights than when this run began"):
+        prepare(config, workdir)
+
+
 def test_what_git_says_of_a_clone(tmp_path):
     def git(*words):
         own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]

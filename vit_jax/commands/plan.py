@@ -205,9 +205,10 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
         head.add_row(*row)
     per = "chip" if figures["devices_per_chip"] == 1 else "device (half a chip)"
     space = Table("", "bytes", title=f"Memory of a {per}")
-    for name in ("params", "optimizer", "ema", "other_state", "batch", "temporaries", "peak",
-                 "capacity", "margin"):  # fmt: skip
-        space.add_row(name, _bytes(memory[name]))
+    for name in ("params", "optimizer", "ema", "other_state", "teachers", "batch", "temporaries",
+                 "peak", "capacity", "margin"):  # fmt: skip
+        if name != "teachers" or memory[name]:
+            space.add_row(name, _bytes(memory[name]))
     space.add_row("fits", "yes" if memory["fits"] else f"no: {_bytes(-memory['margin'])} too much")
     space.add_row("host, at save", _bytes(figures["host_bytes_at_save"]))
     work = Table("", "a step", title="Work")

@@ -20,6 +20,7 @@ from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.declared import chosen_metrics
+from vit_jax.objectives import learns_labels
 from vit_jax.objectives.supervised import balanced_weights
 
 logger = logging.getLogger("vit_jax")
@@ -211,14 +212,15 @@ def _drawn_counts(parts: Sequence[data.Source], mix: Sequence[float]) -> np.ndar
 
 def _check_learnable(config: ConfigDict, source: data.Source) -> None:
     """Raises InputError if the objective learns classes and the user's pictures have too few."""
-    if config.objective.name != "supervised":
+    if not learns_labels(config):
         return
     where = f"data.data_dir={config.data.data_dir!r}"
     if source.name == "unlabelled":
         raise InputError(
-            "data.name='unlabelled': has no labels, which objective.name='supervised' learns; put "
-            "the pictures into a folder for each class (data.name=folder), or choose another "
-            "objective"
+            "data.name='unlabelled': has no labels, which "
+            f"objective.name={config.objective.name!r} learns; put the pictures into a folder for "
+            "each class (data.name=folder), or choose another objective, such as distillation with "
+            "--config.objective.weight=1"
         )
     if source.name in data.OWN_PICTURES and source.num_classes < 2:
         below = None
