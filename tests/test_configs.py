@@ -43,6 +43,8 @@ FORMS = {
     "cifar10": ["", "small", "5k", "5k,medium1", "debug", "small,debug", "5k,strong2,debug"],
     "folder": ["", "ViT-S/16", "BiT-R50x1", "debug", "ViT-S/16,debug", "BiT-R50x1,debug"],
     "vit_s16_in1k": ["", "debug"],
+    "noisy_student": ["", "debug"],
+    "distillation": ["bit", "large", "bit=runs/bit,large=runs/large", "debug", "bit,debug"],
     "deit": ["DeiT-B/16", "ViT-S/16", "DeiT-S/16,debug", "DeiT-Ti/16,384,soft,debug"],
     "finetune": [
         "ViT-B/16,cifar10",

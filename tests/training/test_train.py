@@ -35,6 +35,7 @@ from vit_jax.training.guards import NonFiniteError, check_finite
 from vit_jax.training.prepare import prepare
 from vit_jax.training.starts import clone_state
 from vit_jax.training.summary import Clock
+from vit_jax.training.teachers import check_class_order, read_teachers
 from vit_jax.training.train import train_and_evaluate
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -139,6 +140,11 @@ def test_a_run_learns_from_a_teacher(finished, tmp_path):
     gone = read_config(epath.Path(workdir))
     gone.objective.teacher = str(tmp_path / "gone")
     assert evaluate(gone, epath.Path(workdir))["step"] == 4
+    other = [teacher._replace(class_names=tuple("1023456789")) for teacher in read_teachers(config)]
+    with pytest.raises(InputError, match=r"another order \(1, 0, 2, \.\.\. instead of 0, 1, 2"):
+        config.objective.mode = "hard"
+        check_class_order(config, other, tuple("0123456789"))
+    config.objective.mode = "features"
     changed = json.dumps([recorded | {"digest": "0"}])
     (workdir / "teachers.json").write_text(changed)
     with pytest.raises(InputError, match="has other weights than when this run began"):

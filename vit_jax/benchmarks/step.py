@@ -16,7 +16,7 @@ from vit_jax.benchmarks.rounds import measure, spread
 from vit_jax.devices import flops
 from vit_jax.devices.chips import count_chips
 from vit_jax.experiment.experiment import Experiment
-from vit_jax.planning.experiments import planned_experiment
+from vit_jax.training.planned import planned_experiment
 
 MATMUL_SIZE = 1536  # size of the float32 products to which steps on a CPU are compared
 _WARM_UP_STEPS = 2

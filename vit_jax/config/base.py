@@ -106,6 +106,8 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.data.num_classes = placeholder(int)  # None: taken from the data set
     c.data.classes = placeholder(tuple)  # labels to keep, renumbered from 0; None: all
     c.data.multi_label = False  # whether an image may have several labels, or none
+    # Train on probabilities of the classes, as soft pseudo labels are; other labels become 0 and 1.
+    c.data.soft_labels = False
     # Size of the training data; of a mixture, of all its data sets together. This many examples are
     # one epoch, whatever data.repeats and the weights in data.mix. None: taken from the data.
     c.data.num_examples = placeholder(int)
@@ -214,6 +216,16 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.study.dev_split = placeholder(str)  # split of data.name that selects the setting
     c.study.metric = "held_out/top1"  # metric of the only evaluator; higher is better
     c.study.cells = ()  # cells of a grid: "row | column: key=value; key=value"
+    # Stages of noisy_student, "name: key=value; key=value": a teacher, and students that learn from
+    # the pseudo labels of the stage before.
+    c.study.stages = ()
+    c.study.unlabelled = placeholder(str)  # pictures that the stages label: "NAME" or "NAME@SPLIT"
+    c.study.unlabelled_dir = placeholder(str)  # their data_dir; None: data.data_dir
+    c.study.ratio = 1.0  # pictures with pseudo labels for each labelled one in a batch
+    c.study.soft_labels = True  # pseudo labels are probabilities; False: the most likely class
+    c.study.confidence = 0.3  # smallest probability of a pseudo label that is kept
+    # Pictures of each class: its most confident ones, or repeated ones if it has fewer; None: all.
+    c.study.per_class = placeholder(int)
     c.study.sweep = ()  # values of a sweep, as in --sweep: "optimizer.peak_lr=1e-3,3e-3"
 
     c.evals = ConfigDict()
@@ -299,7 +311,7 @@ REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.im
 
 REQUIRED_TO_EVALUATE = ("global_batch_size", "data.name")  # for a model that exists already
 
-TUPLES_OF_STRINGS = ("study.cells", "study.sweep")
+TUPLES_OF_STRINGS = ("study.cells", "study.sweep", "study.stages")
 
 
 def decided_later(config: ConfigDict) -> set[str]:

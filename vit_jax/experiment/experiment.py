@@ -21,7 +21,7 @@ from vit_jax.data import (
     pair_distance,
     resolve_order,
 )
-from vit_jax.data.device_ops import MIXING_OPS, DeviceTransform
+from vit_jax.data.device_ops import MIXING_OPS, DeviceTransform, per_channel
 from vit_jax.data.ops import Op
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.compiler import compiler_options
@@ -237,15 +237,17 @@ def _make_objective(
     config: ConfigDict, model: nn.Module, mesh: Mesh, teachers: Sequence[Teacher]
 ) -> Objective:
     """The objective of a config; raises InputError if it needs what batches do not hold."""
+    channels, kernels = config.data.channels, config.model.kernels
     teachers = tuple(
         teacher._replace(
-            model=choose_forms(
-                with_known(teacher.model, constrain=constrain), mesh, config.model.kernels
-            )
+            model=choose_forms(with_known(teacher.model, constrain=constrain), mesh, kernels),
+            mean=per_channel(teacher.mean, channels),
+            std=per_channel(teacher.std, channels),
         )
         for teacher in teachers
     )
-    setting = Setting(tuple(config.data.mean), tuple(config.data.std), teachers)
+    mean, std = (per_channel(config.data[key], channels) for key in ("mean", "std"))
+    setting = Setting(mean, std, teachers)
     loss = make_loss(**config.loss)
     objective = make_objective(model, loss, setting=setting, **config.objective)
     missing = {*objective.needs} - {*BATCH_KEYS}
@@ -339,7 +341,7 @@ def _batch_shapes(
     array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     size = config.global_batch_size
     label = array((size,), jnp.int32)
-    if config.data.multi_label:
+    if config.data.multi_label or config.data.soft_labels:
         label = array((size, config.data.num_classes), jnp.float32)
     return {
         "image": array((size, *image_size, config.data.channels), jnp.uint8),

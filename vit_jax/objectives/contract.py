@@ -122,8 +122,9 @@ class Teacher(NamedTuple):
     weight: its share among the teachers; all shares add up to 1.
     model: in its own value range, for images of its own size.
     variables: {"params": ..., ...}, arrays or their shapes.
-    mean, std: its input is (image / 255 - mean) / std.
+    mean, std: its input is (image / 255 - mean) / std, for each channel.
     loss: the loss that it was trained with; None: not stated.
+    class_names: in the order of its logits; None: not stated.
     """
 
     source: str
@@ -133,12 +134,13 @@ class Teacher(NamedTuple):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     loss: str | None = None
+    class_names: tuple[str, ...] | None = None
 
 
 class Setting(NamedTuple):
     """What surrounds an objective in a run.
 
-    mean, std: of the value range of the images of a batch.
+    mean, std: of the value range of the images of a batch, for each channel.
     teachers: frozen models; () if there are none.
     """
 

@@ -20,7 +20,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax.data.device_ops import per_channel
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.models.fields import value_of, with_known
 from vit_jax.models.forms import PLAIN
@@ -238,9 +237,8 @@ def make_distillation(
 
 def as_seen_by(teacher: Teacher, images: jax.Array, setting: Setting) -> jax.Array:
     """The images (B, H, W, channels) of a batch in a teacher's value range and image size."""
-    channels = images.shape[-1]
     mean, std, its_mean, its_std = (
-        jnp.reshape(jnp.asarray(per_channel(numbers, channels), jnp.float32), (1, 1, 1, -1))
+        jnp.reshape(jnp.asarray(numbers, jnp.float32), (1, 1, 1, -1))
         for numbers in (setting.mean, setting.std, teacher.mean, teacher.std)
     )
     if (setting.mean, setting.std) != (teacher.mean, teacher.std):
@@ -248,7 +246,7 @@ def as_seen_by(teacher: Teacher, images: jax.Array, setting: Setting) -> jax.Arr
     size = teacher.model.image_size
     if size is None or size == images.shape[1:3]:
         return images
-    shape = (images.shape[0], *size, channels)
+    shape = (images.shape[0], *size, images.shape[-1])
     return jax.image.resize(images, shape, "bilinear", antialias=True)
 
 
@@ -417,7 +415,7 @@ def _check_layers_are_seen(model: nn.Module, pairs: Sequence[Pair]) -> None:
 
 def _outputs_of(model: nn.Module, image_size: tuple[int, int]) -> Outputs:
     """The shapes of a model's outputs."""
-    plain = with_known(model, constrain=unconstrained, forms=PLAIN)
+    plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
     images = jnp.zeros((1, *image_size, value_of(model, "channels")))
 
     def call():

@@ -27,9 +27,9 @@ from vit_jax.planning.activations import (
     recomputed_layers,
     tensor_exchanges,
 )
-from vit_jax.planning.experiments import planned_experiment
 from vit_jax.planning.layout import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
+from vit_jax.training.planned import planned_experiment
 
 _IN_LAYERS = re.compile(r"(?:.*/)?layer(?:s|_(\d+))/")
 _HEAD = re.compile(r"(?:head|head_distillation)/")

@@ -14,8 +14,8 @@ from vit_jax.devices import flops, sharding
 from vit_jax.devices.chips import count_chips
 from vit_jax.experiment.experiment import Experiment
 from vit_jax.models.fields import value_of
-from vit_jax.planning.experiments import planned_experiment
 from vit_jax.planning.targets import Target, batch_ways, plan_mesh
+from vit_jax.training.planned import planned_experiment
 
 
 def describe(

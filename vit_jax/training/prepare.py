@@ -36,7 +36,12 @@ from vit_jax.training.sources import (
     open_sources,
     training_order,
 )
-from vit_jax.training.teachers import check_same_teachers, describe_teachers, read_teachers
+from vit_jax.training.teachers import (
+    check_class_order,
+    check_same_teachers,
+    describe_teachers,
+    read_teachers,
+)
 from vit_jax.training.timetable import Timetable
 from vit_jax.training.workdir import check_store, check_unchanged, check_writable, continue_run
 from vit_jax.transfer.resample import check_convention
@@ -151,6 +156,8 @@ def prepare(
         check_unchanged(config, workdir)
         teachers = read_teachers(config)
         check_same_teachers(workdir, describe_teachers(teachers))
+        classes = sources[config_lib.train_split(config)].class_names
+        check_class_order(config, teachers, classes)
     train_source = sources.get(config_lib.train_split(config)) if training else None
     step_config = config if training else _without_teachers(config)
     experiment = make_experiment(step_config, mesh, preprocessing, teachers)

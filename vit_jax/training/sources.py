@@ -155,7 +155,15 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
                 for key, s in zip([own, *keys], opened, strict=True)
             ]  # fmt: skip
             sources[own] = opened[0]
+        if d.soft_labels:
+            opened = [data.soften(part) for part in opened]
+        _check_soft(config, opened)
         sources[config_lib.train_split(config)] = source = data.concatenate(opened)
+    elif d.soft_labels:
+        source = data.soften(source)
+        sources[own] = source
+    else:
+        _check_soft(config, opened)
     if d.num_examples not in (None, source.num_examples):
         raise InputError(
             f"data.num_examples={d.num_examples}: the data sets in data.name and data.mix have "
@@ -171,6 +179,16 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
         repeats=d.repeats,
     )
     return config, sources
+
+
+def _check_soft(config: ConfigDict, parts: Sequence[data.Source]) -> None:
+    """Raise InputError if one of `parts` has soft labels that `config` does not ask for."""
+    soft = [part.split for part in parts if part.soft_labels]
+    if soft and not config.data.soft_labels:
+        raise InputError(
+            f"data.soft_labels=False: {soft[0]} has probabilities for labels; set "
+            "--config.data.soft_labels=true"
+        )
 
 
 def _class_weights(

@@ -71,7 +71,8 @@ def _read(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
     variables = {"params": stack_layers(params) if value_of(model, "scan") else params}
     if shapes_only:
         variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
-    return Teacher(source, 1.0, model, variables, tuple(spec.mean), tuple(spec.std), spec.loss)
+    value_range = tuple(spec.mean), tuple(spec.std)
+    return Teacher(source, 1.0, model, variables, *value_range, spec.loss, spec.class_names)
 
 
 def _new_teacher(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
@@ -87,7 +88,26 @@ def _new_teacher(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
 
 def _in_form_of_student(model: nn.Module, config: ConfigDict) -> nn.Module:
     scan = bool(config.model.scan) and ":" not in (config.objective.features or "")
-    return with_known(model, dtype=jnp.dtype(config.model.dtype), scan=scan)
+    return with_known(model, dtype=jnp.dtype(config.model.dtype), scan=scan, remat="none")
+
+
+def check_class_order(
+    config: ConfigDict, teachers: Sequence[Teacher], class_names: Sequence[str] | None
+) -> None:
+    """Raise InputError if a teacher's logits have the classes of the data in another order."""
+    if config.objective.mode == "features" or class_names is None:
+        return
+    collect_faults(
+        [
+            f"objective.teacher={teacher.source!r}: has the classes of the data in another order "
+            f"({', '.join(teacher.class_names[:3])}, ... instead of {', '.join(class_names[:3])}, "
+            "...); train it on these data, or set --config.objective.mode=features"
+            for teacher in teachers
+            if teacher.class_names is not None
+            and sorted(teacher.class_names) == sorted(class_names)
+            and list(teacher.class_names) != list(class_names)
+        ]
+    )
 
 
 def abstract_teachers(config: ConfigDict) -> tuple[Teacher, ...]:
