@@ -124,7 +124,7 @@ def test_a_teacher_is_laid_out_like_parameters(mesh):
             found.append(jax.device_get((state.params, metrics)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), *found)
     kernel = tree.flatten_names(frozen)["0/0/params/encoder/layers/mlp/up/kernel"]
-    assert kernel.sharding.spec == (None, "fsdp", "tensor")
+    assert tuple(kernel.sharding.spec) == (None, "fsdp", "tensor")
     assert experiment.num_params == sum(x.size for x in abstract_params(experiment.model).values())
     assert experiment.flops_per_image > 1.3 * supervised
 

@@ -82,7 +82,10 @@ def make_train_step(
         weight = at_least_one(sums.weight_sum)
         metrics = {name: total / weight for name, total in sums.metric_sums.items()}
         metrics |= {f"loss_{name}": term.mean for name, term in sums.terms.items()}
-        metrics |= {"loss": sums.loss, "grad_norm": optax.tree.norm(grads)}
+        metrics |= {
+            "loss": sums.plus_terms(sums.loss_sum / weight),
+            "grad_norm": optax.tree.norm(grads),
+        }
         metrics["masked"] = (1.0 - batch["mask"]).sum()
         ema = state.ema if ema_decay is None else average(state, params, ema_decay)
         state = state.replace(

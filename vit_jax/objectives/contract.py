@@ -53,7 +53,10 @@ class ObjectiveOutput(NamedTuple):
     @property
     def loss(self) -> jax.Array:
         """loss_sum / weight_sum + the sum over `terms` of factor * sum / weight."""
-        loss = self.loss_sum / at_least_one(self.weight_sum)
+        return self.plus_terms(self.loss_sum / at_least_one(self.weight_sum))
+
+    def plus_terms(self, loss: jax.Array) -> jax.Array:
+        """`loss` + the sum over `terms` of factor * sum / weight."""
         for term in self.terms.values():
             loss += term.factor * term.mean
         return loss
