@@ -17,6 +17,7 @@ os.environ["TF_USE_LEGACY_KERAS"] = "1"  # otherwise TensorFlow loads Keras, whi
 
 import jax
 import pytest
+from cheap_random import use_cheap_keys
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -24,6 +25,7 @@ jax.devices()  # read XLA_FLAGS, which libtpu would refuse
 del os.environ["XLA_FLAGS"]
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
+use_cheap_keys()
 
 
 def pytest_configure(config):

@@ -87,7 +87,10 @@ def test_classes_and_what_cannot_be_read(source, tmp_path):
     assert best["probability"] == pytest.approx(probabilities[1].max(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "scan"), [("DeiT-Ti/8", True), ("R+ViT-Ti/8", False)])
+@pytest.mark.parametrize(
+    ("name", "scan"),
+    [("DeiT-Ti/8", True), pytest.param("R+ViT-Ti/8", False, marks=pytest.mark.slow)],
+)
 def test_outputs_of_layers_add_up(name, scan):
     """The final norm of the last layer's output gives the tokens; weights are a distribution."""
     small = {"width": 16, "depth": 2, "mlp_dim": 32, "num_heads": 2, "scan": scan}
@@ -143,6 +146,7 @@ def test_shapes_of_outputs(source, golden):
     assert larger.shape == (3, 6, 4, width)
 
 
+@pytest.mark.slow
 def test_layers_of_a_resnet(golden):
     source = read_pretrained(golden / "bit.npz")
     images = pixels(2, 64, 96, 3)

@@ -583,10 +583,15 @@ def test_hyper_rule(num_examples, image_size, rule):
     ("data", "rule"),
     [
         ("cifar10", (160, 128, *MIDDLE)),
-        ("cifar100", (160, 128, *MIDDLE)),
         ("oxford_iiit_pet", (512, 480, *SMALL[2:])),
-        ("oxford_flowers102", (512, 480, *SMALL[2:])),
-        ("imagenet2012", (512, 480, *LARGE)),
+        *(
+            pytest.param(data, rule, marks=pytest.mark.slow)
+            for data, rule in (
+                ("cifar100", (160, 128, *MIDDLE)),
+                ("oxford_flowers102", (512, 480, *SMALL[2:])),
+                ("imagenet2012", (512, 480, *LARGE)),
+            )
+        ),
     ],
 )
 def test_a_bit_is_fine_tuned_by_its_rule(data, rule):

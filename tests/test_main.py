@@ -462,6 +462,7 @@ def run_command(*words, **options):
     return subprocess.run(command, text=True, cwd=ROOT, **options)
 
 
+@pytest.mark.slow
 def test_message_is_all_that_is_printed(tmp_path):
     """No warnings and no traceback, after devices and data are opened."""
     workdir = tmp_path / "workdir"

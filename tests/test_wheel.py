@@ -84,6 +84,7 @@ def test_config_by_name(installed):
     assert done.stdout == to_json(load_config("quickstart:debug"))
 
 
+@pytest.mark.slow
 def test_list_of_configs(installed):
     done = installed("configs")
     assert (done.returncode, done.stderr) == (0, "")
@@ -91,6 +92,7 @@ def test_list_of_configs(installed):
     assert done.stdout.count("    debug  ") == len(shipped_configs())
 
 
+@pytest.mark.slow
 def test_wrong_name(installed, tmp_path):
     done = installed("--config=configs/quickstart.py", f"--workdir={tmp_path / 'run'}")
     assert (done.returncode, done.stdout) == (2, "")

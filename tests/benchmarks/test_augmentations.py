@@ -81,6 +81,7 @@ def test_the_file(config, tmp_path, monkeypatch):
     assert PIL.Image.open(tmp_path / "sheet.png").size == (4 + 17 * 116, 30 + 3 * (45 + 4 * 116))
 
 
+@pytest.mark.slow
 def test_operations_before_the_crop_and_images_decoded_by_their_reader(
     shared_data, config, tmp_path, two_operations
 ):

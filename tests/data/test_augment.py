@@ -188,6 +188,7 @@ def test_randaugment_draws_each_operation_alike(drawn):
     assert scipy.stats.chi2_contingency(together).pvalue > 1e-3  # layers draw apart
 
 
+@pytest.mark.slow
 def test_randaugment_draws_magnitudes_about_that_given(drawn):
     *_, magnitude = drawn("1, 2, magnitude_std=2")
     found, expected = magnitude[:, 0], np.maximum(np.random.default_rng(0).normal(2, 2, 10**5), 0)

@@ -127,6 +127,7 @@ def grey(tmp_path_factory, one_device):
     return workdir
 
 
+@pytest.mark.slow
 def test_a_grey_run_classifies_and_adapts_to_colour(grey, tmp_path, capsys):
     spec = vit_jax.pretrained_spec(grey)
     model, variables = vit_jax.load_pretrained(grey)

@@ -143,6 +143,7 @@ def mixed_tiny(root, mix="sixes=0.25", **overrides):
     return list(batches), sources
 
 
+@pytest.mark.slow
 def test_what_is_mixed_does_not_depend_on_what_fits_into_memory(tiny, monkeypatch):
     expected, sources = mixed_tiny(tiny)
     assert not any(source.encoded for source in sources.values())

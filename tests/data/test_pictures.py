@@ -3,6 +3,7 @@
 import io
 import logging
 import os
+import re
 
 import numpy as np
 import PIL.Image
@@ -68,8 +69,10 @@ def oriented(orientation, file_format, **options):
     return encode(smooth_image(), file_format, exif=exif.tobytes(), **options)
 
 
-@pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP", "TIFF"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    ("file_format", "orientation"),
+    [*(("JPEG", orientation) for orientation in range(1, 9)), ("PNG", 6), ("WEBP", 5), ("TIFF", 8)],
+)
 def test_pictures_are_turned_as_exif_says(file_format, orientation):
     encoded = oriented(orientation, file_format)
     stored = PIL.Image.open(io.BytesIO(encoded))
@@ -105,7 +108,8 @@ def test_names_are_shown_in_print():
 def test_what_is_skipped_is_counted_and_named(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "vit_jax")
     for name in ("a/1.jpg", "a/2.heic", "a/3.HEIC", "b/4.png", "b/.5.jpg", "b/README",
-                 "a/__MACOSX/1.jpg", "a/.cache/1.jpg", "6.jpg", "__MACOSX/a/1.jpg"):  # fmt: skip
+                 "a/__MACOSX/1.jpg", "a/.cache/1.jpg", "6.jpg", "7.jpg", "8.jpg", "9.jpg",
+                 "0.jpg", "__MACOSX/a/1.jpg"):  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(encode(smooth_image()))
     (tmp_path / "empty").mkdir()
@@ -114,9 +118,10 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, caplog):
         source = make_source("folder", split=split, data_dir=tmp_path, image_size=(8, 8))
         assert source.class_names == ("a", "b", "empty")
     (skipped,) = (message for message in caplog.messages if ": skipped " in message)
-    for what in ("2 .heic", "1 .jpg that is no file", "1 beside the folders of the classes",
-                 "1 hidden", "1 without extension", "convert"):  # fmt: skip
+    for what in ("2 .heic,", "1 .jpg that is no file (b/pipe.jpg)", "1 hidden,", "convert",
+                 "5 beside the folders of the classes (", "1 without extension (b/RE"):  # fmt: skip
         assert what in skipped
+    assert re.search(r"classes \(\d\.jpg, \d\.jpg, \d\.jpg, \.\.\.\)", skipped)
     (ignored,) = (message for message in caplog.messages if ": ignored " in message)
     assert "__MACOSX, a/.cache, a/__MACOSX" in ignored
     (empty,) = (message for message in caplog.messages if "hold no picture" in message)

@@ -80,8 +80,13 @@ def test_widths_of_published_heads_have_a_kernel(width, caplog):
     ("axes", "fields"),
     [
         ({"fsdp": 2, "tensor": 2}, {"scan": True, "remat": "full"}),
-        ({"fsdp": 2, "tensor": 2}, {"pool": "gap", "qkv_bias": False, "parallel": True}),
-        ({"data": 2}, {"qk_norm": True, "pos_embed_at": "layers"}),
+        *(
+            pytest.param(axes, fields, marks=pytest.mark.slow)
+            for axes, fields in (
+                ({"fsdp": 2, "tensor": 2}, {"pool": "gap", "qkv_bias": False, "parallel": True}),
+                ({"data": 2}, {"qk_norm": True, "pos_embed_at": "layers"}),
+            )
+        ),
     ],
     ids=["scanned", "parallel", "normalised"],
 )

@@ -346,7 +346,16 @@ def test_one_device_needs_no_warning(caplog):
 
 @pytest.mark.parametrize(
     ("variant", "optimizer", "pool"),
-    [*((variant, "adamw", "token") for variant in VIT_VARIANTS), ("B", "sgd", "map")],
+    [
+        ("mu", "adamw", "token"),
+        ("22B", "adamw", "token"),
+        ("B", "sgd", "map"),
+        *(
+            pytest.param(variant, "adamw", "token", marks=pytest.mark.slow)
+            for variant in VIT_VARIANTS
+            if variant not in ("mu", "22B")
+        ),
+    ],
 )
 def test_every_leaf_of_every_variant_has_a_rule(variant, optimizer, pool, caplog):
     model = create_model(f"ViT-{variant}/14", 1000, pool=pool, hidden_head=True, scan=True)

@@ -69,6 +69,7 @@ def pictures(golden, tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_run_on_pictures_with_several_labels(pictures, tmp_path, capsys):
     where = f"--config.data.data_dir={pictures}"
     words = [where, "--config.data.image_size=8", "--config.model.patch_size=4",

@@ -59,6 +59,7 @@ def with_kernels_of_tpus(monkeypatch):
         yield chosen
 
 
+@pytest.mark.slow
 def test_steps_with_kernels_are_those_without(monkeypatch):
     config = small_config()
     config.model.dtype = "float32"

@@ -50,6 +50,7 @@ def scores(path, image_size=None):
     return np.asarray(model.apply(variables, images)), bunch.target[::5]
 
 
+@pytest.mark.slow
 def test_a_file_on_the_command_line(published, one_device, capsys, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *args: one_device)  # all eight
     words = ["--config=configs/evaluate.py:classification,knn,debug"]

@@ -44,7 +44,7 @@ def check_that_others_name(victim, job):
 # Without process 0, which keeps the store, the others see nothing.
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_when_one_is_killed_the_others_end_and_name_it(tmp_path, victim):
-    with endless(tmp_path) as job:
+    with endless(tmp_path, devices=1) as job:
         job.wait_until_said(0, "step 10/")
         job.signal(victim, KILL)
         since = time.monotonic()
@@ -76,7 +76,7 @@ def test_a_loader_that_hangs_is_named_with_its_process(tmp_path):
 
 def test_processes_that_do_not_run_the_same_end_before_the_first_step(tmp_path):
     own = {1: ("code", ("--config.optimizer.peak_lr=0.002",))}
-    with endless(tmp_path, own=own) as job:
+    with endless(tmp_path, devices=1, own=own) as job:
         assert job.codes() == [2, 2], job.everything()
         for i in range(2):
             said = job.said(i)
@@ -88,6 +88,7 @@ def test_processes_that_do_not_run_the_same_end_before_the_first_step(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_one_replica_is_found_before_it_is_saved(tmp_path):
     words = ("--config.checkpoint.every=5 steps",)
     with endless(tmp_path, *words, own={1: ("bit:7", ())}) as job:

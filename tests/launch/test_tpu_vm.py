@@ -227,6 +227,7 @@ def test_wrong_input_and_ctrl_c_on_a_worker_do_not_start_again(tpu_vm, call, clo
     assert f"the job ended with exit code {ends_with}" in out
 
 
+@pytest.mark.slow
 def test_failures_are_counted_from_where_it_came_further(tpu_vm, call, cloud):
     cloud.play("ACTIVE")
     cloud.job("""
@@ -241,6 +242,7 @@ echo "step $step/2,000 | train/loss"; exit 1
     assert "the job ended with exit code 1" in out
 
 
+@pytest.mark.slow
 def test_called_again_it_goes_on_with_the_running_job(tpu_vm, call, cloud):
     cloud.play("ACTIVE")
     cloud.job("echo trains; while [ ! -e PLAYS/go ]; do sleep 0.05; done; echo ends")
@@ -285,6 +287,7 @@ def test_jobs_that_an_older_version_started_have_no_digest_of_their_variables(tp
     assert state == ("--config=a", True, None, b"", "0f3a")
 
 
+@pytest.mark.slow
 def test_network_that_fails_for_a_while(tpu_vm, call, cloud):
     cloud.play("ACTIVE")
     cloud.job("echo trains; exit 0")
@@ -298,6 +301,7 @@ def test_network_that_fails_for_a_while(tpu_vm, call, cloud):
     assert cloud.calls("delete") == []
 
 
+@pytest.mark.slow
 def test_network_that_fails_does_not_end_a_running_job(tpu_vm, call, cloud, monkeypatch):
     cloud.play("ACTIVE")
     call(tpu_vm, "create", *WHERE, "--topology=v5e:2x2")
@@ -331,6 +335,7 @@ def test_gcloud_that_is_not_set_up_is_said_at_once(tpu_vm, call, cloud):
     assert cloud.calls() == ["describe"]
 
 
+@pytest.mark.slow
 def test_preempted_before_the_job_has_begun(tpu_vm, call, cloud):
     cloud.play("ACTIVE", "SUSPENDED", "SUSPENDED", "ACTIVE")
     cloud.job("exit 0")

@@ -56,13 +56,18 @@ def split(x, num_heads):
     ("tokens", "num_keys", "heads", "width"),
     [
         (24, 17, 3, 64),  # an odd number of heads, padding
-        (16, 9, 4, 64),  # two groups of heads
-        (16, 16, 2, 72),
-        (8, 5, 1, 80),
         (16, 13, 2, 88),
-        (8, 8, 1, 104),
-        (8, 1, 2, 128),
         (136, 130, 2, 8),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.slow)
+            for sizes in (
+                (16, 9, 4, 64),  # two groups of heads
+                (16, 16, 2, 72),
+                (8, 5, 1, 80),
+                (8, 8, 1, 104),
+                (8, 1, 2, 128),
+            )
+        ),
     ],
 )
 def test_short_attention(tokens, num_keys, heads, width):
@@ -125,7 +130,7 @@ def test_short_attention_in_bfloat16_is_nearer_than_the_plain_form():
         assert kernel < max(by_xla, 0.004)
 
 
-@pytest.mark.parametrize("width", [64, 80])
+@pytest.mark.parametrize("width", [80, pytest.param(64, marks=pytest.mark.slow)])
 def test_long_attention(width):
     tokens, num_keys = 136, 131
     qkv = tuple(normal(1, tokens, 1, width, seed=i) for i in range(3))

@@ -46,7 +46,10 @@ def test_equation():
     np.testing.assert_array_equal(bias, p["bias"])
 
 
-@pytest.mark.parametrize(("name", "scan"), [("ViT-Ti/8", False), ("DeiT-Ti/8", True)])
+@pytest.mark.parametrize(
+    ("name", "scan"),
+    [("ViT-Ti/8", False), pytest.param("DeiT-Ti/8", True, marks=pytest.mark.slow)],
+)
 def test_a_new_adapter_changes_nothing_bit_by_bit(name, scan):
     model, params = make(name, scan=scan, lora_rank=4)
     plain, plain_params = make(name, scan=scan)

@@ -51,10 +51,15 @@ def test_sincos_by_hand():
 
 MORE = [
     ("learned_1d", "layers", {"pos_embed_class_token": False}),
-    ("learned_2d", "stem", {"family": "DeiT"}),
-    ("relative", "layers_shared", {"family": "DeiT"}),
     ("relative", "layers", {"pos_embed_class_token": False, "qk_norm": True, "qkv_bias": False}),
-    ("relative", None, {"pool": "gap", "parallel": True}),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("learned_2d", "stem", {"family": "DeiT"}),
+            ("relative", "layers_shared", {"family": "DeiT"}),
+            ("relative", None, {"pool": "gap", "parallel": True}),
+        )
+    ),
 ]
 
 

@@ -40,8 +40,19 @@ def test_no_variant_is_missing():
     assert {name: tuple(variant) for name, variant in VIT_VARIANTS.items()} == SIZES
 
 
-@pytest.mark.parametrize("variant", SIZES)
-@pytest.mark.parametrize("pool", ["token", "gap", "map"])
+@pytest.mark.parametrize(
+    ("variant", "pool"),
+    [
+        *((variant, "token") for variant in SIZES),
+        ("Ti", "gap"),
+        ("L", "map"),
+        *(
+            pytest.param(variant, pool, marks=pytest.mark.slow)
+            for variant in SIZES
+            for pool in ("gap", "map")
+        ),
+    ],
+)
 def test_parameter_counts_by_formula(variant, pool):
     hidden_head = pool == "gap"
     model = create_model(

@@ -289,6 +289,7 @@ def test_a_member_is_told_to_stop(tmp_path):
     assert process.wait(timeout=60) == 75
 
 
+@pytest.mark.slow
 def test_ctrl_c_lets_the_member_save(tmp_path):
     """A terminal sends it to both; the study ends after its member."""
     script = (

@@ -26,6 +26,7 @@ def state(workdir):
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
+@pytest.mark.slow
 def test_training_runs_as_members(tmp_path, monkeypatch, capsys, one_device):
     """In this process, since starting members is slow."""
     commands = []

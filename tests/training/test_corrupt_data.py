@@ -86,6 +86,7 @@ def corrupt_rows(workdir):
     return {row["step"]: row["train/corrupt"] for row in rows if "train/corrupt" in row}
 
 
+@pytest.mark.slow
 def test_corrupt_records_are_counted_over_the_run_and_its_resumption(data_dir, tmp_path):
     config = make_config(data_dir, data__reader="offsets")
     train_and_evaluate(config, tmp_path / "a")

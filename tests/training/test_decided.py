@@ -193,6 +193,7 @@ def test_faults_that_need_no_file(key, value, says):
     assert any(says in fault for fault in find_faults(config))
 
 
+@pytest.mark.slow
 def test_lora_from_start_to_export(pictures, source, tmp_path):
     """Trains, resumes without its source, and is evaluated, predicted, merged and exported."""
     own, workdir = tmp_path / "vit", tmp_path / "run"
@@ -255,6 +256,7 @@ def test_lora_from_start_to_export(pictures, source, tmp_path):
     assert json.loads((workdir / "classes.json").read_text()) == ["cat", "dog"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_compares_what_was_decided(pictures, source, tmp_path):
     from vit_jax.training.workdir import write_workdir
 

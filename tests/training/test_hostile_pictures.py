@@ -191,6 +191,7 @@ def test_prediction(root, run, capsys):
     assert int(np.load(features)["valid"].sum()) == len(rows) - 2 * (len(BROKEN) + 2)
 
 
+@pytest.mark.slow
 def test_benchmark(words, root, capsys, monkeypatch):
     monkeypatch.setattr(input_benchmark, "_IMAGES_A_ROUND", 128)
     monkeypatch.setattr(input_benchmark, "_NUM_ROUNDS", 1)

@@ -28,6 +28,7 @@ def model(mesh):
     return model.clone(constrain=constrain, forms=tpu_forms(model, mesh))
 
 
+@pytest.mark.slow
 def test_kernels_that_agree_are_logged(model, mesh, caplog, interpreted_kernels):
     with caplog.at_level(logging.INFO, "vit_jax"):
         check_kernels(model, mesh)

@@ -1,7 +1,6 @@
 """A run started by commit 918fdf2 gives the same results today; see golden/older_run."""
 
 import hashlib
-import importlib.util
 import json
 import logging
 import re
@@ -14,6 +13,7 @@ import pytest
 from etils import epath
 from flax import linen as nn
 from forked import Forked
+from loaded_file import load_module
 from ml_collections import ConfigDict
 
 import vit_jax.config
@@ -27,13 +27,6 @@ from vit_jax.models.layers import NORMS
 from vit_jax.training.prepare import prepare
 from vit_jax.training.train import train_and_evaluate
 from vit_jax.transfer import read_pretrained
-
-
-def load_module(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +231,7 @@ def later_code(monkeypatch):
     monkeypatch.setitem(stored_steps.RENAMED_LEAVES, r"(.*/)scale", r"\1gain")
 
 
+@pytest.mark.slow
 def test_it_resumes_to_the_same_bits_after_keys_and_leaves_were_added_and_renamed(
     older_run, values, resumed, monkeypatch, tmp_path
 ):

@@ -20,6 +20,7 @@ from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.errors import InputError
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, check_member
+from vit_jax.training.description import describe_model
 from vit_jax.training.prepare import compare_value_ranges, prepare
 from vit_jax.training.sources import (
     check_evaluated_images,
@@ -309,6 +310,19 @@ def test_streams_that_do_not_pair_are_refused_once_the_order_is_known(tmp_path):
     assert not (tmp_path / "workdir").exists()
     config.data.num_examples = 64
     assert prepare(config, tmp_path / "workdir").config.data.streams is None
+
+
+def test_a_model_is_called_by_its_own_sizes():
+    def called(name, **fields):
+        config = base_config()
+        config.model.update({"name": name} | fields)
+        return describe_model(config)
+
+    assert called("ViT-B/16") == "ViT-B/16" and called("R50+ViT-B/16") == "R50+ViT-B/16"
+    assert called("ViT-B/16", patch_size=8) == "ViT-B/8"
+    assert called("ViT-B/16", patch_size=(8, 4)) == "ViT-B/8x4"
+    small = called("ViT-B/16", patch_size=(8, 8), width=32)
+    assert small == "ViT/8 (width 32, depth 12, mlp_dim 3072, num_heads 12)"
 
 
 def test_with_auto_a_run_gets_the_mesh_of_its_chosen_layout(tmp_path):

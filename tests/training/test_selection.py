@@ -3,7 +3,6 @@
 import json
 import math
 import pathlib
-import shutil
 import types
 
 import jax
@@ -169,11 +168,22 @@ class KillError(BaseException):
     pass
 
 
-def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(tmp_path, monkeypatch):
+@pytest.fixture
+def accuracies(monkeypatch):
+    """The accuracy that the evaluator finds at each step."""
+    found = dict(TOP1)
+
     def run(self, state):
-        return {"top1": TOP1[int(jax.device_get(state.step))]}
+        return {"top1": found[int(jax.device_get(state.step))]}
 
     monkeypatch.setattr(Classification, "run", run)
+    return found
+
+
+@pytest.mark.parametrize("kills", [(17,), pytest.param((17, 25), marks=pytest.mark.slow)])
+def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(
+    kills, accuracies, tmp_path, monkeypatch
+):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     summary = start(whole)
     assert summary["step"] == 25 and summary["stopped_early"] is True
@@ -186,22 +196,28 @@ def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(tmp_pat
         return False
 
     monkeypatch.setattr(train_module.PreemptionGuard, "should_stop", should_stop)
-    for step in (17, 25):
+    for step in kills:
         kill_at = step
         with pytest.raises(KillError):
             start(killed)
     kill_at = None
     start(killed)
     assert picture(killed) == picture(whole)
+    assert len((killed / "starts.jsonl").read_text().splitlines()) == len(kills) + 1
 
-    (killed / "summary.json").unlink()  # killed between the last save and the summary
-    assert start(killed)["stopped_early"]
-    assert picture(killed) == picture(whole)
-    assert start(killed)["step"] == 25  # finished before
-    assert len((killed / "starts.jsonl").read_text().splitlines()) == 4
 
-    shutil.copytree(whole, tmp_path / "more")
-    TOP1.update({35: 0.1, 40: 0.1})
-    summary = start(tmp_path / "more", stop__patience="5")  # goes on, as it was not long enough
+@pytest.mark.slow
+def test_a_run_that_has_ended_early_starts_again(accuracies, tmp_path):
+    run = tmp_path / "run"
+    start(run)
+    before = picture(run)
+    (run / "summary.json").unlink()  # killed between the last save and the summary
+    assert start(run)["stopped_early"]
+    assert picture(run) == before
+    assert start(run)["step"] == 25  # finished before
+    assert len((run / "starts.jsonl").read_text().splitlines()) == 2
+
+    accuracies.update({35: 0.1, 40: 0.1})
+    summary = start(run, stop__patience="5")  # goes on, as it was not long enough
     assert summary["step"] == 40 and "stopped_early" not in summary
     assert summary["best"]["step"] == 30

@@ -7,7 +7,7 @@ no device and does not import TensorFlow.
 
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -332,9 +332,9 @@ class SplitKey(NamedTuple):
     classes: tuple[int, ...] | None = None
 
 
-def weights_source(config: ConfigDict) -> str | None:
+def weights_source(config: Mapping[str, Any]) -> str | None:
     """Source of the initial weights; None: random weights."""
-    return None if config.init_from == "scratch" else config.init_from
+    return None if config["init_from"] == "scratch" else config["init_from"]
 
 
 def train_split(config: ConfigDict) -> SplitKey:

@@ -48,6 +48,7 @@ __all__ = [
     "held_alike",
     "host_batches",
     "host_eval_batches",
+    "is_undivided",
     "keep_classes",
     "make_device_transform",
     "make_order",
@@ -91,6 +92,16 @@ def own_splits(name: str, data_dir: str | None, section: Any) -> list[str]:
     if name == "list":
         return find_lists(data_dir).names()
     return find_layout(data_dir, section.folder_rules).names()
+
+
+def is_undivided(name: str, data_dir: str | None, section: Any) -> bool:
+    """Whether own pictures are one folder or list, without splits of their own; see `own_splits`.
+
+    Raises: InputError if there is nothing.
+    """
+    if name == "list":
+        return len(find_lists(data_dir).by_split) == 1
+    return not find_layout(data_dir, section.folder_rules).splits
 
 
 def make_source(

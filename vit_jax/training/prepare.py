@@ -120,28 +120,16 @@ def prepare(
     workdir, faults = files.absolute(workdir), Faults()
     if training:
         config = continue_run(config, workdir)
-    is_begun = (workdir / "config.json").exists()
     mesh = check_mesh(config, faults)
-    faults.check(check_writable if training else check_store, workdir)
-    if training and config.log.wandb is not None:
-        faults.check(metrics.check_installed, config.log.wandb)
-    resumes = bool(restore.saved_steps(workdir / "checkpoints"))
-    compare_requests(config, {"resumes": resumes})
+    resumes = _check_workdir(config, workdir, training, faults)
+    is_begun = (workdir / "config.json").exists()
     faults.check(check_convention, config.init_resize, "init_resize")
     weights = config_lib.weights_source(config) if training and not resumes else None
     pretrained = None if weights is None else faults.check(transfer.read_pretrained, weights)
     if pretrained is not None:
         config = _adopt_settings(config, pretrained, is_begun, faults)
-    if config.data.image_size is None:  # the source would have given it
-        collect_faults(faults)
-    preprocessing = parse_preprocessing(config)
-    class_names = None if training else _class_names(config, workdir)
     balanced = config.loss.class_weights == "balanced"
-    config, sources = faults.check(open_sources, config, training, class_names) or (config, {})
-    if sources:
-        check = check_images if training else check_evaluated_images
-        faults.check(check, config, preprocessing, sources)
-    collect_faults(faults)
+    config, preprocessing, sources = _open_data(config, workdir, training, faults)
     assert mesh is not None
     teachers: tuple[Teacher, ...] = ()
     if training:
@@ -150,9 +138,7 @@ def prepare(
             config = keep_class_weights(config, read_config(workdir))
         if config.auto and choose_layout is not None:
             config = settle_layout(config, mesh, workdir, choose_layout)
-            mesh = check_mesh(config, faults)
-            collect_faults(faults)
-            assert mesh is not None
+            mesh = _mesh_of_layout(config)
         check_unchanged(config, workdir)
         teachers = read_teachers(config)
         check_same_teachers(workdir, describe_teachers(teachers))
@@ -179,6 +165,36 @@ def prepare(
         initial_params=_first_weights(config, experiment, pretrained),
         teachers=teachers,
     )
+
+
+def _check_workdir(config: ConfigDict, workdir: epath.Path, training: bool, faults: Faults) -> bool:
+    """Check that the run can be written, or only read; return whether it resumes."""
+    faults.check(check_writable if training else check_store, workdir)
+    if training and config.log.wandb is not None:
+        faults.check(metrics.check_installed, config.log.wandb)
+    resumes = bool(restore.saved_steps(workdir / "checkpoints"))
+    compare_requests(config, {"resumes": resumes})
+    return resumes
+
+
+def _open_data(
+    config: ConfigDict, workdir: epath.Path, training: bool, faults: Faults
+) -> tuple[ConfigDict, Preprocessing, dict[SplitKey, data.Source]]:
+    """Open the splits and check their images: (config with their facts, preprocessing, sources).
+
+    Raises:
+      InputError: lists `faults` and those of the data.
+    """
+    if config.data.image_size is None:  # the source would have given it
+        collect_faults(faults)
+    preprocessing = parse_preprocessing(config)
+    class_names = None if training else _class_names(config, workdir)
+    config, sources = faults.check(open_sources, config, training, class_names) or (config, {})
+    if sources:
+        check = check_images if training else check_evaluated_images
+        faults.check(check, config, preprocessing, sources)
+    collect_faults(faults)
+    return config, preprocessing, sources
 
 
 def _adopt_settings(
@@ -210,6 +226,15 @@ def check_mesh(config: ConfigDict, faults: Faults) -> Mesh | None:
         for name, entry in config.evals.items():
             if entry.batch_size is not None:
                 faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
+    return mesh
+
+
+def _mesh_of_layout(config: ConfigDict) -> Mesh:
+    """The mesh of a layout that was chosen under `auto`; raises InputError if it is invalid."""
+    faults = Faults()
+    mesh = check_mesh(config, faults)
+    collect_faults(faults)
+    assert mesh is not None
     return mesh
 
 

@@ -139,6 +139,8 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
     config = config.copy_and_resolve_references()
     d, faults = config.data, Faults()
     own, parts = SplitKey(d.name, d.split, d.data_dir, d.classes), data.parse_mix(d.mix)
+    if d.split == "all" and d.name in (*data.OWN_PICTURES, "unlabelled"):
+        raise InputError("data.split='all': is for evaluation only; train on 'train'")
     source = _open_split(config, own, d.num_classes, None if parts else d.num_examples)
     sources, opened = {own: source}, [source]
     _check_learnable(config, source)

@@ -77,9 +77,9 @@ def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
     if of_end and not faults:
         steps_done = next(iter(restore.saved_steps(workdir / "checkpoints")), 0)
         fault = find_other_past(stored, config, steps_done, workdir)
-        faults = [] if fault is None else [f"{fault}; or: {'; '.join(say_changes(of_end))}"]
-        if fault is None:
-            logger.info("%s: the run gets another end: %s", workdir, say_extension(of_end))
+        if fault is not None:
+            raise InputError(f"--workdir={workdir}: {fault}")
+        logger.info("%s: the run gets another end: %s", workdir, say_extension(of_end))
     collect_faults(
         faults,
         f"--workdir={workdir} already holds a run with other settings; restore them, use a new "
