@@ -17,6 +17,16 @@ def random_params(module, *args, seed=0, scale=0.3, **kwargs):
     )
 
 
+def random_variables(module, *args, **kwargs):
+    """`random_params` and, for a module with batch statistics, positive ones, as variables."""
+    variables = dict(jax.eval_shape(lambda: module.init(jax.random.key(0), *args, **kwargs)))
+    rng = np.random.default_rng(1)
+    return {
+        name: jax.tree.map(lambda leaf: rng.uniform(0.5, 1, leaf.shape).astype(np.float32), leaves)
+        for name, leaves in variables.items()
+    } | {"params": random_params(module, *args, **kwargs)}
+
+
 def float64(params):
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
 

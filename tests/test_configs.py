@@ -43,9 +43,10 @@ FORMS = {
     "cifar10": ["", "small", "5k", "5k,medium1", "debug", "small,debug", "5k,strong2,debug"],
     "folder": ["", "ViT-S/16", "BiT-R50x1", "debug", "ViT-S/16,debug", "BiT-R50x1,debug"],
     "vit_s16_in1k": ["", "debug"],
-    "noisy_student": ["", "debug"],
+    "noisy_student": ["", "L2,my_pictures", "debug"],
     "distillation": ["bit", "large", "bit=runs/bit,large=runs/large", "debug", "bit,debug"],
     "deit": ["DeiT-B/16", "ViT-S/16", "DeiT-S/16,debug", "DeiT-Ti/16,384,soft,debug"],
+    "efficientnet": ["EfficientNet-B0", "EfficientNet-L2", "EfficientNet-B7,debug"],
     "finetune": [
         "ViT-B/16,cifar10",
         "ViT-H/14,imagenet2012,headline",

@@ -213,7 +213,8 @@ AUGREG = {
 def make_tiny(model: ConfigDict, name: str) -> int:
     """Set `config.model` to a tiny model of the family of `name` with the same token stride.
 
-    A ResNet, including the ResNet of a hybrid, keeps at most one unit and half its width.
+    A ResNet, including the ResNet of a hybrid, keeps at most one unit and half its width; an
+    EfficientNet keeps one block in each stage and an eighth of the width of B0.
 
     Returns the side, in pixels, of images with 2 x 2 tokens.
     """
@@ -223,6 +224,8 @@ def make_tiny(model: ConfigDict, name: str) -> int:
     model.name = name
     if "patch_size" in has:
         model.name = f"{name.partition('-')[0]}-mu/{name.rpartition('/')[2]}"
+    if "width_factor" in has:
+        model.width_factor, model.depth_factor = 0.125, 0.1
     if "stages" in has:
         model.stem_width = 32
         if sizes["stages"]:

@@ -196,6 +196,31 @@ def test_randaugment_draws_magnitudes_about_that_given(drawn):
     assert abs((found == 0).mean() - (expected < 1 / 16).mean()) < 0.03  # none is below 0
 
 
+def test_autoaugment_draws_each_pair_alike_and_each_operation_at_its_rate(drawn, monkeypatch):
+    """The operations of one policy of two pairs write down what they are given."""
+    pairs = ((("0", 1.0, 4), ("1", 0.5, 2)), (("1", 0.0, 9), ("2", 0.75, 10)))
+    monkeypatch.setattr(augment, "AUTOAUGMENT_V0", pairs)
+    (op,), () = parse_ops("autoaugment", (8, 8))
+    blank = tf.zeros((3, 5, 3), tf.uint8)
+    images = next(iter(keys(1500).map(lambda key: op(blank, key)).batch(1500))).numpy()[..., 0]
+    first, second = ((images[:, row, :] * 1.0) for row in (0, 1))
+    of_first = first[:, 0] == 1  # operation "0" is written as 1
+    assert 0.45 < of_first.mean() < 0.55
+    assert set(first[of_first, 4] / 8) == {4} and set(second[of_first, 0]) == {0, 2}
+    assert 0.44 < (second[of_first, 0] == 2).mean() < 0.56
+    others = first[~of_first]  # "1" is never drawn, so "2" writes into the first row
+    assert set(others[:, 0]) == {0, 3} and 0.69 < (others[:, 0] == 3).mean() < 0.81
+    drawn_2 = others[others[:, 0] == 3]
+    assert set(drawn_2[:, 4] / 8) == {10} and set(drawn_2[:, 1] - 1) == {-1, 1}
+
+
+def test_the_policy_of_autoaugment_is_25_pairs_of_known_operations():
+    assert len(augment.AUTOAUGMENT_V0) == 25
+    steps = [step for pair in augment.AUTOAUGMENT_V0 for step in pair]
+    assert {name for name, _, _ in steps} <= augment.OPERATIONS.keys()
+    assert all(0 <= rate <= 1 and 0 <= magnitude <= 10 for _, rate, magnitude in steps)
+
+
 def test_randaugment_gives_the_same_whatever_the_threads_and_keeps_the_static_shape():
     image = tf.constant(smooth_image(31, 45))
     key = tf.TensorSpec([2], tf.int64)

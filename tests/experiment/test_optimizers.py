@@ -63,6 +63,14 @@ def sgd_direction(grads, memory, name, step):
     return m
 
 
+def rmsprop_direction(grads, memory, name, step):
+    m, v = memory.get(name, (0, 1))
+    v = B2 * v + (1 - B2) * grads[name] ** 2
+    m = MOMENTUM * m + grads[name] / np.sqrt(v + EPS)
+    memory[name] = m, v
+    return m
+
+
 def lion_direction(grads, memory, name, step):
     m = memory.get(name, 0)
     memory[name] = B2 * m + (1 - B2) * grads[name]
@@ -87,6 +95,7 @@ def adafactor_direction(grads, memory, name, step):
 EQUATIONS = {
     "adamw": (adamw_direction, {"b1": B1, "b2": B2, "eps": EPS}),
     "sgd": (sgd_direction, {"momentum": MOMENTUM}),
+    "rmsprop": (rmsprop_direction, {"momentum": MOMENTUM, "b2": B2, "eps": EPS}),
     "lion": (lion_direction, {"b1": B1, "b2": B2}),
     "adafactor": (adafactor_direction, {"b1": B1, "b2": CAP}),
 }
@@ -114,6 +123,25 @@ def test_equation(name, grad_clip_norm):
     actual = trained(tx)
     for leaf, p in expected.items():
         np.testing.assert_allclose(actual[leaf], p, rtol=2e-5, atol=2e-6, err_msg=leaf)
+
+
+def test_l2_passes_through_the_root_and_the_momentum():
+    """As TensorFlow's RMSProp does to a loss with l2 / 2 |p|^2, at a constant learning rate."""
+    expected, memory = {name: p.astype(np.float64) for name, p in PARAMS.items()}, {}
+    for step, grads in enumerate(GRADS):
+        for leaf, p in expected.items():
+            l2 = 0.2 if leaf.endswith("kernel") else 0
+            coupled = {leaf: grads[leaf] + l2 * p}
+            expected[leaf] = p - 0.1 * rmsprop_direction(coupled, memory, leaf, step)
+    numbers = {"momentum": MOMENTUM, "b2": B2, "eps": EPS}
+    actual = trained(make_optimizer("rmsprop", schedule=lambda step: 0.1, l2=0.2, **numbers))
+    for leaf, p in expected.items():
+        np.testing.assert_allclose(actual[leaf], p, rtol=2e-5, atol=2e-6, err_msg=leaf)
+    params = tree.unflatten_names(PARAMS)
+    plain = make_optimizer("sgd", schedule=lambda step: 0.1).init(params)
+    assert "l2" not in plain  # as states are stored since before there was an l2
+    with pytest.raises(InputError, match=r"optimizer\.l2=-1"):
+        make_optimizer("sgd", schedule=lambda step: 0.1, l2=-1)
 
 
 def same_with_optax(name, theirs, **numbers):
@@ -350,7 +378,7 @@ def test_state_is_named_alike_with_and_without_clipping():
     ("change", "parts"),
     [
         ({"name": "adam"}, ["optimizer.name='adam'", "adamw"]),
-        ({"name": "x"}, ["optimizer.name='x'", "adamw, sgd, lion, adafactor"]),
+        ({"name": "x"}, ["optimizer.name='x'", "adamw, sgd, lion, rmsprop, adafactor"]),
         ({"b2": 1.0}, ["optimizer.b2=1.0", "less than 1"]),
         ({"momentum": 0.9}, ["optimizer.momentum=0.9: adamw has no such", "None"]),
         ({"name": "lion", "eps": 1e-8}, ["optimizer.eps=1e-08: lion has no such"]),

@@ -102,6 +102,13 @@ def test_multistep_divides_by_ten_from_each_milestone_on():
         np.testing.assert_allclose(schedule(step), lr, rtol=1e-5)
 
 
+def test_exponential_falls_by_three_percent_at_each_step_of_the_stair():
+    schedule = make_schedule("exponential", **RUN, timescale=24)
+    at = {20: 0, 43: 0, 44: 1, 67: 1, 68: 2, 100: 3}
+    for step, stairs in at.items():
+        np.testing.assert_allclose(schedule(step), 0.5 * 0.97**stairs, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_cooldown_multiplies_the_last_steps_down_to_zero(name):
     plain, cooled = make_schedule(name, **RUN), make_schedule(name, **RUN, cooldown_steps=40)

@@ -6,6 +6,7 @@ import pytest
 
 from vit_jax.devices.flops import count_flops
 from vit_jax.errors import InputError
+from vit_jax.evaluators import evaluate
 from vit_jax.experiment.layer_norms import make_layer_norms
 from vit_jax.experiment.state import TrainState, init_state, start_from
 from vit_jax.experiment.step import make_train_step
@@ -207,9 +208,33 @@ def test_running_average_by_hand():
     assert state.ema["weight"] != state.params["weight"]
 
 
+def test_the_model_state_is_averaged_too_and_evaluated_with_the_average():
+    def objective(params, model_state, batch, rng):
+        out = linear_objective(params, model_state, batch, rng)
+        return out._replace(model_state=out.model_state | {"mean": model_state["mean"] + 1})
+
+    start = state_at(0)
+    start = start.replace(model_state=start.model_state | {"mean": jnp.float32(2)})
+    state = start_from(start, start.params)
+    state, _ = make_step(objective=objective, ema_decay=0.25)(state, BATCH)
+    average = state.ema_model_state
+    assert float(average["mean"]) == pytest.approx(0.1 * 2 + 0.9 * 3)
+    assert (average["calls"], average["calls"].dtype) == (1, jnp.int32)
+
+    class Mean:
+        def run(self, state):
+            assert (state.ema, state.ema_model_state) == ({}, {})
+            weight, mean = state.params["weight"], state.model_state["mean"]
+            return {"weight": float(weight), "mean": float(mean)}
+
+    found = evaluate("val", Mean(), state)
+    assert (found["val/mean"], found["val/mean_raw"]) == (pytest.approx(2.9), 3)
+    assert found["val/weight"] == float(state.ema["weight"])
+
+
 def test_without_an_average_there_is_none():
     state, _ = make_step()(state_at(0), BATCH)
-    assert state.ema == {}
+    assert (state.ema, state.ema_model_state) == ({}, {})
 
 
 def test_the_average_begins_at_the_parameters_in_arrays_of_its_own():

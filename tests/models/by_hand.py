@@ -103,12 +103,48 @@ def resnet(stages, root_width, image_size, *, is_bit):
     return params, macs, channels, side
 
 
+# B0's stages: blocks, kernel, stride, expansion, channels; factors of width and depth by size.
+MBCONVS = ((1, 3, 1, 1, 16), (2, 3, 2, 6, 24), (2, 5, 2, 6, 40), (3, 3, 2, 6, 80),
+           (3, 5, 1, 6, 112), (4, 5, 2, 6, 192), (1, 3, 1, 6, 320))  # fmt: skip
+FACTORS = {"B0": (1.0, 1.0), "B1": (1.0, 1.1), "B2": (1.1, 1.2), "B3": (1.2, 1.4), "B4": (1.4, 1.8),
+           "B5": (1.6, 2.2), "B6": (1.8, 2.6), "B7": (2.0, 3.1), "B8": (2.2, 3.6),
+           "L2": (4.3, 5.3)}  # fmt: skip
+
+
+def efficientnet(variant, image_size, num_classes):
+    """(parameters, multiply-adds)."""
+    wider, deeper = FACTORS[variant]
+
+    def scaled(channels):
+        low = int(channels * wider) // 8 * 8
+        nearest = low + 8 * (channels * wider - low >= 4)
+        return nearest + 8 * (nearest < 0.9 * channels * wider)
+
+    side, channels, last = math.ceil(image_size / 2), scaled(32), scaled(1280)
+    params, macs = 27 * channels + 2 * channels, 27 * channels * side**2
+    for blocks, kernel, stride, expansion, width in MBCONVS:
+        for block in range(math.ceil(blocks * deeper)):
+            inner, squeezed, width_out = expansion * channels, channels // 4, scaled(width)
+            if expansion > 1:
+                params += channels * inner + 2 * inner
+                macs += channels * inner * side**2
+            side = math.ceil(side / stride) if block == 0 else side
+            params += kernel**2 * inner + 2 * inner + inner * width_out + 2 * width_out
+            params += 2 * inner * squeezed + squeezed + inner
+            macs += (kernel**2 + width_out) * inner * side**2 + 2 * inner * squeezed
+            channels = width_out
+    params += channels * last + 2 * last + (last + 1) * num_classes
+    return params, macs + channels * last * side**2 + last * num_classes
+
+
 def by_hand(name, image_size=224, num_classes=1000):
     """(parameters, multiply-adds) of the model called `name`."""
     if bit := re.fullmatch(r"BiT-R(\d+)x(\d)", name):
         stages, factor = STAGES[bit[1]], int(bit[2])
         params, macs, channels, _ = resnet(stages, 64 * factor, image_size, is_bit=True)
         return params + (channels + 1) * num_classes, macs + channels * num_classes
+    if name.startswith("EfficientNet-"):
+        return efficientnet(name.removeprefix("EfficientNet-"), image_size, num_classes)
     family, variant, size = re.fullmatch(r"([^-]+)-(\w+)/(\d+)", name).groups()
     patch, sizes = int(size), {"num_classes": num_classes}
     if family in ("ViT", "DeiT"):

@@ -13,7 +13,7 @@ import optax
 import pytest
 from by_hand import by_hand
 from etils import epath
-from numpy_vit import random_params
+from numpy_vit import random_params, random_variables
 
 import vit_jax
 from vit_jax import tree
@@ -31,7 +31,7 @@ from vit_jax.transfer.export import export
 from vit_jax.transfer.rules import Pretrained, Spec, abstract_params, stack_layers
 
 NAMES = [name for family in MODELS.values() for name in family.names]
-SMALLEST = ("ViT-mu/16", "DeiT-Ti/16", "R+ViT-Ti/16", "BiT-R50x1")
+SMALLEST = ("ViT-mu/16", "DeiT-Ti/16", "R+ViT-Ti/16", "BiT-R50x1", "EfficientNet-B0")
 
 # As published: parameters, and multiply-adds in units of 1e9.
 PARAMS = {
@@ -45,6 +45,10 @@ PARAMS = {
     "BiT-R50x1": 25_549_352,
     "BiT-R101x1": 44_541_480,
     "BiT-R152x4": 936_533_224,
+    "EfficientNet-B0": 5_288_548,
+    "EfficientNet-B7": 66_347_960,
+    "EfficientNet-B8": 87_413_142,
+    "EfficientNet-L2": 480_309_308,
 }
 GMACS = {
     "ViT-Ti/16": 1.25,
@@ -56,6 +60,7 @@ GMACS = {
 }
 
 
+TINY = {"width_factor": 0.125, "depth_factor": 0.1}  # of EfficientNets
 slow = pytest.mark.slow
 
 
@@ -67,6 +72,7 @@ def each(*quick, names=NAMES):
 def shrunk(name, **fields):
     """The model called `name`, with few layers and channels, for images of 2 x 3 tokens."""
     small = {"width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "stem_width": 32}
+    small |= TINY
     module = find_family(name).module
     small = {field: size for field, size in small.items() if field in field_names(module)}
     if "stages" in field_names(module) and not name.startswith("R+"):
@@ -118,8 +124,8 @@ def config_for(name, **model):
 @each(*SMALLEST)
 def test_a_step_lowers_on_a_mesh(name, caplog):
     mesh = make_mesh(replica=1, data=2, fsdp=2, tensor=2)
-    stages = {"stages": (1, 2)} if name.startswith("BiT") else {}
-    experiment = make_experiment(config_for(name, dtype="bfloat16", **stages), mesh)
+    few = {"BiT": {"stages": (1, 2)}, "EfficientNet": TINY}.get(name.partition("-")[0], {})
+    experiment = make_experiment(config_for(name, dtype="bfloat16", **few), mesh)
     with jax.set_mesh(mesh):
         assert "stablehlo" in str(experiment.lower().compiler_ir().operation)[:2000]
     assert [r for r in caplog.records if "replicated over" in r.getMessage()] == []
@@ -183,11 +189,15 @@ def test_scanned_is_unrolled(name):
 def test_remat_changes_no_gradient(name, remat):
     model = shrunk(name)
     images = images_for(model)
-    params = random_params(model, images)
+    variables = random_variables(model, images)
+    params = variables.pop("params")
 
     @functools.partial(jax.jit, static_argnums=0)
     def gradients(model):
-        return jax.grad(lambda p: jnp.square(model.apply({"params": p}, images)).sum())(params)
+        def loss(params):
+            return jnp.square(model.apply({"params": params, **variables}, images)).sum()
+
+        return jax.grad(loss)(params)
 
     expected, found = (tree.flatten_names(gradients(m)) for m in (model, model.clone(remat=remat)))
     largest = max(np.abs(leaf).max() for leaf in expected.values())
@@ -211,8 +221,12 @@ def test_remat_of_a_resnet_repeats_what_it_says():
 @each()
 def test_save_and_restore(name, tmp_path):
     model = shrunk(name)
-    params = jax.tree.map(jnp.asarray, random_params(model, images_for(model)))
-    state = TrainState(jnp.int32(3), params, {}, optax.scale_by_adam().init(params))
+    model_state = jax.tree.map(jnp.asarray, random_variables(model, images_for(model)))
+    params = model_state.pop("params")
+    state = TrainState(
+        jnp.int32(3), params, model_state, optax.scale_by_adam().init(params),
+        params, model_state,
+    )  # fmt: skip
     folder = epath.Path(tmp_path / "checkpoints")
     checkpoints = checkpoint.Checkpoints(folder, keep_last=2, keep_every=None)
     checkpoints.save(3, state, {})
@@ -229,6 +243,7 @@ FORMATS = {
     "DeiT": ("hf", "timm"),
     "R+ViT": ("npz",),
     "BiT": ("npz",),
+    "EfficientNet": ("timm",),
 }
 
 
@@ -237,8 +252,12 @@ def test_export(name, tmp_path):
     family = next(key for key, family in MODELS.items() if family == find_family(name))
     model = shrunk(name, **({"gelu": "exact", "hidden_head": False} if family == "DeiT" else {}))
     formats = () if family == "ViT" and model.parallel else FORMATS[family]  # 22B: none
-    params = random_params(model, images_for(model))
-    pretrained = Pretrained("here", model, tree.flatten_names(params), Spec(model.image_size, "x"))
+    expected = random_variables(model, images_for(model))
+    params, state = expected["params"], {k: v for k, v in expected.items() if k != "params"}
+    pretrained = Pretrained(
+        "here", model, tree.flatten_names(params), Spec(model.image_size, "x"), None,
+        tree.flatten_names(state),
+    )  # fmt: skip
     others = " or ".join([*formats, "stablehlo"])
     for format in WRITERS:
         output = tmp_path / {"npz": "model.npz", "npz_v2": "v2.npz"}.get(format, format)
@@ -250,7 +269,7 @@ def test_export(name, tmp_path):
         loaded, variables = vit_jax.load_pretrained(output)
         assert (type(loaded), loaded.image_size) == (type(model), model.image_size)
         if format != "npz_v2":  # it holds the sum of the class token and its position
-            jax.tree.map(np.testing.assert_array_equal, variables["params"], params)
+            jax.tree.map(np.testing.assert_array_equal, variables, expected)
 
 
 @each("BiT-R50x1", names=("R+ViT-Ti/16", "BiT-R50x1"))
@@ -270,12 +289,17 @@ def test_export_as_a_program(name, tmp_path):
     [
         ("BiT-R50x1", ["trunk/stage_0/layer_0", "trunk/stage_1/layer_0", "trunk/stage_1/layer_1"]),
         ("R26+ViT-S/32", ["encoder/layer_0", "encoder/layer_1"]),
+        ("EfficientNet-B0", [f"trunk/stage_{i}/layer_0" for i in range(7)]),
     ],
 )
 def test_parts_of_a_model(name, expected):
     params = abstract_params(shrunk(name))
     assert tree.parts(tree.unflatten_names(params)) == ["embedding", *expected, "head"]
-    of_resnet = [leaf for leaf in params if leaf.startswith(("stem/", "trunk/conv_root/"))]
+    of_resnet = [
+        leaf
+        for leaf in params
+        if leaf.startswith(("stem/", "trunk/conv_root/", "trunk/norm_root/"))
+    ]
     assert of_resnet and {tree.part_of(leaf) for leaf in of_resnet} == {"embedding"}
 
 
@@ -290,6 +314,8 @@ def test_parts_of_a_model(name, expected):
         ("BiT-R50x4", ["BiT-R50x4", "known: BiT-R50x1, BiT-R50x2"]),
         ("BiT-50", ["known: BiT-R50x1"]),
         ("BiT", ["no such model"]),
+        ("EfficientNet-B9", ["no such EfficientNet", "EfficientNet-B"]),
+        ("tf_efficientnet_b0.ns_jft_in1k", ["it is called EfficientNet-B0 here"]),
         ("RR+ViT-B/16", ["no such model"]),
     ],
 )
@@ -317,6 +343,11 @@ def test_a_resnet_takes_images_of_any_size():
         ("BiT-R50x1", {"stages": (1, 0)}, "stages=(1, 0): needs the units"),
         ("BiT-R50x1", {"stem_width": 48}, "stem_width=48: needs a multiple of 32"),
         ("BiT-R50x1", {"remat": "some"}, "remat='some'"),
+        (
+            "EfficientNet-B0",
+            {"width_factor": 0.0, "norm_momentum": 1.0},
+            "width_factor=0.0: needs a",
+        ),
         ("R50+ViT-B/16", {"stem_width": 0}, "stem_width=0: needs a multiple of 32"),
         ("R50+ViT-B/32", {"image_size": 48}, "48; choose image_size with height 32 or 64"),
         ("ViT-B/16", {"stages": (1,)}, "stages: ViT has no such field"),
@@ -349,11 +380,12 @@ def test_free_combinations(name, patch_size, stages, stride):
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_flax_tabulates_every_family(name):
-    few = {"stages": (1,)} if name.startswith("BiT") else {"depth": 1}
+    few = {"BiT": {"stages": (1,)}, "EfficientNet": TINY}.get(name.partition("-")[0], {"depth": 1})
     model = create_model(name, 10, 32, **few)
     images = jnp.zeros((1, 32, 32, 3))
     shapes = jax.eval_shape(model.init, jax.random.key(0), images)
-    count = sum(leaf.size for leaf in jax.tree.leaves(shapes["params"]))
+    count = sum(leaf.size for leaf in jax.tree.leaves(dict(shapes)))
     plain = {"console_kwargs": {"no_color": True, "width": 200}}
-    assert f"Total Parameters: {count:,}" in model.tabulate(jax.random.key(0), images, **plain)
+    said = f"{count:,}" if len(shapes) > 1 else f"Total Parameters: {count:,}"
+    assert said in model.tabulate(jax.random.key(0), images, **plain)
     assert f"{count:,}" in nn.tabulate(model, jax.random.key(0), **plain)(images)

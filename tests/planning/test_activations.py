@@ -186,6 +186,28 @@ def test_exchanges_over_the_tensor_axis():
     assert tensor_exchanges(make("BiT-R50x1", "dots"), again=True) == tensor_exchanges(bit)
 
 
+def test_blocks_of_an_efficientnet_by_hand():
+    """Inputs, outputs of the convolutions, inputs of convolutions and norms; image 32 x 32."""
+    tiny = {"width_factor": 0.125, "depth_factor": 0.1, "dtype": jnp.bfloat16}
+    model = create_model("EfficientNet-B0", 10, 32, **tiny)
+    ends = 3 * 32**2 + 16**2 * 8 + 40 + 2 * 160
+    # Positions before and after, channels before, inside and after.
+    blocks = [(256, 256, 8, 8, 8), (256, 64, 8, 48, 8), (64, 16, 8, 48, 8), (16, 4, 8, 48, 16),
+              (4, 4, 16, 96, 16), (4, 1, 16, 96, 24), (1, 1, 24, 144, 40)]  # fmt: skip
+    inputs = [p * c for p, _, c, _, _ in blocks]
+    middle = [(p * (i > c) + q) * i for p, q, c, i, _ in blocks]
+    outputs = [q * w for _, q, _, _, w in blocks]
+    excited = [q * i for _, q, _, i, _ in blocks]
+    whole = [a + 2 * b + c + d for a, b, c, d in zip(inputs, middle, outputs, excited, strict=True)]
+    assert activation_bytes(model) == 2 * (ends + sum(whole))
+    full, dots = model.clone(remat="full"), model.clone(remat="dots")
+    assert activation_bytes(full) == 2 * (ends + sum(inputs) + max(whole))
+    kept = sum(inputs) + sum(middle) + sum(outputs)
+    assert activation_bytes(dots) == 2 * (ends + kept + max(whole))
+    assert tensor_exchanges(model)["all-reduce"] == (7, 2 * sum(outputs))
+    assert tensor_exchanges(model, backward=True)["all-reduce"] == (7, 2 * sum(inputs))
+
+
 def test_of_other_families_it_is_unknown():
     class Other(ViT):
         pass

@@ -2,6 +2,7 @@
 
 import hashlib
 import http.server
+import json
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from vit_jax.errors import InputError
 from vit_jax.training.prepare import prepare
 from vit_jax.transfer import load_pretrained, read_pretrained
 from vit_jax.transfer.hub import fetch_from_hub, parse_address
+from vit_jax.transfer.published import PUBLISHED, Published
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -134,6 +136,18 @@ def test_an_address_of_the_hub_goes_through_its_cache(hub, golden, tmp_path):
     found = load_pretrained(f"{address}?download=true")
     jax.tree.map(np.testing.assert_array_equal, found[1], load_pretrained(golden / "hf_vit")[1])
     assert (tmp_path / "hub/models--org--vit/snapshots").is_dir()
+
+
+def test_a_published_name_of_the_hub_keeps_the_value_range_beside_it(hub, golden, monkeypatch):
+    weights = golden / "timm_efficientnet.safetensors"
+    config = {"width": 0.125, "depth": 0.3, "pretrained_cfg": {"input_size": [3, 64, 64]}}
+    files = {"model.safetensors": weights.read_bytes(), "config.json": json.dumps(config).encode()}
+    hub.repositories["timm/tf_efficientnet_b9", COMMITS["main"]] = files
+    entry = Published("timm:tf_efficientnet_b9", 10, value_range=None)
+    monkeypatch.setitem(PUBLISHED, "EfficientNet-B9@test", entry)
+    found = read_pretrained("EfficientNet-B9@test")
+    assert (found.source, found.model.image_size) == ("EfficientNet-B9@test", (64, 64))
+    assert (found.spec.mean, found.spec.loss) == ((0.485, 0.456, 0.406), "softmax")
 
 
 def test_a_file_with_its_json_in_a_folder(hub, golden):

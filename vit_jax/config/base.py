@@ -54,13 +54,15 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.plugins = ()  # the user's own modules, imported before other keys are read; see plugins.py
 
     c.model = ConfigDict()  # for all keys after `dtype`, None means the default of the model family
-    c.model.name = placeholder(str)  # such as ViT-B/16, R50+ViT-B/16 or BiT-R50x1
+    c.model.name = placeholder(str)  # such as ViT-B/16, BiT-R50x1 or EfficientNet-B0
     # auto: attention, norms and biases in the fastest form on the mesh's devices; plain: by XLA
     c.model.kernels = "auto"
     c.model.dtype = "float32"  # for computations; parameters are always float32
     c.model.patch_size = placeholder(object)  # int or (height, width); None: taken from the name
     c.model.stages = placeholder(tuple)  # ResNet: units per stage
     c.model.stem_width = placeholder(int)  # ResNet: channels of the root
+    c.model.width_factor = placeholder(float)  # EfficientNet: channels / those of B0
+    c.model.depth_factor = placeholder(float)  # EfficientNet: blocks / those of B0
     c.model.width = placeholder(int)  # of a token
     c.model.depth = placeholder(int)  # number of layers
     c.model.mlp_dim = placeholder(int)  # width of the hidden layer of each MLP
@@ -80,6 +82,7 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.model.parallel = placeholder(bool)  # attention and MLP in parallel
     c.model.norm = placeholder(str)  # layer or rms
     c.model.norm_eps = placeholder(float)  # epsilon of the norms
+    c.model.norm_momentum = placeholder(float)  # EfficientNet: of the running batch statistics
     c.model.qk_norm = placeholder(bool)  # norms of queries and keys
     c.model.qkv_bias = placeholder(bool)  # biases of the projections to queries, keys and values
     c.model.layer_scale = placeholder(float)  # initial value of a learned scale of each branch
@@ -147,15 +150,18 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.loss.z_loss = 0.0  # weight of log(Z)^2, Z the denominator of the softmax; 0: off
 
     c.optimizer = ConfigDict()
-    c.optimizer.name = "adamw"  # adamw, sgd, lion or adafactor
+    c.optimizer.name = "adamw"  # adamw, sgd, lion, rmsprop or adafactor
     c.optimizer.peak_lr = placeholder(float)  # the largest learning rate of the schedule
     c.optimizer.weight_decay = 0.0  # multiplied by the current learning rate
-    c.optimizer.weight_decay_on = ".*/kernel"  # regex over whole parameter names
+    # L2 regularisation: this factor of a parameter is added to its gradient, before clipping.
+    c.optimizer.l2 = 0.0
+    c.optimizer.weight_decay_on = ".*/kernel"  # regex over whole parameter names; of l2 too
     c.optimizer.grad_clip_norm = placeholder(float)  # global norm; None: no clipping
     c.optimizer.b1 = placeholder(float)  # None: 0.9 (adamw, lion, adafactor)
-    c.optimizer.b2 = placeholder(float)  # None: adamw 0.999, lion 0.99, adafactor at most 0.999
-    c.optimizer.eps = placeholder(float)  # None: adamw 1e-8, adafactor 1e-30
-    c.optimizer.momentum = placeholder(float)  # sgd; None: 0.9
+    # None: adamw 0.999, lion 0.99, rmsprop 0.9, adafactor at most 0.999
+    c.optimizer.b2 = placeholder(float)
+    c.optimizer.eps = placeholder(float)  # None: adamw 1e-8, rmsprop 1e-3, adafactor 1e-30
+    c.optimizer.momentum = placeholder(float)  # sgd, rmsprop; None: 0.9
     c.optimizer.momentum_dtype = placeholder(str)  # None: adafactor bfloat16, others float32
     c.optimizer.layer_decay = placeholder(float)  # a layer's rate / the next layer's; None: 1
     c.optimizer.freeze = placeholder(str)  # regex, e.g. encoder/layer_0/.*; None: nothing
@@ -165,10 +171,10 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.optimizer.ema_decay = placeholder(float)  # running average of the parameters; None: off
 
     c.schedule = ConfigDict()
-    c.schedule.name = "cosine"  # cosine, linear, rsqrt, multistep or constant
+    c.schedule.name = "cosine"  # cosine, linear, rsqrt, exponential, multistep or constant
     c.schedule.warmup = "0 steps"  # linear from 0 at the start
     c.schedule.cooldown = "0 steps"  # linear to 0 at the end, on top of the decay
-    c.schedule.timescale = "10000 steps"  # rsqrt
+    c.schedule.timescale = "10000 steps"  # rsqrt, exponential
     # How to set duration, optimizer.peak_lr and schedule.warmup from the number of examples, where
     # these have their defaults: bit, see experiment/data_size.py; None: they must be set.
     c.schedule.rule = placeholder(str)

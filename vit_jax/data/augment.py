@@ -1,4 +1,4 @@
-"""RandAugment's operations in TensorFlow: uint8 pixels (h, w, 3) to uint8 pixels of that shape.
+"""RandAugment's and AutoAugment's operations in TensorFlow, on uint8 pixels (h, w, 3).
 
 Every pixel equals PIL's for the same argument: pointwise operations follow its tables, blends its
 truncation, geometric operations its nearest neighbour in 16-bit fixed point. Pixels from outside
@@ -245,6 +245,76 @@ def random_operations(
     draws = tf.random.stateless_uniform([layers, 5], key, alg="philox")
     # A loop keeps a single copy of the branches in the graph.
     return tf.ensure_shape(tf.foldl(layer, draws, image), image.shape)
+
+
+# AutoAugment's policy for ImageNet as EfficientNet's release has it ("v0"): each pair of operations
+# with the probability and the magnitude of both. At probability 0 an operation is never applied.
+# Source: github.com/tensorflow/tpu, models/official/efficientnet/autoaugment.py. The paper's own
+# table 9 (arXiv:1805.09501) is another policy from the same search.
+AUTOAUGMENT_V0 = (
+    (("Equalize", 0.8, 1), ("ShearY", 0.8, 4)),
+    (("Color", 0.4, 9), ("Equalize", 0.6, 3)),
+    (("Color", 0.4, 1), ("Rotate", 0.6, 8)),
+    (("Solarize", 0.8, 3), ("Equalize", 0.4, 7)),
+    (("Solarize", 0.4, 2), ("Solarize", 0.6, 2)),
+    (("Color", 0.2, 0), ("Equalize", 0.8, 8)),
+    (("Equalize", 0.4, 8), ("SolarizeAdd", 0.8, 3)),
+    (("ShearX", 0.2, 9), ("Rotate", 0.6, 8)),
+    (("Color", 0.6, 1), ("Equalize", 1.0, 2)),
+    (("Invert", 0.4, 9), ("Rotate", 0.6, 0)),
+    (("Equalize", 1.0, 9), ("ShearY", 0.6, 3)),
+    (("Color", 0.4, 7), ("Equalize", 0.6, 0)),
+    (("Posterize", 0.4, 6), ("AutoContrast", 0.4, 7)),
+    (("Solarize", 0.6, 8), ("Color", 0.6, 9)),
+    (("Solarize", 0.2, 4), ("Rotate", 0.8, 9)),
+    (("Rotate", 1.0, 7), ("TranslateY", 0.8, 9)),
+    (("ShearX", 0.0, 0), ("Solarize", 0.8, 4)),
+    (("ShearY", 0.8, 0), ("Color", 0.6, 4)),
+    (("Color", 1.0, 0), ("Rotate", 0.6, 2)),
+    (("Equalize", 0.8, 4), ("Equalize", 0.0, 8)),
+    (("Equalize", 1.0, 4), ("AutoContrast", 0.6, 2)),
+    (("ShearY", 0.4, 7), ("SolarizeAdd", 0.6, 7)),
+    (("Posterize", 0.8, 2), ("Solarize", 0.6, 10)),
+    (("Solarize", 0.6, 8), ("Equalize", 0.6, 1)),
+    (("Color", 0.8, 6), ("Rotate", 0.4, 5)),
+)
+# In that release AutoAugment's translations are 2.5 times as long as RandAugment's.
+_TRANSLATION = 2.5
+
+
+def autoaugment_pair(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+    """Apply a pair of AUTOAUGMENT_V0, drawn uniformly: each operation with its probability.
+
+    Args:
+      image: uint8 (h, w, 3).
+      key: int64 (2,); determines all random draws.
+    """
+    names = sorted({name for pair in AUTOAUGMENT_V0 for name, _, _ in pair})
+    # (25, 2, 3): number of the operation, probability, magnitude.
+    table = tf.constant(
+        [
+            [
+                (names.index(name), rate, magnitude * (_TRANSLATION if "Trans" in name else 1))
+                for name, rate, magnitude in pair
+            ]
+            for pair in AUTOAUGMENT_V0
+        ],
+        tf.float32,
+    )
+
+    def one_of_pair(image, steps):
+        operation, rate, magnitude, draw, direction = tf.unstack(steps)
+        sign = tf.where(direction < 0.5, 1.0, -1.0)
+        branches = [functools.partial(operate, name, image, magnitude, sign) for name in names]
+        branches.append(functools.partial(tf.identity, image))
+        index = tf.where(draw < rate, tf.cast(operation, tf.int32), len(names))
+        return tf.ensure_shape(tf.switch_case(index, branches), image.shape)
+
+    draws = tf.random.stateless_uniform([5], key, alg="philox")
+    pair = tf.gather(table, tf.cast(draws[0] * len(AUTOAUGMENT_V0), tf.int32))
+    steps = tf.concat([pair, tf.reshape(draws[1:], (2, 2))], axis=1)
+    # A loop keeps a single copy of the branches in the graph.
+    return tf.ensure_shape(tf.foldl(one_of_pair, steps, image), image.shape)
 
 
 def _sides(image):

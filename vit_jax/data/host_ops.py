@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from vit_jax.config import image_hw
-from vit_jax.data.augment import random_operations
+from vit_jax.data.augment import autoaugment_pair, random_operations
 from vit_jax.data.host_tf import tf
 
 Size = int | tuple[int, int]
@@ -251,6 +251,22 @@ def randaugment(layers: int, magnitude: float, magnitude_std: float = 0.0) -> Ho
     return HostOp(apply)
 
 
+def autoaugment() -> HostOp:
+    """Apply one of 25 pairs of operations, the policy "v0" for ImageNet in `augment`.
+
+    The operations and their magnitudes are those of `randaugment`, except that the translation is
+    2.5 times as long.
+
+    Source: Cubuk et al. 2018 (arXiv:1805.09501), with the policy of EfficientNet's release.
+    """
+
+    def apply(image, key):
+        as_it_is = tf.autograph.experimental.do_not_convert(autoaugment_pair)  # as in randaugment
+        return as_it_is(image, key)
+
+    return HostOp(apply)
+
+
 HOST_OPS: dict[str, Callable[..., HostOp]] = {
     "decode": decode,
     "inception_crop": inception_crop,
@@ -262,6 +278,7 @@ HOST_OPS: dict[str, Callable[..., HostOp]] = {
     "random_crop": random_crop,
     "pad_crop": pad_crop,
     "randaugment": randaugment,
+    "autoaugment": autoaugment,
 }
 RESIZES_BEFORE_CROP = ("resize", "resize_small")  # with the argument `crop`
 TAKES_ENCODED = ("decode", "inception_crop")

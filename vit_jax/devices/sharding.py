@@ -33,9 +33,16 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     # over tensor and the third sums over them; standardisation exchanges only means and variances.
     (r"conv[12]/kernel", (None, None, "fsdp", "tensor")),
     (r"conv3/kernel", (None, None, "tensor", "fsdp")),
-    (r"(conv_root|conv_proj)/kernel", (None, None, None, "fsdp")),
-    # Small arrays: biases, norms, tokens, probe, position tables, counts and steps.
-    (r"(bias|scale|class_token|distillation_token|probe|pos_embedding(/\w+)?|count|step)", ()),
+    (r"(conv_root|conv_proj|conv_last)/kernel", (None, None, None, "fsdp")),
+    # In a block of an EfficientNet the same, around a depthwise convolution.
+    (r"conv_expand/kernel", (None, None, "fsdp", "tensor")),
+    (r"conv_depthwise/kernel", (None, None, None, "tensor")),
+    (r"conv_project/kernel", (None, None, "tensor", "fsdp")),
+    (r"se_reduce/kernel", ("fsdp", None)),
+    (r"se_expand/kernel", (None, "fsdp")),
+    # Small arrays: biases, norms and their statistics, tokens, probe, position tables, counts.
+    (r"(bias|scale|mean|var|class_token|distillation_token|probe|pos_embedding(/\w+)?)", ()),
+    (r"(count|step)", ()),
 )
 
 # Only the update reads and writes moments and averages, so each device that holds a copy of a

@@ -25,7 +25,6 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.models.fields import value_of, with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
-from vit_jax.tree import Params
 
 
 class StateEvaluator(Protocol):
@@ -38,24 +37,25 @@ class StateEvaluator(Protocol):
 def evaluate(name: str, evaluator: StateEvaluator, state: TrainState) -> dict[str, float]:
     """Run the evaluator called `name` on `state`: {"name/metric": value}.
 
-    If the state holds a running average of the parameters, the metrics are computed with it; those
-    of the parameters themselves follow as "name/metric_raw". Counts are listed once.
+    If the state holds a running average of the parameters, the metrics are computed with it and
+    the average of the model state; those of the parameters and the model state themselves follow
+    as "name/metric_raw". Counts are listed once.
 
     Raises:
       InputError: names a key of the evaluator's entry.
       NothingToMeasureError: a subclass, raised by every process.
     """
 
-    def measure(params: Params) -> dict[str, float]:
+    def measure(state: TrainState) -> dict[str, float]:
         try:
-            return evaluator.run(state.replace(params=params, ema={}))
+            return evaluator.run(state.replace(ema={}, ema_model_state={}))
         except InputError as e:
             raise type(e)(*(f"evals.{name}.{fault}" for fault in e.faults)) from None
 
     if not state.ema:
-        return {f"{name}/{key}": value for key, value in measure(state.params).items()}
-    metrics = {f"{name}/{key}": value for key, value in measure(state.ema).items()}
-    raw = {f"{name}/{key}_raw": v for key, v in measure(state.params).items() if type(v) is float}
+        return {f"{name}/{key}": value for key, value in measure(state).items()}
+    metrics = {f"{name}/{key}": value for key, value in measure(state.averaged()).items()}
+    raw = {f"{name}/{key}_raw": v for key, v in measure(state).items() if type(v) is float}
     return metrics | raw
 
 

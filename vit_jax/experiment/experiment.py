@@ -43,8 +43,8 @@ from vit_jax.experiment.step import (
     check_step,
     make_train_step,
 )
-from vit_jax.models import create_model
-from vit_jax.models.fields import field_names, value_of, with_known
+from vit_jax.models import create_model, find_family
+from vit_jax.models.fields import field_names, has_batch_statistics, value_of, with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
 from vit_jax.objectives import check_objective, make_objective
@@ -149,15 +149,16 @@ class Experiment:
         """
         model = with_known(self.model, remat="none", constrain=unconstrained, forms=PLAIN)
 
-        def loss(params, images):
-            logits = model.apply({"params": params, **self.abstract_state.model_state}, images)
+        def loss(params, model_state, images):
+            logits = model.apply({"params": params, **model_state}, images)
             assert isinstance(logits, jax.Array)
             return logits.sum()
 
         images = jax.ShapeDtypeStruct(
             (1, *self.model.image_size, value_of(self.model, "channels")), jnp.float32
         )
-        found = count_flops(jax.grad(loss), self._model_params, images)
+        state = self.abstract_state.model_state
+        found = count_flops(jax.grad(loss), self._model_params, state, images)
         if self.objective is not None and self.objective.forward is not None:
             found += count_flops(self.objective.forward, *self.abstract_frozen, images)
         return found
@@ -192,6 +193,7 @@ def make_experiment(
     objective = _make_objective(config, model, mesh, teachers)
     parts = (objective, tx, _make_transform(config, device_ops), config.seed)
     step = step_fields(config)
+    check_microbatches(model, config.model.name, step["accum_steps"])
 
     with_ema = config.optimizer.ema_decay is not None
     one_image = with_known(model, forms=PLAIN)  # which kernels do not split over devices
@@ -351,6 +353,16 @@ def _batch_shapes(
     }
 
 
+def check_microbatches(model: nn.Module | type[nn.Module], name: str, accum_steps: int) -> None:
+    """Raise InputError if `model` cannot be trained in `accum_steps` microbatches."""
+    if has_batch_statistics(model) and accum_steps > 1:
+        raise InputError(
+            f"optimizer.accum_steps={accum_steps}: the batch statistics of model.name={name!r} are "
+            "those of the whole batch; set --config.optimizer.accum_steps=1, with a smaller "
+            "--config.global_batch_size or --config.model.remat=full if memory is short"
+        )
+
+
 def check_config(config: ConfigDict, faults: Faults) -> None:
     """Check the sections objective, loss, optimizer and schedule, and model.kernels."""
     faults.need_known("model.kernels", config.model.kernels, KERNELS)
@@ -368,6 +380,10 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         size is None or accum_steps < 1 or size % accum_steps == 0,
         f"optimizer.accum_steps={accum_steps}: must divide global_batch_size={size}",
     )
+    # models.check_config reports a name that is unknown.
+    family = config.model.name and Faults().check(find_family, config.model.name)
+    if family:
+        faults.check(check_microbatches, family.module, config.model.name, accum_steps)
     if config.schedule.rule is not None:
         faults.need_known("schedule.rule", config.schedule.rule, RULES)
     last_layers = config.optimizer.last_layers

@@ -10,6 +10,7 @@ where decay(t), with T = total_steps - warmup_steps, is
     linear    1 - t / T
     cosine    (1 + cos(pi t / T)) / 2
     rsqrt     sqrt(timescale / (timescale + t))
+    exponential 0.97^floor(t / timescale)
     multistep 0.1^(number of milestones reached)
 
 With a warm-up, the first update (step 0) has learning rate 0. Steps after the end of the run have
@@ -17,7 +18,7 @@ the final rate.
 
 Sources: linear and cosine: Dosovitskiy et al. 2020 (arXiv:2010.11929), table 3; rsqrt with
 cooldown: Zhai et al. 2021 (arXiv:2106.04560), section 3.5; multistep: Kolesnikov et al. 2019
-(arXiv:1912.11370), section 3.3.
+(arXiv:1912.11370), section 3.3; exponential: Tan & Le 2019 (arXiv:1905.11946), section 5.2.
 """
 
 import itertools
@@ -37,7 +38,7 @@ class Decay(NamedTuple):
     """Numbers that a decay depends on, in steps.
 
     span: from the end of the warm-up to the end of the run.
-    timescale: for rsqrt.
+    timescale: for rsqrt and exponential.
     milestones: for multistep, counted from the end of the warm-up.
     """
 
@@ -52,6 +53,7 @@ SCHEDULES: dict[str, Callable[[jax.Array, Decay], jax.Array | float]] = {
     "linear": lambda since, decay: 1 - since / decay.span,
     "cosine": lambda since, decay: 0.5 * (1 + jnp.cos(jnp.pi * since / decay.span)),
     "rsqrt": lambda since, decay: jnp.sqrt(decay.timescale / (decay.timescale + since)),
+    "exponential": lambda since, decay: 0.97 ** jnp.floor(since / decay.timescale),
     "multistep": lambda since, decay: 0.1 ** sum(1.0 * (since >= at) for at in decay.milestones),
 }
 
@@ -76,7 +78,7 @@ def make_schedule(
       total_steps: length of the run, including warm-up and cooldown.
       warmup_steps: the rate rises linearly from 0.
       cooldown_steps: the rate falls linearly to 0 at the end of the run, on top of the decay.
-      timescale: for rsqrt, in steps.
+      timescale: for rsqrt and exponential, in steps.
       milestones: for multistep, in steps from the start of the run; each divides the rate by 10.
 
     Raises:

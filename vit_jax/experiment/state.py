@@ -20,6 +20,7 @@ class TrainState(flax.struct.PyTreeNode):
     model_state: other variables of the model, such as batch statistics; {} if it has none.
     opt_state: state of the optimizer.
     ema: running average of the parameters, float32, a tree like `params`; {} if it is off.
+    ema_model_state: running average of `model_state`, of integers the newest; {} if it is off.
     objective_state: state of the objective, such as centres; {} if it has none.
     """
 
@@ -28,7 +29,14 @@ class TrainState(flax.struct.PyTreeNode):
     model_state: ModelState
     opt_state: optax.OptState
     ema: Params = flax.struct.field(default_factory=dict)
+    ema_model_state: ModelState = flax.struct.field(default_factory=dict)
     objective_state: ModelState = flax.struct.field(default_factory=dict)
+
+    def averaged(self) -> "TrainState":
+        """The running averages in place of the parameters and the model state."""
+        return self.replace(
+            params=self.ema, model_state=self.ema_model_state, ema={}, ema_model_state={}
+        )
 
 
 def init_state(
@@ -58,12 +66,19 @@ def init_state(
         tx.init(params),
         objective_state=objective_state,
     )
-    return start_from(state, params) if with_ema else state
+    return start_from(state, params, model_state) if with_ema else state
 
 
-def start_from(state: TrainState, params: Params) -> TrainState:
-    """`state` with `params` as its parameters and, as a copy, its running average.
+def start_from(
+    state: TrainState, params: Params, model_state: ModelState | None = None
+) -> TrainState:
+    """`state` with `params` and `model_state` and, as copies, their running averages.
 
-    The average gets its own arrays, so that the whole state can be donated.
+    The averages get their own arrays, so that the whole state can be donated. `model_state` None
+    keeps that of `state`.
     """
-    return state.replace(params=params, ema=jax.tree.map(jnp.copy, params))
+    model_state = state.model_state if model_state is None else model_state
+    ema, ema_model_state = jax.tree.map(jnp.copy, (params, model_state))
+    return state.replace(
+        params=params, model_state=model_state, ema=ema, ema_model_state=ema_model_state
+    )

@@ -1,6 +1,6 @@
 """The training step: (state, batch) -> (state, metrics)."""
 
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from vit_jax.errors import collect_faults
 from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.contract import Objective, PlainObjective, at_least_one
-from vit_jax.tree import Batch, Params, PyTree
+from vit_jax.tree import Batch, ModelState, PyTree
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 Metrics = dict[str, jax.Array]  # scalars
@@ -55,7 +55,8 @@ def make_train_step(
 
         ema <- d * ema + (1 - d) * params,  d = min(ema_decay, (1 + step) / (10 + step))
 
-    so that in a short run the average does not stay near the initial parameters.
+    so that in a short run the average does not stay near the initial parameters. The model state,
+    such as batch statistics, is averaged in the same way.
 
     Args:
       objective: its full form, or only (params, model_state, batch, rng) -> sums over the batch.
@@ -87,25 +88,37 @@ def make_train_step(
             "grad_norm": optax.tree.norm(grads),
         }
         metrics["masked"] = (1.0 - batch["mask"]).sum()
-        ema = state.ema if ema_decay is None else average(state, params, ema_decay)
+        averages = {}
+        if ema_decay is not None:
+            averages = average(state, params, sums.model_state, ema_decay)
         state = state.replace(
             step=state.step + 1,
             params=params,
             model_state=sums.model_state,
             opt_state=opt_state,
-            ema=ema,
             objective_state=sums.objective_state,
+            **averages,
         )
         return state, metrics
 
     return train_step
 
 
-def average(state: TrainState, params: optax.Params, ema_decay: float) -> Params:
-    """Running average of the parameters after the update from `state` to `params`."""
+def average(
+    state: TrainState, params: optax.Params, model_state: ModelState, ema_decay: float
+) -> dict[str, Any]:
+    """The running averages, by field, after the update from `state` to the new values."""
     keep = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
-    # Written this way, the average of constant parameters stays exactly constant.
-    return jax.tree.map(lambda e, p: e + (1.0 - keep) * (p - e), state.ema, params)
+
+    def follow(e: jax.Array, p: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(p.dtype, jnp.floating):
+            return p  # a counter
+        # Written this way, the average of constant parameters stays exactly constant.
+        return e + (1.0 - keep) * (p - e)
+
+    old = {"ema": state.ema, "ema_model_state": state.ema_model_state}
+    new = {"ema": params, "ema_model_state": model_state}
+    return jax.tree.map(follow, old, new)
 
 
 def check_step(accum_steps: int, ema_decay: float | None) -> None:

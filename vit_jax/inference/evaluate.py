@@ -77,6 +77,7 @@ def evaluate(
             "params": run.experiment.abstract_state.params,
             "model_state": run.experiment.abstract_state.model_state,
             "ema": run.experiment.abstract_state.ema,
+            "ema_model_state": run.experiment.abstract_state.ema_model_state,
         }
         restored = restore.restore_newest(workdir / "checkpoints", wanted, partial=True)
         if restored is None:
@@ -140,16 +141,20 @@ def evaluate_pretrained(
     preprocessing = parse_preprocessing(config)
     model = _model_on(mesh, config, preprocessing.image_size, pretrained)
     params = transfer.init_params(pretrained, model, config.init_resize, keep_head=True)
+    model_state = transfer.init_model_state(pretrained, model)
     check_evaluated_images(config, preprocessing, sources)
     _warn_of_other_classes(config, pretrained.spec.class_names, pretrained.source, sources)
     check_outputs(config, model, preprocessing.image_size)
     evaluators = make_evaluators(config, preprocessing, model, mesh, sources)
     compare_findings(config, sources, {})
-    compare_weights(config, params)
+    compare_weights(config, params, model_state)
     with jax.set_mesh(mesh):
-        params = {"params": tree.unflatten_names(params)}
-        placed = jax.tree.map(place, params, state_shardings(params, mesh))
-        state = TrainState(jnp.int32(0), placed["params"], {}, ())
+        found = {
+            "params": tree.unflatten_names(params),
+            "model_state": tree.unflatten_names(model_state),
+        }
+        placed = jax.tree.map(place, found, state_shardings(found, mesh))
+        state = TrainState(jnp.int32(0), **placed, opt_state=())
         logger.info("evaluating %s", pretrained.source)
         step = {} if pretrained.run is None else {"step": pretrained.run["step"]}
         return step | _evaluate_all(evaluators, state, config, sources, see)

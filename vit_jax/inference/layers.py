@@ -4,6 +4,7 @@ Axes: B images, N tokens, D width, H heads, K width of a head.
 """
 
 import functools
+import types
 
 import flax.linen as nn
 import jax
@@ -14,19 +15,25 @@ from vit_jax.models.attention import dot_product_attention
 from vit_jax.models.fields import field_names, value_of, with_known
 from vit_jax.models.forms import Forms
 from vit_jax.models.watched import as_map, watch
-from vit_jax.tree import Params
+from vit_jax.tree import ModelState, Params
 
 __all__ = ["as_map", "attention_weights", "check_layer", "layer_outputs", "pool"]
 
+_NO_STATE: ModelState = types.MappingProxyType({})
 
-def layer_outputs(model: nn.Module, params: Params, images: jax.Array) -> list[jax.Array]:
+
+def layer_outputs(
+    model: nn.Module, params: Params, images: jax.Array, model_state: ModelState = _NO_STATE
+) -> list[jax.Array]:
     """The output of every layer for images (B, H, W, 3) in the model's value range.
 
     A Transformer's layers are its blocks: (B, N, D), before the final norm. Those of a BiT are its
-    residual units: maps (B, rows, columns, D). `params` are those of unrolled layers.
+    residual units, those of an EfficientNet its blocks: maps (B, rows, columns, D). `params` are
+    those of unrolled layers.
     """
     with watch() as found:
-        _unrolled(model).apply({"params": params}, images, method="tokens")
+        variables = {"params": params, **model_state}
+        _unrolled(model).apply(variables, images, method="tokens")
     return found.layers
 
 
@@ -59,7 +66,13 @@ def attention_weights(model: nn.Module, params: Params, images: jax.Array) -> li
     return found
 
 
-def check_layer(model: nn.Module, params: Params, image_size: tuple[int, int], layer: int) -> int:
+def check_layer(
+    model: nn.Module,
+    params: Params,
+    image_size: tuple[int, int],
+    layer: int,
+    model_state: ModelState = _NO_STATE,
+) -> int:
     """`layer` counted from 0; negative numbers count from the last layer.
 
     Raises:
@@ -67,7 +80,8 @@ def check_layer(model: nn.Module, params: Params, image_size: tuple[int, int], l
     """
     shape = (1, *image_size, value_of(model, "channels"))
     images = jax.ShapeDtypeStruct(shape, jnp.float32)
-    depth = len(jax.eval_shape(functools.partial(layer_outputs, model), params, images))
+    outputs = functools.partial(layer_outputs, model)
+    depth = len(jax.eval_shape(outputs, params, images, model_state))
     if not -depth <= layer < depth:
         raise InputError(
             f"layer={layer}: the model has {depth} layers; choose 0 to {depth - 1}, or -1 for the "
@@ -79,7 +93,8 @@ def check_layer(model: nn.Module, params: Params, image_size: tuple[int, int], l
 def pool(model: nn.Module, x: jax.Array) -> jax.Array:
     """One vector (B, D) per image from a layer's output: the class token, else the patches' mean.
 
-    The class token is taken from models that classify it; maps of a BiT are averaged.
+    The class token is taken from models that classify it; maps of convolutional networks are
+    averaged.
     """
     if x.ndim == 4:
         return x.mean(axis=(1, 2))

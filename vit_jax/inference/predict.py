@@ -69,13 +69,14 @@ def outputs(
     spec = pretrained.spec
     mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
     check_batch_size(mesh, batch_size, "--batch_size")
-    params = tree.unflatten_names(pretrained.params)
+    variables = pretrained.variables
+    params, model_state = variables["params"], {k: variables[k] for k in variables if k != "params"}
     if layer is not None:
-        layer = layers.check_layer(pretrained.model, params, spec.image_size, layer)
+        layer = layers.check_layer(pretrained.model, params, spec.image_size, layer, model_state)
     loss = loss_of(pretrained) if what == "probabilities" else None
     make = _program if _is_hashable(pretrained.model) else _program.__wrapped__
     compute = make(pretrained.model, spec.image_size, spec.mean, spec.std, loss, what, layer)
-    params = jax.device_put(params, NamedSharding(mesh, P()))
+    params, model_state = jax.device_put((params, model_state), NamedSharding(mesh, P()))
     batches = eval_batches(
         source,
         _host_ops(pretrained),
@@ -89,7 +90,7 @@ def outputs(
     total = -(-left // batch_size)
     shown = {"total": total, "console": Console(stderr=True), "description": "images"}
     results = (
-        (compute(params, batch["image"]), {k: batch[k] for k in ("mask", "label")})
+        (compute(params, model_state, batch["image"]), {k: batch[k] for k in ("mask", "label")})
         for batch in track(batches, **shown, disable=not progress)
     )
     for found, rest in fetch(results):
@@ -107,18 +108,18 @@ def _program(
     loss: str | None,
     what: str,
     layer: int | None,
-) -> Callable[[tree.Params, jax.Array], jax.Array]:
-    """The jitted function of params and uint8 images (B, H, W, 3); kept for the next call."""
+) -> Callable[[tree.Params, tree.ModelState, jax.Array], jax.Array]:
+    """The jitted function of the variables and uint8 images (B, H, W, 3); kept for more calls."""
 
     @jax.jit
-    def compute(params, images):
+    def compute(params, model_state, images):
         images = to_value_range(images, mean, std)
-        variables = {"params": params}
+        variables = {"params": params, **model_state}
         if what == "attention":
             weights = layers.attention_weights(model, params, images)
             return weights[-1 if layer is None else layer]
         if what in ("pooled", "patches") and layer is not None:
-            x = layers.layer_outputs(model, params, images)[layer]
+            x = layers.layer_outputs(model, params, images, model_state)[layer]
             return (
                 layers.pool(model, x) if what == "pooled" else layers.as_map(model, x, image_size)
             )
@@ -157,9 +158,8 @@ def _pooled_shape(pretrained: Pretrained) -> tuple[int, ...]:
     """The shape (D,) of one image's features."""
     channels = value_of(pretrained.model, "channels")
     images = jax.ShapeDtypeStruct((1, *pretrained.spec.image_size, channels), np.float32)
-    variables = {"params": tree.unflatten_names(pretrained.params)}
     features = functools.partial(pretrained.model.apply, method="features")
-    return jax.eval_shape(features, variables, images).shape[1:]
+    return jax.eval_shape(features, pretrained.variables, images).shape[1:]
 
 
 def check_classes(pretrained: Pretrained) -> None:

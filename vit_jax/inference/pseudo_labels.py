@@ -146,7 +146,7 @@ def _describe(config: ConfigDict, pretrained: Pretrained, source: data.Source) -
         "num_examples": source.num_examples if synthetic else None,
         "fingerprint": source.fingerprint,
         "model": pretrained.source,
-        "weights": hash_params(pretrained.params),
+        "weights": hash_params({**pretrained.params, **pretrained.model_state}),
         "ops": pretrained.spec.ops,
     }
 

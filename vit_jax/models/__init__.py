@@ -11,6 +11,7 @@ from vit_jax.config import image_hw, model_fields
 from vit_jax.errors import Faults, InputError, nearest
 from vit_jax.models.bit import BIT_NAMES, BiT, bit_fields
 from vit_jax.models.deit import DEIT_NAMES, DeiT
+from vit_jax.models.efficientnet import EFFICIENTNET_NAMES, EfficientNet, efficientnet_fields
 from vit_jax.models.fields import check_fields, field_defaults, field_names
 from vit_jax.models.hybrid import HYBRID_NAMES, HybridViT, hybrid_fields
 from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
@@ -36,6 +37,7 @@ MODELS = {
     "DeiT": Family(DeiT, vit_fields, DEIT_NAMES),
     "R+ViT": Family(HybridViT, hybrid_fields, HYBRID_NAMES),
     "BiT": Family(BiT, bit_fields, BIT_NAMES),
+    "EfficientNet": Family(EfficientNet, efficientnet_fields, EFFICIENTNET_NAMES),
 }
 
 
@@ -53,10 +55,10 @@ def create_model(
 
     Args:
       name: family, variant and patch size, e.g. "ViT-Ti/16" or "R50+ViT-B/16"; any patch size is
-        allowed. For ResNets: layers and width factor, e.g. "BiT-R50x1".
+        allowed. For ResNets: layers and width factor, e.g. "BiT-R50x1"; "EfficientNet-B0".
       num_classes: number of classes; None makes a model without head, which returns the features.
       image_size: height and width in pixels, or one int for both. None accepts images of any size:
-        for ResNets, and for Transformers with fixed or no positions.
+        for convolutional networks, and for Transformers with fixed or no positions.
       **fields: any field of the family's module, e.g. `pool`, `scan`, `dtype` (a name or a dtype).
 
     Raises:
@@ -84,7 +86,10 @@ def find_family(name: str) -> Family:
     return found
 
 
-SIZES = ("width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width")
+SIZES = (
+    "width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width",
+    "width_factor", "depth_factor",
+)  # fmt: skip
 
 
 def sizes_of(name: str) -> dict[str, Any]:
@@ -122,9 +127,13 @@ _SIZES_ELSEWHERE = {
 def translate_name(name: str) -> str | None:
     """The hint for a name of timm, torchvision or Hugging Face; None if `name` is none of these.
 
-    "vit_base_patch16_224.augreg_in21k", "vit_b_16" and "google/vit-base-patch16-224" are ViT-B/16.
+    "vit_base_patch16_224.augreg_in21k", "vit_b_16" and "google/vit-base-patch16-224" are ViT-B/16,
+    "tf_efficientnet_b0.ns_jft_in1k" is EfficientNet-B0.
     """
     plain = name.rpartition("/")[2].lower().replace("-", "_")
+    match = re.match(r"(?:tf_)?efficientnet_?(b[0-8]|l2)(?:_|\.|$)", plain)
+    if match is not None:
+        return f"it is called EfficientNet-{match[1].upper()} here"
     match = re.match(r"(vit|deit)3?_([a-z0-9]+)_(?:distilled_)?(?:patch)?(\d+)(?:_|\.|$)", plain)
     if match is None or match[2] not in _SIZES_ELSEWHERE:
         return None
@@ -137,7 +146,7 @@ def translate_name(name: str) -> str | None:
 def token_stride(name: str) -> tuple[int, int]:
     """Height and width in pixels of the image area behind one token of the model `name`.
 
-    The sides of an image must be multiples of it, except for a BiT.
+    The sides of an image must be multiples of it, except for a BiT or an EfficientNet.
 
     Raises:
       InputError: for an unknown name.

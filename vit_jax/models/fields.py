@@ -72,6 +72,14 @@ def value_of(model: nn.Module, field: str) -> Any:
     return getattr(model, field, _WITHOUT[field])
 
 
+def has_batch_statistics(model: nn.Module | type[nn.Module]) -> bool:
+    """Whether the rows of a training batch depend on each other in `model`, as its class declares.
+
+    Such a class has the attribute `has_batch_statistics = True`; see `objectives.forward`.
+    """
+    return getattr(model, "has_batch_statistics", False)
+
+
 def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) -> dict[str, Any]:
     """`fields` converted for the family's `module`: sizes to pairs, the name of a dtype to it.
 

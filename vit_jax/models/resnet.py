@@ -125,7 +125,7 @@ def _saves_convolutions(primitive, *_, **__) -> bool:
 
 
 # As `layers.REMAT_POLICIES`, for units whose products are convolutions.
-_REMAT_POLICIES = {
+CONVOLUTION_REMAT_POLICIES = {
     "dots": _saves_convolutions,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -149,7 +149,7 @@ class Stage(nn.Module):
     def __call__(self, x_BHWC):
         unit = self.unit
         if self.remat != "none":
-            unit = nn.remat(unit, policy=_REMAT_POLICIES[self.remat])
+            unit = nn.remat(unit, policy=CONVOLUTION_REMAT_POLICIES[self.remat])
         make = partial(unit, self.width, dtype=self.dtype, constrain=self.constrain)
         for i in range(self.depth):
             stride = self.stride if i == 0 else 1

@@ -12,9 +12,10 @@ import jax
 from einops import rearrange
 
 from vit_jax.models.bit import PreActBottleneck
+from vit_jax.models.efficientnet import MBConv
 from vit_jax.models.layers import EncoderBlock
 
-LAYERS = (EncoderBlock, PreActBottleneck)  # a hybrid's layers are those of its Transformer
+LAYERS = (EncoderBlock, PreActBottleneck, MBConv)  # a hybrid's layers are those of its Transformer
 
 
 @dataclasses.dataclass
@@ -23,7 +24,7 @@ class Outputs:
 
     pooled: what the head gets, (B, D); None: the model has no method "features".
     tokens: (B, N, D), after the final norm; None: the model has no method "tokens".
-    layers: the output of every layer: (B, N, D), or maps (B, rows, columns, D) of a BiT.
+    layers: the output of every layer: (B, N, D), or maps (B, rows, columns, D).
     """
 
     pooled: jax.Array | None = None

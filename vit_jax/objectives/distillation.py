@@ -33,6 +33,7 @@ from vit_jax.objectives.contract import (
     Teacher,
     Term,
 )
+from vit_jax.objectives.forward import apply_in_training
 from vit_jax.objectives.supervised import LossFn, hits, softmax_loss
 from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
 
@@ -254,12 +255,8 @@ def _call_student(
     model: nn.Module, params: Params, state: State, batch: Batch, rng: jax.Array
 ) -> tuple[list[jax.Array], Outputs, ModelState]:
     """(logits (B, C) of each head, `Outputs`, the new model state) in training."""
-    variables = {"params": params, **state.model_state}
-    mutable = list(state.model_state)
-    how: dict[str, Any] = {"train": True, "rngs": {"dropout": rng}}
-    how |= {"mutable": mutable} if mutable else {}
-    logits, outputs = _call(model, variables, batch["image"], **how)
-    logits, model_state = logits if mutable else (logits, state.model_state)
+    with watch() as outputs:
+        logits, model_state = apply_in_training(model, params, state.model_state, batch, rng)
     return jax.tree.leaves(logits), outputs, model_state
 
 

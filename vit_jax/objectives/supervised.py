@@ -16,6 +16,7 @@ import optax
 from vit_jax.config import KeyValue, choose_keys
 from vit_jax.errors import InputError, nearest
 from vit_jax.objectives.contract import ObjectiveOutput, PlainObjective
+from vit_jax.objectives.forward import apply_in_training
 from vit_jax.tree import Batch, ModelState, Params
 
 LossFn = Callable[[jax.Array, jax.Array], jax.Array]
@@ -177,8 +178,7 @@ def make_supervised(model: nn.Module, loss: LossFn) -> PlainObjective:
     def objective(
         params: Params, model_state: ModelState, batch: Batch, rng: jax.Array
     ) -> ObjectiveOutput:
-        variables = {"params": params, **model_state}
-        logits = model.apply(variables, batch["image"], train=True, rngs={"dropout": rng})
+        logits, model_state = apply_in_training(model, params, model_state, batch, rng)
         heads = jax.tree.leaves(logits)  # every head learns the label
         loss_B = sum(loss(logits_BC, batch["label"]) for logits_BC in heads) / len(heads)
         logits_BC, mask_B = cast(jax.Array, sum(heads) / len(heads)), batch["mask"]

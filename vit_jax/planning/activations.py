@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from vit_jax.errors import InputError
 from vit_jax.models.bit import BiT
 from vit_jax.models.deit import DeiT
+from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.resnet import EXPANSION, ROOT_STRIDE
 from vit_jax.models.vit import ViT
@@ -60,6 +61,50 @@ def resnet_units(model: BiT | HybridViT) -> list[Unit]:
     return units
 
 
+class Block(NamedTuple):
+    """Sizes of an EfficientNet's block for one image.
+
+    `inner` is the number of channels of the depthwise convolution.
+    """
+
+    positions_in: int
+    positions_out: int
+    width_in: int
+    inner: int
+    width: int
+
+    @property
+    def input(self) -> int:
+        """Number of values in the block's input."""
+        return self.positions_in * self.width_in
+
+    @property
+    def output(self) -> int:
+        """Number of values in the block's output."""
+        return self.positions_out * self.width
+
+    @property
+    def middle(self) -> int:
+        """Number of values in the outputs of the convolutions before the projection."""
+        expanded = self.positions_in * self.inner if self.inner > self.width_in else 0
+        return expanded + self.positions_out * self.inner
+
+
+def efficientnet_blocks(model: EfficientNet) -> list[Block]:
+    """The blocks of all stages, in order."""
+    sides, channels = [-(-side // 2) for side in model.image_size], model.root_width
+    blocks = []
+    for stage in model.stage_sizes:
+        for number in range(stage.blocks):
+            positions = math.prod(sides)
+            if number == 0:
+                sides = [-(-side // stage.stride) for side in sides]
+            inner = channels * stage.expansion
+            blocks.append(Block(positions, math.prod(sides), channels, inner, stage.width))
+            channels = stage.width
+    return blocks
+
+
 def num_tokens(model: ViT) -> int:
     """Number of tokens of one image."""
     return math.prod(model.grid) + model.num_prefix_tokens
@@ -83,7 +128,8 @@ def activation_bytes(model: nn.Module) -> int:
     A ResNet keeps the activations of its root, its last feature map (in BiT also normalised), and
     for each unit: with "full" its input; with "dots" also the convolutions' outputs; with "none"
     the inputs of all convolutions and norms. With remat, the full activations of the largest unit
-    are added. Statistics and standardised kernels are not included.
+    are added. Statistics and standardised kernels are not included. The same holds for the blocks
+    of an EfficientNet, which with "none" also keep the map that is excited.
 
     Raises:
       InputError: for an unknown family.
@@ -92,6 +138,8 @@ def activation_bytes(model: nn.Module) -> int:
     _check_known(model)
     if isinstance(model, BiT):
         return _resnet_bytes(model)
+    if isinstance(model, EfficientNet):
+        return _efficientnet_bytes(model)
     stem = _resnet_bytes(model) if isinstance(model, HybridViT) else 0
     s, d, f, heads = num_tokens(model), model.width, model.mlp_dim, model.num_heads
     size = jnp.dtype(model.dtype).itemsize
@@ -124,6 +172,25 @@ def _resnet_bytes(model: BiT | HybridViT) -> int:
     return kept * jnp.dtype(model.dtype).itemsize
 
 
+def _efficientnet_bytes(model: EfficientNet) -> int:
+    def kept_of(block: Block, remat: str) -> int:
+        if remat == "full":
+            return block.input
+        convolved = block.middle + block.output
+        if remat == "dots":
+            return block.input + convolved
+        # The norms' inputs, the activated maps, and the excited one.
+        return block.input + convolved + block.middle + block.positions_out * block.inner
+
+    blocks, pixels = efficientnet_blocks(model), math.prod(model.image_size)
+    root = 3 * pixels + blocks[0].positions_in * model.root_width
+    last = blocks[-1].output + 2 * blocks[-1].positions_out * model.width
+    kept = root + sum(kept_of(block, model.remat) for block in blocks) + last
+    if model.remat != "none":
+        kept += max(kept_of(block, "none") for block in blocks)
+    return kept * jnp.dtype(model.dtype).itemsize
+
+
 def tensor_exchanges(
     model: nn.Module, *, backward: bool = False, again: bool = False
 ) -> dict[str, tuple[int, int]]:
@@ -134,7 +201,9 @@ def tensor_exchanges(
     A Transformer block is split over heads and hidden units. Its forward pass all-reduces the
     outputs of attention and MLP, its backward pass the gradients of their inputs. A ResNet's unit
     is split over channels. Its forward pass gathers the first convolution's output and all-reduces
-    the last one's; its backward pass all-reduces the gradients of the inputs of both.
+    the last one's; its backward pass all-reduces the gradients of the inputs of both. An
+    EfficientNet's block is split over the inner channels; each pass all-reduces one map. What its
+    squeeze exchanges, a few values of each image, is not included.
 
     Raises:
       InputError: for an unknown family.
@@ -150,6 +219,10 @@ def tensor_exchanges(
         else:
             reduces, reduced = len(units), sum(unit.output for unit in units)
             gathers, gathered = len(units), inner
+    if isinstance(model, EfficientNet):
+        blocks = efficientnet_blocks(model) if model.remat != "none" or not again else []
+        reduces = len(blocks)
+        reduced = sum(block.input if backward else block.output for block in blocks)
     if isinstance(model, ViT):
         layers = recomputed_layers(model) if again else model.depth
         reduces += 2 * layers
@@ -159,7 +232,7 @@ def tensor_exchanges(
 
 def _check_known(model: nn.Module) -> None:
     # Exact types: a subclass of a known family may keep or exchange more.
-    if type(model) not in (ViT, DeiT, HybridViT, BiT):
+    if type(model) not in (ViT, DeiT, HybridViT, BiT, EfficientNet):
         raise InputError(
             f"model {type(model).__name__}: the size of its activations cannot be calculated; plan "
             "it for TPUs with their compiler (pip install -e '.[plan]')"

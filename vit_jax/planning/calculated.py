@@ -20,6 +20,7 @@ from vit_jax.devices.chips import GPUS_PER_HOST
 from vit_jax.devices.mesh import AXES, BATCH_AXES
 from vit_jax.experiment.experiment import Experiment
 from vit_jax.models import find_family
+from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.fields import field_names, value_of
 from vit_jax.models.vit import ViT
 from vit_jax.planning.activations import (
@@ -118,7 +119,8 @@ def collective_table(
     - Parameters whose optimizer state is split over data are gathered over data after the update,
       in float32.
 
-    `tensor_exchanges` gives the collectives of activations over tensor.
+    `tensor_exchanges` gives the collectives of activations over tensor. The sums of each batch
+    statistic, and of its gradient, are all-reduced over the axes that split the batch.
 
     Args:
       images: number of images per device and step.
@@ -126,6 +128,7 @@ def collective_table(
     exchanges = _Exchanges(shape)
     _add_parameters(exchanges, experiment, accum_steps)
     _add_activations(exchanges, experiment.model, images)
+    _add_statistics(exchanges, experiment)
     return exchanges.table(target)
 
 
@@ -217,6 +220,13 @@ def _add_activations(exchanges: _Exchanges, model: nn.Module, images: int) -> No
             exchanges.add(kind, "tensor", images * number // count, count)
 
 
+def _add_statistics(exchanges: _Exchanges, experiment: Experiment) -> None:
+    """Add the collectives of batch statistics, in float32; none for a model without them."""
+    for leaf in jax.tree.leaves(experiment.abstract_state.model_state):
+        for axis in BATCH_AXES:
+            exchanges.add("all-reduce", axis, leaf.size * leaf.dtype.itemsize, 2)
+
+
 def _update_specs(experiment: Experiment) -> dict[str, PartitionSpec]:
     """{parameter name: sharding of its update}.
 
@@ -246,12 +256,14 @@ def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _sizes_in_use(name: str, leaf: jax.ShapeDtypeStruct, model: nn.Module) -> tuple[int, int]:
     """Bytes per value of a weight at its first use, and of its gradient when it is computed.
 
-    Both use the dtype of computation, with two exceptions: heads compute in float32, and kernels of
-    convolutions are standardised in float32.
+    Both use the dtype of computation, with three exceptions: heads and batch normalisation compute
+    in float32, and a ResNet's kernels are standardised in float32.
     """
     size, own = jnp.dtype(value_of(model, "dtype")).itemsize, leaf.dtype.itemsize
     if _HEAD.match(name):
         return own, own
+    if isinstance(model, EfficientNet):
+        return (size, size) if name.endswith("/kernel") else (own, own)
     return own if _CONVOLUTION.search(name) else size, size
 
 

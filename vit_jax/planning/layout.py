@@ -78,7 +78,7 @@ def state_bytes(experiment: Experiment) -> dict[str, int]:
     return {
         "params": size(state.params, where.params),
         "optimizer": size(state.opt_state, where.opt_state),
-        "ema": size(state.ema, where.ema),
+        "ema": size((state.ema, state.ema_model_state), (where.ema, where.ema_model_state)),
         "other_state": size(
             (state.step, state.model_state, state.objective_state),
             (where.step, where.model_state, where.objective_state),

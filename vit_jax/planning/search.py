@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from vit_jax.devices.chips import SLICES
 from vit_jax.errors import InputError
 from vit_jax.models import find_family
-from vit_jax.models.fields import field_names
+from vit_jax.models.fields import field_names, has_batch_statistics
 from vit_jax.planning import plan
 from vit_jax.planning.calculated import calculate_memory
 from vit_jax.planning.estimates import estimate
@@ -155,6 +155,8 @@ def _changes(
     }  # fmt: skip
     share, accum = figures["images_per_way"], config.optimizer.accum_steps
     parts = [accum * times for times in (2, 4, 8) if share % (accum * times) == 0]
+    if has_batch_statistics(find_family(config.model.name).module):
+        parts = []
     both = full | split
     tries = [*heavier, split, both, *(both | {"optimizer.accum_steps": steps} for steps in parts)]
     return both, tries

@@ -61,11 +61,15 @@ def compare_workdirs(config: ConfigDict, workdir: epath.Path) -> None:
         processes.check_one_workdir(workdir, config.job.compile_deadline_s)
 
 
-def compare_weights(config: ConfigDict, params: Mapping[str, np.ndarray] | None) -> None:
+def compare_weights(
+    config: ConfigDict,
+    params: Mapping[str, np.ndarray] | None,
+    model_state: Mapping[str, np.ndarray],
+) -> None:
     """Check that all processes have read the same initial weights; None: there are none."""
     if jax.process_count() == 1 or params is None:
         return
-    _agree(config, "initial weights", {"weights read": hash_params(params)})
+    _agree(config, "initial weights", {"weights read": hash_params({**params, **model_state})})
 
 
 def compare_programs(config: ConfigDict, lowered: jax.stages.Lowered) -> None:

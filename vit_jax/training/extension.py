@@ -44,7 +44,7 @@ def find_other_past(
     if not len(differing):
         return None
     first = differing[0]
-    cooled = stored.schedule.name in ("constant", "rsqrt", "multistep")
+    cooled = stored.schedule.name in ("constant", "rsqrt", "exponential", "multistep")
     cause = "its cooldown has begun" if cooled else f"schedule.name={stored.schedule.name!r}"
     changed = changed_keys(stored, config)
     of_end = {key: values for key, values in changed.items() if key in KEYS_OF_THE_END}

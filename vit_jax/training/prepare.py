@@ -63,6 +63,7 @@ class Run:
     evaluators: {name: evaluator} for `config.evals`.
     timetable: the steps at which the run logs, evaluates and saves.
     initial_params: {leaf name: array} from `init_from`; None if it is not used.
+    initial_model_state: {name: array} from `init_from`, such as batch statistics.
     teachers: the frozen models that the objective learns from.
     """
 
@@ -77,6 +78,7 @@ class Run:
     evaluators: Mapping[str, StateEvaluator]
     timetable: Timetable
     initial_params: Mapping[str, np.ndarray] | None = None
+    initial_model_state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     teachers: tuple[Teacher, ...] = ()
 
     def fingerprint_by(self, version: int) -> str:
@@ -162,7 +164,7 @@ def prepare(
         experiment=experiment,
         evaluators=evaluators,
         timetable=Timetable(experiment.durations),
-        initial_params=_first_weights(config, experiment, pretrained),
+        **_first_weights(config, experiment, pretrained),
         teachers=teachers,
     )
 
@@ -240,15 +242,16 @@ def _mesh_of_layout(config: ConfigDict) -> Mesh:
 
 def _first_weights(
     config: ConfigDict, experiment: Experiment, pretrained: transfer.Pretrained | None
-) -> dict[str, np.ndarray] | None:
-    """The parameters of `init_from`, fitted to the model; None if it is not used."""
+) -> dict[str, dict[str, np.ndarray]]:
+    """The fields of `Run` with the weights of `init_from`, fitted to the model."""
     if pretrained is None:
-        return None
+        return {}
     compare_value_ranges(config, pretrained)
     keep_head = config.init_head == "kept"
-    return transfer.init_params(
-        pretrained, experiment.model, config.init_resize, keep_head=keep_head
-    )
+    model = experiment.model
+    params = transfer.init_params(pretrained, model, config.init_resize, keep_head=keep_head)
+    model_state = transfer.init_model_state(pretrained, model)
+    return {"initial_params": params, "initial_model_state": model_state}
 
 
 def _class_names(config: ConfigDict, workdir: epath.Path) -> tuple[str, ...] | None:

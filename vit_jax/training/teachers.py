@@ -67,8 +67,9 @@ def _read(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
             f"takes images of {channels} channels; the run has data.channels={config.data.channels}"
         )
     model = _in_form_of_student(pretrained.model, config)
-    params = tree.unflatten_names(pretrained.params)
-    variables = {"params": stack_layers(params) if value_of(model, "scan") else params}
+    variables = pretrained.variables
+    if value_of(model, "scan"):
+        variables["params"] = stack_layers(variables["params"])
     if shapes_only:
         variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
     value_range = tuple(spec.mean), tuple(spec.std)

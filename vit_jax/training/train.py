@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
@@ -92,7 +93,7 @@ def train_and_evaluate(
     finished = read_summary(run)
     facts = {"already finished": finished is not None, "teachers": run.described_teachers}
     compare_findings(run.config, run.sources, facts)
-    compare_weights(run.config, run.initial_params)
+    compare_weights(run.config, run.initial_params, run.initial_model_state)
     compare_workdirs(run.config, run.workdir)
     if finished is not None and is_intact(run, finished["step"]):
         logger.info("already finished at step %d; nothing to do", finished["step"])
@@ -143,15 +144,14 @@ def start_state(run: Run) -> tuple[TrainState, dict]:
     def from_init() -> TrainState:
         assert initial_params is not None
         state = run.experiment.init()
-        params = tree.flatten_names(state.params)
-        for name, array in initial_params.items():
-            params[name] = sharding.place(array, params[name].sharding)
+        params = _replace_leaves(state.params, initial_params)
+        model_state = _replace_leaves(state.model_state, run.initial_model_state)
         logger.info("start: parameters from init_from=%s", run.config.init_from)
-        params = tree.unflatten_names(params)
         if not state.ema:
-            return state.replace(params=params)
+            return state.replace(params=params, model_state=model_state)
         # The average is sharded differently from the parameters.
-        return jax.jit(start_from, out_shardings=run.experiment.shardings)(state, params)
+        start = jax.jit(start_from, out_shardings=run.experiment.shardings)
+        return start(state, params, model_state)
 
     return checkpoint.start(
         directory=run.workdir / "checkpoints",
@@ -160,6 +160,14 @@ def start_state(run: Run) -> tuple[TrainState, dict]:
         from_init=from_init if initial_params is not None else None,
         from_scratch=run.experiment.init,
     )
+
+
+def _replace_leaves(old: tree.PyTree, arrays: Mapping[str, np.ndarray]) -> tree.PyTree:
+    """`old`, nested dicts of arrays, with the `arrays` of some names, sharded as those before."""
+    leaves = tree.flatten_names(old)
+    for name, array in arrays.items():
+        leaves[name] = sharding.place(array, leaves[name].sharding)
+    return tree.unflatten_names(leaves)
 
 
 def train(run: Run, state: TrainState, meta: dict[str, Any], hold: Hold | None = None) -> None:

@@ -23,7 +23,16 @@ from vit_jax.files import absolute
 from vit_jax.models.fields import check_fields, field_names, value_of, with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
-from vit_jax.transfer import huggingface, npz, rules, safetensors, timm, workdir
+from vit_jax.transfer import (
+    huggingface,
+    npz,
+    rules,
+    safetensors,
+    timm,
+    timm_config,
+    timm_efficientnet,
+    workdir,
+)
 from vit_jax.transfer.adapters import merge_adapters
 from vit_jax.transfer.published import (
     by_address,
@@ -58,13 +67,16 @@ class Writer(NamedTuple):
 def _read_safetensors(path: epath.Path) -> Pretrained:
     path = safetensors.entrance(path)
     stored = safetensors.read_stored(path)
-    for naming in (huggingface, timm):
+    counters = [name for name in stored if name.endswith(timm_efficientnet.COUNTER)]
+    for name in counters if timm_efficientnet.knows(stored) else ():
+        del stored[name]
+    for naming in (huggingface, timm, timm_efficientnet):
         if naming.knows(stored):
             return naming.read(path, safetensors.as_arrays(stored))
     names = ", ".join(sorted(stored)[:5])
     raise InputError(
         f"init_from={str(path)!r}: its arrays have neither the names of Hugging Face's nor those "
-        f"of timm's Vision Transformers: {names}, ..."
+        f"of timm's Vision Transformers or EfficientNets: {names}, ..."
     )
 
 
@@ -79,7 +91,7 @@ WRITERS = {
     "npz": Writer(partial(npz.check, variant="first"), partial(npz.write, variant="first")),
     "npz_v2": Writer(partial(npz.check, variant="later"), partial(npz.write, variant="later")),
     "hf": Writer(huggingface.check, huggingface.write, huggingface.library_ops),
-    "timm": Writer(timm.check, timm.write, timm.library_ops),
+    "timm": Writer(timm.check, timm.write, timm_config.library_ops),
 }
 
 
@@ -124,9 +136,11 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
                 f"init_from={source!r}: has {found} classes, but was published with "
                 f"{known.num_classes}; fetch it again"
             )
-        black, white = known.value_range
-        mean, std = -black / (white - black), 1 / (white - black)
-        spec = pretrained.spec._replace(mean=(mean,) * 3, std=(std,) * 3, loss=known.loss)
+        spec = pretrained.spec._replace(loss=known.loss)
+        if known.value_range is not None:
+            black, white = known.value_range
+            mean, std = -black / (white - black), 1 / (white - black)
+            spec = spec._replace(mean=(mean,) * 3, std=(std,) * 3)
         pretrained = pretrained._replace(spec=spec)
     elif pretrained.spec.loss is None:  # perhaps a copy of a published file
         loss = loss_by_file_name(path.name, found)
@@ -180,7 +194,7 @@ def save_pretrained(
     Args:
       path: a file for npz and npz_v2, a folder for hf, either for timm.
       model: the model; its layers may be scanned.
-      variables: the model's variables, with "params".
+      variables: the model's variables, with "params" and, if it has them, "batch_stats".
       format: one of WRITERS.
       spec: value range, class names, ...; None: pixels in [-1, 1], no names.
 
@@ -193,14 +207,29 @@ def save_pretrained(
             hint = "a program, which python -m vit_jax.main export writes"
         raise InputError(f"format={format!r}: {hint}")
     check_holds(format, model, "format=")
-    params = jax.tree.map(np.asarray, dict(variables["params"]))
+    check_variables(model, variables)
+    collections = jax.tree.map(np.asarray, dict(variables))
+    params = collections.pop("params")
     if value_of(model, "scan"):
         params = rules.unstack_layers(params)
     plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
     plain, merged = merge_adapters(plain, tree.flatten_names(params))
     spec = spec or Spec(plain.image_size, "antialiased")
-    pretrained = Pretrained(str(path), plain, merged, spec)
+    model_state = tree.flatten_names(collections)
+    pretrained = Pretrained(str(path), plain, merged, spec, model_state=model_state)
     return WRITERS[format].write(absolute(path), pretrained)
+
+
+def check_variables(model: nn.Module, variables: Mapping[str, Any]) -> None:
+    """Raise InputError if `variables` lack a collection of `model`, such as "batch_stats"."""
+    plain = with_known(model, constrain=unconstrained, forms=PLAIN)
+    needed = {name.partition("/")[0] for name in rules.abstract_model_state(plain)} | {"params"}
+    missing = sorted(needed - variables.keys())
+    if missing:
+        raise InputError(
+            f"variables: lack {', '.join(missing)}; give all that model.init or load_pretrained "
+            f"returned ({', '.join(sorted(needed))})"
+        )
 
 
 def check_holds(format: str, model: nn.Module, key: str) -> None:
@@ -265,7 +294,8 @@ def load_pretrained(
             for name, leaf in rules.abstract_params(model).items()
             if rules.is_of_head(name)
         }
-    return model, {"params": _as_scanned(named, model, pretrained.source)}
+    model_state = tree.unflatten_names(rules.fit_model_state(pretrained, model))
+    return model, {"params": _as_scanned(named, model, pretrained.source), **model_state}
 
 
 def with_image_size(
@@ -300,6 +330,17 @@ def init_params(
     rules.check_architecture(pretrained, model)
     named = rules.fit(pretrained, model, reset_head=not keep_head, resize=resize)
     return tree.flatten_names(_as_scanned(named, model, pretrained.source))
+
+
+def init_model_state(pretrained: Pretrained, model: nn.Module) -> dict[str, Any]:
+    """{name: array} for the model state that `model` takes from the source, after `init_params`.
+
+    For example "batch_stats/trunk/norm_root/mean"; empty for a model without model state.
+
+    Raises:
+      InputError: one error naming everything that does not fit.
+    """
+    return rules.fit_model_state(pretrained, model)
 
 
 def _as_scanned(named: dict[str, Any], model: nn.Module, source: str) -> dict[str, Any]:

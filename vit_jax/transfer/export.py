@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from vit_jax import tree
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.errors import InputError, nearest
 from vit_jax.files import absolute, write_whole
@@ -70,7 +69,7 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
     size = image_size or tuple(2 * stride for stride in model.token_stride)  # for the comparison
     shape = (_IMAGES, *size, value_of(model, "channels"))
     images = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
-    variables = {"params": tree.unflatten_names(pretrained.params)}
+    variables = pretrained.variables
     expected = np.asarray(jax.jit(model.apply)(variables, images))
     with tempfile.TemporaryDirectory() as folder:
         staged = epath.Path(folder) / (output.name or "model")
@@ -128,7 +127,7 @@ def _describe_export(
         "computed_in": own_dtype,
         "parameters": {
             "count": sum(array.size for array in pretrained.params.values()),
-            "sha256": hash_params(pretrained.params),
+            "sha256": hash_params({**pretrained.params, **pretrained.model_state}),
         },
         "preprocessing": {
             "image_size": image_size and list(image_size),
@@ -136,7 +135,7 @@ def _describe_export(
             "std": list(spec.std),
             "cut": spec.cut and spec.cut._asdict(),
             "ops": image_size and ops_for(spec),
-            "library_ops": library_ops and library_ops(spec),
+            "library_ops": library_ops and image_size and library_ops(spec),
         },
         "loss": spec.loss,
         "class_names": spec.class_names,
@@ -269,6 +268,8 @@ def _sizes(model: dict[str, Any]) -> str:
     words = {
         "stages": "a ResNet of {} units by stage",
         "stem_width": "a root of width {}",
+        "width_factor": "{} times the width of B0",
+        "depth_factor": "{} times the depth of B0",
         "width": "width {}",
         "depth": "{} layers",
         "num_heads": "{} heads",
@@ -290,7 +291,8 @@ def _results_table(results: dict[str, dict[str, Any]]) -> list[str]:
 def _usage(receipt: dict[str, Any], output: epath.Path) -> list[str]:
     """Markdown lines on opening the files if that needs more than the usual call."""
     lines, eps = [], receipt["model"].get("norm_eps")
-    if eps != 1e-6 and receipt["format"] == "timm":
+    has_layer_norms = receipt["model"]["family"] != "EfficientNet"
+    if eps != 1e-6 and receipt["format"] == "timm" and has_layer_norms:
         lines += [
             "",
             "timm cannot read the LayerNorm epsilon from a file: take `eps` out of model_args and "

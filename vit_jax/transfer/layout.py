@@ -18,7 +18,7 @@ from einops import rearrange
 from vit_jax.errors import InputError
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.objectives.supervised import LOSSES
-from vit_jax.transfer.rules import abstract_params, refuse
+from vit_jax.transfer.rules import abstract_model_state, abstract_params, refuse
 
 _FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)
 _SHOWN = 8  # maximum number of unknown arrays in an error message; the others are counted
@@ -97,13 +97,13 @@ def torch_patches(theirs: str, patch_size: tuple[int, int]) -> list[Entry]:
 def read_entries(
     entries: Sequence[Entry], arrays: Mapping[str, np.ndarray], model: nn.Module, source: str
 ) -> dict[str, np.ndarray]:
-    """Read the parameters of the unrolled `model`: {leaf name: array}.
+    """Read the parameters of the unrolled `model`, and its model state: {leaf name: array}.
 
     Raises:
       InputError: one error naming every array of `source` that is absent, unknown, not finite, or
         has a wrong shape.
     """
-    params = abstract_params(model)
+    params = abstract_params(model) | abstract_model_state(model)
     found, faults = {}, []
     for entry in entries:
         if entry.theirs not in arrays:

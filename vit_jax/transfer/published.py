@@ -1,9 +1,10 @@
 """Published files by name, and downloads of files by address into a cache.
 
 Sources of addresses, sizes and classes: the README of github.com/google-research/vision_transformer
-for the ViT and AugReg releases, of github.com/google-research/big_transfer for BiT, and
-github.com/google-research/big_vision for "better plain ViT". None of them publishes hashes. The
-server of most files sends a hash with the file, which is checked.
+for the ViT and AugReg releases, of github.com/google-research/big_transfer for BiT,
+github.com/google-research/big_vision for "better plain ViT", and timm's models/efficientnet.py for
+EfficientNet. None of them publishes hashes. The server of most files sends a hash with the file,
+which is checked.
 """
 
 import base64
@@ -39,16 +40,16 @@ _I21K_CLASSES = 21_843
 class Published(NamedTuple):
     """A published file.
 
-    address: its URL.
+    address: its URL, or "timm:NAME" on the Hugging Face Hub.
     num_classes: number of classes of its head.
     mebibytes: its rounded size, or None if that is not published.
-    value_range: the model's input values for black and white.
+    value_range: the model's input values for black and white; None: stated beside the file.
     """
 
     address: str
     num_classes: int
     mebibytes: int | None = None
-    value_range: tuple[float, float] = (-1.0, 1.0)
+    value_range: tuple[float, float] | None = (-1.0, 1.0)
 
     @property
     def loss(self) -> str:
@@ -97,6 +98,14 @@ def _table() -> dict[str, Published]:
     for size in ("R50x1", "R50x3", "R101x1", "R101x3", "R152x2", "R152x4"):
         table[f"BiT-{size}@imagenet21k"] = Published(f"{_BIT}/BiT-M-{size}.npz", _I21K_CLASSES)
         table[f"BiT-{size}@imagenet2012"] = Published(f"{_BIT}/BiT-S-{size}.npz", 1000)
+    for variant in ("B0", "B1", "B2", "B3", "B4", "B5", "B6", "B7", "L2"):
+        address = f"timm:tf_efficientnet_{variant.lower()}.ns_jft_in1k"
+        table[f"EfficientNet-{variant}@noisy-student"] = Published(address, 1000, value_range=None)
+    address = "timm:tf_efficientnet_l2.ns_jft_in1k_475"
+    table["EfficientNet-L2@noisy-student-475"] = Published(address, 1000, value_range=None)
+    for number in range(9):
+        address = f"timm:tf_efficientnet_b{number}.ap_in1k"
+        table[f"EfficientNet-B{number}@advprop"] = Published(address, 1000, value_range=None)
     return table
 
 
@@ -157,6 +166,8 @@ def locate(source: str | os.PathLike) -> epath.Path:
     source = os.fspath(source)
     if source in PUBLISHED:
         known = PUBLISHED[source]
+        if is_on_hub(known.address):
+            return _fetch_repository(known.address)
         path = _cached(source, known.address)
         found = round(path.stat().length / 2**20)
         if known.mebibytes is not None and abs(found - known.mebibytes) > 1:
@@ -190,11 +201,11 @@ def _hint(source: str) -> str:
     versions = [name for name in PUBLISHED if name.startswith(f"{source}@")]
     if versions:
         return f"; published are {', '.join(versions)}"
-    if re.fullmatch(r"(vit|deit)3?_\w+patch\d+[\w.]*", source):
+    if re.fullmatch(r"(vit|deit)3?_\w+patch\d+[\w.]*|tf_efficientnet_[\w.]+", source):
         return f"; timm's models are called timm:{source}"
     if re.fullmatch(r"[\w.-]+/(vit|deit)-[\w.-]*patch[\w.-]*", source):
         return f"; Hugging Face's models are called hf:{source}"
-    is_name = "@" in source or re.match(r"(r\d*\+)?(vit|deit|bit)-", source.lower())
+    is_name = "@" in source or re.match(r"(r\d*\+)?(vit|deit|bit|efficientnet)-", source.lower())
     return f"; {nearest(source, list(PUBLISHED))}" if is_name else ""
 
 

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+import types
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.data.ops import parse_calls, parse_ops
 from vit_jax.errors import InputError
+from vit_jax.models.batch_norm import BATCH_STATS
 from vit_jax.models.fields import field_names, value_of, with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
@@ -42,7 +44,7 @@ _IMAGENET_21K = (21_841, 21_843)  # numbers of classes in different releases
 _ARCHITECTURE = (
     "width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width", "pool",
     "pos_embed", "pos_embed_class_token", "gelu", "norm", "norm_eps", "parallel", "qk_norm",
-    "qkv_bias", "norm_pooled",
+    "qkv_bias", "norm_pooled", "width_factor", "depth_factor",
 )  # fmt: skip
 
 
@@ -159,6 +161,8 @@ class Pretrained(NamedTuple):
     params: {leaf name: float32 array} of that model.
     spec: see `Spec`.
     run: step, config and results of a workdir's run; None for other sources.
+    model_state: {name: float32 array} of its other variables, such as
+      "batch_stats/trunk/norm_root/mean"; empty if the model has none.
     """
 
     source: str
@@ -166,6 +170,15 @@ class Pretrained(NamedTuple):
     params: dict[str, np.ndarray]
     spec: Spec
     run: dict[str, Any] | None = None
+    model_state: Mapping[str, np.ndarray] = types.MappingProxyType({})
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables for `model.apply`: {"params": ..., and the collections of model_state}."""
+        return {
+            "params": tree.unflatten_names(self.params),
+            **tree.unflatten_names(self.model_state),
+        }
 
 
 def loss_of(pretrained: Pretrained, assumed: str = "softmax") -> str:
@@ -318,7 +331,7 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
 def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """{leaf name: shape} of a model's parameters, without creating them."""
     scanned = with_known(model, scan=True)  # traced in a fraction of the time
-    params = _shapes(_Traced(scanned))
+    params, _ = _shapes(_Traced(scanned))
     if value_of(model, "scan"):
         return dict(params)
     return {
@@ -326,6 +339,21 @@ def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
         for name, leaf in params.items()
         for unrolled in tree.unrolled_names(name, leaf)
     }
+
+
+def abstract_model_state(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
+    """{name: shape} of a model's variables other than parameters, such as batch statistics."""
+    _, model_state = _shapes(_Traced(with_known(model, scan=True)))
+    return dict(model_state)
+
+
+def split_leaves(
+    leaves: Mapping[str, np.ndarray],
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(parameters, batch statistics) of leaves by name; the latter start with their collection."""
+    is_state = {name: name.startswith(f"{BATCH_STATS}/") for name in leaves}
+    params = {name: leaf for name, leaf in leaves.items() if not is_state[name]}
+    return params, {name: leaf for name, leaf in leaves.items() if is_state[name]}
 
 
 class _Traced:
@@ -342,12 +370,17 @@ class _Traced:
 
 
 @functools.lru_cache(maxsize=16)
-def _shapes(traced: _Traced) -> dict[str, jax.ShapeDtypeStruct]:
-    """{leaf name: shape}; one model is asked for several times while a source is read."""
+def _shapes(traced: _Traced) -> tuple[dict[str, jax.ShapeDtypeStruct], ...]:
+    """({parameter: shape}, {other variable: shape}).
+
+    One model is asked for several times while a source is read.
+    """
     model = traced.model
     size = model.image_size or model.token_stride  # without an image size, any one will do
     images = jnp.zeros((1, *size, value_of(model, "channels")))
-    return tree.flatten_names(jax.eval_shape(model.init, jax.random.key(0), images)["params"])
+    collections = dict(jax.eval_shape(model.init, jax.random.key(0), images))
+    params = collections.pop("params")
+    return tree.flatten_names(params), tree.flatten_names(collections)
 
 
 def is_of_head(name: str) -> bool:
@@ -417,6 +450,24 @@ def fit(
         logger.info("%s: the head is initialised anew", pretrained.source)
     if adapters:
         logger.info("%s: LoRA adapters of rank %d are added", pretrained.source, model.lora_rank)
+    return found
+
+
+def fit_model_state(pretrained: Pretrained, model: nn.Module) -> dict[str, np.ndarray]:
+    """{name: array} of the model state of `model`, from the source.
+
+    Raises:
+      InputError: one error naming everything that does not fit.
+    """
+    wanted = abstract_model_state(with_known(model, constrain=unconstrained, forms=PLAIN))
+    found = dict(pretrained.model_state)
+    faults = [f"{name}: the model has no such variable" for name in found if name not in wanted]
+    for name, leaf in wanted.items():
+        if name not in found:
+            faults.append(f"{name} {leaf.shape}: absent from the source")
+        elif found[name].shape != leaf.shape:
+            faults.append(f"{name}: {found[name].shape} in the source, {leaf.shape} in the model")
+    refuse(sorted(faults), f"init_from={pretrained.source!r} does not fit the model")
     return found
 
 

@@ -1,26 +1,24 @@
 """Models with the names of the `timm` library: VisionTransformer and its distilled form.
 
-Facts that the arrays do not show are in a JSON file in timm's form: `model_args` are arguments of
-VisionTransformer; absent arguments have timm's defaults.
+`model_args` of the JSON file are arguments of VisionTransformer; absent arguments have timm's
+defaults. `timm_config` holds the rest of the file, `timm_efficientnet` the names of EfficientNet.
 """
 
 import logging
 import math
-import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import numpy as np
 from etils import epath
 
 from vit_jax.config import image_hw
-from vit_jax.files import write_whole
 from vit_jax.models.deit import DeiT
+from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.models.vit import ViT
-from vit_jax.transfer import layout, rules, safetensors
-from vit_jax.transfer.images import ops_for
+from vit_jax.transfer import layout, rules, safetensors, timm_config, timm_efficientnet
 from vit_jax.transfer.layout import (
     Entry,
     joined,
@@ -30,7 +28,8 @@ from vit_jax.transfer.layout import (
     torch_patches,
     transposed,
 )
-from vit_jax.transfer.rules import Cut, Pretrained, Spec
+from vit_jax.transfer.rules import Pretrained
+from vit_jax.transfer.timm_config import Config, read_config
 
 logger = logging.getLogger("vit_jax")
 
@@ -39,8 +38,6 @@ _ACT_LAYER = {ours: theirs for theirs, ours in _GELU.items()}
 _POOLS = {"token": "token", "avg": "gap", "map": "map"}
 _GLOBAL_POOL = {ours: theirs for theirs, ours in _POOLS.items()}
 _DEFAULT_HEADS, _DEFAULT_EPS = 12, 1e-6
-_DEFAULT_CUT = Cut(0.875, "center", "bicubic")
-_IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 # timm's names of the sizes in VIT_VARIANTS, for the key `architecture`.
 _NAMES = {"Ti": "tiny", "S": "small", "M": "medium", "B": "base", "L": "large", "H": "huge",
           "g": "giant", "G": "gigantic", "So400m": "so400m"}  # fmt: skip
@@ -48,15 +45,6 @@ _NAMES = {"Ti": "tiny", "S": "small", "M": "medium", "B": "base", "L": "large", 
 _ONLY = {"pre_norm": False, "reg_tokens": 0, "pool_include_prefix": False, "in_chans": 3,
          "scale_attn_norm": False, "scale_mlp_norm": False, "proj_bias": True,
          "final_norm": True}  # fmt: skip
-
-_KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list",
-          "ops": "text", "loss": "softmax or sigmoid", "holdout": "text",
-          "exif": "true or false"}  # fmt: skip
-_ARGUMENTS = {"num_heads": "a positive int", "mlp_ratio": "a positive number",
-              "eps": "a positive number", "init_values": "a positive number"}  # fmt: skip
-_PIXELS = {"mean": "three numbers", "std": "three positive numbers", "input_size": "a list",
-           "crop_pct": "a share above 0, at most 1", "crop_mode": "center or squash",
-           "interpolation": "bilinear or bicubic"}  # fmt: skip
 
 
 def knows(names: Iterable[str]) -> bool:
@@ -109,28 +97,6 @@ def _fused(theirs: str, ours: list[str], bias: bool = True) -> list[Entry]:
     return entries + [joined(same, f"{theirs}.bias", [f"{name}/bias" for name in ours])] * bias
 
 
-class _Config(NamedTuple):
-    """The JSON file next to the arrays.
-
-    content: the whole file; None if it does not exist.
-    stated, args, pixels: the values of the file, of its model_args and of its pretrained_cfg.
-    """
-
-    content: dict[str, Any] | None
-    stated: dict[str, Any]
-    args: dict[str, Any]
-    pixels: dict[str, Any]
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the architecture is registered in timm, such as vit_base_patch16_224.
-
-        Then only the arrays show its arguments; otherwise VisionTransformer's defaults apply.
-        """
-        name = str(self.stated.get("architecture", ""))
-        return self.content is None or re.match(r"\w+_\w+_patch\d+", name) is not None
-
-
 def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     """Make the model of `arrays`, which were read from `path`.
 
@@ -140,16 +106,13 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     source = str(path)
     needed = {"patch_embed.proj.weight": 4, "blocks.0.mlp.fc1.weight": 2}
     layout.require(arrays, needed, source, {"pos_embed": 3, "head.weight": 2})
-    config = _read_config(path)
+    config = read_config(path)
     found = _read_shapes(arrays, source)
     pool = _read_pool(config, arrays)
     act = config.args.get("act_layer") or "gelu"
     heads = _num_heads(config, found["embed_dim"])
     _check_supported(config, pool, act, heads, found["embed_dim"], source)
-    mean, std = (
-        tuple(config.pixels.get(key, (0.5,) * 3 if config.content is None else default))
-        for key, default in _IMAGENET.items()
-    )
+    mean, std = config.value_range()
     assumed = {"act_layer": act, "global_pool": pool, "num_heads": heads, "eps": _DEFAULT_EPS,
                "mean": mean, "std": std}  # fmt: skip
     given = config.stated | config.args | config.pixels
@@ -179,17 +142,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
         fields["layer_scale"] = float(config.args.get("init_values") or 1e-5)
     model = DeiT(**fields) if "dist_token" in arrays else ViT(**fields)
     params = layout.read_entries(_entries(model), arrays, model, source)
-    return Pretrained(source, model, params, _read_spec(config, model, mean, std, source))
-
-
-def _read_config(path: epath.Path) -> _Config:
-    source = str(path)
-    content = safetensors.read_config(path)
-    stated = layout.read_stated(content, _KINDS, source)
-    args = layout.read_stated(stated.get("model_args"), _ARGUMENTS, source)
-    # timm's older files have the keys of pretrained_cfg at the top level.
-    pixels = layout.read_stated(stated.get("pretrained_cfg", content), _PIXELS, source)
-    return _Config(content, stated, args, pixels)
+    return Pretrained(source, model, params, timm_config.read_spec(config, model, source))
 
 
 def _read_shapes(arrays: dict[str, np.ndarray], source: str) -> dict[str, Any]:
@@ -206,7 +159,7 @@ def _read_shapes(arrays: dict[str, np.ndarray], source: str) -> dict[str, Any]:
     }
 
 
-def _read_pool(config: _Config, arrays: dict[str, np.ndarray]) -> Any:
+def _read_pool(config: Config, arrays: dict[str, np.ndarray]) -> Any:
     """timm's global_pool: as stated, else inferred from the arrays, else the default."""
     pool = config.args.get("global_pool", config.stated.get("global_pool"))
     if pool is not None:
@@ -220,7 +173,7 @@ def _read_pool(config: _Config, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def _check_supported(
-    config: _Config, pool: Any, act: Any, heads: int | None, width: int, source: str
+    config: Config, pool: Any, act: Any, heads: int | None, width: int, source: str
 ) -> None:
     """Raise InputError naming each argument that is not supported."""
     faults = [
@@ -239,7 +192,7 @@ def _check_supported(
 
 
 def _check_agreement(
-    config: _Config, found: dict[str, Any], mlp_dim: int, pool: str, source: str
+    config: Config, found: dict[str, Any], mlp_dim: int, pool: str, source: str
 ) -> None:
     """Raise InputError if `config` contradicts `found`, the values from the arrays."""
     wanted = {key: config.args[key] for key in found if key in config.args}
@@ -257,7 +210,7 @@ def _check_agreement(
 
 
 def _read_positions(
-    config: _Config, arrays: dict[str, np.ndarray], source: str
+    config: Config, arrays: dict[str, np.ndarray], source: str
 ) -> tuple[tuple[int, int] | None, bool]:
     """(image size, whether the class token has a position).
 
@@ -268,7 +221,7 @@ def _read_positions(
     prefix = sum(token in arrays for token in ("cls_token", "dist_token"))
     no_embed_class = config.args.get("no_embed_class")
     num_positions = arrays["pos_embed"].shape[1] if "pos_embed" in arrays else None
-    image_size = _image_size(config.args, config.pixels)
+    image_size = config.image_size()
     if num_positions is not None and prefix and no_embed_class is None:
         # True if there are as many positions as patches; without a size, if they form a square.
         patches = None if image_size is None else (image_size[0] // p) * (image_size[1] // q)
@@ -280,35 +233,7 @@ def _read_positions(
     return image_size, not no_embed_class
 
 
-def _read_spec(
-    config: _Config,
-    model: nn.Module,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    source: str,
-) -> Spec:
-    names = config.stated.get("label_names")
-    return Spec(
-        image_size=model.image_size,
-        resize="antialiased",
-        mean=mean,
-        std=std,
-        class_names=rules.class_names_of(names, model.num_classes, source),
-        cut=None if config.content is None else _read_cut(config.pixels),
-        **rules.read_preparation(config.stated, model.image_size, source),
-    )
-
-
-def _read_cut(pixels: dict[str, Any]) -> Cut:
-    share, mode, interpolation = _DEFAULT_CUT
-    return Cut(
-        float(pixels.get("crop_pct", share)),
-        pixels.get("crop_mode", mode),
-        pixels.get("interpolation", interpolation),
-    )
-
-
-def _num_heads(config: _Config, width: int) -> int | None:
+def _num_heads(config: Config, width: int) -> int | None:
     """The number of heads: as stated, else timm's default, else that of ViTs of this width."""
     if "num_heads" in config.args:
         return config.args["num_heads"]
@@ -320,16 +245,10 @@ def _num_heads(config: _Config, width: int) -> int | None:
     return by_width
 
 
-def _image_size(args: dict[str, Any], pixels: dict[str, Any]) -> tuple[int, int] | None:
-    if "img_size" in args:
-        return image_hw(args["img_size"], "img_size")
-    if "input_size" in pixels:
-        return image_hw(pixels["input_size"][1:], "input_size")
-    return None
-
-
 def check(model: nn.Module) -> list[str]:
     """The reasons why the format cannot hold `model`."""
+    if isinstance(model, EfficientNet):
+        return timm_efficientnet.check(model)
     if faults := rules.check_family(model, ViT, DeiT):
         return faults
     faults = rules.check_positions(model)
@@ -348,13 +267,14 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
 
     Returns the files' names.
     """
+    if isinstance(pretrained.model, EfficientNet):
+        return timm_efficientnet.write(path, pretrained)
     rules.require_image_size(pretrained)
     # timm's distilled model always has a position for every token.
     distilled = isinstance(pretrained.model, DeiT)
     if pretrained.model.pos_embed != "none" or distilled:
         pretrained = rules.with_learned_positions(pretrained, class_token_has_one=distilled)
     model = pretrained.model
-    spec = pretrained.spec.at(model.image_size)
     arrays = layout.write_entries(_entries(model), pretrained.params)
     args = _model_args(model)
     config = {
@@ -363,25 +283,8 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
         "num_features": model.width,
         "global_pool": args["global_pool"],
         "model_args": args,
-        "pretrained_cfg": _pretrained_cfg(spec),
     }
-    if spec.class_names:
-        config["label_names"] = list(spec.class_names)
-    if spec.loss is not None:
-        config["loss"] = spec.loss
-    if spec.holdout is not None:
-        config["holdout"] = spec.holdout
-    if spec.exif is False:
-        config["exif"] = False
-    if ops_for(spec) != library_ops(spec):
-        config["ops"] = ops_for(spec)
-    alone = path.suffix == ".safetensors"
-    beside = path.with_suffix(".json") if alone else path / "config.json"
-    path = path if alone else path / "model.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(beside, rules.to_json(config))
-    safetensors.write_arrays(path, arrays)
-    return [beside.name, path.name]
+    return timm_config.write(path, config, arrays, pretrained.spec.at(model.image_size))
 
 
 def _model_args(model: nn.Module) -> dict[str, Any]:
@@ -408,24 +311,6 @@ def _model_args(model: nn.Module) -> dict[str, Any]:
         # Not an argument of timm: timm refuses it, which is better than using another epsilon.
         args["eps"] = model.norm_eps
     return args
-
-
-def _pretrained_cfg(spec: Spec) -> dict[str, Any]:
-    """timm's preprocessing config; `spec` must have an image size."""
-    share, mode, interpolation = spec.cut or Cut()
-    return {
-        "mean": list(spec.mean),
-        "std": list(spec.std),
-        "input_size": [3, *spec.image_size],
-        "crop_pct": share,
-        "crop_mode": mode,
-        "interpolation": interpolation,
-    }
-
-
-def library_ops(spec: Spec) -> str:
-    """The preprocessing string equivalent to what timm does with files of `write`."""
-    return rules.ops_of_cut(spec.cut or Cut(), spec.image_size)
 
 
 def _architecture(model: nn.Module) -> str:

@@ -33,6 +33,7 @@ from vit_jax.transfer.rules import (
     Cut,
     Pretrained,
     Spec,
+    abstract_model_state,
     abstract_params,
     class_names_of,
     share_of,
@@ -79,7 +80,7 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         channels=config.data.channels,
         **model_fields(config),
     )
-    step, params = _restore(source, path, model, weights)
+    step, params, model_state = _restore(source, path, model, weights)
     warn_of_borders(config)
     run = {
         "step": step,
@@ -88,25 +89,34 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         "results": _results(path, step, config.evals, averaged is False),
     }
     plain, params = merge_adapters(with_known(model, scan=False), tree.flatten_names(params))
-    return Pretrained(str(source), plain, params, _spec_of(config, model, path), run)
+    spec = _spec_of(config, model, path)
+    return Pretrained(str(source), plain, params, spec, run, tree.flatten_names(model_state))
 
 
 def _restore(
     source: epath.Path, workdir: epath.Path, model: nn.Module, weights: str
-) -> tuple[int, tree.Params]:
-    """(step, parameters) of `source`, the newest valid checkpoint of `workdir` or one of its steps.
+) -> tuple[int, tree.Params, tree.ModelState]:
+    """(step, parameters, model state) of `source`.
 
-    `weights`: "params" or "ema". Layers are unrolled.
+    It is the newest valid checkpoint of `workdir`, or one of its steps. `weights`: "params" or
+    "ema". Layers are unrolled.
 
     Raises:
       InputError: there is no checkpoint, or it does not verify.
     """
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    params = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
-        for name, leaf in abstract_params(model).items()
+    state = {"params": "model_state", "ema": "ema_model_state"}[weights]
+    shapes = {weights: abstract_params(model), state: abstract_model_state(model)}
+    target = {
+        field: tree.unflatten_names(
+            {
+                name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
+                for name, leaf in leaves.items()
+            }
+        )
+        for field, leaves in shapes.items()
+        if leaves
     }
-    target = {weights: tree.unflatten_names(params)}
     if source == workdir:
         restored = restore.restore_newest(workdir / "checkpoints", target, partial=True)
     else:
@@ -115,8 +125,9 @@ def _restore(
         raise InputError(
             f"init_from={str(workdir)!r}: has no checkpoint yet; wait for the run's first one"
         )
-    found = jax.tree.map(np.asarray, restored[0][weights])
-    return restored[1]["step"], unstack_layers(found) if value_of(model, "scan") else found
+    found = jax.tree.map(np.asarray, restored[0])
+    params = unstack_layers(found[weights]) if value_of(model, "scan") else found[weights]
+    return restored[1]["step"], params, found.get(state, {})
 
 
 def _spec_of(config: ConfigDict, model: nn.Module, workdir: epath.Path) -> Spec:

@@ -2,11 +2,14 @@
 
 The update of a parameter p with gradient g:
 
+    g <- g + l2 * p                               if l2 is not 0
     g <- g * min(1, grad_clip_norm / ||g||)       norm over all parameters
     d <- m_hat / (sqrt(v_hat) + eps)              adamw; m_hat, v_hat bias-corrected,
          with m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2
          m                                        sgd; m <- g + momentum m
          sign(b1 m + (1 - b1) g)                  lion; then m <- b2 m + (1 - b2) g
+         m                                        rmsprop; m <- momentum m + g / sqrt(v + eps),
+         with v <- b2 v + (1 - b2) g^2, v = 1 at the start
          m                                        adafactor; m <- b1 m + (1 - b1) g / sqrt(V)
          with V = r c^T / mean(r) for matrices, where r and c are the row and column means of
          V <- b V + (1 - b) (g^2 + eps), b = min(b2, 1 - t^-0.8) at step t
@@ -15,8 +18,8 @@ The update of a parameter p with gradient g:
 
 Weight decay is added after the momentum and multiplied by the current learning rate. For adamw
 this equals optax.adamw. It differs from Loshchilov & Hutter, who multiply the decay by the shape of
-the schedule only, not by the base rate. For sgd it differs from L2 regularisation, where the decay
-passes through the momentum.
+the schedule only, not by the base rate. For sgd and rmsprop it differs from L2 regularisation,
+where the decay passes through the momentum, in rmsprop also through the root: that is `l2`.
 
 adafactor is the variant of Zhai et al.: a factored second moment whose decay rate is capped at
 Adam's 0.999, a first moment in bfloat16, and a learning rate that is not scaled by parameter norms.
@@ -46,6 +49,7 @@ def make_optimizer(
     *,
     schedule: optax.Schedule,
     weight_decay: float = 0.0,
+    l2: float = 0.0,
     weight_decay_on: str = ".*/kernel",
     grad_clip_norm: float | None = None,
     layer_decay: float | None = None,
@@ -54,13 +58,14 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Make the update at the top of this module, as a chain of named parts.
 
-    The parts: frozen_gradients, clip, direction, weight_decay, layer_decay, learning_rate,
-    frozen_updates. A part that is turned off does nothing.
+    The parts: l2 (if it is not 0), frozen_gradients, clip, direction, weight_decay, layer_decay,
+    learning_rate, frozen_updates. A part that is turned off does nothing.
 
     Args:
       name: a key of `OPTIMIZERS`.
       schedule: number of the update, from 0 -> learning rate.
       weight_decay: factor of the decayed parameters.
+      l2: factor of the decayed parameters in their gradients.
       weight_decay_on: regex over whole names of the parameters to decay. Layers are named as in the
         unrolled model (`encoder/layer_3/.*`) even if they are scanned.
       grad_clip_norm: maximum global norm of the gradients; None: no clipping.
@@ -75,18 +80,21 @@ def make_optimizer(
     Raises:
       InputError: for an unknown name, a number out of range, or an argument that the optimizer does
         not take; `init` and `update` raise it if `weight_decay_on` matches no parameter although
-        `weight_decay` is not 0, if `freeze` matches none or all, and if `layer_decay` is set for a
-        model without layers.
+        `weight_decay` or `l2` is not 0, if `freeze` matches none or all, and if `layer_decay` is
+        set for a model without layers.
     """
     given = {key: value for key, value in hyperparameters.items() if value is not None}
-    _check(name, given, weight_decay, weight_decay_on, grad_clip_norm, layer_decay, freeze)
+    _check(name, given, weight_decay, l2, weight_decay_on, grad_clip_norm, layer_decay, freeze)
     clip = optax.identity() if grad_clip_norm is None else optax.clip_by_global_norm(grad_clip_norm)
     direction = OPTIMIZERS[name](**given)
     drop_frozen = optax.identity()
     if freeze is not None:
         direction = optax.masked(direction, lambda params: masks.leaves_that_learn(params, freeze))
         drop_frozen = masks.drop_frozen(freeze)
+    # Left out if it is 0, since states are stored with the names of all parts.
+    regularise = [("l2", masks.decay_weights(l2, weight_decay_on))] if l2 else []
     return optax.named_chain(
+        *regularise,
         ("frozen_gradients", drop_frozen),
         ("clip", clip),
         ("direction", direction),
@@ -97,7 +105,9 @@ def make_optimizer(
     )
 
 
-def _check(name, given, weight_decay, weight_decay_on, grad_clip_norm, layer_decay, freeze) -> None:
+def _check(
+    name, given, weight_decay, l2, weight_decay_on, grad_clip_norm, layer_decay, freeze
+) -> None:
     """Raise InputError with every fault in the arguments of `make_optimizer`."""
     faults = []
 
@@ -107,6 +117,7 @@ def _check(name, given, weight_decay, weight_decay_on, grad_clip_norm, layer_dec
 
     need("name", name, name in OPTIMIZERS, f"unknown; {nearest(name, list(OPTIMIZERS))}")
     need("weight_decay", weight_decay, weight_decay >= 0, "must be at least 0")
+    need("l2", l2, l2 >= 0, "must be at least 0")
     clips = grad_clip_norm is None or grad_clip_norm > 0
     need("grad_clip_norm", grad_clip_norm, clips, "must be more than 0; None turns it off")
     for key in given.keys() & {"b1", "b2", "momentum"}:

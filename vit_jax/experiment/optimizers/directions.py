@@ -35,6 +35,16 @@ def sgd(momentum=0.9, momentum_dtype="float32"):
     return optax.trace(_rate(momentum, momentum_dtype), accumulator_dtype=momentum_dtype)
 
 
+def rmsprop(momentum=0.9, b2=0.9, eps=1e-3, momentum_dtype="float32"):
+    """Tieleman & Hinton 2012, lecture 6.5, as in TensorFlow: eps is inside the root, v starts at 1.
+
+    TensorFlow multiplies by the learning rate before the momentum. Here it is multiplied after it,
+    as in `sgd`, which differs while the learning rate changes.
+    """
+    by_rms = optax.scale_by_rms(b2, eps, initial_scale=1.0, eps_in_sqrt=True)
+    return optax.named_chain(("rms", by_rms), ("momentum", sgd(momentum, momentum_dtype)))
+
+
 def lion(b1=0.9, b2=0.99, momentum_dtype="float32"):
     """Chen et al. 2023 (arXiv:2302.06675), algorithm 2."""
     b1, b2 = _rate(b1, momentum_dtype), _rate(b2, momentum_dtype)
@@ -63,5 +73,6 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": adamw,
     "sgd": sgd,
     "lion": lion,
+    "rmsprop": rmsprop,
     "adafactor": adafactor,
 }

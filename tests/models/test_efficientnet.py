@@ -1,0 +1,244 @@
+"""EfficientNet: sizes, batch statistics in a step, and timm's files."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import vit_jax
+from vit_jax import tree
+from vit_jax.config import base_config
+from vit_jax.devices.flops import forward_macs
+from vit_jax.devices.mesh import batch_sharding, make_mesh
+from vit_jax.devices.sharding import constrain, state_shardings
+from vit_jax.errors import InputError
+from vit_jax.experiment.experiment import make_experiment
+from vit_jax.models import create_model
+from vit_jax.models.batch_norm import BatchNorm
+from vit_jax.models.efficientnet import (
+    EFFICIENTNET_NAMES,
+    EFFICIENTNET_VARIANTS,
+    MBConv,
+    Variant,
+    find_variant,
+)
+from vit_jax.objectives.forward import apply_in_training
+
+RNG = np.random.default_rng(0)
+TINY = {"width_factor": 0.125, "depth_factor": 0.1}  # 7 blocks
+slow = pytest.mark.slow
+
+
+@slow
+@pytest.mark.parametrize(("variant", "billions"), [("B0", 0.39), ("B7", 37)])
+def test_multiply_adds_are_those_of_the_paper(variant, billions):
+    size = find_variant(f"EfficientNet-{variant}").image_size
+    macs = forward_macs(create_model(f"EfficientNet-{variant}", image_size=size)) / 1e9
+    assert macs == pytest.approx(billions, rel=0.02)
+
+
+def test_every_published_image_size():
+    sizes = [find_variant(name).image_size for name in EFFICIENTNET_NAMES]
+    assert sizes == [224, 240, 260, 300, 380, 456, 528, 600, 672, 800]
+
+
+# Batch normalisation
+
+
+def normalise(x, state, mask=None, train=True):
+    norm = BatchNorm(momentum=0.9, epsilon=1e-3)
+    variables = {"params": {"scale": np.array([2.0, 3.0]), "bias": np.array([0.5, -1.0])}}
+    return norm.apply(variables | state, x, mask, train, mutable=["batch_stats"])
+
+
+def test_batch_norm_by_hand_without_the_masked_rows():
+    x = RNG.normal(1, 2, (4, 3, 5, 2)).astype(np.float32)
+    before = {"batch_stats": {"mean": np.array([1.0, -1.0]), "var": np.array([0.5, 2.0])}}
+    mask = np.array([1, 0, 1, 1], np.float32)
+    y, after = normalise(x, before, mask)
+    seen = x[mask > 0].astype(np.float64)
+    mean, var = seen.mean(axis=(0, 1, 2)), seen.var(axis=(0, 1, 2))
+    expected = (x - mean) / np.sqrt(var + 1e-3) * [2, 3] + [0.5, -1]
+    np.testing.assert_allclose(y, expected, rtol=0, atol=2e-5)
+    for name, statistic in (("mean", mean), ("var", var)):
+        moved = 0.9 * before["batch_stats"][name] + 0.1 * statistic
+        np.testing.assert_allclose(after["batch_stats"][name], moved, rtol=1e-5)
+    y, same = normalise(x, before, train=False)
+    of_averages = (x - [1, -1]) / np.sqrt(np.array([0.501, 2.001])) * [2, 3] + [0.5, -1]
+    np.testing.assert_allclose(y, of_averages, rtol=0, atol=2e-5)
+    _, unseen = normalise(x, before, np.zeros(4, np.float32))
+    for state in (same, unseen):
+        jax.tree.map(np.testing.assert_array_equal, dict(state), before)
+
+
+def test_masked_rows_change_neither_the_others_nor_the_statistics():
+    model = create_model("EfficientNet-B0", 3, 32, **TINY)
+    images = RNG.normal(size=(6, 32, 32, 3)).astype(np.float32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), images)
+    variables = jax.tree.map(lambda leaf: np.float32(RNG.uniform(0.1, 0.3, leaf.shape)), shapes)
+    mask = np.array([1, 1, 0, 1, 0, 1], np.float32)
+
+    @jax.jit
+    def step(images):
+        batch = {"image": images, "mask": mask}
+        state = {"batch_stats": variables["batch_stats"]}
+        return apply_in_training(model, variables["params"], state, batch, jax.random.key(1))
+
+    logits, state = step(images)
+    other, state_of_other = step(np.where(mask[:, None, None, None] > 0, images, 9))
+    np.testing.assert_allclose(logits[mask > 0], other[mask > 0], rtol=0, atol=1e-5)
+    assert np.abs(logits - other).max() > 1e-3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+                 state, state_of_other)  # fmt: skip
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max() > 0, dict(variables)["batch_stats"],
+                         state["batch_stats"])  # fmt: skip
+    assert all(jax.tree.leaves(moved))
+
+
+# The step
+
+
+def make_config(**optimizer):
+    c = base_config()
+    c.model.name, c.global_batch_size, c.duration = "EfficientNet-B0", 16, "3 steps"
+    c.model.update(TINY | {"stochastic_depth": 0.2, "dropout": 0.2})
+    c.data.name, c.data.num_classes, c.data.num_examples = "synthetic", 8, 64
+    c.data.image_size = 32
+    c.optimizer.name, c.optimizer.peak_lr, c.optimizer.ema_decay = "rmsprop", 0.01, 0.99
+    c.optimizer.l2, c.optimizer.weight_decay_on = 1e-5, "(?!.*/norm_).*"
+    c.optimizer.update(optimizer)
+    return c
+
+
+def mesh_of(devices):
+    split = 2 if devices == 8 else 1
+    axes = {"replica": 1, "data": split, "fsdp": split, "tensor": split}
+    return make_mesh(**axes, devices=jax.devices()[:devices])
+
+
+def gradients_and_statistics(devices):
+    """Of a block whose channels and images are split over `devices`; a third are masked."""
+    rng, mesh = np.random.default_rng(0), mesh_of(devices)
+    block = MBConv(8, 3, 1, 6, 0.2, 0.9, 1e-3, constrain=constrain)
+    images = rng.normal(size=(16, 8, 8, 8)).astype(np.float32)
+    mask = (np.arange(16) % 3 > 0).astype(np.float32)
+    weights = jnp.reshape(jnp.arange(64.0), (1, 8, 8, 1))
+
+    def loss(params, state, images, mask):
+        out, state = block.apply(
+            {"params": params, **state}, images, mask, True,
+            mutable=["batch_stats"], rngs={"dropout": jax.random.key(3)},
+        )  # fmt: skip
+        return (jnp.square(out) * weights * jnp.reshape(mask, (-1, 1, 1, 1))).sum(), state
+
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(lambda: block.init(jax.random.key(0), images, mask, False))
+        variables = jax.tree.map(lambda leaf: rng.uniform(0.1, 1, leaf.shape), dict(shapes))
+        variables = jax.tree.map(np.float32, variables)
+        placed = jax.device_put(variables, state_shardings(variables, mesh))
+        params, state = placed.pop("params"), placed
+        batch = jax.device_put((images, mask), batch_sharding(mesh))
+        found = jax.jit(jax.grad(loss, has_aux=True))(params, state, *batch)
+    return tree.flatten_names(jax.device_get(found))
+
+
+def test_eight_devices_have_the_statistics_and_gradients_of_one():
+    expected, found = gradients_and_statistics(1), gradients_and_statistics(8)
+    assert "1/batch_stats/norm_expand/mean" in expected
+    for name, leaf in expected.items():
+        tolerance = 2e-5 * np.abs(leaf).max()
+        np.testing.assert_allclose(found[name], leaf, rtol=0, atol=tolerance, err_msg=name)
+
+
+def after_a_step(devices):
+    """(loss, state) after a step, half of whose rows are masked."""
+    experiment = make_experiment(make_config(), mesh_of(devices))
+    rng, high = np.random.default_rng(0), {"id": 16, "image": 256, "label": 8, "mask": 2}
+    with jax.set_mesh(mesh_of(devices)):
+        batch = {
+            key: jax.device_put(
+                rng.integers(0, high[key], leaf.shape).astype(leaf.dtype), leaf.sharding
+            )
+            for key, leaf in sorted(experiment.abstract_batch.items())
+        }
+        state, metrics = experiment.train_step(experiment.init(), batch)
+    return float(metrics["loss"]), tree.flatten_names(jax.device_get(state.replace(opt_state=())))
+
+
+@slow
+def test_a_step_on_eight_devices_has_the_statistics_of_one(caplog):
+    """Only of the first step: errors of rounding grow by the norms of tiny maps."""
+    (loss, state), (loss_of_8, state_of_8) = after_a_step(1), after_a_step(8)
+    assert [r for r in caplog.records if "replicated over" in r.getMessage()] == []
+    assert loss_of_8 == pytest.approx(loss, rel=1e-5)
+    for name in state:
+        if "model_state/" in name:
+            tolerance = 1e-4 * np.abs(state[name]).max() + 1e-6
+            np.testing.assert_allclose(state_of_8[name], state[name], rtol=0, atol=tolerance)
+    mean = "model_state/batch_stats/trunk/norm_root/mean"
+    assert np.abs(state[mean]).max() > 0
+    assert np.abs(state[mean] - state[f"ema_{mean}"]).max() > 0
+
+
+def test_microbatches_are_refused():
+    with pytest.raises(InputError, match=r"accum_steps=2: .* model\.name='EfficientNet-B0'"):
+        make_experiment(make_config(accum_steps=2), mesh_of(1))
+
+
+# Files of timm
+
+
+def test_golden_in_and_out(golden, tmp_path):
+    source = golden / "timm_efficientnet.safetensors"
+    with np.load(golden / "timm_efficientnet.io.npz") as arrays:
+        images, expected = arrays["image"], arrays["logits"]
+    model, variables = vit_jax.load_pretrained(source)
+    assert (model.width_factor, model.depth_factor, model.image_size) == (0.125, 0.3, None)
+    found = jax.jit(model.apply)(variables, images)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    target = tmp_path / "made" / source.name
+    spec = vit_jax.pretrained_spec(source)
+    vit_jax.save_pretrained(target, model, variables, "timm", spec)
+    ours, theirs = load_file(target), load_file(source)
+    assert ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+        assert (ours[name].dtype, ours[name].tobytes()) == (array.dtype, array.tobytes()), name
+    assert vit_jax.read_pretrained(target).spec == spec
+    with pytest.raises(InputError, match="variables: lack batch_stats"):
+        vit_jax.save_pretrained(target, model, {"params": variables["params"]}, "timm")
+    tuned, fresh = vit_jax.load_pretrained(source, num_classes=3, image_size=(32, 40))
+    assert (tuned.num_classes, tuned.image_size) == (3, (32, 40))
+    assert not any(leaf.any() for leaf in fresh["params"]["head"].values())
+    jax.tree.map(np.testing.assert_array_equal, fresh["batch_stats"], variables["batch_stats"])
+
+
+def test_what_a_published_file_states(golden, tmp_path, monkeypatch):
+    """A config.json as on the Hub; sizes come from the arrays, preprocessing from the file."""
+    monkeypatch.setitem(EFFICIENTNET_VARIANTS, "B1", Variant(*TINY.values(), 240, 0.2))
+    model = create_model("EfficientNet-B1", 4, None)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
+    variables = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes)
+    vit_jax.save_pretrained(tmp_path, model, variables, "timm")
+    pixels = {
+        "input_size": [3, 240, 240], "crop_pct": 0.882, "interpolation": "bicubic",
+        "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225],
+    }  # fmt: skip
+    config = {"architecture": "tf_efficientnet_b1", "num_classes": 4, "pretrained_cfg": pixels}
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["architecture"] == config["architecture"] and "width" not in written
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    pretrained = vit_jax.read_pretrained(tmp_path)
+    assert pretrained.model == model.clone(image_size=(240, 240))
+    assert pretrained.spec.cut == (0.882, "center", "bicubic")
+    assert pretrained.spec.mean == (0.485, 0.456, 0.406)
+    padded = json.dumps(config | {"architecture": "efficientnet_b1"})
+    (tmp_path / "config.json").write_text(padded)
+    with pytest.raises(InputError, match="efficientnet_b1 pads its images evenly"):
+        vit_jax.read_pretrained(tmp_path)
+    golden = load_file(golden / "timm_efficientnet.safetensors")
+    save_file(golden, tmp_path / "unknown.safetensors")
+    with pytest.raises(InputError, match="no published size of an EfficientNet; state the factors"):
+        vit_jax.read_pretrained(tmp_path / "unknown.safetensors")
