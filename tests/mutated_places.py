@@ -237,7 +237,8 @@ MUTATIONS = [
     M("vit_jax/transfer/resample.py", "num_pairs[..., None] * by_place", "by_place",
       "transfer/test_resample.py::"
       "test_offsets_are_the_mean_of_their_pairs_interpolated_in_the_image"),
-    M("vit_jax/transfer/rules.py", "elif found[name].shape != leaf.shape:\n            faults.append("
+    M("vit_jax/transfer/rules.py",
+      "elif found[name].shape != leaf.shape:\n            faults.append("
       "f\"{name}: {found[name].shape} in the source, {leaf.shape} in the model\")\n    if faults",
       "elif False:\n            faults.append(name)\n    if faults",
       "transfer/test_npz.py::test_misfits_are_one_error_naming_all"),
