@@ -16,6 +16,7 @@ from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import start_from
 from vit_jax.models.layers import unconstrained
+from vit_jax.training.teachers import place_teachers, read_teachers
 from vit_jax.transfer.rules import abstract_params, stack_layers, unstack_layers
 
 SIZE, B, C = (4, 8), 4, 5
@@ -100,6 +101,32 @@ def test_every_number_of_a_recipe_reaches_the_update(mesh):
     found, expected = tree.flatten_names(state.params), tree.flatten_names(params)
     for name, leaf in expected.items():
         np.testing.assert_allclose(found[name], leaf, atol=2e-5, err_msg=name)
+
+
+def test_a_teacher_is_laid_out_like_parameters(mesh):
+    """Eight devices take the step of one; a teacher's forward pass counts as work."""
+    config = small_config(scan=True, pool="gap", width=16)
+    supervised = make_experiment(config, mesh).flops_per_image
+    config.objective.name, config.objective.teacher = "distillation", "untrained:ViT-mu/2"
+    config.objective.mode, config.objective.features = "features", "pooled,tokens"
+    config.optimizer.name = "sgd"  # Adam would magnify rounding where a gradient is 0
+    teachers = read_teachers(config)
+    found = []
+    for where in (mesh, make_mesh(replica=1, data=2, fsdp=2, tensor=2)):
+        experiment = make_experiment(config, where, teachers=teachers)
+        with jax.set_mesh(where):
+            frozen = place_teachers(teachers, experiment.abstract_frozen)
+            batch = {
+                name: jax.device_put(leaf, experiment.abstract_batch[name].sharding)
+                for name, leaf in make_batch(0).items()
+            }
+            state, metrics = experiment.train_step(experiment.init(), batch, *frozen)
+            found.append(jax.device_get((state.params, metrics)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), *found)
+    kernel = tree.flatten_names(frozen)["0/0/params/encoder/layers/mlp/up/kernel"]
+    assert tuple(kernel.sharding.spec) == (None, "fsdp", "tensor")
+    assert experiment.num_params == sum(x.size for x in abstract_params(experiment.model).values())
+    assert experiment.flops_per_image > 1.3 * supervised
 
 
 def test_losses_and_model_fields_are_chosen_by_the_config(mesh):

@@ -17,6 +17,7 @@ from vit_jax import planning, tree
 from vit_jax.config import base_config
 from vit_jax.data.known import fill_in_sizes
 from vit_jax.devices.chips import CHIPS, find_slice
+from vit_jax.devices.flops import forward_macs
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.experiment.experiment import Experiment, make_experiment
@@ -29,6 +30,7 @@ from vit_jax.planning.search import find_remedies, largest_batch, search
 from vit_jax.planning.targets import Target, readable_mesh
 from vit_jax.training import prepare as run_module
 from vit_jax.training import train as train_module
+from vit_jax.training.teachers import abstract_teachers
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = "--config=configs/pretrain.py:ViT-B/16,imagenet21k,debug"
@@ -553,6 +555,23 @@ def test_first_line_is_by_calculation(monkeypatch, capsys):
     monkeypatch.setattr(calculated, "calculate_plan", plan)
     assert main(words) == 2
     assert capsys.readouterr().err.startswith("No quick answer by calculation")
+
+
+def test_a_teacher_needs_memory_and_work():
+    target = Target(find_slice("H100:1"), 1)
+    config = tiny_config()
+    plain = calculated.calculate_plan(config, target)
+    config.objective.name, config.objective.teacher = "distillation", "untrained:ViT-Ti/8"
+    taught = calculated.calculate_plan(config, target)
+    (teacher,) = abstract_teachers(config)
+    weights = sum(4 * leaf.size for leaf in jax.tree.leaves(teacher.variables))
+    assert plain["memory_bytes"]["teachers"] == 0
+    assert taught["memory_bytes"]["teachers"] == weights
+    more = taught["memory_bytes"]["peak"] - plain["memory_bytes"]["peak"]
+    assert more == weights
+    forward = 2 * forward_macs(teacher.model)
+    found = [figures["flops"]["model_per_image_by_jaxpr"] for figures in (plain, taught)]
+    assert found[1] - found[0] == forward
 
 
 def test_show_sharding(capsys):

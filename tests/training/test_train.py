@@ -35,6 +35,7 @@ from vit_jax.training.guards import NonFiniteError, check_finite
 from vit_jax.training.prepare import prepare
 from vit_jax.training.starts import clone_state
 from vit_jax.training.summary import Clock
+from vit_jax.training.teachers import check_class_order, read_teachers
 from vit_jax.training.train import train_and_evaluate
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -114,6 +115,40 @@ def test_ctrl_c_saves_and_every_start_is_recorded(tmp_path, monkeypatch, capsys)
     assert "config" not in second and second["command"]
     assert first["hardware"]["devices"] == 1 and first["software"]["jax"] == jax.__version__
     assert first["commit"] == second["commit"] and first["clean"] in (True, False, None)
+
+
+def test_a_run_learns_from_a_teacher(finished, tmp_path):
+    """Its adapters are saved and resumed, and left out where only the model counts."""
+    teacher, workdir = finished[0], tmp_path / "run"
+    config = make_config(
+        objective__name="distillation", objective__teacher=str(teacher),
+        objective__mode="features", duration="4 steps", schedule__warmup="1 steps",
+        checkpoint__every="2 steps", log__every="2 steps", evals__test__every="4 steps",
+    )  # fmt: skip
+    train_and_evaluate(config, workdir)
+    assert {"train/loss", "train/loss_label", "train/loss_pooled"} <= rows(workdir)[0].keys()
+    expected = final_checksums(workdir, 4)
+    assert "params/objective/adapter_0_0/kernel" in expected
+    assert "objective" not in load_pretrained(workdir)[1]["params"]
+    (recorded,) = json.loads((workdir / "teachers.json").read_text())
+    assert recorded["source"] == str(teacher) and len(recorded["digest"]) == 64
+
+    shutil.rmtree(workdir / "checkpoints/4")
+    (workdir / "summary.json").unlink()
+    train_and_evaluate(config, workdir)
+    assert final_checksums(workdir, 4) == expected
+    gone = read_config(epath.Path(workdir))
+    gone.objective.teacher = str(tmp_path / "gone")
+    assert evaluate(gone, epath.Path(workdir))["step"] == 4
+    other = [teacher._replace(class_names=tuple("1023456789")) for teacher in read_teachers(config)]
+    with pytest.raises(InputError, match=r"another order \(1, 0, 2, \.\.\. instead of 0, 1, 2"):
+        config.objective.mode = "hard"
+        check_class_order(config, other, tuple("0123456789"))
+    config.objective.mode = "features"
+    changed = json.dumps([recorded | {"digest": "0"}])
+    (workdir / "teachers.json").write_text(changed)
+    with pytest.raises(InputError, match="has other weights than when this run began"):
+        prepare(config, workdir)
 
 
 def test_what_git_says_of_a_clone(tmp_path):

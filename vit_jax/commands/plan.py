@@ -233,9 +233,10 @@ def run_table(figures: dict[str, Any]) -> Table:
 def memory_table(figures: dict[str, Any], per: str) -> Table:
     """Table of the memory of a device, called `per`, and of a host."""
     memory, table = figures["memory_bytes"], Table("", "bytes", title=f"Memory of a {per}")
-    for name in ("params", "optimizer", "ema", "other_state", "batch", "temporaries", "peak",
-                 "capacity", "margin"):  # fmt: skip
-        table.add_row(name, _bytes(memory[name]))
+    for name in ("params", "optimizer", "ema", "other_state", "teachers", "batch", "temporaries",
+                 "peak", "capacity", "margin"):  # fmt: skip
+        if name != "teachers" or memory[name]:
+            table.add_row(name, _bytes(memory[name]))
     table.add_row("fits", "yes" if memory["fits"] else f"no: {_bytes(-memory['margin'])} too much")
     table.add_row("host, at save", _bytes(figures["host_bytes_at_save"]))
     return table

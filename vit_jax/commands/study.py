@@ -71,7 +71,7 @@ def main(flags: argparse.Namespace) -> int:
 
     study, config, call = prepare_study(flags)
     metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    for member in study.members(config, {}):
+    for member in running.placed_members(study, config, call, {}):
         running.check_member(config, call, member)
     call.workdir.mkdir(parents=True, exist_ok=True)
     return running.conduct_study(study, config, call)

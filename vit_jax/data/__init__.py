@@ -20,6 +20,7 @@ from vit_jax.data.order import Order, check_order, make_order, pair_distance, re
 from vit_jax.data.picture_list import find_lists, picture_list
 from vit_jax.data.pipeline import eval_batches, host_batches, host_eval_batches, train_batches
 from vit_jax.data.prepared_tfds import BROKEN_LABELS, tfds_source
+from vit_jax.data.pseudo import pseudo, soften
 from vit_jax.data.sources import Source, digits, synthetic
 from vit_jax.data.subset import check_classes, give_channels, keep_classes, match_classes
 from vit_jax.data.tfds_readers import ON_DISK, check_reader
@@ -59,6 +60,7 @@ __all__ = [
     "parse_ops",
     "read_labels",
     "resolve_order",
+    "soften",
     "to_value_range",
     "train_batches",
 ]
@@ -68,6 +70,7 @@ SOURCES: dict[str, Callable[..., Source]] = {
     "digits": digits,
     "folder": folder,
     "list": picture_list,
+    "pseudo": lambda **keywords: pseudo(make_source, **keywords),
     "synthetic": synthetic,
     "unlabelled": unlabelled,
 }

@@ -27,7 +27,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"lora_a", ("fsdp", None)),
     (r"lora_b", (None, "tensor")),
     (r"head_hidden/kernel", ("fsdp", "tensor")),
-    (r"(head|head_distillation)/kernel", ("fsdp", None)),
+    (r"(head|head_distillation|adapter_\d+_\d+)/kernel", ("fsdp", None)),
     (r"embedding/kernel", (None, "fsdp")),
     # Kernels of convolutions, (h, w, in, out). In a unit the first two split their output channels
     # over tensor and the third sums over them; standardisation exchanges only means and variances.

@@ -43,8 +43,9 @@ def outputs(
     what: str,
     layer: int | None = None,
     progress: bool = True,
+    record_ids: np.ndarray | None = None,
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """The model's outputs for every record of `source`, in order.
+    """The model's outputs for the records of `source`, in order.
 
     Args:
       pretrained: the model, with an image size in its spec.
@@ -55,6 +56,7 @@ def outputs(
       layer: with "pooled", "patches" and "attention", the layer, from 0; None: the model's own
         output, after its final norm, and the last layer's weights.
       progress: whether to show a progress bar.
+      record_ids: int64 (n,), the records; None: all.
 
     Yields:
       (outputs, float32 (b, ...); {"mask", "label"}, each (b,)); the mask is 0 for a record that
@@ -81,10 +83,11 @@ def outputs(
         global_batch_size=batch_size,
         image_size=spec.image_size,
         sharding=batch_sharding(mesh),
+        record_ids=record_ids,
         consequence="features are NaN" if what in ("pooled", "patches") else "no prediction",
     )
-    total = -(-source.num_examples // batch_size)
-    left = source.num_examples
+    left = source.num_examples if record_ids is None else len(record_ids)
+    total = -(-left // batch_size)
     shown = {"total": total, "console": Console(stderr=True), "description": "images"}
     results = (
         (compute(params, model_state, batch["image"]), {k: batch[k] for k in ("mask", "label")})

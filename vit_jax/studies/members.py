@@ -21,15 +21,21 @@ _DIGITS = 16  # of the digest in a shortened name
 FINISHED, DIVERGED, FAILED, HANDED_OVER = "finished", "diverged", "failed", "handed over"
 
 
+WORKDIR = "{workdir}"  # in an override: the workdir of the study
+
+
 class Member(NamedTuple):
-    """A training run of a study.
+    """A training run of a study, or another command that writes WORKDIR/summary.json.
 
     name: name of its workdir, a folder in the workdir of the study.
     overrides: changes to the study's config, as after `--config.`: {"optimizer.peak_lr": "0.01"}.
+      `WORKDIR` in a value stands for the workdir of the study.
+    command: train, or label.
     """
 
     name: str
     overrides: Mapping[str, str]
+    command: str = "train"
 
 
 def name_member(text: str) -> str:

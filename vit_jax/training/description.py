@@ -45,6 +45,10 @@ def describe(run: Run) -> None:
             "global_batch_size=%d exceeds the %d examples: each batch repeats some of them",
             size, data_config.num_examples,
         )  # fmt: skip
+    for teacher in run.described_teachers:
+        logger.info(
+            "teacher: %s, a %s, weight %.3g", teacher["source"], teacher["model"], teacher["weight"]
+        )
     logger.info(
         "model: %s, %s parameters%s, %.3g GFLOP per image forward and backward; "
         "state %s per device",

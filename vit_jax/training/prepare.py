@@ -1,8 +1,11 @@
 """The parts of a run, checked against files and devices before anything is written."""
 
+import copy
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from etils import epath
@@ -21,6 +24,7 @@ from vit_jax.errors import Faults, collect_faults
 from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
 from vit_jax.evaluators.declared import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
+from vit_jax.objectives.contract import Teacher
 from vit_jax.training.agreement import compare_requests
 from vit_jax.training.decided import decide, keep_class_weights, take_fields
 from vit_jax.training.layout import ChooseLayout, settle_layout
@@ -31,6 +35,12 @@ from vit_jax.training.sources import (
     data_fingerprint,
     open_sources,
     training_order,
+)
+from vit_jax.training.teachers import (
+    check_class_order,
+    check_same_teachers,
+    describe_teachers,
+    read_teachers,
 )
 from vit_jax.training.timetable import Timetable
 from vit_jax.training.workdir import check_store, check_unchanged, check_writable, continue_run
@@ -54,6 +64,7 @@ class Run:
     timetable: the steps at which the run logs, evaluates and saves.
     initial_params: {leaf name: array} from `init_from`; None if it is not used.
     initial_model_state: {name: array} from `init_from`, such as batch statistics.
+    teachers: the frozen models that the objective learns from.
     """
 
     config: ConfigDict
@@ -68,11 +79,17 @@ class Run:
     timetable: Timetable
     initial_params: Mapping[str, np.ndarray] | None = None
     initial_model_state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    teachers: tuple[Teacher, ...] = ()
 
     def fingerprint_by(self, version: int) -> str:
         """Fingerprint of the training data by version `version` of the rule."""
         assert self.train_source is not None
         return data_fingerprint(self.config, self.train_source, version)
+
+    @functools.cached_property
+    def described_teachers(self) -> list[dict[str, Any]]:
+        """Source, weight and digest of every teacher."""
+        return describe_teachers(self.teachers)
 
     @property
     def fingerprint(self) -> dict[str, str | int]:
@@ -116,6 +133,7 @@ def prepare(
     balanced = config.loss.class_weights == "balanced"
     config, preprocessing, sources = _open_data(config, workdir, training, faults)
     assert mesh is not None
+    teachers: tuple[Teacher, ...] = ()
     if training:
         config = decide(config)
         if balanced and is_begun:
@@ -124,8 +142,13 @@ def prepare(
             config = settle_layout(config, mesh, workdir, choose_layout)
             mesh = _mesh_of_layout(config)
         check_unchanged(config, workdir)
+        teachers = read_teachers(config)
+        check_same_teachers(workdir, describe_teachers(teachers))
+        classes = sources[config_lib.train_split(config)].class_names
+        check_class_order(config, teachers, classes)
     train_source = sources.get(config_lib.train_split(config)) if training else None
-    experiment = make_experiment(config, mesh, preprocessing)
+    step_config = config if training else _without_teachers(config)
+    experiment = make_experiment(step_config, mesh, preprocessing, teachers)
     check_outputs(config, experiment.model, preprocessing.image_size)
     evaluators = make_evaluators(config, preprocessing, experiment.model, mesh, sources)
     if training:
@@ -142,6 +165,7 @@ def prepare(
         evaluators=evaluators,
         timetable=Timetable(experiment.durations),
         **_first_weights(config, experiment, pretrained),
+        teachers=teachers,
     )
 
 
@@ -182,6 +206,15 @@ def _adopt_settings(
     if not is_begun:  # a resumed run keeps its own rule
         config = faults.check(adopt_holdout, config, pretrained) or config
     return faults.check(take_fields, config, pretrained) or config
+
+
+def _without_teachers(config: ConfigDict) -> ConfigDict:
+    """`config` with a supervised objective where its own has teachers, which evaluation lacks."""
+    if config.objective.teacher is None:
+        return config
+    config = copy.deepcopy(config)
+    config.objective.update(config_lib.default_config().objective.to_dict())
+    return config
 
 
 def check_mesh(config: ConfigDict, faults: Faults) -> Mesh | None:
