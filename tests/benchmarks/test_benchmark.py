@@ -90,11 +90,11 @@ def test_input_figures_are_consistent(tmp_path, one_short_round):
         PIL.Image.new("RGB", (24, 20), (10 * i, 0, 0)).save(path)
     c = tiny_config()
     c.data.name, c.data.data_dir, c.data.num_classes = "folder", str(tmp_path), None
-    c.data.num_examples, c.data.ops = None, "inception_crop|flip"
+    c.data.num_examples, c.data.ops = None, "scaled_inception_crop|flip"
     figures = measure_input(c)
     assert (figures["data"], figures["rows"], figures["images"]) == ("folder", 8, 16)
     ms = figures["cpu_ms_per_image"]
-    assert list(ms) == ["pipeline", "decode", "fused_float32", "unfused_float32"]
+    assert list(ms) == ["pipeline", "full_size", "decode", "fused_float32", "unfused_float32"]
     assert all(0 < figure["min"] <= figure["max"] for figure in ms.values())
     for name in list(ms)[1:]:
         assert (

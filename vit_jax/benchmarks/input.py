@@ -30,6 +30,7 @@ def measure_input(config: ConfigDict) -> dict[str, Any]:
     records, with JPEGs in memory:
 
     decode: decodes the whole image and does nothing else.
+    full_size: the pipeline without scaling of JPEGs, if the ops scale them.
     fused_float32, unfused_float32: a bilinear Inception crop, a random flip, and normalisation to
       float32 in [-1, 1], all on the host; the fused one decodes only the window.
 
@@ -87,6 +88,11 @@ def _batch_makers(
             data.host_batches, source, host_ops, image_size=image_size, **where
         )
     }
+    full_size = data.at_full_size(host_ops)
+    if source.encoded and not data.do_the_same(host_ops, full_size):
+        makers["full_size"] = functools.partial(
+            data.host_batches, source, full_size, image_size=image_size, **where
+        )
     if source.encoded:
         for name, load in {
             "decode": lambda image, key: tf.shape(to_pixels(image)),
