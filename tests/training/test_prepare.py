@@ -274,6 +274,22 @@ def test_a_run_keeps_the_spelling_of_its_ops(tmp_path, caplog):
     assert resumed.evals.test.ops == "resize_small(10)|central_crop"
 
 
+def test_a_run_keeps_its_number_of_microbatches_or_what_its_devices_allow(tmp_path):
+    config = make_config()
+    config.global_batch_size, config.duration = 16, "1 steps"
+    config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
+    recorded = prepare(config, tmp_path / "new").config
+    assert recorded.optimizer.accum_steps == 1  # of small activations
+    for number, kept in ((2, 2), (8, 2)):  # each of 8 devices has 2 rows
+        recorded.optimizer.accum_steps = number
+        (tmp_path / "config.json").write_text(to_json(recorded))
+        assert prepare(config, tmp_path).config.optimizer.accum_steps == kept
+    prepare(recorded, tmp_path, training=False)  # 8 parts of 2 rows are none of its concern
+    config.optimizer.accum_steps = 1
+    with pytest.raises(InputError, match=r"optimizer\.accum_steps: was 8, now 1"):
+        prepare(config, tmp_path)
+
+
 def test_a_run_that_decoded_at_full_size_goes_on_so(caplog):
     older = make_config(test=check(ops="decode|resize"))
     older.data.image_size, older.data.ops = 8, "inception_crop(area_min=0.3)|flip"

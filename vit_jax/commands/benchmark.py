@@ -26,6 +26,7 @@ from vit_jax.commands.flags import (
     print_config,
     require_flags,
 )
+from vit_jax.config import num_microbatches
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh, start_backend
 from vit_jax.errors import InputError, nearest
 from vit_jax.job import exit_codes
@@ -47,12 +48,14 @@ def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any
     """Run `benchmarks.step.measure_step` for `flags.steps` steps."""
     from vit_jax.benchmarks import step
     from vit_jax.data.known import fill_in_sizes
+    from vit_jax.experiment.microbatches import settle_microbatches
     from vit_jax.training.decided import decide
 
     config = decide(fill_in_sizes(config))
     mesh = make_mesh(**{axis: size for axis, size in config.mesh.items() if axis != "platform"})
     check_batch_size(mesh, config.global_batch_size, "global_batch_size")
-    check_accum_steps(mesh, config.global_batch_size, config.optimizer.accum_steps)
+    check_accum_steps(mesh, config.global_batch_size, num_microbatches(config))
+    config = settle_microbatches(config, mesh)
     return step.measure_step(config, mesh, num_steps=flags.steps)
 
 

@@ -21,6 +21,7 @@ from vit_jax.errors import Faults, collect_faults
 from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
 from vit_jax.evaluators.declared import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
+from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.training.agreement import compare_requests
 from vit_jax.training.decided import decide, keep_class_weights, take_fields
 from vit_jax.training.layout import ChooseLayout, settle_layout
@@ -101,10 +102,12 @@ def prepare(
       InputError: names the key.
     """
     workdir, faults = files.absolute(workdir), Faults()
+    chooses_microbatches = config.optimizer.accum_steps is None
     if training:
         config = continue_run(config, workdir)
     is_begun = (workdir / "config.json").exists()
-    mesh = check_mesh(config, faults)
+    checks_microbatches = training and not chooses_microbatches
+    mesh = check_mesh(config, faults, checks_microbatches)
     faults.check(check_writable if training else check_store, workdir)
     if training and config.log.wandb is not None:
         faults.check(metrics.check_installed, config.log.wandb)
@@ -132,10 +135,13 @@ def prepare(
             config = keep_class_weights(config, read_config(workdir))
         if config.auto and choose_layout is not None:
             config = settle_layout(config, mesh, workdir, choose_layout)
-            mesh = check_mesh(config, faults)
+            mesh = check_mesh(config, faults, checks_microbatches)
             collect_faults(faults)
             assert mesh is not None
-        check_unchanged(config, workdir)
+        if chooses_microbatches:
+            config = settle_microbatches(config, mesh)
+        free = ("optimizer.accum_steps",) if chooses_microbatches else ()
+        check_unchanged(config, workdir, free)
     train_source = sources.get(config_lib.train_split(config)) if training else None
     experiment = make_experiment(config, mesh, preprocessing)
     check_outputs(config, experiment.model, preprocessing.image_size)
@@ -166,14 +172,18 @@ def _adopt_settings(
     return faults.check(take_fields, config, pretrained) or config
 
 
-def check_mesh(config: ConfigDict, faults: Faults) -> Mesh | None:
-    """The mesh of the config, or None if it is invalid; checks that batches divide over it."""
+def check_mesh(config: ConfigDict, faults: Faults, checks_microbatches: bool = True) -> Mesh | None:
+    """The mesh of the config, or None if it is invalid; checks that batches divide over it.
+
+    `checks_microbatches`: whether `optimizer.accum_steps` must divide them too.
+    """
     axes = {axis: size for axis, size in config.mesh.items() if axis != "platform"}
     mesh = faults.check(make_mesh, **axes)
     if mesh is not None:
         faults.check(check_batch_size, mesh, config.global_batch_size, "global_batch_size")
-        accum_steps = config.optimizer.accum_steps
-        faults.check(check_accum_steps, mesh, config.global_batch_size, accum_steps)
+        if checks_microbatches:
+            accum_steps = config_lib.num_microbatches(config)
+            faults.check(check_accum_steps, mesh, config.global_batch_size, accum_steps)
         for name, entry in config.evals.items():
             if entry.batch_size is not None:
                 faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 from etils import epath
@@ -66,12 +66,16 @@ def continue_run(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
     return keep_ops(config, stored)
 
 
-def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
-    """Raise InputError if the run in `workdir` has other settings; warn if evaluators differ."""
+def check_unchanged(config: ConfigDict, workdir: epath.Path, free: Sequence[str] = ()) -> None:
+    """Raise InputError if the run in `workdir` has other settings; warn if evaluators differ.
+
+    `free`: keys that may differ.
+    """
     if not (workdir / "config.json").exists():
         return
     stored = read_config(workdir)
     changed = changed_keys(stored, config)
+    changed = {key: values for key, values in changed.items() if key not in free}
     of_end = {key: changed.pop(key) for key in KEYS_OF_THE_END if key in changed}
     faults = say_changes(changed)
     if of_end and not faults:
