@@ -45,7 +45,7 @@ MUTATIONS = [
       "data/test_host_ops.py::test_torchvision_crop_rounds_halves_to_even"),
     M("vit_jax/data/host_ops.py", "maxval=2 * padding + 1", "maxval=2 * padding",
       "data/test_host_ops.py::test_pad_crop_takes_every_window"),
-    M("vit_jax/data/host_ops.py", '"INTEGER_ACCURATE"', '"INTEGER_FAST"',
+    M("vit_jax/data/jpeg.py", '"INTEGER_ACCURATE"', '"INTEGER_FAST"',
       "data/test_host_ops.py::test_decode_agrees_with_pil"),
     M("vit_jax/data/augment.py", "darker + step // 2", "darker",
       "data/test_augment.py::test_operation_agrees_with_pil"),

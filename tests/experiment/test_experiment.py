@@ -1,5 +1,7 @@
 """From config to experiment: every key takes effect."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from vit_jax.errors import InputError
 from vit_jax.experiment import experiment as experiment_lib
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.experiment import make_experiment
+from vit_jax.experiment.microbatches import choose_accum_steps
 from vit_jax.experiment.state import start_from
 from vit_jax.models.layers import unconstrained
 from vit_jax.training.teachers import place_teachers, read_teachers
@@ -294,6 +297,25 @@ def test_microbatches_on_many_devices_and_on_one(mesh, name, devices):
     assert metrics.keys() == expected_metrics.keys()
     for key, value in expected_metrics.items():
         assert metrics[key] == pytest.approx(value, rel=1e-4), key
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "rows", "chosen"),
+    [
+        ("ViT-Ti/16", "cpu", 32, 8),
+        ("ViT-S/16", "cpu", 16, 8),
+        ("ViT-S/16", "cpu", 9, 9),  # two rows a part would do, but 2 does not divide 9
+        ("ViT-L/16", "cpu", 4, 4),
+        ("ViT-mu/16", "cpu", 8, 1),
+        ("BiT-R50x1", "cpu", 32, 1),
+        ("ViT-S/16", "tpu", 16, 1),
+    ],
+)
+def test_parts_of_a_batch_stay_in_the_cache_of_a_cpu(name, platform, rows, chosen):
+    config = small_config(width=None, depth=None, mlp_dim=None, num_heads=None)
+    config.model.name, config.data.image_size = name, 224
+    devices = np.array([types.SimpleNamespace(platform=platform)])
+    assert choose_accum_steps(config, types.SimpleNamespace(devices=devices), rows) == chosen
 
 
 @pytest.mark.parametrize(

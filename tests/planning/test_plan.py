@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from vit_jax import planning, tree
-from vit_jax.config import base_config
+from vit_jax.config import base_config, num_microbatches
 from vit_jax.data.known import fill_in_sizes
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.devices.flops import forward_macs
@@ -31,6 +31,8 @@ from vit_jax.planning.targets import Target, readable_mesh
 from vit_jax.training import prepare as run_module
 from vit_jax.training import train as train_module
 from vit_jax.training.teachers import abstract_teachers
+
+pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = "--config=configs/pretrain.py:ViT-B/16,imagenet21k,debug"
@@ -190,7 +192,7 @@ def eight_gpus(**changes):
     config, target = tiny_config(**changes), Target(find_slice("H100:8"))
     mesh = planning.targets.plan_mesh(config, target)
     experiment = make_experiment(config, mesh)
-    accum_steps = config.optimizer.accum_steps
+    accum_steps = num_microbatches(config)
     rows = calculated.collective_table(experiment, mesh.shape, target, 8, accum_steps)
     return experiment, {(row["kind"], *row["axes"]): row["bytes"] for row in rows}
 
@@ -377,7 +379,7 @@ def linear(monkeypatch):
         data, fsdp = config.mesh.data, config.mesh.fsdp
         data = 4 // fsdp if data == -1 else data
         images = config.global_batch_size // 4
-        micro = images // config.optimizer.accum_steps
+        micro = images // num_microbatches(config)
         temporaries = int(micro * GIB * {"none": 1, "dots": 0.5, "full": 0.25}[remat])
         state = 8 * GIB // fsdp
         peak, capacity = state + temporaries, 15 * GIB

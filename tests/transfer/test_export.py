@@ -372,7 +372,7 @@ def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_s
 
 @pytest.mark.parametrize("side", [224, 384])
 def test_a_cut_resizes_to_the_run_s_pixel(side):
-    cut = _cut("decode|resize_small(crop=0.875)|central_crop", (side, side))
+    cut = _cut("scaled_decode(crop=0.875)|resize_small(crop=0.875)|central_crop", (side, side))
     assert cut.resized((side, side)) == (round(side / 0.875),) * 2
 
 

@@ -29,6 +29,7 @@ def measure_step(
     mesh: Mesh,
     *,
     num_steps: int | None = None,
+    num_rounds: int | None = None,
     matmul_size: int = MATMUL_SIZE,
 ) -> dict[str, Any]:
     """Compile and run the training step of `config` on a synthetic batch on the devices.
@@ -40,7 +41,9 @@ def measure_step(
     Args:
       config: with `data.num_classes` and `data.num_examples` set; no data are read.
       mesh: the mesh of the devices.
-      num_steps: number of steps to time; None runs for 20 seconds, at least 5 steps.
+      num_steps: number of steps to time; None runs for 20 seconds, at least 5 steps, and at least
+        one a round.
+      num_rounds: rounds into which the steps are divided; None: at most 10.
       matmul_size: rows and columns of the matrices.
 
     Returns:
@@ -51,8 +54,9 @@ def measure_step(
     with jax.set_mesh(mesh):
         take_steps, compile_s, memory = _compile_steps(experiment, config.data.num_classes)
         take_steps(_WARM_UP_STEPS)
-        num_steps = _steps_in_budget(take_steps) if num_steps is None else num_steps
-        num_rounds = min(num_steps, _NUM_ROUNDS)
+        if num_steps is None:
+            num_steps = max(_steps_in_budget(take_steps), num_rounds or 1)
+        num_rounds = min(num_steps, num_rounds or _NUM_ROUNDS)
         images = config.global_batch_size * (num_steps // num_rounds)
         calls = {"steps": lambda: take_steps(num_steps // num_rounds)}
         if on_cpu := mesh.devices.flat[0].platform == "cpu":

@@ -167,7 +167,9 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.optimizer.freeze = placeholder(str)  # regex, e.g. encoder/layer_0/.*; None: nothing
     # Train only so many last layers and what follows them, by setting `freeze`; None: all.
     c.optimizer.last_layers = placeholder(int)
-    c.optimizer.accum_steps = 1  # microbatches whose gradients are summed before an update
+    # Microbatches whose gradients are summed before an update. None: chosen when the run starts, as
+    # 1, or on CPUs so that the activations of a microbatch stay in the cache.
+    c.optimizer.accum_steps = placeholder(int)
     c.optimizer.ema_decay = placeholder(float)  # running average of the parameters; None: off
 
     c.schedule = ConfigDict()
@@ -436,4 +438,10 @@ def optimizer_fields(config: ConfigDict) -> dict[str, Any]:
 
 def step_fields(config: ConfigDict) -> dict[str, Any]:
     """Keyword arguments for `make_train_step` from the config."""
-    return {k: config.optimizer[k] for k in ("accum_steps", "ema_decay", "freeze")}
+    fields = {k: config.optimizer[k] for k in ("ema_decay", "freeze")}
+    return fields | {"accum_steps": num_microbatches(config)}
+
+
+def num_microbatches(config: ConfigDict) -> int:
+    """`optimizer.accum_steps`; 1 while it is not chosen."""
+    return 1 if config.optimizer.accum_steps is None else config.optimizer.accum_steps

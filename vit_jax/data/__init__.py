@@ -15,7 +15,7 @@ from vit_jax.data.image_files import unlabelled
 from vit_jax.data.image_folder import FOLDER_RULES, check_holdout, find_layout, folder
 from vit_jax.data.labels import count_labels, read_labels
 from vit_jax.data.mixture import concatenate, held_alike, parse_mix
-from vit_jax.data.ops import OPS, check_crops, parse_ops
+from vit_jax.data.ops import OPS, at_full_size, check_crops, do_the_same, parse_ops
 from vit_jax.data.order import Order, check_order, make_order, pair_distance, resolve_order
 from vit_jax.data.picture_list import find_lists, picture_list
 from vit_jax.data.pipeline import eval_batches, host_batches, host_eval_batches, train_batches
@@ -36,6 +36,7 @@ __all__ = [
     "SOURCES",
     "Order",
     "Source",
+    "at_full_size",
     "check_classes",
     "check_crops",
     "check_holdout",
@@ -43,6 +44,7 @@ __all__ = [
     "check_reader",
     "concatenate",
     "count_labels",
+    "do_the_same",
     "eval_batches",
     "find_layout",
     "held_alike",

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import tree
-from vit_jax.config import model_fields, optimizer_fields, step_fields
+from vit_jax.config import model_fields, num_microbatches, optimizer_fields, step_fields
 from vit_jax.data import (
     check_order,
     make_device_transform,
@@ -374,7 +374,7 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         "several; set --config.loss.name=sigmoid",
     )
     faults.check(make_optimizer, **optimizer_fields(config), schedule=lambda step: 0.0)
-    accum_steps, size = config.optimizer.accum_steps, config.global_batch_size
+    accum_steps, size = num_microbatches(config), config.global_batch_size
     faults.check(check_step, accum_steps, config.optimizer.ema_decay)
     faults.need(
         size is None or accum_steps < 1 or size % accum_steps == 0,

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
 from vit_jax import tree
+from vit_jax.config import num_microbatches
 from vit_jax.devices.chips import GPUS_PER_HOST
 from vit_jax.devices.mesh import AXES, BATCH_AXES
 from vit_jax.experiment.experiment import Experiment
@@ -47,7 +48,7 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     mesh = plan_mesh(config, target, describe_devices(target))
     experiment = planned_experiment(config, mesh)
     figures = describe(config, target, mesh, experiment, _scanned(config, mesh))
-    images, accum_steps = figures["images_per_way"], config.optimizer.accum_steps
+    images, accum_steps = figures["images_per_way"], num_microbatches(config)
     state = state_bytes(experiment)
     activations = images * activation_bytes(experiment.model)
     return figures | {
@@ -84,7 +85,7 @@ def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
     mesh = plan_mesh(config, target, describe_devices(target))
     experiment = planned_experiment(config, mesh)
     images = config.global_batch_size // batch_ways(mesh.shape)
-    activations = images * activation_bytes(experiment.model) // config.optimizer.accum_steps
+    activations = images * activation_bytes(experiment.model) // num_microbatches(config)
     return _memory(state_bytes(experiment), activations, target)
 
 

@@ -24,6 +24,7 @@ from vit_jax.errors import Faults, collect_faults
 from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
 from vit_jax.evaluators.declared import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
+from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.objectives.contract import Teacher
 from vit_jax.training.agreement import compare_requests
 from vit_jax.training.decided import decide, keep_class_weights, take_fields
@@ -120,9 +121,11 @@ def prepare(
       InputError: names the key.
     """
     workdir, faults = files.absolute(workdir), Faults()
+    chooses_microbatches = config.optimizer.accum_steps is None
     if training:
         config = continue_run(config, workdir)
-    mesh = check_mesh(config, faults)
+    checks_microbatches = training and not chooses_microbatches
+    mesh = check_mesh(config, faults, checks_microbatches)
     resumes = _check_workdir(config, workdir, training, faults)
     is_begun = (workdir / "config.json").exists()
     faults.check(check_convention, config.init_resize, "init_resize")
@@ -140,8 +143,10 @@ def prepare(
             config = keep_class_weights(config, read_config(workdir))
         if config.auto and choose_layout is not None:
             config = settle_layout(config, mesh, workdir, choose_layout)
-            mesh = _mesh_of_layout(config)
-        check_unchanged(config, workdir)
+            mesh = _mesh_of_layout(config, checks_microbatches)
+        if chooses_microbatches:
+            config = settle_microbatches(config, mesh)
+        check_unchanged(config, workdir, ("optimizer.accum_steps",) * chooses_microbatches)
         teachers = read_teachers(config)
         check_same_teachers(workdir, describe_teachers(teachers))
         classes = sources[config_lib.train_split(config)].class_names
@@ -217,24 +222,28 @@ def _without_teachers(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def check_mesh(config: ConfigDict, faults: Faults) -> Mesh | None:
-    """The mesh of the config, or None if it is invalid; checks that batches divide over it."""
+def check_mesh(config: ConfigDict, faults: Faults, checks_microbatches: bool = True) -> Mesh | None:
+    """The mesh of the config, or None if it is invalid; checks that batches divide over it.
+
+    `checks_microbatches`: whether `optimizer.accum_steps` must divide them too.
+    """
     axes = {axis: size for axis, size in config.mesh.items() if axis != "platform"}
     mesh = faults.check(make_mesh, **axes)
     if mesh is not None:
         faults.check(check_batch_size, mesh, config.global_batch_size, "global_batch_size")
-        accum_steps = config.optimizer.accum_steps
-        faults.check(check_accum_steps, mesh, config.global_batch_size, accum_steps)
+        if checks_microbatches:
+            accum_steps = config_lib.num_microbatches(config)
+            faults.check(check_accum_steps, mesh, config.global_batch_size, accum_steps)
         for name, entry in config.evals.items():
             if entry.batch_size is not None:
                 faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
     return mesh
 
 
-def _mesh_of_layout(config: ConfigDict) -> Mesh:
+def _mesh_of_layout(config: ConfigDict, checks_microbatches: bool) -> Mesh:
     """The mesh of a layout that was chosen under `auto`; raises InputError if it is invalid."""
     faults = Faults()
-    mesh = check_mesh(config, faults)
+    mesh = check_mesh(config, faults, checks_microbatches)
     collect_faults(faults)
     assert mesh is not None
     return mesh

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 from etils import epath
@@ -16,7 +16,7 @@ from vit_jax.config import changed_evals, changed_keys, say_changes
 from vit_jax.config.plugins import store_plugins
 from vit_jax.config.stored import continue_older, read_config, to_json
 from vit_jax.data import Source
-from vit_jax.data.preprocessing import keep_spelling
+from vit_jax.data.preprocessing import keep_ops
 from vit_jax.errors import InputError, collect_faults
 from vit_jax.files import check_folder, write_whole
 from vit_jax.job import processes
@@ -53,8 +53,8 @@ def continue_run(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
     """`config`, adapted to resume the run in `workdir`, if there is one.
 
     Keeps the behaviour of the older version that started the run (`continue_older`), what its
-    source and its data decided (`take_decided`), and the run's spelling of equivalent ops, since
-    ops are part of its identity.
+    source and its data decided (`take_decided`), and the run's ops where a recipe changed only
+    their spelling or how JPEGs are decoded, since ops are part of its identity.
 
     Raises:
       InputError: config.json has a newer format or is damaged.
@@ -63,15 +63,19 @@ def continue_run(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
         return config
     stored = read_config(workdir)
     config = take_decided(continue_older(config, workdir), stored)
-    return keep_spelling(config, stored)
+    return keep_ops(config, stored)
 
 
-def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
-    """Raise InputError if the run in `workdir` has other settings; warn if evaluators differ."""
+def check_unchanged(config: ConfigDict, workdir: epath.Path, free: Sequence[str] = ()) -> None:
+    """Raise InputError if the run in `workdir` has other settings; warn if evaluators differ.
+
+    `free`: keys that may differ.
+    """
     if not (workdir / "config.json").exists():
         return
     stored = read_config(workdir)
     changed = changed_keys(stored, config)
+    changed = {key: values for key, values in changed.items() if key not in free}
     of_end = {key: changed.pop(key) for key in KEYS_OF_THE_END if key in changed}
     faults = say_changes(changed)
     if of_end and not faults:
