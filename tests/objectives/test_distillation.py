@@ -20,9 +20,9 @@ from vit_jax.objectives.contract import Setting, Teacher
 from vit_jax.objectives.distillation import (
     as_seen_by,
     check_distillation,
-    parse_features,
     parse_teachers,
 )
+from vit_jax.objectives.features import parse_features
 from vit_jax.objectives.supervised import make_loss
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden/loss_deit.npz")

@@ -172,22 +172,15 @@ def make_experiment(
 ) -> Experiment:
     """Build the experiment of a config with known `data.num_classes` and `data.num_examples`.
 
-    Args:
-      config: resolved.
-      mesh: of the devices.
-      preprocessing: the config's, if it has been parsed already.
-      teachers: those of the objective, with arrays or their shapes.
+    `preprocessing`: the config's, if it has been parsed already. `teachers`: those of the
+    objective, with arrays or their shapes.
 
     Raises:
       InputError: for faults that `validation.validate` cannot find.
     """
-    if None in (config.data.num_classes, config.data.num_examples):
-        raise ValueError(
-            "the config is not resolved: data.num_classes or data.num_examples is None"
-        )
+    assert None not in (config.data.num_classes, config.data.num_examples), "not resolved"
     image_size, _, device_ops, _ = preprocessing or parse_preprocessing(config)
-    durations = parse_durations(config)
-    model = make_model(config, image_size, mesh)
+    durations, model = parse_durations(config), make_model(config, image_size, mesh)
     schedule = make_config_schedule(config, durations)
     tx = make_optimizer(**optimizer_fields(config), schedule=schedule)
     objective = _make_objective(config, model, mesh, teachers)
@@ -195,15 +188,13 @@ def make_experiment(
     step = step_fields(config)
     check_microbatches(model, config.model.name, step["accum_steps"])
 
-    with_ema = config.optimizer.ema_decay is not None
-    one_image = with_known(model, forms=PLAIN)  # which kernels do not split over devices
     init = functools.partial(
         init_state,
-        one_image,
+        with_known(model, forms=PLAIN),  # of one image, which kernels do not split over devices
         tx,
         image_size,
         config.seed,
-        with_ema=with_ema,
+        with_ema=config.optimizer.ema_decay is not None,
         init_objective=objective.init,
     )
     with jax.set_mesh(mesh):

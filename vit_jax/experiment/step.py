@@ -10,7 +10,7 @@ from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.errors import collect_faults
 from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
-from vit_jax.objectives.contract import Objective, PlainObjective, at_least_one
+from vit_jax.objectives.contract import Objective, ObjectiveOutput, PlainObjective, at_least_one
 from vit_jax.tree import Batch, ModelState, PyTree
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
@@ -80,13 +80,7 @@ def make_train_step(
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
 
-        weight = at_least_one(sums.weight_sum)
-        metrics = {name: total / weight for name, total in sums.metric_sums.items()}
-        metrics |= {f"loss_{name}": term.mean for name, term in sums.terms.items()}
-        metrics |= {
-            "loss": sums.plus_terms(sums.loss_sum / weight),
-            "grad_norm": optax.tree.norm(grads),
-        }
+        metrics = metrics_of(sums) | {"grad_norm": optax.tree.norm(grads)}
         metrics["masked"] = (1.0 - batch["mask"]).sum()
         averages = {}
         if ema_decay is not None:
@@ -102,6 +96,14 @@ def make_train_step(
         return state, metrics
 
     return train_step
+
+
+def metrics_of(sums: ObjectiveOutput) -> Metrics:
+    """The metrics, the loss, and its further terms as `loss_NAME`."""
+    weight = at_least_one(sums.weight_sum)
+    metrics = {name: total / weight for name, total in sums.metric_sums.items()}
+    metrics |= {f"loss_{name}": term.mean for name, term in sums.terms.items()}
+    return metrics | {"loss": sums.plus_terms(sums.loss_sum / weight)}
 
 
 def average(

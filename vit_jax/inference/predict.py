@@ -66,10 +66,9 @@ def outputs(
       InputError: if the model has no such layer, no attention, or no fixed image size.
     """
     check_size(pretrained)
-    spec = pretrained.spec
+    spec, variables = pretrained.spec, pretrained.variables
     mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
     check_batch_size(mesh, batch_size, "--batch_size")
-    variables = pretrained.variables
     params, model_state = variables["params"], {k: variables[k] for k in variables if k != "params"}
     if layer is not None:
         layer = layers.check_layer(pretrained.model, params, spec.image_size, layer, model_state)
@@ -87,11 +86,10 @@ def outputs(
         consequence="features are NaN" if what in ("pooled", "patches") else "no prediction",
     )
     left = source.num_examples if record_ids is None else len(record_ids)
-    total = -(-left // batch_size)
-    shown = {"total": total, "console": Console(stderr=True), "description": "images"}
+    shown = {"total": -(-left // batch_size), "console": Console(stderr=True)}
     results = (
         (compute(params, model_state, batch["image"]), {k: batch[k] for k in ("mask", "label")})
-        for batch in track(batches, **shown, disable=not progress)
+        for batch in track(batches, "images", **shown, disable=not progress)
     )
     for found, rest in fetch(results):
         kept = min(left, batch_size)

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.fields import with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
-from vit_jax.models.watched import Outputs, as_map, watch
+from vit_jax.models.watched import Outputs, watch
 from vit_jax.objectives.contract import (
     Objective,
     ObjectiveOutput,
@@ -33,28 +33,13 @@ from vit_jax.objectives.contract import (
     Teacher,
     Term,
 )
+from vit_jax.objectives.features import DISTANCES, Features, parse_features
 from vit_jax.objectives.forward import apply_in_training
 from vit_jax.objectives.supervised import LossFn, hits, softmax_loss
-from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
+from vit_jax.tree import OBJECTIVE, Batch, Params
 
 MODES = ("hard", "soft", "features")
-DISTANCES = ("cosine", "smooth_l1")
 Taught = tuple[Any, Outputs]  # a teacher's logits, or features without a head, and its outputs
-
-_BETA = 2.0  # of the smooth L1 distance: quadratic up to it, then linear
-_EPS = 1e-6  # of the normalisation of a teacher's features
-
-
-class Pair(NamedTuple):
-    """An output of the student and the teachers' output that it learns.
-
-    name: of the term of the loss.
-    student, teacher: "pooled", "tokens", or the number of a layer, negative from the end.
-    """
-
-    name: str
-    student: str | int
-    teacher: str | int
 
 
 def parse_teachers(text: str | None) -> dict[str, float]:
@@ -82,29 +67,6 @@ def parse_teachers(text: str | None) -> dict[str, float]:
             "the name of published weights"
         )
     return {source: weight / sum(found.values()) for source, weight in found.items()}
-
-
-def parse_features(text: str) -> list[Pair]:
-    """The pairs in `objective.features`, such as "pooled, tokens, 5:11".
-
-    Raises:
-      InputError: an entry has another form, or comes twice.
-    """
-    pairs = []
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        match = re.fullmatch(r"(-?\d+)\s*:\s*(-?\d+)", entry)
-        if match is None and entry not in ("pooled", "tokens"):
-            raise InputError(
-                f"objective.features={text!r}: {entry!r} is none of pooled, tokens, and two layers "
-                "such as 5:11, the student's first"
-            )
-        pair = Pair(entry, entry, entry)
-        if match is not None:
-            pair = Pair(f"layer_{match[1]}", int(match[1]), int(match[2]))
-        pairs.append(pair)
-    if not pairs or len({pair.name for pair in pairs}) < len(pairs):
-        raise InputError(f"objective.features={text!r}: needs different outputs of the student")
-    return pairs
 
 
 def check_distillation(
@@ -187,53 +149,71 @@ def make_distillation(
     Raises:
       InputError: a teacher does not fit the student.
     """
-    teachers = setting.teachers
-    learner: _Logits | _Features
+    learner: _Logits | Features
     if mode == "features":
-        learner = _Features(model, teachers, parse_features(features), distance)
+        learner = Features(model, setting.teachers, parse_features(features), distance)
     else:
-        learner = _Logits(model, teachers, mode, temperature)
-    learns_labels = needs_labels(weight)
+        learner = _Logits(model, setting.teachers, mode, temperature)
+    distillation = _Distillation(model, loss, setting, learner, weight)
+    return Objective(
+        distillation.loss,
+        init=learner.init,
+        frozen=tuple(teacher.variables for teacher in setting.teachers),
+        forward=distillation.forward,
+        needs=("image", "label", "mask") if needs_labels(weight) else ("image", "mask"),
+    )
 
-    def loss_of_batch(
-        params: Params, state: Any, batch: Batch, frozen: Any, rng: jax.Array
+
+class _Distillation(NamedTuple):
+    """The functions of the objective; see `make_distillation`."""
+
+    model: nn.Module
+    loss_of_labels: LossFn
+    setting: Setting
+    learner: Any
+    weight: float
+
+    def loss(
+        self, params: Params, state: State, batch: Batch, frozen: Any, rng: jax.Array
     ) -> ObjectiveOutput:
-        mask_B = batch["mask"]
-        heads, outputs, model_state = _call_student(model, params, state, batch, rng)
-        taught = [
-            _call(
-                teacher.model, variables, as_seen_by(teacher, batch["image"], setting), train=False
+        mask_B, teachers = batch["mask"], self.setting.teachers
+        with watch() as outputs:
+            logits, model_state = apply_in_training(
+                self.model, params, state.model_state, batch, rng
             )
+        heads = jax.tree.leaves(logits)
+        taught = [
+            self._ask(teacher, variables, batch["image"])
             for teacher, variables in zip(teachers, frozen, strict=True)
         ]
         logits_BC = cast(jax.Array, sum(heads) / len(heads))
-        metrics = _agreement(logits_BC, [teacher for teacher, _ in taught], teachers)
-        if learns_labels:
-            label_B = loss(heads[0], batch["label"])
+        metrics = _agreement(logits_BC, [found for found, _ in taught], teachers)
+        if needs_labels(self.weight):
+            label_B = self.loss_of_labels(heads[0], batch["label"])
             metrics |= {"loss_label": label_B, "top1": hits(logits_BC, batch["label"])}
-        distances = learner(params.get(OBJECTIVE), heads, outputs, taught)
+        sums = {name: (mask_B * metric_B).sum() for name, metric_B in metrics.items()}
+        distances = self.learner(params.get(OBJECTIVE), heads, outputs, taught)
         terms = {
-            name: Term((mask_B * distance_B).sum(), mask_B.sum(), weight / len(distances))
+            name: Term((mask_B * distance_B).sum(), mask_B.sum(), self.weight / len(distances))
             for name, distance_B in distances.items()
         }
-        sums = {name: (mask_B * metric_B).sum() for name, metric_B in metrics.items()}
-        loss_sum = (1 - weight) * sums["loss_label"] if learns_labels else jnp.zeros(())
+        labels = sums.get("loss_label", jnp.zeros(()))
+        loss_sum = (1 - self.weight) * labels
         return ObjectiveOutput(loss_sum, mask_B.sum(), sums, model_state, terms)
 
-    def forward(frozen: Any, images: jax.Array) -> list[Any]:
-        plain = [with_known(t.model, constrain=unconstrained, forms=PLAIN) for t in teachers]
-        return [
-            model.apply(variables, as_seen_by(teacher, images, setting), train=False)
-            for model, teacher, variables in zip(plain, teachers, frozen, strict=True)
-        ]
+    def _ask(self, teacher: Teacher, variables: Any, images: jax.Array) -> Taught:
+        seen = as_seen_by(teacher, images, self.setting)
+        with watch() as outputs:
+            return teacher.model.apply(variables, seen, train=False), outputs
 
-    return Objective(
-        loss_of_batch,
-        init=learner.init,
-        frozen=tuple(teacher.variables for teacher in teachers),
-        forward=forward,
-        needs=("image", "label", "mask") if learns_labels else ("image", "mask"),
-    )
+    def forward(self, frozen: Any, images: jax.Array) -> list[Any]:
+        """The outputs of the teachers, on one device."""
+        return [
+            with_known(teacher.model, constrain=unconstrained, forms=PLAIN).apply(
+                variables, as_seen_by(teacher, images, self.setting), train=False
+            )
+            for teacher, variables in zip(self.setting.teachers, frozen, strict=True)
+        ]
 
 
 def as_seen_by(teacher: Teacher, images: jax.Array, setting: Setting) -> jax.Array:
@@ -249,20 +229,6 @@ def as_seen_by(teacher: Teacher, images: jax.Array, setting: Setting) -> jax.Arr
         return images
     shape = (images.shape[0], *size, images.shape[-1])
     return jax.image.resize(images, shape, "bilinear", antialias=True)
-
-
-def _call_student(
-    model: nn.Module, params: Params, state: State, batch: Batch, rng: jax.Array
-) -> tuple[list[jax.Array], Outputs, ModelState]:
-    """(logits (B, C) of each head, `Outputs`, the new model state) in training."""
-    with watch() as outputs:
-        logits, model_state = apply_in_training(model, params, state.model_state, batch, rng)
-    return jax.tree.leaves(logits), outputs, model_state
-
-
-def _call(model: nn.Module, variables: Any, images: jax.Array, **how: Any) -> tuple[Any, Outputs]:
-    with watch() as outputs:
-        return model.apply(variables, images, **how), outputs
 
 
 def _agreement(
@@ -325,118 +291,3 @@ class _Logits:
         log_q_BC = jax.nn.log_softmax(logits_BC / t)
         kl_B = (jnp.exp(log_p_BC) * (log_p_BC - log_q_BC)).sum(axis=1)
         return {"soft": t**2 * kl_B / (logits_BC.shape[1] if len(heads) > 1 else 1)}
-
-
-class _Features:
-    """The distance of linear functions of the student's features to those of the teachers.
-
-    Every pair of outputs has an adapter for each teacher: a dense layer in
-    `params["objective"]["adapter_PAIR_TEACHER"]`, counted from 0.
-    """
-
-    def __init__(
-        self, model: nn.Module, teachers: Sequence[Teacher], pairs: Sequence[Pair], distance: str
-    ):
-        self.model, self.teachers, self.pairs, self.distance = model, teachers, pairs, distance
-        self.image_size = model.image_size
-        _check_layers_are_seen(model, pairs)
-        own = _outputs_of(model, self.image_size)
-        its = [_outputs_of(t.model, t.model.image_size or self.image_size) for t in teachers]
-        self.widths: dict[str, tuple[int, int]] = {}
-        for i, pair in enumerate(pairs):
-            width = _choose(own, pair.student, "the student", model).shape[-1]
-            for j, (teacher, found) in enumerate(zip(teachers, its, strict=True)):
-                wanted = _choose(found, pair.teacher, teacher.source, teacher.model).shape[-1]
-                self.widths[f"adapter_{i}_{j}"] = width, wanted
-
-    def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
-        """The adapters, and no state."""
-        own: dict[str, Params] = {}
-        for i, (name, (width, wanted)) in enumerate(self.widths.items()):
-            layer, key = nn.Dense(wanted), jax.random.fold_in(rng, i)
-            own[name] = layer.init(key, jnp.zeros((1, width)))["params"]
-        return own, {}
-
-    def __call__(
-        self, own: Any, heads: list[jax.Array], outputs: Outputs, taught: list[Taught]
-    ) -> dict[str, jax.Array]:
-        del heads
-        found: dict[str, Any] = {}
-        for i, pair in enumerate(self.pairs):
-            x = _choose(outputs, pair.student, "the student", self.model)
-            x = x if pair.student == "pooled" else as_map(self.model, x, self.image_size)
-            found[pair.name] = sum(
-                teacher.weight * self._distance(own[f"adapter_{i}_{j}"], x, its, pair, teacher)
-                for j, ((_, its), teacher) in enumerate(zip(taught, self.teachers, strict=True))
-            )
-        return found
-
-    def _distance(self, adapter, x, outputs, pair, teacher):
-        """(B,), for the student's pooled features (B, D) or map (B, rows, columns, D)."""
-        y = _choose(outputs, pair.teacher, teacher.source, teacher.model)
-        y = y.astype(jnp.float32)
-        if pair.teacher != "pooled":
-            size = teacher.model.image_size or self.image_size
-            y = as_map(teacher.model, y, size)
-            if y.shape[1:3] != x.shape[1:3]:
-                y = jax.image.resize(y, (*x.shape[:3], y.shape[-1]), "bilinear", antialias=True)
-        layer = nn.Dense(y.shape[-1], dtype=x.dtype)
-        x = cast(jax.Array, layer.apply({"params": adapter}, x)).astype(jnp.float32)
-        each = _cosine_distance(x, y) if self.distance == "cosine" else _smooth_l1(x, y)
-        return each.reshape(each.shape[0], -1).mean(axis=1)
-
-
-def _cosine_distance(x, y):
-    """1 - cosine over the last axis."""
-    norms = jnp.sqrt(jnp.square(x).sum(-1) * jnp.square(y).sum(-1) + _EPS**2)
-    return 1 - (x * y).sum(-1) / norms
-
-
-def _smooth_l1(x, y):
-    """Mean over the last axis of the smooth L1 distance to `y`, normalised over that axis."""
-    y = jax.nn.standardize(y, axis=-1, epsilon=_EPS)
-    far = jnp.abs(x - y)
-    return jnp.where(far < _BETA, far**2 / (2 * _BETA), far - _BETA / 2).mean(-1)
-
-
-def _check_layers_are_seen(model: nn.Module, pairs: Sequence[Pair]) -> None:
-    if all(isinstance(pair.student, str) for pair in pairs):
-        return
-    for field, plain in (("scan", False), ("remat", "none")):
-        if value_of(model, field) != plain:
-            raise InputError(
-                f"model.{field}={value_of(model, field)}: hides the layers that objective.features "
-                f"compares; set --config.model.{field}={str(plain).lower()}"
-            )
-
-
-def _outputs_of(model: nn.Module, image_size: tuple[int, int]) -> Outputs:
-    """The shapes of a model's outputs."""
-    plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
-    images = jnp.zeros((1, *image_size, value_of(model, "channels")))
-
-    def call():
-        with watch() as outputs:
-            plain.init_with_output(jax.random.key(0), images)
-        return outputs.pooled, outputs.tokens, outputs.layers
-
-    return Outputs(*jax.eval_shape(call))
-
-
-def _choose(outputs: Outputs, which: str | int, who: str, model: nn.Module) -> jax.Array:
-    """The output `which` of the model of `who`.
-
-    Raises:
-      InputError: the model has no such output.
-    """
-    if isinstance(which, str):
-        found = outputs.pooled if which == "pooled" else outputs.tokens
-        if found is None:
-            raise InputError(f"objective.features: a {type(model).__name__} ({who}) has no {which}")
-        return found
-    depth = len(outputs.layers)
-    if not -depth <= which < depth:
-        raise InputError(
-            f"objective.features: {who} has {depth} layers; {which} is none of 0 to {depth - 1}"
-        )
-    return outputs.layers[which]

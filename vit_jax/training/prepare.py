@@ -128,15 +128,12 @@ def prepare(
     mesh = check_mesh(config, faults, checks_microbatches)
     resumes = _check_workdir(config, workdir, training, faults)
     is_begun = (workdir / "config.json").exists()
-    faults.check(check_convention, config.init_resize, "init_resize")
-    weights = config_lib.weights_source(config) if training and not resumes else None
-    pretrained = None if weights is None else faults.check(transfer.read_pretrained, weights)
+    pretrained = _read_weights(config, faults) if training and not resumes else None
     if pretrained is not None:
         config = _adopt_settings(config, pretrained, is_begun, faults)
     balanced = config.loss.class_weights == "balanced"
     config, preprocessing, sources = _open_data(config, workdir, training, faults)
     assert mesh is not None
-    teachers: tuple[Teacher, ...] = ()
     if training:
         config = decide(config)
         if balanced and is_begun:
@@ -147,13 +144,9 @@ def prepare(
         if chooses_microbatches:
             config = settle_microbatches(config, mesh)
         check_unchanged(config, workdir, ("optimizer.accum_steps",) * chooses_microbatches)
-        teachers = read_teachers(config)
-        check_same_teachers(workdir, describe_teachers(teachers))
-        classes = sources[config_lib.train_split(config)].class_names
-        check_class_order(config, teachers, classes)
+    teachers = _open_teachers(config, workdir, sources) if training else ()
     train_source = sources.get(config_lib.train_split(config)) if training else None
-    step_config = config if training else _without_teachers(config)
-    experiment = make_experiment(step_config, mesh, preprocessing, teachers)
+    experiment = make_experiment(_of_step(config, training), mesh, preprocessing, teachers)
     check_outputs(config, experiment.model, preprocessing.image_size)
     evaluators = make_evaluators(config, preprocessing, experiment.model, mesh, sources)
     if training:
@@ -169,8 +162,8 @@ def prepare(
         experiment=experiment,
         evaluators=evaluators,
         timetable=Timetable(experiment.durations),
-        **_first_weights(config, experiment, pretrained),
         teachers=teachers,
+        **_first_weights(config, experiment, pretrained),
     )
 
 
@@ -213,9 +206,26 @@ def _adopt_settings(
     return faults.check(take_fields, config, pretrained) or config
 
 
-def _without_teachers(config: ConfigDict) -> ConfigDict:
-    """`config` with a supervised objective where its own has teachers, which evaluation lacks."""
-    if config.objective.teacher is None:
+def _read_weights(config: ConfigDict, faults: Faults) -> transfer.Pretrained | None:
+    """The source of the initial weights; None if there is none or it is faulty."""
+    faults.check(check_convention, config.init_resize, "init_resize")
+    source = config_lib.weights_source(config)
+    return None if source is None else faults.check(transfer.read_pretrained, source)
+
+
+def _open_teachers(
+    config: ConfigDict, workdir: epath.Path, sources: Mapping[SplitKey, data.Source]
+) -> tuple[Teacher, ...]:
+    """The teachers of a run; raises InputError if they do not suit it, or have changed."""
+    teachers = read_teachers(config)
+    check_same_teachers(workdir, describe_teachers(teachers))
+    check_class_order(config, teachers, sources[config_lib.train_split(config)].class_names)
+    return teachers
+
+
+def _of_step(config: ConfigDict, training: bool) -> ConfigDict:
+    """`config`, for evaluation with a supervised objective where its own has teachers."""
+    if training or config.objective.teacher is None:
         return config
     config = copy.deepcopy(config)
     config.objective.update(config_lib.default_config().objective.to_dict())

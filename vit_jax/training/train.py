@@ -91,10 +91,7 @@ def train_and_evaluate(
     begun = wait_until_free(files.absolute(workdir), timeout_s)
     run = prepare(config, workdir, choose_layout)
     finished = read_summary(run)
-    facts = {"already finished": finished is not None, "teachers": run.described_teachers}
-    compare_findings(run.config, run.sources, facts)
-    compare_weights(run.config, run.initial_params, run.initial_model_state)
-    compare_workdirs(run.config, run.workdir)
+    _compare(run, {"already finished": finished is not None})
     if finished is not None and is_intact(run, finished["step"]):
         logger.info("already finished at step %d; nothing to do", finished["step"])
         return finished
@@ -122,6 +119,14 @@ def train_and_evaluate(
         if hold is not None:
             hold.check(fresh=True)
         return write_summary(run)
+
+
+def _compare(run: Run, facts: Mapping[str, Any]) -> None:
+    """Check that all processes have prepared the same run and agree on `facts`."""
+    facts = {**facts, "teachers": run.described_teachers}
+    compare_findings(run.config, run.sources, facts)
+    compare_weights(run.config, run.initial_params, run.initial_model_state)
+    compare_workdirs(run.config, run.workdir)
 
 
 def is_intact(run: Run, step: int) -> bool:

@@ -222,8 +222,7 @@ def save_pretrained(
 
 def check_variables(model: nn.Module, variables: Mapping[str, Any]) -> None:
     """Raise InputError if `variables` lack a collection of `model`, such as "batch_stats"."""
-    plain = with_known(model, constrain=unconstrained, forms=PLAIN)
-    needed = {name.partition("/")[0] for name in rules.abstract_model_state(plain)} | {"params"}
+    needed = {name.partition("/")[0] for name in rules.abstract_model_state(model)} | {"params"}
     missing = sorted(needed - variables.keys())
     if missing:
         raise InputError(
