@@ -314,8 +314,10 @@ def test_microbatches_on_many_devices_and_on_one(mesh, name, devices):
 def test_parts_of_a_batch_stay_in_the_cache_of_a_cpu(name, platform, rows, chosen):
     config = small_config(width=None, depth=None, mlp_dim=None, num_heads=None)
     config.model.name, config.data.image_size = name, 224
-    devices = np.array([types.SimpleNamespace(platform=platform)])
-    assert choose_accum_steps(config, types.SimpleNamespace(devices=devices), rows) == chosen
+    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
+    assert choose_accum_steps(config, mesh, rows) == chosen
+    config.objective.name = "of_a_plugin"  # may couple the rows of a batch
+    assert choose_accum_steps(config, mesh, rows) == 1
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,9 @@ from vit_jax.models.vit import ViT
 # Bytes of a part's hidden units and attention weights in one layer, in float32.
 _PART_BYTES = 5 << 20
 
+# Objectives whose loss of a row depends on no other row; of others microbatches may be refused.
+_OF_SINGLE_ROWS = ("supervised", "distillation")
+
 
 def settle_microbatches(config: ConfigDict, mesh: Mesh) -> ConfigDict:
     """`config` with `optimizer.accum_steps` as the run has recorded it, else chosen for `mesh`.
@@ -40,10 +43,10 @@ def settle_microbatches(config: ConfigDict, mesh: Mesh) -> ConfigDict:
 def choose_accum_steps(config: ConfigDict, mesh: Mesh, share: int) -> int:
     """The fewest microbatches of `share` rows a device whose activations stay in a CPU's cache.
 
-    1 on other devices, and for models other than ViTs, some of which would compute other batch
-    statistics.
+    1 on other devices, for objectives of plug-ins, and for models other than ViTs, some of which
+    would compute other batch statistics.
     """
-    if mesh.devices.flat[0].platform != "cpu":
+    if mesh.devices.flat[0].platform != "cpu" or config.objective.name not in _OF_SINGLE_ROWS:
         return 1
     size = image_hw(config.data.image_size)
     model = create_model(config.model.name, 1, size, **model_fields(config))

@@ -361,10 +361,10 @@ class Encoder(BlockFields, nn.Module):
             for i in range(self.depth):
                 block = self._block(i)(name=f"layer_{i}", **fields)
                 x_BND, _ = block(x_BND, drop_rates[i], train, shared)
-        x_BND = x_BND[:, :num_tokens]
-        if not self.final_norm:
-            return x_BND
-        return NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")(x_BND)
+        if self.final_norm:  # before the padding goes, as TPUs copy an odd number of tokens
+            norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")
+            x_BND = norm(x_BND)
+        return x_BND[:, :num_tokens]
 
     @nn.nowrap
     def _block(self, layer: int) -> Callable[..., nn.Module]:
