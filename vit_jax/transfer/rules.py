@@ -412,7 +412,7 @@ def fit_model_state(pretrained: Pretrained, model: nn.Module) -> dict[str, np.nd
     Raises:
       InputError: one error naming everything that does not fit.
     """
-    wanted = abstract_model_state(with_known(model, constrain=unconstrained, forms=PLAIN))
+    wanted = abstract_model_state(model)
     found = dict(pretrained.model_state)
     faults = [f"{name}: the model has no such variable" for name in found if name not in wanted]
     for name, leaf in wanted.items():

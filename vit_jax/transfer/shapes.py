@@ -8,12 +8,13 @@ import jax.numpy as jnp
 
 from vit_jax import tree
 from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.forms import PLAIN
+from vit_jax.models.layers import unconstrained
 
 
 def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """{leaf name: shape} of a model's parameters, without creating them."""
-    scanned = with_known(model, scan=True)  # traced in a fraction of the time
-    params, _ = _shapes(_Traced(scanned))
+    params, _ = _shapes(_Traced(model))
     if value_of(model, "scan"):
         return dict(params)
     return {
@@ -25,15 +26,18 @@ def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
 
 def abstract_model_state(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """{name: shape} of a model's variables other than parameters, such as batch statistics."""
-    _, model_state = _shapes(_Traced(with_known(model, scan=True)))
+    _, model_state = _shapes(_Traced(model))
     return dict(model_state)
 
 
 class _Traced:
-    """A model as a key of a cache, also where a field of a plug-in's model has no hash."""
+    """A model as a key of a cache, also where a field of a plug-in's model has no hash.
+
+    Its layers are scanned, which is traced in a fraction of the time; it needs no mesh.
+    """
 
     def __init__(self, model: nn.Module):
-        self.model = model
+        self.model = with_known(model, scan=True, constrain=unconstrained, forms=PLAIN)
 
     def __hash__(self):
         return hash(type(self.model))
