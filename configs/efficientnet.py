@@ -47,7 +47,8 @@ def get_config(arg=""):
     c.data.name, c.data.image_size = "imagenet2012", size
     c.data.mean, c.data.std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     c.data.ops = "inception_crop(area_min=0.08)|autoaugment|flip"
-    eval_ops = f"decode|torchvision_resize({size + 32}, 'bicubic')|torchvision_crop"
+    resize = f"torchvision_resize(filter='bicubic', cover=True, crop={size / (size + 32):.4f})"
+    eval_ops = f"decode|{resize}|torchvision_crop"
     c.evals.val = classification(split="validation", every="1 epochs", ops=eval_ops)
 
     c.loss.name, c.loss.label_smoothing = "softmax", 0.1

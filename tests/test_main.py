@@ -332,11 +332,11 @@ def test_help(command, capsys):
     out, err = capsys.readouterr()
     assert (e.value.code, err) == (0, "")
     assert out.startswith(f"usage: python -m vit_jax.main {command} ")
-    of_runs = ("train", "evaluate", "predict", "export", "study", "doctor")
+    of_runs = ("train", "evaluate", "predict", "export", "study", "label", "doctor")
     of_jobs = ("train", "evaluate", "doctor")
     assert ("--workdir DIR" in out) == (command in of_runs)
     assert ("--coordinator HOST:PORT" in out) == (command in of_jobs)
-    of_configs = ("train", "evaluate", "benchmark", "plan", "study", "doctor")
+    of_configs = ("train", "evaluate", "benchmark", "plan", "study", "label", "doctor")
     assert ("--print_config" in out) == ("--config.KEY=VALUE" in out) == (command in of_configs)
     assert f"\n  python -m vit_jax.main {'' if command == 'train' else command}" in out
 

@@ -75,8 +75,8 @@ def test_plan_for_tpus_compiles_here_and_is_kept(tmp_path, capsys):
     assert code == 0 and memory["fits"]
     assert memory["capacity"] == 15.75 * GIB
     assert memory["margin"] == memory["capacity"] - memory["peak"]
-    # Adam's two moments, of which each of four devices keeps about a quarter.
-    assert memory["params"] / 2 <= memory["optimizer"] < memory["params"]
+    # Every device keeps both of Adam's moments of parameters as small as these.
+    assert 2 * memory["params"] <= memory["optimizer"] < 2.01 * memory["params"]
     held = sum(memory[part] for part in ("params", "optimizer", "batch", "temporaries"))
     assert held <= memory["peak"] < 1.3 * held
     assert figures["by"] == "compiler" and figures["compiler_cycles"] > 10_000
@@ -388,8 +388,9 @@ def linear(monkeypatch):
             "mesh": {"replica": 1, "data": data, "fsdp": fsdp, "tensor": 1},
             "remat": remat, "global_batch_size": config.global_batch_size,
             "images_per_way": images,
-            "memory_bytes": {"temporaries": temporaries, "batch": 0, "peak": peak,
-                             "capacity": capacity, "fits": peak <= capacity},
+            "memory_bytes": fake_figures()["memory_bytes"] | {
+                "temporaries": temporaries, "batch": 0, "peak": peak,
+                "capacity": capacity, "fits": peak <= capacity},
         }  # fmt: skip
 
     monkeypatch.setattr("vit_jax.planning.search.plan", plan)

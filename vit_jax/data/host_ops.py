@@ -186,13 +186,14 @@ def central_crop(size: Size | None = None, *, pad: bool = False) -> HostOp:
 
 
 def torchvision_resize(
-    size: Size | None = None, filter: str = "bilinear", cover: bool = False
+    size: Size | None = None, filter: str = "bilinear", cover: bool = False, *, crop: float = 1.0
 ) -> HostOp:
     """Resize as torchvision's Resize does a PIL image, by Pillow's `filter`: bilinear or bicubic.
 
     An int `size` gives the shorter side, and the longer one is rounded down; (H, W) gives both
     sides. With `cover`, (H, W) keeps the aspect and the result is the smallest image that covers
-    it, as in timm's ResizeKeepRatio; sides are rounded to nearest, halves to even.
+    it, as in timm's ResizeKeepRatio; sides are rounded to nearest, halves to even. `crop`, for
+    (H, W): see `resize`.
 
     95 % of the pixels equal Pillow's, the others differ by at most 2 of 255. Widths are resized
     first, as in torchvision's tensors; from version 13 on, Pillow resizes heights first if they
@@ -202,7 +203,7 @@ def torchvision_resize(
         raise ValueError(f"filter must be 'bilinear' or 'bicubic', not {filter!r}")
     if type(cover) is not bool:
         raise ValueError(f"cover must be True or False, not {cover!r}")
-    shorter, (height, width) = type(size) is int, image_hw(size, "size")
+    shorter, (height, width) = type(size) is int, _before_crop(size, crop)
 
     def choose(sides):
         if cover:
