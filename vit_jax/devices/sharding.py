@@ -64,10 +64,10 @@ def state_shardings(state, mesh: Mesh):
     """The sharding of every leaf of `state`, a pytree of arrays or of their shapes.
 
     Factored moments are sharded like their parameter on the axes that remain. Other moments and
-    averages of a parameter that a rule splits are also split over `data` from SPLIT_FROM elements
-    on, on the axis that `fsdp` splits, else on the last one whose size allows it. Arrays without a
-    matching rule, and axes whose size the mesh axis does not divide, are replicated and listed in a
-    warning.
+    averages of a parameter that a rule splits are also split over `data` if a layer of them has at
+    least SPLIT_FROM elements: on the axis that `fsdp` splits, else on the last one whose size
+    allows it. Arrays without a matching rule, and axes whose size the mesh axis does not divide,
+    are replicated and listed in a warning.
     """
     replicated = []
     named = tree.flatten_names(state)
@@ -89,7 +89,8 @@ def state_shardings(state, mesh: Mesh):
                     f"{name} {leaf.shape}: axis {i} does not divide by {axis}={mesh.shape[axis]}"
                 )
                 spec[i] = None
-        is_large = math.prod(leaf.shape) >= SPLIT_FROM
+        in_layer = leaf.shape[leaf.ndim - len(axes) :]
+        is_large = math.prod(in_layer) >= SPLIT_FROM
         if axes and is_large and not factored and _FOLLOWERS.match(name):
             spec = _split_over_data(spec, leaf.shape, mesh)
         while spec and spec[-1] is None:
