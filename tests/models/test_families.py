@@ -327,7 +327,7 @@ def test_parts_of_a_model(name, expected):
         ("EfficientNet-B9", ["no such EfficientNet", "EfficientNet-B"]),
         ("tf_efficientnet_b0.ns_jft_in1k", ["it is called EfficientNet-B0 here"]),
         ("RR+ViT-B/16", ["no such model"]),
-        ("T2T-ViT-15", ["no such T2T-ViT", "T2T-ViT-14"]),
+        ("T2T-ViT-15", ["no such T2T-ViT", "did you mean T2T-ViT-1"]),
         ("t2t_vit_14", ["it is called T2T-ViT-14 here"]),
         ("Axial-ViT-B", ["needs Axial-ViT-VARIANT/PATCH"]),
     ],

@@ -64,7 +64,8 @@ def parse_vit_name(name: str) -> tuple[dict[str, Any], int]:
     Raises:
       InputError: if `name` has another form, or the variant is unknown.
     """
-    family = name[: re.match(r"(Axial-)?[^-]*", name).end()]
+    prefix = "Axial-" if name.startswith("Axial-") else ""
+    family = prefix + name.removeprefix(prefix).partition("-")[0]
     match = re.fullmatch(rf"{re.escape(family)}-(\w+)/([1-9]\d*)", name)
     if match is None:
         raise InputError(f"name={name!r}: needs {family}-VARIANT/PATCH, e.g. {family}-B/16")
