@@ -111,12 +111,13 @@ def use_own_pictures(c):
     """Set what depends neither on the source nor on the number of pictures."""
     find_family(c.model.name)
     c.init_fields, c.schedule.rule = "source", "bit"
+    c.data.ops = "scaled_inception_crop|flip"
     c.global_batch_size = 64
     c.evals.val = classification(
-        split="val", every="250 steps", ops="decode|resize(antialias=True)"
+        split="val", every="250 steps", ops="scaled_decode|resize(antialias=True)"
     )
     c.evals.test = classification(  # if it is there
-        split="test?", every="250 steps", ops="decode|resize(antialias=True)"
+        split="test?", every="250 steps", ops="scaled_decode|resize(antialias=True)"
     )
 
 

@@ -40,8 +40,8 @@ def get_config(arg=""):
         c.model.pool, c.model.dropout = "gap", 0.1
 
     c.data.name = "list" if chosen & {"list", "multilabel"} else "folder"
-    c.data.ops = "inception_crop(area_min=0.3)|flip"
-    eval_ops = "decode|resize_small(antialias=True)|central_crop"
+    c.data.ops = "scaled_inception_crop(area_min=0.3)|flip"
+    eval_ops = "scaled_decode|resize_small(antialias=True)|central_crop"
     evaluator = multilabel if "multilabel" in chosen else classification
     c.evals.val = evaluator(split="val", every="2 epochs", ops=eval_ops)
     c.evals.test = evaluator(split="test?", every="2 epochs", ops=eval_ops)  # if it is there

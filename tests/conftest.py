@@ -98,6 +98,16 @@ def interpreted_kernels(monkeypatch):
 
 
 @pytest.fixture(scope="module")
+def small_moments_are_split():
+    """Split moments of any size over `data`, so that small models show how large ones are split."""
+    from vit_jax.devices import sharding
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "SPLIT_FROM", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
 def one_device():
     """Let meshes be made of one device, on which a run takes half the time; yield all eight."""
     devices = jax.devices()

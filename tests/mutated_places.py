@@ -45,7 +45,7 @@ MUTATIONS = [
       "data/test_host_ops.py::test_torchvision_crop_rounds_halves_to_even"),
     M("vit_jax/data/host_ops.py", "maxval=2 * padding + 1", "maxval=2 * padding",
       "data/test_host_ops.py::test_pad_crop_takes_every_window"),
-    M("vit_jax/data/host_ops.py", '"INTEGER_ACCURATE"', '"INTEGER_FAST"',
+    M("vit_jax/data/jpeg.py", '"INTEGER_ACCURATE"', '"INTEGER_FAST"',
       "data/test_host_ops.py::test_decode_agrees_with_pil"),
     M("vit_jax/data/augment.py", "darker + step // 2", "darker",
       "data/test_augment.py::test_operation_agrees_with_pil"),
@@ -112,6 +112,13 @@ MUTATIONS = [
       "objectives/test_supervised.py::test_losses"),
     M("vit_jax/objectives/supervised.py", "loss_sum=(mask_B * loss_B).sum()",
       "loss_sum=loss_B.sum()", "objectives/test_supervised.py::test_masked_rows_count_for_nothing"),
+    M("vit_jax/objectives/distillation.py", "t**2 * kl_B", "t * kl_B",
+      "objectives/test_distillation.py::test_one_head_several_teachers_and_masked_rows"),
+    M("vit_jax/objectives/distillation.py", "(images * std + mean - its_mean) / its_std",
+      "(images * std + mean - its_mean)",
+      "objectives/test_distillation.py::test_features_by_their_equations"),
+    M("vit_jax/experiment/gradients.py", "term.replace(weight=of_terms[name])", "term",
+      "objectives/test_distillation.py::test_microbatches_divide_every_term_by_its_own_weight"),
     M("vit_jax/objectives/supervised.py", "jax.nn.logsumexp(logits_BC, axis=-1) ** 2",
       "jax.nn.logsumexp(logits_BC, axis=-1)", "objectives/test_supervised.py::test_z_loss"),
     # experiment
@@ -230,7 +237,10 @@ MUTATIONS = [
     M("vit_jax/transfer/resample.py", "num_pairs[..., None] * by_place", "by_place",
       "transfer/test_resample.py::"
       "test_offsets_are_the_mean_of_their_pairs_interpolated_in_the_image"),
-    M("vit_jax/transfer/rules.py", "elif found[name].shape != leaf.shape:", "elif False:",
+    M("vit_jax/transfer/rules.py",
+      "elif found[name].shape != leaf.shape:\n            faults.append("
+      "f\"{name}: {found[name].shape} in the source, {leaf.shape} in the model\")\n    if faults",
+      "elif False:\n            faults.append(name)\n    if faults",
       "transfer/test_npz.py::test_misfits_are_one_error_naming_all"),
     M("vit_jax/transfer/rules.py", "if reset_head:\n        found =",
       "if False:\n        found =", "transfer/test_npz.py::"
@@ -255,7 +265,7 @@ MUTATIONS = [
     # inference
     M("vit_jax/inference/predict.py", "np.argsort(-probabilities", "np.argsort(probabilities",
       "inference/test_predict.py::test_images_and_folders"),
-    M("vit_jax/inference/layers.py", 'rearrange(x[:, model.num_prefix_tokens :], "b',
+    M("vit_jax/models/watched.py", 'rearrange(x[:, model.num_prefix_tokens :], "b',
       'rearrange(x, "b', "test_api.py::test_shapes_of_outputs"),
     # insight
     M("vit_jax/insight/classes.py", "hit_P = true_P ==", "hit_P = true_P !=",

@@ -43,6 +43,9 @@ FORMS = {
     "cifar10": ["", "small", "5k", "5k,medium1", "debug", "small,debug", "5k,strong2,debug"],
     "folder": ["", "ViT-S/16", "BiT-R50x1", "debug", "ViT-S/16,debug", "BiT-R50x1,debug"],
     "vit_s16_in1k": ["", "debug"],
+    "noisy_student": ["", "L2,my_pictures", "debug"],
+    "distillation": ["bit", "large", "bit=runs/bit,large=runs/large", "debug", "bit,debug"],
+    "deit": ["DeiT-B/16", "ViT-S/16", "DeiT-S/16,debug", "DeiT-Ti/16,384,soft,debug"],
     "efficientnet": ["EfficientNet-B0", "EfficientNet-L2", "EfficientNet-B7,debug"],
     "finetune": [
         "ViT-B/16,cifar10",
@@ -113,6 +116,10 @@ def test_every_config_is_tested():
 @pytest.mark.parametrize(("name", "words"), [(n, w) for n, forms in FORMS.items() for w in forms])
 def test_config_is_valid(name, words):
     config = load(name, words)
+    if config.objective.teacher == "":  # must be given
+        (fault,) = find_faults(config)
+        assert fault.startswith("objective.teacher='': needs a source")
+        config.objective.teacher = "runs/teacher"
     if config.init_from == "":  # init_from must be given
         (fault,) = find_faults(config)
         assert fault.startswith("init_from: not set; give --config.init_from=SOURCE")
@@ -620,6 +627,27 @@ def test_headline_is_of_vits():
     assert "headline: got BiT-R50x1 on imagenet2012" in refusal(
         "finetune", "BiT-R50x1,imagenet2012,headline"
     )
+
+
+def test_deit():
+    """Table 9 of the paper, typed independently, and the published commands at 384 px."""
+    c, fine = load("deit", "DeiT-B/16"), load("deit", "DeiT-B/16,384,soft")
+    assert c.data.ops == (
+        "inception_crop|randaugment(2, 9, 0.5)|flip|erase(0.25, area_max=0.333)"
+        "|mixup_or_cutmix(0.8, 1.0)"
+    )
+    assert (c.duration, c.schedule.warmup, c.schedule.name) == ("300 epochs", "5 epochs", "cosine")
+    assert (c.data.repeats, c.loss.label_smoothing, c.model.stochastic_depth) == (3, 0.1, 0.1)
+    assert c.optimizer.weight_decay == 0.05 and c.optimizer.grad_clip_norm is None
+    assert c.optimizer.peak_lr == pytest.approx(5e-4 * c.global_batch_size / 512)
+    assert (c.objective.mode, c.objective.weight) == ("hard", 0.5)
+    assert (fine.objective.mode, fine.objective.weight, fine.objective.temperature) == (
+        "soft", 0.1, 3.0,
+    )  # fmt: skip
+    assert (fine.data.image_size, fine.duration, fine.init_head) == (384, "30 epochs", "kept")
+    assert fine.optimizer.peak_lr == pytest.approx(5e-6 * fine.global_batch_size / 512)
+    assert load("deit", "ViT-S/16").objective.name == "supervised"
+    assert "soft with a DeiT only" in refusal("deit", "ViT-S/16,soft")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """README and docs/: links exist, commands are accepted, the parts made from the code are there."""
 
-import importlib.util
+import importlib
 import itertools
 import pathlib
 import re
@@ -8,6 +8,7 @@ import shlex
 import string
 
 import pytest
+from loaded_file import load_module
 
 from vit_jax.commands import COMMANDS
 from vit_jax.config import base_config, flatten
@@ -19,16 +20,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def hooks():
-    return load(ROOT / "docs/hooks.py")
+    return load_module(ROOT / "docs/hooks.py")
 
 
 def anchors(page):
@@ -222,7 +216,7 @@ def test_reference_of_ops_has_every_op():
 
 def test_docstrings_become_lists_and_labels():
     pytest.importorskip("griffe", reason="of the extra docs")
-    readable = load(ROOT / "docs/docstrings.py").readable
+    readable = load_module(ROOT / "docs/docstrings.py").readable
     text = readable(
         "Head.\n\nrows: the first\n  of two.\nstd: more.\n\nRaises: E if\n  it fails.\n"
     )

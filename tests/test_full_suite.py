@@ -1,9 +1,9 @@
 """The table of .ci/full: one row per test file, the latest result of each."""
 
-import importlib.util
 import pathlib
 
 import pytest
+from loaded_file import load_module
 
 ROOT = pathlib.Path(__file__).parents[1]
 SUITE = '<testsuite tests="{}" failures="{}" errors="0" skipped="{}" time="61.7"/>'
@@ -12,10 +12,7 @@ XML = f"<testsuites>{SUITE}</testsuites>"
 
 @pytest.fixture(scope="module")
 def full():
-    spec = importlib.util.spec_from_file_location("full", ROOT / ".ci/record_result.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(ROOT / ".ci/record_result.py")
 
 
 @pytest.mark.parametrize(

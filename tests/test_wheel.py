@@ -78,6 +78,7 @@ def test_editable_install_is_a_path(source, tmp_path):
         assert files.read(path).decode().strip() == str(source)
 
 
+@pytest.mark.slow
 def test_config_by_name(installed):
     done = installed("--config=quickstart:debug", "--print_config")
     assert (done.returncode, done.stderr) == (0, "")

@@ -127,12 +127,13 @@ def evaluate(
         pairs = [(key, _as_text(value)) for key, value in (overrides or {}).items()]
         found = config_of_run(source, pairs)
         start_backend(found.mesh.platform)
-        return evaluation.evaluate(found, files.absolute(source))
+        return evaluation.evaluate(found, files.absolute(source), asked=overrides or {})
     config = load_config(config, overrides)
     validate(config, Faults(), "config", REQUIRED_TO_EVALUATE)
     check_evaluates_any(config, "config")
     start_backend(config.mesh.platform)
-    return evaluation.evaluate_pretrained(config, transfer.read_pretrained(source))
+    pretrained = transfer.read_pretrained(source)
+    return evaluation.evaluate_pretrained(config, pretrained, asked=overrides or {})
 
 
 def config_of_run(workdir: epath.PathLike, overrides: Sequence[tuple[str, str]]) -> ConfigDict:
@@ -200,12 +201,7 @@ def predict(
     Raises:
       InputError: a ValueError; names the argument.
     """
-    if output not in _OUTPUTS:
-        raise InputError(f"output={output!r}: {nearest(output, list(_OUTPUTS))}")
-    if layer is not None and output not in _OF_LAYERS:
-        raise InputError(f"layer={layer}: goes with output={' or '.join(_OF_LAYERS)}; leave it out")
-    if top < 1:
-        raise InputError(f"top={top}: needs a positive number")
+    _check_asked(output, layer, top)
     import jax
     import numpy as np
 
@@ -223,6 +219,16 @@ def predict(
         return list(prediction.predict(pretrained, found, top=top, **how))
     parts = prediction.outputs(pretrained, found, what=_OUTPUTS[output], layer=layer, **how)
     return np.concatenate([np.where(batch["mask"] > 0, x.T, np.nan).T for x, batch in parts])
+
+
+def _check_asked(output: str, layer: int | None, top: int) -> None:
+    """Raise InputError, naming the argument, if `predict` cannot give this."""
+    if output not in _OUTPUTS:
+        raise InputError(f"output={output!r}: {nearest(output, list(_OUTPUTS))}")
+    if layer is not None and output not in _OF_LAYERS:
+        raise InputError(f"layer={layer}: goes with output={' or '.join(_OF_LAYERS)}; leave it out")
+    if top < 1:
+        raise InputError(f"top={top}: needs a positive number")
 
 
 def _open_model(

@@ -3,7 +3,8 @@
 Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), tables 3 and 4 (appendix B.1), for
 `Pretraining` and `FineTuning`; Kolesnikov et al. 2019 (arXiv:1912.11370), section 3.3, for
 `HyperRule`; Steiner et al. 2021 (arXiv:2106.10270), section 3, for `AUGREG`;
-Beyer et al. 2022 (arXiv:2205.01580) for `BETTER_PLAIN`.
+Beyer et al. 2022 (arXiv:2205.01580) for `BETTER_PLAIN`; Touvron et al. 2020 (arXiv:2012.12877),
+table 9, for `DEIT`.
 """
 
 from typing import NamedTuple
@@ -233,6 +234,36 @@ def make_tiny(model: ConfigDict, name: str) -> int:
                 model.patch_size = stride // map_stride(model.stages)
     return 2 * stride
 
+
+class DataEfficient(NamedTuple):
+    """A stage of DeiT. Common to both: 3 views of an image, 5 epochs of warm-up, table 9's ops.
+
+    batch_size: a multiple of 6, as pairs of images with 3 views each are mixed.
+    lr_at_512: the learning rate at a batch of 512; it grows with the batch.
+    """
+
+    image_size: int
+    batch_size: int
+    epochs: int
+    lr_at_512: float
+    weight_decay: float
+    schedule: str
+
+    @property
+    def ops(self) -> str:
+        """The preprocessing after the crop."""
+        return f"randaugment(2, 9, 0.5)|{self.ops_on_device}"
+
+    @property
+    def ops_on_device(self) -> str:
+        return "flip|erase(0.25, area_max=0.333)|mixup_or_cutmix(0.8, 1.0)"
+
+
+# The second is a fine-tuning of the first, by the commands of the published code.
+DEIT = {
+    "224": DataEfficient(224, 960, 300, 5e-4, 0.05, "cosine"),
+    "384": DataEfficient(384, 480, 30, 5e-6, 1e-8, "constant"),
+}
 
 # "Better plain ViT".
 BETTER_PLAIN = Augmentation((2, 10), "mixup(0.2)")

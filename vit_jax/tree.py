@@ -22,6 +22,8 @@ Params: TypeAlias = Mapping[str, "jax.Array | Params"]
 ModelState: TypeAlias = Mapping[str, Params]
 Batch: TypeAlias = dict[str, jax.Array]
 
+OBJECTIVE = "objective"  # name of the subtree of parameters that belongs to the objective
+
 _STACKED = re.compile(r"(?P<above>(?:.*/)?)layers/(?P<below>.*)")
 _LAYER = re.compile(r"((?:.*/)?layer_\d+)/.*")
 _EMBEDDING = re.compile(
@@ -88,10 +90,12 @@ def part_of(name: str) -> str:
 
     One of: "embedding" (patches, class token, positions; the whole ResNet of a hybrid; the root of
     a ResNet), a layer such as "encoder/layer_3" or "trunk/stage_0/layer_1", or "head" (everything
-    after the layers, including their final norm).
+    after the layers, including their final norm, and what belongs to the objective).
     """
     if _EMBEDDING.fullmatch(name):
         return "embedding"
+    if name.startswith(f"{OBJECTIVE}/"):
+        return "head"
     match = _LAYER.fullmatch(name)
     return match[1] if match else "head"
 

@@ -31,6 +31,7 @@ def config():
     return c
 
 
+@pytest.mark.slow
 def test_columns(config):
     source = make_source("digits", split="train", image_size=(8, 8))
     config.data.num_classes = 10

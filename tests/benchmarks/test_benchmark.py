@@ -7,6 +7,7 @@ import jax
 import PIL.Image
 import pytest
 
+from vit_jax import planning
 from vit_jax.benchmarks.input import measure_input
 from vit_jax.benchmarks.step import _beside_matmul, make_matmuls, measure_step
 from vit_jax.commands.benchmark import BENCHMARKS, as_table
@@ -14,6 +15,7 @@ from vit_jax.config import base_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.main import main
+from vit_jax.planning import estimates, targets
 
 TINY = ("--config.global_batch_size=8", "--config.model.depth=1")
 SPREAD = {"median", "min", "max"}
@@ -38,13 +40,14 @@ def make_data_mesh():
 @pytest.fixture(scope="module")
 def step_figures():
     """Of one round: the median, the least and the greatest are that round's."""
-    return measure_step(tiny_config(), make_data_mesh(), num_steps=1, matmul_size=64)
+    return measure_step(tiny_config(), make_data_mesh(), num_steps=1, num_rounds=3, matmul_size=64)
 
 
 def spreads(figures):
     return [v for v in figures.values() if isinstance(v, dict) and v.keys() == SPREAD]
 
 
+@pytest.mark.slow
 def test_step_figures_are_those_of_the_experiment(step_figures):
     experiment = make_experiment(tiny_config(), make_data_mesh())
     assert step_figures["gflop_per_image"] * 1e9 == experiment.flops_per_image
@@ -90,11 +93,11 @@ def test_input_figures_are_consistent(tmp_path, one_short_round):
         PIL.Image.new("RGB", (24, 20), (10 * i, 0, 0)).save(path)
     c = tiny_config()
     c.data.name, c.data.data_dir, c.data.num_classes = "folder", str(tmp_path), None
-    c.data.num_examples, c.data.ops = None, "inception_crop|flip"
+    c.data.num_examples, c.data.ops = None, "scaled_inception_crop|flip"
     figures = measure_input(c)
     assert (figures["data"], figures["rows"], figures["images"]) == ("folder", 8, 16)
     ms = figures["cpu_ms_per_image"]
-    assert list(ms) == ["pipeline", "decode", "fused_float32", "unfused_float32"]
+    assert list(ms) == ["pipeline", "full_size", "decode", "fused_float32", "unfused_float32"]
     assert all(0 < figure["min"] <= figure["max"] for figure in ms.values())
     for name in list(ms)[1:]:
         assert (
@@ -125,6 +128,24 @@ def test_step_needs_no_data_and_its_json_stands_alone_on_stdout_and_in_the_file(
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
+def test_step_of_a_topology_is_its_plan(monkeypatch, capsys):
+    kernel = {"name": "short_attention_forward", "count": 12, "grid_points": 64, "bundles": 2937}
+    kernel |= {"bound_by": "bundles", "cycles": 2255616}
+    figures = {"topology": "v5e:4x4", "mesh": {"data": 16}, "global_batch_size": 8,
+               "num_params": 9, "compile_s": 1.5, "compiler_cycles": 78_000_000,
+               "kernels": [kernel], "memory_bytes": {"peak": 7, "fits": True}}  # fmt: skip
+    monkeypatch.setattr(planning, "plan", lambda config, target: figures)
+    timing = {"compiler": {"step_s": 0.1, "mfu": 0.5}}
+    monkeypatch.setattr(estimates, "estimate", lambda figures, price: timing)
+    monkeypatch.setattr(targets, "start_planning", lambda target: None)
+    words = ["--config=configs/pretrain.py:ViT-mu/16,imagenet2012", "--format=json"]
+    words += ["--config.optimizer.peak_lr=0.1", "--topology=v5e:4x4"]
+    assert main(["benchmark", "--what=step", *words, *TINY]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["compiler_cycles"] == 78_000_000 and printed["step_s"] == 0.1
+    assert printed["kernels"]["1 short_attention_forward"]["bundles"] == 2937
+
+
 def test_table_has_a_row_for_every_figure():
     table = as_table({"a": 1, "b": {"c": 2.0, "d": {"median": 3, "min": 1, "max": 5}}, "e": None})
     assert [list(column.cells) for column in table.columns] == [
@@ -143,6 +164,11 @@ def test_table_has_a_row_for_every_figure():
         ([], "--what: missing"),
         (["--what=step", "--format=jsn"], "--format=jsn: did you mean json?"),
         (["--what=step", "--steps=0"], "--steps=0: needs a positive number"),
+        (["--what=input", "--repeat=0"], "--repeat=0: needs a positive number"),
+        (["--what=input", "--topology=v5e:4x4"], "--topology=v5e:4x4: only for --what=step"),
+        (["--what=step", "--topology=v5e:4x4", "--repeat=2"], "--repeat=2: nothing runs with"),
+        (["--what=step", "--topology=v5e:3x3"], "v5e:3x3"),
+        (["--what=step", "--topology=H100:8"], "--topology=H100:8: needs a TPU slice"),
         (["--what=step", "--output=TMP/no/file"], "--output=TMP/no/file: the folder "),
         (["--what=step", "--output=TMP"], "--output=TMP: is a folder"),
         (["--what=step", "--workdir=TMP"], "--workdir"),

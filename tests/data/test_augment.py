@@ -173,6 +173,7 @@ def drawn(monkeypatch):
     return draw
 
 
+@pytest.mark.slow
 def test_randaugment_draws_each_operation_alike(drawn):
     number, sign, row, column, magnitude = drawn("2, 15")
     assert (number[:, 2] == -1).all()  # two layers, not three

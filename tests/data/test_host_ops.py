@@ -7,7 +7,7 @@ import PIL.Image
 import pytest
 from images import encode, pil_rgb, smooth_image
 
-from vit_jax.data import parse_ops
+from vit_jax.data import jpeg, parse_ops
 from vit_jax.data.host_tf import tf
 
 
@@ -67,6 +67,60 @@ def test_fused_inception_crop_equals_decoding_first(encoded):
     apart = apply_at("inception_crop", apply("decode", encoded), range(50))
     np.testing.assert_array_equal(fused, apart)
     assert fused[0].shape == (16, 16, 3)
+
+
+LARGE = {
+    "RGB": encode(smooth_image(241, 363), quality=95),
+    "progressive": encode(smooth_image(241, 363), quality=95, progressive=True),
+    "grey": encode(smooth_image(241, 363), mode="L", quality=95),
+    "CMYK": encode(smooth_image(241, 363), mode="CMYK", quality=95),
+}
+
+
+@pytest.mark.parametrize("encoded", LARGE.values(), ids=LARGE)
+def test_scaled_decode_is_near_the_mean_and_keeps_twice_the_size(encoded):
+    full = apply("decode", encoded)
+    for op, ratio in (
+        ("scaled_decode((61, 8))", 1),
+        ("scaled_decode(60)", 2),
+        ("scaled_decode((8, 45))", 4),
+        ("scaled_decode((8, 46))", 2),
+        ("scaled_decode(crop=0.5, size=7)", 8),
+    ):
+        scaled = apply(op, encoded)
+        height, width = 241 // ratio, 363 // ratio
+        assert scaled.shape == (-(-241 // ratio), -(-363 // ratio), 3), op
+        blocks = full[: height * ratio, : width * ratio].astype(float)
+        mean = blocks.reshape(height, ratio, width, ratio, 3).mean((1, 3))
+        differences = np.abs(scaled[:height, :width] - mean)
+        assert differences.max() <= (5 if ratio > 1 else 0) and differences.mean() < 0.6
+
+
+@pytest.mark.parametrize("encoded", LARGE.values(), ids=LARGE)
+def test_a_window_of_a_scaled_jpeg_is_cut_from_it(encoded):
+    begins = np.random.default_rng(0).integers(0, (100, 150), (20, 2))
+    for ratio in (2, 4, 8):
+        scaled = jpeg.decode(encoded, ratio=ratio).numpy()
+        for top, left in begins.tolist():
+            window = (top, left, 241 - 100, 363 - 150)
+            cut = jpeg.decode_window(encoded, (241, 363, 3), window, ratio)
+            rows, columns = (
+                slice(begin // ratio, -(-(begin + length) // ratio))
+                for begin, length in zip(window[:2], window[2:], strict=True)
+            )
+            np.testing.assert_array_equal(cut, scaled[rows, columns])
+
+
+def test_scaled_inception_crop_is_near_the_crop_of_the_full_jpeg():
+    arguments, small = "(20, area_min=0.3, antialias=True)", encode(smooth_image())
+    full = apply_at(f"inception_crop{arguments}", LARGE["RGB"], range(30))
+    scaled = apply_at(f"scaled_inception_crop{arguments}", LARGE["RGB"], range(30))
+    differences = np.abs(np.stack(full).astype(int) - np.stack(scaled))
+    assert 0.1 < differences.mean() < 3 and differences.max() < 30
+    np.testing.assert_array_equal(  # too small to be scaled
+        apply_at("scaled_inception_crop(31)", small, range(10)),
+        apply_at("inception_crop(31)", small, range(10)),
+    )
 
 
 def test_inception_crop_windows():

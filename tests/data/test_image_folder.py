@@ -68,6 +68,18 @@ def test_train_without_val_is_split_too(tmp_path):
     assert all(name.startswith("train/") for name in names(train) + names(val))
 
 
+def test_all_holds_out_nothing(tmp_path):
+    everything = folder(make_folder(tmp_path / "flat", TEN_EACH), "all")
+    assert everything.num_examples == 30 and names(everything)[0] == "cat/0.jpg"
+    for split, classes in (("Train", {"cat": 3, "dog": 2}), ("test", {"dog": 2})):
+        make_folder(tmp_path / "divided" / split, classes)
+    for name in ("folder", "unlabelled"):
+        source = make_source(name, split="all", data_dir=tmp_path / "divided", image_size=(16, 16))
+        assert names(source)[0] == "Train/cat/0.jpg" and names(source)[-1] == "test/dog/1.jpg"
+        assert source.num_examples == 7
+    assert folder(tmp_path / "divided", "all").read(tf.constant(6, tf.int64))["label"] == 1
+
+
 def test_a_given_val_is_used_with_train_s_labels(tmp_path):
     make_folder(tmp_path / "train", TEN_EACH)
     make_folder(tmp_path / "val", {"eel": 2})
@@ -114,6 +126,8 @@ def test_what_is_no_image_folder_is_refused(tmp_path):
     (tmp_path / "train").mkdir()
     (tmp_path / "train/1.jpg").write_bytes(encode(smooth_image()))
     refused(tmp_path, "train has 0 class folders")
+    make_folder(tmp_path, {"cat": 1})  # train was meant as a class
+    refused(tmp_path, "train has 0 class folders", "found 1 picture", "(cat/), rename it")
 
 
 def test_missing_splits_and_classes_are_refused(tmp_path):
@@ -172,7 +186,8 @@ def test_two_folders_of_a_split_and_classes_that_look_like_splits_are_refused(tm
     make_folder(tmp_path / "nested/train", {"Train": 2, "test": 2})
     refused(tmp_path / "nested", "look like splits", "Train, test")
     make_folder(tmp_path / "without", {"Test": 2, "valid": 2})
-    refused(tmp_path / "without", "valid/ and Test/", "no train/")
+    make_folder(tmp_path / "without", {"cat": 1})
+    refused(tmp_path / "without", "valid/ and Test/", "no train/", "(found cat/)")
 
 
 def test_folders_beside_the_splits_are_named(tmp_path, caplog):

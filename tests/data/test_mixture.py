@@ -163,6 +163,7 @@ def test_what_is_mixed_does_not_depend_on_what_fits_into_memory(tiny, monkeypatc
         mixed_tiny(tiny, mix="digits=0.25", reader="offsets")
 
 
+@pytest.mark.slow
 def test_sets_in_memory_whose_images_differ_in_size_are_mixed_from_their_files(tiny):
     features = {
         "image": tfds.features.Image(shape=(9, 8, 3), encoding_format="png"),

@@ -42,6 +42,10 @@ def both(data_dir, **fields):
     }
 
 
+def number_of_all(data_dir):
+    return make_source("list", split="all", data_dir=data_dir, image_size=(16, 16)).num_examples
+
+
 def refused(data_dir, *words, split="train", **fields):
     with pytest.raises(InputError) as error:
         make_source("list", split=split, data_dir=data_dir, image_size=(16, 16), **fields)
@@ -52,6 +56,7 @@ def refused(data_dir, *words, split="train", **fields):
 def test_one_label_each(root):
     expected = {"a.jpg": 0, "sub/b.png": 1, "c.jpg": 0}
     assert both(write(root, CSV)) == expected
+    assert number_of_all(root / "list.csv") == 3
     assert both(write(root, "\ufeff" + CSV.replace("file", "File "))) == expected
     lines = [json.dumps({"file": n, "label": c}) for n, c in
              (("a.jpg", "cat"), (str(root / "sub/b.png"), "dog"), ("c.jpg", "cat"))]  # fmt: skip

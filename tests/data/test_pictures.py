@@ -3,6 +3,7 @@
 import io
 import logging
 import os
+import re
 
 import numpy as np
 import PIL.Image
@@ -107,7 +108,8 @@ def test_names_are_shown_in_print():
 def test_what_is_skipped_is_counted_and_named(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "vit_jax")
     for name in ("a/1.jpg", "a/2.heic", "a/3.HEIC", "b/4.png", "b/.5.jpg", "b/README",
-                 "a/__MACOSX/1.jpg", "a/.cache/1.jpg", "6.jpg", "__MACOSX/a/1.jpg"):  # fmt: skip
+                 "a/__MACOSX/1.jpg", "a/.cache/1.jpg", "6.jpg", "7.jpg", "8.jpg", "9.jpg",
+                 "0.jpg", "__MACOSX/a/1.jpg"):  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(encode(smooth_image()))
     (tmp_path / "empty").mkdir()
@@ -116,9 +118,10 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, caplog):
         source = make_source("folder", split=split, data_dir=tmp_path, image_size=(8, 8))
         assert source.class_names == ("a", "b", "empty")
     (skipped,) = (message for message in caplog.messages if ": skipped " in message)
-    for what in ("2 .heic", "1 .jpg that is no file", "1 beside the folders of the classes",
-                 "1 hidden", "1 without extension", "convert"):  # fmt: skip
+    for what in ("2 .heic,", "1 .jpg that is no file (b/pipe.jpg)", "1 hidden,", "convert",
+                 "5 beside the folders of the classes (", "1 without extension (b/RE"):  # fmt: skip
         assert what in skipped
+    assert re.search(r"classes \(\d\.jpg, \d\.jpg, \d\.jpg, \.\.\.\)", skipped)
     (ignored,) = (message for message in caplog.messages if ": ignored " in message)
     assert "__MACOSX, a/.cache, a/__MACOSX" in ignored
     (empty,) = (message for message in caplog.messages if "hold no picture" in message)

@@ -70,7 +70,10 @@ def cifar10(shared_data):
     }
 
 
-@pytest.mark.parametrize(("order_name", "ops"), [("record", ""), ("chunk", "decode|pad_crop(2)")])
+@pytest.mark.parametrize(
+    ("order_name", "ops"),
+    [pytest.param("record", "", marks=pytest.mark.slow), ("chunk", "decode|pad_crop(2)")],
+)
 def test_every_reader_gives_the_same_batches(cifar10, order_name, ops):
     assert [source.encoded for source in cifar10.values()] == [False, True, True]
     assert len({source.fingerprint for source in cifar10.values()}) == 1

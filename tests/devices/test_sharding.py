@@ -16,6 +16,7 @@ from numpy_vit import random_params
 
 from vit_jax import tree
 from vit_jax.config import base_config
+from vit_jax.devices import sharding
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.devices.sharding import bytes_per_device, constrain, state_shardings
 from vit_jax.experiment.experiment import make_experiment
@@ -23,6 +24,8 @@ from vit_jax.experiment.optimizers import OPTIMIZERS, make_optimizer
 from vit_jax.experiment.state import init_state
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS
+
+pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 
 STEPS, BATCH, DEPTH = 4, 16, 2
 LAYOUTS = {
@@ -167,6 +170,25 @@ def test_no_two_devices_keep_the_same_moments_though_both_have_the_parameter():
         copies = 1 if name.startswith("opt_state/") and name.endswith("/kernel") else 8
         assert shape_of_share(leaf) == leaf.shape or copies == 1, name
         assert np.prod(shape_of_share(leaf)) * 8 == copies * leaf.size, name
+
+
+def test_moments_of_small_parameters_stay_whole_and_need_no_exchange(monkeypatch):
+    monkeypatch.setattr(sharding, "SPLIT_FROM", 1 << 16)
+    for shape, share in (((256, 256), (256, 32)), ((128, 256), (128, 256))):
+        state = {"opt_state": {"out": {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)}}}
+        (found,) = jax.tree.leaves(state_shardings(state, mesh_of("data 8")))
+        assert found.shard_shape(shape) == share
+
+    config = small_config(scan=False, depth=1)
+    mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
+    kernels = 8  # six of the layer, of the embedding and of the head
+    for smallest, gathered in ((1 << 16, 0), (1, kernels)):
+        monkeypatch.setattr(sharding, "SPLIT_FROM", smallest)
+        with jax.set_mesh(mesh):
+            hlo = make_experiment(config, mesh).lower().compile().as_text()
+        results = re.findall(r" = ([^=]*?) all-gather(?:-start)?\(", hlo)
+        of_metrics = 1  # the logits, which top_k takes whole
+        assert sum(len(re.findall(r"\[", kind)) for kind in results) == gathered + of_metrics
 
 
 # Few parameters, large activations: whoever moves activations between devices is found out.
@@ -474,6 +496,7 @@ def test_factored_moments_keep_what_is_left_of_their_parameters_layout():
     np.testing.assert_allclose(found.v_col["kernel"], 1 / 64)
 
 
+@pytest.mark.slow
 def test_microbatches_take_less_memory_and_move_no_images():
     _, whole = compiled("replica 2, fsdp 4", True)
     experiment, step = compile_step("replica 2, fsdp 4", True, accum_steps=4)

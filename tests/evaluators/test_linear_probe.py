@@ -50,6 +50,7 @@ def test_the_fit_is_that_of_scikit_learn(l2):
         )
 
 
+@pytest.mark.slow
 def test_a_fit_that_is_not_finished_is_said(monkeypatch, caplog):
     monkeypatch.setattr(linear_probe_lib, "_MAX_STEPS", 2)
     fit.clear_cache()

@@ -1,5 +1,7 @@
 """From config to experiment: every key takes effect."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +16,10 @@ from vit_jax.errors import InputError
 from vit_jax.experiment import experiment as experiment_lib
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.experiment import make_experiment
+from vit_jax.experiment.microbatches import choose_accum_steps
 from vit_jax.experiment.state import start_from
 from vit_jax.models.layers import unconstrained
+from vit_jax.training.teachers import place_teachers, read_teachers
 from vit_jax.transfer.rules import abstract_params, stack_layers, unstack_layers
 
 SIZE, B, C = (4, 8), 4, 5
@@ -100,6 +104,32 @@ def test_every_number_of_a_recipe_reaches_the_update(mesh):
     found, expected = tree.flatten_names(state.params), tree.flatten_names(params)
     for name, leaf in expected.items():
         np.testing.assert_allclose(found[name], leaf, atol=2e-5, err_msg=name)
+
+
+def test_a_teacher_is_laid_out_like_parameters(mesh):
+    """Eight devices take the step of one; a teacher's forward pass counts as work."""
+    config = small_config(scan=True, pool="gap", width=16)
+    supervised = make_experiment(config, mesh).flops_per_image
+    config.objective.name, config.objective.teacher = "distillation", "untrained:ViT-mu/2"
+    config.objective.mode, config.objective.features = "features", "pooled,tokens"
+    config.optimizer.name = "sgd"  # Adam would magnify rounding where a gradient is 0
+    teachers = read_teachers(config)
+    found = []
+    for where in (mesh, make_mesh(replica=1, data=2, fsdp=2, tensor=2)):
+        experiment = make_experiment(config, where, teachers=teachers)
+        with jax.set_mesh(where):
+            frozen = place_teachers(teachers, experiment.abstract_frozen)
+            batch = {
+                name: jax.device_put(leaf, experiment.abstract_batch[name].sharding)
+                for name, leaf in make_batch(0).items()
+            }
+            state, metrics = experiment.train_step(experiment.init(), batch, *frozen)
+            found.append(jax.device_get((state.params, metrics)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), *found)
+    kernel = tree.flatten_names(frozen)["0/0/params/encoder/layers/mlp/up/kernel"]
+    assert tuple(kernel.sharding.spec) == (None, "fsdp", "tensor")
+    assert experiment.num_params == sum(x.size for x in abstract_params(experiment.model).values())
+    assert experiment.flops_per_image > 1.3 * supervised
 
 
 def test_losses_and_model_fields_are_chosen_by_the_config(mesh):
@@ -267,6 +297,27 @@ def test_microbatches_on_many_devices_and_on_one(mesh, name, devices):
     assert metrics.keys() == expected_metrics.keys()
     for key, value in expected_metrics.items():
         assert metrics[key] == pytest.approx(value, rel=1e-4), key
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "rows", "chosen"),
+    [
+        ("ViT-Ti/16", "cpu", 32, 8),
+        ("ViT-S/16", "cpu", 16, 8),
+        ("ViT-S/16", "cpu", 9, 9),  # two rows a part would do, but 2 does not divide 9
+        ("ViT-L/16", "cpu", 4, 4),
+        ("ViT-mu/16", "cpu", 8, 1),
+        ("BiT-R50x1", "cpu", 32, 1),
+        ("ViT-S/16", "tpu", 16, 1),
+    ],
+)
+def test_parts_of_a_batch_stay_in_the_cache_of_a_cpu(name, platform, rows, chosen):
+    config = small_config(width=None, depth=None, mlp_dim=None, num_heads=None)
+    config.model.name, config.data.image_size = name, 224
+    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
+    assert choose_accum_steps(config, mesh, rows) == chosen
+    config.objective.name = "of_a_plugin"  # may couple the rows of a batch
+    assert choose_accum_steps(config, mesh, rows) == 1
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_a_file_on_the_command_line(published, one_device, capsys, monkeypatch):
     assert results["knn/10nn_top1"] > 0.5  # of random features
 
 
+@pytest.mark.slow
 def test_the_loss_goes_with_the_weights(published, caplog):
     caplog.set_level("INFO", "vit_jax")
     pretrained = read_pretrained(published)
@@ -86,6 +87,7 @@ def test_at_another_size_positions_are_resampled(published, caplog):
     assert "from a grid of (2, 2) to (3, 3)" in caplog.text
 
 
+@pytest.mark.slow
 def test_features_know_no_classes(published, tmp_path):
     """Ten classes in the model, two in the data: of no matter to what learns its own."""
     config = evaluation_config(

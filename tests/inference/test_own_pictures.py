@@ -10,6 +10,7 @@ from vit_jax.config import base_config, classification, knn
 from vit_jax.config.stored import read_config
 from vit_jax.errors import InputError
 from vit_jax.inference import evaluate as evaluation
+from vit_jax.inference.whole_folder import Origin, take_whole_folders
 from vit_jax.main import main
 from vit_jax.training.sources import open_sources
 
@@ -79,6 +80,47 @@ def test_features_learn_classes_of_their_own(run, others):
     c.evals.near = knn(train_split="train", test_split="val", every="1 epochs")
     _, sources = open_sources(c, False, ("ant", "bee"))
     assert {source.class_names for source in sources.values()} == {("ant", "zebra")}
+
+
+def test_pictures_that_the_model_has_not_seen_are_evaluated_whole(run, others, tmp_path, caplog):
+    """Those of the run, moved, changed or copied, keep their held-out tenth."""
+
+    def split_of(origin, asked=(), **data):
+        c = read_config(epath.Path(run))
+        c.data.update({"data_dir": str(here), **data})
+        return take_whole_folders(c, origin, asked).evals.val.split
+
+    here = others()
+    stored = read_config(epath.Path(run)).to_dict()
+
+    def run_on(data_dir, **keys):
+        return Origin(str(run), stored | {"data": stored["data"] | {"data_dir": data_dir}} | keys)
+
+    assert split_of(run_on(str(here))) == "val" and not caplog.messages
+    assert split_of(run_on(str(tmp_path / "gone"))) == "val"
+    assert "--config.evals.val.split=all" in caplog.messages[-1]
+    (tmp_path / "gone").mkdir()
+    assert split_of(run_on(str(tmp_path / "gone"))) == "val"  # all pictures moved away
+    copy = shutil.copytree(here, tmp_path / "copy")
+    (copy / "ant").rename(copy / "formica")
+    assert split_of(run_on(str(copy))) == "val"
+    for i, path in enumerate(sorted(copy.rglob("*.*"))):
+        path.rename(path.with_name(f"new_{i}{path.suffix}"))
+    caplog.clear()
+    with caplog.at_level("INFO", "vit_jax"):
+        assert split_of(run_on(str(copy))) == "all"
+    assert "evaluates all pictures of" in caplog.messages[-1]
+    assert split_of(run_on(str(copy)), asked={"evals.val.split"}) == "val"
+    assert split_of(run_on(str(copy), init_from="runs/first")) == "val"
+    assert split_of(run_on(str(copy), init_from="ViT-B/16@augreg")) == "all"
+    assert split_of(Origin("ViT-B/16@augreg")) == "all" == split_of(Origin("hf:google/x"))
+    assert split_of(Origin("mine.npz")) == "val" == split_of(Origin("hf:me/x", holdout="names"))
+    (here / "train").mkdir()
+    assert split_of(Origin("hf:google/x")) == "val"  # it has splits of its own
+    c = read_config(epath.Path(run))
+    c.data.data_dir, c.data.split = str(copy), "all"
+    with pytest.raises(InputError, match=r"data\.split='all': is for evaluation only"):
+        open_sources(c, training=True)
 
 
 def test_names_are_read_from_the_run(run, others, monkeypatch):

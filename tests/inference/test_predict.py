@@ -1,5 +1,6 @@
 """The predict command, and images as a model wants them."""
 
+import io
 import json
 
 import jax
@@ -164,8 +165,17 @@ def test_what_is_refused(golden, one_device, tmp_path, capsys, monkeypatch, case
 
 def test_an_image_that_cannot_be_read(tmp_path):
     (tmp_path / "x.png").write_bytes(b"no image")
-    for name in ("x.png", "none.png"):
-        with pytest.raises(InputError, match="not a readable picture"):
+    Image.fromarray(np.ones((9, 9), np.float32)).save(tmp_path / "float.tif")
+    whole = io.BytesIO()
+    Image.new("RGB", (99, 99)).save(whole, "PNG")
+    (tmp_path / "half.png").write_bytes(whole.getvalue()[:99])
+    for name, why in (
+        ("x.png", "picture: it holds no picture; needed: JPEG, PNG"),
+        ("float.tif", "picture: its pixels have 32 bits, .* save it with 8 or 16 bits"),
+        ("half.png", "picture: it is damaged; save it again"),
+        ("none.png", "file .*No such file"),
+    ):
+        with pytest.raises(InputError, match=f"{name}: not a readable {why}"):
             load_image(tmp_path / name, Spec((8, 8), "antialiased"))
 
 

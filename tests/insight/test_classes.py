@@ -104,10 +104,21 @@ def test_many_classes_are_drawn_as_pairs_and_too_many_have_no_matrix(tmp_path, m
     assert (pairs[0], len(pairs), number) == (("c7", "c9", 2), 30, 1001)
     assert len(read(tmp_path / "confusion.csv")) == 1001
     (tmp_path / "confusion.csv").unlink()
-    # A few classes of many: the others share a column.
-    counts, rows, columns = drawn(3000, [1, 1, 2000], [1, 5, 2000])["draw_heat_map"]
-    assert (rows, columns) == (["c1", "c2000"], ["c1", "c2000", "another class"])
-    assert counts.tolist() == [[1, 0, 1], [0, 1, 0]]
+    # A few classes of many: predicted classes without images have columns after the others.
+    counts, rows, columns = drawn(3000, [1, 1, 1, 1, 2000], [1, 5, 7, 7, 2000])["draw_heat_map"]
+    assert (rows, columns) == (["c1", "c2000"], ["c1", "c2000", "c7", "c5"])
+    assert counts.tolist() == [[1, 0, 2, 1], [0, 1, 0, 0]]
+    assert read(tmp_path / "confusion.csv") == [["class", "c1", "c5", "c7", "c2000"],
+                                                ["c1", "1", "1", "2", "0"],
+                                                ["c2000", "0", "0", "0", "1"]]  # fmt: skip
+    # The picture has room for the most frequent ones.
+    counts, _, columns = drawn(90, [0] * 91, [*range(90), 89])["draw_heat_map"]
+    assert columns == ["c0", "c89", *(f"c{i}" for i in range(1, 38)), "51 other classes"]
+    assert counts.tolist() == [[1, 2, *[1] * 37, 51]]
+    assert len(read(tmp_path / "confusion.csv")[0]) == 91
+    # Too many classes for a matrix.
+    (tmp_path / "confusion.csv").unlink()
+    drawn(3000, range(3000), range(3000))
     assert not (tmp_path / "confusion.csv").exists()
 
 

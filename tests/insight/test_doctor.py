@@ -96,6 +96,12 @@ def test_folders(tmp_path):
     assert doctor.check_data_dir(str(tmp_path)) == Finding(
         "data folder", OK, f"{tmp_path}: 1 entries: cat"
     )
+    (tmp_path / "loose").mkdir()
+    (tmp_path / "loose/1.jpg").touch()
+    found = doctor.check_data_dir(str(tmp_path / "loose"))
+    assert found.state == WARNING and "found 1 picture, no folders of classes" in found.found
+    assert "predict" in found.remedy and "data.name=unlabelled" in found.remedy
+    assert doctor.check_data_dir(str(tmp_path / "loose"), "unlabelled").state == OK
     assert doctor.check_workdir(epath.Path(tmp_path / "run")).state == OK
     (tmp_path / "file").write_text("")
     found = bounded("w", lambda: doctor.check_workdir(epath.Path(tmp_path / "file")), 10, "")
@@ -119,6 +125,23 @@ def test_a_bucket_is_written_and_left_clean(tmp_path, monkeypatch):
     monkeypatch.setattr(Bucket, "read_bytes", lambda s: b"")
     assert doctor.check_workdir(bucket).state == FAILED
     assert not list(tmp_path.iterdir())
+
+
+def test_a_bucket_out_of_reach_is_named_in_one_line(monkeypatch):
+    class PermissionDeniedError(Exception):
+        pass
+
+    class Bucket:
+        def __fspath__(self):
+            return "gs://pictures/train"
+
+        def is_dir(self):
+            raise PermissionDeniedError("libcurl code 6\nmeaning ...")
+
+    monkeypatch.setattr(doctor.files, "absolute", lambda path: Bucket())
+    found = bounded("d", lambda: doctor.check_data_dir("gs://pictures/train"), 10, "")
+    assert found.state == FAILED and "curl" not in found.found and "\n" not in found.found
+    assert found.found.startswith("gs://pictures: access is denied; check the name of the bucket")
 
 
 def test_wandb(web, silent, monkeypatch, tmp_path):

@@ -149,6 +149,7 @@ def test_variables_and_extras_reach_the_workers(tpu_vm, call, cloud, tmp_path, m
     assert "install gcs,tpu,wandb" in installs[0]
 
 
+@pytest.mark.slow
 def test_a_worker_that_outlives_worker_0_leaves_the_next_job_its_variables(
     tpu_vm, call, cloud, monkeypatch
 ):
@@ -190,6 +191,7 @@ def test_processes_of_two_slices(tpu_vm, call, cloud):
     assert cloud.workers() == ["0-0", "0-1", "1-0", "1-1"]
 
 
+@pytest.mark.slow
 def test_preempted_slices_are_asked_for_anew_and_the_job_resumes(tpu_vm, call, cloud):
     cloud.play("ACTIVE")
     cloud.job("""
@@ -209,7 +211,7 @@ echo resumes
     assert cloud.calls("delete") == [["digits", "--force", "--zone=us-west4-a", "--quiet"]]
 
 
-@pytest.mark.parametrize("told", [75, 143])
+@pytest.mark.parametrize("told", [75, pytest.param(143, marks=pytest.mark.slow)])
 def test_process_that_was_told_to_stop_starts_again_by_itself(tpu_vm, call, cloud, told):
     cloud.play("ACTIVE")
     cloud.job(f"[ -e saved ] && echo resumes || {{ touch saved; echo saves; exit {told}; }}")
@@ -218,7 +220,7 @@ def test_process_that_was_told_to_stop_starts_again_by_itself(tpu_vm, call, clou
     assert len(cloud.calls("scp")) == 1
 
 
-@pytest.mark.parametrize("ends_with", [2, 130])
+@pytest.mark.parametrize("ends_with", [2, pytest.param(130, marks=pytest.mark.slow)])
 def test_wrong_input_and_ctrl_c_on_a_worker_do_not_start_again(tpu_vm, call, cloud, ends_with):
     cloud.play("ACTIVE")
     cloud.job(f"echo starts; exit {ends_with}")

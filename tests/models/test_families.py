@@ -214,6 +214,7 @@ def test_remat_changes_no_gradient(name, remat):
         np.testing.assert_allclose(found[leaf], gradient, rtol=1e-4, atol=atol, err_msg=leaf)
 
 
+@pytest.mark.slow
 def test_remat_of_a_resnet_repeats_what_it_says():
     model = shrunk("BiT-R50x1")
     images = images_for(model)

@@ -110,6 +110,7 @@ def test_padding_of_short_attention_is_finite_and_gets_no_gradient():
         assert not np.asarray(grad[:, 9:]).any() and np.asarray(grad[:, :9]).any()
 
 
+@pytest.mark.slow
 def test_short_attention_in_bfloat16_is_nearer_than_the_plain_form():
     q, k, v, g = (jnp.asarray(normal(1, 64, 128, seed=i), jnp.float32) for i in range(4))
     biases = (jnp.zeros(128),) * 3

@@ -77,6 +77,7 @@ def test_same_logits_gradients_updates_and_optimizer_state(scan, remat):
         np.testing.assert_allclose(found[name], leaf, rtol=0, atol=tolerance, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_switches_are_scanned_and_rematerialised():
     params = random_params(make(scan=False, **SWITCHES), IMAGES)
 
@@ -127,6 +128,7 @@ def kept_for_backward(scan, remat, remat_layers=None):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.shape not in sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_remat_keeps_less(scan):
     none, dots, full = (kept_for_backward(scan, remat) for remat in ("none", "dots", "full"))
@@ -146,7 +148,7 @@ def test_each_layer_with_remat_keeps_as_much_less():
     assert kept[0] > kept[1]
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_remat_computes_again_what_it_does_not_keep(scan):
     def flops(remat, layers=None):
         model = make(scan=scan, remat=remat, remat_layers=layers)

@@ -21,7 +21,7 @@ TARGET = Target(find_slice("v5e:2x2"))
 
 def gradients(mesh: Mesh, **fields):
     """The jaxpr of a small model's gradients, with kernels."""
-    model = create_model("ViT-Ti/16", 5, 32, dtype="bfloat16", **SIZES, **fields)
+    model = create_model("ViT-Ti/16", 5, 32, dtype="bfloat16", **(SIZES | fields))
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
     model = model.clone(forms=tpu_forms(model, mesh))
     images = jax.ShapeDtypeStruct((4, 32, 32, 3), jnp.float32)
@@ -80,6 +80,10 @@ def test_bundles_are_the_lines_of_a_schedule():
 
 
 @pytest.mark.slow
-def test_the_compiler_gives_schedules(mesh):
-    for row in count_cycles(find_kernels(gradients(mesh)), TARGET):
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_the_compiler_compiles_every_kernel_and_gives_its_schedule(mesh, topology):
+    forms = [{}, {"width": 160}, {"num_heads": 16}, {"patch_size": 1}]  # widths 64, 80, 8; long
+    calls = [call for fields in forms for call in find_kernels(gradients(mesh, **fields))]
+    assert len(calls) > 8
+    for row in count_cycles(calls, Target(find_slice(topology))):
         assert row["bundles"] > 10 and row["cycles"] > 0

@@ -1,12 +1,14 @@
 """A study of every combination of values, from results as members leave them."""
 
+import argparse
 import json
 import pathlib
 import shlex
 
 import pytest
 
-from vit_jax.config import base_config, classification
+from vit_jax.commands.study import _make_sweep
+from vit_jax.config import base_config, classification, knn, multilabel
 from vit_jax.errors import InputError
 from vit_jax.main import main
 from vit_jax.studies import running, sweep
@@ -55,6 +57,24 @@ def test_faults_are_told_at_once():
     said = str(e.value)
     assert "7 faults" in said and "--sweep=seed: needs KEY=VALUE,VALUE" in said
     assert "--sweep=a=2: a is given twice" in said and "--sweep=b=1,1: gives a value twice" in said
+
+
+def test_the_metric_is_one_that_the_evaluator_will_report():
+    c = config_of("seed=0,1")
+    c.evals.several = multilabel(split="test", every="1 epochs")
+    c.evals.near = knn(train_split="a", test_split="b", every="1 epochs", num_neighbours=(3,))
+    for name, known in (("several", "several/mean_ap"), ("near", "near/3nn_top1")):
+        c.study.metric = f"{name}/top1"
+        with pytest.raises(InputError, match=f"{name}/top1': needs an accuracy; known: {known}$"):
+            sweep.check(c)
+        c.study.metric = known
+        sweep.check(c)
+    # By default it is one of a split that is always there, in the order of names.
+    del c.evals["held_out"], c.evals["near"]
+    c.evals.a_test = classification(split="test?", every="1 epochs")
+    c.study.name, c.study.metric = None, "held_out/top1"
+    _make_sweep(c, argparse.Namespace(config="mine", overrides=[], sweep=["seed=0,1"]))
+    assert c.study.metric == "several/mean_ap"
 
 
 def test_members_run_seed_by_seed_and_their_names_are_clear():

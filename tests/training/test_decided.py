@@ -68,6 +68,7 @@ def make(pictures, source, words="ViT-mu/8,folder", **overrides):
     return config
 
 
+@pytest.mark.slow
 def test_one_command_takes_everything_from_the_source(pictures, source, tmp_path):
     run = prepare(make(pictures, source), tmp_path / "run")
     model = {key: value for key, value in run.config.model.items() if value is not None}
@@ -256,7 +257,6 @@ def test_lora_from_start_to_export(pictures, source, tmp_path):
     assert json.loads((workdir / "classes.json").read_text()) == ["cat", "dog"]
 
 
-@pytest.mark.slow
 def test_a_resumed_run_compares_what_was_decided(pictures, source, tmp_path):
     from vit_jax.training.workdir import write_workdir
 

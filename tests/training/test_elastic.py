@@ -112,6 +112,7 @@ print(json.dumps({"shards": shards, "read": bytes_read() - before}))
 """
 
 
+@pytest.mark.slow
 def test_each_process_reads_its_part_of_the_parameters_alone(tmp_path):
     rng = np.random.default_rng(0)
     shapes = {

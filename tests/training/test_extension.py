@@ -75,8 +75,11 @@ def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path, 
     monkeypatch.setattr(workdir_module.restore, "saved_steps", lambda path: [40, 30])
     with pytest.raises(InputError) as e:
         workdir_module.check_unchanged(make_config(duration="80 steps"), workdir)
-    assert f"--config.init_from={tmp_path} --config.init_head=kept" in str(e.value)
-    assert "--config.duration=40 steps'" in str(e.value)
+    assert str(e.value).startswith(f"--workdir={tmp_path}: the run cannot get another end")
+    assert str(e.value).endswith(
+        "; keep the old value with '--config.duration=40 steps'; or train on from its weights: "
+        f"--config.init_from={tmp_path} --config.init_head=kept and a new --workdir"
+    )
     with pytest.raises(InputError, match="seed: was 0, now 1") as e:
         workdir_module.check_unchanged(make_config(duration="80 steps", seed="1"), workdir)
     monkeypatch.setattr(workdir_module.restore, "saved_steps", lambda path: [])

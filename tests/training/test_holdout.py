@@ -97,6 +97,7 @@ def test_an_export_has_the_run_s_rule(run, pictures, tmp_path, format):
         adopt_holdout(config, pretrained)
 
 
+@pytest.mark.slow
 def test_every_command_holds_out_what_the_run_did(
     run, pictures, opened, monkeypatch, tmp_path, capsys
 ):

@@ -1,7 +1,6 @@
 """A run started by commit 918fdf2 gives the same results today; see golden/older_run."""
 
 import hashlib
-import importlib.util
 import json
 import logging
 import re
@@ -14,6 +13,7 @@ import pytest
 from etils import epath
 from flax import linen as nn
 from forked import Forked
+from loaded_file import load_module
 from ml_collections import ConfigDict
 
 import vit_jax.config
@@ -27,13 +27,6 @@ from vit_jax.models.layers import NORMS
 from vit_jax.training.prepare import prepare
 from vit_jax.training.train import train_and_evaluate
 from vit_jax.transfer import read_pretrained
-
-
-def load_module(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +74,9 @@ def resume(older_run, make, target):
 def resumed(older_run, make, tmp_path_factory):
     """A copy of the run after its end, and what resuming it logged."""
     workdir = tmp_path_factory.mktemp("resumed") / "workdir"
-    return SimpleNamespace(workdir=workdir, logged=resume(older_run, make, workdir))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.random, "key", jax.random.key.func)  # of threefry
+        return SimpleNamespace(workdir=workdir, logged=resume(older_run, make, workdir))
 
 
 def files_in(folder):
@@ -159,19 +154,25 @@ def test_it_resumes_to_the_same_bits(older_run, make, tmp_path):
 
 
 @pytest.mark.usefixtures("unchanged")
-@pytest.mark.parametrize("command", ["evaluate", "predict", "transfer"])
+@pytest.mark.parametrize(
+    "command", ["evaluate", "predict", pytest.param("transfer", marks=pytest.mark.slow)]
+)
 def test_commands_give_the_same_values(older_run, make, values, command, capsys):
     expected = values.expected[command]
     expected = without_top5(expected) if command == "evaluate" else expected
     check(getattr(values, command)(older_run), expected)
     if command == "evaluate":
         said = " ".join(capsys.readouterr().err.split())
-        assert said.count("WARNING") == 1
+        assert said.count("WARNING") == 2
         assert "evaluated with data.holdout='seed 3'" in said
+        assert "evaluates a tenth of" in said  # its pictures lie elsewhere now
 
 
 @pytest.mark.usefixtures("unchanged")
-@pytest.mark.parametrize("format", ["npz", "npz_v2", "timm", "stablehlo"])
+@pytest.mark.parametrize(
+    "format",
+    ["npz_v2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("npz", "timm", "stablehlo"))],
+)
 def test_it_is_exported_with_equal_logits(older_run, make, values, format, tmp_path):
     found, expected = values.export(older_run, format, tmp_path), values.expected["export"][format]
     assert found.pop("sha256") == expected["sha256"]
@@ -291,6 +292,7 @@ def test_a_run_of_a_newer_version_is_refused_by_name(older_run, tmp_path, capsys
     assert files_in(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "evaluate", "predict"])
 def test_a_checkpoint_of_a_newer_version_is_refused_by_name(
     older_run, resumed, monkeypatch, capsys, command

@@ -16,10 +16,11 @@ from vit_jax.config import base_config, classification, eval_splits, fewshot, tr
 from vit_jax.config.stored import continue_older, to_json
 from vit_jax.config.text import apply_overrides
 from vit_jax.data.folder_contents import describe_contents
-from vit_jax.data.preprocessing import parse_preprocessing
+from vit_jax.data.preprocessing import keep_ops, parse_preprocessing
 from vit_jax.errors import InputError
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, check_member
+from vit_jax.training.description import describe_model
 from vit_jax.training.prepare import compare_value_ranges, prepare
 from vit_jax.training.sources import (
     check_evaluated_images,
@@ -274,6 +275,36 @@ def test_a_run_keeps_the_spelling_of_its_ops(tmp_path, caplog):
     assert resumed.evals.test.ops == "resize_small(10)|central_crop"
 
 
+def test_a_run_keeps_its_number_of_microbatches_or_what_its_devices_allow(tmp_path):
+    config = make_config()
+    config.global_batch_size, config.duration = 16, "1 steps"
+    config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
+    recorded = prepare(config, tmp_path / "new").config
+    assert recorded.optimizer.accum_steps == 1  # of small activations
+    for number, kept in ((2, 2), (8, 2)):  # each of 8 devices has 2 rows
+        recorded.optimizer.accum_steps = number
+        (tmp_path / "config.json").write_text(to_json(recorded))
+        assert prepare(config, tmp_path).config.optimizer.accum_steps == kept
+    prepare(recorded, tmp_path, training=False)  # 8 parts of 2 rows are none of its concern
+    config.optimizer.accum_steps = 1
+    with pytest.raises(InputError, match=r"optimizer\.accum_steps: was 8, now 1"):
+        prepare(config, tmp_path)
+
+
+def test_a_run_that_decoded_at_full_size_goes_on_so(caplog):
+    older = make_config(test=check(ops="decode|resize"))
+    older.data.image_size, older.data.ops = 8, "inception_crop(area_min=0.3)|flip"
+    newer = make_config(test=check(ops="scaled_decode|resize"))
+    newer.data.image_size, newer.data.ops = 8, "scaled_inception_crop(None, 0.3)|flip"
+    kept = keep_ops(newer, older)
+    assert (kept.data.ops, kept.evals.test.ops) == (older.data.ops, "decode|resize")
+    (record,) = caplog.records
+    assert "goes on to decode JPEGs at their full size, as it began" in record.getMessage()
+    assert keep_ops(older, newer).data.ops == older.data.ops  # nothing scales by itself
+    newer.data.ops = "scaled_inception_crop(None, 0.4)|flip"
+    assert keep_ops(newer, older).data.ops == newer.data.ops
+
+
 def test_without_wandb_a_run_that_asks_for_it_does_not_start(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = make_config()
@@ -309,6 +340,19 @@ def test_streams_that_do_not_pair_are_refused_once_the_order_is_known(tmp_path):
     assert not (tmp_path / "workdir").exists()
     config.data.num_examples = 64
     assert prepare(config, tmp_path / "workdir").config.data.streams is None
+
+
+def test_a_model_is_called_by_its_own_sizes():
+    def called(name, **fields):
+        config = base_config()
+        config.model.update({"name": name} | fields)
+        return describe_model(config)
+
+    assert called("ViT-B/16") == "ViT-B/16" and called("R50+ViT-B/16") == "R50+ViT-B/16"
+    assert called("ViT-B/16", patch_size=8) == "ViT-B/8"
+    assert called("ViT-B/16", patch_size=(8, 4)) == "ViT-B/8x4"
+    small = called("ViT-B/16", patch_size=(8, 8), width=32)
+    assert small == "ViT/8 (width 32, depth 12, mlp_dim 3072, num_heads 12)"
 
 
 def test_with_auto_a_run_gets_the_mesh_of_its_chosen_layout(tmp_path):

@@ -374,7 +374,7 @@ def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_s
 
 @pytest.mark.parametrize("side", [224, 384])
 def test_a_cut_resizes_to_the_run_s_pixel(side):
-    cut = _cut("decode|resize_small(crop=0.875)|central_crop", (side, side))
+    cut = _cut("scaled_decode(crop=0.875)|resize_small(crop=0.875)|central_crop", (side, side))
     assert cut.resized((side, side)) == (round(side / 0.875),) * 2
 
 
@@ -411,6 +411,7 @@ def test_borders_of_images_whose_size_only_the_data_tell_are_warned_of(golden, c
     assert "black borders:\n  evals.test.ops: 'central_crop' takes 9 x 9" in caplog.text
 
 
+@pytest.mark.slow
 def test_images_of_an_older_run_are_padded_as_before(run, tmp_path, caplog, monkeypatch):
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
@@ -442,6 +443,7 @@ def test_a_program_is_no_format_of_save_pretrained(golden, tmp_path):
         save_pretrained(tmp_path / "x.stablehlo", model, variables, "stablehlo")
 
 
+@pytest.mark.slow
 def test_a_size_that_the_source_tells_is_kept(tmp_path):
     """Of fixed positions only NAME.json tells it."""
     model = create_model("ViT-mu/4", 3, (8, 12), pos_embed="sincos_2d", pool="gap")

@@ -259,6 +259,7 @@ except InputError as e:
 """
 
 
+@pytest.mark.slow
 def test_the_environment_of_huggingface_hub_applies(hub, tmp_path):
     """HF_ENDPOINT and HF_HOME, then HF_HUB_OFFLINE."""
     said = []

@@ -131,6 +131,7 @@ def test_a_run_is_read_as_it_was_saved(tmp_path, kind, place):
         np.testing.assert_array_equal(found.params[name], array, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "place"), [("learned_2d", "layers"), ("relative", None)])
 def test_a_program_has_positions(tmp_path, kind, place):
     made = make(kind, place, depth=1)

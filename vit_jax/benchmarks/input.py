@@ -22,7 +22,7 @@ _MOST_ROWS = 128  # maximum rows of the global batch that are read
 _IMAGES_A_ROUND = 512
 
 
-def measure_input(config: ConfigDict) -> dict[str, Any]:
+def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[str, Any]:
     """CPU milliseconds per image of `config`'s training input pipeline, on one host.
 
     The pipeline produces the first rows of each global batch, at most 128, as one host of several
@@ -30,10 +30,15 @@ def measure_input(config: ConfigDict) -> dict[str, Any]:
     records, with JPEGs in memory:
 
     decode: decodes the whole image and does nothing else.
+    full_size: the pipeline without scaling of JPEGs, if the ops scale them.
     fused_float32, unfused_float32: a bilinear Inception crop, a random flip, and normalisation to
       float32 in [-1, 1], all on the host; the fused one decodes only the window.
 
     A round reads several batches from each pipeline, each from start to end.
+
+    Args:
+      config: names the data and the ops.
+      num_rounds: rounds to time, after one that is not; None: 7.
 
     Returns:
       Figures for JSON: `cpu_ms_per_image`, {"median", "min", "max"} of the rounds for each
@@ -58,9 +63,10 @@ def measure_input(config: ConfigDict) -> dict[str, Any]:
         num_steps=num_batches,
         data_order=training_order(config, source),
     )
-    calls = _round_calls(makers, num_batches)
+    num_rounds = _NUM_ROUNDS if num_rounds is None else num_rounds
+    calls = _round_calls(makers, num_batches, 1 + num_rounds)
     measure(calls, 1)  # warm-up
-    costs = measure(calls, _NUM_ROUNDS)
+    costs = measure(calls, num_rounds)
     images = num_batches * len(rows)
     cpu_ms = {name: [1e3 * c.cpu_s / images for c in found] for name, found in costs.items()}
     figures = {
@@ -68,7 +74,7 @@ def measure_input(config: ConfigDict) -> dict[str, Any]:
         "ops": config.data.ops,
         "image_size": list(image_size),
         "rows": len(rows),
-        "images": images * _NUM_ROUNDS,
+        "images": images * num_rounds,
         "cpu_cores": len(os.sched_getaffinity(0)),
         "cpu_ms_per_image": {name: spread(values) for name, values in cpu_ms.items()},
     }
@@ -87,6 +93,11 @@ def _batch_makers(
             data.host_batches, source, host_ops, image_size=image_size, **where
         )
     }
+    full_size = data.at_full_size(host_ops)
+    if source.encoded and not data.do_the_same(host_ops, full_size):
+        makers["full_size"] = functools.partial(
+            data.host_batches, source, full_size, image_size=image_size, **where
+        )
     if source.encoded:
         for name, load in {
             "decode": lambda image, key: tf.shape(to_pixels(image)),
@@ -98,15 +109,15 @@ def _batch_makers(
 
 
 def _round_calls(
-    makers: dict[str, Callable[..., Iterator]], num_batches: int
+    makers: dict[str, Callable[..., Iterator]], num_batches: int, num_rounds: int
 ) -> dict[str, Callable[[], object]]:
-    """{name: function that reads the batches of one round}, for a warm-up and all rounds.
+    """{name: function that reads the batches of one round}, to be called `num_rounds` times.
 
     All pipelines are built in advance, because that takes seconds. Each round reads its own
     pipeline to the end, so that no prefetching falls into another round.
     """
     iterators = {
-        name: iter([make(start_step=i * num_batches) for i in range(1 + _NUM_ROUNDS)])
+        name: iter([make(start_step=i * num_batches) for i in range(num_rounds)])
         for name, make in makers.items()
     }
     return {

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from vit_jax import tree
 from vit_jax.benchmarks.rounds import measure, spread
 from vit_jax.devices import flops
 from vit_jax.devices.chips import count_chips
-from vit_jax.experiment.experiment import Experiment, make_experiment
+from vit_jax.experiment.experiment import Experiment
+from vit_jax.training.planned import planned_experiment
 
 MATMUL_SIZE = 1536  # size of the float32 products to which steps on a CPU are compared
 _WARM_UP_STEPS = 2
@@ -27,6 +29,7 @@ def measure_step(
     mesh: Mesh,
     *,
     num_steps: int | None = None,
+    num_rounds: int | None = None,
     matmul_size: int = MATMUL_SIZE,
 ) -> dict[str, Any]:
     """Compile and run the training step of `config` on a synthetic batch on the devices.
@@ -38,19 +41,22 @@ def measure_step(
     Args:
       config: with `data.num_classes` and `data.num_examples` set; no data are read.
       mesh: the mesh of the devices.
-      num_steps: number of steps to time; None runs for 20 seconds, at least 5 steps.
+      num_steps: number of steps to time; None runs for 20 seconds, at least 5 steps, and at least
+        one a round.
+      num_rounds: rounds into which the steps are divided; None: at most 10.
       matmul_size: rows and columns of the matrices.
 
     Returns:
       Figures for JSON; measured ones as {"median", "min", "max"} of the rounds. `mfu` is None if
       the chip's peak is unknown.
     """
-    experiment = make_experiment(config, mesh)
+    experiment = planned_experiment(config, mesh)
     with jax.set_mesh(mesh):
         take_steps, compile_s, memory = _compile_steps(experiment, config.data.num_classes)
         take_steps(_WARM_UP_STEPS)
-        num_steps = _steps_in_budget(take_steps) if num_steps is None else num_steps
-        num_rounds = min(num_steps, _NUM_ROUNDS)
+        if num_steps is None:
+            num_steps = max(_steps_in_budget(take_steps), num_rounds or 1)
+        num_rounds = min(num_steps, num_rounds or _NUM_ROUNDS)
         images = config.global_batch_size * (num_steps // num_rounds)
         calls = {"steps": lambda: take_steps(num_steps // num_rounds)}
         if on_cpu := mesh.devices.flat[0].platform == "cpu":
@@ -101,6 +107,7 @@ def _compile_steps(
     """(a function that takes a number of steps, compilation time in seconds, memory of a step)."""
     state = experiment.init()
     batch = made_up_batch(experiment, num_classes)
+    frozen = _made_up_frozen(experiment)
     since = time.perf_counter()
     compiled = experiment.lower().compile()
     compile_s = time.perf_counter() - since
@@ -108,7 +115,7 @@ def _compile_steps(
     def take_steps(number):
         nonlocal state
         for _ in range(number):
-            state, metrics = compiled(state, batch)
+            state, metrics = compiled(state, batch, *frozen)
         jax.block_until_ready((state, metrics))
 
     return take_steps, compile_s, flops.expected_memory(compiled.memory_analysis())
@@ -144,6 +151,17 @@ def made_up_batch(experiment: Experiment, num_classes: int) -> dict[str, jax.Arr
 
     shardings = {name: leaf.sharding for name, leaf in shapes.items()}
     return jax.jit(make, out_shardings=shardings)(jax.random.key(0))
+
+
+def _made_up_frozen(experiment: Experiment) -> tuple[tree.PyTree, ...]:
+    """Zeros in place of the weights of the teachers."""
+    shapes = experiment.abstract_frozen
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+
+    def make():
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    return jax.jit(make, out_shardings=shardings)()
 
 
 def make_matmuls(size: int, number: int):

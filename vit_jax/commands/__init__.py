@@ -8,8 +8,8 @@ once and the process can be interrupted.
 import importlib
 import types
 
-COMMANDS = ("train", "evaluate", "predict", "export", "benchmark", "plan", "study", "compare",
-            "doctor", "configs", "models")  # fmt: skip
+COMMANDS = ("train", "evaluate", "predict", "export", "benchmark", "plan", "study", "label",
+            "compare", "doctor", "configs", "models")  # fmt: skip
 
 
 def find_command(name: str) -> types.ModuleType:

@@ -2,10 +2,12 @@
 
   python -m vit_jax.main benchmark --what=input --config=pretrain:ViT-S/16,imagenet2012
   python -m vit_jax.main benchmark --what=step --config=pretrain:ViT-L/16,imagenet2012
+  python -m vit_jax.main benchmark --what=step --config=... --topology=v5e:4x4
 
 input: CPU milliseconds per image, compared with decoding only and with a plain float32 pipeline on
 the same images; only the training split is opened.
 step: compile seconds, images/s, CPU seconds and GFLOP per image, MFU and memory; reads no data.
+With --topology nothing runs: the TPU compiler's cycles, and the bundles of each kernel.
 augmentations: a PNG, written to --output, of training images before and after augmentation.
 """
 
@@ -26,6 +28,8 @@ from vit_jax.commands.flags import (
     print_config,
     require_flags,
 )
+from vit_jax.config import num_microbatches
+from vit_jax.devices.chips import Slice, find_slice
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh, start_backend
 from vit_jax.errors import InputError, nearest
 from vit_jax.job import exit_codes
@@ -36,24 +40,56 @@ FORMATS = ("table", "json")
 
 
 def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
-    """Run `benchmarks.input.measure_input`; `flags` are unused."""
-    del flags
+    """Run `benchmarks.input.measure_input` for `flags.repeat` rounds."""
     from vit_jax.benchmarks import input as input_benchmark
 
-    return input_benchmark.measure_input(config)
+    return input_benchmark.measure_input(config, num_rounds=flags.repeat)
 
 
 def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
-    """Run `benchmarks.step.measure_step` for `flags.steps` steps."""
+    """Run `benchmarks.step.measure_step` for `flags.steps` steps in `flags.repeat` rounds."""
     from vit_jax.benchmarks import step
     from vit_jax.data.known import fill_in_sizes
+    from vit_jax.experiment.microbatches import settle_microbatches
     from vit_jax.training.decided import decide
 
     config = decide(fill_in_sizes(config))
     mesh = make_mesh(**{axis: size for axis, size in config.mesh.items() if axis != "platform"})
     check_batch_size(mesh, config.global_batch_size, "global_batch_size")
-    check_accum_steps(mesh, config.global_batch_size, config.optimizer.accum_steps)
-    return step.measure_step(config, mesh, num_steps=flags.steps)
+    check_accum_steps(mesh, config.global_batch_size, num_microbatches(config))
+    config = settle_microbatches(config, mesh)
+    return step.measure_step(config, mesh, num_steps=flags.steps, num_rounds=flags.repeat)
+
+
+def compile_step(config: ConfigDict, slice_: Slice) -> dict[str, Any]:
+    """Figures of the step of `config` on `slice_` by the TPU compiler, from its plan."""
+    from vit_jax.data.known import fill_in_sizes
+    from vit_jax.planning import plan
+    from vit_jax.planning.estimates import estimate
+    from vit_jax.planning.targets import Target, start_planning
+    from vit_jax.training.decided import decide
+
+    target = Target(slice_)
+    start_planning(target)
+    if not target.is_compiled_for:
+        raise InputError(
+            f"--topology={slice_.name}: needs a TPU slice, and libtpu, which compiles for it: pip "
+            "install -e '.[plan]'; the command plan calculates figures for others"
+        )
+    figures = plan(decide(fill_in_sizes(config)), target)
+    kept = ("topology", "mesh", "global_batch_size", "num_params", "compile_s", "compiler_cycles")
+    kernels = {
+        f"{i} {row['name']}": {key: value for key, value in row.items() if key != "name"}
+        for i, row in enumerate(figures["kernels"], 1)
+    }
+    timing = estimate(figures, None)["compiler"]
+    return {key: figures[key] for key in kept} | {
+        "kernels": kernels,
+        "memory_per_device_bytes": figures["memory_bytes"]["peak"],
+        "fits": figures["memory_bytes"]["fits"],
+        "step_s": timing and timing["step_s"],
+        "mfu": timing and timing["mfu"],
+    }
 
 
 def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
@@ -81,6 +117,10 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE", help="file for the figures (JSON) or the PNG")
     parser.add_argument("--format", default="table", help="standard output: table or json")
     parser.add_argument("--steps", type=int, help="steps to time; default: as many as fit in 20 s")
+    parser.add_argument("--repeat", type=int, help="rounds to time; figures show their spread")
+    parser.add_argument(
+        "--topology", metavar="SLICE", help="a TPU slice: compile the step for it, run nothing"
+    )
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -94,8 +134,15 @@ def main(flags: argparse.Namespace) -> int:
             raise InputError(f"--{name}={value}: {nearest(value, known)}")
     if flags.steps is not None and flags.what != "step":
         raise InputError(f"--steps={flags.steps}: only for --what=step; leave it out")
-    if flags.steps is not None and flags.steps < 1:
-        raise InputError(f"--steps={flags.steps}: needs a positive number")
+    for name in ("steps", "repeat"):
+        number = getattr(flags, name)
+        if number is not None and number < 1:
+            raise InputError(f"--{name}={number}: needs a positive number")
+        if number is not None and flags.topology is not None:
+            raise InputError(f"--{name}={number}: nothing runs with --topology; leave out one")
+    if flags.topology is not None and flags.what != "step":
+        raise InputError(f"--topology={flags.topology}: only for --what=step; leave it out")
+    slice_ = None if flags.topology is None else find_slice(flags.topology)
     output = None if flags.output is None else files.absolute(flags.output)
     if output is not None:
         files.check_output(output, "--output")
@@ -105,8 +152,11 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.training.decided import read_fields
 
     metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    start_backend(config.mesh.platform)
-    figures = BENCHMARKS[flags.what](read_fields(config), flags)
+    if slice_ is not None:
+        figures: dict[str, Any] | None = compile_step(read_fields(config), slice_)
+    else:
+        start_backend(config.mesh.platform)
+        figures = BENCHMARKS[flags.what](read_fields(config), flags)
     if figures is None:
         return exit_codes.DONE
     named = {"what": flags.what, "config": flags.config, "model": config.model.name, **figures}

@@ -8,6 +8,9 @@
 written to the workdir. --output=DIR writes tables for each classification evaluator into DIR/NAME:
 accuracy by class, the confusion matrix, and the wrong pictures. --init_from runs the evaluators of
 --config on any model that train can start from: a workdir, a file, an address or a name.
+
+Own pictures (--config.data.data_dir) that the model was not trained on are all evaluated; if it may
+have been, only those held out are. --config.evals.NAME.split=all evaluates all in any case.
 """
 
 import argparse
@@ -74,11 +77,12 @@ def main(flags: argparse.Namespace) -> int:
     # Nothing needs saving on SIGTERM, so undo the handler that JAX installs for training.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     see = functools.partial(classes.report, output)
+    asked = {key for key, _ in flags.overrides}
     if of_run:
-        results = evaluation.evaluate(config, files.absolute(flags.workdir), see)
+        results = evaluation.evaluate(config, files.absolute(flags.workdir), see, asked)
     else:
         pretrained = transfer.read_pretrained(flags.init_from)
-        results = evaluation.evaluate_pretrained(config, pretrained, see)
+        results = evaluation.evaluate_pretrained(config, pretrained, see, asked)
     if jax.process_index() == 0:
         print(json.dumps(metrics.finite_or_none(results), indent=2))
     return exit_codes.DONE

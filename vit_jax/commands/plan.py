@@ -184,12 +184,35 @@ def _as_flags(change: dict[str, Any]) -> str:
 
 def print_plan(figures: dict[str, Any]) -> list[Any]:
     """The answer in one line, then tables of the plan and the assumptions of its estimates."""
+    estimate = figures["estimate"]
+    per = "chip" if figures["devices_per_chip"] == 1 else "device (half a chip)"
+    parts: list[Any] = [
+        f"{answer(figures)}.",
+        run_table(figures),
+        memory_table(figures, per),
+        work_table(figures, per),
+    ]
+    if figures["collectives"] is not None:
+        parts.append(collectives_table(figures["collectives"], per))
+    parts.append(estimate_table(estimate))
+    for kind in ("roofline", "compiler", "at_utilisation"):
+        if estimate[kind] is not None:
+            assumptions = "; ".join(estimate[kind]["assumptions"])
+            parts.append(f"{kind.replace('_', ' ')}: assumes {assumptions}.")
+    for remedy in figures.get("remedies", []):
+        verdict = {True: "fits", False: "does not fit", None: "not tried"}[remedy["fits"]]
+        peak = "" if remedy["peak_bytes"] is None else f", peak {_bytes(remedy['peak_bytes'])}"
+        parts.append(f"with {_as_flags(remedy['change'])}: {verdict}{peak}")
+    return parts
+
+
+def run_table(figures: dict[str, Any]) -> Table:
+    """Table of the run that is planned."""
     from vit_jax.planning.targets import readable_mesh
 
-    memory, estimate = figures["memory_bytes"], figures["estimate"]
     chips, hosts = figures["num_chips"], figures["num_hosts"]
-    head = Table("run", "", show_header=False, title=f"{figures['model']} on {figures['topology']}")
     slices = f", {figures['num_slices']} slices" if figures["num_slices"] > 1 else ""
+    took = f", in {figures['compile_s']:.0f} s" if figures["by"] == "compiler" else ""
     rows = {
         "chips": f"{chips:,} on {hosts:,} host{'s' * (hosts > 1)}{slices}",
         "mesh": readable_mesh(figures["mesh"]),
@@ -198,50 +221,46 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
         "parameters": f"{figures['num_params']:,}",
         "forward pass": f"{figures['flops']['forward_macs_per_image'] / 1e9:,.4g} GMAC an image",
         "steps": f"{figures['total_steps']:,}",
-        "by": _BY[figures["by"]]
-        + (f", in {figures['compile_s']:.0f} s" if figures["by"] == "compiler" else ""),
+        "by": f"{_BY[figures['by']]}{took}",
     }
+    title = f"{figures['model']} on {figures['topology']}"
+    table = Table("run", "", show_header=False, title=title)
     for row in rows.items():
-        head.add_row(*row)
-    per = "chip" if figures["devices_per_chip"] == 1 else "device (half a chip)"
-    space = Table("", "bytes", title=f"Memory of a {per}")
-    for name in ("params", "optimizer", "ema", "other_state", "batch", "temporaries", "peak",
-                 "capacity", "margin"):  # fmt: skip
-        space.add_row(name, _bytes(memory[name]))
-    space.add_row("fits", "yes" if memory["fits"] else f"no: {_bytes(-memory['margin'])} too much")
-    space.add_row("host, at save", _bytes(figures["host_bytes_at_save"]))
-    work = Table("", "a step", title="Work")
-    flops = figures["flops"]
+        table.add_row(*row)
+    return table
+
+
+def memory_table(figures: dict[str, Any], per: str) -> Table:
+    """Table of the memory of a device, called `per`, and of a host."""
+    memory, table = figures["memory_bytes"], Table("", "bytes", title=f"Memory of a {per}")
+    for name in ("params", "optimizer", "ema", "other_state", "teachers", "batch", "temporaries",
+                 "peak", "capacity", "margin"):  # fmt: skip
+        if name != "teachers" or memory[name]:
+            table.add_row(name, _bytes(memory[name]))
+    table.add_row("fits", "yes" if memory["fits"] else f"no: {_bytes(-memory['margin'])} too much")
+    table.add_row("host, at save", _bytes(figures["host_bytes_at_save"]))
+    return table
+
+
+def work_table(figures: dict[str, Any], per: str) -> Table:
+    """Table of what a step computes and accesses."""
+    flops, table = figures["flops"], Table("", "a step", title="Work")
     if flops["model_per_image_by_sizes"] is not None:
-        work.add_row("FLOPs of the model, by its sizes", _flops(
-            flops["model_per_image_by_sizes"] * figures["global_batch_size"]))  # fmt: skip
-    work.add_row("FLOPs of the model, counted", _flops(flops["model_per_step"]))
-    work.add_row("FLOPs with recomputation, counted", _flops(flops["counted_per_step"]))
+        by_sizes = flops["model_per_image_by_sizes"] * figures["global_batch_size"]
+        table.add_row("FLOPs of the model, by its sizes", _flops(by_sizes))
+    table.add_row("FLOPs of the model, counted", _flops(flops["model_per_step"]))
+    table.add_row("FLOPs with recomputation, counted", _flops(flops["counted_per_step"]))
     if figures["hbm_bytes_accessed"] is not None:
-        work.add_row(f"HBM accessed by a {per}", _bytes(figures["hbm_bytes_accessed"]))
+        what = "bytes accessed" if figures["by"] == "compiler" else "HBM accessed"
+        table.add_row(f"{what} by a {per}", _bytes(figures["hbm_bytes_accessed"]))
     if figures["compiler_cycles"] is not None:
-        work.add_row("compiler's estimate", f"{figures['compiler_cycles'] / 1e6:,.1f} Mcycles")
+        table.add_row("compiler's estimate", f"{figures['compiler_cycles'] / 1e6:,.1f} Mcycles")
         for kernel in figures["kernels"]:
-            work.add_row(
+            table.add_row(
                 f"of these {kernel['count']:,} x {kernel['name']}, bound by {kernel['bound_by']}",
                 f"{kernel['cycles'] / 1e6:,.1f} Mcycles",
             )
-    parts: list[Any] = [f"{answer(figures)}.", head, space, work]
-    if figures["collectives"] is not None:
-        parts.append(collectives_table(figures["collectives"], per))
-    parts.append(estimate_table(estimate))
-    for kind in ("roofline", "compiler", "at_utilisation"):
-        if estimate[kind] is not None:
-            parts.append(
-                f"{kind.replace('_', ' ')}: assumes "
-                + "; ".join(estimate[kind]["assumptions"])
-                + "."
-            )
-    for remedy in figures.get("remedies", []):
-        verdict = {True: "fits", False: "does not fit", None: "not tried"}[remedy["fits"]]
-        peak = "" if remedy["peak_bytes"] is None else f", peak {_bytes(remedy['peak_bytes'])}"
-        parts.append(f"with {_as_flags(remedy['change'])}: {verdict}{peak}")
-    return parts
+    return table
 
 
 def describe_layers(row: dict[str, Any]) -> str:
@@ -268,8 +287,9 @@ def estimate_table(estimate: dict[str, Any]) -> Table:
     table = Table("", "", show_header=False, title="Estimates")
     roofline, compiler, run = estimate["roofline"], estimate["compiler"], estimate["run"]
     bound = f"bound by {roofline['bound_by']}"
-    table.add_row("step by the roofline, at least", f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}")
-    table.add_row("MFU by the roofline, at most", f"{roofline['mfu']:.1%}")
+    least, most = (", at least", ", at most") if roofline["is_minimum"] else ("", "")
+    table.add_row(f"step by the roofline{least}", f"{roofline['step_s'] * 1e3:,.4g} ms, {bound}")
+    table.add_row(f"MFU by the roofline{most}", f"{roofline['mfu']:.1%}")
     if compiler is not None:
         table.add_row("step by the compiler", f"{compiler['step_s'] * 1e3:,.4g} ms")
         table.add_row("MFU by the compiler", f"{compiler['mfu']:.1%}")

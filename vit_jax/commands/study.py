@@ -71,7 +71,7 @@ def main(flags: argparse.Namespace) -> int:
 
     study, config, call = prepare_study(flags)
     metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    for member in study.members(config, {}):
+    for member in running.placed_members(study, config, call, {}):
         running.check_member(config, call, member)
     call.workdir.mkdir(parents=True, exist_ok=True)
     return running.conduct_study(study, config, call)
@@ -120,7 +120,12 @@ def prepare_study(flags: argparse.Namespace) -> "tuple[Study, ConfigDict, Call]"
 
 
 def _make_sweep(config: "ConfigDict", flags: argparse.Namespace) -> None:
-    """Makes the study of `--sweep` of a config, in place, by the first evaluator's accuracy."""
+    """Makes the study of `--sweep` of a config, in place.
+
+    Its metric, unless given, is the accuracy of the first evaluator whose split is always there.
+    """
+    from vit_jax.studies.members import accuracies
+
     if config.study.name not in (None, "sweep"):
         raise InputError(
             f"--sweep: {flags.config} is a study already ({config.study.name}); take a config of "
@@ -129,4 +134,6 @@ def _make_sweep(config: "ConfigDict", flags: argparse.Namespace) -> None:
     config.study.name, config.study.sweep = "sweep", tuple(flags.sweep)
     is_given = any(key == "study.metric" for key, _ in flags.overrides)
     if not is_given and config.evals and config.study.metric.partition("/")[0] not in config.evals:
-        config.study.metric = f"{next(iter(config.evals))}/top1"
+        always = [n for n, e in config.evals.items() if not e.get("split", "").endswith("?")]
+        first = next(iter(always or config.evals))
+        config.study.metric = next(iter(accuracies(config, first) or ()), f"{first}/top1")

@@ -7,7 +7,7 @@ no device and does not import TensorFlow.
 
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -112,6 +112,8 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.data.num_classes = placeholder(int)  # None: taken from the data set
     c.data.classes = placeholder(tuple)  # labels to keep, renumbered from 0; None: all
     c.data.multi_label = False  # whether an image may have several labels, or none
+    # Train on probabilities of the classes, as soft pseudo labels are; other labels become 0 and 1.
+    c.data.soft_labels = False
     # Size of the training data; of a mixture, of all its data sets together. This many examples are
     # one epoch, whatever data.repeats and the weights in data.mix. None: taken from the data.
     c.data.num_examples = placeholder(int)
@@ -132,7 +134,17 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.data.std = (0.5, 0.5, 0.5)  # see data.mean
 
     c.objective = ConfigDict()
-    c.objective.name = "supervised"  # or the name of a plug-in's objective
+    c.objective.name = "supervised"  # or distillation, or the name of a plug-in's objective
+    # The following keys are those of distillation. Frozen models to learn from: a source as
+    # init_from takes, or several with their weights, "runs/a=3, runs/b=1".
+    c.objective.teacher = placeholder(str)
+    c.objective.mode = placeholder(str)  # hard, soft or features; None: hard
+    c.objective.weight = placeholder(float)  # share of the teachers in the loss; None: 0.5
+    c.objective.temperature = placeholder(float)  # of the mode soft; None: 3
+    # Of the mode features: "pooled", "tokens", pairs of layers "5:11" (the student's first), or
+    # several of these with commas; None: pooled.
+    c.objective.features = placeholder(str)
+    c.objective.distance = placeholder(str)  # of features: cosine or smooth_l1; None: cosine
     c.loss = ConfigDict()
     c.loss.name = "softmax"  # or sigmoid, or the name of a plug-in's loss
     c.loss.label_smoothing = 0.0  # share of the target spread over all classes
@@ -158,7 +170,9 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.optimizer.freeze = placeholder(str)  # regex, e.g. encoder/layer_0/.*; None: nothing
     # Train only so many last layers and what follows them, by setting `freeze`; None: all.
     c.optimizer.last_layers = placeholder(int)
-    c.optimizer.accum_steps = 1  # microbatches whose gradients are summed before an update
+    # Microbatches whose gradients are summed before an update. None: chosen when the run starts, as
+    # 1, or on CPUs so that the activations of a microbatch stay in the cache.
+    c.optimizer.accum_steps = placeholder(int)
     c.optimizer.ema_decay = placeholder(float)  # running average of the parameters; None: off
 
     c.schedule = ConfigDict()
@@ -213,6 +227,16 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.study.dev_split = placeholder(str)  # split of data.name that selects the setting
     c.study.metric = "held_out/top1"  # metric of the only evaluator; higher is better
     c.study.cells = ()  # cells of a grid: "row | column: key=value; key=value"
+    # Stages of noisy_student, "name: key=value; key=value": a teacher, and students that learn from
+    # the pseudo labels of the stage before.
+    c.study.stages = ()
+    c.study.unlabelled = placeholder(str)  # pictures that the stages label: "NAME" or "NAME@SPLIT"
+    c.study.unlabelled_dir = placeholder(str)  # their data_dir; None: data.data_dir
+    c.study.ratio = 1.0  # pictures with pseudo labels for each labelled one in a batch
+    c.study.soft_labels = True  # pseudo labels are probabilities; False: the most likely class
+    c.study.confidence = 0.3  # smallest probability of a pseudo label that is kept
+    # Pictures of each class: its most confident ones, or repeated ones if it has fewer; None: all.
+    c.study.per_class = placeholder(int)
     c.study.sweep = ()  # values of a sweep, as in --sweep: "optimizer.peak_lr=1e-3,3e-3"
 
     c.evals = ConfigDict()
@@ -298,7 +322,7 @@ REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.im
 
 REQUIRED_TO_EVALUATE = ("global_batch_size", "data.name")  # for a model that exists already
 
-TUPLES_OF_STRINGS = ("study.cells", "study.sweep")
+TUPLES_OF_STRINGS = ("study.cells", "study.sweep", "study.stages")
 
 
 def decided_later(config: ConfigDict) -> set[str]:
@@ -319,9 +343,9 @@ class SplitKey(NamedTuple):
     classes: tuple[int, ...] | None = None
 
 
-def weights_source(config: ConfigDict) -> str | None:
+def weights_source(config: Mapping[str, Any]) -> str | None:
     """Source of the initial weights; None: random weights."""
-    return None if config.init_from == "scratch" else config.init_from
+    return None if config["init_from"] == "scratch" else config["init_from"]
 
 
 def train_split(config: ConfigDict) -> SplitKey:
@@ -417,4 +441,10 @@ def optimizer_fields(config: ConfigDict) -> dict[str, Any]:
 
 def step_fields(config: ConfigDict) -> dict[str, Any]:
     """Keyword arguments for `make_train_step` from the config."""
-    return {k: config.optimizer[k] for k in ("accum_steps", "ema_decay", "freeze")}
+    fields = {k: config.optimizer[k] for k in ("ema_decay", "freeze")}
+    return fields | {"accum_steps": num_microbatches(config)}
+
+
+def num_microbatches(config: ConfigDict) -> int:
+    """`optimizer.accum_steps`; 1 while it is not chosen."""
+    return 1 if config.optimizer.accum_steps is None else config.optimizer.accum_steps

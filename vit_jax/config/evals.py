@@ -7,7 +7,7 @@ only when a config asks for it.
 import importlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
@@ -31,6 +31,8 @@ class Evaluator(NamedTuple, Generic[Inputs, Made]):
     output: the method of the model that it calls; None: "features" if it learns classes, else
       "__call__".
     multi_label: whether it evaluates images with several labels instead of one.
+    metrics: an entry -> {metric: "higher", "lower" or "neither"}, the metrics that it may report
+      and which values are better, before there are data; None: only the object of `make` knows.
     """
 
     entry: Callable[..., ConfigDict]
@@ -39,6 +41,7 @@ class Evaluator(NamedTuple, Generic[Inputs, Made]):
     learns_classes: bool = False
     output: str | None = None
     multi_label: bool = False
+    metrics: Callable[[ConfigDict], Mapping[str, str]] | None = None
 
 
 # kind -> the evaluator, or the module that declares it.

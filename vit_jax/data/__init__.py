@@ -15,11 +15,12 @@ from vit_jax.data.image_files import unlabelled
 from vit_jax.data.image_folder import FOLDER_RULES, check_holdout, find_layout, folder
 from vit_jax.data.labels import count_labels, read_labels
 from vit_jax.data.mixture import concatenate, held_alike, parse_mix
-from vit_jax.data.ops import OPS, check_crops, parse_ops
+from vit_jax.data.ops import OPS, at_full_size, check_crops, do_the_same, parse_ops
 from vit_jax.data.order import Order, check_order, make_order, pair_distance, resolve_order
 from vit_jax.data.picture_list import find_lists, picture_list
 from vit_jax.data.pipeline import eval_batches, host_batches, host_eval_batches, train_batches
 from vit_jax.data.prepared_tfds import BROKEN_LABELS, tfds_source
+from vit_jax.data.pseudo import pseudo, soften
 from vit_jax.data.sources import Source, digits, synthetic
 from vit_jax.data.subset import check_classes, give_channels, keep_classes, match_classes
 from vit_jax.data.tfds_readers import ON_DISK, check_reader
@@ -35,6 +36,7 @@ __all__ = [
     "SOURCES",
     "Order",
     "Source",
+    "at_full_size",
     "check_classes",
     "check_crops",
     "check_holdout",
@@ -42,11 +44,13 @@ __all__ = [
     "check_reader",
     "concatenate",
     "count_labels",
+    "do_the_same",
     "eval_batches",
     "find_layout",
     "held_alike",
     "host_batches",
     "host_eval_batches",
+    "is_undivided",
     "keep_classes",
     "make_device_transform",
     "make_order",
@@ -58,6 +62,7 @@ __all__ = [
     "parse_ops",
     "read_labels",
     "resolve_order",
+    "soften",
     "to_value_range",
     "train_batches",
 ]
@@ -67,6 +72,7 @@ SOURCES: dict[str, Callable[..., Source]] = {
     "digits": digits,
     "folder": folder,
     "list": picture_list,
+    "pseudo": lambda **keywords: pseudo(make_source, **keywords),
     "synthetic": synthetic,
     "unlabelled": unlabelled,
 }
@@ -88,6 +94,16 @@ def own_splits(name: str, data_dir: str | None, section: Any) -> list[str]:
     if name == "list":
         return find_lists(data_dir).names()
     return find_layout(data_dir, section.folder_rules).names()
+
+
+def is_undivided(name: str, data_dir: str | None, section: Any) -> bool:
+    """Whether own pictures are one folder or list, without splits of their own; see `own_splits`.
+
+    Raises: InputError if there is nothing.
+    """
+    if name == "list":
+        return len(find_lists(data_dir).by_split) == 1
+    return not find_layout(data_dir, section.folder_rules).splits
 
 
 def make_source(

@@ -20,12 +20,11 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from vit_jax.config import image_hw
+from vit_jax.data import jpeg
 from vit_jax.data.augment import autoaugment_pair, random_operations
 from vit_jax.data.host_tf import tf
 
 Size = int | tuple[int, int]
-_DCT_METHOD = "INTEGER_ACCURATE"  # as PIL; TensorFlow's default is off by up to 10 and no faster
-_JPEG_MARGIN = 2  # extra columns decoded on each side; without them chroma differs at the edges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +48,34 @@ def decode() -> HostOp:
     return HostOp(lambda image, key: to_pixels(image))
 
 
+def scaled_decode(size: Size | None = None, *, crop: float = 1.0) -> HostOp:
+    """Decode as `decode`, but large JPEGs at a half, a quarter or an eighth of their size.
+
+    For a resize that follows: "scaled_decode(crop=0.875)|resize_small(crop=0.875)|central_crop".
+    Both sides stay at least twice `size` / `crop`; a JPEG that this leaves no choice is decoded at
+    its size. libjpeg scales while it decodes, which saves most of the time for photographs of 12
+    megapixels.
+
+    The result nearly is the mean of every 2 x 2, 4 x 4 or 8 x 8 pixels: in photographs it differs
+    from the mean by less than 1 of 255 on average. After an antialiased resize, photographs of 12
+    megapixels differ by 0.2 on average from those decoded at their size, and smaller ones by 1.4.
+    """
+    size = _before_crop(size, crop)
+
+    def decode_jpeg(encoded):
+        shape = tf.image.extract_jpeg_shape(encoded)
+        sides = shape[0], shape[1]
+        return jpeg.scaled_for(size, sides, lambda ratio: jpeg.decode(encoded, ratio=ratio))
+
+    def apply(image, key):
+        if image.dtype != tf.string:
+            return image
+        is_jpeg = tf.io.is_jpeg(image)
+        return tf.cond(is_jpeg, lambda: decode_jpeg(image), lambda: to_pixels(image))
+
+    return HostOp(apply)
+
+
 def inception_crop(
     size: Size | None = None,
     area_min: float = 0.05,
@@ -62,6 +89,26 @@ def inception_crop(
 
     Source: Szegedy et al. 2014 (arXiv:1409.4842), section 6.
     """
+    return _inception_crop(size, area_min, area_max, antialias, scaled=False)
+
+
+def scaled_inception_crop(
+    size: Size | None = None,
+    area_min: float = 0.05,
+    area_max: float = 1.0,
+    antialias: bool = False,
+) -> HostOp:
+    """Crop as `inception_crop`, but decode large windows of JPEGs as `scaled_decode` does.
+
+    The window is the one that `inception_crop` draws, widened to multiples of 2, 4 or 8 pixels. It
+    is at least twice `size` after it was scaled; smaller windows are as those of `inception_crop`.
+    """
+    return _inception_crop(size, area_min, area_max, antialias, scaled=True)
+
+
+def _inception_crop(
+    size: Size | None, area_min: float, area_max: float, antialias: bool, *, scaled: bool
+) -> HostOp:
     size, resized = image_hw(size, "size"), _bilinear(antialias)
     is_number = all(type(area) in (int, float) for area in (area_min, area_max))
     if not (is_number and 0 < area_min <= area_max <= 1):
@@ -82,13 +129,12 @@ def inception_crop(
 
     def crop_jpeg(encoded, key):
         shape = tf.image.extract_jpeg_shape(encoded)
-        top, left, height, width = window(shape, key)
-        first = tf.maximum(left - _JPEG_MARGIN, 0)
-        last = tf.minimum(left + width + _JPEG_MARGIN, shape[1])
-        wider = tf.image.decode_and_crop_jpeg(
-            encoded, [top, first, height, last - first], channels=3, dct_method=_DCT_METHOD
+        found = window(shape, key)
+        if not scaled:
+            return jpeg.decode_window(encoded, shape, found)
+        return jpeg.scaled_for(
+            size, found[2:], lambda ratio: jpeg.decode_window(encoded, shape, found, ratio)
         )
-        return wider[:, left - first : left - first + width]
 
     def crop_pixels(image, key):
         return tf.image.crop_to_bounding_box(image, *window(tf.shape(image), key))
@@ -269,7 +315,9 @@ def autoaugment() -> HostOp:
 
 HOST_OPS: dict[str, Callable[..., HostOp]] = {
     "decode": decode,
+    "scaled_decode": scaled_decode,
     "inception_crop": inception_crop,
+    "scaled_inception_crop": scaled_inception_crop,
     "resize": resize,
     "resize_small": resize_small,
     "torchvision_resize": torchvision_resize,
@@ -281,7 +329,9 @@ HOST_OPS: dict[str, Callable[..., HostOp]] = {
     "autoaugment": autoaugment,
 }
 RESIZES_BEFORE_CROP = ("resize", "resize_small")  # with the argument `crop`
-TAKES_ENCODED = ("decode", "inception_crop")
+# Each op that scales JPEGs while it decodes them -> the op that does the same at their full size.
+FULL_SIZE = {"scaled_decode": "decode", "scaled_inception_crop": "inception_crop"}
+TAKES_ENCODED = ("decode", "inception_crop", *FULL_SIZE)
 CROPS = ("central_crop", "random_crop")  # with the argument `pad`
 
 
@@ -297,7 +347,7 @@ def to_pixels(image: tf.Tensor, channels: int = 3) -> tf.Tensor:
     def decode_jpeg():
         if channels == 4:
             return tf.io.decode_png("", channels=4)  # fails when it is called
-        return tf.io.decode_jpeg(image, channels=channels, dct_method=_DCT_METHOD)
+        return jpeg.decode(image, channels)
 
     def decode_bmp():
         return with_channels(tf.io.decode_bmp(image, channels=3), channels)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from vit_jax.data.folder_contents import describe_contents
 from vit_jax.data.host_tf import tf
-from vit_jax.data.image_folder import find_layout, held_out_files, picture_source
+from vit_jax.data.image_folder import (
+    check_split,
+    find_layout,
+    held_out_files,
+    picture_source,
+)
 from vit_jax.data.pictures import EXTENSIONS, Walk, as_paths, read_picture, shown
 from vit_jax.data.sources import Source, same_fingerprints
 from vit_jax.data.subset import give_channels
@@ -57,10 +63,31 @@ def image_files(paths: Sequence[str], exif: bool = True, channels: int = 3) -> S
     `exif` turns them by their EXIF orientation; they are decoded to `channels`.
     """
     paths_tensor = as_paths(paths)
+    return without_labels(
+        lambda record_id: read_picture(tf.gather(paths_tensor, record_id), exif),
+        identity=("files", list(paths)),
+        names=[shown(path) for path in paths],
+        channels=channels,
+    )
+
+
+def without_labels(
+    read_image: Callable[[tf.Tensor], tf.Tensor],
+    identity: Sequence[Any],
+    names: Sequence[str],
+    channels: int,
+) -> Source:
+    """A source of images without labels.
+
+    read_image: index -> the bytes of an image, as `pictures.as_known_format` gives them.
+    identity: of the data, for the fingerprint.
+    names: of the images, in messages.
+    channels: number of channels that they are decoded to.
+    """
 
     def read(record_id):
         return {
-            "image": read_picture(tf.gather(paths_tensor, record_id), exif),
+            "image": read_image(record_id),
             "label": tf.zeros([], tf.int32),
             "mask": tf.ones([]),
         }
@@ -68,13 +95,13 @@ def image_files(paths: Sequence[str], exif: bool = True, channels: int = 3) -> S
     source = Source(
         name="files",
         split="all",
-        num_examples=len(paths),
+        num_examples=len(names),
         num_classes=1,
         class_names=None,
         image_shape=None,
-        fingerprints=same_fingerprints("files", list(paths)),
+        fingerprints=same_fingerprints(*identity),
         read=read,
-        record_name=lambda record: shown(paths[record]),
+        record_name=names.__getitem__,
         encoded=True,
     )
     return give_channels(source, channels)
@@ -90,21 +117,23 @@ def unlabelled(
 ) -> Source:
     """All pictures at any depth below `data_dir`, flat or nested, without classes.
 
-    Splits are those of an image folder, with folders of their own or a tenth held out as `val`.
+    Splits are those of an image folder: with folders of their own or a tenth held out as `val`, and
+    `all`.
 
     Raises: InputError if there is no folder, or no picture in it.
     """
     layout = find_layout(data_dir)
-    if split not in layout.names():
-        raise InputError(
-            f"data.split={split!r}: {shown(str(layout.root))} has the splits "
-            f"{' and '.join(map(repr, layout.names()))}"
-        )
-    base, walk = layout.splits.get(split, layout.train_root), Walk()
-    sizes = walk.pictures(base)
+    check_split(split, layout.names(), layout.root)
+    base, parts = layout.folders(split)
+    sizes: dict[str, int] = {}
+    for part in parts:
+        walk = Walk()
+        beginning = "" if part == base else f"{part.name}/"
+        sizes |= {beginning + path: size for path, size in walk.pictures(part).items()}
+        walk.say(part)
     paths = sorted(sizes)
-    walk.say(base)
-    if base == layout.train_root and "val" not in layout.splits and paths:
+    is_divided = split == "all" or base != layout.train_root or "val" in layout.splits
+    if not is_divided and paths:
         held_out = held_out_files(dict.fromkeys(paths, ""), holdout)
         paths = [path for path in paths if (path in held_out) == (split == "val")]
     if not paths:

@@ -72,8 +72,16 @@ class Layout(NamedTuple):
         return self.splits.get("train", self.root)
 
     def names(self) -> list[str]:
-        """The splits that can be asked for."""
-        return ["train", "val", *(["test"] if "test" in self.splits else [])]
+        """The splits that can be asked for; `all` is for evaluation and prediction."""
+        return ["train", "val", *(["test"] if "test" in self.splits else []), "all"]
+
+    def folders(self, split: str) -> tuple[pathlib.Path, list[pathlib.Path]]:
+        """The folders of the images of `split`, one but for `all`, and the folder of them all."""
+        several = [*self.splits.values()] if split == "all" else []
+        if len(several) > 1:
+            return self.root, several
+        base = self.splits.get(split, self.train_root)
+        return base, [base]
 
 
 def find_layout(data_dir: str | os.PathLike | None, rules: int = FOLDER_RULES[-1]) -> Layout:
@@ -101,7 +109,7 @@ def find_layout(data_dir: str | os.PathLike | None, rules: int = FOLDER_RULES[-1
     if others and "train" not in found:
         raise InputError(
             f"data.data_dir={shown(str(root))!r} has {'/ and '.join(others)}/ but no train/ beside "
-            "it; add it"
+            f"it{f' (found {_list_names(ignored)})' if ignored else ''}; add it"
         )
     return Layout(root, found, ignored if found else [])
 
@@ -127,6 +135,12 @@ def _find_splits(root: pathlib.Path) -> tuple[dict[str, pathlib.Path], list[path
     return found, ignored
 
 
+def _list_names(folders: Sequence[pathlib.Path]) -> str:
+    """The names of `folders` for a message, at most a few."""
+    names = [shown(path.name) + "/" for path in folders[:_SHOWN]]
+    return ", ".join([*names, *["..."] * (len(folders) > _SHOWN)])
+
+
 def folder(
     *,
     split: str,
@@ -136,7 +150,7 @@ def folder(
     folder_rules: int = FOLDER_RULES[-1],
     **_,
 ) -> Source:
-    """The images below `data_dir`; splits `train` and `val`, and `test` where it has a folder.
+    """The images below `data_dir`; splits `train`, `val`, `all`, and `test` if it has a folder.
 
     Without a folder for `val`, a tenth of the training images, round(n / 10) but at least one, is
     held out: chosen by the rule `holdout` and the files' names, and spread evenly over the classes.
@@ -146,11 +160,17 @@ def folder(
     Raises: InputError if the folder, a split, or all classes are missing or empty.
     """
     layout = find_layout(data_dir, folder_rules)
-    _check_split(split, layout)
+    check_split(split, layout.names(), layout.root)
     class_names = _class_names(layout, folder_rules)
-    base = layout.splits.get(split, layout.train_root)
-    files, sizes = _list_images(base, folder_rules)
-    if base == layout.train_root and "val" not in layout.splits:
+    base, parts = layout.folders(split)
+    files: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    for part in parts:
+        found, found_sizes = _list_images(part, folder_rules)
+        beginning = "" if part == base else f"{part.name}/"
+        files |= {beginning + path: class_name for path, class_name in found.items()}
+        sizes |= {beginning + path: size for path, size in found_sizes.items()}
+    if split != "all" and base == layout.train_root and "val" not in layout.splits:
         held_out = held_out_files(files, holdout)
         kept = {p: c for p, c in files.items() if (p in held_out) == (split == "val")}
         if split == "train":
@@ -243,11 +263,11 @@ def class_folders(data_dir: str | os.PathLike) -> list[str]:
         return []
 
 
-def _check_split(split: str, layout: Layout) -> None:
-    known = layout.names()
+def check_split(split: str, known: Sequence[str], root: pathlib.Path) -> None:
+    """Raise InputError if `split` is none of the splits `known` of own pictures in `root`."""
     if split not in known:
         has = " and ".join(map(repr, known))
-        raise InputError(f"data.split={split!r}: {shown(str(layout.root))} has the splits {has}")
+        raise InputError(f"data.split={split!r}: {shown(str(root))} has the splits {has}")
 
 
 def _class_names(layout: Layout, rules: int) -> tuple[str, ...]:
@@ -259,6 +279,11 @@ def _class_names(layout: Layout, rules: int) -> tuple[str, ...]:
             "needed: at least 2 folders, each named after its class and holding its images; for "
             "pictures without classes set --config.data.name=unlabelled"
         )
+        if layout.ignored:
+            needed += (
+                f"; if {train_root.name} is the name of a class, as those beside it are "
+                f"({_list_names(layout.ignored)}), rename it"
+            )
         raise InputError(
             f"data.data_dir: {shown(str(train_root))} has 0 class folders: "
             f"{describe_contents(train_root, needed)}"
@@ -307,7 +332,7 @@ def _list_images(split_root: pathlib.Path, rules: int) -> tuple[dict[str, str], 
             if path.is_dir():
                 walk.ignored += [str(path)] * is_hidden(path.name)
             elif walk.size_of_picture(split_root, path.name) is not None:
-                walk.skipped["beside the folders of the classes"] += 1
+                walk.skip("beside the folders of the classes", path)
         walk.say(split_root)
         if empty and files:
             warn_once(f"{where}: these classes hold no picture: {', '.join(map(shown, empty))}")

@@ -37,7 +37,7 @@ def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
 
 def count_labels(source: Source) -> np.ndarray:
     """How many records of `source` have each label: int64 (C,). Images are not decoded."""
-    if not source.multi_label:
+    if not source.has_label_vectors:
         labels = read_labels(source, 0, source.num_examples)
         return np.bincount(labels[labels >= 0], minlength=source.num_classes)
 

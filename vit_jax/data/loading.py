@@ -115,7 +115,7 @@ def _load_pixels(source, host_ops, arranged):
         image *= tf.cast(mask, tf.uint8)[:, None, None, None]
         label = example["label"]
         counted = tf.cast(mask, label.dtype)
-        label *= counted[:, None] if source.multi_label else counted
+        label *= counted[:, None] if source.has_label_vectors else counted
         record_ids = tf.cast(record_ids, tf.int32)
         return {"image": image, "label": label, "mask": mask, "id": record_ids}
 
@@ -152,7 +152,7 @@ def _load_encoded(source, host_ops, arranged, image_size, careful):
     def masked(record_id):
         return {
             "image": tf.zeros((*image_size, source.channels), tf.uint8),
-            "label": tf.zeros(source.num_classes) if source.multi_label else tf.constant(0),
+            "label": tf.zeros(source.num_classes) if source.has_label_vectors else tf.constant(0),
             "mask": tf.constant(0.0),
             "id": tf.cast(record_id, tf.int32),
         }

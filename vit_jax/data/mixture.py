@@ -93,6 +93,7 @@ def concatenate(sources: Sequence[Source]) -> Source:
         record_files=_concatenate_files(sources, first_ids),
         channels=first.channels,
         multi_label=first.multi_label,
+        soft_labels=first.soft_labels,
         part_sizes=tuple(sizes),
     )
 

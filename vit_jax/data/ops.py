@@ -18,7 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vit_jax.data.device_ops import DEVICE_OPS, MIXING_OPS, DeviceOp
-from vit_jax.data.host_ops import CROPS, HOST_OPS, RESIZES_BEFORE_CROP, TAKES_ENCODED, HostOp
+from vit_jax.data.host_ops import (
+    CROPS,
+    FULL_SIZE,
+    HOST_OPS,
+    RESIZES_BEFORE_CROP,
+    TAKES_ENCODED,
+    HostOp,
+)
 from vit_jax.errors import InputError
 
 # A view of both tables; plug-ins add to either.
@@ -94,7 +101,7 @@ def parse_ops(
                 f"device; put the device ops last: "
                 f"{'|'.join(op.text for op in host_ops + device_ops)!r}"
             )
-        if op.name == "decode":
+        if FULL_SIZE.get(op.name, op.name) == "decode":
             raise InputError(
                 f"{key}: {op.text!r} comes after {before.text!r}, which already gives pixels; "
                 "put it first"
@@ -111,6 +118,19 @@ def parse_ops(
 def do_the_same(a: Sequence[Op], b: Sequence[Op]) -> bool:
     """Whether the ops `a` and `b`, from `parse_ops`, do the same, whatever their spelling."""
     return [(op.name, op.arguments) for op in a] == [(op.name, op.arguments) for op in b]
+
+
+def at_full_size(ops: Sequence[Op]) -> tuple[Op, ...]:
+    """`ops`, from `parse_ops`, with JPEGs decoded at their full size instead of scaled."""
+    return tuple(_at_full_size(op) if op.name in FULL_SIZE else op for op in ops)
+
+
+def _at_full_size(op: Op) -> Op:
+    name = FULL_SIZE[op.name]
+    taken = inspect.signature(OPS[name]).parameters
+    arguments = {key: value for key, value in op.arguments if key in taken}
+    text = op.text.replace(op.name, name) if arguments else name
+    return Op(text, name, OPS[name](**arguments), tuple(arguments.items()))
 
 
 def check_crops(

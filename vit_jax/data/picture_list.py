@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vit_jax.data.folder_contents import SPLIT_NAMES
-from vit_jax.data.image_folder import held_out_files, picture_source
+from vit_jax.data.image_folder import check_split, held_out_files, picture_source
 from vit_jax.data.pictures import file_size, shown, warn_once
 from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
@@ -40,7 +40,7 @@ class Lists(NamedTuple):
 
     def names(self) -> list[str]:
         """The splits that can be asked for."""
-        return ["train", "val", *(["test"] if "test" in self.by_split else [])]
+        return ["train", "val", *(["test"] if "test" in self.by_split else []), "all"]
 
 
 def find_lists(data_dir: str | os.PathLike | None) -> Lists:
@@ -88,7 +88,7 @@ def picture_list(
     multi_label: bool = False,
     **_,
 ) -> Source:
-    """The pictures of a list; splits `train` and `val`, and `test` where it has a list.
+    """The pictures of a list; splits `train`, `val`, `all`, and `test` where it has a list.
 
     Classes are the labels of the training list, sorted, as numbers if all are numbers. Without a
     list for `val` a tenth of the training list is held out, as of an image folder. With
@@ -98,24 +98,22 @@ def picture_list(
       list lacks.
     """
     lists = find_lists(data_dir)
-    if split not in lists.names():
-        raise InputError(
-            f"data.split={split!r}: {shown(str(lists.root))} has the splits "
-            f"{' and '.join(map(repr, lists.names()))}"
-        )
+    check_split(split, lists.names(), lists.root)
     training = _read_list(lists.by_split["train"], multi_label)
     class_names = _sorted_labels({label for labels in training.values() for label in labels})
     if not class_names:
         raise InputError(f"data.data_dir: {lists.by_split['train']} has no labels; add some")
     file = lists.by_split.get(split, lists.by_split["train"])
     found = training if file == lists.by_split["train"] else _read_list(file, multi_label)
+    if split == "all":
+        found = _read_all(lists, multi_label)
     listed = _sorted_labels({label for labels in found.values() for label in labels})
     if unknown := [label for label in listed if label not in class_names]:
         raise InputError(
             f"data.data_dir: {shown(str(file))} has the labels {', '.join(map(repr, unknown))}, "
             f"which {lists.by_split['train'].name} lacks; give them pictures there or remove them"
         )
-    if file == lists.by_split["train"] and "val" not in lists.by_split:
+    if split != "all" and file == lists.by_split["train"] and "val" not in lists.by_split:
         held_out = held_out_files({p: next(iter(ls), "") for p, ls in found.items()}, holdout)
         found = {p: ls for p, ls in found.items() if (p in held_out) == (split == "val")}
     if not found:
@@ -132,6 +130,14 @@ def picture_list(
         "list", lists.root, file.parent, split, list(found), labels, class_names,
         sizes=list(sizes.values()), exif=exif,
     )  # fmt: skip
+
+
+def _read_all(lists: Lists, multi_label: bool) -> dict[str, tuple[str, ...]]:
+    """{file: its labels} of all lists, which lie in one folder."""
+    found: dict[str, tuple[str, ...]] = {}
+    for file in lists.by_split.values():
+        found |= _read_list(file, multi_label)
+    return found
 
 
 def _read_list(file: pathlib.Path, multi_label: bool) -> dict[str, tuple[str, ...]]:

@@ -35,6 +35,9 @@ _ORIENTATION = 0x0112  # the tag's number
 # Orientation -> how Pillow undoes it, by number: Image.Transpose.FLIP_LEFT_RIGHT and so on.
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 
+_32_BITS = ("I", "F")  # Pillow's modes
+_EXAMPLES = 3  # names of files in a message
+
 _said: set[str] = set()
 
 
@@ -100,6 +103,19 @@ def to_known_format(encoded: bytes, exif: bool = True) -> bytes:
         return b""
 
 
+def why_unreadable(encoded: bytes) -> str:
+    """The reason why `to_known_format`, or a decoder, cannot read `encoded`, and the remedy."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mode = PIL.Image.open(io.BytesIO(encoded)).mode
+    except Exception:  # Pillow's decoders raise what they like of broken files
+        return "it holds no picture; needed: JPEG, PNG, WebP, BMP, GIF or TIFF"
+    if mode in _32_BITS:
+        return "its pixels have 32 bits, and nothing states their range; save it with 8 or 16 bits"
+    return "it is damaged; save it again"
+
+
 def to_8_bit(image: PIL.Image.Image) -> PIL.Image.Image:
     """The first frame in RGB or RGBA of 8 bits, as Pillow converts it.
 
@@ -108,7 +124,7 @@ def to_8_bit(image: PIL.Image.Image) -> PIL.Image.Image:
     Raises:
       ValueError: pixels of 32 bits, whose range nothing states.
     """
-    if image.mode in ("I", "F"):
+    if image.mode in _32_BITS:
         raise ValueError(f"pixels of mode {image.mode}, whose range is not stated")
     if image.mode.startswith("I;16"):
         high_bytes = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
@@ -148,6 +164,13 @@ class Walk:
         self.extensions = tuple(extensions)
         self.skipped: collections.Counter[str] = collections.Counter()
         self.ignored: list[str] = []
+        self._examples: dict[str, list[str]] = {}  # of the kinds that an extension does not name
+
+    def skip(self, kind: str, path: str | os.PathLike) -> None:
+        """Counts the file `path` as skipped; `say` names the first few of this kind."""
+        self.skipped[kind] += 1
+        self._examples.setdefault(kind, []).append(os.fspath(path))
+        del self._examples[kind][_EXAMPLES:]
 
     def pictures(self, root: str | os.PathLike) -> dict[str, int]:
         """{path: bytes} of the pictures below `root`; paths from there, with forward slashes.
@@ -184,27 +207,39 @@ class Walk:
 
         None if the file is no picture; it then counts as skipped.
         """
-        extension = os.path.splitext(name)[1].lower()
+        extension, path = os.path.splitext(name)[1].lower(), os.path.join(parent, name)
         if name.startswith("."):
             self.skipped["hidden"] += 1
             return None
-        if extension not in self.extensions:
-            self.skipped[shown(extension) or "without extension"] += 1
+        if not extension:
+            self.skip("without extension", path)
             return None
-        size = _regular_size(os.path.join(parent, name))
+        if extension not in self.extensions:
+            self.skipped[shown(extension)] += 1
+            return None
+        size = _regular_size(path)
         if size is None:
-            self.skipped[f"{extension} that is no file"] += 1
+            self.skip(f"{extension} that is no file", path)
         return size
 
     def say(self, root: str | os.PathLike) -> None:
         """Warns, once a process, of all that was skipped below `root`."""
         say_ignored(root, self.ignored)
         if self.skipped:
-            counts = ", ".join(f"{n:,} {what}" for what, n in sorted(self.skipped.items()))
-            warn_once(
-                f"{shown(os.fspath(root))}: skipped {counts}; pictures are files ending in "
-                f"{', '.join(self.extensions)}: convert the others"
+            counts = (
+                f"{n:,} {kind}{self._say_examples(root, kind)}"
+                for kind, n in sorted(self.skipped.items())
             )
+            warn_once(
+                f"{shown(os.fspath(root))}: skipped {', '.join(counts)}; pictures are files "
+                f"ending in {', '.join(self.extensions)}: convert the others"
+            )
+
+    def _say_examples(self, root: str | os.PathLike, kind: str) -> str:
+        """The first few files of a kind, in brackets; "" for a kind that its extension names."""
+        names = [shown(os.path.relpath(path, root)) for path in self._examples.get(kind, ())]
+        names += ["..."] * (self.skipped[kind] > len(names))
+        return f" ({', '.join(names)})" if kind in self._examples else ""
 
 
 def is_hidden(name: str) -> bool:

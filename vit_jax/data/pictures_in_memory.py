@@ -12,10 +12,9 @@ from etils import epath
 from PIL import Image
 
 from vit_jax.data.host_tf import tf
-from vit_jax.data.image_files import find_images, image_files
+from vit_jax.data.image_files import find_images, image_files, without_labels
 from vit_jax.data.pictures import as_known_format
-from vit_jax.data.sources import Source, same_fingerprints
-from vit_jax.data.subset import give_channels
+from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
 
 
@@ -39,7 +38,7 @@ def open_images(images: Any, exif: bool = True, channels: int = 3) -> Source:
     if images and all(isinstance(image, (str, os.PathLike)) for image in images):
         return image_files(find_images(images), exif, channels)
     encoded = [file for i, image in enumerate(images) for file in _encode(i, image)]
-    return give_channels(_in_memory(encoded, exif), channels)
+    return _in_memory(encoded, exif, channels)
 
 
 def _encode(i: int, image: Any) -> list[bytes]:
@@ -74,28 +73,14 @@ def _from_pixels(i: int, image: Any) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def _in_memory(encoded: Sequence[bytes], exif: bool) -> Source:
+def _in_memory(encoded: Sequence[bytes], exif: bool, channels: int) -> Source:
     """A source of the bytes of files."""
     if not encoded:
         raise InputError("images: none given; give a path, a picture, an array or a list of these")
     kept = tf.constant(list(encoded))
-
-    def read(record_id):
-        return {
-            "image": as_known_format(tf.gather(kept, record_id), exif),
-            "label": tf.zeros([], tf.int32),
-            "mask": tf.ones([]),
-        }
-
-    return Source(
-        name="files",
-        split="all",
-        num_examples=len(encoded),
-        num_classes=1,
-        class_names=None,
-        image_shape=None,
-        fingerprints=same_fingerprints("images", [len(image) for image in encoded]),
-        read=read,
-        record_name=lambda record: f"image {record}",
-        encoded=True,
+    return without_labels(
+        lambda record_id: as_known_format(tf.gather(kept, record_id), exif),
+        identity=("images", [len(image) for image in encoded]),
+        names=[f"image {i}" for i in range(len(encoded))],
+        channels=channels,
     )

@@ -1,14 +1,17 @@
 """The image size and the preprocessing ops of a config, parsed once."""
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
 from vit_jax.config import image_hw
-from vit_jax.data.ops import Op, do_the_same, parse_ops
+from vit_jax.data.ops import Op, at_full_size, do_the_same, parse_ops
 from vit_jax.errors import InputError
+
+logger = logging.getLogger("vit_jax")
 
 
 class Preprocessing(NamedTuple):
@@ -36,10 +39,11 @@ def parse_preprocessing(config: ConfigDict) -> Preprocessing:
     return Preprocessing(image_size, host_ops, device_ops, eval_ops)
 
 
-def keep_spelling(config: ConfigDict, stored: ConfigDict) -> ConfigDict:
-    """`config` with its ops spelled as in `stored`, a run's config, wherever both do the same.
+def keep_ops(config: ConfigDict, stored: ConfigDict) -> ConfigDict:
+    """`config` with the ops of `stored`, a run's config, wherever a recipe only improves on them.
 
-    A recipe may thus change the spelling of its ops, and older runs can still be resumed and
+    That is where both do the same and are spelled differently, or where the run decodes JPEGs at
+    their full size and the recipe scales them now. Older runs can thus still be resumed and
     compared.
     """
     if config.data.image_size is None or stored.data.image_size is None:
@@ -47,14 +51,30 @@ def keep_spelling(config: ConfigDict, stored: ConfigDict) -> ConfigDict:
     config = copy.deepcopy(config)  # keeps the types of keys that are None
     nodes = [(config.data, stored.data)]
     nodes += [(entry, stored.evals[n]) for n, entry in config.evals.items() if n in stored.evals]
+    full_size = []
     for ours, its in nodes:
-        if ours.ops != its.ops and _do_the_same(config, ours.ops, stored, its.ops):
+        if ours.ops == its.ops:
+            continue
+        if _do_the_same(config, ours.ops, stored, its.ops):
             ours.ops = its.ops
+        elif _do_the_same(config, ours.ops, stored, its.ops, full_size=True):
+            full_size.append(its.ops)
+            ours.ops = its.ops
+    if full_size:
+        logger.warning(
+            "this run goes on to decode JPEGs at their full size, as it began: %s",
+            "; ".join(dict.fromkeys(full_size)),
+        )
     return config
 
 
-def _do_the_same(config: ConfigDict, ops: str, stored: ConfigDict, its_ops: str) -> bool:
-    """Whether `ops` under `config` and `its_ops` under `stored` give the same images."""
+def _do_the_same(
+    config: ConfigDict, ops: str, stored: ConfigDict, its_ops: str, *, full_size: bool = False
+) -> bool:
+    """Whether `ops` under `config` and `its_ops` under `stored` give the same images.
+
+    `full_size`: whether `ops` does at the full size of JPEGs.
+    """
     try:
         (host, device), (its_host, its_device) = (
             parse_ops(string, image_hw(c.data.image_size), pad_crops=c.data.pad_crops)
@@ -62,4 +82,6 @@ def _do_the_same(config: ConfigDict, ops: str, stored: ConfigDict, its_ops: str)
         )
     except InputError:  # an op that this version does not have
         return False
+    if full_size:
+        host = at_full_size(host)
     return do_the_same(host + device, its_host + its_device)

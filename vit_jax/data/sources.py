@@ -58,6 +58,7 @@ class Source:
       file_names: (start, stop) -> the original file names of these records, "" where one cannot be
         read; None if the source does not know them.
       multi_label: whether labels are float32 (C,), 1 for each class that the image shows.
+      soft_labels: whether labels are float32 (C,), the probabilities of the classes.
       part_sizes: number of records of each data set of a mixture; one number for a single data set.
     """
 
@@ -75,11 +76,17 @@ class Source:
     file_names: Callable[[int, int], Sequence[str]] | None = None
     channels: int = 3
     multi_label: bool = False
+    soft_labels: bool = False
     part_sizes: tuple[int, ...] = ()
 
     def __post_init__(self):
         if not self.part_sizes:
             object.__setattr__(self, "part_sizes", (self.num_examples,))
+
+    @property
+    def has_label_vectors(self) -> bool:
+        """Whether labels are float32 (C,) instead of int32."""
+        return self.multi_label or self.soft_labels
 
     @property
     def fingerprint(self) -> str:

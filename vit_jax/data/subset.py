@@ -73,7 +73,7 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
     Raises: InputError if `source` lacks one of the classes, or has no record of any of them.
     """
     check_classes(classes)
-    if source.multi_label:
+    if source.has_label_vectors:
         raise InputError(
             f"data.classes={tuple(classes)}: {source.name} {source.split} has several labels an "
             "image; leave it out, and the labels out of the list"

@@ -1,7 +1,7 @@
 """The sharding of every array of a run over the mesh.
 
 Rules over names determine the sharding of parameters. A parameter's moments in the optimizer and
-its average carry its name, so they are sharded like it, and additionally split over `data`.
+its average carry its name, so they are sharded like it, and large ones are also split over `data`.
 `constrain` determines the sharding of activations.
 """
 
@@ -29,7 +29,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"lora_a", ("fsdp", None)),
     (r"lora_b", (None, "tensor")),
     (r"head_hidden/kernel", ("fsdp", "tensor")),
-    (r"(head|head_distillation)/kernel", ("fsdp", None)),
+    (r"(head|head_distillation|adapter_\d+_\d+)/kernel", ("fsdp", None)),
     (r"embedding/kernel", (None, "fsdp")),
     # Kernels of convolutions, (h, w, in, out). In a unit the first two split their output channels
     # over tensor and the third sums over them; standardisation exchanges only means and variances.
@@ -54,6 +54,10 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 # bytes, because parameters are float32.
 _FOLLOWERS = re.compile(r"(opt_state|ema)/")
 
+# Moments and averages of fewer elements (256 KiB in float32) are not split over `data`: exchanges
+# of so few bytes cost mostly latency, while the gradients of all such arrays are reduced in one.
+SPLIT_FROM = 1 << 16
+
 # Adafactor's moments of a parameter: means over one axis, or the full moment.
 _FACTORED = re.compile(r"opt_state/(?:.*/)?(?P<moment>v_row|v_col|v)/(?P<param>.*)")
 
@@ -62,9 +66,10 @@ def state_shardings(state, mesh: Mesh):
     """The sharding of every leaf of `state`, a pytree of arrays or of their shapes.
 
     Factored moments are sharded like their parameter on the axes that remain. Other moments and
-    averages of a parameter that a rule splits are also split over `data`, on the axis that `fsdp`
-    splits, else on the last one whose size allows it. Arrays without a matching rule, and axes
-    whose size the mesh axis does not divide, are replicated and listed in a warning.
+    averages of a parameter that a rule splits are also split over `data` from SPLIT_FROM elements
+    on, on the axis that `fsdp` splits, else on the last one whose size allows it. Arrays without a
+    matching rule, and axes whose size the mesh axis does not divide, are replicated and listed in a
+    warning.
     """
     replicated = []
     named = tree.flatten_names(state)
@@ -86,7 +91,8 @@ def state_shardings(state, mesh: Mesh):
                     f"{name} {leaf.shape}: axis {i} does not divide by {axis}={mesh.shape[axis]}"
                 )
                 spec[i] = None
-        if axes and not factored and _FOLLOWERS.match(name):
+        is_large = math.prod(leaf.shape) >= SPLIT_FROM
+        if axes and is_large and not factored and _FOLLOWERS.match(name):
             spec = _split_over_data(spec, leaf.shape, mesh)
         while spec and spec[-1] is None:
             spec.pop()

@@ -23,6 +23,9 @@ from vit_jax.objectives.supervised import LOSSES, LossFn, hits, make_loss
 from vit_jax.tree import Batch
 
 _NUM_BINS = 15  # as in the paper on calibration
+METRICS: dict[str, Better] = {
+    "top1": "higher", "top5": "higher", "loss": "lower", "ece": "lower", "num_examples": "neither",
+}  # fmt: skip
 
 
 Array = Any  # of JAX inside a jitted function, of NumPy outside
@@ -75,18 +78,16 @@ class Classification:
         num_classes: int | None = None,
     ):
         self._make_batches = make_batches
-        top5: dict[str, Better] = {}
-        if num_classes is None or num_classes > 5:
-            top5 = {"top5": "higher"}
-        self.metrics: dict[str, Better] = {
-            "top1": "higher", **top5, "loss": "lower", "ece": "lower", "num_examples": "neither",
-        }  # fmt: skip
+        self.metrics = dict(METRICS)
+        if num_classes is not None and num_classes <= 5:
+            del self.metrics["top5"]
+        has_top5 = "top5" in self.metrics
 
         def count(logits_BC, batch):
             mask_B, label = batch["mask"], batch["label"]
             hits_B = hits(logits_BC, label)
             sums = {"top1": (mask_B * hits_B).sum()}
-            if top5 and logits_BC.shape[-1] > 5:
+            if has_top5 and logits_BC.shape[-1] > 5:
                 sums["top5"] = (mask_B * hits(logits_BC, label, k=5)).sum()
             sums["loss"] = (mask_B * loss(logits_BC, label)).sum()
             confidence_B = probabilities(logits_BC.astype(jnp.float32)).max(axis=1)
@@ -193,4 +194,4 @@ def make_classification(inputs: EvalInputs) -> Classification:
     )
 
 
-EVALUATOR = Evaluator(classification, make_classification)
+EVALUATOR = Evaluator(classification, make_classification, metrics=lambda entry: METRICS)

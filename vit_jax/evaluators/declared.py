@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
+from vit_jax.config.evals import find_evaluator
 from vit_jax.errors import Faults, InputError, collect_faults
 
 logger = logging.getLogger("vit_jax")
@@ -38,8 +39,20 @@ def declared_metrics(config: ConfigDict, name: str, evaluator: Any) -> dict[str,
       InputError: a direction is none of higher, lower and neither.
     """
     metrics = getattr(evaluator, "metrics", None)
-    if not isinstance(metrics, Mapping):
-        return None
+    return _with_names(config, name, metrics) if isinstance(metrics, Mapping) else None
+
+
+def expected_metrics(config: ConfigDict, name: str) -> dict[str, Better] | None:
+    """`declared_metrics` of the entry `name` before there are data and an evaluator.
+
+    None: the kind of the entry does not know them yet. Metrics that the data rule out are named.
+    """
+    find = find_evaluator(config.evals[name].type).metrics
+    return None if find is None else _with_names(config, name, find(config.evals[name]))
+
+
+def _with_names(config: ConfigDict, name: str, metrics: Mapping[str, Any]) -> dict[str, Better]:
+    """{"name/metric": which is better}, also of the raw weights if the config averages weights."""
     wrong = [f"{metric}={better!r}" for metric, better in metrics.items()
              if better not in _DIRECTIONS]  # fmt: skip
     if wrong:

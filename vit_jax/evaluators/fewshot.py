@@ -67,6 +67,18 @@ def draw_support(labels: np.ndarray, num_classes: int, shots: int, seed: int) ->
     return drawn
 
 
+def metrics_of(shots: Sequence[int], l2: Sequence[float], num_draws: int) -> dict[str, Better]:
+    """The metrics that a `FewShot` reports."""
+    metrics: dict[str, Better] = {}
+    for k in shots:
+        metrics[f"{k}shot_top1"] = "higher"
+        if num_draws > 1:
+            metrics[f"{k}shot_top1_std"] = "neither"
+        if len(l2) > 1:
+            metrics[f"{k}shot_l2"] = "neither"
+    return metrics
+
+
 def ridge(x_ND: np.ndarray, y_NC: np.ndarray, l2: float) -> np.ndarray:
     """W (D, C) that minimises |x W - y|^2 + l2 |W|^2; solves the smaller of the two systems.
 
@@ -152,13 +164,7 @@ class FewShot:
         self._support_batches, self._test_batches = support_batches, test_batches
         self._shots, self._l2, self._num_draws = shots, l2, num_draws
         self._features = FeatureGatherer(features_fn, gathered)
-        self.metrics: dict[str, Better] = {}
-        for k in shots:
-            self.metrics[f"{k}shot_top1"] = "higher"
-            if num_draws > 1:
-                self.metrics[f"{k}shot_top1_std"] = "neither"
-            if len(l2) > 1:
-                self.metrics[f"{k}shot_l2"] = "neither"
+        self.metrics = metrics_of(shots, l2, num_draws)
 
     @functools.cached_property
     def _draws(self) -> list[np.ndarray]:
@@ -257,4 +263,5 @@ EVALUATOR = Evaluator(
     make_fewshot,
     check=lambda entry: check_choices(entry.shots, entry.l2, entry.num_draws),
     learns_classes=True,
+    metrics=lambda entry: metrics_of(entry.shots, entry.l2, entry.num_draws),
 )

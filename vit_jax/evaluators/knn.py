@@ -5,7 +5,7 @@ Source: Wu et al. 2018 (arXiv:1805.01978), section 3.4.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -34,6 +34,11 @@ def check_neighbours(num_neighbours: tuple[int, ...], temperature: float) -> Non
     if not temperature > 0:
         faults.append(f"temperature={temperature}: needs a positive number, e.g. 0.07")
     collect_faults(faults)
+
+
+def metrics_of(num_neighbours: Sequence[int]) -> dict[str, Better]:
+    """The metrics that a `Knn` reports."""
+    return {f"{k}nn_top1": "higher" for k in num_neighbours}
 
 
 def votes(
@@ -85,7 +90,7 @@ class Knn:
         check_neighbours(num_neighbours, temperature)
         self._train_batches, self._test_batches = train_batches, test_batches
         self._num_classes = num_classes
-        self.metrics: dict[str, Better] = {f"{k}nn_top1": "higher" for k in num_neighbours}
+        self.metrics = metrics_of(num_neighbours)
         self._num_neighbours, self._temperature = num_neighbours, temperature
         self._features = FeatureGatherer(features_fn, gathered)
 
@@ -176,4 +181,5 @@ EVALUATOR = Evaluator(
     make_knn,
     check=lambda entry: check_neighbours(entry.num_neighbours, entry.temperature),
     learns_classes=True,
+    metrics=lambda entry: metrics_of(entry.num_neighbours),
 )

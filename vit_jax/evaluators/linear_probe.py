@@ -5,7 +5,7 @@ Axes: N training images, M test images, D features, C classes.
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -44,6 +44,12 @@ def check_weights(l2: tuple[float, ...]) -> None:
     some = isinstance(l2, tuple) and len(l2) > 0
     if not (some and all(isinstance(w, int | float) and w > 0 for w in l2)):
         collect_faults([f"l2={l2}: needs positive numbers, e.g. 1e-4,1e-2"])
+
+
+def metrics_of(l2: Sequence[float]) -> dict[str, Better]:
+    """The metrics that a `LinearProbe` reports."""
+    some: dict[str, Better] = {"top1": "higher"}
+    return some if len(l2) == 1 else some | {"l2": "neither", "held_out_top1": "higher"}
 
 
 @jax.jit
@@ -121,9 +127,7 @@ class LinearProbe:
         self._num_classes, self._mesh = num_classes, mesh
         self._l2 = sorted(l2, reverse=True)  # easiest fit first; each starts from the previous one
         self._features = FeatureGatherer(features_fn, NamedSharding(mesh, P()))
-        self.metrics: dict[str, Better] = {"top1": "higher"}
-        if len(l2) > 1:
-            self.metrics |= {"l2": "neither", "held_out_top1": "higher"}
+        self.metrics = metrics_of(l2)
 
     def run(self, state: TrainState) -> dict[str, float]:
         """Compute the metrics of `state`.
@@ -224,4 +228,5 @@ EVALUATOR = Evaluator(
     make_linear_probe,
     check=lambda entry: check_weights(entry.l2),
     learns_classes=True,
+    metrics=lambda entry: metrics_of(entry.l2),
 )

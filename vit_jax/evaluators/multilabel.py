@@ -99,4 +99,6 @@ def make_multilabel(inputs: EvalInputs) -> MultiLabel:
     return MultiLabel(inputs.apply, make_loss(**inputs.loss), inputs.batches, gathered)
 
 
-EVALUATOR = Evaluator(multilabel, make_multilabel, multi_label=True)
+EVALUATOR = Evaluator(
+    multilabel, make_multilabel, multi_label=True, metrics=lambda entry: MultiLabel.metrics
+)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import flax.linen as nn
 import jax
@@ -13,14 +14,14 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import tree
-from vit_jax.config import model_fields, optimizer_fields, step_fields
+from vit_jax.config import model_fields, num_microbatches, optimizer_fields, step_fields
 from vit_jax.data import (
     check_order,
     make_device_transform,
     pair_distance,
     resolve_order,
 )
-from vit_jax.data.device_ops import MIXING_OPS, DeviceTransform
+from vit_jax.data.device_ops import MIXING_OPS, DeviceTransform, per_channel
 from vit_jax.data.ops import Op
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.compiler import compiler_options
@@ -46,10 +47,14 @@ from vit_jax.models import create_model, find_family
 from vit_jax.models.fields import field_names, has_batch_statistics, value_of, with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
-from vit_jax.objectives import OBJECTIVES, make_objective
+from vit_jax.objectives import check_objective, make_objective
+from vit_jax.objectives.contract import Objective, Setting, Teacher
 from vit_jax.objectives.supervised import make_loss
 
 logger = logging.getLogger("vit_jax")
+
+BATCH_KEYS = ("image", "label", "mask", "id")
+Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +66,13 @@ class Experiment:
     model, schedule: as configured.
     durations: {key: steps} for every duration that the config sets.
     init: () -> TrainState, jitted and sharded.
-    train_step: (state, batch) -> (state, metrics), jitted; donates the state.
-    layer_norms: (state, batch) -> norms by layer for that step, jitted; keeps the state.
+    train_step: (state, batch, *frozen) -> (state, metrics), jitted; donates the state.
+    layer_norms: (state, batch, *frozen) -> norms by layer for that step, jitted; keeps the state.
     abstract_state, abstract_batch: shapes, dtypes and shardings of the arguments of a step.
+    abstract_frozen: those of the frozen arrays, the step's third argument: a tuple of one tree, or
+      () if the objective has none.
     freeze: regex over the names of parameters that do not change; None: all change.
+    objective: what the step minimises.
     """
 
     model: nn.Module
@@ -76,6 +84,13 @@ class Experiment:
     abstract_state: TrainState
     abstract_batch: AbstractBatch
     freeze: str | None = None
+    abstract_frozen: tuple[tree.PyTree, ...] = ()
+    objective: Objective | None = None
+
+    @property
+    def arguments(self) -> tuple[TrainState, AbstractBatch, *tuple[tree.PyTree, ...]]:
+        """Shapes, dtypes and shardings of all arguments of a step."""
+        return self.abstract_state, self.abstract_batch, *self.abstract_frozen
 
     @property
     def shardings(self) -> TrainState:
@@ -91,7 +106,7 @@ class Experiment:
 
     def trace(self) -> jax.stages.Traced:
         """The training step before it is lowered."""
-        return self.train_step.trace(self.abstract_state, self.abstract_batch)
+        return self.train_step.trace(*self.arguments)
 
     @functools.cached_property
     def flops_per_step(self) -> int:
@@ -106,12 +121,17 @@ class Experiment:
     @property
     def num_params(self) -> int:
         """Number of parameters in the model."""
-        return sum(x.size for x in jax.tree.leaves(self.abstract_state.params))
+        return sum(x.size for x in jax.tree.leaves(self._model_params))
+
+    @property
+    def _model_params(self) -> tree.Params:
+        params = self.abstract_state.params
+        return {name: leaf for name, leaf in params.items() if name != tree.OBJECTIVE}
 
     @property
     def num_trained(self) -> int:
         """Number of parameters that are not frozen."""
-        params = self.abstract_state.params
+        params = self._model_params
         if self.freeze is None:
             return self.num_params
         trained = jax.tree.map(
@@ -123,7 +143,10 @@ class Experiment:
 
     @functools.cached_property
     def flops_per_image(self) -> int:
-        """FLOPs of a forward and a backward pass for one image, without rematerialisation."""
+        """FLOPs of a forward and a backward pass for one image, without rematerialisation.
+
+        A teacher's forward pass counts too.
+        """
         model = with_known(self.model, remat="none", constrain=unconstrained, forms=PLAIN)
 
         def loss(params, model_state, images):
@@ -134,40 +157,51 @@ class Experiment:
         images = jax.ShapeDtypeStruct(
             (1, *self.model.image_size, value_of(self.model, "channels")), jnp.float32
         )
-        state = self.abstract_state
-        return count_flops(jax.grad(loss), state.params, state.model_state, images)
+        state = self.abstract_state.model_state
+        found = count_flops(jax.grad(loss), self._model_params, state, images)
+        if self.objective is not None and self.objective.forward is not None:
+            found += count_flops(self.objective.forward, *self.abstract_frozen, images)
+        return found
 
 
 def make_experiment(
-    config: ConfigDict, mesh: Mesh, preprocessing: Preprocessing | None = None
+    config: ConfigDict,
+    mesh: Mesh,
+    preprocessing: Preprocessing | None = None,
+    teachers: Sequence[Teacher] = (),
 ) -> Experiment:
     """Build the experiment of a config with known `data.num_classes` and `data.num_examples`.
 
-    `preprocessing`: the config's, if it has been parsed already.
+    `preprocessing`: the config's, if it has been parsed already. `teachers`: those of the
+    objective, with arrays or their shapes.
 
     Raises:
       InputError: for faults that `validation.validate` cannot find.
     """
-    if None in (config.data.num_classes, config.data.num_examples):
-        raise ValueError(
-            "the config is not resolved: data.num_classes or data.num_examples is None"
-        )
+    assert None not in (config.data.num_classes, config.data.num_examples), "not resolved"
     image_size, _, device_ops, _ = preprocessing or parse_preprocessing(config)
-    durations = parse_durations(config)
-    model = make_model(config, image_size, mesh)
+    durations, model = parse_durations(config), make_model(config, image_size, mesh)
     schedule = make_config_schedule(config, durations)
     tx = make_optimizer(**optimizer_fields(config), schedule=schedule)
-    objective = make_objective(model, make_loss(**config.loss), **config.objective)
+    objective = _make_objective(config, model, mesh, teachers)
     parts = (objective, tx, _make_transform(config, device_ops), config.seed)
     step = step_fields(config)
     check_microbatches(model, config.model.name, step["accum_steps"])
 
-    with_ema = config.optimizer.ema_decay is not None
-    one_image = with_known(model, forms=PLAIN)  # which kernels do not split over devices
-    init = functools.partial(init_state, one_image, tx, image_size, config.seed, with_ema=with_ema)
+    init = functools.partial(
+        init_state,
+        with_known(model, forms=PLAIN),  # of one image, which kernels do not split over devices
+        tx,
+        image_size,
+        config.seed,
+        with_ema=config.optimizer.ema_decay is not None,
+        init_objective=objective.init,
+    )
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(init)
     shardings, batch = state_shardings(shapes, mesh), batch_sharding(mesh)
+    frozen = _abstract_frozen(objective, mesh)
+    inputs = (shardings, batch, *jax.tree.map(lambda x: x.sharding, frozen))
     jit = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
     return Experiment(
         model=model,
@@ -176,18 +210,54 @@ def make_experiment(
         init=jit(init, out_shardings=shardings),
         train_step=jit(
             make_train_step(*parts, **step),
-            in_shardings=(shardings, batch),
+            in_shardings=inputs,
             out_shardings=(shardings, None),
             donate_argnums=0,
         ),
         layer_norms=jit(
             make_layer_norms(*parts, accum_steps=step["accum_steps"], freeze=step["freeze"]),
-            in_shardings=(shardings, batch),
+            in_shardings=inputs,
         ),
         abstract_state=_with_sharding(shapes, shardings),
         abstract_batch=_batch_shapes(config, image_size, batch),
         freeze=step["freeze"],
+        abstract_frozen=frozen,
+        objective=objective,
     )
+
+
+def _make_objective(
+    config: ConfigDict, model: nn.Module, mesh: Mesh, teachers: Sequence[Teacher]
+) -> Objective:
+    """The objective of a config; raises InputError if it needs what batches do not hold."""
+    channels, kernels = config.data.channels, config.model.kernels
+    teachers = tuple(
+        teacher._replace(
+            model=choose_forms(with_known(teacher.model, constrain=constrain), mesh, kernels),
+            mean=per_channel(teacher.mean, channels),
+            std=per_channel(teacher.std, channels),
+        )
+        for teacher in teachers
+    )
+    mean, std = (per_channel(config.data[key], channels) for key in ("mean", "std"))
+    setting = Setting(mean, std, teachers)
+    loss = make_loss(**config.loss)
+    objective = make_objective(model, loss, setting=setting, **config.objective)
+    missing = {*objective.needs} - {*BATCH_KEYS}
+    if missing:
+        raise InputError(
+            f"objective.name={config.objective.name!r}: needs {', '.join(sorted(missing))} in "
+            f"every batch, which has {', '.join(BATCH_KEYS)}; choose another objective"
+        )
+    return objective
+
+
+def _abstract_frozen(objective: Objective, mesh: Mesh) -> tuple[tree.PyTree, ...]:
+    """`Experiment.abstract_frozen`."""
+    if objective.frozen is None:
+        return ()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), objective.frozen)
+    return (_with_sharding(shapes, state_shardings(shapes, mesh)),)
 
 
 def make_model(config: ConfigDict, image_size: tuple[int, int], mesh: Mesh) -> nn.Module:
@@ -250,7 +320,7 @@ def _warn_of_uneven_split(model: nn.Module, mesh: Mesh) -> None:
         )
 
 
-def _with_sharding(shapes: TrainState, shardings: TrainState) -> TrainState:
+def _with_sharding(shapes: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes,
@@ -264,7 +334,7 @@ def _batch_shapes(
     array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     size = config.global_batch_size
     label = array((size,), jnp.int32)
-    if config.data.multi_label:
+    if config.data.multi_label or config.data.soft_labels:
         label = array((size, config.data.num_classes), jnp.float32)
     return {
         "image": array((size, *image_size, config.data.channels), jnp.uint8),
@@ -287,7 +357,7 @@ def check_microbatches(model: nn.Module | type[nn.Module], name: str, accum_step
 def check_config(config: ConfigDict, faults: Faults) -> None:
     """Check the sections objective, loss, optimizer and schedule, and model.kernels."""
     faults.need_known("model.kernels", config.model.kernels, KERNELS)
-    faults.need_known("objective.name", config.objective.name, OBJECTIVES)
+    faults.check(check_objective, config)
     faults.check(make_loss, **config.loss)
     faults.need(
         not (config.data.multi_label and config.loss.name == "softmax"),
@@ -295,7 +365,7 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         "several; set --config.loss.name=sigmoid",
     )
     faults.check(make_optimizer, **optimizer_fields(config), schedule=lambda step: 0.0)
-    accum_steps, size = config.optimizer.accum_steps, config.global_batch_size
+    accum_steps, size = num_microbatches(config), config.global_batch_size
     faults.check(check_step, accum_steps, config.optimizer.ema_decay)
     faults.need(
         size is None or accum_steps < 1 or size % accum_steps == 0,

@@ -2,9 +2,9 @@
 
 The transformed batch is split into A = `accum_steps` microbatches. Microbatch i holds the rows i,
 i + A, i + 2A, ..., so that no row moves to another device. Gradients and sums of all microbatches
-are added in float32 and divided once, by the weight of the whole batch. The result is the same for
-every A, apart from rounding, the model's random draws (microbatch i uses fold_in(key, i)), and the
-`model_state` that passes from one microbatch to the next.
+are added in float32 and divided once, by the weight of the whole batch; each of several terms is
+divided by its own. The result is the same for every A, apart from rounding, the model's random
+draws (microbatch i uses fold_in(key, i)), and the states that pass from one microbatch to the next.
 """
 
 from collections.abc import Callable
@@ -17,75 +17,136 @@ from vit_jax import tree
 from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.errors import InputError
 from vit_jax.experiment.state import TrainState
-from vit_jax.objectives.supervised import Objective, ObjectiveOutput
-from vit_jax.tree import Batch, Params
+from vit_jax.objectives.contract import (
+    Objective,
+    ObjectiveOutput,
+    PlainObjective,
+    as_objective,
+    at_least_one,
+)
+from vit_jax.tree import Batch, Params, PyTree
 
-Gradients = Callable[[TrainState, Batch], tuple[Params, ObjectiveOutput]]
+_CARRIED = ("model_state", "objective_state")  # pass from one microbatch to the next
+
+# gradients(state, batch, frozen) -> (gradients of the loss, the objective's sums).
+Gradients = Callable[[TrainState, Batch, PyTree], tuple[Params, ObjectiveOutput]]
 
 
 def make_gradients(
-    objective: Objective,
+    objective: Objective | PlainObjective,
     transform: DeviceTransform,
     seed: int,
     accum_steps: int,
     freeze: str | None,
 ) -> Gradients:
-    """Make gradients(state, batch) -> (gradients of the mean loss, the objective's sums)."""
+    """Make gradients(state, batch, frozen) -> (gradients of the loss, the objective's sums).
 
-    def objective_of(params, model_state, batch, key):
+    Raises:
+      InputError: the objective couples rows, and there are microbatches.
+    """
+    objective = as_objective(objective)
+    loss_of_batch = objective.loss
+    if objective.couples_rows and accum_steps > 1:
+        raise InputError(
+            f"optimizer.accum_steps={accum_steps}: the loss of an image depends on the others of "
+            "its batch, so the batch cannot be computed in parts; set it to 1"
+        )
+
+    def sums_of(params, state, batch, frozen, key):
         if freeze is not None:
             params = _stop_gradients(params, freeze)
-        return objective(params, model_state, batch, key)
+        return loss_of_batch(params, state, batch, frozen, key)
 
-    def whole_batch(state, batch, key):
+    def whole_batch(state, batch, frozen, key):
         def loss_fn(params):
-            out = objective_of(params, state.model_state, batch, key)
-            return out.loss_sum / at_least_one(out.weight_sum), out
+            out = sums_of(params, state, batch, frozen, key)
+            return out.loss, out
 
         return jax.grad(loss_fn, has_aux=True)(state.params)
 
-    def microbatches(state, batch, key):
-        split = jax.tree.map(lambda x: _split_rows(x, accum_steps), batch)
-
-        def loss_fn(params, model_state, i):
-            rows = jax.tree.map(
-                lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), split
-            )
-            rng = jax.random.fold_in(key, i)
-            out = objective_of(params, model_state, rows, rng)
-            return out.loss_sum, out
-
-        grads_and_sums = jax.grad(loss_fn, has_aux=True)
-
-        def add(total, i):
-            grads, sums = total
-            more_grads, out = grads_and_sums(state.params, sums.model_state, i)
-            model_state, out = out.model_state, out._replace(model_state=())
-            sums = jax.tree.map(jnp.add, sums._replace(model_state=()), out)
-            sums = sums._replace(model_state=model_state)
-            return (jax.tree.map(jnp.add, grads, more_grads), sums), None
-
-        shapes = jax.eval_shape(grads_and_sums, state.params, state.model_state, 0)
-        grads, sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        start = (grads, sums._replace(model_state=state.model_state))
-        (grads, sums), _ = jax.lax.scan(add, start, jnp.arange(accum_steps))
-        weight = at_least_one(sums.weight_sum)
-        return jax.tree.map(lambda g: g / weight, grads), sums
-
-    def gradients(state: TrainState, batch: Batch) -> tuple[Params, ObjectiveOutput]:
+    def gradients(
+        state: TrainState, batch: Batch, frozen: PyTree
+    ) -> tuple[Params, ObjectiveOutput]:
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
         transform_key, model_key = jax.random.split(step_key)
         rows = jnp.arange(batch["image"].shape[0])
         row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(transform_key, rows)
         batch = transform(batch, row_keys)
-        of_batch = whole_batch if accum_steps == 1 else microbatches
-        return of_batch(state, batch, model_key)
+        if accum_steps == 1:
+            return whole_batch(state, batch, frozen, model_key)
+        return _add_microbatches(sums_of, accum_steps, state, batch, frozen, model_key)
 
     return gradients
 
 
-def at_least_one(weight: jax.Array) -> jax.Array:
-    return jnp.maximum(weight, 1.0)  # all rows of a batch may be masked
+def _add_microbatches(sums_of, accum_steps, state, batch, frozen, key):
+    """Gradients and sums of a batch; sums_of(params, state, rows, frozen, key) gives a part's."""
+    split = jax.tree.map(lambda x: _split_rows(x, accum_steps), batch)
+
+    def sums_of_part(params, carried, i):
+        rows = jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), split
+        )
+        rng = jax.random.fold_in(key, i)
+        return sums_of(params, state.replace(**carried), rows, frozen, rng)
+
+    first = {name: getattr(state, name) for name in _CARRIED}
+    weights = _weights_of_batch(lambda i: sums_of_part(state.params, first, i), accum_steps)
+
+    def loss_fn(params, carried, i):
+        out = sums_of_part(params, carried, i)
+        if weights is None:  # the only weight divides the sum of all gradients at the end
+            return out.loss_sum, out
+        return _with_weights(out, weights).loss, out
+
+    grads_and_sums = jax.grad(loss_fn, has_aux=True)
+
+    def add(total, i):
+        grads, sums, carried = total
+        more_grads, out = grads_and_sums(state.params, carried, i)
+        carried = {name: getattr(out, name) for name in _CARRIED}
+        sums = jax.tree.map(jnp.add, sums, _without_carried(out))
+        return (jax.tree.map(jnp.add, grads, more_grads), sums, carried), None
+
+    shapes = jax.eval_shape(grads_and_sums, state.params, first, 0)
+    grads, sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    start = (grads, _without_carried(sums), first)
+    (grads, sums, carried), _ = jax.lax.scan(add, start, jnp.arange(accum_steps))
+    if weights is None:
+        weight = at_least_one(sums.weight_sum)
+        grads = jax.tree.map(lambda g: g / weight, grads)
+    return grads, sums._replace(**carried)
+
+
+def _without_carried(out: ObjectiveOutput) -> ObjectiveOutput:
+    return out._replace(model_state={}, objective_state={})
+
+
+def _weights_of_batch(sums_of_part, accum_steps):
+    """The weights of all terms of the whole batch, as `_weights`; None if there is only one term.
+
+    A weight does not depend on the parameters, so the compiler leaves the model out here.
+    """
+    shapes = jax.eval_shape(sums_of_part, 0)
+    if not shapes.terms:
+        return None
+
+    def add(total, i):
+        return jax.tree.map(jnp.add, total, _weights(sums_of_part(i))), None
+
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _weights(shapes))
+    return jax.lax.scan(add, start, jnp.arange(accum_steps))[0]
+
+
+def _weights(out):
+    """(weight_sum, {name: weight of a further term})."""
+    return out.weight_sum, {name: term.weight for name, term in out.terms.items()}
+
+
+def _with_weights(out, weights):
+    weight_sum, of_terms = weights
+    terms = {name: term.replace(weight=of_terms[name]) for name, term in out.terms.items()}
+    return out._replace(weight_sum=weight_sum, terms=terms)
 
 
 def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:

@@ -8,12 +8,12 @@ from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics, Step
-from vit_jax.objectives.supervised import Objective
-from vit_jax.tree import Batch
+from vit_jax.objectives.contract import Objective, PlainObjective
+from vit_jax.tree import Batch, PyTree
 
 
 def make_layer_norms(
-    objective: Objective,
+    objective: Objective | PlainObjective,
     tx: optax.GradientTransformation,
     transform: DeviceTransform,
     seed: int,
@@ -21,7 +21,7 @@ def make_layer_norms(
     accum_steps: int = 1,
     freeze: str | None = None,
 ) -> Step[Metrics]:
-    """Make norms(state, batch) -> scalars for the step that starts from `state`; pure.
+    """Make norms(state, batch, frozen=None) -> scalars for the step that starts from `state`; pure.
 
     For each PART of `tree.parts(params)`: `grad_norm/PART` (before clipping), `param_norm/PART`
     (before the update), `update_norm/PART`, and `update_ratio/PART` = update_norm / param_norm, 0
@@ -32,8 +32,8 @@ def make_layer_norms(
     """
     gradients = make_gradients(objective, transform, seed, accum_steps, freeze)
 
-    def layer_norms(state: TrainState, batch: Batch) -> Metrics:
-        grads, _ = gradients(state, batch)
+    def layer_norms(state: TrainState, batch: Batch, frozen: PyTree = None) -> Metrics:
+        grads, _ = gradients(state, batch, frozen)
         updates, _ = tx.update(grads, state.opt_state, state.params)
         grad, param, update = (_norms_by_part(x) for x in (grads, state.params, updates))
         norms: Metrics = {}

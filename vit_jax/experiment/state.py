@@ -1,5 +1,7 @@
 """The train state: everything that a step takes and returns."""
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import flax.struct
 import jax
@@ -7,18 +9,19 @@ import jax.numpy as jnp
 import optax
 
 from vit_jax.models.fields import value_of
-from vit_jax.tree import ModelState, Params
+from vit_jax.tree import OBJECTIVE, ModelState, Params
 
 
 class TrainState(flax.struct.PyTreeNode):
     """Everything that a run carries from step to step.
 
     step: int32 scalar, number of updates made so far.
-    params: float32 parameters.
+    params: float32 parameters: the model's, and under "objective" those of the objective, if any.
     model_state: other variables of the model, such as batch statistics; {} if it has none.
     opt_state: state of the optimizer.
     ema: running average of the parameters, float32, a tree like `params`; {} if it is off.
     ema_model_state: running average of `model_state`, of integers the newest; {} if it is off.
+    objective_state: state of the objective, such as centres; {} if it has none.
     """
 
     step: jax.Array
@@ -27,6 +30,7 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: optax.OptState
     ema: Params = flax.struct.field(default_factory=dict)
     ema_model_state: ModelState = flax.struct.field(default_factory=dict)
+    objective_state: ModelState = flax.struct.field(default_factory=dict)
 
     def averaged(self) -> "TrainState":
         """The running averages in place of the parameters and the model state."""
@@ -42,12 +46,26 @@ def init_state(
     seed: int,
     *,
     with_ema: bool = False,
+    init_objective: Callable[[jax.Array], tuple[Params, ModelState]] | None = None,
 ) -> TrainState:
-    """The state before the first step; pure, to be jitted with its shardings."""
+    """The state before the first step; pure, to be jitted with its shardings.
+
+    `init_objective`: `Objective.init`.
+    """
     images = jnp.zeros((1, *image_size, value_of(model, "channels")))
     model_state = dict(model.init(jax.random.key(seed), images))
     params = model_state.pop("params")
-    state = TrainState(jnp.zeros((), jnp.int32), params, model_state, tx.init(params))
+    objective_state: ModelState = {}
+    if init_objective is not None:
+        own, objective_state = init_objective(jax.random.fold_in(jax.random.key(seed), 1))
+        params |= {OBJECTIVE: own} if own else {}
+    state = TrainState(
+        jnp.zeros((), jnp.int32),
+        params,
+        model_state,
+        tx.init(params),
+        objective_state=objective_state,
+    )
     return start_from(state, params, model_state) if with_ema else state
 
 

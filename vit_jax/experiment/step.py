@@ -8,10 +8,10 @@ import optax
 
 from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.errors import collect_faults
-from vit_jax.experiment.gradients import at_least_one, make_gradients
+from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
-from vit_jax.objectives.supervised import Objective
-from vit_jax.tree import Batch, ModelState
+from vit_jax.objectives.contract import Objective, ObjectiveOutput, PlainObjective, at_least_one
+from vit_jax.tree import Batch, ModelState, PyTree
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 Metrics = dict[str, jax.Array]  # scalars
@@ -19,21 +19,25 @@ Out = TypeVar("Out", covariant=True)
 
 
 class Step(Protocol[Out]):
-    """A pure function of a state and a batch."""
+    """A pure function of a state, a batch and, where the objective has any, frozen arrays."""
 
-    def __call__(self, state: TrainState, batch: Batch, /) -> Out: ...
+    def __call__(self, state: TrainState, batch: Batch, frozen: PyTree = None, /) -> Out: ...
 
 
 class JittedStep(Step[Out], Protocol[Out]):
     """A `Step` under `jax.jit`."""
 
-    def trace(self, state: TrainState, batch: AbstractBatch, /) -> jax.stages.Traced: ...
+    def trace(
+        self, state: TrainState, batch: AbstractBatch, frozen: PyTree = None, /
+    ) -> jax.stages.Traced: ...
 
-    def lower(self, state: TrainState, batch: AbstractBatch, /) -> jax.stages.Lowered: ...
+    def lower(
+        self, state: TrainState, batch: AbstractBatch, frozen: PyTree = None, /
+    ) -> jax.stages.Lowered: ...
 
 
 def make_train_step(
-    objective: Objective,
+    objective: Objective | PlainObjective,
     tx: optax.GradientTransformation,
     transform: DeviceTransform,
     seed: int,
@@ -42,7 +46,7 @@ def make_train_step(
     ema_decay: float | None = None,
     freeze: str | None = None,
 ) -> Step[tuple[TrainState, Metrics]]:
-    """Make step(state, batch) -> (state, metrics); pure.
+    """Make step(state, batch, frozen=None) -> (state, metrics); pure.
 
     Randomness depends on (seed, state.step) only; in `transform` also on the row of the global
     batch. With `accum_steps` the batch is processed in microbatches (gradients.py).
@@ -55,7 +59,7 @@ def make_train_step(
     such as batch statistics, is averaged in the same way.
 
     Args:
-      objective: (params, model_state, batch, rng) -> sums over the batch.
+      objective: its full form, or only (params, model_state, batch, rng) -> sums over the batch.
       tx: the optimizer.
       transform: (batch, keys (B,)) -> batch with float32 images in the model's value range.
       seed: the run's seed.
@@ -69,14 +73,14 @@ def make_train_step(
     check_step(accum_steps, ema_decay)
     gradients = make_gradients(objective, transform, seed, accum_steps, freeze)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, sums = gradients(state, batch)
+    def train_step(
+        state: TrainState, batch: Batch, frozen: PyTree = None
+    ) -> tuple[TrainState, Metrics]:
+        grads, sums = gradients(state, batch, frozen)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
 
-        weight = at_least_one(sums.weight_sum)
-        metrics = {name: total / weight for name, total in sums.metric_sums.items()}
-        metrics |= {"loss": sums.loss_sum / weight, "grad_norm": optax.tree.norm(grads)}
+        metrics = metrics_of(sums) | {"grad_norm": optax.tree.norm(grads)}
         metrics["masked"] = (1.0 - batch["mask"]).sum()
         averages = {}
         if ema_decay is not None:
@@ -86,11 +90,20 @@ def make_train_step(
             params=params,
             model_state=sums.model_state,
             opt_state=opt_state,
+            objective_state=sums.objective_state,
             **averages,
         )
         return state, metrics
 
     return train_step
+
+
+def metrics_of(sums: ObjectiveOutput) -> Metrics:
+    """The metrics, the loss, and its further terms as `loss_NAME`."""
+    weight = at_least_one(sums.weight_sum)
+    metrics = {name: total / weight for name, total in sums.metric_sums.items()}
+    metrics |= {f"loss_{name}": term.mean for name, term in sums.terms.items()}
+    return metrics | {"loss": sums.plus_terms(sums.loss_sum / weight)}
 
 
 def average(

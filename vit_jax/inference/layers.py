@@ -9,20 +9,18 @@ import types
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 
 from vit_jax.errors import InputError
 from vit_jax.models.attention import dot_product_attention
 from vit_jax.models.axial import AxialViT
-from vit_jax.models.bit import PreActBottleneck
-from vit_jax.models.efficientnet import MBConv
 from vit_jax.models.fields import field_names, value_of, with_known
 from vit_jax.models.forms import Forms
-from vit_jax.models.layers import EncoderBlock
+from vit_jax.models.watched import as_map, watch
 from vit_jax.tree import ModelState, Params
 
+__all__ = ["as_map", "attention_weights", "check_layer", "layer_outputs", "pool"]
+
 _NO_STATE: ModelState = types.MappingProxyType({})
-_LAYERS = (EncoderBlock, PreActBottleneck, MBConv)  # a hybrid's layers are those of its Transformer
 
 
 def layer_outputs(
@@ -32,21 +30,12 @@ def layer_outputs(
 
     A Transformer's layers are its blocks: (B, N, D), before the final norm. In an Axial-ViT row and
     column blocks take turns. The layers of a BiT are its residual units, those of an EfficientNet
-    its blocks: maps (B, rows, columns, D). `params` are
-    those of unrolled layers.
+    its blocks: maps (B, rows, columns, D). `params` are those of unrolled layers.
     """
-    found: list[jax.Array] = []
-
-    def collect(call, args, kwargs, context):
-        output = call(*args, **kwargs)
-        if context.method_name == "__call__" and isinstance(context.module, _LAYERS):
-            found.append(output[0] if isinstance(output, tuple) else output)
-        return output
-
-    with nn.intercept_methods(collect):
+    with watch() as found:
         variables = {"params": params, **model_state}
         _unrolled(model).apply(variables, images, method="tokens")
-    return found
+    return found.layers
 
 
 def attention_weights(
@@ -120,14 +109,6 @@ def pool(model: nn.Module, x: jax.Array) -> jax.Array:
     if model.pool == "token":
         return x[:, 0]
     return x[:, model.num_prefix_tokens :].mean(axis=1)
-
-
-def as_map(model: nn.Module, x: jax.Array, image_size: tuple[int, int]) -> jax.Array:
-    """The patches of tokens (B, N, D) as a map (B, rows, columns, D); maps are returned as is."""
-    if x.ndim == 4:
-        return x
-    rows, _ = model.clone(image_size=image_size).grid
-    return rearrange(x[:, model.num_prefix_tokens :], "b (r c) d -> b r c d", r=rows)
 
 
 def _unrolled(model: nn.Module) -> nn.Module:

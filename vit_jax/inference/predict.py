@@ -43,8 +43,9 @@ def outputs(
     what: str,
     layer: int | None = None,
     progress: bool = True,
+    record_ids: np.ndarray | None = None,
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """The model's outputs for every record of `source`, in order.
+    """The model's outputs for the records of `source`, in order.
 
     Args:
       pretrained: the model, with an image size in its spec.
@@ -55,6 +56,7 @@ def outputs(
       layer: with "pooled", "patches" and "attention", the layer, from 0; None: the model's own
         output, after its final norm, and the last layer's weights.
       progress: whether to show a progress bar.
+      record_ids: int64 (n,), the records; None: all.
 
     Yields:
       (outputs, float32 (b, ...); {"mask", "label"}, each (b,)); the mask is 0 for a record that
@@ -64,10 +66,9 @@ def outputs(
       InputError: if the model has no such layer, no attention, or no fixed image size.
     """
     check_size(pretrained)
-    spec = pretrained.spec
+    spec, variables = pretrained.spec, pretrained.variables
     mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
     check_batch_size(mesh, batch_size, "--batch_size")
-    variables = pretrained.variables
     params, model_state = variables["params"], {k: variables[k] for k in variables if k != "params"}
     if layer is not None:
         layer = layers.check_layer(pretrained.model, params, spec.image_size, layer, model_state)
@@ -81,14 +82,14 @@ def outputs(
         global_batch_size=batch_size,
         image_size=spec.image_size,
         sharding=batch_sharding(mesh),
+        record_ids=record_ids,
         consequence="features are NaN" if what in ("pooled", "patches") else "no prediction",
     )
-    total = -(-source.num_examples // batch_size)
-    left = source.num_examples
-    shown = {"total": total, "console": Console(stderr=True), "description": "images"}
+    left = source.num_examples if record_ids is None else len(record_ids)
+    shown = {"total": -(-left // batch_size), "console": Console(stderr=True)}
     results = (
         (compute(params, model_state, batch["image"]), {k: batch[k] for k in ("mask", "label")})
-        for batch in track(batches, **shown, disable=not progress)
+        for batch in track(batches, "images", **shown, disable=not progress)
     )
     for found, rest in fetch(results):
         kept = min(left, batch_size)

@@ -101,8 +101,8 @@ def report(output: epath.Path | None, name: str, examples: Examples, source: Sou
     Only process 0 does. `name` is the evaluator's. Files:
 
       classes.csv     the rows of `by_class`.
-      confusion.csv   images by true class (rows) and predicted class (columns), up to 2,000
-                      classes.
+      confusion.csv   images by true class (rows) and predicted class (columns); of models with
+                      over 2,000 classes those that occur, up to 2,000 true ones.
       confusions.csv  the pairs of different classes that occur, the most frequent first.
       confusion.png   the confusion matrix, or with more than 40 classes its most frequent pairs.
       wrong.csv       the rows of `mistakes`.
@@ -150,34 +150,45 @@ def _write_confusions(folder: epath.Path, confusions: Confusions, names: Sequenc
     wrong = wrong[np.argsort(-count_P[wrong], kind="stable")]
     pairs = [(names[true_P[i]], names[predicted_P[i]], int(count_P[i])) for i in wrong]
     _write_rows(folder / "confusions.csv", [("class", "predicted", "images"), *pairs])
-    if len(names) <= _LARGEST_MATRIX:
-        matrix = np.zeros((len(names), len(names)), int)
-        matrix[true_P, predicted_P] = count_P
-        lines = ([name, *map(int, line)] for name, line in zip(names, matrix, strict=True))
-        _write_rows(folder / "confusion.csv", [["class", *names], *lines])
+    rows = columns = np.arange(len(names))
+    if len(names) > _LARGEST_MATRIX:
+        rows, columns = np.unique(true_P), np.unique([true_P, predicted_P])
+    if len(rows) <= _LARGEST_MATRIX:
+        matrix = np.zeros((len(rows), len(columns)), int)
+        matrix[np.searchsorted(rows, true_P), np.searchsorted(columns, predicted_P)] = count_P
+        lines = ([names[row], *map(int, line)] for row, line in zip(rows, matrix, strict=True))
+        _write_rows(folder / "confusion.csv", [["class", *(names[c] for c in columns)], *lines])
     present = np.unique(true_P)
     if len(present) <= _LARGEST_HEAT_MAP:
-        picture = figures.draw_heat_map(*_matrix_of(confusions, present, names))
+        picture = figures.draw_heat_map(*_matrix_drawn(confusions, present, names))
     else:
         picture = figures.draw_pairs(pairs[:_CONFUSIONS_DRAWN], len(pairs))
     files.write_whole(folder / "confusion.png", picture)
 
 
-def _matrix_of(
+def _matrix_drawn(
     confusions: Confusions, present: np.ndarray, names: Sequence[str]
 ) -> tuple[np.ndarray, list[str], list[str]]:
     """The confusion matrix of the classes `present`, with their names for rows and columns.
 
-    A last column counts the predictions of all other classes, if there are any.
+    Columns for predicted classes without images follow, the most frequent first. The last column
+    counts those for which there is no room.
     """
-    place = {int(c): i for i, c in enumerate(present)}
-    matrix = np.zeros((len(present), len(present) + 1), int)
+    _, predicted_P, count_P = confusions
+    is_absent_P = ~np.isin(predicted_P, present)
+    predictions_C = np.bincount(predicted_P[is_absent_P], count_P[is_absent_P], len(names))
+    absent = np.argsort(-predictions_C, kind="stable")[: np.count_nonzero(predictions_C)]
+    room = _LARGEST_HEAT_MAP - len(present)
+    drawn = absent if len(absent) <= room else absent[: max(room - 1, 0)]
+    columns = [*present, *drawn]
+    place = {int(c): i for i, c in enumerate(columns)}
+    matrix = np.zeros((len(present), len(columns) + (len(drawn) < len(absent))), int)
     for true, predicted, count in zip(*confusions, strict=True):
-        matrix[place[int(true)], place.get(int(predicted), len(present))] += count
-    shown = [names[c] for c in present]
-    if matrix[:, -1].any():
-        return matrix, shown, [*shown, "another class"]
-    return matrix[:, :-1], shown, shown
+        matrix[place[int(true)], place.get(int(predicted), len(columns))] += count
+    shown = [names[c] for c in columns]
+    left = len(absent) - len(drawn)
+    others = [f"{left:,} other class{'es' * (left > 1)}"] if left else []
+    return matrix, shown[: len(present)], shown + others
 
 
 def _write_table(

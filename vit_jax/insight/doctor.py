@@ -4,6 +4,7 @@ Every check ends within a time limit and gives a `Finding`; none raises.
 """
 
 import concurrent.futures
+import contextlib
 import contextvars
 import importlib.util
 import io
@@ -41,6 +42,12 @@ _LITTLE = 1 << 30  # bytes of memory or disk that a run soon exceeds
 _PICTURES = 32  # decoded
 _WANDB = "https://api.wandb.ai"
 _ABSENT = "not installed"
+# Errors of TensorFlow, which reads and writes buckets.
+_WHY_OUT_OF_REACH = {
+    "NotFoundError": "there is no such bucket",
+    "PermissionDeniedError": "access is denied",
+    "UnauthenticatedError": "access is denied",
+}
 _SHOWN = ("Python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -120,7 +127,7 @@ def check_memory(workdir: epath.Path | None) -> Finding:
     from vit_jax.devices.flops import format_bytes
 
     memory, local = psutil.virtual_memory(), pathlib.Path.cwd()
-    if workdir is not None and "://" not in os.fspath(workdir):
+    if workdir is not None and not _is_in_bucket(workdir):
         local = next(p for p in [workdir, *workdir.parents] if p.exists())
     disk = shutil.disk_usage(local)
     text = (
@@ -185,30 +192,88 @@ def _made_picture() -> bytes:
     return jpeg.getvalue()
 
 
-def check_data_dir(data_dir: str) -> Finding:
-    """Whether `data_dir` can be read: a folder of pictures, of TFDS data sets, or a bucket's."""
+def check_data_dir(data_dir: str, data_name: str | None = None) -> Finding:
+    """Whether `data_dir` can be read: a folder of pictures, of TFDS data sets, or a bucket's.
+
+    `data_name`: the data set that the config reads there; None: unknown.
+    """
     path = files.absolute(data_dir)
-    if not path.is_dir():
+    with _reaching(path):
+        is_folder = path.is_dir()
+        names = sorted(entry.name for entry in path.iterdir()) if is_folder else []
+    if not is_folder:
         return Finding("data folder", FAILED, f"{path}: no such folder",
                        "check the path, its mount and your rights; --data_dir=DIR")  # fmt: skip
-    names = sorted(entry.name for entry in path.iterdir())
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     if not names:
         return Finding("data folder", FAILED, f"{path}: is empty", "put the data there")
+    if data_name in (None, "folder") and not _is_in_bucket(path):
+        loose = _find_loose_pictures(pathlib.Path(path))
+        if loose is not None:
+            remedy = (
+                "train needs a folder for each class (data.name=folder) or a list of labels "
+                "(data.name=list); as they are, predict reads them, and so do objectives without "
+                "labels (data.name=unlabelled)"
+            )
+            return Finding("data folder", WARNING, loose, remedy)
     return Finding("data folder", OK, f"{path}: {len(names)} entries: {shown}")
+
+
+def _find_loose_pictures(root: pathlib.Path) -> str | None:
+    """What a folder of pictures without labels holds; None if it has classes or a list."""
+    from vit_jax.data.folder_contents import class_like_folders, describe_contents
+    from vit_jax.data.image_folder import find_layout
+    from vit_jax.data.picture_list import SUFFIXES
+
+    base = find_layout(root).train_root
+    lists = [path for path in root.iterdir() if path.suffix.lower() in SUFFIXES]
+    if lists or class_like_folders(base):
+        return None
+    found = describe_contents(base, "").removesuffix("; ")
+    return f"{base}: {found}, no folders of classes" if " picture" in found else None
+
+
+def _is_in_bucket(path: str | os.PathLike) -> bool:
+    return "://" in os.fspath(path)
+
+
+def _bucket_of(path: str | os.PathLike) -> str:
+    """gs://bucket of gs://bucket/any/path."""
+    return "/".join(os.fspath(path).split("/")[:3])
+
+
+@contextlib.contextmanager
+def _reaching(path: epath.Path) -> Iterator[None]:
+    """Turn errors of a store's client, whose texts are for its developers, into one line."""
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, InputError) or not _is_in_bucket(path):
+            raise
+        why = _WHY_OUT_OF_REACH.get(type(e).__name__, "cannot be reached")
+        raise InputError(f"{_bucket_of(path)}: {why}; {_remedy_of_bucket(path)}") from e
+
+
+def _remedy_of_bucket(path: str | os.PathLike) -> str:
+    return (
+        f"check the name of the bucket {_bucket_of(path)}, the network, and your credentials "
+        "(for gs://: gcloud auth application-default login)"
+    )
 
 
 def check_workdir(workdir: epath.Path) -> Finding:
     """Whether `workdir` can be written: a bucket gets a small object, which is removed again."""
     from vit_jax.training.workdir import check_writable
 
-    check_writable(workdir)
-    if "://" not in os.fspath(workdir):
+    if not _is_in_bucket(workdir):
+        check_writable(workdir)
         return Finding("workdir", OK, f"{workdir}: can be written")
-    probe, content = workdir / f"doctor-{secrets.token_hex(4)}", secrets.token_bytes(16)
-    probe.write_bytes(content)
-    same = probe.read_bytes() == content
-    probe.unlink()
+    with _reaching(workdir):
+        check_writable(workdir)
+        probe, content = workdir / f"doctor-{secrets.token_hex(4)}", secrets.token_bytes(16)
+        probe.write_bytes(content)
+        same = probe.read_bytes() == content
+        probe.unlink()
     if not same:
         return Finding("workdir", FAILED, f"{workdir}: gave back other bytes than were written",
                        "check who else writes there")  # fmt: skip
@@ -318,11 +383,16 @@ def examine(
     yield devices
     yield bounded("memory", lambda: check_memory(workdir), timeout_s, "check the disk's mount")
     if data_dir is not None:
-        remedy = "check the path, its mount, your credentials and the network"
-        yield bounded("data folder", lambda: check_data_dir(data_dir), timeout_s, remedy)
+        name = None if config is None else config.data.name
+        remedy = "check the path, its mount and your rights"
+        if _is_in_bucket(data_dir):
+            remedy = _remedy_of_bucket(data_dir)
+        yield bounded("data folder", lambda: check_data_dir(data_dir, name), timeout_s, remedy)
     yield bounded("decoding", lambda: check_decoding(data_dir), start, "pip install -e '.'")
     if workdir is not None:
-        remedy = "check the path, your credentials and rights, and the network"
+        remedy = "check the path, its mount and your rights"
+        if _is_in_bucket(workdir):
+            remedy = _remedy_of_bucket(workdir)
         yield bounded("workdir", lambda: check_workdir(workdir), timeout_s, remedy)
     if wandb:
         remedy = "check the network and proxy, or set WANDB_MODE=offline"

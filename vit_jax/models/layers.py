@@ -132,6 +132,12 @@ class Attention(nn.Module):
         late_bias = self.qkv_bias and not self.qk_norm and relative is None
         late_bias &= self.forms.attend_adds_biases
 
+        def whole(y_BND):
+            # Without it XLA multiplies head by head, forward and backward, with results that are
+            # copied into the order of the attention's kernel.
+            has_kernel = self.forms.attend_adds_biases
+            return self.constrain(y_BND, ("batch", None, "tensor")) if has_kernel else y_BND
+
         def project(name, x_BND):
             product: Callable[..., nn.Module] = Product
             if self.lora_rank is not None and name != "key":
@@ -139,6 +145,7 @@ class Attention(nn.Module):
             y, bias = product(width, use_bias=self.qkv_bias, dtype=self.dtype, name=name)(x_BND)
             if bias is not None and not late_bias:
                 y = add_bias_plainly(y, bias)
+            y = whole(y)
             y_BNHK = rearrange(y, "b n (h k) -> b n h k", h=self.num_heads)
             if self.qk_norm and name != "value":
                 fields = {"epsilon": self.norm_eps, "dtype": self.dtype}
@@ -162,7 +169,7 @@ class Attention(nn.Module):
             dropout_rate=self.dropout,
             dropout_key=self.make_rng("dropout") if train and self.dropout > 0 else None,
         )
-        out_BND = rearrange(out_BNHK, "b n h k -> b n (h k)")
+        out_BND = whole(rearrange(out_BNHK, "b n h k -> b n (h k)"))
         return Dense(width, dtype=self.dtype, add_bias=self.forms.add_bias, name="out")(out_BND)
 
 
@@ -362,10 +369,10 @@ class Encoder(BlockFields, nn.Module):
             for i in range(self.depth):
                 block = self._block(i)(name=f"layer_{i}", **fields)
                 x_BND, _ = block(x_BND, drop_rates[i], train, shared)
-        x_BND = x_BND[:, :num_tokens]
-        if not self.final_norm:
-            return x_BND
-        return NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")(x_BND)
+        if self.final_norm:  # before the padding goes, as TPUs copy an odd number of tokens
+            norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")
+            x_BND = norm(x_BND)
+        return x_BND[:, :num_tokens]
 
     @nn.nowrap
     def _block(self, layer: int) -> Callable[..., nn.Module]:

@@ -15,6 +15,7 @@ import optax
 
 from vit_jax.config import KeyValue, choose_keys
 from vit_jax.errors import InputError, nearest
+from vit_jax.objectives.contract import ObjectiveOutput, PlainObjective
 from vit_jax.objectives.forward import apply_in_training
 from vit_jax.tree import Batch, ModelState, Params
 
@@ -30,19 +31,6 @@ class Loss(NamedTuple):
 
     fn: Callable[..., jax.Array]
     probabilities: Callable[[jax.Array], jax.Array] = jax.nn.softmax
-
-
-class ObjectiveOutput(NamedTuple):
-    """Sums over a batch, to be divided once by `weight_sum`."""
-
-    loss_sum: jax.Array
-    weight_sum: jax.Array
-    metric_sums: dict[str, jax.Array]
-    model_state: ModelState
-
-
-# (params, model_state, batch, rng) -> sums over the batch.
-Objective = Callable[[Params, ModelState, Batch, jax.Array], ObjectiveOutput]
 
 
 def as_targets(labels: jax.Array, num_classes: int) -> jax.Array:
@@ -180,7 +168,7 @@ def hits(logits_BC: jax.Array, labels: jax.Array, k: int = 1) -> jax.Array:
     return (found_B == greatest_B) & (greatest_B > 0)
 
 
-def make_supervised(model: nn.Module, loss: LossFn) -> Objective:
+def make_supervised(model: nn.Module, loss: LossFn) -> PlainObjective:
     """Make the objective that classifies `batch["image"]` (B, H, W, 3) as `batch["label"]`.
 
     Returns:

@@ -20,6 +20,7 @@ from vit_jax.job.software import software
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.compiled import compile_plan
 from vit_jax.planning.targets import Target
+from vit_jax.training.teachers import abstract_teachers
 
 
 def plan(
@@ -57,6 +58,7 @@ def cache_file(config: ConfigDict, target: Target) -> pathlib.Path:
         target.slice.name,
         target.num_slices,
         software() | digests(config.plugins),
+        *[repr(teacher.model) for teacher in abstract_teachers(config)],
     ]
     return (
         files.cache_folder("plans")

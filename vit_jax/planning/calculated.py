@@ -16,9 +16,10 @@ from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
 from vit_jax import tree
+from vit_jax.config import num_microbatches
 from vit_jax.devices.chips import GPUS_PER_HOST
 from vit_jax.devices.mesh import AXES, BATCH_AXES
-from vit_jax.experiment.experiment import Experiment, make_experiment
+from vit_jax.experiment.experiment import Experiment
 from vit_jax.models import find_family
 from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.fields import field_names, has_batch_statistics, value_of
@@ -30,6 +31,7 @@ from vit_jax.planning.activations import (
 )
 from vit_jax.planning.layout import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
+from vit_jax.training.planned import planned_experiment
 
 _IN_LAYERS = re.compile(r"(?:.*/)?layer(?:s|_(\d+))/")
 _HEAD = re.compile(r"(?:head|head_distillation)/")
@@ -44,9 +46,9 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     traffic counts one read and one write of each byte of state, gradients and kept activations.
     """
     mesh = plan_mesh(config, target, describe_devices(target))
-    experiment = make_experiment(config, mesh)
+    experiment = planned_experiment(config, mesh)
     figures = describe(config, target, mesh, experiment, _scanned(config, mesh))
-    images, accum_steps = figures["images_per_way"], config.optimizer.accum_steps
+    images, accum_steps = figures["images_per_way"], num_microbatches(config)
     state = state_bytes(experiment)
     activations = images * activation_bytes(experiment.model)
     return figures | {
@@ -71,7 +73,7 @@ def _scanned(config: ConfigDict, mesh: Mesh) -> Experiment | None:
         return None
     scanned = config.copy_and_resolve_references()
     scanned.model.scan = True
-    return make_experiment(scanned, mesh)
+    return planned_experiment(scanned, mesh)
 
 
 def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
@@ -81,9 +83,9 @@ def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
       InputError: as `calculate_plan`.
     """
     mesh = plan_mesh(config, target, describe_devices(target))
-    experiment = make_experiment(config, mesh)
+    experiment = planned_experiment(config, mesh)
     images = config.global_batch_size // batch_ways(mesh.shape)
-    activations = images * activation_bytes(experiment.model) // config.optimizer.accum_steps
+    activations = images * activation_bytes(experiment.model) // num_microbatches(config)
     return _memory(state_bytes(experiment), activations, target)
 
 

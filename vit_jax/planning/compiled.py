@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax.devices import flops
-from vit_jax.experiment.experiment import make_experiment
 from vit_jax.planning import hlo
 from vit_jax.planning.kernel_cycles import count_cycles, find_kernels
 from vit_jax.planning.layout import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
+from vit_jax.training.planned import planned_experiment
 
 logger = logging.getLogger("vit_jax")
 
@@ -27,7 +27,7 @@ def compile_plan(
 ) -> dict[str, Any]:
     """`plan` for TPUs, by the TPU compiler."""
     mesh = plan_mesh(config, target, devices)
-    experiment = make_experiment(config, mesh)
+    experiment = planned_experiment(config, mesh)
     figures = describe(config, target, mesh, experiment)
     logger.info(
         "compiling %s for %d x %s, mesh %s, %d images per batch shard, remat %s",

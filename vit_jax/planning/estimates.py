@@ -11,35 +11,16 @@ _GPU_MFU = 0.4
 def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> dict[str, Any]:
     """Estimate the time of a step and of the run from `plan`'s figures.
 
-    `roofline` is the minimum time by the chips' peaks. `compiler`, if cycles are known, is the
-    compiler's time for the computation, with asynchronous collectives hidden behind it and the
-    others added. `at_utilisation` is the time of a GPU at 40 % of its peak, or
-    `roofline` where that is longer.
+    `roofline` is the time by the chips' peaks. `compiler`, if cycles are known, is the compiler's
+    time for the computation, with asynchronous collectives hidden behind it and the others added.
+    `at_utilisation` is the time of a GPU at 40 % of its peak, or `roofline` where that is longer.
     """
     chip = CHIPS[figures["topology"].partition(":")[0]]
-    peak = chip.peak_flops * figures["num_chips"]
-    parts = {"flops_s": figures["flops"]["counted_per_step"] / peak}
-    if figures["hbm_bytes_accessed"] is not None:
-        parts["hbm_s"] = figures["hbm_bytes_accessed"] * chip.devices / chip.hbm_bytes_per_s
     hidden, added = _exchange_s(figures["collectives"] or (), chip)
-    if figures["collectives"] is not None:
-        parts["collectives_s"] = hidden + added
-    step_s = max(parts.values())
-    roofline = {
-        **parts,
-        "step_s": step_s,
-        "bound_by": max(parts, key=parts.__getitem__).removesuffix("_s"),
-        "mfu": figures["flops"]["model_per_step"] / (step_s * peak),
-        "assumptions": [
-            f"the chip's peaks ({chip.source})",
-            "every matrix product at the peak of bfloat16",
-            *_common_assumptions(figures, chip),
-            "everything overlaps, so this is the minimum time",
-        ],
-    }
+    roofline = _by_roofline(figures, chip, hidden + added)
     compiler = None
-    if figures["compiler_cycles"] is not None and chip.cycles_per_s is not None:
-        compiler = _by_compiler(figures, chip, hidden, added)
+    if _is_timed_by_compiler(figures, chip):
+        compiler = _by_compiler(figures, chip, roofline["flops_s"], hidden, added)
     best = roofline if compiler is None else compiler
     run = {
         "by": "roofline" if compiler is None else "compiler",
@@ -48,8 +29,50 @@ def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> d
     return {
         "roofline": roofline,
         "compiler": compiler,
-        "at_utilisation": _at_utilisation(figures, chip, step_s, price_per_chip_hour),
+        "at_utilisation": _at_utilisation(figures, chip, roofline["step_s"], price_per_chip_hour),
         "run": run,
+    }
+
+
+def _is_timed_by_compiler(figures: Mapping[str, Any], chip: Chip) -> bool:
+    return figures["compiler_cycles"] is not None and chip.cycles_per_s is not None
+
+
+def _by_roofline(figures: Mapping[str, Any], chip: Chip, collectives_s: float) -> dict[str, Any]:
+    """A step's time by the chip's peaks; it is the least possible if `is_minimum`.
+
+    The bytes that a compiled program accesses are no minimum, as some stay in VMEM. Beside a time
+    by the compiler only the state, which is read and written once, and the batch count.
+    """
+    peak = chip.peak_flops * figures["num_chips"]
+    parts = {"flops_s": figures["flops"]["counted_per_step"] / peak}
+    moved, is_minimum = figures["hbm_bytes_accessed"], True
+    traffic = "state, gradients and kept activations are read and written once"
+    if _is_timed_by_compiler(figures, chip):
+        memory = figures["memory_bytes"]
+        state = sum(memory[name] for name in ("params", "optimizer", "ema", "other_state"))
+        moved = 2 * state + memory["batch"]
+        traffic = "of memory only the state, read and written once, and the batch"
+    elif figures["compiler_cycles"] is not None:
+        is_minimum, traffic = False, "all accessed memory is HBM, though some may be VMEM"
+    if moved is not None:
+        parts["hbm_s"] = moved * chip.devices / chip.hbm_bytes_per_s
+    if figures["collectives"] is not None:
+        parts["collectives_s"] = collectives_s
+    step_s = max(parts.values())
+    return {
+        **parts,
+        "step_s": step_s,
+        "bound_by": max(parts, key=parts.__getitem__).removesuffix("_s"),
+        "mfu": figures["flops"]["model_per_step"] / (step_s * peak),
+        "is_minimum": is_minimum,
+        "assumptions": [
+            f"the chip's peaks ({chip.source})",
+            "every matrix product at the peak of bfloat16",
+            *_common_assumptions(figures, chip),
+            *[traffic] * (moved is not None),
+            "everything overlaps" + ", so this is the minimum time" * is_minimum,
+        ],
     }
 
 
@@ -98,10 +121,13 @@ def _common_assumptions(figures: Mapping[str, Any], chip: Chip) -> list[str]:
 
 
 def _by_compiler(
-    figures: Mapping[str, Any], chip: Chip, hidden: float, added: float
+    figures: Mapping[str, Any], chip: Chip, flops_s: float, hidden: float, added: float
 ) -> dict[str, Any]:
-    """A step's time by the compiler's cycles, given the seconds of hidden and added collectives."""
-    compute_s = figures["compiler_cycles"] / chip.cycles_per_s
+    """A step's time by the compiler's cycles, given the seconds of hidden and added collectives.
+
+    The computation takes at least `flops_s`, also if the cycles of a kernel are not known.
+    """
+    compute_s = max(figures["compiler_cycles"] / chip.cycles_per_s, flops_s)
     step_s = max(compute_s, hidden) + added
     peak = chip.peak_flops * figures["num_chips"]
     return {

@@ -12,9 +12,10 @@ from vit_jax import tree
 from vit_jax.config import stored as stored_config
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.chips import count_chips
-from vit_jax.experiment.experiment import Experiment, make_experiment
+from vit_jax.experiment.experiment import Experiment
 from vit_jax.models.fields import value_of
 from vit_jax.planning.targets import Target, batch_ways, plan_mesh
+from vit_jax.training.planned import planned_experiment
 
 
 def describe(
@@ -78,7 +79,11 @@ def state_bytes(experiment: Experiment) -> dict[str, int]:
         "params": size(state.params, where.params),
         "optimizer": size(state.opt_state, where.opt_state),
         "ema": size((state.ema, state.ema_model_state), (where.ema, where.ema_model_state)),
-        "other_state": size((state.step, state.model_state), (where.step, where.model_state)),
+        "other_state": size(
+            (state.step, state.model_state, state.objective_state),
+            (where.step, where.model_state, where.objective_state),
+        ),
+        "teachers": size(e.abstract_frozen, jax.tree.map(lambda x: x.sharding, e.abstract_frozen)),
         "batch": size(e.abstract_batch, batch_shardings),
     }
 
@@ -107,7 +112,7 @@ def host_bytes_at_save(experiment: Experiment, mesh: Mesh) -> int:
 
 def show_sharding(config: ConfigDict, target: Target) -> list[dict[str, Any]]:
     """The name, shape, sharding and bytes per device of every parameter."""
-    experiment = make_experiment(config, plan_mesh(config, target))
+    experiment = planned_experiment(config, plan_mesh(config, target))
     rows = []
     for name, leaf in tree.flatten_names(experiment.abstract_state.params).items():
         share = leaf.sharding.shard_shape(leaf.shape)

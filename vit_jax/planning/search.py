@@ -6,6 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from vit_jax.config import num_microbatches
 from vit_jax.devices.chips import SLICES
 from vit_jax.errors import InputError
 from vit_jax.models import find_family
@@ -74,7 +75,7 @@ def _remats(config: ConfigDict) -> tuple[str, ...]:
 def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any] | None:
     """`plan` of the largest batch that fits, as far as `_TRIES` compilations find it, or None."""
     ways = batch_ways(target_mesh(config, target).shape)
-    unit = config.optimizer.accum_steps
+    unit = num_microbatches(config)
     least, fitting = 0, None  # the largest number that fits so far, and its plan
     too_many = math.inf
     number = _round_down(max(config.global_batch_size // ways, unit), unit)
@@ -127,7 +128,7 @@ def find_remedies(
             if memory["fits"]:
                 return tried
     batch = (_calculated_batch if calculate else _planned_batch)(changed(config, both), target)
-    least = batch_ways(figures["mesh"]) * config.optimizer.accum_steps
+    least = batch_ways(figures["mesh"]) * num_microbatches(config)
     change = both | {"global_batch_size": batch or least}
     memory = _memory(changed(config, change), target, calculate)
     tried.append({"change": change, "peak_bytes": memory["peak"], "fits": memory["fits"]})
@@ -153,7 +154,7 @@ def _changes(
     split = {} if shape["fsdp"] >= fsdp else {
         "mesh.fsdp": fsdp, "mesh.data": together // fsdp, "mesh.replica": shape["replica"],
     }  # fmt: skip
-    share, accum = figures["images_per_way"], config.optimizer.accum_steps
+    share, accum = figures["images_per_way"], num_microbatches(config)
     parts = [accum * times for times in (2, 4, 8) if share % (accum * times) == 0]
     if has_batch_statistics(find_family(config.model.name).module):
         parts = []
@@ -185,4 +186,4 @@ def _calculated_batch(config: ConfigDict, target: Target) -> int | None:
     growing = memory["batch"] + memory["temporaries"] - memory["params"]
     room = max(memory["capacity"] - memory["peak"] + growing, 0)
     images = config.global_batch_size // ways * room // growing
-    return ways * _round_down(images, config.optimizer.accum_steps) or None
+    return ways * _round_down(images, num_microbatches(config)) or None

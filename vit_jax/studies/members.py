@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from vit_jax.errors import Faults, InputError, nearest
+from vit_jax.evaluators.declared import expected_metrics
 
 _IN_CSV = ("num_params", "images_seen", "exaflops")  # of a summary, beside the metrics
 
@@ -20,15 +21,21 @@ _DIGITS = 16  # of the digest in a shortened name
 FINISHED, DIVERGED, FAILED, HANDED_OVER = "finished", "diverged", "failed", "handed over"
 
 
+WORKDIR = "{workdir}"  # in an override: the workdir of the study
+
+
 class Member(NamedTuple):
-    """A training run of a study.
+    """A training run of a study, or another command that writes WORKDIR/summary.json.
 
     name: name of its workdir, a folder in the workdir of the study.
     overrides: changes to the study's config, as after `--config.`: {"optimizer.peak_lr": "0.01"}.
+      `WORKDIR` in a value stands for the workdir of the study.
+    command: train, or label.
     """
 
     name: str
     overrides: Mapping[str, str]
+    command: str = "train"
 
 
 def name_member(text: str) -> str:
@@ -94,9 +101,19 @@ def check_report(config: ConfigDict, faults: Faults) -> None:
     study = config.study
     if study.seeds < 1:
         faults.append(f"study.seeds={study.seeds}: needs a positive int")
-    name, _, kind = study.metric.partition("/")
-    if kind not in ("top1", "top5"):  # checked now, not when the first member has ended
-        faults.append(f"study.metric={study.metric!r}: needs an accuracy, such as {name}/top1")
+    name = study.metric.partition("/")[0]
+    if name in config.evals:  # checked now, not when the first member has ended
+        known = accuracies(config, name)
+        faults.need(
+            known is None or study.metric in known,
+            f"study.metric={study.metric!r}: needs an accuracy; known: {', '.join(known or ())}",
+        )
+
+
+def accuracies(config: ConfigDict, name: str) -> list[str] | None:
+    """The metrics of the evaluator `name` that a study may report; None: they are not known yet."""
+    found = expected_metrics(config, name)
+    return None if found is None else [m for m, better in found.items() if better == "higher"]
 
 
 def check_evaluator(config: ConfigDict, faults: Faults) -> None:

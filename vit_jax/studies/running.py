@@ -32,6 +32,7 @@ from vit_jax.studies.members import (
     FAILED,
     FINISHED,
     HANDED_OVER,
+    WORKDIR,
     Member,
     Report,
     Result,
@@ -80,10 +81,24 @@ def member_words(call: Call, member: Member) -> list[str]:
     """Arguments of a member, to follow `python -m vit_jax.main` or the `--` of a launcher."""
     overrides = [*call.overrides, *member.overrides.items()]
     return [
+        *[member.command] * (member.command != "train"),
         f"--config={call.config_file}",
         *(f"--config.{key}={value}" for key, value in overrides),
         f"--workdir={os.fspath(call.workdir / member.name)}",
         *["--trust_plugins"] * call.trust_plugins,
+    ]
+
+
+def placed_members(
+    study: Study, config: ConfigDict, call: Call, results: Mapping[str, Result]
+) -> list[Member]:
+    """The members of a study that are known by `results`, with the study's workdir filled in."""
+    where = os.fspath(call.workdir)
+    return [
+        member._replace(
+            overrides={key: text.replace(WORKDIR, where) for key, text in member.overrides.items()}
+        )
+        for member in study.members(config, results)
     ]
 
 
@@ -141,7 +156,7 @@ def waiting_members(study: Study, config: ConfigDict, call: Call) -> list[Member
     handed_over = () if call.again else _read_handed_over(call.workdir)
     results: dict[str, Result] = {}
     waiting = []
-    while new := [m for m in study.members(config, results) if m.name not in results]:
+    while new := [m for m in placed_members(study, config, call, results) if m.name not in results]:
         for member in new:
             check_member(config, call, member)
             result = read_result(call.workdir / member.name)
@@ -159,7 +174,8 @@ def conduct_study(study: Study, config: ConfigDict, call: Call) -> int:
     """
     results: dict[str, Result] = {}
     while True:
-        waiting = [m for m in study.members(config, results) if m.name not in results]
+        known = placed_members(study, config, call, results)
+        waiting = [m for m in known if m.name not in results]
         for member in waiting:
             check_member(config, call, member)
         if not waiting:
@@ -293,7 +309,7 @@ def _write_report(
             "summary": dict(results[member.name].summary),
             "error": results[member.name].error,
         }
-        for member in study.members(config, results)
+        for member in placed_members(study, config, call, results)
         if member.name in results
     }
     warnings = _warn_of_older_members(call, results)

@@ -153,12 +153,12 @@ def follow_rule(config: ConfigDict) -> ConfigDict:
 
 
 def take_decided(config: ConfigDict, stored: ConfigDict) -> ConfigDict:
-    """`config` with what was decided for the run of `stored`, its config.json, if it asks for it.
+    """`config` with what was decided for the run of `stored`, its config.json, where it is open.
 
     Only keys that `config` does not set itself are taken. So a run goes on as it began even if its
     source has changed or is gone.
     """
-    keys: list[str] = []
+    keys = ["optimizer.accum_steps"]
     if (config.init_fields, config.init_from) == ("source", stored.init_from):
         fields = set(stored.model) - _NOT_TAKEN - {"name"}
         keys += [*(f"model.{field}" for field in fields), "data.image_size", *_VALUE_RANGE]

@@ -6,6 +6,7 @@ import math
 import jax
 from ml_collections import ConfigDict
 
+from vit_jax import config as config_lib
 from vit_jax.data.order import local_rows
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
@@ -44,6 +45,10 @@ def describe(run: Run) -> None:
             "global_batch_size=%d exceeds the %d examples: each batch repeats some of them",
             size, data_config.num_examples,
         )  # fmt: skip
+    for teacher in run.described_teachers:
+        logger.info(
+            "teacher: %s, a %s, weight %.3g", teacher["source"], teacher["model"], teacher["weight"]
+        )
     logger.info(
         "model: %s, %s parameters%s, %.3g GFLOP per image forward and backward; "
         "state %s per device",
@@ -55,12 +60,17 @@ def describe(run: Run) -> None:
 
 
 def describe_model(config: ConfigDict) -> str:
-    """The model's name; without its variant, but with its sizes, where the config changes them."""
+    """The model's name with the config's patch size.
+
+    Where the config changes sizes of the variant, they take the variant's place.
+    """
     name, fields = config.model.name, find_family(config.model.name).parse(config.model.name)
+    variant, slash, patch = name.partition("/")
+    own_patch = config.model.patch_size
+    if own_patch is not None and str(fields.get("patch_size")) == patch:
+        patch = "x".join(map(str, dict.fromkeys(config_lib.image_hw(own_patch))))
     sizes = {key: config.model.get(key) for key in Variant._fields}
-    changed = any(size not in (None, fields.get(key)) for key, size in sizes.items())
-    if not changed:
-        return name
-    family, patch = name.partition("-")[0], f"/{name.partition('/')[2]}" if "/" in name else ""
+    if all(size in (None, fields.get(key)) for key, size in sizes.items()):
+        return f"{variant}{slash}{patch}"
     shown = (f"{key} {size or fields[key]}" for key, size in sizes.items() if key in fields)
-    return f"{family}{patch} ({', '.join(shown)})"
+    return f"{name.partition('-')[0]}{slash}{patch} ({', '.join(shown)})"

@@ -7,6 +7,7 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
+from vit_jax.config.stored import changed_keys, say_changes
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.experiment import make_config_schedule
 
@@ -17,7 +18,9 @@ KEYS_OF_THE_END = ("duration", "schedule.cooldown")
 def find_other_past(
     stored: ConfigDict, config: ConfigDict, steps_done: int, workdir: epath.Path
 ) -> str | None:
-    """Why the run in `workdir` cannot go on to the end that `config` gives it; None: it can.
+    """Why the run in `workdir` cannot go on to the end that `config` gives it, and the remedies.
+
+    None: it can.
 
     Args:
       stored: the config that it began with, resolved.
@@ -31,7 +34,7 @@ def find_other_past(
     total = durations["duration"]
     if total < steps_done:
         return (
-            f"duration={config.duration!r} ends at step {total:,}, and the run is at step "
+            f"duration={config.duration!r} ends at step {total:,}, but the run is at step "
             f"{steps_done:,} already; give more"
         )
     updates = np.arange(steps_done)
@@ -43,10 +46,13 @@ def find_other_past(
     first = differing[0]
     cooled = stored.schedule.name in ("constant", "rsqrt", "exponential", "multistep")
     cause = "its cooldown has begun" if cooled else f"schedule.name={stored.schedule.name!r}"
+    changed = changed_keys(stored, config)
+    of_end = {key: values for key, values in changed.items() if key in KEYS_OF_THE_END}
     return (
-        f"the run cannot be given another end, as {cause}: step {first + 1:,} had the learning "
-        f"rate {was[first]:.6g}, and would have had {now[first]:.6g}. Train on from its weights: "
-        f"--config.init_from={workdir} --config.init_head=kept and a new --workdir"
+        f"the run cannot get another end, as {cause}: step {first + 1:,} had the learning rate "
+        f"{was[first]:.6g}, and would have had {now[first]:.6g}; {'; '.join(say_changes(of_end))}; "
+        f"or train on from its weights: --config.init_from={workdir} --config.init_head=kept and "
+        "a new --workdir"
     )
 
 

@@ -1,8 +1,11 @@
 """The parts of a run, checked against files and devices before anything is written."""
 
+import copy
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from etils import epath
@@ -21,6 +24,8 @@ from vit_jax.errors import Faults, collect_faults
 from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
 from vit_jax.evaluators.declared import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
+from vit_jax.experiment.microbatches import settle_microbatches
+from vit_jax.objectives.contract import Teacher
 from vit_jax.training.agreement import compare_requests
 from vit_jax.training.decided import decide, keep_class_weights, take_fields
 from vit_jax.training.layout import ChooseLayout, settle_layout
@@ -31,6 +36,12 @@ from vit_jax.training.sources import (
     data_fingerprint,
     open_sources,
     training_order,
+)
+from vit_jax.training.teachers import (
+    check_class_order,
+    check_same_teachers,
+    describe_teachers,
+    read_teachers,
 )
 from vit_jax.training.timetable import Timetable
 from vit_jax.training.workdir import check_store, check_unchanged, check_writable, continue_run
@@ -54,6 +65,7 @@ class Run:
     timetable: the steps at which the run logs, evaluates and saves.
     initial_params: {leaf name: array} from `init_from`; None if it is not used.
     initial_model_state: {name: array} from `init_from`, such as batch statistics.
+    teachers: the frozen models that the objective learns from.
     """
 
     config: ConfigDict
@@ -68,11 +80,17 @@ class Run:
     timetable: Timetable
     initial_params: Mapping[str, np.ndarray] | None = None
     initial_model_state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    teachers: tuple[Teacher, ...] = ()
 
     def fingerprint_by(self, version: int) -> str:
         """Fingerprint of the training data by version `version` of the rule."""
         assert self.train_source is not None
         return data_fingerprint(self.config, self.train_source, version)
+
+    @functools.cached_property
+    def described_teachers(self) -> list[dict[str, Any]]:
+        """Source, weight and digest of every teacher."""
+        return describe_teachers(self.teachers)
 
     @property
     def fingerprint(self) -> dict[str, str | int]:
@@ -103,30 +121,18 @@ def prepare(
       InputError: names the key.
     """
     workdir, faults = files.absolute(workdir), Faults()
+    chooses_microbatches = config.optimizer.accum_steps is None
     if training:
         config = continue_run(config, workdir)
+    checks_microbatches = training and not chooses_microbatches
+    mesh = check_mesh(config, faults, checks_microbatches)
+    resumes = _check_workdir(config, workdir, training, faults)
     is_begun = (workdir / "config.json").exists()
-    mesh = check_mesh(config, faults)
-    faults.check(check_writable if training else check_store, workdir)
-    if training and config.log.wandb is not None:
-        faults.check(metrics.check_installed, config.log.wandb)
-    resumes = bool(restore.saved_steps(workdir / "checkpoints"))
-    compare_requests(config, {"resumes": resumes})
-    faults.check(check_convention, config.init_resize, "init_resize")
-    weights = config_lib.weights_source(config) if training and not resumes else None
-    pretrained = None if weights is None else faults.check(transfer.read_pretrained, weights)
+    pretrained = _read_weights(config, faults) if training and not resumes else None
     if pretrained is not None:
         config = _adopt_settings(config, pretrained, is_begun, faults)
-    if config.data.image_size is None:  # the source would have given it
-        collect_faults(faults)
-    preprocessing = parse_preprocessing(config)
-    class_names = None if training else _class_names(config, workdir)
     balanced = config.loss.class_weights == "balanced"
-    config, sources = faults.check(open_sources, config, training, class_names) or (config, {})
-    if sources:
-        check = check_images if training else check_evaluated_images
-        faults.check(check, config, preprocessing, sources)
-    collect_faults(faults)
+    config, preprocessing, sources = _open_data(config, workdir, training, faults)
     assert mesh is not None
     if training:
         config = decide(config)
@@ -134,12 +140,13 @@ def prepare(
             config = keep_class_weights(config, read_config(workdir))
         if config.auto and choose_layout is not None:
             config = settle_layout(config, mesh, workdir, choose_layout)
-            mesh = check_mesh(config, faults)
-            collect_faults(faults)
-            assert mesh is not None
-        check_unchanged(config, workdir)
+            mesh = _mesh_of_layout(config, checks_microbatches)
+        if chooses_microbatches:
+            config = settle_microbatches(config, mesh)
+        check_unchanged(config, workdir, ("optimizer.accum_steps",) * chooses_microbatches)
+    teachers = _open_teachers(config, workdir, sources) if training else ()
     train_source = sources.get(config_lib.train_split(config)) if training else None
-    experiment = make_experiment(config, mesh, preprocessing)
+    experiment = make_experiment(_of_step(config, training), mesh, preprocessing, teachers)
     check_outputs(config, experiment.model, preprocessing.image_size)
     evaluators = make_evaluators(config, preprocessing, experiment.model, mesh, sources)
     if training:
@@ -155,8 +162,39 @@ def prepare(
         experiment=experiment,
         evaluators=evaluators,
         timetable=Timetable(experiment.durations),
+        teachers=teachers,
         **_first_weights(config, experiment, pretrained),
     )
+
+
+def _check_workdir(config: ConfigDict, workdir: epath.Path, training: bool, faults: Faults) -> bool:
+    """Check that the run can be written, or only read; return whether it resumes."""
+    faults.check(check_writable if training else check_store, workdir)
+    if training and config.log.wandb is not None:
+        faults.check(metrics.check_installed, config.log.wandb)
+    resumes = bool(restore.saved_steps(workdir / "checkpoints"))
+    compare_requests(config, {"resumes": resumes})
+    return resumes
+
+
+def _open_data(
+    config: ConfigDict, workdir: epath.Path, training: bool, faults: Faults
+) -> tuple[ConfigDict, Preprocessing, dict[SplitKey, data.Source]]:
+    """Open the splits and check their images: (config with their facts, preprocessing, sources).
+
+    Raises:
+      InputError: lists `faults` and those of the data.
+    """
+    if config.data.image_size is None:  # the source would have given it
+        collect_faults(faults)
+    preprocessing = parse_preprocessing(config)
+    class_names = None if training else _class_names(config, workdir)
+    config, sources = faults.check(open_sources, config, training, class_names) or (config, {})
+    if sources:
+        check = check_images if training else check_evaluated_images
+        faults.check(check, config, preprocessing, sources)
+    collect_faults(faults)
+    return config, preprocessing, sources
 
 
 def _adopt_settings(
@@ -168,17 +206,56 @@ def _adopt_settings(
     return faults.check(take_fields, config, pretrained) or config
 
 
-def check_mesh(config: ConfigDict, faults: Faults) -> Mesh | None:
-    """The mesh of the config, or None if it is invalid; checks that batches divide over it."""
+def _read_weights(config: ConfigDict, faults: Faults) -> transfer.Pretrained | None:
+    """The source of the initial weights; None if there is none or it is faulty."""
+    faults.check(check_convention, config.init_resize, "init_resize")
+    source = config_lib.weights_source(config)
+    return None if source is None else faults.check(transfer.read_pretrained, source)
+
+
+def _open_teachers(
+    config: ConfigDict, workdir: epath.Path, sources: Mapping[SplitKey, data.Source]
+) -> tuple[Teacher, ...]:
+    """The teachers of a run; raises InputError if they do not suit it, or have changed."""
+    teachers = read_teachers(config)
+    check_same_teachers(workdir, describe_teachers(teachers))
+    check_class_order(config, teachers, sources[config_lib.train_split(config)].class_names)
+    return teachers
+
+
+def _of_step(config: ConfigDict, training: bool) -> ConfigDict:
+    """`config`, for evaluation with a supervised objective where its own has teachers."""
+    if training or config.objective.teacher is None:
+        return config
+    config = copy.deepcopy(config)
+    config.objective.update(config_lib.default_config().objective.to_dict())
+    return config
+
+
+def check_mesh(config: ConfigDict, faults: Faults, checks_microbatches: bool = True) -> Mesh | None:
+    """The mesh of the config, or None if it is invalid; checks that batches divide over it.
+
+    `checks_microbatches`: whether `optimizer.accum_steps` must divide them too.
+    """
     axes = {axis: size for axis, size in config.mesh.items() if axis != "platform"}
     mesh = faults.check(make_mesh, **axes)
     if mesh is not None:
         faults.check(check_batch_size, mesh, config.global_batch_size, "global_batch_size")
-        accum_steps = config.optimizer.accum_steps
-        faults.check(check_accum_steps, mesh, config.global_batch_size, accum_steps)
+        if checks_microbatches:
+            accum_steps = config_lib.num_microbatches(config)
+            faults.check(check_accum_steps, mesh, config.global_batch_size, accum_steps)
         for name, entry in config.evals.items():
             if entry.batch_size is not None:
                 faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
+    return mesh
+
+
+def _mesh_of_layout(config: ConfigDict, checks_microbatches: bool) -> Mesh:
+    """The mesh of a layout that was chosen under `auto`; raises InputError if it is invalid."""
+    faults = Faults()
+    mesh = check_mesh(config, faults, checks_microbatches)
+    collect_faults(faults)
+    assert mesh is not None
     return mesh
 
 

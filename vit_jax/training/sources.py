@@ -20,6 +20,7 @@ from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.declared import chosen_metrics
+from vit_jax.objectives import learns_labels
 from vit_jax.objectives.supervised import balanced_weights
 
 logger = logging.getLogger("vit_jax")
@@ -138,6 +139,8 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
     config = config.copy_and_resolve_references()
     d, faults = config.data, Faults()
     own, parts = SplitKey(d.name, d.split, d.data_dir, d.classes), data.parse_mix(d.mix)
+    if d.split == "all" and d.name in (*data.OWN_PICTURES, "unlabelled"):
+        raise InputError("data.split='all': is for evaluation only; train on 'train'")
     source = _open_split(config, own, d.num_classes, None if parts else d.num_examples)
     sources, opened = {own: source}, [source]
     _check_learnable(config, source)
@@ -154,7 +157,15 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
                 for key, s in zip([own, *keys], opened, strict=True)
             ]  # fmt: skip
             sources[own] = opened[0]
+        if d.soft_labels:
+            opened = [data.soften(part) for part in opened]
+        _check_soft(config, opened)
         sources[config_lib.train_split(config)] = source = data.concatenate(opened)
+    elif d.soft_labels:
+        source = data.soften(source)
+        sources[own] = source
+    else:
+        _check_soft(config, opened)
     if d.num_examples not in (None, source.num_examples):
         raise InputError(
             f"data.num_examples={d.num_examples}: the data sets in data.name and data.mix have "
@@ -170,6 +181,16 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
         repeats=d.repeats,
     )
     return config, sources
+
+
+def _check_soft(config: ConfigDict, parts: Sequence[data.Source]) -> None:
+    """Raise InputError if one of `parts` has soft labels that `config` does not ask for."""
+    soft = [part.split for part in parts if part.soft_labels]
+    if soft and not config.data.soft_labels:
+        raise InputError(
+            f"data.soft_labels=False: {soft[0]} has probabilities for labels; set "
+            "--config.data.soft_labels=true"
+        )
 
 
 def _class_weights(
@@ -211,14 +232,15 @@ def _drawn_counts(parts: Sequence[data.Source], mix: Sequence[float]) -> np.ndar
 
 def _check_learnable(config: ConfigDict, source: data.Source) -> None:
     """Raises InputError if the objective learns classes and the user's pictures have too few."""
-    if config.objective.name != "supervised":
+    if not learns_labels(config):
         return
     where = f"data.data_dir={config.data.data_dir!r}"
     if source.name == "unlabelled":
         raise InputError(
-            "data.name='unlabelled': has no labels, which objective.name='supervised' learns; put "
-            "the pictures into a folder for each class (data.name=folder), or choose another "
-            "objective"
+            "data.name='unlabelled': has no labels, which "
+            f"objective.name={config.objective.name!r} learns; put the pictures into a folder for "
+            "each class (data.name=folder), or choose another objective, such as distillation with "
+            "--config.objective.weight=1"
         )
     if source.name in data.OWN_PICTURES and source.num_classes < 2:
         below = None

@@ -22,6 +22,8 @@ logger = logging.getLogger("vit_jax")
 class Clock:
     """Time and chip-hours of a run, including its earlier parts, which may have used other meshes.
 
+    Parts on a CPU add no chip-hours: nobody rents CPUs by the chip.
+
     Args:
       meta: saved with the state that the run continues from; {} from scratch.
       devices: devices of this part of the run.
@@ -29,14 +31,15 @@ class Clock:
 
     def __init__(self, meta: Mapping[str, Any], devices: Sequence[jax.Device]):
         self._since = time.perf_counter()
-        self._num_chips = count_chips(devices)
+        num_chips = count_chips(devices)
+        self._rented_chips = 0 if _are_cpus(devices) else num_chips
         self._train_s = meta.get("train_s", 0.0)
         self._chip_hours = read_chip_hours(meta, devices)
-        if "chip_s" in meta and self._num_chips != len(devices):
+        if "chip_s" in meta and num_chips != len(devices):
             logger.warning(
                 "an older version counted the chip-hours of this run per JAX device; assuming "
                 "%.4g chip-hours, with %g devices per chip as here",
-                self._chip_hours, len(devices) / self._num_chips,
+                self._chip_hours, len(devices) / num_chips,
             )  # fmt: skip
 
     def read(self, train_s: float) -> dict[str, float]:
@@ -47,7 +50,7 @@ class Clock:
         hours = (time.perf_counter() - self._since) / 3600
         return {
             "train_s": self._train_s + train_s,
-            "chip_hours": self._chip_hours + hours * self._num_chips,
+            "chip_hours": self._chip_hours + hours * self._rented_chips,
         }
 
 
@@ -63,10 +66,12 @@ def read_chip_hours(meta: Mapping[str, Any], devices: Sequence[jax.Device]) -> f
 
 
 def _chip_hours(meta: Mapping[str, Any], devices: Sequence[jax.Device]) -> dict[str, float]:
-    """{"chip_hours": of the run}; {} on a CPU, which nobody rents by the chip."""
-    if devices[0].platform == "cpu":
-        return {}
-    return {"chip_hours": read_chip_hours(meta, devices)}
+    """{"chip_hours": of the run}; {} on a CPU."""
+    return {} if _are_cpus(devices) else {"chip_hours": read_chip_hours(meta, devices)}
+
+
+def _are_cpus(devices: Sequence[jax.Device]) -> bool:
+    return devices[0].platform == "cpu"
 
 
 def read_summary(run: Run) -> dict[str, Any] | None:

@@ -46,6 +46,7 @@ from vit_jax.training.summary import (
     write_diverged,
     write_summary,
 )
+from vit_jax.training.teachers import place_teachers, write_teachers
 from vit_jax.training.workdir import hold_workdir, wait_until_free, write_workdir
 
 logger = logging.getLogger("vit_jax")
@@ -90,9 +91,7 @@ def train_and_evaluate(
     begun = wait_until_free(files.absolute(workdir), timeout_s)
     run = prepare(config, workdir, choose_layout)
     finished = read_summary(run)
-    compare_findings(run.config, run.sources, {"already finished": finished is not None})
-    compare_weights(run.config, run.initial_params, run.initial_model_state)
-    compare_workdirs(run.config, run.workdir)
+    _compare(run, {"already finished": finished is not None})
     if finished is not None and is_intact(run, finished["step"]):
         logger.info("already finished at step %d; nothing to do", finished["step"])
         return finished
@@ -107,6 +106,7 @@ def train_and_evaluate(
                 if hold is not None:
                     hold.check(fresh=True)
                 write_workdir(run.workdir, run.config, run.train_source)
+                write_teachers(run.workdir, run.described_teachers)
                 remove_summary(run)
                 devices = run.mesh.devices.flatten().tolist()
                 record_start(run.workdir, devices, int(state.step) if meta else None, asked or {})
@@ -119,6 +119,14 @@ def train_and_evaluate(
         if hold is not None:
             hold.check(fresh=True)
         return write_summary(run)
+
+
+def _compare(run: Run, facts: Mapping[str, Any]) -> None:
+    """Check that all processes have prepared the same run and agree on `facts`."""
+    facts = {**facts, "teachers": run.described_teachers}
+    compare_findings(run.config, run.sources, facts)
+    compare_weights(run.config, run.initial_params, run.initial_model_state)
+    compare_workdirs(run.config, run.workdir)
 
 
 def is_intact(run: Run, step: int) -> bool:
@@ -179,6 +187,7 @@ def train(run: Run, state: TrainState, meta: dict[str, Any], hold: Hold | None =
     if start == total or selection.stops:
         return
     train_step, layer_norms = compile_step(run), compile_layer_norms(run)
+    frozen = place_teachers(run.teachers, run.experiment.abstract_frozen)
     with contextlib.ExitStack() as stack:
         guard = stack.enter_context(PreemptionGuard())
         record = stack.enter_context(open_record(run, start, meta, clock, hold))
@@ -192,10 +201,10 @@ def train(run: Run, state: TrainState, meta: dict[str, Any], hold: Hold | None =
             watchdog.arrive(step)
             profiler.before(step)
             logging_now = timetable.logs(step)
-            norms = layer_norms(state, batch) if layer_norms and logging_now else {}
+            norms = layer_norms(state, batch, *frozen) if layer_norms and logging_now else {}
             first = step == start + 1  # also loads the program and connects the devices
             with watchdog.phase("compile") if first else contextlib.nullcontext():
-                state, step_metrics = train_step(state, batch)
+                state, step_metrics = train_step(state, batch, *frozen)
                 if first:
                     jax.block_until_ready(step_metrics)
             record.add(step, step_metrics | norms)
@@ -312,7 +321,7 @@ def compile_layer_norms(run: Run) -> jax.stages.Compiled | None:
         return None
     e = run.experiment
     with watchdog.phase("compile"):
-        return e.layer_norms.lower(e.abstract_state, e.abstract_batch).compile()
+        return e.layer_norms.lower(*e.arguments).compile()
 
 
 def train_batches(run: Run, start: int) -> Generator[tree.Batch, None, None]:

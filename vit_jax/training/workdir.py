@@ -5,7 +5,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 from etils import epath
@@ -16,7 +16,7 @@ from vit_jax.config import changed_evals, changed_keys, say_changes
 from vit_jax.config.plugins import store_plugins
 from vit_jax.config.stored import continue_older, read_config, to_json
 from vit_jax.data import Source
-from vit_jax.data.preprocessing import keep_spelling
+from vit_jax.data.preprocessing import keep_ops
 from vit_jax.errors import InputError, collect_faults
 from vit_jax.files import check_folder, write_whole
 from vit_jax.job import processes
@@ -53,8 +53,8 @@ def continue_run(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
     """`config`, adapted to resume the run in `workdir`, if there is one.
 
     Keeps the behaviour of the older version that started the run (`continue_older`), what its
-    source and its data decided (`take_decided`), and the run's spelling of equivalent ops, since
-    ops are part of its identity.
+    source and its data decided (`take_decided`), and the run's ops where a recipe changed only
+    their spelling or how JPEGs are decoded, since ops are part of its identity.
 
     Raises:
       InputError: config.json has a newer format or is damaged.
@@ -63,23 +63,27 @@ def continue_run(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
         return config
     stored = read_config(workdir)
     config = take_decided(continue_older(config, workdir), stored)
-    return keep_spelling(config, stored)
+    return keep_ops(config, stored)
 
 
-def check_unchanged(config: ConfigDict, workdir: epath.Path) -> None:
-    """Raise InputError if the run in `workdir` has other settings; warn if evaluators differ."""
+def check_unchanged(config: ConfigDict, workdir: epath.Path, free: Sequence[str] = ()) -> None:
+    """Raise InputError if the run in `workdir` has other settings; warn if evaluators differ.
+
+    `free`: keys that may differ.
+    """
     if not (workdir / "config.json").exists():
         return
     stored = read_config(workdir)
     changed = changed_keys(stored, config)
+    changed = {key: values for key, values in changed.items() if key not in free}
     of_end = {key: changed.pop(key) for key in KEYS_OF_THE_END if key in changed}
     faults = say_changes(changed)
     if of_end and not faults:
         steps_done = next(iter(restore.saved_steps(workdir / "checkpoints")), 0)
         fault = find_other_past(stored, config, steps_done, workdir)
-        faults = [] if fault is None else [f"{fault}; or: {'; '.join(say_changes(of_end))}"]
-        if fault is None:
-            logger.info("%s: the run gets another end: %s", workdir, say_extension(of_end))
+        if fault is not None:
+            raise InputError(f"--workdir={workdir}: {fault}")
+        logger.info("%s: the run gets another end: %s", workdir, say_extension(of_end))
     collect_faults(
         faults,
         f"--workdir={workdir} already holds a run with other settings; restore them, use a new "

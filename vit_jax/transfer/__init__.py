@@ -44,6 +44,7 @@ from vit_jax.transfer.published import (
 )
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.rules import Pretrained, Spec
+from vit_jax.transfer.shapes import abstract_model_state
 
 logger = logging.getLogger("vit_jax")
 
@@ -226,8 +227,7 @@ def save_pretrained(
 
 def check_variables(model: nn.Module, variables: Mapping[str, Any]) -> None:
     """Raise InputError if `variables` lack a collection of `model`, such as "batch_stats"."""
-    plain = with_known(model, constrain=unconstrained, forms=PLAIN)
-    needed = {name.partition("/")[0] for name in rules.abstract_model_state(plain)} | {"params"}
+    needed = {name.partition("/")[0] for name in abstract_model_state(model)} | {"params"}
     missing = sorted(needed - variables.keys())
     if missing:
         raise InputError(

@@ -39,19 +39,23 @@ def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:
     from vit_jax.data.device_ops import per_channel
     from vit_jax.data.host_ops import to_pixels
     from vit_jax.data.host_tf import tf
-    from vit_jax.data.pictures import to_known_format
+    from vit_jax.data.pictures import to_known_format, why_unreadable
 
     ops = "decode" if spec.image_size is None else ops_for(spec)
     try:
         encoded = epath.Path(path).read_bytes()
+    except OSError as e:
+        raise InputError(f"{os.fspath(path)}: not a readable file ({e})") from None
+    try:
         with tf.device("cpu"):
             image = tf.constant(to_known_format(encoded, spec.exif is not False))
             if spec.channels != 3:
                 image = to_pixels(image, spec.channels)
             for op in parse_ops(ops, spec.image_size or (1, 1))[0]:
                 image = op(image, None)
-    except (OSError, tf.errors.OpError) as e:
-        raise InputError(f"{os.fspath(path)}: not a readable picture ({e})") from None
+    except tf.errors.OpError:  # whose text is TensorFlow's own
+        why = why_unreadable(encoded)
+        raise InputError(f"{os.fspath(path)}: not a readable picture: {why}") from None
     per = (per_channel(values, spec.channels) for values in (spec.mean, spec.std))
     mean, std = (np.asarray(values, np.float32) for values in per)
     return (image.numpy().astype(np.float32) / 255 - mean) / std

@@ -18,7 +18,8 @@ from einops import rearrange
 from vit_jax.errors import InputError
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.objectives.supervised import LOSSES
-from vit_jax.transfer.rules import abstract_model_state, abstract_params, refuse
+from vit_jax.transfer.rules import refuse
+from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 
 _FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)
 _SHOWN = 8  # maximum number of unknown arrays in an error message; the others are counted

@@ -141,6 +141,12 @@ def is_on_hub(source: str | os.PathLike) -> bool:
     return os.fspath(source).startswith(tuple(_ON_HUB))
 
 
+def is_published(source: str | os.PathLike) -> bool:
+    """Whether others can fetch `source`: a name in PUBLISHED, on the Hub, or at a web address."""
+    at_web = os.fspath(source).startswith(("https://", "http://"))
+    return at_web or is_on_hub(source) or by_address(source) is not None
+
+
 def _fetch_repository(source: str) -> epath.Path:
     start = next(start for start in _ON_HUB if source.startswith(start))
     name, at, revision = source.removeprefix(start).partition("@")

@@ -1,6 +1,5 @@
 """Fits pretrained parameters to a model; each change is a named rule and is logged."""
 
-import functools
 import json
 import logging
 import math
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import tree
@@ -31,6 +29,7 @@ from vit_jax.transfer.resample import (
     resample_offsets,
     resample_patches,
 )
+from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 
 logger = logging.getLogger("vit_jax")
 
@@ -329,25 +328,6 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
     return params | {"encoder": encoder}
 
 
-def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
-    """{leaf name: shape} of a model's parameters, without creating them."""
-    scanned = with_known(model, scan=True)  # traced in a fraction of the time
-    params, _ = _shapes(_Traced(scanned))
-    if value_of(model, "scan"):
-        return dict(params)
-    return {
-        unrolled: jax.ShapeDtypeStruct(leaf.shape[tree.is_stacked(name) :], leaf.dtype)
-        for name, leaf in params.items()
-        for unrolled in tree.unrolled_names(name, leaf)
-    }
-
-
-def abstract_model_state(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
-    """{name: shape} of a model's variables other than parameters, such as batch statistics."""
-    _, model_state = _shapes(_Traced(with_known(model, scan=True)))
-    return dict(model_state)
-
-
 def split_leaves(
     leaves: Mapping[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -355,33 +335,6 @@ def split_leaves(
     is_state = {name: name.startswith((f"{BATCH_STATS}/", f"{CONSTANTS}/")) for name in leaves}
     params = {name: leaf for name, leaf in leaves.items() if not is_state[name]}
     return params, {name: leaf for name, leaf in leaves.items() if is_state[name]}
-
-
-class _Traced:
-    """A model as a key of a cache, also where a field of a plug-in's model has no hash."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-
-    def __hash__(self):
-        return hash(type(self.model))
-
-    def __eq__(self, other):
-        return self.model == other.model
-
-
-@functools.lru_cache(maxsize=16)
-def _shapes(traced: _Traced) -> tuple[dict[str, jax.ShapeDtypeStruct], ...]:
-    """({parameter: shape}, {other variable: shape}).
-
-    One model is asked for several times while a source is read.
-    """
-    model = traced.model
-    size = model.image_size or model.token_stride  # without an image size, any one will do
-    images = jnp.zeros((1, *size, value_of(model, "channels")))
-    collections = dict(jax.eval_shape(model.init, jax.random.key(0), images))
-    params = collections.pop("params")
-    return tree.flatten_names(params), tree.flatten_names(collections)
 
 
 def is_of_head(name: str) -> bool:
@@ -465,7 +418,7 @@ def fit_model_state(
     Raises:
       InputError: one error naming everything that does not fit.
     """
-    wanted = abstract_model_state(with_known(model, constrain=unconstrained, forms=PLAIN))
+    wanted = abstract_model_state(model)
     found = dict(pretrained.model_state)
     if any(_POSITIONS.fullmatch(name) for name in found.keys() & wanted):
         found = _resample_positions(found, pretrained, model, resize or pretrained.spec.resize)

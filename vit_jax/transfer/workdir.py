@@ -23,7 +23,7 @@ from vit_jax.config import (
 )
 from vit_jax.config.stored import read_config
 from vit_jax.data import Source
-from vit_jax.data.host_ops import TAKES_ENCODED
+from vit_jax.data.host_ops import FULL_SIZE, TAKES_ENCODED
 from vit_jax.data.ops import check_crops, parse_calls, parse_ops, say_pad
 from vit_jax.errors import Faults, InputError
 from vit_jax.models import create_model
@@ -210,7 +210,7 @@ def _ops_for_files(ops: str, pad_crops: bool) -> str:
 
     With `pad_crops` of the run's config, its crops get pad=True.
     """
-    names = [name for name, _, _ in parse_calls(ops, "ops")]
+    names = [FULL_SIZE.get(name, name) for name, _, _ in parse_calls(ops, "ops")]
     if names in (["central_crop"], ["decode", "central_crop"]):
         logger.info("files are resized before the run's central_crop, because they have any size")
         return "decode|resize_small(antialias=True)|central_crop"
@@ -223,7 +223,9 @@ def _ops_for_files(ops: str, pad_crops: bool) -> str:
 
 def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
     """`Spec.cut`; None for the whole image, or if a `Cut` cannot describe the ops."""
-    calls = [call for call in parse_calls(ops, "ops") if call[0] != "decode"]
+    calls = [
+        call for call in parse_calls(ops, "ops") if FULL_SIZE.get(call[0], call[0]) != "decode"
+    ]
     crops = [("central_crop", [], {}), ("central_crop", [], {"pad": True})]
     crops.append(("torchvision_crop", [], {}))
     if not calls or (calls[-1] not in crops and calls[-1][0] != "torchvision_resize"):

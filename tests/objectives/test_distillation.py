@@ -1,0 +1,217 @@
+"""Distillation: the published loss of DeiT, features by their equations, several teachers."""
+
+import json
+import pathlib
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from vit_jax.errors import InputError
+from vit_jax.experiment.state import TrainState
+from vit_jax.experiment.step import make_train_step
+from vit_jax.models import create_model
+from vit_jax.objectives import make_objective
+from vit_jax.objectives.contract import Setting, Teacher
+from vit_jax.objectives.distillation import (
+    as_seen_by,
+    check_distillation,
+    parse_teachers,
+)
+from vit_jax.objectives.features import parse_features
+from vit_jax.objectives.supervised import make_loss
+
+GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden/loss_deit.npz")
+RNG = np.random.default_rng(0)
+RANGE = ((0.5,) * 3, (0.5,) * 3)
+
+
+class Logits(nn.Module):
+    """Its parameters are its logits, of one head or two."""
+
+    names: tuple[str, ...] = ("class", "distillation")
+    num_classes: int = 7
+    image_size: tuple[int, int] | None = None
+
+    @nn.compact
+    def __call__(self, images, *, train=False):
+        shape = (images.shape[0], self.num_classes)
+        logits = {name: self.param(name, nn.initializers.zeros, shape) for name in self.names}
+        return logits if train and len(logits) > 1 else sum(logits.values()) / len(logits)
+
+
+def teacher_of(logits_BC, weight=1.0, **facts):
+    return Teacher(
+        "t", weight, Logits(("class",)), {"params": {"class": logits_BC}}, *RANGE, **facts
+    )
+
+
+def objective_of(model, teachers, loss=None, **own):
+    setting = Setting(*RANGE, tuple(teachers))
+    return make_objective(model, loss or make_loss("softmax"), "distillation", setting, **own)
+
+
+def loss_of(objective, params, batch):
+    state = SimpleNamespace(model_state={}, objective_state={})
+    return objective.loss(params, state, batch, objective.frozen, jax.random.key(0))
+
+
+def batch_of(labels, mask=None):
+    size = len(labels)
+    mask = np.ones(size, np.float32) if mask is None else mask
+    return {"image": np.zeros((size, 4, 4, 3), np.float32), "label": labels, "mask": mask}
+
+
+@pytest.mark.parametrize("mode", ["soft", "hard"])
+@pytest.mark.parametrize("labels", ["soft_targets", "smoothed"])
+def test_loss_of_deit(mode, labels):
+    config = json.loads(str(GOLDEN["config"]))
+    smoothing = config["smoothing"] if labels == "smoothed" else 0.0
+    target = GOLDEN["labels"].astype(np.int32) if labels == "smoothed" else GOLDEN["targets"]
+    own = {"temperature": config["tau"]} if mode == "soft" else {}
+    objective = objective_of(
+        Logits(), [teacher_of(GOLDEN["teacher_logits"])], make_loss("softmax", smoothing),
+        mode=mode, weight=config["alpha"], **own,
+    )  # fmt: skip
+    params = {"class": GOLDEN["logits_cls"], "distillation": GOLDEN["logits_dist"]}
+    find = jax.value_and_grad(lambda p: loss_of(objective, p, batch_of(target)).loss)
+    loss, grads = find(params)
+    np.testing.assert_allclose(loss, GOLDEN[f"loss_{mode}_{labels}"], rtol=2e-5)
+    if labels == "soft_targets":
+        for name, golden in (("class", "cls"), ("distillation", "dist")):
+            expected = GOLDEN[f"grad_{golden}_{mode}"]
+            np.testing.assert_allclose(grads[name], expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_one_head_several_teachers_and_masked_rows():
+    """T^2 KL(mean of the teachers | student) over the rows that count, not divided by C."""
+    student, a, b = RNG.normal(size=(3, 4, 7)).astype(np.float32)
+    labels, mask = np.array([1, 6, 0, 3]), np.array([1, 1, 0, 1], np.float32)
+    teachers = [teacher_of(a, 0.75), teacher_of(b, 0.25)]
+    objective = objective_of(Logits(("class",)), teachers, mode="soft", weight=0.4, temperature=2.0)
+    out = loss_of(objective, {"class": student}, batch_of(labels, mask))
+
+    def softmax(x):
+        return np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
+
+    p, q = 0.75 * softmax(a / 2) + 0.25 * softmax(b / 2), softmax(student / 2)
+    kl_B = (p * np.log(p / q)).sum(axis=1)
+    label_B = -np.log(softmax(student))[np.arange(4), labels]
+    expected = (mask * (0.6 * label_B + 0.4 * 4 * kl_B)).sum() / 3
+    assert float(out.loss) == pytest.approx(expected, rel=1e-5)
+    same = student.argmax(axis=1) == (0.75 * softmax(a) + 0.25 * softmax(b)).argmax(axis=1)
+    assert float(out.metric_sums["teacher_agreement"]) == (mask * same).sum()
+
+
+def test_microbatches_divide_every_term_by_its_own_weight():
+    """The same update in one part and in two, with masked rows that fall unevenly."""
+    model = create_model("ViT-mu/4", 7, 8, width=8, mlp_dim=8, num_heads=2, pool="gap")
+    images = RNG.uniform(-1, 1, (4, 8, 8, 3)).astype(np.float32)
+    params = model.init(jax.random.key(1), images)["params"]
+    teacher = Teacher("t", 1.0, model, {"params": params}, *RANGE)
+    objective = objective_of(
+        model, [teacher], mode="features", features="pooled, tokens", weight=0.3
+    )
+    own, objective_state = objective.init(jax.random.key(2))
+    params = model.init(jax.random.key(3), images)["params"] | {"objective": own}
+    tx = optax.sgd(0.1)
+    state = TrainState(jnp.int32(0), params, {}, tx.init(params), objective_state=objective_state)
+    batch = {"image": images, "label": np.array([1, 6, 0, 3]), "mask": np.float32([1, 1, 0, 1])}
+    found = [
+        jax.jit(make_train_step(objective, tx, lambda x, keys: x, 0, accum_steps=parts))(
+            state, batch, objective.frozen
+        )
+        for parts in (1, 2)
+    ]
+    (one, metrics), (two, others) = found
+    assert metrics.keys() == others.keys() >= {"loss_label", "loss_pooled", "loss_tokens"}
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), (one.params, metrics),
+        (two.params, others),
+    )  # fmt: skip
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), one.params["objective"], own)
+    assert min(jax.tree.leaves(moved)) > 0
+
+
+@pytest.mark.parametrize("distance", ["cosine", "smooth_l1"])
+def test_features_by_their_equations(distance):
+    """A convolutional teacher with another value range, image size, width and grid."""
+    student = create_model("ViT-mu/4", None, 8, width=8, mlp_dim=8, num_heads=2)
+    bit = create_model("BiT-R50x1", None, 32, stages=(1,), stem_width=32)
+    images = RNG.uniform(-1, 1, (2, 8, 8, 3)).astype(np.float32)
+    variables = bit.init(jax.random.key(1), np.zeros((2, 32, 32, 3)))
+    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
+    teacher = Teacher("t", 1.0, bit, variables, mean, std)
+    objective = objective_of(
+        student, [teacher], mode="features", features="pooled,0:0", distance=distance, weight=1.0
+    )
+    assert objective.needs == ("image", "mask")
+    own, _ = objective.init(jax.random.key(2))
+    params = student.init(jax.random.key(3), images)["params"]
+    out = loss_of(
+        objective, params | {"objective": own}, batch_of(np.zeros(2, int)) | {"image": images}
+    )
+
+    seen = jax.image.resize((images * 0.5 + 0.5), (2, 32, 32, 3), "bilinear")
+    seen = (seen - np.reshape(mean, (1, 1, 1, 3))) / np.reshape(std, (1, 1, 1, 3))
+    np.testing.assert_allclose(as_seen_by(teacher, images, Setting(*RANGE)), seen, atol=1e-5)
+    y = np.asarray(bit.apply(variables, seen, method="features"), np.float64)
+    x = np.asarray(student.apply({"params": params}, images, method="features"), np.float64)
+    adapter = jax.tree.map(np.asarray, own["adapter_0_0"])
+    x = x @ adapter["kernel"] + adapter["bias"][None]
+    if distance == "cosine":
+        norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
+        expected = (1 - (x * y).sum(axis=1) / norms).mean()
+    else:
+        y = (y - y.mean(axis=1, keepdims=True)) / y.std(axis=1, keepdims=True)
+        far = np.abs(x - y)
+        expected = np.where(far < 2, far**2 / 4, far - 1).mean()
+    assert float(out.terms["pooled"].mean) == pytest.approx(expected, rel=1e-3)
+    assert out.terms["layer_0"].factor == 0.5 and float(out.terms["layer_0"].mean) > 0
+    assert "teacher_agreement" not in out.metric_sums and "top1" not in out.metric_sums
+
+
+def test_teachers_and_features_are_parsed():
+    assert parse_teachers("runs/a") == {"runs/a": 1.0}
+    assert parse_teachers("runs/a=3, hf:b/c = 1") == {"runs/a": 0.75, "hf:b/c": 0.25}
+    assert parse_teachers("runs/lr=x") == {"runs/lr=x": 1.0}
+    pairs = parse_features("pooled, -1:11")
+    assert [pair.student for pair in pairs] == ["pooled", -1] and pairs[1].teacher == 11
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"teacher": None}, r"objective\.teacher=None: needs a source"),
+        ({"teacher": "a,a"}, "needs every teacher once"),
+        ({"teacher": "a=0"}, "with a positive weight"),
+        ({"mode": "sft"}, "did you mean soft"),
+        ({"weight": 0.0}, r"objective\.weight=0\.0: needs a number above 0"),
+        ({"temperature": 2.0}, r"objective\.temperature=2\.0: goes with objective\.mode=soft"),
+        ({"mode": "features", "features": "5"}, "'5' is none of pooled, tokens"),
+        ({"mode": "soft", "loss_name": "sigmoid"}, "classes that exclude each other"),
+    ],
+)
+def test_settings_that_contradict_each_other(own, said):
+    with pytest.raises(InputError, match=said):
+        check_distillation(**({"loss_name": "softmax", "teacher": "a"} | own))
+
+
+def test_teachers_that_do_not_fit():
+    other = teacher_of(GOLDEN["teacher_logits"])._replace(model=Logits(num_classes=5))
+    with pytest.raises(InputError, match=r"'t': has 5 classes, and the data have 7"):
+        objective_of(Logits(), [other])
+    sigmoid = teacher_of(GOLDEN["teacher_logits"], loss="sigmoid")
+    with pytest.raises(InputError, match="was trained with the sigmoid"):
+        objective_of(Logits(), [sigmoid], mode="soft")
+    scanned = create_model("ViT-mu/4", None, 8, width=8, mlp_dim=8, num_heads=2, scan=True)
+    teacher = Teacher("t", 1.0, scanned, {}, *RANGE)
+    with pytest.raises(InputError, match=r"model\.scan=True: hides the layers"):
+        objective_of(scanned, [teacher], mode="features", features="0:0")
+    with pytest.raises(InputError, match=r"the student has 1 layers; 3 is none of 0 to 0"):
+        plain = scanned.clone(scan=False)
+        objective_of(plain, [teacher], mode="features", features="3:0")

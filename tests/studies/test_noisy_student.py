@@ -1,0 +1,184 @@
+"""Noisy Student: its members, and one round in this process."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+
+from vit_jax import create_model, save_pretrained
+from vit_jax.config import base_config, classification
+from vit_jax.config.text import load_config
+from vit_jax.data import make_source
+from vit_jax.data.pseudo import read_pseudo_labels, select, soften
+from vit_jax.errors import InputError
+from vit_jax.inference import pseudo_labels
+from vit_jax.studies import noisy_student, running
+from vit_jax.studies.members import FINISHED, Result
+from vit_jax.training.prepare import prepare
+from vit_jax.training.validation import find_faults
+from vit_jax.transfer import read_pretrained
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+
+
+def config_of(**study):
+    c = base_config()
+    c.study.name, c.study.seeds, c.study.unlabelled = "noisy_student", 1, "digits@test"
+    c.study.stages = (
+        "teacher: model.dropout=0.1",
+        "student: study.ratio=3; study.soft_labels=false",
+        "final: study.ratio=0; data.image_size=16",
+    )
+    c.evals.held_out = classification(split="test", every="1 epochs")
+    for key, value in study.items():
+        c.study[key] = value
+    return c
+
+
+def call_of(workdir):
+    return running.Call("noisy_student:debug", [], epath.Path(workdir), None, False)
+
+
+def test_each_stage_waits_for_the_one_before(tmp_path):
+    config, call, results = config_of(), call_of(tmp_path), {}
+    seen = []
+    while new := [
+        m
+        for m in running.placed_members(noisy_student.STUDY, config, call, results)
+        if m.name not in results
+    ]:
+        (member,) = new
+        seen.append(member)
+        results[member.name] = Result(FINISHED, {"held_out/top1": 0.5, "labels/kept": 7})
+    names = ["teacher_seed_0", "teacher_labels_seed_0", "student_seed_0", "final_seed_0"]
+    assert [member.name for member in seen] == names
+    _, labels, student, final = seen
+    assert labels.command == "label" and running.member_words(call, labels)[0] == "label"
+    assert labels.overrides["init_from"] == f"{tmp_path}/teacher_seed_0"
+    assert labels.overrides["study.soft_labels"] == "false"
+    assert student.overrides["data.soft_labels"] == "false"
+    file = f"{tmp_path}/teacher_labels_seed_0/labels.npz"
+    assert student.overrides["data.mix"] == f"pseudo@{file}=0.75"
+    assert "data.mix" not in final.overrides
+    assert final.overrides["init_from"] == f"{tmp_path}/student_seed_0"
+    report = noisy_student.report(config, results)
+    assert report.complete and report.rows[0] == ["teacher", "50.00", "7", "-"]
+
+
+@pytest.mark.parametrize(
+    ("study", "said"),
+    [
+        ({"stages": ()}, r"study\.stages: is empty"),
+        ({"stages": ("teacher: seed=3", "student:")}, "teacher sets seed, which the study sets"),
+        ({"stages": ("teacher",)}, 'needs "name: key=value'),
+        ({"stages": ("a:", "a:")}, "two stages have one name"),
+        ({"unlabelled": None}, r"study\.unlabelled=None: needs the pictures"),
+        ({"confidence": 1.0}, r"study\.confidence=1\.0: needs a number from 0"),
+        ({"ratio": -1.0}, r"study\.ratio=-1\.0: needs at least 0"),
+    ],
+)
+def test_wrong_settings(study, said):
+    with pytest.raises(InputError, match=said):
+        noisy_student.check(config_of(**study))
+
+
+def test_classes_are_balanced():
+    """The most confident ones of each class; a smaller class comes several times."""
+    top = np.array([0.9, 0.5, 0.2, 0.8, 0.7, 0.0], np.float32)
+    label = np.array([0, 0, 0, 0, 1, 1])
+    rule = {"confidence": 0.3, "num_classes": 3, "seed": 0}
+    assert select(top, label, per_class=None, **rule).tolist() == [0, 1, 3, 4]
+    assert select(top, label, per_class=2, **rule).tolist() == [0, 3, 4, 4]
+    assert select(top, label, per_class=1, **rule).tolist() == [0, 4]
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    """The digits' test split, labelled by a new model, and the model's file."""
+    folder = tmp_path_factory.mktemp("labelled")
+    model = create_model("ViT-mu/4", 10, 8, width=8, mlp_dim=8, num_heads=2)
+    variables = model.init(jax.random.key(0), np.zeros((1, 8, 8, 3)))
+    rng = np.random.default_rng(0)
+    kernel = rng.normal(size=variables["params"]["head"]["kernel"].shape).astype(np.float32)
+    variables["params"]["head"]["kernel"] = 3 * kernel
+    save_pretrained(folder / "teacher.npz", model, variables, "npz")
+    return folder
+
+
+def debug_config(**study):
+    c = load_config(str(CONFIGS / "noisy_student.py") + ":debug")
+    c.study.update(study)
+    return c
+
+
+@pytest.mark.usefixtures("one_device")
+def test_labels_are_reused_and_become_a_data_set(labelled, tmp_path, monkeypatch):
+    monkeypatch.setattr(pseudo_labels, "_RECORDS_OF_PART", 200)  # of 360
+    teacher = read_pretrained(labelled / "teacher.npz")
+    computed = []
+
+    def outputs(*args, **kwargs):
+        computed.append(len(kwargs["record_ids"]))
+        return found(*args, **kwargs)
+
+    found = pseudo_labels.outputs
+    monkeypatch.setattr(pseudo_labels, "outputs", outputs)
+    config = debug_config(confidence=0.0)
+    summary = pseudo_labels.label(config, teacher, tmp_path)
+    assert computed == [200, 160] and summary["labels/kept"] == summary["labels/examples"] == 360
+    top = np.load(tmp_path / "part_00000.npz")["probabilities"].max(axis=1)
+    config.study.confidence = float(np.median(top))  # the choice changes, the probabilities do not
+    summary = pseudo_labels.label(config, teacher, tmp_path)
+    assert computed == [200, 160] and 0 < summary["labels/kept"] < 360
+    assert 0 <= summary["labels/top1"] < 1
+
+    (tmp_path / "part_00001.npz").unlink()  # as if it was killed before
+    before = (tmp_path / "labels.npz").read_bytes()
+    assert pseudo_labels.label(config, teacher, tmp_path) == summary
+    assert computed == [200, 160, 160] and (tmp_path / "labels.npz").read_bytes() == before
+    config.study.unlabelled = "digits@train"
+    with pytest.raises(InputError, match="holds labels with another split: 'test', now 'train'"):
+        pseudo_labels.label(config, teacher, tmp_path)
+
+    file = str(tmp_path / "labels.npz")
+    labels = read_pseudo_labels(file)
+    source = make_source("pseudo", split=file, image_size=(8, 8))
+    assert (source.num_examples, source.num_classes) == (len(labels.record), 10)
+    example = source.read(np.array([3, 0]))
+    pictures = make_source("digits", split="test", image_size=(8, 8))
+    np.testing.assert_array_equal(example["image"], pictures.read(labels.record[[3, 0]])["image"])
+    np.testing.assert_allclose(example["label"], labels.label[[3, 0]], atol=1e-3)
+    np.testing.assert_allclose(np.sum(example["label"], axis=1), 1, atol=1e-6)
+    softened = soften(pictures).read(np.array([5]))["label"]
+    np.testing.assert_array_equal(softened, np.eye(10)[pictures.read(np.array([5]))["label"]])
+
+    student = debug_config()
+    student.data.mix = f"pseudo@{file}=0.5"
+    with pytest.raises(InputError, match=r"data\.soft_labels=False: .* has probabilities"):
+        prepare(student, tmp_path / "student")
+    student.data.soft_labels = True
+    run = prepare(student, tmp_path / "student")
+    assert run.config.data.num_examples == 1437 + source.num_examples
+    assert run.experiment.abstract_batch["label"].shape == (32, 10)
+
+
+def test_hard_labels_and_no_confident_ones(labelled, tmp_path):
+    teacher = read_pretrained(labelled / "teacher.npz")
+    config = debug_config(confidence=1.5)
+    with pytest.raises(InputError, match=r"study\.confidence=1\.5: no picture is labelled"):
+        pseudo_labels.label(config, teacher, tmp_path)
+    config.study.update(confidence=0.0, soft_labels=False, per_class=5)
+    summary = pseudo_labels.label(config, teacher, tmp_path)  # of the same probabilities
+    labels = read_pseudo_labels(str(tmp_path / "labels.npz")).label
+    assert labels.dtype == np.int32
+    assert np.bincount(labels)[np.unique(labels)].tolist() == [5] * summary["labels/classes"]
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_config_is_that_of_the_study():
+    c = debug_config()
+    assert find_faults(c) == []
+    noisy_student.check(c)

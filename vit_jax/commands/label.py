@@ -1,0 +1,55 @@
+"""Label pictures by a model, for self-training; print a summary as JSON.
+
+  python -m vit_jax.main label --config=noisy_student --config.init_from=runs/teacher \\
+    --workdir=runs/labels
+
+Labels the pictures of --config.study.unlabelled=NAME@SPLIT. The result, WORKDIR/labels.npz, is a
+data set for training: --config.data.mix=pseudo@WORKDIR/labels.npz=0.75. Run the same command again
+after an interruption: what has been labelled is kept. The study noisy_student calls this command.
+"""
+
+import argparse
+import json
+import signal
+
+from rich.console import Console
+
+from vit_jax.commands.flags import (
+    define_config_flags,
+    load_valid_config,
+    print_config,
+    require_flags,
+)
+from vit_jax.job import exit_codes
+
+
+def define_flags(parser: argparse.ArgumentParser) -> None:
+    define_config_flags(parser)
+    parser.add_argument("--workdir", metavar="DIR", help="folder for the labels")
+
+
+def main(flags: argparse.Namespace) -> int:
+    if flags.print_config:
+        return print_config(load_valid_config(flags))
+    example = (
+        "python -m vit_jax.main label --config=noisy_student --config.init_from=runs/teacher "
+        "--workdir=runs/labels"
+    )
+    require_flags(flags, ("config", "workdir"), example)
+    config = load_valid_config(flags)
+
+    from vit_jax import metrics, transfer
+    from vit_jax.config import weights_source
+    from vit_jax.devices.mesh import start_backend
+    from vit_jax.errors import InputError
+    from vit_jax.inference.pseudo_labels import label, parse_unlabelled
+
+    parse_unlabelled(config)
+    teacher = weights_source(config)
+    if teacher is None:
+        raise InputError("init_from: not set; give the teacher by --config.init_from=SOURCE")
+    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    start_backend(config.mesh.platform)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # every part is written whole
+    print(json.dumps(label(config, transfer.read_pretrained(teacher), flags.workdir), indent=2))
+    return exit_codes.DONE

@@ -1,0 +1,58 @@
+"""The number of microbatches of a step on CPUs, if `optimizer.accum_steps` leaves it open.
+
+A CPU computes fastest while the activations of a layer stay in its cache, so it computes a batch in
+parts. On accelerators the whole batch is the fastest.
+"""
+
+import copy
+import math
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from vit_jax.config import image_hw, model_fields
+from vit_jax.devices.mesh import BATCH_AXES
+from vit_jax.models import create_model
+from vit_jax.models.vit import ViT
+
+# Bytes of a part's hidden units and attention weights in one layer, in float32.
+_PART_BYTES = 5 << 20
+
+# Objectives whose loss of a row depends on no other row; of others microbatches may be refused.
+_OF_SINGLE_ROWS = ("supervised", "distillation")
+
+
+def settle_microbatches(config: ConfigDict, mesh: Mesh) -> ConfigDict:
+    """`config` with `optimizer.accum_steps` as the run has recorded it, else chosen for `mesh`.
+
+    A recorded number that does not divide each device's rows, because the run goes on on other
+    devices, becomes the largest one that divides both.
+    """
+    share = config.global_batch_size // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    number = config.optimizer.accum_steps
+    if number is None:
+        number = choose_accum_steps(config, mesh, share)
+    number = math.gcd(number, share)
+    if number == config.optimizer.accum_steps:
+        return config
+    config = copy.deepcopy(config)  # keeps the types of keys that are None
+    config.optimizer.accum_steps = number
+    return config
+
+
+def choose_accum_steps(config: ConfigDict, mesh: Mesh, share: int) -> int:
+    """The fewest microbatches of `share` rows a device whose activations stay in a CPU's cache.
+
+    1 on other devices, for objectives of plug-ins, and for models other than ViTs, some of which
+    would compute other batch statistics.
+    """
+    if mesh.devices.flat[0].platform != "cpu" or config.objective.name not in _OF_SINGLE_ROWS:
+        return 1
+    size = image_hw(config.data.image_size)
+    model = create_model(config.model.name, 1, size, **model_fields(config))
+    if not isinstance(model, ViT):
+        return 1
+    tokens = math.prod(model.grid) + model.num_prefix_tokens
+    bytes_per_image = 4 * tokens * (model.mlp_dim + model.num_heads * tokens)
+    rows = max(_PART_BYTES // bytes_per_image, 1)
+    return next(n for n in range(1, share + 1) if share % n == 0 and share // n <= rows)

@@ -1,0 +1,216 @@
+"""Labels unlabelled pictures by a model, for self-training.
+
+    WORKDIR/labels.json      what was labelled, by which model
+    WORKDIR/part_00000.npz   probabilities of the first records, and so on
+    WORKDIR/labels.npz       the records to train on, and their labels: data/pseudo.py
+    WORKDIR/summary.json     how many were kept
+
+A part is written whole. The same command goes on with the parts that are missing, and chooses the
+records anew where only the choice has changed.
+
+Axes: n records, C classes.
+"""
+
+import io
+import json
+import logging
+from typing import Any
+
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from vit_jax import config as config_lib
+from vit_jax import data
+from vit_jax.checkpoints.checksums import hash_params
+from vit_jax.config import image_hw
+from vit_jax.data.pseudo import PseudoLabels, agreement, select
+from vit_jax.errors import InputError
+from vit_jax.files import absolute, check_folder, write_whole
+from vit_jax.inference.predict import check_classes, outputs
+from vit_jax.models.fields import value_of
+from vit_jax.transfer import Pretrained
+from vit_jax.transfer.images import ops_for
+from vit_jax.transfer.workdir import ops_on_pixels
+
+logger = logging.getLogger("vit_jax")
+
+_RECORDS_OF_PART = 65_536
+
+
+def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -> dict[str, Any]:
+    """Label the pictures of `config.study.unlabelled` by `pretrained`; return the summary.
+
+    Uses the keys `unlabelled`, `unlabelled_dir`, `soft_labels`, `confidence` and `per_class` of
+    `config.study`, and how `config.data` reads pictures. The pictures are preprocessed as in the
+    model's evaluation.
+
+    Raises:
+      InputError: the pictures or the classes are missing, other pictures or another model were
+        labelled in `workdir`, or no picture is labelled with the needed confidence.
+    """
+    workdir, study = absolute(workdir), config.study
+    check_classes(pretrained)
+    check_folder(workdir, "--workdir")
+    size = pretrained.spec.image_size or image_hw(config.data.image_size)
+    source = _open_pictures(config, size, value_of(pretrained.model, "channels"))
+    pretrained = _with_ops(pretrained, size, source)
+    facts = _describe(config, pretrained, source)
+    _check_facts(workdir, facts)
+    workdir.mkdir(parents=True, exist_ok=True)
+    write_whole(workdir / "labels.json", json.dumps(facts, indent=2) + "\n")
+    found = _label_parts(config, pretrained, source, workdir)
+
+    num_classes = pretrained.model.num_classes
+    records = select(
+        found["top"],
+        found["label"],
+        confidence=study.confidence,
+        per_class=study.per_class,
+        num_classes=num_classes,
+        seed=config.seed,
+    )
+    if not len(records):
+        raise InputError(
+            f"study.confidence={study.confidence}: no picture is labelled with it; the greatest "
+            f"probability is {found['top'].max(initial=0):.3g}; choose a smaller one"
+        )
+    labels = found["label"][records].astype(np.int32)
+    if study.soft_labels:
+        labels = _probabilities_of(workdir, records, source.num_examples, num_classes)
+    facts |= {"of_model": num_classes, "class_names": pretrained.spec.class_names}
+    write_whole(workdir / "labels.npz", PseudoLabels(records, labels, facts).to_bytes())
+    summary = {
+        "labels/examples": source.num_examples,
+        "labels/kept": len(np.unique(records)),
+        "labels/written": len(records),
+        "labels/classes": len(np.unique(found["label"][records])),
+    }
+    if source.num_classes == num_classes:  # their own labels are known
+        summary["labels/top1"] = agreement(records, found["label"], found["true"])
+    write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def parse_unlabelled(config: ConfigDict) -> tuple[str, str]:
+    """(name, split) in `study.unlabelled`; the split is that of `data` unless it names one.
+
+    Raises:
+      InputError: it is not set.
+    """
+    name, at, split = (config.study.unlabelled or "").partition("@")
+    if not name or (at and not split):
+        raise InputError(
+            f"study.unlabelled={config.study.unlabelled!r}: needs NAME or NAME@SPLIT, the pictures "
+            "to label"
+        )
+    return name, split or config.data.split
+
+
+def _open_pictures(config: ConfigDict, size: tuple[int, int], channels: int) -> data.Source:
+    d = config.data
+    name, split = parse_unlabelled(config)
+    synthetic = name == "synthetic"
+    return data.make_source(
+        name,
+        split=split,
+        data_dir=config.study.unlabelled_dir or d.data_dir,
+        image_size=size,
+        channels=channels,
+        holdout=d.holdout,
+        exif=d.exif,
+        folder_rules=d.folder_rules,
+        reader=d.reader,
+        broken_labels=d.broken_labels,
+        num_classes=d.num_classes if synthetic else None,
+        num_examples=d.num_examples if synthetic else None,
+        **config_lib.own_keys(config, "data"),
+    )
+
+
+def _with_ops(pretrained: Pretrained, size: tuple[int, int], source: data.Source) -> Pretrained:
+    """`pretrained` with an image size, and the ops that suit the pictures of `source`."""
+    spec, shape = pretrained.spec.at(size), source.image_shape
+    own = None if shape is None else ops_on_pixels(pretrained, size, shape[:2])
+    return pretrained._replace(spec=spec._replace(ops=ops_for(spec) if own is None else own))
+
+
+def _describe(config: ConfigDict, pretrained: Pretrained, source: data.Source) -> dict[str, Any]:
+    name, split = parse_unlabelled(config)
+    synthetic = name == "synthetic"
+    return {
+        "name": name,
+        "split": split,
+        "data_dir": config.study.unlabelled_dir,
+        "num_classes": source.num_classes if synthetic else None,
+        "num_examples": source.num_examples if synthetic else None,
+        "fingerprint": source.fingerprint,
+        "model": pretrained.source,
+        "weights": hash_params({**pretrained.params, **pretrained.model_state}),
+        "ops": pretrained.spec.ops,
+    }
+
+
+def _check_facts(workdir: epath.Path, facts: dict[str, Any]) -> None:
+    path = workdir / "labels.json"
+    before = json.loads(path.read_text()) if path.exists() else facts
+    changed = [key for key in facts if key != "data_dir" and before.get(key) != facts[key]]
+    if changed:
+        key = changed[0]
+        raise InputError(
+            f"--workdir={workdir}: holds labels with another {key}: {before.get(key)!r}, now "
+            f"{facts[key]!r}; use a new --workdir"
+        )
+
+
+def _part(workdir: epath.Path, first: int) -> epath.Path:
+    return workdir / f"part_{first // _RECORDS_OF_PART:05}.npz"
+
+
+def _label_parts(
+    config: ConfigDict, pretrained: Pretrained, source: data.Source, workdir: epath.Path
+) -> dict[str, np.ndarray]:
+    """Write the missing parts; return of every record {"label", "top", "true"}, each (n,)."""
+    columns: dict[str, list[np.ndarray]] = {"label": [], "top": [], "true": []}
+    for first in range(0, source.num_examples, _RECORDS_OF_PART):
+        ids = np.arange(first, min(first + _RECORDS_OF_PART, source.num_examples))
+        path = _part(workdir, first)
+        if not path.exists():
+            rows = list(
+                outputs(
+                    pretrained,
+                    source,
+                    batch_size=config.global_batch_size,
+                    what="probabilities",
+                    record_ids=ids,
+                )
+            )
+            part = {
+                "probabilities": np.concatenate([p for p, _ in rows]).astype(np.float16),
+                "valid": np.concatenate([batch["mask"] > 0 for _, batch in rows]),
+                "true": np.concatenate([batch["label"] for _, batch in rows]),
+            }
+            file = io.BytesIO()
+            np.savez(file, **part)
+            write_whole(path, file.getvalue())
+            logger.info("%s: %d records labelled", path, len(ids))
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as part:
+            probabilities = part["probabilities"]
+            columns["label"].append(probabilities.argmax(axis=1))
+            top = probabilities.max(axis=1).astype(np.float32)
+            columns["top"].append(np.where(part["valid"], top, 0))
+            columns["true"].append(part["true"])
+    return {name: np.concatenate(parts) for name, parts in columns.items()}
+
+
+def _probabilities_of(
+    workdir: epath.Path, records: np.ndarray, num_examples: int, num_classes: int
+) -> np.ndarray:
+    """The probabilities of `records`, float16 (m, C)."""
+    found = np.empty((len(records), num_classes), np.float16)
+    for first in range(0, num_examples, _RECORDS_OF_PART):
+        of_part = (records >= first) & (records < first + _RECORDS_OF_PART)
+        if of_part.any():
+            with np.load(io.BytesIO(_part(workdir, first).read_bytes())) as part:
+                found[of_part] = part["probabilities"][records[of_part] - first]
+    return found

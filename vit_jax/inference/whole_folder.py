@@ -1,0 +1,117 @@
+"""Own pictures that a model was not trained on are evaluated whole: nothing needs holding out."""
+
+import copy
+import logging
+import os
+import pathlib
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from vit_jax import config as config_lib
+from vit_jax import data
+from vit_jax.config.evals import find_evaluator
+from vit_jax.data.pictures import Walk
+from vit_jax.transfer.published import is_published
+
+logger = logging.getLogger("vit_jax")
+
+_SHARED = 0.01  # share of the pictures above which two folders hold the same ones
+
+
+class Origin(NamedTuple):
+    """Where a model comes from.
+
+    source: of the model, as in `load_pretrained`.
+    run_config: the config of the run, if the source is one.
+    holdout: the rule by which its training held out pictures, if it states one.
+    """
+
+    source: str
+    run_config: Mapping[str, Any] | None = None
+    holdout: str | None = None
+
+
+def take_whole_folders(
+    config: ConfigDict, origin: Origin, asked: Collection[str] = ()
+) -> ConfigDict:
+    """`config` with the split `all` for evaluators of pictures that the model has not seen.
+
+    This concerns folders and lists without splits of their own, where `val` is a tenth, but not
+    those that the run was trained on. One line of the log says what is evaluated. The keys `asked`,
+    which the user has set, stay as they are.
+
+    Raises:
+      InputError: there is no such folder or list.
+    """
+    config = copy.deepcopy(config)  # with the types of keys that are None
+    for name, entry in config.evals.items():
+        split_key = f"evals.{name}.split"
+        data_dir = None if split_key in asked else _find_undivided(config, entry)
+        if data_dir is None or _is_same(data_dir, _trained_on(origin.run_config)):
+            continue
+        if may_have_seen(origin, data_dir):
+            logger.warning(
+                "evals.%s: evaluates a tenth of %s, as the model may have been trained on the "
+                "rest; if it was not, give --config.%s=all", name, data_dir, split_key,
+            )  # fmt: skip
+        else:
+            entry.split = "all"
+            logger.info(
+                "evals.%s: evaluates all pictures of %s, as the model was not trained on them",
+                name, data_dir,
+            )  # fmt: skip
+    return config
+
+
+def _find_undivided(config: ConfigDict, entry: ConfigDict) -> str | None:
+    """The folder or list of own pictures of which `entry` evaluates a tenth; None otherwise."""
+    key = config_lib.eval_splits(config, entry).get("split")
+    if key is None or key.split != "val" or find_evaluator(entry.type).learns_classes:
+        return None
+    own = key.data_name in data.OWN_PICTURES
+    is_tenth = own and data.is_undivided(key.data_name, key.data_dir, config.data)
+    return key.data_dir if is_tenth else None
+
+
+def _trained_on(run_config: Mapping[str, Any] | None) -> str | None:
+    """The folder or list of own pictures that a run was trained on; None: there is none."""
+    if run_config is None:
+        return None
+    d = run_config["data"]
+    names = {d["name"], *(part.name for part in data.parse_mix(d["mix"]))}
+    return d["data_dir"] if names & {*data.OWN_PICTURES, "unlabelled"} else None
+
+
+def _is_same(data_dir: str, other: str | None) -> bool:
+    real = [os.path.realpath(os.path.expanduser(path)) for path in (data_dir, other or "")]
+    return other is not None and real[0] == real[1]
+
+
+def may_have_seen(origin: Origin, data_dir: str) -> bool:
+    """Whether a model may have been trained on pictures of the folder or list `data_dir`.
+
+    Published models were not, and neither were runs on other data. The folder of a run on own
+    pictures may have been moved or copied, so its pictures must still be there, and `data_dir` must
+    hold others, by their names and sizes.
+    """
+    if origin.run_config is None:
+        return origin.holdout is not None or not is_published(origin.source)
+    first = config_lib.weights_source(origin.run_config)
+    if first is not None and not is_published(first):
+        return True
+    trained_on = _trained_on(origin.run_config)
+    if trained_on is None:
+        return False
+    its, others = _find_pictures(trained_on), _find_pictures(data_dir)
+    if len(its) < origin.run_config["data"]["num_examples"]:  # some, or all, are elsewhere now
+        return True
+    return len({*its} & {*others}) > _SHARED * len(others)
+
+
+def _find_pictures(data_dir: str) -> list[tuple[str, int]]:
+    """(file name, bytes) of the pictures below a folder, or below that of a list; [] if absent."""
+    root = pathlib.Path(data_dir).expanduser()
+    sizes = Walk().pictures(root.parent if root.is_file() else root)
+    return [(os.path.basename(path), size) for path, size in sizes.items()]

@@ -1,0 +1,65 @@
+"""A model's intermediate outputs, collected while it is called.
+
+Axes: B images, N tokens, D width.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import flax.linen as nn
+import jax
+from einops import rearrange
+
+from vit_jax.models.bit import PreActBottleneck
+from vit_jax.models.efficientnet import MBConv
+from vit_jax.models.layers import EncoderBlock
+
+LAYERS = (EncoderBlock, PreActBottleneck, MBConv)  # a hybrid's layers are those of its Transformer
+
+
+@dataclasses.dataclass
+class Outputs:
+    """What one call of a model has passed through.
+
+    pooled: what the head gets, (B, D); None: the model has no method "features".
+    tokens: (B, N, D), after the final norm; None: the model has no method "tokens".
+    layers: the output of every layer: (B, N, D), or maps (B, rows, columns, D).
+    """
+
+    pooled: jax.Array | None = None
+    tokens: jax.Array | None = None
+    layers: list[jax.Array] = dataclasses.field(default_factory=list)
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[Outputs]:
+    """Collects the outputs of the one call of a model within this context.
+
+    Layers are seen only where they are neither scanned nor recomputed.
+    """
+    found = Outputs()
+
+    def collect(call, args, kwargs, context):
+        output = call(*args, **kwargs)
+        module, method = context.module, context.method_name
+        if method == "__call__" and isinstance(module, LAYERS):
+            found.layers.append(output[0] if isinstance(output, tuple) else output)
+        elif module.path == () and method == "tokens":
+            found.tokens = output
+        elif module.path == () and method == "features":
+            found.pooled = output
+        elif module.path == () and method == "_representations":  # of a DeiT, one for each head
+            found.pooled = sum(output) / len(output) if module.distillation_head else output[0]
+        return output
+
+    with nn.intercept_methods(collect):
+        yield found
+
+
+def as_map(model: nn.Module, x: jax.Array, image_size: tuple[int, int]) -> jax.Array:
+    """The patches of tokens (B, N, D) as a map (B, rows, columns, D); maps are returned as is."""
+    if x.ndim == 4:
+        return x
+    rows, _ = model.clone(image_size=image_size).grid
+    return rearrange(x[:, model.num_prefix_tokens :], "b (r c) d -> b r c d", r=rows)

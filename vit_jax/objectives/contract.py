@@ -1,0 +1,156 @@
+"""What the training step knows of an objective.
+
+Axes: B examples, C classes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from vit_jax.tree import Batch, ModelState, Params, PyTree
+
+
+class Term(flax.struct.PyTreeNode):
+    """A further term of the loss: factor * sum / weight.
+
+    sum: over the batch.
+    weight: a function of the batch, not of the parameters; at least 1 is divided by.
+    factor: a number, the same in every step.
+    """
+
+    sum: jax.Array
+    weight: jax.Array
+    factor: float = flax.struct.field(pytree_node=False, default=1.0)
+
+    @property
+    def mean(self) -> jax.Array:
+        """sum / weight, without the factor."""
+        return self.sum / at_least_one(self.weight)
+
+
+class ObjectiveOutput(NamedTuple):
+    """Sums over a batch; every term is divided once, by its own weight over the global batch.
+
+    loss_sum, weight_sum: the first term of the loss; `weight_sum` also divides the metrics.
+    metric_sums: {name: sum}.
+    model_state: the new one.
+    terms: {name: further term of the loss}; each is also logged, as `loss_NAME`.
+    objective_state: the new one.
+    """
+
+    loss_sum: jax.Array
+    weight_sum: jax.Array
+    metric_sums: dict[str, jax.Array]
+    model_state: ModelState
+    terms: dict[str, Term] = {}  # noqa: RUF012 (never changed)
+    objective_state: ModelState = {}  # noqa: RUF012
+
+    @property
+    def loss(self) -> jax.Array:
+        """loss_sum / weight_sum + the sum over `terms` of factor * sum / weight."""
+        return self.plus_terms(self.loss_sum / at_least_one(self.weight_sum))
+
+    def plus_terms(self, loss: jax.Array) -> jax.Array:
+        """`loss` + the sum over `terms` of factor * sum / weight."""
+        for term in self.terms.values():
+            loss += term.factor * term.mean
+        return loss
+
+
+class State(Protocol):
+    """What an objective reads of a `TrainState`; `ema` is a teacher where an objective has one."""
+
+    step: jax.Array
+    model_state: ModelState
+    ema: Params
+    objective_state: ModelState
+
+
+# loss(params, state, batch, frozen, rng) -> sums over the batch.
+LossOfBatch = Callable[[Params, State, Batch, PyTree, jax.Array], ObjectiveOutput]
+# The short form, for objectives with nothing of their own: (params, model_state, batch, rng).
+PlainObjective = Callable[[Params, ModelState, Batch, jax.Array], ObjectiveOutput]
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What is minimised over a batch, and what it needs for that.
+
+    loss: loss(params, state, batch, frozen, rng) -> `ObjectiveOutput`; pure. The objective's own
+      parameters are `params["objective"]`.
+    init: rng -> (own parameters, objective_state), both may be {}; None: it has neither. The own
+      parameters are trained, averaged and saved with the model's, and left out by exports and
+      `init_from`. The state is saved.
+    frozen: shapes of the arrays that the step takes besides the state and the batch, such as a
+      teacher's; None: none. They are laid out like parameters, not donated and not saved.
+    forward: (frozen, images (B, H, W, channels)) -> outputs, to count the FLOPs of what is frozen,
+      on one device; None: it has none.
+    needs: keys of a batch that it reads.
+    couples_rows: whether the loss of a row depends on other rows, as with centres and contrastive
+      pairs; then a batch cannot be computed in microbatches.
+    """
+
+    loss: LossOfBatch
+    init: Callable[[jax.Array], tuple[Params, ModelState]] | None = None
+    frozen: PyTree | None = None
+    forward: Callable[[PyTree, jax.Array], Any] | None = None
+    needs: tuple[str, ...] = ("image", "label", "mask")
+    couples_rows: bool = False
+
+
+def as_objective(objective: Objective | PlainObjective) -> Objective:
+    """`objective` in its full form."""
+    if isinstance(objective, Objective):
+        return objective
+    plain = objective
+
+    def loss(
+        params: Params, state: State, batch: Batch, frozen: PyTree, rng: jax.Array
+    ) -> ObjectiveOutput:
+        del frozen
+        return plain(params, state.model_state, batch, rng)
+
+    return Objective(loss)
+
+
+class Teacher(NamedTuple):
+    """A frozen model that an objective learns from.
+
+    source: as the user named it.
+    weight: its share among the teachers; all shares add up to 1.
+    model: in its own value range, for images of its own size.
+    variables: {"params": ..., ...}, arrays or their shapes.
+    mean, std: its input is (image / 255 - mean) / std, for each channel.
+    loss: the loss that it was trained with; None: not stated.
+    class_names: in the order of its logits; None: not stated.
+    """
+
+    source: str
+    weight: float
+    model: nn.Module
+    variables: Mapping[str, Any]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    loss: str | None = None
+    class_names: tuple[str, ...] | None = None
+
+
+class Setting(NamedTuple):
+    """What surrounds an objective in a run.
+
+    mean, std: of the value range of the images of a batch, for each channel.
+    teachers: frozen models; () if there are none.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    teachers: tuple[Teacher, ...] = ()
+
+
+def at_least_one(weight: jax.Array) -> jax.Array:
+    return jnp.maximum(weight, 1.0)  # all rows of a batch may be masked

@@ -1,0 +1,293 @@
+"""Distillation: a model learns from the outputs of frozen teachers, and from labels.
+
+    loss = (1 - weight) * loss of the labels + weight * distance to the teachers
+
+The teachers see the same augmented pixels as the student, each in its own value range and at its
+own image size.
+
+Axes: B images, C classes, D width.
+Sources: Hinton et al. 2015 (arXiv:1503.02531), section 2, for soft labels; Touvron et al. 2020
+(arXiv:2012.12877), section 4, for hard labels and two heads; Wei et al. 2022 (arXiv:2205.14141),
+section 3, for features.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.models.fields import with_known
+from vit_jax.models.forms import PLAIN
+from vit_jax.models.layers import unconstrained
+from vit_jax.models.watched import Outputs, watch
+from vit_jax.objectives.contract import (
+    Objective,
+    ObjectiveOutput,
+    Setting,
+    State,
+    Teacher,
+    Term,
+)
+from vit_jax.objectives.features import DISTANCES, Features, parse_features
+from vit_jax.objectives.forward import apply_in_training
+from vit_jax.objectives.supervised import LossFn, hits, softmax_loss
+from vit_jax.tree import OBJECTIVE, Batch, Params
+
+MODES = ("hard", "soft", "features")
+Taught = tuple[Any, Outputs]  # a teacher's logits, or features without a head, and its outputs
+
+
+def parse_teachers(text: str | None) -> dict[str, float]:
+    """{source: weight} of `objective.teacher`; the weights add up to 1.
+
+    "SOURCE" is one teacher, "SOURCE, SOURCE" are two with equal weights, "SOURCE=3, SOURCE=1" two
+    with the weights 3/4 and 1/4.
+
+    Raises:
+      InputError: there is none, one is named twice, or a weight is not positive.
+    """
+    found: dict[str, float] = {}
+    for entry in filter(None, (part.strip() for part in (text or "").split(","))):
+        match = re.fullmatch(r"(.*\S)\s*=\s*([-+\d.eE]+)", entry)
+        source, weight = (match[1], float(match[2])) if match else (entry, 1.0)
+        if source in found or not 0 < weight < math.inf:
+            raise InputError(
+                f"objective.teacher={text!r}: needs every teacher once, with a positive weight, as "
+                "in runs/a=3, runs/b=1"
+            )
+        found[source] = weight
+    if not found:
+        raise InputError(
+            f"objective.teacher={text!r}: needs a source, as init_from takes: a workdir, a file or "
+            "the name of published weights"
+        )
+    return {source: weight / sum(found.values()) for source, weight in found.items()}
+
+
+def check_distillation(
+    loss_name: str,
+    *,
+    teacher: str | None = None,
+    mode: str = "hard",
+    weight: float = 0.5,
+    temperature: float | None = None,
+    features: str | None = None,
+    distance: str | None = None,
+) -> None:
+    """Raise InputError if the keys of `objective` contradict each other, or `loss.name`."""
+    faults = Faults()
+    faults.check(parse_teachers, teacher)
+    faults.need_known("objective.mode", mode, MODES)
+    faults.need(
+        0 < weight <= 1, f"objective.weight={weight}: needs a number above 0, and at most 1"
+    )
+    faults.need_positive("objective.temperature", temperature)
+    for key, value, needed in (
+        ("temperature", temperature, "soft"),
+        ("features", features, "features"),
+        ("distance", distance, "features"),
+    ):
+        faults.need(
+            value is None or mode == needed,
+            f"objective.{key}={value!r}: goes with objective.mode={needed}; set it to None",
+        )
+    if features is not None:
+        faults.check(parse_features, features)
+    if distance is not None:
+        faults.need_known("objective.distance", distance, DISTANCES)
+    faults.need(
+        mode == "features" or loss_name != "sigmoid",
+        f"objective.mode={mode!r}: compares classes that exclude each other, and loss.name=sigmoid "
+        "does not; set --config.objective.mode=features, or --config.loss.name=softmax",
+    )
+    collect_faults(faults)
+
+
+def needs_labels(weight: float | None) -> bool:
+    """Whether a distillation with `objective.weight` also learns labels."""
+    return weight is None or weight < 1
+
+
+def make_distillation(
+    model: nn.Module,
+    loss: LossFn,
+    *,
+    setting: Setting,
+    teacher: str | None = None,
+    mode: str = "hard",
+    weight: float = 0.5,
+    temperature: float = 3.0,
+    features: str = "pooled",
+    distance: str = "cosine",
+) -> Objective:
+    """Make the objective that learns from `setting.teachers`.
+
+    A student with two heads, a DeiT, learns labels with the first and the teachers with the second;
+    any other learns both with its only head. Several teachers give the mean of their probabilities
+    by their weights, or of their distances.
+
+    Args:
+      model: the student.
+      loss: of the labels.
+      setting: see `Setting`.
+      teacher: where `setting.teachers` come from.
+      mode: "hard": the cross-entropy of the teachers' most likely class. "soft": T^2 KL(teachers |
+        student), both at temperature T; with two heads also divided by C, as in DeiT. "features":
+        the distance of the teachers' features to a linear function of the student's.
+      weight: share of the teachers; with 1 no labels are read.
+      temperature: T.
+      features: what is compared; see `parse_features`. Of tokens and layers, only the patches; a
+        teacher's map is resized to the student's grid.
+      distance: "cosine": 1 - cosine. "smooth_l1": of the teacher's features, normalised to mean 0
+        and variance 1, quadratic up to 2.
+
+    Raises:
+      InputError: a teacher does not fit the student.
+    """
+    learner: _Logits | Features
+    if mode == "features":
+        learner = Features(model, setting.teachers, parse_features(features), distance)
+    else:
+        learner = _Logits(model, setting.teachers, mode, temperature)
+    distillation = _Distillation(model, loss, setting, learner, weight)
+    return Objective(
+        distillation.loss,
+        init=learner.init,
+        frozen=tuple(teacher.variables for teacher in setting.teachers),
+        forward=distillation.forward,
+        needs=("image", "label", "mask") if needs_labels(weight) else ("image", "mask"),
+    )
+
+
+class _Distillation(NamedTuple):
+    """The functions of the objective; see `make_distillation`."""
+
+    model: nn.Module
+    loss_of_labels: LossFn
+    setting: Setting
+    learner: Any
+    weight: float
+
+    def loss(
+        self, params: Params, state: State, batch: Batch, frozen: Any, rng: jax.Array
+    ) -> ObjectiveOutput:
+        mask_B, teachers = batch["mask"], self.setting.teachers
+        with watch() as outputs:
+            logits, model_state = apply_in_training(
+                self.model, params, state.model_state, batch, rng
+            )
+        heads = jax.tree.leaves(logits)
+        taught = [
+            self._ask(teacher, variables, batch["image"])
+            for teacher, variables in zip(teachers, frozen, strict=True)
+        ]
+        logits_BC = cast(jax.Array, sum(heads) / len(heads))
+        metrics = _agreement(logits_BC, [found for found, _ in taught], teachers)
+        if needs_labels(self.weight):
+            label_B = self.loss_of_labels(heads[0], batch["label"])
+            metrics |= {"loss_label": label_B, "top1": hits(logits_BC, batch["label"])}
+        sums = {name: (mask_B * metric_B).sum() for name, metric_B in metrics.items()}
+        distances = self.learner(params.get(OBJECTIVE), heads, outputs, taught)
+        terms = {
+            name: Term((mask_B * distance_B).sum(), mask_B.sum(), self.weight / len(distances))
+            for name, distance_B in distances.items()
+        }
+        labels = sums.get("loss_label", jnp.zeros(()))
+        loss_sum = (1 - self.weight) * labels
+        return ObjectiveOutput(loss_sum, mask_B.sum(), sums, model_state, terms)
+
+    def _ask(self, teacher: Teacher, variables: Any, images: jax.Array) -> Taught:
+        seen = as_seen_by(teacher, images, self.setting)
+        with watch() as outputs:
+            return teacher.model.apply(variables, seen, train=False), outputs
+
+    def forward(self, frozen: Any, images: jax.Array) -> list[Any]:
+        """The outputs of the teachers, on one device."""
+        return [
+            with_known(teacher.model, constrain=unconstrained, forms=PLAIN).apply(
+                variables, as_seen_by(teacher, images, self.setting), train=False
+            )
+            for teacher, variables in zip(self.setting.teachers, frozen, strict=True)
+        ]
+
+
+def as_seen_by(teacher: Teacher, images: jax.Array, setting: Setting) -> jax.Array:
+    """The images (B, H, W, channels) of a batch in a teacher's value range and image size."""
+    mean, std, its_mean, its_std = (
+        jnp.reshape(jnp.asarray(numbers, jnp.float32), (1, 1, 1, -1))
+        for numbers in (setting.mean, setting.std, teacher.mean, teacher.std)
+    )
+    if (setting.mean, setting.std) != (teacher.mean, teacher.std):
+        images = (images * std + mean - its_mean) / its_std
+    size = teacher.model.image_size
+    if size is None or size == images.shape[1:3]:
+        return images
+    shape = (images.shape[0], *size, images.shape[-1])
+    return jax.image.resize(images, shape, "bilinear", antialias=True)
+
+
+def _agreement(
+    logits_BC: jax.Array, taught: Sequence[jax.Array], teachers: Sequence[Teacher]
+) -> dict[str, jax.Array]:
+    """1.0 where the student and the mean of the teachers prefer one class; {} without classes."""
+    if any(logits.shape != logits_BC.shape for logits in taught):
+        return {}
+    label_B = _mean_log_p(taught, teachers, 1.0).argmax(axis=1)
+    return {"teacher_agreement": (logits_BC.argmax(axis=1) == label_B).astype(jnp.float32)}
+
+
+def _mean_log_p(
+    taught: Sequence[jax.Array], teachers: Sequence[Teacher], temperature: float
+) -> jax.Array:
+    """Logarithm of the weighted mean of the teachers' probabilities, (B, C)."""
+    log_p = [jax.nn.log_softmax(logits / temperature) for logits in taught]
+    if len(log_p) == 1:
+        return log_p[0]
+    weighted = [x + math.log(t.weight) for x, t in zip(log_p, teachers, strict=True)]
+    return jax.nn.logsumexp(jnp.stack(weighted), axis=0)
+
+
+class _Logits:
+    """The distance of a head's logits to the teachers' classes."""
+
+    init = None
+
+    def __init__(
+        self, model: nn.Module, teachers: Sequence[Teacher], mode: str, temperature: float
+    ):
+        self.teachers, self.mode, self.temperature = teachers, mode, temperature
+        faults = []
+        for teacher in teachers:
+            classes, needed = teacher.model.num_classes, model.num_classes
+            if classes != needed:
+                has = "no classes" if classes is None else f"{classes:,} classes"
+                faults.append(
+                    f"objective.teacher={teacher.source!r}: has {has}, and the data have "
+                    f"{needed:,}; fine-tune it on these data first, or set "
+                    "--config.objective.mode=features"
+                )
+            elif mode == "soft" and teacher.loss == "sigmoid":
+                faults.append(
+                    f"objective.teacher={teacher.source!r}: was trained with the sigmoid, so its "
+                    "classes do not exclude each other; set --config.objective.mode=hard"
+                )
+        collect_faults(faults)
+
+    def __call__(
+        self, own: Any, heads: list[jax.Array], outputs: Outputs, taught: list[Taught]
+    ) -> dict[str, jax.Array]:
+        del own, outputs
+        logits_BC, logits = heads[-1], [found for found, _ in taught]
+        if self.mode == "hard":
+            label_B = _mean_log_p(logits, self.teachers, 1.0).argmax(axis=1)
+            return {"hard": softmax_loss(logits_BC, label_B, 0.0)}
+        t = self.temperature
+        log_p_BC = _mean_log_p(logits, self.teachers, t)
+        log_q_BC = jax.nn.log_softmax(logits_BC / t)
+        kl_B = (jnp.exp(log_p_BC) * (log_p_BC - log_q_BC)).sum(axis=1)
+        return {"soft": t**2 * kl_B / (logits_BC.shape[1] if len(heads) > 1 else 1)}

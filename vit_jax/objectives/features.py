@@ -1,0 +1,179 @@
+"""The distance of a model's features to those of its teachers.
+
+Axes: B images, D width.
+Source: Wei et al. 2022 (arXiv:2205.14141), section 3.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.errors import InputError
+from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.forms import PLAIN
+from vit_jax.models.layers import unconstrained
+from vit_jax.models.watched import Outputs, as_map, watch
+from vit_jax.objectives.contract import Teacher
+from vit_jax.tree import ModelState, Params
+
+DISTANCES = ("cosine", "smooth_l1")
+_BETA = 2.0  # of the smooth L1 distance: quadratic up to it, then linear
+_EPS = 1e-6  # of the normalisation of a teacher's features
+
+
+class Pair(NamedTuple):
+    """An output of the student and the teachers' output that it learns.
+
+    name: of the term of the loss.
+    student, teacher: "pooled", "tokens", or the number of a layer, negative from the end.
+    """
+
+    name: str
+    student: str | int
+    teacher: str | int
+
+
+def parse_features(text: str) -> list[Pair]:
+    """The pairs in `objective.features`, such as "pooled, tokens, 5:11".
+
+    Raises:
+      InputError: an entry has another form, or comes twice.
+    """
+    pairs = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        match = re.fullmatch(r"(-?\d+)\s*:\s*(-?\d+)", entry)
+        if match is None and entry not in ("pooled", "tokens"):
+            raise InputError(
+                f"objective.features={text!r}: {entry!r} is none of pooled, tokens, and two layers "
+                "such as 5:11, the student's first"
+            )
+        pair = Pair(entry, entry, entry)
+        if match is not None:
+            pair = Pair(f"layer_{match[1]}", int(match[1]), int(match[2]))
+        pairs.append(pair)
+    if not pairs or len({pair.name for pair in pairs}) < len(pairs):
+        raise InputError(f"objective.features={text!r}: needs different outputs of the student")
+    return pairs
+
+
+class Features:
+    """The distance of linear functions of the student's features to those of the teachers.
+
+    Every pair of outputs has an adapter for each teacher: a dense layer in
+    `params["objective"]["adapter_PAIR_TEACHER"]`, counted from 0.
+    """
+
+    def __init__(
+        self, model: nn.Module, teachers: Sequence[Teacher], pairs: Sequence[Pair], distance: str
+    ):
+        self.model, self.teachers, self.pairs, self.distance = model, teachers, pairs, distance
+        self.image_size = model.image_size
+        _check_layers_are_seen(model, pairs)
+        own = _outputs_of(model, self.image_size)
+        its = [_outputs_of(t.model, t.model.image_size or self.image_size) for t in teachers]
+        self.widths: dict[str, tuple[int, int]] = {}
+        for i, pair in enumerate(pairs):
+            width = _choose(own, pair.student, "the student", model).shape[-1]
+            for j, (teacher, found) in enumerate(zip(teachers, its, strict=True)):
+                wanted = _choose(found, pair.teacher, teacher.source, teacher.model).shape[-1]
+                self.widths[f"adapter_{i}_{j}"] = width, wanted
+
+    def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
+        """The adapters, and no state."""
+        own: dict[str, Params] = {}
+        for i, (name, (width, wanted)) in enumerate(self.widths.items()):
+            layer, key = nn.Dense(wanted), jax.random.fold_in(rng, i)
+            own[name] = layer.init(key, jnp.zeros((1, width)))["params"]
+        return own, {}
+
+    def __call__(
+        self,
+        own: Any,
+        heads: list[jax.Array],
+        outputs: Outputs,
+        taught: Sequence[tuple[Any, Outputs]],
+    ) -> dict[str, jax.Array]:
+        del heads
+        found: dict[str, Any] = {}
+        for i, pair in enumerate(self.pairs):
+            x = _choose(outputs, pair.student, "the student", self.model)
+            x = x if pair.student == "pooled" else as_map(self.model, x, self.image_size)
+            found[pair.name] = sum(
+                teacher.weight * self._distance(own[f"adapter_{i}_{j}"], x, its, pair, teacher)
+                for j, ((_, its), teacher) in enumerate(zip(taught, self.teachers, strict=True))
+            )
+        return found
+
+    def _distance(self, adapter, x, outputs, pair, teacher):
+        """(B,), for the student's pooled features (B, D) or map (B, rows, columns, D)."""
+        y = _choose(outputs, pair.teacher, teacher.source, teacher.model)
+        y = y.astype(jnp.float32)
+        if pair.teacher != "pooled":
+            size = teacher.model.image_size or self.image_size
+            y = as_map(teacher.model, y, size)
+            if y.shape[1:3] != x.shape[1:3]:
+                y = jax.image.resize(y, (*x.shape[:3], y.shape[-1]), "bilinear", antialias=True)
+        layer = nn.Dense(y.shape[-1], dtype=x.dtype)
+        x = cast(jax.Array, layer.apply({"params": adapter}, x)).astype(jnp.float32)
+        each = _cosine_distance(x, y) if self.distance == "cosine" else _smooth_l1(x, y)
+        return each.reshape(each.shape[0], -1).mean(axis=1)
+
+
+def _cosine_distance(x, y):
+    """1 - cosine over the last axis."""
+    norms = jnp.sqrt(jnp.square(x).sum(-1) * jnp.square(y).sum(-1) + _EPS**2)
+    return 1 - (x * y).sum(-1) / norms
+
+
+def _smooth_l1(x, y):
+    """Mean over the last axis of the smooth L1 distance to `y`, normalised over that axis."""
+    y = jax.nn.standardize(y, axis=-1, epsilon=_EPS)
+    far = jnp.abs(x - y)
+    return jnp.where(far < _BETA, far**2 / (2 * _BETA), far - _BETA / 2).mean(-1)
+
+
+def _check_layers_are_seen(model: nn.Module, pairs: Sequence[Pair]) -> None:
+    if all(isinstance(pair.student, str) for pair in pairs):
+        return
+    for field, plain in (("scan", False), ("remat", "none")):
+        if value_of(model, field) != plain:
+            raise InputError(
+                f"model.{field}={value_of(model, field)}: hides the layers that objective.features "
+                f"compares; set --config.model.{field}={str(plain).lower()}"
+            )
+
+
+def _outputs_of(model: nn.Module, image_size: tuple[int, int]) -> Outputs:
+    """The shapes of a model's outputs."""
+    plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
+    images = jnp.zeros((1, *image_size, value_of(model, "channels")))
+
+    def call():
+        with watch() as outputs:
+            plain.init_with_output(jax.random.key(0), images)
+        return outputs.pooled, outputs.tokens, outputs.layers
+
+    return Outputs(*jax.eval_shape(call))
+
+
+def _choose(outputs: Outputs, which: str | int, who: str, model: nn.Module) -> jax.Array:
+    """The output `which` of the model of `who`.
+
+    Raises:
+      InputError: the model has no such output.
+    """
+    if isinstance(which, str):
+        found = outputs.pooled if which == "pooled" else outputs.tokens
+        if found is None:
+            raise InputError(f"objective.features: a {type(model).__name__} ({who}) has no {which}")
+        return found
+    depth = len(outputs.layers)
+    if not -depth <= which < depth:
+        raise InputError(
+            f"objective.features: {who} has {depth} layers; {which} is none of 0 to {depth - 1}"
+        )
+    return outputs.layers[which]

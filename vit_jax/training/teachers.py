@@ -1,0 +1,171 @@
+"""The teachers of a run: frozen models that its objective learns from."""
+
+import functools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from vit_jax import transfer, tree
+from vit_jax.checkpoints.checksums import hash_params
+from vit_jax.config import image_hw
+from vit_jax.devices.sharding import place
+from vit_jax.errors import InputError, collect_faults
+from vit_jax.files import write_whole
+from vit_jax.models import create_model
+from vit_jax.models.fields import value_of, with_known
+from vit_jax.objectives import teachers_of
+from vit_jax.objectives.contract import Teacher
+from vit_jax.transfer.rules import stack_layers
+
+logger = logging.getLogger("vit_jax")
+
+UNTRAINED = "untrained:"  # before the name of a model
+_FILE = "teachers.json"
+
+
+def read_teachers(config: ConfigDict, *, shapes_only: bool = False) -> tuple[Teacher, ...]:
+    """The teachers of `config.objective`, with their weights; () if it has none.
+
+    They compute in the student's `model.dtype` and, unless single layers are compared, scan their
+    layers where the student does.
+
+    "untrained:MODEL" is a new model of that name with the student's classes and image size, for
+    trial runs and for plans without a teacher's file.
+
+    Args:
+      config: resolved.
+      shapes_only: with shapes instead of arrays; an untrained teacher is not computed then.
+
+    Raises:
+      InputError: a source cannot be read, or takes images of other channels.
+    """
+    teachers, faults = [], []
+    for source, weight in teachers_of(config).items():
+        try:
+            teachers.append(_read(source, config, shapes_only)._replace(weight=weight))
+        except InputError as e:
+            faults += [f"objective.teacher={source!r}: {fault}" for fault in e.faults]
+    collect_faults(faults)
+    return tuple(teachers)
+
+
+def _read(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
+    if source.startswith(UNTRAINED):
+        return _new_teacher(source, config, shapes_only)
+    pretrained = transfer.read_pretrained(source)
+    spec, channels = pretrained.spec, value_of(pretrained.model, "channels")
+    if channels != config.data.channels:
+        raise InputError(
+            f"takes images of {channels} channels; the run has data.channels={config.data.channels}"
+        )
+    model = _in_form_of_student(pretrained.model, config)
+    variables = pretrained.variables
+    if value_of(model, "scan"):
+        variables["params"] = stack_layers(variables["params"])
+    if shapes_only:
+        variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
+    value_range = tuple(spec.mean), tuple(spec.std)
+    return Teacher(source, 1.0, model, variables, *value_range, spec.loss, spec.class_names)
+
+
+def _new_teacher(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
+    d, name = config.data, source.removeprefix(UNTRAINED)
+    size = image_hw(d.image_size)
+    model = create_model(name, d.num_classes, size, channels=d.channels)
+    model = _in_form_of_student(model, config)
+    images = jnp.zeros((1, *size, d.channels))
+    init = functools.partial(model.init, jax.random.key(0), images)
+    variables = jax.eval_shape(init) if shapes_only else jax.device_get(jax.jit(init)())
+    return Teacher(source, 1.0, model, variables, tuple(d.mean), tuple(d.std))
+
+
+def _in_form_of_student(model: nn.Module, config: ConfigDict) -> nn.Module:
+    scan = bool(config.model.scan) and ":" not in (config.objective.features or "")
+    return with_known(model, dtype=jnp.dtype(config.model.dtype), scan=scan, remat="none")
+
+
+def check_class_order(
+    config: ConfigDict, teachers: Sequence[Teacher], class_names: Sequence[str] | None
+) -> None:
+    """Raise InputError if a teacher's logits have the classes of the data in another order."""
+    if config.objective.mode == "features" or class_names is None:
+        return
+    collect_faults(
+        [
+            f"objective.teacher={teacher.source!r}: has the classes of the data in another order "
+            f"({', '.join(teacher.class_names[:3])}, ... instead of {', '.join(class_names[:3])}, "
+            "...); train it on these data, or set --config.objective.mode=features"
+            for teacher in teachers
+            if teacher.class_names is not None
+            and sorted(teacher.class_names) == sorted(class_names)
+            and list(teacher.class_names) != list(class_names)
+        ]
+    )
+
+
+def abstract_teachers(config: ConfigDict) -> tuple[Teacher, ...]:
+    """`read_teachers` with shapes instead of arrays, for plans; reads every source once."""
+    if config.objective.teacher is None:
+        return ()
+    read = {key: config[key].to_dict() for key in ("objective", "data", "model")}
+    for key in ("remat", "remat_layers"):  # which a search changes
+        del read["model"][key]
+    return _abstract_teachers(json.dumps(read))
+
+
+@functools.lru_cache(maxsize=8)
+def _abstract_teachers(config: str) -> tuple[Teacher, ...]:
+    return read_teachers(ConfigDict(json.loads(config)), shapes_only=True)
+
+
+def place_teachers(
+    teachers: Sequence[Teacher], abstract_frozen: tuple[tree.PyTree, ...]
+) -> tuple[tree.PyTree, ...]:
+    """The frozen arguments of a step, on the devices; () if there are no teachers."""
+    if not teachers:
+        return ()
+    variables = tuple(dict(teacher.variables) for teacher in teachers)
+    (shapes,) = abstract_frozen
+    return (jax.tree.map(lambda x, to: place(np.asarray(x), to.sharding), variables, shapes),)
+
+
+def describe_teachers(teachers: Sequence[Teacher]) -> list[dict[str, Any]]:
+    """For each teacher its source, its weight, and the SHA-256 of its parameters."""
+    return [
+        {
+            "source": teacher.source,
+            "weight": teacher.weight,
+            "model": type(teacher.model).__name__,
+            "digest": hash_params(tree.flatten_names(teacher.variables)),
+        }
+        for teacher in teachers
+    ]
+
+
+def write_teachers(workdir: epath.Path, found: Sequence[Mapping[str, Any]]) -> None:
+    """Write `describe_teachers` into WORKDIR/teachers.json, if there are any."""
+    if found:
+        write_whole(workdir / _FILE, json.dumps(list(found), indent=2) + "\n")
+
+
+def check_same_teachers(workdir: epath.Path, found: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InputError unless `found` have the weights with which the run in `workdir` began."""
+    path = workdir / _FILE
+    if not path.exists():
+        return
+    before = {teacher["source"]: teacher["digest"] for teacher in json.loads(path.read_text())}
+    changed = [
+        f"objective.teacher={teacher['source']!r}: has other weights than when this run began "
+        f"({path}); restore them, or use a new --workdir"
+        for teacher in found
+        if before.get(teacher["source"], teacher["digest"]) != teacher["digest"]
+    ]
+    collect_faults(changed)
