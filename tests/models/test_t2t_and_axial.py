@@ -112,9 +112,10 @@ def test_constants_are_state_and_not_trained():
     )
     images = jnp.zeros((2, 32, 32, 3))
     for function in (layer_outputs, attention_weights):
-        found = jax.eval_shape(
-            partial(function, experiment.model), state.params, images, state.model_state
-        )
+        with jax.set_mesh(mesh):
+            found = jax.eval_shape(
+                partial(function, experiment.model), state.params, images, state.model_state
+            )
         assert len(found) == 1
 
 
