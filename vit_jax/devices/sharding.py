@@ -22,6 +22,8 @@ logger = logging.getLogger("vit_jax")
 # (regular expression for the end of a leaf's name, mesh axis of each of its last axes); the first
 # match counts. Scanned layers have one more axis in front, which is never split.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    # The token module of a T2T-ViT has one head and narrow tokens: tensor does not split it.
+    (r"mixer_\d/(\w+/)?\w+/kernel", (None, "fsdp")),
     (r"(query|key|value|up)/kernel", ("fsdp", "tensor")),
     (r"(out|down)/kernel", ("tensor", "fsdp")),
     (r"lora_a", ("fsdp", None)),
@@ -42,7 +44,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"se_expand/kernel", (None, "fsdp")),
     # Small arrays: biases, norms and their statistics, tokens, probe, position tables, counts.
     (r"(bias|scale|mean|var|class_token|distillation_token|probe|pos_embedding(/\w+)?)", ()),
-    (r"(count|step)", ()),
+    (r"(random_features|count|step)", ()),
 )
 
 # Only the update reads and writes moments and averages, so each device that holds a copy of a
