@@ -238,11 +238,12 @@ def check_variables(model: nn.Module, variables: Mapping[str, Any]) -> None:
 
 def check_holds(format: str, model: nn.Module, key: str) -> None:
     """Raise InputError if `format`, one of WRITERS, cannot hold `model`; names those that can."""
+    channels = value_of(model, "channels")
+    of_channels = [] if channels == 3 else [f"channels={channels}: files hold models of 3 channels"]
     others = [name for name, writer in WRITERS.items() if not writer.check(model)]
-    remedy = " or ".join([*others, "stablehlo"])  # a program, which holds every model
-    faults = WRITERS[format].check(model)
-    if value_of(model, "channels") != 3:
-        faults = [*faults, f"channels={value_of(model, 'channels')}"]
+    # stablehlo, a program, holds every model.
+    remedy = " or ".join([*([] if of_channels else others), "stablehlo"])
+    faults = [*WRITERS[format].check(model), *of_channels]
     collect_faults(faults, f"{key}{format} cannot hold this model; export it as {remedy}")
 
 
