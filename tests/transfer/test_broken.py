@@ -244,7 +244,7 @@ BROKEN = {
             arrays.clear(),
             arrays.update({"bn1.num_batches_tracked": np.array(3), "conv_stem.weight": np.ones(2)}),
         ]),
-        "timm's Vision Transformers or EfficientNets: bn1.num_batches_tracked, conv_stem.weight",
+        "nor those of T2T-ViT's authors: bn1.num_batches_tracked, conv_stem.weight",
     ),
     "hf: NaN": (tensors(HF, edit(HF_UP, poisoned(np.nan))), f"{HF_UP}: 1 of its 2048 values"),
     "hf: an array is missing": (
