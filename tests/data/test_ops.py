@@ -87,8 +87,12 @@ def test_crops_of_images_whose_size_is_not_known():
         ("decode|central_crop(pad=1)", ["pad must be True or False, not 1"]),
         (
             "scaled_decode|randaugment(2, 10)|random_crop(pad=True)|resize",
-            ["'scaled_decode' decodes", "at most 8 x 8", "'random_crop(pad=True)' follows",
-             "'decode'"],
+            [
+                "'scaled_decode' decodes",
+                "at most 8 x 8",
+                "'random_crop(pad=True)' follows",
+                "'decode'",
+            ],
         ),
         ("scaled_decode(9)|resize_small((8, 10))", ["at most 9 x 9", "'resize_small((8, 10))'"]),
     ],
