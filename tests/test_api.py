@@ -57,6 +57,10 @@ def test_every_kind_of_image_is_preprocessed_as_its_file(source, tmp_path):
     for one in (paths[0], str(paths[0]), pictures[0], kinds["a.png"], kinds["a.png"][None]):
         np.testing.assert_array_equal(predict(one, source, output="logits"), expected[:1])
     of_folder = predict([pictures[0], folder], source, output="logits")
+    rows = predict([pictures[0], folder], source, batch_size=8)
+    assert [row["file"] for row in rows] == [
+        "image 0", *(f"{folder}/{path.name}" for path in sorted(paths[1:]))
+    ]  # fmt: skip
     in_order = predict([paths[0], *sorted(paths[1:])], source, output="logits")
     np.testing.assert_array_equal(of_folder, in_order)
     assert predict(folder, source, output="logits").shape == expected[1:].shape

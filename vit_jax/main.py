@@ -139,7 +139,7 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.INPUT_WRONG, e
     except KeyboardInterrupt as e:
-        print("Interrupted. Run the same command to continue from the last save.", file=sys.stderr)
+        print("Interrupted. A run that has saved continues by the same command.", file=sys.stderr)
         return exit_codes.INTERRUPTED, e
 
 

@@ -151,6 +151,8 @@ def test_links_are_followed_and_not_round_and_round(tmp_path):
     root = make_folder(tmp_path / "pets", {"cat": 20, "dog": 10})
     (root / "cat" / "more").symlink_to(tmp_path / "elsewhere" / "more")
     (root / "dog" / "again").symlink_to(root / "dog")
+    (root / "around").symlink_to(root)
+    assert folder(root).class_names == ("cat", "dog")
     assert folder(root).num_examples + folder(root, "val").num_examples == 33
 
 

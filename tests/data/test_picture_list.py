@@ -77,7 +77,7 @@ def test_several_labels_each(root, suffix):
     assert both(path, multi_label=True) == {
         "a.jpg": [1, 0], "sub/b.png": [1, 1], "c.jpg": [0, 0],
     }  # fmt: skip
-    refused(path, "sub/b.png has 2 labels", "multi_label=true", "loss.name=sigmoid")
+    refused(path, "sub/b.png has 2 labels", "--config=folder:multilabel")
 
 
 def test_batches_have_the_labels_of_all_classes(root):

@@ -137,8 +137,51 @@ def efficientnet(variant, image_size, num_classes):
     return params, macs + channels * last * side**2 + last * num_classes
 
 
+# Width, layers, MLP.
+T2T = {"7": (256, 7, 512), "10": (256, 10, 512), "12": (256, 12, 512), "14": (384, 14, 1152),
+       "19": (448, 19, 1344), "24": (512, 24, 1536)}  # fmt: skip
+
+
+def t2t(number, image_size, num_classes, module="performer"):
+    """(trained parameters, multiply-adds), with tokens of width 64 and 32 random features."""
+    width, depth, mlp_dim = T2T[number]
+    side, params, macs = image_size, 0, 0
+    for inputs, stride in ((7 * 7 * 3, 4), (3 * 3 * 64, 2)):
+        side //= stride
+        positions = side**2
+        params += 2 * inputs + 2 * 64 + inputs * 3 * 64 + 3 * (64 * 64 + 64)
+        macs += positions * (inputs * 3 * 64 + 3 * 64 * 64)
+        if module == "performer":
+            params += 3 * 64
+            macs += positions * 32 * (64 + 64 + 64 + 64 + 1)
+        else:
+            macs += 2 * positions**2 * 64
+    tokens, patch = (side // 2) ** 2 + 1, 3 * 3 * 64
+    block = 4 * width**2 + width + 2 * width * mlp_dim + mlp_dim + width + 4 * width
+    params += (patch + 1) * width + width + depth * block + 2 * width + (width + 1) * num_classes
+    macs += (tokens - 1) * patch * width + width * num_classes
+    macs += depth * (tokens * width * (4 * width + 2 * mlp_dim) + 2 * tokens**2 * width)
+    return params, macs
+
+
+def axial(variant, patch, image_size, num_classes):
+    """(parameters, multiply-adds): each block twice, with weights in rows, then in columns."""
+    width, depth, mlp_dim, _ = SIZES[variant]
+    side = image_size // patch
+    tokens = side**2
+    block = 4 * (width**2 + width) + 2 * width * mlp_dim + mlp_dim + width + 4 * width
+    params = (3 * patch**2 + 1 + tokens) * width + 2 * depth * block + 2 * width
+    macs = tokens * 3 * patch**2 * width + width * num_classes
+    macs += 2 * depth * tokens * width * (4 * width + 2 * mlp_dim + 2 * side)
+    return params + (width + 1) * num_classes, macs
+
+
 def by_hand(name, image_size=224, num_classes=1000):
     """(parameters, multiply-adds) of the model called `name`."""
+    if name.startswith("T2T-ViT-"):
+        return t2t(name.removeprefix("T2T-ViT-"), image_size, num_classes)
+    if found := re.fullmatch(r"Axial-ViT-(\w+)/(\d+)", name):
+        return axial(found[1], int(found[2]), image_size, num_classes)
     if bit := re.fullmatch(r"BiT-R(\d+)x(\d)", name):
         stages, factor = STAGES[bit[1]], int(bit[2])
         params, macs, channels, _ = resnet(stages, 64 * factor, image_size, is_bit=True)

@@ -31,7 +31,8 @@ from vit_jax.transfer.export import export
 from vit_jax.transfer.rules import Pretrained, Spec, abstract_params, stack_layers
 
 NAMES = [name for family in MODELS.values() for name in family.names]
-SMALLEST = ("ViT-mu/16", "DeiT-Ti/16", "R+ViT-Ti/16", "BiT-R50x1", "EfficientNet-B0")
+SMALLEST = ("ViT-mu/16", "DeiT-Ti/16", "R+ViT-Ti/16", "BiT-R50x1", "EfficientNet-B0",
+            "T2T-ViT-7", "Axial-ViT-B/32")  # fmt: skip
 
 # As published: parameters, and multiply-adds in units of 1e9.
 PARAMS = {
@@ -45,6 +46,7 @@ PARAMS = {
     "BiT-R50x1": 25_549_352,
     "BiT-R101x1": 44_541_480,
     "BiT-R152x4": 936_533_224,
+    "T2T-ViT-14": 21_465_806,
     "EfficientNet-B0": 5_288_548,
     "EfficientNet-B7": 66_347_960,
     "EfficientNet-B8": 87_413_142,
@@ -71,7 +73,8 @@ def each(*quick, names=NAMES):
 
 def shrunk(name, **fields):
     """The model called `name`, with few layers and channels, for images of 2 x 3 tokens."""
-    small = {"width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "stem_width": 32}
+    small = {"width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "stem_width": 32,
+             "token_width": 8}  # fmt: skip
     small |= TINY
     module = find_family(name).module
     small = {field: size for field, size in small.items() if field in field_names(module)}
@@ -87,8 +90,8 @@ def images_for(model):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def logits_of(model, params, images):
-    return model.apply({"params": params}, images)
+def logits_of(model, variables, images):
+    return model.apply(variables, images)
 
 
 @each(*SMALLEST, *GMACS, "DeiT-S/16")
@@ -173,13 +176,18 @@ def test_a_mesh_trains_as_one_device(name):
         np.testing.assert_allclose(found, params[leaf], rtol=0, atol=tolerance, err_msg=leaf)
 
 
-@each("R+ViT-Ti/16", names=[n for n in NAMES if "scan" in field_names(find_family(n).module)])
+@each(
+    "R+ViT-Ti/16",
+    "Axial-ViT-B/32",
+    names=[n for n in NAMES if "scan" in field_names(find_family(n).module)],
+)
 def test_scanned_is_unrolled(name):
     model = shrunk(name)
     images = images_for(model)
-    params = random_params(model, images)
-    expected = logits_of(model, params, images)
-    found = logits_of(model.clone(scan=True), stack_layers(params), images)
+    variables = random_variables(model, images)
+    expected = logits_of(model, variables, images)
+    stacked = variables | {"params": stack_layers(variables["params"])}
+    found = logits_of(model.clone(scan=True), stacked, images)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
@@ -242,13 +250,15 @@ def test_save_and_restore(name, tmp_path):
 FORMATS = {
     "ViT": ("npz", "npz_v2", "hf", "timm"),
     "DeiT": ("hf", "timm"),
+    "T2T": ("t2t",),
+    "Axial": (),
     "R+ViT": ("npz",),
     "BiT": ("npz",),
     "EfficientNet": ("timm",),
 }
 
 
-@each("DeiT-Ti/16", "BiT-R50x1")
+@each("DeiT-Ti/16", "BiT-R50x1", "T2T-ViT-7")
 def test_export(name, tmp_path):
     family = next(key for key, family in MODELS.items() if family == find_family(name))
     model = shrunk(name, **({"gelu": "exact", "hidden_head": False} if family == "DeiT" else {}))
@@ -318,6 +328,9 @@ def test_parts_of_a_model(name, expected):
         ("EfficientNet-B9", ["no such EfficientNet", "EfficientNet-B"]),
         ("tf_efficientnet_b0.ns_jft_in1k", ["it is called EfficientNet-B0 here"]),
         ("RR+ViT-B/16", ["no such model"]),
+        ("T2T-ViT-15", ["no such T2T-ViT", "did you mean T2T-ViT-1"]),
+        ("t2t_vit_14", ["it is called T2T-ViT-14 here"]),
+        ("Axial-ViT-B", ["needs Axial-ViT-VARIANT/PATCH"]),
     ],
 )
 def test_unknown_names(name, said):
@@ -349,6 +362,11 @@ def test_a_resnet_takes_images_of_any_size():
             {"width_factor": 0.0, "norm_momentum": 1.0},
             "width_factor=0.0: needs a",
         ),
+        ("T2T-ViT-7", {"patch_size": 8}, "patch_size=(8, 8): a T2T-ViT needs 16"),
+        ("T2T-ViT-7", {"token_module": "both"}, "token_module='both': "),
+        ("ViT-B/16", {"pos_embed": "sincos_1d"}, "pos_embed='sincos_1d': "),
+        ("Axial-ViT-B/32", {"pool": "token"}, "an Axial-ViT has none; choose pool gap"),
+        ("Axial-ViT-B/32", {"pos_embed_at": "layers"}, "have no tables of their own"),
         ("R50+ViT-B/16", {"stem_width": 0}, "stem_width=0: needs a multiple of 32"),
         ("R50+ViT-B/32", {"image_size": 48}, "48; choose image_size with height 32 or 64"),
         ("ViT-B/16", {"stages": (1,)}, "stages: ViT has no such field"),

@@ -208,6 +208,32 @@ def test_blocks_of_an_efficientnet_by_hand():
     assert tensor_exchanges(model, backward=True)["all-reduce"] == (7, 2 * sum(inputs))
 
 
+def test_axial_blocks_and_token_modules_by_hand():
+    bf16 = {"dtype": jnp.bfloat16}
+    plain = create_model("ViT-mu/8", 10, (32, 64), pool="gap", **bf16)  # 4 x 8 patches, one block
+    axial = create_model("Axial-ViT-mu/8", 10, (32, 64), **bf16)
+    weights = 2 * 5  # bytes of each weight, of two heads
+    expected = 2 * (activation_bytes(plain) - weights * 32**2) + weights * 32 * (4 + 8)
+    assert activation_bytes(axial) == expected
+    again = axial.clone(remat="dots")
+    kept = 2 * 32 * (32 + 2 * (5 * 32 + 128))
+    assert activation_bytes(again) == kept + expected
+    assert tensor_exchanges(axial)["all-reduce"] == (4, 4 * 2 * 32 * 32)
+
+    sizes = {"width": 32, "depth": 1, "mlp_dim": 128, "num_heads": 2, "token_width": 8}
+    model = create_model("T2T-ViT-7", 10, 32, **sizes, **bf16)
+    blocks = create_model("ViT-mu/16", 10, 32, **bf16)
+    inputs = [2 * 64 * 147, 2 * 16 * 72, 2 * 4 * 72]
+    layers = [2 * i + 2 * 9 * n * 8 for i, n in zip(inputs, (64, 16), strict=False)]
+    features, weights = [4 * 64 * 8, 4 * 16 * 8], [2 * 64**2, 2 * 16**2]
+    for kind, own in (("performer", features), ("transformer", weights)):
+        found = activation_bytes(model.clone(token_module=kind)) - activation_bytes(blocks)
+        assert found == sum(layers) + sum(own) + inputs[-1]
+    remat = model.clone(remat="full"), blocks.clone(remat="full")
+    found = activation_bytes(remat[0]) - activation_bytes(remat[1])
+    assert found == sum(inputs) + layers[0] + features[0]
+
+
 def test_of_other_families_it_is_unknown():
     class Other(ViT):
         pass

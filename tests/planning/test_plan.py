@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from vit_jax import planning, tree
 from vit_jax.config import base_config, num_microbatches
 from vit_jax.data.known import fill_in_sizes
+from vit_jax.devices import sharding
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.devices.flops import forward_macs
 from vit_jax.devices.mesh import make_mesh
@@ -67,8 +68,9 @@ def plan_by_process(*words):
     return job.returncode, json.loads(job.stdout)
 
 
-def test_plan_for_tpus_compiles_here_and_is_kept(tmp_path, capsys):
+def test_plan_for_tpus_compiles_here_and_is_kept(tmp_path, capsys, monkeypatch):
     pytest.importorskip("libtpu")
+    monkeypatch.setattr(sharding, "SPLIT_FROM", 1 << 16)  # as in the process below
     words = (TINY, "--topology=v5e:2x2", "--price_per_chip_hour=2")
     code, figures = plan_by_process(*words)
     memory, timing = figures["memory_bytes"], figures["estimate"]
@@ -94,7 +96,7 @@ def test_plan_for_tpus_compiles_here_and_is_kept(tmp_path, capsys):
     kept.write_text(json.dumps(json.loads(kept.read_text()) | {"compile_s": 12345}))
     assert plan_by_command(capsys, *words) == (code, figures | {"compile_s": 12345})
 
-    # What is calculated moves as many bytes: gradients in bfloat16, new parameters in float32.
+    # What is calculated moves as many bytes: gradients in bfloat16.
     _, others = plan_by_command(capsys, TINY, "--topology=H100:4")
     for kinds in (("all-reduce", "reduce-scatter"), ("all-gather",)):
         compiled, found = (

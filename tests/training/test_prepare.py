@@ -149,6 +149,9 @@ def test_other_classes_than_the_models_are_told_once_by_the_key_that_was_typed(t
         (["set/train/cat/1.png", "set/train/dog/1.png"],
          "has 1 class, ('set',); needed: at least 2; as set/ has train/ in it, give "
          "--config.data.data_dir=ROOT/set"),
+        (["pics/cat/1.png", "pics/dog/1.png"],
+         "has 1 class, ('pics',); needed: at least 2; pics/ holds 2 folders (cat, dog); if they "
+         "are the classes, give --config.data.data_dir=ROOT/pics"),
         (["1.png", "2.JPG", "notes.txt"],
          "has 0 class folders: found 2 pictures, 1 other file (.txt); needed: at least 2 folders"),
         ([".hidden"], "has 0 class folders: found nothing in it; needed"),

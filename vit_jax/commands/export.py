@@ -25,7 +25,7 @@ from vit_jax.job import exit_codes
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
     parser.add_argument("--output", metavar="PATH", help="file or folder to write")
-    parser.add_argument("--format", help="npz, npz_v2, hf, timm or stablehlo")
+    parser.add_argument("--format", help="npz, npz_v2, hf, timm, t2t or stablehlo")
 
 
 def main(flags: argparse.Namespace) -> int:

@@ -16,8 +16,16 @@ _SHOWN = 4  # names, or extensions, in a message
 
 
 def class_like_folders(parent: pathlib.Path) -> list[pathlib.Path]:
-    """The folders in `parent` that are not hidden, sorted by name."""
-    return sorted(p for p in parent.iterdir() if p.is_dir() and not is_hidden(p.name))
+    """The folders in `parent` that are not hidden, sorted by name.
+
+    Leaves out links to `parent` or to a folder that holds it: they would double every picture.
+    """
+    above = {parent.resolve(), *parent.resolve().parents}
+    return sorted(
+        p
+        for p in parent.iterdir()
+        if p.is_dir() and not is_hidden(p.name) and not (p.is_symlink() and p.resolve() in above)
+    )
 
 
 def find_dataset_below(root: pathlib.Path) -> pathlib.Path | None:

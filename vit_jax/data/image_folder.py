@@ -95,6 +95,11 @@ def find_layout(data_dir: str | os.PathLike | None, rules: int = FOLDER_RULES[-1
             "give --config.data.data_dir=PICTURES"
         )
     root = pathlib.Path(data_dir).expanduser()
+    if root.is_file():
+        raise InputError(
+            f"data.data_dir={shown(str(root))!r} is a file; needed: a folder with one folder a "
+            "class; for a list of files and labels use --config=folder:list"
+        )
     if not root.is_dir():
         raise InputError(
             f"data.data_dir={shown(str(root))!r} is not a local folder; needed: one folder a "

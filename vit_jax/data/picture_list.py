@@ -177,8 +177,9 @@ def _fault_of_row(path: Any, labels: Any, found: dict, multi_label: bool) -> str
         return f"{shown(path)} is listed twice; list it once, with all its labels in `labels`"
     if len(labels) != 1 and not multi_label:
         return (
-            f"{shown(path)} has {len(labels)} labels; for lists with several, or none, set "
-            "--config.data.multi_label=true and --config.loss.name=sigmoid"
+            f"{shown(path)} has {len(labels)} labels; for lists with several, or none, use "
+            "--config=folder:multilabel, which sets data.multi_label=true and a loss and an "
+            "evaluator for it"
         )
     return None
 

@@ -41,17 +41,20 @@ def open_images(images: Any, exif: bool = True, channels: int = 3) -> Source:
     return _in_memory(encoded, exif, channels)
 
 
-def _encode(i: int, image: Any) -> list[bytes]:
-    """The image, or those of a folder, as files, so that all are decoded alike; PNG is lossless."""
+def _encode(i: int, image: Any) -> list[tuple[str | None, bytes]]:
+    """(path if there is one, bytes) of the image, or of those of a folder.
+
+    All are files, so that all are decoded alike; PNG is lossless.
+    """
     if isinstance(image, (str, os.PathLike)):
-        return [epath.Path(path).read_bytes() for path in find_images([image])]
+        return [(path, epath.Path(path).read_bytes()) for path in find_images([image])]
     if not isinstance(image, Image.Image):
         image = _from_pixels(i, image)
     if image.mode not in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA"):
         image = image.convert("RGB")
     png = io.BytesIO()
     image.save(png, "PNG", compress_level=1, exif=image.getexif())
-    return [png.getvalue()]
+    return [(None, png.getvalue())]
 
 
 def _from_pixels(i: int, image: Any) -> Image.Image:
@@ -73,14 +76,14 @@ def _from_pixels(i: int, image: Any) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def _in_memory(encoded: Sequence[bytes], exif: bool, channels: int) -> Source:
-    """A source of the bytes of files."""
+def _in_memory(encoded: Sequence[tuple[str | None, bytes]], exif: bool, channels: int) -> Source:
+    """A source of (path or None, bytes) of files."""
     if not encoded:
         raise InputError("images: none given; give a path, a picture, an array or a list of these")
-    kept = tf.constant(list(encoded))
+    kept = tf.constant([image for _, image in encoded])
     return without_labels(
         lambda record_id: as_known_format(tf.gather(kept, record_id), exif),
-        identity=("images", [len(image) for image in encoded]),
-        names=[f"image {i}" for i in range(len(encoded))],
+        identity=("images", [len(image) for _, image in encoded]),
+        names=[path or f"image {i}" for i, (path, _) in enumerate(encoded)],
         channels=channels,
     )

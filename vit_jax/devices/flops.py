@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from vit_jax.devices.chips import CHIPS
+from vit_jax.models.axial import AxialViT
 from vit_jax.models.deit import DeiT
 from vit_jax.models.fields import value_of, with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.layers import unconstrained
+from vit_jax.models.t2t import T2TViT
 from vit_jax.models.vit import ViT
 
 # Peaks of dense bfloat16 matrix products, FLOP/s per chip, by `jax.Device.device_kind`.
@@ -103,13 +105,15 @@ def forward_macs(model: nn.Module) -> int:
 def vit_flops(model: nn.Module) -> int | None:
     """FLOPs of the forward and the backward pass of one image, from the sizes of a ViT.
 
-    None for models with a ResNet or with relative positions.
+    None for models with a ResNet, a token module, axial attention or relative positions.
 
     For N tokens of width D and an MLP of width F, a block needs 2 N D (4 D + 2 F) + 4 N^2 D FLOPs.
     The backward pass costs twice the forward pass, except for the patch embedding, which needs no
     gradient with respect to the pixels.
     """
-    if not isinstance(model, ViT) or isinstance(model, HybridViT) or model.pos_embed == "relative":
+    if not isinstance(model, ViT) or isinstance(model, HybridViT | T2TViT | AxialViT):
+        return None
+    if model.pos_embed == "relative":
         return None
     height, width = model.image_size
     patch_height, patch_width = model.patch_size

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from vit_jax.devices.mesh import BATCH_AXES, PLATFORMS
 from vit_jax.models.attention import Attend, add_qkv_biases, choose_attention
+from vit_jax.models.axial import AxialViT
 from vit_jax.models.fields import field_names
 from vit_jax.models.forms import PLAIN, Forms
 from vit_jax.models.kernels import bias, long_attention, short_attention
@@ -76,6 +77,8 @@ def _why_plain(model: nn.Module, mesh: Mesh) -> str | None:
     """Why the attention of `model` has no kernel on TPUs; None: it has one."""
     if not isinstance(model, ViT):
         return f"{type(model).__name__} may call it with arguments that no kernel supports"
+    if isinstance(model, AxialViT):
+        return "it runs within single rows and columns"
     width, tensor = model.width // model.num_heads, mesh.shape["tensor"]
     if model.pos_embed == "relative":
         return "model.pos_embed=relative adds to the logits"
@@ -157,6 +160,8 @@ def _gpu_attention(model: nn.Module) -> Attend:
 def _why_not_cudnn(model: nn.Module) -> str | None:
     if not isinstance(model, ViT):
         return f"{type(model).__name__} may call it with arguments that cuDNN does not support"
+    if isinstance(model, AxialViT):
+        return "it runs within single rows and columns"
     width = model.width // model.num_heads
     if model.dtype != jnp.bfloat16:
         return f"cuDNN computes in bfloat16, not in model.dtype={jnp.dtype(model.dtype).name}"

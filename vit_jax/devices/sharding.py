@@ -22,6 +22,8 @@ logger = logging.getLogger("vit_jax")
 # (regular expression for the end of a leaf's name, mesh axis of each of its last axes); the first
 # match counts. Scanned layers have one more axis in front, which is never split.
 RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    # The token module of a T2T-ViT has one head and narrow tokens: tensor does not split it.
+    (r"mixer_\d/(\w+/)?\w+/kernel", (None, "fsdp")),
     (r"(query|key|value|up)/kernel", ("fsdp", "tensor")),
     (r"(out|down)/kernel", ("tensor", "fsdp")),
     (r"lora_a", ("fsdp", None)),
@@ -42,7 +44,7 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"se_expand/kernel", (None, "fsdp")),
     # Small arrays: biases, norms and their statistics, tokens, probe, position tables, counts.
     (r"(bias|scale|mean|var|class_token|distillation_token|probe|pos_embedding(/\w+)?)", ()),
-    (r"(count|step)", ()),
+    (r"(random_features|count|step)", ()),
 )
 
 # Only the update reads and writes moments and averages, so each device that holds a copy of a
@@ -64,10 +66,10 @@ def state_shardings(state, mesh: Mesh):
     """The sharding of every leaf of `state`, a pytree of arrays or of their shapes.
 
     Factored moments are sharded like their parameter on the axes that remain. Other moments and
-    averages of a parameter that a rule splits are also split over `data` from SPLIT_FROM elements
-    on, on the axis that `fsdp` splits, else on the last one whose size allows it. Arrays without a
-    matching rule, and axes whose size the mesh axis does not divide, are replicated and listed in a
-    warning.
+    averages of a parameter that a rule splits are also split over `data` if a layer of them has at
+    least SPLIT_FROM elements: on the axis that `fsdp` splits, else on the last one whose size
+    allows it. Arrays without a matching rule, and axes whose size the mesh axis does not divide,
+    are replicated and listed in a warning.
     """
     replicated = []
     named = tree.flatten_names(state)
@@ -89,7 +91,8 @@ def state_shardings(state, mesh: Mesh):
                     f"{name} {leaf.shape}: axis {i} does not divide by {axis}={mesh.shape[axis]}"
                 )
                 spec[i] = None
-        is_large = math.prod(leaf.shape) >= SPLIT_FROM
+        in_layer = leaf.shape[leaf.ndim - len(axes) :]
+        is_large = math.prod(in_layer) >= SPLIT_FROM
         if axes and is_large and not factored and _FOLLOWERS.match(name):
             spec = _split_over_data(spec, leaf.shape, mesh)
         while spec and spec[-1] is None:

@@ -141,7 +141,7 @@ def evaluate_pretrained(
     preprocessing = parse_preprocessing(config)
     model = _model_on(mesh, config, preprocessing.image_size, pretrained)
     params = transfer.init_params(pretrained, model, config.init_resize, keep_head=True)
-    model_state = transfer.init_model_state(pretrained, model)
+    model_state = transfer.init_model_state(pretrained, model, config.init_resize)
     check_evaluated_images(config, preprocessing, sources)
     _warn_of_other_classes(config, pretrained.spec.class_names, pretrained.source, sources)
     check_outputs(config, model, preprocessing.image_size)

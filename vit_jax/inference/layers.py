@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from vit_jax.errors import InputError
 from vit_jax.models.attention import dot_product_attention
+from vit_jax.models.axial import AxialViT
 from vit_jax.models.fields import field_names, value_of, with_known
 from vit_jax.models.forms import Forms
 from vit_jax.models.watched import as_map, watch
@@ -27,9 +28,9 @@ def layer_outputs(
 ) -> list[jax.Array]:
     """The output of every layer for images (B, H, W, 3) in the model's value range.
 
-    A Transformer's layers are its blocks: (B, N, D), before the final norm. Those of a BiT are its
-    residual units, those of an EfficientNet its blocks: maps (B, rows, columns, D). `params` are
-    those of unrolled layers.
+    A Transformer's layers are its blocks: (B, N, D), before the final norm. In an Axial-ViT row and
+    column blocks take turns. The layers of a BiT are its residual units, those of an EfficientNet
+    its blocks: maps (B, rows, columns, D). `params` are those of unrolled layers.
     """
     with watch() as found:
         variables = {"params": params, **model_state}
@@ -37,14 +38,16 @@ def layer_outputs(
     return found.layers
 
 
-def attention_weights(model: nn.Module, params: Params, images: jax.Array) -> list[jax.Array]:
+def attention_weights(
+    model: nn.Module, params: Params, images: jax.Array, model_state: ModelState = _NO_STATE
+) -> list[jax.Array]:
     """The attention weights (B, H, N, N) of every layer, float32: softmax(q k^T / sqrt(K) + bias).
 
     Entry [b, h, n, m] is the weight that query n gives to key m. Prefix tokens (the class token)
     come first. The other arguments are as in `layer_outputs`.
 
     Raises:
-      InputError: if the model has no attention.
+      InputError: if the model has no attention over all tokens.
 
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix A, Eq. 7.
     """
@@ -52,6 +55,11 @@ def attention_weights(model: nn.Module, params: Params, images: jax.Array) -> li
         raise InputError(
             f"output='attention': a {type(model).__name__} has no attention; take a ViT, or "
             "output='dense'"
+        )
+    if isinstance(model, AxialViT):
+        raise InputError(
+            "output='attention': an Axial-ViT attends within rows and within columns, so there are "
+            "no weights between all tokens; take output='dense'"
         )
     found: list[jax.Array] = []
 
@@ -62,7 +70,7 @@ def attention_weights(model: nn.Module, params: Params, images: jax.Array) -> li
         return dot_product_attention(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **others)
 
     watched = with_known(_unrolled(model), forms=Forms(attend=attend))
-    watched.apply({"params": params}, images, method="tokens")
+    watched.apply({"params": params, **model_state}, images, method="tokens")
     return found
 
 

@@ -114,7 +114,7 @@ def _program(
         images = to_value_range(images, mean, std)
         variables = {"params": params, **model_state}
         if what == "attention":
-            weights = layers.attention_weights(model, params, images)
+            weights = layers.attention_weights(model, params, images, model_state)
             return weights[-1 if layer is None else layer]
         if what in ("pooled", "patches") and layer is not None:
             x = layers.layer_outputs(model, params, images, model_state)[layer]

@@ -9,11 +9,13 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import image_hw, model_fields
 from vit_jax.errors import Faults, InputError, nearest
+from vit_jax.models.axial import AXIAL_NAMES, AxialViT, axial_fields
 from vit_jax.models.bit import BIT_NAMES, BiT, bit_fields
 from vit_jax.models.deit import DEIT_NAMES, DeiT
 from vit_jax.models.efficientnet import EFFICIENTNET_NAMES, EfficientNet, efficientnet_fields
 from vit_jax.models.fields import check_fields, field_defaults, field_names
 from vit_jax.models.hybrid import HYBRID_NAMES, HybridViT, hybrid_fields
+from vit_jax.models.t2t import T2T_NAMES, T2TViT, t2t_fields
 from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
 from vit_jax.models.vit import ViT
 
@@ -35,6 +37,8 @@ class Family(NamedTuple):
 MODELS = {
     "ViT": Family(ViT, vit_fields, VIT_NAMES),
     "DeiT": Family(DeiT, vit_fields, DEIT_NAMES),
+    "T2T": Family(T2TViT, t2t_fields, T2T_NAMES),
+    "Axial": Family(AxialViT, axial_fields, AXIAL_NAMES),
     "R+ViT": Family(HybridViT, hybrid_fields, HYBRID_NAMES),
     "BiT": Family(BiT, bit_fields, BIT_NAMES),
     "EfficientNet": Family(EfficientNet, efficientnet_fields, EFFICIENTNET_NAMES),
@@ -105,14 +109,20 @@ def sizes_of(name: str) -> dict[str, Any]:
     return {field: own.get(field, defaults.get(field)) for field in known}
 
 
+# The families whose names have the form START-VARIANT/PATCH, each with that start.
+_ANY_PATCH = {"ViT": "ViT", "DeiT": "DeiT", "Axial": "Axial-ViT"}
+
+
 def name_of(model: nn.Module) -> str | None:
     """The name of the model with the family and the sizes of `model`; None if there is none."""
     patch = getattr(model, "patch_size", (0, 0))
     for start, family in MODELS.items():
         if family.module is not type(model):
             continue
-        any_patch = [f"{start}-{variant}/{patch[0]}" for variant in VIT_VARIANTS]
-        for name in family.names if start == "R+ViT" or patch == (0, 0) else any_patch:
+        names = family.names
+        if start in _ANY_PATCH:
+            names = tuple(f"{_ANY_PATCH[start]}-{variant}/{patch[0]}" for variant in VIT_VARIANTS)
+        for name in names:
             if all(getattr(model, field) == size for field, size in sizes_of(name).items()):
                 return name
     return None
@@ -128,12 +138,15 @@ def translate_name(name: str) -> str | None:
     """The hint for a name of timm, torchvision or Hugging Face; None if `name` is none of these.
 
     "vit_base_patch16_224.augreg_in21k", "vit_b_16" and "google/vit-base-patch16-224" are ViT-B/16,
-    "tf_efficientnet_b0.ns_jft_in1k" is EfficientNet-B0.
+    "tf_efficientnet_b0.ns_jft_in1k" is EfficientNet-B0, "t2t_vit_14" is T2T-ViT-14.
     """
     plain = name.rpartition("/")[2].lower().replace("-", "_")
     match = re.match(r"(?:tf_)?efficientnet_?(b[0-8]|l2)(?:_|\.|$)", plain)
     if match is not None:
         return f"it is called EfficientNet-{match[1].upper()} here"
+    match = re.match(r"t2t_vit_(?:t_)?(\d+)(?:_|\.|$)", plain)
+    if match is not None:
+        return f"it is called T2T-ViT-{match[1]} here"
     match = re.match(r"(vit|deit)3?_([a-z0-9]+)_(?:distilled_)?(?:patch)?(\d+)(?:_|\.|$)", plain)
     if match is None or match[2] not in _SIZES_ELSEWHERE:
         return None

@@ -306,13 +306,18 @@ class EncoderBlock(BlockFields, nn.Module):
             name="attention",
             **common,
         )
-        z_BND = attention(y_BND, y_BND, relative=relative, train=train)
+        z_BND = self.mix(attention, y_BND, relative=relative, train=train)
         z_BND = nn.Dropout(self.dropout, deterministic=not train)(z_BND)
         x_BND = add(x_BND, z_BND, "scale_attention")
         if not self.parallel:
             y_BND = norm(name="norm_mlp")(x_BND)
         mlp = Mlp(self.mlp_dim, gelu=self.gelu, dropout=self.dropout, name="mlp", **common)
         return add(x_BND, mlp(y_BND, train=train), "scale_mlp"), None
+
+    @nn.nowrap
+    def mix(self, attention, y_BND, **kwargs):
+        """The output of `attention` (B, N, D), where every token attends to all tokens."""
+        return attention(y_BND, y_BND, **kwargs)
 
 
 class Encoder(BlockFields, nn.Module):
@@ -323,8 +328,8 @@ class Encoder(BlockFields, nn.Module):
     the part that the backward pass recomputes: "none", "dots" (all but the dense layers' matrix
     products) or "full" (the whole block). It applies to the first `remat_layers` blocks; None: to
     all. In a scan it applies to all, or with 0 to none. The rate of stochastic depth grows linearly
-    from 0 in the first block to `stochastic_depth` in the last. `positions` and `shared` go to
-    every block.
+    from 0 in the first block to `stochastic_depth` in the last. `positions`, `shared` and, unless
+    None, the `grid` of the tokens go to every block, a `block_class`.
 
     Shapes: (B, N, D) -> (B, N, D).
     """
@@ -336,9 +341,10 @@ class Encoder(BlockFields, nn.Module):
     scan: bool = False
     remat: str = "none"
     remat_layers: int | None = None
+    block_class: type[nn.Module] = EncoderBlock
 
     @nn.compact
-    def __call__(self, x_BND, *, shared=None, train=False):
+    def __call__(self, x_BND, *, grid=None, shared=None, train=False):
         num_tokens = x_BND.shape[1]
         padding = -num_tokens % self.forms.token_multiple
         x_BND = jnp.pad(x_BND, ((0, 0), (0, padding), (0, 0)))
@@ -347,6 +353,8 @@ class Encoder(BlockFields, nn.Module):
             "positions": self.positions,
             "num_tokens": num_tokens,
         }
+        if grid is not None:
+            fields["grid"] = grid
         drop_rates = self.stochastic_depth * jnp.arange(self.depth) / max(self.depth - 1, 1)
         if self.scan:
             layers = nn.scan(
@@ -371,9 +379,9 @@ class Encoder(BlockFields, nn.Module):
         """The class of block number `layer`, which may recompute in the backward pass."""
         num_layers = self.depth if self.remat_layers is None else self.remat_layers
         if self.remat == "none" or layer >= num_layers:
-            return EncoderBlock
+            return self.block_class
         return nn.remat(
-            EncoderBlock,
+            self.block_class,
             policy=REMAT_POLICIES[self.remat],
             prevent_cse=not self.scan,
             static_argnums=(3,),  # train; 0 is self

@@ -18,6 +18,8 @@ from vit_jax.errors import nearest
 
 LEARNED = ("learned_1d", "learned_2d", "relative")
 POS_EMBEDS = (*LEARNED, "sincos_2d", "none")
+SINCOS_1D = "sincos_1d"  # of T2T-ViTs, which keep its table as a constant
+TABLES = (*LEARNED, SINCOS_1D)  # kinds with tables that belong to the variables of a model
 PLACES = ("stem", "layers", "layers_shared")
 
 _INIT = nn.initializers.normal(0.02)
@@ -96,7 +98,7 @@ def _logits_by_offset(q_BHSK, offsets_OK, block):
 class Positions:
     """The position embedding of a grid of patches: its tables, and the arrays built from them.
 
-    kind: one of POS_EMBEDS except "none".
+    kind: one of POS_EMBEDS except "none", or SINCOS_1D.
     grid: rows and columns of patches.
     num_prefix: number of prefix tokens.
     prefix_has_some: whether prefix tokens have positions too.
@@ -174,6 +176,19 @@ def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
     x = columns.reshape(-1, 1) * frequencies
     y = rows.reshape(-1, 1) * frequencies
     return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1).astype(np.float32)
+
+
+def sincos_1d(num: int, width: int) -> np.ndarray:
+    """Fixed sine-cosine embedding of the numbers 0 to num - 1.
+
+    Entry 2 i is sin(n w_i) and entry 2 i + 1 cos(n w_i), w_i = 10000^(-2 i / width).
+
+    Shapes: -> (num, width), float32.
+    Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.5.
+    """
+    pairs = np.arange(width) // 2
+    angles = np.arange(num)[:, None] * 10000.0 ** -(2 * pairs / width)
+    return np.where(np.arange(width) % 2, np.cos(angles), np.sin(angles)).astype(np.float32)
 
 
 def find_position_faults(kind: str, place: str | None, width: int) -> list[str]:

@@ -59,12 +59,13 @@ def vit_fields(name: str) -> dict[str, Any]:
 
 
 def parse_vit_name(name: str) -> tuple[dict[str, Any], int]:
-    """Parse "ViT-L/16" or "DeiT-L/16" into (the fields of variant L, patch size 16).
+    """(the fields of variant L, 16) for "ViT-L/16", "DeiT-L/16" or "Axial-ViT-L/16".
 
     Raises:
       InputError: if `name` has another form, or the variant is unknown.
     """
-    family = name.partition("-")[0]
+    prefix = "Axial-" if name.startswith("Axial-") else ""
+    family = prefix + name.removeprefix(prefix).partition("-")[0]
     match = re.fullmatch(rf"{re.escape(family)}-(\w+)/([1-9]\d*)", name)
     if match is None:
         raise InputError(f"name={name!r}: needs {family}-VARIANT/PATCH, e.g. {family}-B/16")

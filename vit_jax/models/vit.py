@@ -4,6 +4,8 @@ Axes: B images, N tokens, D width, C classes.
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1.
 """
 
+from typing import ClassVar
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -25,11 +27,13 @@ from vit_jax.models.layers import (
     BlockFields,
     Dense,
     Encoder,
+    EncoderBlock,
     MapHead,
 )
 from vit_jax.models.position import (
     LEARNED,
     POS_EMBEDS,
+    TABLES,
     Positions,
     Relative,
     find_position_faults,
@@ -38,7 +42,6 @@ from vit_jax.models.position import (
 POOLS = ("token", "gap", "map")
 _CHOICES = {
     "pool": POOLS,
-    "pos_embed": POS_EMBEDS,
     "gelu": tuple(GELU),
     "norm": tuple(NORMS),
     "remat": tuple(REMAT_POLICIES),
@@ -105,6 +108,9 @@ class ViT(BlockFields, nn.Module):
     remat_layers: int | None = None
     channels: int = 3
 
+    pos_embeds: ClassVar[tuple[str, ...]] = POS_EMBEDS  # the kinds of positions that the class has
+    block_class: ClassVar[type[nn.Module]] = EncoderBlock  # of each of the `depth` blocks
+
     def setup(self):
         # The reference embeds patches by a convolution: initialise as it does, not as `Dense`.
         self.embedding = nn.Dense(
@@ -132,6 +138,7 @@ class ViT(BlockFields, nn.Module):
             scan=self.scan,
             remat=self.remat,
             remat_layers=self.remat_layers,
+            block_class=self.block_class,
         )
         if self.pool == "map":
             self.map_head = MapHead(**self.block_fields())
@@ -173,7 +180,8 @@ class ViT(BlockFields, nn.Module):
             x_BND, shared = x_BND + shared.astype(self.dtype), None
         x_BND = self.embedding_dropout(x_BND, deterministic=not train)
         x_BND = self.constrain(x_BND, ("batch", None, None))
-        return self.encoder(x_BND, shared=shared, train=train)
+        grid = None if self.block_class is EncoderBlock else self._grid(image_size)
+        return self.encoder(x_BND, grid=grid, shared=shared, train=train)
 
     def _embed(self, images):
         """Embed each patch of the images as a token: the first part of Eq. 1."""
@@ -229,14 +237,14 @@ class ViT(BlockFields, nn.Module):
 
     @property
     def num_prefix_positions(self) -> int:
-        """Number of prefix tokens that have learned positions."""
-        learned = self.pos_embed in LEARNED
-        return self.num_prefix_tokens if learned and self.pos_embed_class_token else 0
+        """Number of prefix tokens that have entries in a table of positions."""
+        has_table = self.pos_embed in TABLES
+        return self.num_prefix_tokens if has_table and self.pos_embed_class_token else 0
 
     @property
     def positions_at(self) -> str:
         """Where positions are added, one of PLACES; fixed tables are always shared by layers."""
-        if self.pos_embed_at == "layers" and self.pos_embed == "sincos_2d":
+        if self.pos_embed_at == "layers" and self.pos_embed.startswith("sincos"):
             return "layers_shared"
         return self.pos_embed_at or ("layers" if self.pos_embed == "relative" else "stem")
 
@@ -258,7 +266,7 @@ class ViT(BlockFields, nn.Module):
     @nn.nowrap
     def _find_faults(self) -> list[str]:
         faults = [
-            *find_unknown(self, _CHOICES),
+            *find_unknown(self, _CHOICES | {"pos_embed": self.pos_embeds}),
             *find_not_positive(self, ("width", "depth", "mlp_dim", "num_heads", "channels")),
             *find_no_rates(self, ("dropout", "attention_dropout", "stochastic_depth")),
             *find_class_faults(self.num_classes),
@@ -281,7 +289,7 @@ class ViT(BlockFields, nn.Module):
             )
         if self.image_size is not None:
             faults += find_undivided(self.image_size, self.patch_size, self.token_stride)
-        elif self.pos_embed in LEARNED:
+        elif self.pos_embed in TABLES:
             faults.append(f"image_size=None: pos_embed={self.pos_embed!r} needs a size; give one")
         if self.num_heads > 0 and self.width % self.num_heads:
             faults.append(

@@ -11,11 +11,13 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.errors import InputError
+from vit_jax.models.axial import AxialViT
 from vit_jax.models.bit import BiT
 from vit_jax.models.deit import DeiT
 from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.resnet import EXPANSION, ROOT_STRIDE
+from vit_jax.models.t2t import SPLITS, T2TViT
 from vit_jax.models.vit import ViT
 
 
@@ -131,6 +133,9 @@ def activation_bytes(model: nn.Module) -> int:
     are added. Statistics and standardised kernels are not included. The same holds for the blocks
     of an EfficientNet, which with "none" also keep the map that is excited.
 
+    A block of an Axial-ViT counts as two, with s rows and s columns of weights for each head. A
+    T2T-ViT adds its token module, see `_token_module_bytes`.
+
     Raises:
       InputError: for an unknown family.
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, for the blocks.
@@ -141,13 +146,41 @@ def activation_bytes(model: nn.Module) -> int:
     if isinstance(model, EfficientNet):
         return _efficientnet_bytes(model)
     stem = _resnet_bytes(model) if isinstance(model, HybridViT) else 0
+    stem += _token_module_bytes(model) if isinstance(model, T2TViT) else 0
     s, d, f, heads = num_tokens(model), model.width, model.mlp_dim, model.num_heads
     size = jnp.dtype(model.dtype).itemsize
     block_input = size * s * d
-    whole = size * s * (8 * d + 2 * f) + 2 * s * d + heads * s**2 * (2 * size + 1)
-    kept = {"full": block_input, "dots": size * s * (6 * d + f), "none": whole}[model.remat]
+    dense = size * s * (8 * d + 2 * f) + 2 * s * d
+    products = size * s * (5 * d + f)
+    pairs = s**2
+    if isinstance(model, AxialViT):  # two blocks, the second over the columns
+        dense, products, pairs = 2 * dense, 2 * products, s * sum(model.grid)
+    whole = dense + heads * pairs * (2 * size + 1)
+    kept = {"full": block_input, "dots": block_input + products, "none": whole}[model.remat]
     again = recomputed_layers(model)
     return stem + again * kept + (model.depth - again) * whole + (whole if again else 0)
+
+
+def _token_module_bytes(model: T2TViT) -> int:
+    """Bytes that the layers of the token module keep, and the last soft split.
+
+    A layer of n tokens, from C channels to K, keeps its input, also normalised, and 9 arrays of K
+    channels; a performer also random features of queries and keys in float32, a transformer its
+    n x n weights.
+    """
+    size, k = jnp.dtype(model.dtype).itemsize, model.token_width
+    (height, width), channels, inputs, whole = model.image_size, model.channels, [], []
+    for split in SPLITS:
+        height, width = height // split.stride, width // split.stride
+        n, channels = height * width, channels * split.size**2
+        inputs.append(size * n * channels)
+        weights = 4 * n * k if model.token_module == "performer" else size * n**2
+        whole.append(2 * inputs[-1] + 9 * size * n * k + weights)
+        channels = k
+    *layers, last = inputs
+    if model.remat == "none":
+        return sum(whole[:-1]) + last
+    return sum(layers) + last + max(whole[:-1])
 
 
 def _resnet_bytes(model: BiT | HybridViT) -> int:
@@ -225,6 +258,7 @@ def tensor_exchanges(
         reduced = sum(block.input if backward else block.output for block in blocks)
     if isinstance(model, ViT):
         layers = recomputed_layers(model) if again else model.depth
+        layers *= 2 if isinstance(model, AxialViT) else 1
         reduces += 2 * layers
         reduced += 2 * layers * num_tokens(model) * model.width
     return {"all-reduce": (reduces, reduced * size), "all-gather": (gathers, gathered * size)}
@@ -232,7 +266,7 @@ def tensor_exchanges(
 
 def _check_known(model: nn.Module) -> None:
     # Exact types: a subclass of a known family may keep or exchange more.
-    if type(model) not in (ViT, DeiT, HybridViT, BiT, EfficientNet):
+    if type(model) not in (ViT, DeiT, T2TViT, AxialViT, HybridViT, BiT, EfficientNet):
         raise InputError(
             f"model {type(model).__name__}: the size of its activations cannot be calculated; plan "
             "it for TPUs with their compiler (pip install -e '.[plan]')"

@@ -22,7 +22,7 @@ from vit_jax.devices.mesh import AXES, BATCH_AXES
 from vit_jax.experiment.experiment import Experiment
 from vit_jax.models import find_family
 from vit_jax.models.efficientnet import EfficientNet
-from vit_jax.models.fields import field_names, value_of
+from vit_jax.models.fields import field_names, has_batch_statistics, value_of
 from vit_jax.models.vit import ViT
 from vit_jax.planning.activations import (
     activation_bytes,
@@ -223,6 +223,8 @@ def _add_activations(exchanges: _Exchanges, model: nn.Module, images: int) -> No
 
 def _add_statistics(exchanges: _Exchanges, experiment: Experiment) -> None:
     """Add the collectives of batch statistics, in float32; none for a model without them."""
+    if not has_batch_statistics(experiment.model):
+        return
     for leaf in jax.tree.leaves(experiment.abstract_state.model_state):
         for axis in BATCH_AXES:
             exchanges.add("all-reduce", axis, leaf.size * leaf.dtype.itemsize, 2)

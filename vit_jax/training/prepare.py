@@ -284,7 +284,7 @@ def _first_weights(
     keep_head = config.init_head == "kept"
     model = experiment.model
     params = transfer.init_params(pretrained, model, config.init_resize, keep_head=keep_head)
-    model_state = transfer.init_model_state(pretrained, model)
+    model_state = transfer.init_model_state(pretrained, model, config.init_resize)
     return {"initial_params": params, "initial_model_state": model_state}
 
 

@@ -101,8 +101,10 @@ class Selection:
         """Why the run ends early."""
         assert self._stop is not None
         best = "" if self._stop.best_step is None else f" than at step {self._stop.best_step:,}"
+        number = self._stop.since_best
+        evaluations = "1 evaluation" if number == 1 else f"{number} evaluations"
         return (
-            f"{self._stop.metric} was not better{best} in {self._stop.since_best} evaluations "
+            f"{self._stop.metric} was not better{best} in {evaluations} "
             f"(stop.patience={self._patience})"
         )
 

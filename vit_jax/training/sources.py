@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +15,9 @@ from vit_jax import config as config_lib
 from vit_jax import data, transfer
 from vit_jax.config import SplitKey
 from vit_jax.config.evals import find_evaluator
-from vit_jax.data.folder_contents import find_dataset_below
+from vit_jax.data.folder_contents import class_like_folders, find_dataset_below
 from vit_jax.data.image_folder import class_folders
+from vit_jax.data.pictures import shown
 from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
 from vit_jax.errors import Faults, InputError, collect_faults
@@ -243,13 +245,26 @@ def _check_learnable(config: ConfigDict, source: data.Source) -> None:
             "--config.objective.weight=1"
         )
     if source.name in data.OWN_PICTURES and source.num_classes < 2:
-        below = None
-        if source.name == "folder":
-            below = find_dataset_below(data.find_layout(config.data.data_dir).train_root)
         remedy = "; needed: at least 2"
-        if below is not None:
-            remedy += f"; as {below.name}/ has train/ in it, give --config.data.data_dir={below}"
+        if source.name == "folder":
+            remedy += _advise_folder(data.find_layout(config.data.data_dir).train_root)
         raise InputError(f"{where} has 1 class, {source.class_names}{remedy}")
+
+
+def _advise_folder(train_root: pathlib.Path) -> str:
+    """The folder to give instead, if the one class in `train_root` holds a data set; or ""."""
+    below = find_dataset_below(train_root)
+    if below is not None:
+        return f"; as {below.name}/ has train/ in it, give --config.data.data_dir={below}"
+    folders = class_like_folders(train_root)
+    inner = class_like_folders(folders[0]) if len(folders) == 1 else []
+    if len(inner) < 2:
+        return ""
+    names = [shown(path.name) for path in inner[:4]] + ["..."] * (len(inner) > 4)
+    return (
+        f"; {shown(folders[0].name)}/ holds {len(inner)} folders ({', '.join(names)}); if they are "
+        f"the classes, give --config.data.data_dir={folders[0]}"
+    )
 
 
 def _open_split(

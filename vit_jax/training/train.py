@@ -93,7 +93,12 @@ def train_and_evaluate(
     finished = read_summary(run)
     _compare(run, {"already finished": finished is not None})
     if finished is not None and is_intact(run, finished["step"]):
-        logger.info("already finished at step %d; nothing to do", finished["step"])
+        how = (
+            "stopped early at step %d; to go on, raise stop.patience"
+            if finished.get("stopped_early")
+            else "already finished at step %d; nothing to do"
+        )
+        logger.info(how, finished["step"])
         return finished
     describe(run)
     with watchdog.phase("compile"):

@@ -28,6 +28,7 @@ from vit_jax.transfer import (
     npz,
     rules,
     safetensors,
+    t2t,
     timm,
     timm_config,
     timm_efficientnet,
@@ -71,13 +72,14 @@ def _read_safetensors(path: epath.Path) -> Pretrained:
     counters = [name for name in stored if name.endswith(timm_efficientnet.COUNTER)]
     for name in counters if timm_efficientnet.knows(stored) else ():
         del stored[name]
-    for naming in (huggingface, timm, timm_efficientnet):
+    for naming in (huggingface, timm, timm_efficientnet, t2t):
         if naming.knows(stored):
             return naming.read(path, safetensors.as_arrays(stored))
     names = ", ".join(sorted(stored)[:5])
     raise InputError(
         f"init_from={str(path)!r}: its arrays have neither the names of Hugging Face's nor those "
-        f"of timm's Vision Transformers or EfficientNets: {names}, ..."
+        f"of timm's Vision Transformers or EfficientNets, nor those of T2T-ViT's authors: {names}, "
+        "..."
     )
 
 
@@ -93,6 +95,7 @@ WRITERS = {
     "npz_v2": Writer(partial(npz.check, variant="later"), partial(npz.write, variant="later")),
     "hf": Writer(huggingface.check, huggingface.write, huggingface.library_ops),
     "timm": Writer(timm.check, timm.write, timm_config.library_ops),
+    "t2t": Writer(t2t.check, t2t.write),
 }
 
 
@@ -102,9 +105,9 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
     Args:
       source: a workdir of this project (its newest valid checkpoint), or WORKDIR/checkpoints/STEP;
         a published `.npz`; a `.safetensors` file, or a folder with one, in the names of Hugging
-        Face or timm; the address of such a file; "hf:ORGANISATION/NAME" or "timm:NAME" on the
-        Hugging Face Hub, with "@REVISION" if it is not the newest; or a name in PUBLISHED, e.g.
-        "ViT-B/16@augreg".
+        Face, timm or T2T-ViT's authors; the address of such a file; "hf:ORGANISATION/NAME" or
+        "timm:NAME" on the Hugging Face Hub, with "@REVISION" if it is not the newest; or a name in
+        PUBLISHED, e.g. "ViT-B/16@augreg".
       averaged: for a workdir whose run keeps a running average of the parameters: True takes the
         average, False the raw parameters, None the average if there is one.
 
@@ -193,9 +196,10 @@ def save_pretrained(
         vit_jax.save_pretrained("exported", model, variables, format="hf")
 
     Args:
-      path: a file for npz and npz_v2, a folder for hf, either for timm.
+      path: a file for npz and npz_v2, a folder for hf, either for timm and t2t.
       model: the model; its layers may be scanned.
-      variables: the model's variables, with "params" and, if it has them, "batch_stats".
+      variables: the model's variables, with "params" and, if it has them, "batch_stats" or
+        "constants".
       format: one of WRITERS.
       spec: value range, class names, ...; None: pixels in [-1, 1], no names.
 
@@ -234,11 +238,12 @@ def check_variables(model: nn.Module, variables: Mapping[str, Any]) -> None:
 
 def check_holds(format: str, model: nn.Module, key: str) -> None:
     """Raise InputError if `format`, one of WRITERS, cannot hold `model`; names those that can."""
+    channels = value_of(model, "channels")
+    of_channels = [] if channels == 3 else [f"channels={channels}: files hold models of 3 channels"]
     others = [name for name, writer in WRITERS.items() if not writer.check(model)]
-    remedy = " or ".join([*others, "stablehlo"])  # a program, which holds every model
-    faults = WRITERS[format].check(model)
-    if value_of(model, "channels") != 3:
-        faults = [*faults, f"channels={value_of(model, 'channels')}"]
+    # stablehlo, a program, holds every model.
+    remedy = " or ".join([*([] if of_channels else others), "stablehlo"])
+    faults = [*WRITERS[format].check(model), *of_channels]
     collect_faults(faults, f"{key}{format} cannot hold this model; export it as {remedy}")
 
 
@@ -294,7 +299,7 @@ def load_pretrained(
             for name, leaf in rules.abstract_params(model).items()
             if rules.is_of_head(name)
         }
-    model_state = tree.unflatten_names(rules.fit_model_state(pretrained, model))
+    model_state = tree.unflatten_names(rules.fit_model_state(pretrained, model, resize))
     return model, {"params": _as_scanned(named, model, pretrained.source), **model_state}
 
 
@@ -332,15 +337,18 @@ def init_params(
     return tree.flatten_names(_as_scanned(named, model, pretrained.source))
 
 
-def init_model_state(pretrained: Pretrained, model: nn.Module) -> dict[str, Any]:
+def init_model_state(
+    pretrained: Pretrained, model: nn.Module, resize: str | None = None
+) -> dict[str, Any]:
     """{name: array} for the model state that `model` takes from the source, after `init_params`.
 
-    For example "batch_stats/trunk/norm_root/mean"; empty for a model without model state.
+    For example "batch_stats/trunk/norm_root/mean"; empty for a model without model state. `resize`:
+    see `load_pretrained`.
 
     Raises:
       InputError: one error naming everything that does not fit.
     """
-    return rules.fit_model_state(pretrained, model)
+    return rules.fit_model_state(pretrained, model, resize)
 
 
 def _as_scanned(named: dict[str, Any], model: nn.Module, source: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from vit_jax.models.batch_norm import BATCH_STATS
 from vit_jax.models.fields import field_names, value_of, with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
+from vit_jax.models.t2t import CONSTANTS, T2TViT
 from vit_jax.transfer.adapters import ADAPTER
 from vit_jax.transfer.resample import (
     adapt_kernel,
@@ -33,7 +34,7 @@ from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 logger = logging.getLogger("vit_jax")
 
 _HEAD = r"(head|head_hidden|head_distillation)/.*"
-_POSITIONS = re.compile(r"(encoder/layer_\d+/)?pos_embedding(/(?P<table>\w+))?")
+_POSITIONS = re.compile(rf"(encoder/layer_\d+/|{CONSTANTS}/)?pos_embedding(/(?P<table>\w+))?")
 
 # Kernels that may see the pixels; the first that a model has does.
 _FIRST_KERNELS = ("stem/conv_root/kernel", "trunk/conv_root/kernel", "embedding/kernel")
@@ -43,7 +44,7 @@ _IMAGENET_21K = (21_841, 21_843)  # numbers of classes in different releases
 _ARCHITECTURE = (
     "width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width", "pool",
     "pos_embed", "pos_embed_class_token", "gelu", "norm", "norm_eps", "parallel", "qk_norm",
-    "qkv_bias", "norm_pooled", "width_factor", "depth_factor",
+    "qkv_bias", "norm_pooled", "width_factor", "depth_factor", "token_module", "token_width",
 )  # fmt: skip
 
 
@@ -330,8 +331,8 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
 def split_leaves(
     leaves: Mapping[str, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """(parameters, batch statistics) of leaves by name; the latter start with their collection."""
-    is_state = {name: name.startswith(f"{BATCH_STATS}/") for name in leaves}
+    """(parameters, model state) of leaves by name; the latter start with their collection."""
+    is_state = {name: name.startswith((f"{BATCH_STATS}/", f"{CONSTANTS}/")) for name in leaves}
     params = {name: leaf for name, leaf in leaves.items() if not is_state[name]}
     return params, {name: leaf for name, leaf in leaves.items() if is_state[name]}
 
@@ -406,14 +407,21 @@ def fit(
     return found
 
 
-def fit_model_state(pretrained: Pretrained, model: nn.Module) -> dict[str, np.ndarray]:
+def fit_model_state(
+    pretrained: Pretrained, model: nn.Module, resize: str | None = None
+) -> dict[str, np.ndarray]:
     """{name: array} of the model state of `model`, from the source.
+
+    A table of positions is resampled if the model has another grid, by the convention `resize`
+    (None: the source's).
 
     Raises:
       InputError: one error naming everything that does not fit.
     """
     wanted = abstract_model_state(model)
     found = dict(pretrained.model_state)
+    if any(_POSITIONS.fullmatch(name) for name in found.keys() & wanted):
+        found = _resample_positions(found, pretrained, model, resize or pretrained.spec.resize)
     faults = [f"{name}: the model has no such variable" for name in found if name not in wanted]
     for name, leaf in wanted.items():
         if name not in found:
@@ -430,7 +438,8 @@ def _adapt_channels(
     """`found` with its first kernel for the channels of `model`; see `adapt_kernel`."""
     old, new = (value_of(m, "channels") for m in (pretrained.model, model))
     first = next((name for name in _FIRST_KERNELS if name in found), None)
-    if old == new or first is None:
+    # The token module of a T2T-ViT normalises its patches, so no kernel alone sees the pixels.
+    if old == new or first is None or isinstance(model, T2TViT):
         return found
     logger.info("%s: %s adapted from %d channels to %d", pretrained.source, first, old, new)
     return found | {first: adapt_kernel(found[first], old, new)}

@@ -24,7 +24,8 @@ _KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names
           "exif": "true or false", "width": "a positive number",
           "depth": "a positive number"}  # fmt: skip
 _ARGUMENTS = {"num_heads": "a positive int", "mlp_ratio": "a positive number",
-              "eps": "a positive number", "init_values": "a positive number"}  # fmt: skip
+              "eps": "a positive number", "init_values": "a positive number",
+              "qk_scale": "a positive number"}  # fmt: skip
 _PIXELS = {"mean": "three numbers", "std": "three positive numbers", "input_size": "a list",
            "crop_pct": "a share above 0, at most 1", "crop_mode": "center or squash",
            "interpolation": "bilinear or bicubic"}  # fmt: skip

@@ -1,0 +1,158 @@
+"""T2T-ViT: its authors' files, its constants in training; Axial-ViT: its equations."""
+
+import json
+import shutil
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy_vit import dense, encoder_block, float64, layer_norm, patches, random_params
+from safetensors.numpy import load_file
+
+import vit_jax
+from vit_jax import tree
+from vit_jax.config import base_config
+from vit_jax.devices.mesh import make_mesh
+from vit_jax.errors import InputError
+from vit_jax.experiment.experiment import make_experiment
+from vit_jax.inference.layers import attention_weights, layer_outputs
+from vit_jax.models import create_model
+from vit_jax.models.t2t import SPLITS, _init_features, performer_attention, soft_split
+
+RNG = np.random.default_rng(0)
+
+
+def compare(model, variables, arrays, suffix):
+    @jax.jit
+    def compute(variables, images):
+        return {
+            "tokens": model.apply(variables, images, method="tokens"),
+            "logits": model.apply(variables, images),
+        }
+
+    for name, found in compute(variables, arrays[f"image{suffix}"]).items():
+        expected = arrays[name + suffix]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["t2t_performer", "t2t_transformer"])
+def test_goldens_in_and_out(name, golden, tmp_path):
+    source = golden / f"{name}.safetensors"
+    model, variables = vit_jax.load_pretrained(source)
+    with np.load(golden / f"{name}.io.npz") as arrays:
+        compare(model, variables, arrays, "")
+        if "image_resampled" in arrays:
+            compare(*vit_jax.load_pretrained(source, image_size=96), arrays, "_resampled")
+    target, spec = tmp_path / source.name, vit_jax.pretrained_spec(source)
+    vit_jax.save_pretrained(target, model, variables, "t2t", spec)
+    ours, theirs = load_file(target), load_file(source)
+    assert ours.keys() == theirs.keys()
+    for key, array in theirs.items():
+        np.testing.assert_array_equal(ours[key], array, err_msg=key)
+    assert vit_jax.read_pretrained(target).model == model
+    assert vit_jax.pretrained_spec(target) == spec
+    with pytest.raises(InputError, match="variables: lack constants"):
+        vit_jax.save_pretrained(target, model, {"params": variables["params"]}, "t2t")
+
+
+def test_a_stated_scale_of_the_logits_and_contradictions(golden, tmp_path):
+    name = "t2t_transformer.safetensors"
+    shutil.copy(golden / name, tmp_path / name)
+    path = tmp_path / "t2t_transformer.json"
+    config = json.loads((golden / "t2t_transformer.json").read_text())
+
+    def read(**args):
+        path.write_text(json.dumps(config | {"model_args": config["model_args"] | args}))
+        return vit_jax.read_pretrained(tmp_path / name).params
+
+    query, key = (f"encoder/layer_1/attention/{part}/kernel" for part in ("query", "key"))
+    plain, scaled = read(), read(qk_scale=48**-0.5)  # heads are 16 wide
+    np.testing.assert_allclose(scaled[query], plain[query] / 3**0.5, rtol=1e-6)
+    np.testing.assert_array_equal(scaled[key], plain[key])
+    for args, said in (
+        ({"tokens_type": "performer"}, "tokens_type='performer', but 'transformer' in the arrays"),
+        ({"num_heads": 5}, "num_heads=5 does not divide the width 48"),
+    ):
+        with pytest.raises(InputError, match=said):
+            read(**args)
+
+
+@pytest.mark.parametrize("split", SPLITS[:2])
+def test_soft_splits_by_hand(split):
+    size, stride, padding = split
+    x = RNG.normal(size=(1, 2 * stride, 3 * stride, 2)).astype(np.float32)
+    found = np.asarray(soft_split(jnp.asarray(x), split))
+    assert found.shape == (1, 2, 3, 2 * size**2)
+    for row, column, channel, i, j in np.ndindex(2, 3, 2, size, size):
+        y, z = row * stride - padding + i, column * stride - padding + j
+        inside = 0 <= y < x.shape[1] and 0 <= z < x.shape[2]
+        expected = x[0, y, z, channel] if inside else 0
+        assert found[0, row, column, (channel * size + i) * size + j] == expected
+
+
+def test_constants_are_state_and_not_trained():
+    c = base_config()
+    c.model.name, c.global_batch_size, c.duration = "T2T-ViT-7", 8, "3 steps"
+    c.model.update({"width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2, "token_width": 8})
+    c.data.name, c.data.num_classes, c.data.num_examples = "synthetic", 4, 64
+    c.data.image_size, c.optimizer.peak_lr, c.optimizer.ema_decay = 32, 0.01, 0.9
+    mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+    experiment = make_experiment(c, mesh)
+    state = experiment.abstract_state
+    for kept in (state.model_state, state.ema_model_state):
+        assert {name: leaf.shape for name, leaf in tree.flatten_names(kept).items()} == {
+            "constants/pos_embedding": (1, 5, 16),
+            "constants/stem/mixer_0/random_features": (4, 8),
+            "constants/stem/mixer_1/random_features": (4, 8),
+        }
+    assert not any(
+        "random_features" in n or "pos_emb" in n for n in tree.flatten_names(state.params)
+    )
+    images = jnp.zeros((2, 32, 32, 3))
+    for function in (layer_outputs, attention_weights):
+        with jax.set_mesh(mesh):
+            found = jax.eval_shape(
+                partial(function, experiment.model), state.params, images, state.model_state
+            )
+        assert len(found) == 1
+
+
+def test_random_features_are_orthogonal_and_attention_approaches_the_softmax():
+    features = _init_features(jax.random.key(0), (32, 64))
+    np.testing.assert_allclose(features @ features.T, 32 * np.eye(32), atol=1e-4)
+    q, k, v = RNG.normal(size=(3, 1, 5, 4)).astype(np.float32) / 4
+    many = RNG.normal(size=(200_000, 4)).astype(np.float32)
+    weights = np.exp(q[0] @ k[0].T)
+    expected = weights @ v[0] / weights.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(performer_attention(q, k, v, many)[0], expected, atol=1e-2)
+
+
+def test_axial_blocks_by_hand():
+    """Attention in the rows, an MLP, attention in the columns, an MLP: in NumPy, line by line."""
+    sizes = {"width": 16, "depth": 2, "mlp_dim": 24, "num_heads": 2}
+    model = create_model("Axial-ViT-B/32", 5, (16, 24), patch_size=8, **sizes)
+    images = RNG.normal(size=(2, 16, 24, 3)).astype(np.float32)
+    params = random_params(model, images)
+    p = float64(params)
+    expected = []
+    for image in images:
+        x_ND = dense(p["embedding"], patches(image, (8, 8))) + p["pos_embedding"][0]
+        for i in range(2):
+            x_YXD, layer = x_ND.reshape(2, 3, 16), p["encoder"][f"layer_{i}"]
+            for y in range(2):
+                x_YXD[y] = encoder_block(layer["row"], x_YXD[y], 2, "tanh")
+            for x in range(3):
+                x_YXD[:, x] = encoder_block(layer["column"], x_YXD[:, x], 2, "tanh")
+            x_ND = x_YXD.reshape(6, 16)
+        x_D = layer_norm(p["encoder"]["norm"], x_ND).mean(axis=0)
+        expected.append(dense(p["head"], x_D))
+    found = jax.jit(model.apply)({"params": params}, images)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    anything = model.clone(image_size=None, pos_embed="sincos_2d")
+    of_any = {name: leaf for name, leaf in params.items() if name != "pos_embedding"}
+    shapes = jax.eval_shape(anything.apply, {"params": of_any}, images[:, :8])
+    assert shapes.shape == (2, 5)
+    with pytest.raises(InputError, match="no weights between all tokens"):
+        attention_weights(model, params, images)

@@ -1,0 +1,93 @@
+"""Axial-ViT: a Vision Transformer with attention within rows, then within columns.
+
+Axes: B images, N tokens in raster order, Y rows, X columns, D width.
+Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.6, after Ho et al. 2019
+(arXiv:1912.12180) and Wang et al. 2020 (arXiv:2003.07853).
+"""
+
+from typing import Any
+
+import flax.linen as nn
+from einops import rearrange
+
+from vit_jax.models.layers import BlockFields, EncoderBlock
+from vit_jax.models.variants import vit_fields
+from vit_jax.models.vit import ViT
+
+
+class AxisBlock(EncoderBlock):
+    """An encoder block whose tokens attend to those of the same row, or of the same column.
+
+    `grid` is the number of rows and columns. Attention takes each row or column as an image of its
+    own; everything else sees all tokens of an image, as in `EncoderBlock`.
+    """
+
+    grid: tuple[int, int] = (1, 1)
+    within: str = "row"
+
+    @nn.nowrap
+    def mix(self, attention, y_BND, **kwargs):
+        line = {"row": "(b y) x d", "column": "(b x) y d"}[self.within]
+        sides = dict(zip("yx", self.grid, strict=True))
+        y = rearrange(y_BND, f"b (y x) d -> {line}", **sides)
+        return rearrange(attention(y, y, **kwargs), f"{line} -> b (y x) d", **sides)
+
+
+class AxialBlock(BlockFields, nn.Module):
+    """Row attention and an MLP, then column attention and an MLP: two blocks, `row` and `column`.
+
+    Its fields and arguments are those of `EncoderBlock`; both blocks drop their branches with
+    `drop_rate`.
+
+    Shapes: (B, N, D) -> ((B, N, D), None).
+    """
+
+    stochastic_depth: bool = False
+    positions: None = None
+    num_tokens: int | None = None
+    grid: tuple[int, int] = (1, 1)
+
+    @nn.compact
+    def __call__(self, x_BND, drop_rate, train, shared=None):
+        fields = self.block_fields() | {
+            "stochastic_depth": self.stochastic_depth,
+            "grid": self.grid,
+        }
+        if shared is not None:  # fixed or learned positions of the stem, added at every layer
+            x_BND += shared.astype(x_BND.dtype)
+        x_BND, _ = AxisBlock(**fields, within="row", name="row")(x_BND, drop_rate, train)
+        return AxisBlock(**fields, within="column", name="column")(x_BND, drop_rate, train)
+
+
+class AxialViT(ViT):
+    """ViT with an `AxialBlock` for each of its `depth` blocks, and no class token.
+
+    The other fields are those of `ViT`, with mean pooling as the default.
+
+    Raises: InputError for fields that contradict each other, or images of another size.
+    """
+
+    pool: str = "gap"
+
+    block_class = AxialBlock
+
+    @nn.nowrap
+    def _find_faults(self) -> list[str]:
+        faults = super()._find_faults()
+        if self.pool == "token" or self.class_token:
+            faults.append("class_token=True: an Axial-ViT has none; choose pool gap or map")
+        if self.pos_embed == "relative" or self.pos_embed_at == "layers":
+            faults.append(
+                f"pos_embed={self.pos_embed!r} with pos_embed_at={self.pos_embed_at!r}: the blocks "
+                "of an Axial-ViT have no tables of their own; choose stem or layers_shared, and "
+                "another kind than relative"
+            )
+        return faults
+
+
+AXIAL_NAMES = ("Axial-ViT-B/32", "Axial-ViT-B/16")
+
+
+def axial_fields(name: str) -> dict[str, Any]:
+    """The fields of the model called `name`, e.g. "Axial-ViT-B/32"."""
+    return vit_fields(name)
