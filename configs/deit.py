@@ -6,13 +6,15 @@ ViT-S/16 or ViT-B/16, trained by the same recipe without a teacher. Words: soft,
 
 From the paper (table 9) and its code: AdamW at 5e-4 x batch / 512, weight decay 0.05, 300 epochs
 with 5 of warm-up, a cosine, RandAugment 9 / 0.5, MixUp 0.8 or CutMix 1.0, random erasing 0.25,
-stochastic depth 0.1, 3 views of an image in a batch, label smoothing 0.1; the teacher's hard label
-for half of the loss, with soft T = 3 for a tenth of it. 384, a fine-tuning of --config.init_from
-with its heads: 30 epochs at 5e-6 x batch / 512 with weight decay 1e-8.
+stochastic depth 0.1, 3 views of an image in a batch, label smoothing 0.1, crops of 8 % to 100 % of
+the area; the teacher's hard label for half of the loss, with soft T = 3 for a tenth of it. 384, a
+fine-tuning of --config.init_from with its heads: 30 epochs at 5e-6 x batch / 512 with weight decay
+1e-8.
 
 Our choices: batches of 960 (with 384 of 480) instead of 1024 (512), because a batch holds pairs of
 images with 3 views each; the cosine ends at 0 instead of 1e-5, and warm-up begins at 0 instead of
-1e-6; MixUp and CutMix draw for each pair of images; bfloat16.
+1e-6; MixUp and CutMix draw for each pair of images; training and evaluation resize bilinearly, not
+bicubically; bfloat16.
 
 python -m vit_jax.main --config=configs/deit.py:DeiT-S/16 --workdir=$W \\
   --config.objective.teacher=TEACHER
@@ -50,7 +52,7 @@ def get_config(arg=""):
 
     c.data.name, c.data.image_size, c.data.repeats = "imagenet2012", recipe.image_size, 3
     c.data.mean, c.data.std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    c.data.ops = f"inception_crop|{recipe.ops}"
+    c.data.ops = f"inception_crop(area_min=0.08)|{recipe.ops}"
     eval_ops = "decode|resize_small(crop=0.875)|central_crop"
     c.evals.val = classification(split="validation", every="1 epochs", ops=eval_ops)
 

@@ -7,7 +7,7 @@ rate 0.256 that falls by 3 % every 2.4 epochs, batch-norm momentum 0.99, AutoAug
 depth with survival probability 0.8. From its release, github.com/tensorflow/tpu,
 models/official/efficientnet: 350 epochs, 0.256 as 0.016 for 256 images and so for a batch of 4,096,
 5 epochs of warm-up, epsilon 1e-3 inside the root, weight decay as L2 regularisation of all
-parameters but those of the norms, label smoothing 0.1, running averages with 0.9999, crops of 8 %
+parameters except the norms', label smoothing 0.1, running averages with 0.9999, crops of 8 %
 to 100 % of the area, the policy of AutoAugment, evaluation by a central crop that leaves out 32
 pixels. The paper does not train L2 in this way; its size and B8's are here to be run.
 

@@ -14,8 +14,13 @@ teaches a second and a third one. Labelled batches of 2048 with 14 and at last 2
 unlabelled pictures, RandAugment 2 / 27, dropout 0.5, stochastic depth with survival 0.8 in the last
 layer, soft labels above 0.3, 130,000 pictures of each class, 350 epochs of ImageNet at 475 px at a
 learning rate of 0.128, x 0.97 every 2.4 epochs; then 1.5 epochs at 800 px on unaugmented labelled
-pictures. UNLABELLED is your own set, as data.name takes it. Our choices: the learning rate at 800
-px, which the paper does not state; warm-up, L2 regularisation and averaging as for EfficientNet.
+pictures. UNLABELLED is your own set, as data.name takes it. The soft labels of 130,000 pictures of
+each of 1,000 classes take 260 GB of memory in each process, in float16; hard labels, with
+--config.study.soft_labels=false, take 4 bytes a picture.
+
+Our choices: the learning rate at 800 px, which the paper does not state; warm-up, L2
+regularisation, averaging, value range and random crops as in configs/efficientnet.py; evaluation
+and the last stage resize bilinearly and crop the central 87.5 % of each side.
 
 python -m vit_jax.main study --config=configs/noisy_student.py:L2,UNLABELLED --workdir=$W
 Published: 88.4 % top-1, where the teacher, EfficientNet-B7, has 85.0 %.
@@ -72,11 +77,13 @@ def use_settings_of_l2(c, unlabelled):
     c.model.name, c.model.dtype = "EfficientNet-L2", "bfloat16"
     c.model.dropout, c.model.stochastic_depth = 0.5, 0.2
     c.data.name, c.data.image_size = "imagenet2012", 475
-    c.data.ops = "inception_crop|randaugment(2, 27)|flip"
+    c.data.mean, c.data.std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    c.data.ops = "inception_crop(area_min=0.08)|randaugment(2, 27)|flip"
     ops = "decode|resize_small(crop=0.875)|central_crop"
     c.evals.val = classification(split="validation", every="10000 steps", ops=ops)
     c.loss.label_smoothing = 0.1
-    c.optimizer.name, c.optimizer.peak_lr, c.optimizer.l2 = "rmsprop", 0.128, 1e-5
+    c.optimizer.name, c.optimizer.peak_lr = "rmsprop", 0.128
+    c.optimizer.l2, c.optimizer.weight_decay_on = 1e-5, "(?!.*/norm_).*"
     c.optimizer.ema_decay = 0.9999
     c.schedule.name = "exponential"  # x 0.97 every 2.4 epochs
     c.checkpoint.every, c.log.every = "1000 steps", "100 steps"

@@ -633,7 +633,7 @@ def test_deit():
     """Table 9 of the paper, typed independently, and the published commands at 384 px."""
     c, fine = load("deit", "DeiT-B/16"), load("deit", "DeiT-B/16,384,soft")
     assert c.data.ops == (
-        "inception_crop|randaugment(2, 9, 0.5)|flip|erase(0.25, area_max=0.333)"
+        "inception_crop(area_min=0.08)|randaugment(2, 9, 0.5)|flip|erase(0.25, area_max=0.333)"
         "|mixup_or_cutmix(0.8, 1.0)"
     )
     assert (c.duration, c.schedule.warmup, c.schedule.name) == ("300 epochs", "5 epochs", "cosine")

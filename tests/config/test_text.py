@@ -246,6 +246,7 @@ def test_keys_that_an_older_run_lacks_have_a_value(config, monkeypatch):
     older = from_json(without(config, "evals.few.ops", "data.pad_crops"))
     assert older.evals.few.ops == "" and older.data.pad_crops is False
     assert from_json(to_json(config)).data.split == config.data.split
+    assert from_json(without(config, "optimizer.accum_steps")).optimizer.accum_steps == 1
 
 
 def test_a_resumed_older_run_goes_on_as_before_with_one_warning(

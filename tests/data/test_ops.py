@@ -85,6 +85,16 @@ def test_crops_of_images_whose_size_is_not_known():
         ("decode|resize(crop=1.5)", ["crop must be", "above 0 and at most 1, not 1.5"]),
         ("decode|resize_small(crop=True)", ["crop must be", "above 0", "not True"]),
         ("decode|central_crop(pad=1)", ["pad must be True or False, not 1"]),
+        (
+            "scaled_decode|randaugment(2, 10)|random_crop(pad=True)|resize",
+            [
+                "'scaled_decode' decodes",
+                "at most 8 x 8",
+                "'random_crop(pad=True)' follows",
+                "'decode'",
+            ],
+        ),
+        ("scaled_decode(9)|resize_small((8, 10))", ["at most 9 x 9", "'resize_small((8, 10))'"]),
     ],
 )
 def test_faults_name_the_op_and_the_remedy(string, words):

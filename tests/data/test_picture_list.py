@@ -1,12 +1,14 @@
 """Lists of files and labels: CSV and JSON lines, one label or several, and what is refused."""
 
 import json
+import types
 
 import numpy as np
 import pytest
 from images import encode, smooth_image
 
 from vit_jax.data import count_labels, make_source, match_classes, parse_ops
+from vit_jax.data.host_tf import tf
 from vit_jax.data.pipeline import host_eval_batches
 from vit_jax.errors import InputError
 
@@ -100,6 +102,14 @@ def test_batches_have_the_labels_of_all_classes(root):
         if name != "gone.jpg":
             cat, dog = shown[name]
             assert matched.read(i)["label"].numpy().tolist() == [dog, 0, cat]
+
+
+def test_soft_labels_count_partly_for_several_classes():
+    labels = tf.constant([[0.75, 0.25], [0.5, 0.5], [0.5, 0.5]])
+    source = types.SimpleNamespace(
+        has_label_vectors=True, num_examples=3, num_classes=2, read=lambda i: {"label": labels[i]}
+    )
+    np.testing.assert_array_equal(count_labels(source), [1.75, 1.25])
 
 
 def test_a_list_for_each_split(root):

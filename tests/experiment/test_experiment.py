@@ -1,5 +1,6 @@
 """From config to experiment: every key takes effect."""
 
+import logging
 import types
 
 import jax
@@ -11,14 +12,15 @@ from vit_jax import tree
 from vit_jax.config import base_config
 from vit_jax.data import make_device_transform
 from vit_jax.devices.flops import count_flops
-from vit_jax.devices.mesh import make_mesh
+from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.errors import InputError
 from vit_jax.experiment import experiment as experiment_lib
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.experiment import make_experiment
-from vit_jax.experiment.microbatches import choose_accum_steps
+from vit_jax.experiment.microbatches import choose_accum_steps, settle_microbatches
 from vit_jax.experiment.state import start_from
 from vit_jax.models.layers import unconstrained
+from vit_jax.models.vit import ViT
 from vit_jax.training.teachers import place_teachers, read_teachers
 from vit_jax.transfer.rules import abstract_params, stack_layers, unstack_layers
 
@@ -311,13 +313,27 @@ def test_microbatches_on_many_devices_and_on_one(mesh, name, devices):
         ("ViT-S/16", "tpu", 16, 1),
     ],
 )
-def test_parts_of_a_batch_stay_in_the_cache_of_a_cpu(name, platform, rows, chosen):
+def test_parts_of_a_batch_stay_in_the_cache_of_a_cpu(name, platform, rows, chosen, monkeypatch):
     config = small_config(width=None, depth=None, mlp_dim=None, num_heads=None)
     config.model.name, config.data.image_size = name, 224
     mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform=platform)]))
     assert choose_accum_steps(config, mesh, rows) == chosen
+    with monkeypatch.context() as patch:
+        patch.setattr(ViT, "has_batch_statistics", True, raising=False)
+        assert choose_accum_steps(config, mesh, rows) == 1
     config.objective.name = "of_a_plugin"  # may couple the rows of a batch
     assert choose_accum_steps(config, mesh, rows) == 1
+
+
+def test_a_recorded_number_of_parts_changes_only_on_other_devices(caplog):
+    caplog.set_level(logging.INFO)
+    config = small_config()
+    config.global_batch_size, config.optimizer.accum_steps = 24, 8
+    for ways, number in ((1, 8), (4, 2)):
+        mesh = types.SimpleNamespace(shape={axis: 1 for axis in BATCH_AXES} | {"data": ways})
+        assert settle_microbatches(config, mesh).optimizer.accum_steps == number
+    (record,) = caplog.records
+    assert "2 instead of the recorded 8, which does not divide the 6 rows" in record.getMessage()
 
 
 @pytest.mark.parametrize(

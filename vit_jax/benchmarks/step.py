@@ -74,11 +74,7 @@ def measure_step(
         "steps": num_rounds * (num_steps // num_rounds),
         "images_per_s": spread(images_per_s),
         "cpu_s_per_image": spread(cpu_s),
-        "mfu": flops.mfu(
-            experiment.flops_per_image * spread(images_per_s)["median"],
-            device_kind=mesh.devices.flat[0].device_kind,
-            num_chips=count_chips(mesh.devices.flat),
-        ),
+        "mfu": _mfu(experiment, mesh, spread(images_per_s)["median"]),
     }
     if on_cpu:
         # The products have nearly as many FLOPs as the steps; scale their time by the difference.
@@ -86,6 +82,15 @@ def measure_step(
         matmul_s = [cost.cpu_s * scale for cost in costs["matmul"]]
         figures |= {"matmul_size": matmul_size, **_beside_matmul(cpu_s, matmul_s)}
     return figures
+
+
+def _mfu(experiment: Experiment, mesh: Mesh, images_per_s: float) -> float | None:
+    """Share of the chips' peak FLOP/s; None if the peak is unknown."""
+    return flops.mfu(
+        experiment.flops_per_image * images_per_s,
+        device_kind=mesh.devices.flat[0].device_kind,
+        num_chips=count_chips(mesh.devices.flat),
+    )
 
 
 def _describe(experiment: Experiment, config: ConfigDict, mesh: Mesh) -> dict[str, Any]:

@@ -116,6 +116,10 @@ IN_OLDER_RUNS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+# Keys of `optimizer` that every run records at its start -> their value in runs that lack them.
+_OF_OLDER_OPTIMIZERS = {"accum_steps": 1}
+
+
 def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
     """{key: (old value, new value)} for changed keys that must not change on resume.
 
@@ -221,6 +225,8 @@ def _parse(text: str, where: str) -> dict[str, Any]:
                 *sections, leaf = new.split(".")
                 section = functools.reduce(lambda d, k: d.setdefault(k, {}), sections, stored)
                 section[leaf] = value
+        if "optimizer" in stored:
+            stored["optimizer"] = _OF_OLDER_OPTIMIZERS | stored["optimizer"]
         for entry in stored["evals"].values():
             if entry["type"] in EVALUATORS:
                 entry.update(entry_defaults(entry["type"]) | entry)

@@ -54,7 +54,7 @@ def scaled_for(
 ) -> tf.Tensor:
     """decoded(ratio) at the largest ratio that leaves `sides` (h, w) at least twice `size`.
 
-    From twice its size on, a picture resized to `size` shows hardly that it was scaled before.
+    At twice its size or more, a picture resized to `size` shows little trace of the scaling.
     """
     height, width = (_SPARE * side for side in size)
     fits = [(sides[0] // ratio >= height) & (sides[1] // ratio >= width) for ratio in RATIOS[1:]]

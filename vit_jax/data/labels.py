@@ -36,14 +36,18 @@ def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
 
 
 def count_labels(source: Source) -> np.ndarray:
-    """How many records of `source` have each label: int64 (C,). Images are not decoded."""
+    """How many records of `source` have each label, without decoding images.
+
+    int64 (C,); for label vectors the sum over all records, float64 (C,), as a record of soft labels
+    counts partly for several classes.
+    """
     if not source.has_label_vectors:
         labels = read_labels(source, 0, source.num_examples)
         return np.bincount(labels[labels >= 0], minlength=source.num_classes)
 
     ids = tf.data.Dataset.range(source.num_examples)
     found = ids.map(lambda record_id: source.read(record_id)["label"], tf.data.AUTOTUNE)
-    counts = np.zeros(source.num_classes, np.int64)
+    counts = np.zeros(source.num_classes, np.float64)
     for labels in found.batch(_LABELS_AT_ONCE).as_numpy_iterator():
-        counts += labels.sum(axis=0).astype(np.int64)
+        counts += labels.sum(axis=0, dtype=np.float64)
     return counts

@@ -20,6 +20,7 @@ from typing import Any
 from vit_jax.data.device_ops import DEVICE_OPS, MIXING_OPS, DeviceOp
 from vit_jax.data.host_ops import (
     CROPS,
+    CUTS,
     FULL_SIZE,
     HOST_OPS,
     RESIZES_BEFORE_CROP,
@@ -106,6 +107,7 @@ def parse_ops(
                 f"{key}: {op.text!r} comes after {before.text!r}, which already gives pixels; "
                 "put it first"
             )
+    _check_scaled(host_ops, key)
     mixing = [op.text for op in device_ops if op.name in MIXING_OPS]
     if len(mixing) > 1:
         raise InputError(
@@ -113,6 +115,27 @@ def parse_ops(
             "mixup_or_cutmix(0.8, 1.0), which draws one of the two for each pair"
         )
     return host_ops, device_ops
+
+
+def _check_scaled(host_ops: Sequence[Op], key: str) -> None:
+    """Raise InputError unless what is decoded at a fraction of its size is resized to that size.
+
+    A crop would show another part of large JPEGs than of small ones, and a larger resize would
+    blur them.
+    """
+    scaled, limit = None, (0, 0)
+    for op in host_ops:
+        assert isinstance(op.apply, HostOp)
+        if op.gives is not None and scaled is not None:
+            if op.name in CUTS or not all(map(operator.le, op.gives, limit)):
+                raise InputError(
+                    f"{key}: {scaled.text!r} decodes large JPEGs at a fraction of their size, for "
+                    f"a resize to at most {_by(limit)} pixels, but {op.text!r} follows it; replace "
+                    "it by 'decode'"
+                )
+            scaled = None
+        if op.apply.decodes_for is not None:
+            scaled, limit = op, op.apply.decodes_for
 
 
 def do_the_same(a: Sequence[Op], b: Sequence[Op]) -> bool:

@@ -5,6 +5,7 @@ parts. On accelerators the whole batch is the fastest.
 """
 
 import copy
+import logging
 import math
 
 from jax.sharding import Mesh
@@ -13,7 +14,10 @@ from ml_collections import ConfigDict
 from vit_jax.config import image_hw, model_fields
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.models import create_model
+from vit_jax.models.fields import has_batch_statistics
 from vit_jax.models.vit import ViT
+
+logger = logging.getLogger("vit_jax")
 
 # Bytes of a part's hidden units and attention weights in one layer, in float32.
 _PART_BYTES = 5 << 20
@@ -32,9 +36,14 @@ def settle_microbatches(config: ConfigDict, mesh: Mesh) -> ConfigDict:
     number = config.optimizer.accum_steps
     if number is None:
         number = choose_accum_steps(config, mesh, share)
-    number = math.gcd(number, share)
-    if number == config.optimizer.accum_steps:
+    number, recorded = math.gcd(number, share), config.optimizer.accum_steps
+    if number == recorded:
         return config
+    if recorded is not None:
+        logger.info(
+            "optimizer.accum_steps: %d instead of the recorded %d, which does not divide the %d "
+            "rows of a device", number, recorded, share,
+        )  # fmt: skip
     config = copy.deepcopy(config)  # keeps the types of keys that are None
     config.optimizer.accum_steps = number
     return config
@@ -43,14 +52,14 @@ def settle_microbatches(config: ConfigDict, mesh: Mesh) -> ConfigDict:
 def choose_accum_steps(config: ConfigDict, mesh: Mesh, share: int) -> int:
     """The fewest microbatches of `share` rows a device whose activations stay in a CPU's cache.
 
-    1 on other devices, for objectives of plug-ins, and for models other than ViTs, some of which
-    would compute other batch statistics.
+    1 on other devices, and for objectives of plug-ins, which may couple the rows of a batch. 1 for
+    other models: parts would change batch statistics.
     """
     if mesh.devices.flat[0].platform != "cpu" or config.objective.name not in _OF_SINGLE_ROWS:
         return 1
     size = image_hw(config.data.image_size)
     model = create_model(config.model.name, 1, size, **model_fields(config))
-    if not isinstance(model, ViT):
+    if not isinstance(model, ViT) or has_batch_statistics(model):
         return 1
     tokens = math.prod(model.grid) + model.num_prefix_tokens
     bytes_per_image = 4 * tokens * (model.mlp_dim + model.num_heads * tokens)

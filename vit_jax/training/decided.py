@@ -11,6 +11,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
@@ -108,6 +110,8 @@ def _as_flag(size: Any) -> str:
 def freeze_layers(config: ConfigDict) -> ConfigDict:
     """`config` with `optimizer.freeze` set by `optimizer.last_layers`.
 
+    A pattern that freezes the same parameters is kept: older versions wrote it in other words.
+
     Raises:
       InputError: the model has fewer layers, or `config` freezes something else too.
     """
@@ -116,13 +120,17 @@ def freeze_layers(config: ConfigDict) -> ConfigDict:
         return config
     fields = config_lib.model_fields(config)
     model = create_model(config.model.name, 1, config.data.image_size, **fields)
+    params, freeze = tree.unflatten_names(abstract_params(model)), config.optimizer.freeze
     try:
-        pattern = tree.pattern_below(tree.unflatten_names(abstract_params(model)), last)
+        pattern = tree.pattern_below(params, last)
     except ValueError as e:
         raise InputError(f"optimizer.last_layers={last}: {e}") from None
-    if config.optimizer.freeze not in (None, pattern):
+    if freeze is not None:
+        frozen, chosen = (tree.mask(params, each) for each in (freeze, pattern))
+        if jax.tree.all(jax.tree.map(np.array_equal, frozen, chosen)):
+            return config
         raise InputError(
-            f"optimizer.freeze={config.optimizer.freeze!r}: optimizer.last_layers={last} sets it; "
+            f"optimizer.freeze={freeze!r}: optimizer.last_layers={last} sets it; "
             "leave out one of the two"
         )
     config = copy.deepcopy(config)
@@ -188,10 +196,11 @@ def take_stored(config: ConfigDict, stored: ConfigDict, keys: Sequence[str]) -> 
 def keep_class_weights(config: ConfigDict, stored: ConfigDict) -> ConfigDict:
     """`config`, whose class weights were balanced, with those of the run of `stored`.
 
-    Only for a mixture, which older versions balanced by other counts. Warns if the weights differ.
+    Only for a mixture and soft labels, which older versions balanced by other counts. Warns if the
+    weights differ.
     """
     now, then = config.loss.class_weights, stored.loss.class_weights
-    if not config.data.mix or then in (None, now):
+    if not (config.data.mix or config.data.soft_labels) or then in (None, now):
         return config
     logger.warning(
         "loss.class_weights=balanced: the run keeps the weights with which it began, %s; balanced "

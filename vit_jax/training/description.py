@@ -47,7 +47,7 @@ def describe(run: Run) -> None:
         )  # fmt: skip
     for teacher in run.described_teachers:
         logger.info(
-            "teacher: %s, a %s, weight %.3g", teacher["source"], teacher["model"], teacher["weight"]
+            "teacher: %s, %s, weight %.3g", teacher["source"], teacher["model"], teacher["weight"]
         )
     logger.info(
         "model: %s, %s parameters%s, %.3g GFLOP per image forward and backward; "

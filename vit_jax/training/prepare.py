@@ -124,8 +124,7 @@ def prepare(
     chooses_microbatches = config.optimizer.accum_steps is None
     if training:
         config = continue_run(config, workdir)
-    checks_microbatches = training and not chooses_microbatches
-    mesh = check_mesh(config, faults, checks_microbatches)
+    mesh = check_mesh(config, faults, training and not chooses_microbatches)
     resumes = _check_workdir(config, workdir, training, faults)
     is_begun = (workdir / "config.json").exists()
     pretrained = _read_weights(config, faults) if training and not resumes else None
@@ -138,12 +137,7 @@ def prepare(
         config = decide(config)
         if balanced and is_begun:
             config = keep_class_weights(config, read_config(workdir))
-        if config.auto and choose_layout is not None:
-            config = settle_layout(config, mesh, workdir, choose_layout)
-            mesh = _mesh_of_layout(config, checks_microbatches)
-        if chooses_microbatches:
-            config = settle_microbatches(config, mesh)
-        check_unchanged(config, workdir, ("optimizer.accum_steps",) * chooses_microbatches)
+        config, mesh = _settle(config, workdir, mesh, choose_layout, chooses_microbatches)
     teachers = _open_teachers(config, workdir, sources) if training else ()
     train_source = sources.get(config_lib.train_split(config)) if training else None
     experiment = make_experiment(_of_step(config, training), mesh, preprocessing, teachers)
@@ -165,6 +159,27 @@ def prepare(
         teachers=teachers,
         **_first_weights(config, experiment, pretrained),
     )
+
+
+def _settle(
+    config: ConfigDict,
+    workdir: epath.Path,
+    mesh: Mesh,
+    choose_layout: ChooseLayout | None,
+    chooses_microbatches: bool,
+) -> tuple[ConfigDict, Mesh]:
+    """`config` and the mesh with the layout and the microbatches that suit the devices.
+
+    Raises:
+      InputError: the layout is invalid, or the run in `workdir` has other settings.
+    """
+    if config.auto and choose_layout is not None:
+        config = settle_layout(config, mesh, workdir, choose_layout)
+        mesh = _mesh_of_layout(config, not chooses_microbatches)
+    if chooses_microbatches:
+        config = settle_microbatches(config, mesh)
+    check_unchanged(config, workdir, ("optimizer.accum_steps",) * chooses_microbatches)
+    return config, mesh
 
 
 def _check_workdir(config: ConfigDict, workdir: epath.Path, training: bool, faults: Faults) -> bool:
