@@ -119,6 +119,8 @@ def check_member(config: ConfigDict, call: Call, member: Member) -> None:
     own = member_config(config, member, faults)
     validate(own, faults, f"member {member.name}")
     workdir = call.workdir / member.name
+    if member.command == "label":
+        _check_labels(own, workdir)
     if not (workdir / "config.json").exists():
         return
     own = continue_run(own, workdir)
@@ -135,6 +137,18 @@ def check_member(config: ConfigDict, call: Call, member: Member) -> None:
     collect_faults(
         config_lib.say_changes(changed),
         f"{workdir} already holds a run with other settings; restore them, or use a new --workdir",
+    )
+
+
+def _check_labels(config: ConfigDict, workdir: epath.Path) -> None:
+    """Raise InputError if the labels in `workdir` were chosen by other keys than `config` has."""
+    result = read_result(workdir)
+    flat = config_lib.flatten(config)
+    chosen = {} if result is None else result.summary.get("choice", {})  # not in older ones
+    changed = {key: (was, flat[key]) for key, was in chosen.items() if was != flat[key]}
+    collect_faults(
+        config_lib.say_changes(changed),
+        f"{workdir} already holds labels of another choice; restore it, or use a new --workdir",
     )
 
 
