@@ -146,6 +146,8 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
     _check_learnable(config, source)
     if parts:
         keys = [own._replace(data_name=part.name, split=part.split or d.split) for part in parts]
+        # The classes of pseudo labels are the teacher's, which were chosen before.
+        keys = [key._replace(classes=None) if key.data_name == "pseudo" else key for key in keys]
         others = [faults.check(_open_split, config, key, prefix="data.mix: ") for key in keys]
         collect_faults(faults)
         opened = [source, *(other for other in others if other is not None)]
@@ -240,7 +242,7 @@ def _check_learnable(config: ConfigDict, source: data.Source) -> None:
             "data.name='unlabelled': has no labels, which "
             f"objective.name={config.objective.name!r} learns; put the pictures into a folder for "
             "each class (data.name=folder), or choose another objective, such as distillation with "
-            "--config.objective.weight=1"
+            "--config.objective.weight=1 and --config.objective.mode=features"
         )
     if source.name in data.OWN_PICTURES and source.num_classes < 2:
         below = None
