@@ -29,6 +29,19 @@ SYNSET = re.compile(r"n\d{8}")  # as data sets call the classes of ImageNet, and
 _GENERIC_NAME = re.compile(r"LABEL_\d+")  # as Hugging Face calls classes that were given no names
 
 
+def find_other_names(
+    theirs: Sequence[str] | None, ours: Sequence[str] | None
+) -> list[tuple[int, str, str]]:
+    """(label, their name, our name) where the names differ, but not only in case.
+
+    [] if one side has no names, or has synset numbers.
+    """
+    pairs = list(zip(theirs or (), ours or (), strict=False))
+    if any(all(map(SYNSET.fullmatch, side)) for side in zip(*pairs, strict=True)):
+        return []
+    return [(i, a, b) for i, (a, b) in enumerate(pairs) if a.lower() != b.lower()]
+
+
 def open_sources(
     config: ConfigDict, training: bool, class_names: Sequence[str] | None = None
 ) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
