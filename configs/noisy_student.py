@@ -5,9 +5,9 @@ python -m vit_jax.main study --config=configs/noisy_student.py --workdir=$W \\
 A minute, on handwritten digits: --config=configs/noisy_student.py:debug
 
 DIR holds cifar10/VERSION as TFDS prepares it. The teacher, a ViT of 469,000 parameters, trains on
-the first 5,000 labelled pictures of CIFAR-10; it labels the other 45,000, whose own labels only
-tell how often it is right; the student, of the same size, trains on both with RandAugment, dropout
-and stochastic depth. One round, three seeds.
+the first 5,000 labelled pictures of CIFAR-10; it labels the other 45,000 (their own labels only
+measure its accuracy); the student, of the same size, trains on both with RandAugment, dropout and
+stochastic depth. One round, three seeds.
 
 L2, the settings of the paper's largest run: an EfficientNet-B7 teaches an EfficientNet-L2, which
 teaches a second and a third one. Labelled batches of 2048 with 14 and at last 28 times as many

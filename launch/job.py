@@ -142,6 +142,13 @@ def study_jobs(words: Sequence[str]) -> tuple[str, list[Job]]:
             f"{shlex.join(['python', '-m', 'vit_jax.main', *words])}, or hand those that were lost "
             "over again by --again"
         )
+    here = [member for member in waiting if member.command != "train"]
+    if here:
+        own = ["python", "-m", "vit_jax.main", *running.member_words(call, here[0])]
+        raise InputError(
+            f"member {here[0].name}: cannot be a job, since it runs in one process; run it first: "
+            f"{shlex.join(own)}"
+        )
     jobs = [
         Job(
             tuple(running.member_words(call, member)),

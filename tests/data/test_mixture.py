@@ -64,6 +64,16 @@ def test_pixels_lie_one_after_the_other(digits):
     assert both.fingerprint not in (digits[0].fingerprint, concatenate(digits[::-1]).fingerprint)
 
 
+def test_pseudo_labels_without_names(digits, caplog):
+    """They take the names of as many classes, with one warning."""
+    named = dataclasses.replace(digits[0], class_names=tuple("abcdefghij"))
+    nameless = dataclasses.replace(digits[1], name="pseudo", class_names=None)
+    assert concatenate([named, nameless, nameless]).class_names == named.class_names
+    assert len(caplog.messages) == 1 and "gives no names of classes" in caplog.text
+    with pytest.raises(InputError, match="mix data sets with the same classes"):
+        concatenate([named, dataclasses.replace(nameless, num_classes=9)])
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Two data sets of PNGs of one size; image i of one is i everywhere, of the other 100 + i."""

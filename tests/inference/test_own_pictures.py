@@ -111,6 +111,9 @@ def test_pictures_that_the_model_has_not_seen_are_evaluated_whole(run, others, t
         assert split_of(run_on(str(copy))) == "all"
     assert "evaluates all pictures of" in caplog.messages[-1]
     assert split_of(run_on(str(copy)), asked={"evals.val.split"}) == "val"
+    pseudo = run_on(str(copy))
+    pseudo.run_config["data"]["mix"] = "pseudo@labels.npz=0.5"  # pictures of any folder
+    assert split_of(pseudo) == "val"
     assert split_of(run_on(str(copy), init_from="runs/first")) == "val"
     assert split_of(run_on(str(copy), init_from="ViT-B/16@augreg")) == "all"
     assert split_of(Origin("ViT-B/16@augreg")) == "all" == split_of(Origin("hf:google/x"))

@@ -11,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 
+from vit_jax.config import base_config
+from vit_jax.devices.flops import program_flops
 from vit_jax.errors import InputError
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
@@ -24,6 +26,7 @@ from vit_jax.objectives.distillation import (
 )
 from vit_jax.objectives.features import parse_features
 from vit_jax.objectives.supervised import make_loss
+from vit_jax.training.teachers import compare_classes
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden/loss_deit.npz")
 RNG = np.random.default_rng(0)
@@ -121,13 +124,15 @@ def test_microbatches_divide_every_term_by_its_own_weight():
     tx = optax.sgd(0.1)
     state = TrainState(jnp.int32(0), params, {}, tx.init(params), objective_state=objective_state)
     batch = {"image": images, "label": np.array([1, 6, 0, 3]), "mask": np.float32([1, 1, 0, 1])}
-    found = [
-        jax.jit(make_train_step(objective, tx, lambda x, keys: x, 0, accum_steps=parts))(
-            state, batch, objective.frozen
-        )
+    steps = [
+        jax.jit(make_train_step(objective, tx, lambda x, keys: x, 0, accum_steps=parts))
         for parts in (1, 2)
     ]
-    (one, metrics), (two, others) = found
+    (one, metrics), (two, others) = [step(state, batch, objective.frozen) for step in steps]
+    # The weights of the terms are summed before, without the model.
+    traced = [step.trace(state, batch, objective.frozen) for step in steps]
+    flops = [program_flops(program.jaxpr.jaxpr) for program in traced]
+    assert flops[0] == flops[1] > 0
     assert metrics.keys() == others.keys() >= {"loss_label", "loss_pooled", "loss_tokens"}
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), (one.params, metrics),
@@ -199,6 +204,18 @@ def test_teachers_and_features_are_parsed():
 def test_settings_that_contradict_each_other(own, said):
     with pytest.raises(InputError, match=said):
         check_distillation(**({"loss_name": "softmax", "teacher": "a"} | own))
+
+
+@pytest.mark.parametrize("mode", ["hard", "features"])
+def test_classes_with_other_names(mode, caplog):
+    """Logits of other classes give a warning; features of other classes no agreement."""
+    config = base_config()
+    config.objective.mode = mode
+    own, other = teacher_of(np.zeros((4, 2))), teacher_of(np.zeros((4, 2)))
+    own, other = own._replace(class_names=("a", "b")), other._replace(class_names=("a", "c"))
+    found = compare_classes(config, [own, other], ("a", "b"))
+    assert [teacher.same_classes for teacher in found] == [True, mode == "hard"]
+    assert ("label 1 is 'b', but output 1 is 'c'" in caplog.text) == (mode == "hard")
 
 
 def test_teachers_that_do_not_fit():

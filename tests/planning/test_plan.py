@@ -24,6 +24,7 @@ from vit_jax.errors import InputError
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.main import main
 from vit_jax.models import create_model
+from vit_jax.objectives.contract import Teacher
 from vit_jax.planning import calculated, hlo, layout
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
 from vit_jax.planning.estimates import estimate, speed_of
@@ -629,6 +630,18 @@ def test_plans_are_kept_by_all_that_they_depend_on(tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "software", lambda: {"code of vit_jax": "other"})
     others.add(of(tiny_config(), target))
     assert len(others | {first}) == 6
+
+
+def test_a_plan_with_a_teacher_is_found_again(monkeypatch):
+    """Functions among the teacher's fields have other addresses in every process."""
+    target, config = Target(find_slice("v5e:2x2")), tiny_config()
+    found = set()
+    for width in (8, 8, 16):
+        model = create_model("ViT-mu/4", 10, 8, width=width).clone(constrain=lambda x, axes: x)
+        teacher = Teacher("t", 1.0, model, {}, (0.5,), (0.5,))
+        monkeypatch.setattr(planning, "abstract_teachers", lambda config, t=teacher: [t])
+        found.add(planning.cache_file(config, target))
+    assert len(found) == 2
 
 
 def test_readable_mesh():

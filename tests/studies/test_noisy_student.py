@@ -1,7 +1,9 @@
 """Noisy Student: its members, and one round in this process."""
 
+import dataclasses
 import json
 import pathlib
+import sys
 
 import jax
 import numpy as np
@@ -68,6 +70,34 @@ def test_each_stage_waits_for_the_one_before(tmp_path):
     assert report.complete and report.rows[0] == ["teacher", "50.00", "7", "-"]
 
 
+def test_labels_of_another_choice_are_refused(tmp_path):
+    config = debug_config()
+    member = noisy_student.find_members(config, {"teacher_seed_0": Result(FINISHED, {})})[1]
+    choice = {"study.confidence": config.study.confidence, "study.per_class": None, "seed": 0}
+    (tmp_path / member.name).mkdir()
+    (tmp_path / member.name / "summary.json").write_text(json.dumps({"choice": choice}))
+    running.check_member(config, call_of(tmp_path), member)
+    config.study.confidence = 0.75
+    with pytest.raises(InputError, match=r"study\.confidence: was .*, now 0\.75"):
+        running.check_member(config, call_of(tmp_path), member)
+    (tmp_path / member.name / "summary.json").write_text("{}")  # from before it was recorded
+    running.check_member(config, call_of(tmp_path), member)
+
+
+def test_labels_are_made_without_the_launcher(tmp_path, monkeypatch):
+    commands = []
+
+    def execute(command):
+        commands.append(command)
+        return running._Ended(0, "", False)
+
+    monkeypatch.setattr(running, "_execute", execute)
+    call = call_of(tmp_path)._replace(launcher=["launch"])
+    for member in noisy_student._chain(config_of(), 0)[:2]:
+        running._bring_about(call, member)
+    assert commands[0][:2] == ["launch", "--"] and commands[1][:2] == [sys.executable, "-m"]
+
+
 @pytest.mark.parametrize(
     ("study", "said"),
     [
@@ -129,10 +159,13 @@ def test_labels_are_reused_and_become_a_data_set(labelled, tmp_path, monkeypatch
     config = debug_config(confidence=0.0)
     summary = pseudo_labels.label(config, teacher, tmp_path)
     assert computed == [200, 160] and summary["labels/kept"] == summary["labels/examples"] == 360
-    top = np.load(tmp_path / "part_00000.npz")["probabilities"].max(axis=1)
+    part = np.load(tmp_path / "part_00000.npz")
+    top = part["top"]
+    assert top.dtype == np.float32 and (top != part["probabilities"].max(axis=1)).any()
     config.study.confidence = float(np.median(top))  # the choice changes, the probabilities do not
     summary = pseudo_labels.label(config, teacher, tmp_path)
     assert computed == [200, 160] and 0 < summary["labels/kept"] < 360
+    assert summary["choice"]["study.confidence"] == config.study.confidence
     assert 0 <= summary["labels/top1"] < 1
 
     (tmp_path / "part_00001.npz").unlink()  # as if it was killed before
@@ -152,6 +185,13 @@ def test_labels_are_reused_and_become_a_data_set(labelled, tmp_path, monkeypatch
     np.testing.assert_array_equal(example["image"], pictures.read(labels.record[[3, 0]])["image"])
     np.testing.assert_allclose(example["label"], labels.label[[3, 0]], atol=1e-3)
     np.testing.assert_allclose(np.sum(example["label"], axis=1), 1, atol=1e-6)
+    halves = dataclasses.replace(
+        labels, label=labels.label / 2, facts=labels.facts | {"loss": "sigmoid"}
+    )
+    (tmp_path / "sigmoid.npz").write_bytes(halves.to_bytes())
+    of_sigmoid = make_source("pseudo", split=str(tmp_path / "sigmoid.npz"), image_size=(8, 8))
+    found = of_sigmoid.read(np.array([3, 0]))["label"]  # need not add up to 1
+    np.testing.assert_allclose(found, labels.label[[3, 0]] / 2, atol=1e-3)
     softened = soften(pictures).read(np.array([5]))["label"]
     np.testing.assert_array_equal(softened, np.eye(10)[pictures.read(np.array([5]))["label"]])
 
@@ -178,7 +218,31 @@ def test_hard_labels_and_no_confident_ones(labelled, tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
+def test_what_label_refuses(labelled, tmp_path):
+    teacher = read_pretrained(labelled / "teacher.npz")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="holds a run; give the labels a folder of their own"):
+        pseudo_labels.label(debug_config(), teacher, tmp_path)
+    with pytest.raises(InputError, match=r"study\.per_class=-5: needs a positive number"):
+        pseudo_labels.label(debug_config(per_class=-5), teacher, tmp_path)
+    several = teacher._replace(run={"config": {"data": {"multi_label": True}}})
+    with pytest.raises(InputError, match=r"was trained with data\.multi_label=true"):
+        pseudo_labels.label(debug_config(), several, tmp_path)
+    without = teacher._replace(model=teacher.model.clone(num_classes=None))
+    with pytest.raises(InputError, match="has no classes; label with another teacher"):
+        pseudo_labels.label(debug_config(), without, tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4 cut off"])
+def test_damaged_pseudo_labels(tmp_path, content):
+    (tmp_path / "labels.npz").write_bytes(content)
+    with pytest.raises(InputError, match="not a file of pseudo labels"):
+        read_pseudo_labels(str(tmp_path / "labels.npz"))
+
+
 def test_config_is_that_of_the_study():
     c = debug_config()
     assert find_faults(c) == []
     noisy_student.check(c)
+    c.data.soft_labels = c.data.multi_label = True
+    assert "data.soft_labels=True: needs classes that exclude" in find_faults(c)[0]

@@ -40,6 +40,11 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
     )
     faults.need_known("data.broken_labels", d.broken_labels, BROKEN_LABELS)
     faults.check(check_classes, d.classes)
+    faults.need(
+        not (d.soft_labels and d.multi_label),
+        "data.soft_labels=True: needs classes that exclude each other, and data.multi_label=True "
+        "says that they do not; set one of them to false",
+    )
     mixed = faults.check(parse_mix, d.mix)
     if d.name == "synthetic":
         faults.need(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,8 @@ from vit_jax.data.order import weight_units
 from vit_jax.data.record_files import RecordFiles
 from vit_jax.data.sources import Source, fingerprint
 from vit_jax.errors import InputError
+
+logger = logging.getLogger("vit_jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,12 @@ def concatenate(sources: Sequence[Source]) -> Source:
     first = sources[0]
     for other in sources[1:]:
         _check_alike(first, other)
+    nameless = [other.split for other in sources[1:] if _takes_names(first, other)]
+    if nameless:
+        logger.warning(
+            "data.mix: the teacher of %s gives no names of classes; they are taken to be those of "
+            "%s %s, in the same order", nameless[0], first.name, first.split,
+        )  # fmt: skip
     sizes = [source.num_examples for source in sources]
     first_ids = np.cumsum([0, *sizes])[:-1]
 
@@ -102,7 +111,7 @@ def _check_alike(first: Source, other: Source) -> None:
     def names(source):
         return source.class_names or tuple(map(str, range(source.num_classes)))
 
-    if names(first) != names(other):
+    if names(first) != names(other) and not _takes_names(first, other):
         pairs = itertools.zip_longest(names(first), names(other))
         label, pair = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
         raise InputError(
@@ -123,6 +132,12 @@ def _check_alike(first: Source, other: Source) -> None:
             "data sets without data.reader), or all as pixels of one size (digits, and with "
             "data.reader=memory TFDS data sets whose images have one size)"
         )
+
+
+def _takes_names(first: Source, other: Source) -> bool:
+    """Whether `other` has pseudo labels without names, of as many classes as `first` names."""
+    of_pseudo = other.name == "pseudo" and other.class_names is None
+    return of_pseudo and first.class_names is not None and first.num_classes == other.num_classes
 
 
 def held_alike(sources: Sequence[Source]) -> bool:

@@ -4,7 +4,8 @@ A file of pseudo labels, written by `inference.pseudo_labels`, holds in NumPy's 
 
     record  int64 (m,)      records of the pictures' data set, sorted; one may come several times
     label   int32 (m,), or float16 (m, C): the probabilities of the classes
-    facts   JSON: name, split and data_dir of the pictures, their fingerprint, the class names
+    facts   JSON: name, split and data_dir of the pictures, their fingerprint, the class names, and
+            the teacher's loss (absent in older files: softmax)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +50,7 @@ def read_pseudo_labels(path: str) -> PseudoLabels:
         with np.load(io.BytesIO(epath.Path(path).read_bytes()), allow_pickle=False) as stored:
             facts = json.loads(str(stored["facts"]))
             return PseudoLabels(stored["record"], stored["label"], facts)
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as e:
         raise InputError(
             f"data.split={path!r}: not a file of pseudo labels ({e}); `vit_jax label` writes one"
         ) from None
@@ -79,12 +81,15 @@ def pseudo(
     labels = tf.constant(found.label)
     digest = hashlib.sha256(found.record.tobytes() + found.label.tobytes()).hexdigest()
 
+    adds_up = facts.get("loss") != "sigmoid"
+
     def read(record_ids):
         example = pictures.read(tf.gather(records, record_ids))
         label = tf.gather(labels, record_ids)
-        if labels.shape.rank == 2:  # rounded to float16
+        if labels.shape.rank == 2:
             label = tf.cast(label, tf.float32)
-            label /= tf.reduce_sum(label, axis=-1, keepdims=True)
+            if adds_up:  # but for the rounding to float16
+                label /= tf.reduce_sum(label, axis=-1, keepdims=True)
         return example | {"label": label}
 
     names = facts["class_names"]

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.interpreters import partial_eval
 
 from vit_jax.devices.chips import CHIPS
 from vit_jax.models.axial import AxialViT
@@ -56,6 +57,12 @@ def count_flops(fn: Callable, *args: Any) -> int:
         kernel that is not from Pallas (count with the plain form of attention instead).
     """
     return jaxpr_flops(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+def program_flops(jaxpr: Jaxpr) -> int:
+    """FLOPs of a traced program without what no output needs, which the compiler leaves out."""
+    live, _ = partial_eval.dce_jaxpr(jaxpr, True)
+    return jaxpr_flops(live)
 
 
 def jaxpr_flops(jaxpr: Jaxpr) -> int:

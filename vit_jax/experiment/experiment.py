@@ -25,7 +25,7 @@ from vit_jax.data.device_ops import MIXING_OPS, DeviceTransform, per_channel
 from vit_jax.data.ops import Op
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.compiler import compiler_options
-from vit_jax.devices.flops import count_flops, jaxpr_flops
+from vit_jax.devices.flops import count_flops, program_flops
 from vit_jax.devices.kernels import KERNELS, choose_forms
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.devices.sharding import constrain, state_shardings
@@ -111,7 +111,7 @@ class Experiment:
     @functools.cached_property
     def flops_per_step(self) -> int:
         """FLOPs of a training step over all devices, including rematerialisation."""
-        return jaxpr_flops(self.trace().jaxpr.jaxpr)
+        return program_flops(self.trace().jaxpr.jaxpr)
 
     @property
     def total_steps(self) -> int:

@@ -30,9 +30,9 @@ from vit_jax.models.fields import check_fields, value_of, with_known
 from vit_jax.training.agreement import compare_findings, compare_requests, compare_weights
 from vit_jax.training.prepare import check_mesh, prepare
 from vit_jax.training.sources import (
-    SYNSET,
     adopt_holdout,
     check_evaluated_images,
+    find_other_names,
     open_sources,
 )
 from vit_jax.transfer.images import ops_for
@@ -212,17 +212,14 @@ def _warn_of_other_classes(
         if names is None or find_evaluator(entry.type).learns_classes:
             continue
         source = sources[config_lib.eval_splits(config, entry)["split"]]
-        pairs = list(zip(source.class_names or (), names, strict=False))
-        if any(all(map(SYNSET.fullmatch, side)) for side in zip(*pairs, strict=True)):
-            continue
-        other = [i for i, (theirs, ours) in enumerate(pairs) if theirs.lower() != ours.lower()]
+        other = find_other_names(source.class_names, names)
         if other:
-            theirs, ours = pairs[other[0]]
+            label, theirs, ours = other[0]
             logger.warning(
                 "evals.%s: %d of %d classes have other names in %s than in %s: label %d is %r, "
                 "but output %d is %r; accuracy is meaningful only if they are the same classes",
-                eval_name, len(other), len(pairs), source.name, model_source,
-                other[0], theirs, other[0], ours,
+                eval_name, len(other), len(names), source.name, model_source,
+                label, theirs, label, ours,
             )  # fmt: skip
 
 

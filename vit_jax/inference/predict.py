@@ -40,6 +40,7 @@ def outputs(
     source: Source,
     *,
     batch_size: int,
+    batch_size_key: str = "--batch_size",
     what: str,
     layer: int | None = None,
     progress: bool = True,
@@ -51,6 +52,7 @@ def outputs(
       pretrained: the model, with an image size in its spec.
       source: the images.
       batch_size: over all devices, a multiple of their number.
+      batch_size_key: the flag or key that sets it, for messages.
       what: "probabilities" or "logits" (C,); "pooled" (D,), the input of the head; "patches", the
         encoder's patch tokens (rows, columns, D); or "attention", the weights (H, N, N) of a layer.
       layer: with "pooled", "patches" and "attention", the layer, from 0; None: the model's own
@@ -68,7 +70,7 @@ def outputs(
     check_size(pretrained)
     spec, variables = pretrained.spec, pretrained.variables
     mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
-    check_batch_size(mesh, batch_size, "--batch_size")
+    check_batch_size(mesh, batch_size, batch_size_key)
     params, model_state = variables["params"], {k: variables[k] for k in variables if k != "params"}
     if layer is not None:
         layer = layers.check_layer(pretrained.model, params, spec.image_size, layer, model_state)
@@ -160,12 +162,10 @@ def _pooled_shape(pretrained: Pretrained) -> tuple[int, ...]:
     return jax.eval_shape(features, pretrained.variables, images).shape[1:]
 
 
-def check_classes(pretrained: Pretrained) -> None:
-    """Raise InputError if the model has no classes."""
+def check_classes(pretrained: Pretrained, remedy: str = "use --features=FILE.npz instead") -> None:
+    """Raise InputError with `remedy` if the model has no classes."""
     if pretrained.model.num_classes is None:
-        raise InputError(
-            f"{pretrained.source}: the model has no classes; use --features=FILE.npz instead"
-        )
+        raise InputError(f"{pretrained.source}: the model has no classes; {remedy}")
 
 
 def predict(

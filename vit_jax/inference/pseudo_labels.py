@@ -3,7 +3,7 @@
     WORKDIR/labels.json      what was labelled, by which model
     WORKDIR/part_00000.npz   probabilities of the first records, and so on
     WORKDIR/labels.npz       the records to train on, and their labels: data/pseudo.py
-    WORKDIR/summary.json     how many were kept
+    WORKDIR/summary.json     how many were kept, and by which choice; written last
 
 A part is written whole. The same command goes on with the parts that are missing, and chooses the
 records anew where only the choice has changed.
@@ -25,7 +25,7 @@ from vit_jax import data
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import image_hw
 from vit_jax.data.pseudo import PseudoLabels, agreement, select
-from vit_jax.errors import InputError
+from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.files import absolute, check_folder, write_whole
 from vit_jax.inference.predict import check_classes, outputs
 from vit_jax.models.fields import value_of
@@ -36,6 +36,11 @@ from vit_jax.transfer.workdir import ops_on_pixels
 logger = logging.getLogger("vit_jax")
 
 _RECORDS_OF_PART = 65_536
+# Keys that decide what `labels.npz` holds.
+_CHOICE = (
+    "study.confidence", "study.per_class", "study.soft_labels", "study.unlabelled", "init_from",
+    "seed",
+)  # fmt: skip
 
 
 def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -> dict[str, Any]:
@@ -46,12 +51,19 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
     model's evaluation.
 
     Raises:
-      InputError: the pictures or the classes are missing, other pictures or another model were
-        labelled in `workdir`, or no picture is labelled with the needed confidence.
+      InputError: the pictures or the classes are missing, an image may have several labels,
+        `workdir` holds a run or the labels of other pictures or another model, or no picture is
+        labelled with the needed confidence.
     """
     workdir, study = absolute(workdir), config.study
-    check_classes(pretrained)
+    check_classes(pretrained, "label with another teacher")
+    _check_teacher(pretrained)
+    faults = Faults()
+    faults.need_positive("study.per_class", study.per_class)
+    collect_faults(faults)
     check_folder(workdir, "--workdir")
+    if (workdir / "config.json").exists():
+        raise InputError(f"--workdir={workdir}: holds a run; give the labels a folder of their own")
     size = pretrained.spec.image_size or image_hw(config.data.image_size)
     source = _open_pictures(config, size, value_of(pretrained.model, "channels"))
     pretrained = _with_ops(pretrained, size, source)
@@ -78,7 +90,11 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
     labels = found["label"][records].astype(np.int32)
     if study.soft_labels:
         labels = _probabilities_of(workdir, records, source.num_examples, num_classes)
-    facts |= {"of_model": num_classes, "class_names": pretrained.spec.class_names}
+    facts |= {
+        "of_model": num_classes,
+        "class_names": pretrained.spec.class_names,
+        "loss": pretrained.spec.loss or "softmax",  # as `outputs` assumes
+    }
     write_whole(workdir / "labels.npz", PseudoLabels(records, labels, facts).to_bytes())
     summary = {
         "labels/examples": source.num_examples,
@@ -88,8 +104,19 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
     }
     if source.num_classes == num_classes:  # their own labels are known
         summary["labels/top1"] = agreement(records, found["label"], found["true"])
+    flat = config_lib.flatten(config)
+    summary["choice"] = {key: flat[key] for key in _CHOICE}
     write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def _check_teacher(pretrained: Pretrained) -> None:
+    """Raise InputError if the teacher gives an image several labels."""
+    if pretrained.run is not None and pretrained.run["config"]["data"]["multi_label"]:
+        raise InputError(
+            f"init_from={pretrained.source!r}: was trained with data.multi_label=true, and a "
+            "picture gets one pseudo label; label with a teacher of exclusive classes"
+        )
 
 
 def parse_unlabelled(config: ConfigDict) -> tuple[str, str]:
@@ -181,12 +208,16 @@ def _label_parts(
                     pretrained,
                     source,
                     batch_size=config.global_batch_size,
+                    batch_size_key="global_batch_size",
                     what="probabilities",
                     record_ids=ids,
                 )
             )
+            probabilities = np.concatenate([p for p, _ in rows])
             part = {
-                "probabilities": np.concatenate([p for p, _ in rows]).astype(np.float16),
+                "probabilities": probabilities.astype(np.float16),
+                "label": probabilities.argmax(axis=1).astype(np.int32),
+                "top": probabilities.max(axis=1),
                 "valid": np.concatenate([batch["mask"] > 0 for _, batch in rows]),
                 "true": np.concatenate([batch["label"] for _, batch in rows]),
             }
@@ -195,9 +226,12 @@ def _label_parts(
             write_whole(path, file.getvalue())
             logger.info("%s: %d records labelled", path, len(ids))
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as part:
-            probabilities = part["probabilities"]
-            columns["label"].append(probabilities.argmax(axis=1))
-            top = probabilities.max(axis=1).astype(np.float32)
+            if "top" in part:
+                label, top = part["label"], part["top"]
+            else:  # older parts hold them only rounded to float16
+                label = part["probabilities"].argmax(axis=1)
+                top = part["probabilities"].max(axis=1).astype(np.float32)
+            columns["label"].append(label)
             columns["top"].append(np.where(part["valid"], top, 0))
             columns["true"].append(part["true"])
     return {name: np.concatenate(parts) for name, parts in columns.items()}

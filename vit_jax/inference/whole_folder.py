@@ -66,7 +66,7 @@ def take_whole_folders(
 
 
 def _find_undivided(config: ConfigDict, entry: ConfigDict) -> str | None:
-    """The folder or list of own pictures of which `entry` evaluates a tenth; None otherwise."""
+    """The folder or list if `entry` evaluates a held-out tenth of it; None otherwise."""
     key = config_lib.eval_splits(config, entry).get("split")
     if key is None or key.split != "val" or find_evaluator(entry.type).learns_classes:
         return None
@@ -79,9 +79,14 @@ def _trained_on(run_config: Mapping[str, Any] | None) -> str | None:
     """The folder or list of own pictures that a run was trained on; None: there is none."""
     if run_config is None:
         return None
+    own = _data_sets(run_config) & {*data.OWN_PICTURES, "unlabelled"}
+    return run_config["data"]["data_dir"] if own else None
+
+
+def _data_sets(run_config: Mapping[str, Any]) -> set[str]:
+    """The names of all data sets that a run was trained on."""
     d = run_config["data"]
-    names = {d["name"], *(part.name for part in data.parse_mix(d["mix"]))}
-    return d["data_dir"] if names & {*data.OWN_PICTURES, "unlabelled"} else None
+    return {d["name"], *(part.name for part in data.parse_mix(d["mix"]))}
 
 
 def _is_same(data_dir: str, other: str | None) -> bool:
@@ -94,12 +99,14 @@ def may_have_seen(origin: Origin, data_dir: str) -> bool:
 
     Published models were not, and neither were runs on other data. The folder of a run on own
     pictures may have been moved or copied, so its pictures must still be there, and `data_dir` must
-    hold others, by their names and sizes.
+    hold others, by their names and sizes. The folder of pseudo-labelled pictures is not looked up.
     """
     if origin.run_config is None:
         return origin.holdout is not None or not is_published(origin.source)
     first = config_lib.weights_source(origin.run_config)
     if first is not None and not is_published(first):
+        return True
+    if "pseudo" in _data_sets(origin.run_config):
         return True
     trained_on = _trained_on(origin.run_config)
     if trained_on is None:

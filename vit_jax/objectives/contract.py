@@ -128,6 +128,7 @@ class Teacher(NamedTuple):
     mean, std: its input is (image / 255 - mean) / std, for each channel.
     loss: the loss that it was trained with; None: not stated.
     class_names: in the order of its logits; None: not stated.
+    same_classes: whether these are the classes of the data, in the same order.
     """
 
     source: str
@@ -138,6 +139,7 @@ class Teacher(NamedTuple):
     std: tuple[float, ...]
     loss: str | None = None
     class_names: tuple[str, ...] | None = None
+    same_classes: bool = True
 
 
 class Setting(NamedTuple):

@@ -234,7 +234,12 @@ def as_seen_by(teacher: Teacher, images: jax.Array, setting: Setting) -> jax.Arr
 def _agreement(
     logits_BC: jax.Array, taught: Sequence[jax.Array], teachers: Sequence[Teacher]
 ) -> dict[str, jax.Array]:
-    """1.0 where the student and the mean of the teachers prefer one class; {} without classes."""
+    """1.0 where the student and the mean of the teachers prefer one class.
+
+    {} if a teacher has no classes, or is known to have others.
+    """
+    if not all(teacher.same_classes for teacher in teachers):
+        return {}
     if any(logits.shape != logits_BC.shape for logits in taught):
         return {}
     label_B = _mean_log_p(taught, teachers, 1.0).argmax(axis=1)

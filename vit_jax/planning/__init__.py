@@ -11,12 +11,14 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import flax.linen as nn
 from ml_collections import ConfigDict
 
 from vit_jax import files
 from vit_jax.config import stored as stored_config
 from vit_jax.config.plugins import digests
 from vit_jax.job.software import software
+from vit_jax.models.fields import field_names
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.compiled import compile_plan
 from vit_jax.planning.targets import Target
@@ -58,9 +60,16 @@ def cache_file(config: ConfigDict, target: Target) -> pathlib.Path:
         target.slice.name,
         target.num_slices,
         software() | digests(config.plugins),
-        *[repr(teacher.model) for teacher in abstract_teachers(config)],
+        *[_describe(teacher.model) for teacher in abstract_teachers(config)],
     ]
     return (
         files.cache_folder("plans")
         / f"{hashlib.sha256(json.dumps(said).encode()).hexdigest()}.json"
     )
+
+
+def _describe(model: nn.Module) -> str:
+    """The class and the fields of a model, but for functions, whose `repr` is an address."""
+    fields = {f: getattr(model, f) for f in field_names(type(model))}
+    kept = {f: value for f, value in fields.items() if f not in ("forms", "constrain")}
+    return f"{type(model).__name__} {kept!r}"

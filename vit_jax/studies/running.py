@@ -64,7 +64,7 @@ class Call(NamedTuple):
     config_file: FILE[:words].
     overrides: the user's overrides, for every member.
     workdir: directory of the study.
-    launcher: words of the launcher's command; None: members run here.
+    launcher: words of the command that starts training members; None: they run here.
     again: whether to hand over members once more that were handed over before.
     trust_plugins: whether members may run the copies of plug-ins in workdirs.
     """
@@ -119,6 +119,8 @@ def check_member(config: ConfigDict, call: Call, member: Member) -> None:
     own = member_config(config, member, faults)
     validate(own, faults, f"member {member.name}")
     workdir = call.workdir / member.name
+    if member.command == "label":
+        _check_labels(own, workdir)
     if not (workdir / "config.json").exists():
         return
     own = continue_run(own, workdir)
@@ -135,6 +137,18 @@ def check_member(config: ConfigDict, call: Call, member: Member) -> None:
     collect_faults(
         config_lib.say_changes(changed),
         f"{workdir} already holds a run with other settings; restore them, or use a new --workdir",
+    )
+
+
+def _check_labels(config: ConfigDict, workdir: epath.Path) -> None:
+    """Raise InputError if the labels in `workdir` were chosen by other keys than `config` has."""
+    result = read_result(workdir)
+    flat = config_lib.flatten(config)
+    chosen = {} if result is None else result.summary.get("choice", {})  # not in older ones
+    changed = {key: (was, flat[key]) for key, was in chosen.items() if was != flat[key]}
+    collect_faults(
+        config_lib.say_changes(changed),
+        f"{workdir} already holds labels of another choice; restore it, or use a new --workdir",
     )
 
 
@@ -200,6 +214,7 @@ def conduct_study(study: Study, config: ConfigDict, call: Call) -> int:
 def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
     """Run a member unless it has a result; return its exit code (0 if it is not run) and result.
 
+    Only training goes through the launcher; `label` runs in one process, here.
     The code is 143 even with a result, if the study was told to stop meanwhile.
     """
     result = read_result(call.workdir / member.name)
@@ -212,7 +227,8 @@ def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
     words = member_words(call, member)
     command = [sys.executable, "-m", "vit_jax.main", *words]
     shown = ["python", *command[1:]]
-    if call.launcher is not None:
+    handed_on = call.launcher is not None and member.command == "train"
+    if handed_on:
         command = shown = [*call.launcher, "--", *words]
     logger.info("%s: %s", member.name, shlex.join(shown))
     ended = _execute(command)
@@ -221,7 +237,7 @@ def _bring_about(call: Call, member: Member) -> tuple[int, Result]:
     result = read_result(call.workdir / member.name)
     if result is not None:
         return stopped, result
-    if ended.code == exit_codes.DONE and call.launcher is not None:
+    if ended.code == exit_codes.DONE and handed_on:
         record_handed_over(call.workdir, {member.name: shlex.join(shown)})
         return stopped, Result(HANDED_OVER)
     error = f"ended with exit code {ended.code}\n{ended.last_lines}".strip()

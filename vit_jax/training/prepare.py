@@ -2,9 +2,8 @@
 
 import copy
 import dataclasses
-import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,8 +37,8 @@ from vit_jax.training.sources import (
     training_order,
 )
 from vit_jax.training.teachers import (
-    check_class_order,
     check_same_teachers,
+    compare_classes,
     describe_teachers,
     read_teachers,
 )
@@ -66,6 +65,7 @@ class Run:
     initial_params: {leaf name: array} from `init_from`; None if it is not used.
     initial_model_state: {name: array} from `init_from`, such as batch statistics.
     teachers: the frozen models that the objective learns from.
+    described_teachers: source, weight and digest of each.
     """
 
     config: ConfigDict
@@ -81,16 +81,12 @@ class Run:
     initial_params: Mapping[str, np.ndarray] | None = None
     initial_model_state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     teachers: tuple[Teacher, ...] = ()
+    described_teachers: Sequence[Mapping[str, Any]] = ()
 
     def fingerprint_by(self, version: int) -> str:
         """Fingerprint of the training data by version `version` of the rule."""
         assert self.train_source is not None
         return data_fingerprint(self.config, self.train_source, version)
-
-    @functools.cached_property
-    def described_teachers(self) -> list[dict[str, Any]]:
-        """Source, weight and digest of every teacher."""
-        return describe_teachers(self.teachers)
 
     @property
     def fingerprint(self) -> dict[str, str | int]:
@@ -138,7 +134,7 @@ def prepare(
         if balanced and is_begun:
             config = keep_class_weights(config, read_config(workdir))
         config, mesh = _settle(config, workdir, mesh, choose_layout, chooses_microbatches)
-    teachers = _open_teachers(config, workdir, sources) if training else ()
+    teachers, described = _open_teachers(config, workdir, sources) if training else ((), [])
     train_source = sources.get(config_lib.train_split(config)) if training else None
     experiment = make_experiment(_of_step(config, training), mesh, preprocessing, teachers)
     check_outputs(config, experiment.model, preprocessing.image_size)
@@ -157,6 +153,7 @@ def prepare(
         evaluators=evaluators,
         timetable=Timetable(experiment.durations),
         teachers=teachers,
+        described_teachers=described,
         **_first_weights(config, experiment, pretrained),
     )
 
@@ -230,12 +227,17 @@ def _read_weights(config: ConfigDict, faults: Faults) -> transfer.Pretrained | N
 
 def _open_teachers(
     config: ConfigDict, workdir: epath.Path, sources: Mapping[SplitKey, data.Source]
-) -> tuple[Teacher, ...]:
-    """The teachers of a run; raises InputError if they do not suit it, or have changed."""
+) -> tuple[tuple[Teacher, ...], list[dict[str, Any]]]:
+    """The teachers of a run and their description.
+
+    Raises:
+      InputError: they do not suit the run, or have changed.
+    """
     teachers = read_teachers(config)
-    check_same_teachers(workdir, describe_teachers(teachers))
-    check_class_order(config, teachers, sources[config_lib.train_split(config)].class_names)
-    return teachers
+    described = describe_teachers(teachers)
+    check_same_teachers(workdir, described)
+    class_names = sources[config_lib.train_split(config)].class_names
+    return compare_classes(config, teachers, class_names), described
 
 
 def _of_step(config: ConfigDict, training: bool) -> ConfigDict:

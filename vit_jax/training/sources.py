@@ -31,6 +31,19 @@ SYNSET = re.compile(r"n\d{8}")  # as data sets call the classes of ImageNet, and
 _GENERIC_NAME = re.compile(r"LABEL_\d+")  # as Hugging Face calls classes that were given no names
 
 
+def find_other_names(
+    theirs: Sequence[str] | None, ours: Sequence[str] | None
+) -> list[tuple[int, str, str]]:
+    """(label, their name, our name) where the names differ, but not only in case.
+
+    [] if one side has no names, or has synset numbers.
+    """
+    pairs = list(zip(theirs or (), ours or (), strict=False))
+    if any(all(map(SYNSET.fullmatch, side)) for side in zip(*pairs, strict=True)):
+        return []
+    return [(i, a, b) for i, (a, b) in enumerate(pairs) if a.lower() != b.lower()]
+
+
 def open_sources(
     config: ConfigDict, training: bool, class_names: Sequence[str] | None = None
 ) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
@@ -148,6 +161,8 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
     _check_learnable(config, source)
     if parts:
         keys = [own._replace(data_name=part.name, split=part.split or d.split) for part in parts]
+        # The classes of pseudo labels are the teacher's, which were chosen before.
+        keys = [key._replace(classes=None) if key.data_name == "pseudo" else key for key in keys]
         others = [faults.check(_open_split, config, key, prefix="data.mix: ") for key in keys]
         collect_faults(faults)
         opened = [source, *(other for other in others if other is not None)]
@@ -242,7 +257,7 @@ def _check_learnable(config: ConfigDict, source: data.Source) -> None:
             "data.name='unlabelled': has no labels, which "
             f"objective.name={config.objective.name!r} learns; put the pictures into a folder for "
             "each class (data.name=folder), or choose another objective, such as distillation with "
-            "--config.objective.weight=1"
+            "--config.objective.weight=1 and --config.objective.mode=features"
         )
     if source.name in data.OWN_PICTURES and source.num_classes < 2:
         remedy = "; needed: at least 2"

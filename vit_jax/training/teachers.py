@@ -23,6 +23,7 @@ from vit_jax.models import create_model
 from vit_jax.models.fields import value_of, with_known
 from vit_jax.objectives import teachers_of
 from vit_jax.objectives.contract import Teacher
+from vit_jax.training.sources import find_other_names
 from vit_jax.transfer.rules import stack_layers
 
 logger = logging.getLogger("vit_jax")
@@ -92,12 +93,28 @@ def _in_form_of_student(model: nn.Module, config: ConfigDict) -> nn.Module:
     return with_known(model, dtype=jnp.dtype(config.model.dtype), scan=scan, remat="none")
 
 
-def check_class_order(
+def compare_classes(
     config: ConfigDict, teachers: Sequence[Teacher], class_names: Sequence[str] | None
-) -> None:
-    """Raise InputError if a teacher's logits have the classes of the data in another order."""
-    if config.objective.mode == "features" or class_names is None:
-        return
+) -> tuple[Teacher, ...]:
+    """`teachers`, each knowing whether its classes are those of the data, `class_names`.
+
+    Where logits are learned, classes with other names give a warning. Where only features are,
+    classes without names count as other ones.
+
+    Raises:
+      InputError: a teacher's logits have the classes of the data in another order.
+    """
+    if config.objective.mode == "features":
+        return tuple(
+            teacher._replace(
+                same_classes=class_names is not None
+                and teacher.class_names is not None
+                and tuple(class_names) == tuple(teacher.class_names)
+            )
+            for teacher in teachers
+        )
+    if class_names is None:
+        return tuple(teachers)
     collect_faults(
         [
             f"objective.teacher={teacher.source!r}: has the classes of the data in another order "
@@ -109,6 +126,17 @@ def check_class_order(
             and list(teacher.class_names) != list(class_names)
         ]
     )
+    for teacher in teachers:
+        other = find_other_names(class_names, teacher.class_names)
+        if other:
+            label, theirs, ours = other[0]
+            logger.warning(
+                "objective.teacher=%r: %d of %d classes have other names than in the data: label "
+                "%d is %r, but output %d is %r; it teaches only if they are the same classes",
+                teacher.source, len(other), len(class_names),
+                label, theirs, label, ours,
+            )  # fmt: skip
+    return tuple(teachers)
 
 
 def abstract_teachers(config: ConfigDict) -> tuple[Teacher, ...]:
