@@ -220,9 +220,11 @@ def test_hard_labels_and_no_confident_ones(labelled, tmp_path):
 
 def test_what_label_refuses(labelled, tmp_path):
     teacher = read_pretrained(labelled / "teacher.npz")
-    (tmp_path / "config.json").write_text("{}")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
     with pytest.raises(InputError, match="holds a run; give the labels a folder of their own"):
-        pseudo_labels.label(debug_config(), teacher, tmp_path)
+        pseudo_labels.label(debug_config(), teacher, run)
     with pytest.raises(InputError, match=r"study\.per_class=-5: needs a positive number"):
         pseudo_labels.label(debug_config(per_class=-5), teacher, tmp_path)
     several = teacher._replace(run={"config": {"data": {"multi_label": True}}})

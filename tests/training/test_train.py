@@ -35,7 +35,7 @@ from vit_jax.training.guards import NonFiniteError, check_finite
 from vit_jax.training.prepare import prepare
 from vit_jax.training.starts import clone_state
 from vit_jax.training.summary import Clock
-from vit_jax.training.teachers import check_class_order, read_teachers
+from vit_jax.training.teachers import compare_classes, read_teachers
 from vit_jax.training.train import train_and_evaluate
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -143,7 +143,7 @@ def test_a_run_learns_from_a_teacher(finished, tmp_path):
     other = [teacher._replace(class_names=tuple("1023456789")) for teacher in read_teachers(config)]
     with pytest.raises(InputError, match=r"another order \(1, 0, 2, \.\.\. instead of 0, 1, 2"):
         config.objective.mode = "hard"
-        check_class_order(config, other, tuple("0123456789"))
+        compare_classes(config, other, tuple("0123456789"))
     config.objective.mode = "features"
     changed = json.dumps([recorded | {"digest": "0"}])
     (workdir / "teachers.json").write_text(changed)

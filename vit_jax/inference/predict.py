@@ -51,8 +51,7 @@ def outputs(
     Args:
       pretrained: the model, with an image size in its spec.
       source: the images.
-      batch_size: over all devices, a multiple of their number.
-      batch_size_key: the flag or key that sets it, for messages.
+      batch_size: over all devices, a multiple of their number; `batch_size_key` names it in errors.
       what: "probabilities" or "logits" (C,); "pooled" (D,), the input of the head; "patches", the
         encoder's patch tokens (rows, columns, D); or "attention", the weights (H, N, N) of a layer.
       layer: with "pooled", "patches" and "attention", the layer, from 0; None: the model's own

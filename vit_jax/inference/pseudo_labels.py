@@ -56,14 +56,7 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
         labelled with the needed confidence.
     """
     workdir, study = absolute(workdir), config.study
-    check_classes(pretrained, "label with another teacher")
-    _check_teacher(pretrained)
-    faults = Faults()
-    faults.need_positive("study.per_class", study.per_class)
-    collect_faults(faults)
-    check_folder(workdir, "--workdir")
-    if (workdir / "config.json").exists():
-        raise InputError(f"--workdir={workdir}: holds a run; give the labels a folder of their own")
+    _check_inputs(config, pretrained, workdir)
     size = pretrained.spec.image_size or image_hw(config.data.image_size)
     source = _open_pictures(config, size, value_of(pretrained.model, "channels"))
     pretrained = _with_ops(pretrained, size, source)
@@ -110,8 +103,15 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
     return summary
 
 
-def _check_teacher(pretrained: Pretrained) -> None:
-    """Raise InputError if the teacher gives an image several labels."""
+def _check_inputs(config: ConfigDict, pretrained: Pretrained, workdir: epath.Path) -> None:
+    """Raise InputError if the teacher, `study.per_class` or the workdir do not suit."""
+    check_classes(pretrained, "label with another teacher")
+    faults = Faults()
+    faults.need_positive("study.per_class", config.study.per_class)
+    collect_faults(faults)
+    check_folder(workdir, "--workdir")
+    if (workdir / "config.json").exists():
+        raise InputError(f"--workdir={workdir}: holds a run; give the labels a folder of their own")
     if pretrained.run is not None and pretrained.run["config"]["data"]["multi_label"]:
         raise InputError(
             f"init_from={pretrained.source!r}: was trained with data.multi_label=true, and a "
