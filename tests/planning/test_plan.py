@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from vit_jax import planning, tree
+from vit_jax.commands import plan as plan_command
 from vit_jax.config import base_config, num_microbatches
 from vit_jax.data.known import fill_in_sizes
 from vit_jax.devices import sharding
@@ -561,6 +562,13 @@ def test_first_line_is_by_calculation(monkeypatch, capsys):
     monkeypatch.setattr(calculated, "calculate_plan", plan)
     assert main(words) == 2
     assert capsys.readouterr().err.startswith("No quick answer by calculation")
+
+
+@pytest.mark.parametrize(
+    ("hours", "shown"), [(2e-5, "0.072 s"), (0.25, "0.25 hours"), (1234.5, "1.23e+03 hours")]
+)
+def test_short_times_are_in_seconds(hours, shown):
+    assert plan_command._span(hours, ".3g", "hours", "s") == shown
 
 
 def test_a_teacher_needs_memory_and_work():

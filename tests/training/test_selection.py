@@ -58,8 +58,9 @@ def test_metrics_that_evaluators_declare_are_checked_before_training(tmp_path):
     with pytest.raises(InputError) as error:
         prepare(config, tmp_path)
     assert error.value.faults == (
-        "checkpoint.keep_best='test/los_raw': did you mean test/loss_raw?",
-        "stop.metric='test/top2': did you mean test/top5?",
+        "checkpoint.keep_best='test/los_raw': evals.test does not report it; did you mean "
+        "test/loss_raw?",
+        "stop.metric='test/top2': evals.test does not report it; did you mean test/top5?",
     )
     config.checkpoint.keep_best, config.stop.metric = "test/ece_raw", "test/num_examples"
     with pytest.raises(InputError, match=r"^stop\.metric='test/num_examples': no value of it is"):

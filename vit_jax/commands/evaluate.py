@@ -16,6 +16,7 @@ have been, only those held out are. --config.evals.NAME.split=all evaluates all 
 import argparse
 import functools
 import json
+import logging
 import signal
 
 import jax
@@ -34,6 +35,8 @@ from vit_jax.commands.flags import (
 from vit_jax.config import REQUIRED_TO_EVALUATE
 from vit_jax.errors import InputError
 from vit_jax.job import exit_codes
+
+logger = logging.getLogger("vit_jax")
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +76,12 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.insight import classes
 
     metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    if output is not None and all(e.type != "classification" for e in config.evals.values()):
+        logger.warning(
+            "--output=%s: only classification evaluators write files there; this config has %s",
+            flags.output,
+            ", ".join(f"{name} ({entry.type})" for name, entry in config.evals.items()),
+        )
     start_job(flags, config)
     # Nothing needs saving on SIGTERM, so undo the handler that JAX installs for training.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -152,6 +152,13 @@ def answer(figures: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def _span(hours: float, digits: str, unit: str, unit_of_seconds: str) -> str:
+    """`hours` as text, in seconds if they are less than 36."""
+    if hours < 0.01:
+        return f"{hours * 3600:,{digits}} {unit_of_seconds}"
+    return f"{hours:,{digits}} {unit}"
+
+
 def _time(timing: dict[str, Any]) -> str:
     """Time of a step, MFU, and hours and cost of the run."""
     step, run, at_best = timing["compiler"], timing["run"], ""
@@ -162,7 +169,8 @@ def _time(timing: dict[str, Any]) -> str:
     cost = "" if run["cost"] is None else f", cost {run['cost']:,.2f}"
     return (
         f"{step['step_s'] * 1e3:,.4g} ms a step, MFU {step['mfu']:.0%}{at_best}; "
-        f"{run['hours']:,.3g} hours, {run['chip_hours']:,.4g} chip-hours{cost}"
+        f"{_span(run['hours'], '.3g', 'hours', 's')}, "
+        f"{_span(run['chip_hours'], '.4g', 'chip-hours', 'chip-seconds')}{cost}"
     )
 
 

@@ -134,8 +134,8 @@ def _find_splits(root: pathlib.Path) -> tuple[dict[str, pathlib.Path], list[path
     for split, names in by_split.items():
         if len(names) > 1:
             raise InputError(
-                f"data.data_dir={shown(str(root))!r}: {' and '.join(sorted(names))} are all "
-                f"folders of the split {split}; keep one"
+                f"data.data_dir={shown(str(root))!r}: {' and '.join(sorted(names))} are "
+                f"folders of one split, {split}; keep one"
             )
     return found, ignored
 

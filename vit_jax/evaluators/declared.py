@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ml_collections import ConfigDict
 
 from vit_jax.config.evals import find_evaluator
-from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.errors import Faults, InputError, collect_faults, nearest
 
 logger = logging.getLogger("vit_jax")
 
@@ -113,8 +113,10 @@ def check_metrics(config: ConfigDict, evaluators: Mapping[str, Any], resumes: bo
                 "and that the %s value is the better one; add it to the evaluator's `metrics`",
                 key, metric, name, ", ".join(known), guess_direction(metric),
             )  # fmt: skip
-        else:
-            faults.need_known(key, metric, known)
+        elif metric not in known:
+            faults.append(
+                f"{key}={metric!r}: evals.{name} does not report it; {nearest(metric, known)}"
+            )
     collect_faults(faults)
 
 

@@ -119,7 +119,8 @@ def _check_spans(
     if warmup_steps + cooldown_steps > total_steps:
         raise InputError(
             f"schedule.warmup ({warmup_steps} steps) and schedule.cooldown ({cooldown_steps} "
-            f"steps) do not fit into duration ({total_steps} steps); shorten them"
+            f"steps) do not fit into duration ({total_steps} steps); shorten them, e.g. "
+            f"--config.schedule.warmup='{total_steps // 10} steps'"
         )
     bounds = [warmup_steps, *milestones, total_steps]
     if milestones and any(now >= then for now, then in itertools.pairwise(bounds)):

@@ -51,10 +51,12 @@ def take_whole_folders(
         data_dir = None if split_key in asked else _find_undivided(config, entry)
         if data_dir is None or _is_same(data_dir, _trained_on(origin.run_config)):
             continue
-        if may_have_seen(origin, data_dir):
+        reason = find_doubt(origin, data_dir)
+        if reason is not None:
             logger.warning(
                 "evals.%s: evaluates a tenth of %s, as the model may have been trained on the "
-                "rest; if it was not, give --config.%s=all", name, data_dir, split_key,
+                "rest (%s); if it was not, give --config.%s=all",
+                name, data_dir, reason, split_key,
             )  # fmt: skip
         else:
             entry.split = "all"
@@ -94,27 +96,30 @@ def _is_same(data_dir: str, other: str | None) -> bool:
     return other is not None and real[0] == real[1]
 
 
-def may_have_seen(origin: Origin, data_dir: str) -> bool:
-    """Whether a model may have been trained on pictures of the folder or list `data_dir`.
+def find_doubt(origin: Origin, data_dir: str) -> str | None:
+    """Why a model may have been trained on pictures of the folder or list `data_dir`, or None.
 
     Published models were not, and neither were runs on other data. The folder of a run on own
     pictures may have been moved or copied, so its pictures must still be there, and `data_dir` must
     hold others, by their names and sizes. The folder of pseudo-labelled pictures is not looked up.
     """
     if origin.run_config is None:
-        return origin.holdout is not None or not is_published(origin.source)
+        known = origin.holdout is None and is_published(origin.source)
+        return None if known else f"the training pictures of {origin.source} are unknown"
     first = config_lib.weights_source(origin.run_config)
     if first is not None and not is_published(first):
-        return True
+        return f"the run started from {first}, whose training pictures are unknown"
     if "pseudo" in _data_sets(origin.run_config):
-        return True
+        return "the run learned from pseudo labels of other pictures"
     trained_on = _trained_on(origin.run_config)
     if trained_on is None:
-        return False
+        return None
     its, others = _find_pictures(trained_on), _find_pictures(data_dir)
-    if len(its) < origin.run_config["data"]["num_examples"]:  # some, or all, are elsewhere now
-        return True
-    return len({*its} & {*others}) > _SHARED * len(others)
+    if len(its) < origin.run_config["data"]["num_examples"]:
+        return f"{trained_on} no longer holds all pictures of the run"
+    if len({*its} & {*others}) > _SHARED * len(others):
+        return f"{trained_on} has files of the same names and sizes"
+    return None
 
 
 def _find_pictures(data_dir: str) -> list[tuple[str, int]]:
