@@ -540,7 +540,7 @@ def test_plan_that_does_not_fit_says_so(capsys):
     shown = capsys.readouterr().out
     assert re.match(
         r"Does not fit, by calculation: needs [\d.]+ GiB of 55.88 GiB a device; would take [\d.,]+ "
-        r"ms a step, MFU \d+%; .* chip-hours; fits with --config.model.remat=full \(.*\)\.\n",
+        r"ms a step, MFU \d+%; .* chip-\w+; fits with --config.model.remat=full \(.*\)\.\n",
         shown,
     )
     assert "too much" in shown and "8 on 1 host " in shown
@@ -557,7 +557,7 @@ def test_first_line_is_by_calculation(monkeypatch, capsys):
     words = ["plan", TINY, "--topology=v5e:2x2", "--price_per_chip_hour=2"]
     assert main(words) == 2
     first = capsys.readouterr().err.splitlines()[0]
-    assert re.fullmatch(r"Fits, by calculation: .* ms a step, MFU .* chip-hours, cost [\d.]+. The "
+    assert re.fullmatch(r"Fits, by calculation: .* ms a step, MFU .* chip-\w+, cost [\d.]+. The "
                         "compiler's figures follow.", first)  # fmt: skip
     monkeypatch.setattr(calculated, "calculate_plan", plan)
     assert main(words) == 2
