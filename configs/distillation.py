@@ -1,4 +1,4 @@
-"""What a teacher is worth to a small ViT on CIFAR-10: a ResNet's labels, a larger ViT's features.
+"""A small ViT on CIFAR-10 with and without a teacher: labels of a ResNet, features of a larger ViT.
 
 DATA=--config.data.data_dir=DIR CONFIG=configs/distillation.py
 python -m vit_jax.main --config=$CONFIG:bit $DATA --workdir=$W/bit

@@ -61,7 +61,7 @@ def pseudo(
 ) -> Source:
     """The pictures and pseudo labels of the file `split`.
 
-    `data_dir` is that of the pictures unless the file names another. `keywords` go to
+    The pictures are in `data_dir` unless the file names another folder. `keywords` go to
     `make_source`, which opens the pictures.
 
     Raises: InputError if the file or the pictures are missing, or the pictures have changed.

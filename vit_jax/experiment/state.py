@@ -74,8 +74,8 @@ def start_from(
 ) -> TrainState:
     """`state` with `params` and `model_state` and, as copies, their running averages.
 
-    The averages get their own arrays, so that the whole state can be donated. `model_state` None
-    keeps that of `state`.
+    The averages get their own arrays, so that the whole state can be donated. With
+    `model_state` None the one in `state` stays.
     """
     model_state = state.model_state if model_state is None else model_state
     ema, ema_model_state = jax.tree.map(jnp.copy, (params, model_state))

@@ -120,7 +120,7 @@ def _check_inputs(config: ConfigDict, pretrained: Pretrained, workdir: epath.Pat
 
 
 def parse_unlabelled(config: ConfigDict) -> tuple[str, str]:
-    """(name, split) in `study.unlabelled`; the split is that of `data` unless it names one.
+    """(name, split) in `study.unlabelled`; without a split there, that of `data`.
 
     Raises:
       InputError: it is not set.

@@ -123,7 +123,7 @@ def find_doubt(origin: Origin, data_dir: str) -> str | None:
 
 
 def _find_pictures(data_dir: str) -> list[tuple[str, int]]:
-    """(file name, bytes) of the pictures below a folder, or below that of a list; [] if absent."""
+    """(file name, bytes) of all pictures below a folder or beside a list; [] if it is absent."""
     root = pathlib.Path(data_dir).expanduser()
     sizes = Walk().pictures(root.parent if root.is_file() else root)
     return [(os.path.basename(path), size) for path, size in sizes.items()]

@@ -30,7 +30,7 @@ from vit_jax.models.resnet import CONVOLUTION_REMAT_POLICIES
 
 
 class StageSizes(NamedTuple):
-    """A stage of B0: its MBConv blocks, the first of which has the stride.
+    """A stage of B0: its MBConv blocks. Only the first has a stride.
 
     blocks: number of blocks.
     size: of the depthwise kernels.
@@ -238,7 +238,7 @@ class EfficientNet(nn.Module):
     With `num_classes` None the model has no head and `__call__` returns the features. With
     `image_size` None it takes images of any size. `width_factor` scales the channels and
     `depth_factor` the blocks of B0. `dropout` acts before the head; `stochastic_depth` is the rate
-    to which that of the blocks grows linearly from 0 in the first. `remat` is as in `ViT`, for each
+    of the last block; rates grow linearly from 0 in the first. `remat` is as in `ViT`, for each
     block.
 
     The model has batch statistics: `init` returns the collections "params" and "batch_stats", and
@@ -334,7 +334,7 @@ class EfficientNet(nn.Module):
 
     def __post_init__(self):
         faults = [
-            f"{field}={getattr(self, field)}: needs a positive number, 1 for that of B0"
+            f"{field}={getattr(self, field)}: needs a positive number; 1 gives the size of B0"
             for field in ("width_factor", "depth_factor")
             if not 0 < getattr(self, field) < math.inf
         ]

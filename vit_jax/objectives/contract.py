@@ -86,7 +86,7 @@ class Objective:
     init: rng -> (own parameters, objective_state), both may be {}; None: it has neither. The own
       parameters are trained, averaged and saved with the model's, and left out by exports and
       `init_from`. The state is saved.
-    frozen: shapes of the arrays that the step takes besides the state and the batch, such as a
+    frozen: shapes of the arrays that the step takes beside the state and the batch, such as a
       teacher's; None: none. They are laid out like parameters, not donated and not saved.
     forward: (frozen, images (B, H, W, channels)) -> outputs, to count the FLOPs of what is frozen,
       on one device; None: it has none.

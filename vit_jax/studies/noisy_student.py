@@ -122,7 +122,7 @@ def _seeds(config: ConfigDict) -> Sequence[int]:
 
 
 def _chain(config: ConfigDict, seed: int) -> list[Member]:
-    """The members of one seed, each of which needs the one before."""
+    """The members of one seed, in the order in which they need each other."""
     stages = parse_stages(config.study.stages)
     members: list[Member] = []
     for i, stage in enumerate(stages):

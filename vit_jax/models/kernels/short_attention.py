@@ -43,7 +43,7 @@ _COMPILER_PARAMS = pltpu.CompilerParams(
 
 
 class Sizes(NamedTuple):
-    """Sizes that a compiled kernel depends on, besides the shapes of its arrays.
+    """Sizes of a compiled kernel that the shapes of its arrays do not show.
 
     num_heads: H.
     num_keys: the keys that count, the first of M; the others are padding.
