@@ -157,6 +157,8 @@ MUTATIONS = [
       "training/test_decided.py::test_a_resumed_run_compares_what_was_decided"),
     M("vit_jax/experiment/durations.py", "math.floor(steps + Fraction(1, 2))", "math.floor(steps)",
       "experiment/test_schedules.py::test_duration"),
+    M("vit_jax/experiment/optimizers/directions.py", "lambda leaf: leaf.ndim > 1",
+      "lambda leaf: leaf.ndim > 0", "experiment/test_optimizers.py::test_equation"),
     M("vit_jax/experiment/optimizers/masks.py", "update + weight_decay * param", "update",
       "experiment/test_optimizers.py::test_equation"),
     M("vit_jax/experiment/optimizers/layers.py", "enumerate(reversed(layers), 1)",

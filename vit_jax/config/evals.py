@@ -52,6 +52,7 @@ EVALUATORS: dict[str, Evaluator | str] = {
     "knn": "vit_jax.evaluators.knn",
     "linear_probe": "vit_jax.evaluators.linear_probe",
     "multilabel": "vit_jax.evaluators.multilabel",
+    "reconstruction": "vit_jax.evaluators.reconstruction",
 }
 
 OPTIONAL_KEYS = {"batch_size": int, "data_name": str, "data_dir": str}
