@@ -116,6 +116,7 @@ def cifar10(c):
         **splits, every="1500 steps", ops="decode", batch_size=500, num_neighbours=(20,)
     )
     if c.objective.name == "mae":
+        c.evals.pictures.split = "test[:10%]"
         c.objective.decoder_width, c.objective.decoder_depth = 64, 1
         c.objective.decoder_heads = 4
         c.duration, c.schedule.warmup = "1500 steps", "150 steps"
