@@ -89,7 +89,9 @@ def make_evaluators(
             loss=config.loss,
         )
         kind = find_evaluator(entry.type)
-        several = [k for k, s in inputs.sources.items() if s.multi_label != kind.multi_label]
+        several = [
+            k for k, s in inputs.sources.items() if kind.multi_label not in (None, s.multi_label)
+        ]
         if several:
             other = "multilabel" if not kind.multi_label else "classification"
             faults.append(
