@@ -51,6 +51,11 @@ MUTATIONS = [
       "data/test_augment.py::test_operation_agrees_with_pil"),
     M("vit_jax/data/augment.py", "shear_x(image, sign * 0.3 * m)", "shear_x(image, sign * 0.2 * m)",
       "data/test_augment.py::test_operation_agrees_with_pil"),
+    # data: views
+    M("vit_jax/data/crops.py", "self.first_view + v + 1", "self.first_view + 1",
+      "data/test_pipeline.py::test_a_view_depends_on_its_position_and_number_only"),
+    M("vit_jax/data/colour_ops.py", "jnp.minimum(k, 4 - k)", "jnp.minimum(k, 3 - k)",
+      "data/test_device_ops.py::test_hue_turns_as_in_colorsys"),
     # data: device ops
     M("vit_jax/data/device_ops.py", "/ 255 - means", "/ 256 - means",
       "data/test_device_ops.py::test_value_range"),

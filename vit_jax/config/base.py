@@ -128,6 +128,14 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.data.broken_labels = "read"
     c.data.max_corrupt_fraction = 0.1  # of the examples so far; the run stops above it
     c.data.ops = ""  # training ops: "decode|resize|flip" and so on
+    # Views of data.image_size that a batch has of each picture, for objectives that learn from
+    # several. With views and without data.ops, a batch has no other image.
+    c.data.num_global = 0
+    # Their ops; for each view, joined by ";", where they differ: the last hold for all that follow.
+    c.data.global_ops = ""
+    c.data.num_local = 0  # views of data.local_size
+    c.data.local_ops = ""  # their ops, as in data.global_ops
+    c.data.local_size = placeholder(object)  # int or (height, width), in pixels
     # True: every crop adds a black border to images that are too small; False: only crops with pad.
     c.data.pad_crops = False
     c.data.mean = (0.5, 0.5, 0.5)  # the model's input is (image / 255 - mean) / std
