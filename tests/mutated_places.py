@@ -105,7 +105,7 @@ MUTATIONS = [
       "models/test_vit.py::test_model_follows_the_equations"),
     M("vit_jax/models/vit.py", "nn.initializers.constant(self.head_bias)", "nn.initializers.zeros",
       "models/test_vit.py::test_head_starts_at_zero_with_its_bias"),
-    M("vit_jax/models/position.py", "(width // 4 - 1)", "(width // 4)",
+    M("vit_jax/models/position.py", "width // 4 - 1 if span", "width // 4 if span",
       "models/test_position.py::test_sincos_is_sin_x_cos_x_sin_y_cos_y"),
     M("vit_jax/models/deit.py", '(logits["class"] + logits["distillation"]) / 2',
       '(logits["class"] + logits["distillation"])',
@@ -114,6 +114,16 @@ MUTATIONS = [
       "kernel - jnp.mean(kernel, axis=(0, 1)",
       "models/test_resnet_equations.py::test_standardised_kernels"),
     # objectives
+    M("vit_jax/objectives/mae.py", "keepdims=True, ddof=1", "keepdims=True, ddof=0",
+      "objectives/test_hidden_patches.py::test_published_loss_of_mae"),
+    M("vit_jax/objectives/masked_patches.py", "kind_BN1 < _TO_MASK + _TO_OTHER",
+      "kind_BN1 < _TO_OTHER",
+      "objectives/test_hidden_patches.py"
+      "::test_half_of_the_patches_are_corrupted_by_the_shares_of_the_paper"),
+    M("vit_jax/objectives/patches.py", "(rng, jnp.arange(num_rows))",
+      "(rng, 0 * jnp.arange(num_rows))",
+      "objectives/test_hidden_patches.py"
+      "::test_half_of_the_patches_are_corrupted_by_the_shares_of_the_paper"),
     M("vit_jax/objectives/supervised.py",
       "optax.losses.sigmoid_binary_cross_entropy(logits_BC, targets_BC).sum(axis=-1)",
       "optax.losses.sigmoid_binary_cross_entropy(logits_BC, targets_BC).mean(axis=-1)",
