@@ -28,9 +28,9 @@ from vit_jax.inference.whole_folder import Origin, take_whole_folders
 from vit_jax.job import watchdog
 from vit_jax.models.fields import check_fields, value_of, with_known
 from vit_jax.training.agreement import compare_findings, compare_requests, compare_weights
+from vit_jax.training.holdout import adopt_holdout
 from vit_jax.training.prepare import check_mesh, prepare
 from vit_jax.training.sources import (
-    adopt_holdout,
     check_evaluated_images,
     find_other_names,
     open_sources,

@@ -27,9 +27,9 @@ from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.objectives.contract import Teacher
 from vit_jax.training.agreement import compare_requests
 from vit_jax.training.decided import decide, keep_class_weights, take_fields
+from vit_jax.training.holdout import adopt_holdout
 from vit_jax.training.layout import ChooseLayout, settle_layout
 from vit_jax.training.sources import (
-    adopt_holdout,
     check_evaluated_images,
     check_images,
     data_fingerprint,
