@@ -10,6 +10,7 @@ import pytest
 from etils import epath
 from PIL import Image
 
+from vit_jax.errors import InputError
 from vit_jax.insight import doctor, reach
 from vit_jax.insight.findings import FAILED, OK, WARNING, Finding, bounded
 from vit_jax.main import main
@@ -96,6 +97,9 @@ def test_folders(tmp_path):
     assert reach.check_data_dir(str(tmp_path)) == Finding(
         "data folder", OK, f"{tmp_path}: 1 entries: cat"
     )
+    (tmp_path / "split/val").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"^--data_dir='.*split' has val/ but no train/"):
+        reach.check_data_dir(str(tmp_path / "split"))
     (tmp_path / "loose").mkdir()
     (tmp_path / "loose/1.jpg").touch()
     found = reach.check_data_dir(str(tmp_path / "loose"))
@@ -188,6 +192,15 @@ def test_the_command(capsys, tmp_path, vit_jax_logger):
     assert main(["doctor", "--config=folder:debug", missing]) == 1
     out = capsys.readouterr().out
     assert "failed" in out and "data folder" in out and "→" in out
+    for name in ("cat", "dog"):
+        for i in range(9):
+            path = tmp_path / f"own/{name}/{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    words = ["--config=folder:debug", f"--data_dir={tmp_path / 'own'}", "--format=json"]
+    main(["doctor", *words, "--config.global_batch_size=8"])
+    found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
+    assert "train 16, val 2" in found["train would choose"]["found"]
 
 
 def test_wrong_flags(capsys):

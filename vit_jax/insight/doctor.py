@@ -3,6 +3,7 @@
 Every check ends within a time limit and gives a `Finding`; none raises.
 """
 
+import copy
 import io
 import itertools
 import logging
@@ -192,11 +193,15 @@ def examine(
 ) -> Iterator[Finding]:
     """Run the checks one after another; what is not asked for (None, False) is left out.
 
+    `data_dir` is also that of `config`, unless it sets one.
     `timeout_s` limits each check, `training_timeout_s` the one that opens the data of `config`.
     """
     platform = None
     if config is not None:
         platform, wandb = config.mesh.platform, wandb or config.log.wandb is not None
+        if config.data.data_dir is None and data_dir is not None:
+            config = copy.deepcopy(config)  # with the types of keys that are None
+            config.data.data_dir = data_dir
         data_dir = data_dir or config.data.data_dir
     start = max(timeout_s, 60.0)  # imports of JAX and TensorFlow take seconds on a busy host
     again = "stop other programs that hold the devices; JAX_PLATFORMS=cpu leaves them out"

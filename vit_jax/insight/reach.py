@@ -37,13 +37,19 @@ def check_data_dir(data_dir: str, data_name: str | None = None) -> Finding:
         is_folder = path.is_dir()
         names = sorted(entry.name for entry in path.iterdir()) if is_folder else []
     if not is_folder:
-        return Finding("data folder", FAILED, f"{path}: no such folder",
-                       "check the path, its mount and your rights; --data_dir=DIR")  # fmt: skip
+        return Finding(
+            "data folder", FAILED, f"{path}: no such folder", "check the path, its mount and rights"
+        )
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
     if not names:
         return Finding("data folder", FAILED, f"{path}: is empty", "put the data there")
     if data_name in (None, "folder") and not is_in_bucket(path):
-        loose = _find_loose_pictures(pathlib.Path(path))
+        try:
+            loose = _find_loose_pictures(pathlib.Path(path))
+        except InputError as e:
+            if data_name is not None:
+                raise
+            raise InputError(*map(_name_the_flag, e.faults)) from None
         if loose is not None:
             remedy = (
                 "train needs a folder for each class (data.name=folder) or a list of labels "
@@ -52,6 +58,13 @@ def check_data_dir(data_dir: str, data_name: str | None = None) -> Finding:
             )
             return Finding("data folder", WARNING, loose, remedy)
     return Finding("data folder", OK, f"{path}: {len(names)} entries: {shown}")
+
+
+def _name_the_flag(fault: str) -> str:
+    """`fault` with --data_dir in place of the config's key, which this user has not typed."""
+    return fault.replace("--config.data.data_dir", "--data_dir").replace(
+        "data.data_dir=", "--data_dir="
+    )
 
 
 def _find_loose_pictures(root: pathlib.Path) -> str | None:
