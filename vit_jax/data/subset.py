@@ -117,6 +117,7 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
         ),
         read=read,
         record_name=lambda record: source.record_name(int(kept[record])),
+        why_unreadable=lambda record: source.why_unreadable(int(kept[record])),
         record_files=None,
         file_names=None if source.file_names is None else file_names,
         part_sizes=(len(kept),),
