@@ -185,7 +185,7 @@ def test_in_a_browser(browser, page, width):
     context = browser.new_context(viewport={"width": width, "height": 844}, has_touch=width < 800)
     tab = context.new_page()
     said, requests = [], []
-    tab.on("console", lambda message: said.append(message.text))
+    tab.on("console", lambda m: said.append(m.text) if m.type in ("error", "warning") else None)
     tab.on("pageerror", lambda error: said.append(str(error)))
     tab.on("dialog", lambda dialog: said.append(dialog.message))
     tab.route("**/*", lambda route: (requests.append(route.request.url), route.continue_()))

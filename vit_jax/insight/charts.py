@@ -23,6 +23,7 @@ _DASHES = ("solid", "dashed", "dotted")
 SMOOTHED = (5, 21)  # rows that a smoothed curve averages over; odd, so that the mean is centred
 _POINTS = 60_000  # of all curves of a chart together
 _LEAST_POINTS = 100  # of a curve
+_FEW = 20  # rows; a curve of fewer has dots
 _HEIGHT, _BAR = 280, 30  # pixels
 
 
@@ -74,7 +75,7 @@ def draw_curves(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[Chart
 
 
 def _draw_curve(runs: Sequence[RunRecord], metric: str, x_range: Any) -> Chart:
-    from bokeh.models import ColumnDataSource
+    from bokeh.models import ColumnDataSource, Line, Scatter
 
     plot = _figure(_HEIGHT, **({} if x_range is None else {"x_range": x_range}))
     plot.xaxis.axis_label = "step"
@@ -90,14 +91,17 @@ def _draw_curve(runs: Sequence[RunRecord], metric: str, x_range: Any) -> Chart:
         data = {"step": steps[kept].astype(np.int32)}
         data |= {name: column[kept].astype(np.float32) for name, column in columns.items()}
         source = ColumnDataSource(data)
-        line = {"color": style(i).color, "line_dash": style(i).dash, "source": source}
-        tags = {"run": i}
-        plot.line("step", "value", name=run.name, line_width=2, tags=[tags], **line)
-        if len(steps) < 20:  # a single point has no line
-            plot.scatter("step", "value", name=run.name, color=style(i).color, source=source,
-                         tags=[tags], size=5)  # fmt: skip
-        plot.line("step", "value", name=f"{run.name}, as logged", line_width=1, line_alpha=0.3,
-                  visible=False, tags=[tags | {"raw": True}], **line)  # fmt: skip
+        color, dash = style(i)
+        line = {"x": "step", "y": "value", "line_color": color, "line_dash": dash}
+        dots = Scatter(x="step", y="value", size=5, line_color=color, fill_color=color)
+        glyphs = [(Line(**line, line_width=2), {"name": run.name, "tags": [{"run": i}]})]
+        if len(steps) < _FEW:  # a single point has no line
+            glyphs.append((dots, {"name": run.name, "tags": [{"run": i}]}))
+        if len(steps) >= SMOOTHED[0]:
+            pale = {"name": f"{run.name}, as logged", "tags": [{"run": i, "raw": True}]}
+            glyphs.append((Line(**line, line_alpha=0.35), pale | {"visible": False}))
+        for glyph, fields in glyphs:
+            plot.add_glyph(source, glyph, **fields)
     _add_hover(plot, metric)
     return Chart(metric, plot, every)
 
@@ -124,9 +128,10 @@ def draw_times(names: Sequence[str], seconds: Sequence[Mapping[str, float]]) -> 
 
 
 def plain(name: str, longest: int = 24) -> str:
-    """`name` as a label within a figure: cut if it is long; two dollar signs begin a formula."""
+    """A label within a figure: `name`, cut in the middle if long; $$ would begin a formula."""
     name = re.sub(r"\$+|\\", "_", " ".join(name.split()))
-    return name if len(name) <= longest else f"{name[: longest - 1]}…"
+    half = (longest - 1) // 2
+    return name if len(name) <= longest else f"{name[:half]}…{name[-half:]}"
 
 
 def _figure(height: int, **fields: Any) -> Figure:
@@ -138,6 +143,7 @@ def _figure(height: int, **fields: Any) -> Figure:
         **fields,
     )  # fmt: skip
     plot.toolbar.logo = None
+    plot.toolbar.stylesheets = ["@media print { :host { visibility: hidden; } }"]
     plot.outline_line_color = None
     plot.grid.grid_line_color = "#dddddd"
     return plot

@@ -7,13 +7,16 @@ runs, which anyone may have written, are shown and never executed: the template 
 only the scripts with a digest in the page's Content-Security-Policy run.
 """
 
+from __future__ import annotations
+
 import base64
 import datetime
 import hashlib
 import importlib.util
 import math
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
@@ -21,6 +24,9 @@ import vit_jax
 from vit_jax.errors import InputError
 from vit_jax.insight import charts, compare
 from vit_jax.insight import report_data as data
+
+if TYPE_CHECKING:
+    import markupsafe
 
 _CURVES = 12  # charts, unless metrics are chosen
 _BARS = 24  # runs whose times are drawn
@@ -131,7 +137,7 @@ def render(*, scripts: Sequence[str], **fields: Any) -> str:
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"metric": show_metric, "value": show_value}
+    environment.filters |= {"metric": show_metric, "value": show_value, "broken": break_name}
     source = {name: loader.get_source(environment, name)[0] for name in ("page.css", "page.js")}
     scripts = [script.replace("</script", "<\\/script") for script in (*scripts, source["page.js"])]
     fields["divs"] = {title: Markup(div) for title, div in fields["divs"].items()}
@@ -141,6 +147,13 @@ def render(*, scripts: Sequence[str], **fields: Any) -> str:
         digests=[_digest(script) for script in scripts],
         **fields,
     )
+
+
+def break_name(name: str) -> markupsafe.Markup:
+    """`name`, escaped, where a line may break after each `_`, `.` and `/`."""
+    import markupsafe
+
+    return markupsafe.Markup(re.sub(r"([_./])", r"\1<wbr>", str(markupsafe.escape(name))))
 
 
 def _digest(script: str) -> str:

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -154,7 +154,7 @@ def _read_study(name: str, workdir: epath.Path) -> StudyRecord:
     )
 
 
-def read_pictures(paths: Iterator[epath.Path], folder: epath.Path) -> list[Picture]:
+def read_pictures(paths: Iterable[epath.Path], folder: epath.Path) -> list[Picture]:
     """The PNGs among `paths`, in the order of their names below `folder`, which are captions."""
     pictures = []
     for path in sorted(paths):
@@ -166,15 +166,12 @@ def read_pictures(paths: Iterator[epath.Path], folder: epath.Path) -> list[Pictu
 
 
 def read_figures(runs: Sequence[Run], folders: Sequence[epath.Path]) -> dict[str, list[Picture]]:
-    """{run or folder: pictures} of WORKDIR/figures of each run, and of the `folders`."""
+    """{run or folder: pictures} of each RUN/figures and of `folders`, one folder deep or less."""
     places = {run.name: run.workdir / "figures" for run in runs} | {f.name: f for f in folders}
-    found = {
-        name: read_pictures(
-            (p for p in folder.glob("**/*.png") if p.name != "confusion.png"), folder
-        )
-        for name, folder in places.items()
-        if folder.exists()
-    }
+    found = {}
+    for name, folder in places.items():
+        paths = [path for pattern in ("*.png", "*/*.png") for path in folder.glob(pattern)]
+        found[name] = read_pictures((p for p in paths if p.name != "confusion.png"), folder)
     return {name: pictures for name, pictures in found.items() if pictures}
 
 
@@ -248,9 +245,15 @@ def _group_name(names: Sequence[str]) -> str:
 
 
 def evaluated(runs: Sequence[Run]) -> list[str]:
-    """The metrics of evaluators that any of the runs has."""
+    """The metrics of evaluators that any of the runs has: by evaluator, accuracies first."""
     names = dict.fromkeys(metric for run in runs for metric in run.record.curves)
-    return sorted(name for name in names if not name.startswith(("train/", "time/")))
+    names = [name for name in names if not name.startswith(("train/", "time/"))]
+
+    def place(name):
+        evaluator, _, leaf = name.partition("/")
+        return evaluator, leaf == "num_examples", not leaf.startswith("top"), leaf
+
+    return sorted(names, key=place)
 
 
 def seconds_by_kind(record: RunRecord) -> dict[str, float]:
