@@ -300,6 +300,12 @@ MUTATIONS = [
       "insight/test_reference.py::test_the_band_is_the_prediction_interval_of_a_further_seed"),
     M("vit_jax/insight/classes.py", "hit_P = true_P ==", "hit_P = true_P !=",
       "insight/test_classes.py::test_rows_by_class"),
+    M("vit_jax/insight/charts.py", "places + half + 1", "places + half",
+      "insight/test_report.py::test_smoothing_is_a_centred_mean"),
+    M("vit_jax/insight/report.py", "autoescape=True", "autoescape=False",
+      "insight/test_report.py::test_page_is_whole_and_names_are_only_text"),
+    M("vit_jax/insight/report_data.py", 'if key != "seed"', 'if key != "SEED"',
+      "insight/test_report.py::test_page_is_whole_and_names_are_only_text"),
     M("vit_jax/training/sources.py", "if a.lower() != b.lower()", "if False",
       "inference/test_evaluate.py::test_classes_of_other_names_are_warned_of"),
     # studies
