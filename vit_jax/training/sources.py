@@ -159,7 +159,7 @@ def open_training(
     """
     config = config.copy_and_resolve_references()
     d, faults = config.data, Faults()
-    own, parts = SplitKey(d.name, d.split, d.data_dir, d.classes), data.parse_mix(d.mix)
+    own, parts = config_lib.own_split(config), data.parse_mix(d.mix)
     if d.split == "all" and d.name in (*data.OWN_PICTURES, "unlabelled"):
         raise InputError("data.split='all': is for evaluation only; train on 'train'")
     source = _open_split(
@@ -175,7 +175,8 @@ def open_training(
     sources, opened = {own: source}, [source]
     _check_learnable(config, source)
     if parts:
-        keys = [own._replace(data_name=part.name, split=part.split or d.split) for part in parts]
+        whole = own._replace(subset=None)
+        keys = [whole._replace(data_name=part.name, split=part.split or d.split) for part in parts]
         # The classes of pseudo labels are the teacher's, which were chosen before.
         keys = [key._replace(classes=None) if key.data_name == "pseudo" else key for key in keys]
         others = [faults.check(_open_split, config, key, prefix="data.mix: ") for key in keys]
@@ -309,6 +310,7 @@ def _open_split(
         key.data_name,
         split=key.split,
         classes=key.classes,
+        subset=key.subset,
         reader=reader or config.data.reader,
         broken_labels=config.data.broken_labels,
         max_corrupt_fraction=max_corrupt_fraction,
