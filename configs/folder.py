@@ -36,7 +36,7 @@ def get_config(arg=""):
     else:
         c.model.name, c.data.image_size, c.model.dtype = "ViT-Ti/8", 64, "float32"
         c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 128, 6, 512, 4
-    if "dropout" in field_names(find_family(c.model.name).module):
+    if {"pool", "dropout"} <= {*field_names(find_family(c.model.name).module)}:
         c.model.pool, c.model.dropout = "gap", 0.1
 
     c.data.name = "list" if chosen & {"list", "multilabel"} else "folder"
