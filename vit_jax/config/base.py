@@ -134,17 +134,24 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.data.std = (0.5, 0.5, 0.5)  # see data.mean
 
     c.objective = ConfigDict()
-    c.objective.name = "supervised"  # or distillation, or the name of a plug-in's objective
+    c.objective.name = "supervised"  # or distillation, lejepa, or the name of a plug-in's objective
     # The following keys are those of distillation. Frozen models to learn from: a source as
     # init_from takes, or several with their weights, "runs/a=3, runs/b=1".
     c.objective.teacher = placeholder(str)
     c.objective.mode = placeholder(str)  # hard, soft or features; None: hard
-    c.objective.weight = placeholder(float)  # share of the teachers in the loss; None: 0.5
+    # Share of the teachers in the loss; None: 0.5. Of lejepa: of SIGReg; None: 0.05.
+    c.objective.weight = placeholder(float)
     c.objective.temperature = placeholder(float)  # of the mode soft; None: 3
     # Of the mode features: "pooled", "tokens", pairs of layers "5:11" (the student's first), or
     # several of these with commas; None: pooled.
     c.objective.features = placeholder(str)
     c.objective.distance = placeholder(str)  # of features: cosine or smooth_l1; None: cosine
+    # The following keys are those of lejepa: random directions and points of SIGReg, and the width
+    # of the head's hidden layers and of its output.
+    c.objective.directions = placeholder(int)  # None: 1024
+    c.objective.points = placeholder(int)  # odd; None: 17
+    c.objective.head_hidden = placeholder(int)  # None: 2048
+    c.objective.head_width = placeholder(int)  # None: 64
     c.loss = ConfigDict()
     c.loss.name = "softmax"  # or sigmoid, or the name of a plug-in's loss
     c.loss.label_smoothing = 0.0  # share of the target spread over all classes

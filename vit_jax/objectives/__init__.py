@@ -16,6 +16,7 @@ from vit_jax.objectives.distillation import (
     needs_labels,
     parse_teachers,
 )
+from vit_jax.objectives.lejepa import check_lejepa, make_lejepa
 from vit_jax.objectives.supervised import LossFn, make_supervised
 
 # name -> function of (model, loss, own keys) that makes an `Objective`, or in its short form
@@ -24,6 +25,7 @@ from vit_jax.objectives.supervised import LossFn, make_supervised
 OBJECTIVES: dict[str, Callable[..., Objective | PlainObjective]] = {
     "supervised": make_supervised,
     "distillation": make_distillation,
+    "lejepa": make_lejepa,
 }
 
 
@@ -62,6 +64,8 @@ def check_objective(config: ConfigDict) -> None:
     own: dict[str, Any] = choose_own_keys(**config.objective)
     if config.objective.name == "distillation":
         check_distillation(config.loss.name, **own)
+    elif config.objective.name == "lejepa":
+        check_lejepa(**own)
 
 
 def learns_labels(config: ConfigDict) -> bool:
