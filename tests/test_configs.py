@@ -26,7 +26,7 @@ from vit_jax.studies.grid import parse_cells
 from vit_jax.training.prepare import prepare
 from vit_jax.training.validation import find_faults
 from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.rules import Cut, Spec
+from vit_jax.transfer.spec import Cut, Spec
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 

@@ -30,7 +30,7 @@ from vit_jax.training.sources import (
 )
 from vit_jax.training.validation import find_faults
 from vit_jax.training.workdir import check_unchanged
-from vit_jax.transfer.rules import Pretrained, Spec
+from vit_jax.transfer.spec import Pretrained, Spec
 
 
 def make_config(num_classes=10, **evals):

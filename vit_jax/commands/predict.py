@@ -29,7 +29,7 @@ from vit_jax.job import exit_codes
 
 if TYPE_CHECKING:
     from vit_jax.data import Source
-    from vit_jax.transfer.rules import Pretrained
+    from vit_jax.transfer.spec import Pretrained
 
 FORMATS = ("table", "json")
 TOKENS = ("pooled", "patches")

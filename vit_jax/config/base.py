@@ -128,13 +128,22 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.data.broken_labels = "read"
     c.data.max_corrupt_fraction = 0.1  # of the examples so far; the run stops above it
     c.data.ops = ""  # training ops: "decode|resize|flip" and so on
+    # Views of data.image_size that a batch has of each picture, for objectives that learn from
+    # several. With views and without data.ops, a batch has no other image.
+    c.data.num_global = 0
+    # Their ops; for each view, joined by ";", where they differ: the last hold for all that follow.
+    c.data.global_ops = ""
+    c.data.num_local = 0  # views of data.local_size
+    c.data.local_ops = ""  # their ops, as in data.global_ops
+    c.data.local_size = placeholder(object)  # int or (height, width), in pixels
     # True: every crop adds a black border to images that are too small; False: only crops with pad.
     c.data.pad_crops = False
     c.data.mean = (0.5, 0.5, 0.5)  # the model's input is (image / 255 - mean) / std
     c.data.std = (0.5, 0.5, 0.5)  # see data.mean
 
     c.objective = ConfigDict()
-    c.objective.name = "supervised"  # or distillation, lejepa, or the name of a plug-in's objective
+    # supervised, distillation, masked_patches, mae or lejepa, or the name of a plug-in's objective
+    c.objective.name = "supervised"
     # The following keys are those of distillation. Frozen models to learn from: a source as
     # init_from takes, or several with their weights, "runs/a=3, runs/b=1".
     c.objective.teacher = placeholder(str)
@@ -146,6 +155,15 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     # several of these with commas; None: pooled.
     c.objective.features = placeholder(str)
     c.objective.distance = placeholder(str)  # of features: cosine or smooth_l1; None: cosine
+    # Share of the patches that masked_patches corrupts (None: 0.5), or mae hides (None: 0.75).
+    c.objective.mask_ratio = placeholder(float)
+    # masked_patches: mean_colour, small_patch or pixels; None: mean_colour
+    c.objective.target = placeholder(str)
+    c.objective.norm_pixels = placeholder(bool)  # mae: normalise each patch to predict; None: True
+    c.objective.decoder_width = placeholder(int)  # mae; None: 512
+    c.objective.decoder_depth = placeholder(int)  # mae: number of layers; None: 8
+    c.objective.decoder_heads = placeholder(int)  # mae; None: 16
+    c.objective.decoder_mlp_dim = placeholder(int)  # mae; None: 4 times the decoder's width
     # The following keys are those of lejepa: random directions and points of SIGReg, and the width
     # of the head's hidden layers and of its output.
     c.objective.directions = placeholder(int)  # None: 1024

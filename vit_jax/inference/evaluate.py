@@ -37,7 +37,7 @@ from vit_jax.training.sources import (
 )
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.resample import check_convention
-from vit_jax.transfer.rules import Pretrained, loss_of
+from vit_jax.transfer.spec import Pretrained, loss_of
 from vit_jax.transfer.workdir import ops_on_pixels, read_class_names, warn_of_borders
 
 logger = logging.getLogger("vit_jax")

@@ -45,7 +45,7 @@ from vit_jax.training.teachers import (
 from vit_jax.training.timetable import Timetable
 from vit_jax.training.workdir import check_store, check_unchanged, check_writable, continue_run
 from vit_jax.transfer.resample import check_convention
-from vit_jax.transfer.rules import class_names_of
+from vit_jax.transfer.spec import class_names_of
 from vit_jax.transfer.workdir import read_class_names
 
 logger = logging.getLogger("vit_jax")

@@ -20,6 +20,7 @@ from vit_jax.data.image_folder import class_folders
 from vit_jax.data.pictures import shown
 from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
+from vit_jax.data.views import fingerprint_of_views
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.declared import chosen_metrics
 from vit_jax.objectives import learns_labels
@@ -329,7 +330,8 @@ def check_images(
     """Raise InputError if the ops of training or of an evaluator do not give `data.image_size`."""
     one = _one_image(preprocessing)
     training, ops = sources[config_lib.train_split(config)], preprocessing.host_ops
-    data.host_batches(training, ops, **one, seed=0, start_step=0, num_steps=0)
+    how = one | {"views": preprocessing.views, "with_image": preprocessing.has_image}
+    data.host_batches(training, ops, **how, seed=0, start_step=0, num_steps=0)
     check_evaluated_images(config, preprocessing, sources)
 
 
@@ -444,4 +446,5 @@ def data_fingerprint(
         [d.order, d.chunk_size, d.streams, d.repeats, d.mix],
     ]
     channels = [f"{d.channels} channels"] * (d.channels != 3)
-    return fingerprint(*identity, *[d.pad_crops] * (version > 1), *channels)
+    views = fingerprint_of_views(config)
+    return fingerprint(*identity, *[d.pad_crops] * (version > 1), *channels, *views)
