@@ -164,12 +164,10 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.objective.decoder_depth = placeholder(int)  # mae: number of layers; None: 8
     c.objective.decoder_heads = placeholder(int)  # mae; None: 16
     c.objective.decoder_mlp_dim = placeholder(int)  # mae; None: 4 times the decoder's width
-    # The following keys are those of lejepa: random directions and points of SIGReg, and the width
-    # of the head's hidden layers and of its output.
-    c.objective.directions = placeholder(int)  # None: 1024
-    c.objective.points = placeholder(int)  # odd; None: 17
-    c.objective.head_hidden = placeholder(int)  # None: 2048
-    c.objective.head_width = placeholder(int)  # None: 64
+    c.objective.head_width = placeholder(int)  # of the heads' hidden layers; None: 2048
+    c.objective.embedding_width = placeholder(int)  # lejepa: outputs of its head; None: 64
+    c.objective.directions = placeholder(int)  # lejepa: random ones, of SIGReg; None: 1024
+    c.objective.points = placeholder(int)  # lejepa: of the integral of SIGReg, odd; None: 17
     c.loss = ConfigDict()
     c.loss.name = "softmax"  # or sigmoid, or the name of a plug-in's loss
     c.loss.label_smoothing = 0.0  # share of the target spread over all classes
@@ -253,8 +251,9 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.study.metric = "held_out/top1"  # metric of the only evaluator; higher is better
     c.study.cells = ()  # cells of a grid: "row | column: key=value; key=value"
     # Stages of noisy_student, "name: key=value; key=value": a teacher, and students that learn from
-    # the pseudo labels of the stage before.
+    # the pseudo labels of the stage before. Of pretraining: its methods.
     c.study.stages = ()
+    c.study.finetunings = ()  # of pretraining: "name: key=value; key=value"
     c.study.unlabelled = placeholder(str)  # pictures that the stages label: "NAME" or "NAME@SPLIT"
     c.study.unlabelled_dir = placeholder(str)  # their data_dir; None: data.data_dir
     c.study.ratio = 1.0  # pictures with pseudo labels for each labelled one in a batch

@@ -195,7 +195,7 @@ def make_experiment(
     schedule = make_config_schedule(config, durations)
     tx = make_optimizer(**optimizer_fields(config), schedule=schedule)
     batch_shapes = _batch_shapes(config, preprocessing, batch_sharding(mesh))
-    objective = _make_objective(config, model, mesh, teachers)
+    objective = _make_objective(config, model, mesh, teachers, batch_shapes)
     _check_needs(objective, config.objective.name, batch_shapes)
     parts = (objective, tx, _make_transform(config, preprocessing), config.seed)
     step = step_fields(config)
@@ -240,7 +240,11 @@ def make_experiment(
 
 
 def _make_objective(
-    config: ConfigDict, model: nn.Module, mesh: Mesh, teachers: Sequence[Teacher]
+    config: ConfigDict,
+    model: nn.Module,
+    mesh: Mesh,
+    teachers: Sequence[Teacher],
+    batch: AbstractBatch,
 ) -> Objective:
     """The objective of a config."""
     channels, kernels = config.data.channels, config.model.kernels
@@ -253,7 +257,8 @@ def _make_objective(
         for teacher in teachers
     )
     mean, std = (per_channel(config.data[key], channels) for key in ("mean", "std"))
-    setting = Setting(mean, std, teachers)
+    shapes = {name: leaf.shape for name, leaf in batch.items()}
+    setting = Setting(mean, std, teachers, shapes)
     loss = make_loss(**config.loss)
     return make_objective(model, loss, setting=setting, **config.objective)
 

@@ -171,11 +171,13 @@ class Setting(NamedTuple):
 
     mean, std: of the value range of the images of a batch, for each channel.
     teachers: frozen models; () if there are none.
+    shapes: {key: shape} of a global batch.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     teachers: tuple[Teacher, ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] = {}
 
 
 def at_least_one(weight: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ linear one to 64 dimensions.
 Axes: B pictures, V views, D features, K dimensions of an embedding.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -29,13 +30,14 @@ from vit_jax.errors import Faults, collect_faults
 from vit_jax.models.fields import value_of, with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
-from vit_jax.objectives.contract import Collapse, Objective, ObjectiveOutput, State, Term
+from vit_jax.objectives.contract import Collapse, Objective, ObjectiveOutput, Setting, State, Term
 from vit_jax.objectives.sigreg import draw_directions, sigreg
 from vit_jax.objectives.supervised import LossFn
 from vit_jax.objectives.views import check_views_fit, features_of_views
 from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
 
 _DIRECTIONS = 1  # number folded into the key of a step; its directions are drawn from the result
+VIEWS = ("global_views", "local_views")
 _EPS = 1e-5  # of the batch normalisation
 
 
@@ -70,8 +72,8 @@ def check_lejepa(
     weight: float = 0.05,
     directions: int = 1024,
     points: int = 17,
-    head_hidden: int = 2048,
-    head_width: int = 64,
+    head_width: int = 2048,
+    embedding_width: int = 64,
 ) -> None:
     """Raise InputError if a key of `objective` is out of range."""
     faults = Faults()
@@ -80,8 +82,8 @@ def check_lejepa(
     )
     for key, value in (
         ("directions", directions),
-        ("head_hidden", head_hidden),
         ("head_width", head_width),
+        ("embedding_width", embedding_width),
     ):
         faults.need_positive(f"objective.{key}", value)
     faults.need(
@@ -95,21 +97,23 @@ def make_lejepa(
     model: nn.Module,
     loss: LossFn,
     *,
+    setting: Setting,
     weight: float = 0.05,
     directions: int = 1024,
     points: int = 17,
-    head_hidden: int = 2048,
-    head_width: int = 64,
+    head_width: int = 2048,
+    embedding_width: int = 64,
 ) -> Objective:
     """Make the objective of LeJEPA.
 
     Args:
       model: the encoder; its features go through the head.
       loss: not used, as there are no labels.
+      setting: has the shapes of the views.
       weight: share of SIGReg in the loss; lambda in the paper. 0: none, and the run collapses.
       directions: their number, drawn anew in every step.
       points: of the integral of SIGReg.
-      head_hidden, head_width: width of the head's hidden layers, and K.
+      head_width, embedding_width: width of the head's hidden layers, and K.
 
     Raises:
       InputError: a number is out of range, or the model does not fit.
@@ -117,13 +121,15 @@ def make_lejepa(
     del loss
     check_lejepa(
         weight=weight, directions=directions, points=points,
-        head_hidden=head_hidden, head_width=head_width,
+        head_width=head_width, embedding_width=embedding_width,
     )  # fmt: skip
     check_views_fit(model, "lejepa")
-    own = _LeJepa(model, Head(head_hidden, head_width), weight, directions, points)
+    shapes = {name: setting.shapes[name] for name in VIEWS if name in setting.shapes}
+    own = _LeJepa(model, Head(head_width, embedding_width), weight, directions, points, shapes)
     return Objective(
         own.loss,
         init=own.init,
+        learner=own.learner,
         needs=("global_views", "mask"),
         couples_rows=True,
         collapse=Collapse(
@@ -131,6 +137,15 @@ def make_lejepa(
             "lower optimizer.peak_lr"
         ),
     )
+
+
+class _NoState(NamedTuple):
+    """What the loss reads of a state, for a model without batch statistics."""
+
+    step: Any = None
+    model_state: Any = {}  # noqa: RUF012
+    ema: Any = None
+    objective_state: Any = None
 
 
 class _LeJepa(NamedTuple):
@@ -141,6 +156,7 @@ class _LeJepa(NamedTuple):
     weight: float
     directions: int
     points: int
+    shapes: Mapping[str, tuple[int, ...]]
 
     def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
         plain = with_known(self.model, scan=True, constrain=unconstrained, forms=PLAIN)
@@ -175,11 +191,18 @@ class _LeJepa(NamedTuple):
             },
         )
 
+    def learner(self, model: nn.Module, params: Params, images: jax.Array) -> jax.Array:
+        """The loss of one picture, for its FLOPs."""
+        batch = {name: jnp.zeros((1, *shape[1:])) for name, shape in self.shapes.items()}
+        own, state = self._replace(model=model), _NoState()
+        batch["mask"] = jnp.ones(1) + 0 * images.sum()
+        return own.loss(params, state, batch, None, jax.random.key(0)).loss
+
     def embed(
         self, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array
     ) -> jax.Array:
         """The embeddings of all views, the global ones first: (V, B, K)."""
-        kinds = [batch[name] for name in ("global_views", "local_views") if name in batch]
+        kinds = [batch[name] for name in VIEWS if name in batch]
         found = [
             features_of_views(self.model, params, model_state, views, jax.random.fold_in(rng, i))
             for i, views in enumerate(kinds, 2)

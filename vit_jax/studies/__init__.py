@@ -4,13 +4,14 @@ A study is a `Study` of functions without side effects: one module and one line 
 members are ordinary training runs, started by running.py.
 """
 
-from vit_jax.studies import finetune_sweep, grid, noisy_student, sweep, vtab
+from vit_jax.studies import finetune_sweep, grid, noisy_student, pretraining, sweep, vtab
 from vit_jax.studies.members import Study
 
 STUDIES: dict[str, Study] = {
     "finetune_sweep": finetune_sweep.STUDY,
     "grid": grid.STUDY,
     "noisy_student": noisy_student.STUDY,
+    "pretraining": pretraining.STUDY,
     "sweep": sweep.STUDY,
     "vtab": vtab.STUDY,
 }

@@ -54,8 +54,8 @@ class Stage(NamedTuple):
     overrides: Mapping[str, str]
 
 
-def parse_stages(texts: Sequence[str]) -> list[Stage]:
-    """Parse `study.stages`.
+def parse_stages(texts: Sequence[str], key: str = "study.stages", form: str = _FORM) -> list[Stage]:
+    """Parse `study.stages`, or another `key` with entries of that form.
 
     Raises:
       InputError: lists all entries that are malformed or not unique.
@@ -64,15 +64,15 @@ def parse_stages(texts: Sequence[str]) -> list[Stage]:
     for text in texts:
         name, colon, changes = text.partition(":")
         pairs = [change.partition("=") for change in changes.split(";") if change.strip()]
-        overrides = {key.strip(): value.strip() for key, _, value in pairs}
+        overrides = {name.strip(): value.strip() for name, _, value in pairs}
         if not colon or not re.fullmatch(r"[\w.+-]+", name.strip()) or not all(overrides):
-            faults.append(f"study.stages: {text!r}: {_FORM}")
+            faults.append(f"{key}: {text!r}: {form}")
         elif len(overrides) < len(pairs):
-            faults.append(f"study.stages: {text!r}: sets a key twice; remove one")
+            faults.append(f"{key}: {text!r}: sets a key twice; remove one")
         else:
             stages.append(Stage(name.strip(), overrides))
     names = [stage.name for stage in stages]
-    faults.need(len({*names}) == len(names), "study.stages: two stages have one name; rename one")
+    faults.need(len({*names}) == len(names), f"{key}: two entries have one name; rename one")
     collect_faults(faults)
     return stages
 
