@@ -72,6 +72,8 @@ FORMS = {
     "vtab": ["ViT-H/14", "ViT-B/16,debug", "BiT-R50x3", "BiT-R50x1,debug"],
     "position_ablation": ["", "debug"],
     "bit_and_vit": ["", "debug"],
+    "data_size": ["tuned", "fixed", "tuned,debug", "fixed,debug"],
+    "scaling": ["", "debug"],
     "five_classes": ["", "pretrain", "debug", "pretrain,debug"],
     "augreg": [
         "ViT-B/16,imagenet2012,none",

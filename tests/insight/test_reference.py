@@ -92,18 +92,18 @@ def test_every_twin_is_valid_and_recorded_as_it_is_now():
 
 def test_command(monkeypatch, capsys):
     """The exit code and the step are those of the comparison; overrides reach the run."""
-    stored, asked = reference.read("quickstart", TWIN), []
+    asked = []
 
     def fake_trace(config, *, curve):
         asked.append(config)
-        losses = [*stored.first_steps["loss"]]
-        losses[6:] = [v * config.optimizer.peak_lr / 0.0015 for v in losses[6:]]
-        return Trace({**stored.first_steps, "loss": losses}, {})
+        return Trace({"loss": [2.0] * 6 + [config.optimizer.peak_lr * 1000] * 14}, {})
 
+    stored = Reference({}, {"loss": [2.0] * 6 + [1.5] * 14}, {})
+    monkeypatch.setattr(reference, "read", lambda name, twin: stored)
     monkeypatch.setattr(trace, "trace_run", fake_trace)
     words = ["check", "quickstart", "--first_steps"]
     assert main(words) == 0
-    assert "quickstart: first steps: inside 0.1 %" in capsys.readouterr().out
+    assert "quickstart: first steps: inside 0.1%\n" in capsys.readouterr().out
     assert main([*words, "--config.optimizer.peak_lr=0.0045"]) == 1
     out = capsys.readouterr().out
     assert "LEFT at step 7, the first of 14 values" in out and "(+200.00%)" in out

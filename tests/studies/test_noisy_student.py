@@ -107,7 +107,7 @@ def test_labels_are_made_without_the_launcher(tmp_path, monkeypatch):
         ({"stages": ()}, r"study\.stages: is empty"),
         ({"stages": ("teacher: seed=3", "student:")}, "teacher sets seed, which the study sets"),
         ({"stages": ("teacher",)}, 'needs "name: key=value'),
-        ({"stages": ("a:", "a:")}, "two entries have one name"),
+        ({"stages": ("a:", "a:")}, "two have one name"),
         ({"unlabelled": None}, r"study\.unlabelled=None: needs the pictures"),
         ({"confidence": 1.0}, r"study\.confidence=1\.0: needs a number from 0"),
         ({"ratio": -1.0}, r"study\.ratio=-1\.0: needs at least 0"),

@@ -95,7 +95,9 @@ def check_twin(name, twin, flags: argparse.Namespace) -> bool:
     trace = trace_run(config, curve=not flags.first_steps)
     departures = reference.compare_first_steps(stored, trace)
     largest, where, step = reference.largest_difference(stored, trace)
-    fine = f"inside 0.1 %; the largest difference is {largest:.4%}, of {where} at step {step}"
+    fine = f"inside {reference.TOLERANCE:.1%}"
+    if where:
+        fine += f"; the largest difference is {largest:.4%}, of {where} at step {step}"
     report(name, "first steps", departures, fine)
     if not flags.first_steps:
         left = reference.compare_curve(stored, trace)

@@ -55,8 +55,14 @@ EVALUATORS: dict[str, Evaluator | str] = {
     "rank": "vit_jax.evaluators.rank",
 }
 
-OPTIONAL_KEYS = {"batch_size": int, "data_name": str, "data_dir": str}
-REQUIRED_KEYS = ("every", "ops", *OPTIONAL_KEYS)  # used when the data of an entry are opened
+OPTIONAL_KEYS = {"batch_size": int, "data_name": str, "data_dir": str, "classes": tuple}
+REQUIRED_KEYS = (
+    "every",
+    "ops",
+    "batch_size",
+    "data_name",
+    "data_dir",
+)  # used when the data of an entry are opened
 
 
 def find_evaluator(kind: str) -> Evaluator:

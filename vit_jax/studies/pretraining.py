@@ -55,12 +55,12 @@ class Cell(NamedTuple):
 
 def methods_of(config: ConfigDict) -> list[Stage]:
     """The methods of pretraining; raises InputError as `parse_stages`."""
-    return parse_stages(config.study.stages, "study.stages", _FORM)
+    return parse_stages(config.study.stages)
 
 
 def finetunings_of(config: ConfigDict) -> list[Stage]:
     """The fine-tunings; raises InputError as `parse_stages`."""
-    return parse_stages(config.study.finetunings, "study.finetunings", _FORM)
+    return parse_stages(config.study.finetunings, "study.finetunings")
 
 
 def find_keys(config: ConfigDict) -> set[str]:
