@@ -95,7 +95,7 @@ def entries(stages):
 
 
 def make_small(c):
-    """A few steps of a tiny model on handwritten digits, LeJEPA and MAE only."""
+    """A few steps of a tiny model on handwritten digits, MAE only."""
     c.model.name = "ViT-mu/4"
     c.model.width = c.model.depth = c.model.mlp_dim = c.model.num_heads = None
     c.data.name, c.data.image_size, c.data.ops = "digits", 8, "pad_crop(1)"
@@ -107,8 +107,6 @@ def make_small(c):
         entry.ops, entry.batch_size = "", 360
     c.study.seeds = 1
     tiny = {"global_batch_size": "32", **of_steps(10)}
-    views = {"data.ops": "", "data.num_global": "2", "data.global_ops": "pad_crop(2)"}
-    mae, lejepa = dict(METHODS["mae"]), dict(METHODS["lejepa"])
-    mae |= {**tiny, "objective.decoder_width": "16", "data.ops": "pad_crop(1)"}
-    c.study.stages = entries({"mae": mae, "lejepa": {**lejepa, **tiny, **views}})
+    mae = {**METHODS["mae"], **tiny, "data.ops": "pad_crop(1)", "objective.decoder_width": "16"}
+    c.study.stages = entries({"mae": mae})
     c.study.finetunings = entries({"few": {"data.split": "train"}})
