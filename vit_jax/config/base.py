@@ -142,7 +142,8 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.data.std = (0.5, 0.5, 0.5)  # see data.mean
 
     c.objective = ConfigDict()
-    c.objective.name = "supervised"  # or distillation, or the name of a plug-in's objective
+    # supervised, distillation, masked_patches or mae, or the name of a plug-in's objective
+    c.objective.name = "supervised"
     # The following keys are those of distillation. Frozen models to learn from: a source as
     # init_from takes, or several with their weights, "runs/a=3, runs/b=1".
     c.objective.teacher = placeholder(str)
@@ -153,6 +154,15 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     # several of these with commas; None: pooled.
     c.objective.features = placeholder(str)
     c.objective.distance = placeholder(str)  # of features: cosine or smooth_l1; None: cosine
+    # Share of the patches that masked_patches corrupts (None: 0.5), or mae hides (None: 0.75).
+    c.objective.mask_ratio = placeholder(float)
+    # masked_patches: mean_colour, small_patch or pixels; None: mean_colour
+    c.objective.target = placeholder(str)
+    c.objective.norm_pixels = placeholder(bool)  # mae: normalise each patch to predict; None: True
+    c.objective.decoder_width = placeholder(int)  # mae; None: 512
+    c.objective.decoder_depth = placeholder(int)  # mae: number of layers; None: 8
+    c.objective.decoder_heads = placeholder(int)  # mae; None: 16
+    c.objective.decoder_mlp_dim = placeholder(int)  # mae; None: 4 times the decoder's width
     c.loss = ConfigDict()
     c.loss.name = "softmax"  # or sigmoid, or the name of a plug-in's loss
     c.loss.label_smoothing = 0.0  # share of the target spread over all classes

@@ -150,11 +150,15 @@ class Experiment:
     def flops_per_image(self) -> int:
         """FLOPs of a forward and a backward pass for one image, without rematerialisation.
 
-        A teacher's forward pass counts too.
+        They are those of the objective: patches that do not go through the model do not count, a
+        decoder and a teacher's forward pass do.
         """
         model = with_known(self.model, remat="none", constrain=unconstrained, forms=PLAIN)
+        learner = None if self.objective is None else self.objective.learner
 
         def loss(params, model_state, images):
+            if learner is not None:
+                return learner(model, params, images)
             logits = model.apply({"params": params, **model_state}, images)
             assert isinstance(logits, jax.Array)
             return logits.sum()
@@ -163,7 +167,8 @@ class Experiment:
             (1, *self.model.image_size, value_of(self.model, "channels")), jnp.float32
         )
         state = self.abstract_state.model_state
-        found = count_flops(jax.grad(loss), self._model_params, state, images)
+        params = self._model_params if learner is None else self.abstract_state.params
+        found = count_flops(jax.grad(loss), params, state, images)
         if self.objective is not None and self.objective.forward is not None:
             found += count_flops(self.objective.forward, *self.abstract_frozen, images)
         return found

@@ -90,6 +90,11 @@ class Objective:
       teacher's; None: none. They are laid out like parameters, not donated and not saved.
     forward: (frozen, images (B, H, W, channels)) -> outputs, to count the FLOPs of what is frozen,
       on one device; None: it has none.
+    learner: (model, params, images (B, H, W, channels)) -> a scalar whose gradient takes the FLOPs
+      of a step, apart from `forward` and rematerialisation; `model` is the run's in a plain form.
+      None: what `model.__call__` takes.
+    reconstruct: (params, images (B, H, W, channels), keys (B,)) -> `patches.Reconstruction`, for
+      objectives that hide patches; None for others.
     needs: keys of a batch that it reads.
     couples_rows: whether the loss of a row depends on other rows, as with centres and contrastive
       pairs; then a batch cannot be computed in microbatches.
@@ -99,6 +104,8 @@ class Objective:
     init: Callable[[jax.Array], tuple[Params, ModelState]] | None = None
     frozen: PyTree | None = None
     forward: Callable[[PyTree, jax.Array], Any] | None = None
+    learner: Callable[[nn.Module, Params, jax.Array], jax.Array] | None = None
+    reconstruct: Callable[[Params, jax.Array, jax.Array], Any] | None = None
     needs: tuple[str, ...] = ("image", "label", "mask")
     couples_rows: bool = False
 
