@@ -98,6 +98,9 @@ class Objective:
     needs: keys of a batch that it reads.
     couples_rows: whether the loss of a row depends on other rows, as with centres and contrastive
       pairs; then a batch cannot be computed in microbatches.
+    needs_average: whether it reads `state.ema`, as where a model is its own teacher.
+    num_prototypes: K, where it has targets of K prototypes and logs their `teacher_entropy`, which
+      is near 0 or near log K if the training has collapsed; None: it has none.
     """
 
     loss: LossOfBatch
@@ -108,6 +111,8 @@ class Objective:
     reconstruct: Callable[[Params, jax.Array, jax.Array], Any] | None = None
     needs: tuple[str, ...] = ("image", "label", "mask")
     couples_rows: bool = False
+    needs_average: bool = False
+    num_prototypes: int | None = None
 
 
 def as_objective(objective: Objective | PlainObjective) -> Objective:
@@ -154,11 +159,15 @@ class Setting(NamedTuple):
 
     mean, std: of the value range of the images of a batch, for each channel.
     teachers: frozen models; () if there are none.
+    shapes: {key: shape} of a global batch.
+    durations: {config key: steps} for every duration of the run.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     teachers: tuple[Teacher, ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] = {}
+    durations: Mapping[str, int] = {}
 
 
 def at_least_one(weight: jax.Array) -> jax.Array:
