@@ -206,6 +206,12 @@ MUTATIONS = [
     # training
     M("vit_jax/training/timetable.py", "step == self._total_steps or ", "",
       "training/test_timetable.py::test_at_the_last_step_everything_is_due"),
+    M("vit_jax/objectives/sigreg.py", "share = 1.0 if i == half else 2.0", "share = 1.0",
+      "objectives/test_lejepa.py::test_constant_rows_have_the_statistic_that_scipy_integrates"),
+    M("vit_jax/objectives/lejepa.py", "z_VBK[:num_global].mean(axis=0)", "z_VBK.mean(axis=0)",
+      "objectives/test_lejepa.py"),
+    M("vit_jax/studies/pretraining.py", "and results[name].state == FINISHED", "",
+      "studies/test_pretraining.py"),
     M("vit_jax/training/health.py", "self._rows[kind] + 1 if near else 0",
       "self._rows[kind] + near",
       "training/test_health.py::test_entropy_at_either_end_for_five_rows_is_said_once"),

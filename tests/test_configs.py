@@ -71,6 +71,8 @@ FORMS = {
     "finetune_parts": ["", "choose", "debug"],
     "vtab": ["ViT-H/14", "ViT-B/16,debug", "BiT-R50x3", "BiT-R50x1,debug"],
     "position_ablation": ["", "debug"],
+    "lejepa": ["", "cifar10", "digits", "debug"],
+    "selfsup_study": ["", "debug"],
     "bit_and_vit": ["", "debug"],
     "data_size": ["tuned", "fixed", "tuned,debug", "fixed,debug"],
     "scaling": ["", "debug"],
