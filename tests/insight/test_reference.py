@@ -103,7 +103,7 @@ def test_command(monkeypatch, capsys):
     monkeypatch.setattr(trace, "trace_run", fake_trace)
     words = ["check", "quickstart", "--first_steps"]
     assert main(words) == 0
-    assert "quickstart: first steps: inside 0.1%\n" in capsys.readouterr().out
+    assert "quickstart: first steps: inside 0.1%" in capsys.readouterr().out
     assert main([*words, "--config.optimizer.peak_lr=0.0045"]) == 1
     out = capsys.readouterr().out
     assert "LEFT at step 7, the first of 14 values" in out and "(+200.00%)" in out
