@@ -74,7 +74,7 @@ def main(flags: argparse.Namespace) -> int:
     if faults and not paths:
         raise InputError(*(f"{path}: {fault}" for path, fault in faults.items()))
     pretrained = read_source(flags)
-    reasons = figures.left_out(pretrained, names, has_pictures)
+    reasons = figures.left_out(pretrained.model, names, has_pictures)
     names = [name for name in names if name not in reasons]
     subject = figures.Subject(pretrained, name=_name(flags.init_from or flags.workdir))
     if figures.needs_pictures(names):
@@ -103,6 +103,8 @@ def _check_flags(flags: argparse.Namespace) -> list[str]:
         found.need_known("--figures", name, NAMES)
     for name in ("examples", "shown", "batch_size"):
         found.need_positive(f"--{name}", getattr(flags, name))
+    found.need(flags.shown <= flags.batch_size, f"--shown={flags.shown}: needs at most "
+               f"--batch_size={flags.batch_size}; raise that")  # fmt: skip
     if flags.compare_to is not None:
         found.need("similarity" in chosen, "--compare_to: is for `similarity`; add it to --figures")
         found.need(flags.images or flags.data, "--compare_to: needs pictures; give files, folders "
@@ -142,7 +144,9 @@ def _read_other(source: str, pretrained: "Pretrained") -> "Pretrained":
 
 def _name(source: str) -> str:
     """A short name of a source, for labels."""
-    name = os.path.basename(source.rstrip("/")) or source
+    *above, name = source.rstrip("/").split("/")
+    if len(above) > 1 and above[-1] == "checkpoints":
+        name = f"{above[-2]} at {name}"
     return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
 
 

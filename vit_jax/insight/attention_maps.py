@@ -10,6 +10,8 @@ import numpy as np
 from vit_jax.models.deit import DeiT
 from vit_jax.models.vit import ViT
 
+_EXACT = jax.lax.Precision.HIGHEST  # accelerators multiply with fewer bits otherwise
+
 
 def patch_distances(grid: tuple[int, int], stride: tuple[int, int]) -> np.ndarray:
     """The distances between the centres of all patches in pixels, float32 (S, S).
@@ -63,7 +65,9 @@ def rollout_step(weights_BHNN: jax.Array, before_BNN: jax.Array | None) -> jax.A
     """
     mean_BNN = weights_BHNN.mean(axis=1)
     with_residual_BNN = 0.5 * mean_BNN + 0.5 * jnp.eye(mean_BNN.shape[-1])[None]
-    return with_residual_BNN if before_BNN is None else with_residual_BNN @ before_BNN
+    if before_BNN is None:
+        return with_residual_BNN
+    return jnp.matmul(with_residual_BNN, before_BNN, precision=_EXACT)
 
 
 def token_shares(model: ViT) -> np.ndarray:
@@ -98,5 +102,5 @@ def over_patches(weights: jax.Array, shares_N: np.ndarray, grid: tuple[int, int]
     What prefix tokens receive is left out.
     """
     num_prefix = len(shares_N) - grid[0] * grid[1]
-    received = jnp.einsum("n,...nm->...m", shares_N, weights)[..., num_prefix:]
+    received = jnp.einsum("n,...nm->...m", shares_N, weights, precision=_EXACT)[..., num_prefix:]
     return received.reshape(*received.shape[:-1], *grid)

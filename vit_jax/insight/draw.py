@@ -44,7 +44,7 @@ _STYLE = {
     "ytick.major.size": 2.0,
 }
 # Of Okabe & Ito 2008, whose colours the colour-blind can tell apart.
-_BLUE, _ORANGE, _BLACK, _GREEN = "#0072B2", "#D55E00", "#000000", "#009E73"
+_BLUE, _ORANGE, _BLACK = "#0072B2", "#D55E00", "#000000"
 _MAX_TILES = 16  # in a row or column of a mosaic
 _MAX_LAYERS = 24
 _MAX_NUMBERS = 12  # of ticks
@@ -217,8 +217,8 @@ def draw_entropies(mean_LH: np.ndarray, spread_LH: np.ndarray, num_tokens: int) 
 def draw_norms(table: dict[str, np.ndarray], outlier_factor: float) -> Figure:
     """Norms of tokens by layer, and the share of outliers.
 
-    `table`: {"median", "p5", "p95", "largest", "outlier_share", "prefix"}, each (L,); "prefix" is
-    NaN for a model without prefix tokens.
+    `table`: {"median", "p5", "p95", "largest", "outlier_share", "prefix"}, each (L,); "prefix", the
+    mean of the class token and its like, is NaN for a model without any.
     """
     figure = _figure(2.9)
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
@@ -228,7 +228,7 @@ def draw_norms(table: dict[str, np.ndarray], outlier_factor: float) -> Figure:
     above.plot(layers, table["median"], "-o", color=_BLUE, label="median of the patches")
     above.plot(layers, table["largest"], "--^", color=_ORANGE, label="largest patch")
     if np.isfinite(table["prefix"]).all():
-        above.plot(layers, table["prefix"], ":s", color=_BLACK, label="class token")
+        above.plot(layers, table["prefix"], ":s", color=_BLACK, label="prefix tokens")
     above.set_yscale("log")
     _plain_log_ticks(above)
     above.set_ylabel("norm of a token")

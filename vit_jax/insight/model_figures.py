@@ -70,7 +70,7 @@ def _filters(subject: Subject) -> Files | str:
 
 
 def _positions(subject: Subject) -> Files | str:
-    found = parameters.positions_of(subject.model, subject.pretrained)
+    found = parameters.positions_of(subject.pretrained)
     if isinstance(found, str):
         return found
     similarity = {name: parameters.cosine_similarity(x) for name, x in found.items()}
@@ -178,19 +178,18 @@ def needs_pictures(names: Iterable[str]) -> bool:
     return any(name not in _OF_PARAMETERS for name in names)
 
 
-def left_out(pretrained: Pretrained, names: Iterable[str], has_pictures: bool) -> dict[str, str]:
-    """{figure: reason} for those of `names` that this model, or no picture, cannot give."""
-    model, reasons = pretrained.model, {}
+def left_out(model: nn.Module, names: Iterable[str], has_pictures: bool) -> dict[str, str]:
+    """{figure: reason} for those of `names` that need attention, or pictures, that are not there.
+
+    `write_figures` finds the others.
+    """
     no_attention = layers.no_attention(model)
+    reasons = {}
     for name in names:
         if name in _OF_ATTENTION and no_attention:
             reasons[name] = no_attention
         elif name not in _OF_PARAMETERS and not has_pictures:
             reasons[name] = "needs pictures; give files, folders or --data=NAME:SPLIT"
-        elif name == "positions" and pretrained.spec.image_size is None:
-            found = parameters.positions_of(model, pretrained) if not hasattr(
-                model, "pos_embed") else None  # fmt: skip
-            reasons |= {name: found or "takes images of any size; choose one with --image_size"}
     return reasons
 
 

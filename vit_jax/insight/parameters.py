@@ -1,6 +1,5 @@
 """What parameters show without an image: filters of the first layer, similar positions."""
 
-import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
@@ -57,25 +56,26 @@ def principal_components(rows: np.ndarray, number: int) -> tuple[np.ndarray, np.
     return components * np.sign(peaks), variance[kept] / max(variance.sum(), 1e-30)
 
 
-def positions_of(model: nn.Module, pretrained: Pretrained) -> dict[str, np.ndarray] | str:
+def positions_of(pretrained: Pretrained) -> dict[str, np.ndarray] | str:
     """The position embeddings of the patches, {"stem" or "layer N": float32 (S, D)}.
 
-    `model` is that of `pretrained`, with an image size. A text says why a model has none.
+    A text says why the model has none.
     """
-    family = type(model).__name__
+    model, image_size = pretrained.model, pretrained.spec.image_size
     if not isinstance(model, ViT):
-        return f"a {family} has no position embedding"
+        return f"a {type(model).__name__} has no position embedding"
     if model.pos_embed == "none":
         return "the model has no position embedding"
     if model.pos_embed == "relative":
         return "its positions are relative: they belong to pairs of patches, not to a patch"
+    if image_size is None:
+        return "the model takes images of any size; choose one with --image_size"
     leaves = pretrained.params | {
         name.removeprefix(f"{CONSTANTS}/"): leaf
         for name, leaf in pretrained.model_state.items()
         if name.startswith(f"{CONSTANTS}/")
     }
-    assert model.image_size is not None
-    positions = model.positions(model.image_size)
+    positions = model.positions(image_size)
     of_layer = [f"encoder/layer_{i}/" for i in range(model.depth)]
     places = {f"layer {i}": place for i, place in enumerate(of_layer)}
     if model.positions_at != "layers":
