@@ -97,7 +97,7 @@ def _draw_curve(runs: Sequence[RunRecord], metric: str, x_range: Any) -> Chart:
         glyphs = [(Line(**line, line_width=2), {"name": run.name, "tags": [{"run": i}]})]
         if len(steps) < _FEW:  # a single point has no line
             glyphs.append((dots, {"name": run.name, "tags": [{"run": i}]}))
-        if len(steps) >= SMOOTHED[0]:
+        if len(steps) > 2:  # else smoothing changes nothing
             pale = {"name": f"{run.name}, as logged", "tags": [{"run": i, "raw": True}]}
             glyphs.append((Line(**line, line_alpha=0.35), pale | {"visible": False}))
         for glyph, fields in glyphs:

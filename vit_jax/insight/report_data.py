@@ -26,7 +26,7 @@ class Run(NamedTuple):
     """A run: what `compare` reads of it, and the rest of its workdir.
 
     summary: summary.json; {} unless it has finished. diverged: the error; None unless it has.
-    starts: the lines of starts.jsonl, oldest first.
+    starts: the lines of starts.jsonl, oldest first. teachers: the text of teachers.json, or "".
     """
 
     record: RunRecord
@@ -34,6 +34,7 @@ class Run(NamedTuple):
     summary: Mapping[str, Any]
     diverged: str | None
     starts: Sequence[Mapping[str, Any]]
+    teachers: str
 
     @property
     def name(self) -> str:
@@ -112,13 +113,14 @@ def read_all(workdirs: Sequence[str | os.PathLike]) -> tuple[list[Run], list[Stu
 
 
 def _read_run(name: str, workdir: epath.Path) -> Run:
-    diverged = workdir / DIVERGED_FILE
+    diverged, teachers = workdir / DIVERGED_FILE, workdir / "teachers.json"
     return Run(
         read_run(name, workdir),
         workdir,
         _read_json(workdir / "summary.json"),
         str(_read_json(diverged).get("error", "")) if diverged.exists() else None,
         list(_json_lines(workdir / "starts.jsonl")),
+        teachers.read_text() if teachers.exists() else "",
     )
 
 
