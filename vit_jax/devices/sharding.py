@@ -43,7 +43,8 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"se_reduce/kernel", ("fsdp", None)),
     (r"se_expand/kernel", (None, "fsdp")),
     # Small arrays: biases, norms and their statistics, tokens, probe, position tables, counts.
-    (r"(bias|scale|mean|var|class_token|distillation_token|probe|pos_embedding(/\w+)?)", ()),
+    (r"(bias|scale|mean|var|probe|pos_embedding(/\w+)?)", ()),
+    (r"(class_token|distillation_token|mask_token)", ()),
     (r"(random_features|count|step)", ()),
 )
 
