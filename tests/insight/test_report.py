@@ -58,6 +58,10 @@ def folder(tmp_path_factory):
     (classes / "classes.csv").write_text("class,images,accuracy\ncat,2,0.5\ndog,2,0.25\nowl,0,\n")
     (classes / "confusions.csv").write_text("class,predicted,images\ncat,dog,1\n")
     (classes / "confusion.png").write_bytes(png)
+    (folder / "classes/labels").mkdir()  # several labels an image
+    (folder / "classes/labels/classes.csv").write_text(
+        "class,average_precision\nsea,0.5\nsky,0.25\n"
+    )
     return folder
 
 
@@ -119,6 +123,7 @@ def test_page_is_whole_and_names_are_only_text(page):
     ):  # fmt: skip
         assert words in text, words
     assert text.index("dog 2 0.25") < text.index("cat 2 0.5")  # the weakest first
+    assert text.index("sky 0.25") < text.index("sea 0.5")
 
 
 def test_smoothing_is_a_centred_mean():
