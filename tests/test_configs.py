@@ -26,7 +26,7 @@ from vit_jax.studies.grid import parse_cells
 from vit_jax.training.prepare import prepare
 from vit_jax.training.validation import find_faults
 from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.rules import Cut, Spec
+from vit_jax.transfer.spec import Cut, Spec
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
@@ -72,6 +72,8 @@ FORMS = {
     "vtab": ["ViT-H/14", "ViT-B/16,debug", "BiT-R50x3", "BiT-R50x1,debug"],
     "position_ablation": ["", "debug"],
     "bit_and_vit": ["", "debug"],
+    "data_size": ["tuned", "fixed", "tuned,debug", "fixed,debug"],
+    "scaling": ["", "debug"],
     "five_classes": ["", "pretrain", "debug", "pretrain,debug"],
     "augreg": [
         "ViT-B/16,imagenet2012,none",

@@ -189,7 +189,7 @@ def test_evaluation_covers_every_digit_once_on_4_hosts():
 
 
 def test_a_broken_file_is_masked_and_named_once(pets, caplog):
-    loading._named_broken.clear()
+    loading._named.clear()
     with caplog.at_level(logging.WARNING, "vit_jax"):
         for _ in range(2):
             how = {"image_size": (16, 16), "ops": "decode|resize(antialias=True)"}
@@ -211,7 +211,7 @@ def test_an_image_smaller_than_a_crop_is_masked_and_named_with_its_size(tmp_path
     small = source.record_name(1)
     (root / small).write_bytes(encode(smooth_image(12, 60)))
     how = {"image_size": (16, 16), "rows": range(2), "global_batch_size": 2}
-    loading._named_broken.clear()
+    loading._named.clear()
     (batch,) = evaluate(source, ops="decode|central_crop", **how)
     np.testing.assert_array_equal(batch["mask"], [1, 0])
     (record,) = caplog.records

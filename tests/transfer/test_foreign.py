@@ -255,7 +255,7 @@ def test_of_a_named_architecture_the_arrays_tell_the_arguments(tmp_path, caplog,
     del config["model_args"]
     (path / "config.json").write_text(json.dumps(config))
     assert load_pretrained(path)[0] == model
-    assert "assuming {'act_layer': 'gelu', 'num_heads': 3, 'eps': 1e-06}" in caplog.text
+    assert "assuming act_layer='gelu', num_heads=3, eps=1e-06" in caplog.text
 
 
 def test_what_a_folder_tells_beside_the_model(tmp_path):
@@ -439,7 +439,7 @@ def test_what_is_assumed_is_a_warning(golden, tmp_path, caplog, name):
     load_pretrained(tmp_path / "alone.safetensors")
     (record,) = [r for r in caplog.records if "; assuming " in r.message]
     assert record.levelname == "WARNING" and "no alone.json next to it" in record.message
-    said = "'hidden_act': 'gelu'" if name == "hf_vit" else "'global_pool': 'token'"
+    said = "hidden_act='gelu'" if name == "hf_vit" else "global_pool='token'"
     assert said in record.message and "(0.5, 0.5, 0.5)" in record.message
 
 

@@ -219,7 +219,7 @@ def test_sources_by_short_names(hub, golden, source, repository, golden_files):
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("timm:none", "timm/none does not exist"),
+        ("timm:none", "timm/none does not exist; timm's names end in a tag"),
         ("hf:org/vit@v9", "no revision 'v9'"),
         ("vit_base_patch16_224.augreg_in21k", "timm:vit_base_patch16_224.augreg_in21k"),
         ("google/vit-base-patch16-224", "hf:google/vit-base-patch16-224"),

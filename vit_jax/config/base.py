@@ -111,6 +111,11 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.data.channels = 3  # of the model's images: 1 is grey, 4 as in RGBA files
     c.data.num_classes = placeholder(int)  # None: taken from the data set
     c.data.classes = placeholder(tuple)  # labels to keep, renumbered from 0; None: all
+    # A part of the training data, "1000" pictures or "10%" of them; None: all. For each subset_seed
+    # a smaller part is within every larger one.
+    c.data.subset = placeholder(str)
+    c.data.subset_balanced = False  # the same number of each class, as far as it has so many
+    c.data.subset_seed = 0  # of the draw
     c.data.multi_label = False  # whether an image may have several labels, or none
     # Train on probabilities of the classes, as soft pseudo labels are; other labels become 0 and 1.
     c.data.soft_labels = False
@@ -288,6 +293,14 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.study.confidence = 0.3  # smallest probability of a pseudo label that is kept
     # Pictures of each class: its most confident ones, or repeated ones if it has fewer; None: all.
     c.study.per_class = placeholder(int)
+    # tuned_grid: settings of which each cell keeps the best, "name: key=value; key=value".
+    c.study.candidates = ()
+    c.study.choose_by = placeholder(str)  # metric that chooses the candidate; None: study.metric
+    c.study.point = "last"  # step that counts: last, or best, as checkpoint.keep_best finds it
+    c.study.finetune = ""  # keys of the fine-tuning that follows, "key=value; key=value"; "": none
+    c.study.finetune_metric = placeholder(str)  # metric of the fine-tuned model
+    c.study.durations = ()  # scaling: values of `duration`; (): the config's own
+    c.study.topology = placeholder(str)  # scaling: chips on which TPU-core-days are planned
     c.study.sweep = ()  # values of a sweep, as in --sweep: "optimizer.peak_lr=1e-3,3e-3"
 
     c.evals = ConfigDict()
@@ -373,7 +386,8 @@ REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.im
 
 REQUIRED_TO_EVALUATE = ("global_batch_size", "data.name")  # for a model that exists already
 
-TUPLES_OF_STRINGS = ("study.cells", "study.sweep", "study.stages")
+TUPLES_OF_STRINGS = ("study.cells", "study.sweep", "study.stages", "study.candidates",
+                     "study.durations")  # fmt: skip
 
 
 def decided_later(config: ConfigDict) -> set[str]:
@@ -382,16 +396,26 @@ def decided_later(config: ConfigDict) -> set[str]:
     return keys | ({"duration", "optimizer.peak_lr"} if config.schedule.rule is not None else set())
 
 
+class Subset(NamedTuple):
+    """A part of a split; see the keys `data.subset*`."""
+
+    size: str
+    balanced: bool = False
+    seed: int = 0
+
+
 class SplitKey(NamedTuple):
     """Identifies a split that a run opens.
 
     classes: labels to keep, as in `data.classes`; None: all.
+    subset: the part to keep, as in `data.subset`; None: all.
     """
 
     data_name: str
     split: str
     data_dir: str | None
     classes: tuple[int, ...] | None = None
+    subset: Subset | None = None
 
 
 def weights_source(config: Mapping[str, Any]) -> str | None:
@@ -402,19 +426,29 @@ def weights_source(config: Mapping[str, Any]) -> str | None:
 def train_split(config: ConfigDict) -> SplitKey:
     """Key of the training data: a split, or the mixture that starts with it."""
     split = config.data.split + (f" + {config.data.mix}" if config.data.mix else "")
-    return SplitKey(config.data.name, split, config.data.data_dir, config.data.classes)
+    return own_split(config)._replace(split=split)
+
+
+def own_split(config: ConfigDict) -> SplitKey:
+    """Key of the split of `data.name` that is trained on, without `data.mix`."""
+    d = config.data
+    part = None if d.subset is None else Subset(d.subset, d.subset_balanced, d.subset_seed)
+    return SplitKey(d.name, d.split, d.data_dir, d.classes, part)
 
 
 def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:
     """{key: split} for the keys of an entry of `evals` that hold splits.
 
-    `data.classes` applies to the training data set, and to evaluators that use the model's classes.
+    `data.classes` applies to the training data set, and to evaluators that use the model's classes;
+    the key `classes` of an entry replaces it.
     """
     d = config.data
     name = d.name if entry.data_name is None else entry.data_name
     data_dir = d.data_dir if entry.data_dir is None else entry.data_dir
     own = (name, data_dir) == (d.name, d.data_dir) or name == "synthetic"
     classes = d.classes if own or not find_evaluator(entry.type).learns_classes else None
+    if entry.get("classes") is not None:
+        classes = entry.classes
     keys = sorted(key for key in entry if key.endswith("split"))
     return {key: SplitKey(name, entry[key], data_dir, classes) for key in keys}
 

@@ -22,8 +22,10 @@ from vit_jax.errors import InputError
 _BATCHES_IN_FLIGHT = 2
 _UNREADABLE = "not a readable image"
 LEFT_OUT = "left out of loss and metrics"  # what happens to such a record in training
-# {(fingerprint, name, ops): result of `_find_small`} for records with a warning.
-_named_broken: dict[tuple[str, str, str], str | None] = {}
+# {(fingerprint, name, ops): (result of `_find_small`, why)} for records that are masked.
+_broken: dict[tuple[str, str, str], tuple[str | None, str]] = {}
+# (fingerprint, name, the reason) of records with a warning.
+_named: set[tuple[str, str, str]] = set()
 
 Batch = dict[str, np.ndarray]
 
@@ -181,23 +183,31 @@ def _name_broken(
         for record in batch["id"][(batch["mask"] == 0) & (batch["id"] >= 0)]:
             name = source.record_name(record)
             found = (source.fingerprint, name, ops)
-            new = found not in _named_broken
-            small = _find_small_for_any(source, all_ops, record) if new else _named_broken[found]
+            if found not in _broken:
+                fault = source.why_unreadable(record)
+                small = None if fault else _find_small_for_any(source, all_ops, record)
+                _broken[found] = small, small or _describe(fault)
+            small, why = _broken[found]
             if small is not None and refuse_small is not None:
                 raise InputError(
                     f"{refuse_small}: {name}: {small}; resize images before the crop, remove the "
                     "small ones, or allow a black border with pad=True"
                 )
-            if new:
-                _named_broken[found] = small
-                why = small or _UNREADABLE
+            if (source.fingerprint, name, why) not in _named:
+                _named.add((source.fingerprint, name, why))
                 logging.getLogger("vit_jax").warning("%s: %s; %s", name, why, consequence)
         yield batch
 
 
 def why_masked(source: Source, host_ops: Sequence[Op], record: int) -> str:
     """The reason why a record is masked, such as "not a readable image"."""
-    return _find_small(source, host_ops, record) or _UNREADABLE
+    fault = source.why_unreadable(record)
+    return _describe(fault) if fault else _find_small(source, host_ops, record) or _UNREADABLE
+
+
+def _describe(fault: str) -> str:
+    """What is said of a record that cannot be read, with the reason `fault` unless it is ""."""
+    return f"{_UNREADABLE} ({fault})" if fault else _UNREADABLE
 
 
 def _find_small_for_any(source: Source, all_ops: Sequence[Sequence[Op]], record: int) -> str | None:

@@ -77,6 +77,21 @@ LossOfBatch = Callable[[Params, State, Batch, PyTree, jax.Array], ObjectiveOutpu
 PlainObjective = Callable[[Params, ModelState, Batch, jax.Array], ObjectiveOutput]
 
 
+class Collapse(NamedTuple):
+    """What shows that an objective without labels has collapsed, and what helps; see `Health`.
+
+    low_rank: the remedy if the features fill few directions.
+    entropy_limit: the greatest value of its metric `teacher_entropy`, log K for K prototypes;
+      None: it has no such metric.
+    low_entropy, high_entropy: the remedies if that metric is near 0, or near its greatest value.
+    """
+
+    low_rank: str
+    entropy_limit: float | None = None
+    low_entropy: str = ""
+    high_entropy: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """What is minimised over a batch, and what it needs for that.
@@ -99,8 +114,7 @@ class Objective:
     couples_rows: whether the loss of a row depends on other rows, as with centres and contrastive
       pairs; then a batch cannot be computed in microbatches.
     needs_average: whether it reads `state.ema`, as where a model is its own teacher.
-    num_prototypes: K, where it has targets of K prototypes and logs their `teacher_entropy`, which
-      is near 0 or near log K if the training has collapsed; None: it has none.
+    collapse: how a collapse shows; None: it cannot collapse, as it learns labels or from teachers.
     """
 
     loss: LossOfBatch
@@ -112,7 +126,7 @@ class Objective:
     needs: tuple[str, ...] = ("image", "label", "mask")
     couples_rows: bool = False
     needs_average: bool = False
-    num_prototypes: int | None = None
+    collapse: Collapse | None = None
 
 
 def as_objective(objective: Objective | PlainObjective) -> Objective:

@@ -16,6 +16,7 @@ Sources: Caron et al. 2021 (arXiv:2104.14294); Zhou et al. 2021 (arXiv:2111.0783
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -30,7 +31,14 @@ from vit_jax.models.layers import unconstrained
 from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring, patches
 from vit_jax.objectives.block_masks import Hidden, draw_hidden
-from vit_jax.objectives.contract import Objective, ObjectiveOutput, Setting, State, Term
+from vit_jax.objectives.contract import (
+    Collapse,
+    Objective,
+    ObjectiveOutput,
+    Setting,
+    State,
+    Term,
+)
 from vit_jax.objectives.gram import gram_distance
 from vit_jax.objectives.koleo import koleo
 from vit_jax.objectives.other_sizes import at_size, check_size
@@ -102,7 +110,14 @@ def make_self_distillation(
         needs=(_GLOBAL, "mask"),
         couples_rows=True,
         needs_average=True,
-        num_prototypes=keys.num_prototypes,
+        collapse=Collapse(
+            low_rank="Lower optimizer.peak_lr, or raise objective.koleo_weight",
+            entropy_limit=math.log(keys.num_prototypes),
+            low_entropy=f"Raise objective.teacher_temperature, now {keys.teacher_temperature}, or "
+            f"set objective.centring=sinkhorn, now {keys.centring}",
+            high_entropy="Lower objective.teacher_temperature, now "
+            f"{keys.teacher_temperature}, or optimizer.peak_lr",
+        ),
     )
 
 

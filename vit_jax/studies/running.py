@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -328,7 +328,7 @@ def _write_report(
         for member in placed_members(study, config, call, results)
         if member.name in results
     }
-    warnings = _warn_of_older_members(call, results)
+    warnings = _warn_of_members(call, results)
     content = {
         "study": config.study.name,
         "complete": report.complete,
@@ -346,6 +346,29 @@ def _write_report(
     for name, file in report.files.items():
         write_whole(call.workdir / name, file)
     return report
+
+
+def _warn_of_members(call: Call, results: Mapping[str, Result]) -> list[str]:
+    """Warnings for settings that the members recorded and that make results less comparable."""
+    return _warn_of_older_members(call, results) + _warn_of_microbatches(call, results)
+
+
+def _warn_of_microbatches(call: Call, results: Mapping[str, Result]) -> list[str]:
+    """Warnings where members of one model and batch size recorded different microbatches."""
+    alike: dict[str, dict[str, Any]] = {}
+    for name in results:
+        path = call.workdir / name / "config.json"
+        if path.exists():
+            c = json.loads(path.read_text())
+            kind = json.dumps([c["model"], c["global_batch_size"], c["data"]["image_size"]])
+            alike.setdefault(kind, {})[name] = c["optimizer"].get("accum_steps", 1)
+    return [
+        "optimizer.accum_steps differs, as members ran on different devices, so their results "
+        f"differ by rounding: {', '.join(f'{value} in {name}' for name, value in values.items())}; "
+        "set it to have one number"
+        for values in alike.values()
+        if len({*values.values()}) > 1
+    ]
 
 
 def _warn_of_older_members(call: Call, results: Mapping[str, Result]) -> list[str]:
@@ -375,7 +398,7 @@ def _conclude(report: Report, call: Call, results: Mapping[str, Result]) -> int:
     for name in by_state[DIVERGED]:
         print(f"{name} diverged: {results[name].error}", file=sys.stderr)
     written = ["study.md", "study.json", *report.files]
-    for line in _warn_of_older_members(call, results):
+    for line in _warn_of_members(call, results):
         print(f"warning: {line}", file=sys.stderr)
     print(f"report: {', '.join(str(call.workdir / name) for name in written)}")
     if by_state[FAILED]:

@@ -1,0 +1,113 @@
+"""Trains a short run without a workdir and keeps its numbers."""
+
+import contextlib
+import functools
+import pathlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from vit_jax import tree
+from vit_jax.evaluators import evaluate
+from vit_jax.experiment.layer_norms import norms_by_group
+from vit_jax.training.prepare import Run, prepare
+from vit_jax.training.teachers import place_teachers
+from vit_jax.training.train import close_batches, compile_step, start_state, train_batches
+
+FIRST_STEPS = 20
+_POINTS = 10  # of the curve of the loss
+_IN_CURVE = ("loss", "top1")  # of the values of the evaluators
+
+
+class Trace(NamedTuple):
+    """The numbers of a run.
+
+    first_steps: {name: its values at the first steps}.
+      `data/image`, `data/label`: mean pixel and mean label of the batch; `loss`; `grad_norm`, of
+      everything, and `grad_norm/PART`, before clipping; `param_norm/GROUP`, after the step.
+    curve: {name: {step: value}}. `train/loss` is the mean over the steps since the point before;
+      the other values are the evaluators' loss and top-1 accuracy.
+    """
+
+    first_steps: Mapping[str, list[float]]
+    curve: Mapping[str, dict[int, float]]
+
+
+def group_of(name: str) -> str:
+    """The group of the unrolled parameter `name`: PART/KIND, such as encoder/layer_0/kernel."""
+    return f"{tree.part_of(name)}/{name.rpartition('/')[2]}"
+
+
+def trace_run(config: ConfigDict, *, first_steps: bool = True, curve: bool = True) -> Trace:
+    """Train as `config` describes, in this process alone, and return the numbers.
+
+    Args:
+      config: has passed `validation.validate`.
+      first_steps: whether to compute the norms of the first steps.
+      curve: whether to train to the end and evaluate; else only the first steps are trained.
+
+    Raises:
+      InputError: the config does not fit its data or these devices.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        run = prepare(config, pathlib.Path(folder) / "run")
+        with jax.set_mesh(run.mesh):
+            return _trace(run, first_steps=first_steps, curve=curve)
+
+
+def _trace(run: Run, *, first_steps: bool, curve: bool) -> Trace:
+    e, found = run.experiment, Trace({}, {})
+    total = e.total_steps if curve else min(FIRST_STEPS, e.total_steps)
+    period = max(e.total_steps // _POINTS, 1)
+    state, _ = start_state(run)
+    frozen = place_teachers(run.teachers, e.abstract_frozen)
+    train_step = compile_step(run)
+    gradient_norms = e.layer_norms.lower(*e.arguments).compile() if first_steps else None
+    param_norms = jax.jit(functools.partial(norms_by_group, group=group_of))
+    losses: list[float] = []
+    with _batches(run) as batches:
+        for step, batch in zip(range(1, total + 1), batches, strict=False):
+            detailed = gradient_norms is not None and step <= FIRST_STEPS
+            numbers = {}
+            if detailed:
+                norms = gradient_norms(state, batch, *frozen)
+                numbers = {k: v for k, v in norms.items() if k.startswith("grad_norm/")}
+                numbers |= _data_numbers(batch)
+            state, metrics = train_step(state, batch, *frozen)
+            losses.append(float(metrics["loss"]))
+            if detailed:
+                numbers |= {"loss": losses[-1], "grad_norm": metrics["grad_norm"]}
+                norms = param_norms(state.params)
+                numbers |= {f"param_norm/{group}": norm for group, norm in norms.items()}
+                for name, value in numbers.items():
+                    found.first_steps.setdefault(name, []).append(float(value))
+            if not curve:
+                continue
+            row = {"train/loss": float(np.mean(losses[-period:]))} if step % period == 0 else {}
+            for name in run.timetable.evaluators(step):
+                values = evaluate(name, run.evaluators[name], state)
+                row |= {k: v for k, v in values.items() if k.rpartition("/")[2] in _IN_CURVE}
+            for name, value in row.items():
+                found.curve.setdefault(name, {})[step] = float(value)
+    return found
+
+
+@contextlib.contextmanager
+def _batches(run: Run) -> Iterator[Iterator[tree.Batch]]:
+    batches = train_batches(run, 0)
+    try:
+        yield batches
+    finally:
+        close_batches(batches)
+
+
+def _data_numbers(batch: tree.Batch) -> dict[str, float]:
+    """Mean pixel and mean label of a batch; labels (B, C) count as the mean of their classes."""
+    label = np.asarray(batch["label"], np.float64)
+    if label.ndim == 2:
+        label = label @ np.arange(label.shape[1])
+    return {"data/image": float(np.mean(batch["image"])), "data/label": float(label.mean())}
