@@ -147,13 +147,14 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.data.std = (0.5, 0.5, 0.5)  # see data.mean
 
     c.objective = ConfigDict()
-    # supervised, distillation, masked_patches, mae, self_distillation, or that of a plug-in
+    # supervised, distillation, masked_patches, mae, lejepa, self_distillation, or a plug-in's
     c.objective.name = "supervised"
     # The following keys are those of distillation. Frozen models to learn from: a source as
     # init_from takes, or several with their weights, "runs/a=3, runs/b=1".
     c.objective.teacher = placeholder(str)
     c.objective.mode = placeholder(str)  # hard, soft or features; None: hard
-    c.objective.weight = placeholder(float)  # share of the teachers in the loss; None: 0.5
+    # Share of the teachers in the loss; None: 0.5. Of lejepa: of SIGReg; None: 0.05.
+    c.objective.weight = placeholder(float)
     c.objective.temperature = placeholder(float)  # of the mode soft; None: 3
     # Of the mode features: "pooled", "tokens", pairs of layers "5:11" (the student's first), or
     # several of these with commas; None: pooled.
@@ -168,6 +169,9 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.objective.decoder_depth = placeholder(int)  # mae: number of layers; None: 8
     c.objective.decoder_heads = placeholder(int)  # mae; None: 16
     c.objective.decoder_mlp_dim = placeholder(int)  # mae; None: 4 times the decoder's width
+    c.objective.embedding_width = placeholder(int)  # lejepa: outputs of its head; None: 64
+    c.objective.directions = placeholder(int)  # lejepa: random ones, of SIGReg; None: 1024
+    c.objective.points = placeholder(int)  # lejepa: of the integral of SIGReg, odd; None: 17
     # self_distillation; durations have units. Prototypes of each head; None: 65,536
     c.objective.num_prototypes = placeholder(int)
     c.objective.head_width = placeholder(int)  # of the heads' hidden layers; None: 2048
@@ -284,8 +288,9 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.study.metric = "held_out/top1"  # metric of the only evaluator; higher is better
     c.study.cells = ()  # cells of a grid: "row | column: key=value; key=value"
     # Stages of noisy_student, "name: key=value; key=value": a teacher, and students that learn from
-    # the pseudo labels of the stage before.
+    # the pseudo labels of the stage before. Of pretraining: its methods.
     c.study.stages = ()
+    c.study.finetunings = ()  # of pretraining: "name: key=value; key=value"
     c.study.unlabelled = placeholder(str)  # pictures that the stages label: "NAME" or "NAME@SPLIT"
     c.study.unlabelled_dir = placeholder(str)  # their data_dir; None: data.data_dir
     c.study.ratio = 1.0  # pictures with pseudo labels for each labelled one in a batch
