@@ -147,7 +147,7 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.data.std = (0.5, 0.5, 0.5)  # see data.mean
 
     c.objective = ConfigDict()
-    # supervised, distillation, masked_patches, mae, self_distillation, lejepa, or a plug-in's
+    # supervised, distillation, masked_patches, mae, lejepa, self_distillation, or a plug-in's
     c.objective.name = "supervised"
     # The following keys are those of distillation. Frozen models to learn from: a source as
     # init_from takes, or several with their weights, "runs/a=3, runs/b=1".
