@@ -162,6 +162,8 @@ MUTATIONS = [
       "training/test_decided.py::test_a_resumed_run_compares_what_was_decided"),
     M("vit_jax/experiment/durations.py", "math.floor(steps + Fraction(1, 2))", "math.floor(steps)",
       "experiment/test_schedules.py::test_duration"),
+    M("vit_jax/experiment/optimizers/directions.py", "lambda leaf: leaf.ndim > 1",
+      "lambda leaf: leaf.ndim > 0", "experiment/test_optimizers.py::test_equation"),
     M("vit_jax/experiment/optimizers/masks.py", "update + weight_decay * param", "update",
       "experiment/test_optimizers.py::test_equation"),
     M("vit_jax/experiment/optimizers/layers.py", "enumerate(reversed(layers), 1)",
@@ -171,6 +173,9 @@ MUTATIONS = [
       "optax.scale_by_adam(_rate(b2, momentum_dtype), b1,",
       "experiment/test_optimizers.py::test_equation"),
     # evaluators
+    M("vit_jax/evaluators/reconstruction.py", 'found.loss_B * batch["mask"]', "found.loss_B * 1",
+      "objectives/test_hidden_patches.py"
+      "::test_a_reconstruction_is_measured_by_image_and_drawn_once_a_step"),
     M("vit_jax/evaluators/classification.py", "(mask_B * hits_B).sum()", "hits_B.sum()",
       "evaluators/test_evaluators.py::test_padding_never_counts"),
     M("vit_jax/evaluators/classification.py", ".astype(jnp.int32) - 1, 0,",
@@ -260,6 +265,9 @@ MUTATIONS = [
       "0 <= process_id <= num_processes",
       "job/test_processes.py::test_what_is_asked_for_must_be_there"),
     # transfer
+    M("vit_jax/transfer/adapters.py", "bias\"] - mean @ kernel", "bias\"] + mean @ kernel",
+      "models/test_vit.py"
+      "::test_a_batch_norm_before_the_head_follows_the_batch_and_merges_into_the_head"),
     M("vit_jax/transfer/resample.py", "(stretch - 1) / 2", "stretch / 2",
       "transfer/test_resample.py::test_half_pixel_is_a_cubic_kernel_over_repeated_edges"),
     M("vit_jax/data/image_folder.py", "if size < 0]", "if size < -1]",
