@@ -77,6 +77,21 @@ LossOfBatch = Callable[[Params, State, Batch, PyTree, jax.Array], ObjectiveOutpu
 PlainObjective = Callable[[Params, ModelState, Batch, jax.Array], ObjectiveOutput]
 
 
+class Collapse(NamedTuple):
+    """What shows that an objective without labels has collapsed, and what helps; see `Health`.
+
+    low_rank: the remedy if the features fill few directions.
+    entropy_limit: the greatest value of its metric `teacher_entropy`, log K for K prototypes;
+      None: it has no such metric.
+    low_entropy, high_entropy: the remedies if that metric is near 0, or near its greatest value.
+    """
+
+    low_rank: str
+    entropy_limit: float | None = None
+    low_entropy: str = ""
+    high_entropy: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """What is minimised over a batch, and what it needs for that.
@@ -98,6 +113,8 @@ class Objective:
     needs: keys of a batch that it reads.
     couples_rows: whether the loss of a row depends on other rows, as with centres and contrastive
       pairs; then a batch cannot be computed in microbatches.
+    needs_average: whether it reads `state.ema`, as where a model is its own teacher.
+    collapse: how a collapse shows; None: it cannot collapse, as it learns labels or from teachers.
     """
 
     loss: LossOfBatch
@@ -108,6 +125,8 @@ class Objective:
     reconstruct: Callable[[Params, jax.Array, jax.Array], Any] | None = None
     needs: tuple[str, ...] = ("image", "label", "mask")
     couples_rows: bool = False
+    needs_average: bool = False
+    collapse: Collapse | None = None
 
 
 def as_objective(objective: Objective | PlainObjective) -> Objective:
@@ -154,11 +173,15 @@ class Setting(NamedTuple):
 
     mean, std: of the value range of the images of a batch, for each channel.
     teachers: frozen models; () if there are none.
+    shapes: {key: shape} of a global batch.
+    durations: {config key: steps} for every duration of the run.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     teachers: tuple[Teacher, ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] = {}
+    durations: Mapping[str, int] = {}
 
 
 def at_least_one(weight: jax.Array) -> jax.Array:
