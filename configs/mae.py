@@ -67,6 +67,8 @@ def get_config(arg=""):
         cifar10(c)
     if "debug" in chosen:
         debug(c)
+    if "linear" in chosen:
+        c.optimizer.peak_lr = 0.1 * c.global_batch_size / 256
     return c
 
 
@@ -103,7 +105,7 @@ def linear(c, recipe):
     c.schedule.warmup = "10 epochs"
     c.data.ops = "inception_crop(area_min=0.08)|flip"
     c.model.head_batch_norm = True
-    c.optimizer.name, c.optimizer.peak_lr = "lars", 0.1 * 16384 / 256
+    c.optimizer.name = "lars"
     c.optimizer.freeze = "(?!head/).*"
     c.evals.val = classification(split="validation", every="1 epochs", ops=EVAL_OPS)
 
