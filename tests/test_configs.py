@@ -74,6 +74,9 @@ FORMS = {
     "bit_and_vit": ["", "debug"],
     "data_size": ["tuned", "fixed", "tuned,debug", "fixed,debug"],
     "scaling": ["", "debug"],
+    "adam_or_sgd": ["", "debug"],
+    "token_or_mean": ["", "debug"],
+    "vit_shapes": ["", "debug"],
     "five_classes": ["", "pretrain", "debug", "pretrain,debug"],
     "augreg": [
         "ViT-B/16,imagenet2012,none",
