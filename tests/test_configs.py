@@ -76,6 +76,9 @@ FORMS = {
     "bit_and_vit": ["", "debug"],
     "data_size": ["tuned", "fixed", "tuned,debug", "fixed,debug"],
     "scaling": ["", "debug"],
+    "adam_or_sgd": ["", "debug"],
+    "token_or_mean": ["", "debug"],
+    "vit_shapes": ["", "debug"],
     "five_classes": ["", "pretrain", "debug", "pretrain,debug"],
     "mae": [
         "ViT-B/16",
