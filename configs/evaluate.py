@@ -18,6 +18,7 @@ from vit_jax.config import (
     knn,
     linear_probe,
     multilabel,
+    rank,
     real,
     refuse_words,
     split_words,
@@ -31,6 +32,7 @@ EVALUATORS = {
     "fewshot": "least squares on the features of a few images per class",
     "knn": "vote of the nearest neighbours in feature space",
     "probe": "logistic regression on features",
+    "rank": "effective rank of the features; needs no labels",
 }
 WORDS = EVALUATORS | {"debug": "a few seconds, on the digits"}
 
@@ -59,6 +61,7 @@ def get_config(arg=""):
         "fewshot": lambda: fewshot(**of_features),
         "knn": lambda: knn(**of_features),
         "probe": lambda: linear_probe(**of_features),
+        "rank": lambda: rank(split=test, every="1 epochs"),
     }
     for name in [e for e in EVALUATORS if e in chosen] or ["fewshot", "knn", "probe"]:
         c.evals[name] = make[name]()

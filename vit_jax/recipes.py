@@ -16,6 +16,7 @@ from vit_jax.experiment.data_size import BIT_LR, bit_steps, bit_warmup
 from vit_jax.models import find_family, token_stride
 from vit_jax.models.fields import field_names
 from vit_jax.models.resnet import map_stride
+from vit_jax.models.variants import VIT_VARIANTS
 
 # Training and validation split of each data set. The two large sets have no validation split; as
 # many images as ImageNet's validation split has are held out of their training split.
@@ -214,7 +215,8 @@ def make_tiny(model: ConfigDict, name: str) -> int:
     """Set `config.model` to a tiny model of the family of `name` with the same token stride.
 
     A ResNet, including the ResNet of a hybrid, keeps at most one unit and half its width; an
-    EfficientNet keeps one block in each stage and an eighth of the width of B0.
+    EfficientNet keeps one block in each stage and an eighth of the width of B0; a T2T-ViT gets the
+    sizes of the variant mu.
 
     Returns the side, in pixels, of images with 2 x 2 tokens.
     """
@@ -222,8 +224,11 @@ def make_tiny(model: ConfigDict, name: str) -> int:
     stride, _ = token_stride(name)
     has = field_names(family.module)
     model.name = name
-    if "patch_size" in has:
-        model.name = f"{name.partition('-')[0]}-mu/{name.rpartition('/')[2]}"
+    if "token_module" in has:
+        model.update(VIT_VARIANTS["mu"]._asdict(), token_width=16)
+    elif "patch_size" in has:
+        without_patch, _, patch = name.rpartition("/")
+        model.name = f"{without_patch.rpartition('-')[0]}-mu/{patch}"
     if "width_factor" in has:
         model.width_factor, model.depth_factor = 0.125, 0.1
     if "stages" in has:

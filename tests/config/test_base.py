@@ -218,7 +218,7 @@ def test_fewshot_entry():
     assert entry.to_dict() == {
         "type": "fewshot", "train_split": "train", "test_split": "test", "every": "1 epochs",
         "ops": "", "batch_size": None, "data_name": None, "data_dir": None, "shots": (5,),
-        "l2": (1024.0,), "num_draws": 3,
+        "l2": (1024.0,), "num_draws": 3, "classes": None,
     }  # fmt: skip
     with pytest.raises(TypeError):
         entry.num_draws = "many"

@@ -175,3 +175,57 @@ def test_the_wrapper_itself_checks_its_classes():
     source = make_source("digits", split="test", image_size=(8, 8))
     with pytest.raises(InputError, match="two or more"):
         keep_classes(source, (1,))
+
+
+def open_part(size, seed=0, balanced=False, **more):
+    part = (size, balanced, seed)
+    return make_source("digits", split="train", image_size=(8, 8), subset=part, **more)
+
+
+def records(source):
+    return {
+        image.tobytes() for image in source.read(np.arange(source.num_examples))["image"].numpy()
+    }
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_parts_are_nested_for_every_seed(balanced):
+    for seed in (0, 1):
+        parts = [open_part(size, seed, balanced) for size in ("10", "5%", "300")]
+        assert [part.num_examples for part in parts] == [10, 72, 300]
+        small, middle, large = map(records, parts)
+        assert small < middle < large
+    assert records(open_part("10", 0, balanced)) != records(open_part("10", 1, balanced))
+    assert parts[0].fingerprint != parts[1].fingerprint
+
+
+def test_balanced_parts_have_as_many_of_each_class():
+    counts = np.bincount(read_labels(open_part("203", balanced=True), 0, 203))
+    assert sorted(counts) == [20] * 7 + [21] * 3
+    two = open_part("30", balanced=True, classes=(3, 8))
+    assert list(np.bincount(read_labels(two, 0, 30))) == [15, 15]
+
+
+def test_a_part_is_trained_on_and_planned_but_not_evaluated():
+    config = make_config(subset="50%", classes=None)
+    found, sources = open_sources(config, training=True)
+    assert found.data.num_examples == fill_in_sizes(config).data.num_examples == 718
+    assert sources[train_split(found)].num_examples == 718
+    (key,) = eval_splits(found, found.evals.test).values()
+    assert key.subset is None and sources[key].num_examples == 360
+
+
+@pytest.mark.parametrize("size", ["0", "1.5", "ten", "101%", "2000"])
+def test_parts_that_there_are_not(size):
+    with pytest.raises(InputError, match=f"data.subset='{size}'"):
+        open_part(size)
+
+
+def test_few_shot_of_classes_that_are_not_trained_on():
+    config = make_config()
+    config.evals.few = fewshot(
+        train_split="train", test_split="test", every="1 epochs", classes=(0, 1, 2)
+    )
+    found, sources = open_sources(config, training=True)
+    keys = eval_splits(found, found.evals.few)
+    assert [sources[key].num_classes for key in keys.values()] == [3, 3]

@@ -340,3 +340,41 @@ def test_images_of_another_size(shape):
 def test_a_module_made_by_hand_is_checked_too():
     with pytest.raises(InputError, match="num_heads=5 does not divide width=16"):
         ViT(5, (4, 4), (2, 2), width=16, depth=1, mlp_dim=8, num_heads=5)
+
+
+@pytest.mark.parametrize("place", ["stem", "layers_shared"])
+def test_encode_of_some_patches_is_that_of_an_image_with_only_these(place):
+    model = small(pos_embed="sincos_2d", pos_embed_at=place)
+    params = random_params(model, IMAGES)
+    keep = np.array([[5, 0, 3], [1, 2, 4]])
+
+    def encode(model, images, keep=None):
+        return model.encode(model.embed(images), keep=keep)
+
+    @jax.jit
+    def outputs(params):
+        every = np.array([[3, 1, 0, 5, 4, 2]] * 2)
+        apply = functools.partial(model.apply, {"params": params}, IMAGES, method=encode)
+        # Three patches in a row, of a model without positions, to which they are added by hand.
+        bare = model.clone(pos_embed="none", pos_embed_at=None)
+        own = functools.partial(bare.apply, {"params": params})
+        table = model.positions(IMAGE_SIZE).build(None)
+        some = own(IMAGES, method=lambda m, x: m.embed(x)) + table[:, 1:]
+        some = jnp.take_along_axis(some, keep[:, :, None], axis=1)
+        alone = own(some, method=lambda m, x: m.encode(x, image_size=(2, 12)))
+        return apply(), apply(keep=every), apply(keep=keep), alone
+
+    whole, permuted, kept, alone = outputs(params)
+    assert kept.shape == (2, 1 + 3, 16)
+    assert_same(permuted[:, 1:], whole[:, 1:][:, [3, 1, 0, 5, 4, 2]])
+    assert_same(permuted[:, 0], whole[:, 0])
+    assert np.abs(kept[:, 0] - whole[:, 0]).max() > 1e-3
+    if place == "stem":
+        assert_same(kept, alone)
+
+
+def test_encode_refuses_to_leave_out_patches_that_the_layers_need():
+    model = small(pos_embed="relative")
+    x, keep = jnp.zeros((1, 6, 16)), jnp.zeros((1, 3), jnp.int32)
+    with pytest.raises(InputError, match=r"relative.*need all patches"):
+        model.init(jax.random.key(0), x, keep=keep, method="encode")

@@ -188,7 +188,7 @@ def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     summary = start(whole)
     assert summary["step"] == 25 and summary["stopped_early"] is True
-    assert summary["best"] == {"step": 10, "test/top1": 0.5}
+    assert summary["best"] == {"step": 10, "test/top1": 0.5}  # with what else was found there
     assert picture(whole)[1] == [25, 24, 10]
 
     def should_stop(guard, step):

@@ -29,7 +29,7 @@ from vit_jax.commands.flags import (
     read_source,
 )
 from vit_jax.devices.mesh import start_backend
-from vit_jax.errors import InputError, nearest
+from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.job import exit_codes
 
 FORMATS = ("table", "json")
@@ -56,11 +56,13 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.data.image_files import image_files, search_images
     from vit_jax.inference import predict as prediction
 
-    if flags.features:
-        prediction.check_output(flags.features)  # before reading a large model
     paths, faults = ([], {}) if flags.data else search_images(flags.images)
-    if faults and not paths:
-        raise InputError(*(f"{path}: {fault}" for path, fault in faults.items()))
+    wrong = Faults()  # collected before a large model is read
+    if flags.features:
+        wrong.check(prediction.check_output, flags.features)
+    if not paths:
+        wrong += [f"{path}: {fault}" for path, fault in faults.items()]
+    collect_faults(wrong)
     pretrained = read_source(flags)
     if flags.data:
         source = open_data_set(flags, pretrained)
@@ -82,17 +84,24 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def _check_flags(flags: argparse.Namespace) -> None:
+    """Raise one InputError that lists all faults of the flags."""
+    faults = Faults()
     for name, known in (("format", FORMATS), ("tokens", TOKENS)):
         value = getattr(flags, name)
         if value not in known:
-            raise InputError(f"--{name}={value}: {nearest(value, known)}")
+            faults.append(f"--{name}={value}: {nearest(value, known)}")
     for name in ("top", "batch_size"):
-        if getattr(flags, name) < 1:
-            raise InputError(f"--{name}={getattr(flags, name)}: needs a positive number")
-    if bool(flags.images) == bool(flags.data):
-        raise InputError("give either images (files, folders) or --data=NAME:SPLIT")
-    if flags.data and not flags.features:
-        raise InputError("--data: needs --features=FILE.npz; to score a data set, use evaluate")
+        number = getattr(flags, name)
+        faults.need(number >= 1, f"--{name}={number}: needs a positive number")
+    faults.need(
+        bool(flags.images) != bool(flags.data),
+        "give either images (files, folders) or --data=NAME:SPLIT",
+    )
+    faults.need(
+        not flags.data or flags.features,
+        "--data: needs --features=FILE.npz; to score a data set, use evaluate",
+    )
+    collect_faults(faults)
 
 
 def _print_rows(rows: Iterable[dict[str, Any]], format: str) -> int:

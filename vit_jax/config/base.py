@@ -111,6 +111,11 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.data.channels = 3  # of the model's images: 1 is grey, 4 as in RGBA files
     c.data.num_classes = placeholder(int)  # None: taken from the data set
     c.data.classes = placeholder(tuple)  # labels to keep, renumbered from 0; None: all
+    # A part of the training data, "1000" pictures or "10%" of them; None: all. For each subset_seed
+    # a smaller part is within every larger one.
+    c.data.subset = placeholder(str)
+    c.data.subset_balanced = False  # the same number of each class, as far as it has so many
+    c.data.subset_seed = 0  # of the draw
     c.data.multi_label = False  # whether an image may have several labels, or none
     # Train on probabilities of the classes, as soft pseudo labels are; other labels become 0 and 1.
     c.data.soft_labels = False
@@ -128,23 +133,71 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.data.broken_labels = "read"
     c.data.max_corrupt_fraction = 0.1  # of the examples so far; the run stops above it
     c.data.ops = ""  # training ops: "decode|resize|flip" and so on
+    # Views of data.image_size that a batch has of each picture, for objectives that learn from
+    # several. With views and without data.ops, a batch has no other image.
+    c.data.num_global = 0
+    # Their ops; for each view, joined by ";", where they differ: the last hold for all that follow.
+    c.data.global_ops = ""
+    c.data.num_local = 0  # views of data.local_size
+    c.data.local_ops = ""  # their ops, as in data.global_ops
+    c.data.local_size = placeholder(object)  # int or (height, width), in pixels
     # True: every crop adds a black border to images that are too small; False: only crops with pad.
     c.data.pad_crops = False
     c.data.mean = (0.5, 0.5, 0.5)  # the model's input is (image / 255 - mean) / std
     c.data.std = (0.5, 0.5, 0.5)  # see data.mean
 
     c.objective = ConfigDict()
-    c.objective.name = "supervised"  # or distillation, or the name of a plug-in's objective
+    # supervised, distillation, masked_patches, mae, lejepa, self_distillation, or a plug-in's
+    c.objective.name = "supervised"
     # The following keys are those of distillation. Frozen models to learn from: a source as
     # init_from takes, or several with their weights, "runs/a=3, runs/b=1".
     c.objective.teacher = placeholder(str)
     c.objective.mode = placeholder(str)  # hard, soft or features; None: hard
-    c.objective.weight = placeholder(float)  # share of the teachers in the loss; None: 0.5
+    # Share of the teachers in the loss; None: 0.5. Of lejepa: of SIGReg; None: 0.05.
+    c.objective.weight = placeholder(float)
     c.objective.temperature = placeholder(float)  # of the mode soft; None: 3
     # Of the mode features: "pooled", "tokens", pairs of layers "5:11" (the student's first), or
     # several of these with commas; None: pooled.
     c.objective.features = placeholder(str)
     c.objective.distance = placeholder(str)  # of features: cosine or smooth_l1; None: cosine
+    # Share of the patches that masked_patches corrupts (None: 0.5), or mae hides (None: 0.75).
+    c.objective.mask_ratio = placeholder(float)
+    # masked_patches: mean_colour, small_patch or pixels; None: mean_colour
+    c.objective.target = placeholder(str)
+    c.objective.norm_pixels = placeholder(bool)  # mae: normalise each patch to predict; None: True
+    c.objective.decoder_width = placeholder(int)  # mae; None: 512
+    c.objective.decoder_depth = placeholder(int)  # mae: number of layers; None: 8
+    c.objective.decoder_heads = placeholder(int)  # mae; None: 16
+    c.objective.decoder_mlp_dim = placeholder(int)  # mae; None: 4 times the decoder's width
+    c.objective.embedding_width = placeholder(int)  # lejepa: outputs of its head; None: 64
+    c.objective.directions = placeholder(int)  # lejepa: random ones, of SIGReg; None: 1024
+    c.objective.points = placeholder(int)  # lejepa: of the integral of SIGReg, odd; None: 17
+    # self_distillation; durations have units. Prototypes of each head; None: 65,536
+    c.objective.num_prototypes = placeholder(int)
+    c.objective.head_width = placeholder(int)  # of the heads' hidden layers; None: 2048
+    c.objective.head_layers = placeholder(int)  # dense layers before the prototypes; None: 3
+    c.objective.bottleneck = placeholder(int)  # width of the prototypes; None: 256
+    c.objective.patch_head = placeholder(str)  # of hidden patches: shared or own; None: shared
+    c.objective.centring = placeholder(str)  # centre, sinkhorn or none; None: centre
+    c.objective.centre_momentum = placeholder(float)  # None: 0.9
+    c.objective.student_temperature = placeholder(float)  # None: 0.1
+    c.objective.teacher_temperature = placeholder(float)  # None: 0.04
+    # Teacher's temperature at the start, from which it rises over temperature_warmup; None: none
+    c.objective.first_temperature = placeholder(float)
+    c.objective.temperature_warmup = placeholder(str)  # duration; goes with first_temperature
+    c.objective.freeze_prototypes = placeholder(str)  # duration at the start; None: they learn
+    c.objective.patch_weight = placeholder(float)  # of the loss of hidden patches; None: 0
+    # Share of the global views of an image that have hidden patches; None: 0.5
+    c.objective.masked_views = placeholder(float)
+    c.objective.mask_min = placeholder(float)  # least share of hidden patches; None: 0.1
+    c.objective.mask_max = placeholder(float)  # largest share of hidden patches; None: 0.5
+    c.objective.koleo_weight = placeholder(float)  # of what spreads features apart; None: 0
+    c.objective.koleo_group = placeholder(int)  # rows that are spread apart; None: a batch
+    c.objective.gram_weight = placeholder(float)  # of the distance to the Gram teacher; None: 0
+    c.objective.gram_every = placeholder(str)  # interval of copies; goes with gram_weight
+    c.objective.gram_group = placeholder(int)  # images whose patches are compared; None: 1
+    # Negative similarities: kept, removed or removed_from_teacher; None: kept
+    c.objective.gram_negatives = placeholder(str)
     c.loss = ConfigDict()
     c.loss.name = "softmax"  # or sigmoid, or the name of a plug-in's loss
     c.loss.label_smoothing = 0.0  # share of the target spread over all classes
@@ -156,6 +209,10 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.optimizer.name = "adamw"  # adamw, sgd, lion, rmsprop or adafactor
     c.optimizer.peak_lr = placeholder(float)  # the largest learning rate of the schedule
     c.optimizer.weight_decay = 0.0  # multiplied by the current learning rate
+    # Weight decay at the end of the run, reached by half a cosine; None: it stays the same.
+    c.optimizer.weight_decay_end = placeholder(float)
+    # Learning rate of the patch embedding / the rate it would have otherwise; None: 1.
+    c.optimizer.embedding_rate = placeholder(float)
     # L2 regularisation: this factor of a parameter is added to its gradient, before clipping.
     c.optimizer.l2 = 0.0
     c.optimizer.weight_decay_on = ".*/kernel"  # regex over whole parameter names; of l2 too
@@ -174,6 +231,9 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     # 1, or on CPUs so that the activations of a microbatch stay in the cache.
     c.optimizer.accum_steps = placeholder(int)
     c.optimizer.ema_decay = placeholder(float)  # running average of the parameters; None: off
+    # Decay at the end of the run, reached by half a cosine, for an average that is a teacher; None:
+    # the decay is constant, and smaller in the first steps.
+    c.optimizer.ema_decay_end = placeholder(float)
 
     c.schedule = ConfigDict()
     c.schedule.name = "cosine"  # cosine, linear, rsqrt, exponential, multistep or constant
@@ -228,8 +288,9 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.study.metric = "held_out/top1"  # metric of the only evaluator; higher is better
     c.study.cells = ()  # cells of a grid: "row | column: key=value; key=value"
     # Stages of noisy_student, "name: key=value; key=value": a teacher, and students that learn from
-    # the pseudo labels of the stage before.
+    # the pseudo labels of the stage before. Of pretraining: its methods.
     c.study.stages = ()
+    c.study.finetunings = ()  # of pretraining: "name: key=value; key=value"
     c.study.unlabelled = placeholder(str)  # pictures that the stages label: "NAME" or "NAME@SPLIT"
     c.study.unlabelled_dir = placeholder(str)  # their data_dir; None: data.data_dir
     c.study.ratio = 1.0  # pictures with pseudo labels for each labelled one in a batch
@@ -237,6 +298,14 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.study.confidence = 0.3  # smallest probability of a pseudo label that is kept
     # Pictures of each class: its most confident ones, or repeated ones if it has fewer; None: all.
     c.study.per_class = placeholder(int)
+    # tuned_grid: settings of which each cell keeps the best, "name: key=value; key=value".
+    c.study.candidates = ()
+    c.study.choose_by = placeholder(str)  # metric that chooses the candidate; None: study.metric
+    c.study.point = "last"  # step that counts: last, or best, as checkpoint.keep_best finds it
+    c.study.finetune = ""  # keys of the fine-tuning that follows, "key=value; key=value"; "": none
+    c.study.finetune_metric = placeholder(str)  # metric of the fine-tuned model
+    c.study.durations = ()  # scaling: values of `duration`; (): the config's own
+    c.study.topology = placeholder(str)  # scaling: chips on which TPU-core-days are planned
     c.study.sweep = ()  # values of a sweep, as in --sweep: "optimizer.peak_lr=1e-3,3e-3"
 
     c.evals = ConfigDict()
@@ -322,7 +391,8 @@ REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.im
 
 REQUIRED_TO_EVALUATE = ("global_batch_size", "data.name")  # for a model that exists already
 
-TUPLES_OF_STRINGS = ("study.cells", "study.sweep", "study.stages")
+TUPLES_OF_STRINGS = ("study.cells", "study.sweep", "study.stages", "study.candidates",
+                     "study.durations")  # fmt: skip
 
 
 def decided_later(config: ConfigDict) -> set[str]:
@@ -331,16 +401,26 @@ def decided_later(config: ConfigDict) -> set[str]:
     return keys | ({"duration", "optimizer.peak_lr"} if config.schedule.rule is not None else set())
 
 
+class Subset(NamedTuple):
+    """A part of a split; see the keys `data.subset*`."""
+
+    size: str
+    balanced: bool = False
+    seed: int = 0
+
+
 class SplitKey(NamedTuple):
     """Identifies a split that a run opens.
 
     classes: labels to keep, as in `data.classes`; None: all.
+    subset: the part to keep, as in `data.subset`; None: all.
     """
 
     data_name: str
     split: str
     data_dir: str | None
     classes: tuple[int, ...] | None = None
+    subset: Subset | None = None
 
 
 def weights_source(config: Mapping[str, Any]) -> str | None:
@@ -351,19 +431,29 @@ def weights_source(config: Mapping[str, Any]) -> str | None:
 def train_split(config: ConfigDict) -> SplitKey:
     """Key of the training data: a split, or the mixture that starts with it."""
     split = config.data.split + (f" + {config.data.mix}" if config.data.mix else "")
-    return SplitKey(config.data.name, split, config.data.data_dir, config.data.classes)
+    return own_split(config)._replace(split=split)
+
+
+def own_split(config: ConfigDict) -> SplitKey:
+    """Key of the split of `data.name` that is trained on, without `data.mix`."""
+    d = config.data
+    part = None if d.subset is None else Subset(d.subset, d.subset_balanced, d.subset_seed)
+    return SplitKey(d.name, d.split, d.data_dir, d.classes, part)
 
 
 def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:
     """{key: split} for the keys of an entry of `evals` that hold splits.
 
-    `data.classes` applies to the training data set, and to evaluators that use the model's classes.
+    `data.classes` applies to the training data set, and to evaluators that use the model's classes;
+    the key `classes` of an entry replaces it.
     """
     d = config.data
     name = d.name if entry.data_name is None else entry.data_name
     data_dir = d.data_dir if entry.data_dir is None else entry.data_dir
     own = (name, data_dir) == (d.name, d.data_dir) or name == "synthetic"
     classes = d.classes if own or not find_evaluator(entry.type).learns_classes else None
+    if entry.get("classes") is not None:
+        classes = entry.classes
     keys = sorted(key for key in entry if key.endswith("split"))
     return {key: SplitKey(name, entry[key], data_dir, classes) for key in keys}
 
@@ -435,13 +525,13 @@ def model_fields(config: ConfigDict) -> dict[str, Any]:
 
 def optimizer_fields(config: ConfigDict) -> dict[str, Any]:
     """Keyword arguments for `make_optimizer` from `config.optimizer`."""
-    of_others = ("peak_lr", "accum_steps", "ema_decay", "last_layers")
+    of_others = ("peak_lr", "accum_steps", "ema_decay", "ema_decay_end", "last_layers")
     return {k: v for k, v in config.optimizer.items() if k not in of_others}
 
 
 def step_fields(config: ConfigDict) -> dict[str, Any]:
     """Keyword arguments for `make_train_step` from the config."""
-    fields = {k: config.optimizer[k] for k in ("ema_decay", "freeze")}
+    fields = {k: config.optimizer[k] for k in ("ema_decay", "ema_decay_end", "freeze")}
     return fields | {"accum_steps": num_microbatches(config)}
 
 

@@ -22,7 +22,14 @@ from vit_jax.data.pipeline import eval_batches, host_batches, host_eval_batches,
 from vit_jax.data.prepared_tfds import BROKEN_LABELS, tfds_source
 from vit_jax.data.pseudo import pseudo, soften
 from vit_jax.data.sources import Source, digits, synthetic
-from vit_jax.data.subset import check_classes, give_channels, keep_classes, match_classes
+from vit_jax.data.subset import (
+    check_classes,
+    check_subset,
+    give_channels,
+    keep_classes,
+    keep_subset,
+    match_classes,
+)
 from vit_jax.data.tfds_readers import ON_DISK, check_reader
 from vit_jax.data.vtab import vtab_source
 from vit_jax.errors import InputError
@@ -42,6 +49,7 @@ __all__ = [
     "check_holdout",
     "check_order",
     "check_reader",
+    "check_subset",
     "concatenate",
     "count_labels",
     "do_the_same",
@@ -52,6 +60,7 @@ __all__ = [
     "host_eval_batches",
     "is_undivided",
     "keep_classes",
+    "keep_subset",
     "make_device_transform",
     "make_order",
     "make_source",
@@ -121,7 +130,9 @@ def make_source(
     num_examples: int | None = None,
     reader: str | None = None,
     broken_labels: str = "read",
+    max_corrupt_fraction: float = 1.0,
     classes: tuple[int, ...] | None = None,
+    subset: tuple[str, bool, int] | None = None,
     **own: Any,
 ) -> Source:
     """One split of a data set.
@@ -138,7 +149,9 @@ def make_source(
       num_classes: number of classes of synthetic data; for other data the expected number, or None.
       num_examples: number of examples in this split, likewise.
       reader, broken_labels: for TFDS data sets; see `tfds_source`.
+      max_corrupt_fraction: own pictures are refused if a larger share of the files is missing.
       classes: the labels to keep (`keep_classes`); None keeps all.
+      subset: the part to keep, of these labels: the arguments of `keep_subset`; None keeps all.
       **own: keys that plug-ins add to `config.data`; a factory gets the ones it names.
 
     Raises: InputError if the data are missing or differ from the expected numbers.
@@ -157,6 +170,7 @@ def make_source(
         folder_rules=folder_rules,
         reader=reader,
         broken_labels=broken_labels,
+        max_corrupt_fraction=max_corrupt_fraction,
         **expected,
         **{key: value for key, value in own.items() if key in named},
     )
@@ -164,6 +178,8 @@ def make_source(
     _check_facts(source, f"{name} {split}", {"multi_label": multi_label})
     if classes is not None:
         source = keep_classes(source, classes)
+    if subset is not None:
+        source = keep_subset(source, *subset)
     _check_facts(source, f"{name} {split}", expected)
     return source
 

@@ -8,8 +8,9 @@ from vit_jax.data.mixture import parse_mix
 from vit_jax.data.ops import parse_ops
 from vit_jax.data.order import check_order
 from vit_jax.data.prepared_tfds import BROKEN_LABELS
-from vit_jax.data.subset import check_classes
+from vit_jax.data.subset import check_classes, check_subset
 from vit_jax.data.tfds_readers import check_reader
+from vit_jax.data.views import check_views
 from vit_jax.errors import Faults
 
 _NUMBERS = {3: "three"}
@@ -22,6 +23,7 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
     for key in ("num_classes", "num_examples"):
         faults.need_positive(f"data.{key}", d[key])
     ops = faults.check(parse_ops, d.ops, _ANY_SIZE, key="data.ops")
+    check_views(config, faults)
     mixes = ops is not None and any(op.name in MIXING_OPS for op in ops[1])
     faults.check(
         check_order,
@@ -40,6 +42,7 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
     )
     faults.need_known("data.broken_labels", d.broken_labels, BROKEN_LABELS)
     faults.check(check_classes, d.classes)
+    faults.check(check_subset, d.subset)
     faults.need(
         not (d.soft_labels and d.multi_label),
         "data.soft_labels=True: needs classes that exclude each other, and data.multi_label=True "
@@ -50,6 +53,11 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         faults.need(
             d.classes is None,
             f"data.classes={d.classes}: synthetic data take data.num_classes instead; leave it out",
+        )
+        faults.need(
+            d.subset is None,
+            f"data.subset={d.subset!r}: synthetic data take data.num_examples instead; leave it "
+            "out",
         )
         faults.need(not mixed, f"data.mix={d.mix!r}: synthetic data cannot be mixed with others")
     _check_pixels(config, faults)

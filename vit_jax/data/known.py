@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.data.host_tf import tfds
 from vit_jax.data.mixture import parse_mix
+from vit_jax.data.subset import subset_size
 from vit_jax.data.vtab import TASKS
 from vit_jax.errors import InputError
 
@@ -47,6 +48,9 @@ def fill_in_sizes(config: ConfigDict) -> ConfigDict:
         sizes = [known_sizes(part.name, part.split or d.split) for part in parts]
         own = known_sizes(d.name, d.split, num_classes=d.num_classes)
         d.num_classes, d.num_examples = own[0], own[1] + sum(size for _, size in sizes)
+    elif d.num_examples is None and d.subset is not None:
+        d.num_classes, whole = known_sizes(d.name, d.split, num_classes=d.num_classes)
+        d.num_examples = subset_size(d.subset, whole, f"{d.name} {d.split}")
     else:
         d.num_classes, d.num_examples = known_sizes(
             d.name, d.split, num_classes=d.num_classes, num_examples=d.num_examples

@@ -1,9 +1,10 @@
-"""Data sets made from others: some classes, a model's labels, another number of channels."""
+"""Data sets made from others: some classes, a part, a model's labels, other channels."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,15 +16,13 @@ from vit_jax.data.sources import Source, fingerprint
 from vit_jax.errors import InputError
 
 
-def check_classes(classes: Sequence[int] | None) -> None:
+def check_classes(classes: Sequence[int] | None, key: str = "data.classes") -> None:
     """Raise InputError unless `classes` is None or holds at least two labels, all different."""
     if classes is None:
         return
     labels = all(type(label) is int and label >= 0 for label in classes)
     if not labels or len(set(classes)) != len(classes) or len(classes) < 2:
-        raise InputError(
-            f"data.classes={tuple(classes)}: needs two or more different labels, e.g. 0,1,2"
-        )
+        raise InputError(f"{key}={tuple(classes)}: needs two or more different labels, e.g. 0,1,2")
 
 
 def match_classes(source: Source, names: Sequence[str]) -> Source:
@@ -91,11 +90,106 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
         raise InputError(f"{where} holds no record of these classes; choose another split")
     new_labels = np.zeros(source.num_classes, np.int32)
     new_labels[list(classes)] = np.arange(len(classes))
-    kept_tensor, labels_tensor = tf.constant(kept, tf.int64), tf.constant(new_labels)
+    labels_tensor, part = tf.constant(new_labels), _keep_records(source, kept)
 
     def read(record_ids):
-        example = source.read(tf.gather(kept_tensor, record_ids))
+        example = part.read(record_ids)
         return example | {"label": tf.gather(labels_tensor, example["label"])}
+
+    names = source.class_names
+    which = hashlib.sha256(kept.tobytes()).hexdigest()
+    return dataclasses.replace(
+        part,
+        num_classes=len(classes),
+        class_names=None if names is None else tuple(names[label] for label in classes),
+        fingerprints=tuple(
+            fingerprint("classes", whole, list(classes), which) for whole in source.fingerprints
+        ),
+        read=read,
+    )
+
+
+def check_subset(size: str | None) -> None:
+    """Raise InputError unless `size` is None, a positive number or a share such as "10%"."""
+    if size is not None:
+        subset_size(size, None, "")
+
+
+def subset_size(size: str, whole: int | None, where: str) -> int:
+    """The number of records of a part of `whole`; a share is rounded, but at least 1.
+
+    `where` names the split in errors. If `whole` is None, only the form is checked.
+
+    Raises: InputError if `size` is neither a number nor a share, or larger than `whole`.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", size.replace(" ", ""))
+    number = 0.0 if found is None else float(found[1])
+    is_share = found is not None and found[2] == "%"
+    if number <= 0 or (number > 100 if is_share else not number.is_integer()):
+        raise InputError(
+            f"data.subset={size!r}: needs a number of pictures such as 1000, or a share such as 10%"
+        )
+    if whole is None:
+        return 0
+    count = max(round(number * whole / 100), 1) if is_share else int(number)
+    if count > whole:
+        raise InputError(
+            f"data.subset={size!r}: {where} has only {whole:,} pictures; choose fewer, or leave it "
+            "out for all"
+        )
+    return count
+
+
+def keep_subset(source: Source, size: str, balanced: bool = False, seed: int = 0) -> Source:
+    """A random part of `source`; records keep their order.
+
+    For one seed, each part is within every larger one, balanced ones within balanced ones.
+
+    Args:
+      size: the number of records, "1000", or a share, "10%".
+      balanced: take equally many records of each class; their numbers differ by 1 at most, except
+        that a class with too few records contributes all it has. This reads the labels of the whole
+        split; a record whose label cannot be read is left out.
+      seed: of the draw.
+
+    Raises: InputError if `source` has fewer records, or `balanced` and several labels an image.
+    """
+    where = f"{source.name} {source.split}"
+    drawn = np.random.default_rng(seed).permutation(source.num_examples)
+    if balanced:
+        if source.has_label_vectors:
+            raise InputError(
+                f"data.subset_balanced=True: {where} has several labels an image; set it to false"
+            )
+        labels = read_labels(source, 0, source.num_examples)[drawn]
+        drawn, labels = drawn[labels >= 0], labels[labels >= 0]
+        drawn = drawn[np.argsort(_rank_in_class(labels), kind="stable")]
+    kept = np.sort(drawn[: subset_size(size, len(drawn), where)])
+    which = hashlib.sha256(kept.tobytes()).hexdigest()
+    return dataclasses.replace(
+        _keep_records(source, kept),
+        fingerprints=tuple(fingerprint("subset", whole, which) for whole in source.fingerprints),
+    )
+
+
+def _rank_in_class(labels: np.ndarray) -> np.ndarray:
+    """For each label, how many equal ones stand before it."""
+    by_class = np.argsort(labels, kind="stable")
+    starts = np.searchsorted(labels[by_class], labels[by_class])
+    ranks = np.empty(len(labels), np.int64)
+    ranks[by_class] = np.arange(len(labels)) - starts
+    return ranks
+
+
+def _keep_records(source: Source, kept: np.ndarray) -> Source:
+    """The records `kept` of `source`, with its labels and its fingerprints.
+
+    The new source reads each record separately, neighbours too.
+    """
+    kept_tensor = tf.constant(kept, tf.int64)
+
+    def read(record_ids):
+        return source.read(tf.gather(kept_tensor, record_ids))
 
     def file_names(start, stop):
         wanted = kept[start:stop]
@@ -105,18 +199,12 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
         found = source.file_names(int(wanted[0]), int(wanted[-1]) + 1)
         return [found[i - wanted[0]] for i in wanted]
 
-    names = source.class_names
-    which = hashlib.sha256(kept.tobytes()).hexdigest()
     return dataclasses.replace(
         source,
         num_examples=len(kept),
-        num_classes=len(classes),
-        class_names=None if names is None else tuple(names[label] for label in classes),
-        fingerprints=tuple(
-            fingerprint("classes", whole, list(classes), which) for whole in source.fingerprints
-        ),
         read=read,
         record_name=lambda record: source.record_name(int(kept[record])),
+        why_unreadable=lambda record: source.why_unreadable(int(kept[record])),
         record_files=None,
         file_names=None if source.file_names is None else file_names,
         part_sizes=(len(kept),),

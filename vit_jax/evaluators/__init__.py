@@ -89,7 +89,9 @@ def make_evaluators(
             loss=config.loss,
         )
         kind = find_evaluator(entry.type)
-        several = [k for k, s in inputs.sources.items() if s.multi_label != kind.multi_label]
+        several = [
+            k for k, s in inputs.sources.items() if kind.multi_label not in (None, s.multi_label)
+        ]
         if several:
             other = "multilabel" if not kind.multi_label else "classification"
             faults.append(
@@ -110,15 +112,16 @@ def check_outputs(config: ConfigDict, model: nn.Module, image_size: tuple[int, i
     Raises:
       InputError: naming each evaluator that it cannot serve.
     """
-    faults: list[str] = []
-    found: dict[str, str] = {}
+    by_method: dict[str, list[str]] = {}
     for name, entry in config.evals.items():
         kind = find_evaluator(entry.type)
         method = kind.output or ("features" if kind.learns_classes else "__call__")
-        if method not in found:
-            found[method] = _find_output_fault(model, image_size, method)
-        if found[method]:
-            faults.append(f"evals.{name}.type={entry.type!r}: {found[method]}; leave it out")
+        by_method.setdefault(method, []).append(f"evals.{name}.type={entry.type!r}")
+    faults = Faults()
+    for method, entries in by_method.items():
+        fault = _find_output_fault(model, image_size, method)
+        remedy = "leave it out" if len(entries) == 1 else "leave them out"
+        faults.need(not fault, f"{', '.join(entries)}: {fault}; {remedy}")
     collect_faults(faults)
 
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
+from vit_jax.data import check_classes
 from vit_jax.errors import SharedInputError, collect_faults
 from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import (
@@ -32,6 +33,12 @@ from vit_jax.tree import Batch
 logger = logging.getLogger("vit_jax")
 
 _CONSTANT = 100.0  # large, so that the bias, its weight, is hardly regularised
+
+
+def _check_entry(entry: ConfigDict) -> None:
+    """Raise InputError, naming the keys, if an entry from `fewshot` is not valid."""
+    check_choices(entry.shots, entry.l2, entry.num_draws)
+    check_classes(entry.classes, "classes")
 
 
 def check_choices(shots: tuple[int, ...], l2: tuple[float, ...], num_draws: int) -> None:
@@ -229,12 +236,15 @@ def fewshot(
     shots: tuple[int, ...] = (1, 5, 10, 25),
     l2: tuple[float, ...] = (1024.0,),
     num_draws: int = 3,
+    classes: tuple[int, ...] | None = None,
 ) -> ConfigDict:
     """Make an entry of `evals`: top-1 by least squares on frozen features, few images per class.
 
     For each k in `shots`, k images of each class are drawn from `train_split`, `num_draws` times.
     `l2` is the weight of the squared norm; of several, the best on `test_split` is reported. The
-    classes may differ from those trained on. All other arguments are as in `classification`.
+    classes may differ from those trained on; `classes` keeps some labels of both splits, such as
+    those that were not trained on (None: as `data.classes`). All other arguments are as in
+    `classification`.
 
     To draw, all labels of `train_split` are read once per start of the process. In TFRecord files
     they are stored with the images, so use a slice of a large data set: "train[:5%]".
@@ -261,7 +271,7 @@ def make_fewshot(inputs: EvalInputs) -> FewShot:
 EVALUATOR = Evaluator(
     fewshot,
     make_fewshot,
-    check=lambda entry: check_choices(entry.shots, entry.l2, entry.num_draws),
+    check=_check_entry,
     learns_classes=True,
     metrics=lambda entry: metrics_of(entry.shots, entry.l2, entry.num_draws),
 )

@@ -30,7 +30,7 @@ from vit_jax.inference import layers
 from vit_jax.models.fields import value_of
 from vit_jax.objectives.supervised import LOSSES
 from vit_jax.transfer.images import class_names, ops_for
-from vit_jax.transfer.rules import Pretrained, loss_of
+from vit_jax.transfer.spec import Pretrained, loss_of
 
 logger = logging.getLogger("vit_jax")
 
@@ -125,7 +125,9 @@ def computed(
         consequence=consequence,
     )
     left = source.num_examples if record_ids is None else len(record_ids)
-    shown = {"total": -(-left // batch_size), "console": Console(stderr=True)}
+    console = Console(stderr=True)
+    progress = progress and console.is_terminal  # in a file, a bar is only noise
+    shown = {"total": -(-left // batch_size), "console": console}
     results = (
         (compute(params, model_state, batch["image"]), {k: batch[k] for k in keys})
         for batch in track(batches, "images", **shown, disable=not progress)

@@ -34,20 +34,19 @@ class DeiT(ViT):
         token = self.param("distillation_token", nn.initializers.zeros, (1, 1, self.width))
         return [*super()._make_prefix_tokens(), token]
 
-    def _representations(self, images, train):
+    def _representations(self, x_BND):
         """(class token, distillation token), each (B, D)."""
-        x_BND = self.tokens(images, train=train)
         pair = x_BND[:, 0], x_BND[:, 1]
         return tuple(self.pooled_norm(x_BD) for x_BD in pair) if self.norm_pooled else pair
 
-    def features(self, images, *, train=False):
-        class_BD, distillation_BD = self._representations(images, train)
+    def represent(self, x_BND):
+        class_BD, distillation_BD = self._representations(x_BND)
         return (class_BD + distillation_BD) / 2 if self.distillation_head else class_BD
 
     def __call__(self, images, *, train=False):
         if self.num_classes is None:
             return self.features(images, train=train)
-        class_BD, distillation_BD = self._representations(images, train)
+        class_BD, distillation_BD = self._representations(self.tokens(images, train=train))
         if not self.distillation_head:
             return self.head(class_BD)
         logits = {

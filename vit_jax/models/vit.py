@@ -85,7 +85,8 @@ class ViT(BlockFields, nn.Module):
 
     Methods: "tokens" -> (B, N, D), the encoder's output, the class token first if there is one;
       "features" -> (B, D), the input of the head; "pre_logits" -> (B, D), the output of the head's
-      hidden layer, which a model without classes may also have.
+      hidden layer, which a model without classes may also have. For objectives that hide or change
+      patches: tokens = encode(embed(images)), features = represent(tokens).
     Raises: InputError for fields that contradict each other, or images of another size.
     """
 
@@ -164,10 +165,39 @@ class ViT(BlockFields, nn.Module):
 
     def tokens(self, images, *, train=False):
         """The encoder's output (B, N, D), normalised unless `norm_pooled` (Eqs. 1-4)."""
+        image_size = self.image_size or images.shape[1:3]
+        return self.encode(self.embed(images), image_size=image_size, train=train)
+
+    def embed(self, images):
+        """The patches of the images as tokens without positions (B, N, D), N = rows x columns.
+
+        What replaces a patch, such as a mask token, is put in its place between `embed` and
+        `encode`, which adds the positions.
+        """
         check_image_shape(images.shape, self.image_size, self.channels)
         image_size = self.image_size or images.shape[1:3]
         collect_faults(find_undivided(image_size, self.patch_size, self.token_stride))
-        x_BND = self.constrain(self._embed(images.astype(self.dtype)), ("batch", None, None))
+        return self.constrain(self._embed(images.astype(self.dtype)), ("batch", None, None))
+
+    def encode(self, x_BND, *, keep=None, image_size=None, train=False):
+        """The encoder's output for patches from `embed`: prefix tokens and positions are added.
+
+        Args:
+          x_BND: all patches of the images, in raster order, without positions.
+          keep: (B, M) int32, the raster indices of the patches that go through the encoder, in the
+            order in which they come out; the prefix tokens always do. None: all patches.
+          image_size: height and width of the images in pixels; None: `image_size` of the model.
+          train: whether dropout and stochastic depth are on.
+
+        Returns:
+          (B, P + N, D), or (B, P + M, D) with `keep`; the P prefix tokens come first.
+
+        Raises:
+          InputError: `keep` is given, but the model needs all patches; see `find_keep_faults`.
+        """
+        if keep is not None:
+            collect_faults(self.find_keep_faults())
+        image_size = self.image_size if image_size is None else image_size
         if self.prefix_tokens:
             prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1).astype(self.dtype)
             prefix_BND = jnp.tile(prefix_1ND, (x_BND.shape[0], 1, 1))
@@ -178,10 +208,36 @@ class ViT(BlockFields, nn.Module):
         if shared is not None and self.positions_at == "stem":
             assert not isinstance(shared, Relative)
             x_BND, shared = x_BND + shared.astype(self.dtype), None
+        if keep is not None:
+            x_BND, shared = self._take(x_BND, keep), self._take(shared, keep)
         x_BND = self.embedding_dropout(x_BND, deterministic=not train)
         x_BND = self.constrain(x_BND, ("batch", None, None))
         grid = None if self.block_class is EncoderBlock else self._grid(image_size)
         return self.encoder(x_BND, grid=grid, shared=shared, train=train)
+
+    @nn.nowrap
+    def _take(self, x_BND, keep_BM):
+        """The prefix tokens and the patches `keep_BM` of tokens (B or 1, N, D); None of None."""
+        if x_BND is None:
+            return None
+        prefix = self.num_prefix_tokens
+        patches_BMD = jnp.take_along_axis(x_BND[:, prefix:], keep_BM[:, :, None], axis=1)
+        prefix_BPD = x_BND[:, :prefix]
+        prefix_BPD = jnp.broadcast_to(prefix_BPD, (len(keep_BM), *prefix_BPD.shape[1:]))
+        return jnp.concatenate([prefix_BPD, patches_BMD], axis=1)
+
+    @nn.nowrap
+    def find_keep_faults(self) -> list[str]:
+        """The fields for which `encode` needs all patches of an image."""
+        if self.block_class is not EncoderBlock:
+            return [f"keep: the layers of a {type(self).__name__} need all patches of an image"]
+        if self.pos_embed == "relative" or self.positions_at == "layers":
+            return [
+                f"pos_embed={self.pos_embed!r} with pos_embed_at={self.pos_embed_at!r}: such "
+                "layers need all patches of an image; choose stem or layers_shared, and another "
+                "kind than relative"
+            ]
+        return []
 
     def _embed(self, images):
         """Embed each patch of the images as a token: the first part of Eq. 1."""
@@ -189,7 +245,11 @@ class ViT(BlockFields, nn.Module):
 
     def features(self, images, *, train=False):
         """The pooled representation (B, D): class token, mean of the patches, or attention pool."""
-        x_BD = self._pool(self.tokens(images, train=train))
+        return self.represent(self.tokens(images, train=train))
+
+    def represent(self, x_BND):
+        """The features (B, D) of the encoder's output (B, N, D); see `features`."""
+        x_BD = self._pool(x_BND)
         return self.pooled_norm(x_BD) if self.norm_pooled else x_BD
 
     def _pool(self, x_BND):

@@ -127,7 +127,7 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     measured = {place: mean_and_std(found) for place, found in values.items()}
     rows = [[row, *(text_of((row, column)) for column in columns)] for row in row_names]
     files = {"study.csv": _write_csv(cells, seeds, results).encode()}
-    axis = _parse_axis(columns)
+    axis = parse_axis(columns)
     if axis is not None and any(values.values()):
         points = {
             row: [(x, [100 * value for value in values[row, column]])
@@ -152,20 +152,20 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
     )
 
 
-class _Axis(NamedTuple):
+class Axis(NamedTuple):
     """Columns that are numbers with a common unit: (number, column) by size, and the unit."""
 
     places: list[tuple[float, str]]
     label: str
 
 
-def _parse_axis(columns: Sequence[str]) -> _Axis | None:
+def parse_axis(columns: Sequence[str]) -> Axis | None:
     """The axis of `columns`; None if they are not numbers with a common unit, or fewer than two."""
     matches = [re.fullmatch(r"(\d+(?:\.\d+)?) (.+)", column) for column in columns]
     if len(columns) < 2 or not all(matches) or len({match[2] for match in matches}) > 1:
         return None
     places = sorted((float(match[1]), match[0]) for match in matches)
-    return _Axis(places, matches[0][2])
+    return Axis(places, matches[0][2])
 
 
 def _write_csv(cells: Sequence[Cell], seeds: Sequence[int], results: Mapping[str, Result]) -> str:

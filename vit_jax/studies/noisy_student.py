@@ -42,7 +42,8 @@ from vit_jax.studies.members import (
     write_csv,
 )
 
-_FORM = 'needs "name: key=value; key=value", the teacher first'
+_FORM = 'needs "name: key=value; key=value"'
+_FIRST = f"{_FORM}, the teacher first"
 _OF_LABELS = ("study.confidence", "study.per_class", "study.soft_labels")
 _SET = ("seed", "init_from", "init_head", "data.mix", "data.soft_labels")  # for the members
 
@@ -54,8 +55,8 @@ class Stage(NamedTuple):
     overrides: Mapping[str, str]
 
 
-def parse_stages(texts: Sequence[str]) -> list[Stage]:
-    """Parse `study.stages`.
+def parse_stages(texts: Sequence[str], key: str = "study.stages") -> list[Stage]:
+    """Parse `study.stages`, or other entries of that form from the key `key`.
 
     Raises:
       InputError: lists all entries that are malformed or not unique.
@@ -66,13 +67,13 @@ def parse_stages(texts: Sequence[str]) -> list[Stage]:
         pairs = [change.partition("=") for change in changes.split(";") if change.strip()]
         overrides = {key.strip(): value.strip() for key, _, value in pairs}
         if not colon or not re.fullmatch(r"[\w.+-]+", name.strip()) or not all(overrides):
-            faults.append(f"study.stages: {text!r}: {_FORM}")
+            faults.append(f"{key}: {text!r}: {_FORM}")
         elif len(overrides) < len(pairs):
-            faults.append(f"study.stages: {text!r}: sets a key twice; remove one")
+            faults.append(f"{key}: {text!r}: sets a key twice; remove one")
         else:
             stages.append(Stage(name.strip(), overrides))
     names = [stage.name for stage in stages]
-    faults.need(len({*names}) == len(names), "study.stages: two stages have one name; rename one")
+    faults.need(len({*names}) == len(names), f"{key}: two have one name; rename one")
     collect_faults(faults)
     return stages
 
@@ -86,8 +87,8 @@ def check(config: ConfigDict) -> None:
     """Raise InputError if the section `study` does not describe a teacher and students."""
     study, faults = config.study, Faults()
     stages = faults.check(parse_stages, study.stages) or []
-    faults.need(len(stages) != 1, f"study.stages={study.stages}: has no student; {_FORM}")
-    faults.need(study.stages, f"study.stages: is empty; {_FORM}")
+    faults.need(len(stages) != 1, f"study.stages={study.stages}: has no student; {_FIRST}")
+    faults.need(study.stages, f"study.stages: is empty; {_FIRST}")
     for stage in stages:
         wrong = sorted({*stage.overrides} & {*_SET})
         faults.need(not wrong, f"study.stages: {stage.name} sets {', '.join(wrong)}, which the "

@@ -118,6 +118,10 @@ def write_summary(run: Run) -> dict[str, Any]:
         **_chip_hours(meta, list(run.mesh.devices.flat)),
         **read_selection(run, step).summary(),
     }
+    if "best" in summary:  # with what the other evaluators found at that step
+        at_best = metrics.values_at(summary["best"]["step"], run.workdir)
+        kept = {k: v for k, v in at_best.items() if k.split("/")[0] in c.evals}
+        summary["best"] = kept | summary["best"]
     write_whole(run.workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     speed = ("images_per_s", "chip_hours")
     shown = {k: v for k, v in summary.items() if "/" in k or k in speed}

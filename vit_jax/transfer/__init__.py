@@ -43,8 +43,8 @@ from vit_jax.transfer.published import (
     loss_by_file_name,
 )
 from vit_jax.transfer.resample import check_convention
-from vit_jax.transfer.rules import Pretrained, Spec
-from vit_jax.transfer.shapes import abstract_model_state
+from vit_jax.transfer.shapes import abstract_model_state, abstract_params
+from vit_jax.transfer.spec import Pretrained, Spec
 
 logger = logging.getLogger("vit_jax")
 
@@ -296,7 +296,7 @@ def load_pretrained(
     if num_classes is not None:
         named |= {
             name: jnp.zeros(leaf.shape)
-            for name, leaf in rules.abstract_params(model).items()
+            for name, leaf in abstract_params(model).items()
             if rules.is_of_head(name)
         }
     model_state = tree.unflatten_names(rules.fit_model_state(pretrained, model, resize))

@@ -29,16 +29,9 @@ from vit_jax.errors import Faults, InputError
 from vit_jax.models import create_model
 from vit_jax.models.fields import value_of, with_known
 from vit_jax.transfer.adapters import merge_adapters
-from vit_jax.transfer.rules import (
-    Cut,
-    Pretrained,
-    Spec,
-    abstract_model_state,
-    abstract_params,
-    class_names_of,
-    share_of,
-    unstack_layers,
-)
+from vit_jax.transfer.rules import unstack_layers
+from vit_jax.transfer.shapes import abstract_model_state, abstract_params
+from vit_jax.transfer.spec import Cut, Pretrained, Spec, class_names_of, share_of
 
 logger = logging.getLogger("vit_jax")
 

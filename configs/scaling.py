@@ -1,0 +1,71 @@
+"""Accuracy against the compute of training, for families x sizes x durations, on CIFAR-10.
+
+python -m vit_jax.main study --config=configs/scaling.py --workdir=$W --config.data.data_dir=DIR
+A minute, on handwritten digits: --config=configs/scaling.py:debug
+
+DIR holds cifar10/VERSION as TFDS prepares it. ViTs of several widths and BiT ResNets of several
+stages train from scratch for several durations, each with its own schedule. The study reports the
+Pareto front over exaFLOPs and over planned TPU-core-days, fits the law of arXiv:2106.04560,
+equation 1, without the largest run of each family, and predicts that run. Figure 5 of
+arXiv:2010.11929 makes this comparison for pretraining on JFT-300M, by the accuracy after
+fine-tuning.
+
+What it costs on other chips: add --plan=v5e:2x2. Results: docs/explanation/scaling.md.
+"""
+
+from vit_jax.config import base_config, classification, refuse_words, split_words
+
+WORDS = {"debug": "a few steps of tiny models"}
+
+SIZES = {
+    "ViT": ("width 24", "width 48", "width 96"),
+    "BiT": ("1 stage", "2 stages", "3 stages"),
+}
+DURATIONS = ("60 steps", "125 steps", "250 steps", "500 steps")
+
+
+def get_config(arg=""):
+    words, chosen = split_words(arg, WORDS)
+    refuse_words(words, WORDS, __file__)
+    c = base_config()
+    c.global_batch_size, c.duration, c.schedule.warmup = 50, "500 steps", "20 steps"
+    c.model.name = "ViT-Ti/8"  # the study replaces it and sets its sizes
+    c.data.name, c.data.image_size = "cifar10", 32
+    c.data.ops = "decode|pad_crop(2)|flip"
+    c.evals.test = classification(split="test", every="500 steps", ops="decode", batch_size=500)
+
+    c.optimizer.peak_lr, c.optimizer.weight_decay = 1e-3, 0.05
+    c.optimizer.grad_clip_norm = 1.0
+    c.schedule.name = "cosine"
+    c.checkpoint.every, c.log.every = "500 steps", "50 steps"
+
+    c.study.name, c.study.metric = "scaling", "test/top1"
+    c.study.seeds, c.study.durations, c.study.topology = 1, DURATIONS, "v5e:1x1"
+    sizes = SIZES
+    if "debug" in chosen:
+        sizes = {"ViT": ("width 16", "width 32"), "BiT": ("1 stage",)}
+        c.data.name, c.data.image_size, c.data.ops = "digits", 8, ""
+        c.evals.test = classification(split="test", every="20 steps")
+        c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "2 steps"
+        c.model.name, c.checkpoint.every, c.log.every = "ViT-mu/4", "20 steps", "10 steps"
+        c.study.durations = ("10 steps", "20 steps")
+    patch = 4 if "debug" in chosen else 8
+    c.study.cells = tuple(
+        f"{family} | {size}: {cell(family, size, patch)}"
+        for family, of_family in sizes.items()
+        for size in of_family
+    )
+    return c
+
+
+def cell(family, size, patch):
+    """The keys of a model: ViTs of three layers, BiTs with one unit in each stage."""
+    if family == "BiT":
+        stages = ",".join("1" * int(size.split()[0]))
+        return f"model.name=BiT-R50x1; model.stages=({stages},); model.stem_width=32"
+    width = int(size.split()[1])
+    heads = 2 if width < 48 else width // 24
+    return (
+        f"model.name=ViT-Ti/{patch}; model.width={width}; model.depth=3; "
+        f"model.mlp_dim={4 * width}; model.num_heads={heads}"
+    )

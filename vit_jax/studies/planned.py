@@ -1,0 +1,80 @@
+"""What a study costs on chips that need not be present: the plans of its members."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from vit_jax.config import flatten
+from vit_jax.data.known import fill_in_sizes
+from vit_jax.errors import InputError
+from vit_jax.experiment.durations import parse_durations
+from vit_jax.planning.calculated import calculate_plan
+from vit_jax.planning.estimates import estimate
+from vit_jax.planning.targets import Target
+from vit_jax.studies.members import Member
+from vit_jax.studies.running import member_config
+from vit_jax.training.decided import decide, read_fields
+
+# Keys that change the length of a run or its data, but not its step.
+_NOT_OF_STEP = ("seed", "duration", "schedule.", "data.subset", "data.num_examples", "evals.",
+                "checkpoint.", "log.", "study.", "job.", "init_from")  # fmt: skip
+COSTS = ("hours", "chip_hours", "tpu_core_days", "cost")
+
+
+class Planner:
+    """Calculates the cost of runs on a target; each different step is planned once.
+
+    GPUs are planned at a usual share of their peak, TPUs by the roofline, the least time possible.
+    Input, evaluation, saving and start-up are not included.
+    """
+
+    def __init__(self, target: Target, price_per_chip_hour: float | None = None):
+        self._target, self._price = target, price_per_chip_hour
+        self._plans: dict[str, dict[str, Any]] = {}
+
+    def plan(self, config: ConfigDict) -> dict[str, Any]:
+        """{"step_s", "steps", "fits", "peak_bytes", and COSTS} of the run of `config`.
+
+        TPU-core-days are None on GPUs, the cost is None without a price.
+
+        Raises:
+          InputError: the config does not suit the target, or its model cannot be calculated.
+        """
+        config = decide(fill_in_sizes(read_fields(config)))
+        flat = flatten(config)
+        kept = {k: repr(v) for k, v in flat.items() if not k.startswith(_NOT_OF_STEP)}
+        key = json.dumps(kept, sort_keys=True)
+        if key not in self._plans:
+            self._plans[key] = calculate_plan(config, self._target)
+        steps = parse_durations(config)["duration"]
+        figures = self._plans[key] | {"total_steps": steps}
+        timing = estimate(figures, self._price)
+        usual, memory = timing["at_utilisation"], figures["memory_bytes"]
+        run = usual or timing["run"]
+        return {
+            "step_s": (usual or timing["roofline"])["step_s"],
+            "steps": steps,
+            "fits": memory["fits"],
+            "peak_bytes": memory["peak"],
+            **{name: run[name] for name in COSTS},
+        }
+
+
+def plan_members(
+    config: ConfigDict, members: Iterable[Member], planner: Planner
+) -> list[dict[str, Any]]:
+    """The plan of each training run among `members`, with its name.
+
+    A run whose plan cannot be calculated has the reason as "error" instead.
+    """
+    rows = []
+    for member in members:
+        if member.command != "train":
+            continue
+        try:
+            rows.append({"member": member.name, **planner.plan(member_config(config, member))})
+        except InputError as e:
+            rows.append({"member": member.name, "error": "; ".join(e.faults)})
+    return rows
