@@ -104,7 +104,7 @@ def make_small(c):
         c.evals[name].train_split, c.evals[name].test_split = "train", "test"
     c.evals.test.split = c.evals.rank.split = "test"
     for entry in c.evals.values():
-        entry.ops, entry.batch_size = "", 360
+        entry.every, entry.ops, entry.batch_size = "10 steps", "", 360
     c.study.seeds = 1
     tiny = {"global_batch_size": "32", **of_steps(10)}
     mae = {**METHODS["mae"], **tiny, "data.ops": "pad_crop(1)", "objective.decoder_width": "16"}
