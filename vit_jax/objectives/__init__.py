@@ -31,16 +31,16 @@ OBJECTIVES: dict[str, Callable[..., Objective | PlainObjective]] = {
     "distillation": make_distillation,
     "masked_patches": make_masked_patches,
     "mae": make_mae,
-    "self_distillation": make_self_distillation,
     "lejepa": make_lejepa,
+    "self_distillation": make_self_distillation,
 }
 
 # name -> function that raises InputError for wrong values of the objective's own keys.
 _CHECKS: dict[str, Callable[..., None]] = {
     "masked_patches": check_masked_patches,
     "mae": check_mae,
-    "self_distillation": check_self_distillation,
     "lejepa": check_lejepa,
+    "self_distillation": check_self_distillation,
 }
 
 

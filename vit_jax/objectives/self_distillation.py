@@ -31,7 +31,14 @@ from vit_jax.models.layers import unconstrained
 from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring, patches
 from vit_jax.objectives.block_masks import Hidden, draw_hidden
-from vit_jax.objectives.contract import Collapse, Objective, ObjectiveOutput, Setting, State, Term
+from vit_jax.objectives.contract import (
+    Collapse,
+    Objective,
+    ObjectiveOutput,
+    Setting,
+    State,
+    Term,
+)
 from vit_jax.objectives.gram import gram_distance
 from vit_jax.objectives.koleo import koleo
 from vit_jax.objectives.other_sizes import at_size, check_size
@@ -104,12 +111,12 @@ def make_self_distillation(
         couples_rows=True,
         needs_average=True,
         collapse=Collapse(
-            "Raise objective.koleo_weight, lower optimizer.peak_lr, or train for longer",
+            low_rank="Lower optimizer.peak_lr, or raise objective.koleo_weight",
             entropy_limit=math.log(keys.num_prototypes),
-            low_entropy=f"Set objective.centring, now {keys.centring}, to centre or sinkhorn, or "
-            "raise objective.teacher_temperature",
-            high_entropy="Lower objective.teacher_temperature, or let it rise for longer from a "
-            "lower objective.first_temperature; early in a run, wait",
+            low_entropy=f"Raise objective.teacher_temperature, now {keys.teacher_temperature}, or "
+            f"set objective.centring=sinkhorn, now {keys.centring}",
+            high_entropy="Lower objective.teacher_temperature, now "
+            f"{keys.teacher_temperature}, or optimizer.peak_lr",
         ),
     )
 
