@@ -522,6 +522,28 @@ def test_a_new_head_has_no_hidden_layer(golden):
         load_pretrained(golden / "vit_pretrained.npz", num_classes=3, hidden_head=True)
 
 
+@pytest.mark.parametrize("format", ["hf", "timm"])
+def test_the_decoder_of_a_masked_autoencoder_is_left_out(tmp_path, caplog, format):
+    """As Hugging Face's ViTMAEForPreTraining and the authors' files have it."""
+    caplog.set_level(logging.INFO, "vit_jax")
+    path, _, variables = make(format, tmp_path, num_classes=None, image_size=(8, 8), **TOKEN)
+    arrays = load_file(path / "model.safetensors")
+    decoder = ["decoder.mask_token", "decoder.decoder_embed.weight"]
+    if format == "hf":
+        arrays = {f"vit.{name}": array for name, array in arrays.items()}
+        config = json.loads((path / "config.json").read_text())
+        config |= {"architectures": ["ViTMAEForPreTraining"], "model_type": "vit_mae"}
+        config |= {"decoder_hidden_size": 16, "mask_ratio": 0.75, "norm_pix_loss": False}
+        (path / "config.json").write_text(json.dumps(config))
+    else:
+        decoder = ["mask_token", "decoder_blocks.0.norm1.weight", "decoder_pos_embed"]
+    save_file(arrays | {name: np.zeros((1, 4), np.float32) for name in decoder},
+              path / "model.safetensors")  # fmt: skip
+    _, found = load_pretrained(path)
+    jax.tree.map(np.testing.assert_array_equal, found["params"], variables["params"])
+    assert all(name in caplog.text for name in decoder)
+
+
 @pytest.mark.parametrize("name", ["hf_vit_backbone", "hf_deit", "timm_vit.safetensors"])
 def test_other_classes_get_a_linear_head_of_zeros(golden, name):
     _, variables = load_pretrained(golden / name, num_classes=7)
