@@ -193,10 +193,11 @@ def make_experiment(
     image_size = preprocessing.image_size
     durations, model = parse_durations(config), make_model(config, image_size, mesh)
     schedule = make_config_schedule(config, durations)
-    tx = make_optimizer(**optimizer_fields(config), schedule=schedule)
+    total_steps = durations["duration"]
+    tx = make_optimizer(**optimizer_fields(config), schedule=schedule, total_steps=total_steps)
     batch_shapes = _batch_shapes(config, preprocessing, batch_sharding(mesh))
-    objective = _make_objective(config, model, mesh, teachers)
-    _check_needs(objective, config.objective.name, batch_shapes)
+    objective = _make_objective(config, model, mesh, teachers, batch_shapes, durations)
+    _check_needs(objective, config, batch_shapes)
     parts = (objective, tx, _make_transform(config, preprocessing), config.seed)
     step = step_fields(config)
     check_microbatches(model, config.model.name, step["accum_steps"])
@@ -222,7 +223,7 @@ def make_experiment(
         durations=durations,
         init=jit(init, out_shardings=shardings),
         train_step=jit(
-            make_train_step(*parts, **step),
+            make_train_step(*parts, **step, total_steps=total_steps),
             in_shardings=inputs,
             out_shardings=(shardings, None),
             donate_argnums=0,
@@ -240,7 +241,12 @@ def make_experiment(
 
 
 def _make_objective(
-    config: ConfigDict, model: nn.Module, mesh: Mesh, teachers: Sequence[Teacher]
+    config: ConfigDict,
+    model: nn.Module,
+    mesh: Mesh,
+    teachers: Sequence[Teacher],
+    batch: AbstractBatch,
+    durations: Mapping[str, int],
 ) -> Objective:
     """The objective of a config."""
     channels, kernels = config.data.channels, config.model.kernels
@@ -253,13 +259,21 @@ def _make_objective(
         for teacher in teachers
     )
     mean, std = (per_channel(config.data[key], channels) for key in ("mean", "std"))
-    setting = Setting(mean, std, teachers)
+    shapes = {name: leaf.shape for name, leaf in batch.items()}
+    setting = Setting(mean, std, teachers, shapes, durations)
     loss = make_loss(**config.loss)
     return make_objective(model, loss, setting=setting, **config.objective)
 
 
-def _check_needs(objective: Objective, name: str, batch: AbstractBatch) -> None:
-    """Raise InputError if the objective called `name` needs what batches do not hold."""
+def _check_needs(objective: Objective, config: ConfigDict, batch: AbstractBatch) -> None:
+    """Raise InputError if the objective needs what batches or the state do not hold."""
+    name = config.objective.name
+    if objective.needs_average and config.optimizer.ema_decay is None:
+        raise InputError(
+            f"optimizer.ema_decay=None: the teacher of objective.name={name!r} is the running "
+            "average of the parameters; set --config.optimizer.ema_decay=0.996 and "
+            "--config.optimizer.ema_decay_end=1.0"
+        )
     missing = sorted({*objective.needs} - {*batch})
     remedies = [_SETS[key] for key in missing if key in _SETS] or ["choose another objective"]
     if missing:
@@ -388,7 +402,8 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
     )
     faults.check(make_optimizer, **optimizer_fields(config), schedule=lambda step: 0.0)
     accum_steps, size = num_microbatches(config), config.global_batch_size
-    faults.check(check_step, accum_steps, config.optimizer.ema_decay)
+    decays = config.optimizer.ema_decay, config.optimizer.ema_decay_end
+    faults.check(check_step, accum_steps, *decays)
     faults.need(
         size is None or accum_steps < 1 or size % accum_steps == 0,
         f"optimizer.accum_steps={accum_steps}: must divide global_batch_size={size}",

@@ -67,6 +67,8 @@ class DeiT(ViT):
             faults.append(f"pool={self.pool!r}: a DeiT needs token")
         if self.hidden_head:
             faults.append("hidden_head=True: the heads of a DeiT are linear; set it to False")
+        if self.head_batch_norm:
+            faults.append("head_batch_norm=True: a DeiT has two heads; set it to False")
         return faults
 
 

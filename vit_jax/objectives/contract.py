@@ -113,6 +113,7 @@ class Objective:
     needs: keys of a batch that it reads.
     couples_rows: whether the loss of a row depends on other rows, as with centres and contrastive
       pairs; then a batch cannot be computed in microbatches.
+    needs_average: whether it reads `state.ema`, as where a model is its own teacher.
     collapse: how a collapse shows; None: it cannot collapse, as it learns labels or from teachers.
     """
 
@@ -124,6 +125,7 @@ class Objective:
     reconstruct: Callable[[Params, jax.Array, jax.Array], Any] | None = None
     needs: tuple[str, ...] = ("image", "label", "mask")
     couples_rows: bool = False
+    needs_average: bool = False
     collapse: Collapse | None = None
 
 
@@ -171,11 +173,15 @@ class Setting(NamedTuple):
 
     mean, std: of the value range of the images of a batch, for each channel.
     teachers: frozen models; () if there are none.
+    shapes: {key: shape} of a global batch.
+    durations: {config key: steps} for every duration of the run.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     teachers: tuple[Teacher, ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] = {}
+    durations: Mapping[str, int] = {}
 
 
 def at_least_one(weight: jax.Array) -> jax.Array:
