@@ -1,4 +1,5 @@
-"""Installs vit_jax: `pip install -e .`, with the extras test, docs, tpu, cuda, plan, gcs, wandb."""
+"""Installs vit_jax: `pip install -e .`, with the extras test, docs, report, tpu, cuda, plan, gcs,
+wandb."""
 
 import glob
 import os
@@ -7,6 +8,7 @@ import re
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
+REPORT = ["bokeh>=3.9.0", "jinja2>=3.1.6"]  # Bokeh needs 45 MB on disk
 WANDB = "wandb>=0.31.0"
 GCS = ["google-cloud-storage>=3.0.0", "google-cloud-storage-control>=1.0.0"]  # required by orbax
 LIBTPU = "libtpu>=0.0.51; sys_platform == 'linux' and platform_machine == 'x86_64'"
@@ -42,6 +44,7 @@ setup(
     # With this line an editable install is an entry in a .pth file. Without it, it is an import
     # hook, which fails if the working directory holds a folder called vit_jax, e.g. the clone.
     package_dir={"": "."},
+    package_data={"vit_jax.insight": ["page/*", "reference_curves/*.json"]},
     cmdclass={"build_py": BuildWithConfigs},
     entry_points={"console_scripts": ["vit_jax = vit_jax.main:execute_and_exit"]},
     python_requires=">=3.11",
@@ -74,9 +77,11 @@ setup(
     ],
     extras_require={
         "test": [
+            "axe-playwright-python>=0.1.4",  # carries axe-core, which checks a page's accessibility
             "jsonschema>=4.26.0",
             "kubernetes-validate>=1.37.0",
             "mypy>=2.4.1",
+            "playwright>=1.60.0",  # drives the machine's own Chromium
             "pytest>=9.0.0",
             "pytest-xdist>=3.8.0",
             "ruff>=0.15.0",
@@ -84,9 +89,11 @@ setup(
             "trustme>=1.2.1",
             LIBTPU,
             WANDB,
+            *REPORT,
         ],
         "docs": ["mkdocs>=1.6.1", "mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
         "plan": [LIBTPU],
+        "report": REPORT,
         "wandb": [WANDB],
         "gcs": GCS,
         "tpu": ["jax[tpu]>=0.10.2"],

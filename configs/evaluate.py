@@ -19,6 +19,7 @@ from vit_jax.config import (
     linear_probe,
     mapped,
     multilabel,
+    rank,
     real,
     refuse_words,
     split_words,
@@ -33,6 +34,7 @@ EVALUATORS = {
     "fewshot": "least squares on the features of a few images per class",
     "knn": "vote of the nearest neighbours in feature space",
     "probe": "logistic regression on features",
+    "rank": "effective rank of the features; needs no labels",
 }
 SHIFTS = {  # TFDS has them with the 1,000 labels of ImageNet, A and R with pictures of 200 of them
     "v2": ("classification", "imagenet_v2"),
@@ -72,6 +74,7 @@ def get_config(arg=""):
         "fewshot": lambda: fewshot(**of_features),
         "knn": lambda: knn(**of_features),
         "probe": lambda: linear_probe(**of_features),
+        "rank": lambda: rank(split=test, every="1 epochs"),
     }
     of_shifts = bool(chosen & {"shifts", "objectnet"})
     default = [] if of_shifts else ["fewshot", "knn", "probe"]

@@ -10,6 +10,7 @@ python killed_run.py MOMENT ARGS...; MOMENT is one of
   events:N     halfway through the N-th TensorBoard event of training
   save:N       during the N-th save, when its files are written but not committed and training
                has continued
+  labels:N     before `label` writes its N-th file: labels.json, the parts, labels.npz, summary.json
 """
 
 import os
@@ -20,6 +21,7 @@ import threading
 from vit_jax import files, metrics
 from vit_jax.checkpoints import checkpoint
 from vit_jax.evaluators import classification
+from vit_jax.inference import pseudo_labels
 from vit_jax.main import main
 from vit_jax.training import train
 
@@ -91,6 +93,9 @@ def arm(moment):
 
         metrics.Profiler.before, owner.save = note, save_and_note
         owner._seal_uncommitted = after(count, owner._seal_uncommitted, hold)
+    elif kind == "labels":
+        write = pseudo_labels.write_whole
+        pseudo_labels.write_whole = after(count, write, lambda *_: kill())
     else:
         raise ValueError(moment)
 

@@ -16,7 +16,9 @@ from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.errors import InputError
 from vit_jax.main import main
 from vit_jax.transfer.resample import adapt_kernel
-from vit_jax.transfer.rules import Pretrained, Spec, abstract_params, fit
+from vit_jax.transfer.rules import fit
+from vit_jax.transfer.shapes import abstract_params
+from vit_jax.transfer.spec import Pretrained, Spec
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

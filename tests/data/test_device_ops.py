@@ -1,5 +1,6 @@
 """Device ops and the value range."""
 
+import colorsys
 import functools
 import re
 
@@ -11,8 +12,10 @@ import pytest
 import scipy.stats
 
 from vit_jax.data import make_device_transform, order, parse_ops, to_value_range
+from vit_jax.data.colour_ops import turn_hue
 from vit_jax.data.device_ops import Pairs, symmetric_beta
 from vit_jax.data.host_tf import tf
+from vit_jax.data.views import Views, parse_view_ops
 from vit_jax.errors import InputError
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
@@ -380,3 +383,56 @@ def test_the_search_for_collectives_sees_images_that_meet_across_devices():
 def test_faulty_arguments(op, says):
     with pytest.raises(InputError, match=re.escape(says)):
         parse_ops(op, (8, 8))
+
+
+def test_hue_turns_as_in_colorsys():
+    pixels = RNG.integers(0, 256, (20, 3)).astype(np.float32)
+    pixels[:4] = [[7, 7, 7], [0, 0, 0], [255, 255, 0], [9, 200, 200]]
+    expected = []
+    for red, green, blue in pixels / 255:
+        hue, saturation, value = colorsys.rgb_to_hsv(red, green, blue)
+        expected.append(colorsys.hsv_to_rgb((hue + 0.3) % 1, saturation, value))
+    turned = turn_hue(jnp.asarray(pixels), jnp.float32(0.3))
+    np.testing.assert_allclose(turned, 255 * np.array(expected), atol=1e-3)
+
+
+def test_colour_ops_change_colours_as_they_say():
+    big = BATCH | {"image": RNG.integers(0, 256, (B, 8, 8, 3), np.uint8)}
+    image = big["image"].astype(np.float32)
+
+    def change(ops):
+        return np.asarray(transform(ops, **PIXELS)(big, row_keys())["image"])
+
+    grey = change("greyscale(0.5)")
+    is_grey = np.ptp(grey, axis=-1).max((1, 2)) < 1e-3
+    assert 20 < is_grey.sum() < 44
+    np.testing.assert_allclose(grey[~is_grey], image[~is_grey], atol=1e-3)
+    inverted = change("solarize(1.0, 100)")
+    np.testing.assert_allclose(inverted, np.where(image >= 100, 255 - image, image), atol=1e-3)
+    blurred = change("blur(1.0, 2.0, 2.0)")
+    assert 0.01 < blurred.var() / image.var() < 0.2
+    np.testing.assert_allclose(change("blur(1.0, 0.01, 0.01)"), image, atol=1e-3)
+    jittered = change("color_jitter(0.8, 0.4, 0.4, 0.2, 0.1)")
+    kept = np.abs(jittered - image).max((1, 2, 3)) < 1e-3
+    assert 4 < kept.sum() < 24 and jittered.min() >= -1e-3 and jittered.max() <= 255.001
+    brighter = change("color_jitter(1.0, 0.4, 0, 0, 0)") / np.maximum(image, 1)
+    factors = np.median(brighter[image.min(-1) > 0].reshape(-1, 3), axis=1)
+    assert 0.6 <= factors.min() < 0.7 and 1.2 < factors.max() <= 1.4001
+
+
+def test_each_view_has_its_own_ops_and_draws():
+    ops = parse_view_ops("flip; greyscale(1.0)|flip", (4, 6), 3, "data.global_ops")
+    views = Views("data.global_ops", (4, 6), 0, *zip(*ops, strict=True))
+    made = make_device_transform((), **PIXELS, num_classes=C, views={"global_views": views})
+    images = np.repeat(BATCH["image"][:, None], 3, axis=1)
+    batch = {key: leaf for key, leaf in BATCH.items() if key != "image"}
+    found = jax.jit(made)(batch | {"global_views": images}, row_keys())["global_views"]
+    assert found.shape == images.shape and found.dtype == jnp.float32
+    colours = np.ptp(np.asarray(found), axis=-1).max((2, 3)) > 1
+    assert colours[:, 0].all() and not colours[:, 1:].any()
+    _, second, third = np.asarray(found).swapaxes(0, 1)
+    assert 10 < (np.abs(second - third).max((1, 2, 3)) > 1).sum() < 54
+    with pytest.raises(InputError, match="4 views, but there are 3"):
+        parse_view_ops("flip;flip;flip;flip", (4, 6), 3, "data.global_ops")
+    with pytest.raises(InputError, match="mixes images"):
+        parse_view_ops("mixup(0.2)", (4, 6), 3, "data.global_ops")

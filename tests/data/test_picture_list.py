@@ -1,17 +1,21 @@
 """Lists of files and labels: CSV and JSON lines, one label or several, and what is refused."""
 
 import json
+import pathlib
 import types
 
 import numpy as np
 import pytest
 from images import encode, smooth_image
 
+from vit_jax.config.text import load_config
 from vit_jax.data import count_labels, make_source, match_classes, parse_ops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.pipeline import host_eval_batches
 from vit_jax.errors import InputError
+from vit_jax.training.prepare import prepare
 
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CSV = "file,label\na.jpg,cat\nsub/b.png,dog\nc.jpg,cat\n"
 GONE = CSV + "gone.jpg,dog\n"
 SEVERAL = [("a.jpg", ["cat"]), ("sub/b.png", ["dog", "cat"]), ("c.jpg", [])]
@@ -110,6 +114,27 @@ def test_soft_labels_count_partly_for_several_classes():
         has_label_vectors=True, num_examples=3, num_classes=2, read=lambda i: {"label": labels[i]}
     )
     np.testing.assert_array_equal(count_labels(source), [1.75, 1.25])
+
+
+def test_too_many_missing_pictures_are_refused(root):
+    """Before anything is written or compiled; in a folder of classes too."""
+    c = load_config(f"{CONFIGS / 'folder.py'}:list,debug")
+    c.data.data_dir = str(write(root, CSV + "".join(f"gone_{i}.jpg,dog\n" for i in range(9))))
+    with pytest.raises(InputError) as error:
+        prepare(c, root / "run")
+    for word in ("%) are missing", "data.max_corrupt_fraction=0.1: gone_", "or raise"):
+        assert word in str(error.value), word
+    assert not (root / "run").exists()
+    folder = root / "classes"
+    for class_name in ("cat", "dog"):
+        (folder / class_name).mkdir(parents=True)
+        (folder / class_name / "a.jpg").touch()
+        (folder / class_name / "b.jpg").symlink_to(root / "nothing")
+    fields = {"data_dir": folder, "image_size": (16, 16), "split": "all"}
+    for name in ("folder", "unlabelled"):
+        with pytest.raises(InputError, match=r"2 of the 4 .*0\.4: cat/b\.jpg, dog/b\.jpg; re"):
+            make_source(name, **fields, max_corrupt_fraction=0.4)
+        assert make_source(name, **fields, max_corrupt_fraction=0.5).num_examples == 4
 
 
 def test_a_list_for_each_split(root):

@@ -20,6 +20,7 @@ from vit_jax.data import (
     train_batches,
 )
 from vit_jax.data.host_tf import tf
+from vit_jax.data.views import Views, parse_view_ops
 from vit_jax.errors import InputError
 
 DIGITS = {"image_size": (8, 8), "ops": "pad_crop(2)"}
@@ -41,7 +42,9 @@ def pets(tmp_path_factory):
     return source
 
 
-def train(source, *, image_size, ops, start_step=0, num_steps=3, rows=range(16), seed=0):
+def train(
+    source, *, image_size, ops, start_step=0, num_steps=3, rows=range(16), seed=0, views=None
+):
     batches = pipeline.host_batches(
         source,
         parse_ops(ops, image_size)[0],
@@ -51,8 +54,24 @@ def train(source, *, image_size, ops, start_step=0, num_steps=3, rows=range(16),
         rows=np.array(rows),
         start_step=start_step,
         num_steps=num_steps,
+        views=views,
+        with_image=bool(ops) or not views,
     )
     return list(batches)
+
+
+def views_of(num_global, num_local, ops):
+    """Global views of 8 x 8 pixels and local ones of 4 x 4, by `ops` and then a random crop."""
+    kinds = {
+        "global_views": ("data.global_ops", 8, 0, f"{ops}|random_crop", num_global),
+        "local_views": ("data.local_ops", 4, 512, f"{ops}|random_crop", num_local),
+    }
+    return {
+        name: Views(
+            key, (size, size), first, *zip(*parse_view_ops(text, (size, size), n, key), strict=True)
+        )
+        for name, (key, size, first, text, n) in kinds.items()
+    }
 
 
 def evaluate(source, *, image_size, ops, rows, global_batch_size, **how):
@@ -94,6 +113,33 @@ def test_a_host_makes_its_rows_of_the_batch_of_one(alone):
 def test_starting_at_a_step_equals_skipping(alone):
     source, how, batches = alone
     assert_same(train(source, **how, start_step=1, num_steps=2), batches[1:])
+
+
+@pytest.mark.parametrize(("name", "ops"), [("digits", "resize(12)"), ("pets", "decode|resize(12)")])
+def test_a_view_depends_on_its_position_and_number_only(request, name, ops):
+    source, rows = request.getfixturevalue(name), [2, 3, 15]
+    how = {"image_size": (8, 8), "ops": "", "views": views_of(2, 3, ops)}
+    batches = train(source, **how, num_steps=2)
+    for batch in batches:
+        assert batch.keys() == {"global_views", "local_views", "label", "mask", "id"}
+        assert batch["global_views"].shape == (16, 2, 8, 8, 3)
+        assert batch["local_views"].shape == (16, 3, 4, 4, 3)
+        seen = batch["mask"] > 0
+        assert batch["global_views"].any((1, 2, 3, 4)).tolist() == seen.tolist()
+        first, second = batch["global_views"][seen].swapaxes(0, 1)
+        assert not np.array_equal(first, second)
+    resumed = train(source, **how, num_steps=1, start_step=1, rows=rows)
+    assert_same(resumed, [{key: leaf[rows] for key, leaf in batches[1].items()}])
+    (fewer,) = train(source, **how | {"views": views_of(1, 2, ops)}, num_steps=1)
+    np.testing.assert_array_equal(fewer["global_views"], batches[0]["global_views"][:, :1])
+    np.testing.assert_array_equal(fewer["local_views"], batches[0]["local_views"][:, :2])
+
+
+def test_views_of_another_size_are_refused_before_the_first_batch(digits):
+    views = views_of(1, 1, "resize(12)")
+    views["local_views"] = views["local_views"]._replace(size=(5, 5))
+    with pytest.raises(InputError, match=r"data\.local_ops=.*\(4, 4, 3\); needed: \(5, 5, 3\)"):
+        train(digits, image_size=(8, 8), ops="", views=views)
 
 
 def test_seed_and_position_change_what_is_seen(digits):
@@ -143,7 +189,7 @@ def test_evaluation_covers_every_digit_once_on_4_hosts():
 
 
 def test_a_broken_file_is_masked_and_named_once(pets, caplog):
-    loading._named_broken.clear()
+    loading._named.clear()
     with caplog.at_level(logging.WARNING, "vit_jax"):
         for _ in range(2):
             how = {"image_size": (16, 16), "ops": "decode|resize(antialias=True)"}
@@ -165,7 +211,7 @@ def test_an_image_smaller_than_a_crop_is_masked_and_named_with_its_size(tmp_path
     small = source.record_name(1)
     (root / small).write_bytes(encode(smooth_image(12, 60)))
     how = {"image_size": (16, 16), "rows": range(2), "global_batch_size": 2}
-    loading._named_broken.clear()
+    loading._named.clear()
     (batch,) = evaluate(source, ops="decode|central_crop", **how)
     np.testing.assert_array_equal(batch["mask"], [1, 0])
     (record,) = caplog.records

@@ -208,7 +208,7 @@ def test_a_corrupt_record_masks_itself_alone(corrupt, caplog, monkeypatch, order
     found_by = {}
     for reader in ("memory", "offsets"):
         with caplog.at_level(logging.WARNING, "vit_jax"):
-            loading._named_broken.clear()
+            loading._named.clear()
             caplog.clear()
             found = batches(pets(corrupt, reader), order_name, "decode|resize", **how)
         found_by[reader] = found

@@ -17,7 +17,7 @@ from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.devices.sharding import bytes_per_device, constrain, state_shardings
 from vit_jax.models import create_model
 from vit_jax.planning.hlo import Program
-from vit_jax.transfer.rules import abstract_params
+from vit_jax.transfer.shapes import abstract_params
 
 BATCH = 16
 TINY_VIT = {"width": 32, "depth": 1, "mlp_dim": 64, "num_heads": 8, "pool": "gap"}

@@ -277,5 +277,10 @@ def test_a_model_that_cannot_serve_an_evaluator_is_refused_by_shapes():
     c.evals.near = knn(train_split="train", test_split="test", every="1 epochs")
     with pytest.raises(InputError, match=r"^evals\.near\.type='knn': needs features \(B, D\)"):
         check_outputs(c, Odd(), (8, 8))
+    c.evals.nearer = c.evals.near
+    with pytest.raises(InputError) as error:
+        check_outputs(c, Odd(), (8, 8))
+    (fault,) = error.value.faults
+    assert fault.startswith("evals.near.type='knn', evals.nearer.type='knn': needs features")
     with pytest.raises(InputError, match=r"Several\.features gives \(1, 8, 8, 3\)"):
         check_outputs(c, Several(), (8, 8))

@@ -84,7 +84,9 @@ def test_a_run_on_pictures_with_several_labels(pictures, tmp_path, capsys):
     assert len(config["loss"]["class_weights"].split(",")) == 3
     assert json.loads((tmp_path / "run/classes.json").read_text()) == ["ant", "bee", "first"]
     capsys.readouterr()
-    assert main(["evaluate", f"--workdir={tmp_path / 'run'}"]) == 0
+    output = f"--output={tmp_path / 'tables'}"
+    assert main(["evaluate", f"--workdir={tmp_path / 'run'}", output]) == 0
+    assert (tmp_path / "tables/val/classes.csv").read_text().count("\n") == 4
     assert json.loads(capsys.readouterr().out)["val/mean_ap"] == rows[-1]["val/mean_ap"]
 
     folder = ["--config=configs/folder.py:list,debug", *words[:2], f"--workdir={tmp_path / 'b'}"]

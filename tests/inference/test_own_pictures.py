@@ -80,25 +80,32 @@ def test_features_learn_classes_of_their_own(run, others):
     c.evals.near = knn(train_split="train", test_split="val", every="1 epochs")
     _, sources = open_sources(c, False, ("ant", "bee"))
     assert {source.class_names for source in sources.values()} == {("ant", "zebra")}
+    c.evals.near.data_dir = "/none"  # of both splits, said once
+    with pytest.raises(InputError) as error:
+        open_sources(c, False, ("ant", "bee"))
+    assert len(error.value.faults) == 1
 
 
-def test_pictures_that_the_model_has_not_seen_are_evaluated_whole(run, others, tmp_path, caplog):
+def test_pictures_that_the_model_has_not_seen_are_evaluated_whole(run, others, tmp_path):
     """Those of the run, moved, changed or copied, keep their held-out tenth."""
 
     def split_of(origin, asked=(), **data):
         c = read_config(epath.Path(run))
         c.data.update({"data_dir": str(here), **data})
-        return take_whole_folders(c, origin, asked).evals.val.split
+        config, messages = take_whole_folders(c, origin, asked)
+        said[:] = [text for _, text in messages]
+        return config.evals.val.split
 
+    said = []
     here = others()
     stored = read_config(epath.Path(run)).to_dict()
 
     def run_on(data_dir, **keys):
         return Origin(str(run), stored | {"data": stored["data"] | {"data_dir": data_dir}} | keys)
 
-    assert split_of(run_on(str(here))) == "val" and not caplog.messages
+    assert split_of(run_on(str(here))) == "val" and not said
     assert split_of(run_on(str(tmp_path / "gone"))) == "val"
-    assert "--config.evals.val.split=all" in caplog.messages[-1]
+    assert "--config.evals.val.split=all" in said[0]
     (tmp_path / "gone").mkdir()
     assert split_of(run_on(str(tmp_path / "gone"))) == "val"  # all pictures moved away
     copy = shutil.copytree(here, tmp_path / "copy")
@@ -106,10 +113,8 @@ def test_pictures_that_the_model_has_not_seen_are_evaluated_whole(run, others, t
     assert split_of(run_on(str(copy))) == "val"
     for i, path in enumerate(sorted(copy.rglob("*.*"))):
         path.rename(path.with_name(f"new_{i}{path.suffix}"))
-    caplog.clear()
-    with caplog.at_level("INFO", "vit_jax"):
-        assert split_of(run_on(str(copy))) == "all"
-    assert "evaluates all pictures of" in caplog.messages[-1]
+    assert split_of(run_on(str(copy))) == "all"
+    assert "evaluates all pictures of" in said[0]
     assert split_of(run_on(str(copy)), asked={"evals.val.split"}) == "val"
     pseudo = run_on(str(copy))
     pseudo.run_config["data"]["mix"] = "pseudo@labels.npz=0.5"  # pictures of any folder
@@ -126,12 +131,13 @@ def test_pictures_that_the_model_has_not_seen_are_evaluated_whole(run, others, t
         open_sources(c, training=True)
 
 
-def test_names_are_read_from_the_run(run, others, monkeypatch):
+def test_names_are_read_from_the_run(run, others, monkeypatch, caplog):
     monkeypatch.setattr(evaluation, "_evaluate_all", lambda evaluators, *_: {})
     config = read_config(epath.Path(run))
     config.data.data_dir = str(others())
     (run / "classes.json").write_text(json.dumps(["bee", "cat"]))
-    with pytest.raises(InputError, match="'ant'"):
+    with caplog.at_level("INFO", "vit_jax"), pytest.raises(InputError, match="'ant'"):
         evaluation.evaluate(config, run)
+    assert not caplog.messages  # of what would have been evaluated
     (run / "classes.json").unlink()
     assert "step" in evaluation.evaluate(config, run)

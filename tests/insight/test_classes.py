@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from vit_jax.evaluators.classification import Classification, Examples
+from vit_jax.evaluators.multilabel import Shown
 from vit_jax.insight import classes, figures
 from vit_jax.main import main
 from vit_jax.objectives.supervised import make_loss
@@ -84,6 +85,28 @@ def test_a_report_writes_tables_and_a_picture(tmp_path):
     assert [row[0] for row in wrong[1:]] == ["ant/1.jpg", "ant/2.jpg", "bee/4.jpg", "dog/5.jpg"]
     assert Image.open(folder / "confusion.png").size > (100, 100)
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_report_of_several_labels(tmp_path, caplog):
+    labels = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 1]], np.float32)
+    logits = np.array([[2, -1, -1, -1], [-3, 1, 0, -1], [-2, -1, -1, 1]], np.float32)
+    precision = np.array([0.75, 1, np.nan, 1])
+    shown = Shown(logits, labels, np.array([0, 1, 2], np.int32), precision)
+    with caplog.at_level("INFO", "vit_jax"):
+        classes.report(tmp_path, "val", shown, NamedSource)
+    assert "lowest average precision by class: ant 75.0% of 2" in caplog.text
+    head, *rows = read(tmp_path / "val/classes.csv")
+    assert head[:4] == ["class", "images", "average_precision", "predictions"]
+    assert rows == [
+        ["ant", "2", "0.75", "1", "1", "1", "0.5"],
+        ["bee", "1", "1", "1", "1", "1", "1"],
+        ["cow", "0", "", "1", "0", "0", ""],
+        ["dog", "1", "1", "1", "1", "1", "1"],
+    ]
+    assert read(tmp_path / "val/wrong.csv") == [
+        ["file", "classes", "missed", "added", "worst", "probability_of_worst"],
+        [NamedSource.record_name(1), "ant;bee", "ant", "cow", "ant", "0.0474259"],
+    ]
 
 
 def test_many_classes_are_drawn_as_pairs_and_too_many_have_no_matrix(tmp_path, monkeypatch):

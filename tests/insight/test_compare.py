@@ -8,7 +8,7 @@ import pytest
 
 from vit_jax.config.stored import to_json
 from vit_jax.config.text import load_config
-from vit_jax.insight import compare
+from vit_jax.insight import compare, figures
 from vit_jax.main import main
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -49,6 +49,13 @@ def test_differences_and_last_metrics(runs):
         "train/loss": [pytest.approx(2 / 3), 1.0],  # not the NaN of step 2
     }
     assert compare.choose_curves(read) == ["train/loss", "test/top1", "val/top1"]
+
+
+def test_steps_are_whole_numbers(monkeypatch):
+    monkeypatch.setattr(figures, "_png", lambda figure: figure)
+    figure = figures.draw_runs({"loss": {"a": [(1, 0.5), (2, 0.25)]}}, ["a"])
+    ticks = figure.axes[0].get_xticks()
+    assert (ticks == ticks.round()).all()
 
 
 def test_tables_and_picture(runs, tmp_path, capsys):

@@ -10,8 +10,9 @@ import pytest
 from etils import epath
 from PIL import Image
 
-from vit_jax.insight import doctor
-from vit_jax.insight.doctor import FAILED, OK, WARNING, Finding, bounded
+from vit_jax.errors import InputError
+from vit_jax.insight import doctor, reach
+from vit_jax.insight.findings import FAILED, OK, WARNING, Finding, bounded
 from vit_jax.main import main
 
 
@@ -89,22 +90,25 @@ def test_decoding(tmp_path):
 
 
 def test_folders(tmp_path):
-    found = doctor.check_data_dir(str(tmp_path / "none"))
+    found = reach.check_data_dir(str(tmp_path / "none"))
     assert found.state == FAILED and found.remedy
-    assert doctor.check_data_dir(str(tmp_path)).found.endswith("is empty")
+    assert reach.check_data_dir(str(tmp_path)).found.endswith("is empty")
     (tmp_path / "cat").mkdir()
-    assert doctor.check_data_dir(str(tmp_path)) == Finding(
+    assert reach.check_data_dir(str(tmp_path)) == Finding(
         "data folder", OK, f"{tmp_path}: 1 entries: cat"
     )
+    (tmp_path / "split/val").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"^--data_dir='.*split' has val/ but no train/"):
+        reach.check_data_dir(str(tmp_path / "split"))
     (tmp_path / "loose").mkdir()
     (tmp_path / "loose/1.jpg").touch()
-    found = doctor.check_data_dir(str(tmp_path / "loose"))
+    found = reach.check_data_dir(str(tmp_path / "loose"))
     assert found.state == WARNING and "found 1 picture, no folders of classes" in found.found
     assert "predict" in found.remedy and "data.name=unlabelled" in found.remedy
-    assert doctor.check_data_dir(str(tmp_path / "loose"), "unlabelled").state == OK
-    assert doctor.check_workdir(epath.Path(tmp_path / "run")).state == OK
+    assert reach.check_data_dir(str(tmp_path / "loose"), "unlabelled").state == OK
+    assert reach.check_workdir(epath.Path(tmp_path / "run")).state == OK
     (tmp_path / "file").write_text("")
-    found = bounded("w", lambda: doctor.check_workdir(epath.Path(tmp_path / "file")), 10, "")
+    found = bounded("w", lambda: reach.check_workdir(epath.Path(tmp_path / "file")), 10, "")
     assert found.state == FAILED and "is a file" in found.found
 
 
@@ -120,10 +124,10 @@ def test_a_bucket_is_written_and_left_clean(tmp_path, monkeypatch):
     monkeypatch.setattr(Bucket, "write_bytes", lambda s, b: pathlib.Path(str(s)).write_bytes(b))
     monkeypatch.setattr(Bucket, "read_bytes", lambda s: pathlib.Path(str(s)).read_bytes())
     monkeypatch.setattr(Bucket, "unlink", lambda s: pathlib.Path(str(s)).unlink())
-    assert "removed an object" in doctor.check_workdir(bucket).found
+    assert "removed an object" in reach.check_workdir(bucket).found
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(Bucket, "read_bytes", lambda s: b"")
-    assert doctor.check_workdir(bucket).state == FAILED
+    assert reach.check_workdir(bucket).state == FAILED
     assert not list(tmp_path.iterdir())
 
 
@@ -138,8 +142,8 @@ def test_a_bucket_out_of_reach_is_named_in_one_line(monkeypatch):
         def is_dir(self):
             raise PermissionDeniedError("libcurl code 6\nmeaning ...")
 
-    monkeypatch.setattr(doctor.files, "absolute", lambda path: Bucket())
-    found = bounded("d", lambda: doctor.check_data_dir("gs://pictures/train"), 10, "")
+    monkeypatch.setattr(reach.files, "absolute", lambda path: Bucket())
+    found = bounded("d", lambda: reach.check_data_dir("gs://pictures/train"), 10, "")
     assert found.state == FAILED and "curl" not in found.found and "\n" not in found.found
     assert found.found.startswith("gs://pictures: access is denied; check the name of the bucket")
 
@@ -151,25 +155,25 @@ def test_wandb(web, silent, monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_BASE_URL", url)
-    found = doctor.check_wandb(5)
+    found = reach.check_wandb(5)
     assert found.state == FAILED and "no key" in found.found and "wandb login" in found.remedy
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    assert doctor.check_wandb(5).state == OK
+    assert reach.check_wandb(5).state == OK
     handler.status = 503
-    assert "503" in doctor.check_wandb(5).found
+    assert "503" in reach.check_wandb(5).found
     monkeypatch.setenv("WANDB_BASE_URL", f"http://{silent}")
-    assert bounded("W&B", lambda: doctor.check_wandb(0.1), 5, "network").state == FAILED
+    assert bounded("W&B", lambda: reach.check_wandb(0.1), 5, "network").state == FAILED
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert doctor.check_wandb(5).state == OK
+    assert reach.check_wandb(5).state == OK
 
 
 def test_coordinator(silent):
-    assert silent in doctor.check_cluster(silent, 5).found
+    assert silent in reach.check_cluster(silent, 5).found
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    found = bounded("c", lambda: doctor.check_cluster(f"127.0.0.1:{port}", 5), 10, "firewall")
+    found = bounded("c", lambda: reach.check_cluster(f"127.0.0.1:{port}", 5), 10, "firewall")
     assert (found.state, found.remedy) == (FAILED, "firewall")
-    found = bounded("c", lambda: doctor.check_cluster("host", 5), 10, "")
+    found = bounded("c", lambda: reach.check_cluster("host", 5), 10, "")
     assert "HOST:PORT" in found.found
 
 
@@ -188,6 +192,15 @@ def test_the_command(capsys, tmp_path, vit_jax_logger):
     assert main(["doctor", "--config=folder:debug", missing]) == 1
     out = capsys.readouterr().out
     assert "failed" in out and "data folder" in out and "→" in out
+    for name in ("cat", "dog"):
+        for i in range(9):
+            path = tmp_path / f"own/{name}/{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    words = ["--config=folder:debug", f"--data_dir={tmp_path / 'own'}", "--format=json"]
+    main(["doctor", *words, "--config.global_batch_size=8"])
+    found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
+    assert "train 16, val 2" in found["train would choose"]["found"]
 
 
 def test_wrong_flags(capsys):

@@ -7,7 +7,7 @@ from numpy_vit import dense, random_params
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.objectives.supervised import make_loss, make_supervised
-from vit_jax.transfer.rules import abstract_params
+from vit_jax.transfer.shapes import abstract_params
 
 SIZES = {"width": 16, "depth": 1, "mlp_dim": 24, "num_heads": 2}
 IMAGES = np.random.default_rng(0).uniform(-1, 1, (2, 4, 12, 3)).astype(np.float32)

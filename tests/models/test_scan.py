@@ -13,7 +13,8 @@ from numpy_vit import random_params
 from vit_jax import tree
 from vit_jax.devices.flops import count_flops
 from vit_jax.models import create_model
-from vit_jax.transfer.rules import abstract_params, stack_layers, unstack_layers
+from vit_jax.transfer.rules import stack_layers, unstack_layers
+from vit_jax.transfer.shapes import abstract_params
 
 DEPTH, TX = 3, optax.adamw(0.1, eps=1e-3, weight_decay=0.1)
 RNG = np.random.default_rng(1)

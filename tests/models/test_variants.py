@@ -4,7 +4,7 @@ from by_hand import SIZES, vit_params
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS, parse_vit_name
-from vit_jax.transfer.rules import abstract_params
+from vit_jax.transfer.shapes import abstract_params
 
 # At 224 px, 1000 classes, class token, no hidden layer in the head: as published.
 PUBLISHED = {

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import signal
 import sys
 
 import jax
@@ -17,6 +18,7 @@ from vit_jax.data import make_source
 from vit_jax.data.pseudo import read_pseudo_labels, select, soften
 from vit_jax.errors import InputError
 from vit_jax.inference import pseudo_labels
+from vit_jax.main import main
 from vit_jax.studies import noisy_student, running
 from vit_jax.studies.members import FINISHED, Result
 from vit_jax.training.prepare import prepare
@@ -24,6 +26,7 @@ from vit_jax.training.validation import find_faults
 from vit_jax.transfer import read_pretrained
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+KILLED = pathlib.Path(__file__).parents[1] / "killed_run.py"
 
 
 def config_of(**study):
@@ -248,3 +251,45 @@ def test_config_is_that_of_the_study():
     noisy_student.check(c)
     c.data.soft_labels = c.data.multi_label = True
     assert "data.soft_labels=True: needs classes that exclude" in find_faults(c)[0]
+
+
+@pytest.mark.slow
+def test_a_killed_study_ends_with_the_same_parameters(tmp_path, monkeypatch):
+    """SIGKILL to the member of every stage; the same command goes on each time."""
+    armed = {}  # {member: moment}
+    execute = running._execute
+
+    def execute_killed(command):
+        moment = armed.pop(command[-1].rpartition("/")[2], None)
+        if moment is None:
+            return execute(command)
+        ended = execute([command[0], str(KILLED), moment, *command[3:]])
+        assert ended.code == 128 + signal.SIGKILL
+        return ended
+
+    monkeypatch.setattr(running, "_execute", execute_killed)
+    monkeypatch.setenv("PYTHONPATH", str(CONFIGS.parent))
+    flags = ["study", f"--config={CONFIGS / 'noisy_student.py'}:debug"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert main([*flags, f"--workdir={whole}"]) == 0
+    for stage, moment in (
+        ("teacher_seed_0", "step:15"),
+        ("teacher_seed_0", "evaluation:1"),
+        ("teacher_labels_seed_0", "labels:3"),
+        ("student_seed_0", "save:1"),
+        ("student_seed_0", "evaluation:1"),
+    ):
+        armed[stage] = moment
+        assert main([*flags, f"--workdir={killed}"]) == 1
+        assert not armed and not (killed / stage / "summary.json").exists(), (stage, moment)
+    assert main([*flags, f"--workdir={killed}"]) == 0
+
+    labels = "teacher_labels_seed_0/labels.npz"
+    found, expected = (read_pseudo_labels(str(study / labels)) for study in (killed, whole))
+    np.testing.assert_array_equal(found.record, expected.record)
+    np.testing.assert_array_equal(found.label, expected.label)
+    for member in ("teacher_seed_0", "student_seed_0"):
+        found, expected = (read_pretrained(study / member).params for study in (killed, whole))
+        assert found.keys() == expected.keys()
+        for name, leaf in expected.items():
+            np.testing.assert_array_equal(found[name], leaf, err_msg=f"{member}: {name}")

@@ -25,7 +25,7 @@ from vit_jax.training.validation import find_faults
 from vit_jax.training.workdir import continue_run
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
-from vit_jax.transfer.rules import Pretrained, Spec
+from vit_jax.transfer.spec import Pretrained, Spec
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -19,8 +19,8 @@ from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, check_member
+from vit_jax.training.holdout import adopt_holdout
 from vit_jax.training.prepare import prepare
-from vit_jax.training.sources import adopt_holdout
 from vit_jax.training.workdir import write_workdir
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -14,7 +14,7 @@ from etils import epath
 from vit_jax import data
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
 from vit_jax.config.stored import continue_older, to_json
-from vit_jax.config.text import apply_overrides
+from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.folder_contents import describe_contents
 from vit_jax.data.preprocessing import keep_ops, parse_preprocessing
 from vit_jax.errors import InputError
@@ -30,7 +30,10 @@ from vit_jax.training.sources import (
 )
 from vit_jax.training.validation import find_faults
 from vit_jax.training.workdir import check_unchanged
-from vit_jax.transfer.rules import Pretrained, Spec
+from vit_jax.transfer import read_pretrained
+from vit_jax.transfer.spec import Pretrained, Spec
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
 
 def make_config(num_classes=10, **evals):
@@ -374,3 +377,20 @@ def test_with_auto_a_run_gets_the_mesh_of_its_chosen_layout(tmp_path):
     assert run.config.mesh.fsdp == 4 and config.mesh.fsdp == 1
     config.auto = False
     assert prepare(config, tmp_path / "new", choose).mesh.shape["fsdp"] == 1
+
+
+@pytest.mark.parametrize("mode", ["soft", "hard"])
+def test_unlabelled_pictures_get_the_classes_of_the_teacher(golden, tmp_path, mode):
+    config = load_config(f"{CONFIGS / 'folder.py'}:debug")
+    config.data.name, config.global_batch_size = "unlabelled", 8
+    config.data.data_dir = make_pictures(tmp_path / "own", *(f"{i}.png" for i in range(9)))
+    config.objective.name, config.objective.teacher = "distillation", str(golden / "hf_vit")
+    config.objective.mode, config.objective.weight = mode, 1.0
+    for name in ("val", "test"):
+        del config.evals[name]
+    run = prepare(config, tmp_path / "run")
+    teacher = read_pretrained(golden / "hf_vit")
+    assert run.config.data.num_classes == teacher.model.num_classes > 1
+    assert run.sources[train_split(run.config)].class_names == teacher.spec.class_names
+    config.objective.mode = "features"
+    assert prepare(config, tmp_path / "run").config.data.num_classes == 1

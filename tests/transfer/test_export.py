@@ -34,7 +34,7 @@ from vit_jax.training.train import write_workdir
 from vit_jax.transfer import export as export_lib
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.rules import Cut
+from vit_jax.transfer.spec import Cut
 from vit_jax.transfer.workdir import _cut, ops_on_pixels, warn_of_borders
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -3,7 +3,7 @@
 import collections
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from vit_jax.config import image_hw, train_split
 from vit_jax.data import order
 from vit_jax.data.host_ops import to_pixels
 from vit_jax.data.host_tf import tf
+from vit_jax.errors import InputError
 from vit_jax.training.sources import open_training, training_order
 
 _NUM_ROUNDS = 7
@@ -34,7 +35,8 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     fused_float32, unfused_float32: a bilinear Inception crop, a random flip, and normalisation to
       float32 in [-1, 1], all on the host; the fused one decodes only the window.
 
-    A round reads several batches from each pipeline, each from start to end.
+    A round reads several batches from each pipeline, each from start to end. Pictures that cannot
+    be read are named once, before the first round, and replaced by others.
 
     Args:
       config: names the data and the ops.
@@ -53,17 +55,23 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     host_ops, _ = data.parse_ops(config.data.ops, image_size, pad_crops=config.data.pad_crops)
     rows = np.arange(min(config.global_batch_size, _MOST_ROWS))
     num_batches = max(1, _IMAGES_A_ROUND // len(rows))
-    makers = _batch_makers(
-        source,
-        host_ops,
-        image_size,
-        global_batch_size=config.global_batch_size,
-        seed=config.seed,
-        rows=rows,
-        num_steps=num_batches,
-        data_order=training_order(config, source),
-    )
     num_rounds = _NUM_ROUNDS if num_rounds is None else num_rounds
+    where: dict[str, Any] = {
+        "global_batch_size": config.global_batch_size,
+        "seed": config.seed,
+        "rows": rows,
+    }
+    where["data_order"] = training_order(config, source)
+    num_broken = 0
+    if config.data.name in (*data.OWN_PICTURES, "unlabelled"):  # others are rarely broken
+        num_steps = (1 + num_rounds) * num_batches
+        first = data.host_batches(
+            source, host_ops, image_size=image_size, **where, start_step=0, num_steps=num_steps
+        )
+        where["data_order"], num_broken = _leave_out_broken(
+            where["data_order"], first, source.num_examples
+        )
+    makers = _batch_makers(source, host_ops, image_size, **where, num_steps=num_batches)
     calls = _round_calls(makers, num_batches, 1 + num_rounds)
     measure(calls, 1)  # warm-up
     costs = measure(calls, num_rounds)
@@ -75,6 +83,7 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
         "image_size": list(image_size),
         "rows": len(rows),
         "images": images * num_rounds,
+        "unreadable": num_broken,
         "cpu_cores": len(os.sched_getaffinity(0)),
         "cpu_ms_per_image": {name: spread(values) for name, values in cpu_ms.items()},
     }
@@ -82,6 +91,28 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
         ratios = [a / b for a, b in zip(cpu_ms["pipeline"], cpu_ms[name], strict=True)]
         figures[f"ratio_to_{name}"] = spread(ratios)
     return figures
+
+
+def _leave_out_broken(
+    data_order: data.Order, batches: Iterable[Mapping[str, np.ndarray]], num_examples: int
+) -> tuple[data.Order, int]:
+    """`data_order` with a readable record in place of those that `batches` mask, and their number.
+
+    Raises:
+      InputError: all are masked.
+    """
+    broken, readable = set(), None
+    for batch in batches:
+        masked = batch["mask"] == 0
+        broken.update(batch["id"][masked].tolist())
+        readable = next(iter(batch["id"][~masked].tolist()), readable)
+    if not broken:
+        return data_order, 0
+    if readable is None:
+        raise InputError("data.data_dir: none of the pictures can be read; repair or remove them")
+    table = np.arange(num_examples, dtype=np.int64)
+    table[list(broken)] = readable
+    return lambda positions: tf.gather(tf.constant(table), data_order(positions)), len(broken)
 
 
 def _batch_makers(
@@ -150,7 +181,7 @@ def plain_batches(
     options = tf.data.Options()
     options.threading.max_intra_op_parallelism = 1
     steps = tf.data.Dataset.range(start_step, start_step + num_steps)
-    # A record that cannot be decoded costs every way as little; the pipeline names it.
+    # A record that only some ways cannot decode, as they read other parts of it, is skipped.
     examples = steps.map(arrange).unbatch().map(read, tf.data.AUTOTUNE).ignore_errors()
     batches = examples.batch(len(rows))
     return batches.with_options(options).prefetch(2).as_numpy_iterator()

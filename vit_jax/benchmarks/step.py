@@ -142,11 +142,12 @@ def _beside_matmul(cpu_s: list[float], matmul_s: list[float]) -> dict[str, dict[
 def made_up_batch(experiment: Experiment, num_classes: int) -> dict[str, jax.Array]:
     """A training batch of noise on the devices, sharded as the step expects."""
     shapes = experiment.abstract_batch
+    images = [name for name, leaf in shapes.items() if leaf.dtype == jnp.uint8]
     one_label = len(shapes["label"].shape) == 1
 
     def make(key):
         return {
-            "image": jax.random.bits(key, shapes["image"].shape, jnp.uint8),
+            **{name: jax.random.bits(key, shapes[name].shape, jnp.uint8) for name in images},
             "label": jax.random.randint(
                 key, shapes["label"].shape, 0, num_classes if one_label else 2, jnp.int32
             ).astype(shapes["label"].dtype),

@@ -47,6 +47,7 @@ def main(flags: argparse.Namespace) -> int:
 
     from vit_jax import metrics  # heavy imports only after the flags are checked
     from vit_jax.insight import doctor
+    from vit_jax.insight.findings import FAILED
 
     metrics.log_to_console(Console(stderr=True), quiet=True)  # of the checks only warnings
     findings = []
@@ -66,7 +67,7 @@ def main(flags: argparse.Namespace) -> int:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
         console.print(as_table(findings))
-    failed = any(finding.state == doctor.FAILED for finding in findings)
+    failed = any(finding.state == FAILED for finding in findings)
     return exit_codes.FAILED if failed else exit_codes.DONE
 
 

@@ -6,8 +6,9 @@
 
 --workdir runs the evaluators of that run's config on its newest valid checkpoint; nothing is
 written to the workdir. --table=FILE.csv adds the results as a row, one for each model.
---output=DIR writes tables for each classification evaluator into DIR/NAME:
-accuracy by class, the confusion matrix, and the wrong pictures. --init_from runs the evaluators of
+--output=DIR writes tables for each classification evaluator into DIR/NAME: accuracy by class, the
+confusion matrix, and the wrong pictures; for a multilabel evaluator the average precision by class,
+and the wrong pictures. --init_from runs the evaluators of
 --config on any model that train can start from: a workdir, a file, an address or a name.
 
 Own pictures (--config.data.data_dir) that the model was not trained on are all evaluated; if it may
@@ -82,9 +83,11 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.insight.table import add_row
 
     metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    if output is not None and all(e.type != "classification" for e in config.evals.values()):
+    kinds = {entry.type for entry in config.evals.values()}
+    if output is not None and not kinds & {"classification", "multilabel"}:
         logger.warning(
-            "--output=%s: only classification evaluators write files there; this config has %s",
+            "--output=%s: only classification and multilabel evaluators write files there; this "
+            "config has %s",
             flags.output,
             ", ".join(f"{name} ({entry.type})" for name, entry in config.evals.items()),
         )

@@ -22,7 +22,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.devices.mesh import start_backend
     from vit_jax.models import MODELS, create_model, translate_name
     from vit_jax.models.fields import with_known
-    from vit_jax.transfer.rules import abstract_params
+    from vit_jax.transfer.shapes import abstract_params
 
     known = [name for family in MODELS.values() for name in family.names]
     names = [name for name in known if not flags.words or any(w in name for w in flags.words)]

@@ -16,20 +16,21 @@ import itertools
 import json
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vit_jax.commands.flags import define_source_flags, read_source
+from vit_jax.commands.flags import (
+    define_picture_flags,
+    define_source_flags,
+    open_data_set,
+    read_source,
+)
 from vit_jax.devices.mesh import start_backend
-from vit_jax.errors import InputError, nearest
+from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.job import exit_codes
-
-if TYPE_CHECKING:
-    from vit_jax.data import Source
-    from vit_jax.transfer.rules import Pretrained
 
 FORMATS = ("table", "json")
 TOKENS = ("pooled", "patches")
@@ -37,9 +38,7 @@ TOKENS = ("pooled", "patches")
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
-    parser.add_argument("images", nargs="*", metavar="IMAGE", help="files and folders")
-    parser.add_argument("--data", metavar="NAME:SPLIT", help="data set to read instead of files")
-    parser.add_argument("--data_dir", metavar="DIR", help="folder that holds --data")
+    define_picture_flags(parser)
     parser.add_argument("--features", metavar="FILE", help=".npz file to write")
     parser.add_argument("--tokens", default="pooled", help="features to save: pooled or patches")
     parser.add_argument("--format", default="table", help="table or json")
@@ -57,14 +56,16 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.data.image_files import image_files, search_images
     from vit_jax.inference import predict as prediction
 
-    if flags.features:
-        prediction.check_output(flags.features)  # before reading a large model
     paths, faults = ([], {}) if flags.data else search_images(flags.images)
-    if faults and not paths:
-        raise InputError(*(f"{path}: {fault}" for path, fault in faults.items()))
+    wrong = Faults()  # collected before a large model is read
+    if flags.features:
+        wrong.check(prediction.check_output, flags.features)
+    if not paths:
+        wrong += [f"{path}: {fault}" for path, fault in faults.items()]
+    collect_faults(wrong)
     pretrained = read_source(flags)
     if flags.data:
-        source = _open_data_set(flags, pretrained)
+        source = open_data_set(flags, pretrained)
     else:
         exif = pretrained.spec.exif is not False
         source = image_files(paths, exif, pretrained.spec.channels)
@@ -83,41 +84,24 @@ def main(flags: argparse.Namespace) -> int:
 
 
 def _check_flags(flags: argparse.Namespace) -> None:
+    """Raise one InputError that lists all faults of the flags."""
+    faults = Faults()
     for name, known in (("format", FORMATS), ("tokens", TOKENS)):
         value = getattr(flags, name)
         if value not in known:
-            raise InputError(f"--{name}={value}: {nearest(value, known)}")
+            faults.append(f"--{name}={value}: {nearest(value, known)}")
     for name in ("top", "batch_size"):
-        if getattr(flags, name) < 1:
-            raise InputError(f"--{name}={getattr(flags, name)}: needs a positive number")
-    if bool(flags.images) == bool(flags.data):
-        raise InputError("give either images (files, folders) or --data=NAME:SPLIT")
-    if flags.data and not flags.features:
-        raise InputError("--data: needs --features=FILE.npz; to score a data set, use evaluate")
-
-
-def _open_data_set(flags: argparse.Namespace, pretrained: "Pretrained") -> "Source":
-    """The source of --data, read as the model's own data were.
-
-    Raises:
-      InputError: names the flag.
-    """
-    from vit_jax import data
-
-    name, _, split = flags.data.partition(":")
-    spec = pretrained.spec
-    where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
-    where |= {"exif": spec.exif is not False, "channels": spec.channels}
-    if spec.holdout is not None:
-        where["holdout"] = spec.holdout
-    if pretrained.run is not None:
-        where["folder_rules"] = pretrained.run["config"]["data"]["folder_rules"]
-    try:
-        return data.make_source(name, split=split or "train", **where)
-    except InputError as e:  # which names the config's key, and this command takes none
-        raise InputError(
-            *(f.replace("--config.data.data_dir", "--data_dir") for f in e.faults)
-        ) from None
+        number = getattr(flags, name)
+        faults.need(number >= 1, f"--{name}={number}: needs a positive number")
+    faults.need(
+        bool(flags.images) != bool(flags.data),
+        "give either images (files, folders) or --data=NAME:SPLIT",
+    )
+    faults.need(
+        not flags.data or flags.features,
+        "--data: needs --features=FILE.npz; to score a data set, use evaluate",
+    )
+    collect_faults(faults)
 
 
 def _print_rows(rows: Iterable[dict[str, Any]], format: str) -> int:

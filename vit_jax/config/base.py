@@ -74,6 +74,7 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.model.norm_pooled = placeholder(bool)  # final norm after pooling instead of before
     c.model.hidden_head = placeholder(bool)  # a hidden layer before the last linear layer
     c.model.head_bias = placeholder(float)  # initial bias of the last linear layer
+    c.model.head_batch_norm = placeholder(bool)  # normalise what the head gets over the batch
     c.model.distillation_head = placeholder(bool)  # DeiT: False leaves out the second head
     # none, learned_1d, learned_2d, relative or sincos_2d; T2T-ViT: sincos_1d too
     c.model.pos_embed = placeholder(str)
@@ -133,23 +134,71 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.data.broken_labels = "read"
     c.data.max_corrupt_fraction = 0.1  # of the examples so far; the run stops above it
     c.data.ops = ""  # training ops: "decode|resize|flip" and so on
+    # Views of data.image_size that a batch has of each picture, for objectives that learn from
+    # several. With views and without data.ops, a batch has no other image.
+    c.data.num_global = 0
+    # Their ops; for each view, joined by ";", where they differ: the last hold for all that follow.
+    c.data.global_ops = ""
+    c.data.num_local = 0  # views of data.local_size
+    c.data.local_ops = ""  # their ops, as in data.global_ops
+    c.data.local_size = placeholder(object)  # int or (height, width), in pixels
     # True: every crop adds a black border to images that are too small; False: only crops with pad.
     c.data.pad_crops = False
     c.data.mean = (0.5, 0.5, 0.5)  # the model's input is (image / 255 - mean) / std
     c.data.std = (0.5, 0.5, 0.5)  # see data.mean
 
     c.objective = ConfigDict()
-    c.objective.name = "supervised"  # or distillation, or the name of a plug-in's objective
+    # supervised, distillation, masked_patches, mae, lejepa, self_distillation, or a plug-in's
+    c.objective.name = "supervised"
     # The following keys are those of distillation. Frozen models to learn from: a source as
     # init_from takes, or several with their weights, "runs/a=3, runs/b=1".
     c.objective.teacher = placeholder(str)
     c.objective.mode = placeholder(str)  # hard, soft or features; None: hard
-    c.objective.weight = placeholder(float)  # share of the teachers in the loss; None: 0.5
+    # Share of the teachers in the loss; None: 0.5. Of lejepa: of SIGReg; None: 0.05.
+    c.objective.weight = placeholder(float)
     c.objective.temperature = placeholder(float)  # of the mode soft; None: 3
     # Of the mode features: "pooled", "tokens", pairs of layers "5:11" (the student's first), or
     # several of these with commas; None: pooled.
     c.objective.features = placeholder(str)
     c.objective.distance = placeholder(str)  # of features: cosine or smooth_l1; None: cosine
+    # Share of the patches that masked_patches corrupts (None: 0.5), or mae hides (None: 0.75).
+    c.objective.mask_ratio = placeholder(float)
+    # masked_patches: mean_colour, small_patch or pixels; None: mean_colour
+    c.objective.target = placeholder(str)
+    c.objective.norm_pixels = placeholder(bool)  # mae: normalise each patch to predict; None: True
+    c.objective.decoder_width = placeholder(int)  # mae; None: 512
+    c.objective.decoder_depth = placeholder(int)  # mae: number of layers; None: 8
+    c.objective.decoder_heads = placeholder(int)  # mae; None: 16
+    c.objective.decoder_mlp_dim = placeholder(int)  # mae; None: 4 times the decoder's width
+    c.objective.embedding_width = placeholder(int)  # lejepa: outputs of its head; None: 64
+    c.objective.directions = placeholder(int)  # lejepa: random ones, of SIGReg; None: 1024
+    c.objective.points = placeholder(int)  # lejepa: of the integral of SIGReg, odd; None: 17
+    # self_distillation; durations have units. Prototypes of each head; None: 65,536
+    c.objective.num_prototypes = placeholder(int)
+    c.objective.head_width = placeholder(int)  # of the heads' hidden layers; None: 2048
+    c.objective.head_layers = placeholder(int)  # dense layers before the prototypes; None: 3
+    c.objective.bottleneck = placeholder(int)  # width of the prototypes; None: 256
+    c.objective.patch_head = placeholder(str)  # of hidden patches: shared or own; None: shared
+    c.objective.centring = placeholder(str)  # centre, sinkhorn or none; None: centre
+    c.objective.centre_momentum = placeholder(float)  # None: 0.9
+    c.objective.student_temperature = placeholder(float)  # None: 0.1
+    c.objective.teacher_temperature = placeholder(float)  # None: 0.04
+    # Teacher's temperature at the start, from which it rises over temperature_warmup; None: none
+    c.objective.first_temperature = placeholder(float)
+    c.objective.temperature_warmup = placeholder(str)  # duration; goes with first_temperature
+    c.objective.freeze_prototypes = placeholder(str)  # duration at the start; None: they learn
+    c.objective.patch_weight = placeholder(float)  # of the loss of hidden patches; None: 0
+    # Share of the global views of an image that have hidden patches; None: 0.5
+    c.objective.masked_views = placeholder(float)
+    c.objective.mask_min = placeholder(float)  # least share of hidden patches; None: 0.1
+    c.objective.mask_max = placeholder(float)  # largest share of hidden patches; None: 0.5
+    c.objective.koleo_weight = placeholder(float)  # of what spreads features apart; None: 0
+    c.objective.koleo_group = placeholder(int)  # rows that are spread apart; None: a batch
+    c.objective.gram_weight = placeholder(float)  # of the distance to the Gram teacher; None: 0
+    c.objective.gram_every = placeholder(str)  # interval of copies; goes with gram_weight
+    c.objective.gram_group = placeholder(int)  # images whose patches are compared; None: 1
+    # Negative similarities: kept, removed or removed_from_teacher; None: kept
+    c.objective.gram_negatives = placeholder(str)
     c.loss = ConfigDict()
     c.loss.name = "softmax"  # or sigmoid, or the name of a plug-in's loss
     c.loss.label_smoothing = 0.0  # share of the target spread over all classes
@@ -158,9 +207,13 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.loss.z_loss = 0.0  # weight of log(Z)^2, Z the denominator of the softmax; 0: off
 
     c.optimizer = ConfigDict()
-    c.optimizer.name = "adamw"  # adamw, sgd, lion, rmsprop or adafactor
+    c.optimizer.name = "adamw"  # adamw, sgd, lion, rmsprop, adafactor or lars
     c.optimizer.peak_lr = placeholder(float)  # the largest learning rate of the schedule
     c.optimizer.weight_decay = 0.0  # multiplied by the current learning rate
+    # Weight decay at the end of the run, reached by half a cosine; None: it stays the same.
+    c.optimizer.weight_decay_end = placeholder(float)
+    # Learning rate of the patch embedding / the rate it would have otherwise; None: 1.
+    c.optimizer.embedding_rate = placeholder(float)
     # L2 regularisation: this factor of a parameter is added to its gradient, before clipping.
     c.optimizer.l2 = 0.0
     c.optimizer.weight_decay_on = ".*/kernel"  # regex over whole parameter names; of l2 too
@@ -169,7 +222,7 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     # None: adamw 0.999, lion 0.99, rmsprop 0.9, adafactor at most 0.999
     c.optimizer.b2 = placeholder(float)
     c.optimizer.eps = placeholder(float)  # None: adamw 1e-8, rmsprop 1e-3, adafactor 1e-30
-    c.optimizer.momentum = placeholder(float)  # sgd, rmsprop; None: 0.9
+    c.optimizer.momentum = placeholder(float)  # sgd, rmsprop, lars; None: 0.9
     c.optimizer.momentum_dtype = placeholder(str)  # None: adafactor bfloat16, others float32
     c.optimizer.layer_decay = placeholder(float)  # a layer's rate / the next layer's; None: 1
     c.optimizer.freeze = placeholder(str)  # regex, e.g. encoder/layer_0/.*; None: nothing
@@ -179,6 +232,9 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     # 1, or on CPUs so that the activations of a microbatch stay in the cache.
     c.optimizer.accum_steps = placeholder(int)
     c.optimizer.ema_decay = placeholder(float)  # running average of the parameters; None: off
+    # Decay at the end of the run, reached by half a cosine, for an average that is a teacher; None:
+    # the decay is constant, and smaller in the first steps.
+    c.optimizer.ema_decay_end = placeholder(float)
 
     c.schedule = ConfigDict()
     c.schedule.name = "cosine"  # cosine, linear, rsqrt, exponential, multistep or constant
@@ -233,8 +289,9 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.study.metric = "held_out/top1"  # metric of the only evaluator; higher is better
     c.study.cells = ()  # cells of a grid: "row | column: key=value; key=value"
     # Stages of noisy_student, "name: key=value; key=value": a teacher, and students that learn from
-    # the pseudo labels of the stage before.
+    # the pseudo labels of the stage before. Of pretraining: its methods.
     c.study.stages = ()
+    c.study.finetunings = ()  # of pretraining: "name: key=value; key=value"
     c.study.unlabelled = placeholder(str)  # pictures that the stages label: "NAME" or "NAME@SPLIT"
     c.study.unlabelled_dir = placeholder(str)  # their data_dir; None: data.data_dir
     c.study.ratio = 1.0  # pictures with pseudo labels for each labelled one in a batch
@@ -469,13 +526,13 @@ def model_fields(config: ConfigDict) -> dict[str, Any]:
 
 def optimizer_fields(config: ConfigDict) -> dict[str, Any]:
     """Keyword arguments for `make_optimizer` from `config.optimizer`."""
-    of_others = ("peak_lr", "accum_steps", "ema_decay", "last_layers")
+    of_others = ("peak_lr", "accum_steps", "ema_decay", "ema_decay_end", "last_layers")
     return {k: v for k, v in config.optimizer.items() if k not in of_others}
 
 
 def step_fields(config: ConfigDict) -> dict[str, Any]:
     """Keyword arguments for `make_train_step` from the config."""
-    fields = {k: config.optimizer[k] for k in ("ema_decay", "freeze")}
+    fields = {k: config.optimizer[k] for k in ("ema_decay", "ema_decay_end", "freeze")}
     return fields | {"accum_steps": num_microbatches(config)}
 
 

@@ -26,11 +26,11 @@ class Evaluator(NamedTuple, Generic[Inputs, Made]):
     make: `EvalInputs` -> an object with `run(state) -> {name: float}`.
     check: raises InputError if values of a valid entry contradict each other; its faults start
       with the key, without the name of the entry.
-    learns_classes: whether it takes data with any classes, since it learns them from features or
-      maps them; all others need data with the model's classes.
+    learns_classes: whether it takes data with any classes, since it learns them from features, maps
+      them or needs none; all others need data with the model's classes.
     output: the method of the model that it calls; None: "features" if it learns classes, else
       "__call__".
-    multi_label: whether it evaluates images with several labels instead of one.
+    multi_label: whether it evaluates images with several labels instead of one; None: either.
     metrics: an entry -> {metric: "higher", "lower" or "neither"}, the metrics that it may report
       and which values are better, before there are data; None: only the object of `make` knows.
     """
@@ -40,7 +40,7 @@ class Evaluator(NamedTuple, Generic[Inputs, Made]):
     check: Callable[[ConfigDict], None] = lambda entry: None
     learns_classes: bool = False
     output: str | None = None
-    multi_label: bool = False
+    multi_label: bool | None = False
     metrics: Callable[[ConfigDict], Mapping[str, str]] | None = None
 
 
@@ -53,6 +53,8 @@ EVALUATORS: dict[str, Evaluator | str] = {
     "knn": "vit_jax.evaluators.knn",
     "linear_probe": "vit_jax.evaluators.linear_probe",
     "multilabel": "vit_jax.evaluators.multilabel",
+    "rank": "vit_jax.evaluators.rank",
+    "reconstruction": "vit_jax.evaluators.reconstruction",
 }
 
 OPTIONAL_KEYS = {"batch_size": int, "data_name": str, "data_dir": str, "classes": tuple}

@@ -130,6 +130,7 @@ def make_source(
     num_examples: int | None = None,
     reader: str | None = None,
     broken_labels: str = "read",
+    max_corrupt_fraction: float = 1.0,
     classes: tuple[int, ...] | None = None,
     subset: tuple[str, bool, int] | None = None,
     **own: Any,
@@ -148,6 +149,7 @@ def make_source(
       num_classes: number of classes of synthetic data; for other data the expected number, or None.
       num_examples: number of examples in this split, likewise.
       reader, broken_labels: for TFDS data sets; see `tfds_source`.
+      max_corrupt_fraction: own pictures are refused if a larger share of the files is missing.
       classes: the labels to keep (`keep_classes`); None keeps all.
       subset: the part to keep, of these labels: the arguments of `keep_subset`; None keeps all.
       **own: keys that plug-ins add to `config.data`; a factory gets the ones it names.
@@ -168,6 +170,7 @@ def make_source(
         folder_rules=folder_rules,
         reader=reader,
         broken_labels=broken_labels,
+        max_corrupt_fraction=max_corrupt_fraction,
         **expected,
         **{key: value for key, value in own.items() if key in named},
     )

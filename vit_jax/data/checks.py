@@ -10,6 +10,7 @@ from vit_jax.data.order import check_order
 from vit_jax.data.prepared_tfds import BROKEN_LABELS
 from vit_jax.data.subset import check_classes, check_subset
 from vit_jax.data.tfds_readers import check_reader
+from vit_jax.data.views import check_views
 from vit_jax.errors import Faults
 
 _NUMBERS = {3: "three"}
@@ -22,6 +23,7 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
     for key in ("num_classes", "num_examples"):
         faults.need_positive(f"data.{key}", d[key])
     ops = faults.check(parse_ops, d.ops, _ANY_SIZE, key="data.ops")
+    check_views(config, faults)
     mixes = ops is not None and any(op.name in MIXING_OPS for op in ops[1])
     faults.check(
         check_order,

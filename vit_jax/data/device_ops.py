@@ -13,19 +13,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
+from vit_jax.data.colour_ops import COLOUR_OPS
 from vit_jax.errors import InputError
 from vit_jax.tree import Batch
 
+_FIRST_VIEW = 2**16  # number of the keys of views, beyond those of ops
 _ERASED_ASPECT = 0.3  # minimum of height / width; the maximum is 1 / 0.3
 
 DeviceOp = Callable[[Batch, jax.Array, "Pairs"], Batch]
 DeviceTransform = Callable[[Batch, jax.Array], Batch]
+
+
+class ViewsOf(Protocol):
+    """Device ops of the views of one kind (views.py): their first number, and the ops of each."""
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def device_ops(self) -> Sequence[Sequence[NamedOp]]: ...
 
 
 class NamedOp(Protocol):
@@ -150,7 +162,12 @@ MIXING_OPS: dict[str, Callable[..., DeviceOp]] = {
     "cutmix": cutmix,
     "mixup_or_cutmix": mixup_or_cutmix,
 }
-DEVICE_OPS: dict[str, Callable[..., DeviceOp]] = {"flip": flip, "erase": erase, **MIXING_OPS}
+DEVICE_OPS: dict[str, Callable[..., DeviceOp]] = {
+    "flip": flip,
+    "erase": erase,
+    **COLOUR_OPS,
+    **MIXING_OPS,
+}
 
 
 def per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
@@ -184,6 +201,7 @@ def make_device_transform(
     *,
     num_classes: int,
     distance: int = 1,
+    views: Mapping[str, ViewsOf] | None = None,
 ) -> DeviceTransform:
     """Make the device part of the preprocessing for training.
 
@@ -193,21 +211,43 @@ def make_device_transform(
       std: likewise.
       num_classes: C, the number of classes.
       distance: distance D of mixed rows; see `Pairs`. If an op mixes, 2 D must divide B.
+      views: {key of a batch: views}; op i of view v draws from fold_in(fold_in(row key, 2^16 + v),
+        i).
 
     Returns:
-      transform(batch, row_keys (B,)) -> batch; pure. Images uint8 (B, H, W, 3) become float32 in
-      the value range. Labels stay int32 (B,), or become float32 (B, C) if an op mixes them.
+      transform(batch, row_keys (B,)) -> batch; pure. Images uint8 (B, H, W, 3), and views uint8
+      (B, V, H, W, 3), become float32 in the value range. Labels stay int32 (B,), or become float32
+      (B, C) if an op mixes them.
     """
     pairs = Pairs(distance)
+
+    def of_view(image: jax.Array, keys: jax.Array, ops: Sequence[NamedOp]) -> jax.Array:
+        for i, op in enumerate(ops):
+            image = op({"image": image}, _fold_in(keys, i), pairs)["image"]
+        return image.astype(jnp.float32)
+
+    def of_views(images: jax.Array, row_keys: jax.Array, kind: ViewsOf) -> jax.Array:
+        made = [
+            of_view(images[:, v], _fold_in(row_keys, _FIRST_VIEW + kind.first + v), ops)
+            for v, ops in enumerate(kind.device_ops)
+        ]
+        return to_value_range(jnp.stack(made, axis=1), mean, std)
 
     def transform(batch: Batch, row_keys: jax.Array) -> Batch:
         for i, op in enumerate(device_ops):
             if op.name in MIXING_OPS and batch["label"].ndim == 1:
                 batch = batch | {"label": jax.nn.one_hot(batch["label"], num_classes)}
-            batch = op(batch, jax.vmap(jax.random.fold_in, (0, None))(row_keys, i), pairs)
-        return batch | {"image": to_value_range(batch["image"], mean, std)}
+            batch = op(batch, _fold_in(row_keys, i), pairs)
+        made = {name: of_views(batch[name], row_keys, v) for name, v in (views or {}).items()}
+        if "image" in batch:
+            made["image"] = to_value_range(batch["image"], mean, std)
+        return batch | made
 
     return transform
+
+
+def _fold_in(keys: jax.Array, number: int) -> jax.Array:
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
 
 
 def symmetric_beta(key: jax.Array, alpha: float | jax.Array) -> jax.Array:

@@ -15,7 +15,14 @@ from vit_jax.data.image_folder import (
     held_out_files,
     picture_source,
 )
-from vit_jax.data.pictures import EXTENSIONS, Walk, as_paths, read_picture, shown
+from vit_jax.data.pictures import (
+    EXTENSIONS,
+    Walk,
+    as_paths,
+    read_picture,
+    shown,
+    why_file_unreadable,
+)
 from vit_jax.data.sources import Source, same_fingerprints
 from vit_jax.data.subset import give_channels
 from vit_jax.errors import InputError, collect_faults
@@ -68,6 +75,7 @@ def image_files(paths: Sequence[str], exif: bool = True, channels: int = 3) -> S
         identity=("files", list(paths)),
         names=[shown(path) for path in paths],
         channels=channels,
+        why_unreadable=lambda record: why_file_unreadable(paths[record]),
     )
 
 
@@ -76,6 +84,7 @@ def without_labels(
     identity: Sequence[Any],
     names: Sequence[str],
     channels: int,
+    why_unreadable: Callable[[int], str] = lambda record: "",
 ) -> Source:
     """A source of images without labels.
 
@@ -83,6 +92,7 @@ def without_labels(
     identity: of the data, for the fingerprint.
     names: of the images, in messages.
     channels: number of channels that they are decoded to.
+    why_unreadable: as in `Source`.
     """
 
     def read(record_id):
@@ -103,6 +113,7 @@ def without_labels(
         read=read,
         record_name=names.__getitem__,
         encoded=True,
+        why_unreadable=why_unreadable,
     )
     return give_channels(source, channels)
 
@@ -113,6 +124,7 @@ def unlabelled(
     data_dir: str | os.PathLike | None,
     holdout: str = "names",
     exif: bool = True,
+    max_corrupt_fraction: float = 1.0,
     **_,
 ) -> Source:
     """All pictures at any depth below `data_dir`, flat or nested, without classes.
@@ -144,4 +156,5 @@ def unlabelled(
     return picture_source(
         "unlabelled", layout.root, base, split, paths, labels, None,
         sizes=[sizes[path] for path in paths], exif=exif,
+        max_corrupt_fraction=max_corrupt_fraction,
     )  # fmt: skip

@@ -32,6 +32,7 @@ from vit_jax.data.pictures import (
     say_ignored,
     shown,
     warn_once,
+    why_file_unreadable,
 )
 from vit_jax.data.sources import Source, same_fingerprints
 from vit_jax.errors import InputError
@@ -153,6 +154,7 @@ def folder(
     holdout: str,
     exif: bool = True,
     folder_rules: int = FOLDER_RULES[-1],
+    max_corrupt_fraction: float = 1.0,
     **_,
 ) -> Source:
     """The images below `data_dir`; splits `train`, `val`, `all`, and `test` if it has a folder.
@@ -194,6 +196,7 @@ def folder(
     return picture_source(
         "folder", layout.root, base, split, paths, labels, names,
         sizes=[sizes[path] for path in paths], exif=exif,
+        max_corrupt_fraction=max_corrupt_fraction,
         as_older=folder_rules == 1 and not exif,
     )  # fmt: skip
 
@@ -209,14 +212,19 @@ def picture_source(
     *,
     sizes: Sequence[int],
     exif: bool,
+    max_corrupt_fraction: float = 1.0,
     as_older: bool = False,
 ) -> Source:
     """The source `name` of the files `paths` below `base`, which lies in the data's folder `root`.
 
     labels: of each, an int; or float32 (C,), 1 for each class that it shows.
     sizes: bytes of each; -1 if it does not exist.
+    max_corrupt_fraction: the largest share of files that may be missing.
     as_older: whether files are read as by versions that knew JPEG and PNG only.
+
+    Raises: InputError if more files are missing.
     """
+    _check_missing(base, paths, sizes, max_corrupt_fraction)
     multi_label = isinstance(labels[0], np.ndarray)
     labels_tensor = tf.constant(np.stack(labels) if multi_label else np.array(labels, np.int32))
     paths_tensor = as_paths(paths)
@@ -244,9 +252,25 @@ def picture_source(
         read=read,
         record_name=lambda record: shown(os.fspath(base.relative_to(root) / paths[record])),
         encoded=True,
+        why_unreadable=lambda record: why_file_unreadable(base / paths[record]),
         multi_label=multi_label,
         file_names=lambda start, stop: paths[start:stop],
     )
+
+
+def _check_missing(
+    base: pathlib.Path, paths: Sequence[str], sizes: Sequence[int], max_fraction: float
+) -> None:
+    """Raise InputError if more than `max_fraction` of the files are missing."""
+    missing = [shown(path) for path, size in zip(paths, sizes, strict=True) if size < 0]
+    if len(missing) > max_fraction * len(paths):
+        more = f" and {len(missing) - _SHOWN:,} more" if len(missing) > _SHOWN else ""
+        raise InputError(
+            f"data.data_dir: {len(missing):,} of the {len(paths):,} training pictures in "
+            f"{shown(str(base))} ({len(missing) / len(paths):.0%}) are missing, more than "
+            f"data.max_corrupt_fraction={max_fraction}: {', '.join(missing[:_SHOWN])}{more}; "
+            "restore them, take them out of the data, or raise data.max_corrupt_fraction"
+        )
 
 
 def _warn_of_untrained(base: pathlib.Path, class_names: set[str]) -> None:

@@ -8,14 +8,13 @@ can refuse images that are too small instead.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from vit_jax.data import host_ops as host_ops_lib
-from vit_jax.data import order
+from vit_jax.data.crops import Crops, decode_early, make_all
 from vit_jax.data.host_tf import tf
-from vit_jax.data.ops import Op, check_crops
+from vit_jax.data.ops import Op
 from vit_jax.data.record_files import stored_records
 from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
@@ -23,33 +22,33 @@ from vit_jax.errors import InputError
 _BATCHES_IN_FLIGHT = 2
 _UNREADABLE = "not a readable image"
 LEFT_OUT = "left out of loss and metrics"  # what happens to such a record in training
-# {(fingerprint, name, ops): result of `_find_small`} for records with a warning.
-_named_broken: dict[tuple[str, str, str], str | None] = {}
+# {(fingerprint, name, ops): (result of `_find_small`, why)} for records that are masked.
+_broken: dict[tuple[str, str, str], tuple[str | None, str]] = {}
+# (fingerprint, name, the reason) of records with a warning.
+_named: set[tuple[str, str, str]] = set()
 
 Batch = dict[str, np.ndarray]
 
 
 def local_batches(
     source: Source,
-    host_ops: Sequence[Op],
+    crops: Mapping[str, Crops],
     steps: range,
     arrange: Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]],
     num_rows: int,
-    image_size: tuple[int, int],
-    key: str,
-    refuse_small: bool = False,
+    refuse_small: str | None = None,
     consequence: str = LEFT_OUT,
 ) -> Iterator[Batch]:
     """The batches of `steps`, each with `num_rows` rows.
 
-    arrange(step) returns record ids (b,), -1 for padding, and random keys (b, 2). `key` is the
-    config key of the ops; `consequence` says what happens to a record that cannot be read.
+    arrange(step) returns record ids (b,), -1 for padding, and random keys (b, 2). `consequence`
+    says what happens to a record that cannot be read.
 
-    Raises: InputError, before the first batch, if the ops do not give image_size; with
-      `refuse_small` also at the first image that is smaller than a crop.
+    Raises: InputError, before the first batch, if the ops do not give the sizes of `crops`; also at
+      the first image that is smaller than a crop if `refuse_small` is the config key to name.
     """
-    _check_first_op(source, host_ops, key)
-    check_crops(host_ops, key, source.image_shape and source.image_shape[:2])
+    for crop in crops.values():
+        crop.check(source)
     options = tf.data.Options()
     options.deterministic = True
     options.threading.max_intra_op_parallelism = 1
@@ -57,21 +56,15 @@ def local_batches(
     def make(steps, *, careful):
         arranged = tf.data.Dataset.range(steps.start, steps.stop).map(arrange)
         if source.encoded:
-            examples, shape = _load_encoded(source, host_ops, arranged, image_size, careful)
+            examples, shapes = _load_encoded(source, crops, arranged, careful)
             batches = examples.batch(num_rows, drop_remainder=True)
         else:
-            batches, shape = _load_pixels(source, host_ops, arranged)
-        return batches.with_options(options).prefetch(_BATCHES_IN_FLIGHT), shape
+            batches, shapes = _load_pixels(source, crops, arranged)
+        return batches.with_options(options).prefetch(_BATCHES_IN_FLIGHT), shapes
 
-    batches, shape = make(steps, careful=False)
-    needed = (*image_size, source.channels)
-    if tuple(shape) != needed:
-        ops = "|".join(op.text for op in host_ops)
-        raise InputError(
-            f"{key}={ops!r} gives images of {tuple(shape)}; needed: {needed}, from "
-            "data.image_size; end the host ops with an op that fixes the size, such as 'resize'"
-        )
-
+    batches, shapes = make(steps, careful=False)
+    for name, crop in crops.items():
+        crop.check_made(shapes[name], source.channels)
     iterator = batches.as_numpy_iterator()
 
     def read():
@@ -88,43 +81,43 @@ def local_batches(
         careful_batches, _ = make(steps[num_read:], careful=True)
         yield from careful_batches.as_numpy_iterator()
 
-    return _name_broken(read(), source, host_ops, key if refuse_small else None, consequence)
+    all_ops = [ops for crop in crops.values() for ops in crop.distinct_ops]
+    return _name_broken(read(), source, all_ops, refuse_small, consequence)
 
 
-def _check_first_op(source: Source, host_ops: Sequence[Op], key: str) -> None:
-    """Raise InputError if encoded images of any size are not decoded first."""
-    takes_encoded = bool(host_ops) and host_ops[0].takes_encoded
-    if source.encoded and source.image_shape is None and not takes_encoded:
-        first = repr(host_ops[0].text) if host_ops else "no host op"
-        raise InputError(
-            f"{key} begins with {first}, but the images of data.name={source.name!r} are "
-            "encoded; put 'decode' or 'inception_crop' first"
+def _load_pixels(source, crops, arranged):
+    """Batches, and {key: static shape of the images of a record}.
+
+    Whole batches cost half as much as examples.
+    """
+
+    def make(images, keys):
+        if [*crops] == ["image"] and not any(crops["image"].host_ops):
+            return {"image": images}
+        types = dict.fromkeys(crops, tf.uint8)
+        return tf.map_fn(
+            lambda row: make_all(crops, source, *row), (images, keys), fn_output_signature=types
         )
-
-
-def _load_pixels(source, host_ops, arranged):
-    """Batches, and the static shape of an image; whole batches cost half as much as examples."""
 
     def load(record_ids, keys):
         example = source.read(tf.maximum(record_ids, 0))
-        image, mask = example["image"], example["mask"] * tf.cast(record_ids >= 0, tf.float32)
-        if host_ops:
-            image = tf.map_fn(
-                lambda row: _preprocess(host_ops, *row), (image, keys), fn_output_signature=tf.uint8
-            )
-        image *= tf.cast(mask, tf.uint8)[:, None, None, None]
+        mask = example["mask"] * tf.cast(record_ids >= 0, tf.float32)
+        made = make(example["image"], keys)
+        for name, images in made.items():
+            shown = tf.reshape(tf.cast(mask, tf.uint8), [-1] + [1] * (images.shape.rank - 1))
+            made[name] = images * shown
         label = example["label"]
         counted = tf.cast(mask, label.dtype)
         label *= counted[:, None] if source.has_label_vectors else counted
         record_ids = tf.cast(record_ids, tf.int32)
-        return {"image": image, "label": label, "mask": mask, "id": record_ids}
+        return {**made, "label": label, "mask": mask, "id": record_ids}
 
     batches = arranged.map(load, tf.data.AUTOTUNE)
-    return batches, batches.element_spec["image"].shape[1:]
+    return batches, {name: batches.element_spec[name].shape[1:] for name in crops}
 
 
-def _load_encoded(source, host_ops, arranged, image_size, careful):
-    """Examples, and the static shape of an image.
+def _load_encoded(source, crops, arranged, careful):
+    """Examples, and {key: static shape of the images of a record}.
 
     With `careful`, an example with an error is masked; otherwise the error ends the data set.
     """
@@ -144,14 +137,14 @@ def _load_encoded(source, host_ops, arranged, image_size, careful):
             example = source.read(record_id)
         else:
             example = source.record_files.parse(stored, record_id)
-        image = _decode_early(source, example["image"])
-        image = _preprocess(host_ops, image, key)
-        shapes.append(image.shape)
-        return {**example, "image": image, "id": tf.cast(record_id, tf.int32)}
+        made = make_all(crops, source, example.pop("image"), key)
+        shapes.append({name: images.shape for name, images in made.items()})
+        return {**example, **made, "id": tf.cast(record_id, tf.int32)}
 
     def masked(record_id):
+        shapes = {name: crop.shape(source.channels) for name, crop in crops.items()}
         return {
-            "image": tf.zeros((*image_size, source.channels), tf.uint8),
+            **{name: tf.zeros(shape, tf.uint8) for name, shape in shapes.items()},
             "label": tf.zeros(source.num_classes) if source.has_label_vectors else tf.constant(0),
             "mask": tf.constant(0.0),
             "id": tf.cast(record_id, tf.int32),
@@ -174,27 +167,10 @@ def _load_encoded(source, host_ops, arranged, image_size, careful):
     return examples, shapes[-1]
 
 
-def _decode_early(source, image):
-    """An encoded image before the first op: pixels, where all have one shape, or not 3 channels.
-
-    Otherwise the first op decodes it, perhaps only a window of it.
-    """
-    if source.image_shape is None and source.channels == 3:
-        return image
-    pixels = host_ops_lib.to_pixels(image, source.channels)
-    return pixels if source.image_shape is None else tf.ensure_shape(pixels, source.image_shape)
-
-
-def _preprocess(host_ops, image, key):
-    for i, op in enumerate(host_ops):
-        image = op(image, order.fold_in(key, i))
-    return image
-
-
 def _name_broken(
     batches: Iterator[Batch],
     source: Source,
-    host_ops: Sequence[Op],
+    all_ops: Sequence[Sequence[Op]],
     refuse_small: str | None,
     consequence: str,
 ) -> Iterator[Batch]:
@@ -202,28 +178,42 @@ def _name_broken(
 
     Raises: InputError naming the key `refuse_small`, if given, at an image smaller than a crop.
     """
-    ops = "|".join(op.text for op in host_ops)
+    ops = ";".join("|".join(op.text for op in ops) for ops in all_ops)
     for batch in batches:
         for record in batch["id"][(batch["mask"] == 0) & (batch["id"] >= 0)]:
             name = source.record_name(record)
             found = (source.fingerprint, name, ops)
-            new = found not in _named_broken
-            small = _find_small(source, host_ops, record) if new else _named_broken[found]
+            if found not in _broken:
+                fault = source.why_unreadable(record)
+                small = None if fault else _find_small_for_any(source, all_ops, record)
+                _broken[found] = small, small or _describe(fault)
+            small, why = _broken[found]
             if small is not None and refuse_small is not None:
                 raise InputError(
                     f"{refuse_small}: {name}: {small}; resize images before the crop, remove the "
                     "small ones, or allow a black border with pad=True"
                 )
-            if new:
-                _named_broken[found] = small
-                why = small or _UNREADABLE
+            if (source.fingerprint, name, why) not in _named:
+                _named.add((source.fingerprint, name, why))
                 logging.getLogger("vit_jax").warning("%s: %s; %s", name, why, consequence)
         yield batch
 
 
 def why_masked(source: Source, host_ops: Sequence[Op], record: int) -> str:
     """The reason why a record is masked, such as "not a readable image"."""
-    return _find_small(source, host_ops, record) or _UNREADABLE
+    fault = source.why_unreadable(record)
+    return _describe(fault) if fault else _find_small(source, host_ops, record) or _UNREADABLE
+
+
+def _describe(fault: str) -> str:
+    """What is said of a record that cannot be read, with the reason `fault` unless it is ""."""
+    return f"{_UNREADABLE} ({fault})" if fault else _UNREADABLE
+
+
+def _find_small_for_any(source: Source, all_ops: Sequence[Sequence[Op]], record: int) -> str | None:
+    """The result of `_find_small` for the first of `all_ops` that has a crop too large."""
+    found = (_find_small(source, ops, record) for ops in all_ops)
+    return next((small for small in found if small is not None), None)
 
 
 def _find_small(source: Source, host_ops: Sequence[Op], record: int) -> str | None:
@@ -232,7 +222,7 @@ def _find_small(source: Source, host_ops: Sequence[Op], record: int) -> str | No
     None if the image cannot be read, or if no crop exceeds it.
     """
     try:
-        image = _decode_early(source, source.read(tf.constant(record, tf.int64))["image"])
+        image = decode_early(source, source.read(tf.constant(record, tf.int64))["image"])
         for op in host_ops:
             needs = None if image.dtype == tf.string else op.needs
             if needs is not None and not op.takes(tuple(image.shape[:2])):

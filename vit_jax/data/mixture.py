@@ -80,9 +80,17 @@ def concatenate(sources: Sequence[Source]) -> Source:
     sizes = [source.num_examples for source in sources]
     first_ids = np.cumsum([0, *sizes])[:-1]
 
-    def record_name(record):
+    def find(record):
         i = np.searchsorted(first_ids, record, side="right") - 1
-        return sources[i].record_name(record - first_ids[i])
+        return sources[i], record - first_ids[i]
+
+    def record_name(record):
+        source, own = find(record)
+        return source.record_name(own)
+
+    def why_unreadable(record):
+        source, own = find(record)
+        return source.why_unreadable(own)
 
     shapes = {source.image_shape for source in sources}
     return Source(
@@ -99,6 +107,7 @@ def concatenate(sources: Sequence[Source]) -> Source:
         read=_read_one(sources, first_ids) if first.encoded else _read_many(sources, first_ids),
         record_name=record_name,
         encoded=first.encoded,
+        why_unreadable=why_unreadable,
         record_files=_concatenate_files(sources, first_ids),
         channels=first.channels,
         multi_label=first.multi_label,

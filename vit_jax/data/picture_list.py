@@ -86,6 +86,7 @@ def picture_list(
     holdout: str = "names",
     exif: bool = True,
     multi_label: bool = False,
+    max_corrupt_fraction: float = 1.0,
     **_,
 ) -> Source:
     """The pictures of a list; splits `train`, `val`, `all`, and `test` where it has a list.
@@ -128,7 +129,7 @@ def picture_list(
             row[[label_of[label] for label in shows]] = 1.0
     return picture_source(
         "list", lists.root, file.parent, split, list(found), labels, class_names,
-        sizes=list(sizes.values()), exif=exif,
+        sizes=list(sizes.values()), exif=exif, max_corrupt_fraction=max_corrupt_fraction,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import collections
 import io
 import logging
 import os
+import re
 import stat
 import warnings
 from collections.abc import Iterable, Sequence
@@ -103,8 +104,34 @@ def to_known_format(encoded: bytes, exif: bool = True) -> bytes:
         return b""
 
 
+def why_file_unreadable(path: str | os.PathLike) -> str:
+    """The reason why a picture cannot be read, and the remedy; "" if Pillow can."""
+    try:
+        with open(path, "rb") as file:
+            encoded = file.read()
+    except OSError as e:
+        if os.path.islink(path):
+            return "it is a link that leads to no file; restore its target"
+        gone = isinstance(e, FileNotFoundError)
+        return "there is no such file; restore it" if gone else f"{e.strerror}; check your rights"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = PIL.Image.open(io.BytesIO(encoded))
+            image.load()
+            if image.mode not in _32_BITS:
+                return ""
+    except Exception:  # Pillow's decoders raise what they like of broken files
+        pass
+    return why_unreadable(encoded)
+
+
 def why_unreadable(encoded: bytes) -> str:
     """The reason why `to_known_format`, or a decoder, cannot read `encoded`, and the remedy."""
+    if not encoded:
+        return "it is empty; copy it again"
+    if re.match(rb"\s*<(!doctype html|html)", encoded, re.IGNORECASE):
+        return "it is an HTML page; download the picture itself"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

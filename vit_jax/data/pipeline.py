@@ -5,7 +5,7 @@
 
 A batch is a dict of arrays; B is the global batch size, b the number of this process's rows:
 
-    image  uint8 (B, H, W, 3)
+    image  uint8 (B, H, W, 3); left out where a batch has only views (views.py)
     label  int32 (B,)     meaningless where mask is 0
     mask   float32 (B,)   0 for padding in evaluation and for corrupt records
     id     int32 (B,)     the record's index in its split; -1 for padding
@@ -16,17 +16,19 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from vit_jax import tree
 from vit_jax.data import order
+from vit_jax.data.crops import make_crops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.loading import LEFT_OUT, Batch, local_batches
 from vit_jax.data.ops import Op
 from vit_jax.data.sources import Source
+from vit_jax.data.views import Views
 
 _BATCHES_IN_FLIGHT = 2
 
@@ -42,6 +44,8 @@ def train_batches(
     start_step: int,
     num_steps: int,
     data_order: order.Order | None = None,
+    views: Mapping[str, Views] | None = None,
+    with_image: bool = True,
 ) -> Generator[tree.Batch, None, None]:
     """Global batches of steps start_step, ..., start_step + num_steps - 1; see `host_batches`.
 
@@ -57,6 +61,8 @@ def train_batches(
         start_step=start_step,
         num_steps=num_steps,
         data_order=data_order,
+        views=views,
+        with_image=with_image,
     )
     return _put_ahead(batches, num_steps, sharding, global_batch_size)
 
@@ -101,13 +107,18 @@ def host_batches(
     start_step: int,
     num_steps: int,
     data_order: order.Order | None = None,
+    views: Mapping[str, Views] | None = None,
+    with_image: bool = True,
 ) -> Iterator[Batch]:
     """The rows `rows` of each training batch, in NumPy.
 
     The contents of a row depend only on (seed, step, row), not on `rows` or `start_step`. The batch
     of any `start_step` comes as quickly as the first one. `data_order` None means `record`.
+    `views`: {key of a batch: views}, from `parse_views`; `with_image`: whether `host_ops` make
+    `image` too.
 
-    Raises: InputError, before the first batch, if the ops do not give image_size.
+    Raises: InputError, before the first batch, if the ops do not give image_size, or those of a
+      view its size.
     """
     local_rows = tf.constant(rows, tf.int64)
     data_order = data_order or order.record_order(source.num_examples, seed)
@@ -117,7 +128,8 @@ def host_batches(
         return data_order(positions), order.keys(positions, seed)
 
     steps = range(start_step, start_step + num_steps)
-    return local_batches(source, host_ops, steps, arrange, len(rows), image_size, "data.ops")
+    crops = make_crops(host_ops, image_size, "data.ops", views, with_image=with_image)
+    return local_batches(source, crops, steps, arrange, len(rows))
 
 
 def host_eval_batches(
@@ -155,8 +167,9 @@ def host_eval_batches(
         return tf.where(positions < num_records, found, -1), order.keys(positions, seed=0)
 
     steps = range(math.ceil(num_records / global_batch_size))
+    crops = make_crops(host_ops, image_size, key)
     return local_batches(
-        source, host_ops, steps, arrange, len(rows), image_size, key, refuse_small, consequence
+        source, crops, steps, arrange, len(rows), key if refuse_small else None, consequence
     )
 
 

@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import image_hw
 from vit_jax.data.ops import Op, at_full_size, do_the_same, parse_ops
+from vit_jax.data.views import Views, parse_views
 from vit_jax.errors import InputError
 
 logger = logging.getLogger("vit_jax")
@@ -20,12 +21,19 @@ class Preprocessing(NamedTuple):
     image_size: (height, width) of the model's input images.
     host_ops, device_ops: ops for training.
     eval_ops: {name: host ops} for each entry of `evals`.
+    views: {key of a batch: its views}; see views.py.
     """
 
     image_size: tuple[int, int]
     host_ops: tuple[Op, ...]
     device_ops: tuple[Op, ...]
     eval_ops: Mapping[str, tuple[Op, ...]]
+    views: Mapping[str, Views] = {}
+
+    @property
+    def has_image(self) -> bool:
+        """Whether a training batch has `image`, made by `data.ops`."""
+        return bool(self.host_ops or self.device_ops or not self.views)
 
 
 def parse_preprocessing(config: ConfigDict) -> Preprocessing:
@@ -36,7 +44,7 @@ def parse_preprocessing(config: ConfigDict) -> Preprocessing:
         name: parse_ops(entry.ops, image_size, key=f"evals.{name}.ops", pad_crops=pad_crops)[0]
         for name, entry in config.evals.items()
     }
-    return Preprocessing(image_size, host_ops, device_ops, eval_ops)
+    return Preprocessing(image_size, host_ops, device_ops, eval_ops, parse_views(config))
 
 
 def keep_ops(config: ConfigDict, stored: ConfigDict) -> ConfigDict:

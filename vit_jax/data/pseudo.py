@@ -69,6 +69,7 @@ def pseudo(
     found = read_pseudo_labels(split)
     facts = found.facts
     keywords = keywords | {key: facts[key] for key in ("num_classes", "num_examples")}
+    keywords["max_corrupt_fraction"] = 1.0  # pictures that cannot be read have no label
     pictures = make_source(
         facts["name"], split=facts["split"], data_dir=facts["data_dir"] or data_dir, **keywords
     )
@@ -103,6 +104,7 @@ def pseudo(
         fingerprints=tuple(fingerprint("pseudo", whole, digest) for whole in pictures.fingerprints),
         read=read,
         record_name=lambda record: pictures.record_name(int(found.record[record])),
+        why_unreadable=lambda record: pictures.why_unreadable(int(found.record[record])),
         record_files=None,
         file_names=None,
         multi_label=False,

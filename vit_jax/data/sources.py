@@ -30,6 +30,10 @@ with epy.lazy_imports():
 FINGERPRINT_VERSION = 2
 
 
+def _unknown(record: int) -> str:
+    return ""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
     """One split of a labelled image data set.
@@ -54,6 +58,7 @@ class Source:
         first; they depend neither on the data's location nor on the reader.
       read: see above.
       record_name: index -> the record's name in messages.
+      why_unreadable: index -> why the record's file cannot be read, and the remedy; "" if unknown.
       record_files: the way an encoded source reads neighbours together; None if that saves nothing.
       file_names: (start, stop) -> the original file names of these records, "" where one cannot be
         read; None if the source does not know them.
@@ -72,6 +77,7 @@ class Source:
     read: Callable[[tf.Tensor], dict[str, tf.Tensor]]
     record_name: Callable[[int], str]
     encoded: bool = False
+    why_unreadable: Callable[[int], str] = _unknown
     record_files: RecordFiles | None = None
     file_names: Callable[[int, int], Sequence[str]] | None = None
     channels: int = 3

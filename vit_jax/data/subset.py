@@ -204,6 +204,7 @@ def _keep_records(source: Source, kept: np.ndarray) -> Source:
         num_examples=len(kept),
         read=read,
         record_name=lambda record: source.record_name(int(kept[record])),
+        why_unreadable=lambda record: source.why_unreadable(int(kept[record])),
         record_files=None,
         file_names=None if source.file_names is None else file_names,
         part_sizes=(len(kept),),

@@ -1,6 +1,17 @@
-"""Options of XLA's compilers by platform, each with the measurement behind it."""
+"""Options of XLA's compilers by platform, each with the measurement behind it; their cache."""
 
+import hashlib
+import logging
+import os
+import pathlib
+import platform
+
+import jax
 from jax.sharding import Mesh
+
+from vit_jax import files
+
+logger = logging.getLogger("vit_jax")
 
 _TPU = {
     # By default the compiler replaces the product with a weight gathered over fsdp by one product
@@ -10,7 +21,42 @@ _TPU = {
     "xla_tpu_enable_windowed_einsum_for_reduce_scatter": False,
 }
 
+_MAX_CACHE_BYTES = 10 * 2**30  # beyond it, JAX removes the programs that were unused for longest
+_MIN_COMPILE_S = 0.1  # what compiles faster takes as long to read
+
 
 def compiler_options(mesh: Mesh) -> dict[str, bool]:
     """The argument `compiler_options` of `jax.jit` for programs that run on `mesh`."""
     return dict(_TPU) if mesh.devices.flat[0].platform == "tpu" else {}
+
+
+def keep_programs() -> None:
+    """Keep compiled programs in the user's cache folder, where the next start finds them.
+
+    Call it before the first program is compiled. A folder that the user chose by JAX's own setting,
+    such as JAX_COMPILATION_CACHE_DIR, stays. Without a writable folder nothing is kept.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    backend = jax.default_backend()
+    folder = files.cache_folder("compiled") / (_cpu_kind() if backend == "cpu" else backend)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        logger.debug("compiled programs are not kept: %s", e)
+        return
+    if not os.access(folder, os.W_OK | os.X_OK):
+        logger.debug("compiled programs are not kept: %s is not writable", folder)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", _MAX_CACHE_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_S)
+
+
+def _cpu_kind() -> str:
+    """A name for this type of CPU: a program compiled for another one may not run here."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else [platform.processor()]
+    kinds = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    digest = hashlib.sha256("\n".join(sorted(kinds) or lines).encode()).hexdigest()
+    return f"cpu-{digest[:12]}"

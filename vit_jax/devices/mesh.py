@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from vit_jax.devices.compiler import keep_programs
 from vit_jax.errors import Faults, InputError
 
 logger = logging.getLogger("vit_jax")
@@ -39,7 +40,7 @@ def accelerators_on_host() -> list[str]:
 
 
 def start_backend(platform: str | None = None) -> None:
-    """Choose JAX's backend; call it before anything asks JAX for a device.
+    """Choose JAX's backend and keep its programs; call it before anything asks JAX for a device.
 
     The planner needs libtpu also on hosts without a TPU. There JAX would try to use it and print
     alarming errors, so this function disables it.
@@ -70,6 +71,7 @@ def start_backend(platform: str | None = None) -> None:
             "or '.[tpu]', or set --config.mesh.platform=cpu",
             ", ".join(unused),
         )
+    keep_programs()
 
 
 def make_mesh(

@@ -43,7 +43,11 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     (r"se_reduce/kernel", ("fsdp", None)),
     (r"se_expand/kernel", (None, "fsdp")),
     # Small arrays: biases, norms and their statistics, tokens, probe, position tables, counts.
-    (r"(bias|scale|mean|var|class_token|distillation_token|probe|pos_embedding(/\w+)?)", ()),
+    (r"(bias|scale|mean|var|probe|pos_embedding(/\w+)?)", ()),
+    (r"(class_token|distillation_token|mask_token)", ()),
+    # The heads and the centres of self-distillation.
+    (r"(hidden_\d|bottleneck|prototypes)/kernel", ("fsdp", None)),
+    (r"centre/\w+", ()),
     (r"(random_features|count|step)", ()),
 )
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -65,10 +66,12 @@ def make_evaluators(
     model: nn.Module,
     mesh: Mesh,
     sources: Mapping[SplitKey, Source],
+    folder: epath.Path | None = None,
 ) -> dict[str, StateEvaluator]:
     """Make the evaluators of `config.evals`: {name: evaluator}.
 
-    `sources` come from `open_sources`.
+    `sources` come from `open_sources`. `folder`: the workdir of a run that trains, where evaluators
+    may write files; None: they write none.
 
     Raises:
       InputError: names the key, if an evaluator needs something that is missing.
@@ -87,9 +90,14 @@ def make_evaluators(
             mean=config.data.mean,
             std=config.data.std,
             loss=config.loss,
+            objective=config.objective,
+            name=name,
+            folder=folder,
         )
         kind = find_evaluator(entry.type)
-        several = [k for k, s in inputs.sources.items() if s.multi_label != kind.multi_label]
+        several = [
+            k for k, s in inputs.sources.items() if kind.multi_label not in (None, s.multi_label)
+        ]
         if several:
             other = "multilabel" if not kind.multi_label else "classification"
             faults.append(
@@ -110,15 +118,16 @@ def check_outputs(config: ConfigDict, model: nn.Module, image_size: tuple[int, i
     Raises:
       InputError: naming each evaluator that it cannot serve.
     """
-    faults: list[str] = []
-    found: dict[str, str] = {}
+    by_method: dict[str, list[str]] = {}
     for name, entry in config.evals.items():
         kind = find_evaluator(entry.type)
         method = kind.output or ("features" if kind.learns_classes else "__call__")
-        if method not in found:
-            found[method] = _find_output_fault(model, image_size, method)
-        if found[method]:
-            faults.append(f"evals.{name}.type={entry.type!r}: {found[method]}; leave it out")
+        by_method.setdefault(method, []).append(f"evals.{name}.type={entry.type!r}")
+    faults = Faults()
+    for method, entries in by_method.items():
+        fault = _find_output_fault(model, image_size, method)
+        remedy = "leave it out" if len(entries) == 1 else "leave them out"
+        faults.need(not fault, f"{', '.join(entries)}: {fault}; {remedy}")
     collect_faults(faults)
 
 

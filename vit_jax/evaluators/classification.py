@@ -135,9 +135,9 @@ class Classification:
 
 
 class Observed:
-    """A `Classification` that also passes the examples of each run to `see`."""
+    """An evaluator that also passes the examples of each run to `see`."""
 
-    def __init__(self, evaluator: Classification, see: Callable[[Examples], None]):
+    def __init__(self, evaluator: Any, see: Callable[[Any], None]):
         self._evaluator, self._see = evaluator, see
 
     def run(self, state: TrainState) -> dict[str, float]:

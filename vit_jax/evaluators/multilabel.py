@@ -4,6 +4,7 @@ Axes: B examples of a batch, N examples of the split, C classes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,20 @@ from vit_jax.tree import Batch
 
 with epy.lazy_imports():
     import sklearn.metrics
+
+
+class Shown(NamedTuple):
+    """The readable images of a pass over a split, in the split's order, and their predictions.
+
+    logits_NC: float32; shown_NC: float32, 1 for each class that the image shows; id_N: int32, the
+    index of the record. precision_C: the average precision of each class, float64, NaN for a class
+    that no image shows.
+    """
+
+    logits_NC: np.ndarray
+    shown_NC: np.ndarray
+    id_N: np.ndarray
+    precision_C: np.ndarray
 
 
 class MultiLabel:
@@ -61,20 +76,30 @@ class MultiLabel:
         Raises:
           NothingToMeasureError: no image of it can be read, or none shows a class.
         """
-        logits_NC, labels_NC, _ = self._logits(state, self._make_batches(), "split")
+        return self.run_with_examples(state)[0]
+
+    def run_with_examples(self, state: TrainState) -> tuple[dict[str, float], Shown]:
+        """The metrics of `run`, and what they were computed from.
+
+        Raises:
+          NothingToMeasureError: as `run`.
+        """
+        logits_NC, labels_NC, id_N = self._logits(state, self._make_batches(), "split")
         shown_C = labels_NC.any(axis=0)
         if not shown_C.any():
             raise NothingToMeasureError("split: no image has a label; choose another split")
-        precisions = [
-            sklearn.metrics.average_precision_score(labels_NC[:, c], logits_NC[:, c])
-            for c in np.flatnonzero(shown_C)
-        ]
+        precision_C = np.full(labels_NC.shape[1], np.nan)
+        for c in np.flatnonzero(shown_C):
+            precision_C[c] = sklearn.metrics.average_precision_score(
+                labels_NC[:, c], logits_NC[:, c]
+            )
         loss_N = np.asarray(self._loss(jnp.asarray(logits_NC), jnp.asarray(labels_NC)), np.float64)
-        return {
-            "mean_ap": float(np.mean(precisions)),
+        metrics = {
+            "mean_ap": float(np.mean(precision_C[shown_C])),
             "loss": float(loss_N.mean()),
             "num_examples": len(logits_NC),
         }
+        return metrics, Shown(logits_NC, labels_NC, id_N, precision_C)
 
 
 def multilabel(

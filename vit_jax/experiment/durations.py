@@ -66,7 +66,8 @@ def _split_duration(text: str, key: str) -> tuple[Fraction, str]:
 # Keys that hold a duration or None. Those that end in "every", including evals.*.every, are
 # intervals.
 KEYS = ("duration", "schedule.warmup", "schedule.cooldown", "schedule.timescale",
-        "checkpoint.every", "checkpoint.keep_every", "log.every")  # fmt: skip
+        "checkpoint.every", "checkpoint.keep_every", "log.every", "objective.temperature_warmup",
+        "objective.freeze_prototypes", "objective.gram_every")  # fmt: skip
 
 
 def duration_keys(config: ConfigDict) -> list[str]:

@@ -22,8 +22,8 @@ from vit_jax.data import (
     resolve_order,
 )
 from vit_jax.data.device_ops import MIXING_OPS, DeviceTransform, per_channel
-from vit_jax.data.ops import Op
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
+from vit_jax.data.views import view_shapes
 from vit_jax.devices.compiler import compiler_options
 from vit_jax.devices.flops import count_flops, program_flops
 from vit_jax.devices.kernels import KERNELS, choose_forms
@@ -53,7 +53,12 @@ from vit_jax.objectives.supervised import make_loss
 
 logger = logging.getLogger("vit_jax")
 
-BATCH_KEYS = ("image", "label", "mask", "id")
+# How to get what a batch may lack.
+_SETS = {
+    "image": "set --config.data.ops",
+    "global_views": "set --config.data.num_global=2 and --config.data.global_ops",
+    "local_views": "set --config.data.num_local=8, --config.data.local_ops and data.local_size",
+}
 Tree = TypeVar("Tree")
 
 
@@ -145,11 +150,15 @@ class Experiment:
     def flops_per_image(self) -> int:
         """FLOPs of a forward and a backward pass for one image, without rematerialisation.
 
-        A teacher's forward pass counts too.
+        They are those of the objective: patches that do not go through the model do not count, a
+        decoder and a teacher's forward pass do.
         """
         model = with_known(self.model, remat="none", constrain=unconstrained, forms=PLAIN)
+        learner = None if self.objective is None else self.objective.learner
 
         def loss(params, model_state, images):
+            if learner is not None:
+                return learner(model, params, images)
             logits = model.apply({"params": params, **model_state}, images)
             assert isinstance(logits, jax.Array)
             return logits.sum()
@@ -158,7 +167,8 @@ class Experiment:
             (1, *self.model.image_size, value_of(self.model, "channels")), jnp.float32
         )
         state = self.abstract_state.model_state
-        found = count_flops(jax.grad(loss), self._model_params, state, images)
+        params = self._model_params if learner is None else self.abstract_state.params
+        found = count_flops(jax.grad(loss), params, state, images)
         if self.objective is not None and self.objective.forward is not None:
             found += count_flops(self.objective.forward, *self.abstract_frozen, images)
         return found
@@ -179,12 +189,16 @@ def make_experiment(
       InputError: for faults that `validation.validate` cannot find.
     """
     assert None not in (config.data.num_classes, config.data.num_examples), "not resolved"
-    image_size, _, device_ops, _ = preprocessing or parse_preprocessing(config)
+    preprocessing = preprocessing or parse_preprocessing(config)
+    image_size = preprocessing.image_size
     durations, model = parse_durations(config), make_model(config, image_size, mesh)
     schedule = make_config_schedule(config, durations)
-    tx = make_optimizer(**optimizer_fields(config), schedule=schedule)
-    objective = _make_objective(config, model, mesh, teachers)
-    parts = (objective, tx, _make_transform(config, device_ops), config.seed)
+    total_steps = durations["duration"]
+    tx = make_optimizer(**optimizer_fields(config), schedule=schedule, total_steps=total_steps)
+    batch_shapes = _batch_shapes(config, preprocessing, batch_sharding(mesh))
+    objective = _make_objective(config, model, mesh, teachers, batch_shapes, durations)
+    _check_needs(objective, config, batch_shapes)
+    parts = (objective, tx, _make_transform(config, preprocessing), config.seed)
     step = step_fields(config)
     check_microbatches(model, config.model.name, step["accum_steps"])
 
@@ -209,7 +223,7 @@ def make_experiment(
         durations=durations,
         init=jit(init, out_shardings=shardings),
         train_step=jit(
-            make_train_step(*parts, **step),
+            make_train_step(*parts, **step, total_steps=total_steps),
             in_shardings=inputs,
             out_shardings=(shardings, None),
             donate_argnums=0,
@@ -219,7 +233,7 @@ def make_experiment(
             in_shardings=inputs,
         ),
         abstract_state=_with_sharding(shapes, shardings),
-        abstract_batch=_batch_shapes(config, image_size, batch),
+        abstract_batch=batch_shapes,
         freeze=step["freeze"],
         abstract_frozen=frozen,
         objective=objective,
@@ -227,9 +241,14 @@ def make_experiment(
 
 
 def _make_objective(
-    config: ConfigDict, model: nn.Module, mesh: Mesh, teachers: Sequence[Teacher]
+    config: ConfigDict,
+    model: nn.Module,
+    mesh: Mesh,
+    teachers: Sequence[Teacher],
+    batch: AbstractBatch,
+    durations: Mapping[str, int],
 ) -> Objective:
-    """The objective of a config; raises InputError if it needs what batches do not hold."""
+    """The objective of a config."""
     channels, kernels = config.data.channels, config.model.kernels
     teachers = tuple(
         teacher._replace(
@@ -240,16 +259,28 @@ def _make_objective(
         for teacher in teachers
     )
     mean, std = (per_channel(config.data[key], channels) for key in ("mean", "std"))
-    setting = Setting(mean, std, teachers)
+    shapes = {name: leaf.shape for name, leaf in batch.items()}
+    setting = Setting(mean, std, teachers, shapes, durations)
     loss = make_loss(**config.loss)
-    objective = make_objective(model, loss, setting=setting, **config.objective)
-    missing = {*objective.needs} - {*BATCH_KEYS}
+    return make_objective(model, loss, setting=setting, **config.objective)
+
+
+def _check_needs(objective: Objective, config: ConfigDict, batch: AbstractBatch) -> None:
+    """Raise InputError if the objective needs what batches or the state do not hold."""
+    name = config.objective.name
+    if objective.needs_average and config.optimizer.ema_decay is None:
+        raise InputError(
+            f"optimizer.ema_decay=None: the teacher of objective.name={name!r} is the running "
+            "average of the parameters; set --config.optimizer.ema_decay=0.996 and "
+            "--config.optimizer.ema_decay_end=1.0"
+        )
+    missing = sorted({*objective.needs} - {*batch})
+    remedies = [_SETS[key] for key in missing if key in _SETS] or ["choose another objective"]
     if missing:
         raise InputError(
-            f"objective.name={config.objective.name!r}: needs {', '.join(sorted(missing))} in "
-            f"every batch, which has {', '.join(BATCH_KEYS)}; choose another objective"
+            f"objective.name={name!r}: needs {', '.join(missing)} in every batch, which has "
+            f"{', '.join(batch)}; {'; '.join(remedies)}"
         )
-    return objective
 
 
 def _abstract_frozen(objective: Objective, mesh: Mesh) -> tuple[tree.PyTree, ...]:
@@ -287,7 +318,8 @@ def make_config_schedule(config: ConfigDict, durations: Mapping[str, int]) -> Sc
     )
 
 
-def _make_transform(config: ConfigDict, device_ops: Sequence[Op]) -> DeviceTransform:
+def _make_transform(config: ConfigDict, preprocessing: Preprocessing) -> DeviceTransform:
+    device_ops = preprocessing.device_ops
     mixes = any(op.name in MIXING_OPS for op in device_ops)
     return make_device_transform(
         device_ops,
@@ -295,6 +327,7 @@ def _make_transform(config: ConfigDict, device_ops: Sequence[Op]) -> DeviceTrans
         config.data.std,
         num_classes=config.data.num_classes,
         distance=_pair_distance(config, mixes),
+        views=preprocessing.views,
     )
 
 
@@ -329,15 +362,18 @@ def _with_sharding(shapes: Tree, shardings: Tree) -> Tree:
 
 
 def _batch_shapes(
-    config: ConfigDict, image_size: tuple[int, int], sharding: jax.sharding.Sharding
+    config: ConfigDict, preprocessing: Preprocessing, sharding: jax.sharding.Sharding
 ) -> AbstractBatch:
     array = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-    size = config.global_batch_size
+    size, channels = config.global_batch_size, config.data.channels
+    images = view_shapes(preprocessing.views, channels)
+    if preprocessing.has_image:
+        images |= {"image": (*preprocessing.image_size, channels)}
     label = array((size,), jnp.int32)
     if config.data.multi_label or config.data.soft_labels:
         label = array((size, config.data.num_classes), jnp.float32)
     return {
-        "image": array((size, *image_size, config.data.channels), jnp.uint8),
+        **{name: array((size, *shape), jnp.uint8) for name, shape in images.items()},
         "label": label,
         "mask": array((size,), jnp.float32),
         "id": array((size,), jnp.int32),
@@ -366,7 +402,8 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
     )
     faults.check(make_optimizer, **optimizer_fields(config), schedule=lambda step: 0.0)
     accum_steps, size = num_microbatches(config), config.global_batch_size
-    faults.check(check_step, accum_steps, config.optimizer.ema_decay)
+    decays = config.optimizer.ema_decay, config.optimizer.ema_decay_end
+    faults.check(check_step, accum_steps, *decays)
     faults.need(
         size is None or accum_steps < 1 or size % accum_steps == 0,
         f"optimizer.accum_steps={accum_steps}: must divide global_batch_size={size}",

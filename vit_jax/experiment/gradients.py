@@ -69,7 +69,7 @@ def make_gradients(
     ) -> tuple[Params, ObjectiveOutput]:
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
         transform_key, model_key = jax.random.split(step_key)
-        rows = jnp.arange(batch["image"].shape[0])
+        rows = jnp.arange(batch["mask"].shape[0])
         row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(transform_key, rows)
         batch = transform(batch, row_keys)
         if accum_steps == 1:

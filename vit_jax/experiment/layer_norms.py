@@ -1,5 +1,7 @@
 """Norms of gradients, parameters and updates, by layer."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 import optax
 
@@ -35,7 +37,7 @@ def make_layer_norms(
     def layer_norms(state: TrainState, batch: Batch, frozen: PyTree = None) -> Metrics:
         grads, _ = gradients(state, batch, frozen)
         updates, _ = tx.update(grads, state.opt_state, state.params)
-        grad, param, update = (_norms_by_part(x) for x in (grads, state.params, updates))
+        grad, param, update = (norms_by_group(x) for x in (grads, state.params, updates))
         norms: Metrics = {}
         for part in tree.parts(state.params):
             norms |= {
@@ -50,13 +52,15 @@ def make_layer_norms(
     return layer_norms
 
 
-def _norms_by_part(leaves: optax.Updates) -> Metrics:
-    """{part: Euclidean norm of its leaves} for a tree like the parameters."""
+def norms_by_group(leaves: optax.Updates, group: Callable[[str], str] = tree.part_of) -> Metrics:
+    """{group: Euclidean norm of its leaves} for a tree like the parameters.
+
+    `group` maps the name of a leaf in the unrolled model to its group.
+    """
     squares: Metrics = {}
     for name, leaf in tree.flatten_names(leaves).items():
         axes = tuple(range(int(tree.is_stacked(name)), leaf.ndim))
         totals = jnp.ravel(jnp.square(leaf).sum(axis=axes))
         for unrolled, total in zip(tree.unrolled_names(name, leaf), totals, strict=True):
-            part = tree.part_of(unrolled)
-            squares[part] = squares.get(part, 0.0) + total
-    return {part: jnp.sqrt(total) for part, total in squares.items()}
+            squares[group(unrolled)] = squares.get(group(unrolled), 0.0) + total
+    return {name: jnp.sqrt(total) for name, total in squares.items()}

@@ -110,6 +110,14 @@ def make_schedule(
     return schedule
 
 
+def half_cosine(
+    step: jax.typing.ArrayLike, total_steps: int, first: float, last: float
+) -> jax.Array:
+    """A value that goes from `first` at step 0 to `last` at `total_steps` by half a cosine."""
+    share = jnp.minimum(jnp.asarray(step, jnp.float32) / total_steps, 1)
+    return last + (first - last) * 0.5 * (1 + jnp.cos(jnp.pi * share))
+
+
 def _check_spans(
     total_steps: int, warmup_steps: int, cooldown_steps: int, milestones: Sequence[int]
 ) -> None:

@@ -9,6 +9,7 @@ import optax
 from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.errors import collect_faults
 from vit_jax.experiment.gradients import make_gradients
+from vit_jax.experiment.schedules import half_cosine
 from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.contract import Objective, ObjectiveOutput, PlainObjective, at_least_one
 from vit_jax.tree import Batch, ModelState, PyTree
@@ -45,6 +46,8 @@ def make_train_step(
     accum_steps: int = 1,
     ema_decay: float | None = None,
     freeze: str | None = None,
+    ema_decay_end: float | None = None,
+    total_steps: int = 1,
 ) -> Step[tuple[TrainState, Metrics]]:
     """Make step(state, batch, frozen=None) -> (state, metrics); pure.
 
@@ -55,8 +58,13 @@ def make_train_step(
 
         ema <- d * ema + (1 - d) * params,  d = min(ema_decay, (1 + step) / (10 + step))
 
-    so that in a short run the average does not stay near the initial parameters. The model state,
-    such as batch statistics, is averaged in the same way.
+    so that in a short run the average does not stay near the initial parameters. With
+    `ema_decay_end` the average is a teacher, whose d follows half a cosine from ema_decay at the
+    first to ema_decay_end at the last step:
+
+        d = ema_decay_end + (ema_decay - ema_decay_end) (1 + cos(pi step / total_steps)) / 2
+
+    The model state, such as batch statistics, is averaged in the same way.
 
     Args:
       objective: its full form, or only (params, model_state, batch, rng) -> sums over the batch.
@@ -66,11 +74,13 @@ def make_train_step(
       accum_steps: number of microbatches; must divide each device's share of the batch.
       ema_decay: decay of the running average of the parameters; None: no average.
       freeze: as in `make_optimizer`; matching parameters get no gradient.
+      ema_decay_end: decay at the end of the run, see above; None: the decay is constant.
+      total_steps: length of the run.
 
     Raises:
       InputError: if a number is out of range.
     """
-    check_step(accum_steps, ema_decay)
+    check_step(accum_steps, ema_decay, ema_decay_end)
     gradients = make_gradients(objective, transform, seed, accum_steps, freeze)
 
     def train_step(
@@ -84,7 +94,10 @@ def make_train_step(
         metrics["masked"] = (1.0 - batch["mask"]).sum()
         averages = {}
         if ema_decay is not None:
-            averages = average(state, params, sums.model_state, ema_decay)
+            keep = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
+            if ema_decay_end is not None:
+                keep = half_cosine(state.step, total_steps, ema_decay, ema_decay_end)
+            averages = average(state, params, sums.model_state, keep)
         state = state.replace(
             step=state.step + 1,
             params=params,
@@ -107,10 +120,12 @@ def metrics_of(sums: ObjectiveOutput) -> Metrics:
 
 
 def average(
-    state: TrainState, params: optax.Params, model_state: ModelState, ema_decay: float
+    state: TrainState, params: optax.Params, model_state: ModelState, keep: jax.Array
 ) -> dict[str, Any]:
-    """The running averages, by field, after the update from `state` to the new values."""
-    keep = jnp.minimum(ema_decay, (1.0 + state.step) / (10.0 + state.step))
+    """The running averages, by field, after the update from `state` to the new values.
+
+    `keep`: share of the old averages, a scalar.
+    """
 
     def follow(e: jax.Array, p: jax.Array) -> jax.Array:
         if not jnp.issubdtype(p.dtype, jnp.floating):
@@ -123,7 +138,9 @@ def average(
     return jax.tree.map(follow, old, new)
 
 
-def check_step(accum_steps: int, ema_decay: float | None) -> None:
+def check_step(
+    accum_steps: int, ema_decay: float | None, ema_decay_end: float | None = None
+) -> None:
     """Raise InputError if a number is out of range."""
     faults = []
     if accum_steps < 1:
@@ -132,4 +149,9 @@ def check_step(accum_steps: int, ema_decay: float | None) -> None:
         )
     if ema_decay is not None and not 0.0 < ema_decay < 1.0:
         faults.append(f"optimizer.ema_decay={ema_decay}: must be between 0 and 1, or None")
+    if ema_decay_end is not None and (ema_decay is None or not 0.0 < ema_decay_end <= 1.0):
+        faults.append(
+            f"optimizer.ema_decay_end={ema_decay_end}: needs a number above 0, at most 1, and "
+            "optimizer.ema_decay at the start of the run; None keeps the decay constant"
+        )
     collect_faults(faults)

@@ -23,28 +23,29 @@ from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
 from vit_jax.evaluators import evaluate as evaluate_one
 from vit_jax.evaluators.classification import Classification, Examples, Observed
+from vit_jax.evaluators.multilabel import MultiLabel, Shown
 from vit_jax.experiment.state import TrainState
 from vit_jax.inference.whole_folder import Origin, take_whole_folders
 from vit_jax.job import watchdog
 from vit_jax.models.fields import check_fields, value_of, with_known
 from vit_jax.training.agreement import compare_findings, compare_requests, compare_weights
+from vit_jax.training.holdout import adopt_holdout
 from vit_jax.training.prepare import check_mesh, prepare
 from vit_jax.training.sources import (
-    adopt_holdout,
     check_evaluated_images,
     find_other_names,
     open_sources,
 )
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.resample import check_convention
-from vit_jax.transfer.rules import Pretrained, loss_of
+from vit_jax.transfer.spec import Pretrained, loss_of
 from vit_jax.transfer.workdir import ops_on_pixels, read_class_names, warn_of_borders
 
 logger = logging.getLogger("vit_jax")
 
-# Called with an evaluator's name, its predictions and its data, once for each classification; on
-# every process.
-See = Callable[[str, Examples, Source], None]
+# Called with an evaluator's name, its predictions and its data, once for each evaluator of the
+# model's own classes; on every process.
+See = Callable[[str, Examples | Shown, Source], None]
 
 
 def evaluate(
@@ -63,8 +64,9 @@ def evaluate(
       InputError: if no checkpoint can be read.
     """
     stored = stored_config.read_config(files.absolute(workdir))
-    config = take_whole_folders(config, Origin(str(workdir), stored), asked)
+    config, said = take_whole_folders(config, Origin(str(workdir), stored), asked)
     run = prepare(config, workdir, training=False)
+    _log(said)
     workdir = run.workdir
     names = read_class_names(workdir)
     _warn_of_other_classes(run.config, names, str(workdir), run.sources)
@@ -90,6 +92,11 @@ def evaluate(
         return {"step": meta["step"]} | _evaluate_all(
             run.evaluators, state, run.config, run.sources, see
         )
+
+
+def _log(messages: Sequence[tuple[int, str]]) -> None:
+    for level, text in messages:
+        logger.log(level, "%s", text)
 
 
 def _warn_of_older_behaviour(config: ConfigDict, workdir: epath.Path) -> None:
@@ -133,10 +140,11 @@ def evaluate_pretrained(
     collect_faults(faults)
     run_config = None if pretrained.run is None else pretrained.run["config"]
     origin = Origin(pretrained.source, run_config, pretrained.spec.holdout)
-    config = take_whole_folders(config, origin, asked)
+    config, said = take_whole_folders(config, origin, asked)
     compare_requests(config, {"--init_from": pretrained.source})
     names = pretrained.spec.class_names
     config, sources = open_sources(config, training=False, class_names=names)
+    _log(said)
     _fill_in_ops(config, pretrained, sources)
     preprocessing = parse_preprocessing(config)
     model = _model_on(mesh, config, preprocessing.image_size, pretrained)
@@ -248,8 +256,8 @@ def _evaluate_all(
     """Run all evaluators; `see` gets the predictions of the weights that give the main metrics."""
     results = {}
     for name, evaluator in evaluators.items():
-        found: list[Examples] = []
-        if see is not None and isinstance(evaluator, Classification):
+        found: list[Examples | Shown] = []
+        if see is not None and isinstance(evaluator, Classification | MultiLabel):
             evaluator = Observed(evaluator, found.append)
         with watchdog.phase("evaluation"):
             results |= evaluate_one(name, evaluator, state)

@@ -15,8 +15,6 @@ from vit_jax.config.evals import find_evaluator
 from vit_jax.data.pictures import Walk
 from vit_jax.transfer.published import is_published
 
-logger = logging.getLogger("vit_jax")
-
 _SHARED = 0.01  # share of the pictures above which two folders hold the same ones
 
 
@@ -35,17 +33,18 @@ class Origin(NamedTuple):
 
 def take_whole_folders(
     config: ConfigDict, origin: Origin, asked: Collection[str] = ()
-) -> ConfigDict:
+) -> tuple[ConfigDict, list[tuple[int, str]]]:
     """`config` with the split `all` for evaluators of pictures that the model has not seen.
 
     This concerns folders and lists without splits of their own, where `val` is a tenth, but not
-    those that the run was trained on. One line of the log says what is evaluated. The keys `asked`,
-    which the user has set, stay as they are.
+    those that the run was trained on. The keys `asked`, which the user has set, stay as they are.
+
+    Returns: the config, and what to log, as (level, text), once the data have been accepted.
 
     Raises:
       InputError: there is no such folder or list.
     """
-    config = copy.deepcopy(config)  # with the types of keys that are None
+    config, said = copy.deepcopy(config), []  # with the types of keys that are None
     for name, entry in config.evals.items():
         split_key = f"evals.{name}.split"
         data_dir = None if split_key in asked else _find_undivided(config, entry)
@@ -53,18 +52,19 @@ def take_whole_folders(
             continue
         reason = find_doubt(origin, data_dir)
         if reason is not None:
-            logger.warning(
-                "evals.%s: evaluates a tenth of %s, as the model may have been trained on the "
-                "rest (%s); if it was not, give --config.%s=all",
-                name, data_dir, reason, split_key,
-            )  # fmt: skip
+            text = (
+                f"evals.{name}: evaluates a tenth of {data_dir}, as the model may have been "
+                f"trained on the rest ({reason}); if it was not, give --config.{split_key}=all"
+            )
+            said.append((logging.WARNING, text))
         else:
             entry.split = "all"
-            logger.info(
-                "evals.%s: evaluates all pictures of %s, as the model was not trained on them",
-                name, data_dir,
-            )  # fmt: skip
-    return config
+            text = (
+                f"evals.{name}: evaluates all pictures of {data_dir}, as the model was not "
+                "trained on them"
+            )
+            said.append((logging.INFO, text))
+    return config, said
 
 
 def _find_undivided(config: ConfigDict, entry: ConfigDict) -> str | None:

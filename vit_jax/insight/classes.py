@@ -16,7 +16,8 @@ from etils import epath
 from vit_jax import files
 from vit_jax.data import Source
 from vit_jax.evaluators.classification import Examples
-from vit_jax.insight import figures
+from vit_jax.evaluators.multilabel import Shown
+from vit_jax.insight import figures, several_labels
 
 logger = logging.getLogger("vit_jax")
 
@@ -95,10 +96,13 @@ def mistakes(
     ]
 
 
-def report(output: epath.Path | None, name: str, examples: Examples, source: Source) -> None:
+def report(
+    output: epath.Path | None, name: str, examples: Examples | Shown, source: Source
+) -> None:
     """Log the weakest classes, and write the results by class into `output`/`name` unless None.
 
-    Only process 0 does. `name` is the evaluator's. Files:
+    Only process 0 does. `name` is the evaluator's. Of images with several labels the files are
+    those of `several_labels`. Of others:
 
       classes.csv     the rows of `by_class`.
       confusion.csv   images by true class (rows) and predicted class (columns); of models with
@@ -110,17 +114,23 @@ def report(output: epath.Path | None, name: str, examples: Examples, source: Sou
     if jax.process_index() > 0:
         return
     names = source.class_names or [str(i) for i in range(source.num_classes)]
-    confusions = count_confusions(examples, len(names))
-    rows = by_class(confusions, names)
-    logger.info("%s: %s", name, summarize(rows))
+    if isinstance(examples, Shown):
+        rows, said = several_labels.by_class(examples, names), several_labels.summarize
+        wrong = several_labels.mistakes(examples, names, source.record_name)
+        columns: Sequence[str] = several_labels.COLUMNS
+    else:
+        confusions = count_confusions(examples, len(names))
+        rows, said = by_class(confusions, names), summarize
+        wrong = mistakes(examples, names, source.record_name)
+        columns = ("file", "class", "predicted", "confidence", "probability_of_class")
+    logger.info("%s: %s", name, said(rows))
     if output is None:
         return
     folder = output / name
     folder.mkdir(parents=True, exist_ok=True)
     _write_table(folder / "classes.csv", rows)
-    _write_confusions(folder, confusions, names)
-    wrong = mistakes(examples, names, source.record_name)
-    columns = ("file", "class", "predicted", "confidence", "probability_of_class")
+    if not isinstance(examples, Shown):
+        _write_confusions(folder, confusions, names)
     _write_table(folder / "wrong.csv", wrong, columns)
     logger.info("%s: wrong pictures: %d; results by class: %s", name, len(wrong), folder)
 

@@ -52,10 +52,11 @@ def read_runs(workdirs: Sequence[str | os.PathLike]) -> list[RunRecord]:
     ]
     if faults:
         raise InputError(*faults)
-    return [_read_run(name, path) for name, path in zip(_short_names(paths), paths, strict=True)]
+    return [read_run(name, path) for name, path in zip(short_names(paths), paths, strict=True)]
 
 
-def _read_run(name: str, workdir: epath.Path) -> RunRecord:
+def read_run(name: str, workdir: epath.Path) -> RunRecord:
+    """Read the run in `workdir`, finished or not, under that name."""
     points: dict[str, dict[int, float]] = {}
     step = 0
     for row in metrics.read_history(workdir):
@@ -68,10 +69,10 @@ def _read_run(name: str, workdir: epath.Path) -> RunRecord:
     return RunRecord(name, flatten(read_config(workdir)), curves, step)
 
 
-def _short_names(paths: Sequence[epath.Path]) -> list[str]:
+def short_names(paths: Sequence[epath.Path]) -> list[str]:
     """As many last parts of each path as tell all paths apart."""
     parts = [os.fspath(path).split("/") for path in paths]
-    for length in range(1, max(map(len, parts)) + 1):
+    for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(p[-length:]) for p in parts]
         if len(set(names)) == len(names):
             return names

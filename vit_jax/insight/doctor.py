@@ -3,27 +3,17 @@
 Every check ends within a time limit and gives a `Finding`; none raises.
 """
 
-import concurrent.futures
-import contextlib
-import contextvars
-import importlib.util
+import copy
 import io
 import itertools
 import logging
-import netrc
 import os
 import pathlib
 import secrets
 import shutil
-import socket
 import tempfile
-import threading
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 import psutil
@@ -31,59 +21,23 @@ from etils import epath
 from ml_collections import ConfigDict
 
 import vit_jax
-from vit_jax import files
-from vit_jax.errors import InputError
+from vit_jax.insight.findings import FAILED, OK, WARNING, Finding, bounded
+from vit_jax.insight.reach import (
+    check_cluster,
+    check_data_dir,
+    check_wandb,
+    check_workdir,
+    is_in_bucket,
+    remedy_of_bucket,
+)
 from vit_jax.job.software import software
 
 logger = logging.getLogger("vit_jax")
 
-OK, WARNING, FAILED = "ok", "warning", "failed"
 _LITTLE = 1 << 30  # bytes of memory or disk that a run soon exceeds
 _PICTURES = 32  # decoded
-_WANDB = "https://api.wandb.ai"
 _ABSENT = "not installed"
-# Errors of TensorFlow, which reads and writes buckets.
-_WHY_OUT_OF_REACH = {
-    "NotFoundError": "there is no such bucket",
-    "PermissionDeniedError": "access is denied",
-    "UnauthenticatedError": "access is denied",
-}
 _SHOWN = ("Python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-
-
-class Finding(NamedTuple):
-    """The result of a check: its subject, OK, WARNING or FAILED, what was found, and the remedy."""
-
-    subject: str
-    state: str
-    found: str
-    remedy: str = ""
-
-
-def bounded(subject: str, check: Callable[[], Finding], timeout_s: float, remedy: str) -> Finding:
-    """The result of `check`; FAILED with `remedy` if it raises or takes longer than `timeout_s`.
-
-    A check that hangs is left behind in its thread, which does not keep the process alive.
-    """
-    result: concurrent.futures.Future[Finding] = concurrent.futures.Future()
-    context = contextvars.copy_context()  # holds the plug-ins in use
-
-    def run():
-        try:
-            result.set_result(context.run(check))
-        except BaseException as e:
-            result.set_exception(e)
-
-    threading.Thread(target=run, daemon=True, name=f"doctor: {subject}").start()
-    try:
-        return result.result(timeout_s)
-    except concurrent.futures.TimeoutError:
-        return Finding(subject, FAILED, f"no answer within {timeout_s:g} s", remedy)
-    except InputError as e:
-        return Finding(subject, FAILED, str(e), "")  # it has its own remedy
-    except Exception as e:
-        said = " ".join(str(e).split())[:300]
-        return Finding(subject, FAILED, f"{type(e).__name__}: {said}", remedy)
 
 
 def check_software() -> Finding:
@@ -127,7 +81,7 @@ def check_memory(workdir: epath.Path | None) -> Finding:
     from vit_jax.devices.flops import format_bytes
 
     memory, local = psutil.virtual_memory(), pathlib.Path.cwd()
-    if workdir is not None and not _is_in_bucket(workdir):
+    if workdir is not None and not is_in_bucket(workdir):
         local = next(p for p in [workdir, *workdir.parents] if p.exists())
     disk = shutil.disk_usage(local)
     text = (
@@ -192,137 +146,6 @@ def _made_picture() -> bytes:
     return jpeg.getvalue()
 
 
-def check_data_dir(data_dir: str, data_name: str | None = None) -> Finding:
-    """Whether `data_dir` can be read: a folder of pictures, of TFDS data sets, or a bucket's.
-
-    `data_name`: the data set that the config reads there; None: unknown.
-    """
-    path = files.absolute(data_dir)
-    with _reaching(path):
-        is_folder = path.is_dir()
-        names = sorted(entry.name for entry in path.iterdir()) if is_folder else []
-    if not is_folder:
-        return Finding("data folder", FAILED, f"{path}: no such folder",
-                       "check the path, its mount and your rights; --data_dir=DIR")  # fmt: skip
-    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    if not names:
-        return Finding("data folder", FAILED, f"{path}: is empty", "put the data there")
-    if data_name in (None, "folder") and not _is_in_bucket(path):
-        loose = _find_loose_pictures(pathlib.Path(path))
-        if loose is not None:
-            remedy = (
-                "train needs a folder for each class (data.name=folder) or a list of labels "
-                "(data.name=list); as they are, predict reads them, and so do objectives without "
-                "labels (data.name=unlabelled)"
-            )
-            return Finding("data folder", WARNING, loose, remedy)
-    return Finding("data folder", OK, f"{path}: {len(names)} entries: {shown}")
-
-
-def _find_loose_pictures(root: pathlib.Path) -> str | None:
-    """What a folder of pictures without labels holds; None if it has classes or a list."""
-    from vit_jax.data.folder_contents import class_like_folders, describe_contents
-    from vit_jax.data.image_folder import find_layout
-    from vit_jax.data.picture_list import SUFFIXES
-
-    base = find_layout(root).train_root
-    lists = [path for path in root.iterdir() if path.suffix.lower() in SUFFIXES]
-    if lists or class_like_folders(base):
-        return None
-    found = describe_contents(base, "").removesuffix("; ")
-    return f"{base}: {found}, no folders of classes" if " picture" in found else None
-
-
-def _is_in_bucket(path: str | os.PathLike) -> bool:
-    return "://" in os.fspath(path)
-
-
-def _bucket_of(path: str | os.PathLike) -> str:
-    """gs://bucket of gs://bucket/any/path."""
-    return "/".join(os.fspath(path).split("/")[:3])
-
-
-@contextlib.contextmanager
-def _reaching(path: epath.Path) -> Iterator[None]:
-    """Turn errors of a store's client, whose texts are for its developers, into one line."""
-    try:
-        yield
-    except Exception as e:
-        if isinstance(e, InputError) or not _is_in_bucket(path):
-            raise
-        why = _WHY_OUT_OF_REACH.get(type(e).__name__, "cannot be reached")
-        raise InputError(f"{_bucket_of(path)}: {why}; {_remedy_of_bucket(path)}") from e
-
-
-def _remedy_of_bucket(path: str | os.PathLike) -> str:
-    return (
-        f"check the name of the bucket {_bucket_of(path)}, the network, and your credentials "
-        "(for gs://: gcloud auth application-default login)"
-    )
-
-
-def check_workdir(workdir: epath.Path) -> Finding:
-    """Whether `workdir` can be written: a bucket gets a small object, which is removed again."""
-    from vit_jax.training.workdir import check_writable
-
-    if not _is_in_bucket(workdir):
-        check_writable(workdir)
-        return Finding("workdir", OK, f"{workdir}: can be written")
-    with _reaching(workdir):
-        check_writable(workdir)
-        probe, content = workdir / f"doctor-{secrets.token_hex(4)}", secrets.token_bytes(16)
-        probe.write_bytes(content)
-        same = probe.read_bytes() == content
-        probe.unlink()
-    if not same:
-        return Finding("workdir", FAILED, f"{workdir}: gave back other bytes than were written",
-                       "check who else writes there")  # fmt: skip
-    return Finding("workdir", OK, f"{workdir}: written, read and removed an object")
-
-
-def check_wandb(timeout_s: float) -> Finding:
-    """Whether W&B is installed, has a key, and its host answers."""
-    if importlib.util.find_spec("wandb") is None:
-        return Finding("W&B", FAILED, "not installed", "pip install -e '.[wandb]'")
-    if os.environ.get("WANDB_MODE") in ("offline", "disabled"):
-        return Finding("W&B", OK, f"WANDB_MODE={os.environ['WANDB_MODE']}: sends nothing")
-    url = os.environ.get("WANDB_BASE_URL", _WANDB)
-    host = urllib.parse.urlparse(url).hostname or url
-    if not os.environ.get("WANDB_API_KEY") and not _has_netrc_entry(host):
-        return Finding("W&B", FAILED, f"no key for {host}",
-                       "run wandb login, or set WANDB_API_KEY")  # fmt: skip
-    try:
-        urllib.request.urlopen(url, timeout=timeout_s).close()
-    except urllib.error.HTTPError as e:  # an answer
-        if e.code >= 500:
-            return Finding("W&B", FAILED, f"{url}: status {e.code}", "try later")
-    return Finding("W&B", OK, f"{url} answers; a key is set")
-
-
-def _has_netrc_entry(host: str) -> bool:
-    try:
-        return netrc.netrc().authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def check_cluster(coordinator: str | None, timeout_s: float) -> Finding:
-    """The cluster that this process belongs to, and whether `coordinator` (HOST:PORT) answers."""
-    from vit_jax.jax_private import find_cluster
-
-    cluster = find_cluster()
-    text = "no cluster detected: one process"
-    if cluster is not None:
-        text = f"{cluster.name or cluster.__name__}: {cluster.get_process_count()} processes"
-    if coordinator is None:
-        return Finding("cluster", OK, text)
-    host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit():
-        raise InputError(f"--coordinator={coordinator}: needs HOST:PORT")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
-    return Finding("cluster", OK, f"{text}; {coordinator} answers")
-
-
 class _Lines(logging.Handler):
     """Collects messages."""
 
@@ -370,11 +193,15 @@ def examine(
 ) -> Iterator[Finding]:
     """Run the checks one after another; what is not asked for (None, False) is left out.
 
+    `data_dir` is also that of `config`, unless it sets one.
     `timeout_s` limits each check, `training_timeout_s` the one that opens the data of `config`.
     """
     platform = None
     if config is not None:
         platform, wandb = config.mesh.platform, wandb or config.log.wandb is not None
+        if config.data.data_dir is None and data_dir is not None:
+            config = copy.deepcopy(config)  # with the types of keys that are None
+            config.data.data_dir = data_dir
         data_dir = data_dir or config.data.data_dir
     start = max(timeout_s, 60.0)  # imports of JAX and TensorFlow take seconds on a busy host
     again = "stop other programs that hold the devices; JAX_PLATFORMS=cpu leaves them out"
@@ -385,14 +212,14 @@ def examine(
     if data_dir is not None:
         name = None if config is None else config.data.name
         remedy = "check the path, its mount and your rights"
-        if _is_in_bucket(data_dir):
-            remedy = _remedy_of_bucket(data_dir)
+        if is_in_bucket(data_dir):
+            remedy = remedy_of_bucket(data_dir)
         yield bounded("data folder", lambda: check_data_dir(data_dir, name), timeout_s, remedy)
     yield bounded("decoding", lambda: check_decoding(data_dir), start, "pip install -e '.'")
     if workdir is not None:
         remedy = "check the path, its mount and your rights"
-        if _is_in_bucket(workdir):
-            remedy = _remedy_of_bucket(workdir)
+        if is_in_bucket(workdir):
+            remedy = remedy_of_bucket(workdir)
         yield bounded("workdir", lambda: check_workdir(workdir), timeout_s, remedy)
     if wandb:
         remedy = "check the network and proxy, or set WANDB_MODE=offline"

@@ -104,6 +104,7 @@ def draw_runs(
             (lines[name],) = axes.plot(
                 steps, values, style, color=color, marker=marker, markersize=3
             )
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_title(metric, fontsize=10)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)

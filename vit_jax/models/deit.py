@@ -34,20 +34,20 @@ class DeiT(ViT):
         token = self.param("distillation_token", nn.initializers.zeros, (1, 1, self.width))
         return [*super()._make_prefix_tokens(), token]
 
-    def _representations(self, images, train):
+    def _representations(self, x_BND):
         """(class token, distillation token), each (B, D)."""
-        x_BND = self.tokens(images, train=train)
         pair = x_BND[:, 0], x_BND[:, 1]
         return tuple(self.pooled_norm(x_BD) for x_BD in pair) if self.norm_pooled else pair
 
-    def features(self, images, *, train=False):
-        class_BD, distillation_BD = self._representations(images, train)
+    def represent(self, x_BND):
+        class_BD, distillation_BD = self._representations(x_BND)
         return (class_BD + distillation_BD) / 2 if self.distillation_head else class_BD
 
-    def __call__(self, images, *, train=False):
+    def __call__(self, images, *, train=False, mask=None):
+        del mask
         if self.num_classes is None:
             return self.features(images, train=train)
-        class_BD, distillation_BD = self._representations(images, train)
+        class_BD, distillation_BD = self._representations(self.tokens(images, train=train))
         if not self.distillation_head:
             return self.head(class_BD)
         logits = {
@@ -68,6 +68,8 @@ class DeiT(ViT):
             faults.append(f"pool={self.pool!r}: a DeiT needs token")
         if self.hidden_head:
             faults.append("hidden_head=True: the heads of a DeiT are linear; set it to False")
+        if self.head_batch_norm:
+            faults.append("head_batch_norm=True: a DeiT has two heads; set it to False")
         return faults
 
 

@@ -162,17 +162,18 @@ class Positions:
         return jnp.pad(added_1ND, ((0, 0), (num_without, 0), (0, 0)))
 
 
-def sincos_2d(grid: tuple[int, int], width: int) -> np.ndarray:
+def sincos_2d(grid: tuple[int, int], width: int, span: int | None = None) -> np.ndarray:
     """Fixed sine-cosine embedding of a grid's positions, in raster order.
 
     A patch in column x and row y gets [sin(x w), cos(x w), sin(y w), cos(y w)] with the width/4
-    frequencies w_i = 10000^(-i / (width/4 - 1)).
+    frequencies w_i = 10000^(-i / span). `span` None is width/4 - 1, so that the lowest frequency is
+    1/10000; masked autoencoders use width/4.
 
     Shapes: -> (grid[0] * grid[1], width), float32; the width is a multiple of 4, at least 8.
     Source: Beyer et al. 2022 (arXiv:2205.01580), after Chen et al. 2021 (arXiv:2104.02057).
     """
     rows, columns = np.mgrid[: grid[0], : grid[1]]
-    frequencies = 10000.0 ** -(np.arange(width // 4) / (width // 4 - 1))
+    frequencies = 10000.0 ** -(np.arange(width // 4) / (width // 4 - 1 if span is None else span))
     x = columns.reshape(-1, 1) * frequencies
     y = rows.reshape(-1, 1) * frequencies
     return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1).astype(np.float32)

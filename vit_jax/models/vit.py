@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from vit_jax.errors import collect_faults
+from vit_jax.models.batch_norm import BatchNorm
 from vit_jax.models.fields import (
     check_image_shape,
     find_class_faults,
@@ -39,6 +40,8 @@ from vit_jax.models.position import (
     find_position_faults,
 )
 
+HEAD_NORM_EPS = 1e-6
+_HEAD_MOMENTUM = 0.9  # of the running statistics before the head
 POOLS = ("token", "gap", "map")
 _CHOICES = {
     "pool": POOLS,
@@ -70,6 +73,9 @@ class ViT(BlockFields, nn.Module):
         over the patches).
       class_token: whether a learned token precedes the patches; None adds it if `pool` needs it.
       norm_pooled: normalise the pooled representation instead of the tokens.
+      head_batch_norm: normalise what the head gets by its mean and variance over the batch, without
+        scale and shift, as in the linear probes of self-supervised models. Such a model has batch
+        statistics: see `EfficientNet`.
       hidden_head: add a dense layer of width D with tanh before the linear one, as in pretraining.
       pos_embed_at: where positions are added: "stem", before the first layer; "layers", at the
         input of every layer, each layer with its own tables; "layers_shared", the same with one
@@ -85,7 +91,8 @@ class ViT(BlockFields, nn.Module):
 
     Methods: "tokens" -> (B, N, D), the encoder's output, the class token first if there is one;
       "features" -> (B, D), the input of the head; "pre_logits" -> (B, D), the output of the head's
-      hidden layer, which a model without classes may also have.
+      hidden layer, which a model without classes may also have. For objectives that hide or change
+      patches: tokens = encode(embed(images)), features = represent(tokens).
     Raises: InputError for fields that contradict each other, or images of another size.
     """
 
@@ -99,6 +106,7 @@ class ViT(BlockFields, nn.Module):
     norm_pooled: bool = False
     hidden_head: bool = False
     head_bias: float = 0.0
+    head_batch_norm: bool = False
     pos_embed: str = "learned_1d"
     pos_embed_at: str | None = None
     pos_embed_class_token: bool = True
@@ -146,6 +154,8 @@ class ViT(BlockFields, nn.Module):
             self.head_hidden = Dense(self.width, dtype=self.dtype)
         if self.num_classes is not None:
             self.head = self._make_head(self.num_classes)
+            if self.head_batch_norm:
+                self.head_norm = BatchNorm(_HEAD_MOMENTUM, HEAD_NORM_EPS, affine=False)
 
     @nn.nowrap
     def _make_prefix_tokens(self) -> list[jax.Array]:
@@ -164,10 +174,39 @@ class ViT(BlockFields, nn.Module):
 
     def tokens(self, images, *, train=False):
         """The encoder's output (B, N, D), normalised unless `norm_pooled` (Eqs. 1-4)."""
+        image_size = self.image_size or images.shape[1:3]
+        return self.encode(self.embed(images), image_size=image_size, train=train)
+
+    def embed(self, images):
+        """The patches of the images as tokens without positions (B, N, D), N = rows x columns.
+
+        What replaces a patch, such as a mask token, is put in its place between `embed` and
+        `encode`, which adds the positions.
+        """
         check_image_shape(images.shape, self.image_size, self.channels)
         image_size = self.image_size or images.shape[1:3]
         collect_faults(find_undivided(image_size, self.patch_size, self.token_stride))
-        x_BND = self.constrain(self._embed(images.astype(self.dtype)), ("batch", None, None))
+        return self.constrain(self._embed(images.astype(self.dtype)), ("batch", None, None))
+
+    def encode(self, x_BND, *, keep=None, image_size=None, train=False):
+        """The encoder's output for patches from `embed`: prefix tokens and positions are added.
+
+        Args:
+          x_BND: all patches of the images, in raster order, without positions.
+          keep: (B, M) int32, the raster indices of the patches that go through the encoder, in the
+            order in which they come out; the prefix tokens always do. None: all patches.
+          image_size: height and width of the images in pixels; None: `image_size` of the model.
+          train: whether dropout and stochastic depth are on.
+
+        Returns:
+          (B, P + N, D), or (B, P + M, D) with `keep`; the P prefix tokens come first.
+
+        Raises:
+          InputError: `keep` is given, but the model needs all patches; see `find_keep_faults`.
+        """
+        if keep is not None:
+            collect_faults(self.find_keep_faults())
+        image_size = self.image_size if image_size is None else image_size
         if self.prefix_tokens:
             prefix_1ND = jnp.concatenate(self.prefix_tokens, axis=1).astype(self.dtype)
             prefix_BND = jnp.tile(prefix_1ND, (x_BND.shape[0], 1, 1))
@@ -178,10 +217,36 @@ class ViT(BlockFields, nn.Module):
         if shared is not None and self.positions_at == "stem":
             assert not isinstance(shared, Relative)
             x_BND, shared = x_BND + shared.astype(self.dtype), None
+        if keep is not None:
+            x_BND, shared = self._take(x_BND, keep), self._take(shared, keep)
         x_BND = self.embedding_dropout(x_BND, deterministic=not train)
         x_BND = self.constrain(x_BND, ("batch", None, None))
         grid = None if self.block_class is EncoderBlock else self._grid(image_size)
         return self.encoder(x_BND, grid=grid, shared=shared, train=train)
+
+    @nn.nowrap
+    def _take(self, x_BND, keep_BM):
+        """The prefix tokens and the patches `keep_BM` of tokens (B or 1, N, D); None of None."""
+        if x_BND is None:
+            return None
+        prefix = self.num_prefix_tokens
+        patches_BMD = jnp.take_along_axis(x_BND[:, prefix:], keep_BM[:, :, None], axis=1)
+        prefix_BPD = x_BND[:, :prefix]
+        prefix_BPD = jnp.broadcast_to(prefix_BPD, (len(keep_BM), *prefix_BPD.shape[1:]))
+        return jnp.concatenate([prefix_BPD, patches_BMD], axis=1)
+
+    @nn.nowrap
+    def find_keep_faults(self) -> list[str]:
+        """The fields for which `encode` needs all patches of an image."""
+        if self.block_class is not EncoderBlock:
+            return [f"keep: the layers of a {type(self).__name__} need all patches of an image"]
+        if self.pos_embed == "relative" or self.positions_at == "layers":
+            return [
+                f"pos_embed={self.pos_embed!r} with pos_embed_at={self.pos_embed_at!r}: such "
+                "layers need all patches of an image; choose stem or layers_shared, and another "
+                "kind than relative"
+            ]
+        return []
 
     def _embed(self, images):
         """Embed each patch of the images as a token: the first part of Eq. 1."""
@@ -189,7 +254,11 @@ class ViT(BlockFields, nn.Module):
 
     def features(self, images, *, train=False):
         """The pooled representation (B, D): class token, mean of the patches, or attention pool."""
-        x_BD = self._pool(self.tokens(images, train=train))
+        return self.represent(self.tokens(images, train=train))
+
+    def represent(self, x_BND):
+        """The features (B, D) of the encoder's output (B, N, D); see `features`."""
+        x_BD = self._pool(x_BND)
         return self.pooled_norm(x_BD) if self.norm_pooled else x_BD
 
     def _pool(self, x_BND):
@@ -205,10 +274,19 @@ class ViT(BlockFields, nn.Module):
     def _hidden(self, x_BD):
         return jnp.tanh(self.head_hidden(x_BD)) if self.hidden_head else x_BD
 
-    def __call__(self, images, *, train=False):
+    def __call__(self, images, *, train=False, mask=None):
         x_BD = self.features(images, train=train)
         y_BD = self._hidden(x_BD)  # if there are no classes, only creates its parameters
-        return x_BD if self.num_classes is None else self.head(y_BD)
+        if self.num_classes is None:
+            return x_BD
+        if self.head_batch_norm:
+            y_BD = self.head_norm(y_BD[:, None, None], mask, train)[:, 0, 0]
+        return self.head(y_BD)
+
+    @property
+    def has_batch_statistics(self) -> bool:
+        """Whether the rows of a training batch depend on each other."""
+        return self.head_batch_norm
 
     @property
     def token_stride(self) -> tuple[int, int]:

@@ -16,6 +16,11 @@ from vit_jax.objectives.distillation import (
     needs_labels,
     parse_teachers,
 )
+from vit_jax.objectives.lejepa import check_lejepa, make_lejepa
+from vit_jax.objectives.mae import check_mae, make_mae
+from vit_jax.objectives.masked_patches import check_masked_patches, make_masked_patches
+from vit_jax.objectives.self_distillation import make_self_distillation
+from vit_jax.objectives.self_distillation_keys import check_self_distillation
 from vit_jax.objectives.supervised import LossFn, make_supervised
 
 # name -> function of (model, loss, own keys) that makes an `Objective`, or in its short form
@@ -24,6 +29,18 @@ from vit_jax.objectives.supervised import LossFn, make_supervised
 OBJECTIVES: dict[str, Callable[..., Objective | PlainObjective]] = {
     "supervised": make_supervised,
     "distillation": make_distillation,
+    "masked_patches": make_masked_patches,
+    "mae": make_mae,
+    "lejepa": make_lejepa,
+    "self_distillation": make_self_distillation,
+}
+
+# name -> function that raises InputError for wrong values of the objective's own keys.
+_CHECKS: dict[str, Callable[..., None]] = {
+    "masked_patches": check_masked_patches,
+    "mae": check_mae,
+    "lejepa": check_lejepa,
+    "self_distillation": check_self_distillation,
 }
 
 
@@ -62,6 +79,8 @@ def check_objective(config: ConfigDict) -> None:
     own: dict[str, Any] = choose_own_keys(**config.objective)
     if config.objective.name == "distillation":
         check_distillation(config.loss.name, **own)
+    elif config.objective.name in _CHECKS:
+        _CHECKS[config.objective.name](**own)
 
 
 def learns_labels(config: ConfigDict) -> bool:

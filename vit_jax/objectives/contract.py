@@ -77,6 +77,21 @@ LossOfBatch = Callable[[Params, State, Batch, PyTree, jax.Array], ObjectiveOutpu
 PlainObjective = Callable[[Params, ModelState, Batch, jax.Array], ObjectiveOutput]
 
 
+class Collapse(NamedTuple):
+    """What shows that an objective without labels has collapsed, and what helps; see `Health`.
+
+    low_rank: the remedy if the features fill few directions.
+    entropy_limit: the greatest value of its metric `teacher_entropy`, log K for K prototypes;
+      None: it has no such metric.
+    low_entropy, high_entropy: the remedies if that metric is near 0, or near its greatest value.
+    """
+
+    low_rank: str
+    entropy_limit: float | None = None
+    low_entropy: str = ""
+    high_entropy: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """What is minimised over a batch, and what it needs for that.
@@ -90,17 +105,28 @@ class Objective:
       teacher's; None: none. They are laid out like parameters, not donated and not saved.
     forward: (frozen, images (B, H, W, channels)) -> outputs, to count the FLOPs of what is frozen,
       on one device; None: it has none.
+    learner: (model, params, images (B, H, W, channels)) -> a scalar whose gradient takes the FLOPs
+      of a step, apart from `forward` and rematerialisation; `model` is the run's in a plain form.
+      None: what `model.__call__` takes.
+    reconstruct: (params, images (B, H, W, channels), keys (B,)) -> `patches.Reconstruction`, for
+      objectives that hide patches; None for others.
     needs: keys of a batch that it reads.
     couples_rows: whether the loss of a row depends on other rows, as with centres and contrastive
       pairs; then a batch cannot be computed in microbatches.
+    needs_average: whether it reads `state.ema`, as where a model is its own teacher.
+    collapse: how a collapse shows; None: it cannot collapse, as it learns labels or from teachers.
     """
 
     loss: LossOfBatch
     init: Callable[[jax.Array], tuple[Params, ModelState]] | None = None
     frozen: PyTree | None = None
     forward: Callable[[PyTree, jax.Array], Any] | None = None
+    learner: Callable[[nn.Module, Params, jax.Array], jax.Array] | None = None
+    reconstruct: Callable[[Params, jax.Array, jax.Array], Any] | None = None
     needs: tuple[str, ...] = ("image", "label", "mask")
     couples_rows: bool = False
+    needs_average: bool = False
+    collapse: Collapse | None = None
 
 
 def as_objective(objective: Objective | PlainObjective) -> Objective:
@@ -147,11 +173,15 @@ class Setting(NamedTuple):
 
     mean, std: of the value range of the images of a batch, for each channel.
     teachers: frozen models; () if there are none.
+    shapes: {key: shape} of a global batch.
+    durations: {config key: steps} for every duration of the run.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     teachers: tuple[Teacher, ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] = {}
+    durations: Mapping[str, int] = {}
 
 
 def at_least_one(weight: jax.Array) -> jax.Array:

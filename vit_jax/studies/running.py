@@ -38,6 +38,7 @@ from vit_jax.studies.members import (
     Result,
     Study,
 )
+from vit_jax.studies.recorded import find_differences
 from vit_jax.training.guards import DIVERGED_FILE
 from vit_jax.training.validation import validate
 from vit_jax.training.workdir import continue_run
@@ -328,7 +329,7 @@ def _write_report(
         for member in placed_members(study, config, call, results)
         if member.name in results
     }
-    warnings = _warn_of_older_members(call, results)
+    warnings = find_differences(call.workdir, results)
     content = {
         "study": config.study.name,
         "complete": report.complete,
@@ -348,18 +349,6 @@ def _write_report(
     return report
 
 
-def _warn_of_older_members(call: Call, results: Mapping[str, Result]) -> list[str]:
-    """Warnings for keys whose value for older runs differs between members."""
-    kept = {name: stored_config.kept_values(call.workdir / name) for name in results}
-    lines = []
-    for key in config_lib.IN_OLDER_RUNS:
-        values = {name: values[key] for name, values in kept.items() if values}
-        if len(set(values.values())) > 1:
-            shown = ", ".join(f"{value!r} in {name}" for name, value in values.items())
-            lines.append(f"{key} differs, so results may not be comparable: {shown}")
-    return lines
-
-
 def _conclude(report: Report, call: Call, results: Mapping[str, Result]) -> int:
     """Print the results of a study; return the exit code."""
     table = Table(*report.columns)
@@ -375,7 +364,7 @@ def _conclude(report: Report, call: Call, results: Mapping[str, Result]) -> int:
     for name in by_state[DIVERGED]:
         print(f"{name} diverged: {results[name].error}", file=sys.stderr)
     written = ["study.md", "study.json", *report.files]
-    for line in _warn_of_older_members(call, results):
+    for line in find_differences(call.workdir, results):
         print(f"warning: {line}", file=sys.stderr)
     print(f"report: {', '.join(str(call.workdir / name) for name in written)}")
     if by_state[FAILED]:

@@ -22,7 +22,8 @@ from vit_jax.experiment.data_size import RULES, bit_warmup
 from vit_jax.experiment.durations import parse_duration
 from vit_jax.models import create_model, find_family, name_of, sizes_of
 from vit_jax.models.fields import field_defaults, field_names
-from vit_jax.transfer.rules import Pretrained, abstract_params
+from vit_jax.transfer.shapes import abstract_params
+from vit_jax.transfer.spec import Pretrained
 
 logger = logging.getLogger("vit_jax")
 

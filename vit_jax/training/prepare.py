@@ -27,9 +27,9 @@ from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.objectives.contract import Teacher
 from vit_jax.training.agreement import compare_requests
 from vit_jax.training.decided import decide, keep_class_weights, take_fields
+from vit_jax.training.holdout import adopt_holdout
 from vit_jax.training.layout import ChooseLayout, settle_layout
 from vit_jax.training.sources import (
-    adopt_holdout,
     check_evaluated_images,
     check_images,
     data_fingerprint,
@@ -38,14 +38,16 @@ from vit_jax.training.sources import (
 )
 from vit_jax.training.teachers import (
     check_same_teachers,
+    classes_of,
     compare_classes,
     describe_teachers,
+    gives_classes,
     read_teachers,
 )
 from vit_jax.training.timetable import Timetable
 from vit_jax.training.workdir import check_store, check_unchanged, check_writable, continue_run
 from vit_jax.transfer.resample import check_convention
-from vit_jax.transfer.rules import class_names_of
+from vit_jax.transfer.spec import class_names_of
 from vit_jax.transfer.workdir import read_class_names
 
 logger = logging.getLogger("vit_jax")
@@ -127,18 +129,21 @@ def prepare(
     if pretrained is not None:
         config = _adopt_settings(config, pretrained, is_begun, faults)
     balanced = config.loss.class_weights == "balanced"
-    config, preprocessing, sources = _open_data(config, workdir, training, faults)
+    early = faults.check(_classes_from_teachers, config) if training else None
+    config, preprocessing, sources = _open_data(config, workdir, training, faults, early)
     assert mesh is not None
     if training:
         config = decide(config)
         if balanced and is_begun:
             config = keep_class_weights(config, read_config(workdir))
         config, mesh = _settle(config, workdir, mesh, choose_layout, chooses_microbatches)
-    teachers, described = _open_teachers(config, workdir, sources) if training else ((), [])
+    teachers, described = _open_teachers(config, workdir, sources, early) if training else ((), [])
     train_source = sources.get(config_lib.train_split(config)) if training else None
     experiment = make_experiment(_of_step(config, training), mesh, preprocessing, teachers)
     check_outputs(config, experiment.model, preprocessing.image_size)
-    evaluators = make_evaluators(config, preprocessing, experiment.model, mesh, sources)
+    evaluators = make_evaluators(
+        config, preprocessing, experiment.model, mesh, sources, workdir if training else None
+    )
     if training:
         check_metrics(config, evaluators, resumes=is_begun)
     return Run(
@@ -189,10 +194,21 @@ def _check_workdir(config: ConfigDict, workdir: epath.Path, training: bool, faul
     return resumes
 
 
+def _classes_from_teachers(config: ConfigDict) -> tuple[Teacher, ...] | None:
+    """The teachers of a run on unlabelled pictures, whose classes it takes; None for other runs."""
+    return read_teachers(config) if gives_classes(config) else None
+
+
 def _open_data(
-    config: ConfigDict, workdir: epath.Path, training: bool, faults: Faults
+    config: ConfigDict,
+    workdir: epath.Path,
+    training: bool,
+    faults: Faults,
+    teachers: Sequence[Teacher] | None,
 ) -> tuple[ConfigDict, Preprocessing, dict[SplitKey, data.Source]]:
     """Open the splits and check their images: (config with their facts, preprocessing, sources).
+
+    Unlabelled pictures have the classes of `teachers`.
 
     Raises:
       InputError: lists `faults` and those of the data.
@@ -201,7 +217,9 @@ def _open_data(
         collect_faults(faults)
     preprocessing = parse_preprocessing(config)
     class_names = None if training else _class_names(config, workdir)
-    config, sources = faults.check(open_sources, config, training, class_names) or (config, {})
+    taught = None if teachers is None else classes_of(teachers)
+    opened = faults.check(open_sources, config, training, class_names, taught)
+    config, sources = opened or (config, {})
     if sources:
         check = check_images if training else check_evaluated_images
         faults.check(check, config, preprocessing, sources)
@@ -226,14 +244,17 @@ def _read_weights(config: ConfigDict, faults: Faults) -> transfer.Pretrained | N
 
 
 def _open_teachers(
-    config: ConfigDict, workdir: epath.Path, sources: Mapping[SplitKey, data.Source]
+    config: ConfigDict,
+    workdir: epath.Path,
+    sources: Mapping[SplitKey, data.Source],
+    teachers: tuple[Teacher, ...] | None,
 ) -> tuple[tuple[Teacher, ...], list[dict[str, Any]]]:
-    """The teachers of a run and their description.
+    """The teachers of a run, unless they were read already, and their description.
 
     Raises:
       InputError: they do not suit the run, or have changed.
     """
-    teachers = read_teachers(config)
+    teachers = read_teachers(config) if teachers is None else teachers
     described = describe_teachers(teachers)
     check_same_teachers(workdir, described)
     class_names = sources[config_lib.train_split(config)].class_names

@@ -20,6 +20,7 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.job.hold import Hold
 from vit_jax.training.guards import CorruptRecords, check_finite
+from vit_jax.training.health import Health
 from vit_jax.training.prepare import Run
 from vit_jax.training.summary import Clock
 
@@ -58,6 +59,7 @@ class Record:
         self._clock, self._start = clock, start
         self._pending: collections.deque = collections.deque()
         self._last: dict[str, float] = {}
+        self._health = watch_health(run, meta)
         self._corrupt = CorruptRecords(
             meta,
             global_batch_size=c.global_batch_size,
@@ -102,13 +104,20 @@ class Record:
         row |= self._throughput.read(step)
         self._writer.write(step, row)
         self._progress.update(step, row)
+        self._warn(step, row)
 
     def evaluate(self, state: TrainState, names: Sequence[str]) -> dict[str, float]:
         """Run the evaluators `names` on `state`, write their rows, and return all values."""
         if not names:
             return {}
         with self._throughput.pause("evaluation"):
-            return evaluate_all(self._run, state, names, self._writer)
+            found = evaluate_all(self._run, state, names, self._writer)
+        self._warn(int(state.step), found)
+        return found
+
+    def _warn(self, step: int, row: Mapping[str, float]) -> None:
+        for warning in self._health.add(row):
+            logger.warning("step %d: %s", step, warning)
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[dict[str, Any]]:
@@ -122,7 +131,15 @@ class Record:
         with watchdog.phase("save"), self._throughput.pause("save"):
             self.saved = step
             self._writer.flush()
-            yield self._run.fingerprint | self._corrupt.read() | self._clock.read(train_s)
+            facts = self._corrupt.read() | self._health.read() | self._clock.read(train_s)
+            yield self._run.fingerprint | facts
+
+
+def watch_health(run: Run, meta: Mapping[str, Any]) -> Health:
+    """The watch over the rows of a run that continues from a state saved with `meta`."""
+    objective = run.experiment.objective
+    ranks = [name for name, entry in run.config.evals.items() if entry.type == "rank"]
+    return Health(None if objective is None else objective.collapse, ranks, meta)
 
 
 @contextlib.contextmanager

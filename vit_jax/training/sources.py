@@ -1,8 +1,8 @@
 """Opening and checking the splits of a run."""
 
 import copy
+import dataclasses
 import logging
-import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
-from vit_jax import data, transfer
+from vit_jax import data
 from vit_jax.config import SplitKey
 from vit_jax.config.evals import find_evaluator
 from vit_jax.data.folder_contents import class_like_folders, find_dataset_below
-from vit_jax.data.image_folder import class_folders
 from vit_jax.data.pictures import shown
 from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
+from vit_jax.data.views import fingerprint_of_views
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.declared import chosen_metrics
 from vit_jax.objectives import learns_labels
@@ -28,6 +28,7 @@ from vit_jax.objectives.supervised import balanced_weights
 logger = logging.getLogger("vit_jax")
 
 SYNSET = re.compile(r"n\d{8}")  # as data sets call the classes of ImageNet, and models do not
+TaughtClasses = tuple[int | None, tuple[str, ...] | None]  # number and names
 _GENERIC_NAME = re.compile(r"LABEL_\d+")  # as Hugging Face calls classes that were given no names
 
 
@@ -45,30 +46,32 @@ def find_other_names(
 
 
 def open_sources(
-    config: ConfigDict, training: bool, class_names: Sequence[str] | None = None
+    config: ConfigDict,
+    training: bool,
+    class_names: Sequence[str] | None = None,
+    taught: TaughtClasses | None = None,
 ) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
     """Open every split; return the config, with the facts of the data set filled in, and sources.
 
     Without `training` the training split is not opened; its facts are already in the config.
     `class_names` are those of the model then, None if unknown: own pictures get the labels that
-    their classes have in the model, by name.
+    their classes have in the model, by name. `taught`: see `open_training`.
     """
     config = _settle_optional_splits(config)
-    config, sources = open_training(config) if training else (config, {})
+    config, sources = open_training(config, taught) if training else (config, {})
     d, faults = config.data, Faults()
+    said: list[str] = []
     for name, entry in config.evals.items():
         for split_key, key in config_lib.eval_splits(config, entry).items():
             synthetic = key.data_name == "synthetic"
             learns = find_evaluator(entry.type).learns_classes
-            found = sources.get(key) or faults.check(
-                _open_split,
-                config,
-                key,
-                d.num_classes if synthetic else None,
-                d.num_examples if synthetic else None,
-                prefix=f"evals.{name}.{split_key}: ",
-            )
-            if found is None:
+            numbers = (d.num_classes, d.num_examples) if synthetic else (None, None)
+            try:
+                found = sources.get(key) or _open_split(config, key, *numbers)
+            except InputError as e:  # the same for other splits of the data
+                new = [fault for fault in e.faults if fault not in said]
+                faults += [f"evals.{name}.{split_key}: {fault}" for fault in new]
+                said += new
                 continue
             if class_names is not None and key not in sources:
                 try:
@@ -142,11 +145,14 @@ def _match_own(
     return data.match_classes(source, class_names)
 
 
-def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
+def open_training(
+    config: ConfigDict, taught: TaughtClasses | None = None
+) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
     """Open the training data; return the config, with their facts filled in, and the sources.
 
     `config.train_split(config)` is the key of the whole; for a mixture, its first part also has a
-    key of its own.
+    key of its own. `taught` are the classes that teachers give to unlabelled pictures, which have
+    none of their own; None: there are no such teachers.
 
     Raises:
       InputError: if the data are missing or do not match the config.
@@ -156,7 +162,16 @@ def open_training(config: ConfigDict) -> tuple[ConfigDict, dict[SplitKey, data.S
     own, parts = config_lib.own_split(config), data.parse_mix(d.mix)
     if d.split == "all" and d.name in (*data.OWN_PICTURES, "unlabelled"):
         raise InputError("data.split='all': is for evaluation only; train on 'train'")
-    source = _open_split(config, own, d.num_classes, None if parts else d.num_examples)
+    source = _open_split(
+        config,
+        own,
+        None if taught else d.num_classes,
+        None if parts else d.num_examples,
+        # Of a mixture, or of some classes, another share may be missing.
+        max_corrupt_fraction=1.0 if parts or d.classes else d.max_corrupt_fraction,
+    )
+    if taught is not None and taught[0] is not None:
+        source = dataclasses.replace(source, num_classes=taught[0], class_names=taught[1])
     sources, opened = {own: source}, [source]
     _check_learnable(config, source)
     if parts:
@@ -258,7 +273,7 @@ def _check_learnable(config: ConfigDict, source: data.Source) -> None:
             "data.name='unlabelled': has no labels, which "
             f"objective.name={config.objective.name!r} learns; put the pictures into a folder for "
             "each class (data.name=folder), or choose another objective, such as distillation with "
-            "--config.objective.weight=1 and --config.objective.mode=features"
+            "--config.objective.weight=1"
         )
     if source.name in data.OWN_PICTURES and source.num_classes < 2:
         remedy = "; needed: at least 2"
@@ -289,6 +304,7 @@ def _open_split(
     num_classes: int | None = None,
     num_examples: int | None = None,
     reader: str | None = None,
+    max_corrupt_fraction: float = 1.0,
 ) -> data.Source:
     return data.make_source(
         key.data_name,
@@ -297,6 +313,7 @@ def _open_split(
         subset=key.subset,
         reader=reader or config.data.reader,
         broken_labels=config.data.broken_labels,
+        max_corrupt_fraction=max_corrupt_fraction,
         data_dir=key.data_dir,
         holdout=config.data.holdout,
         exif=config.data.exif,
@@ -331,7 +348,8 @@ def check_images(
     """Raise InputError if the ops of training or of an evaluator do not give `data.image_size`."""
     one = _one_image(preprocessing)
     training, ops = sources[config_lib.train_split(config)], preprocessing.host_ops
-    data.host_batches(training, ops, **one, seed=0, start_step=0, num_steps=0)
+    how = one | {"views": preprocessing.views, "with_image": preprocessing.has_image}
+    data.host_batches(training, ops, **how, seed=0, start_step=0, num_steps=0)
     check_evaluated_images(config, preprocessing, sources)
 
 
@@ -347,75 +365,6 @@ def check_evaluated_images(
 
 def _one_image(preprocessing: Preprocessing) -> dict[str, Any]:
     return {"global_batch_size": 1, "image_size": preprocessing.image_size, "rows": np.arange(1)}
-
-
-def adopt_holdout(config: ConfigDict, pretrained: transfer.Pretrained) -> ConfigDict:
-    """`config` with the rule by which the run of `pretrained` held out images of its folder.
-
-    Otherwise images that the run was trained on could be tested on. A config that reads only other
-    folders keeps its own rule.
-
-    Raises:
-      InputError: if `config` sets another rule.
-    """
-    if not _may_read_its_folder(config, pretrained):
-        return config
-    config = _adopt_folder_rules(config, pretrained)
-    rule, own = pretrained.spec.holdout, config.data.holdout
-    default = config_lib.base_config().data.holdout
-    if rule is None or own == rule:
-        return config
-    if own != default:
-        raise InputError(
-            f"data.holdout={own!r}: {pretrained.source} held out images by {rule!r}; leave out "
-            "data.holdout, or images that it was trained on would be tested on"
-        )
-    config = copy.deepcopy(config)  # keeps the types of keys that are None
-    config.data.holdout = rule
-    if config_lib.reads_folder(config):
-        logger.warning(
-            "%s held out images of its folder by data.holdout=%r; the same rule is used here "
-            "(default for new runs: %r)",
-            pretrained.source, rule, default,
-        )  # fmt: skip
-    return config
-
-
-def _adopt_folder_rules(config: ConfigDict, pretrained: transfer.Pretrained) -> ConfigDict:
-    """`config` with the older `data.folder_rules` of a run, by which other images are held out."""
-    if pretrained.run is None or not config_lib.reads_folder(config):
-        return config
-    older = pretrained.run["config"]["data"]["folder_rules"]
-    if config_lib.reads_folder(pretrained.run["config"]) and older < config.data.folder_rules:
-        logger.warning(
-            "%s read its folder by data.folder_rules=%d; so it is read here (new runs: %d)",
-            pretrained.source, older, config.data.folder_rules,
-        )  # fmt: skip
-        config = copy.deepcopy(config)  # with the types of keys that are None
-        config.data.folder_rules = older
-    return config
-
-
-def _may_read_its_folder(config: ConfigDict, pretrained: transfer.Pretrained) -> bool:
-    """Whether `config` may read the folder, perhaps moved, that the run in `pretrained` read.
-
-    An exported model knows its class names but not its folder. True also if `config` reads no
-    folder, so that models initialized from this one inherit the rule.
-    """
-    ours = config_lib.folders_read(config)
-    its = config_lib.folders_read(pretrained.run["config"]) if pretrained.run else set()
-    if not ours or (pretrained.run and not its):
-        return True
-    real_paths = [
-        {os.path.realpath(os.path.expanduser(folder)) for folder in folders if folder}
-        for folders in (ours, its)
-    ]
-    names = pretrained.spec.class_names
-    return (
-        not real_paths[0].isdisjoint(real_paths[1])
-        or names is None
-        or any({*names} <= {*class_folders(folder)} for folder in real_paths[0])
-    )
 
 
 def data_fingerprint(
@@ -446,4 +395,5 @@ def data_fingerprint(
         [d.order, d.chunk_size, d.streams, d.repeats, d.mix],
     ]
     channels = [f"{d.channels} channels"] * (d.channels != 3)
-    return fingerprint(*identity, *[d.pad_crops] * (version > 1), *channels)
+    views = fingerprint_of_views(config)
+    return fingerprint(*identity, *[d.pad_crops] * (version > 1), *channels, *views)

@@ -21,7 +21,7 @@ from vit_jax.errors import InputError, collect_faults
 from vit_jax.files import write_whole
 from vit_jax.models import create_model
 from vit_jax.models.fields import value_of, with_known
-from vit_jax.objectives import teachers_of
+from vit_jax.objectives import learns_labels, teachers_of
 from vit_jax.objectives.contract import Teacher
 from vit_jax.training.sources import find_other_names
 from vit_jax.transfer.rules import stack_layers
@@ -91,6 +91,19 @@ def _new_teacher(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
 def _in_form_of_student(model: nn.Module, config: ConfigDict) -> nn.Module:
     scan = bool(config.model.scan) and ":" not in (config.objective.features or "")
     return with_known(model, dtype=jnp.dtype(config.model.dtype), scan=scan, remat="none")
+
+
+def gives_classes(config: ConfigDict) -> bool:
+    """Whether the classes of a run on unlabelled pictures are those of its teachers."""
+    o, learns_logits = config.objective, config.objective.mode != "features"
+    unlabelled = config.data.name == "unlabelled" and not learns_labels(config)
+    return unlabelled and o.teacher is not None and learns_logits
+
+
+def classes_of(teachers: Sequence[Teacher]) -> tuple[int | None, tuple[str, ...] | None]:
+    """(number, names) of the classes of `teachers`; None where they have none."""
+    names = next((t.class_names for t in teachers if t.class_names is not None), None)
+    return teachers[0].model.num_classes, names
 
 
 def compare_classes(

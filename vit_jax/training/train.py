@@ -342,6 +342,8 @@ def train_batches(run: Run, start: int) -> Generator[tree.Batch, None, None]:
         start_step=start,
         num_steps=run.experiment.total_steps - start,
         data_order=run.order,
+        views=run.preprocessing.views,
+        with_image=run.preprocessing.has_image,
     )
 
 

@@ -34,7 +34,7 @@ from vit_jax.transfer import (
     timm_efficientnet,
     workdir,
 )
-from vit_jax.transfer.adapters import merge_adapters
+from vit_jax.transfer.adapters import merge_adapters, merge_head_norm
 from vit_jax.transfer.published import (
     by_address,
     forget,
@@ -43,8 +43,8 @@ from vit_jax.transfer.published import (
     loss_by_file_name,
 )
 from vit_jax.transfer.resample import check_convention
-from vit_jax.transfer.rules import Pretrained, Spec
-from vit_jax.transfer.shapes import abstract_model_state
+from vit_jax.transfer.shapes import abstract_model_state, abstract_params
+from vit_jax.transfer.spec import Pretrained, Spec
 
 logger = logging.getLogger("vit_jax")
 
@@ -220,7 +220,7 @@ def save_pretrained(
     plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
     plain, merged = merge_adapters(plain, tree.flatten_names(params))
     spec = spec or Spec(plain.image_size, "antialiased")
-    model_state = tree.flatten_names(collections)
+    plain, merged, model_state = merge_head_norm(plain, merged, tree.flatten_names(collections))
     pretrained = Pretrained(str(path), plain, merged, spec, model_state=model_state)
     return WRITERS[format].write(absolute(path), pretrained)
 
@@ -296,7 +296,7 @@ def load_pretrained(
     if num_classes is not None:
         named |= {
             name: jnp.zeros(leaf.shape)
-            for name, leaf in rules.abstract_params(model).items()
+            for name, leaf in abstract_params(model).items()
             if rules.is_of_head(name)
         }
     model_state = tree.unflatten_names(rules.fit_model_state(pretrained, model, resize))

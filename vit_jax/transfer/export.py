@@ -27,8 +27,9 @@ from vit_jax.files import absolute, write_whole
 from vit_jax.job.software import software
 from vit_jax.models.fields import value_of, with_known
 from vit_jax.transfer import WRITERS, check_holds, load_pretrained
+from vit_jax.transfer.formats import to_json
 from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.rules import Pretrained, to_json
+from vit_jax.transfer.spec import Pretrained
 
 STABLEHLO = "stablehlo"
 PLATFORMS = ("cpu", "cuda", "tpu")

@@ -11,6 +11,7 @@ import urllib.parse
 import huggingface_hub
 from etils import epath
 from huggingface_hub import constants, errors
+from huggingface_hub.utils import logging
 
 from vit_jax.errors import InputError
 
@@ -52,6 +53,7 @@ def fetch_from_hub(
       InputError: if the repository, the revision or the file does not exist or may not be read, or
         if the Hub is not reached and the cache lacks a file.
     """
+    logging.disable_propagation()  # it prints its own messages
     source = f"hf:{repo_id}" if source is None else source
     folder, _, name = file.rpartition("/")
     try:
@@ -95,6 +97,11 @@ def _describe(error: Exception, repo_id: str, file: str, revision: str | None) -
             )
         case errors.GatedRepoError():
             return f"{at} needs its terms accepted on that page, and then HF_TOKEN set"
+        case errors.RepositoryNotFoundError() if re.fullmatch(r"timm/[^.]+", repo_id):
+            return (
+                f"{at} does not exist; timm's names end in a tag, as in "
+                "timm:vit_base_patch16_224.augreg_in21k; https://huggingface.co/timm lists them"
+            )
         case errors.RepositoryNotFoundError():
             return f"{at} does not exist, or is private; check the name, or set HF_TOKEN"
         case errors.RevisionNotFoundError():

@@ -1,7 +1,8 @@
 """Models with the names of Hugging Face's `transformers`: ViT and DeiT, with or without a head.
 
 It reads `ViTForImageClassification`, `ViTModel`, `DeiTForImageClassification(WithTeacher)` and
-`DeiTModel`, from a file or a folder with config.json. The pooler of a `ViTModel` becomes the hidden
+`DeiTModel`, from a file or a folder with config.json, and the encoder of `ViTMAEForPreTraining` and
+`ViTMAEModel`. The pooler of a `ViTModel` becomes the hidden
 layer of the head; `method="pre_logits"` returns its output.
 """
 
@@ -18,10 +19,19 @@ from vit_jax.config import image_hw
 from vit_jax.files import write_whole
 from vit_jax.models.deit import DeiT
 from vit_jax.models.vit import ViT
-from vit_jax.transfer import layout, rules, safetensors
+from vit_jax.transfer import layout, safetensors
+from vit_jax.transfer.formats import (
+    check_blocks,
+    check_family,
+    check_positions,
+    refuse,
+    square_side,
+    to_json,
+    with_learned_positions,
+)
 from vit_jax.transfer.huggingface_images import library_ops, read_pixels, with_pixels, write_pixels
 from vit_jax.transfer.layout import Entry, same, torch_linear, torch_norm, torch_patches
-from vit_jax.transfer.rules import Pretrained, Spec
+from vit_jax.transfer.spec import Pretrained, Spec, class_names_of
 
 __all__ = ["check", "knows", "library_ops", "read", "write"]
 
@@ -82,6 +92,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
       InputError: naming arrays that do not fit such a model, or contradictions with config.json.
     """
     source = str(path)
+    arrays = layout.without_decoder(arrays, r"decoder\..*", source)
     prefix = next((p for p in ("vit.", "deit.") if f"{p}embeddings.cls_token" in arrays), "")
     optional = {f"{name}.weight": 2 for name in _CLASSIFIERS}
     layout.require(arrays, _needed(prefix), source, optional)
@@ -173,7 +184,7 @@ def _read_unseen(
     problem = stated.get("problem_type")
     if problem not in (None, *_LOSSES):
         faults.append(f"problem_type={problem!r}: known: {', '.join(_LOSSES)}")
-    rules.refuse(faults, f"init_from={source!r}: its architecture cannot be inferred")
+    refuse(faults, f"init_from={source!r}: its architecture cannot be inferred")
     return {"num_attention_heads": heads, "hidden_act": act, "layer_norm_eps": eps}
 
 
@@ -185,7 +196,7 @@ def _image_size(
         return image_hw(stated["image_size"], "image_size")
     projection, positions, _ = (arrays[name] for name in _needed(prefix))
     num_prefix = 1 + (f"{prefix}embeddings.distillation_token" in arrays)
-    side = rules.square_side(positions.shape[1] - num_prefix, source)
+    side = square_side(positions.shape[1] - num_prefix, source)
     return (side * projection.shape[2], side * projection.shape[3])
 
 
@@ -194,21 +205,21 @@ def _class_names(stated: dict[str, Any], model: nn.Module, source: str) -> tuple
     if names is None or names == {str(i): f"LABEL_{i}" for i in range(len(names))}:
         return None  # transformers writes these names if there are none
     names = [names.get(str(i)) for i in range(len(names))]
-    return rules.class_names_of(names, model.num_classes, source)
+    return class_names_of(names, model.num_classes, source)
 
 
 def check(model: nn.Module) -> list[str]:
     """The reasons why the format cannot hold `model`."""
-    if faults := rules.check_family(model, ViT, DeiT):
+    if faults := check_family(model, ViT, DeiT):
         return faults
-    faults = rules.check_positions(model)
+    faults = check_positions(model)
     if model.pool != "token":
         faults.append(f"pool={model.pool!r}, but the format classifies the class token")
     if model.hidden_head and model.num_classes is not None:
         faults.append("hidden_head=True, but the format's head is linear")
     if model.norm_pooled:
         faults.append("norm_pooled=True, but the format normalises the tokens")
-    faults += rules.check_blocks(model)
+    faults += check_blocks(model)
     if model.layer_scale is not None:
         faults.append(f"layer_scale={model.layer_scale}")
     return faults
@@ -216,7 +227,7 @@ def check(model: nn.Module) -> list[str]:
 
 def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     """Write a folder that `transformers` opens; return the files' names."""
-    pretrained = rules.with_learned_positions(pretrained, class_token_has_one=True)
+    pretrained = with_learned_positions(pretrained, class_token_has_one=True)
     model = pretrained.model
     distilled = isinstance(model, DeiT)
     kind = "deit" if distilled else "vit"
@@ -234,8 +245,8 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     elif spec.loss is not None:  # a plug-in's loss
         logger.warning("%s: omits the loss %s, which transformers lacks", path, spec.loss)
     path.mkdir(parents=True, exist_ok=True)
-    write_whole(path / "config.json", rules.to_json(config))
-    write_whole(path / "preprocessor_config.json", rules.to_json(write_pixels(spec)))
+    write_whole(path / "config.json", to_json(config))
+    write_whole(path / "preprocessor_config.json", to_json(write_pixels(spec)))
     safetensors.write_arrays(path / "model.safetensors", arrays)
     return ["config.json", "preprocessor_config.json", "model.safetensors"]
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from etils import epath
 
-from vit_jax.transfer import layout, rules, safetensors
+from vit_jax.transfer import layout, safetensors
+from vit_jax.transfer.formats import join_faults
 from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.rules import Cut, Spec
+from vit_jax.transfer.spec import Cut, Spec, ops_of_cut, read_preparation, share_of
 
 logger = logging.getLogger("vit_jax")
 
@@ -66,21 +67,21 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str
             "BitImageProcessor"
         ]
     if faults:
-        fault = rules.join_faults(faults, where)
+        fault = join_faults(faults, where)
         logger.warning("%s; only the weights can be used", fault)
         return spec._replace(fault=fault, holdout=pixels.get("holdout"))
     resized = _height_width(given["size"])
     in_proportion = _in_proportion(given["size"])
     interpolation = _FILTERS[given["resample"]]
     nearest = max if in_proportion else min  # if no share gives both sides
-    share = nearest(map(rules.share_of, spec.image_size, resized))
+    share = nearest(map(share_of, spec.image_size, resized))
     cut = Cut(share, "center" if in_proportion else "squash", interpolation)
     ops = pixels.get("ops") or _ops(resized, in_proportion, interpolation, spec.image_size)
     spec = spec._replace(
         cut=cut,
-        **rules.read_preparation(pixels | {"ops": ops, "loss": spec.loss}, spec.image_size, source),
+        **read_preparation(pixels | {"ops": ops, "loss": spec.loss}, spec.image_size, source),
     )
-    return spec._replace(ops=None) if ops == rules.ops_of_cut(cut, spec.image_size) else spec
+    return spec._replace(ops=None) if ops == ops_of_cut(cut, spec.image_size) else spec
 
 
 def _mean_and_std(given: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -6,7 +6,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.errors import InputError
-from vit_jax.transfer.rules import Cut, Spec, ops_of_cut
+from vit_jax.transfer.spec import Cut, Spec, ops_of_cut
 
 _IMAGENET_CLASSES = 1000
 

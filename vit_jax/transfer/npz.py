@@ -32,20 +32,16 @@ from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.resnet import map_stride
 from vit_jax.models.vit import ViT
 from vit_jax.transfer import layout, resnet
-from vit_jax.transfer.layout import Entry, rearranged, same
-from vit_jax.transfer.rules import (
-    Cut,
-    Pretrained,
-    Spec,
+from vit_jax.transfer.formats import (
     check_blocks,
     check_family,
     check_positions,
-    class_names_of,
-    read_preparation,
     square_side,
     to_json,
 )
+from vit_jax.transfer.layout import Entry, rearranged, same
 from vit_jax.transfer.safetensors import read_json
+from vit_jax.transfer.spec import Cut, Pretrained, Spec, class_names_of, read_preparation
 
 logger = logging.getLogger("vit_jax")
 

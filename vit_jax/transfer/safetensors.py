@@ -135,12 +135,13 @@ def say_assumed(
 
     `config` is None if there is no JSON file.
     """
-    said = {key: value for key, value in assumed.items() if key not in stated}
+    missing = {key: value for key, value in assumed.items() if key not in stated}
+    name = config_path(path).name
+    said = ", ".join(f"{key}={value!r}" for key, value in missing.items())
     if config is None:
-        name = config_path(path).name
         logger.warning("%s: no %s next to it; assuming %s", path, name, said)
-    elif said:
-        logger.info("%s: not stated; assuming %s", path, said)
+    elif missing:
+        logger.info("%s: assuming %s, which %s does not state", path, said, name)
 
 
 def read_json(path: epath.Path) -> dict[str, Any]:

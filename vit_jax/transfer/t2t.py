@@ -15,8 +15,9 @@ from etils import epath
 from vit_jax.models.position import SINCOS_1D
 from vit_jax.models.t2t import CONSTANTS, SPLITS, STRIDE, T2T_VARIANTS, T2TViT
 from vit_jax.transfer import layout, rules, safetensors, timm_config
+from vit_jax.transfer.formats import check_blocks, check_family, refuse, square_side
 from vit_jax.transfer.layout import Entry, joined, same, torch_linear, torch_norm, transposed
-from vit_jax.transfer.rules import Pretrained
+from vit_jax.transfer.spec import Pretrained
 
 logger = logging.getLogger("vit_jax")
 
@@ -90,7 +91,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
     safetensors.say_assumed(path, config.content, assumed, given)
     image_size = config.image_size()
     if image_size is None:
-        side = rules.square_side(arrays["pos_embed"].shape[1] - 1, source) * STRIDE
+        side = square_side(arrays["pos_embed"].shape[1] - 1, source) * STRIDE
         image_size = (side, side)
     model = T2TViT(
         found["num_classes"] or None,
@@ -149,7 +150,7 @@ def _check(
         )
     if config.args.get("in_chans", 3) != 3:
         faults.append(f"in_chans={config.args['in_chans']} is not supported")
-    rules.refuse(faults, f"init_from={source!r}: cannot be read")
+    refuse(faults, f"init_from={source!r}: cannot be read")
 
 
 def _scale_queries(
@@ -167,7 +168,7 @@ def _scale_queries(
 
 def check(model: nn.Module) -> list[str]:
     """The reasons why the format cannot hold `model`."""
-    if faults := rules.check_family(model, T2TViT):
+    if faults := check_family(model, T2TViT):
         return faults
     needed = {
         "pool": "token",
@@ -180,7 +181,7 @@ def check(model: nn.Module) -> list[str]:
         "gelu": "exact",
         "norm_eps": 1e-5,
     }
-    return rules.check_blocks(model, **needed)
+    return check_blocks(model, **needed)
 
 
 def write(path: epath.Path, pretrained: Pretrained) -> list[str]:

@@ -18,7 +18,16 @@ from vit_jax.models.deit import DeiT
 from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.models.vit import ViT
-from vit_jax.transfer import layout, rules, safetensors, timm_config, timm_efficientnet
+from vit_jax.transfer import layout, safetensors, timm_config, timm_efficientnet
+from vit_jax.transfer.formats import (
+    check_blocks,
+    check_family,
+    check_positions,
+    refuse,
+    require_image_size,
+    square_side,
+    with_learned_positions,
+)
 from vit_jax.transfer.layout import (
     Entry,
     joined,
@@ -28,7 +37,7 @@ from vit_jax.transfer.layout import (
     torch_patches,
     transposed,
 )
-from vit_jax.transfer.rules import Pretrained
+from vit_jax.transfer.spec import Pretrained
 from vit_jax.transfer.timm_config import Config, read_config
 
 logger = logging.getLogger("vit_jax")
@@ -104,6 +113,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
       InputError: naming arrays that do not fit such a model, or contradictions with its config.
     """
     source = str(path)
+    arrays = layout.without_decoder(arrays, r"decoder_.*|mask_token", source)
     needed = {"patch_embed.proj.weight": 4, "blocks.0.mlp.fc1.weight": 2}
     layout.require(arrays, needed, source, {"pos_embed": 3, "head.weight": 2})
     config = read_config(path)
@@ -188,7 +198,7 @@ def _check_supported(
         faults.append(
             f"number of heads: no published ViT is {width} wide; state num_heads in model_args"
         )
-    rules.refuse(faults, f"init_from={source!r}: cannot be read")
+    refuse(faults, f"init_from={source!r}: cannot be read")
 
 
 def _check_agreement(
@@ -228,7 +238,7 @@ def _read_positions(
         square = math.isqrt(num_positions) ** 2 == num_positions
         no_embed_class = square if patches is None else num_positions == patches
     if image_size is None and num_positions is not None:
-        side = rules.square_side(num_positions - (0 if no_embed_class else prefix), source)
+        side = square_side(num_positions - (0 if no_embed_class else prefix), source)
         image_size = (side * p, side * q)
     return image_size, not no_embed_class
 
@@ -249,14 +259,14 @@ def check(model: nn.Module) -> list[str]:
     """The reasons why the format cannot hold `model`."""
     if isinstance(model, EfficientNet):
         return timm_efficientnet.check(model)
-    if faults := rules.check_family(model, ViT, DeiT):
+    if faults := check_family(model, ViT, DeiT):
         return faults
-    faults = rules.check_positions(model)
+    faults = check_positions(model)
     if model.hidden_head:
         faults.append("hidden_head=True, but the format's head is linear")
     if isinstance(model, DeiT) and not model.distillation_head and model.num_classes is not None:
         faults.append("distillation_head=False, but the format's DeiT has two heads")
-    faults += rules.check_blocks(model)
+    faults += check_blocks(model)
     if model.pool == "map" and not model.qkv_bias:
         faults.append("qkv_bias=False with pool='map', but the format's pooling has biases")
     return faults
@@ -269,11 +279,11 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
     """
     if isinstance(pretrained.model, EfficientNet):
         return timm_efficientnet.write(path, pretrained)
-    rules.require_image_size(pretrained)
+    require_image_size(pretrained)
     # timm's distilled model always has a position for every token.
     distilled = isinstance(pretrained.model, DeiT)
     if pretrained.model.pos_embed != "none" or distilled:
-        pretrained = rules.with_learned_positions(pretrained, class_token_has_one=distilled)
+        pretrained = with_learned_positions(pretrained, class_token_has_one=distilled)
     model = pretrained.model
     arrays = layout.write_entries(_entries(model), pretrained.params)
     args = _model_args(model)

@@ -12,9 +12,10 @@ from etils import epath
 
 from vit_jax.config import image_hw
 from vit_jax.files import write_whole
-from vit_jax.transfer import layout, rules, safetensors
+from vit_jax.transfer import layout, safetensors
+from vit_jax.transfer.formats import to_json
 from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.rules import Cut, Spec
+from vit_jax.transfer.spec import Cut, Spec, class_names_of, ops_of_cut, read_preparation
 
 _DEFAULT_CUT = Cut(0.875, "center", "bicubic")
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -94,9 +95,9 @@ def read_spec(config: Config, model: nn.Module, source: str) -> Spec:
         resize="antialiased",
         mean=mean,
         std=std,
-        class_names=rules.class_names_of(names, model.num_classes, source),
+        class_names=class_names_of(names, model.num_classes, source),
         cut=None if config.content is None else _read_cut(config.pixels),
-        **rules.read_preparation(config.stated, model.image_size, source),
+        **read_preparation(config.stated, model.image_size, source),
     )
 
 
@@ -125,7 +126,7 @@ def _pretrained_cfg(spec: Spec) -> dict[str, Any]:
 
 def library_ops(spec: Spec) -> str:
     """The preprocessing string equivalent to what timm does with files of `write`."""
-    return rules.ops_of_cut(spec.cut or Cut(), spec.image_size)
+    return ops_of_cut(spec.cut or Cut(), spec.image_size)
 
 
 def write(
@@ -151,6 +152,6 @@ def write(
     beside = path.with_suffix(".json") if alone else path / "config.json"
     path = path if alone else path / "model.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(beside, rules.to_json(config))
+    write_whole(beside, to_json(config))
     safetensors.write_arrays(path, arrays)
     return [beside.name, path.name]

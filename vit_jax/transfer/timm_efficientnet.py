@@ -17,7 +17,7 @@ from vit_jax.errors import InputError
 from vit_jax.models.efficientnet import EFFICIENTNET_VARIANTS, EfficientNet
 from vit_jax.transfer import layout, rules, safetensors, timm_config
 from vit_jax.transfer.layout import Entry, rearranged, same, torch_linear
-from vit_jax.transfer.rules import Pretrained
+from vit_jax.transfer.spec import Pretrained
 
 _EPS = 1e-3
 _TF = "tf_efficientnet_"

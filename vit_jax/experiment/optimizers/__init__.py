@@ -13,8 +13,13 @@ The update of a parameter p with gradient g:
          m                                        adafactor; m <- b1 m + (1 - b1) g / sqrt(V)
          with V = r c^T / mean(r) for matrices, where r and c are the row and column means of
          V <- b V + (1 - b) (g^2 + eps), b = min(b2, 1 - t^-0.8) at step t
+         m                                        lars; m <- momentum m + 0.001 ||p|| / ||g|| g;
+         for vectors m <- momentum m + g
     p <- p - k * schedule(step) * (d + weight_decay * p)
-         with k = 1, or layer_decay^(depth + 1 - i) for part i of the model
+         with k = 1, or layer_decay^(depth + 1 - i) for part i of the model, times embedding_rate
+         for the patch embedding
+
+With `weight_decay_end`, weight_decay goes from its value to that one by half a cosine.
 
 Weight decay is added after the momentum and multiplied by the current learning rate. For adamw
 this equals optax.adamw. It differs from Loshchilov & Hutter, who multiply the decay by the shape of
@@ -31,6 +36,7 @@ Source: Loshchilov & Hutter 2017 (arXiv:1711.05101), algorithms 1 and 2; layer_d
 2020 (arXiv:2003.10555), Bao et al. 2021 (arXiv:2106.08254).
 """
 
+import functools
 import inspect
 import re
 
@@ -39,7 +45,8 @@ import optax
 from vit_jax.errors import collect_faults, nearest
 from vit_jax.experiment.optimizers import masks
 from vit_jax.experiment.optimizers.directions import MOMENTUM_DTYPES, OPTIMIZERS
-from vit_jax.experiment.optimizers.layers import over_layers, scale_layers
+from vit_jax.experiment.optimizers.layers import over_layers, scale_embedding, scale_layers
+from vit_jax.experiment.schedules import half_cosine
 
 __all__ = ["MOMENTUM_DTYPES", "OPTIMIZERS", "make_optimizer", "over_layers"]
 
@@ -54,6 +61,9 @@ def make_optimizer(
     grad_clip_norm: float | None = None,
     layer_decay: float | None = None,
     freeze: str | None = None,
+    weight_decay_end: float | None = None,
+    embedding_rate: float | None = None,
+    total_steps: int = 1,
     **hyperparameters: float | str | None,
 ) -> optax.GradientTransformation:
     """Make the update at the top of this module, as a chain of named parts.
@@ -75,6 +85,9 @@ def make_optimizer(
       freeze: regex over the same names. Matching parameters never change, bit by bit; their
         gradients do not count towards the clipped norm; leaves frozen as a whole have no optimizer
         state. None: nothing is frozen.
+      weight_decay_end: weight decay at the end of the run; None: it stays the same.
+      embedding_rate: learning rate of the patch embedding, relative to that without it; None: 1.
+      total_steps: length of the run, for `weight_decay_end`.
       **hyperparameters: arguments of `OPTIMIZERS[name]`; None selects its default.
 
     Raises:
@@ -84,30 +97,41 @@ def make_optimizer(
         set for a model without layers.
     """
     given = {key: value for key, value in hyperparameters.items() if value is not None}
-    _check(name, given, weight_decay, l2, weight_decay_on, grad_clip_norm, layer_decay, freeze)
+    _check(
+        name, given, weight_decay, l2, weight_decay_on, grad_clip_norm, layer_decay, freeze,
+        weight_decay_end, embedding_rate,
+    )  # fmt: skip
     clip = optax.identity() if grad_clip_norm is None else optax.clip_by_global_norm(grad_clip_norm)
     direction = OPTIMIZERS[name](**given)
     drop_frozen = optax.identity()
     if freeze is not None:
         direction = optax.masked(direction, lambda params: masks.leaves_that_learn(params, freeze))
         drop_frozen = masks.drop_frozen(freeze)
-    # Left out if it is 0, since states are stored with the names of all parts.
+    decay = None
+    if weight_decay_end is not None:
+        decay = functools.partial(
+            half_cosine, total_steps=total_steps, first=weight_decay, last=weight_decay_end
+        )
+    # Left out if they do nothing, since states are stored with the names of all parts.
     regularise = [("l2", masks.decay_weights(l2, weight_decay_on))] if l2 else []
+    slow = [] if embedding_rate is None else [("embedding_rate", scale_embedding(embedding_rate))]
     return optax.named_chain(
         *regularise,
         ("frozen_gradients", drop_frozen),
         ("clip", clip),
         ("direction", direction),
-        ("weight_decay", masks.decay_weights(weight_decay, weight_decay_on)),
+        ("weight_decay", masks.decay_weights(weight_decay, weight_decay_on, decay)),
         ("layer_decay", optax.identity() if layer_decay is None else scale_layers(layer_decay)),
+        *slow,
         ("learning_rate", optax.scale_by_learning_rate(schedule)),
         ("frozen_updates", drop_frozen),
     )
 
 
 def _check(
-    name, given, weight_decay, l2, weight_decay_on, grad_clip_norm, layer_decay, freeze
-) -> None:
+    name, given, weight_decay, l2, weight_decay_on, grad_clip_norm, layer_decay, freeze,
+    weight_decay_end, embedding_rate,
+) -> None:  # fmt: skip
     """Raise InputError with every fault in the arguments of `make_optimizer`."""
     faults = []
 
@@ -138,4 +162,6 @@ def _check(
         own = inspect.signature(OPTIMIZERS[name]).parameters
         for key in given.keys() - own.keys():
             need(key, given[key], False, f"{name} has no such setting; set it to None")
+    for key, value in (("weight_decay_end", weight_decay_end), ("embedding_rate", embedding_rate)):
+        need(key, value, value is None or value >= 0, "must be at least 0; None turns it off")
     collect_faults(faults)

@@ -62,6 +62,16 @@ def over_layers(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     return optax.GradientTransformation(init, update)
 
 
+def scale_embedding(rate: float) -> optax.GradientTransformation:
+    """Multiply the updates of the patch embedding by `rate`."""
+
+    def update(updates, params):
+        found = tree.mask(updates, "embedding/(kernel|bias)")
+        return jax.tree.map(lambda is_it, leaf: leaf * rate if is_it else leaf, found, updates)
+
+    return optax.stateless(update)
+
+
 def scale_layers(layer_decay: float) -> optax.GradientTransformation:
     def scales(params):
         parts = tree.parts(params)

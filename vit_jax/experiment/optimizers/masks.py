@@ -1,6 +1,7 @@
 """Optimizer parts that apply to parameters selected by a regex: weight decay and freezing."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,22 @@ from vit_jax import tree
 from vit_jax.errors import InputError
 
 
-def decay_weights(weight_decay: float, weight_decay_on: str) -> optax.GradientTransformation:
+class DecayState(NamedTuple):
+    """State of a weight decay that changes: the number of updates so far, an int32 scalar."""
+
+    count: jax.Array
+
+
+def decay_weights(
+    weight_decay: float,
+    weight_decay_on: str,
+    schedule: Callable[[jax.Array], jax.Array] | None = None,
+) -> optax.GradientTransformation:
+    """Add the decay of the parameters that `weight_decay_on` matches.
+
+    `schedule`: number of the update, from 0 -> decay; None: `weight_decay` always.
+    """
+
     def decaying(params):
         mask = tree.mask(params, weight_decay_on)
         if weight_decay and not _values(mask).any():
@@ -23,15 +39,19 @@ def decay_weights(weight_decay: float, weight_decay_on: str) -> optax.GradientTr
 
     def init(params):
         decaying(params)  # raises before anything is computed
-        return optax.EmptyState()
-
-    def add(decays, update, param):
-        if not np.any(decays):
-            return update
-        decayed = update + weight_decay * param
-        return decayed if np.all(decays) else jnp.where(decays, decayed, update)
+        return optax.EmptyState() if schedule is None else DecayState(jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None):
+        factor = weight_decay if schedule is None else schedule(state.count)
+
+        def add(decays, update, param):
+            if not np.any(decays):
+                return update
+            decayed = update + factor * param
+            return decayed if np.all(decays) else jnp.where(decays, decayed, update)
+
+        if schedule is not None:
+            state = DecayState(state.count + 1)
         return jax.tree.map(add, decaying(params), updates, params), state
 
     return optax.GradientTransformation(init, update)

@@ -1,0 +1,232 @@
+"""Reports on runs and studies, from workdirs written by hand; and in a browser, if there is one."""
+
+import base64
+import hashlib
+import html.parser
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import sys
+
+import numpy as np
+import pytest
+from test_compare import write_run
+
+from vit_jax.insight import charts, figures, report
+from vit_jax.insight import report_data as data
+from vit_jax.main import main
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+HOSTILE = "<img src=x onerror=alert(1)>$$\\alpha$$"
+TOP1 = 0.5, 0.75, 0.25
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A study of three runs, two of which differ in the seed only, a figure, results by class."""
+    folder = tmp_path_factory.mktemp("report")
+    png = figures.draw_heat_map(np.eye(2, dtype=int), ["cat", "dog"], ["cat", "dog"])
+    study = folder / "study"
+    for i, (name, top1) in enumerate(zip(("a_seed_0", "a_seed_1", HOSTILE), TOP1, strict=True)):
+        rows = [{"step": s, "train/loss": 2.0 / s, "time/seconds": 3.0 * s, "time/save_s": 0.5,
+                 "time/images_per_s": 90.0 + s} for s in range(1, 40)]  # fmt: skip
+        run = write_run(study / name, [*rows, {"step": 20, "test/top1": top1 / 2},
+                                       {"step": 39, "test/top1": top1}])  # fmt: skip
+        config = json.loads((run / "config.json").read_text())
+        config["seed"] = i
+        config["optimizer"]["peak_lr"] = 0.5 if i == 2 else 0.25
+        (run / "config.json").write_text(json.dumps(config))
+    start = {"time": "2026-11-22", "command": "vit_jax --config=<b>", "resumed_at": None,
+             "commit": "0d37fb3", "clean": True, "software": {"jax": "0.10.2"},
+             "hardware": {"host": "here"}}  # fmt: skip
+    (study / "a_seed_0/starts.jsonl").write_text(json.dumps(start) + '\n{"cut')
+    row = "| <script>a</script> | 62.50 ± 17.68 |"
+    table = f"| row | test/top1, % |\n| --- | --- |\n{row}\n"
+    (study / "study.md").write_text(f"# grid\n\n{table}\nThe members:\n")
+    members = {"b": {"state": "failed", "error": "one\nout of memory\n", "summary": {}}}
+    content = {"study": "grid", "complete": False, "warnings": [], "members": members}
+    (study / "study.json").write_text(json.dumps(content))
+    (study / "study.png").write_bytes(png)
+    (study / "a_seed_1/figures").mkdir()
+    (study / "a_seed_1/figures/filters.png").write_bytes(png)
+    (study / "a_seed_1/figures/broken.png").write_bytes(b"no picture")
+    classes = folder / "classes/test"
+    classes.mkdir(parents=True)
+    (classes / "classes.csv").write_text("class,images,accuracy\ncat,2,0.5\ndog,2,0.25\nowl,0,\n")
+    (classes / "confusions.csv").write_text("class,predicted,images\ncat,dog,1\n")
+    (classes / "confusion.png").write_bytes(png)
+    (folder / "classes/labels").mkdir()  # several labels an image
+    (folder / "classes/labels/classes.csv").write_text(
+        "class,average_precision\nsea,0.5\nsky,0.25\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    output = folder / "report.html"
+    assert main(["report", str(folder / "study"), f"--figures={folder / 'classes'}",
+                 f"--output={output}"]) == 0  # fmt: skip
+    return output
+
+
+class Reader(html.parser.HTMLParser):
+    """Collects the tags with their attributes, the text, and the scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text, self.scripts, self._script = [], [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag != "wbr":  # within a name
+            self.text.append(" ")
+        self._script = tag == "script"
+        if self._script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._script = False
+
+    def handle_data(self, data):
+        if self._script:
+            self.scripts[-1] += data
+        else:
+            self.text.append(data)
+
+
+def test_page_is_whole_and_names_are_only_text(page):
+    read = Reader(page.read_text())
+    assert {attrs["id"] for tag, attrs in read.tags if tag == "section"} == {
+        "study", "results", "curves", "time", "config", "classes", "figures", "provenance"
+    }  # fmt: skip
+    addresses = [attrs[key] for _, attrs in read.tags for key in ("src", "href") if key in attrs]
+    assert all(address.startswith(("#", "data:image/png;base64,")) for address in addresses)
+    assert sum(address.startswith("data:") for address in addresses) == 3  # not the broken one
+    assert not any("onerror" in attrs for _, attrs in read.tags)
+    policy = next(a["content"] for _, a in read.tags if a.get("http-equiv"))
+    assert "default-src 'none'" in policy
+    for script in read.scripts:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+    text = " ".join("".join(read.text).split())
+    shown = (
+        f"{100 * statistics.mean([0.5, 0.75]):.2f} ± {100 * statistics.stdev([0.5, 0.75]):.2f} %"
+    )
+    for words in (
+        shown, HOSTILE, "<script>a</script>", "b: failed: out of memory", "optimizer.peak_lr",
+        "117.0 (86 %)", "vit_jax --config=<b>", "Figures of the model", "dog",
+    ):  # fmt: skip
+        assert words in text, words
+    assert text.index("dog 2 0.25") < text.index("cat 2 0.5")  # the weakest first
+    assert text.index("sky 0.25") < text.index("sea 0.5")
+
+
+def test_smoothing_is_a_centred_mean():
+    values = np.array([1.0, 5.0, 3.0, 7.0, 9.0, 2.0])
+    smoothed = charts.smooth(values, 5)
+    np.testing.assert_allclose(smoothed, [1, 3, 5, 26 / 5, 6, 2])
+    np.testing.assert_allclose(charts.smooth(np.arange(50.0), 21), np.arange(50.0))
+
+
+def test_times_go_on_after_a_restart(tmp_path):
+    times = [(1, 4.0), (2, 9.0), (3, 2.0), (4, 5.0)]  # started anew after step 2
+    rows = [{"step": s, "time/seconds": t, "time/images_per_s": 1.0} for s, t in times]
+    rows[1]["time/save_s"] = rows[3]["time/save_s"] = 0.75
+    record = data.read_all([write_run(tmp_path / "run", rows)])[0][0].record
+    assert data.seconds_by_kind(record) == {"training": 14.0, "save": 1.5}
+
+
+REFUSED = {
+    "no run": ([], "got no workdir"),
+    "twice": (["run", "run"], "needs different workdirs"),
+    "empty": (["."], "has no config.json or study.json"),
+    "ending": (["run", "--output=x.pdf"], "must end in .html"),
+    "figures": (["run", "--figures=no"], "no such folder"),
+    "metric": (["run", "--metric=train/los"], "train/loss"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(tmp_path, monkeypatch, capsys, case):
+    words, says = REFUSED[case]
+    write_run(tmp_path / "run", [{"step": 1, "train/loss": 1.0}])
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *words]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    with pytest.raises(report.InputError, match=r"not installed: bokeh; run pip install.*report"):
+        report.check_installed()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra test")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium on this machine; e.g. apt-get install chromium")
+    sandbox = [] if os.geteuid() else ["--no-sandbox"]  # root has no sandbox
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=sandbox)
+        yield browser
+        browser.close()
+
+
+RANGE = "Bokeh.documents[0].roots()[0].{}_range.{}"
+
+
+@pytest.mark.slow  # 10 CPU seconds
+@pytest.mark.parametrize("width", [1280, 390])
+def test_in_a_browser(browser, page, width):
+    """It loads, zooms, changes axes and smooths; sends no request; is accessible."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    context = browser.new_context(viewport={"width": width, "height": 844}, has_touch=width < 800)
+    tab = context.new_page()
+    said, requests = [], []
+    tab.on("console", lambda m: said.append(m.text) if m.type in ("error", "warning") else None)
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.on("dialog", lambda dialog: said.append(dialog.message))
+    tab.route("**/*", lambda route: (requests.append(route.request.url), route.continue_()))
+    tab.goto(pathlib.Path(page).as_uri())
+    tab.wait_for_function("Bokeh.documents.length && document.querySelector('.bk-Figure')")
+    canvas = tab.locator(".bk-Figure").first
+    canvas.scroll_into_view_if_needed()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    whole = tab.evaluate(RANGE.format("x", "end"))
+
+    if width > 800:  # a box drawn with the mouse
+        box = canvas.bounding_box()
+        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        tab.mouse.move(x - 60, y - 40)
+        tab.mouse.down()
+        tab.mouse.move(x + 60, y + 40, steps=4)
+        tab.mouse.up()
+        tab.wait_for_function(f"{RANGE.format('x', 'end')} < {whole}")
+        ends = tab.evaluate("Bokeh.documents[0].roots().slice(0, 2).map(f => f.x_range.end)")
+        assert ends[0] == ends[1]
+    tab.select_option("#y_axis", "log")
+    tab.wait_for_function(f"{RANGE.format('y', 'start')} > 0")
+    tab.select_option("#y_axis", "linear")
+    assert tab.evaluate("Bokeh.documents[0].roots()[0].y_scale.type") == "LinearScale"
+    tab.select_option("#smoothing", "mean_5")
+    assert "mean of 5 rows" in tab.locator("#curves figcaption").first.inner_text()
+    tab.locator("[data-run]").last.uncheck()
+    visible = "Bokeh.documents[0].roots()[0].renderers.filter(r => r.visible).length"
+    assert tab.evaluate(visible) == 2 * 2
+    assert not tab.evaluate("!!document.querySelector('[onerror]')")
+    violations = Axe().run(tab).response["violations"]
+    serious = [(v["id"], v["nodes"][0]["html"][:200]) for v in violations
+               if v["impact"] in ("serious", "critical")]  # fmt: skip
+    assert not serious
+    assert said == []
+    assert requests == [pathlib.Path(page).as_uri()]
+    context.close()

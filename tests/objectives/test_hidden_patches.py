@@ -1,0 +1,283 @@
+"""Masked patches and masked autoencoders: published values, targets by hand, devices."""
+
+import functools
+import json
+import pathlib
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from etils import epath
+from PIL import Image
+
+from vit_jax import tree
+from vit_jax.config import base_config
+from vit_jax.devices.mesh import make_mesh
+from vit_jax.errors import InputError
+from vit_jax.evaluators.reconstruction import ReconstructionLoss
+from vit_jax.experiment.experiment import make_experiment
+from vit_jax.models import create_model
+from vit_jax.models.vit import extract_patches
+from vit_jax.objectives import check_objective, make_objective, patches
+from vit_jax.objectives.contract import Setting
+from vit_jax.objectives.mae import Mae
+from vit_jax.objectives.masked_patches import (
+    Corruption,
+    MaskedPatches,
+    colours,
+    corrupt,
+    draw_corruption,
+    pixels_of,
+)
+from vit_jax.objectives.patches import Reconstruction
+from vit_jax.transfer import layout, timm
+
+GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden/loss_mae.npz")
+SETTING = Setting((0.5, 0.4, 0.3), (0.2, 0.3, 0.5))
+RNG = np.random.default_rng(0)
+
+
+def golden_mae(norm_pixels):
+    """The objective and the parameters of the golden file."""
+    config = json.loads(str(GOLDEN["config"]))
+    sizes = {"width": 32, "depth": 2, "mlp_dim": 64, "num_heads": 4}
+    model = create_model("ViT-mu/8", None, 32, gelu="exact", **sizes)
+    mae = Mae(model, config["mask_ratio"], norm_pixels, 24, 1, 3, 48)
+    weights = {k.partition("/")[2]: GOLDEN[k] for k in GOLDEN if k.startswith("weights/")}
+    read = functools.partial(layout.read_entries, source="golden")
+    own = {name: leaf for name, leaf in weights.items() if "decoder" not in name}
+    mask_token = own.pop("mask_token")
+    params = read(timm._entries(model), own, model)
+    # The decoder's blocks are those of a ViT without patches.
+    of_blocks = {
+        name.removeprefix("decoder_").replace("decoder_", ""): leaf
+        for name, leaf in weights.items()
+        if name.startswith(("decoder_blocks", "decoder_norm"))
+    }
+    like = create_model(
+        "ViT-mu/8", None, 32, width=24, depth=1, mlp_dim=48, num_heads=3, pos_embed="none",
+        pool="gap",
+    )  # fmt: skip
+    no_patches = {"weight": np.zeros((24, 3, 8, 8)), "bias": np.zeros(24)}
+    of_blocks |= {f"patch_embed.proj.{name}": leaf for name, leaf in no_patches.items()}
+    decoder = read(timm._entries(like), of_blocks, like) | {
+        "mask_token": mask_token,
+        "embedding/kernel": weights["decoder_embed.weight"].T,
+        "embedding/bias": weights["decoder_embed.bias"],
+        "head/kernel": weights["decoder_pred.weight"].T,
+        "head/bias": weights["decoder_pred.bias"],
+    }
+    return mae, tree.unflatten_names(params | {f"objective/{k}": v for k, v in decoder.items()})
+
+
+@pytest.mark.parametrize("suffix", ["", "_norm_pix"])
+def test_published_loss_of_mae(suffix):
+    mae, params = golden_mae(bool(suffix))
+    order = np.argsort(GOLDEN["noise"], axis=1)
+
+    @jax.jit
+    def find(params):
+        def loss(params):
+            loss_B, found = mae.predict(params, GOLDEN["image"], order)
+            return loss_B.mean(), found
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (loss, found), grads = find(params)
+    np.testing.assert_allclose(loss, GOLDEN[f"loss{suffix}"], rtol=2e-5)
+    assert mae.count_visible() == 4
+    if not suffix:
+        expected = np.take_along_axis(GOLDEN["pred"], order[:, 4:, None], axis=1)
+        np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+    kernel = np.asarray(grads["embedding"]["kernel"]).reshape(8, 8, 3, 32).transpose(3, 2, 0, 1)
+    for name, leaf in (
+        ("patch_kernel", kernel), ("mask_token", grads["objective"]["mask_token"]),
+    ):  # fmt: skip
+        expected = GOLDEN[f"grad_{name}{suffix}"]
+        np.testing.assert_allclose(leaf, expected, atol=2e-5 * np.abs(expected).max())
+    grads.pop("pos_embedding")  # fixed
+    np.testing.assert_allclose(optax.tree.norm(grads), GOLDEN[f"grad_norm{suffix}"], rtol=2e-5)
+
+
+def test_three_bit_colours_by_hand():
+    pixels = np.array([[0, 31.9, 32], [255, 128, 96], [64, 0, 255]])
+    np.testing.assert_array_equal(colours(pixels), [1, 7 * 64 + 4 * 8 + 3, 2 * 64 + 7])
+    every = jnp.arange(512)
+    np.testing.assert_array_equal(colours(pixels_of(every, 3)), every)
+    np.testing.assert_array_equal(pixels_of(jnp.array([65]), 3), [[48, 16, 48]])
+
+
+def masked(target, **fields):
+    model = create_model("ViT-mu/8", 5, (16, 24), width=16, mlp_dim=32, **fields)
+    return MaskedPatches(model, SETTING, 0.5, target)
+
+
+@pytest.mark.parametrize("target", ["mean_colour", "small_patch", "pixels"])
+def test_targets_of_masked_patches(target):
+    """Perfect scores for the colours, counted by hand, have no loss; others have that of chance."""
+    objective = masked(target)
+    pixels = RNG.integers(0, 256, (2, 16, 24, 3))
+    images = ((pixels / 255 - SETTING.mean) / SETTING.std).astype(np.float32)
+    order = np.array([[4, 0, 5, 1, 2, 3], [1, 2, 3, 0, 4, 5]])
+    corruption = Corruption(order, None, None)
+    side = {"mean_colour": 1, "small_patch": 4}.get(target)
+    wanted = []
+    for b in range(2):
+        for patch in order[b, :3]:
+            top, left = 8 * (patch // 3), 8 * (patch % 3)
+            box = pixels[b, top : top + 8, left : left + 8]
+            if side is None:
+                wanted.append(images[b, top : top + 8, left : left + 8].ravel())
+                continue
+            step = 8 // side
+            for i in range(side):
+                for j in range(side):
+                    part = box[i * step : (i + 1) * step, j * step : (j + 1) * step]
+                    r, g, blue = (int(mean // 32) for mean in part.mean(axis=(0, 1)))
+                    wanted.append(r * 64 + g * 8 + blue)
+    if side is None:
+        perfect = np.reshape(wanted, (2, 3, -1)).astype(np.float32)
+        loss, _ = objective.compare(perfect + 0.5, images, corruption)
+        np.testing.assert_allclose(loss, 0.25, rtol=1e-5)
+        return
+    perfect = 100.0 * jax.nn.one_hot(np.reshape(wanted, (2, 3, -1)), 512).reshape(2, 3, -1)
+    loss, metrics = objective.compare(perfect, images, corruption)
+    np.testing.assert_allclose(loss, 0, atol=1e-6)
+    np.testing.assert_array_equal(metrics["colour_top1"], 1)
+    loss, _ = objective.compare(0 * perfect, images, corruption)
+    np.testing.assert_allclose(loss, np.log(512), rtol=1e-5)
+
+
+def test_half_of_the_patches_are_corrupted_by_the_shares_of_the_paper():
+    x = jnp.arange(1.0, 1001.0).reshape(1, 1000, 1)
+    found = draw_corruption(patches.row_keys(jax.random.key(0), 8), 1000)
+    x = jnp.tile(x, (8, 1, 1))
+    y = corrupt(x, found, jnp.zeros((1, 1, 1)), 500)
+    is_mask, is_own = np.asarray(y == 0), np.asarray(y == x)
+    np.testing.assert_allclose(is_mask.mean(), 0.5 * 0.8, atol=0.01)
+    np.testing.assert_allclose((~is_mask & ~is_own).mean(), 0.5 * 0.1, atol=0.01)
+    assert (~is_own).sum(axis=1).max() <= 500
+    assert (np.asarray(found.other) != np.arange(1000)).all()
+    assert len({tuple(order[:5]) for order in np.asarray(found.order)}) == 8
+
+
+def config_of(name):
+    c = base_config()
+    c.model.name, c.model.pool = "ViT-mu/2", "gap"
+    c.data.name, c.data.image_size, c.data.num_classes = "synthetic", 8, 4
+    c.data.num_examples, c.data.ops = 16, "flip"
+    c.global_batch_size, c.duration, c.optimizer.peak_lr = 8, "10 steps", 0.1
+    c.optimizer.name, c.schedule.name = "sgd", "constant"
+    c.objective.name = name
+    if name == "mae":
+        c.objective.decoder_width, c.objective.decoder_depth = 16, 1
+        c.objective.decoder_heads = 2
+    return c
+
+
+@pytest.mark.parametrize("name", ["mae", "masked_patches"])
+def test_every_mesh_takes_the_same_step(name):
+    config = config_of(name)
+    batch = {
+        "image": RNG.integers(0, 256, (8, 8, 8, 3), dtype=np.uint8),
+        "label": np.zeros(8, np.int32),
+        "mask": np.array([1, 1, 1, 1, 1, 1, 0, 1], np.float32),
+        "id": np.arange(8, dtype=np.int32),
+    }
+    found = []
+    one = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+    for mesh in (one, make_mesh(replica=1, data=2, fsdp=2, tensor=2)):
+        experiment = make_experiment(config, mesh)
+        with jax.set_mesh(mesh):
+            placed = {
+                key: jax.device_put(leaf, experiment.abstract_batch[key].sharding)
+                for key, leaf in batch.items()
+            }
+            state, metrics = experiment.train_step(experiment.init(), placed)
+            found.append(jax.device_get((state.params, metrics)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), *found)
+    supervised = config_of("supervised")
+    ratio = experiment.flops_per_image / make_experiment(supervised, one).flops_per_image
+    if name == "mae":
+        # A quarter of the patches through the same encoder, all through a decoder of half the width
+        assert ratio < 1
+    else:
+        assert 1 < ratio < 2  # the head
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "own", "words"),
+    [
+        ("mae", {"pos_embed": "relative"}, {}, ["'mae'", "need all patches"]),
+        ("mae", {}, {"mask_ratio": 0.99}, ["mask_ratio=0.99: hides 16 of 16"]),
+        ("masked_patches", {"name": "BiT-R50x1"}, {}, ["'masked_patches'", "choose a ViT"]),
+        ("masked_patches", {}, {"target": "small_patch"}, ["4 must divide", "model.patch_size"]),
+    ],
+)
+def test_refused_models(name, model, own, words):
+    fields = {"name": "ViT-mu/2"} | model
+    network = create_model(fields.pop("name"), 4, 8, **fields)
+    with pytest.raises(InputError) as e:
+        make_objective(network, None, name, SETTING, **own)
+    assert all(word in str(e.value) for word in words)
+
+
+def test_refused_keys_are_told_before_anything_is_built():
+    config = config_of("mae")
+    config.objective.decoder_heads, config.objective.mask_ratio = 3, 1.0
+    with pytest.raises(InputError) as e:
+        check_objective(config)
+    assert len(e.value.faults) == 2 and "does not divide" in str(e.value)
+    config = config_of("masked_patches")
+    config.objective.target = "pixel"
+    with pytest.raises(InputError, match="did you mean pixels"):
+        check_objective(config)
+
+
+@pytest.mark.parametrize("name", ["mae", "masked_patches"])
+def test_reconstruction_keeps_what_the_model_sees(name):
+    model = create_model("ViT-mu/2", None, 8)
+    own = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2} if name == "mae" else {}
+    objective = make_objective(model, None, name, SETTING, **own)
+    images = RNG.normal(size=(2, 8, 8, 3)).astype(np.float32)
+    params = model.init(jax.random.key(0), images)["params"]
+    params["objective"], _ = objective.init(jax.random.key(1))
+    keys = jax.random.split(jax.random.key(2), 2)
+    found = jax.jit(objective.reconstruct)(params, images, keys)
+    hidden, restored, own = (
+        np.asarray(extract_patches(jnp.asarray(x), (2, 2)))
+        for x in (found.hidden, found.restored, images)
+    )
+    is_hidden = (hidden == 0).all(axis=2)
+    assert (is_hidden.sum(axis=1) == (12 if name == "mae" else 8)).all()
+    np.testing.assert_array_equal(hidden[~is_hidden], own[~is_hidden])
+    np.testing.assert_array_equal(restored[~is_hidden], own[~is_hidden])
+    assert (restored[is_hidden] != own[is_hidden]).all() and found.loss_B.shape == (2,)
+
+
+def test_a_reconstruction_is_measured_by_image_and_drawn_once_a_step(tmp_path):
+    def batch(ids, mask):
+        image = np.full((2, 4, 4, 3), 200, np.uint8)
+        return {"image": image, "id": np.array(ids), "mask": np.array(mask, np.float32)}
+
+    def reconstruct(params, images, id_B):
+        return Reconstruction(params * id_B, 0 * images, images // 2)
+
+    batches = [batch([1, 2], [1, 1]), batch([6, 9], [1, 0])]
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    evaluator = ReconstructionLoss(
+        reconstruct, lambda: batches, one, lambda step: epath.Path(tmp_path / f"{step}.png"), 1
+    )
+    state = SimpleNamespace(step=np.int32(7), params=np.float32(2))
+    found = evaluator.run(state)
+    assert found == {"loss": 2 * (1 + 2 + 6) / 3, "num_examples": 3}
+    assert found.keys() == evaluator.metrics.keys()
+    picture = np.asarray(Image.open(tmp_path / "7.png"))
+    assert picture.shape == (96 + 8, 3 * 100 + 4, 3)
+    np.testing.assert_array_equal(picture[50, [0, 50, 102, 150, 250], 0], [255, 0, 255, 100, 200])
+    (tmp_path / "7.png").unlink()
+    evaluator.run(state)  # the raw weights of the same step
+    assert not list(tmp_path.iterdir())

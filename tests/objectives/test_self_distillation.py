@@ -1,0 +1,257 @@
+"""Self-distillation: its losses against published code, and how its parts fit together."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax.errors import InputError
+from vit_jax.experiment.state import TrainState
+from vit_jax.models.vit import ViT
+from vit_jax.objectives import centring, make_objective
+from vit_jax.objectives.block_masks import draw_hidden
+from vit_jax.objectives.contract import Setting
+from vit_jax.objectives.gram import gram_distance
+from vit_jax.objectives.koleo import koleo
+from vit_jax.objectives.other_sizes import at_size
+from vit_jax.objectives.patches import row_keys
+from vit_jax.objectives.self_distillation import cross_entropies, patch_entropies
+from vit_jax.objectives.self_distillation_keys import check_self_distillation
+
+B, SIZE, SMALL = 8, 16, 8
+RNG = np.random.default_rng(0)
+BATCH = {
+    "global_views": RNG.normal(size=(B, 2, SIZE, SIZE, 3)).astype(np.float32),
+    "local_views": RNG.normal(size=(B, 2, SMALL, SMALL, 3)).astype(np.float32),
+    "mask": np.array([1, 1, 1, 0, 1, 1, 1, 1], np.float32),
+}
+KEYS = {
+    "num_prototypes": 24, "head_width": 16, "bottleneck": 8, "first_temperature": 0.04,
+    "teacher_temperature": 0.07, "temperature_warmup": "4 steps", "freeze_prototypes": "2 steps",
+    "patch_weight": 1.0, "patch_head": "own", "koleo_weight": 0.1, "koleo_group": 4,
+    "gram_weight": 0.5, "gram_every": "3 steps",
+}  # fmt: skip
+DURATIONS = {
+    "objective.temperature_warmup": 4, "objective.freeze_prototypes": 2, "objective.gram_every": 3,
+}  # fmt: skip
+
+
+def close(found, wanted):
+    wanted = np.asarray(wanted)
+    np.testing.assert_allclose(found, wanted, atol=2e-5 * max(1, np.abs(wanted).max()))
+
+
+def by_image(crops, number):
+    """(number B, K), crop after crop -> (B, number, K)."""
+    return jnp.swapaxes(jnp.asarray(crops).reshape(number, -1, crops.shape[-1]), 0, 1)
+
+
+def test_dino_agrees_with_published_code(golden):
+    z = np.load(golden / "loss_dino.npz")
+    config = json.loads(str(z["config"]))
+    temperature = config["teacher_temp"]
+    teacher, weights = jnp.asarray(z["teacher"]), jnp.ones(6)
+
+    def loss(student, targets):
+        each = cross_entropies(by_image(student, 4), by_image(targets, 2), config["student_temp"])
+        return each.mean()
+
+    centred = centring.centred(teacher, jnp.asarray(z["center"][0]), temperature)
+    close(centred, z["teacher_probs_centered"])
+    found, grad = jax.value_and_grad(loss)(z["student"], centred)
+    close(found, z["loss"])
+    close(grad, z["grad_student"])
+    moved = centring.moved_centre(jnp.asarray(z["center"][0]), teacher, weights, 0.9)
+    close(moved, z["center_after"][0])
+    even = centring.sinkhorn(teacher, temperature, weights)
+    close(even, z["teacher_probs_sinkhorn"])
+    found, grad = jax.value_and_grad(loss)(z["student"], even)
+    close(found, z["loss_sinkhorn_total_pairs_unlike"])
+    close(grad, z["grad_student_sinkhorn_pairs_unlike"])
+    more = jnp.concatenate([teacher, 9 * teacher[:2]])  # rows that do not count change nothing
+    weights = jnp.asarray([1.0] * 6 + [0.0] * 2)
+    close(centring.sinkhorn(more, temperature, weights)[:6], even)
+    close(centring.moved_centre(jnp.asarray(z["center"][0]), more, weights, 0.9), moved)
+
+
+def test_ibot_agrees_with_published_code(golden):
+    z = np.load(golden / "loss_ibot.npz")
+    config = json.loads(str(z["config"]))
+    masks = z["masks"]
+    rows, patches = np.nonzero(masks)
+    counts = jnp.asarray(masks, jnp.float32)
+    temperature = config["teacher_temp"]
+
+    def loss(student, targets):
+        whole = (jnp.zeros((*masks.shape, 12)).at[rows, patches].set(x) for x in (student, targets))
+        return patch_entropies(*whole, counts, config["student_temp"]).mean()
+
+    teacher = jnp.asarray(z["teacher_masked"])
+    targets = centring.sinkhorn(teacher, temperature, jnp.ones(len(teacher)))
+    close(targets, z["teacher_probs_sinkhorn"])
+    found, grad = jax.value_and_grad(loss)(z["student_masked"], targets)
+    close(found, z["loss_sinkhorn"])
+    close(grad, z["grad_student_sinkhorn"])
+    targets = centring.centred(teacher, jnp.asarray(z["center"][0, 0]), temperature)
+    close(loss(z["student_masked"], targets), z["loss_centered"])
+
+
+def test_koleo_agrees_with_published_code(golden):
+    z = np.load(golden / "loss_koleo.npz")
+    for nearest, suffix in ((1, ""), (2, "_top2")):
+
+        def loss(x, nearest=nearest):
+            return koleo(x, jnp.ones(6), 6, nearest).mean()
+
+        found, grad = jax.value_and_grad(loss)(z["features"])
+        close(found, z[f"loss{suffix}"])
+        close(grad, z[f"grad{suffix}"])
+    halves = koleo(jnp.asarray(z["features"]), jnp.ones(6), 3)
+    close(halves[3:], koleo(jnp.asarray(z["features"][3:]), jnp.ones(3), 3))
+    first = koleo(jnp.asarray(z["features"]), jnp.asarray([1.0, 1, 1, 0, 0, 0]), 6)
+    close(first, [*halves[:3], 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "negatives"),
+    [
+        ("image", 1, "kept"),
+        ("batch", 2, "kept"),
+        ("image_remove_neg", 1, "removed"),
+        ("image_remove_teacher_neg", 1, "removed_from_teacher"),
+    ],
+)
+def test_gram_agrees_with_published_code(golden, name, group, negatives):
+    z = np.load(golden / "loss_gram.npz")
+
+    def loss(x):
+        return gram_distance(x, jnp.asarray(z["teacher"]), group, negatives).mean()
+
+    found, grad = jax.value_and_grad(loss)(z["student"])
+    close(found, z[f"loss_{name}"])
+    close(grad, z[f"grad_{name}"])
+
+
+def test_blocks_hide_what_was_asked_and_a_row_s_depend_on_its_key_only():
+    keys = row_keys(jax.random.key(0), 64)
+    draw = functools.partial(draw_hidden, grid=(8, 8), num_views=2, masked_views=1)
+    hidden = jax.jit(functools.partial(draw, shares=(0.1, 0.5)))(keys)
+    numbers = np.asarray(hidden.mask.sum(2))[:, 0]
+    assert numbers.min() > 0 and numbers.max() <= 32 and 12 < numbers.mean() < 22
+    assert {*np.asarray(hidden.views).ravel()} == {0, 1}
+    for row in range(8):
+        chosen = np.asarray(hidden.which[row, 0])[: numbers[row]]
+        assert hidden.mask[row, 0][chosen].all() and hidden.counts[row].sum() == numbers[row]
+    again = jax.jit(functools.partial(draw, shares=(0.1, 0.5)))(keys[::-1])
+    np.testing.assert_array_equal(again.mask[::-1], hidden.mask)
+    # Patches are hidden together: most neighbours of hidden ones are hidden too.
+    masks = np.asarray(hidden.mask).reshape(64, 8, 8)
+    assert masks[:, 1:][masks[:, :-1]].mean() > 0.5
+
+
+@functools.cache
+def network(**fields):
+    return ViT(
+        num_classes=None, image_size=(SIZE, SIZE), patch_size=(4, 4), width=16, depth=1,
+        num_heads=2, mlp_dim=16, **fields,
+    )  # fmt: skip
+
+
+def make(**own):
+    shapes = {key: leaf.shape for key, leaf in BATCH.items()}
+    setting = Setting((0.5,) * 3, (0.5,) * 3, shapes=shapes, durations=DURATIONS)
+    return make_objective(network(), None, "self_distillation", setting, **(KEYS | own))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """(state, {name: gradients and sums of a step})."""
+    objective = make()
+
+    def init(key):
+        params = dict(network().init(key, jnp.zeros((1, SIZE, SIZE, 3)))["params"])
+        own, objective_state = objective.init(key)
+        params["objective"] = own
+        ema = jax.tree.map(lambda x: 1.1 * x, params)
+        step = jnp.int32(0)
+        return TrainState(step, params, {}, (), ema, {}, objective_state)
+
+    def loss(params, state, batch):
+        out = objective.loss(params, state, batch, None, jax.random.key(1))
+        return out.loss, out
+
+    return jax.jit(init)(jax.random.key(0)), jax.jit(jax.grad(loss, has_aux=True))
+
+
+def test_a_step_of_self_distillation(compiled):
+    state, step = compiled
+    grads, out = step(state.params, state, BATCH)
+    assert sorted(out.terms) == ["gram", "koleo", "patches"]
+    assert sorted(out.metric_sums) == ["teacher_entropy", "teacher_kl"]
+    # At step 0 the prototypes are frozen, and the Gram teacher is the average of the start.
+    for head in ("head", "patch_head"):
+        own = grads["objective"][head]
+        assert not own["prototypes"]["kernel"].any() and own["bottleneck"]["kernel"].any()
+    assert grads["objective"]["mask_token"].any() and grads["pos_embedding"].any()
+    close(out.objective_state["gram_teacher"]["pos_embedding"], state.ema["pos_embedding"])
+    assert out.objective_state["centre"]["views"].any()
+    assert out.objective_state["centre"]["patches"].any()
+    entropy = out.metric_sums["teacher_entropy"] / 7
+    assert 0 < entropy < np.log(24)
+    later = state.replace(step=jnp.int32(2))
+    grads, changed = step(later.params, later, BATCH)
+    assert grads["objective"]["head"]["prototypes"]["kernel"].any()
+    assert not changed.objective_state["gram_teacher"]["pos_embedding"].any()  # not copied again
+    # The temperature has risen, so that the targets are less sharp.
+    assert changed.metric_sums["teacher_entropy"] > out.metric_sums["teacher_entropy"]
+
+
+def test_a_masked_row_changes_nothing(compiled):
+    state, step = compiled
+    other = {key: leaf.copy() for key, leaf in BATCH.items()}
+    other["global_views"][3] *= -2
+    other["local_views"][3] *= -2
+    found, wanted = (step(state.params, state, batch)[1] for batch in (other, BATCH))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, wanted)
+
+
+def test_positions_of_local_views_are_resampled():
+    model = network()
+    table = RNG.normal(size=(1, 17, 16)).astype(np.float32)
+    rows, columns = np.mgrid[:4, :4]
+    table[0, 1:, 0] = (rows * 10 + columns).ravel()
+    small, params = at_size(model, {"pos_embedding": jnp.asarray(table)}, (8, 8))
+    assert small.grid == (2, 2)
+    close(params["pos_embedding"][:, 0], table[:, 0])
+    close(params["pos_embedding"][0, 1:, 0].reshape(2, 2), [[5.5, 7.5], [25.5, 27.5]])
+    _, same = at_size(model, {"pos_embedding": jnp.asarray(table)}, (SIZE, SIZE))
+    close(same["pos_embedding"], table)
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"koleo_group": 3}, "objective.koleo_group=3: must divide global_batch_size=8"),
+        ({"masked_views": 0.1}, "leaves no view with hidden patches"),
+    ],
+)
+def test_what_does_not_fit_the_batch_is_refused(own, words):
+    with pytest.raises(InputError, match=words):
+        make(**own)
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"centring": "center"}, "objective.centring='center'"),
+        ({"mask_min": 0.6}, "mask_min=0.6: needs 0 < mask_min <= objective.mask_max"),
+        ({"gram_weight": 1.0}, "objective.gram_every=None: goes together with"),
+        ({"num_prototypes": 0}, "objective.num_prototypes=0"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(own, words):
+    with pytest.raises(InputError, match=words):
+        check_self_distillation(**own)

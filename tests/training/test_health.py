@@ -1,0 +1,100 @@
+"""Warnings of a collapse, on rows made by hand."""
+
+import contextlib
+import json
+import logging
+import math
+import types
+
+import pytest
+
+from vit_jax.config import base_config, rank
+from vit_jax.metrics import NullWriter
+from vit_jax.objectives.contract import Collapse, Objective
+from vit_jax.training.health import Health
+from vit_jax.training.record import Record
+
+LIMIT = math.log(1000)
+COLLAPSE = Collapse("raise a", LIMIT, "raise b", "raise c")
+
+
+def entropies(*shares):
+    return [{"train/loss": 1.0, "train/teacher_entropy": share * LIMIT} for share in shares]
+
+
+def feed(health, rows):
+    """The number of each row that warns, with its warnings."""
+    found = [health.add(row) for row in rows]
+    return [(i, *texts) for i, texts in enumerate(found) if texts]
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "remedy"), [(0.009, 0.011, "raise b"), (0.991, 0.989, "raise c")]
+)
+def test_entropy_at_either_end_for_five_rows_is_said_once(near, far, remedy):
+    health = Health(COLLAPSE, [], {})
+    assert feed(health, entropies(*[near] * 4, far, *[near] * 4)) == []
+    ((row, text),) = feed(health, entropies(*[near] * 9))
+    assert row == 0 and remedy in text and "does_it_learn" in text
+    ((row, _),) = feed(health, entropies(far, *[near] * 7))  # it recovered, and came back
+    assert row == 5
+
+
+def test_from_one_end_to_the_other_is_no_row_of_five():
+    assert feed(Health(COLLAPSE, [], {}), entropies(*[0.0] * 3, *[1.0] * 4)) == []
+
+
+def test_a_rank_under_a_twentieth_of_the_width_is_said_once():
+    health = Health(COLLAPSE, ["of_train"], {})
+    rows = [{"of_train/rank": 1000 * share, "of_train/share": share}
+            for share in (0.3, 0.049, 0.02, 0.051, 0.04)]  # fmt: skip
+    (first, text), (second, _) = feed(health, rows)
+    assert (first, second) == (1, 4)
+    assert text.startswith("of_train/rank=49: the features fill 4.9 % of") and "raise a" in text
+    assert feed(health, [{"other/rank": 1.0, "other/share": 0.001}]) == []
+
+
+def test_a_resumed_run_goes_on_counting_and_says_nothing_twice():
+    health = Health(COLLAPSE, ["rank"], {})
+    assert health.read() == {}  # so that the checkpoints of healthy runs stay as they were
+    feed(health, [*entropies(0, 0, 0, 0), {"rank/rank": 1.0, "rank/share": 0.01}])
+    resumed = Health(COLLAPSE, ["rank"], json.loads(json.dumps(health.read())))
+    assert feed(resumed, [{"rank/rank": 1.0, "rank/share": 0.01}]) == []
+    assert len(feed(resumed, entropies(0))) == 1
+
+
+def test_objectives_that_cannot_collapse_are_not_watched():
+    """Ten classes need ten directions; a supervised run is well with few."""
+    rows = [*entropies(*[0.0] * 9), {"rank/rank": 1.0, "rank/share": 0.001}]
+    assert feed(Health(None, ["rank"], {}), rows) == []
+    assert feed(Health(Collapse("raise a"), [], {}), rows) == []  # no teacher
+
+
+def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
+    c = base_config()
+    c.evals.few = rank(split="train", every="1 epochs")
+    objective = Objective(lambda *_: None, collapse=COLLAPSE)
+    run = types.SimpleNamespace(
+        config=c,
+        fingerprint={},
+        experiment=types.SimpleNamespace(objective=objective, schedule=lambda step: 0.0),
+        evaluators={"few": types.SimpleNamespace(run=lambda state: {"rank": 1.0, "share": 0.01})},
+    )
+    c.global_batch_size, c.data.num_examples = 8, 100
+    clock = types.SimpleNamespace(read=lambda seconds: {})
+    silent = types.SimpleNamespace(update=lambda *_: None)
+    record = Record(run, 0, {}, clock, NullWriter(), silent, None)
+    record._throughput = types.SimpleNamespace(
+        read=lambda step: {}, pause=lambda why: contextlib.nullcontext(), seconds=lambda: 0.0
+    )
+    state = types.SimpleNamespace(step=5, ema={}, replace=lambda **_: None)
+    with caplog.at_level(logging.WARNING, "vit_jax"):
+        for step in range(1, 6):
+            record.add(step, {"teacher_entropy": 0.0, "masked": 0.0})
+            record.check(step)
+            record.log(step)
+        record.evaluate(state, ["few"])
+    first, second = (r.getMessage() for r in caplog.records)
+    assert first.startswith("step 5: train/teacher_entropy=0:") and "few/rank=1" in second
+    with record.saving(5) as meta:
+        assert meta["health"]["said"] == ["entropy_low", "few"]

@@ -1,0 +1,278 @@
+"""What a report shows of its runs and studies, read from their workdirs."""
+
+import base64
+import contextlib
+import csv
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from vit_jax import files
+from vit_jax.errors import InputError
+from vit_jax.insight.compare import RunRecord, read_run, short_names
+from vit_jax.studies.members import mean_and_std
+from vit_jax.training.guards import DIVERGED_FILE
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_MEASURES = ("accuracy", "average_precision")  # of classes; the second with several labels each
+_ROWS = 10  # of the tables of classes and confusions
+
+
+class Run(NamedTuple):
+    """A run: what `compare` reads of it, and the rest of its workdir.
+
+    summary: summary.json; {} unless it has finished. diverged: the error; None unless it has.
+    starts: the lines of starts.jsonl, oldest first. teachers: the text of teachers.json, or "".
+    """
+
+    record: RunRecord
+    workdir: epath.Path
+    summary: Mapping[str, Any]
+    diverged: str | None
+    starts: Sequence[Mapping[str, Any]]
+    teachers: str
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def state(self) -> str:
+        if self.diverged is not None:
+            return "diverged"
+        step = f"{self.record.step:,}"
+        return (
+            f"finished at step {step}" if self.summary else f"not finished; last row: step {step}"
+        )
+
+
+class Picture(NamedTuple):
+    """A PNG: its caption, and its content as base64."""
+
+    caption: str
+    content: str
+
+
+class StudyRecord(NamedTuple):
+    """A study: the table of study.md, its warnings, its pictures, and members without a result.
+
+    unfinished: {member: its state and error}.
+    """
+
+    name: str
+    kind: str
+    complete: bool
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    warnings: Sequence[str]
+    unfinished: Mapping[str, str]
+    pictures: Sequence[Picture]
+
+
+class ClassResults(NamedTuple):
+    """Results by class that `evaluate --output` wrote.
+
+    weakest: classes by accuracy or average precision, the lowest first. confusions: pairs of
+    classes, the most frequent first. Both are tables; their first row names the columns.
+    """
+
+    name: str
+    pictures: Sequence[Picture]
+    weakest: Sequence[Sequence[str]]
+    confusions: Sequence[Sequence[str]]
+
+
+def read_all(workdirs: Sequence[str | os.PathLike]) -> tuple[list[Run], list[StudyRecord]]:
+    """Read runs and studies; the members of a study are runs too.
+
+    Raises:
+      InputError: for no workdir or one given twice; names each that holds neither run nor study.
+    """
+    paths = [files.absolute(workdir) for workdir in workdirs]
+    if not paths or len(set(paths)) < len(paths):
+        shown = ", ".join(map(str, workdirs)) or "no workdir"
+        raise InputError(f"report: got {shown}; needs different workdirs of runs or studies")
+    found, studies, faults = [], [], []
+    for path in paths:
+        if (path / "study.json").exists():
+            studies.append(path)
+            found += sorted(p.parent for p in path.glob("*/config.json"))
+        elif (path / "config.json").exists():
+            found.append(path)
+        else:
+            faults.append(f"{path}: has no config.json or study.json; give the workdir of a run "
+                          "or study")  # fmt: skip
+    if faults:
+        raise InputError(*faults)
+    found = list(dict.fromkeys(found))
+    runs = [_read_run(*pair) for pair in zip(short_names(found), found, strict=True)]
+    return runs, [_read_study(*pair) for pair in zip(short_names(studies), studies, strict=True)]
+
+
+def _read_run(name: str, workdir: epath.Path) -> Run:
+    diverged, teachers = workdir / DIVERGED_FILE, workdir / "teachers.json"
+    return Run(
+        read_run(name, workdir),
+        workdir,
+        _read_json(workdir / "summary.json"),
+        str(_read_json(diverged).get("error", "")) if diverged.exists() else None,
+        list(_json_lines(workdir / "starts.jsonl")),
+        teachers.read_text() if teachers.exists() else "",
+    )
+
+
+def _read_json(path: epath.Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _json_lines(path: epath.Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):  # cut off by a kill
+            yield json.loads(line)
+
+
+def _read_study(name: str, workdir: epath.Path) -> StudyRecord:
+    content = _read_json(workdir / "study.json")
+    text = workdir / "study.md"
+    lines = text.read_text().splitlines() if text.exists() else []
+    lines = list(itertools.dropwhile(lambda line: not line.startswith("| "), lines))
+    lines = list(itertools.takewhile(lambda line: line.startswith("| "), lines))
+    table = [line[2:-2].split(" | ") for line in lines]
+    unfinished = {
+        member: ": ".join([found["state"], *found["error"].strip().splitlines()[-1:]])
+        for member, found in content.get("members", {}).items()
+        if found["state"] != "finished"
+    }
+    return StudyRecord(
+        name=name,
+        kind=content["study"],
+        complete=content["complete"],
+        columns=table[0] if table else [],
+        rows=table[2:],
+        warnings=content.get("warnings", []),
+        unfinished=unfinished,
+        pictures=read_pictures(workdir.glob("*.png"), workdir),
+    )
+
+
+def read_pictures(paths: Iterable[epath.Path], folder: epath.Path) -> list[Picture]:
+    """The PNGs among `paths`, in the order of their names below `folder`, which are captions."""
+    pictures = []
+    for path in sorted(paths):
+        content = path.read_bytes()
+        if content.startswith(_PNG):
+            caption = os.path.relpath(path, folder).removesuffix(".png")
+            pictures.append(Picture(caption, base64.b64encode(content).decode()))
+    return pictures
+
+
+def read_figures(runs: Sequence[Run], folders: Sequence[epath.Path]) -> dict[str, list[Picture]]:
+    """{run or folder: pictures} of each RUN/figures and of `folders`, one folder deep or less."""
+    places = {run.name: run.workdir / "figures" for run in runs} | {f.name: f for f in folders}
+    found = {}
+    for name, folder in places.items():
+        paths = [path for pattern in ("*.png", "*/*.png") for path in folder.glob(pattern)]
+        found[name] = read_pictures((p for p in paths if p.name != "confusion.png"), folder)
+    return {name: pictures for name, pictures in found.items() if pictures}
+
+
+def read_classes(runs: Sequence[Run], folders: Sequence[epath.Path]) -> list[ClassResults]:
+    """What `evaluate --output` wrote into the workdirs, one or two folders deep, or `folders`."""
+    found = []
+    for name, place in [*((r.name, r.workdir) for r in runs), *((f.name, f) for f in folders)]:
+        patterns = ("classes.csv", "*/classes.csv", "*/*/classes.csv")
+        for path in sorted({path for pattern in patterns for path in place.glob(pattern)}):
+            inner = os.path.relpath(path.parent, place)
+            found.append(_read_classes(f"{name}: {inner}", path.parent))
+    return found
+
+
+def _read_classes(name: str, folder: epath.Path) -> ClassResults:
+    head, *rows = _read_csv(folder / "classes.csv")
+    for at in [head.index(name) for name in _MEASURES if name in head]:
+        rows = sorted((row for row in rows if row[at]), key=lambda row: float(row[at]))
+    confusions = _read_csv(folder / "confusions.csv")
+    return ClassResults(
+        name,
+        read_pictures(folder.glob("confusion.png"), folder),
+        [head, *rows[:_ROWS]],
+        confusions[: _ROWS + 1],
+    )
+
+
+def _read_csv(path: epath.Path) -> list[list[str]]:
+    return list(csv.reader(path.read_text().splitlines())) if path.exists() else []
+
+
+class Group(NamedTuple):
+    """Runs whose configs differ in nothing but the seed.
+
+    values: {metric: {"mean": its mean over the runs' last values, "std": deviation}}.
+    steps: the runs' last steps; a deviation over several is no deviation over seeds only.
+    """
+
+    name: str
+    runs: Sequence[Run]
+    values: Mapping[str, Mapping[str, float | None]]
+    steps: Sequence[int]
+
+
+def group_seeds(runs: Sequence[Run]) -> list[Group]:
+    """Group the runs, with the mean and the sample deviation of each evaluator's last values."""
+    by_config: dict[str, list[Run]] = {}
+    for run in runs:
+        config = {key: value for key, value in run.record.config.items() if key != "seed"}
+        by_config.setdefault(json.dumps(config, default=str), []).append(run)
+    return [_group(members) for members in by_config.values()]
+
+
+def _group(runs: Sequence[Run]) -> Group:
+    curves = [run.record.curves for run in runs]
+    values = {}
+    for metric in evaluated(runs):
+        last = [curve[metric][-1][1] for curve in curves if metric in curve]
+        values[metric] = mean_and_std(last)
+    steps = sorted({run.record.step for run in runs})
+    return Group(_group_name([run.name for run in runs]), runs, values, steps)
+
+
+def _group_name(names: Sequence[str]) -> str:
+    """What all names begin with, without a dangling `seed_`; else all names."""
+    if len(names) == 1:
+        return names[0]
+    same = itertools.takewhile(lambda letters: len({*letters}) == 1, zip(*names, strict=False))
+    shared = re.sub(r"([_./-]*seed)?[_./=-]*$", "", "".join(letter for letter, *_ in same))
+    return shared or ", ".join(names)
+
+
+def evaluated(runs: Sequence[Run]) -> list[str]:
+    """The metrics of evaluators that any of the runs has: by evaluator, accuracies first."""
+    known = dict.fromkeys(metric for run in runs for metric in run.record.curves)
+    names = [name for name in known if not name.startswith(("train/", "time/"))]
+
+    def place(name):
+        evaluator, _, leaf = name.partition("/")
+        return evaluator, leaf == "num_examples", not leaf.startswith("top"), leaf
+
+    return sorted(names, key=place)
+
+
+def seconds_by_kind(record: RunRecord) -> dict[str, float]:
+    """{"training": seconds of steps, "evaluation": ..., "save": ...} as far as rows say.
+
+    `time/seconds` starts anew with each start of the run.
+    """
+    curves = record.curves
+    clock = [seconds for _, seconds in curves.get("time/seconds", ())]
+    ends = [a for a, b in zip(clock, [*clock[1:], -1.0], strict=True) if b < a]
+    found = {"training": sum(ends)} if ends else {}
+    for name, points in curves.items():
+        kind = re.fullmatch(r"time/(\w+)_s", name)
+        if kind and not kind[1].endswith("_per"):
+            found[kind[1]] = sum(value for _, value in points)
+    return found

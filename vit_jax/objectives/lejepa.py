@@ -1,0 +1,214 @@
+"""LeJEPA: every view of a picture predicts the mean embedding of its global views.
+
+    loss = (1 - weight) * mean |z_v - mean of z over the global views|^2 + weight * mean SIGReg(z_v)
+
+where v runs over all views, the global ones included, and SIGReg keeps the embeddings of each view
+normal in every direction, so that they cannot collapse. There is no teacher, no predictor and no
+stop of gradients.
+
+The batch is taken as a whole: SIGReg and the normalisation of the head are sums over all rows of
+the global batch that are not masked, on any mesh.
+
+Source: Balestriero and LeCun 2025 (arXiv:2511.08544), algorithms 1 and 2. From the paper: 1,024
+directions, 17 points from -5 to 5, weight 0.05, 2 global and 8 local views. Assumed, because the
+paper could not be read in full when this was written: the weight exp(-t^2 / 2) of the integral
+(section 4.2 writes exp(-t^2 / s^2), with s = 1), the mean over the dimensions of an embedding in
+the first term, and the head, two hidden layers of 2,048 with batch normalisation and ReLU, then a
+linear one to 64 dimensions.
+
+Axes: B pictures, V views, D features, K dimensions of an embedding.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.models.vit import ViT
+from vit_jax.objectives.contract import Collapse, Objective, ObjectiveOutput, Setting, State, Term
+from vit_jax.objectives.other_sizes import check_size
+from vit_jax.objectives.sigreg import draw_directions, sigreg
+from vit_jax.objectives.supervised import LossFn
+from vit_jax.objectives.views import features_of_views
+from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
+
+_DIRECTIONS = 1  # number folded into the key of a step; its directions are drawn from the result
+VIEWS = ("global_views", "local_views")
+_EPS = 1e-5  # of the batch normalisation
+
+
+class Norm(nn.Module):
+    """Normalises each feature by its mean and variance over the rows that `mask` (N,) keeps."""
+
+    @nn.compact
+    def __call__(self, x_ND, mask_N):
+        scale_D = self.param("scale", nn.initializers.ones, x_ND.shape[-1:])
+        bias_D = self.param("bias", nn.initializers.zeros, x_ND.shape[-1:])
+        mask_N1, number = mask_N[:, None], jnp.maximum(mask_N.sum(), 1.0)
+        mean_1D = (mask_N1 * x_ND).sum(axis=0, keepdims=True) / number
+        variance_1D = (mask_N1 * jnp.square(x_ND - mean_1D)).sum(axis=0, keepdims=True) / number
+        return (x_ND - mean_1D) * jax.lax.rsqrt(variance_1D + _EPS) * scale_D[None] + bias_D[None]
+
+
+class Head(nn.Module):
+    """The embedding (N, K) of features (N, D); only training needs it.
+
+    Each hidden layer is normalised by the mean and variance of the rows that `mask` (N,) keeps.
+    """
+
+    hidden: int
+    width: int
+
+    @nn.compact
+    def __call__(self, x_ND, mask_N):
+        for i in range(2):
+            x_ND = nn.Dense(self.hidden, use_bias=False, name=f"hidden_{i}")(x_ND)
+            x_ND = nn.relu(Norm(name=f"norm_{i}")(x_ND, mask_N))
+        return nn.Dense(self.width, name="out")(x_ND)
+
+
+def check_lejepa(
+    *,
+    weight: float = 0.05,
+    directions: int = 1024,
+    points: int = 17,
+    head_width: int = 2048,
+    embedding_width: int = 64,
+) -> None:
+    """Raise InputError if a key of `objective` is out of range."""
+    faults = Faults()
+    faults.need(
+        0 <= weight <= 1, f"objective.weight={weight}: needs a number from 0 to 1, e.g. 0.05"
+    )
+    for key, value in (
+        ("directions", directions),
+        ("head_width", head_width),
+        ("embedding_width", embedding_width),
+    ):
+        faults.need_positive(f"objective.{key}", value)
+    faults.need(
+        points >= 3 and points % 2 == 1,
+        f"objective.points={points}: needs an odd number of at least 3, e.g. 17",
+    )
+    collect_faults(faults)
+
+
+def make_lejepa(
+    model: nn.Module,
+    loss: LossFn,
+    *,
+    setting: Setting,
+    weight: float = 0.05,
+    directions: int = 1024,
+    points: int = 17,
+    head_width: int = 2048,
+    embedding_width: int = 64,
+) -> Objective:
+    """Make the objective of LeJEPA.
+
+    Args:
+      model: the encoder; its features go through the head.
+      loss: not used, as there are no labels.
+      setting: has the shapes of the views.
+      weight: share of SIGReg in the loss; lambda in the paper. 0: none, and the run collapses.
+      directions: their number, drawn anew in every step.
+      points: of the integral of SIGReg.
+      head_width, embedding_width: width of the head's hidden layers, and K.
+
+    Raises:
+      InputError: a number is out of range, or the model does not fit.
+    """
+    del loss
+    check_lejepa(
+        weight=weight, directions=directions, points=points,
+        head_width=head_width, embedding_width=embedding_width,
+    )  # fmt: skip
+    if not isinstance(model, ViT):
+        raise InputError(f"objective.name='lejepa': a {type(model).__name__} is no ViT; choose one")
+    shapes = {name: setting.shapes[name] for name in VIEWS if name in setting.shapes}
+    for name, shape in shapes.items():
+        key = "data.local_size" if name == "local_views" else "data.image_size"
+        check_size(model, (shape[2], shape[3]), key)
+    own = _LeJepa(model, Head(head_width, embedding_width), weight, directions, points, shapes)
+    return Objective(
+        own.loss,
+        init=own.init,
+        learner=own.learner,
+        needs=("global_views", "mask"),
+        couples_rows=True,
+        collapse=Collapse(
+            f"Raise objective.weight, now {weight}, global_batch_size or the number of steps, or "
+            "lower optimizer.peak_lr"
+        ),
+    )
+
+
+class _NoState(NamedTuple):
+    """What the loss reads of a state, for a model without batch statistics."""
+
+    step: Any = None
+    model_state: Any = {}  # noqa: RUF012
+    ema: Any = None
+    objective_state: Any = None
+
+
+class _LeJepa(NamedTuple):
+    """The functions of the objective; see `make_lejepa`."""
+
+    model: ViT
+    head: Head
+    weight: float
+    directions: int
+    points: int
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
+        x_1D = jnp.zeros((1, self.model.width))
+        return {"head": self.head.init(rng, x_1D, jnp.ones(1))["params"]}, {}
+
+    def loss(
+        self, params: Params, state: State, batch: Batch, frozen: Any, rng: jax.Array
+    ) -> ObjectiveOutput:
+        del frozen
+        z_VBK = self.embed(params, batch, rng)
+        mask_B, num_global = batch["mask"], batch["global_views"].shape[1]
+        centre_BK = z_VBK[:num_global].mean(axis=0)
+        distance_B = jnp.square(z_VBK - centre_BK[None]).mean(axis=(0, 2))
+        key = jax.random.fold_in(rng, _DIRECTIONS)
+        directions_KM = draw_directions(key, z_VBK.shape[-1], self.directions)
+        statistics = [sigreg(z_BK, directions_KM, mask_B, points=self.points) for z_BK in z_VBK]
+        statistic = sum(statistics, jnp.zeros(())) / len(statistics)
+        return ObjectiveOutput(
+            loss_sum=jnp.zeros(()),
+            weight_sum=mask_B.sum(),
+            metric_sums={},
+            model_state=state.model_state,
+            terms={
+                "prediction": Term((mask_B * distance_B).sum(), mask_B.sum(), 1 - self.weight),
+                "sigreg": Term(statistic, jnp.ones(()), self.weight),
+            },
+        )
+
+    def learner(self, model: nn.Module, params: Params, images: jax.Array) -> jax.Array:
+        """The loss of one picture, for its FLOPs."""
+        batch = {name: jnp.zeros((1, *shape[1:])) for name, shape in self.shapes.items()}
+        assert isinstance(model, ViT)
+        own, state = self._replace(model=model), _NoState()
+        batch["mask"] = jnp.ones(1) + 0 * images.sum()
+        return own.loss(params, state, batch, None, jax.random.key(0)).loss
+
+    def embed(self, params: Params, batch: Batch, rng: jax.Array) -> jax.Array:
+        """The embeddings of all views, the global ones first: (V, B, K)."""
+        kinds = [batch[name] for name in VIEWS if name in batch]
+        found = [
+            features_of_views(self.model, params, views, jax.random.fold_in(rng, i))
+            for i, views in enumerate(kinds, 2)
+        ]
+        x_BVD = jnp.concatenate(found, axis=1)
+        mask_BV = jnp.broadcast_to(batch["mask"][:, None], x_BVD.shape[:2])
+        own = {"params": params[OBJECTIVE]["head"]}
+        z: Any = self.head.apply(own, x_BVD.reshape(-1, x_BVD.shape[-1]), mask_BV.reshape(-1))
+        return z.reshape(*x_BVD.shape[:2], -1).swapaxes(0, 1)

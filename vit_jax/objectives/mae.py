@@ -1,0 +1,275 @@
+"""Masked autoencoders: an encoder sees a quarter of the patches, a small decoder draws the rest.
+
+Axes: B images, N patches, V visible ones, H hidden ones, T tokens of the encoder: its prefix tokens
+and V patches; D width of the encoder, W width of the decoder, P values of a patch.
+Source: He et al. 2021 (arXiv:2111.06377), section 3.
+"""
+
+import dataclasses
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.errors import Faults, collect_faults
+from vit_jax.models.layers import BlockFields, Encoder, unconstrained
+from vit_jax.models.position import sincos_2d
+from vit_jax.models.vit import ViT, extract_patches
+from vit_jax.objectives import patches
+from vit_jax.objectives.contract import Objective, ObjectiveOutput, State
+from vit_jax.objectives.patches import Reconstruction
+from vit_jax.objectives.supervised import LossFn
+from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
+
+_EPS = 1e-6  # added to the variance of a patch
+
+
+class Decoder(BlockFields, nn.Module):
+    """Predicts hidden patches from the encoder's output for the visible ones.
+
+    Visible tokens and one learned token for every hidden patch get fixed sine-cosine positions and
+    pass through `depth` blocks; a prefix token gets none. The patches stay in the order of
+    `order_BN`: all layers but the positions ignore it.
+
+    Shapes: tokens (B, T, D), order (B, N) of raster indices, the visible patches first
+      -> (B, H, num_outputs), float32, for the hidden patches in their order.
+    Source: He et al. 2021 (arXiv:2111.06377), section 3, and its published code for the positions.
+    """
+
+    grid: tuple[int, int]
+    num_prefix: int
+    width: int
+    depth: int
+    num_outputs: int
+    scan: bool = False
+    remat: str = "none"
+
+    @nn.compact
+    def __call__(self, x_BTD, order_BN, *, train=False):
+        visible = x_BTD.shape[1] - self.num_prefix
+        x_BTW = nn.Dense(self.width, dtype=self.dtype, name="embedding")(x_BTD)
+        token = self.param("mask_token", nn.initializers.normal(0.02), (1, 1, self.width))
+        hidden = (x_BTD.shape[0], order_BN.shape[1] - visible, 1)
+        tokens_BHW = jnp.tile(token.astype(self.dtype), hidden)
+        x_BNW = jnp.concatenate([x_BTW[:, self.num_prefix :], tokens_BHW], axis=1)
+        table_NW = jnp.asarray(sincos_2d(self.grid, self.width, span=self.width // 4))
+        x_BNW += jnp.take(table_NW, order_BN, axis=0).astype(self.dtype)
+        x_BNW = jnp.concatenate([x_BTW[:, : self.num_prefix], x_BNW], axis=1)
+        x_BNW = self.constrain(x_BNW, ("batch", None, None))
+        encoder = Encoder(
+            **self.block_fields(),
+            depth=self.depth,
+            scan=self.scan,
+            remat=self.remat,
+            name="encoder",
+        )
+        x_BHW = encoder(x_BNW, train=train)[:, self.num_prefix + visible :]
+        head = nn.Dense(self.num_outputs, dtype=self.dtype, name="head")
+        return head(x_BHW).astype(jnp.float32)
+
+
+def check_mae(
+    *,
+    mask_ratio: float = 0.75,
+    norm_pixels: bool = True,
+    decoder_width: int = 512,
+    decoder_depth: int = 8,
+    decoder_heads: int = 16,
+    decoder_mlp_dim: int | None = None,
+) -> None:
+    """Raise InputError if keys of `objective` are out of range, or contradict each other."""
+    del norm_pixels
+    faults = Faults()
+    faults.need(
+        0 < mask_ratio < 1, f"objective.mask_ratio={mask_ratio}: needs a number between 0 and 1"
+    )
+    sizes = {"width": decoder_width, "depth": decoder_depth, "heads": decoder_heads}
+    for key, size in (sizes | {"mlp_dim": decoder_mlp_dim}).items():
+        faults.need_positive(f"objective.decoder_{key}", size)
+    if decoder_width > 0 and decoder_heads > 0:
+        faults.need(
+            decoder_width % decoder_heads == 0,
+            f"objective.decoder_heads={decoder_heads}: does not divide "
+            f"objective.decoder_width={decoder_width}; choose a number that does",
+        )
+        faults.need(
+            decoder_width % 4 == 0 and decoder_width >= 8,
+            f"objective.decoder_width={decoder_width}: needs a multiple of 4, at least 8, for its "
+            "sine-cosine positions",
+        )
+    collect_faults(faults)
+
+
+def make_mae(
+    model: nn.Module,
+    loss: LossFn,
+    *,
+    mask_ratio: float = 0.75,
+    norm_pixels: bool = True,
+    decoder_width: int = 512,
+    decoder_depth: int = 8,
+    decoder_heads: int = 16,
+    decoder_mlp_dim: int | None = None,
+) -> Objective:
+    """Make the objective that predicts hidden patches from the visible ones.
+
+    The loss of an image is the mean squared error over the values of its hidden patches. Only the
+    visible patches, and the prefix tokens, pass through the encoder. The decoder's parameters are
+    the objective's own.
+
+    Args:
+      model: the encoder, a `ViT` whose layers need no patch that is hidden.
+      loss: of labels; not used.
+      mask_ratio: share of the patches that are hidden, drawn for each image and step.
+      norm_pixels: each patch of the target is normalised by its own mean and standard deviation
+        over all its values; False: the values as the model gets them.
+      decoder_width, decoder_depth, decoder_heads: of the decoder's blocks.
+      decoder_mlp_dim: hidden width of their MLPs; None: 4 times the width.
+
+    Raises:
+      InputError: the model is no such ViT, or the share hides no patch or all.
+    """
+    del loss
+    patches.check_patches(model, "mae")
+    assert isinstance(model, ViT)
+    collect_faults([f"objective.name='mae': {fault}" for fault in model.find_keep_faults()])
+    mae = Mae(
+        model,
+        mask_ratio,
+        norm_pixels,
+        decoder_width,
+        decoder_depth,
+        decoder_heads,
+        decoder_mlp_dim or 4 * decoder_width,
+    )
+    mae.count_visible()
+    return Objective(
+        mae.loss,
+        init=mae.init,
+        learner=mae.learner,
+        reconstruct=mae.reconstruct,
+        needs=("image", "mask"),
+        collapse=patches.COLLAPSE,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mae:
+    """The functions of the objective; see `make_mae`."""
+
+    model: ViT
+    mask_ratio: float
+    norm_pixels: bool
+    width: int
+    depth: int
+    num_heads: int
+    mlp_dim: int
+
+    def count_visible(self) -> int:
+        """Number of patches that the encoder sees: N (1 - mask_ratio), rounded down."""
+        num = self.model.grid[0] * self.model.grid[1]
+        visible = int(num * (1 - self.mask_ratio))
+        patches.number_hidden(num, visible, self.mask_ratio)
+        return visible
+
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder, in the dtype of the encoder; it computes without kernels."""
+        model = self.model
+        common = {name: getattr(model, name) for name in ("gelu", "norm", "norm_eps", "dtype")}
+        return Decoder(
+            num_heads=self.num_heads,
+            mlp_dim=self.mlp_dim,
+            constrain=model.constrain,
+            grid=model.grid,
+            num_prefix=model.num_prefix_tokens,
+            width=self.width,
+            depth=self.depth,
+            num_outputs=model.patch_size[0] * model.patch_size[1] * model.channels,
+            scan=model.scan,
+            remat=model.remat,
+            **common,
+        )
+
+    def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
+        """The decoder's parameters, and no state."""
+        tokens_1TD = jnp.zeros(
+            (1, self.model.num_prefix_tokens + self.count_visible(), self.model.width)
+        )
+        order_1N = jnp.arange(self.model.grid[0] * self.model.grid[1])[None]
+        decoder = self.decoder.clone(constrain=unconstrained)
+        return decoder.init(rng, tokens_1TD, order_1N)["params"], {}
+
+    def loss(
+        self, params: Params, state: State, batch: Batch, frozen: Any, rng: jax.Array
+    ) -> ObjectiveOutput:
+        """The sums over a batch; the patches of row i are drawn by fold_in(key, i)."""
+        del frozen
+        order_key, dropout_key = jax.random.split(rng)
+        images = batch["image"]
+        keys_B = patches.row_keys(order_key, images.shape[0])
+        order_BN = patches.random_order(keys_B, self.model.grid[0] * self.model.grid[1])
+        loss_B, _ = self.predict(params, images, order_BN, dropout_key)
+        sums = patches.sums_of_rows(loss_B, batch["mask"])
+        return ObjectiveOutput(**sums, model_state=state.model_state)
+
+    def predict(
+        self,
+        params: Params,
+        images: jax.Array,
+        order_BN: jax.Array,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """(loss (B,), predicted hidden patches (B, H, P)); the order's first V are visible.
+
+        `dropout_key`: None leaves out the dropout.
+        """
+        train, visible = dropout_key is not None, self.count_visible()
+        options: dict[str, Any] = {"train": train}
+        if train:
+            options["rngs"] = {"dropout": dropout_key}
+
+        def encode(model, images, keep, train):
+            return model.encode(model.embed(images), keep=keep, train=train)
+
+        keep_BV, hidden_BH = order_BN[:, :visible], order_BN[:, visible:]
+        tokens_BTD = self.model.apply({"params": params}, images, keep_BV, method=encode, **options)
+        own = {"params": cast(Params, params[OBJECTIVE])}
+        found_BHP = cast(jax.Array, self.decoder.apply(own, tokens_BTD, order_BN, **options))
+        wanted_BHP, _, _ = self._targets(images, hidden_BH)
+        return jnp.square(found_BHP - wanted_BHP).mean(axis=(1, 2)), found_BHP
+
+    def _targets(self, images, hidden_BH):
+        """(targets (B, H, P), their mean, their standard deviation, each (B, H, 1) or a number)."""
+        patches_BNP = extract_patches(images.astype(jnp.float32), self.model.patch_size)
+        wanted_BHP = patches.take(patches_BNP, hidden_BH)
+        if not self.norm_pixels:
+            return wanted_BHP, 0.0, 1.0
+        mean_BH1 = wanted_BHP.mean(axis=2, keepdims=True)
+        std_BH1 = jnp.sqrt(wanted_BHP.var(axis=2, keepdims=True, ddof=1) + _EPS)
+        return (wanted_BHP - mean_BH1) / std_BH1, mean_BH1, std_BH1
+
+    def learner(self, model: nn.Module, params: Params, images: jax.Array) -> jax.Array:
+        """`Objective.learner`."""
+        assert isinstance(model, ViT)
+        order_BN = jnp.tile(jnp.arange(self.model.grid[0] * self.model.grid[1])[None],
+                            (images.shape[0], 1))  # fmt: skip
+        return dataclasses.replace(self, model=model).predict(params, images, order_BN)[0].sum()
+
+    def reconstruct(self, params: Params, images: jax.Array, keys_B: jax.Array) -> Reconstruction:
+        """`Objective.reconstruct`: normalised patches get the mean and deviation of their own."""
+        grid, patch_size, visible = self.model.grid, self.model.patch_size, self.count_visible()
+        order_BN = patches.random_order(keys_B, grid[0] * grid[1])
+        loss_B, found_BHP = self.predict(params, images, order_BN)
+        _, mean, std = self._targets(images, order_BN[:, visible:])
+        patches_BNP = extract_patches(images, patch_size)
+        seen_BVP = patches.take(patches_BNP, order_BN[:, :visible])
+        back_BN = jnp.argsort(order_BN, axis=1)
+
+        def image_of(hidden_BHP):
+            joined_BNP = jnp.concatenate([seen_BVP, hidden_BHP], axis=1)
+            return patches.as_images(patches.take(joined_BNP, back_BN), grid, patch_size)
+
+        restored_BHP = found_BHP * std + mean
+        return Reconstruction(loss_B, image_of(0 * found_BHP), image_of(restored_BHP))

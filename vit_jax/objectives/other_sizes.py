@@ -1,0 +1,51 @@
+"""A ViT at another image size than its own, with its learned positions resampled."""
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax.errors import InputError
+from vit_jax.models.vit import ViT
+from vit_jax.tree import Params
+
+
+def check_size(model: ViT, size: tuple[int, int], key: str) -> None:
+    """Raise InputError if the positions of `model` cannot be resampled to images of `size`."""
+    fits = all(side % patch == 0 for side, patch in zip(size, model.token_stride, strict=True))
+    if not fits:
+        raise InputError(
+            f"{key}={size}: needs multiples of the patch size {model.token_stride}; choose others"
+        )
+    in_layers = model.pos_embed == "relative" or model.positions_at == "layers"
+    if size != model.image_size and in_layers:
+        raise InputError(
+            f"{key}={size}: the positions of model.pos_embed={model.pos_embed!r}, in every layer, "
+            "are not resampled to it; choose learned_1d, learned_2d or sincos_2d at the stem, or "
+            "the size of the global views"
+        )
+
+
+def at_size(model: ViT, params: Params, size: tuple[int, int]) -> tuple[ViT, Params]:
+    """`model` for images of `size` (height, width), and `params` with positions that fit it.
+
+    Tables are resampled by bicubic interpolation without antialiasing (a = -1/2, where the
+    published code of DINO has -3/4); prefix tokens keep theirs. The result is a linear function of
+    the tables, through which gradients flow.
+    """
+    if size == model.image_size or "pos_embedding" not in params:
+        return model.clone(image_size=size), params
+    resized = model.clone(image_size=size)
+    (rows, columns), wanted = model.grid, resized.grid
+    table = params["pos_embedding"]
+    if isinstance(table, jax.Array):
+        prefix = table.shape[1] - rows * columns
+        grid = table[:, prefix:].reshape(1, rows, columns, -1)
+        grid = _resize(grid, (1, *wanted, table.shape[2])).reshape(1, -1, table.shape[2])
+        return resized, {**params, "pos_embedding": jnp.concatenate([table[:, :prefix], grid], 1)}
+    tables = dict(table)
+    for name, number in zip(("rows", "columns"), wanted, strict=True):
+        tables[name] = _resize(tables[name], (1, number, tables[name].shape[2]))
+    return resized, {**params, "pos_embedding": tables}
+
+
+def _resize(table, shape):
+    return jax.image.resize(table, shape, "cubic", antialias=False)

@@ -1,0 +1,98 @@
+"""What the objectives that hide patches share: random choices by row, and pixels as patches.
+
+Axes: B images, N patches in raster order, P values of a patch (row, column, channel).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from vit_jax.errors import InputError, collect_faults
+from vit_jax.models.hybrid import HybridViT
+from vit_jax.models.t2t import T2TViT
+from vit_jax.models.vit import ViT
+from vit_jax.objectives.contract import Collapse
+
+COLLAPSE = Collapse("Lower optimizer.peak_lr, lengthen schedule.warmup, or train for longer")
+
+
+class Reconstruction(NamedTuple):
+    """Images with hidden patches, and what an objective makes of them, in the model's value range.
+
+    loss_B: the loss of each image, (B,).
+    hidden, restored: (B, H, W, channels); `restored` has its own pixels where nothing was hidden.
+    """
+
+    loss_B: jax.Array
+    hidden: jax.Array
+    restored: jax.Array
+
+
+def check_patches(model: nn.Module, name: str) -> None:
+    """Raise InputError if the tokens of `model` are not the patches of its images."""
+    if not isinstance(model, ViT) or isinstance(model, HybridViT | T2TViT):
+        raise InputError(
+            f"objective.name={name!r}: hides patches of the image, and the tokens of a "
+            f"{type(model).__name__} see more than one patch; choose a ViT or a DeiT"
+        )
+    if model.image_size is None or model.grid[0] * model.grid[1] < 2:
+        collect_faults([f"objective.name={name!r}: needs images of at least two patches"])
+
+
+def row_keys(rng: jax.Array, num_rows: int) -> jax.Array:
+    """A key for each row of the global batch, the same on every mesh."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(rng, jnp.arange(num_rows))
+
+
+def random_order(keys_B: jax.Array, num: int) -> jax.Array:
+    """A random order of `num` patches for each row, int32 (B, num)."""
+    noise_BN = jax.vmap(lambda key: jax.random.uniform(key, (num,)))(keys_B)
+    return jnp.argsort(noise_BN, axis=1)
+
+
+def take(x_BND: jax.Array, which_BM: jax.Array) -> jax.Array:
+    """The patches `which_BM` of each row: (B, M, D)."""
+    return jnp.take_along_axis(x_BND, which_BM[:, :, None], axis=1)
+
+
+def number_hidden(num_patches: int, visible: int, mask_ratio: float) -> int:
+    """num_patches - visible.
+
+    Raises:
+      InputError: no patch is hidden, or all are.
+    """
+    if not 0 < visible < num_patches:
+        raise InputError(
+            f"objective.mask_ratio={mask_ratio}: hides {num_patches - visible} of {num_patches} "
+            "patches; some must be hidden, and some visible"
+        )
+    return num_patches - visible
+
+
+def as_images(
+    patches_BNP: jax.Array, grid: tuple[int, int], patch_size: tuple[int, int]
+) -> jax.Array:
+    """Patches (B, N, P) as images (B, H, W, channels): the inverse of `extract_patches`."""
+    (rows, columns), (p, q) = grid, patch_size
+    return rearrange(patches_BNP, "b (h w) (p q c) -> b (h p) (w q) c", h=rows, w=columns, p=p, q=q)
+
+
+def as_pixels(values: jax.Array, mean: Sequence[float], std: Sequence[float]) -> jax.Array:
+    """Values (..., channels) of the model's range as pixels, whole numbers from 0 to 255."""
+    shape = (1,) * (values.ndim - 1) + (-1,)
+    mean_C, std_C = (jnp.reshape(jnp.asarray(x, jnp.float32), shape) for x in (mean, std))
+    return jnp.clip(jnp.round((values * std_C + mean_C) * 255), 0, 255)
+
+
+def sums_of_rows(loss_B: jax.Array, mask_B: jax.Array, **metrics_B: jax.Array) -> dict[str, Any]:
+    """The fields of an `ObjectiveOutput` for values by row; rows with mask 0 do not count."""
+    sums = {name: (mask_B * value_B).sum() for name, value_B in metrics_B.items()}
+    return {
+        "loss_sum": (mask_B * loss_B).sum(),
+        "weight_sum": mask_B.sum(),
+        "metric_sums": sums,
+    }

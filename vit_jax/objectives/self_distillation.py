@@ -1,0 +1,414 @@
+"""Self-distillation: a model learns what a running average of itself says of other views.
+
+    loss = cross-entropy of the views' prototypes          (DINO)
+         + patch_weight * that of hidden patches           (iBOT)
+         + koleo_weight * KoLeo of the global views        (DINOv2)
+         + gram_weight * distance to an older teacher's patch similarities  (DINOv3)
+
+The teacher is `state.ema`, the running average of all parameters, the heads included. It sees the
+global views without hidden patches; the student sees all views. No view is compared with itself.
+
+Axes: B images, G global views, V all views of the student, M hidden patches of a view, D width,
+K prototypes.
+Sources: Caron et al. 2021 (arXiv:2104.14294); Zhou et al. 2021 (arXiv:2111.07832); Oquab et al.
+2023 (arXiv:2304.07193); Siméoni et al. 2025 (arXiv:2508.10104).
+"""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from vit_jax.errors import InputError
+from vit_jax.models.fields import with_known
+from vit_jax.models.forms import PLAIN
+from vit_jax.models.layers import unconstrained
+from vit_jax.models.vit import ViT
+from vit_jax.objectives import centring, patches
+from vit_jax.objectives.block_masks import Hidden, draw_hidden
+from vit_jax.objectives.contract import (
+    Collapse,
+    Objective,
+    ObjectiveOutput,
+    Setting,
+    State,
+    Term,
+)
+from vit_jax.objectives.gram import gram_distance
+from vit_jax.objectives.koleo import koleo
+from vit_jax.objectives.other_sizes import at_size, check_size
+from vit_jax.objectives.prototypes import PrototypeHead
+from vit_jax.objectives.self_distillation_keys import Keys
+from vit_jax.objectives.supervised import LossFn
+from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
+
+_GLOBAL, _LOCAL = "global_views", "local_views"
+
+
+def cross_entropies(
+    student_BVK: jax.Array, targets_BGK: jax.Array, temperature: float
+) -> jax.Array:
+    """Mean cross-entropy over all pairs of a student's view and another view of the teacher.
+
+    The first G of the student's V views are those of the teacher; a view is never compared with
+    itself.
+
+    Shapes: logits (B, V, K), probabilities (B, G, K) -> (B,), float32.
+    """
+    (_, views, _), taught = student_BVK.shape, targets_BGK.shape[1]
+    logs_BVK = jax.nn.log_softmax(student_BVK / temperature, axis=-1)
+    all_B1K = targets_BGK.sum(axis=1, keepdims=True)
+    others_BGK = all_B1K - targets_BGK
+    total_B = -(others_BGK * logs_BVK[:, :taught]).sum(axis=(1, 2))
+    total_B -= (all_B1K * logs_BVK[:, taught:]).sum(axis=(1, 2))
+    return total_B / (taught * (views - 1))
+
+
+def patch_entropies(
+    student_NMK: jax.Array, targets_NMK: jax.Array, counts_NM: jax.Array, temperature: float
+) -> jax.Array:
+    """Mean cross-entropy over the hidden patches of each of N views; 0 if there are none.
+
+    `counts_NM` is 1 for the hidden patches, and 0 for places without one.
+
+    Shapes: logits (N, M, K), probabilities (N, M, K) -> (N,), float32.
+    """
+    logs_NMK = jax.nn.log_softmax(student_NMK / temperature, axis=-1)
+    each_NM = -(targets_NMK * logs_NMK).sum(axis=-1) * counts_NM
+    return each_NM.sum(axis=1) / jnp.maximum(counts_NM.sum(axis=1), 1)
+
+
+def make_self_distillation(
+    model: nn.Module, loss: LossFn, *, setting: Setting, **own: Any
+) -> Objective:
+    """Make the objective at the top of this module.
+
+    Args:
+      model: a `ViT`; local views of another size see its positions resampled (`at_size`).
+      loss: of labels; not used.
+      setting: shapes of a batch and durations of the run.
+      **own: see `Keys`.
+
+    Raises:
+      InputError: the model, the views and the keys do not fit together.
+    """
+    del loss
+    keys = Keys(**own)
+    patches.check_patches(model, "self_distillation")
+    assert isinstance(model, ViT)
+    _check_views(model, setting, keys)
+    distillation = SelfDistillation(model, keys, setting.shapes, setting.durations)
+    return Objective(
+        distillation.loss,
+        init=distillation.init,
+        learner=distillation.learner,
+        needs=(_GLOBAL, "mask"),
+        couples_rows=True,
+        needs_average=True,
+        collapse=Collapse(
+            low_rank="Lower optimizer.peak_lr, or raise objective.koleo_weight",
+            entropy_limit=math.log(keys.num_prototypes),
+            low_entropy=f"Raise objective.teacher_temperature, now {keys.teacher_temperature}, or "
+            f"set objective.centring=sinkhorn, now {keys.centring}",
+            high_entropy="Lower objective.teacher_temperature, now "
+            f"{keys.teacher_temperature}, or optimizer.peak_lr",
+        ),
+    )
+
+
+# The keys of the config are found by the signature.
+make_self_distillation.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        *list(inspect.signature(make_self_distillation).parameters.values())[:-1],
+        *(
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in inspect.signature(Keys).parameters.values()
+        ),
+    ]
+)
+
+
+def _check_views(model: ViT, setting: Setting, keys: Keys) -> None:
+    """Raise InputError if the views of a batch do not suit the model and the keys."""
+    views = setting.shapes.get(_GLOBAL)
+    if views is None:
+        return  # reported by the experiment, with what a batch has
+    rows, number = views[:2]
+    if number < 2:
+        raise InputError(
+            f"data.num_global={number}: objective.name='self_distillation' compares global views "
+            "with each other; set --config.data.num_global=2"
+        )
+    groups = {"koleo_group": keys.koleo_group or rows, "gram_group": keys.gram_group}
+    for key, group in groups.items():
+        if rows % group:
+            raise InputError(
+                f"objective.{key}={group}: must divide global_batch_size={rows}; choose a divisor"
+            )
+    if _LOCAL in setting.shapes:
+        check_size(model, setting.shapes[_LOCAL][2:4], "data.local_size")
+    if keys.patch_weight and not round(number * keys.masked_views):
+        raise InputError(
+            f"objective.masked_views={keys.masked_views}: leaves no view with hidden patches; set "
+            "it to 0.5, or objective.patch_weight to 0"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfDistillation:
+    """The functions of the objective; see `make_self_distillation`.
+
+    shapes: of a batch.
+    durations: {config key: steps}.
+    """
+
+    model: ViT
+    keys: Keys
+    shapes: Mapping[str, tuple[int, ...]]
+    durations: Mapping[str, int]
+
+    @property
+    def head(self) -> PrototypeHead:
+        """Of views, and of patches."""
+        k = self.keys
+        return PrototypeHead(
+            k.num_prototypes, k.head_width, k.bottleneck, k.head_layers, self.model.dtype
+        )
+
+    @property
+    def hides(self) -> bool:
+        """Whether patches are hidden."""
+        return self.keys.patch_weight > 0
+
+    def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
+        """The heads and the mask token (1, 1, D); the centres and the Gram teacher."""
+        head_key, patch_key, token_key = jax.random.split(rng, 3)
+        features, k = jnp.zeros((1, self.model.width)), self.keys
+        own: dict[str, Any] = {"head": self.head.init(head_key, features)["params"]}
+        state: dict[str, Any] = {}
+        if self.hides and k.patch_head == "own":
+            own["patch_head"] = self.head.init(patch_key, features)["params"]
+        if self.hides:
+            own["mask_token"] = 0.02 * jax.random.normal(token_key, (1, 1, self.model.width))
+        if k.centring == "centre":
+            names = ("views", "patches") if self.hides else ("views",)
+            state["centre"] = {name: jnp.zeros(k.num_prototypes) for name in names}
+        if k.gram_weight:
+            model = with_known(self.model, constrain=unconstrained, forms=PLAIN)
+            images = jnp.zeros((1, *self.model.image_size, self.model.channels))
+            shapes = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
+            state["gram_teacher"] = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return own, state
+
+    def loss(
+        self, params: Params, state: State, batch: Batch, frozen: Any, rng: jax.Array
+    ) -> ObjectiveOutput:
+        """The sums over a batch; the hidden patches of row i are drawn by fold_in(key, i)."""
+        del frozen
+        k, mask_B, images = self.keys, batch["mask"], batch[_GLOBAL]
+        hidden_key, dropout_key = jax.random.split(rng)
+        num_global = images.shape[1]
+        hidden = self._draw_hidden(hidden_key, *images.shape[:2]) if self.hides else None
+        teacher = jax.lax.stop_gradient(self._see(state.ema, images, hidden, None))
+        learns = state.step >= self.durations.get("objective.freeze_prototypes", 0)
+        student = self._study(self.model, params, batch, hidden, dropout_key, learns)
+        centres = dict(cast(Any, state.objective_state.get("centre", {})))
+        targets, centres["views"] = self._targets(
+            teacher["views"], jnp.repeat(mask_B, num_global), centres.get("views"), state.step
+        )
+        loss_B = cross_entropies(student["views"], targets, k.student_temperature)
+        entropy_B = centring.entropy(targets).mean(axis=1)
+        terms: dict[str, Term] = {}
+        if hidden is not None:
+            weights = (mask_B[:, None, None] * hidden.counts).reshape(-1)
+            patch_targets, centres["patches"] = self._targets(
+                teacher["patches"], weights, centres.get("patches"), state.step
+            )
+            terms["patches"] = self._patch_term(student, patch_targets, hidden, mask_B, num_global)
+        if k.koleo_weight:
+            each_GB = [
+                koleo(student["features"][:, g], mask_B, k.koleo_group or len(mask_B))
+                for g in range(num_global)
+            ]
+            sum_B = mask_B * sum(each_GB)
+            terms["koleo"] = Term(sum_B.sum(), mask_B.sum(), k.koleo_weight)
+        new_state: dict[str, Any] = {}
+        if k.centring == "centre":
+            new_state["centre"] = centres
+        if k.gram_weight:
+            terms["gram"], new_state["gram_teacher"] = self._gram(state, student, images, mask_B)
+        return ObjectiveOutput(
+            **patches.sums_of_rows(
+                loss_B, mask_B, teacher_entropy=entropy_B, teacher_kl=loss_B - entropy_B
+            ),
+            model_state=state.model_state,
+            terms=terms,
+            objective_state=new_state,
+        )
+
+    def _draw_hidden(self, rng, rows, num_global):
+        k = self.keys
+        return draw_hidden(
+            patches.row_keys(rng, rows),
+            self.model.grid,
+            num_global,
+            round(num_global * k.masked_views),
+            (k.mask_min, k.mask_max),
+        )
+
+    def _study(self, model, params, batch, hidden, dropout_key, learns):
+        """What the student makes of all views: as `_see`, with the local views behind."""
+        found = self._see(
+            params, batch[_GLOBAL], hidden, dropout_key, model, hides=True, learns=learns
+        )
+        if _LOCAL in batch:
+            small, resampled = at_size(model, params, batch[_LOCAL].shape[2:4])
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, 1)
+            local = self._see(resampled, batch[_LOCAL], None, key, small, learns=learns)
+            found["views"] = jnp.concatenate([found["views"], local["views"]], axis=1)
+        return found
+
+    def _see(
+        self,
+        params: Params,
+        images: jax.Array,
+        hidden: Hidden | None,
+        dropout_key: jax.Array | None,
+        model: ViT | None = None,
+        *,
+        hides: bool = False,
+        learns: jax.Array | bool = True,
+    ) -> dict[str, jax.Array]:
+        """What the model and the heads make of views (B, V, H, W, channels).
+
+        Args:
+          params: of the model and the objective.
+          images: the views.
+          hidden: the patches whose outputs are wanted.
+          dropout_key: None leaves out the dropout.
+          model: None: that of the run.
+          hides: whether the model sees the mask token in place of the `hidden` patches.
+          learns: whether gradients flow to the prototypes.
+
+        Returns:
+          {"features": (B, V, D), "tokens": (B, V, N, D) of the patches, "views": logits (B, V, K),
+          and with `hidden` "patches": logits (B, U, M, K)}.
+        """
+        model, own = model or self.model, cast(Any, params[OBJECTIVE])
+        options: dict[str, Any] = {"train": dropout_key is not None}
+        if dropout_key is not None:
+            options["rngs"] = {"dropout": dropout_key}
+
+        def encode(model, images, train):
+            x = model.embed(images)
+            if hides and hidden is not None:
+                masked = _masked_patches(hidden, images.shape[0])
+                x = jnp.where(masked[:, :, None], own["mask_token"].astype(x.dtype), x)
+            x = model.encode(x, image_size=images.shape[1:3], train=train)
+            return model.represent(x), x[:, model.num_prefix_tokens :]
+
+        rows, views = images.shape[:2]
+        flat = images.reshape(rows * views, *images.shape[2:])
+        features, tokens = model.apply({"params": params}, flat, method=encode, **options)
+        features = features.reshape(rows, views, -1)
+        tokens = tokens.reshape(rows, views, *tokens.shape[1:])
+        found = {"features": features, "tokens": tokens}
+        found["views"] = self.head.apply({"params": own["head"]}, features, learns)
+        if hidden is not None:
+            chosen = tokens[jnp.arange(rows)[:, None], hidden.views]
+            chosen = jnp.take_along_axis(chosen, hidden.which[..., None], axis=2)
+            head = own.get("patch_head", own["head"])
+            found["patches"] = self.head.apply({"params": head}, chosen, learns)
+        return found
+
+    def _targets(self, logits, weights_N, centre_K, step):
+        """The teacher's probabilities, as `logits` (..., K); the new centre, or None."""
+        k, temperature = self.keys, self._temperature(step)
+        flat_NK = logits.reshape(-1, logits.shape[-1])
+        if k.centring == "sinkhorn":
+            found = centring.sinkhorn(flat_NK, temperature, weights_N)
+            return found.reshape(logits.shape), None
+        if k.centring == "none":
+            return jax.nn.softmax(logits / temperature, axis=-1), None
+        moved_K = centring.moved_centre(centre_K, flat_NK, weights_N, k.centre_momentum)
+        return centring.centred(logits, centre_K, temperature), moved_K
+
+    def _temperature(self, step):
+        k = self.keys
+        if k.first_temperature is None:
+            return jnp.float32(k.teacher_temperature)
+        warmup = max(self.durations["objective.temperature_warmup"], 1)
+        rise = jnp.minimum(step / warmup, 1.0)
+        return k.first_temperature + rise * (k.teacher_temperature - k.first_temperature)
+
+    def _patch_term(self, student, targets, hidden, mask_B, num_global):
+        """The mean over all global views; those without hidden patches count as 0."""
+
+        def flat(x):
+            return x.reshape(-1, *x.shape[2:])
+
+        each = patch_entropies(
+            flat(student["patches"]),
+            flat(targets),
+            flat(hidden.counts),
+            self.keys.student_temperature,
+        )
+        sum_B = mask_B * each.reshape(mask_B.shape[0], -1).sum(axis=1)
+        return Term(sum_B.sum(), mask_B.sum() * num_global, self.keys.patch_weight)
+
+    def _gram(self, state, student, images, mask_B):
+        """The term, and the Gram teacher after it was copied anew where that is due."""
+        k = self.keys
+        due = state.step % self.durations["objective.gram_every"] == 0
+        ema = {name: leaf for name, leaf in state.ema.items() if name != OBJECTIVE}
+        old = state.objective_state["gram_teacher"]
+        teacher = jax.tree.map(lambda new, old: jnp.where(due, new, old), ema, old)
+        flat = images.reshape(-1, *images.shape[2:])
+        tokens = self.model.apply({"params": teacher}, flat, method="tokens")
+        tokens = jax.lax.stop_gradient(tokens[:, self.model.num_prefix_tokens :])
+        tokens = tokens.reshape(student["tokens"].shape)
+        counts_R = mask_B.reshape(-1, k.gram_group).min(axis=1)
+        each_R = (
+            sum(
+                gram_distance(student["tokens"][:, g], tokens[:, g], k.gram_group, k.gram_negatives)
+                for g in range(images.shape[1])
+            )
+            / images.shape[1]
+        )
+        term = Term((counts_R * each_R).sum(), counts_R.sum(), k.gram_weight)
+        return term, teacher
+
+    def learner(self, model: nn.Module, params: Params, images: jax.Array) -> jax.Array:
+        """`Objective.learner`: all views of one image, and the teachers."""
+        assert isinstance(model, ViT)
+        batch, rows = {}, images.shape[0]
+        for name in (_GLOBAL, _LOCAL):
+            if name in self.shapes:
+                batch[name] = jnp.zeros((rows, *self.shapes[name][1:]))
+        hidden = None
+        if self.hides:
+            hidden = self._draw_hidden(jax.random.key(0), rows, batch[_GLOBAL].shape[1])
+        student = self._study(model, params, batch, hidden, None, True)
+        teacher = self._see(jax.lax.stop_gradient(params), batch[_GLOBAL], hidden, None, model)
+        total = student["views"].sum() + 0 * teacher["views"].sum()
+        if hidden is not None:
+            total += student["patches"].sum()
+        if self.keys.gram_weight:
+            again = self._see(jax.lax.stop_gradient(params), batch[_GLOBAL], None, None, model)
+            total += 0 * again["tokens"].sum()
+        return total
+
+
+def _masked_patches(hidden: Hidden, num_views: int) -> jax.Array:
+    """bool (B G, N): the hidden patches of all views, of which there are `num_views` = B G."""
+    rows, number = hidden.mask.shape[:2]
+    masks = jnp.zeros((rows, num_views // rows, hidden.mask.shape[2]), bool)
+    for u in range(number):
+        is_view = jnp.arange(masks.shape[1])[None] == hidden.views[:, u, None]
+        masks |= is_view[:, :, None] & hidden.mask[:, u, None]
+    return masks.reshape(num_views, -1)

@@ -1,0 +1,28 @@
+"""A model's features of several views of each picture.
+
+Axes: B pictures, V views, D features.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax.models.vit import ViT
+from vit_jax.objectives.other_sizes import at_size
+from vit_jax.tree import Params
+
+
+def features_of_views(model: ViT, params: Params, views: jax.Array, rng: jax.Array) -> jax.Array:
+    """The features of views (B, V, h, w, channels), float32 (B, V, D), in training.
+
+    Views of another size than the model's images get its positions, resampled.
+
+    Args:
+      rng: key of the random stream `dropout`.
+    """
+    images = views.reshape(-1, *views.shape[2:])
+    model, params = at_size(model, params, views.shape[2:4])
+    x = model.apply(
+        {"params": params}, images, train=True, method="features", rngs={"dropout": rng}
+    )
+    assert isinstance(x, jax.Array)
+    return x.astype(jnp.float32).reshape(*views.shape[:2], -1)

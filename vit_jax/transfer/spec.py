@@ -1,0 +1,185 @@
+"""A pretrained model and the facts that its source states about it."""
+
+import logging
+import math
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import numpy as np
+
+from vit_jax import tree
+from vit_jax.data.ops import parse_calls, parse_ops
+from vit_jax.errors import InputError
+
+logger = logging.getLogger("vit_jax")
+
+_IMAGENET_21K = (21_841, 21_843)  # numbers of classes in different releases
+
+
+class Cut(NamedTuple):
+    """Resize and central crop in timm's parameters; `ops_of_cut` gives the ops.
+
+    share: fraction of each side that the central crop keeps; the image is resized to size / share,
+      rounded down.
+    mode: "center" keeps the aspect ratio and covers that size; "squash" resizes each side
+      separately.
+    interpolation: Pillow's "bilinear" or "bicubic".
+    """
+
+    share: float = 1.0
+    mode: str = "squash"
+    interpolation: str = "bilinear"
+
+    def resized(self, image_size: tuple[int, int]) -> tuple[int, int]:
+        """(height, width) to which an image is resized before it is cropped to `image_size`."""
+        return tuple(math.floor(side / self.share) for side in image_size)
+
+
+class Spec(NamedTuple):
+    """Facts about a pretrained model: preprocessing, loss, names of classes; None: not stated.
+
+    image_size: (height, width) in pixels; None also for a model that takes any size.
+    resize: the convention by which the source's library resamples position embeddings.
+    mean, std: the model's input is (image / 255 - mean) / std, for each channel.
+    class_names: in the order of the logits.
+    cut: the resize and crop to the image size, as closely as a `Cut` can describe it; None resizes
+      the whole image, each side separately.
+    ops: the exact preprocessing string for `image_size`; None derives it from `cut`, as in
+      `images.ops_for`.
+    loss: the loss of the training, softmax or sigmoid; it turns logits into probabilities.
+    holdout: the rule that held out images of the folder that the model was trained on, as
+      `data.holdout`; None also if there was no folder.
+    exif: whether images are turned by their EXIF orientation; None means yes.
+    channels: number of channels of the images.
+    fault: the reason why the stated preprocessing is not supported (`images.ops_for` raises it);
+      None if it is supported.
+    """
+
+    image_size: tuple[int, int] | None
+    resize: str
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    class_names: tuple[str, ...] | None = None
+    cut: Cut | None = None
+    ops: str | None = None
+    loss: str | None = None
+    holdout: str | None = None
+    exif: bool | None = None
+    channels: int = 3
+    fault: str | None = None
+
+    def at(self, image_size: tuple[int, int]) -> "Spec":
+        """This spec for another image size; `ops` are kept if they contain no size."""
+        if image_size == self.image_size:
+            return self
+        ops = self.ops if self.ops is not None and _follows_image_size(self.ops) else None
+        return self._replace(image_size=image_size, ops=ops)
+
+
+def _follows_image_size(ops: str) -> bool:
+    calls = parse_calls(ops, "ops")
+    return not any(args or "size" in kwargs for _, args, kwargs in calls)
+
+
+def ops_of_cut(cut: Cut, image_size: tuple[int, int]) -> str:
+    """The preprocessing string for `cut`, equivalent to timm's transforms_imagenet_eval.
+
+    Values of pixels may differ by rounding: see `host_ops.torchvision_resize`.
+    """
+    height, width = cut.resized(image_size)
+    quoted = repr(cut.interpolation)
+    if cut.mode == "squash":
+        if (height, width) == image_size:
+            return f"decode|torchvision_resize(filter={quoted})"
+        resize = f"torchvision_resize(({height}, {width}), {quoted})"
+    elif height == width:
+        resize = f"torchvision_resize({height}, {quoted})"
+    else:
+        resize = f"torchvision_resize(({height}, {width}), {quoted}, cover=True)"
+    return f"decode|{resize}|torchvision_crop"
+
+
+def share_of(side: int, resized: int) -> float:
+    """The share for which `Cut.resized` turns `side` into `resized`, about side / resized."""
+    share = side / resized
+    while math.floor(side / share) < resized:
+        share = math.nextafter(share, 0.0)
+    return share
+
+
+def read_preparation(
+    stated: Mapping[str, Any], image_size: tuple[int, int] | None, source: str
+) -> dict[str, Any]:
+    """{"ops", "loss", "holdout", "exif"} of a Spec: keys that this project adds to a format's own.
+
+    Raises:
+      InputError: if `ops` cannot be parsed.
+    """
+    ops = stated.get("ops")
+    if ops is not None:
+        parse_ops(ops, image_size or (1, 1), key=f"init_from={source!r}: ops")
+    return {"ops": ops} | {key: stated.get(key) for key in ("loss", "holdout", "exif")}
+
+
+class Pretrained(NamedTuple):
+    """A pretrained model.
+
+    source: its name in messages.
+    model: the source's model, unrolled.
+    params: {leaf name: float32 array} of that model.
+    spec: see `Spec`.
+    run: step, config and results of a workdir's run; None for other sources.
+    model_state: {name: float32 array} of its other variables, such as
+      "batch_stats/trunk/norm_root/mean"; empty if the model has none.
+    """
+
+    source: str
+    model: nn.Module
+    params: dict[str, np.ndarray]
+    spec: Spec
+    run: dict[str, Any] | None = None
+    model_state: Mapping[str, np.ndarray] = types.MappingProxyType({})
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables for `model.apply`: {"params": ..., and the collections of model_state}."""
+        return {
+            "params": tree.unflatten_names(self.params),
+            **tree.unflatten_names(self.model_state),
+        }
+
+
+def loss_of(pretrained: Pretrained, assumed: str = "softmax") -> str:
+    """The loss that turns the logits of a source into probabilities: as stated, else `assumed`.
+
+    The assumption is logged, as a warning for ImageNet-21k's number of classes, because its
+    published models were trained with the sigmoid.
+    """
+    if pretrained.spec.loss is None:
+        of_21k = pretrained.model.num_classes in _IMAGENET_21K
+        logger.log(
+            logging.WARNING if of_21k else logging.INFO,
+            "%s: the loss is not stated; assuming %s%s", pretrained.source, assumed,
+            "; models for ImageNet-21k are often trained with the sigmoid: state the loss in the "
+            "JSON file next to the weights" if of_21k else "",
+        )  # fmt: skip
+    return pretrained.spec.loss or assumed
+
+
+def class_names_of(names: Any, num_classes: int | None, source: str) -> tuple[str, ...] | None:
+    """The source's class names; None if it states none.
+
+    Raises:
+      InputError: if their number is not the number of classes, or they are not strings.
+    """
+    if names is None or num_classes is None:
+        return None
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"init_from={source!r}: its class names are not a list of strings")
+    if len(names) != num_classes:
+        raise InputError(
+            f"init_from={source!r}: {len(names)} class names for {num_classes} classes"
+        )
+    return tuple(names)
