@@ -36,8 +36,11 @@ def get_config(arg=""):
     else:
         c.model.name, c.data.image_size, c.model.dtype = "ViT-Ti/8", 64, "float32"
         c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 128, 6, 512, 4
-    if "dropout" in field_names(find_family(c.model.name).module):
-        c.model.pool, c.model.dropout = "gap", 0.1
+    fields = field_names(find_family(c.model.name).module)
+    if {"pool", "dropout"} <= {*fields}:
+        c.model.dropout = 0.1
+        if "token_module" not in fields:  # files of T2T-ViTs have a class token
+            c.model.pool = "gap"
 
     c.data.name = "list" if chosen & {"list", "multilabel"} else "folder"
     c.data.ops = "scaled_inception_crop(area_min=0.3)|flip"

@@ -2,7 +2,8 @@
 
 python -m vit_jax.main --config=configs/lejepa.py --config.data.data_dir=DIR --workdir=$W
 Four minutes of one CPU core: --config=configs/lejepa.py:cifar10 --config.data.data_dir=DIR
-A few seconds, on handwritten digits: --config=configs/lejepa.py:debug
+A minute, on handwritten digits: --config=configs/lejepa.py:digits
+A few seconds: --config=configs/lejepa.py:debug
 
 DIR holds imagenet2012/VERSION, or cifar10/VERSION, as TFDS prepares it. From the paper: 2 global
 and 8 local views, weight 0.05, 1,024 directions, 17 points, 100 epochs. Our choices: batches of
@@ -14,6 +15,7 @@ from vit_jax.config import base_config, knn, linear_probe, rank, refuse_words, s
 
 WORDS = {
     "cifar10": "a small ViT on CIFAR-10",
+    "digits": "a tiny ViT on handwritten digits, a minute",
     "debug": "a few steps of a tiny model",
 }
 COLOURS = "color_jitter(0.8, 0.4, 0.4, 0.2, 0.1)|greyscale(0.2)"
@@ -30,6 +32,8 @@ def get_config(arg=""):
         use_cifar10(c)
     else:
         use_imagenet(c)
+    if chosen & {"digits", "debug"}:
+        use_digits(c)
     if "debug" in chosen:
         make_small(c)
     return c
@@ -74,17 +78,28 @@ def use_cifar10(c):
     c.evals.rank = rank(split="train", **how, num_images=2000)
 
 
-def make_small(c):
-    """20 steps of a tiny model on handwritten digits."""
-    c.model.name, c.model.dtype = "ViT-mu/4", "float32"
+def use_digits(c):
+    """A ViT of width 32 on handwritten digits, shifted by up to a patch: as in does_it_learn.md."""
+    c.model.name, c.model.pool, c.model.dtype = "ViT-mu/4", "gap", "float32"
     c.model.width = c.model.depth = c.model.mlp_dim = c.model.num_heads = None
-    c.data.name, c.data.image_size, c.data.local_size = "digits", 8, 4
-    c.data.num_global, c.data.num_local = 2, 2
-    c.data.global_ops, c.data.local_ops = "pad_crop(2)", "random_crop"
-    c.objective.directions, c.objective.head_width, c.objective.embedding_width = 32, 32, 16
+    c.data.name, c.data.image_size, c.data.local_size = "digits", 16, None
+    c.data.num_global, c.data.global_ops = 2, "resize|pad_crop(3)"
+    c.data.num_local, c.data.local_ops = 0, ""
+    c.objective.directions, c.objective.head_width, c.objective.embedding_width = 64, 64, 16
+    c.global_batch_size, c.duration, c.schedule.warmup = 64, "600 steps", "50 steps"
+    c.optimizer.peak_lr = 1e-3
+    c.checkpoint.every, c.log.every = "600 steps", "10 steps"
+    for entry in c.evals.values():
+        entry.every, entry.ops, entry.batch_size = "50 steps", "resize", 256
+        if entry.type != "rank":
+            entry.train_split, entry.test_split = "train", "test"
+    c.evals.probe.every, c.evals.probe.l2 = "600 steps", (0.01,)
+
+
+def make_small(c):
+    """20 steps, with local views."""
+    c.data.num_local, c.data.local_size, c.data.local_ops = 2, 8, "resize|random_crop"
     c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "5 steps"
     c.checkpoint.every, c.log.every = "10 steps", "5 steps"
     for entry in c.evals.values():
-        entry.every, entry.ops, entry.batch_size = "10 steps", "", 256
-        if entry.type != "rank":
-            entry.train_split, entry.test_split = "train", "test"
+        entry.every = "20 steps"

@@ -71,6 +71,8 @@ FORMS = {
     "finetune_parts": ["", "choose", "debug"],
     "vtab": ["ViT-H/14", "ViT-B/16,debug", "BiT-R50x3", "BiT-R50x1,debug"],
     "position_ablation": ["", "debug"],
+    "lejepa": ["", "cifar10", "digits", "debug"],
+    "selfsup_study": ["", "debug"],
     "bit_and_vit": ["", "debug"],
     "data_size": ["tuned", "fixed", "tuned,debug", "fixed,debug"],
     "scaling": ["", "debug"],
@@ -78,6 +80,25 @@ FORMS = {
     "dino": ["", "cifar10", "debug"],
     "dinov2": ["", "own_head,sinkhorn", "debug"],
     "selfsup": ["ViT-S/16", "ViT-B/14,folder", "ViT-S/16,debug", "ViT-S/16,folder,debug"],
+    "mae": [
+        "ViT-B/16",
+        "ViT-L/16,finetune",
+        "ViT-H/14,1600ep",
+        "ViT-B/16,linear",
+        "cifar10",
+        "cifar10,finetune",
+        "debug",
+        "finetune,debug",
+        "linear,debug",
+    ],
+    "masked_patches": [
+        "ViT-B/16,jft=mine",
+        "ViT-B/16,imagenet2012,small_patch",
+        "ViT-B/16,imagenet2012,finetune",
+        "cifar10,pixels",
+        "debug",
+        "pixels,debug",
+    ],
     "augreg": [
         "ViT-B/16,imagenet2012,none",
         "ViT-B/16,imagenet21k,medium1,debug",
@@ -663,6 +684,8 @@ def test_deit():
         ("R50+ViT-B/32", "R50+ViT-mu/32", 64),
         ("R+ViT-Ti/16", "R+ViT-mu/16", 64),
         ("BiT-R152x4", "BiT-R152x4", 64),
+        ("Axial-ViT-B/32", "Axial-ViT-mu/32", 64),
+        ("T2T-ViT-14", "T2T-ViT-14", 32),
     ],
 )
 def test_tiny_models_have_the_tokens_of_their_family(name, tiny, side):
@@ -674,8 +697,16 @@ def test_tiny_models_have_the_tokens_of_their_family(name, tiny, side):
         assert model.stages == (1,)
         return
     assert model.grid == (2, 2) and model.token_stride == token_stride(name)
+    assert (model.width, model.depth) == (32, 1)
     stages = {"R50": (1,), "R": ()}.get(name.partition("+")[0])
     assert stages is None or model.stages == stages
+
+
+@pytest.mark.parametrize("name", ["EfficientNet-B0", "BiT-R50x1", "T2T-ViT-7", "Axial-ViT-B/32"])
+def test_own_pictures_take_every_family(name):
+    for words in (name, f"{name},debug"):
+        c = load("folder", words)
+        create_model(c.model.name, 10, c.data.image_size, **model_fields(c))
 
 
 def test_cells_of_the_ablation_are_those_of_table_8_and_more():

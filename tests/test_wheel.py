@@ -62,6 +62,8 @@ def test_what_it_holds(site):
     shipped = {path.name: path.read_bytes() for path in (site / "vit_jax/configs").glob("*.py")}
     assert shipped == {path.name: path.read_bytes() for path in (ROOT / "configs").glob("*.py")}
     assert code_digest(site / "vit_jax") == code_digest()
+    page = "vit_jax/insight/page"
+    assert {path.name for path in (site / page).iterdir()} == {*os.listdir(ROOT / page)}
     assert (site / f"vit_jax-{vit_jax.__version__}.dist-info").is_dir()
     assert not (site / "configs").exists()
 

@@ -4,7 +4,8 @@ Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), tables 3 and 4 (appendix B.
 `Pretraining` and `FineTuning`; Kolesnikov et al. 2019 (arXiv:1912.11370), section 3.3, for
 `HyperRule`; Steiner et al. 2021 (arXiv:2106.10270), section 3, for `AUGREG`;
 Beyer et al. 2022 (arXiv:2205.01580) for `BETTER_PLAIN`; Touvron et al. 2020 (arXiv:2012.12877),
-table 9, for `DEIT`.
+table 9, for `DEIT`; He et al. 2021 (arXiv:2111.06377) and the commands in its published code for
+`MAE`.
 """
 
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from vit_jax.experiment.data_size import BIT_LR, bit_steps, bit_warmup
 from vit_jax.models import find_family, token_stride
 from vit_jax.models.fields import field_names
 from vit_jax.models.resnet import map_stride
+from vit_jax.models.variants import VIT_VARIANTS
 
 # Training and validation split of each data set. The two large sets have no validation split; as
 # many images as ImageNet's validation split has are held out of their training split.
@@ -214,7 +216,8 @@ def make_tiny(model: ConfigDict, name: str) -> int:
     """Set `config.model` to a tiny model of the family of `name` with the same token stride.
 
     A ResNet, including the ResNet of a hybrid, keeps at most one unit and half its width; an
-    EfficientNet keeps one block in each stage and an eighth of the width of B0.
+    EfficientNet keeps one block in each stage and an eighth of the width of B0; a T2T-ViT gets the
+    sizes of the variant mu.
 
     Returns the side, in pixels, of images with 2 x 2 tokens.
     """
@@ -222,8 +225,11 @@ def make_tiny(model: ConfigDict, name: str) -> int:
     stride, _ = token_stride(name)
     has = field_names(family.module)
     model.name = name
-    if "patch_size" in has:
-        model.name = f"{name.partition('-')[0]}-mu/{name.rpartition('/')[2]}"
+    if "token_module" in has:
+        model.update(VIT_VARIANTS["mu"]._asdict(), token_width=16)
+    elif "patch_size" in has:
+        without_patch, _, patch = name.rpartition("/")
+        model.name = f"{without_patch.rpartition('-')[0]}-mu/{patch}"
     if "width_factor" in has:
         model.width_factor, model.depth_factor = 0.125, 0.1
     if "stages" in has:
@@ -264,6 +270,47 @@ DEIT = {
     "224": DataEfficient(224, 960, 300, 5e-4, 0.05, "cosine"),
     "384": DataEfficient(384, 480, 30, 5e-6, 1e-8, "constant"),
 }
+
+
+class MaskedAutoencoding(NamedTuple):
+    """What follows the pretraining of a masked autoencoder.
+
+    epochs, lr_at_256, layer_decay, stochastic_depth: of the fine-tuning; the learning rate is for a
+      batch of 256 and grows with the batch.
+    linear_epochs: of the linear classifier.
+    """
+
+    epochs: int
+    lr_at_256: float
+    layer_decay: float
+    stochastic_depth: float
+    linear_epochs: int
+
+
+MAE = {
+    "ViT-B/16": MaskedAutoencoding(100, 5e-4, 0.65, 0.1, 90),
+    "ViT-L/16": MaskedAutoencoding(50, 1e-3, 0.75, 0.2, 50),
+    "ViT-H/14": MaskedAutoencoding(50, 1e-3, 0.75, 0.3, 50),
+}
+
+
+def make_small_on_cifar10(config: ConfigDict) -> None:
+    """Set a ViT of 0.8 million parameters, and CIFAR-10, for runs of minutes on a CPU.
+
+    Training with labels keeps the duration of 1,000 steps; other objectives set their own.
+    """
+    m, d = config.model, config.data
+    m.name, m.dtype, m.pos_embed = "ViT-Ti/4", "float32", "sincos_2d"
+    m.width, m.depth, m.mlp_dim, m.num_heads = 128, 4, 512, 4
+    m.stochastic_depth = None
+    d.name, d.split, d.image_size, d.ops = "cifar10", "train", 32, "decode|pad_crop(4)|flip"
+    config.global_batch_size, config.duration = 128, "1000 steps"
+    config.schedule.warmup = "100 steps"
+    config.log.every, config.checkpoint.every = "50 steps", "500 steps"
+    for entry in config.evals.values():
+        entry.split, entry.every, entry.ops = "test", "500 steps", "decode"
+        entry.batch_size = 500
+
 
 # "Better plain ViT".
 BETTER_PLAIN = Augmentation((2, 10), "mixup(0.2)")

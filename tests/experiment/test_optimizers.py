@@ -49,7 +49,7 @@ def clipped(grads, max_norm):
     return {name: g * min(1, max_norm / norm) for name, g in grads.items()}
 
 
-def adamw_direction(grads, memory, name, step):
+def adamw_direction(grads, memory, name, step, p=None):
     m, v = memory.get(name, (0, 0))
     m = B1 * m + (1 - B1) * grads[name]
     v = B2 * v + (1 - B2) * grads[name] ** 2
@@ -57,13 +57,13 @@ def adamw_direction(grads, memory, name, step):
     return m / (1 - B1 ** (step + 1)) / (np.sqrt(v / (1 - B2 ** (step + 1))) + EPS)
 
 
-def sgd_direction(grads, memory, name, step):
+def sgd_direction(grads, memory, name, step, p=None):
     m = grads[name] + MOMENTUM * memory.get(name, 0)
     memory[name] = m
     return m
 
 
-def rmsprop_direction(grads, memory, name, step):
+def rmsprop_direction(grads, memory, name, step, p=None):
     m, v = memory.get(name, (0, 1))
     v = B2 * v + (1 - B2) * grads[name] ** 2
     m = MOMENTUM * m + grads[name] / np.sqrt(v + EPS)
@@ -71,13 +71,13 @@ def rmsprop_direction(grads, memory, name, step):
     return m
 
 
-def lion_direction(grads, memory, name, step):
+def lion_direction(grads, memory, name, step, p=None):
     m = memory.get(name, 0)
     memory[name] = B2 * m + (1 - B2) * grads[name]
     return np.sign(B1 * m + (1 - B1) * grads[name])
 
 
-def adafactor_direction(grads, memory, name, step):
+def adafactor_direction(grads, memory, name, step, p=None):
     g = grads[name].astype(np.float64)
     m, v, row, column = memory.get(name, (0, 0, 0, 0))
     b = min(CAP, 1 - (step + 1) ** -0.8)
@@ -92,12 +92,22 @@ def adafactor_direction(grads, memory, name, step):
     return m
 
 
+def lars_direction(grads, memory, name, step, p):
+    g = grads[name].astype(np.float64)
+    if g.ndim > 1:
+        g *= 1e-3 * np.linalg.norm(p) / np.linalg.norm(g)
+    m = g + MOMENTUM * memory.get(name, 0)
+    memory[name] = m
+    return m
+
+
 EQUATIONS = {
     "adamw": (adamw_direction, {"b1": B1, "b2": B2, "eps": EPS}),
     "sgd": (sgd_direction, {"momentum": MOMENTUM}),
     "rmsprop": (rmsprop_direction, {"momentum": MOMENTUM, "b2": B2, "eps": EPS}),
     "lion": (lion_direction, {"b1": B1, "b2": B2}),
     "adafactor": (adafactor_direction, {"b1": B1, "b2": CAP}),
+    "lars": (lars_direction, {"momentum": MOMENTUM}),
 }
 
 
@@ -109,7 +119,7 @@ def test_equation(name, grad_clip_norm):
     for step, grads in enumerate(GRADS):
         grads = clipped(grads, grad_clip_norm or np.inf)
         for leaf, p in expected.items():
-            d = direction(grads, memory, leaf, step)
+            d = direction(grads, memory, leaf, step, p)
             decay = WEIGHT_DECAY if leaf.endswith("kernel") else 0
             expected[leaf] = p - learning_rate(step) * (d + decay * p)
     tx = make_optimizer(
@@ -204,7 +214,9 @@ def test_arithmetic_on_a_momentum_in_half_the_bytes(name):
     state, update, memory = tx.init(params), jax.jit(tx.update), HalfMemory()
     for step in range(100):
         updates, state = update(grads, state, params)
-        directions = {leaf: direction(GRADS[0], memory, leaf, step) for leaf in PARAMS}
+        directions = {
+            leaf: direction(GRADS[0], memory, leaf, step, p) for leaf, p in PARAMS.items()
+        }
     updates, state = tree.flatten_names(updates), tree.flatten_names(state)
     moments = {k: m for k, m in state.items() if re.fullmatch(FIRST_MOMENT, k)}
     for leaf in PARAMS:
@@ -378,7 +390,7 @@ def test_state_is_named_alike_with_and_without_clipping():
     ("change", "parts"),
     [
         ({"name": "adam"}, ["optimizer.name='adam'", "adamw"]),
-        ({"name": "x"}, ["optimizer.name='x'", "adamw, sgd, lion, rmsprop, adafactor"]),
+        ({"name": "x"}, ["optimizer.name='x'", "adamw, sgd, lion, rmsprop, adafactor, lars"]),
         ({"b2": 1.0}, ["optimizer.b2=1.0", "less than 1"]),
         ({"momentum": 0.9}, ["optimizer.momentum=0.9: adamw has no such", "None"]),
         ({"name": "lion", "eps": 1e-8}, ["optimizer.eps=1e-08: lion has no such"]),

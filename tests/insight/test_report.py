@@ -58,6 +58,10 @@ def folder(tmp_path_factory):
     (classes / "classes.csv").write_text("class,images,accuracy\ncat,2,0.5\ndog,2,0.25\nowl,0,\n")
     (classes / "confusions.csv").write_text("class,predicted,images\ncat,dog,1\n")
     (classes / "confusion.png").write_bytes(png)
+    (folder / "classes/labels").mkdir()  # several labels an image
+    (folder / "classes/labels/classes.csv").write_text(
+        "class,average_precision\nsea,0.5\nsky,0.25\n"
+    )
     return folder
 
 
@@ -79,6 +83,8 @@ class Reader(html.parser.HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
+        if tag != "wbr":  # within a name
+            self.text.append(" ")
         self._script = tag == "script"
         if self._script:
             self.scripts.append("")
@@ -107,7 +113,7 @@ def test_page_is_whole_and_names_are_only_text(page):
     for script in read.scripts:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in policy
-    text = " ".join(" ".join(read.text).split())
+    text = " ".join("".join(read.text).split())
     shown = (
         f"{100 * statistics.mean([0.5, 0.75]):.2f} ± {100 * statistics.stdev([0.5, 0.75]):.2f} %"
     )
@@ -117,6 +123,7 @@ def test_page_is_whole_and_names_are_only_text(page):
     ):  # fmt: skip
         assert words in text, words
     assert text.index("dog 2 0.25") < text.index("cat 2 0.5")  # the weakest first
+    assert text.index("sky 0.25") < text.index("sea 0.5")
 
 
 def test_smoothing_is_a_centred_mean():
@@ -208,8 +215,10 @@ def test_in_a_browser(browser, page, width):
         assert ends[0] == ends[1]
     tab.select_option("#y_axis", "log")
     tab.wait_for_function(f"{RANGE.format('y', 'start')} > 0")
+    tab.select_option("#y_axis", "linear")
+    assert tab.evaluate("Bokeh.documents[0].roots()[0].y_scale.type") == "LinearScale"
     tab.select_option("#smoothing", "mean_5")
-    assert "mean of 5 rows" in tab.locator("figcaption").first.inner_text()
+    assert "mean of 5 rows" in tab.locator("#curves figcaption").first.inner_text()
     tab.locator("[data-run]").last.uncheck()
     visible = "Bokeh.documents[0].roots()[0].renderers.filter(r => r.visible).length"
     assert tab.evaluate(visible) == 2 * 2

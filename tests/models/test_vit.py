@@ -11,9 +11,12 @@ from numpy_vit import random_params
 from vit_jax import tree
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
+from vit_jax.models.fields import has_batch_statistics
 from vit_jax.models.vit import ViT, extract_patches
+from vit_jax.transfer.adapters import merge_head_norm
 
 IMAGE_SIZE, PATCH_SIZE = (4, 12), (2, 4)  # a grid of 2 x 3
+RANDOM = np.random.default_rng(1)
 IMAGES = np.random.default_rng(0).uniform(-1, 1, (2, *IMAGE_SIZE, 3)).astype(np.float32)
 SMALL = {"patch_size": PATCH_SIZE, "width": 16, "depth": 2, "mlp_dim": 24, "num_heads": 2}
 
@@ -378,3 +381,31 @@ def test_encode_refuses_to_leave_out_patches_that_the_layers_need():
     x, keep = jnp.zeros((1, 6, 16)), jnp.zeros((1, 3), jnp.int32)
     with pytest.raises(InputError, match=r"relative.*need all patches"):
         model.init(jax.random.key(0), x, keep=keep, method="encode")
+
+
+def test_a_batch_norm_before_the_head_follows_the_batch_and_merges_into_the_head():
+    model = small(head_batch_norm=True, pool="gap")
+    assert has_batch_statistics(model) and not has_batch_statistics(small())
+    images, mask = np.concatenate([IMAGES, IMAGES[::-1] + 1]), np.array([1, 1, 0, 1])
+    params = random_params(model, images)
+
+    @jax.jit
+    def outputs(params, stats):
+        variables = {"params": params, "batch_stats": stats}
+        apply = functools.partial(model.apply, variables, images)
+        features = apply(method="features")
+        return features, apply(train=True, mask=mask, mutable=["batch_stats"]), apply()
+
+    stats = {"head_norm": {"mean": RANDOM.normal(size=16), "var": RANDOM.uniform(1, 2, 16)}}
+    features, (logits, changed), evaluated = jax.device_get(outputs(params, stats))
+    seen = features[mask > 0]
+    kernel, bias = params["head"]["kernel"], params["head"]["bias"]
+    normed = (features - seen.mean(axis=0)) / np.sqrt(seen.var(axis=0) + 1e-6)
+    assert_same(logits, normed @ kernel + bias, 2e-5)
+    mean = 0.9 * stats["head_norm"]["mean"] + 0.1 * seen.mean(axis=0)
+    assert_same(changed["batch_stats"]["head_norm"]["mean"], mean)
+    named, state = tree.flatten_names(params), tree.flatten_names({"batch_stats": stats})
+    plain, merged, left = merge_head_norm(model, named, state)
+    assert left == {} and not plain.head_batch_norm
+    merged = tree.unflatten_names(merged)
+    assert_same(plain.apply({"params": merged}, images), evaluated, 2e-5)

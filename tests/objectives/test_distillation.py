@@ -17,6 +17,7 @@ from vit_jax.errors import InputError
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
+from vit_jax.models.batch_norm import BatchNorm
 from vit_jax.objectives import make_objective
 from vit_jax.objectives.contract import Setting, Teacher
 from vit_jax.objectives.distillation import (
@@ -108,6 +109,46 @@ def test_one_head_several_teachers_and_masked_rows():
     assert float(out.loss) == pytest.approx(expected, rel=1e-5)
     same = student.argmax(axis=1) == (0.75 * softmax(a) + 0.25 * softmax(b)).argmax(axis=1)
     assert float(out.metric_sums["teacher_agreement"]) == (mask * same).sum()
+
+
+class Normed(nn.Module):
+    """A linear model of the mean pixel, with batch statistics as an EfficientNet has them."""
+
+    num_classes: int = 7
+    image_size: tuple[int, int] | None = None
+    has_batch_statistics = True
+
+    @nn.compact
+    def __call__(self, images, *, mask=None, train=False):
+        x_BHWC = BatchNorm(momentum=0.9, epsilon=1e-3, name="norm")(images, mask, train)
+        return nn.Dense(self.num_classes, name="head")(x_BHWC.mean(axis=(1, 2)))
+
+
+def test_batch_statistics_of_teacher_and_student():
+    """The teacher's running averages normalise and stay; the student's follow the batch."""
+    images = RNG.normal(1, 2, (4, 4, 4, 3)).astype(np.float32)
+    variables = Normed().init(jax.random.key(0), images)
+    stats = {"norm": {"mean": np.full(3, 0.5, np.float32), "var": np.full(3, 4, np.float32)}}
+    taught = {"params": variables["params"], "batch_stats": stats}
+    teacher = Teacher("t", 1.0, Normed(), taught, *RANGE)
+    objective = objective_of(Normed(), [teacher], mode="hard", weight=1.0)
+    mask = np.float32([1, 1, 0, 1])
+    batch = {"image": images, "mask": mask}
+    state = SimpleNamespace(
+        model_state={"batch_stats": variables["batch_stats"]}, objective_state={}
+    )
+    found = objective.loss(variables["params"], state, batch, objective.frozen, jax.random.key(0))
+    label_B = np.asarray(Normed().apply(taught, images)).argmax(axis=1)
+    own = variables["params"]
+    normal = images - images[mask > 0].mean(axis=(0, 1, 2))
+    normal /= np.sqrt(images[mask > 0].var(axis=(0, 1, 2)) + 1e-3)
+    logits = normal.mean(axis=(1, 2)) @ own["head"]["kernel"] + own["head"]["bias"]
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    assert float(found.loss) == pytest.approx(
+        -(mask * log_p[np.arange(4), label_B]).sum() / 3, rel=1e-4
+    )
+    mean = found.model_state["batch_stats"]["norm"]["mean"]
+    np.testing.assert_allclose(mean, 0.1 * images[mask > 0].mean(axis=(0, 1, 2)), rtol=1e-5)
 
 
 def test_microbatches_divide_every_term_by_its_own_weight():

@@ -3,17 +3,21 @@
 import functools
 import json
 import pathlib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
+from PIL import Image
 
 from vit_jax import tree
 from vit_jax.config import base_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
+from vit_jax.evaluators.reconstruction import ReconstructionLoss
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.models import create_model
 from vit_jax.models.vit import extract_patches
@@ -28,6 +32,7 @@ from vit_jax.objectives.masked_patches import (
     draw_corruption,
     pixels_of,
 )
+from vit_jax.objectives.patches import Reconstruction
 from vit_jax.transfer import layout, timm
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden/loss_mae.npz")
@@ -251,3 +256,28 @@ def test_reconstruction_keeps_what_the_model_sees(name):
     np.testing.assert_array_equal(hidden[~is_hidden], own[~is_hidden])
     np.testing.assert_array_equal(restored[~is_hidden], own[~is_hidden])
     assert (restored[is_hidden] != own[is_hidden]).all() and found.loss_B.shape == (2,)
+
+
+def test_a_reconstruction_is_measured_by_image_and_drawn_once_a_step(tmp_path):
+    def batch(ids, mask):
+        image = np.full((2, 4, 4, 3), 200, np.uint8)
+        return {"image": image, "id": np.array(ids), "mask": np.array(mask, np.float32)}
+
+    def reconstruct(params, images, id_B):
+        return Reconstruction(params * id_B, 0 * images, images // 2)
+
+    batches = [batch([1, 2], [1, 1]), batch([6, 9], [1, 0])]
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    evaluator = ReconstructionLoss(
+        reconstruct, lambda: batches, one, lambda step: epath.Path(tmp_path / f"{step}.png"), 1
+    )
+    state = SimpleNamespace(step=np.int32(7), params=np.float32(2))
+    found = evaluator.run(state)
+    assert found == {"loss": 2 * (1 + 2 + 6) / 3, "num_examples": 3}
+    assert found.keys() == evaluator.metrics.keys()
+    picture = np.asarray(Image.open(tmp_path / "7.png"))
+    assert picture.shape == (96 + 8, 3 * 100 + 4, 3)
+    np.testing.assert_array_equal(picture[50, [0, 50, 102, 150, 250], 0], [255, 0, 255, 100, 200])
+    (tmp_path / "7.png").unlink()
+    evaluator.run(state)  # the raw weights of the same step
+    assert not list(tmp_path.iterdir())

@@ -14,7 +14,6 @@ from vit_jax.objectives import make_objective
 from vit_jax.objectives.contract import Setting
 from vit_jax.objectives.sigreg import draw_directions, sigreg
 from vit_jax.objectives.supervised import make_loss
-from vit_jax.objectives.views import resize_positions
 
 RNG = np.random.default_rng(0)
 EXPECTED = np.sqrt(2 * np.pi) * (1 - 1 / np.sqrt(3))  # of standard normal samples
@@ -98,7 +97,7 @@ def test_the_loss_is_that_of_its_parts_and_masked_rows_do_not_count():
         return objective.loss(params | {"objective": own}, state, batch, None, rng)
 
     out = (compiled := jax.jit(run))(BATCH)
-    z = objective.loss.__self__.embed(params | {"objective": own}, {}, BATCH, rng)
+    z = objective.loss.__self__.embed(params | {"objective": own}, BATCH, rng)
     assert z.shape == (5, 6, 6)  # views, pictures, dimensions
     z = np.asarray(z[:, :5])
     prediction = np.square(z - z[:2].mean(0)).mean()
@@ -110,12 +109,6 @@ def test_the_loss_is_that_of_its_parts_and_masked_rows_do_not_count():
     other = {key: leaf[[0, 1, 2, 3, 4, 0]] for key, leaf in BATCH.items()} | {"mask": BATCH["mask"]}
     assert compiled(other).loss == pytest.approx(float(out.loss), rel=1e-5)
     assert objective.couples_rows and {*objective.needs} <= {*BATCH}
-
-
-def test_positions_of_smaller_views_are_resampled():
-    table = np.arange(4, dtype=np.float32).reshape(1, 4, 1).repeat(8, 2)
-    (found,) = resize_positions(MODEL, {"pos_embedding": table}, (4, 4))["pos_embedding"]
-    np.testing.assert_allclose(found, 1.5, atol=1e-6)  # the middle of all four
 
 
 @pytest.mark.parametrize(

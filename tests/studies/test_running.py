@@ -16,6 +16,7 @@ from vit_jax.config.stored import to_json
 from vit_jax.config.text import load_config
 from vit_jax.main import main
 from vit_jax.studies import finetune_sweep, running
+from vit_jax.studies.recorded import find_differences
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = f"{ROOT / 'configs/finetune_study.py'}:ViT-B/4,cifar10,debug"
@@ -102,7 +103,7 @@ def test_members_that_an_older_version_ran_are_named(python, workdir):
         (workdir / name / "config.json").write_text(json.dumps(stored))
     call = running.Call(CONFIG, (), epath.Path(workdir), None, again=False)
     results = {name: running.read_result(call.workdir / name) for name in ALL}
-    (warning,) = running._warn_of_members(call, results)
+    (warning,) = find_differences(call.workdir, results)
     assert warning == (
         "data.holdout differs, so results may not be comparable: 'seed 0' in lr_0.03_seed_0, "
         "'names' in lr_0.03_seed_1"
@@ -118,8 +119,7 @@ def test_members_with_other_microbatches_are_named(tmp_path):
         config.optimizer.accum_steps, config.global_batch_size = number, batch
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(to_json(config))
-    call = running.Call(CONFIG, (), epath.Path(tmp_path), None, again=False)
-    (warning,) = running._warn_of_members(call, dict.fromkeys("abcd"))
+    (warning,) = find_differences(epath.Path(tmp_path), "abcd")
     assert warning.startswith("optimizer.accum_steps differs") and ": 4 in a, 2 in b; " in warning
 
 

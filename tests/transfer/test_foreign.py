@@ -215,7 +215,7 @@ def test_without_a_config_what_is_assumed_is_said(tmp_path, caplog, format):
     path, model, _ = make(format, tmp_path, width=192, num_heads=3, **fields)
     (path / "config.json").unlink()
     assert load_pretrained(path)[0] == model
-    assert "{'num_attention_heads': 3" in caplog.text or "'num_heads': 3" in caplog.text
+    assert "num_attention_heads=3" in caplog.text or "num_heads=3" in caplog.text
     path, _, _ = make(format, tmp_path / "other", width=24)
     (path / "config.json").unlink()
     with pytest.raises(InputError, match="no published ViT is 24 wide"):
@@ -484,7 +484,7 @@ def test_timm_pools_patches_where_it_has_a_norm_for_that(golden, tmp_path, caplo
         (tmp_path / "model.json").write_text(json.dumps(stated | {"model_args": args}))
     model, _ = load_pretrained(tmp_path / "model.safetensors")
     assert (model.pool, model.norm_pooled, model.has_class_token) == ("gap", True, True)
-    assert ("'global_pool': 'avg'" in caplog.text) == (stated != {})
+    assert ("global_pool='avg'" in caplog.text) == (stated != {})
 
 
 def test_timm_without_positions_is_read_as_it_was_written(tmp_path):
@@ -520,6 +520,28 @@ def test_the_pooler_of_a_distilled_model_is_left_out(golden, tmp_path, caplog):
 def test_a_new_head_has_no_hidden_layer(golden):
     with pytest.raises(InputError, match="hidden_head=True: num_classes replaces the whole head"):
         load_pretrained(golden / "vit_pretrained.npz", num_classes=3, hidden_head=True)
+
+
+@pytest.mark.parametrize("format", ["hf", "timm"])
+def test_the_decoder_of_a_masked_autoencoder_is_left_out(tmp_path, caplog, format):
+    """As Hugging Face's ViTMAEForPreTraining and the authors' files have it."""
+    caplog.set_level(logging.INFO, "vit_jax")
+    path, _, variables = make(format, tmp_path, num_classes=None, image_size=(8, 8), **TOKEN)
+    arrays = load_file(path / "model.safetensors")
+    decoder = ["decoder.mask_token", "decoder.decoder_embed.weight"]
+    if format == "hf":
+        arrays = {f"vit.{name}": array for name, array in arrays.items()}
+        config = json.loads((path / "config.json").read_text())
+        config |= {"architectures": ["ViTMAEForPreTraining"], "model_type": "vit_mae"}
+        config |= {"decoder_hidden_size": 16, "mask_ratio": 0.75, "norm_pix_loss": False}
+        (path / "config.json").write_text(json.dumps(config))
+    else:
+        decoder = ["mask_token", "decoder_blocks.0.norm1.weight", "decoder_pos_embed"]
+    save_file(arrays | {name: np.zeros((1, 4), np.float32) for name in decoder},
+              path / "model.safetensors")  # fmt: skip
+    _, found = load_pretrained(path)
+    jax.tree.map(np.testing.assert_array_equal, found["params"], variables["params"])
+    assert all(name in caplog.text for name in decoder)
 
 
 @pytest.mark.parametrize("name", ["hf_vit_backbone", "hf_deit", "timm_vit.safetensors"])

@@ -134,6 +134,39 @@ def test_timm_takes_the_arguments_and_the_arrays(tmp_path, name, fields):
         assert_close(theirs.eval()(torch.from_numpy(images)).numpy(), ours)
 
 
+def test_timm_takes_an_efficientnet_and_gives_one(tmp_path):
+    torch = pytest.importorskip("torch")
+    timm = pytest.importorskip("timm")
+    factors = {"width_factor": 0.125, "depth_factor": 0.3}
+    model = create_model("EfficientNet-B0", 5, (33, 48), **factors)
+    images = np.random.default_rng(1).uniform(-1, 1, (2, 33, 48, 3)).astype(np.float32)
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        values = 0.3 * rng.standard_normal(leaf.shape) + ("norm" in str(path[-2]))
+        return np.abs(values).astype(np.float32) if "var" in str(path[-1]) else np.float32(values)
+
+    shapes = jax.eval_shape(model.init, jax.random.key(0), images)
+    variables = jax.tree_util.tree_map_with_path(draw, shapes)
+    save_pretrained(tmp_path / "made", model, variables, "timm")
+    theirs = timm.models.efficientnet._gen_efficientnet(
+        "tf_efficientnet_b0", *factors.values(), num_classes=5, bn_eps=1e-3, pad_type="same"
+    ).eval()
+    arrays = load_file(tmp_path / "made/model.safetensors")
+    theirs.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
+    pixels = torch.from_numpy(images.transpose(0, 3, 1, 2).copy())
+    with torch.no_grad():
+        logits = theirs(pixels).numpy()
+    assert_close(logits, np.asarray(jax.jit(model.apply)(variables, images)))
+    save_file(
+        {n: a.numpy() for n, a in theirs.state_dict().items()}, tmp_path / "model.safetensors"
+    )
+    stated = {"architecture": "tf_efficientnet_b0", "num_classes": 5, "width": 0.125, "depth": 0.3}
+    (tmp_path / "model.json").write_text(json.dumps(stated))
+    loaded, found = load_pretrained(tmp_path / "model.safetensors")
+    assert_close(logits, np.asarray(jax.jit(loaded.apply)(found, images)))
+
+
 def write_folder(path, format, image_size, **stated):
     """A folder of `format` whose image preprocessing is `stated`, and whose weights are zeros."""
     model = create_model("ViT-mu/4", 5, image_size, **SIZES)

@@ -10,6 +10,7 @@ from vit_jax.job import exit_codes
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
+    from vit_jax.data import Source
     from vit_jax.transfer import Pretrained
 
 
@@ -139,3 +140,40 @@ def read_source(flags: argparse.Namespace) -> "Pretrained":
         raise InputError(f"--image_size={flags.image_size}: needs an int, or two as HEIGHT,WIDTH")
     size = tuple(map(int, sides)) if len(sides) > 1 else int(sides[0])
     return transfer.with_image_size(pretrained, size, flags.resize)
+
+
+def define_picture_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that select pictures."""
+    parser.add_argument("images", nargs="*", metavar="IMAGE", help="files and folders")
+    parser.add_argument("--data", metavar="NAME:SPLIT", help="data set to read instead of files")
+    parser.add_argument("--data_dir", metavar="DIR", help="folder that holds --data")
+
+
+def check_pictures(flags: argparse.Namespace) -> None:
+    """Raise InputError if pictures come both from files and from a data set."""
+    if flags.images and flags.data:
+        raise InputError("give either images (files, folders) or --data=NAME:SPLIT, not both")
+
+
+def open_data_set(flags: argparse.Namespace, pretrained: "Pretrained") -> "Source":
+    """The source of --data, read as the model's own data were.
+
+    Raises:
+      InputError: names the flag.
+    """
+    from vit_jax import data
+
+    name, _, split = flags.data.partition(":")
+    spec = pretrained.spec
+    where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
+    where |= {"exif": spec.exif is not False, "channels": spec.channels}
+    if spec.holdout is not None:
+        where["holdout"] = spec.holdout
+    if pretrained.run is not None:
+        where["folder_rules"] = pretrained.run["config"]["data"]["folder_rules"]
+    try:
+        return data.make_source(name, split=split or "train", **where)
+    except InputError as e:  # which names the config's key, and this command takes none
+        raise InputError(
+            *(f.replace("--config.data.data_dir", "--data_dir") for f in e.faults)
+        ) from None

@@ -16,20 +16,21 @@ import itertools
 import json
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vit_jax.commands.flags import define_source_flags, read_source
+from vit_jax.commands.flags import (
+    define_picture_flags,
+    define_source_flags,
+    open_data_set,
+    read_source,
+)
 from vit_jax.devices.mesh import start_backend
-from vit_jax.errors import Faults, InputError, collect_faults, nearest
+from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.job import exit_codes
-
-if TYPE_CHECKING:
-    from vit_jax.data import Source
-    from vit_jax.transfer.spec import Pretrained
 
 FORMATS = ("table", "json")
 TOKENS = ("pooled", "patches")
@@ -37,9 +38,7 @@ TOKENS = ("pooled", "patches")
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
-    parser.add_argument("images", nargs="*", metavar="IMAGE", help="files and folders")
-    parser.add_argument("--data", metavar="NAME:SPLIT", help="data set to read instead of files")
-    parser.add_argument("--data_dir", metavar="DIR", help="folder that holds --data")
+    define_picture_flags(parser)
     parser.add_argument("--features", metavar="FILE", help=".npz file to write")
     parser.add_argument("--tokens", default="pooled", help="features to save: pooled or patches")
     parser.add_argument("--format", default="table", help="table or json")
@@ -66,7 +65,7 @@ def main(flags: argparse.Namespace) -> int:
     collect_faults(wrong)
     pretrained = read_source(flags)
     if flags.data:
-        source = _open_data_set(flags, pretrained)
+        source = open_data_set(flags, pretrained)
     else:
         exif = pretrained.spec.exif is not False
         source = image_files(paths, exif, pretrained.spec.channels)
@@ -103,30 +102,6 @@ def _check_flags(flags: argparse.Namespace) -> None:
         "--data: needs --features=FILE.npz; to score a data set, use evaluate",
     )
     collect_faults(faults)
-
-
-def _open_data_set(flags: argparse.Namespace, pretrained: "Pretrained") -> "Source":
-    """The source of --data, read as the model's own data were.
-
-    Raises:
-      InputError: names the flag.
-    """
-    from vit_jax import data
-
-    name, _, split = flags.data.partition(":")
-    spec = pretrained.spec
-    where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
-    where |= {"exif": spec.exif is not False, "channels": spec.channels}
-    if spec.holdout is not None:
-        where["holdout"] = spec.holdout
-    if pretrained.run is not None:
-        where["folder_rules"] = pretrained.run["config"]["data"]["folder_rules"]
-    try:
-        return data.make_source(name, split=split or "train", **where)
-    except InputError as e:  # which names the config's key, and this command takes none
-        raise InputError(
-            *(f.replace("--config.data.data_dir", "--data_dir") for f in e.faults)
-        ) from None
 
 
 def _print_rows(rows: Iterable[dict[str, Any]], format: str) -> int:

@@ -74,6 +74,7 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.model.norm_pooled = placeholder(bool)  # final norm after pooling instead of before
     c.model.hidden_head = placeholder(bool)  # a hidden layer before the last linear layer
     c.model.head_bias = placeholder(float)  # initial bias of the last linear layer
+    c.model.head_batch_norm = placeholder(bool)  # normalise what the head gets over the batch
     c.model.distillation_head = placeholder(bool)  # DeiT: False leaves out the second head
     # none, learned_1d, learned_2d, relative or sincos_2d; T2T-ViT: sincos_1d too
     c.model.pos_embed = placeholder(str)
@@ -206,7 +207,7 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.loss.z_loss = 0.0  # weight of log(Z)^2, Z the denominator of the softmax; 0: off
 
     c.optimizer = ConfigDict()
-    c.optimizer.name = "adamw"  # adamw, sgd, lion, rmsprop or adafactor
+    c.optimizer.name = "adamw"  # adamw, sgd, lion, rmsprop, adafactor or lars
     c.optimizer.peak_lr = placeholder(float)  # the largest learning rate of the schedule
     c.optimizer.weight_decay = 0.0  # multiplied by the current learning rate
     # Weight decay at the end of the run, reached by half a cosine; None: it stays the same.
@@ -221,7 +222,7 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     # None: adamw 0.999, lion 0.99, rmsprop 0.9, adafactor at most 0.999
     c.optimizer.b2 = placeholder(float)
     c.optimizer.eps = placeholder(float)  # None: adamw 1e-8, rmsprop 1e-3, adafactor 1e-30
-    c.optimizer.momentum = placeholder(float)  # sgd, rmsprop; None: 0.9
+    c.optimizer.momentum = placeholder(float)  # sgd, rmsprop, lars; None: 0.9
     c.optimizer.momentum_dtype = placeholder(str)  # None: adafactor bfloat16, others float32
     c.optimizer.layer_decay = placeholder(float)  # a layer's rate / the next layer's; None: 1
     c.optimizer.freeze = placeholder(str)  # regex, e.g. encoder/layer_0/.*; None: nothing

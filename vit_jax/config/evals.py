@@ -53,6 +53,7 @@ EVALUATORS: dict[str, Evaluator | str] = {
     "linear_probe": "vit_jax.evaluators.linear_probe",
     "multilabel": "vit_jax.evaluators.multilabel",
     "rank": "vit_jax.evaluators.rank",
+    "reconstruction": "vit_jax.evaluators.reconstruction",
 }
 
 OPTIONAL_KEYS = {"batch_size": int, "data_name": str, "data_dir": str, "classes": tuple}

@@ -12,6 +12,7 @@ from typing import Protocol
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -65,10 +66,12 @@ def make_evaluators(
     model: nn.Module,
     mesh: Mesh,
     sources: Mapping[SplitKey, Source],
+    folder: epath.Path | None = None,
 ) -> dict[str, StateEvaluator]:
     """Make the evaluators of `config.evals`: {name: evaluator}.
 
-    `sources` come from `open_sources`.
+    `sources` come from `open_sources`. `folder`: the workdir of a run that trains, where evaluators
+    may write files; None: they write none.
 
     Raises:
       InputError: names the key, if an evaluator needs something that is missing.
@@ -87,6 +90,9 @@ def make_evaluators(
             mean=config.data.mean,
             std=config.data.std,
             loss=config.loss,
+            objective=config.objective,
+            name=name,
+            folder=folder,
         )
         kind = find_evaluator(entry.type)
         several = [

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import flax.linen as nn
 import jax
 import numpy as np
+from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -30,6 +31,9 @@ class EvalInputs:
     batch_size: images, over all devices.
     mean, std: the model's input is (image / 255 - mean) / std.
     loss: the section `loss` of the config.
+    objective: its section `objective`; None: there is none.
+    name: of the entry.
+    folder: the workdir of a run that trains, for files; None: nothing is written.
     """
 
     entry: ConfigDict
@@ -42,6 +46,9 @@ class EvalInputs:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     loss: ConfigDict
+    objective: ConfigDict | None = None
+    name: str = ""
+    folder: epath.Path | None = None
 
     def apply(self, state: TrainState, images: jax.Array, method: str = "__call__") -> jax.Array:
         """Output of a method of the model for uint8 images (B, H, W, 3); to be jitted."""

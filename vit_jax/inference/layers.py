@@ -5,6 +5,8 @@ Axes: B images, N tokens, D width, H heads, K width of a head.
 
 import functools
 import types
+from collections.abc import Callable
+from typing import TypeVar
 
 import flax.linen as nn
 import jax
@@ -18,7 +20,12 @@ from vit_jax.models.forms import Forms
 from vit_jax.models.watched import as_map, watch
 from vit_jax.tree import ModelState, Params
 
-__all__ = ["as_map", "attention_weights", "check_layer", "layer_outputs", "pool"]
+__all__ = [
+    "as_map", "attention_weights", "check_layer", "layer_outputs", "no_attention", "pool",
+    "watch_attention",
+]  # fmt: skip
+
+T = TypeVar("T")
 
 _NO_STATE: ModelState = types.MappingProxyType({})
 
@@ -51,22 +58,40 @@ def attention_weights(
 
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix A, Eq. 7.
     """
+    if fault := no_attention(model):
+        raise InputError(f"output='attention': {fault}; take output='dense'")
+    return watch_attention(model, params, images, lambda weights: weights, model_state)
+
+
+def no_attention(model: nn.Module) -> str | None:
+    """The reason why a model has no attention weights between all tokens; None if it has."""
     if "forms" not in field_names(type(model)):
-        raise InputError(
-            f"output='attention': a {type(model).__name__} has no attention; take a ViT, or "
-            "output='dense'"
-        )
+        return f"a {type(model).__name__} has no attention"
     if isinstance(model, AxialViT):
-        raise InputError(
-            "output='attention': an Axial-ViT attends within rows and within columns, so there are "
-            "no weights between all tokens; take output='dense'"
+        return (
+            "an Axial-ViT attends within rows and within columns, so there are no weights between "
+            "all tokens"
         )
-    found: list[jax.Array] = []
+    return None
+
+
+def watch_attention(
+    model: nn.Module,
+    params: Params,
+    images: jax.Array,
+    see: Callable[[jax.Array], T],
+    model_state: ModelState = _NO_STATE,
+) -> list[T]:
+    """The results of `see` for the `attention_weights` of every layer, in order.
+
+    Within a jitted function, each layer's weights need memory only until `see` has used them.
+    """
+    found: list[T] = []
 
     def attend(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM, **others):
         scores = jnp.einsum("bnhk,bmhk->bhnm", q_BNHK, k_BMHK) * q_BNHK.shape[-1] ** -0.5
         scores = scores if bias_BHNM is None else scores + bias_BHNM
-        found.append(jax.nn.softmax(scores.astype(jnp.float32), axis=-1))
+        found.append(see(jax.nn.softmax(scores.astype(jnp.float32), axis=-1)))
         return dot_product_attention(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **others)
 
     watched = with_known(_unrolled(model), forms=Forms(attend=attend))

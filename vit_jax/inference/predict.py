@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -68,14 +68,52 @@ def outputs(
     """
     check_size(pretrained)
     spec, variables = pretrained.spec, pretrained.variables
-    mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
-    check_batch_size(mesh, batch_size, batch_size_key)
     params, model_state = variables["params"], {k: variables[k] for k in variables if k != "params"}
     if layer is not None:
         layer = layers.check_layer(pretrained.model, params, spec.image_size, layer, model_state)
     loss = loss_of(pretrained) if what == "probabilities" else None
     make = _program if _is_hashable(pretrained.model) else _program.__wrapped__
     compute = make(pretrained.model, spec.image_size, spec.mean, spec.std, loss, what, layer)
+    found_by_batch = computed(
+        pretrained,
+        source,
+        compute,
+        batch_size=batch_size,
+        batch_size_key=batch_size_key,
+        progress=progress,
+        record_ids=record_ids,
+        consequence="features are NaN" if what in ("pooled", "patches") else "no prediction",
+    )
+    for found, batch in found_by_batch:
+        kept = len(batch["mask"])
+        yield np.asarray(found[:kept], np.float32), batch
+
+
+def computed(
+    pretrained: Pretrained,
+    source: Source,
+    compute: Callable[[tree.Params, tree.ModelState, jax.Array], tree.PyTree],
+    *,
+    batch_size: int,
+    batch_size_key: str = "--batch_size",
+    progress: bool = True,
+    record_ids: np.ndarray | None = None,
+    keys: Sequence[str] = ("mask", "label"),
+    consequence: str = "no prediction",
+) -> Iterator[tuple[tree.PyTree, dict[str, np.ndarray]]]:
+    """The results of `compute`, a jitted function, for batches of the records of `source`.
+
+    `compute` gets the variables and uint8 images (B, H, W, C), prepared as the model's own; the
+    last batch is padded. `keys` are those of the batch to yield. `consequence` says what happens to
+    a record that cannot be read. The other arguments are as in `outputs`.
+
+    Yields:
+      (results of the whole batch; the batch's `keys` without the padding, each (b, ...)).
+    """
+    spec, variables = pretrained.spec, pretrained.variables
+    mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
+    check_batch_size(mesh, batch_size, batch_size_key)
+    params, model_state = variables["params"], {k: variables[k] for k in variables if k != "params"}
     params, model_state = jax.device_put((params, model_state), NamedSharding(mesh, P()))
     batches = eval_batches(
         source,
@@ -84,20 +122,20 @@ def outputs(
         image_size=spec.image_size,
         sharding=batch_sharding(mesh),
         record_ids=record_ids,
-        consequence="features are NaN" if what in ("pooled", "patches") else "no prediction",
+        consequence=consequence,
     )
     left = source.num_examples if record_ids is None else len(record_ids)
     console = Console(stderr=True)
     progress = progress and console.is_terminal  # in a file, a bar is only noise
     shown = {"total": -(-left // batch_size), "console": console}
     results = (
-        (compute(params, model_state, batch["image"]), {k: batch[k] for k in ("mask", "label")})
+        (compute(params, model_state, batch["image"]), {k: batch[k] for k in keys})
         for batch in track(batches, "images", **shown, disable=not progress)
     )
-    for found, rest in fetch(results):
+    for found, batch in fetch(results):
         kept = min(left, batch_size)
         left -= kept
-        yield np.asarray(found[:kept], np.float32), {k: v[:kept] for k, v in rest.items()}
+        yield found, {k: v[:kept] for k, v in batch.items()}
 
 
 @functools.lru_cache(maxsize=8)

@@ -92,12 +92,13 @@ def _draw_curve(runs: Sequence[RunRecord], metric: str, x_range: Any) -> Chart:
         data |= {name: column[kept].astype(np.float32) for name, column in columns.items()}
         source = ColumnDataSource(data)
         color, dash = style(i)
-        line = {"x": "step", "y": "value", "line_color": color, "line_dash": dash}
+        line: dict[str, Any] = {"x": "step", "y": "value", "line_color": color, "line_dash": dash}
         dots = Scatter(x="step", y="value", size=5, line_color=color, fill_color=color)
-        glyphs = [(Line(**line, line_width=2), {"name": run.name, "tags": [{"run": i}]})]
+        of_run = {"name": run.name, "tags": [{"run": i}]}
+        glyphs: list[tuple[Any, dict[str, Any]]] = [(Line(**line, line_width=2), of_run)]
         if len(steps) < _FEW:  # a single point has no line
-            glyphs.append((dots, {"name": run.name, "tags": [{"run": i}]}))
-        if len(steps) >= SMOOTHED[0]:
+            glyphs.append((dots, of_run))
+        if len(steps) > 2:  # else smoothing changes nothing
             pale = {"name": f"{run.name}, as logged", "tags": [{"run": i, "raw": True}]}
             glyphs.append((Line(**line, line_alpha=0.35), pale | {"visible": False}))
         for glyph, fields in glyphs:
@@ -117,7 +118,7 @@ def draw_times(names: Sequence[str], seconds: Sequence[Mapping[str, float]]) -> 
 
     kinds = list(dict.fromkeys(kind for times in seconds for kind in times))
     labels = [f"{i + 1}: {plain(name)}" for i, name in enumerate(names)]
-    plot = _figure(100 + _BAR * len(names), y_range=FactorRange(*reversed(labels)))
+    plot = _figure(100 + _BAR * len(names), y_range=FactorRange(factors=labels[::-1]))
     colors = [style(i).color for i in range(len(kinds))]
     columns = {kind: [times.get(kind, 0.0) for times in seconds] for kind in kinds}
     source = ColumnDataSource({"run": labels, **columns})

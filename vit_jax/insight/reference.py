@@ -11,7 +11,7 @@ import scipy.stats
 
 from vit_jax.errors import InputError
 from vit_jax.files import write_whole
-from vit_jax.insight.trace import Trace, trace_run
+from vit_jax.insight.trace import Trace, trace_seeds
 from vit_jax.insight.twins import Twin, twin_config
 from vit_jax.job.software import software
 
@@ -62,16 +62,8 @@ class Departure(NamedTuple):
 
 def record(twin: Twin, data_dir: str | None = None) -> Reference:
     """Run `twin` with every seed of `SEEDS` and return its numbers; `data_dir` as `twin_config`."""
-    first_steps: Mapping[str, Sequence[float]] = {}
-    curve: dict[str, dict[int, list[float]]] = {}
-    for seed in SEEDS:
-        is_first = seed == SEEDS[0]
-        trace = trace_run(twin_config(twin, seed, data_dir=data_dir), first_steps=is_first)
-        first_steps = trace.first_steps if is_first else first_steps
-        for metric, values in trace.curve.items():
-            for step, value in values.items():
-                curve.setdefault(metric, {}).setdefault(step, []).append(value)
-    return Reference(_made_with(twin), first_steps, curve)
+    trace = trace_seeds([twin_config(twin, seed, data_dir=data_dir) for seed in SEEDS])
+    return Reference(_made_with(twin), trace.first_steps, trace.curve)
 
 
 def _made_with(twin: Twin) -> dict[str, Any]:
@@ -115,13 +107,13 @@ def read(name: str, twin: Twin, folder: pathlib.Path = FOLDER) -> Reference:
       InputError: there are none, or they were recorded with other settings of the twin.
     """
     if not is_recorded(name, folder):
-        raise InputError(f"{name}: no stored numbers; record them with check --record {name}")
+        raise InputError(f"no stored numbers; record them with check --record {name}")
     stored = json.loads((folder / f"{name}.json").read_text())
     made_with = stored["made_with"]
     now = {"config": twin.config, "overrides": dict(twin.overrides)}
     if any(made_with[key] != value for key, value in now.items()):
         raise InputError(
-            f"{name}: the twin has other settings than its stored numbers; record them again with "
+            f"the twin has other settings than its stored numbers; record them again with "
             f"check --record {name}"
         )
     curve: dict[str, dict[int, Sequence[float]]] = {}
@@ -177,7 +169,7 @@ def largest_difference(reference: Reference, trace: Trace) -> tuple[float, str, 
 
     Numbers that are 0 but for rounding are left out.
     """
-    found = [(0.0, "", 0)]
+    found = [(0.0, "loss", 1)]
     for name in reference.first_steps.keys() & trace.first_steps.keys():
         pairs = zip(reference.first_steps[name], trace.first_steps[name], strict=True)
         for step, (want, got) in enumerate(pairs, start=1):

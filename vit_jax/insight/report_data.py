@@ -19,6 +19,7 @@ from vit_jax.studies.members import mean_and_std
 from vit_jax.training.guards import DIVERGED_FILE
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+_MEASURES = ("accuracy", "average_precision")  # of classes; the second with several labels each
 _ROWS = 10  # of the tables of classes and confusions
 
 
@@ -26,7 +27,7 @@ class Run(NamedTuple):
     """A run: what `compare` reads of it, and the rest of its workdir.
 
     summary: summary.json; {} unless it has finished. diverged: the error; None unless it has.
-    starts: the lines of starts.jsonl, oldest first.
+    starts: the lines of starts.jsonl, oldest first. teachers: the text of teachers.json, or "".
     """
 
     record: RunRecord
@@ -34,6 +35,7 @@ class Run(NamedTuple):
     summary: Mapping[str, Any]
     diverged: str | None
     starts: Sequence[Mapping[str, Any]]
+    teachers: str
 
     @property
     def name(self) -> str:
@@ -75,7 +77,8 @@ class StudyRecord(NamedTuple):
 class ClassResults(NamedTuple):
     """Results by class that `evaluate --output` wrote.
 
-    weakest, confusions: tables with the names of their columns in the first row.
+    weakest: classes by accuracy or average precision, the lowest first. confusions: pairs of
+    classes, the most frequent first. Both are tables; their first row names the columns.
     """
 
     name: str
@@ -112,13 +115,14 @@ def read_all(workdirs: Sequence[str | os.PathLike]) -> tuple[list[Run], list[Stu
 
 
 def _read_run(name: str, workdir: epath.Path) -> Run:
-    diverged = workdir / DIVERGED_FILE
+    diverged, teachers = workdir / DIVERGED_FILE, workdir / "teachers.json"
     return Run(
         read_run(name, workdir),
         workdir,
         _read_json(workdir / "summary.json"),
         str(_read_json(diverged).get("error", "")) if diverged.exists() else None,
         list(_json_lines(workdir / "starts.jsonl")),
+        teachers.read_text() if teachers.exists() else "",
     )
 
 
@@ -136,7 +140,9 @@ def _read_study(name: str, workdir: epath.Path) -> StudyRecord:
     content = _read_json(workdir / "study.json")
     text = workdir / "study.md"
     lines = text.read_text().splitlines() if text.exists() else []
-    table = [line[2:-2].split(" | ") for line in lines if line.startswith("| ")]
+    lines = list(itertools.dropwhile(lambda line: not line.startswith("| "), lines))
+    lines = list(itertools.takewhile(lambda line: line.startswith("| "), lines))
+    table = [line[2:-2].split(" | ") for line in lines]
     unfinished = {
         member: ": ".join([found["state"], *found["error"].strip().splitlines()[-1:]])
         for member, found in content.get("members", {}).items()
@@ -188,8 +194,8 @@ def read_classes(runs: Sequence[Run], folders: Sequence[epath.Path]) -> list[Cla
 
 def _read_classes(name: str, folder: epath.Path) -> ClassResults:
     head, *rows = _read_csv(folder / "classes.csv")
-    at = head.index("accuracy")
-    rows = sorted((row for row in rows if row[at]), key=lambda row: float(row[at]))
+    for at in [head.index(name) for name in _MEASURES if name in head]:
+        rows = sorted((row for row in rows if row[at]), key=lambda row: float(row[at]))
     confusions = _read_csv(folder / "confusions.csv")
     return ClassResults(
         name,
@@ -246,8 +252,8 @@ def _group_name(names: Sequence[str]) -> str:
 
 def evaluated(runs: Sequence[Run]) -> list[str]:
     """The metrics of evaluators that any of the runs has: by evaluator, accuracies first."""
-    names = dict.fromkeys(metric for run in runs for metric in run.record.curves)
-    names = [name for name in names if not name.startswith(("train/", "time/"))]
+    known = dict.fromkeys(metric for run in runs for metric in run.record.curves)
+    names = [name for name in known if not name.startswith(("train/", "time/"))]
 
     def place(name):
         evaluator, _, leaf = name.partition("/")

@@ -1,11 +1,12 @@
 """Trains a short run without a workdir and keeps its numbers."""
 
 import contextlib
+import dataclasses
 import functools
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from ml_collections import ConfigDict
 from vit_jax import tree
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.layer_norms import norms_by_group
+from vit_jax.experiment.state import TrainState
 from vit_jax.training.prepare import Run, prepare
 from vit_jax.training.teachers import place_teachers
 from vit_jax.training.train import close_batches, compile_step, start_state, train_batches
@@ -29,12 +31,12 @@ class Trace(NamedTuple):
     first_steps: {name: its values at the first steps}.
       `data/image`, `data/label`: mean pixel and mean label of the batch; `loss`; `grad_norm`, of
       everything, and `grad_norm/PART`, before clipping; `param_norm/GROUP`, after the step.
-    curve: {name: {step: value}}. `train/loss` is the mean over the steps since the point before;
-      the other values are the evaluators' loss and top-1 accuracy.
+    curve: {name: {step: value, or the values of all seeds}}. `train/loss` is the mean over the
+      steps since the point before; the other values are the evaluators' loss and top-1 accuracy.
     """
 
-    first_steps: Mapping[str, list[float]]
-    curve: Mapping[str, dict[int, float]]
+    first_steps: dict[str, list[float]]
+    curve: dict[str, dict[int, Any]]
 
 
 def group_of(name: str) -> str:
@@ -42,12 +44,11 @@ def group_of(name: str) -> str:
     return f"{tree.part_of(name)}/{name.rpartition('/')[2]}"
 
 
-def trace_run(config: ConfigDict, *, first_steps: bool = True, curve: bool = True) -> Trace:
+def trace_run(config: ConfigDict, *, curve: bool = True) -> Trace:
     """Train as `config` describes, in this process alone, and return the numbers.
 
     Args:
       config: has passed `validation.validate`.
-      first_steps: whether to compute the norms of the first steps.
       curve: whether to train to the end and evaluate; else only the first steps are trained.
 
     Raises:
@@ -56,16 +57,40 @@ def trace_run(config: ConfigDict, *, first_steps: bool = True, curve: bool = Tru
     with tempfile.TemporaryDirectory() as folder:
         run = prepare(config, pathlib.Path(folder) / "run")
         with jax.set_mesh(run.mesh):
-            return _trace(run, first_steps=first_steps, curve=curve)
+            return _trace(run, compile_step(run), first_steps=True, curve=curve)
 
 
-def _trace(run: Run, *, first_steps: bool, curve: bool) -> Trace:
+def trace_seeds(configs: Sequence[ConfigDict]) -> Trace:
+    """The first steps of the first of `configs`, and the curve of each: {name: {step: values}}.
+
+    The configs differ in `seed` only: in initial weights, in the order of the data and in what the
+    host draws. The step is compiled once, so dropout and what else it draws follow the first seed.
+
+    Raises:
+      InputError: as `trace_run`.
+    """
+    found = Trace({}, {})
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [prepare(config, pathlib.Path(folder) / "run") for config in configs]
+        first = runs[0]
+        with jax.set_mesh(first.mesh):
+            train_step = compile_step(first)
+            for run in runs:
+                shared = dataclasses.replace(run, evaluators=first.evaluators)
+                trace = _trace(shared, train_step, first_steps=run is first, curve=True)
+                found.first_steps.update(trace.first_steps)
+                for name, points in trace.curve.items():
+                    for step, value in points.items():
+                        found.curve.setdefault(name, {}).setdefault(step, []).append(value)
+    return found
+
+
+def _trace(run: Run, train_step: jax.stages.Compiled, *, first_steps: bool, curve: bool) -> Trace:
     e, found = run.experiment, Trace({}, {})
     total = e.total_steps if curve else min(FIRST_STEPS, e.total_steps)
     period = max(e.total_steps // _POINTS, 1)
     state, _ = start_state(run)
     frozen = place_teachers(run.teachers, e.abstract_frozen)
-    train_step = compile_step(run)
     gradient_norms = e.layer_norms.lower(*e.arguments).compile() if first_steps else None
     param_norms = jax.jit(functools.partial(norms_by_group, group=group_of))
     losses: list[float] = []
@@ -88,12 +113,20 @@ def _trace(run: Run, *, first_steps: bool, curve: bool) -> Trace:
             if not curve:
                 continue
             row = {"train/loss": float(np.mean(losses[-period:]))} if step % period == 0 else {}
-            for name in run.timetable.evaluators(step):
-                values = evaluate(name, run.evaluators[name], state)
-                row |= {k: v for k, v in values.items() if k.rpartition("/")[2] in _IN_CURVE}
+            row |= _evaluate(run, state, step)
             for name, value in row.items():
-                found.curve.setdefault(name, {})[step] = float(value)
+                found.curve.setdefault(name, {})[step] = value
     return found
+
+
+def _evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
+    """The values of the evaluators that are due at `step` and count for the curve."""
+    return {
+        key: float(value)
+        for name in run.timetable.evaluators(step)
+        for key, value in evaluate(name, run.evaluators[name], state).items()
+        if key.rpartition("/")[2] in _IN_CURVE
+    }
 
 
 @contextlib.contextmanager

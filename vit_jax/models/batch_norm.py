@@ -21,7 +21,8 @@ class BatchNorm(nn.Module):
 
         average <- momentum * average + (1 - momentum) * statistic
 
-    unless every image is masked. In evaluation the averages themselves normalise.
+    unless every image is masked. In evaluation the averages themselves normalise. Without `affine`
+    there is no scale and no shift.
 
     Shapes: (B, H, W, C), mask (B,) or None (every image counts) -> (B, H, W, C).
     Source: Ioffe & Szegedy 2015 (arXiv:1502.03167).
@@ -30,12 +31,15 @@ class BatchNorm(nn.Module):
     momentum: float
     epsilon: float
     dtype: Any = jnp.float32
+    affine: bool = True
 
     @nn.compact
     def __call__(self, x_BHWC, mask_B=None, train=False):
         channels = x_BHWC.shape[-1]
-        scale_C = self.param("scale", nn.initializers.ones, (channels,))
-        bias_C = self.param("bias", nn.initializers.zeros, (channels,))
+        scale_C, bias_C = jnp.ones(channels), jnp.zeros(channels)
+        if self.affine:
+            scale_C = self.param("scale", nn.initializers.ones, (channels,))
+            bias_C = self.param("bias", nn.initializers.zeros, (channels,))
         average = self.variable(BATCH_STATS, "mean", jnp.zeros, (channels,))
         average_var = self.variable(BATCH_STATS, "var", jnp.ones, (channels,))
         x_BHWC = x_BHWC.astype(jnp.float32)

@@ -75,9 +75,10 @@ def value_of(model: nn.Module, field: str) -> Any:
 def has_batch_statistics(model: nn.Module | type[nn.Module]) -> bool:
     """Whether the rows of a training batch depend on each other in `model`, as its class declares.
 
-    Such a class has the attribute `has_batch_statistics = True`; see `objectives.forward`.
+    Such a class has the attribute `has_batch_statistics = True`; see `objectives.forward`. Where a
+    field decides, it is a property, and the class itself counts as one without.
     """
-    return getattr(model, "has_batch_statistics", False)
+    return getattr(model, "has_batch_statistics", False) is True
 
 
 def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) -> dict[str, Any]:

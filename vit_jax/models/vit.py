@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from vit_jax.errors import collect_faults
+from vit_jax.models.batch_norm import BatchNorm
 from vit_jax.models.fields import (
     check_image_shape,
     find_class_faults,
@@ -39,6 +40,8 @@ from vit_jax.models.position import (
     find_position_faults,
 )
 
+HEAD_NORM_EPS = 1e-6
+_HEAD_MOMENTUM = 0.9  # of the running statistics before the head
 POOLS = ("token", "gap", "map")
 _CHOICES = {
     "pool": POOLS,
@@ -70,6 +73,9 @@ class ViT(BlockFields, nn.Module):
         over the patches).
       class_token: whether a learned token precedes the patches; None adds it if `pool` needs it.
       norm_pooled: normalise the pooled representation instead of the tokens.
+      head_batch_norm: normalise what the head gets by its mean and variance over the batch, without
+        scale and shift, as in the linear probes of self-supervised models. Such a model has batch
+        statistics: see `EfficientNet`.
       hidden_head: add a dense layer of width D with tanh before the linear one, as in pretraining.
       pos_embed_at: where positions are added: "stem", before the first layer; "layers", at the
         input of every layer, each layer with its own tables; "layers_shared", the same with one
@@ -100,6 +106,7 @@ class ViT(BlockFields, nn.Module):
     norm_pooled: bool = False
     hidden_head: bool = False
     head_bias: float = 0.0
+    head_batch_norm: bool = False
     pos_embed: str = "learned_1d"
     pos_embed_at: str | None = None
     pos_embed_class_token: bool = True
@@ -147,6 +154,8 @@ class ViT(BlockFields, nn.Module):
             self.head_hidden = Dense(self.width, dtype=self.dtype)
         if self.num_classes is not None:
             self.head = self._make_head(self.num_classes)
+            if self.head_batch_norm:
+                self.head_norm = BatchNorm(_HEAD_MOMENTUM, HEAD_NORM_EPS, affine=False)
 
     @nn.nowrap
     def _make_prefix_tokens(self) -> list[jax.Array]:
@@ -265,10 +274,19 @@ class ViT(BlockFields, nn.Module):
     def _hidden(self, x_BD):
         return jnp.tanh(self.head_hidden(x_BD)) if self.hidden_head else x_BD
 
-    def __call__(self, images, *, train=False):
+    def __call__(self, images, *, train=False, mask=None):
         x_BD = self.features(images, train=train)
         y_BD = self._hidden(x_BD)  # if there are no classes, only creates its parameters
-        return x_BD if self.num_classes is None else self.head(y_BD)
+        if self.num_classes is None:
+            return x_BD
+        if self.head_batch_norm:
+            y_BD = self.head_norm(y_BD[:, None, None], mask, train)[:, 0, 0]
+        return self.head(y_BD)
+
+    @property
+    def has_batch_statistics(self) -> bool:
+        """Whether the rows of a training batch depend on each other."""
+        return self.head_batch_norm
 
     @property
     def token_stride(self) -> tuple[int, int]:

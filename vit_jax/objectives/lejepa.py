@@ -26,19 +26,31 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax.errors import Faults, collect_faults
-from vit_jax.models.fields import value_of, with_known
-from vit_jax.models.forms import PLAIN
-from vit_jax.models.layers import unconstrained
+from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import Collapse, Objective, ObjectiveOutput, Setting, State, Term
+from vit_jax.objectives.other_sizes import check_size
 from vit_jax.objectives.sigreg import draw_directions, sigreg
 from vit_jax.objectives.supervised import LossFn
-from vit_jax.objectives.views import check_views_fit, features_of_views
+from vit_jax.objectives.views import features_of_views
 from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
 
 _DIRECTIONS = 1  # number folded into the key of a step; its directions are drawn from the result
 VIEWS = ("global_views", "local_views")
 _EPS = 1e-5  # of the batch normalisation
+
+
+class Norm(nn.Module):
+    """Normalises each feature by its mean and variance over the rows that `mask` (N,) keeps."""
+
+    @nn.compact
+    def __call__(self, x_ND, mask_N):
+        scale_D = self.param("scale", nn.initializers.ones, x_ND.shape[-1:])
+        bias_D = self.param("bias", nn.initializers.zeros, x_ND.shape[-1:])
+        mask_N1, number = mask_N[:, None], jnp.maximum(mask_N.sum(), 1.0)
+        mean_1D = (mask_N1 * x_ND).sum(axis=0, keepdims=True) / number
+        variance_1D = (mask_N1 * jnp.square(x_ND - mean_1D)).sum(axis=0, keepdims=True) / number
+        return (x_ND - mean_1D) * jax.lax.rsqrt(variance_1D + _EPS) * scale_D[None] + bias_D[None]
 
 
 class Head(nn.Module):
@@ -54,17 +66,8 @@ class Head(nn.Module):
     def __call__(self, x_ND, mask_N):
         for i in range(2):
             x_ND = nn.Dense(self.hidden, use_bias=False, name=f"hidden_{i}")(x_ND)
-            scale = self.param(f"norm_{i}_scale", nn.initializers.ones, (self.hidden,))
-            bias = self.param(f"norm_{i}_bias", nn.initializers.zeros, (self.hidden,))
-            x_ND = nn.relu(_normalise(x_ND, mask_N) * scale[None] + bias[None])
+            x_ND = nn.relu(Norm(name=f"norm_{i}")(x_ND, mask_N))
         return nn.Dense(self.width, name="out")(x_ND)
-
-
-def _normalise(x_ND: jax.Array, mask_N: jax.Array) -> jax.Array:
-    mask_N1, number = mask_N[:, None], jnp.maximum(mask_N.sum(), 1.0)
-    mean_1D = (mask_N1 * x_ND).sum(axis=0, keepdims=True) / number
-    variance_1D = (mask_N1 * jnp.square(x_ND - mean_1D)).sum(axis=0, keepdims=True) / number
-    return (x_ND - mean_1D) * jax.lax.rsqrt(variance_1D + _EPS)
 
 
 def check_lejepa(
@@ -123,8 +126,12 @@ def make_lejepa(
         weight=weight, directions=directions, points=points,
         head_width=head_width, embedding_width=embedding_width,
     )  # fmt: skip
-    check_views_fit(model, "lejepa")
+    if not isinstance(model, ViT):
+        raise InputError(f"objective.name='lejepa': a {type(model).__name__} is no ViT; choose one")
     shapes = {name: setting.shapes[name] for name in VIEWS if name in setting.shapes}
+    for name, shape in shapes.items():
+        key = "data.local_size" if name == "local_views" else "data.image_size"
+        check_size(model, (shape[2], shape[3]), key)
     own = _LeJepa(model, Head(head_width, embedding_width), weight, directions, points, shapes)
     return Objective(
         own.loss,
@@ -151,7 +158,7 @@ class _NoState(NamedTuple):
 class _LeJepa(NamedTuple):
     """The functions of the objective; see `make_lejepa`."""
 
-    model: nn.Module
+    model: ViT
     head: Head
     weight: float
     directions: int
@@ -159,20 +166,14 @@ class _LeJepa(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]]
 
     def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
-        plain = with_known(self.model, scan=True, constrain=unconstrained, forms=PLAIN)
-        size = getattr(plain, "image_size", None) or (32, 32)
-        images = jax.ShapeDtypeStruct((1, *size, value_of(plain, "channels")), jnp.float32)
-        features, _ = jax.eval_shape(
-            lambda x: plain.init_with_output(jax.random.key(0), x, method="features"), images
-        )
-        x_1D = jnp.zeros((1, features.shape[-1]))
+        x_1D = jnp.zeros((1, self.model.width))
         return {"head": self.head.init(rng, x_1D, jnp.ones(1))["params"]}, {}
 
     def loss(
         self, params: Params, state: State, batch: Batch, frozen: Any, rng: jax.Array
     ) -> ObjectiveOutput:
         del frozen
-        z_VBK = self.embed(params, state.model_state, batch, rng)
+        z_VBK = self.embed(params, batch, rng)
         mask_B, num_global = batch["mask"], batch["global_views"].shape[1]
         centre_BK = z_VBK[:num_global].mean(axis=0)
         distance_B = jnp.square(z_VBK - centre_BK[None]).mean(axis=(0, 2))
@@ -194,17 +195,16 @@ class _LeJepa(NamedTuple):
     def learner(self, model: nn.Module, params: Params, images: jax.Array) -> jax.Array:
         """The loss of one picture, for its FLOPs."""
         batch = {name: jnp.zeros((1, *shape[1:])) for name, shape in self.shapes.items()}
+        assert isinstance(model, ViT)
         own, state = self._replace(model=model), _NoState()
         batch["mask"] = jnp.ones(1) + 0 * images.sum()
         return own.loss(params, state, batch, None, jax.random.key(0)).loss
 
-    def embed(
-        self, params: Params, model_state: ModelState, batch: Batch, rng: jax.Array
-    ) -> jax.Array:
+    def embed(self, params: Params, batch: Batch, rng: jax.Array) -> jax.Array:
         """The embeddings of all views, the global ones first: (V, B, K)."""
         kinds = [batch[name] for name in VIEWS if name in batch]
         found = [
-            features_of_views(self.model, params, model_state, views, jax.random.fold_in(rng, i))
+            features_of_views(self.model, params, views, jax.random.fold_in(rng, i))
             for i, views in enumerate(kinds, 2)
         ]
         x_BVD = jnp.concatenate(found, axis=1)

@@ -150,6 +150,7 @@ def make_mae(
         learner=mae.learner,
         reconstruct=mae.reconstruct,
         needs=("image", "mask"),
+        collapse=patches.COLLAPSE,
     )
 
 

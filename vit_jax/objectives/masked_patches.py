@@ -131,6 +131,7 @@ def make_masked_patches(
         learner=masked.learner,
         reconstruct=masked.reconstruct,
         needs=("image", "mask"),
+        collapse=patches.COLLAPSE,
     )
 
 

@@ -15,6 +15,9 @@ from vit_jax.errors import InputError, collect_faults
 from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.t2t import T2TViT
 from vit_jax.models.vit import ViT
+from vit_jax.objectives.contract import Collapse
+
+COLLAPSE = Collapse("Lower optimizer.peak_lr, lengthen schedule.warmup, or train for longer")
 
 
 class Reconstruction(NamedTuple):

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -38,6 +38,7 @@ from vit_jax.studies.members import (
     Result,
     Study,
 )
+from vit_jax.studies.recorded import find_differences
 from vit_jax.training.guards import DIVERGED_FILE
 from vit_jax.training.validation import validate
 from vit_jax.training.workdir import continue_run
@@ -328,7 +329,7 @@ def _write_report(
         for member in placed_members(study, config, call, results)
         if member.name in results
     }
-    warnings = _warn_of_members(call, results)
+    warnings = find_differences(call.workdir, results)
     content = {
         "study": config.study.name,
         "complete": report.complete,
@@ -348,41 +349,6 @@ def _write_report(
     return report
 
 
-def _warn_of_members(call: Call, results: Mapping[str, Result]) -> list[str]:
-    """Warnings for settings that the members recorded and that make results less comparable."""
-    return _warn_of_older_members(call, results) + _warn_of_microbatches(call, results)
-
-
-def _warn_of_microbatches(call: Call, results: Mapping[str, Result]) -> list[str]:
-    """Warnings where members of one model and batch size recorded different microbatches."""
-    alike: dict[str, dict[str, Any]] = {}
-    for name in results:
-        path = call.workdir / name / "config.json"
-        if path.exists():
-            c = json.loads(path.read_text())
-            kind = json.dumps([c["model"], c["global_batch_size"], c["data"]["image_size"]])
-            alike.setdefault(kind, {})[name] = c["optimizer"].get("accum_steps", 1)
-    return [
-        "optimizer.accum_steps differs, as members ran on different devices, so their results "
-        f"differ by rounding: {', '.join(f'{value} in {name}' for name, value in values.items())}; "
-        "set it to have one number"
-        for values in alike.values()
-        if len({*values.values()}) > 1
-    ]
-
-
-def _warn_of_older_members(call: Call, results: Mapping[str, Result]) -> list[str]:
-    """Warnings for keys whose value for older runs differs between members."""
-    kept = {name: stored_config.kept_values(call.workdir / name) for name in results}
-    lines = []
-    for key in config_lib.IN_OLDER_RUNS:
-        values = {name: values[key] for name, values in kept.items() if values}
-        if len(set(values.values())) > 1:
-            shown = ", ".join(f"{value!r} in {name}" for name, value in values.items())
-            lines.append(f"{key} differs, so results may not be comparable: {shown}")
-    return lines
-
-
 def _conclude(report: Report, call: Call, results: Mapping[str, Result]) -> int:
     """Print the results of a study; return the exit code."""
     table = Table(*report.columns)
@@ -398,7 +364,7 @@ def _conclude(report: Report, call: Call, results: Mapping[str, Result]) -> int:
     for name in by_state[DIVERGED]:
         print(f"{name} diverged: {results[name].error}", file=sys.stderr)
     written = ["study.md", "study.json", *report.files]
-    for line in _warn_of_members(call, results):
+    for line in find_differences(call.workdir, results):
         print(f"warning: {line}", file=sys.stderr)
     print(f"report: {', '.join(str(call.workdir / name) for name in written)}")
     if by_state[FAILED]:

@@ -141,7 +141,9 @@ def prepare(
     train_source = sources.get(config_lib.train_split(config)) if training else None
     experiment = make_experiment(_of_step(config, training), mesh, preprocessing, teachers)
     check_outputs(config, experiment.model, preprocessing.image_size)
-    evaluators = make_evaluators(config, preprocessing, experiment.model, mesh, sources)
+    evaluators = make_evaluators(
+        config, preprocessing, experiment.model, mesh, sources, workdir if training else None
+    )
     if training:
         check_metrics(config, evaluators, resumes=is_begun)
     return Run(

@@ -34,7 +34,7 @@ from vit_jax.transfer import (
     timm_efficientnet,
     workdir,
 )
-from vit_jax.transfer.adapters import merge_adapters
+from vit_jax.transfer.adapters import merge_adapters, merge_head_norm
 from vit_jax.transfer.published import (
     by_address,
     forget,
@@ -220,7 +220,7 @@ def save_pretrained(
     plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
     plain, merged = merge_adapters(plain, tree.flatten_names(params))
     spec = spec or Spec(plain.image_size, "antialiased")
-    model_state = tree.flatten_names(collections)
+    plain, merged, model_state = merge_head_norm(plain, merged, tree.flatten_names(collections))
     pretrained = Pretrained(str(path), plain, merged, spec, model_state=model_state)
     return WRITERS[format].write(absolute(path), pretrained)
 

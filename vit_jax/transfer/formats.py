@@ -55,7 +55,9 @@ def to_json(content: dict[str, Any]) -> str:
 
 def check_family(model: nn.Module, *held: type[nn.Module]) -> list[str]:
     """The reason why a format that holds only the families `held` cannot hold `model`, if any."""
-    return [] if type(model) in held else [f"it is a {type(model).__name__}"]
+    family = type(model).__name__
+    article = "an" if family[0] in "AEIOU" else "a"
+    return [] if type(model) in held else [f"it is {article} {family}"]
 
 
 def check_blocks(model: nn.Module, **needed: Any) -> list[str]:

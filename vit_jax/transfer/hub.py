@@ -11,6 +11,7 @@ import urllib.parse
 import huggingface_hub
 from etils import epath
 from huggingface_hub import constants, errors
+from huggingface_hub.utils import logging
 
 from vit_jax.errors import InputError
 
@@ -52,7 +53,7 @@ def fetch_from_hub(
       InputError: if the repository, the revision or the file does not exist or may not be read, or
         if the Hub is not reached and the cache lacks a file.
     """
-    huggingface_hub.utils.logging.disable_propagation()  # it prints its own messages
+    logging.disable_propagation()  # it prints its own messages
     source = f"hf:{repo_id}" if source is None else source
     folder, _, name = file.rpartition("/")
     try:

@@ -1,7 +1,8 @@
 """Models with the names of Hugging Face's `transformers`: ViT and DeiT, with or without a head.
 
 It reads `ViTForImageClassification`, `ViTModel`, `DeiTForImageClassification(WithTeacher)` and
-`DeiTModel`, from a file or a folder with config.json. The pooler of a `ViTModel` becomes the hidden
+`DeiTModel`, from a file or a folder with config.json, and the encoder of `ViTMAEForPreTraining` and
+`ViTMAEModel`. The pooler of a `ViTModel` becomes the hidden
 layer of the head; `method="pre_logits"` returns its output.
 """
 
@@ -91,6 +92,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
       InputError: naming arrays that do not fit such a model, or contradictions with config.json.
     """
     source = str(path)
+    arrays = layout.without_decoder(arrays, r"decoder\..*", source)
     prefix = next((p for p in ("vit.", "deit.") if f"{p}embeddings.cls_token" in arrays), "")
     optional = {f"{name}.weight": 2 for name in _CLASSIFIERS}
     layout.require(arrays, _needed(prefix), source, optional)

@@ -4,6 +4,7 @@ A format lists one `Entry` for each of its arrays; the list serves to read and w
 name every absent, unknown or misshapen array by its name in the file.
 """
 
+import logging
 import math
 import re
 import types
@@ -20,6 +21,8 @@ from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.objectives.supervised import LOSSES
 from vit_jax.transfer.formats import refuse
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
+
+logger = logging.getLogger("vit_jax")
 
 _FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)
 _SHOWN = 8  # maximum number of unknown arrays in an error message; the others are counted
@@ -172,6 +175,22 @@ def count_layers(arrays: Mapping[str, np.ndarray], pattern: str, source: str) ->
             "absent; fetch it again"
         )
     return len(layers)
+
+
+def without_decoder(
+    arrays: Mapping[str, np.ndarray], pattern: str, source: str
+) -> dict[str, np.ndarray]:
+    """`arrays` without those of a masked autoencoder's decoder, which match the regex `pattern`.
+
+    Their names are logged.
+    """
+    decoder = [name for name in arrays if re.fullmatch(pattern, name)]
+    if decoder:
+        logger.info(
+            "%s: the decoder of a masked autoencoder is left out (%d arrays): %s",
+            source, len(decoder), ", ".join(decoder),
+        )  # fmt: skip
+    return {name: array for name, array in arrays.items() if name not in decoder}
 
 
 def heads_by_width(width: int) -> int | None:

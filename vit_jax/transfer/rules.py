@@ -16,7 +16,7 @@ from vit_jax.models.fields import field_names, value_of, with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
 from vit_jax.models.t2t import CONSTANTS, T2TViT
-from vit_jax.transfer.adapters import ADAPTER
+from vit_jax.transfer.adapters import ADAPTER, is_of_head_norm
 from vit_jax.transfer.formats import POSITIONS, refuse
 from vit_jax.transfer.resample import (
     adapt_kernel,
@@ -151,6 +151,8 @@ def fit_model_state(
       InputError: one error naming everything that does not fit.
     """
     wanted = abstract_model_state(model)
+    # Like the head itself, the norm before it may be new; sources hold none.
+    wanted = {name: leaf for name, leaf in wanted.items() if not is_of_head_norm(name)}
     found = dict(pretrained.model_state)
     if any(POSITIONS.fullmatch(name) for name in found.keys() & wanted):
         found = _resample_positions(found, pretrained, model, resize or pretrained.spec.resize)

@@ -113,6 +113,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
       InputError: naming arrays that do not fit such a model, or contradictions with its config.
     """
     source = str(path)
+    arrays = layout.without_decoder(arrays, r"decoder_.*|mask_token", source)
     needed = {"patch_embed.proj.weight": 4, "blocks.0.mlp.fc1.weight": 2}
     layout.require(arrays, needed, source, {"pos_embed": 3, "head.weight": 2})
     config = read_config(path)

@@ -28,7 +28,7 @@ from vit_jax.data.ops import check_crops, parse_calls, parse_ops, say_pad
 from vit_jax.errors import Faults, InputError
 from vit_jax.models import create_model
 from vit_jax.models.fields import value_of, with_known
-from vit_jax.transfer.adapters import merge_adapters
+from vit_jax.transfer.adapters import merge_adapters, merge_head_norm
 from vit_jax.transfer.rules import unstack_layers
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 from vit_jax.transfer.spec import Cut, Pretrained, Spec, class_names_of, share_of
@@ -82,8 +82,9 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         "results": _results(path, step, config.evals, averaged is False),
     }
     plain, params = merge_adapters(with_known(model, scan=False), tree.flatten_names(params))
+    plain, params, state = merge_head_norm(plain, params, tree.flatten_names(model_state))
     spec = _spec_of(config, model, path)
-    return Pretrained(str(source), plain, params, spec, run, tree.flatten_names(model_state))
+    return Pretrained(str(source), plain, params, spec, run, state)
 
 
 def _restore(

@@ -13,6 +13,8 @@ The update of a parameter p with gradient g:
          m                                        adafactor; m <- b1 m + (1 - b1) g / sqrt(V)
          with V = r c^T / mean(r) for matrices, where r and c are the row and column means of
          V <- b V + (1 - b) (g^2 + eps), b = min(b2, 1 - t^-0.8) at step t
+         m                                        lars; m <- momentum m + 0.001 ||p|| / ||g|| g;
+         for vectors m <- momentum m + g
     p <- p - k * schedule(step) * (d + weight_decay * p)
          with k = 1, or layer_decay^(depth + 1 - i) for part i of the model, times embedding_rate
          for the patch embedding

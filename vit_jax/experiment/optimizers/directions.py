@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,6 +16,8 @@ MOMENTUM_DTYPES = ("float32", "bfloat16")
 
 # A matrix whose smaller side is below this keeps the full second moment; factors would save little.
 _FACTORED_FROM = 32
+
+_TRUST = 1e-3  # LARS: norm of an update / norm of its parameter, at a learning rate of 1
 
 
 def _rate(value: float, momentum_dtype: str) -> float | np.float32:
@@ -68,6 +71,19 @@ def adafactor(b1=0.9, b2=0.999, eps=1e-30, momentum_dtype="bfloat16"):
     return over_layers(optax.named_chain(("second_moment", second_moment), ("momentum", momentum)))
 
 
+def lars(momentum=0.9, momentum_dtype="float32"):
+    """You et al. 2017 (arXiv:1708.03888), algorithm 1, with 0.001 as the trust coefficient.
+
+    Vectors and scalars take their gradients as they are.
+    """
+    by_norm = optax.masked(
+        optax.scale_by_trust_ratio(trust_coefficient=_TRUST),
+        lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
+    )
+    chain = optax.named_chain(("trust", by_norm), ("momentum", sgd(momentum, momentum_dtype)))
+    return over_layers(chain)
+
+
 # The arguments of each function are its hyper-parameters, with its own defaults.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adamw": adamw,
@@ -75,4 +91,5 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "lion": lion,
     "rmsprop": rmsprop,
     "adafactor": adafactor,
+    "lars": lars,
 }

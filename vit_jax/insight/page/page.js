@@ -9,7 +9,7 @@
     const log = kind === "log";
     for (const figure of figures()) {
       const range = figure[direction + "_range"];
-      range.scale_hint = kind;
+      range.scale_hint = log ? "log" : "auto";
       figure[direction + "_scale"] = create(log ? "LogScale" : "LinearScale");
       const axis = (direction === "x" ? figure.below : figure.left).find((a) => "ticker" in a);
       axis.ticker = create(log ? "LogTicker" : "BasicTicker");
@@ -27,7 +27,7 @@
         const tag = renderer.tags[0];
         const smoothed = field !== "value";
         renderer.visible = shown.has(tag.run) && (!tag.raw || smoothed);
-        if (!tag.raw && renderer.glyph.type === "Line") renderer.glyph.y = { field: field };
+        if (!tag.raw) renderer.glyph.y = { field: field };
       }
     }
     for (const note of document.querySelectorAll(".smoothing-note")) {

@@ -1,0 +1,104 @@
+"""What parameters show without an image: filters of the first layer, similar positions."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from vit_jax import tree
+from vit_jax.models.bit import BiT
+from vit_jax.models.efficientnet import EfficientNet
+from vit_jax.models.fields import value_of
+from vit_jax.models.hybrid import HybridViT
+from vit_jax.models.resnet import BIT, HYBRID
+from vit_jax.models.t2t import CONSTANTS, T2TViT
+from vit_jax.models.vit import ViT
+from vit_jax.transfer.spec import Pretrained
+
+MAX_COMPONENTS = 28
+
+
+def filters_of(pretrained: Pretrained) -> np.ndarray | str:
+    """The filters that see the pixels, float32 (filters, height, width, channels), as applied.
+
+    Those of a ViT are the columns of its patch embedding, those of hybrids, BiTs and EfficientNets
+    the kernels of the root convolution. A text says why a model has none.
+    """
+    model, params = pretrained.model, pretrained.params
+    if isinstance(model, T2TViT):
+        return "the first tokens of a T2T-ViT come from attention over pixels, not from filters"
+    if isinstance(model, HybridViT):
+        kernel = HYBRID.standardize(jnp.asarray(params["stem/conv_root/kernel"]))
+    elif isinstance(model, BiT):
+        kernel = BIT.standardize(jnp.asarray(params["trunk/conv_root/kernel"]))
+    elif isinstance(model, EfficientNet):
+        kernel = params["trunk/conv_root/kernel"]
+    elif isinstance(model, ViT):
+        sides = (*model.patch_size, value_of(model, "channels"))
+        kernel = params["embedding/kernel"].reshape(*sides, -1)
+    else:
+        return f"the first layer of a {type(model).__name__} is not known"
+    return np.moveaxis(np.asarray(kernel, np.float32), -1, 0)
+
+
+def principal_components(rows: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first principal components of `rows` and their shares of the variance.
+
+    Shapes: (n, d), number -> (k, d), (k,); k is `number`, or fewer where the rows span fewer
+    directions. Each component has length 1; its value of largest magnitude is positive.
+    """
+    centred = np.asarray(rows, np.float64)
+    centred = centred - centred.mean(axis=0, keepdims=True)
+    _, sizes, components = np.linalg.svd(centred, full_matrices=False)
+    variance = np.square(sizes)
+    spanned = int((sizes > sizes[0] * max(rows.shape) * np.finfo(np.float32).eps).sum())
+    kept = slice(0, min(number, spanned))
+    components = components[kept]
+    peaks = np.take_along_axis(components, np.abs(components).argmax(1, keepdims=True), axis=1)
+    return components * np.sign(peaks), variance[kept] / max(variance.sum(), 1e-30)
+
+
+def positions_of(pretrained: Pretrained) -> dict[str, np.ndarray] | str:
+    """The position embeddings of the patches, {"stem" or "layer N": float32 (S, D)}.
+
+    A text says why the model has none.
+    """
+    model, image_size = pretrained.model, pretrained.spec.image_size
+    if not isinstance(model, ViT):
+        return f"a {type(model).__name__} has no position embedding"
+    if model.pos_embed == "none":
+        return "the model has no position embedding"
+    if model.pos_embed == "relative":
+        return "its positions are relative: they belong to pairs of patches, not to a patch"
+    if image_size is None:
+        return "the model takes images of any size; choose one with --image_size"
+    leaves = pretrained.params | {
+        name.removeprefix(f"{CONSTANTS}/"): leaf
+        for name, leaf in pretrained.model_state.items()
+        if name.startswith(f"{CONSTANTS}/")
+    }
+    positions = model.positions(image_size)
+    of_layer = [f"encoder/layer_{i}/" for i in range(model.depth)]
+    places = {f"layer {i}": place for i, place in enumerate(of_layer)}
+    if model.positions_at != "layers":
+        places = {"stem": ""}
+    found = {}
+    for name, place in places.items():
+        tables = {
+            leaf.removeprefix(place): value
+            for leaf, value in leaves.items()
+            if leaf.startswith(f"{place}pos_embedding")
+        }
+        given = tree.unflatten_names(tables).get("pos_embedding")
+        table_ND = np.asarray(positions.build(given))[0]
+        found[name] = table_ND[model.num_prefix_tokens :]
+    return found
+
+
+def cosine_similarity(x_SD: np.ndarray) -> np.ndarray:
+    """The cosine of the angle between each two rows, (S, S); 0 for a row of zeros.
+
+    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 4.5 and figure 7, centre.
+    """
+    x_SD = np.asarray(x_SD, np.float64)
+    lengths_S1 = np.linalg.norm(x_SD, axis=1, keepdims=True)
+    x_SD = x_SD / np.where(lengths_S1 > 0, lengths_S1, 1)
+    return (x_SD @ x_SD.T).astype(np.float32)
