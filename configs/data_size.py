@@ -98,7 +98,7 @@ def make_debug(c, tuned):
     """A few steps on the digits."""
     c.model.name, c.data.name, c.data.image_size = "ViT-mu/4", "digits", 8
     c.data.split, c.data.ops = "train", ""
-    c.global_batch_size, c.duration, c.schedule.warmup = 25, "20 steps", "2 steps"
+    c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "2 steps"
     c.checkpoint.every, c.log.every = "20 steps", "10 steps"
     for entry in c.evals.values():
         entry.every, entry.ops, entry.batch_size = ("20 steps" if tuned else "10 steps"), "", 120
