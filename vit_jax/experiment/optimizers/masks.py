@@ -33,7 +33,9 @@ def decay_weights(
 
     def init(params):
         decaying(params)  # raises before anything is computed
-        return optax.EmptyState() if schedule is None else optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+        if schedule is None:
+            return optax.EmptyState()
+        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None):
         factor = weight_decay if schedule is None else schedule(state.count)
