@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy.integrate import quad
 
 from vit_jax.errors import InputError
@@ -56,16 +57,13 @@ def test_the_mean_over_directions_without_masked_rows():
     x = RNG.standard_normal((20, 3)) + np.array([0.5, 0, 0])
     directions, mask = draw_directions(jax.random.key(1), 3, 4), np.arange(20) % 4 > 0
     expected = np.mean([by_integration(np.float64(x[mask] @ d)) for d in np.asarray(directions).T])
-    found = sigreg(jnp.float32(x), directions, jnp.float32(mask))
+    found = jax.jit(sigreg)(jnp.float32(x), directions, jnp.float32(mask))
     assert found == pytest.approx(expected, rel=1e-3)
-    assert sigreg(jnp.float32(x), directions, jnp.float32(mask), points=201) == pytest.approx(
-        expected, rel=1e-5
-    )
 
 
 def test_the_gradient_pushes_rows_apart():
     x = jnp.float32([[-0.2], [-0.1], [0.1], [0.2]])
-    gradient = jax.grad(lambda x: sigreg(x, jnp.ones((1, 1))))(x)
+    gradient = jax.jit(jax.grad(lambda x: sigreg(x, jnp.ones((1, 1)))))(x)
     assert (np.sign(gradient) == -np.sign(x)).all()
 
 
@@ -97,17 +95,21 @@ def test_the_loss_is_that_of_its_parts_and_masked_rows_do_not_count():
         return objective.loss(params | {"objective": own}, state, batch, None, rng)
 
     out = (compiled := jax.jit(run))(BATCH)
-    z = objective.loss.__self__.embed(params | {"objective": own}, BATCH, rng)
+    z = jax.jit(objective.loss.__self__.embed)(params | {"objective": own}, BATCH, rng)
     assert z.shape == (5, 6, 6)  # views, pictures, dimensions
     z = np.asarray(z[:, :5])
     prediction = np.square(z - z[:2].mean(0)).mean()
     directions = draw_directions(jax.random.fold_in(rng, 1), 6, 16)
-    statistic = np.mean([sigreg(z_v, directions) for z_v in z])
+    of = jax.jit(sigreg)
+    statistic = np.mean([of(z_v, directions) for z_v in z])
     assert out.terms["prediction"].mean == pytest.approx(prediction, rel=1e-4)
     assert out.terms["sigreg"].mean == pytest.approx(statistic, rel=1e-4)
     assert out.loss == pytest.approx(0.8 * prediction + 0.2 * statistic, rel=1e-4)
     other = {key: leaf[[0, 1, 2, 3, 4, 0]] for key, leaf in BATCH.items()} | {"mask": BATCH["mask"]}
     assert compiled(other).loss == pytest.approx(float(out.loss), rel=1e-5)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    split = jax.device_put(BATCH, NamedSharding(mesh, PartitionSpec("data")))
+    assert compiled(split).loss == pytest.approx(float(out.loss), rel=1e-5)  # the global batch
     assert objective.couples_rows and {*objective.needs} <= {*BATCH}
 
 
