@@ -32,15 +32,17 @@ def get_config(arg=""):
     refuse_words(words[1:], {"MODEL": model} | WORDS, __file__)
     if not words:
         raise InputError(f"got {arg!r}, needs a MODEL {model}; optional words: {', '.join(WORDS)}")
-    create_model(words[0], image_size=14 * token_stride(words[0])[0])
+    patch = token_stride(words[0])[0]
+    size = 224 if 224 % patch == 0 else 14 * patch
+    create_model(words[0], image_size=size)
     c = base_config()
     c.init_from, c.init_fields = "", "source"  # init_from is required
     c.global_batch_size, c.duration = 64, "2000 steps"
     c.model.name, c.model.dtype = words[0], "bfloat16"
-    patch = token_stride(words[0])[0]
     c.data.name = "folder" if "folder" in chosen else "unlabelled"
-    c.data.image_size = 14 * patch  # 224 pixels for patches of 16
-    c.data.num_global, c.data.num_local, c.data.local_size = 2, 6, 6 * patch
+    c.data.image_size = size
+    c.data.num_global, c.data.num_local = 2, 6
+    c.data.local_size = max(1, round(96 / patch)) * patch
     c.data.global_ops, c.data.local_ops = view_ops(smallest=0.32, middle=0.32)
 
     o = c.objective

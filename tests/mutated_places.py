@@ -56,6 +56,20 @@ MUTATIONS = [
       "data/test_pipeline.py::test_a_view_depends_on_its_position_and_number_only"),
     M("vit_jax/data/colour_ops.py", "jnp.minimum(k, 4 - k)", "jnp.minimum(k, 3 - k)",
       "data/test_device_ops.py::test_hue_turns_as_in_colorsys"),
+    # objectives: self-distillation
+    M("vit_jax/objectives/self_distillation.py", "all_B1K - targets_BGK",
+      "all_B1K + 0 * targets_BGK",
+      "objectives/test_self_distillation.py::test_dino_agrees_with_published_code"),
+    M("vit_jax/objectives/centring.py", "scaled_NK - greatest", "logits_NK - greatest",
+      "objectives/test_self_distillation.py::test_dino_agrees_with_published_code"),
+    M("vit_jax/objectives/koleo.py", "reshape(-1, group, x_BD.shape[1])",
+      "reshape(1, -1, x_BD.shape[1])",
+      "objectives/test_self_distillation.py::test_koleo_agrees_with_published_code"),
+    M("vit_jax/objectives/gram.py", 'if negatives != "kept"', 'if negatives == "removed"',
+      "objectives/test_self_distillation.py::test_gram_agrees_with_published_code"),
+    M("vit_jax/objectives/block_masks.py", "(added <= room)", "(added <= 4 * room)",
+      "objectives/test_self_distillation.py::"
+      "test_blocks_hide_what_was_asked_and_a_row_s_depend_on_its_key_only"),
     # data: device ops
     M("vit_jax/data/device_ops.py", "/ 255 - means", "/ 256 - means",
       "data/test_device_ops.py::test_value_range"),

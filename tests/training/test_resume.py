@@ -137,6 +137,21 @@ def test_quickstart_killed_ten_times(tmp_path):
 
 
 @pytest.mark.slow
+def test_dino_killed_ten_times(tmp_path):
+    """Views, hidden patches, centres and the teacher go on as if nothing had happened."""
+    expected, found = tmp_path / "uninterrupted", tmp_path / "killed"
+    complete("dinov2.py:own_head,debug", expected)
+    moments = ("startup", "step:3", "rows:1", "step:8", "save:1", "step:12", "rows:1", "step:14",
+               "events:1", "step:19")  # fmt: skip
+    for moment in moments:
+        words = arguments("dinov2.py:own_head,debug", found)
+        code, output = finish(KILLED, moment, *words)
+        assert code == -signal.SIGKILL, f"{moment}: {output}"
+    complete("dinov2.py:own_head,debug", found)
+    assert_same_run(found, expected)
+
+
+@pytest.mark.slow
 def test_quickstart_killed_from_outside_at_random_times(tmp_path):
     """The same with SIGKILL at random times."""
     expected, found = tmp_path / "uninterrupted", tmp_path / "killed"

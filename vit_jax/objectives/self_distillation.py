@@ -323,7 +323,7 @@ class SelfDistillation:
         found = {"features": features, "tokens": tokens}
         found["views"] = self.head.apply({"params": own["head"]}, features, learns)
         if hidden is not None:
-            chosen = tokens[jnp.arange(rows)[:, None], hidden.views]
+            chosen = jnp.take_along_axis(tokens, hidden.views[:, :, None, None], axis=1)
             chosen = jnp.take_along_axis(chosen, hidden.which[..., None], axis=2)
             head = own.get("patch_head", own["head"])
             found["patches"] = self.head.apply({"params": head}, chosen, learns)
