@@ -194,9 +194,10 @@ class _LeJepa(NamedTuple):
 
     def learner(self, model: nn.Module, params: Params, images: jax.Array) -> jax.Array:
         """The loss of one picture, for its FLOPs."""
-        batch = {name: jnp.zeros((1, *shape[1:])) for name, shape in self.shapes.items()}
+        batch: Batch = {name: jnp.zeros((1, *shape[1:])) for name, shape in self.shapes.items()}
         assert isinstance(model, ViT)
-        own, state = self._replace(model=model), _NoState()
+        own = self._replace(model=model)
+        state: Any = _NoState()
         batch["mask"] = jnp.ones(1) + 0 * images.sum()
         return own.loss(params, state, batch, None, jax.random.key(0)).loss
 
@@ -209,6 +210,6 @@ class _LeJepa(NamedTuple):
         ]
         x_BVD = jnp.concatenate(found, axis=1)
         mask_BV = jnp.broadcast_to(batch["mask"][:, None], x_BVD.shape[:2])
-        own = {"params": params[OBJECTIVE]["head"]}
+        own: Any = {"params": params[OBJECTIVE]["head"]}
         z: Any = self.head.apply(own, x_BVD.reshape(-1, x_BVD.shape[-1]), mask_BV.reshape(-1))
         return z.reshape(*x_BVD.shape[:2], -1).swapaxes(0, 1)

@@ -3,6 +3,8 @@
 Axes: B pictures, V views, D features.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -21,8 +23,6 @@ def features_of_views(model: ViT, params: Params, views: jax.Array, rng: jax.Arr
     """
     images = views.reshape(-1, *views.shape[2:])
     model, params = at_size(model, params, views.shape[2:4])
-    x = model.apply(
-        {"params": params}, images, train=True, method="features", rngs={"dropout": rng}
-    )
-    assert isinstance(x, jax.Array)
+    rngs = {"dropout": rng}
+    x: Any = model.apply({"params": params}, images, train=True, method="features", rngs=rngs)
     return x.astype(jnp.float32).reshape(*views.shape[:2], -1)
