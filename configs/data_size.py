@@ -16,7 +16,7 @@ tuned: the regularisation is chosen for each model and size on 2,500 held-out pi
 fixed: one setting without regularisation, judged where the accuracy on the held-out pictures is
   best (figure 4)
 
-Results: docs/explanation/data_size.md.
+How it works: docs/explanation/data_size.md.
 """
 
 from vit_jax.config import base_config, classification, fewshot, split_words
@@ -98,7 +98,7 @@ def make_debug(c, tuned):
     """A few steps on the digits."""
     c.model.name, c.data.name, c.data.image_size = "ViT-mu/4", "digits", 8
     c.data.split, c.data.ops = "train", ""
-    c.global_batch_size, c.duration, c.schedule.warmup = 25, "20 steps", "2 steps"
+    c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "2 steps"
     c.checkpoint.every, c.log.every = "20 steps", "10 steps"
     for entry in c.evals.values():
         entry.every, entry.ops, entry.batch_size = ("20 steps" if tuned else "10 steps"), "", 120

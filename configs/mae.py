@@ -113,13 +113,13 @@ def cifar10(c):
     make_small_on_cifar10(c)
     splits = {"train_split": "train[:20%]", "test_split": "test"}
     c.evals.near = knn(
-        **splits, every="1500 steps", ops="decode", batch_size=500, num_neighbours=(20,)
+        **splits, every="600 steps", ops="decode", batch_size=500, num_neighbours=(20,)
     )
     if c.objective.name == "mae":
-        c.evals.pictures.split = "test[:10%]"
+        c.evals.pictures.split, c.evals.pictures.every = "test[:10%]", "300 steps"
         c.objective.decoder_width, c.objective.decoder_depth = 64, 1
         c.objective.decoder_heads = 4
-        c.duration, c.schedule.warmup = "1500 steps", "150 steps"
+        c.duration, c.schedule.warmup = "600 steps", "60 steps"
         c.optimizer.peak_lr = 2e-3
 
 

@@ -76,7 +76,13 @@ FORMS = {
     "bit_and_vit": ["", "debug"],
     "data_size": ["tuned", "fixed", "tuned,debug", "fixed,debug"],
     "scaling": ["", "debug"],
+    "adam_or_sgd": ["", "debug"],
+    "token_or_mean": ["", "debug"],
+    "vit_shapes": ["", "debug"],
     "five_classes": ["", "pretrain", "debug", "pretrain,debug"],
+    "dino": ["", "cifar10", "debug"],
+    "dinov2": ["", "own_head,sinkhorn", "debug"],
+    "selfsup": ["ViT-S/16", "ViT-B/14,folder", "ViT-S/16,debug", "ViT-S/16,folder,debug"],
     "mae": [
         "ViT-B/16",
         "ViT-L/16,finetune",
@@ -105,7 +111,9 @@ FORMS = {
 
 
 # Configs for `evaluate`, which do not describe a run.
-EVALUATION_FORMS = {"evaluate": ["cifar10", "real,classification,imagenet2012", "debug"]}
+EVALUATION_FORMS = {
+    "evaluate": ["cifar10", "real,classification,imagenet2012", "shifts,objectnet", "debug"]
+}
 
 
 def load(name, words=""):
@@ -193,7 +201,7 @@ def debug_forms():
 def test_debug_form_is_ready_to_run(name, words, tmp_path, pictures):
     """Data, model and schedule are compatible and small."""
     config = load(name, words)
-    if config.data.name == "folder":
+    if config.data.name in ("folder", "unlabelled"):
         config.data.data_dir = pictures
     run = prepare(config, epath.Path(tmp_path / "workdir"))
     assert run.experiment.total_steps <= 40

@@ -325,3 +325,20 @@ def find_augreg(name: str) -> Augmentation:
     if name not in AUGREG:
         raise InputError(f"augmentation {name!r}: {nearest(name, list(AUGREG))}")
     return AUGREG[name]
+
+
+def view_ops(*, smallest: float, middle: float) -> tuple[str, str]:
+    """(data.global_ops, data.local_ops) of DINO and DINOv2, for photographs.
+
+    The first global view is always blurred, the second one seldom, and sometimes solarised.
+
+    Args:
+      smallest: least share of the area that a global view shows; its largest is 1.
+      middle: largest share of the area that a local view shows; its least is 0.05.
+
+    Source: Caron et al. 2021 (arXiv:2104.14294), section 3.2, with the numbers of its code.
+    """
+    colours = "flip|color_jitter(0.8, 0.4, 0.4, 0.2, 0.1)|greyscale(0.2)"
+    crop = f"inception_crop(area_min={smallest}, antialias=True)|{colours}"
+    local = f"inception_crop(area_min=0.05, area_max={middle}, antialias=True)|{colours}|blur(0.5)"
+    return f"{crop}|blur(1.0); {crop}|blur(0.1)|solarize(0.2)", local

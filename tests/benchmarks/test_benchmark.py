@@ -8,10 +8,12 @@ import PIL.Image
 import pytest
 
 from vit_jax import planning
+from vit_jax.benchmarks import inference
 from vit_jax.benchmarks.input import measure_input
 from vit_jax.benchmarks.step import _beside_matmul, make_matmuls, measure_step
 from vit_jax.commands.benchmark import BENCHMARKS, as_table
 from vit_jax.config import base_config
+from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.main import main
@@ -158,6 +160,27 @@ def test_step_of_a_topology_is_its_plan(monkeypatch, capsys):
     assert printed["kernels"]["1 short_attention_forward"]["bundles"] == 2937
 
 
+def test_inference_here_and_planned(monkeypatch):
+    monkeypatch.setattr(inference, "BATCH_SIZES", (1, 2, 4))
+    config = tiny_config()
+    found = inference.measure_inference(config, num_rounds=1)
+    assert list(found["batch"]) == ["1", "2", "4"] and found["largest_batch"] > 1000
+    assert all(row["images_per_s"].keys() == SPREAD for row in found["batch"].values())
+    assert found["capacity_by"] == "all of the RAM"
+    target = targets.Target(find_slice("H100:1"))
+    planned = inference.plan_inference(config, target)
+    assert planned["gflop_per_image"] == found["gflop_per_image"]
+    assert planned["images_per_s"] == pytest.approx(
+        0.4 * 989e12 / (1e9 * planned["gflop_per_image"])
+    )
+    assert planned["memory_bytes"]["4"] == found["batch"]["4"]["memory_bytes"]
+
+
+def test_the_largest_batch_lies_on_the_line_of_the_two_largest():
+    assert inference.largest_batch({1: 900, 8: 1080, 64: 1640}, 2000) == 100
+    assert inference.largest_batch({8: 1080, 64: 1640}, 900) == 0
+
+
 def test_table_has_a_row_for_every_figure():
     table = as_table({"a": 1, "b": {"c": 2.0, "d": {"median": 3, "min": 1, "max": 5}}, "e": None})
     assert [list(column.cells) for column in table.columns] == [
@@ -177,7 +200,7 @@ def test_table_has_a_row_for_every_figure():
         (["--what=step", "--format=jsn"], "--format=jsn: did you mean json?"),
         (["--what=step", "--steps=0"], "--steps=0: needs a positive number"),
         (["--what=input", "--repeat=0"], "--repeat=0: needs a positive number"),
-        (["--what=input", "--topology=v5e:4x4"], "--topology=v5e:4x4: only for --what=step"),
+        (["--what=input", "--topology=v5e:4x4"], "--topology=v5e:4x4: only for --what=step and"),
         (["--what=step", "--topology=v5e:4x4", "--repeat=2"], "--repeat=2: nothing runs with"),
         (["--what=step", "--topology=v5e:3x3"], "v5e:3x3"),
         (["--what=step", "--topology=H100:8"], "--topology=H100:8: needs a TPU slice"),

@@ -2,13 +2,18 @@
 
 import functools
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from vit_jax.benchmarks.step import made_up_batch
+from vit_jax.config.text import load_config
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
+from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring, make_objective
@@ -21,6 +26,7 @@ from vit_jax.objectives.patches import row_keys
 from vit_jax.objectives.self_distillation import cross_entropies, patch_entropies
 from vit_jax.objectives.self_distillation_keys import check_self_distillation
 
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 B, SIZE, SMALL = 8, 16, 8
 RNG = np.random.default_rng(0)
 BATCH = {
@@ -255,3 +261,29 @@ def test_what_does_not_fit_the_batch_is_refused(own, words):
 def test_keys_that_contradict_each_other_are_refused(own, words):
     with pytest.raises(InputError, match=words):
         check_self_distillation(**own)
+
+
+def test_every_mesh_gives_what_one_device_gives():
+    """Two steps of dinov2:debug, with a second head and Sinkhorn-Knopp."""
+    config = load_config(f"{CONFIGS / 'dinov2.py'}:own_head,sinkhorn,debug")
+    config.data.num_classes, config.data.num_examples = 10, 1437
+    config.objective.gram_weight, config.objective.gram_every = 1.0, "2 steps"
+    states, metrics = [], []
+    for number, side in ((1, 1), (8, 2)):
+        devices = jax.devices()[:number]
+        mesh = make_mesh(replica=1, data=side, fsdp=side, tensor=side, devices=devices)
+        with jax.set_mesh(mesh):
+            experiment = make_experiment(config, mesh)
+            state, batch = experiment.init(), made_up_batch(experiment, 10)
+            for _ in range(2):
+                state, found = experiment.train_step(state, batch)
+        states.append(jax.device_get((state.params, state.ema, state.objective_state)))
+        metrics.append(jax.device_get(found))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), *states)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), *metrics)
+    assert metrics[0]["loss_patches"] > 0 and metrics[0]["teacher_entropy"] > 0
+    # A plan counts the FLOPs of this objective: those of all views and teachers.
+    assert 0.9 < experiment.flops_per_step / 32 / experiment.flops_per_image < 1.1
+    config.optimizer.ema_decay = config.optimizer.ema_decay_end = None
+    with pytest.raises(InputError, match=r"optimizer\.ema_decay=None: the teacher of"):
+        make_experiment(config, mesh)

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from vit_jax.config import base_config, classification
+from vit_jax.devices.chips import find_slice
 from vit_jax.errors import InputError
-from vit_jax.studies import scaling
+from vit_jax.planning.targets import Target
+from vit_jax.studies import planned, scaling
 from vit_jax.studies.law import Law, fit_law, pareto_front
 from vit_jax.studies.members import FINISHED, Result
 
@@ -105,3 +107,31 @@ def test_few_runs_have_no_law(config):
     results = dict(list(done(config).items())[:3])
     report = scaling.report(config, results)
     assert not report.complete and report.values["laws"] == {}
+
+
+def test_a_plan_has_a_row_for_each_member_and_plans_each_step_once(config, monkeypatch):
+    config.model.name, config.data.name, config.data.image_size = "ViT-mu/4", "digits", 8
+    config.global_batch_size, config.duration, config.optimizer.peak_lr = 8, "10 steps", 0.1
+    config.study.cells, config.study.seeds = config.study.cells[:1], 1
+    config.data.classes, config.data.subset = (0, 1), "10%"
+    planned_steps = []
+    calculate = planned.calculate_plan
+
+    def count(*arguments):
+        planned_steps.append(arguments)
+        return calculate(*arguments)
+
+    monkeypatch.setattr(planned, "calculate_plan", count)
+    planner = planned.Planner(Target(find_slice("v5e:1x1")), 2.0)
+    rows = planned.plan_study_members(scaling.STUDY, config, planner)
+    assert [row["steps"] for row in rows] == [10, 20, 40, 80] and len(planned_steps) == 1
+    assert rows[3]["chip_hours"] == pytest.approx(8 * rows[0]["chip_hours"])
+    assert rows[0]["cost"] == pytest.approx(2 * rows[0]["chip_hours"])
+    assert rows[0]["tpu_core_days"] == pytest.approx(rows[0]["chip_hours"] / 24)
+    config.study.topology = "v5e:1x1"
+    report = scaling.report(config, {m.name: done(config)[m.name] for m in _members(config)[:2]})
+    assert report.columns[4] == "TPU-core-days of v5e:1x1" and report.rows[0][4] != "-"
+
+
+def _members(config):
+    return scaling.find_members(config, {})

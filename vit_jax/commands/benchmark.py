@@ -1,4 +1,4 @@
-"""Measure the input pipeline or the training step of a config, or draw its augmentations.
+"""Measure the input, the training step or the inference of a config, or draw its augmentations.
 
   python -m vit_jax.main benchmark --what=input --config=pretrain:ViT-S/16,imagenet2012
   python -m vit_jax.main benchmark --what=step --config=pretrain:ViT-L/16,imagenet2012
@@ -8,6 +8,8 @@ input: CPU milliseconds per image, compared with decoding only and with a plain 
 the same images; only the training split is opened.
 step: compile seconds, images/s, CPU seconds and GFLOP per image, MFU and memory; reads no data.
 With --topology nothing runs: the TPU compiler's cycles, and the bundles of each kernel.
+inference: images/s of the forward pass on one device by batch size, memory, and the largest batch;
+with --topology, planned for a chip that is not here: TPUs, and GPUs as H100:1.
 augmentations: a PNG, written to --output, of training images before and after augmentation.
 """
 
@@ -61,6 +63,27 @@ def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any
     return step.measure_step(config, mesh, num_steps=flags.steps, num_rounds=flags.repeat)
 
 
+def measure_inference(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
+    """Run `benchmarks.inference.measure_inference` for `flags.repeat` rounds."""
+    from vit_jax.benchmarks import inference
+    from vit_jax.data.known import fill_in_sizes
+    from vit_jax.training.decided import decide
+
+    return inference.measure_inference(decide(fill_in_sizes(config)), num_rounds=flags.repeat)
+
+
+def plan_inference(config: ConfigDict, slice_: Slice) -> dict[str, Any]:
+    """Run `benchmarks.inference.plan_inference` for a chip of `slice_`."""
+    from vit_jax.benchmarks import inference
+    from vit_jax.data.known import fill_in_sizes
+    from vit_jax.planning.targets import Target, start_planning
+    from vit_jax.training.decided import decide
+
+    target = Target(slice_)
+    start_planning(target)
+    return inference.plan_inference(decide(fill_in_sizes(config)), target)
+
+
 def compile_step(config: ConfigDict, slice_: Slice) -> dict[str, Any]:
     """Figures of the step of `config` on `slice_` by the TPU compiler, from its plan."""
     from vit_jax.data.known import fill_in_sizes
@@ -107,8 +130,13 @@ def draw_augmentations(config: ConfigDict, flags: argparse.Namespace) -> None:
 BENCHMARKS: dict[str, Callable[[ConfigDict, argparse.Namespace], dict[str, Any] | None]] = {
     "input": measure_input,
     "step": measure_step,
+    "inference": measure_inference,
     "augmentations": draw_augmentations,
 }
+
+
+# The same for a slice that is not here.
+PLANNED = {"step": compile_step, "inference": plan_inference}
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
@@ -140,8 +168,10 @@ def main(flags: argparse.Namespace) -> int:
             raise InputError(f"--{name}={number}: needs a positive number")
         if number is not None and flags.topology is not None:
             raise InputError(f"--{name}={number}: nothing runs with --topology; leave out one")
-    if flags.topology is not None and flags.what != "step":
-        raise InputError(f"--topology={flags.topology}: only for --what=step; leave it out")
+    if flags.topology is not None and flags.what not in PLANNED:
+        raise InputError(
+            f"--topology={flags.topology}: only for --what={' and '.join(PLANNED)}; leave it out"
+        )
     slice_ = None if flags.topology is None else find_slice(flags.topology)
     output = None if flags.output is None else files.absolute(flags.output)
     if output is not None:
@@ -153,7 +183,7 @@ def main(flags: argparse.Namespace) -> int:
 
     metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
     if slice_ is not None:
-        figures: dict[str, Any] | None = compile_step(read_fields(config), slice_)
+        figures: dict[str, Any] | None = PLANNED[flags.what](read_fields(config), slice_)
     else:
         start_backend(config.mesh.platform)
         figures = BENCHMARKS[flags.what](read_fields(config), flags)

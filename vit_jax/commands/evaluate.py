@@ -5,9 +5,10 @@
     --config=evaluate:fewshot,knn,probe,cifar10 --config.data.data_dir=DIR
 
 --workdir runs the evaluators of that run's config on its newest valid checkpoint; nothing is
-written to the workdir. --output=DIR writes tables for each classification evaluator into DIR/NAME:
-accuracy by class, the confusion matrix, and the wrong pictures; for a multilabel evaluator the
-average precision by class, and the wrong pictures. --init_from runs the evaluators of
+written to the workdir. --table=FILE.csv adds the results as a row, one for each model.
+--output=DIR writes tables for each classification evaluator into DIR/NAME: accuracy by class, the
+confusion matrix, and the wrong pictures; for a multilabel evaluator the average precision by class,
+and the wrong pictures. --init_from runs the evaluators of
 --config on any model that train can start from: a workdir, a file, an address or a name.
 
 Own pictures (--config.data.data_dir) that the model was not trained on are all evaluated; if it may
@@ -46,6 +47,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         "--init_from", metavar="SOURCE", help="instead: a workdir, a file or a name"
     )
     parser.add_argument("--output", metavar="DIR", help="folder for results by class and mistakes")
+    parser.add_argument("--table", metavar="FILE.csv", help="add a row with the results to a CSV")
     define_config_flags(parser)
     define_process_flags(parser)
 
@@ -68,6 +70,9 @@ def main(flags: argparse.Namespace) -> int:
     output = None if flags.output is None else files.absolute(flags.output)
     if output is not None:
         files.check_folder(output, "--output")
+    table = None if flags.table is None else files.absolute(flags.table)
+    if table is not None:
+        files.check_output(table, "--table")
     config = config_of_run(flags.workdir, flags.overrides) if of_run else _config_of_source(flags)
     if flags.print_config:
         return print_config(config)
@@ -75,6 +80,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax import metrics, transfer
     from vit_jax.inference import evaluate as evaluation
     from vit_jax.insight import classes
+    from vit_jax.insight.table import add_row
 
     metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
     kinds = {entry.type for entry in config.evals.values()}
@@ -96,7 +102,10 @@ def main(flags: argparse.Namespace) -> int:
         pretrained = transfer.read_pretrained(flags.init_from)
         results = evaluation.evaluate_pretrained(config, pretrained, see, asked)
     if jax.process_index() == 0:
-        print(json.dumps(metrics.finite_or_none(results), indent=2))
+        finite = metrics.finite_or_none(results)
+        print(json.dumps(finite, indent=2))
+        if table is not None:
+            add_row(table, flags.workdir if of_run else flags.init_from, finite)
     return exit_codes.DONE
 
 

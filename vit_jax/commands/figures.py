@@ -87,7 +87,8 @@ def main(flags: argparse.Namespace) -> int:
             subject.other = figures.measure_chosen(other, source, **how)
             subject.other_name = _name(flags.compare_to)
     written, not_made = figures.write_figures(subject, names, output)
-    _say(flags.format, output, written, reasons | not_made)
+    reasons |= not_made
+    _say(flags.format, output, written, {name: reasons[name] for name in NAMES if name in reasons})
     for path, fault in faults.items():
         print(f"error: {path}: {fault}", file=sys.stderr)
     return exit_codes.FAILED if faults else exit_codes.DONE

@@ -18,6 +18,9 @@ WORKDIR/study.md and study.json.
 --launcher="python launch/slurm.py --nodes=1" passes each member's command to that launcher, after
 `--`. If the launcher returns before the run has finished, as slurm.py does, the study hands over
 every member that can run now and exits; once they have finished, the same command continues.
+--plan=v5e:4x4 runs nothing: it calculates what the members cost on these chips, those that depend
+on results as if all before them had finished. --price_per_chip_hour=NUMBER adds the price.
+
 As one Slurm array: python launch/slurm.py --nodes=1 -- study ..., then this command again.
 
 Exit codes: 0 complete, or handed over; 1 a member failed, or too many diverged for a result; 2 the
@@ -27,9 +30,10 @@ stopped by SIGTERM; 130 Ctrl-C. After 75, 143 and 130 no other member is started
 
 import argparse
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Column, Table
 
 from vit_jax import files
 from vit_jax.commands.flags import (
@@ -38,13 +42,22 @@ from vit_jax.commands.flags import (
     print_config,
     require_flags,
 )
+from vit_jax.devices.chips import find_slice
 from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.job import exit_codes
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
     from vit_jax.studies.members import Study
     from vit_jax.studies.running import Call
+
+
+COSTS = {
+    "chip_hours": "chip-hours",
+    "tpu_core_days": "TPU-core-days",
+    "cost": "cost",
+}
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +69,10 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--launcher", metavar="COMMAND", help="command that starts each member")
     parser.add_argument(
+        "--plan", metavar="SLICE", help="run nothing; say what the study costs there, e.g. v5e:4x4"
+    )
+    parser.add_argument("--price_per_chip_hour", type=float, help="with --plan: adds the price")
+    parser.add_argument(
         "--again", action="store_true", help="hand over unfinished members once more"
     )
 
@@ -65,6 +82,11 @@ def main(flags: argparse.Namespace) -> int:
         return print_config(load_valid_config(flags))
     if flags.again and flags.launcher is None:
         raise InputError("--again: only works with --launcher=COMMAND; leave it out")
+
+    if flags.plan is not None:
+        return plan_study(flags)
+    if flags.price_per_chip_hour is not None:
+        raise InputError("--price_per_chip_hour: only works with --plan=SLICE; leave it out")
 
     from vit_jax import metrics
     from vit_jax.studies import running
@@ -77,8 +99,56 @@ def main(flags: argparse.Namespace) -> int:
     return running.conduct_study(study, config, call)
 
 
-def prepare_study(flags: argparse.Namespace) -> "tuple[Study, ConfigDict, Call]":
+def plan_study(flags: argparse.Namespace) -> int:
+    """Print what the members of a study cost on the chips of --plan; nothing is written."""
+    target_slice, price = find_slice(flags.plan, "--plan"), flags.price_per_chip_hour
+    if price is not None and not 0 <= price < float("inf"):
+        raise InputError(f"--price_per_chip_hour={price}: needs a number >= 0")
+    flags.workdir = flags.workdir or "WORKDIR"  # stands in commands only
+
+    from vit_jax.planning.targets import Target, start_planning
+    from vit_jax.studies.planned import Planner, plan_study_members
+
+    study, config, _ = prepare_study(flags, writes=False)
+    target = Target(target_slice)
+    start_planning(target)
+    rows = plan_study_members(study, config, Planner(target, price))
+    console = Console()
+    console.print(plan_table(rows, f"{config.study.name} on {target_slice.name}"))
+    by = "40 % of the peak" if target.chip.is_gpu else "the roofline, at best"
+    console.print(
+        f"By calculation: steps at {by}; no start-up, input, evaluation or saving.", soft_wrap=True
+    )
+    return exit_codes.DONE
+
+
+def plan_table(rows: "list[dict[str, Any]]", title: str) -> Table:
+    """A row for each member, and the total of those that could be planned."""
+    known = [row for row in rows if "error" not in row]
+    shown = [name for name in COSTS if any(row[name] is not None for row in known)]
+    name = Column("member", overflow="fold")
+    table = Table(name, "steps", "ms a step", *(COSTS[name] for name in shown), "", title=title)
+    for row in rows:
+        if "error" in row:
+            table.add_row(row["member"], *[""] * (len(shown) + 2), f"not planned: {row['error']}")
+            continue
+        numbers = [f"{row[name]:.3g}" for name in shown]
+        note = "" if row["fits"] else "does not fit"
+        step_ms = f"{row['step_s'] * 1e3:.3g}"
+        table.add_row(row["member"], f"{row['steps']:,}", step_ms, *numbers, note)
+    totals = [f"{sum(row[name] for row in known):.4g}" for name in shown]
+    some = "" if len(known) == len(rows) else f"{len(rows) - len(known)} members not planned"
+    steps = f"{sum(row['steps'] for row in known):,}"
+    table.add_row(f"all {len(known)}", steps, "", *totals, some)
+    return table
+
+
+def prepare_study(
+    flags: argparse.Namespace, *, writes: bool = True
+) -> "tuple[Study, ConfigDict, Call]":
     """The study that the flags ask for, its config, and how it was called; writes nothing.
+
+    `writes`: whether its workdir will be written to, and must be writable.
 
     Raises:
       InputError: it is none, or naming what is wrong with it.
@@ -112,7 +182,8 @@ def prepare_study(flags: argparse.Namespace) -> "tuple[Study, ConfigDict, Call]"
     collect_faults([f"--config.{key}: set by the study {name} for each member; leave it out"
                     for key, _ in flags.overrides if key in sets])  # fmt: skip
     workdir = files.absolute(flags.workdir)
-    check_writable(workdir)
+    if writes:
+        check_writable(workdir)
     call = running.Call(
         flags.config, flags.overrides, workdir, launcher, flags.again, flags.trust_plugins
     )

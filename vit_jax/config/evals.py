@@ -26,8 +26,8 @@ class Evaluator(NamedTuple, Generic[Inputs, Made]):
     make: `EvalInputs` -> an object with `run(state) -> {name: float}`.
     check: raises InputError if values of a valid entry contradict each other; its faults start
       with the key, without the name of the entry.
-    learns_classes: whether it learns classes from features, or needs none; all others need data
-      with the model's classes.
+    learns_classes: whether it takes data with any classes, since it learns them from features, maps
+      them or needs none; all others need data with the model's classes.
     output: the method of the model that it calls; None: "features" if it learns classes, else
       "__call__".
     multi_label: whether it evaluates images with several labels instead of one; None: either.
@@ -48,6 +48,7 @@ class Evaluator(NamedTuple, Generic[Inputs, Made]):
 EVALUATORS: dict[str, Evaluator | str] = {
     "classification": "vit_jax.evaluators.classification",
     "real": "vit_jax.evaluators.real",
+    "mapped": "vit_jax.evaluators.mapped",
     "fewshot": "vit_jax.evaluators.fewshot",
     "knn": "vit_jax.evaluators.knn",
     "linear_probe": "vit_jax.evaluators.linear_probe",
@@ -80,7 +81,8 @@ def find_evaluator(kind: str) -> Evaluator:
 
 def learning_kinds() -> list[str]:
     """Kinds of entries that learn classes from features."""
-    return [kind for kind in EVALUATORS if find_evaluator(kind).learns_classes]
+    found = {kind: find_evaluator(kind) for kind in EVALUATORS}
+    return [k for k, e in found.items() if e.learns_classes and e.output is None]
 
 
 def entry_keys(kind: str) -> set[str]:

@@ -209,12 +209,13 @@ def _slice_of_type(name: str) -> Slice | None:
     return next((s for s in slices if s.num_chips * cores == int(number)), None)
 
 
-def find_slice(name: str) -> Slice:
+def find_slice(name: str, flag: str = "--topology") -> Slice:
     """The slice called `name`.
 
     Args:
       name: one of SLICES; GPU:NUMBER, e.g. H100:64; or an accelerator type of Google Cloud, e.g.
         v5e-16 for v5e:4x4 and v4-32, which counts TensorCores, for v4:2x2x4.
+      flag: the flag or key that gave it, for errors.
 
     Raises:
       InputError: no slice has that name.
@@ -231,17 +232,17 @@ def find_slice(name: str) -> Slice:
         if number in (1, 2, 4) or (number and number % GPUS_PER_HOST == 0):
             return Slice(name, chip, number, math.ceil(number / GPUS_PER_HOST))
         raise InputError(
-            f"--topology={name}: needs 1, 2, 4 or a multiple of {GPUS_PER_HOST} GPUs, e.g. "
+            f"{flag}={name}: needs 1, 2, 4 or a multiple of {GPUS_PER_HOST} GPUs, e.g. "
             f"{chip}:{GPUS_PER_HOST}"
         )
     if chip in _SHAPES:
         raise InputError(
-            f"--topology={name}: no such slice is rented; known: "
+            f"{flag}={name}: no such slice is rented; known: "
             + ", ".join(known for known in SLICES if known.startswith(f"{chip}:"))
         )
     hint = nearest(name, [*SLICES])
     raise InputError(
-        f"--topology={name}: {hint if hint.startswith('did') else 'unknown'} (known: "
+        f"{flag}={name}: {hint if hint.startswith('did') else 'unknown'} (known: "
         + "; ".join(f"{kind}:{','.join(shapes)}" for kind, shapes in _SHAPES.items())
         + f"; {', '.join(f'{gpu}:NUMBER' for gpu in gpus)})"
     )

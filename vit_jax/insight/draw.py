@@ -188,14 +188,18 @@ def _whole_layers(axes: Axes, depth: int) -> None:
 
 @_styled
 def draw_distances(
-    mean_LH: np.ndarray, spread_LH: np.ndarray, uniform: float, width: int
+    mean_LH: np.ndarray, spread_LH: np.ndarray, uniform: float, image_size: tuple[int, int]
 ) -> Figure:
-    """Mean attention distances in pixels by layer and head; `uniform`: of uniform attention."""
+    """Mean attention distances in pixels by layer and head; `uniform`: of uniform attention.
+
+    `image_size`: height and width in pixels.
+    """
     figure = _figure(2.4)
     axes = figure.add_subplot()
     _draw_heads_by_layer(axes, mean_LH, spread_LH)
     axes.axhline(uniform, linestyle="--", color=_BLACK, linewidth=0.8, label="uniform attention")
-    axes.set_ylabel(f"mean attention distance (px of {width})")
+    height, width = image_size
+    axes.set_ylabel(f"attention distance (px of {width} x {height})")
     figure.legend(loc="outside upper center", ncols=2)
     return figure
 

@@ -88,8 +88,8 @@ def _distance(subject: Subject) -> Files | str:
     values, shares = subject.measured.distances, subject.measured.shares
     distances = patch_distances(subject.model.grid, subject.model.token_stride)
     mean, spread = _mean_and_spread(values)
-    width = subject.model.image_size[1]
-    figure = draw.draw_distances(mean, spread, float(distances.mean()), width)
+    size = subject.model.image_size
+    figure = draw.draw_distances(mean, spread, float(distances.mean()), size)
     columns = {"distance_px": mean, "deviation_px": spread, "prefix_share": shares.mean(axis=0)}
     return {"distance.png": draw.as_png(figure), "distance.csv": _by_head(columns)}
 

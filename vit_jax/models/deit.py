@@ -43,7 +43,8 @@ class DeiT(ViT):
         class_BD, distillation_BD = self._representations(x_BND)
         return (class_BD + distillation_BD) / 2 if self.distillation_head else class_BD
 
-    def __call__(self, images, *, train=False):
+    def __call__(self, images, *, train=False, mask=None):
+        del mask
         if self.num_classes is None:
             return self.features(images, train=train)
         class_BD, distillation_BD = self._representations(self.tokens(images, train=train))

@@ -1,5 +1,7 @@
 """A ViT at another image size than its own, with its learned positions resampled."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -35,7 +37,7 @@ def at_size(model: ViT, params: Params, size: tuple[int, int]) -> tuple[ViT, Par
         return model.clone(image_size=size), params
     resized = model.clone(image_size=size)
     (rows, columns), wanted = model.grid, resized.grid
-    table = params["pos_embedding"]
+    table: Any = params["pos_embedding"]
     if isinstance(table, jax.Array):
         prefix = table.shape[1] - rows * columns
         grid = table[:, prefix:].reshape(1, rows, columns, -1)

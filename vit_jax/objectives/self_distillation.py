@@ -151,7 +151,8 @@ def _check_views(model: ViT, setting: Setting, keys: Keys) -> None:
                 f"objective.{key}={group}: must divide global_batch_size={rows}; choose a divisor"
             )
     if _LOCAL in setting.shapes:
-        check_size(model, setting.shapes[_LOCAL][2:4], "data.local_size")
+        _, _, height, width, _ = setting.shapes[_LOCAL]
+        check_size(model, (height, width), "data.local_size")
     if keys.patch_weight and not round(number * keys.masked_views):
         raise InputError(
             f"objective.masked_views={keys.masked_views}: leaves no view with hidden patches; set "
@@ -200,6 +201,7 @@ class SelfDistillation:
             state["centre"] = {name: jnp.zeros(k.num_prototypes) for name in names}
         if k.gram_weight:
             model = with_known(self.model, constrain=unconstrained, forms=PLAIN)
+            assert self.model.image_size is not None
             images = jnp.zeros((1, *self.model.image_size, self.model.channels))
             shapes = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
             state["gram_teacher"] = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -314,7 +316,8 @@ class SelfDistillation:
 
         rows, views = images.shape[:2]
         flat = images.reshape(rows * views, *images.shape[2:])
-        features, tokens = model.apply({"params": params}, flat, method=encode, **options)
+        found: Any = model.apply({"params": params}, flat, method=encode, **options)
+        features, tokens = found
         features = features.reshape(rows, views, -1)
         tokens = tokens.reshape(rows, views, *tokens.shape[1:])
         found = {"features": features, "tokens": tokens}
@@ -369,7 +372,7 @@ class SelfDistillation:
         old = state.objective_state["gram_teacher"]
         teacher = jax.tree.map(lambda new, old: jnp.where(due, new, old), ema, old)
         flat = images.reshape(-1, *images.shape[2:])
-        tokens = self.model.apply({"params": teacher}, flat, method="tokens")
+        tokens: Any = self.model.apply({"params": teacher}, flat, method="tokens")
         tokens = jax.lax.stop_gradient(tokens[:, self.model.num_prefix_tokens :])
         tokens = tokens.reshape(student["tokens"].shape)
         counts_R = mask_B.reshape(-1, k.gram_group).min(axis=1)

@@ -3,8 +3,6 @@
 Axes: B pictures, V views, D features.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -22,7 +20,10 @@ def features_of_views(model: ViT, params: Params, views: jax.Array, rng: jax.Arr
       rng: key of the random stream `dropout`.
     """
     images = views.reshape(-1, *views.shape[2:])
-    model, params = at_size(model, params, views.shape[2:4])
-    rngs = {"dropout": rng}
-    x: Any = model.apply({"params": params}, images, train=True, method="features", rngs=rngs)
+    height, width = views.shape[2:4]
+    model, params = at_size(model, params, (height, width))
+    x = model.apply(
+        {"params": params}, images, train=True, method="features", rngs={"dropout": rng}
+    )
+    assert isinstance(x, jax.Array)
     return x.astype(jnp.float32).reshape(*views.shape[:2], -1)

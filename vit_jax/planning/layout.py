@@ -31,6 +31,7 @@ def describe(
       counted: an experiment with the same FLOPs that is traced faster; None: `experiment`.
     """
     ways = batch_ways(mesh.shape)
+    own_step = experiment.objective is not None and experiment.objective.learner is not None
     with jax.set_mesh(mesh):
         step_flops = (counted or experiment).flops_per_step
     return {
@@ -52,7 +53,7 @@ def describe(
         "host_bytes_at_save": host_bytes_at_save(experiment, mesh),
         "flops": {
             "forward_macs_per_image": flops.forward_macs(experiment.model),
-            "model_per_image_by_sizes": flops.vit_flops(experiment.model),
+            "model_per_image_by_sizes": None if own_step else flops.vit_flops(experiment.model),
             "model_per_image_by_jaxpr": (counted or experiment).flops_per_image,
             "model_per_step": (counted or experiment).flops_per_image * config.global_batch_size,
             "counted_per_step": step_flops,

@@ -7,13 +7,15 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from vit_jax.config import flatten
-from vit_jax.data.known import fill_in_sizes
+from vit_jax.data.known import fill_in_sizes, known_sizes
+from vit_jax.data.subset import subset_size
 from vit_jax.errors import InputError
+from vit_jax.evaluators.declared import expected_metrics
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target
-from vit_jax.studies.members import Member
+from vit_jax.studies.members import FINISHED, Member, Result, Study
 from vit_jax.studies.running import member_config
 from vit_jax.training.decided import decide, read_fields
 
@@ -42,7 +44,7 @@ class Planner:
         Raises:
           InputError: the config does not suit the target, or its model cannot be calculated.
         """
-        config = decide(fill_in_sizes(read_fields(config)))
+        config = decide(fill_in_sizes(_count_classes(read_fields(config))))
         flat = flatten(config)
         kept = {k: repr(v) for k, v in flat.items() if not k.startswith(_NOT_OF_STEP)}
         key = json.dumps(kept, sort_keys=True)
@@ -60,6 +62,29 @@ class Planner:
             "peak_bytes": memory["peak"],
             **{name: run[name] for name in COSTS},
         }
+
+
+def _count_classes(config: ConfigDict) -> ConfigDict:
+    """`config` with `data.num_examples`, if it keeps some classes, as if all were equally large."""
+    d = config.data
+    if d.classes is None or d.num_examples is not None:
+        return config
+    config = config.copy_and_resolve_references()
+    num_classes, whole = known_sizes(d.name, d.split)
+    kept = max(round(whole * len(d.classes) / num_classes), 1)
+    where = f"{d.name} {d.split}"
+    config.data.num_examples = kept if d.subset is None else subset_size(d.subset, kept, where)
+    return config
+
+
+def plan_study_members(study: Study, config: ConfigDict, planner: Planner) -> list[dict[str, Any]]:
+    """`plan_members` for all members, each as if those before it had finished, equally well."""
+    metrics = {m: 0.5 for name in config.evals for m in expected_metrics(config, name) or ()}
+    done = Result(FINISHED, {"step": 1, "exaflops": 1.0, **metrics, "best": {"step": 1}})
+    results: dict[str, Result] = {}
+    while new := [m for m in study.members(config, results) if m.name not in results]:
+        results |= {member.name: done for member in new}
+    return plan_members(config, study.members(config, results), planner)
 
 
 def plan_members(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from vit_jax.devices.chips import find_slice
+from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.experiment.durations import check_duration
 from vit_jax.studies import grid
@@ -81,8 +81,8 @@ def check(config: ConfigDict) -> None:
     names = [member.name for member in find_members(config, {})] if not faults else []
     faults.need(len({*names}) == len(names), "study.durations: has a duration twice; remove one")
     if config.study.topology is not None:
-        faults.check(find_slice, config.study.topology)
-    collect_faults([f.replace("--topology", "study.topology") for f in faults])
+        faults.check(find_slice, config.study.topology, "study.topology")
+    collect_faults(faults)
 
 
 def _seeds(config: ConfigDict) -> Sequence[int]:
@@ -262,7 +262,8 @@ def _cost_unit(config: ConfigDict) -> str:
     topology = config.study.topology
     if topology is None:
         return "cost"
-    kind = "chip-hours" if find_slice(topology).chip[0] in "ABHLR" else "TPU-core-days"
+    is_gpu = CHIPS[find_slice(topology).chip].is_gpu
+    kind = "chip-hours" if is_gpu else "TPU-core-days"
     return f"{kind} of {topology}"
 
 

@@ -1,7 +1,7 @@
 """Optimizer parts that apply to parameters selected by a regex: weight decay and freezing."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,6 @@ import optax
 
 from vit_jax import tree
 from vit_jax.errors import InputError
-
-
-class DecayState(NamedTuple):
-    """State of a weight decay that changes: the number of updates so far, an int32 scalar."""
-
-    count: jax.Array
 
 
 def decay_weights(
@@ -39,7 +33,9 @@ def decay_weights(
 
     def init(params):
         decaying(params)  # raises before anything is computed
-        return optax.EmptyState() if schedule is None else DecayState(jnp.zeros((), jnp.int32))
+        if schedule is None:
+            return optax.EmptyState()
+        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
     def update(updates, state, params=None):
         factor = weight_decay if schedule is None else schedule(state.count)
@@ -51,7 +47,7 @@ def decay_weights(
             return decayed if np.all(decays) else jnp.where(decays, decayed, update)
 
         if schedule is not None:
-            state = DecayState(state.count + 1)
+            state = optax.ScaleByScheduleState(state.count + 1)
         return jax.tree.map(add, decaying(params), updates, params), state
 
     return optax.GradientTransformation(init, update)

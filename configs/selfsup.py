@@ -1,0 +1,85 @@
+"""Go on with self-supervised training on your own pictures, without classes: --config=selfsup:MODEL
+
+python -m vit_jax.main --config=configs/selfsup.py:ViT-S/16 --config.init_from=SOURCE \\
+  --config.data.data_dir=PICTURES --workdir=$W
+
+PICTURES holds pictures at any depth; a tenth is held out. With the word folder they lie in a folder
+for each class, as for configs/folder.py; the classes are used only to measure, by 20 nearest
+neighbours. SOURCE is whatever init_from takes: a workdir, a file or the name of published weights;
+scratch, with --config.init_fields=config, starts from random weights.
+A few seconds, with your pictures: --config=configs/selfsup.py:ViT-S/16,debug
+
+The objective is that of DINOv2 at the size of one device: batches of 64 (up to 256 with more
+memory; the rate then grows with their root), 4,096 prototypes, Sinkhorn-Knopp, which needs no long
+average, 2 global and 6 local views, KoLeo over the batch. A rate of 1e-4 suits a trained model;
+from scratch take 5e-4. Exports and `init_from` of such a run take the teacher, the running average.
+"""
+
+from vit_jax.config import base_config, knn, rank, refuse_words, split_words
+from vit_jax.errors import InputError
+from vit_jax.models import create_model, token_stride
+from vit_jax.recipes import make_tiny, view_ops
+
+WORDS = {
+    "folder": "pictures in a folder for each class",
+    "debug": "20 steps of a tiny model",
+}
+
+
+def get_config(arg=""):
+    words, chosen = split_words(arg, WORDS)
+    model = "such as ViT-S/16 or ViT-B/14"
+    refuse_words(words[1:], {"MODEL": model} | WORDS, __file__)
+    if not words:
+        raise InputError(f"got {arg!r}, needs a MODEL {model}; optional words: {', '.join(WORDS)}")
+    create_model(words[0], image_size=14 * token_stride(words[0])[0])
+    c = base_config()
+    c.init_from, c.init_fields = "", "source"  # init_from is required
+    c.global_batch_size, c.duration = 64, "2000 steps"
+    c.model.name, c.model.dtype = words[0], "bfloat16"
+    patch = token_stride(words[0])[0]
+    c.data.name = "folder" if "folder" in chosen else "unlabelled"
+    c.data.image_size = 14 * patch  # 224 pixels for patches of 16
+    c.data.num_global, c.data.num_local, c.data.local_size = 2, 6, 6 * patch
+    c.data.global_ops, c.data.local_ops = view_ops(smallest=0.32, middle=0.32)
+
+    o = c.objective
+    o.name, o.centring = "self_distillation", "sinkhorn"
+    o.num_prototypes, o.head_width = 4096, 1024
+    o.first_temperature, o.teacher_temperature = 0.04, 0.07
+    o.temperature_warmup, o.freeze_prototypes = "500 steps", "100 steps"
+    o.patch_weight, o.koleo_weight = 1.0, 0.1
+
+    c.optimizer.peak_lr, c.optimizer.layer_decay = 1e-4, 0.9
+    c.optimizer.embedding_rate, c.optimizer.grad_clip_norm = 0.2, 3.0
+    c.optimizer.weight_decay, c.optimizer.weight_decay_end = 0.04, 0.2
+    c.optimizer.ema_decay, c.optimizer.ema_decay_end = 0.994, 1.0
+    c.schedule.name, c.schedule.warmup = "cosine", "200 steps"
+    c.checkpoint.every, c.log.every = "500 steps", "10 steps"
+    ops = "decode|resize_small(crop=0.875, antialias=True)|central_crop"
+    c.evals.rank = rank(split="train", every="500 steps", ops=ops, num_images=2000)
+    if "folder" in chosen:
+        splits = {"train_split": "train", "test_split": "val"}
+        c.evals.near = knn(**splits, every="500 steps", ops=ops, num_neighbours=(20,))
+    if "debug" in chosen:
+        make_small(c)
+    return c
+
+
+def make_small(c):
+    """20 steps of a tiny model."""
+    c.init_from, c.init_fields = "scratch", "config"
+    c.data.image_size = 2 * make_tiny(c.model, c.model.name)
+    c.model.dtype, c.data.local_size = "float32", c.data.image_size // 2
+    o = c.objective
+    o.num_prototypes, o.head_width, o.bottleneck = 32, 16, 8
+    o.temperature_warmup, o.freeze_prototypes = "10 steps", "5 steps"
+    c.data.num_local, c.global_batch_size = 2, 16
+    c.duration, c.schedule.warmup = "20 steps", "5 steps"
+    c.checkpoint.every, c.log.every = "10 steps", "5 steps"
+    for entry in c.evals.values():
+        entry.every = "10 steps"
+        if entry.type == "rank":
+            entry.num_images = 100
+        else:
+            entry.num_neighbours = (2,)

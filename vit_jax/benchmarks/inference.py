@@ -1,0 +1,162 @@
+"""Inference: images a second by batch size, and the largest batch that fits into a device.
+
+Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.5, figures 12 and 13: peak inference
+speed by image size, and the largest batch per core.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+from vit_jax.benchmarks.rounds import measure, spread
+from vit_jax.config import image_hw
+from vit_jax.devices import flops
+from vit_jax.devices.mesh import make_mesh
+from vit_jax.models.fields import value_of
+from vit_jax.planning.targets import Target, find_devices
+from vit_jax.training.planned import planned_experiment
+
+BATCH_SIZES = (1, 8, 64)
+_NUM_ROUNDS = 3
+_GPU_MFU = 0.4  # a usual share of the peak, as in plans
+
+
+class Forward(NamedTuple):
+    """A compiled forward pass on one device, and its bytes there."""
+
+    compiled: Any
+    arguments: Callable[[], tuple[Any, jax.Array]]
+    memory: int
+
+
+def compile_forward(config: ConfigDict, mesh: Mesh, batch_size: int) -> Forward:
+    """Compile the forward pass of `config`'s model on the one device of `mesh`.
+
+    Parameters are float32, images (B, H, W, channels) float32; the model computes in `model.dtype`.
+    """
+    model = planned_experiment(config, mesh).model
+    height, width = image_hw(config.data.image_size)
+    shape = (batch_size, height, width, value_of(model, "channels"))
+    everywhere = NamedSharding(mesh, P())
+    images = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere)
+    init = functools.partial(model.init, train=False)
+    with jax.set_mesh(mesh):
+        variables = jax.eval_shape(init, jax.random.key(0), images)
+        variables = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), variables
+        )
+        forward = jax.jit(functools.partial(model.apply, train=False))
+        compiled = forward.lower(variables, images).compile()
+
+    def arguments():
+        zeros = functools.partial(jnp.zeros, device=everywhere)
+        made = jax.tree.map(lambda x: zeros(x.shape, x.dtype), variables)
+        return made, zeros(shape, jnp.float32)
+
+    return Forward(compiled, arguments, flops.expected_memory(compiled.memory_analysis()).total)
+
+
+def largest_batch(memory: dict[int, int], capacity: int) -> int:
+    """The largest batch whose memory, a straight line through that of `memory`, fits.
+
+    Args:
+      memory: {batch size: bytes} of at least two sizes; the two largest are used.
+      capacity: bytes of the device.
+    """
+    (small, at_small), (large, at_large) = sorted(memory.items())[-2:]
+    each = max((at_large - at_small) / (large - small), 1.0)
+    return max(int((capacity - at_large) / each) + large, 0)
+
+
+def measure_inference(config: ConfigDict, *, num_rounds: int | None = None) -> dict[str, Any]:
+    """Compile and run the forward pass on the first of this machine's devices.
+
+    Returns:
+      Figures for JSON: images a second for each of BATCH_SIZES as {"median", "min", "max"} of the
+      rounds, bytes, and the largest batch by these bytes.
+    """
+    device = jax.devices()[0]
+    mesh = _mesh_of_one(device)
+    config = _for_one_device(config)
+    rows, memory = {}, {}
+    for batch_size in BATCH_SIZES:
+        forward = compile_forward(config, mesh, batch_size)
+        variables, images = forward.arguments()
+        call = functools.partial(_run, forward, variables, images)
+        call()
+        costs = measure({"forward": call}, num_rounds or _NUM_ROUNDS)["forward"]
+        memory[batch_size] = forward.memory
+        speed = spread([batch_size / cost.wall_s for cost in costs])
+        rows[str(batch_size)] = {"images_per_s": speed, "memory_bytes": forward.memory}
+    capacity, by = _capacity(device)
+    return {
+        "device_kind": device.device_kind,
+        "gflop_per_image": _gflop_per_image(config, mesh),
+        "batch": rows,
+        "capacity_bytes": capacity,
+        "capacity_by": by,
+        "largest_batch": largest_batch(memory, capacity),
+    }
+
+
+def plan_inference(config: ConfigDict, target: Target) -> dict[str, Any]:
+    """The same for a chip that is not here.
+
+    For TPUs with libtpu the memory is the TPU compiler's; else that of this machine's CPU compiler,
+    which is only a guide. Images a second are the roofline's bound by FLOPs, for GPUs at a usual
+    share of it.
+    """
+    config, chip = _for_one_device(config), target.chip
+    compiled_for = target.is_compiled_for
+    device = find_devices(target)[0] if compiled_for else jax.devices("cpu")[0]
+    mesh = _mesh_of_one(device)
+    memory = {size: compile_forward(config, mesh, size).memory for size in BATCH_SIZES[1:]}
+    capacity = chip.usable_bytes // chip.devices
+    gflop = _gflop_per_image(config, mesh)
+    share = _GPU_MFU if chip.is_gpu else 1.0
+    return {
+        "topology": target.slice.name,
+        "gflop_per_image": gflop,
+        "memory_bytes": {str(size): number for size, number in memory.items()},
+        "memory_by": "the TPU compiler" if compiled_for else "the CPU compiler, as a guide",
+        "capacity_bytes": capacity,
+        "largest_batch": largest_batch(memory, capacity),
+        "images_per_s": share * chip.peak_flops / chip.devices / (gflop * 1e9),
+        "images_per_s_by": f"{share:.0%} of the peak of a device, by FLOPs",
+    }
+
+
+def _run(forward: Forward, variables: Any, images: jax.Array) -> None:
+    jax.block_until_ready(forward.compiled(variables, images))
+
+
+def _for_one_device(config: ConfigDict) -> ConfigDict:
+    config = config.copy_and_resolve_references()
+    for axis, size in {"replica": 1, "data": 1, "fsdp": 1, "tensor": 1}.items():
+        config.mesh[axis] = size
+    config.optimizer.accum_steps = 1
+    return config
+
+
+def _mesh_of_one(device: Any) -> Mesh:
+    return make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=[device])
+
+
+def _gflop_per_image(config: ConfigDict, mesh: Mesh) -> float:
+    return 2 * flops.forward_macs(planned_experiment(config, mesh).model) / 1e9
+
+
+def _capacity(device: jax.Device) -> tuple[int, str]:
+    """(bytes, who says so) that programs may use on a device."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"]), "the device's limit"
+    return int(np.int64(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")), "all of the RAM"
