@@ -332,7 +332,7 @@ def test_help(command, capsys):
     out, err = capsys.readouterr()
     assert (e.value.code, err) == (0, "")
     assert out.startswith(f"usage: python -m vit_jax.main {command} ")
-    of_runs = ("train", "evaluate", "predict", "export", "study", "label", "doctor")
+    of_runs = ("train", "evaluate", "predict", "export", "study", "label", "figures", "doctor")
     of_jobs = ("train", "evaluate", "doctor")
     assert ("--workdir DIR" in out) == (command in of_runs)
     assert ("--coordinator HOST:PORT" in out) == (command in of_jobs)
