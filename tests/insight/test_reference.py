@@ -7,6 +7,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from vit_jax.devices import kernels
@@ -67,6 +68,12 @@ def test_norms_of_groups_are_those_of_parts_and_kinds_also_of_scanned_layers():
         "head/kernel": 1.0,
         "head/bias": 2.0,
     }
+
+
+def test_numbers_of_the_data_are_of_all_pictures_and_of_the_labels():
+    views = np.array([[1, 3], [5, 7]], np.uint8)
+    batch = {"global_views": views, "label": np.eye(3)[[2, 1]], "mask": np.ones(2)}
+    assert trace._data_numbers(batch) == {"data/global_views": 4.0, "data/label": 1.5}
 
 
 def test_stored_numbers_are_read_as_written_and_only_for_the_twin_they_are_of(tmp_path):

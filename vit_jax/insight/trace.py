@@ -139,8 +139,9 @@ def _batches(run: Run) -> Iterator[Iterator[tree.Batch]]:
 
 
 def _data_numbers(batch: tree.Batch) -> dict[str, float]:
-    """Mean pixel and mean label of a batch; labels (B, C) count as the mean of their classes."""
+    """Mean pixel of images and views, and mean label; labels (B, C) count by their classes."""
     label = np.asarray(batch["label"], np.float64)
     if label.ndim == 2:
         label = label @ np.arange(label.shape[1])
-    return {"data/image": float(np.mean(batch["image"])), "data/label": float(label.mean())}
+    pictures = {f"data/{k}": float(np.mean(v)) for k, v in batch.items() if v.dtype == np.uint8}
+    return pictures | {"data/label": float(label.mean())}
