@@ -33,7 +33,7 @@ def get_config(arg=""):
     refuse_words(words, WORDS, __file__)
     c = base_config()
     c.global_batch_size, c.duration, c.schedule.warmup = 50, "400 steps", "40 steps"
-    c.model.name, c.model.stem_width = "BiT-R50x1", 32
+    c.model.name, c.model.stem_width, c.model.stages = "BiT-R50x1", 32, (1,)
     c.data.name, c.data.image_size, c.data.classes = "cifar10", 32, (0, 1, 2, 3, 4)
     c.data.split, c.data.ops = "train[:90%]", "decode|pad_crop(2)|flip"
     c.evals.dev = classification(split="train[90%:]", every="400 steps", ops="decode")

@@ -16,7 +16,7 @@ tuned: the regularisation is chosen for each model and size on 2,500 held-out pi
 fixed: one setting without regularisation, judged where the accuracy on the held-out pictures is
   best (figure 4)
 
-Results: docs/explanation/data_size.md.
+How it works: docs/explanation/data_size.md.
 """
 
 from vit_jax.config import base_config, classification, fewshot, split_words

@@ -67,6 +67,8 @@ def get_config(arg=""):
         cifar10(c)
     if "debug" in chosen:
         debug(c)
+    if "linear" in chosen:
+        c.optimizer.peak_lr = 0.1 * c.global_batch_size / 256
     return c
 
 
@@ -103,7 +105,7 @@ def linear(c, recipe):
     c.schedule.warmup = "10 epochs"
     c.data.ops = "inception_crop(area_min=0.08)|flip"
     c.model.head_batch_norm = True
-    c.optimizer.name, c.optimizer.peak_lr = "lars", 0.1 * 16384 / 256
+    c.optimizer.name = "lars"
     c.optimizer.freeze = "(?!head/).*"
     c.evals.val = classification(split="validation", every="1 epochs", ops=EVAL_OPS)
 
@@ -113,13 +115,13 @@ def cifar10(c):
     make_small_on_cifar10(c)
     splits = {"train_split": "train[:20%]", "test_split": "test"}
     c.evals.near = knn(
-        **splits, every="1500 steps", ops="decode", batch_size=500, num_neighbours=(20,)
+        **splits, every="600 steps", ops="decode", batch_size=500, num_neighbours=(20,)
     )
     if c.objective.name == "mae":
-        c.evals.pictures.split = "test[:10%]"
+        c.evals.pictures.split, c.evals.pictures.every = "test[:10%]", "300 steps"
         c.objective.decoder_width, c.objective.decoder_depth = 64, 1
         c.objective.decoder_heads = 4
-        c.duration, c.schedule.warmup = "1500 steps", "150 steps"
+        c.duration, c.schedule.warmup = "600 steps", "60 steps"
         c.optimizer.peak_lr = 2e-3
 
 

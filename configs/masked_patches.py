@@ -91,11 +91,12 @@ def cifar10(c):
     make_small_on_cifar10(c)
     splits = {"train_split": "train[:20%]", "test_split": "test"}
     c.evals.near = knn(
-        **splits, every="500 steps", ops="decode", batch_size=500, num_neighbours=(20,)
+        **splits, every="400 steps", ops="decode", batch_size=500, num_neighbours=(20,)
     )
     if c.objective.name == "masked_patches":
-        c.evals.pictures.split = "test[:10%]"
-        c.duration, c.schedule.warmup, c.optimizer.peak_lr = "500 steps", "50 steps", 1e-3
+        c.evals.pictures.split, c.evals.pictures.every = "test[:10%]", "200 steps"
+        c.global_batch_size, c.duration, c.schedule.warmup = 64, "400 steps", "40 steps"
+        c.optimizer.peak_lr = 1e-3
 
 
 def debug(c):

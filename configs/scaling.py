@@ -10,7 +10,7 @@ equation 1, without the largest run of each family, and predicts that run. Figur
 arXiv:2010.11929 makes this comparison for pretraining on JFT-300M, by the accuracy after
 fine-tuning.
 
-What it costs on other chips: add --plan=v5e:2x2. Results: docs/explanation/scaling.md.
+What it costs on other chips: add --plan=v5e:2x2. How it works: docs/explanation/scaling.md.
 """
 
 from vit_jax.config import base_config, classification, refuse_words, split_words

@@ -16,14 +16,22 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 METHODS = {"lejepa": "LeJEPA", "dino": "DINO"}
-ARMS = {"": ("healthy", "#1b6ca8", "-"), "_collapsed": ("collapsed", "#c0392b", "--")}
+ARMS = {"": ("not collapsed", "#1b6ca8", "-"), "_collapsed": ("collapsed", "#c0392b", "--")}
 PROTOTYPES = 64
 PANELS = (  # (metric, factor, label, line at which a run warns)
     ("train/loss", 1, "training loss", None),
     ("near/20nn_top1", 100, "20-NN, top-1 in %", None),
-    ("rank/share", 100, "effective rank,\n% of the width", 5),
-    ("train/teacher_entropy", 100 / math.log(PROTOTYPES), "entropy of the teacher,\n% of log K", 1),
+    ("rank/share", 100, "effective rank, % of the width", 5),
 )
+LAST = {  # of each method, likewise
+    "lejepa": ("train/loss_sigreg", 1, "SIGReg; 1.06 is normal", 1.06),
+    "dino": (
+        "train/teacher_entropy",
+        100 / math.log(PROTOTYPES),
+        "entropy of the teacher, % of log K",
+        1,
+    ),
+}
 
 
 def read(workdir, metric):
@@ -35,20 +43,18 @@ def read(workdir, metric):
 
 def main(runs, output):
     figure, grid = plt.subplots(
-        len(METHODS), len(PANELS), figsize=(13, 5.6), sharex=True, layout="constrained"
+        len(METHODS), len(PANELS) + 1, figsize=(13, 5.6), sharex=True, layout="constrained"
     )
     for axes, (method, title) in zip(grid, METHODS.items(), strict=True):
-        for axis, (metric, factor, label, limit) in zip(axes, PANELS, strict=True):
+        panels = (*PANELS, LAST[method])
+        for axis, (metric, factor, label, limit) in zip(axes, panels, strict=True):
             for suffix, (arm, colour, style) in ARMS.items():
                 steps, values = read(pathlib.Path(runs) / f"{method}{suffix}", metric)
-                if steps:
-                    values = [factor * value for value in values]
-                    axis.plot(steps, values, style, color=colour, label=arm)
-            if not axis.lines:
-                axis.text(0.5, 0.5, "no teacher", ha="center", transform=axis.transAxes)
-            elif limit is not None:
+                values = [factor * value for value in values]
+                axis.plot(steps, values, style, color=colour, label=arm)
+            if limit is not None:
                 axis.axhline(limit, color="black", linewidth=0.8, linestyle=":")
-                axis.set_ylim(bottom=-2)
+            axis.set_ylim(bottom=0)
             axis.set_title(f"{title}: {label}", fontsize=9)
             axis.spines[["top", "right"]].set_visible(False)
             axis.tick_params(labelsize=8)

@@ -111,7 +111,9 @@ FORMS = {
 
 
 # Configs for `evaluate`, which do not describe a run.
-EVALUATION_FORMS = {"evaluate": ["cifar10", "real,classification,imagenet2012", "debug"]}
+EVALUATION_FORMS = {
+    "evaluate": ["cifar10", "real,classification,imagenet2012", "shifts,objectnet", "debug"]
+}
 
 
 def load(name, words=""):

@@ -183,7 +183,7 @@ def test_pages_are_filled_in_from_the_code(hooks):
     marks = re.findall(r"<!-- made by (\w+) -->", "".join(page.read_text() for page in PAGES))
     assert sorted(marks) == sorted(hooks.PARTS)
     text = hooks.on_page_markdown("before\n<!-- made by configs -->\nafter")
-    assert text.startswith("before\n## augreg\n") and text.endswith("after")
+    assert text.startswith("before\n## adam_or_sgd\n") and text.endswith("after")
     for name in shipped_configs():
         assert f"\n## {name}\n" in text
 

@@ -1,12 +1,15 @@
 """Accuracy on data whose classes map to the model's, and the file that maps them."""
 
 import json
+import types
 
 import numpy as np
 import pytest
 
+from vit_jax.config import mapped
+from vit_jax.data import make_source
 from vit_jax.errors import InputError
-from vit_jax.evaluators.mapped import METRICS, Mapped, read_class_map
+from vit_jax.evaluators.mapped import METRICS, Mapped, make_mapped, read_class_map
 
 NAMES = ("chair", "lamp", "spoon")
 
@@ -51,3 +54,25 @@ def test_the_file_of_a_map(tmp_path):
 def test_maps_that_do_not_fit(tmp_path, content, says):
     with pytest.raises(InputError, match=says):
         read(tmp_path, content)
+
+
+def make(num_classes, **entry):
+    source = make_source("digits", split="test", image_size=(8, 8), classes=(3, 8))
+    inputs = types.SimpleNamespace(
+        source=lambda: source,
+        entry=mapped(split="test", every="1 epochs", **entry),
+        model=types.SimpleNamespace(num_classes=num_classes),
+        apply=None,
+        batches=None,
+    )
+    return make_mapped(inputs)
+
+
+def test_data_with_the_model_s_labels_need_no_map(tmp_path):
+    assert make(2)._labels.tolist() == [[0], [1]]
+    with pytest.raises(InputError, match=r"class_map='': .* has 2 classes, but the model has 10"):
+        make(10)
+    (tmp_path / "map.json").write_text('{"8": [8]}')
+    assert make(10, class_map=str(tmp_path / "map.json"))._labels.tolist() == [[-1], [8]]
+    with pytest.raises(InputError, match="the model has no classes"):
+        make(None)

@@ -136,7 +136,7 @@ def test_text_is_whole_and_legible():
     table = {name: RNG.random(24) + 1 for name in ("median", "p5", "p95", "largest", "prefix")}
     figures = [
         draw.draw_distances(by_head, by_head / 9, 80.0, (224, 224)),
-        draw.draw_positions(RNG.random((60, 60)), (6, 10), "positions of layer 0 of 12"),
+        draw.draw_positions(RNG.random((16, 16)), (4, 4)),
         draw.draw_similarity(by_head / 100, ("layer of model_a", "layer of model_b")),
         draw.draw_norms(table | {"outlier_share": np.zeros(24)}, 3),
         draw.draw_heads(pictures[0], RNG.random((24, 16, 6, 10)), where),

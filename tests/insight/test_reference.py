@@ -111,8 +111,15 @@ def test_command(monkeypatch, capsys):
     assert "LEFT at step 7, the first of 14 values" in out and "(+200.00%)" in out
     assert asked[0].mesh.platform == "cpu"
 
+    monkeypatch.setattr(reference, "is_recorded", lambda name: name == "augreg")
+    monkeypatch.setattr(trace, "trace_run", lambda config, *, curve: Trace({}, {}))
+    assert main(["check", "--all", "--first_steps"]) == 1
+    out, err = capsys.readouterr()
+    assert "augreg: first steps: LEFT at step 1" in out and "loss is missing" in out
+    assert "quickstart" not in out and "not recorded: quickstart, " in err
+
     assert main(["check", "--list"]) == 0
-    assert "quickstart" in capsys.readouterr().out
+    assert "AugReg" in capsys.readouterr().out
     for words, said in (
         (["check"], "--list"),
         (["check", "quickstrt"], "quickstart"),

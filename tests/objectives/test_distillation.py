@@ -139,10 +139,10 @@ def test_batch_statistics_of_teacher_and_student():
     )
     found = objective.loss(variables["params"], state, batch, objective.frozen, jax.random.key(0))
     label_B = np.asarray(Normed().apply(taught, images)).argmax(axis=1)
-    own = variables["params"]
+    own = jax.tree.map(np.asarray, variables["params"])
     normal = images - images[mask > 0].mean(axis=(0, 1, 2))
     normal /= np.sqrt(images[mask > 0].var(axis=(0, 1, 2)) + 1e-3)
-    logits = normal.mean(axis=(1, 2)) @ own["head"]["kernel"] + own["head"]["bias"]
+    logits = normal.mean(axis=(1, 2)) @ own["head"]["kernel"] + own["head"]["bias"][None]
     log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     assert float(found.loss) == pytest.approx(
         -(mask * log_p[np.arange(4), label_B]).sum() / 3, rel=1e-4

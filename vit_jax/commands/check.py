@@ -26,7 +26,7 @@ _SHOWN = 5  # numbers that left at the same step
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="twins to run")
-    parser.add_argument("--all", action="store_true", help="run every twin")
+    parser.add_argument("--all", action="store_true", help="run every recorded twin")
     parser.add_argument("--list", action="store_true", help="list the twins")
     parser.add_argument(
         "--first_steps", action="store_true", help="only run and compare the first 20 steps"
@@ -52,10 +52,16 @@ def main(flags: argparse.Namespace) -> int:
 
     from vit_jax import metrics
     from vit_jax.devices.mesh import start_backend
+    from vit_jax.insight.reference import is_recorded
     from vit_jax.insight.twins import TWINS, find_twin
 
     metrics.log_to_console(Console(stderr=True), quiet=True)  # of the runs only warnings
-    twins = {name: find_twin(name) for name in (TWINS if flags.all else flags.names)}
+    twins = {name: find_twin(name) for name in flags.names or TWINS}
+    if flags.all and not flags.record:
+        left_out = [name for name in twins if not is_recorded(name)]
+        twins = {name: twin for name, twin in twins.items() if name not in left_out}
+        if left_out:
+            print(f"left out, since not recorded: {', '.join(left_out)}", file=sys.stderr)
     platforms = [value for key, value in flags.overrides if key == "mesh.platform"]
     start_backend(platforms[-1] if platforms else "cpu")
     run = record_twin if flags.record else check_twin
@@ -66,7 +72,7 @@ def main(flags: argparse.Namespace) -> int:
         except InputError as e:  # such as missing data; the other twins still run
             print(f"error: {name}: {e}", file=sys.stderr, flush=True)
             codes.append(exit_codes.INPUT_WRONG)
-    return exit_codes.FAILED if exit_codes.FAILED in codes else max(codes)
+    return exit_codes.FAILED if exit_codes.FAILED in codes else max(codes, default=exit_codes.DONE)
 
 
 def list_twins() -> int:

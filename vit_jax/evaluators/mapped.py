@@ -11,6 +11,7 @@ the 200 classes only; Barbu et al. 2019 (ObjectNet, NeurIPS).
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def read_class_map(path: str, class_names: Sequence[str], num_classes: int) -> n
         found = json.loads(epath.Path(path).read_text())
     except (OSError, ValueError) as e:
         raise InputError(f"class_map={path!r}: cannot be read ({e}); {_FORM}") from None
-    lists = found.values() if isinstance(found, dict) else [None]
+    lists: list[Any] = list(found.values()) if isinstance(found, dict) else [None]
     if not all(isinstance(v, list) and all(type(label) is int for label in v) for v in lists):
         raise InputError(f"class_map={path!r}: {_FORM}")
     faults = Faults()

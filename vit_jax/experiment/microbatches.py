@@ -23,6 +23,8 @@ logger = logging.getLogger("vit_jax")
 _PART_BYTES = 5 << 20
 
 # Objectives whose loss of a row depends on no other row; of others microbatches may be refused.
+# Those that hide patches draw them by the row of a microbatch: their number is left at 1, so that
+# every mesh hides the same patches.
 _OF_SINGLE_ROWS = ("supervised", "distillation")
 
 

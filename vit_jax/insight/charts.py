@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
 _DASHES = ("solid", "dashed", "dotted")
 SMOOTHED = (5, 21)  # rows that a smoothed curve averages over; odd, so that the mean is centred
-_POINTS = 60_000  # of all curves of a chart together
-_LEAST_POINTS = 100  # of a curve
+_POINTS = 10_000  # of all curves of a chart together
+_CURVE_POINTS = 100, 2_000  # of a curve: at least and at most
 _FEW = 20  # rows; a curve of fewer has dots
 _HEIGHT, _BAR = 280, 30  # pixels
 
@@ -79,7 +79,7 @@ def _draw_curve(runs: Sequence[RunRecord], metric: str, x_range: Any) -> Chart:
 
     plot = _figure(_HEIGHT, **({} if x_range is None else {"x_range": x_range}))
     plot.xaxis.axis_label = "step"
-    room = max(_POINTS // len(runs), _LEAST_POINTS)
+    room = int(np.clip(_POINTS // len(runs), *_CURVE_POINTS))
     longest = max(len(run.curves.get(metric, ())) for run in runs)
     every = -(-longest // room)
     for i, run in enumerate(runs):

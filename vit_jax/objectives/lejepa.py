@@ -20,7 +20,7 @@ Axes: B pictures, V views, D features, K dimensions of an embedding.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -196,7 +196,7 @@ class _LeJepa(NamedTuple):
         """The loss of one picture, for its FLOPs."""
         batch = {name: jnp.zeros((1, *shape[1:])) for name, shape in self.shapes.items()}
         assert isinstance(model, ViT)
-        own, state = self._replace(model=model), _NoState()
+        own, state = self._replace(model=model), cast(State, _NoState())
         batch["mask"] = jnp.ones(1) + 0 * images.sum()
         return own.loss(params, state, batch, None, jax.random.key(0)).loss
 
@@ -209,6 +209,8 @@ class _LeJepa(NamedTuple):
         ]
         x_BVD = jnp.concatenate(found, axis=1)
         mask_BV = jnp.broadcast_to(batch["mask"][:, None], x_BVD.shape[:2])
-        own = {"params": params[OBJECTIVE]["head"]}
-        z: Any = self.head.apply(own, x_BVD.reshape(-1, x_BVD.shape[-1]), mask_BV.reshape(-1))
+        own: Any = params[OBJECTIVE]
+        z: Any = self.head.apply(
+            {"params": own["head"]}, x_BVD.reshape(-1, x_BVD.shape[-1]), mask_BV.reshape(-1)
+        )
         return z.reshape(*x_BVD.shape[:2], -1).swapaxes(0, 1)

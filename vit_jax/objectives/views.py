@@ -20,7 +20,8 @@ def features_of_views(model: ViT, params: Params, views: jax.Array, rng: jax.Arr
       rng: key of the random stream `dropout`.
     """
     images = views.reshape(-1, *views.shape[2:])
-    model, params = at_size(model, params, views.shape[2:4])
+    height, width = views.shape[2:4]
+    model, params = at_size(model, params, (height, width))
     x = model.apply(
         {"params": params}, images, train=True, method="features", rngs={"dropout": rng}
     )

@@ -85,7 +85,7 @@ def fit_law(
     x, y = np.asarray(compute, np.float64), np.asarray(error, np.float64)
     if len(x) < LEAST_POINTS or not (x > 0).all() or not (y > 0).all():
         raise ValueError(f"needs at least {LEAST_POINTS} runs with positive compute and error")
-    unit = x.min()
+    unit = float(x.min())
     starts = [
         np.array([np.log(y.max()), exponent, shift, share * y.min()])
         for exponent in (0.2, 0.6)
