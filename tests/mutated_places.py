@@ -164,7 +164,7 @@ MUTATIONS = [
       "experiment/test_schedules.py::test_duration"),
     M("vit_jax/experiment/optimizers/directions.py", "lambda leaf: leaf.ndim > 1",
       "lambda leaf: leaf.ndim > 0", "experiment/test_optimizers.py::test_equation"),
-    M("vit_jax/experiment/optimizers/masks.py", "update + weight_decay * param", "update",
+    M("vit_jax/experiment/optimizers/masks.py", "update + factor * param", "update",
       "experiment/test_optimizers.py::test_equation"),
     M("vit_jax/experiment/optimizers/layers.py", "enumerate(reversed(layers), 1)",
       "enumerate(reversed(layers), 0)", "experiment/test_optimizers.py::test_layer_decay"),
