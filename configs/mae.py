@@ -38,7 +38,7 @@ WORDS = {
     "cifar10": "pretraining of a small model on CIFAR-10",
     "debug": "20 steps of a tiny model on handwritten digits",
 }
-EVAL_OPS = "decode|resize_small(256)|central_crop(224)"
+EVAL_OPS = "decode|resize_small(crop=0.875)|central_crop"
 
 
 def get_config(arg=""):

@@ -68,7 +68,7 @@ def pretrain(c, val, target="mean_colour"):
     c.optimizer.peak_lr = 2e-4
     c.schedule.name, c.schedule.warmup = "cosine", "10000 steps"
     c.checkpoint.every, c.log.every = "1000 steps", "50 steps"
-    ops = "decode|resize_small(256)|central_crop(224)"
+    ops = "decode|resize_small(crop=0.875)|central_crop"
     c.evals.pictures = reconstruction(split=val, every="10000 steps", ops=ops)
 
 
