@@ -185,7 +185,7 @@ def save(*args):
     print("saves", flush=True); time.sleep(0.5); print("saved"); sys.exit(75)
 signal.signal({told}, save)
 {{then}}
-time.sleep(1000)
+while True: time.sleep(0.1)  # one long sleep would begin after a signal that came just before
 """
     mark = f"open({str(tmp_path / 'ready')!r}, 'w')"
     wait = f"while not os.path.exists({str(tmp_path / 'ready')!r}): time.sleep(0.01)"

@@ -129,11 +129,11 @@ def test_columns_that_are_numbers_make_a_picture():
 
 
 def test_axis():
-    assert grid._parse_axis(["1000 images", "30 images"]) == (
+    assert grid.parse_axis(["1000 images", "30 images"]) == (
         [(30.0, "30 images"), (1000.0, "1000 images")], "images",
     )  # fmt: skip
     for columns in (["30 images"], ["30 images", "2 hours"], ["stem", "every layer"]):
-        assert grid._parse_axis(columns) is None
+        assert grid.parse_axis(columns) is None
 
 
 @pytest.mark.parametrize("name", ["position_ablation", "bit_and_vit"])

@@ -13,7 +13,7 @@ import pytest
 from etils import epath
 
 from vit_jax.errors import InputError
-from vit_jax.transfer import load_pretrained, published, read_pretrained, rules
+from vit_jax.transfer import load_pretrained, published, read_pretrained, spec
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
@@ -158,10 +158,10 @@ def test_a_published_file_has_its_loss_however_it_is_called(golden, server, monk
     address, _ = server
     monkeypatch.setattr(published, "_I21K_CLASSES", 10)
     monkeypatch.setattr(published, "_GOOGLE", f"{address}/")
-    monkeypatch.setattr(rules, "_IMAGENET_21K", (10,))
+    monkeypatch.setattr(spec, "_IMAGENET_21K", (10,))
     local, other = golden / "vit_finetuned.npz", golden / "vit_pretrained.npz"
     assert read_pretrained(local).spec.loss is None
-    assert rules.loss_of(read_pretrained(local)) == "softmax"
+    assert spec.loss_of(read_pretrained(local)) == "softmax"
     assert "the loss is not stated; assuming softmax; models for ImageNet-21k" in caplog.text
     entry = published.Published("gs://vit_finetuned.npz", 10)
     monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@test", entry)
