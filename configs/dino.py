@@ -1,4 +1,4 @@
-"""DINO (arXiv:2104.14294): a ViT learns without labels what a running average of itself sees.
+"""DINO (arXiv:2104.14294): a ViT predicts the outputs of its own running average, without labels.
 
 python -m vit_jax.main --config=configs/dino.py --config.data.data_dir=DIR --workdir=$W
 About five minutes of one CPU core: --config=configs/dino.py:cifar10 --config.data.data_dir=DIR

@@ -91,8 +91,9 @@ def test_what_is_not_optional_cannot_be_none(config):
 
 def test_a_list_of_strings(config):
     text = "['A, of 1 | x: model.depth=1', \"B | x: model.depth=2\"]"
-    assert apply_overrides(config, [("study.cells", text)]) == []
-    assert config.study.cells == ("A, of 1 | x: model.depth=1", "B | x: model.depth=2")
+    for key in ("cells", "finetunings"):
+        assert apply_overrides(config, [(f"study.{key}", text)]) == []
+        assert config.study[key] == ("A, of 1 | x: model.depth=1", "B | x: model.depth=2")
     for wrong in ("A | x: model.depth=1", "[1, 2]", "'A'"):
         (fault,) = apply_overrides(config, [("study.cells", wrong)])
         assert "needs a list of strings in quotes, e.g. ['one', 'another']" in fault

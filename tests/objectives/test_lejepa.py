@@ -118,5 +118,9 @@ def test_the_loss_is_that_of_its_parts_and_masked_rows_do_not_count():
     [({"points": 16}, r"objective\.points=16: needs an odd"), ({"weight": 1.5}, "from 0 to 1")],
 )
 def test_faulty_keys(own, says):
+    """And a view that cannot be compared with another."""
     with pytest.raises(InputError, match=says):
         objective_of(**own)
+    setting = Setting((), (), shapes={"global_views": (6, 1, 8, 8, 3), "mask": (6,)})
+    with pytest.raises(InputError, match=r"data\.num_global=1: objective.name='lejepa' compares"):
+        make_objective(MODEL, make_loss("softmax"), "lejepa", setting)

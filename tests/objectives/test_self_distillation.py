@@ -244,6 +244,7 @@ def test_positions_of_local_views_are_resampled():
     [
         ({"koleo_group": 3}, "objective.koleo_group=3: must divide global_batch_size=8"),
         ({"masked_views": 0.1}, "leaves no view with hidden patches"),
+        ({"mask_min": 0.01, "mask_max": 0.06}, "mask_max=0.06: hides none of a view's 16 patches"),
     ],
 )
 def test_what_does_not_fit_the_batch_is_refused(own, words):
@@ -258,6 +259,7 @@ def test_what_does_not_fit_the_batch_is_refused(own, words):
         ({"mask_min": 0.6}, "mask_min=0.6: needs 0 < mask_min <= objective.mask_max"),
         ({"gram_weight": 1.0}, "objective.gram_every=None: goes together with"),
         ({"num_prototypes": 0}, "objective.num_prototypes=0"),
+        ({"koleo_group": 1}, "objective.koleo_group=1: needs at least 2 rows"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(own, words):
@@ -284,7 +286,10 @@ def test_a_plan_counts_the_flops_of_all_views_and_teachers():
     with jax.set_mesh(mesh):
         experiment = make_experiment(config, mesh)
         assert 0.9 < experiment.flops_per_step / 32 / experiment.flops_per_image < 1.1
-        config.optimizer.ema_decay = config.optimizer.ema_decay_end = None
+        config.optimizer.ema_decay_end = None  # the average would begin with a ramp
+        with pytest.raises(InputError, match=r"optimizer\.ema_decay_end=None: the average would"):
+            make_experiment(config, mesh)
+        config.optimizer.ema_decay = None
         with pytest.raises(InputError, match=r"optimizer\.ema_decay=None: the teacher of"):
             make_experiment(config, mesh)
 

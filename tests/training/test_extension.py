@@ -69,6 +69,21 @@ def test_an_end_that_does_not(schedule, steps_done, end, says):
         )
 
 
+@pytest.mark.parametrize(
+    ("key", "start", "end"), [("weight_decay", 0.1, 0.4), ("ema_decay", 0.9, 1.0)]
+)
+def test_values_that_move_until_the_end_keep_it_where_it_is(key, start, end):
+    moving = {f"optimizer__{key}": str(start), f"optimizer__{key}_end": str(end)}
+    old = {"schedule__name": "constant", **moving}
+    args = make_config(**old), make_config(**old, duration="80 steps")
+    assert find_other_past(*args, 1, WORKDIR) is None  # the first step has the value of the start
+    assert f"optimizer.{key}_end={end} is reached at its end: step 2 had" in (
+        find_other_past(*args, 2, WORKDIR) or ""
+    )
+    same = make_config(**old), make_config(**old, schedule__cooldown="20 steps")
+    assert find_other_past(*same, 20, WORKDIR) is None
+
+
 def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path, monkeypatch):
     workdir = epath.Path(tmp_path)
     (workdir / "config.json").write_text(to_json(make_config()))

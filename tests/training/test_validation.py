@@ -121,6 +121,11 @@ FAULTS = [
     ({"data.mean": "0.5,0.5"}, "data.mean=(0.5, 0.5):", "needs three numbers"),
     ({"data.std": "1,1,1,1"}, "data.std=(1, 1, 1, 1):", "needs three numbers"),
     ({"data.std": "0,1,1"}, "data.std=(0, 1, 1):", "needs numbers other than 0"),
+    (
+        {"data.channels": "1", "data.num_global": "2", "data.global_ops": "greyscale(0.2)"},
+        "data.channels=1: greyscale needs three channels",
+        "leave it out of data.global_ops",
+    ),
     ({"data.ops": "decode|flop"}, "data.ops: unknown op 'flop'", "did you mean 'flip'?"),
     ({"data.ops": "flip|decode"}, "data.ops: 'decode' runs on the host", "'decode|flip'"),
     ({"data.ops": "resize(x)"}, "data.ops: 'resize(x)' is not an op", "such as resize(72"),

@@ -74,7 +74,7 @@ def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     c.model.norm_pooled = placeholder(bool)  # final norm after pooling instead of before
     c.model.hidden_head = placeholder(bool)  # a hidden layer before the last linear layer
     c.model.head_bias = placeholder(float)  # initial bias of the last linear layer
-    c.model.head_batch_norm = placeholder(bool)  # normalise what the head gets over the batch
+    c.model.head_batch_norm = placeholder(bool)  # normalise the head's input over the batch
     c.model.distillation_head = placeholder(bool)  # DeiT: False leaves out the second head
     # none, learned_1d, learned_2d, relative or sincos_2d; T2T-ViT: sincos_1d too
     c.model.pos_embed = placeholder(str)
@@ -392,8 +392,8 @@ REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.im
 
 REQUIRED_TO_EVALUATE = ("global_batch_size", "data.name")  # for a model that exists already
 
-TUPLES_OF_STRINGS = ("study.cells", "study.sweep", "study.stages", "study.candidates",
-                     "study.durations")  # fmt: skip
+TUPLES_OF_STRINGS = ("study.cells", "study.sweep", "study.stages", "study.finetunings",
+                     "study.candidates", "study.durations")  # fmt: skip
 
 
 def decided_later(config: ConfigDict) -> set[str]:

@@ -58,13 +58,8 @@ EVALUATORS: dict[str, Evaluator | str] = {
 }
 
 OPTIONAL_KEYS = {"batch_size": int, "data_name": str, "data_dir": str, "classes": tuple}
-REQUIRED_KEYS = (
-    "every",
-    "ops",
-    "batch_size",
-    "data_name",
-    "data_dir",
-)  # used when the data of an entry are opened
+# Used when the data of an entry are opened.
+REQUIRED_KEYS = ("every", "ops", "batch_size", "data_name", "data_dir")
 
 
 def find_evaluator(kind: str) -> Evaluator:

@@ -14,6 +14,7 @@ from vit_jax.data.views import check_views
 from vit_jax.errors import Faults
 
 _NUMBERS = {3: "three"}
+_OF_COLOURS = ("randaugment", "autoaugment", "color_jitter", "greyscale")
 _ANY_SIZE = (1, 1)  # affects only the default sizes of ops, which are not checked here
 
 
@@ -79,10 +80,13 @@ def _check_pixels(config: ConfigDict, faults: Faults) -> None:
             "channel, for pixels in [0, 1]",
         )
     faults.need_positive("data.channels", d.channels)
-    faults.need(
-        d.channels == 3 or "randaugment" not in d.ops,
-        f"data.channels={d.channels}: randaugment is of colours; leave it out of data.ops",
-    )
+    for key in ("ops", "global_ops", "local_ops"):
+        for name in _OF_COLOURS:
+            faults.need(
+                d.channels == 3 or name not in d[key],
+                f"data.channels={d.channels}: {name} needs three channels; leave it out of "
+                f"data.{key}",
+            )
     faults.need(all(d.std), f"data.std={d.std}: needs numbers other than 0")
 
 

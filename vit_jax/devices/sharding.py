@@ -55,7 +55,8 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 # parameter needs to keep and update only a part of them (Rajbhandari et al. 2019, arXiv:1910.02054,
 # stage 1). Gradients are then reduce-scattered instead of all-reduced, and the new parameters
 # all-gathered: the same number of bytes in float32. With bfloat16 gradients it is 1.5 times as many
-# bytes, because parameters are float32.
+# bytes, because parameters are float32. An average that is a teacher is all-gathered in every step
+# too, for its forward pass.
 _FOLLOWERS = re.compile(r"(opt_state|ema)/")
 
 # Moments and averages of fewer elements (256 KiB in float32) are not split over `data`: exchanges

@@ -53,7 +53,7 @@ from vit_jax.objectives.supervised import make_loss
 
 logger = logging.getLogger("vit_jax")
 
-# How to get what a batch may lack.
+# Remedies for keys that a batch lacks.
 _SETS = {
     "image": "set --config.data.ops",
     "global_views": "set --config.data.num_global=2 and --config.data.global_ops",
@@ -273,6 +273,13 @@ def _check_needs(objective: Objective, config: ConfigDict, batch: AbstractBatch)
             f"optimizer.ema_decay=None: the teacher of objective.name={name!r} is the running "
             "average of the parameters; set --config.optimizer.ema_decay=0.996 and "
             "--config.optimizer.ema_decay_end=1.0"
+        )
+    if objective.needs_average and config.optimizer.ema_decay_end is None:
+        raise InputError(
+            f"optimizer.ema_decay_end=None: the average would follow the parameters closely in the "
+            f"first steps, and is the teacher of objective.name={name!r}; set "
+            f"--config.optimizer.ema_decay_end=1.0, or {config.optimizer.ema_decay} for a constant "
+            "decay"
         )
     missing = sorted({*objective.needs} - {*batch})
     remedies = [_SETS[key] for key in missing if key in _SETS] or ["choose another objective"]

@@ -73,7 +73,7 @@ class ViT(BlockFields, nn.Module):
         over the patches).
       class_token: whether a learned token precedes the patches; None adds it if `pool` needs it.
       norm_pooled: normalise the pooled representation instead of the tokens.
-      head_batch_norm: normalise what the head gets by its mean and variance over the batch, without
+      head_batch_norm: normalise the head's input by its mean and variance over the batch, without
         scale and shift, as in the linear probes of self-supervised models. Such a model has batch
         statistics: see `EfficientNet`.
       hidden_head: add a dense layer of width D with tanh before the linear one, as in pretraining.
@@ -180,8 +180,8 @@ class ViT(BlockFields, nn.Module):
     def embed(self, images):
         """The patches of the images as tokens without positions (B, N, D), N = rows x columns.
 
-        What replaces a patch, such as a mask token, is put in its place between `embed` and
-        `encode`, which adds the positions.
+        Objectives replace patches, for example by a mask token, before `encode` adds the
+        positions.
         """
         check_image_shape(images.shape, self.image_size, self.channels)
         image_size = self.image_size or images.shape[1:3]

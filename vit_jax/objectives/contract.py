@@ -78,7 +78,7 @@ PlainObjective = Callable[[Params, ModelState, Batch, jax.Array], ObjectiveOutpu
 
 
 class Collapse(NamedTuple):
-    """What shows that an objective without labels has collapsed, and what helps; see `Health`.
+    """Signs and remedies of a collapse, for an objective without labels; see `Health`.
 
     low_rank: the remedy if the features fill few directions.
     entropy_limit: the greatest value of its metric `teacher_entropy`, log K for K prototypes;

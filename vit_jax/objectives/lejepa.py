@@ -9,12 +9,12 @@ stop of gradients.
 The batch is taken as a whole: SIGReg and the normalisation of the head are sums over all rows of
 the global batch that are not masked, on any mesh.
 
-Source: Balestriero and LeCun 2025 (arXiv:2511.08544), algorithms 1 and 2. From the paper: 1,024
-directions, 17 points from -5 to 5, weight 0.05, 2 global and 8 local views. Assumed, because the
-paper could not be read in full when this was written: the weight exp(-t^2 / 2) of the integral
-(section 4.2 writes exp(-t^2 / s^2), with s = 1), the mean over the dimensions of an embedding in
-the first term, and the head, two hidden layers of 2,048 with batch normalisation and ReLU, then a
-linear one to 64 dimensions.
+Source: Balestriero and LeCun 2025 (arXiv:2511.08544), algorithms 1 and 2. From the paper: the two
+terms, 1,024 directions and 17 points from -5 to 5. Assumed, because the paper could not be read in
+full when this was written: the weight 0.05; the weight exp(-t^2 / 2) of the integral (section 4.2
+writes exp(-t^2 / s^2), with s = 1); the mean over the dimensions of an embedding in the first term;
+and the head, two hidden layers of 2,048 with batch normalisation and ReLU, then a linear one to 64
+dimensions.
 
 Axes: B pictures, V views, D features, K dimensions of an embedding.
 """
@@ -129,6 +129,11 @@ def make_lejepa(
     if not isinstance(model, ViT):
         raise InputError(f"objective.name='lejepa': a {type(model).__name__} is no ViT; choose one")
     shapes = {name: setting.shapes[name] for name in VIEWS if name in setting.shapes}
+    if sum(shape[1] for shape in shapes.values()) == 1:
+        raise InputError(
+            "data.num_global=1: objective.name='lejepa' compares views, and there are no others; "
+            "set --config.data.num_global=2"
+        )
     for name, shape in shapes.items():
         key = "data.local_size" if name == "local_views" else "data.image_size"
         check_size(model, (shape[2], shape[3]), key)

@@ -170,7 +170,7 @@ class Mae:
         """Number of patches that the encoder sees: N (1 - mask_ratio), rounded down."""
         num = self.model.grid[0] * self.model.grid[1]
         visible = int(num * (1 - self.mask_ratio))
-        patches.number_hidden(num, visible, self.mask_ratio)
+        patches.check_visible(num, visible, self.mask_ratio)
         return visible
 
     @property

@@ -1,4 +1,4 @@
-"""What the objectives that hide patches share: random choices by row, and pixels as patches.
+"""Shared by the objectives that hide patches: random choices by row, and pixels as patches.
 
 Axes: B images, N patches in raster order, P values of a patch (row, column, channel).
 """
@@ -21,7 +21,7 @@ COLLAPSE = Collapse("Lower optimizer.peak_lr, lengthen schedule.warmup, or train
 
 
 class Reconstruction(NamedTuple):
-    """Images with hidden patches, and what an objective makes of them, in the model's value range.
+    """Images with hidden patches, and their reconstructions, in the model's value range.
 
     loss_B: the loss of each image, (B,).
     hidden, restored: (B, H, W, channels); `restored` has its own pixels where nothing was hidden.
@@ -59,18 +59,13 @@ def take(x_BND: jax.Array, which_BM: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_BND, which_BM[:, :, None], axis=1)
 
 
-def number_hidden(num_patches: int, visible: int, mask_ratio: float) -> int:
-    """num_patches - visible.
-
-    Raises:
-      InputError: no patch is hidden, or all are.
-    """
+def check_visible(num_patches: int, visible: int, mask_ratio: float) -> None:
+    """Raise InputError if all patches are visible, or none is."""
     if not 0 < visible < num_patches:
         raise InputError(
             f"objective.mask_ratio={mask_ratio}: hides {num_patches - visible} of {num_patches} "
             "patches; some must be hidden, and some visible"
         )
-    return num_patches - visible
 
 
 def as_images(

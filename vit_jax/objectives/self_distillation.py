@@ -1,4 +1,4 @@
-"""Self-distillation: a model learns what a running average of itself says of other views.
+"""Self-distillation: a model predicts the outputs of its own running average for other views.
 
     loss = cross-entropy of the views' prototypes          (DINO)
          + patch_weight * that of hidden patches           (iBOT)
@@ -24,7 +24,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax.errors import InputError
 from vit_jax.models.fields import with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
@@ -41,13 +40,11 @@ from vit_jax.objectives.contract import (
 )
 from vit_jax.objectives.gram import gram_distance
 from vit_jax.objectives.koleo import koleo
-from vit_jax.objectives.other_sizes import at_size, check_size
+from vit_jax.objectives.other_sizes import at_size
 from vit_jax.objectives.prototypes import PrototypeHead
-from vit_jax.objectives.self_distillation_keys import Keys
+from vit_jax.objectives.self_distillation_keys import GLOBAL, LOCAL, Keys, check_views
 from vit_jax.objectives.supervised import LossFn
 from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
-
-_GLOBAL, _LOCAL = "global_views", "local_views"
 
 
 def cross_entropies(
@@ -101,13 +98,13 @@ def make_self_distillation(
     keys = Keys(**own)
     patches.check_patches(model, "self_distillation")
     assert isinstance(model, ViT)
-    _check_views(model, setting, keys)
+    check_views(model, setting, keys)
     distillation = SelfDistillation(model, keys, setting.shapes, setting.durations)
     return Objective(
         distillation.loss,
         init=distillation.init,
         learner=distillation.learner,
-        needs=(_GLOBAL, "mask"),
+        needs=(GLOBAL, "mask"),
         couples_rows=True,
         needs_average=True,
         collapse=Collapse(
@@ -131,33 +128,6 @@ make_self_distillation.__signature__ = inspect.Signature(  # type: ignore[attr-d
         ),
     ]
 )
-
-
-def _check_views(model: ViT, setting: Setting, keys: Keys) -> None:
-    """Raise InputError if the views of a batch do not suit the model and the keys."""
-    views = setting.shapes.get(_GLOBAL)
-    if views is None:
-        return  # reported by the experiment, with what a batch has
-    rows, number = views[:2]
-    if number < 2:
-        raise InputError(
-            f"data.num_global={number}: objective.name='self_distillation' compares global views "
-            "with each other; set --config.data.num_global=2"
-        )
-    groups = {"koleo_group": keys.koleo_group or rows, "gram_group": keys.gram_group}
-    for key, group in groups.items():
-        if rows % group:
-            raise InputError(
-                f"objective.{key}={group}: must divide global_batch_size={rows}; choose a divisor"
-            )
-    if _LOCAL in setting.shapes:
-        _, _, height, width, _ = setting.shapes[_LOCAL]
-        check_size(model, (height, width), "data.local_size")
-    if keys.patch_weight and not round(number * keys.masked_views):
-        raise InputError(
-            f"objective.masked_views={keys.masked_views}: leaves no view with hidden patches; set "
-            "it to 0.5, or objective.patch_weight to 0"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +182,7 @@ class SelfDistillation:
     ) -> ObjectiveOutput:
         """The sums over a batch; the hidden patches of row i are drawn by fold_in(key, i)."""
         del frozen
-        k, mask_B, images = self.keys, batch["mask"], batch[_GLOBAL]
+        k, mask_B, images = self.keys, batch["mask"], batch[GLOBAL]
         hidden_key, dropout_key = jax.random.split(rng)
         num_global = images.shape[1]
         hidden = self._draw_hidden(hidden_key, *images.shape[:2]) if self.hides else None
@@ -264,14 +234,14 @@ class SelfDistillation:
         )
 
     def _study(self, model, params, batch, hidden, dropout_key, learns):
-        """What the student makes of all views: as `_see`, with the local views behind."""
+        """The student's outputs for all views, as `_see`; local views follow the global ones."""
         found = self._see(
-            params, batch[_GLOBAL], hidden, dropout_key, model, hides=True, learns=learns
+            params, batch[GLOBAL], hidden, dropout_key, model, hides=True, learns=learns
         )
-        if _LOCAL in batch:
-            small, resampled = at_size(model, params, batch[_LOCAL].shape[2:4])
+        if LOCAL in batch:
+            small, resampled = at_size(model, params, batch[LOCAL].shape[2:4])
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, 1)
-            local = self._see(resampled, batch[_LOCAL], None, key, small, learns=learns)
+            local = self._see(resampled, batch[LOCAL], None, key, small, learns=learns)
             found["views"] = jnp.concatenate([found["views"], local["views"]], axis=1)
         return found
 
@@ -286,7 +256,7 @@ class SelfDistillation:
         hides: bool = False,
         learns: jax.Array | bool = True,
     ) -> dict[str, jax.Array]:
-        """What the model and the heads make of views (B, V, H, W, channels).
+        """Outputs of the model and of the heads for views (B, V, H, W, channels).
 
         Args:
           params: of the model and the objective.
@@ -390,19 +360,19 @@ class SelfDistillation:
         """`Objective.learner`: all views of one image, and the teachers."""
         assert isinstance(model, ViT)
         batch, rows = {}, images.shape[0]
-        for name in (_GLOBAL, _LOCAL):
+        for name in (GLOBAL, LOCAL):
             if name in self.shapes:
                 batch[name] = jnp.zeros((rows, *self.shapes[name][1:]))
         hidden = None
         if self.hides:
-            hidden = self._draw_hidden(jax.random.key(0), rows, batch[_GLOBAL].shape[1])
+            hidden = self._draw_hidden(jax.random.key(0), rows, batch[GLOBAL].shape[1])
         student = self._study(model, params, batch, hidden, None, True)
-        teacher = self._see(jax.lax.stop_gradient(params), batch[_GLOBAL], hidden, None, model)
+        teacher = self._see(jax.lax.stop_gradient(params), batch[GLOBAL], hidden, None, model)
         total = student["views"].sum() + 0 * teacher["views"].sum()
         if hidden is not None:
             total += student["patches"].sum()
         if self.keys.gram_weight:
-            again = self._see(jax.lax.stop_gradient(params), batch[_GLOBAL], None, None, model)
+            again = self._see(jax.lax.stop_gradient(params), batch[GLOBAL], None, None, model)
             total += 0 * again["tokens"].sum()
         return total
 

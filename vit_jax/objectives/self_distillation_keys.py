@@ -1,11 +1,16 @@
-"""The keys of self-distillation, and their check."""
+"""The keys of self-distillation; checks of them, and of what surrounds them."""
 
 import dataclasses
 from typing import Any
 
-from vit_jax.errors import Faults, collect_faults
+from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring
+from vit_jax.objectives.contract import Setting
 from vit_jax.objectives.gram import NEGATIVES
+from vit_jax.objectives.other_sizes import check_size
+
+GLOBAL, LOCAL = "global_views", "local_views"  # keys of a batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +26,16 @@ class Keys:
     student_temperature: of the student's logits.
     teacher_temperature: of the teacher's logits; it rises linearly from `first_temperature` over
       the duration `temperature_warmup`.
-    freeze_prototypes: duration at the start in which the prototypes do not learn; None: none.
+    freeze_prototypes: duration at the start in which the prototypes get no gradients (weight decay
+      only changes their length, which has no effect); None: none. AdamW's moments start at 0 but
+      count from step 0, so the first hundred updates that follow are up to 6 times as large.
     patch_weight: weight of the loss of hidden patches; 0: no patches are hidden.
     masked_views: share of the global views of an image that have hidden patches, rounded to views.
     mask_min, mask_max: range of the share of their patches that are hidden.
     koleo_weight: weight of `koleo`, summed over the global views.
     koleo_group: rows that `koleo` compares with each other; None: all.
     gram_weight: weight of `gram_distance` to the Gram teacher, an older copy of the teacher.
-    gram_every: interval at which it is copied again; the first copy is that of step 0.
+    gram_every: interval at which the teacher is copied again, first at step 0.
     gram_group, gram_negatives: see `gram_distance`.
     """
 
@@ -61,9 +68,13 @@ def check_self_distillation(**own: Any) -> None:
     k, faults = Keys(**own), Faults()
     for key in ("num_prototypes", "head_width", "bottleneck", "gram_group"):
         faults.need_positive(f"objective.{key}", getattr(k, key))
-    for key in ("koleo_group", "first_temperature"):
-        if getattr(k, key) is not None:
-            faults.need_positive(f"objective.{key}", getattr(k, key))
+    if k.first_temperature is not None:
+        faults.need_positive("objective.first_temperature", k.first_temperature)
+    faults.need(
+        k.koleo_group is None or k.koleo_group > 1,
+        f"objective.koleo_group={k.koleo_group}: needs at least 2 rows, so that each has a "
+        "neighbour, or None for the whole batch",
+    )
     for key in ("student_temperature", "teacher_temperature", "head_layers"):
         faults.need_positive(f"objective.{key}", getattr(k, key))
     faults.need_known("objective.patch_head", k.patch_head, ("shared", "own"))
@@ -87,3 +98,36 @@ def check_self_distillation(**own: Any) -> None:
             "both or none",
         )
     collect_faults(faults)
+
+
+def check_views(model: ViT, setting: Setting, keys: Keys) -> None:
+    """Raise InputError if the views of a batch do not suit the model and the keys."""
+    views = setting.shapes.get(GLOBAL)
+    if views is None:
+        return  # reported by the experiment, with what a batch has
+    rows, number = views[:2]
+    if number < 2:
+        raise InputError(
+            f"data.num_global={number}: objective.name='self_distillation' compares global views "
+            "with each other; set --config.data.num_global=2"
+        )
+    groups = {"koleo_group": keys.koleo_group or rows, "gram_group": keys.gram_group}
+    for key, group in groups.items():
+        if rows % group:
+            raise InputError(
+                f"objective.{key}={group}: must divide global_batch_size={rows}; choose a divisor"
+            )
+    if LOCAL in setting.shapes:
+        _, _, height, width, _ = setting.shapes[LOCAL]
+        check_size(model, (height, width), "data.local_size")
+    if keys.patch_weight and not round(number * keys.masked_views):
+        raise InputError(
+            f"objective.masked_views={keys.masked_views}: leaves no view with hidden patches; set "
+            "it to 0.5, or objective.patch_weight to 0"
+        )
+    patches_of_view = model.grid[0] * model.grid[1]
+    if keys.patch_weight and patches_of_view * keys.mask_max < 1:
+        raise InputError(
+            f"objective.mask_max={keys.mask_max}: hides none of a view's {patches_of_view} "
+            "patches; raise it, or set objective.patch_weight to 0"
+        )

@@ -14,7 +14,7 @@ from vit_jax.tree import Params
 def features_of_views(model: ViT, params: Params, views: jax.Array, rng: jax.Array) -> jax.Array:
     """The features of views (B, V, h, w, channels), float32 (B, V, D), in training.
 
-    Views of another size than the model's images get its positions, resampled.
+    For views of another size than the model's images, its positions are resampled.
 
     Args:
       rng: key of the random stream `dropout`.

@@ -24,7 +24,7 @@ def decay_weights(
 
     def decaying(params):
         mask = tree.mask(params, weight_decay_on)
-        if weight_decay and not _values(mask).any():
+        if (weight_decay or schedule is not None) and not _values(mask).any():
             raise InputError(
                 f"optimizer.weight_decay_on={weight_decay_on!r}: does not match the whole name of "
                 f"any parameter; {_some_names(params)}"
