@@ -38,7 +38,7 @@ def get_config(arg=""):
     c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 96, 4, 384, 3
     c.data.name, c.data.image_size = "cifar10", 32
     c.data.ops = "decode|pad_crop(2)|flip"
-    c.global_batch_size, c.duration, c.schedule.warmup = 64, "3000 steps", "300 steps"
+    c.global_batch_size, c.duration, c.schedule.warmup = 64, "1200 steps", "120 steps"
     c.optimizer.peak_lr, c.optimizer.weight_decay = 1e-3, 0.05
     c.optimizer.grad_clip_norm = 1.0
     c.schedule.name = "cosine"
@@ -47,11 +47,12 @@ def get_config(arg=""):
     if "bit" in chosen:
         c.model.name, c.model.stages, c.model.stem_width = "BiT-R50x1", (1, 1, 1), 32
         c.model.width = c.model.depth = c.model.mlp_dim = c.model.num_heads = None
-        c.duration = "5000 steps"
     elif "large" in chosen:
         c.model.width, c.model.mlp_dim, c.model.num_heads = 192, 768, 6
     else:
         c.study.name, c.study.metric = "grid", "test/top1"
+    if chosen & {"bit", "large"}:
+        c.duration, c.schedule.warmup = "2500 steps", "300 steps"
 
     if "debug" in chosen:
         teachers = UNTRAINED

@@ -57,7 +57,7 @@ def use_cifar10(c):
     c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 96, 4, 384, 3
     c.data.name, c.data.split, c.data.image_size = "cifar10", "train[:10%]", 32
     c.data.ops = "decode|pad_crop(2)|flip"
-    c.global_batch_size, c.duration, c.schedule.warmup = 64, "2500 steps", "250 steps"
+    c.global_batch_size, c.duration, c.schedule.warmup = 64, "800 steps", "80 steps"
     c.optimizer.peak_lr, c.optimizer.weight_decay = 1e-3, 0.05
     c.optimizer.grad_clip_norm = 1.0
     c.checkpoint.every, c.log.every = "1000 steps", "100 steps"
@@ -67,8 +67,8 @@ def use_cifar10(c):
     noise = "decode|pad_crop(2)|randaugment(1, 5)|flip"
     c.study.stages = (
         "teacher: model.dropout=0.1",
-        "student: global_batch_size=128; model.dropout=0.1; model.stochastic_depth=0.1; "
-        f"data.ops={noise}",
+        "student: global_batch_size=128; duration=600 steps; schedule.warmup=60 steps; "
+        f"model.dropout=0.1; model.stochastic_depth=0.1; data.ops={noise}",
     )
 
 
