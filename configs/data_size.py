@@ -13,7 +13,7 @@ class, and after fine-tuning on 250 pictures. A small version of section 4.3 of 
 
 tuned: the regularisation is chosen for each model and size on 2,500 held-out pictures, then each
   model is fine-tuned (figure 3)
-fixed: one setting without regularisation, judged where the accuracy on the held-out pictures is
+fixed: one setting for all models and sizes, judged where the accuracy on the held-out pictures is
   best (figure 4)
 
 How it works: docs/explanation/data_size.md.

@@ -167,6 +167,11 @@ def test_inference_here_and_planned(monkeypatch):
     assert list(found["batch"]) == ["1", "2", "4"] and found["largest_batch"] > 1000
     assert all(row["images_per_s"].keys() == SPREAD for row in found["batch"].values())
     assert found["capacity_by"] == "all of the RAM"
+    limit = found["batch"]["2"]["memory_bytes"]
+    monkeypatch.setattr(inference, "_capacity", lambda device: (limit, "a limit"))
+    limited = inference.measure_inference(config, num_rounds=1)
+    assert limited["largest_batch"] == 2 and limited["batch"]["4"]["images_per_s"] is None
+    assert limited["batch"]["2"]["images_per_s"]["min"] > 0
     target = targets.Target(find_slice("H100:1"))
     planned = inference.plan_inference(config, target)
     assert planned["gflop_per_image"] == found["gflop_per_image"]

@@ -44,6 +44,13 @@ def test_first_steps_agree_to_a_thousandth():
     texts = [str(d) for d in reference.compare_first_steps(STORED, renamed)]
     assert texts == ["param_norm/head/b has no stored values", "param_norm/head/bias is missing"]
 
+    shorter = Trace({"loss": [2.0], "param_norm/head/bias": [0.0]}, {})  # of a shorter run
+    found = reference.compare_first_steps(STORED, shorter)
+    assert [(d.step, str(d)) for d in found] == [
+        (2, "loss is missing"), (2, "param_norm/head/bias is missing")
+    ]  # fmt: skip
+    assert reference.largest_difference(STORED, shorter)[0] == 0
+
 
 def test_the_band_is_the_prediction_interval_of_a_further_seed():
     values = [1.0, 1.1, 0.9, 1.0, 1.0]  # s = sqrt(0.02 / 4), t of 4 degrees at 0.9995 = 8.6103

@@ -12,8 +12,10 @@ import sys
 
 import numpy as np
 import pytest
+from etils import epath
 from test_compare import write_run
 
+from vit_jax import files
 from vit_jax.insight import charts, figures, report
 from vit_jax.insight import report_data as data
 from vit_jax.main import main
@@ -124,6 +126,25 @@ def test_page_is_whole_and_names_are_only_text(page):
         assert words in text, words
     assert text.index("dog 2 0.25") < text.index("cat 2 0.5")  # the weakest first
     assert text.index("sky 0.25") < text.index("sea 0.5")
+
+
+def test_figures_of_folders_of_one_name_are_all_shown_once(tmp_path):
+    run = data.read_all([write_run(tmp_path / "a", [{"step": 1, "train/loss": 1.0}])])[0][0]
+    folders = [epath.Path(tmp_path / x) for x in ("a/figures", "b/figures", "b/a", "b/a/.")]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "filters.png").write_bytes(data._PNG)
+    found = data.read_figures([run], [files.absolute(folder) for folder in folders])
+    assert [name for name, _ in found] == ["a", "b/figures", "b/a"]
+
+
+def test_accuracies_are_in_percent_and_names_may_hold_line_breaks(tmp_path):
+    for name in ("test/top1", "few/10shot_top1", "knn/10nn_top1_raw"):
+        assert report.show_metric({"mean": 0.5, "std": 0.125}, name) == "50.00 ± 12.50 %"
+    assert report.show_metric({"mean": 0.5, "std": None}, "test/loss") == "0.5"
+    (tmp_path / "classes.csv").write_text('class,images,accuracy\n"a\nb",2,0.5\nc\x85d,2,0.25\n')
+    (found,) = data.read_classes([], [epath.Path(tmp_path)])
+    assert [row[0] for row in found.weakest] == ["class", "c\x85d", "a\nb"]
 
 
 def test_smoothing_is_a_centred_mean():

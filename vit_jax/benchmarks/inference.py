@@ -21,12 +21,12 @@ from vit_jax.config import image_hw
 from vit_jax.devices import flops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.models.fields import value_of
+from vit_jax.planning.estimates import GPU_MFU
 from vit_jax.planning.targets import Target, find_devices
 from vit_jax.training.planned import planned_experiment
 
 BATCH_SIZES = (1, 8, 64)
 _NUM_ROUNDS = 3
-_GPU_MFU = 0.4  # a usual share of the peak, as in plans
 
 
 class Forward(NamedTuple):
@@ -57,9 +57,14 @@ def compile_forward(config: ConfigDict, mesh: Mesh, batch_size: int) -> Forward:
         compiled = forward.lower(variables, images).compile()
 
     def arguments():
-        zeros = functools.partial(jnp.zeros, device=everywhere)
-        made = jax.tree.map(lambda x: zeros(x.shape, x.dtype), variables)
-        return made, zeros(shape, jnp.float32)
+        # No zeros: accelerators multiply these faster, as they need less power.
+        rng = np.random.default_rng(0)
+
+        def draw(x):
+            values = 0.02 * rng.standard_normal(x.shape, np.float32)
+            return jax.device_put(values.astype(x.dtype), everywhere)
+
+        return jax.tree.map(draw, variables), draw(images)
 
     return Forward(compiled, arguments, flops.expected_memory(compiled.memory_analysis()).total)
 
@@ -81,22 +86,25 @@ def measure_inference(config: ConfigDict, *, num_rounds: int | None = None) -> d
 
     Returns:
       Figures for JSON: images a second for each of BATCH_SIZES as {"median", "min", "max"} of the
-      rounds, bytes, and the largest batch by these bytes.
+      rounds, or None for a batch that does not fit; bytes, and the largest batch by these bytes.
     """
     device = jax.devices()[0]
     mesh = _mesh_of_one(device)
     config = _for_one_device(config)
-    rows, memory = {}, {}
+    capacity, by = _capacity(device)
+    rows: dict[str, dict[str, Any]] = {}
+    memory = {}
     for batch_size in BATCH_SIZES:
         forward = compile_forward(config, mesh, batch_size)
+        memory[batch_size] = forward.memory
+        row = rows[str(batch_size)] = {"images_per_s": None, "memory_bytes": forward.memory}
+        if forward.memory > capacity:
+            continue
         variables, images = forward.arguments()
         call = functools.partial(_run, forward, variables, images)
         call()
         costs = measure({"forward": call}, num_rounds or _NUM_ROUNDS)["forward"]
-        memory[batch_size] = forward.memory
-        speed = spread([batch_size / cost.wall_s for cost in costs])
-        rows[str(batch_size)] = {"images_per_s": speed, "memory_bytes": forward.memory}
-    capacity, by = _capacity(device)
+        row["images_per_s"] = spread([batch_size / cost.wall_s for cost in costs])
     return {
         "device_kind": device.device_kind,
         "gflop_per_image": _gflop_per_image(config, mesh),
@@ -121,7 +129,7 @@ def plan_inference(config: ConfigDict, target: Target) -> dict[str, Any]:
     memory = {size: compile_forward(config, mesh, size).memory for size in BATCH_SIZES[1:]}
     capacity = chip.usable_bytes // chip.devices
     gflop = _gflop_per_image(config, mesh)
-    share = _GPU_MFU if chip.is_gpu else 1.0
+    share = GPU_MFU if chip.is_gpu else 1.0
     return {
         "topology": target.slice.name,
         "gflop_per_image": gflop,

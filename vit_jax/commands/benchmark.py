@@ -135,7 +135,7 @@ BENCHMARKS: dict[str, Callable[[ConfigDict, argparse.Namespace], dict[str, Any] 
 }
 
 
-# The same for a slice that is not here.
+# Name given by --what -> function of the config and of a slice that is not here.
 PLANNED = {"step": compile_step, "inference": plan_inference}
 
 
@@ -147,7 +147,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="steps to time; default: as many as fit in 20 s")
     parser.add_argument("--repeat", type=int, help="rounds to time; figures show their spread")
     parser.add_argument(
-        "--topology", metavar="SLICE", help="a TPU slice: compile the step for it, run nothing"
+        "--topology", metavar="SLICE", help="plan the step or the inference on it; nothing runs"
     )
 
 

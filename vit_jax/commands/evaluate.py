@@ -36,6 +36,7 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.config import REQUIRED_TO_EVALUATE
 from vit_jax.errors import InputError
+from vit_jax.insight.table import add_row, check_table
 from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")
@@ -73,6 +74,7 @@ def main(flags: argparse.Namespace) -> int:
     table = None if flags.table is None else files.absolute(flags.table)
     if table is not None:
         files.check_output(table, "--table")
+        check_table(table)
     config = config_of_run(flags.workdir, flags.overrides) if of_run else _config_of_source(flags)
     if flags.print_config:
         return print_config(config)
@@ -80,7 +82,6 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax import metrics, transfer
     from vit_jax.inference import evaluate as evaluation
     from vit_jax.insight import classes
-    from vit_jax.insight.table import add_row
 
     metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
     kinds = {entry.type for entry in config.evals.values()}

@@ -139,8 +139,10 @@ def compare_first_steps(reference: Reference, trace: Trace) -> list[Departure]:
     """The numbers of the first steps that differ by more than `TOLERANCE`, by step."""
     found = _unpaired(reference.first_steps, trace.first_steps)
     for name in reference.first_steps.keys() & trace.first_steps.keys():
-        pairs = zip(reference.first_steps[name], trace.first_steps[name], strict=True)
-        for step, (want, got) in enumerate(pairs, start=1):
+        wanted, values = reference.first_steps[name], trace.first_steps[name]
+        if len(values) < len(wanted):  # of a run that ends before
+            found.append(Departure(len(values) + 1, name, None, None, None))
+        for step, (want, got) in enumerate(zip(wanted, values, strict=False), start=1):
             margin = TOLERANCE * abs(want) + _TINY
             if not abs(got - want) <= margin:  # also where it is not a number
                 found.append(Departure(step, name, got, want - margin, want + margin))
@@ -171,7 +173,7 @@ def largest_difference(reference: Reference, trace: Trace) -> tuple[float, str, 
     """
     found = [(0.0, "loss", 1)]
     for name in reference.first_steps.keys() & trace.first_steps.keys():
-        pairs = zip(reference.first_steps[name], trace.first_steps[name], strict=True)
+        pairs = zip(reference.first_steps[name], trace.first_steps[name], strict=False)
         for step, (want, got) in enumerate(pairs, start=1):
             if abs(want) > _TINY:
                 found.append((abs(got - want) / abs(want), name, step))

@@ -24,6 +24,7 @@ import vit_jax
 from vit_jax.errors import InputError
 from vit_jax.insight import charts, compare
 from vit_jax.insight import report_data as data
+from vit_jax.metrics import is_accuracy
 
 if TYPE_CHECKING:
     import markupsafe
@@ -166,8 +167,7 @@ def show_metric(found: dict[str, float | None], name: str) -> str:
     mean, std = found["mean"], found["std"]
     if mean is None:
         return ""
-    leaf = name.rpartition("/")[2]
-    if leaf.startswith("top"):
+    if is_accuracy(name):
         return f"{100 * mean:.2f}" + (f" ± {100 * std:.2f}" if std is not None else "") + " %"
     if float(mean).is_integer() and not std:
         return f"{mean:,.0f}"

@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import csv
+import io
 import itertools
 import json
 import os
@@ -171,20 +172,31 @@ def read_pictures(paths: Iterable[epath.Path], folder: epath.Path) -> list[Pictu
     return pictures
 
 
-def read_figures(runs: Sequence[Run], folders: Sequence[epath.Path]) -> dict[str, list[Picture]]:
-    """{run or folder: pictures} of each RUN/figures and of `folders`, one folder deep or less."""
-    places = {run.name: run.workdir / "figures" for run in runs} | {f.name: f for f in folders}
-    found = {}
-    for name, folder in places.items():
+def read_figures(
+    runs: Sequence[Run], folders: Sequence[epath.Path]
+) -> list[tuple[str, list[Picture]]]:
+    """(name, pictures) of each RUN/figures and of each of `folders`, one folder deep or less."""
+    places = {run.workdir / "figures": run.name for run in runs}
+    places |= {f: name for f, name in _named(folders) if f not in places}
+    found = []
+    for folder, name in places.items():
         paths = [path for pattern in ("*.png", "*/*.png") for path in folder.glob(pattern)]
-        found[name] = read_pictures((p for p in paths if p.name != "confusion.png"), folder)
-    return {name: pictures for name, pictures in found.items() if pictures}
+        pictures = read_pictures((p for p in paths if p.name != "confusion.png"), folder)
+        if pictures:
+            found.append((name, pictures))
+    return found
+
+
+def _named(folders: Sequence[epath.Path]) -> list[tuple[epath.Path, str]]:
+    """(folder, name) of each folder once."""
+    different = list(dict.fromkeys(folders))
+    return list(zip(different, short_names(different), strict=True))
 
 
 def read_classes(runs: Sequence[Run], folders: Sequence[epath.Path]) -> list[ClassResults]:
     """What `evaluate --output` wrote into the workdirs, one or two folders deep, or `folders`."""
     found = []
-    for name, place in [*((r.name, r.workdir) for r in runs), *((f.name, f) for f in folders)]:
+    for place, name in [*((run.workdir, run.name) for run in runs), *_named(folders)]:
         patterns = ("classes.csv", "*/classes.csv", "*/*/classes.csv")
         for path in sorted({path for pattern in patterns for path in place.glob(pattern)}):
             inner = os.path.relpath(path.parent, place)
@@ -206,7 +218,7 @@ def _read_classes(name: str, folder: epath.Path) -> ClassResults:
 
 
 def _read_csv(path: epath.Path) -> list[list[str]]:
-    return list(csv.reader(path.read_text().splitlines())) if path.exists() else []
+    return list(csv.reader(io.StringIO(path.read_text(), newline=""))) if path.exists() else []
 
 
 class Group(NamedTuple):

@@ -19,17 +19,9 @@ def add_row(path: epath.Path, model: str, values: Mapping[str, float | None]) ->
     metric. A row of the same model is replaced.
 
     Raises:
-      InputError: the file exists and has no column `model`.
+      InputError: as `check_table`.
     """
-    rows: dict[str, dict[str, str]] = {}
-    if path.exists():
-        reader = csv.DictReader(io.StringIO(path.read_text()))
-        if _KEY not in (reader.fieldnames or ()):
-            raise InputError(
-                f"--table={path}: has no column {_KEY!r}, so it is no table of results; name "
-                "another file"
-            )
-        rows = {row[_KEY]: {k: cell for k, cell in row.items() if cell} for row in reader}
+    rows = _read_rows(path)
     cells = {name: "" if value is None else str(value) for name, value in values.items()}
     rows[model] = {_KEY: model} | cells
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
@@ -38,3 +30,27 @@ def add_row(path: epath.Path, model: str, values: Mapping[str, float | None]) ->
     writer.writeheader()
     writer.writerows(rows.values())
     write_whole(path, text.getvalue())
+
+
+def check_table(path: epath.Path) -> None:
+    """Raise InputError unless `path` is free for a new table, or holds one already."""
+    _read_rows(path)
+
+
+def _read_rows(path: epath.Path) -> dict[str, dict[str, str]]:
+    """{model: {column: cell}} without the empty cells; {} if there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        reader = csv.DictReader(io.StringIO(path.read_text(), newline=""))
+        rows = list(reader)
+    except (UnicodeDecodeError, csv.Error) as e:
+        raise InputError(f"--table={path}: cannot be read as CSV ({e}); name another file") from e
+    if _KEY not in (reader.fieldnames or ()):
+        raise InputError(
+            f"--table={path}: has no column {_KEY!r}, so it is no table of results; name "
+            "another file"
+        )
+    if any(None in row for row in rows):
+        raise InputError(f"--table={path}: a row has more cells than the header; repair the file")
+    return {row[_KEY]: {k: cell for k, cell in row.items() if cell} for row in rows}

@@ -5,7 +5,7 @@ others are the same in every run with the same config, mesh and build.
 """
 
 from vit_jax.metrics.profiler import Profiler
-from vit_jax.metrics.terminal import CONSOLE, Progress, log_to_console, readable
+from vit_jax.metrics.terminal import CONSOLE, Progress, is_accuracy, log_to_console, readable
 from vit_jax.metrics.throughput import Throughput
 from vit_jax.metrics.weights_and_biases import check_installed
 from vit_jax.metrics.writers import (
@@ -26,6 +26,7 @@ __all__ = [
     "Throughput",
     "check_installed",
     "finite_or_none",
+    "is_accuracy",
     "log_to_console",
     "read_history",
     "readable",

@@ -110,6 +110,11 @@ class _ConsoleHandler(logging.Handler):
         self._console.out(level + self.format(record), highlight=False)
 
 
+def is_accuracy(name: str) -> bool:
+    """Whether a metric is an accuracy, or its deviation, which are shown in percent."""
+    return name.removesuffix("_raw").endswith(("top1", "top5", "top1_std"))
+
+
 def readable(values: Mapping[str, float | None]) -> str:
     """Metrics as text: accuracies in percent, counts in full, others with four digits.
 
@@ -119,7 +124,7 @@ def readable(values: Mapping[str, float | None]) -> str:
     def show(name, value):
         if value is None:
             return f"{name} not finite"
-        if name.removesuffix("_raw").endswith(("top1", "top5", "top1_std")):
+        if is_accuracy(name):
             return f"{name} {value:.2%}"
         return f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
 

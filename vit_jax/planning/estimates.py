@@ -5,7 +5,7 @@ from typing import Any
 
 from vit_jax.devices.chips import CHIPS, Chip
 
-_GPU_MFU = 0.4
+GPU_MFU = 0.4  # a usual share of the peak for large matrices
 
 
 def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> dict[str, Any]:
@@ -86,13 +86,13 @@ def _at_utilisation(
     if not chip.is_gpu:
         return None
     flops, peak = figures["flops"]["model_per_step"], chip.peak_flops * figures["num_chips"]
-    step_s = max(flops / (_GPU_MFU * peak), least_s)
+    step_s = max(flops / (GPU_MFU * peak), least_s)
     return {
         "mfu": flops / (step_s * peak),
         "step_s": step_s,
         **_run_costs(figures, step_s, price_per_chip_hour),
         "assumptions": [
-            f"{_GPU_MFU:.0%} of the chip's peak, a usual share for large matrices, but not less "
+            f"{GPU_MFU:.0%} of the chip's peak, a usual share for large matrices, but not less "
             "than the roofline's time"
         ],
     }

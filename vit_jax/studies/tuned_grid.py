@@ -12,8 +12,8 @@ it starts from a run's weights, with the model of its cell. With study.point=bes
 of its best step instead of its last one.
 
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 4.3: weight decay, dropout and label
-smoothing chosen for each size of the data (figure 3), or none of them and the best validation
-accuracy (figure 4).
+smoothing chosen for each size of the data (figure 3), or the same for all sizes and the best
+validation accuracy (figure 4).
 """
 
 import copy
@@ -259,7 +259,7 @@ def _text(
     column: str,
     results: Mapping[str, Result],
 ) -> str:
-    """What the table says of a cell: mean, deviation, the chosen candidate."""
+    """A cell of the table: mean, deviation, the chosen candidate."""
     cell = next((cell for cell in cells if (cell.row, cell.column) == (row, column)), None)
     if cell is None:
         return "-"
