@@ -1,7 +1,7 @@
 """DINO (arXiv:2104.14294): a ViT predicts the outputs of its own running average, without labels.
 
 python -m vit_jax.main --config=configs/dino.py --config.data.data_dir=DIR --workdir=$W
-About five minutes of one CPU core: --config=configs/dino.py:cifar10 --config.data.data_dir=DIR
+About 75 CPU minutes: --config=configs/dino.py:cifar10 --config.data.data_dir=DIR
 A few seconds, on handwritten digits: --config=configs/dino.py:debug
 
 DIR holds imagenet2012/VERSION, or cifar10/VERSION, as TFDS prepares it. ViT-S/16 as published (the

@@ -16,7 +16,8 @@ scale and bias before the head; all other parameters are frozen.
 
 Our choices: MODEL keeps its class token, and the head gets it, as in the published linear probe;
 crops resize bilinearly, not bicubically; MixUp and CutMix draw for each pair of images; warm-up
-begins at 0; the frequencies of the encoder's sine-cosine positions end at 1/10000; bfloat16.
+begins at 0; the head begins at 0; the frequencies of the encoder's sine-cosine positions end at
+1/10000; bfloat16.
 
 python -m vit_jax.main --config=configs/mae.py:ViT-B/16 --workdir=$W/pre
 python -m vit_jax.main --config=configs/mae.py:ViT-B/16,finetune --config.init_from=$W/pre \\
