@@ -133,6 +133,7 @@ def test_override_of_wrong_type(config, key, text, needed):
         ("model.wdth", "did you mean model.width?"),
         ("peak_lr", "did you mean optimizer.peak_lr?"),
         ("lr", "did you mean optimizer.peak_lr?"),
+        ("batch_size", "did you mean global_batch_size?"),
         ("ema", "did you mean optimizer.ema_decay or optimizer.ema_decay_end?"),
         ("train.lr", "did you mean optimizer.peak_lr?"),
         ("optimiser.peak_lr", "did you mean optimizer.peak_lr?"),

@@ -116,6 +116,12 @@ def test_soft_labels_count_partly_for_several_classes():
     np.testing.assert_array_equal(count_labels(source), [1.75, 1.25])
 
 
+def test_missing_pictures_are_counted_by_split(root):
+    path = write(root, "file,label\n" + "".join(f"gone_{i}.jpg,{'ab'[i % 2]}\n" for i in range(8)))
+    with pytest.raises(InputError, match=r"none of its \d files for train is there"):
+        make_source("list", split="train", data_dir=path, image_size=(16, 16))
+
+
 def test_too_many_missing_pictures_are_refused(root):
     """Before anything is written or compiled; in a folder of classes too."""
     c = load_config(f"{CONFIGS / 'folder.py'}:list,debug")

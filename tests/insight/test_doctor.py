@@ -87,6 +87,9 @@ def test_decoding(tmp_path):
     (tmp_path / "b.jpg").write_text("no picture")
     found = doctor.check_decoding(str(tmp_path))
     assert found.state == WARNING and "1 cannot be decoded" in found.found
+    (tmp_path / "c.jpg").symlink_to(tmp_path / "none.jpg")  # a link to no file: also broken
+    found = doctor.check_decoding(str(tmp_path))
+    assert found.state == WARNING and "2 cannot be decoded" in found.found
 
 
 def test_folders(tmp_path):

@@ -182,7 +182,7 @@ def test_sabotages_leave_the_first_steps(monkeypatch, one_device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", filter(reference.is_recorded, twins.TWINS))
+@pytest.mark.parametrize("name", [*filter(reference.is_recorded, twins.TWINS)])
 def test_twin(name, request):
     """Every twin still gives its stored numbers; .ci/full runs this."""
     words = []

@@ -139,14 +139,17 @@ def _hint(key: str, text: str, known: Sequence[str]) -> str:
 def suggest_key(key: str, known: Sequence[str]) -> str:
     """The hint for an unknown `key`: `known` keys whose last component matches, else the nearest.
 
-    `peak_lr` and `lr` suggest `optimizer.peak_lr`, whatever section they were written in.
+    `peak_lr` and `lr` suggest `optimizer.peak_lr`, whatever section they were written in;
+    `batch_size` suggests `global_batch_size`, which is in no section, not that of an evaluator.
     """
     leaf = key.rpartition(".")[2]
     by_leaf: dict[str, list[str]] = {}
     for name in known:
         by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
+    of_no_section = [name for name in by_leaf if f"_{key}_" in f"_{name}_" and name in known]
     found = (
-        by_leaf.get(leaf)
+        of_no_section
+        or by_leaf.get(leaf)
         or [name for other in by_leaf if f"_{leaf}_" in f"_{other}_" for name in by_leaf[other]]
         or [
             name

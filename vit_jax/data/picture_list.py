@@ -120,7 +120,7 @@ def picture_list(
     if not found:
         raise InputError(f"data.data_dir: {shown(str(file))} lists no pictures; add some")
     sizes = {path: file_size(file.parent / path) for path in found}
-    _warn_of_missing(file, sizes)
+    _warn_of_missing(file, split, sizes)
     label_of = {name: i for i, name in enumerate(class_names)}
     labels: list[Any] = [label_of[labels[0]] for labels in found.values() if not multi_label]
     if multi_label:
@@ -229,19 +229,20 @@ def _sorted_labels(labels: set[str]) -> tuple[str, ...]:
     return tuple(sorted(labels, key=(lambda label: (int(label), label)) if are_numbers else None))
 
 
-def _warn_of_missing(file: pathlib.Path, paths: Mapping[str, int]) -> None:
-    """Warns of the files of a list that do not exist, whose bytes are -1 in `paths`.
+def _warn_of_missing(file: pathlib.Path, split: str, paths: Mapping[str, int]) -> None:
+    """Warns of the files of a list's split that do not exist, whose bytes are -1 in `paths`.
 
     Raises: InputError if that is all of them.
     """
     missing = [path for path, size in paths.items() if size < 0]
+    whole = f"its {len(paths):,} files" + (f" for {split}" if split != "all" else "")
     if missing and len(missing) == len(paths):
         raise InputError(
-            f"data.data_dir: {shown(str(file))}: none of its {len(paths):,} files is there, "
+            f"data.data_dir: {shown(str(file))}: none of {whole} is there, "
             f"{shown(missing[0])} for one; paths are relative to {shown(str(file.parent))}"
         )
     if missing:
         warn_once(
-            f"{shown(str(file))}: {len(missing):,} of its {len(paths):,} files are not there, "
+            f"{shown(str(file))}: {len(missing):,} of {whole} are not there, "
             f"{shown(missing[0])} for one; they are masked"
         )

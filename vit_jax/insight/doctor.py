@@ -99,15 +99,14 @@ def check_decoding(data_dir: str | None) -> Finding:
     """CPU time to decode a JPEG of 500 x 375 pixels, or some pictures below `data_dir`."""
     from vit_jax.data.host_ops import to_pixels
     from vit_jax.data.host_tf import tf
-    from vit_jax.data.pictures import to_known_format
 
     encoded, what = [_made_picture()] * _PICTURES, "a JPEG of 500 x 375 pixels made here"
     paths = [] if data_dir is None else _some_pictures(os.path.expanduser(data_dir))
     if paths:
-        encoded, what = [], f"{len(paths)} pictures of {data_dir}"
-        for path in paths:
-            with open(path, "rb") as file:
-                encoded.append(to_known_format(file.read()))
+        encoded, what = (
+            [_picture_at(path) for path in paths],
+            f"{len(paths)} pictures of {data_dir}",
+        )
     with tf.device("cpu"):
         broken, since = 0, time.process_time()
         for image in encoded:
@@ -134,6 +133,17 @@ def _some_pictures(folder: str) -> list[str]:
         if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
     )
     return list(itertools.islice(found, _PICTURES))
+
+
+def _picture_at(path: str) -> bytes:
+    """A picture in a format that is decoded here; empty if its file cannot be read."""
+    from vit_jax.data.pictures import to_known_format
+
+    try:
+        with open(path, "rb") as file:
+            return to_known_format(file.read())
+    except OSError:  # a link that leads to no file, no right to read
+        return b""
 
 
 def _made_picture() -> bytes:

@@ -7,6 +7,7 @@ largest difference between its logits and those of the exported files.
 import contextlib
 import hashlib
 import itertools
+import logging
 import os
 import pathlib
 import tempfile
@@ -39,6 +40,8 @@ _MOST_BYTES = 2**31 - 2**20  # maximum size of a serialised program, whose lengt
 _IMAGES = 2
 
 Logits = Callable[[np.ndarray], Any]
+
+logger = logging.getLogger("vit_jax")
 
 
 def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[str, Any]:
@@ -96,11 +99,18 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
 def _compare(found: np.ndarray, expected: np.ndarray, output: epath.Path) -> dict[str, Any]:
     """Compare the logits of the exported files with the model's.
 
+    Warns if all of them are 0, as those of a head that never learned.
+
     Raises:
       RuntimeError: if they differ by more than rounding.
     """
     difference = float(np.abs(found - expected).max())
     largest = float(np.abs(expected).max())
+    if largest == 0:
+        logger.warning(
+            "%s: all logits are 0, so comparing them shows nothing: the head was never trained, as "
+            "after training without labels; use the features, or fine-tune first", output
+        )  # fmt: skip
     if not difference <= _TOLERANCE * max(largest, 1e-6):
         raise RuntimeError(
             f"--output={output}: the exported files give logits that differ by {difference:.3g}, "
