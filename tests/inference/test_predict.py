@@ -195,3 +195,13 @@ def test_names_of_classes():
     assert imagenet[0] == "tench, Tinca tinca"
     assert imagenet[388].startswith("giant panda")
     assert imagenet[999].startswith("toilet tissue")
+
+
+def test_a_head_that_was_never_trained_is_named(golden, pictures, caplog):
+    found = read_pretrained(golden / "hf_vit")
+    head = {name: np.zeros_like(found.params[name]) for name in ("head/kernel", "head/bias")}
+    source = image_files([str(pictures / "a.png")], True, 3)
+    for params, warns in ((found.params, False), (found.params | head, True)):
+        caplog.clear()
+        next(classify(found._replace(params=params), source, batch_size=8, top=1))
+        assert ("its head was never trained" in caplog.text) == warns

@@ -213,12 +213,20 @@ def predict(
     """Classify images: {"file": ..., "classes": [{"name", "index", "probability"}, ...]} for each.
 
     `classes` holds the `top` most probable classes in descending order. An image that cannot be
-    read, or is smaller than a crop, yields {"file": ..., "error": ...}.
+    read, or is smaller than a crop, yields {"file": ..., "error": ...}. Warns if the head was never
+    trained, as after training without labels.
 
     Raises:
       InputError: if the model has no classes.
     """
     check_classes(pretrained)
+    head = pretrained.params.get("head/kernel")
+    if head is not None and not np.any(head):
+        logger.warning(
+            "%s: its head was never trained, so all classes are equally probable; use "
+            "--features=FILE.npz, or fine-tune first",
+            pretrained.source,
+        )
     names = class_names(pretrained.spec, pretrained.model.num_classes)
     record = -1
     found_by_batch = outputs(
