@@ -150,8 +150,9 @@ def test_no_estimate_is_faster_than_the_roofline(sent_bytes, mfu):
 
 def test_plan_for_gpus_is_calculated(capsys):
     words = (TINY, "--topology=L4:8", "--config.mesh.fsdp=4", "--config.mesh.data=2")
-    code, figures = plan_by_command(capsys, *words)
+    code, figures = plan_by_command(capsys, *words, "--config.model.width=64")
     assert code == 0 and figures["by"] == "calculation"
+    assert figures["model"].startswith("ViT/") and "(width 64, " in figures["model"]
     assert figures["compiler_cycles"] is None and figures["estimate"]["compiler"] is None
     assert figures["estimate"]["run"]["by"] == "roofline"
     assert figures["estimate"]["run"]["tpu_core_days"] is None

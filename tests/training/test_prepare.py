@@ -18,9 +18,9 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.folder_contents import describe_contents
 from vit_jax.data.preprocessing import keep_ops, parse_preprocessing
 from vit_jax.errors import InputError
+from vit_jax.experiment.model_name import describe_model
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, check_member
-from vit_jax.training.description import describe_model
 from vit_jax.training.prepare import compare_value_ranges, prepare
 from vit_jax.training.sources import (
     check_evaluated_images,

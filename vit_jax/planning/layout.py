@@ -13,6 +13,7 @@ from vit_jax.config import stored as stored_config
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.chips import count_chips
 from vit_jax.experiment.experiment import Experiment
+from vit_jax.experiment.model_name import describe_model
 from vit_jax.models.fields import value_of
 from vit_jax.planning.targets import Target, batch_ways, plan_mesh
 from vit_jax.training.planned import planned_experiment
@@ -36,7 +37,7 @@ def describe(
         step_flops = (counted or experiment).flops_per_step
     return {
         "config": stored_config.to_json(config),
-        "model": config.model.name,
+        "model": describe_model(config),
         "topology": target.slice.name,
         "num_slices": target.num_slices,
         "num_chips": count_chips(mesh.devices.flat),

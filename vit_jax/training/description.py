@@ -4,14 +4,11 @@ import logging
 import math
 
 import jax
-from ml_collections import ConfigDict
 
-from vit_jax import config as config_lib
 from vit_jax.data.order import local_rows
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
-from vit_jax.models import find_family
-from vit_jax.models.variants import Variant
+from vit_jax.experiment.model_name import describe_model
 from vit_jax.training.prepare import Run
 
 logger = logging.getLogger("vit_jax")
@@ -57,20 +54,3 @@ def describe(run: Run) -> None:
         e.flops_per_image / 1e9,
         flops.format_bytes(sharding.bytes_per_device(e.abstract_state, e.shardings)),
     )  # fmt: skip
-
-
-def describe_model(config: ConfigDict) -> str:
-    """The model's name with the config's patch size.
-
-    Where the config changes sizes of the variant, they take the variant's place.
-    """
-    name, fields = config.model.name, find_family(config.model.name).parse(config.model.name)
-    variant, slash, patch = name.partition("/")
-    own_patch = config.model.patch_size
-    if own_patch is not None and str(fields.get("patch_size")) == patch:
-        patch = "x".join(map(str, dict.fromkeys(config_lib.image_hw(own_patch))))
-    sizes = {key: config.model.get(key) for key in Variant._fields}
-    if all(size in (None, fields.get(key)) for key, size in sizes.items()):
-        return f"{variant}{slash}{patch}"
-    shown = (f"{key} {size or fields[key]}" for key, size in sizes.items() if key in fields)
-    return f"{name.partition('-')[0]}{slash}{patch} ({', '.join(shown)})"
