@@ -15,7 +15,7 @@ larger published runs have them.
 Our choices: the rate ends at 0 instead of 1e-6; in each image one of the two global views has
 hidden patches, where the published code draws half of those of a batch; stochastic depth grows
 with the layers; gradients are clipped as a whole, not for the backbone and the heads apart; the
-mask token has the rate of the heads, not that of the patch embedding; crops resize bilinearly;
+mask token learns at the rate of the heads instead of the patch embedding; crops are bilinear;
 prototypes have the fixed length 1; bfloat16.
 
 Published, ImageNet-1k top-1 with frozen features: 81.6 % by nearest neighbours, 82.9 % by a linear

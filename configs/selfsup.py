@@ -9,8 +9,8 @@ neighbours. SOURCE is whatever init_from takes: a workdir, a file or the name of
 scratch, with --config.init_fields=config, starts from random weights.
 A few seconds, with your pictures: --config=configs/selfsup.py:ViT-S/16,debug
 
-The objective is that of DINOv2 at the size of one device: batches of 64 (with more memory up to
-256; then multiply optimizer.peak_lr by the square root of the ratio), 4,096 prototypes,
+The objective is DINOv2, made smaller for one device: batches of 64 (up to 256 with more memory;
+then multiply optimizer.peak_lr by the square root of the ratio), 4,096 prototypes,
 Sinkhorn-Knopp, which needs no long average, 2 global and 6 local views, KoLeo over the batch. A
 rate of 1e-4 suits a trained model; from scratch take 5e-4. Exports and `init_from` of such a run
 take the teacher, the running average.

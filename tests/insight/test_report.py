@@ -28,7 +28,7 @@ TOP1 = 0.5, 0.75, 0.25
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A study of three runs, two of which differ in the seed only, a figure, results by class."""
+    """A study of three runs with a figure and results by class; two differ only in the seed."""
     folder = tmp_path_factory.mktemp("report")
     png = figures.draw_heat_map(np.eye(2, dtype=int), ["cat", "dog"], ["cat", "dog"])
     study = folder / "study"

@@ -117,7 +117,7 @@ def masked(target, **fields):
 
 @pytest.mark.parametrize("target", ["mean_colour", "small_patch", "pixels"])
 def test_targets_of_masked_patches(target):
-    """Perfect scores for the colours, counted by hand, have no loss; others have that of chance."""
+    """Perfect scores for colours counted by hand give no loss; equal scores give log K."""
     objective = masked(target)
     pixels = RNG.integers(0, 256, (2, 16, 24, 3))
     images = ((pixels / 255 - SETTING.mean) / SETTING.std).astype(np.float32)

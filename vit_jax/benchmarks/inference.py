@@ -70,7 +70,7 @@ def compile_forward(config: ConfigDict, mesh: Mesh, batch_size: int) -> Forward:
 
 
 def largest_batch(memory: dict[int, int], capacity: int) -> int:
-    """The largest batch whose memory, a straight line through that of `memory`, fits.
+    """The largest batch that fits; memory grows on a straight line through two sizes of `memory`.
 
     Args:
       memory: {batch size: bytes} of at least two sizes; the two largest are used.
