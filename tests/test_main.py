@@ -293,6 +293,11 @@ def test_image_size_that_the_data_do_not_have(refused):
         (["--workdir=WORKDIR"], ["--config: missing"]),
         ([QUICKSTART, "--wrkdir=WORKDIR"], ["--wrkdir", "did you mean --workdir?"]),
         ([QUICKSTART, "--lr=1"], ["--lr=1: did you mean --config.optimizer.peak_lr=1?"]),
+        (
+            ["plan", QUICKSTART, "--by=1"],
+            ["did you mean --config.log.by_layer=1 or --config.study.choose_by=1?"],
+        ),
+        (["plan", QUICKSTART, "--compile=false"], ["did you mean --no_compile?"]),
         ([QUICKSTART, "--work=WORKDIR"], ["unknown flags: --work"]),
         ([QUICKSTART, "--workdir=WORKDIR", "extra", "--zzz"], ["extra: ", "--zzz: known: -h"]),
         ([QUICKSTART, "--workdir=WORKDIR", "--config.seed"], ["--config.seed: no value"]),

@@ -148,6 +148,14 @@ def test_no_estimate_is_faster_than_the_roofline(sent_bytes, mfu):
     assert found["at_utilisation"]["mfu"] == pytest.approx(mfu, abs=1e-4)
 
 
+def test_plan_without_the_compiler(capsys, monkeypatch):
+    pytest.importorskip("libtpu")
+    monkeypatch.setattr(planning, "compile_plan", None)
+    words = (TINY, "--topology=v5e:2x2", "--no_compile")
+    code, figures = plan_by_command(capsys, *words)
+    assert code == 0 and figures["by"] == "calculation"
+
+
 def test_plan_for_gpus_is_calculated(capsys):
     words = (TINY, "--topology=L4:8", "--config.mesh.fsdp=4", "--config.mesh.data=2")
     code, figures = plan_by_command(capsys, *words, "--config.model.width=64")

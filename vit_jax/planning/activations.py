@@ -269,5 +269,5 @@ def _check_known(model: nn.Module) -> None:
     if type(model) not in (ViT, DeiT, T2TViT, AxialViT, HybridViT, BiT, EfficientNet):
         raise InputError(
             f"model {type(model).__name__}: the size of its activations cannot be calculated; plan "
-            "it for TPUs with their compiler (pip install -e '.[plan]')"
+            "it for TPUs with their compiler (pip install -e '.[plan]', and no --no_compile)"
         )
