@@ -86,6 +86,10 @@ BAD_CONFIGS = {
         ["sed=1", "data.ops=flop"],
         ["2 faults", "did you mean seed?", "data.ops: unknown op 'flop'; did you mean 'flip'?"],
     ),
+    "patience for nothing": (
+        ["stop.patience=2"],
+        ["stop.patience=2: has no effect without stop.metric"],
+    ),
     "unknown model": (["model.name=ViT-Q/4"], ["model.name='ViT-Q/4'", "known: mu, Ti"]),
     "patch that does not divide": (["model.name=ViT-mu/3"], ["patch_size=(3, 3)", "height 6 or 9"]),
     "batch size": (
