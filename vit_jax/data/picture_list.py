@@ -236,7 +236,7 @@ def _find_sizes(file: pathlib.Path, paths: Iterable[str]) -> dict[str, int]:
     """
     sizes = {}
     for path in paths:
-        size = file_size(file.parent / path)
+        size = file_size(file.parent / path, or_folder=True)
         if size is None:
             raise InputError(
                 f"data.data_dir: {shown(str(file))}: {shown(path)} is no file, but a pipe or a "

@@ -169,16 +169,17 @@ def as_paths(paths: Sequence[str]) -> tf.Tensor:
     return tf.constant([os.fsencode(path) for path in paths], tf.string)
 
 
-def file_size(path: str | os.PathLike) -> int | None:
-    """Bytes of a file, or what a folder states; -1 if it does not exist, as behind a dangling link.
+def file_size(path: str | os.PathLike, *, or_folder: bool = False) -> int | None:
+    """Bytes of a file; -1 if it does not exist, as behind a dangling link.
 
-    None for a pipe, a socket or a device, whose reading may never end.
+    None for a folder, unless `or_folder`, and for a pipe, a socket or a device, whose reading may
+    never end.
     """
     try:
         found = os.stat(path)
     except OSError:
         return -1
-    has_end = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
+    has_end = stat.S_ISREG(found.st_mode) or (or_folder and stat.S_ISDIR(found.st_mode))
     return found.st_size if has_end else None
 
 
@@ -249,7 +250,7 @@ class Walk:
         if extension not in self.extensions:
             self.skipped[shown(extension)] += 1
             return None
-        size = None if os.path.isdir(path) else file_size(path)
+        size = file_size(path)
         if size is None:
             self.skip(f"{extension} that is no file", path)
         return size
