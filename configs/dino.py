@@ -63,7 +63,7 @@ def use_imagenet(c):
 
 
 def use_cifar10(c):
-    """A ViT of 0.5 million parameters and 1,024 prototypes, at 32 and 16 pixels; 0.9 CPU s a step."""
+    """A ViT of 0.5 million parameters and 1,024 prototypes; 0.9 CPU seconds a step."""
     c.global_batch_size, c.duration, c.schedule.warmup = 128, "600 steps", "60 steps"
     c.objective.num_prototypes, c.objective.head_width, c.objective.bottleneck = 1024, 256, 64
     c.objective.temperature_warmup, c.objective.freeze_prototypes = "200 steps", "35 steps"
