@@ -104,7 +104,7 @@ def test_the_loss_is_that_of_its_parts_and_masked_rows_do_not_count():
     z = np.asarray(z[:, :5])
     prediction = np.square(z - z[:2].mean(0)).mean()
     directions = draw_directions(jax.random.fold_in(rng, 1), 6, 16)
-    statistic = np.mean(jax.jit(jax.vmap(sigreg, (0, None)))(z, directions))
+    statistic = float(np.mean(jax.jit(jax.vmap(sigreg, (0, None)))(z, directions)))
     assert out.terms["prediction"].mean == pytest.approx(prediction, rel=1e-4)
     assert out.terms["sigreg"].mean == pytest.approx(statistic, rel=1e-4)
     assert out.loss == pytest.approx(0.8 * prediction + 0.2 * statistic, rel=1e-4)
