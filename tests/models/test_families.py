@@ -96,7 +96,7 @@ def logits_of(model, variables, images):
     return model.apply(variables, images)
 
 
-@each(*SMALLEST, *GMACS, "DeiT-S/16")
+@each(*SMALLEST, "ViT-B/16", "ViT-H/14")
 def test_parameters_and_multiply_adds(name):
     model = create_model(name)
     if "scan" in field_names(type(model)):

@@ -17,7 +17,7 @@ from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring, make_objective
-from vit_jax.objectives.block_masks import draw_hidden
+from vit_jax.objectives.block_masks import block_mask, draw_hidden
 from vit_jax.objectives.contract import Setting
 from vit_jax.objectives.gram import gram_distance
 from vit_jax.objectives.koleo import koleo
@@ -169,6 +169,10 @@ def test_blocks_hide_what_was_asked_and_a_row_s_depend_on_its_key_only():
         assert hidden.mask[row, 0][chosen].all() and hidden.counts[row].sum() == numbers[row]
     again = draw(keys[::-1])
     np.testing.assert_array_equal(again.mask[::-1], hidden.mask)
+    # A block never hides more than is left: few patches are asked for, so that many do not fit.
+    numbers = jnp.arange(64) % 8 + 1
+    few = jax.jit(jax.vmap(functools.partial(block_mask, grid=(8, 8))))(keys, number=numbers)
+    assert (few.sum((1, 2)) <= numbers).all()
     # Patches are hidden together: most neighbours of hidden ones are hidden too.
     masks = np.asarray(hidden.mask).reshape(64, 8, 8)
     assert masks[:, 1:][masks[:, :-1]].mean() > 0.5
