@@ -111,8 +111,9 @@ EQUATIONS = {
 }
 
 
-@pytest.mark.parametrize("grad_clip_norm", [None, 1.5])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "grad_clip_norm"), [("adamw", None), *((name, 1.5) for name in OPTIMIZERS)]
+)
 def test_equation(name, grad_clip_norm):
     direction, numbers = EQUATIONS[name]
     expected, memory = {name: p.astype(np.float64) for name, p in PARAMS.items()}, {}
@@ -259,8 +260,10 @@ def unstacked(named):
     return tree.flatten_names(unstack_layers(tree.unflatten_names(named)))
 
 
-@pytest.mark.parametrize("weight_decay_on", [".*/kernel", "encoder/layer_1/.*/kernel"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "weight_decay_on"),
+    [("adamw", ".*/kernel"), *((name, "encoder/layer_1/.*/kernel") for name in OPTIMIZERS)],
+)
 def test_a_stack_of_layers_is_updated_as_its_layers_are(name, weight_decay_on):
     tx = make_optimizer(
         name, schedule=learning_rate, weight_decay=0.1, layer_decay=0.9, grad_clip_norm=1.0,
@@ -333,8 +336,9 @@ def test_weight_decay_moves_by_half_a_cosine_and_the_patch_embedding_learns_slow
 FREEZE = "embedding/.*|encoder/layer_(0|3)/.*|encoder/layer_\\d+/norm/.*"
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("form", [stacked, dict])
+@pytest.mark.parametrize(
+    ("name", "form"), [("adamw", dict), *((name, stacked) for name in OPTIMIZERS)]
+)
 def test_what_is_frozen_keeps_every_bit(name, form):
     params = unrolled(0)
     for p in params.values():

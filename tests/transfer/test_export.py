@@ -299,7 +299,7 @@ def test_what_is_cropped_stays_so(golden, tmp_path, format, cut, ops, by_library
 
 
 @pytest.mark.parametrize(
-    ("loss", "formats"), [("softmax", ("npz",)), ("sigmoid", ("npz", "npz_v2", "hf", "timm"))]
+    ("loss", "formats"), [("softmax", ("npz",)), ("sigmoid", ("npz", "hf", "timm"))]
 )
 def test_a_run_its_exports_and_their_reload_give_the_same_probabilities(
     run, tmp_path, loss, formats
