@@ -14,7 +14,7 @@ from vit_jax.models import create_model
 from vit_jax.models.kernels import short_attention
 from vit_jax.training.kernel_check import check_kernels
 
-SIZES = {"width": 16, "depth": 2, "mlp_dim": 16, "num_heads": 2, "patch_size": 8}
+SIZES = {"width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2, "patch_size": 8}
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from vit_jax.training.sources import open_sources
 from vit_jax.training.train import train_and_evaluate
 from vit_jax.training.validation import find_faults
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 
