@@ -90,7 +90,7 @@ def test_members_are_families_by_sizes_by_durations(config):
 
 
 def test_the_largest_run_is_held_out_and_predicted(config, monkeypatch):
-    monkeypatch.setattr(scaling, "_cached_fit", functools.partial(fit_law, num_draws=20))
+    monkeypatch.setattr(scaling, "_cached_fit", functools.partial(fit_law, num_draws=60))
     results = done(config, worse=0.1)
     report = scaling.report(config, results)
     assert report.complete
