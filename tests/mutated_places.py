@@ -440,7 +440,7 @@ MUTATIONS = [
       "test_errors.py::test_nearest"),
     M("vit_jax/main.py", "return exit_codes.INPUT_WRONG, e", "return exit_codes.FAILED, e",
       "test_main.py::test_bad_command_line"),
-    M("vit_jax/main.py", "    if has_left:\n", "    if False:\n",
+    M("vit_jax/main.py", "return has_left", "return False",
       "test_main.py::test_reader_that_leaves"),
     M("vit_jax/api.py", '"dense": "patches"', '"dense": "pooled"',
       "test_api.py::test_shapes_of_outputs"),
