@@ -38,7 +38,7 @@ def test_kernels_that_agree_are_logged(model, mesh, caplog, interpreted_kernels)
     assert "kernels agree" in caplog.text
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.2])
+@pytest.mark.parametrize("factor", [1.2, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_only_a_form_that_differs_stops_the_run(mesh, factor):
     """A form without a kernel in a kernel's place, since kernels compile for seconds."""
 
