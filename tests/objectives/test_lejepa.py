@@ -124,3 +124,6 @@ def test_faulty_keys(own, says):
     setting = Setting((), (), shapes={"global_views": (6, 1, 8, 8, 3), "mask": (6,)})
     with pytest.raises(InputError, match=r"data\.num_global=1: objective.name='lejepa' compares"):
         make_objective(MODEL, make_loss("softmax"), "lejepa", setting)
+    with_constants = create_model("T2T-ViT-7", None, 32)
+    with pytest.raises(InputError, match="'lejepa': does not train a T2TViT; choose a ViT"):
+        make_objective(with_constants, make_loss("softmax"), "lejepa", setting)
