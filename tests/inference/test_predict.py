@@ -1,5 +1,6 @@
 """The predict command, and images as a model wants them."""
 
+import functools
 import io
 import json
 import os
@@ -52,9 +53,10 @@ def test_images_and_folders(golden, pictures, one_device, capsys, monkeypatch):
     assert [row["file"] for row in rows[:5]] == [str(pictures / name) for name in names]
     assert rows[2]["error"].startswith("not a readable image (it holds no picture; needed: JPEG")
     model, variables = load_pretrained(source)
+    apply = jax.jit(model.apply)
     for row in (rows[0], rows[1], rows[3]):
         image = load_image(row["file"], pretrained_spec(source))
-        expected = np.asarray(jax.nn.softmax(model.apply(variables, image[None])))[0]
+        expected = np.asarray(jax.nn.softmax(apply(variables, image[None])))[0]
         assert [c["index"] for c in row["classes"]] == list(np.argsort(-expected)[:2])
         for found in row["classes"]:
             assert found["probability"] == pytest.approx(expected[found["index"]], rel=1e-4)
@@ -108,6 +110,7 @@ def test_features_of_files(golden, pictures, tmp_path, capsys, tokens):
     )
     model, variables = load_pretrained(source)
     method = {"pooled": "features", "patches": "tokens"}[tokens]
+    apply = jax.jit(functools.partial(model.apply, method=method))
     with np.load(output, allow_pickle=False) as file:
         assert said["shape"] == list(file["features"].shape)
         assert file["valid"].tolist() == [True, True, False, True]
@@ -119,7 +122,7 @@ def test_features_of_files(golden, pictures, tmp_path, capsys, tokens):
                 assert np.isnan(features).all()
                 continue
             image = load_image(name, pretrained_spec(source))
-            expected = np.asarray(model.apply(variables, image[None], method=method))[0]
+            expected = np.asarray(apply(variables, image[None]))[0]
             if tokens == "patches":
                 expected = expected[2:].reshape(4, 4, -1)
             np.testing.assert_allclose(features, expected, atol=1e-4 * np.abs(expected).max())

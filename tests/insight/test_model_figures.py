@@ -142,8 +142,11 @@ def test_text_is_whole_and_legible():
         draw.draw_heads(pictures[0], RNG.random((24, 16, 6, 10)), where),
         draw.draw_rollouts(pictures, RNG.random((2, 6, 10)), where),
     ]
+    assert draw.as_png(figures[3]).startswith(b"\x89PNG")
     for figure in figures:
-        assert draw.as_png(figure).startswith(b"\x89PNG")
+        with draw._style():
+            for _ in range(2):  # as in `as_png`
+                figure.draw_without_rendering()
         width, height = figure.get_size_inches()
         drawn = figure.get_tightbbox()  # in inches, of all that is drawn
         assert width == draw.WIDTH

@@ -133,7 +133,7 @@ def labelled(tmp_path_factory):
     """The digits' test split, labelled by a new model, and the model's file."""
     folder = tmp_path_factory.mktemp("labelled")
     model = create_model("ViT-mu/4", 10, 8, width=8, mlp_dim=8, num_heads=2)
-    variables = model.init(jax.random.key(0), np.zeros((1, 8, 8, 3)))
+    variables = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 8, 8, 3)))
     rng = np.random.default_rng(0)
     kernel = rng.normal(size=variables["params"]["head"]["kernel"].shape).astype(np.float32)
     variables["params"]["head"]["kernel"] = 3 * kernel
