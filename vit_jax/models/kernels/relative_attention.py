@@ -1,27 +1,27 @@
 """Attention over few tokens on TPU with relative positions, whose logits never leave the chip.
 
-Axes: B images, N queries, M keys (as many as queries), H heads, K width of a head, W = H K, P prefix
-tokens, L lanes of the offsets, X lanes of all tables. A name with the axes swapped (q_KN) is a
-transposed array. `short_attention` explains groups of heads and the recomputation.
+Axes: B images, N queries, M keys (as many as queries), H heads, K width of a head, W = H K, P
+prefix tokens, L lanes of the offsets, X lanes of all tables. A name with the axes swapped (q_KN) is
+a transposed array. `short_attention` explains groups of heads and the recomputation.
 
 The vector R that a query n is multiplied with depends on its offset to the key m. The products of
 all queries with all vectors, y = q R^T, are one product of matrices; the logit of (n, m) stands in
-row n and lane m - n of it (modulo L). A rotation of row n by n lanes, which TPUs have as an
-instruction, puts it into lane m. So queries stand in rows here, and keys in lanes:
+its row n and lane m - n (modulo L). To rotate row n by n lanes is one instruction of TPUs, and puts
+the logit into lane m. So queries stand in rows here, and keys in lanes:
 
     s_NM = (q k^T + rotated(y)_NM) log2(e) / sqrt(K);  p = softmax(s);  o = p v
     dR = rotated back(ds)^T q;  dq = ds k + rotated back(ds) R
 
-TPUs rotate row n by n lanes to the right, not to the left. The backward pass reverses the lanes of ds
-by a product with a permutation, rotates, and has the vectors in reversed order.
+TPUs rotate row n by n lanes to the right, not to the left. The backward pass reverses the lanes of
+ds by a product with a permutation, rotates, and has the vectors in reversed order.
 
-The other forms are dearer: logits from XLA are N x N arrays in memory, written and read in both
-passes; a table of vectors for each pair has N times the size; shifts by steps of 1, 2, 4, ... take
-eight operations for this one.
+Other forms are dearer. Logits from XLA are N x N arrays in memory, written and read in both passes.
+A table of vectors for each pair has N times the size. Shifts by 1, 2, 4, ... lanes take eight
+operations instead of one.
 
-Prefix tokens have vectors of their own for each token. For each of them two products of K join those
-of q k^T: the query of the prefix token, 0 for others, with its vectors for all keys, and the products
-of all queries with their vectors for its key, which a row of ones adds in the lane of that key.
+Prefix tokens have vectors of their own for each token. Each of them makes the contraction of q k^T
+longer by 2 K: its query, with 0 for the other tokens, is multiplied with its vectors for all keys;
+the products of all queries with their vectors for its key are summed by ones in its lane.
 
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.4, after Shaw et al. 2018
   (arXiv:1803.02155), Eq. 5; the rotation: Huang et al. 2018 (arXiv:1809.04281), section 3.4.1.
@@ -41,7 +41,7 @@ from vit_jax.models.kernels import short_attention as short
 from vit_jax.models.kernels.short_attention import LANES
 from vit_jax.models.position import Relative
 
-MOST_PREFIX_TOKENS = 4  # each lengthens the products
+_MOST_SCORES = 6 * 208 * 208  # that one program computes: its code is as long
 _MOST_IMAGES = 16  # whose gradients of the tables are summed in the kernel
 _FORWARD_AHEAD, _BACKWARD_AHEAD = 1, 1  # heads, by the bundles of the compiled kernels
 _COMPILER_PARAMS = pltpu.CompilerParams(
@@ -90,11 +90,12 @@ def pack_tables(relative: Relative, num_tokens: int, num_prefix: int) -> jax.Arr
     Args:
       relative: positions of P prefix tokens and S patches.
       num_tokens: N, P + S and the padding.
-      num_prefix: P.
+      num_prefix: P, at most 8.
     """
     lanes = _Lanes.of(num_tokens)
-    num_patches = (relative.offsets.shape[0] + 1) // 2
-    rows = [_pad(relative.offsets, lanes.of_tokens - num_patches, lanes.of_offsets)]
+    assert num_prefix <= short.SUBLANES
+    above = lanes.of_tokens - relative.num_patches
+    rows = [_pad(relative.offsets, above, lanes.of_offsets)]
     if relative.prefix is None:
         none = jnp.zeros((2 * num_prefix * lanes.of_tokens, relative.offsets.shape[1]))
         return jnp.concatenate([*rows, none]).T
@@ -203,7 +204,9 @@ class _Layout(NamedTuple):
     @classmethod
     def of(cls, x_BNW, tables_KX, sizes: Sizes) -> "_Layout":
         num_tokens = x_BNW.shape[1]
-        of_short = short.Layout.of(x_BNW, short.Sizes(sizes.num_heads, sizes.num_keys))
+        of_short = short.Layout.of(
+            x_BNW, short.Sizes(sizes.num_heads, sizes.num_keys), _MOST_SCORES
+        )
         images, blocks = of_short.grid
         width = x_BNW.shape[2] // blocks
         at_once = max(n for n in range(1, min(_MOST_IMAGES, images) + 1) if images % n == 0)

@@ -139,15 +139,15 @@ class Layout(NamedTuple):
     biases: pl.BlockSpec
 
     @classmethod
-    def of(cls, x_BNW, sizes: Sizes) -> "Layout":
-        """That of arrays like `x_BNW`."""
+    def of(cls, x_BNW, sizes: Sizes, most_scores: int | None = None) -> "Layout":
+        """That of arrays like `x_BNW`; None: MOST_SCORES."""
         B, N, W = x_BNW.shape
         size = W // sizes.num_heads
         in_group = math.lcm(size, LANES) // size  # heads that fill whole tiles of lanes
         in_group = sizes.num_heads if sizes.num_heads % in_group else in_group
         groups = sizes.num_heads // in_group
         lanes = in_group * size
-        most = max(MOST_SCORES // (in_group * N * N), 1)
+        most = max((most_scores or MOST_SCORES) // (in_group * N * N), 1)
         at_once = max(n for n in range(1, min(most, groups) + 1) if groups % n == 0)
         heads = [
             _Head(slice(start, start + lanes), slice(i * size, (i + 1) * size), i == in_group - 1)
