@@ -8,7 +8,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from vit_jax.models.attention import plain_attention
 from vit_jax.models.forms import add_bias_plainly
-from vit_jax.models.kernels import long_attention, relative_attention, short_attention
+from vit_jax.models.kernels import (
+    long_attention,
+    relative_attention,
+    relative_logits,
+    short_attention,
+)
 from vit_jax.models.kernels.bias import add_bias
 from vit_jax.models.position import Relative
 
@@ -143,7 +148,7 @@ def test_relative_attention(tokens, patches, prefix, heads, width):
         return jnp.where(np.arange(tokens)[None, :, None] < num_keys, out, 0)
 
     def ours(qkv, biases, tables):
-        packed = relative_attention.pack_tables(Relative(1, **tables), tokens, num_prefix)
+        packed = relative_logits.pack_tables(Relative(1, **tables), tokens, num_prefix)
         sizes = relative_attention.Sizes(heads, num_keys, num_prefix)
         return masked(relative_attention.attention(qkv, biases, packed, sizes))
 

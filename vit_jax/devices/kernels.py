@@ -20,7 +20,13 @@ from vit_jax.models.attention import Attend, add_qkv_biases, choose_attention
 from vit_jax.models.axial import AxialViT
 from vit_jax.models.fields import field_names
 from vit_jax.models.forms import PLAIN, Forms
-from vit_jax.models.kernels import bias, long_attention, relative_attention, short_attention
+from vit_jax.models.kernels import (
+    bias,
+    long_attention,
+    relative_attention,
+    relative_logits,
+    short_attention,
+)
 from vit_jax.models.vit import ViT
 
 logger = logging.getLogger("vit_jax")
@@ -124,7 +130,7 @@ def _tpu_attention(
 def _tpu_relative_attention(q_BNHK, k_BNHK, v_BNHK, relative, *, qkv_biases, num_keys, mesh: Mesh):
     """`forms.AttendRelative` by its kernel, over the devices of `mesh`."""
     num_prefix = num_keys - relative.num_patches
-    tables = relative_attention.pack_tables(relative, q_BNHK.shape[1], num_prefix)
+    tables = relative_logits.pack_tables(relative, q_BNHK.shape[1], num_prefix)
     attend = partial(_short_relative_attention, num_keys=num_keys, num_prefix=num_prefix)
     biases = _or_zeros(qkv_biases, q_BNHK)
     return _on_devices(attend, mesh, 3)((q_BNHK, k_BNHK, v_BNHK), biases, tables)
@@ -159,7 +165,8 @@ def _short_attention(qkv, biases, *, num_keys: int):
 def _short_relative_attention(qkv, biases, tables_KX, *, num_keys: int, num_prefix: int):
     B, N, H, K = qkv[0].shape
     sizes = relative_attention.Sizes(H, num_keys, num_prefix)
-    out_BNW = relative_attention.attention(*_side_by_side(qkv, biases), tables_KX, sizes)
+    qkv, biases = _side_by_side(qkv, biases)
+    out_BNW = relative_attention.attention(qkv, biases, tables_KX, sizes)
     return out_BNW.reshape(B, N, H, K)
 
 

@@ -129,7 +129,8 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, queries_BND, tokens_BMD, *, relative: Relative | None = None, train=False):
         width = queries_BND.shape[-1]
-        needs_logits = relative is not None and self.forms.attend_relative is None
+        attend_relative = None if relative is None else self.forms.attend_relative
+        needs_logits = relative is not None and attend_relative is None
         late_bias = self.qkv_bias and not self.qk_norm and not needs_logits
         late_bias &= self.forms.attend_adds_biases
 
@@ -158,8 +159,8 @@ class Attention(nn.Module):
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
         qkv, biases = zip(*(project(name, x) for name, x in inputs.items()), strict=True)
         known = {"qkv_biases": biases if late_bias else None, "num_keys": self.num_keys}
-        if relative is not None and not needs_logits:
-            out_BNHK = self.forms.attend_relative(*qkv, relative, **known)
+        if attend_relative is not None:
+            out_BNHK = attend_relative(*qkv, relative, **known)
         else:
             out_BNHK = self.forms.attend(
                 *qkv,
