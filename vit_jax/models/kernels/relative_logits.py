@@ -136,9 +136,9 @@ def scores(operands: Operands, by_key_ref, tables_ref, tables: Tables, num_keys:
     for p in range(tables.num_prefix):
         of_keys_KM = tables_ref[:, tables.of_keys(p)]
         row_1M = (operands.q_KN[:, p : p + 1] * of_keys_KM).sum(0, keepdims=True)
-        first_8M = s_NM[: short.SUBLANES]
+        first_8M, others_NM = s_NM[: short.SUBLANES], s_NM[short.SUBLANES :]
         first_8M += jnp.where(_index(first_8M, 0) == p, row_1M, 0.0)
-        s_NM = jnp.concatenate([first_8M, s_NM[short.SUBLANES :]])
+        s_NM = jnp.concatenate([first_8M, others_NM]) if others_NM.size else first_8M
     s_NM *= short.LOG2_E / math.sqrt(operands.q_KN.shape[0])
     return jnp.where(key_NM < num_keys, s_NM, short.MASKED)
 
