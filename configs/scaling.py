@@ -3,12 +3,12 @@
 python -m vit_jax.main study --config=configs/scaling.py --workdir=$W --config.data.data_dir=DIR
 A minute, on handwritten digits: --config=configs/scaling.py:debug
 
-DIR holds cifar10/VERSION as TFDS prepares it. ViTs of several widths and BiT ResNets of several
-stages train from scratch for several durations, each with its own schedule. The study reports the
-Pareto front over exaFLOPs and over planned TPU-core-days, fits the law of arXiv:2106.04560,
-equation 1, without the largest run of each family, and predicts that run. Figure 5 of
-arXiv:2010.11929 makes this comparison for pretraining on JFT-300M, by the accuracy after
-fine-tuning.
+DIR holds cifar10/VERSION as TFDS prepares it. ViTs of several widths, hybrids of a
+ResNet's root and these ViTs, and BiT ResNets of several stages train from scratch for several
+durations, each with its own schedule. The study reports the Pareto front over exaFLOPs and over
+planned TPU-core-days, fits the law of arXiv:2106.04560, equation 1, without the largest run of each
+family, and predicts that run. Figure 5 of arXiv:2010.11929 makes this comparison for pretraining on
+JFT-300M, by the accuracy after fine-tuning.
 
 What it costs on other chips: add --plan=v5e:2x2. How it works: docs/explanation/scaling.md.
 """
@@ -20,6 +20,7 @@ WORDS = {"debug": "a few steps of tiny models"}
 SIZES = {
     "ViT": ("width 24", "width 48", "width 96"),
     "BiT": ("1 stage", "2 stages", "3 stages"),
+    "Hybrid": ("width 24", "width 48", "width 96"),
 }
 DURATIONS = ("60 steps", "125 steps", "250 steps", "500 steps")
 
@@ -59,13 +60,20 @@ def get_config(arg=""):
 
 
 def cell(family, size, patch):
-    """The keys of a model: ViTs of three layers, BiTs with one unit in each stage."""
+    """The keys of a model.
+
+    ViTs have three layers, BiTs one unit in each stage. A hybrid is the ViT of the same width, with
+    as many tokens, on a root of stride 4 (in its name stands twice the stride of a patch on it).
+    """
     if family == "BiT":
         stages = ",".join("1" * int(size.split()[0]))
         return f"model.name=BiT-R50x1; model.stages=({stages},); model.stem_width=32"
     width = int(size.split()[1])
     heads = 2 if width < 48 else width // 24
+    name = (
+        f"R+ViT-Ti/{patch // 2}; model.stem_width=32" if family == "Hybrid" else f"ViT-Ti/{patch}"
+    )
     return (
-        f"model.name=ViT-Ti/{patch}; model.width={width}; model.depth=3; "
+        f"model.name={name}; model.width={width}; model.depth=3; "
         f"model.mlp_dim={4 * width}; model.num_heads={heads}"
     )

@@ -16,6 +16,8 @@ rate of 1e-4 suits a trained model; from scratch take 5e-4. Exports and `init_fr
 take the teacher, the running average.
 """
 
+import difflib
+
 from vit_jax.config import base_config, knn, rank, refuse_words, split_words
 from vit_jax.errors import InputError
 from vit_jax.models import create_model, token_stride
@@ -30,7 +32,8 @@ WORDS = {
 def get_config(arg=""):
     words, chosen = split_words(arg, WORDS)
     model = "such as ViT-S/16 or ViT-B/14"
-    refuse_words(words[1:], {"MODEL": model} | WORDS, __file__)
+    is_model = bool(words) and not difflib.get_close_matches(words[0], WORDS)
+    refuse_words(words[is_model:], {"MODEL": model} | WORDS, __file__)
     if not words:
         raise InputError(f"got {arg!r}, needs a MODEL {model}; optional words: {', '.join(WORDS)}")
     patch = token_stride(words[0])[0]

@@ -18,6 +18,7 @@ os.environ["TF_USE_LEGACY_KERAS"] = "1"  # otherwise TensorFlow loads Keras, whi
 import jax
 import pytest
 from cheap_random import use_cheap_keys
+from cheap_tracing import use_cheap_tracing
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -26,6 +27,7 @@ del os.environ["XLA_FLAGS"]
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
 use_cheap_keys()
+use_cheap_tracing()
 
 
 def pytest_configure(config):

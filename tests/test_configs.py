@@ -391,6 +391,12 @@ def test_folder_takes_one_model():
     assert "unknown word 'ViT-B/16'; known words: MODEL: such as ViT-S/16" in message
 
 
+def test_misspelt_words_are_not_taken_for_models():
+    for config in ("folder", "selfsup"):
+        assert "unknown word 'debugg'; known words: MODEL: " in refusal(config, "debugg")
+    assert "data 'foldr': did you mean folder?" in refusal("finetune", "ViT-B/16,foldr")
+
+
 @pytest.mark.parametrize("image_size", [(96, 96), (96, 64)])
 def test_folder_at_another_image_size(pictures, tmp_path, image_size):
     """The ops follow data.image_size, in training and in evaluation."""

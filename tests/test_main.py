@@ -86,6 +86,10 @@ BAD_CONFIGS = {
         ["sed=1", "data.ops=flop"],
         ["2 faults", "did you mean seed?", "data.ops: unknown op 'flop'; did you mean 'flip'?"],
     ),
+    "patience for nothing": (
+        ["stop.patience=2"],
+        ["stop.patience=2: has no effect without stop.metric"],
+    ),
     "unknown model": (["model.name=ViT-Q/4"], ["model.name='ViT-Q/4'", "known: mu, Ti"]),
     "patch that does not divide": (["model.name=ViT-mu/3"], ["patch_size=(3, 3)", "height 6 or 9"]),
     "batch size": (
@@ -293,6 +297,11 @@ def test_image_size_that_the_data_do_not_have(refused):
         (["--workdir=WORKDIR"], ["--config: missing"]),
         ([QUICKSTART, "--wrkdir=WORKDIR"], ["--wrkdir", "did you mean --workdir?"]),
         ([QUICKSTART, "--lr=1"], ["--lr=1: did you mean --config.optimizer.peak_lr=1?"]),
+        (
+            ["plan", QUICKSTART, "--by=1"],
+            ["did you mean --config.log.by_layer=1 or --config.study.choose_by=1?"],
+        ),
+        (["plan", QUICKSTART, "--compile=false"], ["did you mean --no_compile?"]),
         ([QUICKSTART, "--work=WORKDIR"], ["unknown flags: --work"]),
         ([QUICKSTART, "--workdir=WORKDIR", "extra", "--zzz"], ["extra: ", "--zzz: known: -h"]),
         ([QUICKSTART, "--workdir=WORKDIR", "--config.seed"], ["--config.seed: no value"]),

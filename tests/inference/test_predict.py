@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 
 import jax
 import numpy as np
@@ -137,6 +138,7 @@ def test_features_of_a_data_set(golden, tmp_path, capsys):
 
 REFUSED = {
     "no images": ([], "give either images"),
+    "a pipe": (["pipe.jpg"], "pipe.jpg: no file, but a pipe or a device"),
     "no such image": (["nowhere.png"], "nowhere.png: no such file or folder"),
     "an empty folder": (["empty"], "empty: holds no file ending in .jpg, .jpeg, .png"),
     "another format": (["x.png", "--format=jsonl"], "did you mean json?"),
@@ -162,6 +164,8 @@ def test_what_is_refused(golden, one_device, tmp_path, capsys, monkeypatch, case
     Image.new("RGB", (8, 8)).save("x.png")
     (tmp_path / "empty").mkdir()
     (tmp_path / "d.npz").mkdir()
+    if case == "a pipe":
+        os.mkfifo("pipe.jpg")  # to open it would wait for a writer
     source = "hf_vit_backbone" if case == "no classes" else "hf_vit"
     before = sorted(tmp_path.rglob("*"))
     assert main(["predict", f"--init_from={golden / source}", *words]) == 2

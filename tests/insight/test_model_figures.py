@@ -152,6 +152,20 @@ def test_text_is_whole_and_legible():
         assert {text.get_fontsize() for text in figure.findobj(Text)} == {draw.FONT_SIZE}
 
 
+def test_one_layer_has_a_visible_spread_and_mean():
+    table = {"median": 3.0, "p5": 2.0, "p95": 4.0, "largest": 5.0, "prefix": 7.0}
+    table = {name: np.array([x]) for name, x in table.items()} | {"outlier_share": np.zeros(1)}
+    above, below = draw.draw_norms(table, 3).axes
+    (band,) = above.collections
+    assert np.ptp(band.get_paths()[0].vertices[:, 0]) > 0.3
+    assert [text.get_text() for text in below.texts] == ["none"]
+    assert not draw.draw_norms(table | {"outlier_share": np.ones(1)}, 3).axes[1].texts
+    heads = np.array([[30.0, 50.0]])
+    (axes,) = draw.draw_distances(heads, heads / 9, 80.0, (224, 224)).axes
+    (mean,) = (line for line in axes.lines if line.get_label() == "mean of heads")
+    assert np.ptp(mean.get_xdata()) > 0.3 and set(mean.get_ydata()) == {40.0}
+
+
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")

@@ -22,7 +22,7 @@ from vit_jax.training.train import close_batches, compile_step, start_state, tra
 
 FIRST_STEPS = 20
 _POINTS = 10  # of the curve of the loss
-_IN_CURVE = ("loss", "top1")  # of the values of the evaluators
+_IN_CURVE = ("loss", "top1", "/rank")  # ends of the names of the evaluators' values
 
 
 class Trace(NamedTuple):
@@ -32,7 +32,8 @@ class Trace(NamedTuple):
       `data/image`, `data/label`: mean pixel and mean label of the batch; `loss`; `grad_norm`, of
       everything, and `grad_norm/PART`, before clipping; `param_norm/GROUP`, after the step.
     curve: {name: {step: value, or the values of all seeds}}. `train/loss` is the mean over the
-      steps since the point before; the other values are the evaluators' loss and top-1 accuracy.
+      steps since the point before; the other values are the evaluators' loss, top-1 accuracy and
+      effective rank.
     """
 
     first_steps: dict[str, list[float]]
@@ -125,7 +126,7 @@ def _evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
         key: float(value)
         for name in run.timetable.evaluators(step)
         for key, value in evaluate(name, run.evaluators[name], state).items()
-        if key.rpartition("/")[2] in _IN_CURVE
+        if key.endswith(_IN_CURVE)
     }
 
 

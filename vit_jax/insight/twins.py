@@ -53,6 +53,11 @@ _CIFAR10 = {
     "evals.test.batch_size": "250",
 }  # fmt: skip
 
+
+def _every(*evaluators: str) -> dict[str, str]:
+    return {f"evals.{name}.every": "100 steps" for name in evaluators}
+
+
 TWINS: dict[str, Twin] = {
     "quickstart": Twin("supervised ViT", "quickstart", _SHORT | _TEST),
     "pretrain": Twin(
@@ -89,6 +94,35 @@ TWINS: dict[str, Twin] = {
         _SHORT | _TEST | {"objective.name": "distillation", "objective.mode": "features",
                           "objective.teacher": "untrained:ViT-mu/4", "study.name": "None",
                           "study.cells": "[]"},
+    ),
+    "masked_patches": Twin(
+        "masked patches: mean colours of corrupted patches",
+        "masked_patches:debug",
+        _SHORT | _DIGITS | _TINY_VIT
+        | {"model.patch_size": "2", "optimizer.peak_lr": "0.003"} | _every("pictures"),
+    ),
+    "mae": Twin(
+        "MAE: the encoder sees a quarter of the patches",
+        "mae:debug",
+        _SHORT | _DIGITS | _TINY_VIT
+        | {"model.patch_size": "2", "optimizer.peak_lr": "0.003"} | _every("pictures"),
+    ),
+    "dino": Twin(
+        "DINO: views, teacher, centring",
+        "dino:debug",
+        _SHORT | _DIGITS | _TINY_VIT | {"optimizer.peak_lr": "0.001"} | _every("near", "rank"),
+    ),
+    "dinov2": Twin(
+        "DINOv2: masked tokens (iBOT), Sinkhorn, KoLeo",
+        "dinov2:sinkhorn,debug",
+        _SHORT | _DIGITS | _TINY_VIT
+        | {"model.patch_size": "2", "optimizer.peak_lr": "0.001"} | _every("near", "rank"),
+    ),
+    "lejepa": Twin(
+        "LeJEPA: views, SIGReg",
+        "lejepa:debug",
+        _SHORT | _DIGITS | _TINY_VIT
+        | {"data.image_size": "16", "optimizer.peak_lr": "0.001"} | _every("near", "probe", "rank"),
     ),
     "t2t": Twin(
         "T2T-ViT with the performer token module",

@@ -59,6 +59,7 @@ def cache_file(config: ConfigDict, target: Target) -> pathlib.Path:
         stored_config.to_json(config),
         target.slice.name,
         target.num_slices,
+        *([] if target.may_compile else ["calculated"]),
         software() | digests(config.plugins),
         *[_describe(teacher.model) for teacher in abstract_teachers(config)],
     ]
