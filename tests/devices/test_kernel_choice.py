@@ -50,7 +50,7 @@ def test_kernels_are_chosen_by_platform_and_key():
 @pytest.mark.parametrize(
     ("platform", "fields", "tensor", "words"),
     [
-        ("tpu", {"pos_embed": "relative"}, 1, ["model.pos_embed=relative"]),
+        ("tpu", {"pos_embed": "relative", "image_size": 208}, 1, ["=relative", "677 tokens"]),
         ("tpu", {"attention_dropout": 0.1}, 1, ["model.attention_dropout=0.1"]),
         ("tpu", {"num_heads": 8}, 1, ["4 wide", "8 does not divide"]),
         ("tpu", {}, 3, ["mesh.tensor=3", "model.num_heads=4"]),
@@ -80,6 +80,7 @@ def test_widths_of_published_heads_have_a_kernel(width, caplog):
     ("axes", "fields"),
     [
         ({"fsdp": 2, "tensor": 2}, {"scan": True, "remat": "full"}),
+        ({"fsdp": 2, "tensor": 2}, {"pos_embed": "relative", "depth": 1}),
         *(
             pytest.param(axes, fields, marks=pytest.mark.slow)
             for axes, fields in (
@@ -88,7 +89,7 @@ def test_widths_of_published_heads_have_a_kernel(width, caplog):
             )
         ),
     ],
-    ids=["scanned", "parallel", "normalised"],
+    ids=["scanned", "relative", "parallel", "normalised"],
 )
 def test_a_model_computes_the_same_by_kernels(axes, fields, interpreted_kernels):
     axes = {"replica": 1, "data": 1, "fsdp": 1, "tensor": 1} | axes
