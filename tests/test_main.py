@@ -404,6 +404,7 @@ def test_list_of_models(refused, capsys):
         assert f"| {' | '.join(row)} |\n" in table
     err = refused("models", "vit-b")
     assert "vit-b: no model has this in its name; did you mean ViT-B/" in err
+    assert "did you mean T2T-ViT-1" in refused("models", "T2T-ViT-15")
     assert "--config.seed: this command takes no config" in refused("models", "--config.seed=1")
 
 
