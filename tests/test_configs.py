@@ -159,6 +159,14 @@ def test_config_is_valid(name, words):
     assert find_faults(config) == []
 
 
+def test_debug_form_of_mae_goes_on_from_its_own_pretraining():
+    """What init_from compares: the model of the run and that of the config."""
+    models = [load("mae", words).model for words in ("debug", "finetune,debug", "linear,debug")]
+    for model in models[1:]:
+        changed = {key for key in model if model[key] != models[0][key]}
+        assert changed <= {"stochastic_depth", "head_batch_norm"}
+
+
 @pytest.mark.parametrize(
     ("name", "words"), [(n, w) for n, forms in EVALUATION_FORMS.items() for w in forms]
 )
