@@ -7,7 +7,7 @@ PICTURES holds pictures at any depth; a tenth is held out. With the word folder 
 for each class, as for configs/folder.py; the classes are used only to measure, by 20 nearest
 neighbours. SOURCE is whatever init_from takes: a workdir, a file or the name of published weights;
 scratch, with --config.init_fields=config, starts from random weights.
-A few seconds, with your pictures: --config=configs/selfsup.py:ViT-S/16,debug
+A minute, with your pictures: --config=configs/selfsup.py:ViT-S/16,debug
 
 The objective is DINOv2, made smaller for one device: batches of 64 (up to 256 with more memory;
 then multiply optimizer.peak_lr by the square root of the ratio), 4,096 prototypes,
