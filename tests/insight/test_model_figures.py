@@ -155,6 +155,18 @@ def test_text_is_whole_and_legible():
         assert {text.get_fontsize() for text in figure.findobj(Text)} == {draw.FONT_SIZE}
 
 
+@pytest.mark.parametrize("value", [0.5, 9.0])
+def test_the_line_of_uniform_attention_is_visible(value):
+    """Also for local heads, whose distances and entropies are all far below it."""
+    by_head = np.full((2, 3), value)
+    for figure, uniform in (
+        (draw.draw_distances(by_head, by_head / 9, 4.0, (8, 8)), 4),
+        (draw.draw_entropies(by_head, by_head / 9, 16), 4),
+    ):
+        bottom, top = figure.axes[0].get_ylim()
+        assert bottom == 0 and uniform < top
+
+
 def test_one_layer_has_a_visible_spread_and_mean():
     table = {"median": 3.0, "p5": 2.0, "p95": 4.0, "largest": 5.0, "prefix": 7.0}
     table = {name: np.array([x]) for name, x in table.items()} | {"outlier_share": np.zeros(1)}

@@ -165,8 +165,13 @@ def draw_positions(similarity_SS: np.ndarray, grid: tuple[int, int], title: str 
     return figure
 
 
-def _draw_heads_by_layer(axes: Axes, mean_LH: np.ndarray, spread_LH: np.ndarray) -> None:
-    """A dot for each head with its spread as a bar, and the mean over the heads as a line."""
+def _draw_heads_by_layer(
+    axes: Axes, mean_LH: np.ndarray, spread_LH: np.ndarray, uniform: float, label: str
+) -> None:
+    """A dot for each head with its spread as a bar, and the mean over the heads as a line.
+
+    `uniform`: the value of uniform attention, a dashed line with this `label`.
+    """
     depth, heads = mean_LH.shape
     layers = np.arange(depth)
     shifts = np.linspace(-0.25, 0.25, heads) if heads > 1 else np.zeros(1)
@@ -176,9 +181,10 @@ def _draw_heads_by_layer(axes: Axes, mean_LH: np.ndarray, spread_LH: np.ndarray)
         elinewidth=0.5, ecolor="#9CC7E3", label="head ± deviation",
     )  # fmt: skip
     axes.plot(*_widened(layers, mean_LH.mean(axis=1)), "-", color=_ORANGE, label="mean of heads")
+    axes.axhline(uniform, linestyle="--", color=_BLACK, linewidth=0.8, label=label)
     axes.set_xlabel("layer")
     _whole_layers(axes, depth)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0)  # fixes the top too, so everything must be drawn before
 
 
 def _whole_layers(axes: Axes, depth: int) -> None:
@@ -206,8 +212,7 @@ def draw_distances(
     """
     figure = _figure(2.4)
     axes = figure.add_subplot()
-    _draw_heads_by_layer(axes, mean_LH, spread_LH)
-    axes.axhline(uniform, linestyle="--", color=_BLACK, linewidth=0.8, label="uniform attention")
+    _draw_heads_by_layer(axes, mean_LH, spread_LH, uniform, "uniform attention")
     height, width = image_size
     axes.set_ylabel(f"attention distance (px of {width} x {height})")
     figure.legend(loc="outside upper center", ncols=2)
@@ -219,9 +224,8 @@ def draw_entropies(mean_LH: np.ndarray, spread_LH: np.ndarray, num_tokens: int) 
     """Entropies of attention in bits by layer and head."""
     figure = _figure(2.4)
     axes = figure.add_subplot()
-    _draw_heads_by_layer(axes, mean_LH, spread_LH)
-    axes.axhline(np.log2(num_tokens), linestyle="--", color=_BLACK, linewidth=0.8,
-                 label=f"uniform over {num_tokens:,} tokens")  # fmt: skip
+    uniform = float(np.log2(num_tokens))
+    _draw_heads_by_layer(axes, mean_LH, spread_LH, uniform, f"uniform over {num_tokens:,} tokens")
     axes.set_ylabel("entropy of attention (bits)")
     figure.legend(loc="outside upper center", ncols=2)
     return figure
