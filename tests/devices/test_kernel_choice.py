@@ -25,6 +25,7 @@ class FakeMesh:
 
     platform: str
     tensor: int = 1
+    device_kind: str = "TPU v5 lite"
 
     @property
     def devices(self):
@@ -115,6 +116,15 @@ def test_a_model_computes_the_same_by_kernels(axes, fields, interpreted_kernels)
     for x, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         scale = max(np.abs(reference).max(), 0.02)  # the keys' bias has no gradient
         np.testing.assert_allclose(x, reference, rtol=0, atol=2e-5 * scale)
+
+
+def test_old_chips_have_no_kernel_for_relative_positions(caplog):
+    mesh = FakeMesh("tpu", device_kind="TPU v4")
+    with caplog.at_level(logging.INFO, "vit_jax"):
+        chosen = choose_forms(small_model(pos_embed="relative"), mesh)
+    assert not has_kernels(chosen) and chosen.forms.attend_relative is None
+    assert "v5 and newer chips, not for TPU v4" in caplog.text
+    assert has_kernels(choose_forms(small_model(), mesh))
 
 
 class ManyTokens(ViT):

@@ -37,6 +37,9 @@ KERNELS = ("auto", "plain")
 SHORT, LONG = 640, 1000
 _MULTIPLE = short_attention.SUBLANES
 
+# They cannot rotate every row by another number of lanes: the compiler refuses `pltpu.roll`.
+_WITHOUT_RELATIVE = ("TPU v2", "TPU v3", "TPU v4")
+
 
 def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module:
     """`model` with the forms that are fastest on the devices of `mesh`; `kernels` is the config's.
@@ -95,6 +98,9 @@ def _why_plain(model: nn.Module, mesh: Mesh) -> str | None:
         return f"mesh.tensor={tensor} does not divide model.num_heads={model.num_heads}"
     tokens = None if model.image_size is None else math.prod(model.grid) + model.num_prefix_tokens
     if model.pos_embed == "relative":
+        kind = mesh.devices.flat[0].device_kind
+        if kind.startswith(_WITHOUT_RELATIVE):
+            return f"model.pos_embed=relative has one for v5 and newer chips, not for {kind}"
         prefix, most = model.num_prefix_tokens, relative_logits.MOST_PREFIX_TOKENS
         if tokens is not None and tokens > SHORT:
             return f"model.pos_embed=relative has one for up to {SHORT} tokens, not for {tokens}"
