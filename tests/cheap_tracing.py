@@ -1,10 +1,12 @@
 """Quicker tracing for tests, whose models take longer to trace than to run.
 
-Three things that JAX and Flax do again and again are done once; results stay the same. Processes
-that tests start do without.
+Flax traces an initialiser whenever a module is applied, and JAX loads MLIR's dialects for every
+program. Here each initialiser is traced once for each shape, and dialects are loaded once for many
+programs. Results stay the same. Processes that tests start trace as users do.
 """
 
 import functools
+import threading
 
 import jax
 import numpy as np
@@ -17,7 +19,7 @@ _PROGRAMS_OF_A_CONTEXT = 200
 def use_cheap_tracing() -> None:
     """Change Flax's parameters and JAX's lowering in this process."""
     scope.Scope.param = _param
-    mlir.make_ir_context = _ContextOfMany(mlir.make_ir_context)
+    mlir.make_ir_context = ContextOfMany(mlir.make_ir_context)
 
 
 _param_of_flax = scope.Scope.param
@@ -37,7 +39,7 @@ def _param(self, name, init_fn, *args, unbox=True, **kwargs):
             self.reserve(name, "params")
             return plain if unbox else value
         return _param_of_flax(self, name, init_fn, *args, unbox=unbox)
-    return _param_of_flax(self, name, _traced_once(init_fn), *args, unbox=unbox)
+    return _param_of_flax(self, name, traced_once(init_fn, len(args)), *args, unbox=unbox)
 
 
 def _is_plain(args) -> bool:
@@ -45,21 +47,37 @@ def _is_plain(args) -> bool:
     return 1 <= len(args) <= 2 and isinstance(args[0], tuple) and {*map(type, args[0])} <= {int}
 
 
-def _traced_once(init_fn):
+def traced_once(init_fn, num_args):
+    """`init_fn`, compiled together with those that are the same function of the same values.
+
+    `num_args`: number of its arguments after the key, a shape and perhaps a dtype.
+    """
     try:
-        return _jitted(_Initialiser(init_fn))
+        return _jitted(_Initialiser(init_fn), num_args)
     except (AttributeError, TypeError):  # no function, or one with unhashable variables
         return init_fn
 
 
 class _Initialiser:
-    """A function that equals those of the same code and variables."""
+    """A function that equals those of the same code, module, object, defaults and variables.
+
+    Values are the same if they are equal and of one type: 1 gives other arrays than 1.0 or True.
+    """
 
     def __init__(self, function):
-        cells = function.__closure__ or ()
-        variables = tuple(cell.cell_contents for cell in cells)
+        values = (
+            getattr(function, "__self__", None),  # of a method
+            *(cell.cell_contents for cell in function.__closure__ or ()),
+            *(function.__defaults__ or ()),
+            *(function.__kwdefaults__ or {}).values(),
+        )
         self.function = function
-        self._key = function.__code__, function.__defaults__, variables
+        self._key = (
+            function.__code__,
+            id(function.__globals__),
+            values,
+            tuple(type(value) for value in values),
+        )
 
     def __hash__(self):
         return hash(self._key)
@@ -69,12 +87,15 @@ class _Initialiser:
 
 
 @functools.cache
-def _jitted(initialiser):
-    return jax.jit(initialiser.function, static_argnums=(1, 2))
+def _jitted(initialiser, num_args):
+    return jax.jit(initialiser.function, static_argnums=range(1, 1 + num_args))
 
 
-class _ContextOfMany:
-    """Makes a new MLIR context, into which all dialects are loaded, for every 200th program."""
+class ContextOfMany(threading.local):
+    """Makes a new MLIR context, into which all dialects are loaded, for every 200th program.
+
+    Every thread has its own, because a context serves one thread at a time.
+    """
 
     def __init__(self, make):
         self._make, self._count, self._context = make, 0, None

@@ -125,6 +125,8 @@ MUTATIONS = [
       "jnp.flip(offsets_KL, 1), 0, 1)", "models/test_kernels.py::test_relative_attention"),
     M("vit_jax/models/kernels/relative_attention.py", "& (pl.program_id(2) == 0)", "| (True)",
       "models/test_kernels.py::test_relative_attention"),
+    M("vit_jax/models/kernels/relative_attention.py", "max(images // 2, 1)", "images",
+      "models/test_kernels.py::test_two_cores_share_the_images_of_relative_attention"),
     M("vit_jax/models/deit.py", '(logits["class"] + logits["distillation"]) / 2',
       '(logits["class"] + logits["distillation"])',
       "models/test_deit.py::test_it_follows_the_equations"),

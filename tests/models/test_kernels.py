@@ -134,9 +134,10 @@ def test_padding_of_short_attention_is_finite_and_gets_no_gradient():
 def test_relative_attention(tokens, patches, prefix, heads, width):
     num_prefix = 1 if prefix is None else prefix
     num_keys = patches + num_prefix
-    qkv = tuple(normal(2, tokens, heads * width, seed=i) for i in range(3))
+    images = 4  # two groups of two
+    qkv = tuple(normal(images, tokens, heads * width, seed=i) for i in range(3))
     biases = tuple(normal(heads * width, seed=i) for i in range(3, 6))
-    grad = normal(2, tokens, heads * width, seed=6)
+    grad = normal(images, tokens, heads * width, seed=6)
     grad[:, num_keys:] = 0
     shapes = {"offsets": (2 * patches - 1, width)}
     if prefix:
@@ -156,10 +157,17 @@ def test_relative_attention(tokens, patches, prefix, heads, width):
         pairs = zip(qkv, biases, strict=True)
         q, k, v = (split(x + b[None, None], heads)[:, :num_keys] for x, b in pairs)
         bias = Relative(1, **tables).logits(jnp.swapaxes(q, 1, 2) * width**-0.5)
-        out = plain_attention(q, k, v, bias_BHNM=bias).reshape(2, num_keys, heads * width)
+        out = plain_attention(q, k, v, bias_BHNM=bias).reshape(images, num_keys, -1)
         return jnp.pad(out, ((0, 0), (0, tokens - num_keys), (0, 0)))
 
     assert_same_vjp(ours, exact, (qkv, biases, tables), grad, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("images", "groups"), [(1, 1), (4, 2), (7, 7), (64, 4)])
+def test_two_cores_share_the_images_of_relative_attention(images, groups):
+    sizes = relative_attention.Sizes(2, 8, 0)
+    layout = relative_attention._Layout.of(jnp.zeros((images, 8, 16)), jnp.zeros((8, 256)), sizes)
+    assert layout.grid == (groups, images // groups, 1)
 
 
 @pytest.mark.slow

@@ -1,8 +1,12 @@
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy_vit
 import pytest
+from cheap_tracing import ContextOfMany, traced_once
 from numpy_vit import float64, random_params
 
 from vit_jax import tree
@@ -294,3 +298,28 @@ def test_layers_draw_apart(scan):
     added = (out[:, 0] - out[:, 1]) / (out[:, -1] - out[:, 1])  # the last norm undone
     expected = {0.0: 0.25, 2.0: 0.25, 4.0: 0.25, 6.0: 0.25}
     assert shares(jnp.round(added, 3)) == pytest.approx(expected, abs=0.06)  # 4 sigma
+
+
+class Constant(NamedTuple):
+    """An initialiser that is a method."""
+
+    value: float
+
+    def init(self, key, shape):
+        return jnp.full(shape, self.value)
+
+
+def test_cheap_tracing_keeps_initialisers_and_threads_apart():
+    """What conftest.py does to Flax and JAX hides no difference between two parameters."""
+
+    def filled(value, dtype=None):
+        return lambda key, shape, *, add=0: jnp.full(shape, value + add, dtype)
+
+    given = [filled(1), filled(1.0), filled(1, jnp.int8), Constant(2.0).init, Constant(3.0).init]
+    found = [traced_once(init, 1)(jax.random.key(0), (1,)) for init in given]
+    assert [x.dtype.name for x in found] == ["int32", "float32", "int8", "float32", "float32"]
+    assert [float(x[0]) for x in found] == [1, 1, 1, 2, 3]
+    assert traced_once(filled(1), 1) is traced_once(filled(1), 1)
+    context = ContextOfMany(object)
+    with ThreadPoolExecutor(1) as other:
+        assert context() is context() is not other.submit(context).result()

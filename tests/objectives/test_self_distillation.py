@@ -314,6 +314,14 @@ def test_a_plan_counts_the_flops_of_all_views_and_teachers():
             make_experiment(config, mesh)
 
 
+def test_a_batch_without_views_is_refused_by_the_experiment():
+    config, mesh = tiny_dinov2(), mesh_of(1, 1)
+    config.data.num_global = config.data.num_local = 0
+    config.data.ops = "flip"
+    with pytest.raises(InputError, match=r"needs global_views in every batch.*num_global=2"):
+        make_experiment(config, mesh)
+
+
 @pytest.mark.slow
 def test_every_mesh_gives_what_one_device_gives():
     """Two steps, with a second head, Sinkhorn-Knopp and a Gram teacher."""

@@ -1,6 +1,7 @@
 """What is kept and exchanged of a ResNet's activations, counted by hand."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -292,6 +293,8 @@ def test_views_pass_once_each_and_teachers_keep_nothing():
         (2, True), (2, False), (5, True),
     ]  # fmt: skip
     assert passes_of(model, None) == (Pass(model),)
+    own_head = dataclasses.replace(dino, passes=(Pass(model, learns=False),), kept_values=3)
+    assert step_activation_bytes(model, own_head) == 4 * 3
 
 
 def test_of_other_families_it_is_unknown():

@@ -32,7 +32,9 @@ def model(mesh):
 
 
 @pytest.mark.slow
-def test_kernels_that_agree_are_logged(model, mesh, caplog, interpreted_kernels):
+@pytest.mark.parametrize("pos_embed", ["learned_1d", "relative"])
+def test_kernels_that_agree_are_logged(pos_embed, model, mesh, caplog, interpreted_kernels):
+    model = model.clone(pos_embed=pos_embed)
     with caplog.at_level(logging.INFO, "vit_jax"):
         check_kernels(model, mesh)
     assert "kernels agree" in caplog.text

@@ -37,6 +37,9 @@ KERNELS = ("auto", "plain")
 SHORT, LONG = 640, 1000
 _MULTIPLE = short_attention.SUBLANES
 
+# They cannot rotate every row by another number of lanes: the compiler refuses `pltpu.roll`.
+_WITHOUT_RELATIVE = ("TPU v2", "TPU v3", "TPU v4")
+
 
 def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module:
     """`model` with the forms that are fastest on the devices of `mesh`; `kernels` is the config's.
@@ -94,8 +97,15 @@ def _why_plain(model: nn.Module, mesh: Mesh) -> str | None:
     if model.num_heads % tensor:
         return f"mesh.tensor={tensor} does not divide model.num_heads={model.num_heads}"
     tokens = None if model.image_size is None else math.prod(model.grid) + model.num_prefix_tokens
-    if tokens is not None and tokens > SHORT and model.pos_embed == "relative":
-        return f"model.pos_embed=relative adds to the logits of {tokens} tokens, not up to {SHORT}"
+    if model.pos_embed == "relative":
+        kind = mesh.devices.flat[0].device_kind
+        if kind.startswith(_WITHOUT_RELATIVE):
+            return f"model.pos_embed=relative has one for v5 and newer chips, not for {kind}"
+        prefix, most = model.num_prefix_tokens, relative_logits.MOST_PREFIX_TOKENS
+        if tokens is not None and tokens > SHORT:
+            return f"model.pos_embed=relative has one for up to {SHORT} tokens, not for {tokens}"
+        if prefix > most:
+            return f"model.pos_embed=relative has one for up to {most} prefix tokens, not {prefix}"
     if tokens is not None and SHORT < tokens < LONG:
         return f"{tokens} tokens lie between {SHORT} and {LONG}"
     return None
@@ -129,6 +139,7 @@ def _tpu_attention(
 
 def _tpu_relative_attention(q_BNHK, k_BNHK, v_BNHK, relative, *, qkv_biases, num_keys, mesh: Mesh):
     """`forms.AttendRelative` by its kernel, over the devices of `mesh`."""
+    num_keys = q_BNHK.shape[1] if num_keys is None else num_keys
     num_prefix = num_keys - relative.num_patches
     tables = relative_logits.pack_tables(relative, q_BNHK.shape[1], num_prefix)
     attend = partial(_short_relative_attention, num_keys=num_keys, num_prefix=num_prefix)

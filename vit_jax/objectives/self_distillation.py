@@ -101,12 +101,13 @@ def make_self_distillation(
     assert isinstance(model, ViT)
     check_views(model, setting, keys)
     distillation = SelfDistillation(model, keys, setting.shapes, setting.durations)
+    has_views = GLOBAL in setting.shapes  # otherwise the experiment refuses the run
     return Objective(
         distillation.loss,
         init=distillation.init,
         learner=distillation.learner,
-        passes=distillation.passes(),
-        kept_values=distillation.count_kept_values(),
+        passes=distillation.passes() if has_views else (),
+        kept_values=distillation.count_kept_values() if has_views else 0,
         needs=(GLOBAL, "mask"),
         couples_rows=True,
         needs_average=True,

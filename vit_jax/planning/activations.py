@@ -141,7 +141,7 @@ def step_activation_bytes(model: nn.Module, objective: Objective | None) -> int:
     learning = [each for each in passes_of(model, objective) if each.learns]
     found = [(each.images, _kept_and_again(each.model, each.tokens)) for each in learning]
     kept = sum(images * kept for images, (kept, _) in found)
-    again = max(images * again for images, (_, again) in found)
+    again = max((images * again for images, (_, again) in found), default=0)
     own = objective.kept_values if objective is not None else 0
     return kept + again + own * jnp.dtype(jnp.float32).itemsize
 

@@ -144,7 +144,8 @@ class _Layout(NamedTuple):
         )
         images, blocks = of_short.grid
         width = x_BNW.shape[2] // blocks
-        at_once = max(n for n in range(1, min(_MOST_IMAGES, images) + 1) if images % n == 0)
+        most = min(_MOST_IMAGES, max(images // 2, 1))  # so that two cores have a group each
+        at_once = max(n for n in range(1, most + 1) if images % n == 0)
         return cls(
             (images // at_once, at_once, blocks),
             of_short.heads,
