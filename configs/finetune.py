@@ -37,7 +37,7 @@ import re
 
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.data.known import known_sizes
-from vit_jax.errors import InputError
+from vit_jax.errors import InputError, nearest
 from vit_jax.models import find_family
 from vit_jax.recipes import (
     FINE_TUNING,
@@ -71,6 +71,8 @@ def get_config(arg=""):
             "of head_only, lastN (such as last4) and lora"
         )
     model, data = words
+    if data not in ("folder", *FINE_TUNING):
+        raise InputError(f"data {data!r}: {nearest(data, ['folder', *FINE_TUNING])}")
     headline, is_bit = "headline" in chosen, model.startswith("BiT-")
     if headline and (data != "imagenet2012" or is_bit):
         raise InputError(

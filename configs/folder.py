@@ -12,6 +12,8 @@ several labels per file: --config=configs/folder.py:multilabel --config.data.dat
 If some classes are rare: --config.loss.class_weights=balanced
 """
 
+import difflib
+
 from vit_jax.config import base_config, classification, multilabel, refuse_words, split_words
 from vit_jax.models import create_model, find_family
 from vit_jax.models.fields import field_names
@@ -27,7 +29,8 @@ WORDS = {
 def get_config(arg=""):
     words, chosen = split_words(arg, WORDS)
     model = "such as ViT-S/16 or BiT-R50x1, at 224 px instead of a small one at 64 px"
-    refuse_words(words[1:], {"MODEL": model} | WORDS, __file__)
+    is_model = bool(words) and not difflib.get_close_matches(words[0], WORDS)
+    refuse_words(words[is_model:], {"MODEL": model} | WORDS, __file__)
     c = base_config()
     c.global_batch_size, c.duration = 32, "40 epochs"
     if words:

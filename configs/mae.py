@@ -133,6 +133,7 @@ def debug(c):
     c.data.ops = "flip|mixup_or_cutmix(0.8, 1.0)" if c.loss.label_smoothing else "flip"
     c.init_from = None if c.init_from is None else "scratch"
     c.init_fields = "config"
+    c.model.gelu, c.model.pos_embed = "exact", "sincos_2d"  # so that a run of mae:debug fits too
     if c.objective.name == "mae":
         c.objective.decoder_width, c.objective.decoder_depth = 16, 1
         c.objective.decoder_heads = 2

@@ -63,7 +63,7 @@ def cell(family, size, patch):
     """The keys of a model.
 
     ViTs have three layers, BiTs one unit in each stage. A hybrid is the ViT of the same width, with
-    as many tokens, on a root of stride 4 (in its name stands twice the stride of a patch on it).
+    as many tokens, on a root of stride 4. The number in its name is half the ViT's patch size.
     """
     if family == "BiT":
         stages = ",".join("1" * int(size.split()[0]))

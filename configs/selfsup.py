@@ -7,7 +7,7 @@ PICTURES holds pictures at any depth; a tenth is held out. With the word folder 
 for each class, as for configs/folder.py; the classes are used only to measure, by 20 nearest
 neighbours. SOURCE is whatever init_from takes: a workdir, a file or the name of published weights;
 scratch, with --config.init_fields=config, starts from random weights.
-A few seconds, with your pictures: --config=configs/selfsup.py:ViT-S/16,debug
+A minute, with your pictures: --config=configs/selfsup.py:ViT-S/16,debug
 
 The objective is DINOv2, made smaller for one device: batches of 64 (up to 256 with more memory;
 then multiply optimizer.peak_lr by the square root of the ratio), 4,096 prototypes,
@@ -15,6 +15,8 @@ Sinkhorn-Knopp, which needs no long average, 2 global and 6 local views, KoLeo o
 rate of 1e-4 suits a trained model; from scratch take 5e-4. Exports and `init_from` of such a run
 take the teacher, the running average.
 """
+
+import difflib
 
 from vit_jax.config import base_config, knn, rank, refuse_words, split_words
 from vit_jax.errors import InputError
@@ -30,7 +32,8 @@ WORDS = {
 def get_config(arg=""):
     words, chosen = split_words(arg, WORDS)
     model = "such as ViT-S/16 or ViT-B/14"
-    refuse_words(words[1:], {"MODEL": model} | WORDS, __file__)
+    is_model = bool(words) and not difflib.get_close_matches(words[0], WORDS)
+    refuse_words(words[is_model:], {"MODEL": model} | WORDS, __file__)
     if not words:
         raise InputError(f"got {arg!r}, needs a MODEL {model}; optional words: {', '.join(WORDS)}")
     patch = token_stride(words[0])[0]

@@ -18,6 +18,7 @@ os.environ["TF_USE_LEGACY_KERAS"] = "1"  # otherwise TensorFlow loads Keras, whi
 import jax
 import pytest
 from cheap_random import use_cheap_keys
+from cheap_tracing import use_cheap_tracing
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -26,6 +27,7 @@ del os.environ["XLA_FLAGS"]
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)
 use_cheap_keys()
+use_cheap_tracing()
 
 
 def pytest_configure(config):
@@ -114,3 +116,24 @@ def one_device():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *args: devices[:1])
         yield devices
+
+
+def _unchecked():
+    """Prepare runs without the checks of one image and of the model's outputs.
+
+    They take a fifth of a short run, and have their own tests in training/test_prepare.py and
+    evaluators.
+    """
+    from vit_jax.inference import evaluate
+    from vit_jax.training import prepare
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (prepare, evaluate):
+            patch.setattr(module, "check_evaluated_images", lambda *args: None)
+            patch.setattr(module, "check_outputs", lambda *args: None)
+        patch.setattr(prepare, "check_images", lambda *args: None)
+        yield
+
+
+without_checks = pytest.fixture(_unchecked)
+never_with_checks = pytest.fixture(_unchecked, scope="module")

@@ -3,6 +3,7 @@
 import json
 import pathlib
 from functools import partial
+from unittest.mock import create_autospec
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,12 @@ from sklearn.datasets import load_digits
 
 import vit_jax
 from vit_jax import create_model, load_image, predict, read_pretrained, tree
+from vit_jax.data.pictures_in_memory import open_images
 from vit_jax.errors import InputError
+from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import layers
 from vit_jax.models.vit import extract_patches
+from vit_jax.training.validation import find_faults
 from vit_jax.transfer.rules import unstack_layers
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -44,26 +48,25 @@ def test_every_kind_of_image_is_preprocessed_as_its_file(source, tmp_path):
         Image.fromarray(array).save(path)
     expected = predict(paths, source, output="logits")
     image = load_image(paths[0], source.spec)
-    by_hand = source.model.apply({"params": params_of(source)}, image[None])
+    by_hand = jax.jit(source.model.apply)({"params": params_of(source)}, image[None])
     np.testing.assert_allclose(expected[:1], by_hand, rtol=1e-4, atol=1e-5)
     pictures = [Image.open(path) for path in paths]
     folder = tmp_path / "two"
     folder.mkdir()
     for path in paths[1:]:
         (folder / path.name).symlink_to(path)
-    mixed = [paths[0], pictures[1], kinds["alpha.png"]]
-    for images in (pictures, list(kinds.values()), mixed):
-        np.testing.assert_array_equal(predict(images, source, output="logits"), expected)
-    for one in (paths[0], str(paths[0]), pictures[0], kinds["a.png"], kinds["a.png"][None]):
+    mixed = [*pictures, *kinds.values(), str(paths[0]), folder]
+    found = predict(mixed, source, output="logits", batch_size=8)
+    in_folder = [paths.index(path) for path in sorted(paths[1:])]
+    np.testing.assert_allclose(found, expected[[0, 1, 2, 0, 1, 2, 0, *in_folder]], rtol=1e-5)
+    for one in (pictures[0], kinds["a.png"][None]):
         np.testing.assert_array_equal(predict(one, source, output="logits"), expected[:1])
-    of_folder = predict([pictures[0], folder], source, output="logits")
     rows = predict([pictures[0], folder], source, batch_size=8)
     assert [row["file"] for row in rows] == [
         "image 0", *(f"{folder}/{path.name}" for path in sorted(paths[1:]))
     ]  # fmt: skip
-    in_order = predict([paths[0], *sorted(paths[1:])], source, output="logits")
-    np.testing.assert_array_equal(of_folder, in_order)
-    assert predict(folder, source, output="logits").shape == expected[1:].shape
+    assert all(open_images(one, True, 3).num_examples == 1 for one in (paths[0], kinds["a.png"]))
+    assert open_images(folder, True, 3).num_examples == 2
 
 
 def test_a_picture_is_turned_as_its_file_is(source, tmp_path):
@@ -119,12 +122,13 @@ def test_outputs_of_layers_add_up(name, scan):
 def test_attention_weights_by_hand():
     model = create_model("ViT-mu/8", None, 16, num_heads=2, mlp_dim=32, depth=1)
     images = jnp.asarray(RNG.normal(size=(1, 16, 16, 3)), jnp.float32)
-    params = model.init(jax.random.key(0), images)["params"]
+    params = jax.jit(model.init)(jax.random.key(0), images)["params"]
+    found = jax.jit(partial(layers.attention_weights, model))(params, images)[0][0]
+    params = jax.tree.map(np.asarray, params)
     block = params["encoder"]["layer_0"]
-    embedded = model.clone(depth=1).apply(
-        {"params": params}, images, method=lambda m, i: m.embedding(extract_patches(i, (8, 8)))
-    )
-    x = jnp.concatenate([params["class_token"], embedded], axis=1) + params["pos_embedding"]
+    patches = np.asarray(extract_patches(images, (8, 8)))
+    embedded = patches @ params["embedding"]["kernel"] + params["embedding"]["bias"]
+    x = np.concatenate([params["class_token"], embedded], axis=1) + params["pos_embedding"]
     mean = x.mean(-1, keepdims=True)
     y = (x - mean) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
     q, k = (y @ block["attention"][name]["kernel"] for name in ("query", "key"))
@@ -132,23 +136,19 @@ def test_attention_weights_by_hand():
     for h in range(2):
         scores = heads[0][h] @ heads[1][h].T / np.sqrt(heads[0][h].shape[1])
         expected = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-        found = layers.attention_weights(model, params, images)[0][0, h]
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found[h], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_shapes_of_outputs(source, golden):
     images = pixels(3, 32, 32, 3)
-    grid, width = (4, 4), source.model.width
-    assert predict(images, source, output="features").shape == (3, width)
+    width = source.model.width
     assert predict(images, source, output="features", layer=0).shape == (3, width)
-    dense = predict(images, source, output="dense")
-    assert dense.shape == (3, *grid, width)
-    last = predict(images, source, output="dense", layer=-1)
+    dense = predict(images, source, output="dense", image_size=(48, 32))
+    assert dense.shape == (3, 6, 4, width)
+    last = predict(images, source, output="dense", layer=-1, image_size=(48, 32))
     assert last.shape == dense.shape and np.abs(last - dense).max() > 1e-3  # not yet normalised
     attention = predict(images, source, output="attention", batch_size=8)
     assert attention.shape == (3, source.model.num_heads, 17, 17)
-    larger = predict(images, source, output="dense", image_size=(48, 32))
-    assert larger.shape == (3, 6, 4, width)
 
 
 @pytest.mark.slow
@@ -188,7 +188,7 @@ def test_wrong_arguments_are_named(source, case):
         predict(**({"images": pixels(8, 8, 3), "source": source} | words))
 
 
-def test_train_evaluate_predict(tmp_path):
+def test_train_evaluate_predict(tmp_path, monkeypatch):
     config = vit_jax.load_config("quickstart:debug")
     config.checkpoint.every = config.log.every = "2 steps"
     summary = vit_jax.train(config, tmp_path / "run", {"duration": "4 steps", "stop.metric": None})
@@ -196,13 +196,16 @@ def test_train_evaluate_predict(tmp_path):
     assert config.duration == "40 steps"  # the caller's config is left as it was
     again = vit_jax.train(config, tmp_path / "run", {"duration": "4 steps", "stop.metric": None})
     assert again == summary
-    results = vit_jax.evaluate(tmp_path / "run", overrides={"evals.test.batch_size": 40})
+    results = vit_jax.evaluate(tmp_path / "run", overrides={"evals.test.batch_size": 360})
     assert results["test/top1"] == pytest.approx(summary["test/top1"])
     digits = np.uint8(np.rint(load_digits().images[:4] * (255 / 16)))
     rows = predict(list(digits), tmp_path / "run", top=1)
     assert [row["file"] for row in rows] == [f"image {i}" for i in range(4)]
-    knn = vit_jax.evaluate(tmp_path / "run", "evaluate:knn,digits", {"global_batch_size": 40})
-    assert 0 <= knn["knn/10nn_top1"] <= 1 and knn["step"] == 4
+    monkeypatch.setattr(evaluation, "evaluate_pretrained", lambda *args, **kwargs: (args, kwargs))
+    overrides = {"global_batch_size": 40}
+    (config, model), asked = vit_jax.evaluate(tmp_path / "run", "evaluate:knn,digits", overrides)
+    assert asked == {"asked": overrides} and config.global_batch_size == 40
+    assert list(config.evals) == ["knn"] and model.source == str(tmp_path / "run")
 
 
 def test_wrong_configs_are_answered_before_anything_is_written(tmp_path):
@@ -221,17 +224,21 @@ def test_models_as_nnx_modules_and_back(source):
     """The lines of docs/how_to/python.md."""
     model, params = source.model, params_of(source)
     x = jnp.asarray(RNG.normal(size=(2, 32, 32, 3)), jnp.float32)
-    expected = model.apply({"params": params}, x)
-    vit = nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(x)
+    apply = jax.jit(lambda p: [model.apply({"params": p}, x, method=m) for m in (None, "features")])
+    expected, features = apply(params)
+    vit = nnx.jit(lambda: nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(x))()
     nnx.update(vit, params)
-    np.testing.assert_array_equal(vit(x), expected)
-    np.testing.assert_array_equal(
-        vit.features(x), model.apply({"params": params}, x, method="features")
-    )
-    grads = nnx.grad(lambda m: jnp.square(m(x)).mean())(vit)
+
+    @nnx.jit
+    def compute(m):
+        return m(x), m.features(x), nnx.grad(lambda m: jnp.square(m(x)).mean())(m)
+
+    found, found_features, grads = compute(vit)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found_features, features, rtol=1e-5, atol=1e-6)
     assert float(jnp.abs(grads.head.kernel[...]).max()) > 0
     back = nnx.to_pure_dict(nnx.state(vit, nnx.Param))
-    np.testing.assert_array_equal(model.apply({"params": back}, x), expected)
+    np.testing.assert_array_equal(apply(back)[0], expected)
 
     class Tuned(nnx.Module):
         def __init__(self, rngs):
@@ -242,31 +249,63 @@ def test_models_as_nnx_modules_and_back(source):
             return self.head(self.backbone(x))
 
     linen = nnx.bridge.ToLinen(Tuned)
-    variables = linen.init(jax.random.key(0), x)
+    variables = jax.jit(linen.init)(jax.random.key(0), x)
     variables["params"]["backbone"] = params
     head = variables["params"]["head"]
     by_hand = expected @ head["kernel"] + head["bias"].reshape(1, -1)
-    np.testing.assert_allclose(linen.apply(variables, x), by_hand, rtol=1e-4, atol=1e-5)
+    found = jax.jit(linen.apply)(variables, x)
+    np.testing.assert_allclose(found, by_hand, rtol=1e-4, atol=1e-5)
 
 
 NOTEBOOK = pathlib.Path(__file__).parents[1] / "docs/tutorials/notebook.ipynb"
 
 
-def test_the_notebook_runs(tmp_path, monkeypatch):
-    """Every code cell, with the values of the cell of parameters made tiny."""
+@pytest.fixture
+def run_notebook(tmp_path, monkeypatch):
+    """Run every code cell, with the values of the cell of parameters made tiny; give its names."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
+    monkeypatch.chdir(tmp_path)
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if "outputs" in cell]
+    assert not any(cell["outputs"] for cell in cells)  # cleared: the file stays small
     parameters, *others = cells
     assert parameters["metadata"] == {"tags": ["parameters"]}
-    assert not any(cell["outputs"] for cell in cells)  # cleared: the file stays small
-    names = {}
-    exec("".join(parameters["source"]), names)
-    names |= {"CONFIG": "quickstart:debug", "STEPS": 4, "TUNING_STEPS": 10}
-    monkeypatch.chdir(tmp_path)
-    for cell in others:
-        exec("".join(cell["source"]), names)
+
+    def run():
+        names = {}
+        exec("".join(parameters["source"]), names)
+        names |= {"CONFIG": "quickstart:debug", "STEPS": 4, "TUNING_STEPS": 10}
+        for cell in others:
+            exec("".join(cell["source"]), names)
+        return names
+
+    return run
+
+
+def test_the_notebook_calls_what_there_is(run_notebook, monkeypatch):
+    """Its calls fit the functions, and its configs are valid; nothing is computed."""
+    configs = []
+
+    def note(config, workdir, overrides=None):
+        configs.append(config)
+        pathlib.Path(workdir).mkdir(parents=True)
+        return {"test/top1": 0.5}
+
+    found = [{"classes": [{"name": "seven"}]}]
+    replies = [np.ones((8, 2, 16, 16)), found, np.ones((4, 4, 4, 32))]
+    for name, result in (("train", note), ("read_pretrained", None), ("predict", replies)):
+        call = create_autospec(getattr(vit_jax, name), side_effect=result)
+        monkeypatch.setattr(vit_jax, name, call)
+    names = run_notebook()
+    assert names["features"].shape == (4, 4, 4, 32) and names["names"] == ["seven"]
+    assert [find_faults(config) for config in configs] == [[], []]
+    assert pathlib.Path("runs/attention.png").exists()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(run_notebook):
+    names = run_notebook()
     assert names["weights"].shape == (8, 2, 16, 16)
-    assert (tmp_path / "runs/attention.png").stat().st_size > 1000
+    assert pathlib.Path("runs/attention.png").stat().st_size > 1000
     assert names["features"].shape == (4, 4, 4, 32)
     assert len(names["names"]) == 179  # the sevens

@@ -86,13 +86,16 @@ BAD_CONFIGS = {
         ["sed=1", "data.ops=flop"],
         ["2 faults", "did you mean seed?", "data.ops: unknown op 'flop'; did you mean 'flip'?"],
     ),
+    "patience for nothing": (
+        ["stop.patience=2"],
+        ["stop.patience=2: has no effect without stop.metric"],
+    ),
     "unknown model": (["model.name=ViT-Q/4"], ["model.name='ViT-Q/4'", "known: mu, Ti"]),
     "patch that does not divide": (["model.name=ViT-mu/3"], ["patch_size=(3, 3)", "height 6 or 9"]),
     "batch size": (
         ["global_batch_size=63"],
         ["global_batch_size=63: must be a multiple of 8", "try 56"],
     ),
-    "small batch size": (["global_batch_size=4"], ["global_batch_size=4: must be", "try 8"]),
     "batch size of an evaluator": (
         ["evals.test.batch_size=100"],
         ["evals.test.batch_size=100: must be a multiple of 8", "try 96"],
@@ -101,9 +104,6 @@ BAD_CONFIGS = {
         ["mesh.data=3"],
         ["mesh.data=3", "there are 8", "--config.mesh.data=-1"],
     ),
-    "mesh too large": (["mesh.fsdp=16"], ["mesh.fsdp=16", "there are 8"]),
-    "mesh too small": (["mesh.data=2"], ["mesh.data=2", "there are 8"]),
-    "two open axes": (["mesh.fsdp=-1"], ["mesh.fsdp=-1", "at most one of them -1"]),
     "absent platform": (
         ["mesh.platform=gpu"],
         ["mesh.platform=gpu: JAX finds only cpu devices", "--config.mesh.platform=cpu"],
@@ -141,6 +141,7 @@ BAD_CONFIGS = {
 }
 
 
+@pytest.mark.usefixtures("without_checks")
 @pytest.mark.parametrize("what", BAD_CONFIGS)
 def test_bad_config(refused, what):
     overrides, says = BAD_CONFIGS[what]
@@ -169,6 +170,7 @@ def test_missing_config_file(refused):
 # Initial weights
 
 
+@pytest.mark.usefixtures("without_checks")
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -198,6 +200,7 @@ def other_arrays(path):
     return path
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_init_from_workdir_without_checkpoint(refused, tmp_path):
     path = make_workdir(tmp_path / "pretrained")
     (path / "checkpoints").mkdir()
@@ -205,11 +208,13 @@ def test_init_from_workdir_without_checkpoint(refused, tmp_path):
     assert f"init_from={str(path)!r}: has no checkpoint yet" in err
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_an_unknown_convention_of_resampling(refused):
     err = train(refused, "--config.init_resize=half_pixels")
     assert "init_resize='half_pixels': did you mean half_pixel?" in err
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_init_from_that_does_not_fit(refused, golden):
     source = f"--config.init_from={golden / 'vit_pretrained.npz'}"
     err = train(refused, source)
@@ -235,12 +240,14 @@ def make_workdir(path, *overrides):
     return path
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_workdir_that_is_a_file(refused, tmp_path):
     write(tmp_path / "workdir", b"mine")
     err = train(refused)
     assert f"--workdir={tmp_path / 'workdir'}: is a file; give a directory" in err
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_workdir_of_another_config(refused, tmp_path):
     make_workdir(tmp_path / "workdir", ("seed", "3"), ("log.every", "7 steps"))
     err = train(refused, "--config.model.pos_embed=none")
@@ -261,6 +268,7 @@ def test_workdir_of_another_version(refused, tmp_path):
     assert "config.json: damaged" in train(refused)
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_workdir_that_cannot_be_made(refused, tmp_path):
     write(tmp_path / "file", b"mine")
     err = refused(QUICKSTART, f"--workdir={tmp_path / 'file/workdir'}")
@@ -293,6 +301,11 @@ def test_image_size_that_the_data_do_not_have(refused):
         (["--workdir=WORKDIR"], ["--config: missing"]),
         ([QUICKSTART, "--wrkdir=WORKDIR"], ["--wrkdir", "did you mean --workdir?"]),
         ([QUICKSTART, "--lr=1"], ["--lr=1: did you mean --config.optimizer.peak_lr=1?"]),
+        (
+            ["plan", QUICKSTART, "--by=1"],
+            ["did you mean --config.log.by_layer=1 or --config.study.choose_by=1?"],
+        ),
+        (["plan", QUICKSTART, "--compile=false"], ["did you mean --no_compile?"]),
         ([QUICKSTART, "--work=WORKDIR"], ["unknown flags: --work"]),
         ([QUICKSTART, "--workdir=WORKDIR", "extra", "--zzz"], ["extra: ", "--zzz: known: -h"]),
         ([QUICKSTART, "--workdir=WORKDIR", "--config.seed"], ["--config.seed: no value"]),
@@ -382,15 +395,16 @@ def test_list_of_configs(capsys):
 
 
 def test_list_of_models(refused, capsys):
-    assert main(["models", "mu", "DeiT-Ti", "R+"]) == 0
+    assert main(["models", "mu", "R+"]) == 0
     heading, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert heading == ["name", "parameters", "GMAC"]
-    assert [row[0] for row in rows] == ["ViT-mu/16", "DeiT-Ti/16", "R+ViT-Ti/16"]
+    assert [row[0] for row in rows] == ["ViT-mu/16", "R+ViT-Ti/16"]
     table = (ROOT / "docs/reference/models.md").read_text()
     for row in rows:
         assert f"| {' | '.join(row)} |\n" in table
     err = refused("models", "vit-b")
     assert "vit-b: no model has this in its name; did you mean ViT-B/" in err
+    assert "did you mean T2T-ViT-1" in refused("models", "T2T-ViT-15")
     assert "--config.seed: this command takes no config" in refused("models", "--config.seed=1")
 
 
@@ -425,6 +439,7 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
 # evaluate
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_evaluate_before_the_first_checkpoint(refused, tmp_path):
     make_workdir(tmp_path / "workdir")
     err = refused("evaluate", "--workdir=WORKDIR")
@@ -475,10 +490,10 @@ def test_message_is_all_that_is_printed(tmp_path):
 
 
 def test_reader_that_leaves():
-    """As `vit_jax models | head -1` does."""
+    """As `vit_jax models | head -1` does; the version needs no JAX."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = run_command("models", "mu", stdout=writer)  # fails when the buffer is flushed
+    done = run_command("--version", stdout=writer)  # fails when the buffer is flushed
     os.close(writer)
     assert (done.returncode in (0, 1), done.stderr) == (True, "")
 

@@ -86,8 +86,8 @@ def _hint(word: str, options: Sequence[str], takes_config: bool) -> str:
         keys = [key for key in flatten(default_config()) if key != "plugins"]
         hint = suggest_key(flag.removeprefix("--"), keys)
         if hint.startswith("did you mean "):
-            key = hint.removeprefix("did you mean ").removesuffix("?")
-            return f"did you mean --config.{key}{equals}{value}?"
+            found = hint.removeprefix("did you mean ").removesuffix("?").split(" or ")
+            return f"did you mean {' or '.join(f'--config.{k}{equals}{value}' for k in found)}?"
     return nearest(flag, options)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from vit_jax import planning
 from vit_jax.benchmarks import inference
+from vit_jax.benchmarks import input as input_benchmark
 from vit_jax.benchmarks.input import measure_input
 from vit_jax.benchmarks.step import _beside_matmul, make_matmuls, measure_step
 from vit_jax.commands.benchmark import BENCHMARKS, as_table
@@ -88,7 +89,17 @@ def one_short_round(monkeypatch):
     monkeypatch.setattr("vit_jax.benchmarks.input._NUM_ROUNDS", 1)
 
 
-def test_input_figures_are_consistent(tmp_path, one_short_round, caplog):
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)])
+def pipelines(request, monkeypatch):
+    """With True the pipelines are timed; with False a sum is, as building them takes seconds."""
+    if not request.param:
+        monkeypatch.setattr(input_benchmark, "_round_calls", lambda makers, *_: {
+            name: lambda: sum(range(100_000)) for name in makers
+        })  # fmt: skip
+
+
+@pytest.mark.usefixtures("one_short_round", "pipelines")
+def test_input_figures_are_consistent(tmp_path, caplog):
     for i in range(20):
         path = tmp_path / ("val/a" if i == 0 else f"train/{'ab'[i % 2]}") / f"{i}.jpg"
         path.parent.mkdir(exist_ok=True, parents=True)

@@ -114,6 +114,7 @@ def photographs(shared_data):
     return [images[0], np.asarray(square), np.asarray(grey)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIL_OPERATIONS)
 def test_operation_agrees_with_pil_on_photographs(name, photographs):
     for image in photographs:

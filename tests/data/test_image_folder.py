@@ -122,6 +122,7 @@ def refused(root, *words, **fields):
 def test_what_is_no_image_folder_is_refused(tmp_path):
     refused(None, "data.data_dir=None")
     refused(tmp_path / "absent", "data.data_dir", "absent", "is not a local folder")
+    (tmp_path / "loop.jpg").symlink_to("loop.jpg")
     refused(tmp_path, "0 class folders", "at least 2", "unlabelled")
     (tmp_path / "train").mkdir()
     (tmp_path / "train/1.jpg").write_bytes(encode(smooth_image()))

@@ -1,6 +1,7 @@
 """Lists of files and labels: CSV and JSON lines, one label or several, and what is refused."""
 
 import json
+import os
 import pathlib
 import types
 
@@ -172,6 +173,8 @@ def test_faulty_lines_are_named(root, text, words):
 
 
 def test_what_is_no_list_is_refused(root):
+    os.mkfifo(root / "pipe.jpg")  # to open it would wait for a writer
+    refused(write(root, CSV + "pipe.jpg,dog\n"), "pipe.jpg is no file, but a pipe", split="all")
     refused(None, "data.data_dir=None")
     refused(root / "gone.csv", "no such list", "--config.data.data_dir=LIST")
     refused(root, "train.csv")

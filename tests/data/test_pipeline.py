@@ -96,7 +96,10 @@ def assert_same(batches, others):
             np.testing.assert_array_equal(batch[key], other[key], err_msg=key)
 
 
-@pytest.fixture(scope="module", params=["digits", "pets"])
+DIGITS_TOO = ["pets", pytest.param("digits", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=DIGITS_TOO)
 def alone(request):
     """(source, arguments, the batches of three steps on one host)."""
     source, how = request.getfixturevalue(request.param), {"digits": DIGITS, "pets": FOLDER}
@@ -115,8 +118,9 @@ def test_starting_at_a_step_equals_skipping(alone):
     assert_same(train(source, **how, start_step=1, num_steps=2), batches[1:])
 
 
-@pytest.mark.parametrize(("name", "ops"), [("digits", "resize(12)"), ("pets", "decode|resize(12)")])
-def test_a_view_depends_on_its_position_and_number_only(request, name, ops):
+@pytest.mark.parametrize("name", DIGITS_TOO)
+def test_a_view_depends_on_its_position_and_number_only(request, name):
+    ops = {"digits": "resize(12)", "pets": "decode|resize(12)"}[name]
     source, rows = request.getfixturevalue(name), [2, 3, 15]
     how = {"image_size": (8, 8), "ops": "", "views": views_of(2, 3, ops)}
     batches = train(source, **how, num_steps=2)

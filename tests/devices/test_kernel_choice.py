@@ -13,6 +13,8 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.models import create_model
 from vit_jax.models.forms import PLAIN
+from vit_jax.models.position import Relative
+from vit_jax.models.vit import ViT
 
 SIZES = {"width": 32, "depth": 2, "mlp_dim": 32, "num_heads": 4, "patch_size": 8}
 
@@ -23,6 +25,7 @@ class FakeMesh:
 
     platform: str
     tensor: int = 1
+    device_kind: str = "TPU v5 lite"
 
     @property
     def devices(self):
@@ -50,7 +53,7 @@ def test_kernels_are_chosen_by_platform_and_key():
 @pytest.mark.parametrize(
     ("platform", "fields", "tensor", "words"),
     [
-        ("tpu", {"pos_embed": "relative"}, 1, ["model.pos_embed=relative"]),
+        ("tpu", {"pos_embed": "relative", "image_size": 208}, 1, ["=relative", "up to 640", "677"]),
         ("tpu", {"attention_dropout": 0.1}, 1, ["model.attention_dropout=0.1"]),
         ("tpu", {"num_heads": 8}, 1, ["4 wide", "8 does not divide"]),
         ("tpu", {}, 3, ["mesh.tensor=3", "model.num_heads=4"]),
@@ -80,6 +83,7 @@ def test_widths_of_published_heads_have_a_kernel(width, caplog):
     ("axes", "fields"),
     [
         ({"fsdp": 2, "tensor": 2}, {"scan": True, "remat": "full"}),
+        ({"fsdp": 2, "tensor": 2}, {"pos_embed": "relative", "depth": 1}),
         *(
             pytest.param(axes, fields, marks=pytest.mark.slow)
             for axes, fields in (
@@ -88,7 +92,7 @@ def test_widths_of_published_heads_have_a_kernel(width, caplog):
             )
         ),
     ],
-    ids=["scanned", "parallel", "normalised"],
+    ids=["scanned", "relative", "parallel", "normalised"],
 )
 def test_a_model_computes_the_same_by_kernels(axes, fields, interpreted_kernels):
     axes = {"replica": 1, "data": 1, "fsdp": 1, "tensor": 1} | axes
@@ -112,6 +116,41 @@ def test_a_model_computes_the_same_by_kernels(axes, fields, interpreted_kernels)
     for x, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         scale = max(np.abs(reference).max(), 0.02)  # the keys' bias has no gradient
         np.testing.assert_allclose(x, reference, rtol=0, atol=2e-5 * scale)
+
+
+def test_old_chips_have_no_kernel_for_relative_positions(caplog):
+    mesh = FakeMesh("tpu", device_kind="TPU v4")
+    with caplog.at_level(logging.INFO, "vit_jax"):
+        chosen = choose_forms(small_model(pos_embed="relative"), mesh)
+    assert not has_kernels(chosen) and chosen.forms.attend_relative is None
+    assert "v5 and newer chips, not for TPU v4" in caplog.text
+    assert has_kernels(choose_forms(small_model(), mesh))
+
+
+class ManyTokens(ViT):
+    """A plug-in's model with more prefix tokens than the kernel of relative positions takes."""
+
+    num_prefix_tokens = 5
+
+
+def test_a_model_with_many_prefix_tokens_has_no_kernel_for_relative_positions(caplog):
+    fields = SIZES | {"num_classes": 5, "image_size": (24, 24), "patch_size": (8, 8)}
+    with caplog.at_level(logging.INFO, "vit_jax"):
+        chosen = choose_forms(ManyTokens(**fields, pos_embed="relative"), FakeMesh("tpu"))
+    assert not has_kernels(chosen) and "up to 4 prefix tokens, not 5" in caplog.text
+    assert has_kernels(choose_forms(ManyTokens(**fields), FakeMesh("tpu")))
+
+
+def test_relative_positions_without_a_number_of_keys_count_all_tokens(monkeypatch):
+    seen = []
+    kernel = "vit_jax.devices.kernels.relative_attention.attention"
+    monkeypatch.setattr(kernel, lambda qkv, *args: seen.append(args[-1]) or qkv[0])
+    mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+    attend = tpu_forms(small_model(pos_embed="relative"), mesh).attend_relative
+    q_BNHK, relative = jnp.ones((1, 8, 4, 8)), Relative(1, offsets=jnp.ones((13, 8)))
+    for num_keys in (None, 7):
+        attend(q_BNHK, q_BNHK, q_BNHK, relative, qkv_biases=None, num_keys=num_keys)
+    assert [(sizes.num_keys, sizes.num_prefix) for sizes in seen] == [(8, 1), (7, 0)]
 
 
 def test_plain_is_the_default_form():

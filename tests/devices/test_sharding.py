@@ -181,14 +181,11 @@ def test_moments_of_small_parameters_stay_whole_and_need_no_exchange(monkeypatch
 
     config = small_config(scan=False, depth=1)
     mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
-    kernels = 8  # six of the layer, of the embedding and of the head
-    for smallest, gathered in ((1 << 16, 0), (1, kernels)):
-        monkeypatch.setattr(sharding, "SPLIT_FROM", smallest)
-        with jax.set_mesh(mesh):
-            hlo = make_experiment(config, mesh).lower().compile().as_text()
-        results = re.findall(r" = ([^=]*?) all-gather(?:-start)?\(", hlo)
-        of_metrics = 1  # the logits, which top_k takes whole
-        assert sum(len(re.findall(r"\[", kind)) for kind in results) == gathered + of_metrics
+    with jax.set_mesh(mesh):
+        hlo = make_experiment(config, mesh).lower().compile().as_text()
+    results = re.findall(r" = ([^=]*?) all-gather(?:-start)?\(", hlo)
+    of_metrics = 1  # the logits, which top_k takes whole
+    assert sum(len(re.findall(r"\[", kind)) for kind in results) == of_metrics
 
 
 # Few parameters, large activations: whoever moves activations between devices is found out.
@@ -297,7 +294,11 @@ def constraints_in_forward(**fields):
         return count_constraints(jax.make_jaxpr(model.apply)(params, images).jaxpr)
 
 
-FORMS = [{"scan": False}, {"scan": True}, {"scan": True, "remat": "full"}]
+FORMS = [
+    {"scan": False},
+    pytest.param({"scan": True}, marks=pytest.mark.slow),
+    {"scan": True, "remat": "full"},
+]
 
 
 @pytest.mark.parametrize("fields", FORMS, ids=str)
@@ -391,11 +392,10 @@ def test_every_leaf_of_every_variant_has_a_rule(variant, optimizer, pool, caplog
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"),
-    [("learned_1d", "layers"), ("learned_2d", "layers"), ("relative", "layers"),
-     ("relative", "layers_shared")],
+    ("kind", "place", "scan"),
+    [("learned_1d", "layers", False), ("learned_2d", "layers", True), ("relative", "layers", False),
+     ("relative", "layers_shared", True)],
 )  # fmt: skip
-@pytest.mark.parametrize("scan", [False, True])
 def test_tables_of_positions_have_a_rule(kind, place, scan, caplog):
     model = create_model("DeiT-B/16", 1000, depth=2, scan=scan, pos_embed=kind, pos_embed_at=place)
     tx = make_optimizer("adafactor", schedule=lambda step: 0.1, layer_decay=0.5)
@@ -449,8 +449,9 @@ def test_rules_are_about_whole_parts_of_names():
     assert shardings["ahead"]["kernel"].spec == P()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+    ("name", "scan"), [("adafactor", False), *((name, True) for name in OPTIMIZERS)]
+)
 def test_every_optimizers_state_is_split(name, scan, caplog):
     model = create_model("ViT-B/16", 1000, depth=2, scan=scan, qk_norm=True, layer_scale=0.1)
     tx = make_optimizer(

@@ -7,7 +7,7 @@ import pytest
 
 from vit_jax.errors import InputError
 from vit_jax.experiment.durations import check_duration, parse_duration
-from vit_jax.experiment.schedules import SCHEDULES, make_schedule
+from vit_jax.experiment.schedules import SCHEDULES, half_cosine, make_schedule
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,16 @@ def test_float32_scalar_under_jit(name):
 def test_a_run_may_be_all_warmup():
     schedule = make_schedule("linear", peak_lr=1.0, total_steps=4, warmup_steps=4)
     assert [float(schedule(step)) for step in range(4)] == [0, 0.25, 0.5, 0.75]
+
+
+def test_half_a_cosine_has_the_values_of_dino():
+    """last - (last - first) (cos(pi step / total) + 1) / 2: `cosine_scheduler` of its code."""
+    for first, last in ((0.996, 1.0), (0.04, 0.4)):
+        steps = {0: first, 25: 1 - (1 + 0.5**0.5) / 2, 50: 0.5, 100: last, 120: last}
+        for step, value in steps.items():
+            if 0 < step < 100:  # `value` is the share of the way
+                value = first + value * (last - first)
+            np.testing.assert_allclose(half_cosine(step, 100, first, last), value, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,17 @@ def test_running_average_by_hand():
     assert state.ema["weight"] != state.params["weight"]
 
 
+def test_the_momentum_of_a_teacher_follows_half_a_cosine_without_a_ramp():
+    step = make_step(ema_decay=0.9, ema_decay_end=1.0, total_steps=4)
+    state = start_from(state_at(0), {"weight": jnp.float32(0.5)})
+    for keep in (0.9, 1 - 0.05 * (1 + 0.5**0.5), 0.95, 1 - 0.05 * (1 - 0.5**0.5), 1.0):
+        before = float(state.ema["weight"])
+        state, _ = step(state, BATCH)
+        after = keep * before + (1 - keep) * float(state.params["weight"])
+        assert state.ema["weight"] == pytest.approx(after, rel=1e-5)
+        assert abs(before - state.params["weight"]) > 0.01  # else any momentum would do
+
+
 def test_the_model_state_is_averaged_too_and_evaluated_with_the_average():
     def objective(params, model_state, batch, rng):
         out = linear_objective(params, model_state, batch, rng)

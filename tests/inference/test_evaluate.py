@@ -105,6 +105,7 @@ def test_features_know_no_classes(published, tmp_path):
         evaluate_pretrained(config, headless)
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_classes_of_other_names_are_warned_of(published, caplog, monkeypatch):
     monkeypatch.setattr(evaluation, "_evaluate_all", lambda evaluators, *_: {})
     pretrained = read_pretrained(published)

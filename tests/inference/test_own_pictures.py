@@ -8,11 +8,13 @@ from etils import epath
 
 from vit_jax.config import base_config, classification, knn
 from vit_jax.config.stored import read_config
+from vit_jax.config.text import load_config
 from vit_jax.errors import InputError
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference.whole_folder import Origin, take_whole_folders
 from vit_jax.main import main
 from vit_jax.training.sources import open_sources
+from vit_jax.transfer import read_pretrained
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -49,6 +51,17 @@ def test_classes_that_the_model_lacks_are_refused_by_name(run, others, capsys):
     assert main(["evaluate", f"--workdir={run}", where]) == 2
     error = capsys.readouterr().err
     assert "data.data_dir=" in error and "'zebra'" in error and "'ant', 'bee'" in error
+
+
+def test_foreign_classes_are_refused_before_a_loss_is_assumed(run, others, caplog):
+    caplog.set_level("INFO", "vit_jax")
+    foreign = read_pretrained(str(run))
+    foreign = foreign._replace(run=None, spec=foreign.spec._replace(loss=None))
+    config = load_config("evaluate:classification,folder")
+    config.data.data_dir = str(others(bee="zebra"))
+    with pytest.raises(InputError, match="zebra"):
+        evaluation.evaluate_pretrained(config, foreign)
+    assert "assuming" not in caplog.text
 
 
 def test_moved_pictures_are_asked_for_by_the_flag(run, tmp_path, capsys):

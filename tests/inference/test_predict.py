@@ -1,7 +1,9 @@
 """The predict command, and images as a model wants them."""
 
+import functools
 import io
 import json
+import os
 
 import jax
 import numpy as np
@@ -51,9 +53,10 @@ def test_images_and_folders(golden, pictures, one_device, capsys, monkeypatch):
     assert [row["file"] for row in rows[:5]] == [str(pictures / name) for name in names]
     assert rows[2]["error"].startswith("not a readable image (it holds no picture; needed: JPEG")
     model, variables = load_pretrained(source)
+    apply = jax.jit(model.apply)
     for row in (rows[0], rows[1], rows[3]):
         image = load_image(row["file"], pretrained_spec(source))
-        expected = np.asarray(jax.nn.softmax(model.apply(variables, image[None])))[0]
+        expected = np.asarray(jax.nn.softmax(apply(variables, image[None])))[0]
         assert [c["index"] for c in row["classes"]] == list(np.argsort(-expected)[:2])
         for found in row["classes"]:
             assert found["probability"] == pytest.approx(expected[found["index"]], rel=1e-4)
@@ -107,6 +110,7 @@ def test_features_of_files(golden, pictures, tmp_path, capsys, tokens):
     )
     model, variables = load_pretrained(source)
     method = {"pooled": "features", "patches": "tokens"}[tokens]
+    apply = jax.jit(functools.partial(model.apply, method=method))
     with np.load(output, allow_pickle=False) as file:
         assert said["shape"] == list(file["features"].shape)
         assert file["valid"].tolist() == [True, True, False, True]
@@ -118,7 +122,7 @@ def test_features_of_files(golden, pictures, tmp_path, capsys, tokens):
                 assert np.isnan(features).all()
                 continue
             image = load_image(name, pretrained_spec(source))
-            expected = np.asarray(model.apply(variables, image[None], method=method))[0]
+            expected = np.asarray(apply(variables, image[None]))[0]
             if tokens == "patches":
                 expected = expected[2:].reshape(4, 4, -1)
             np.testing.assert_allclose(features, expected, atol=1e-4 * np.abs(expected).max())
@@ -137,6 +141,7 @@ def test_features_of_a_data_set(golden, tmp_path, capsys):
 
 REFUSED = {
     "no images": ([], "give either images"),
+    "a pipe": (["pipe.jpg"], "pipe.jpg: no file, but a pipe or a device"),
     "no such image": (["nowhere.png"], "nowhere.png: no such file or folder"),
     "an empty folder": (["empty"], "empty: holds no file ending in .jpg, .jpeg, .png"),
     "another format": (["x.png", "--format=jsonl"], "did you mean json?"),
@@ -162,6 +167,8 @@ def test_what_is_refused(golden, one_device, tmp_path, capsys, monkeypatch, case
     Image.new("RGB", (8, 8)).save("x.png")
     (tmp_path / "empty").mkdir()
     (tmp_path / "d.npz").mkdir()
+    if case == "a pipe":
+        os.mkfifo("pipe.jpg")  # to open it would wait for a writer
     source = "hf_vit_backbone" if case == "no classes" else "hf_vit"
     before = sorted(tmp_path.rglob("*"))
     assert main(["predict", f"--init_from={golden / source}", *words]) == 2

@@ -142,14 +142,43 @@ def test_text_is_whole_and_legible():
         draw.draw_heads(pictures[0], RNG.random((24, 16, 6, 10)), where),
         draw.draw_rollouts(pictures, RNG.random((2, 6, 10)), where),
     ]
+    assert draw.as_png(figures[3]).startswith(b"\x89PNG")
     for figure in figures:
-        assert draw.as_png(figure).startswith(b"\x89PNG")
+        with draw._style():
+            for _ in range(2):  # as in `as_png`
+                figure.draw_without_rendering()
         width, height = figure.get_size_inches()
         drawn = figure.get_tightbbox()  # in inches, of all that is drawn
         assert width == draw.WIDTH
         assert min(drawn.x0, drawn.y0) > -0.01
         assert drawn.x1 < width + 0.01 and drawn.y1 < height + 0.01
         assert {text.get_fontsize() for text in figure.findobj(Text)} == {draw.FONT_SIZE}
+
+
+@pytest.mark.parametrize("value", [0.5, 9.0])
+def test_the_line_of_uniform_attention_is_visible(value):
+    """Also for local heads, whose distances and entropies are all far below it."""
+    by_head = np.full((2, 3), value)
+    for figure, uniform in (
+        (draw.draw_distances(by_head, by_head / 9, 4.0, (8, 8)), 4),
+        (draw.draw_entropies(by_head, by_head / 9, 16), 4),
+    ):
+        bottom, top = figure.axes[0].get_ylim()
+        assert bottom == 0 and uniform < top
+
+
+def test_one_layer_has_a_visible_spread_and_mean():
+    table = {"median": 3.0, "p5": 2.0, "p95": 4.0, "largest": 5.0, "prefix": 7.0}
+    table = {name: np.array([x]) for name, x in table.items()} | {"outlier_share": np.zeros(1)}
+    above, below = draw.draw_norms(table, 3).axes
+    (band,) = above.collections
+    assert np.ptp(band.get_paths()[0].vertices[:, 0]) > 0.3
+    assert [text.get_text() for text in below.texts] == ["none"]
+    assert not draw.draw_norms(table | {"outlier_share": np.ones(1)}, 3).axes[1].texts
+    heads = np.array([[30.0, 50.0]])
+    (axes,) = draw.draw_distances(heads, heads / 9, 80.0, (224, 224)).axes
+    (mean,) = (line for line in axes.lines if line.get_label() == "mean of heads")
+    assert np.ptp(mean.get_xdata()) > 0.3 and set(mean.get_ydata()) == {40.0}
 
 
 @pytest.fixture(scope="module")

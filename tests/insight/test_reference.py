@@ -133,7 +133,8 @@ def test_command(monkeypatch, capsys):
     assert "quickstart" not in out and "not recorded: quickstart, " in err
 
     assert main(["check", "--list"]) == 0
-    assert "AugReg" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "AugReg" in listed and "\nmasked_patches  masked patches: " in listed
     for words, said in (
         (["check"], "--list"),
         (["check", "quickstrt"], "quickstart"),

@@ -128,6 +128,18 @@ def test_page_is_whole_and_names_are_only_text(page):
     assert text.index("sky 0.25") < text.index("sea 0.5")
 
 
+def test_heading_names_the_study_and_the_runs_beside_it(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(report.charts, "embed", lambda drawn: ([""] * len(drawn), "", ""))
+    single = write_run(tmp_path / "single", [])  # has not logged anything yet
+    for workdirs, heading in (
+        ([folder / "study"], "study 3 runs of 1 study."),
+        ([folder / "study", single], "study, single 4 runs, 3 of them in 1 study."),
+        ([single], "single 1 run."),
+    ):
+        text = " ".join("".join(Reader(report.write(list(map(str, workdirs)))).text).split())
+        assert f" {heading} Written " in text
+
+
 def test_figures_of_folders_of_one_name_are_all_shown_once(tmp_path):
     run = data.read_all([write_run(tmp_path / "a", [{"step": 1, "train/loss": 1.0}])])[0][0]
     folders = [epath.Path(tmp_path / x) for x in ("a/figures", "b/figures", "b/a", "b/a/.")]

@@ -96,7 +96,7 @@ def logits_of(model, variables, images):
     return model.apply(variables, images)
 
 
-@each(*SMALLEST, *GMACS, "DeiT-S/16")
+@each(*SMALLEST, "ViT-B/16", "ViT-H/14")
 def test_parameters_and_multiply_adds(name):
     model = create_model(name)
     if "scan" in field_names(type(model)):
@@ -126,13 +126,14 @@ def config_for(name, **model):
     return c
 
 
-@each(*SMALLEST)
-def test_a_step_lowers_on_a_mesh(name, caplog):
+@each(*(name for name in SMALLEST if name not in ("ViT-mu/16", "DeiT-Ti/16")))
+def test_a_step_is_traced_on_a_mesh(name, caplog):
     mesh = make_mesh(replica=1, data=2, fsdp=2, tensor=2)
     few = {"BiT": {"stages": (1, 2)}, "EfficientNet": TINY}.get(name.partition("-")[0], {})
     experiment = make_experiment(config_for(name, dtype="bfloat16", **few), mesh)
     with jax.set_mesh(mesh):
-        assert "stablehlo" in str(experiment.lower().compiler_ir().operation)[:2000]
+        state, _ = experiment.trace().out_info
+    assert state.step.shape == ()
     assert [r for r in caplog.records if "replicated over" in r.getMessage()] == []
 
 
@@ -367,7 +368,9 @@ def test_a_resnet_takes_images_of_any_size():
         ("T2T-ViT-7", {"patch_size": 8}, "patch_size=(8, 8): a T2T-ViT needs 16"),
         ("T2T-ViT-7", {"token_module": "both"}, "token_module='both': "),
         ("ViT-B/16", {"pos_embed": "sincos_1d"}, "pos_embed='sincos_1d': "),
-        ("Axial-ViT-B/32", {"pool": "token"}, "an Axial-ViT has none; choose pool gap"),
+        ("T2T-ViT-7", {"token_width": 63}, "token_width=63: a performer has half as many random"),
+        ("Axial-ViT-B/32", {"pool": "token"}, "pool='token': an Axial-ViT has no class token"),
+        ("Axial-ViT-B/32", {"class_token": True}, "class_token=True: an Axial-ViT has none"),
         ("Axial-ViT-B/32", {"pos_embed_at": "layers"}, "have no tables of their own"),
         ("R50+ViT-B/16", {"stem_width": 0}, "stem_width=0: needs a multiple of 32"),
         ("R50+ViT-B/32", {"image_size": 48}, "48; choose image_size with height 32 or 64"),
@@ -399,7 +402,7 @@ def test_free_combinations(name, patch_size, stages, stride):
     assert model.grid == (1, 3)
 
 
-@pytest.mark.parametrize("name", SMALLEST)
+@each("DeiT-Ti/16", "EfficientNet-B0", names=SMALLEST)
 def test_flax_tabulates_every_family(name):
     few = {"BiT": {"stages": (1,)}, "EfficientNet": TINY}.get(name.partition("-")[0], {"depth": 1})
     model = create_model(name, 10, 32, **few)

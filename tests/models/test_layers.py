@@ -1,8 +1,12 @@
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy_vit
 import pytest
+from cheap_tracing import ContextOfMany, traced_once
 from numpy_vit import float64, random_params
 
 from vit_jax import tree
@@ -115,9 +119,14 @@ def test_attention_gradients_are_those_of_the_plain_form(rate, biased, attend):
 
 def test_attention_gradients_in_bfloat16_are_near_and_of_its_dtype():
     q, k, v, g = (normal(2, 64, H, 8, seed=i) for i in range(4))
-    _, exact_vjp = jax.vjp(dot_product_attention, q, k, v)
-    out, vjp = jax.vjp(dot_product_attention, *(x.astype(jnp.bfloat16) for x in (q, k, v)))
-    for found, grad in zip(vjp(g.astype(out.dtype)), exact_vjp(g), strict=True):
+
+    @jax.jit
+    def gradients(q, k, v):
+        out, vjp = jax.vjp(dot_product_attention, q, k, v)
+        return vjp(g.astype(out.dtype))
+
+    halves = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    for found, grad in zip(gradients(*halves), gradients(q, k, v), strict=True):
         assert found.dtype == jnp.bfloat16
         assert_same(found.astype(jnp.float32), grad, tolerance=0.02)
 
@@ -148,8 +157,8 @@ def test_switches_of_a_block():
     for i in range(B):
         assert_same(ours[i], numpy_vit.encoder_block(float64(params), X_BND[i], H, "tanh"))
 
-    off = EncoderBlock(num_heads=H, mlp_dim=F).init(jax.random.key(0), X_BND, 0.0, False)["params"]
-    initial = block.init(jax.random.key(0), X_BND, 0.0, False)["params"]
+    off = random_params(EncoderBlock(num_heads=H, mlp_dim=F), X_BND, 0.0, False)
+    initial = jax.jit(lambda key: block.init(key, X_BND, 0.0, False))(jax.random.key(0))["params"]
     off, initial = tree.flatten_names(off), tree.flatten_names(initial)
     added = {name: initial[name] for name in initial.keys() - off.keys()}
     assert {name: leaf.shape for name, leaf in added.items()} == {
@@ -253,7 +262,7 @@ def test_stochastic_depth_drops_each_branch_of_whole_examples():
     expected = {0.0: rate**2, 4.0: kept * rate, 8.0: kept * rate, 12.0: kept**2}
     assert shares(out[:, 0, 0]) == pytest.approx(expected, abs=0.03)  # 4 sigma
     assert out.mean() == pytest.approx(9.0, rel=0.04)
-    evaluated, _ = block.apply({"params": params}, x_BND, rate, False)
+    evaluated, _ = jax.jit(block.apply, static_argnums=3)({"params": params}, x_BND, rate, False)
     assert shares(evaluated) == {9.0: 1.0}
 
 
@@ -289,3 +298,28 @@ def test_layers_draw_apart(scan):
     added = (out[:, 0] - out[:, 1]) / (out[:, -1] - out[:, 1])  # the last norm undone
     expected = {0.0: 0.25, 2.0: 0.25, 4.0: 0.25, 6.0: 0.25}
     assert shares(jnp.round(added, 3)) == pytest.approx(expected, abs=0.06)  # 4 sigma
+
+
+class Constant(NamedTuple):
+    """An initialiser that is a method."""
+
+    value: float
+
+    def init(self, key, shape):
+        return jnp.full(shape, self.value)
+
+
+def test_cheap_tracing_keeps_initialisers_and_threads_apart():
+    """What conftest.py does to Flax and JAX hides no difference between two parameters."""
+
+    def filled(value, dtype=None):
+        return lambda key, shape, *, add=0: jnp.full(shape, value + add, dtype)
+
+    given = [filled(1), filled(1.0), filled(1, jnp.int8), Constant(2.0).init, Constant(3.0).init]
+    found = [traced_once(init, 1)(jax.random.key(0), (1,)) for init in given]
+    assert [x.dtype.name for x in found] == ["int32", "float32", "int8", "float32", "float32"]
+    assert [float(x[0]) for x in found] == [1, 1, 1, 2, 3]
+    assert traced_once(filled(1), 1) is traced_once(filled(1), 1)
+    context = ContextOfMany(object)
+    with ThreadPoolExecutor(1) as other:
+        assert context() is context() is not other.submit(context).result()

@@ -111,7 +111,7 @@ def random_tables(positions):
 
 @pytest.mark.parametrize(
     ("grid", "num_prefix"),
-    [((2, 3), 0), ((4, 2), 1), ((3, 3), 2), ((1, 5), 1), ((5, 1), 1), ((1, 1), 1)],
+    [((2, 3), 0), ((3, 3), 2), ((1, 5), 1), ((5, 1), 1), ((1, 1), 1)],
 )
 def test_relative_logits_are_those_of_a_vector_for_each_pair(grid, num_prefix):
     num_patches, k = grid[0] * grid[1], 4
@@ -121,7 +121,8 @@ def test_relative_logits_are_those_of_a_vector_for_each_pair(grid, num_prefix):
     q = RNG.standard_normal((2, 3, n, k)).astype(np.float32)
     vectors = numpy_vit.relative_vectors(tables, n, num_patches)
     expected = np.einsum("bhnk,nmk->bhnm", q, vectors)
-    np.testing.assert_allclose(positions.build(tables).logits(q), expected, atol=1e-5)
+    found = jax.jit(lambda tables, q: positions.build(tables).logits(q))(tables, q)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_tokens_before_the_patches_without_positions_have_no_logits():
@@ -150,12 +151,9 @@ def test_tokens_before_the_patches_without_positions_have_no_logits():
         ("relative", "layers_shared", 240),
     ],
 )
-@pytest.mark.parametrize("scan", [False, True])
-def test_parameters_of_positions(kind, place, count, scan):
+def test_parameters_of_positions(kind, place, count):
     sizes = {"width": 8, "depth": 3, "mlp_dim": 4, "num_heads": 2}
-    model = create_model(
-        "ViT-mu/2", 3, (6, 10), pos_embed=kind, pos_embed_at=place, scan=scan, **sizes
-    )
+    model = create_model("ViT-mu/2", 3, (6, 10), pos_embed=kind, pos_embed_at=place, **sizes)
     params = abstract_params(model)
     assert sum(leaf.size for name, leaf in params.items() if "pos_embedding" in name) == count
     assert all(leaf.dtype == np.float32 for leaf in params.values())

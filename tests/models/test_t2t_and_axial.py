@@ -123,6 +123,9 @@ def test_random_features_are_orthogonal_and_attention_approaches_the_softmax():
     features = _init_features(jax.random.key(0), (32, 64))
     np.testing.assert_allclose(features @ features.T, 32 * np.eye(32), atol=1e-4)
     q, k, v = RNG.normal(size=(3, 1, 5, 4)).astype(np.float32) / 4
+    products = jax.make_jaxpr(performer_attention)(q, k, v, features[:, :4]).eqns
+    exact = [e.params.get("precision") for e in products if e.primitive.name == "dot_general"]
+    assert sum(str(precision).count("HIGHEST") == 2 for precision in exact) == 2  # W q and W k
     many = RNG.normal(size=(200_000, 4)).astype(np.float32)
     weights = np.exp(q[0] @ k[0].T)
     expected = weights @ v[0] / weights.sum(axis=1, keepdims=True)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy_vit import random_params
 
 from vit_jax.config import base_config
 from vit_jax.devices.flops import program_flops
@@ -155,13 +156,13 @@ def test_microbatches_divide_every_term_by_its_own_weight():
     """The same update in one part and in two, with masked rows that fall unevenly."""
     model = create_model("ViT-mu/4", 7, 8, width=8, mlp_dim=8, num_heads=2, pool="gap")
     images = RNG.uniform(-1, 1, (4, 8, 8, 3)).astype(np.float32)
-    params = model.init(jax.random.key(1), images)["params"]
+    params = random_params(model, images, scale=0.1)
     teacher = Teacher("t", 1.0, model, {"params": params}, *RANGE)
     objective = objective_of(
         model, [teacher], mode="features", features="pooled, tokens", weight=0.3
     )
-    own, objective_state = objective.init(jax.random.key(2))
-    params = model.init(jax.random.key(3), images)["params"] | {"objective": own}
+    own, objective_state = jax.jit(objective.init)(jax.random.key(2))
+    params = random_params(model, images, seed=3, scale=0.1) | {"objective": own}
     tx = optax.sgd(0.1)
     state = TrainState(jnp.int32(0), params, {}, tx.init(params), objective_state=objective_state)
     batch = {"image": images, "label": np.array([1, 6, 0, 3]), "mask": np.float32([1, 1, 0, 1])}
@@ -189,24 +190,32 @@ def test_features_by_their_equations(distance):
     student = create_model("ViT-mu/4", None, 8, width=8, mlp_dim=8, num_heads=2)
     bit = create_model("BiT-R50x1", None, 32, stages=(1,), stem_width=32)
     images = RNG.uniform(-1, 1, (2, 8, 8, 3)).astype(np.float32)
-    variables = bit.init(jax.random.key(1), np.zeros((2, 32, 32, 3)))
+    variables = {"params": random_params(bit, np.zeros((2, 32, 32, 3)), scale=0.1)}
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
     teacher = Teacher("t", 1.0, bit, variables, mean, std)
     objective = objective_of(
         student, [teacher], mode="features", features="pooled,0:0", distance=distance, weight=1.0
     )
     assert objective.needs == ("image", "mask")
-    own, _ = objective.init(jax.random.key(2))
-    params = student.init(jax.random.key(3), images)["params"]
-    out = loss_of(
-        objective, params | {"objective": own}, batch_of(np.zeros(2, int)) | {"image": images}
-    )
+    own, _ = jax.jit(objective.init)(jax.random.key(2))
+    params = random_params(student, images, seed=3)
 
+    @jax.jit
+    def outputs(params, own, variables):
+        batch = batch_of(np.zeros(2, int)) | {"image": images}
+        out = loss_of(objective, params | {"objective": own}, batch)
+        its = as_seen_by(teacher, images, Setting(*RANGE))
+        return (
+            out.terms, out.metric_sums, its,
+            bit.apply(variables, its, method="features"),
+            student.apply({"params": params}, images, method="features"),
+        )  # fmt: skip
+
+    terms, metric_sums, its, y, x = outputs(params, own, variables)
     seen = jax.image.resize((images * 0.5 + 0.5), (2, 32, 32, 3), "bilinear")
     seen = (seen - np.reshape(mean, (1, 1, 1, 3))) / np.reshape(std, (1, 1, 1, 3))
-    np.testing.assert_allclose(as_seen_by(teacher, images, Setting(*RANGE)), seen, atol=1e-5)
-    y = np.asarray(bit.apply(variables, seen, method="features"), np.float64)
-    x = np.asarray(student.apply({"params": params}, images, method="features"), np.float64)
+    np.testing.assert_allclose(its, seen, atol=1e-5)
+    y, x = np.asarray(y, np.float64), np.asarray(x, np.float64)
     adapter = jax.tree.map(np.asarray, own["adapter_0_0"])
     x = x @ adapter["kernel"] + adapter["bias"][None]
     if distance == "cosine":
@@ -216,9 +225,9 @@ def test_features_by_their_equations(distance):
         y = (y - y.mean(axis=1, keepdims=True)) / y.std(axis=1, keepdims=True)
         far = np.abs(x - y)
         expected = np.where(far < 2, far**2 / 4, far - 1).mean()
-    assert float(out.terms["pooled"].mean) == pytest.approx(expected, rel=1e-3)
-    assert out.terms["layer_0"].factor == 0.5 and float(out.terms["layer_0"].mean) > 0
-    assert "teacher_agreement" not in out.metric_sums and "top1" not in out.metric_sums
+    assert float(terms["pooled"].mean) == pytest.approx(expected, rel=1e-3)
+    assert terms["layer_0"].factor == 0.5 and float(terms["layer_0"].mean) > 0
+    assert "teacher_agreement" not in metric_sums and "top1" not in metric_sums
 
 
 def test_teachers_and_features_are_parsed():

@@ -1,5 +1,6 @@
 """SIGReg in cases that are known, and LeJEPA's loss from its terms."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy_vit import random_params
 from scipy.integrate import quad
 
 from vit_jax.errors import InputError
@@ -87,29 +89,30 @@ def objective_of(**own):
 
 def test_the_loss_is_that_of_its_parts_and_masked_rows_do_not_count():
     objective = objective_of(weight=0.2)
-    params = MODEL.init(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))["params"]
-    own, _ = objective.init(jax.random.key(1))
+    params = random_params(MODEL, np.zeros((1, 8, 8, 3), np.float32))
+    own, _ = jax.jit(objective.init)(jax.random.key(1))
     state, rng = SimpleNamespace(model_state={}), jax.random.key(2)
 
-    def run(batch):
-        return objective.loss(params | {"objective": own}, state, batch, None, rng)
+    @jax.jit
+    def run(whole, batch):
+        embedded = objective.loss.__self__.embed(whole, batch, rng)
+        return objective.loss(whole, state, batch, None, rng), embedded
 
-    out = (compiled := jax.jit(run))(BATCH)
-    z = jax.jit(objective.loss.__self__.embed)(params | {"objective": own}, BATCH, rng)
+    compiled = functools.partial(run, params | {"objective": own})
+    out, z = compiled(BATCH)
     assert z.shape == (5, 6, 6)  # views, pictures, dimensions
     z = np.asarray(z[:, :5])
     prediction = np.square(z - z[:2].mean(0)).mean()
     directions = draw_directions(jax.random.fold_in(rng, 1), 6, 16)
-    of = jax.jit(sigreg)
-    statistic = np.mean([of(z_v, directions) for z_v in z])
+    statistic = float(np.mean(jax.jit(jax.vmap(sigreg, (0, None)))(z, directions)))
     assert out.terms["prediction"].mean == pytest.approx(prediction, rel=1e-4)
     assert out.terms["sigreg"].mean == pytest.approx(statistic, rel=1e-4)
     assert out.loss == pytest.approx(0.8 * prediction + 0.2 * statistic, rel=1e-4)
     other = {key: leaf[[0, 1, 2, 3, 4, 0]] for key, leaf in BATCH.items()} | {"mask": BATCH["mask"]}
-    assert compiled(other).loss == pytest.approx(float(out.loss), rel=1e-5)
+    assert compiled(other)[0].loss == pytest.approx(float(out.loss), rel=1e-5)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     split = jax.device_put(BATCH, NamedSharding(mesh, PartitionSpec("data")))
-    assert compiled(split).loss == pytest.approx(float(out.loss), rel=1e-5)  # the global batch
+    assert compiled(split)[0].loss == pytest.approx(float(out.loss), rel=1e-5)  # the global batch
     assert objective.couples_rows and {*objective.needs} <= {*BATCH}
 
 
@@ -124,3 +127,6 @@ def test_faulty_keys(own, says):
     setting = Setting((), (), shapes={"global_views": (6, 1, 8, 8, 3), "mask": (6,)})
     with pytest.raises(InputError, match=r"data\.num_global=1: objective.name='lejepa' compares"):
         make_objective(MODEL, make_loss("softmax"), "lejepa", setting)
+    with_constants = create_model("T2T-ViT-7", None, 32)
+    with pytest.raises(InputError, match="'lejepa': does not train a T2TViT; choose a ViT"):
+        make_objective(with_constants, make_loss("softmax"), "lejepa", setting)

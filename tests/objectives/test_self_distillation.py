@@ -17,7 +17,7 @@ from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring, make_objective
-from vit_jax.objectives.block_masks import draw_hidden
+from vit_jax.objectives.block_masks import block_mask, draw_hidden
 from vit_jax.objectives.contract import Setting
 from vit_jax.objectives.gram import gram_distance
 from vit_jax.objectives.koleo import koleo
@@ -61,25 +61,28 @@ def test_dino_agrees_with_published_code(golden):
     temperature = config["teacher_temp"]
     teacher, weights = jnp.asarray(z["teacher"]), jnp.ones(6)
 
+    @jax.jit
+    @jax.value_and_grad
     def loss(student, targets):
         each = cross_entropies(by_image(student, 4), by_image(targets, 2), config["student_temp"])
         return each.mean()
 
+    sinkhorn = jax.jit(functools.partial(centring.sinkhorn, temperature=temperature))
     centred = centring.centred(teacher, jnp.asarray(z["center"][0]), temperature)
     close(centred, z["teacher_probs_centered"])
-    found, grad = jax.value_and_grad(loss)(z["student"], centred)
+    found, grad = loss(z["student"], centred)
     close(found, z["loss"])
     close(grad, z["grad_student"])
     moved = centring.moved_centre(jnp.asarray(z["center"][0]), teacher, weights, 0.9)
     close(moved, z["center_after"][0])
-    even = centring.sinkhorn(teacher, temperature, weights)
+    even = sinkhorn(teacher, weights_N=weights)
     close(even, z["teacher_probs_sinkhorn"])
-    found, grad = jax.value_and_grad(loss)(z["student"], even)
+    found, grad = loss(z["student"], even)
     close(found, z["loss_sinkhorn_total_pairs_unlike"])
     close(grad, z["grad_student_sinkhorn_pairs_unlike"])
     more = jnp.concatenate([teacher, 9 * teacher[:2]])  # rows that do not count change nothing
     weights = jnp.asarray([1.0] * 6 + [0.0] * 2)
-    close(centring.sinkhorn(more, temperature, weights)[:6], even)
+    close(sinkhorn(more, weights_N=weights)[:6], even)
     close(centring.moved_centre(jnp.asarray(z["center"][0]), more, weights, 0.9), moved)
 
 
@@ -91,33 +94,43 @@ def test_ibot_agrees_with_published_code(golden):
     counts = jnp.asarray(masks, jnp.float32)
     temperature = config["teacher_temp"]
 
+    @jax.jit
+    @jax.value_and_grad
     def loss(student, targets):
         whole = (jnp.zeros((*masks.shape, 12)).at[rows, patches].set(x) for x in (student, targets))
         return patch_entropies(*whole, counts, config["student_temp"]).mean()
 
     teacher = jnp.asarray(z["teacher_masked"])
-    targets = centring.sinkhorn(teacher, temperature, jnp.ones(len(teacher)))
+    sinkhorn = jax.jit(functools.partial(centring.sinkhorn, temperature=temperature))
+    targets = sinkhorn(teacher, weights_N=jnp.ones(len(teacher)))
     close(targets, z["teacher_probs_sinkhorn"])
-    found, grad = jax.value_and_grad(loss)(z["student_masked"], targets)
+    found, grad = loss(z["student_masked"], targets)
     close(found, z["loss_sinkhorn"])
     close(grad, z["grad_student_sinkhorn"])
     targets = centring.centred(teacher, jnp.asarray(z["center"][0, 0]), temperature)
-    close(loss(z["student_masked"], targets), z["loss_centered"])
+    close(loss(z["student_masked"], targets)[0], z["loss_centered"])
 
 
 def test_koleo_agrees_with_published_code(golden):
     z = np.load(golden / "loss_koleo.npz")
-    for nearest, suffix in ((1, ""), (2, "_top2")):
 
-        def loss(x, nearest=nearest):
-            return koleo(x, jnp.ones(6), 6, nearest).mean()
+    @jax.jit
+    def outputs(x):
+        losses = {}
+        for nearest, suffix in ((1, ""), (2, "_top2")):
 
-        found, grad = jax.value_and_grad(loss)(z["features"])
-        close(found, z[f"loss{suffix}"])
+            def loss(x, nearest=nearest):
+                return koleo(x, jnp.ones(6), 6, nearest).mean()
+
+            losses[suffix] = jax.value_and_grad(loss)(x)
+        first = koleo(x, jnp.asarray([1.0, 1, 1, 0, 0, 0]), 6)
+        return losses, koleo(x, jnp.ones(6), 3), koleo(x[3:], jnp.ones(3), 3), first
+
+    losses, halves, second, first = outputs(z["features"])
+    for suffix, (loss, grad) in losses.items():
+        close(loss, z[f"loss{suffix}"])
         close(grad, z[f"grad{suffix}"])
-    halves = koleo(jnp.asarray(z["features"]), jnp.ones(6), 3)
-    close(halves[3:], koleo(jnp.asarray(z["features"][3:]), jnp.ones(3), 3))
-    first = koleo(jnp.asarray(z["features"]), jnp.asarray([1.0, 1, 1, 0, 0, 0]), 6)
+    close(halves[3:], second)
     close(first, [*halves[:3], 0, 0, 0])
 
 
@@ -133,26 +146,33 @@ def test_koleo_agrees_with_published_code(golden):
 def test_gram_agrees_with_published_code(golden, name, group, negatives):
     z = np.load(golden / "loss_gram.npz")
 
+    @jax.jit
+    @jax.value_and_grad
     def loss(x):
         return gram_distance(x, jnp.asarray(z["teacher"]), group, negatives).mean()
 
-    found, grad = jax.value_and_grad(loss)(z["student"])
+    found, grad = loss(z["student"])
     close(found, z[f"loss_{name}"])
     close(grad, z[f"grad_{name}"])
 
 
 def test_blocks_hide_what_was_asked_and_a_row_s_depend_on_its_key_only():
     keys = row_keys(jax.random.key(0), 64)
-    draw = functools.partial(draw_hidden, grid=(8, 8), num_views=2, masked_views=1)
-    hidden = jax.jit(functools.partial(draw, shares=(0.1, 0.5)))(keys)
+    sizes = {"grid": (8, 8), "num_views": 2, "masked_views": 1, "shares": (0.1, 0.5)}
+    draw = jax.jit(functools.partial(draw_hidden, **sizes))
+    hidden = draw(keys)
     numbers = np.asarray(hidden.mask.sum(2))[:, 0]
     assert numbers.min() > 0 and numbers.max() <= 32 and 12 < numbers.mean() < 22
     assert {*np.asarray(hidden.views).ravel()} == {0, 1}
     for row in range(8):
         chosen = np.asarray(hidden.which[row, 0])[: numbers[row]]
         assert hidden.mask[row, 0][chosen].all() and hidden.counts[row].sum() == numbers[row]
-    again = jax.jit(functools.partial(draw, shares=(0.1, 0.5)))(keys[::-1])
+    again = draw(keys[::-1])
     np.testing.assert_array_equal(again.mask[::-1], hidden.mask)
+    # A block never hides more than is left: few patches are asked for, so that many do not fit.
+    numbers = jnp.arange(64) % 8 + 1
+    few = jax.jit(jax.vmap(functools.partial(block_mask, grid=(8, 8))))(keys, number=numbers)
+    assert (few.sum((1, 2)) <= numbers).all()
     # Patches are hidden together: most neighbours of hidden ones are hidden too.
     masks = np.asarray(hidden.mask).reshape(64, 8, 8)
     assert masks[:, 1:][masks[:, :-1]].mean() > 0.5
@@ -292,6 +312,14 @@ def test_a_plan_counts_the_flops_of_all_views_and_teachers():
         config.optimizer.ema_decay = None
         with pytest.raises(InputError, match=r"optimizer\.ema_decay=None: the teacher of"):
             make_experiment(config, mesh)
+
+
+def test_a_batch_without_views_is_refused_by_the_experiment():
+    config, mesh = tiny_dinov2(), mesh_of(1, 1)
+    config.data.num_global = config.data.num_local = 0
+    config.data.ops = "flip"
+    with pytest.raises(InputError, match=r"needs global_views in every batch.*num_global=2"):
+        make_experiment(config, mesh)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What is kept and exchanged of a ResNet's activations, counted by hand."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,21 @@ from vit_jax.models import create_model
 from vit_jax.models.bit import PreActBottleneck
 from vit_jax.models.hybrid import Bottleneck
 from vit_jax.models.vit import ViT
-from vit_jax.planning.activations import Unit, activation_bytes, resnet_units, tensor_exchanges
-from vit_jax.planning.calculated import calculate_plan
+from vit_jax.objectives import make_objective
+from vit_jax.objectives.contract import Pass, Setting
+from vit_jax.objectives.supervised import make_loss
+from vit_jax.planning.activations import (
+    Unit,
+    activation_bytes,
+    passes_of,
+    resnet_units,
+    step_activation_bytes,
+    tensor_exchanges,
+)
+from vit_jax.planning.calculated import calculate_memory, calculate_plan, collective_table
 from vit_jax.planning.hlo import Program
-from vit_jax.planning.targets import Target
+from vit_jax.planning.targets import Target, describe_devices, plan_mesh
+from vit_jax.training.planned import planned_experiment
 
 # An image of 32 x 64 pixels; after the root, of 32 channels, a map of 8 x 16; two units of 32 and
 # 128 channels, then one of half the resolution and twice the width.
@@ -232,6 +244,57 @@ def test_axial_blocks_and_token_modules_by_hand():
     remat = model.clone(remat="full"), blocks.clone(remat="full")
     found = activation_bytes(remat[0]) - activation_bytes(remat[1])
     assert found == sum(inputs) + layers[0] + features[0]
+    dots = [activation_bytes(m.clone(remat="dots")) for m in (model, blocks)]
+    assert dots[0] - dots[1] - found == 2 * 6 * (64 + 16) * 8  # outputs of dense layers
+
+
+def objective_of(name, model, shapes=None, **keys):
+    durations = {"objective.temperature_warmup": 0, "objective.freeze_prototypes": 0}
+    setting = Setting((), (), shapes=shapes or {}, durations=durations)
+    return make_objective(model, make_loss("softmax"), name, setting, **keys)
+
+
+def test_masked_autoencoders_by_their_tokens():
+    """An encoder of 8 visible patches, a decoder of all 32, each as a ViT of so many patches."""
+    bf16 = {"dtype": jnp.bfloat16}
+    model = create_model("ViT-mu/8", 10, (32, 64), **bf16)
+    sizes = {"width": 16, "depth": 3, "num_heads": 4, "mlp_dim": 48}
+    keys = {f"decoder_{key.removeprefix('num_')}": size for key, size in sizes.items()}
+    encoder = create_model("ViT-mu/8", 10, (16, 32), **bf16)
+    decoder = create_model("ViT-mu/8", 10, (32, 64), **sizes, **bf16)
+    for remat in ("none", "full"):
+        objective = objective_of("mae", model.clone(remat=remat), mask_ratio=0.75, **keys)
+        both = [activation_bytes(m.clone(remat=remat)) for m in (encoder, decoder)]
+        if remat == "full":  # only one block is computed again at a time
+            both.append(-min(activation_bytes(encoder), activation_bytes(decoder) // 3))
+        assert step_activation_bytes(model, objective) == sum(both)
+    ours, twins = passes_of(model, objective), (encoder, decoder.clone(remat="full"))
+    for own, twin in zip(ours, twins, strict=True):
+        found = tensor_exchanges(own.model, own.tokens, backward=True)
+        assert found == tensor_exchanges(twin, backward=True)
+
+
+def test_views_pass_once_each_and_teachers_keep_nothing():
+    model = create_model("ViT-mu/8", None, (32, 32), dtype=jnp.bfloat16)
+    small = create_model("ViT-mu/8", None, (16, 16), dtype=jnp.bfloat16)
+    shapes = {"global_views": (4, 2, 32, 32, 3), "local_views": (4, 5, 16, 16, 3)}
+    views = 2 * activation_bytes(model) + 5 * activation_bytes(small)
+    own = {"num_prototypes": 24, "head_width": 16, "bottleneck": 8}
+    dino = objective_of("self_distillation", model, shapes, **own)
+    logits = (2 * 7 + 2) * 24  # and their softmax, of all views; targets of global ones
+    assert step_activation_bytes(model, dino) == views + 4 * logits
+    patches = {"patch_weight": 1.0, "mask_max": 0.5, "masked_views": 0.5}
+    ibot = objective_of("self_distillation", model, shapes, **own, **patches)
+    assert step_activation_bytes(model, ibot) == views + 4 * (logits + 3 * 8 * 24)
+    keys = {"directions": 16, "points": 5, "head_width": 12, "embedding_width": 6}
+    lejepa = objective_of("lejepa", model, shapes, **keys)
+    assert step_activation_bytes(model, lejepa) == views + 4 * 7 * (6 * 12 + 6 + 5 * 16)
+    assert [(each.images, each.learns) for each in passes_of(model, dino)] == [
+        (2, True), (2, False), (5, True),
+    ]  # fmt: skip
+    assert passes_of(model, None) == (Pass(model),)
+    own_head = dataclasses.replace(dino, passes=(Pass(model, learns=False),), kept_values=3)
+    assert step_activation_bytes(model, own_head) == 4 * 3
 
 
 def test_of_other_families_it_is_unknown():
@@ -262,3 +325,27 @@ def test_a_calculated_plan():
     assert flops["model_per_image_by_jaxpr"] == 3 * forward - root
     assert ("all-gather", ["tensor"]) in [(r["kind"], r["axes"]) for r in figures["collectives"]]
     assert jax.tree.all(jax.tree.map(lambda size: size >= 0, figures["memory_bytes"]))
+
+
+def test_a_calculated_plan_is_that_of_the_objective():
+    """Activations of one example, and the exchanges of both encoders."""
+    c = base_config()
+    c.model.name, c.objective.name = "ViT-mu/8", "mae"
+    c.objective.update({"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2})
+    c.data.name, c.data.image_size, c.data.ops = "imagenet2012", 32, "flip"
+    c.global_batch_size, c.duration, c.optimizer.peak_lr = 64, "100 steps", 1e-3
+    c.mesh.data, c.mesh.tensor = 4, 2
+    config, target = fill_in_sizes(c), Target(find_slice("H100:8"))
+    mesh = plan_mesh(config, target, describe_devices(target))
+    table = collective_table(planned_experiment(config, mesh), mesh.shape, target, 16, 1)
+    # 5 and 17 tokens of 4 bytes, with two sums each of the forward and of the backward pass.
+    (sums,) = [row for row in table if row["axes"] == ["tensor"]]
+    assert (sums["count"], sums["bytes"]) == (8, 16 * 4 * (5 * 32 + 17 * 16) * 4)
+    memory = calculate_memory(config, target)["temporaries"]
+    c.objective.mask_ratio = 0.5
+    more = calculate_memory(fill_in_sizes(c), target)["temporaries"]
+
+    def of_encoder(tokens):
+        return 4 * tokens * (8 * 32 + 2 * 128) + 2 * tokens * 32 + 9 * 2 * tokens**2
+
+    assert more - memory == 16 * (of_encoder(9) - of_encoder(5))

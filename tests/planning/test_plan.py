@@ -27,6 +27,7 @@ from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.objectives.contract import Teacher
 from vit_jax.planning import calculated, hlo, layout
+from vit_jax.planning.activations import activation_bytes
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
 from vit_jax.planning.estimates import estimate, speed_of
 from vit_jax.planning.search import find_remedies, largest_batch, search
@@ -62,15 +63,37 @@ def plan_by_command(capsys, *words):
     return code, json.loads(capsys.readouterr().out)
 
 
+PLACES = """
+import sys
+
+from vit_jax.devices.chips import count_chips, find_slice
+from vit_jax.main import main
+from vit_jax.planning.targets import Target, describe_devices, find_devices, start_planning
+
+for name, num_slices in [("v5e:1x1", 1), ("v5e:2x4", 1), ("v6e:4x8", 2), ("v5p:2x4x4", 2),
+                         ("tpu7x:2x2x2", 1)]:
+    target = Target(find_slice(name), num_slices)
+    start_planning(target)
+    assert count_chips(find_devices(target)) == target.num_chips
+    described, found = (
+        {(getattr(d, "slice_index", 0), *d.coords, d.core_on_chip, d.platform) for d in devices}
+        for devices in (describe_devices(target), find_devices(target))
+    )
+    assert described == found, (name, described ^ found)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def plan_by_process(*words):
-    """As a user types it: where libtpu was loaded, JAX's profiler crashes."""
-    command = [sys.executable, "-m", "vit_jax.main", "plan", "--format=json", *words]
+    """After `PLACES`, in another process: where libtpu was loaded, JAX's profiler crashes."""
+    command = [sys.executable, "-c", PLACES, "plan", "--format=json", *words]
     job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert job.returncode in (0, 3), job.stderr
     return job.returncode, json.loads(job.stdout)
 
 
 def test_plan_for_tpus_compiles_here_and_is_kept(tmp_path, capsys, monkeypatch):
+    """And the TPUs that are described are as their compiler describes them."""
     pytest.importorskip("libtpu")
     monkeypatch.setattr(sharding, "SPLIT_FROM", 1 << 16)  # as in the process below
     words = (TINY, "--topology=v5e:2x2", "--price_per_chip_hour=2")
@@ -146,6 +169,14 @@ def test_no_estimate_is_faster_than_the_roofline(sent_bytes, mfu):
     found = estimate(figures, None)
     assert found["at_utilisation"]["step_s"] >= found["roofline"]["step_s"]
     assert found["at_utilisation"]["mfu"] == pytest.approx(mfu, abs=1e-4)
+
+
+def test_plan_without_the_compiler(capsys, monkeypatch):
+    pytest.importorskip("libtpu")
+    monkeypatch.setattr(planning, "compile_plan", None)
+    words = (TINY, "--topology=v5e:2x2", "--no_compile")
+    code, figures = plan_by_command(capsys, *words)
+    assert code == 0 and figures["by"] == "calculation"
 
 
 def test_plan_for_gpus_is_calculated(capsys):
@@ -273,13 +304,13 @@ def test_activations_are_those_of_the_paper():
     model = create_model("ViT-mu/8", 10, 32, **sizes)
     s, d, h = 17, 64, 4
     block = s * d * 34 + 5 * h * s**2
-    assert calculated.activation_bytes(model) == 3 * block
+    assert activation_bytes(model) == 3 * block
     full = create_model("ViT-mu/8", 10, 32, remat="full", **sizes)
-    assert calculated.activation_bytes(full) == 3 * 2 * s * d + block
+    assert activation_bytes(full) == 3 * 2 * s * d + block
     of_two = create_model("ViT-mu/8", 10, 32, remat="full", remat_layers=2, **sizes)
-    assert calculated.activation_bytes(of_two) == 2 * 2 * s * d + 2 * block
+    assert activation_bytes(of_two) == 2 * 2 * s * d + 2 * block
     dots = create_model("ViT-mu/8", 10, 32, remat="dots", **sizes)
-    assert full.depth * 2 * s * d < calculated.activation_bytes(dots) - block < 3 * block
+    assert full.depth * 2 * s * d < activation_bytes(dots) - block < 3 * block
 
 
 def test_exchanges_name_axes_and_networks():
@@ -467,13 +498,13 @@ def test_remedies_are_tried_until_one_fits(linear, batch, changes):
     "changes",
     [
         {"model.remat": "full"},
-        pytest.param({"optimizer.freeze": r"encoder/layer_[01]/.*"}, marks=pytest.mark.slow),
+        pytest.param({"optimizer.freeze": r"encoder/layer_0/.*"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_calculated_plans_count_the_step_that_is_trained(changes):
     """They trace it with a scan over the layers, which is faster, where that computes the same."""
-    config = tiny_config(**{"model.depth": 3} | changes)
+    config = tiny_config(**{"model.depth": 2} | changes)
     figures = calculated.calculate_plan(config, FOUR)
     mesh = planning.targets.plan_mesh(config, FOUR, planning.targets.describe_devices(FOUR))
     experiment = make_experiment(config, mesh)
@@ -527,7 +558,7 @@ def test_remedies_name_a_larger_slice_in_the_end(linear, monkeypatch):
     assert any("global_batch_size" in remedy["change"] for remedy in tried)
 
 
-def test_plan_that_does_not_fit_says_so(capsys):
+def test_plan_that_does_not_fit_says_so(capsys, monkeypatch):
     # Of GPUs, because that takes no compilation.
     words = (TINY, "--topology=H100:8", "--config.model.depth=4")
     words += ("--config.global_batch_size=32000000",)
@@ -537,6 +568,8 @@ def test_plan_that_does_not_fit_says_so(capsys):
     *others, remedy = figures["remedies"]
     assert [row["change"] for row in others] == [{"model.remat": "dots"}]
     assert remedy["fits"] and remedy["change"] == {"model.remat": "full"}
+    monkeypatch.setattr(planning, "plan", lambda *_: figures)  # for the text, not calculated again
+    monkeypatch.setattr(planning.search, "find_remedies", lambda *_, **__: figures["remedies"])
     assert main(["plan", *words]) == 3
     shown = capsys.readouterr().out
     assert re.match(
@@ -576,7 +609,7 @@ def test_a_teacher_needs_memory_and_work():
     target = Target(find_slice("H100:1"), 1)
     config = tiny_config()
     plain = calculated.calculate_plan(config, target)
-    config.objective.name, config.objective.teacher = "distillation", "untrained:ViT-Ti/8"
+    config.objective.name, config.objective.teacher = "distillation", "untrained:ViT-mu/4"
     taught = calculated.calculate_plan(config, target)
     (teacher,) = abstract_teachers(config)
     weights = sum(4 * leaf.size for leaf in jax.tree.leaves(teacher.variables))
@@ -675,31 +708,6 @@ def test_plan_without_libtpu_is_calculated_and_says_so(monkeypatch, capsys):
         ("all-reduce", "replica", "DCN"),
     }
     assert figures["estimate"]["run"]["by"] == "roofline"
-    too_many = planning.plan(tiny_config(global_batch_size=400_000_000), FOUR)
-    assert not too_many["memory_bytes"]["fits"]
-
-
-PLACES = """
-from vit_jax.planning.targets import Target, describe_devices, find_devices, start_planning
-from vit_jax.devices.chips import count_chips, find_slice
-
-for name, num_slices in [("v5e:1x1", 1), ("v5e:2x4", 1), ("v6e:4x8", 2), ("v5p:2x4x4", 2),
-                         ("tpu7x:2x2x2", 1)]:
-    target = Target(find_slice(name), num_slices)
-    start_planning(target)
-    assert count_chips(find_devices(target)) == target.num_chips
-    described, found = (
-        {(getattr(d, "slice_index", 0), *d.coords, d.core_on_chip, d.platform) for d in devices}
-        for devices in (describe_devices(target), find_devices(target))
-    )
-    assert described == found, (name, described ^ found)
-"""
-
-
-def test_described_tpus_are_as_their_compiler_describes_them():
-    pytest.importorskip("libtpu")
-    job = subprocess.run([sys.executable, "-c", PLACES], cwd=ROOT, capture_output=True, text=True)
-    assert job.returncode == 0, job.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,17 @@ import pytest
 from etils import epath
 
 from vit_jax import create_model, save_pretrained
+from vit_jax.commands import study
 from vit_jax.config import base_config, classification
 from vit_jax.config.text import load_config
 from vit_jax.data import make_source
 from vit_jax.data.pseudo import read_pseudo_labels, select, soften
+from vit_jax.devices.chips import find_slice
 from vit_jax.errors import InputError
 from vit_jax.inference import pseudo_labels
 from vit_jax.main import main
-from vit_jax.studies import noisy_student, running
+from vit_jax.planning.targets import Target
+from vit_jax.studies import noisy_student, planned, running
 from vit_jax.studies.members import FINISHED, Result
 from vit_jax.training.prepare import prepare
 from vit_jax.training.validation import find_faults
@@ -101,6 +104,27 @@ def test_labels_are_made_without_the_launcher(tmp_path, monkeypatch):
     assert commands[0][:2] == ["launch", "--"] and commands[1][:2] == [sys.executable, "-m"]
 
 
+def test_a_plan_counts_pseudo_labels_that_do_not_exist_yet(monkeypatch):
+    config = load_config(f"{CONFIGS}/noisy_student.py:debug")
+    config.duration = "2 epochs"
+    figures = {"memory_bytes": {"fits": True, "peak": 1}}
+    monkeypatch.setattr(planned, "calculate_plan", lambda *_: figures)
+    times = dict.fromkeys(planned.COSTS, 1.0)
+    timing = {"run": times, "roofline": {"step_s": 1.0}, "at_utilisation": None}
+    monkeypatch.setattr(planned, "estimate", lambda *_: timing)
+    planner = planned.Planner(Target(find_slice("v5e:1x1")))
+    for per_class, labelled in ((None, 360), (50, 500)):
+        config.study.per_class = per_class
+        teacher, student = planned.plan_study_members(noisy_student.STUDY, config, planner)
+        assert teacher["steps"] == pytest.approx(2 * 1437 / 32, abs=1)
+        assert student["steps"] == pytest.approx(2 * (1437 + labelled) / 32, abs=1)
+    config.study.per_class, config.study.unlabelled = None, "mine"
+    _, student = planned.plan_study_members(noisy_student.STUDY, config, planner)
+    table = study.plan_table([teacher, {"member": "student", "error": student["error"]}], "title")
+    assert "data.name='mine'" in student["error"]
+    assert [list(column.cells) for column in table.columns][-1][:2] == ["", "not planned"]
+
+
 @pytest.mark.parametrize(
     ("study", "said"),
     [
@@ -133,7 +157,7 @@ def labelled(tmp_path_factory):
     """The digits' test split, labelled by a new model, and the model's file."""
     folder = tmp_path_factory.mktemp("labelled")
     model = create_model("ViT-mu/4", 10, 8, width=8, mlp_dim=8, num_heads=2)
-    variables = model.init(jax.random.key(0), np.zeros((1, 8, 8, 3)))
+    variables = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 8, 8, 3)))
     rng = np.random.default_rng(0)
     kernel = rng.normal(size=variables["params"]["head"]["kernel"].shape).astype(np.float32)
     variables["params"]["head"]["kernel"] = 3 * kernel

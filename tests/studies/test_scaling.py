@@ -1,6 +1,7 @@
 """The scaling study: its law against data made from it, the front, the held-out run."""
 
 import csv
+import functools
 import io
 
 import numpy as np
@@ -26,14 +27,14 @@ def test_the_law_of_made_data_is_recovered():
 
 def test_the_held_out_run_lies_in_the_band_about_as_often_as_promised():
     inside = []
-    for seed in range(8):
+    for seed in range(4):
         noise = np.exp(0.02 * np.random.default_rng(seed).standard_normal(8))
         errors = LAW.predict(COMPUTE) * noise
-        low, high = fit_law(COMPUTE[:-1], errors[:-1], num_draws=40).band(
+        low, high = fit_law(COMPUTE[:-1], errors[:-1], num_draws=30).band(
             COMPUTE[-1:], of_runs=True
         )
         inside.append(low[0] <= errors[-1] <= high[0])
-    assert sum(inside) >= 6
+    assert sum(inside) >= 3
 
 
 def test_the_band_of_runs_is_the_wider_one():
@@ -88,7 +89,8 @@ def test_members_are_families_by_sizes_by_durations(config):
         scaling.check(config)
 
 
-def test_the_largest_run_is_held_out_and_predicted(config):
+def test_the_largest_run_is_held_out_and_predicted(config, monkeypatch):
+    monkeypatch.setattr(scaling, "_cached_fit", functools.partial(fit_law, num_draws=60))
     results = done(config, worse=0.1)
     report = scaling.report(config, results)
     assert report.complete

@@ -19,7 +19,7 @@ from vit_jax.main import main
 from vit_jax.training.guards import CorruptDataError, CorruptRecords
 from vit_jax.training.train import train_and_evaluate
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 FILE = str(pathlib.Path(__file__).parents[2] / "configs/quickstart.py") + ":debug"
 CORRUPT = [3, 50, 51, 90]

@@ -1,18 +1,31 @@
-"""Warnings of a collapse, on rows made by hand."""
+"""Warnings of a collapse, on rows made by hand and in a run."""
 
 import contextlib
 import json
 import logging
 import math
+import pathlib
+import shutil
 import types
 
+import jax
+import numpy as np
 import pytest
+from finished_run import final_state, rows
 
+from vit_jax import load_pretrained, save_pretrained
 from vit_jax.config import base_config, rank
+from vit_jax.config.text import load_config
+from vit_jax.data.known import fill_in_sizes
+from vit_jax.devices.chips import find_slice
 from vit_jax.metrics import NullWriter
+from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import Collapse, Objective
+from vit_jax.planning.calculated import calculate_memory
+from vit_jax.planning.targets import Target
 from vit_jax.training.health import Health
 from vit_jax.training.record import Record
+from vit_jax.training.train import train_and_evaluate
 
 LIMIT = math.log(1000)
 COLLAPSE = Collapse("raise a", LIMIT, "raise b", "raise c")
@@ -98,3 +111,46 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
     assert first.startswith("step 5: train/teacher_entropy=0:") and "few/rank=1" in second
     with record.saving(5) as meta:
         assert meta["health"]["said"] == ["entropy_low", "few"]
+
+
+@pytest.mark.slow
+def test_a_collapsed_run_warns_resumes_bit_for_bit_and_exports_a_vit(tmp_path, caplog, one_device):
+    """LeJEPA, whose weight decay takes all of every kernel in every step."""
+    c = load_config(f"{pathlib.Path(__file__).parents[2] / 'configs/lejepa.py'}:debug")
+    c.duration, c.checkpoint.every, c.log.every = "4 steps", "2 steps", "1 steps"
+    c.schedule.name, c.schedule.warmup = "constant", "0 steps"
+    c.optimizer.peak_lr, c.optimizer.weight_decay, c.objective.points = 1e-5, 1e5, 5
+    del c.evals["near"], c.evals["probe"]
+    c.evals.rank.every, c.evals.rank.num_images = "2 steps", 128
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    with caplog.at_level(logging.WARNING, "vit_jax"):
+        summary = train_and_evaluate(c, whole)
+    assert summary["rank/share"] < 0.05
+    (said,) = [r.getMessage() for r in caplog.records if "the features fill" in r.getMessage()]
+    assert said.startswith("step 2: rank/rank=1") and "Raise objective.weight, now 0.05" in said
+
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints/4")
+    (resumed / "summary.json").unlink()
+    with caplog.at_level(logging.WARNING, "vit_jax"):
+        train_and_evaluate(c, resumed)
+    assert len([r for r in caplog.records if "the features fill" in r.getMessage()]) == 1
+    (_, found), (_, expected) = final_state(resumed), final_state(whole)
+    assert found.keys() == expected.keys() and any(name.startswith("params/obj") for name in found)
+    for name, leaf in expected.items():
+        assert np.asarray(found[name]).tobytes() == np.asarray(leaf).tobytes(), name
+    assert rows(resumed) == rows(whole)
+
+    model, variables = load_pretrained(whole)
+    save_pretrained(tmp_path / "timm", model, variables, "timm")
+    again, same = load_pretrained(tmp_path / "timm")
+    assert type(again) is ViT and again == model and "objective" not in variables["params"]
+    jax.tree.map(np.testing.assert_array_equal, same, variables)
+    plan = calculate_memory(fill_in_sizes(c), Target(find_slice("H100:2")))
+    views = 2 * bytes_of_a_view(16) + 2 * bytes_of_a_view(4) + 4 * 4 * (6 * 64 + 16 + 5 * 64)
+    assert plan["temporaries"] - plan["params"] == 16 * views  # of 16 pictures on each GPU
+
+
+def bytes_of_a_view(tokens):
+    """Kept by a block of width 32 with 2 heads."""
+    return 4 * tokens * (8 * 32 + 2 * 128) + 2 * tokens * 32 + 2 * 9 * tokens**2

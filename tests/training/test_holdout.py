@@ -23,7 +23,7 @@ from vit_jax.training.holdout import adopt_holdout
 from vit_jax.training.prepare import prepare
 from vit_jax.training.workdir import write_workdir
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 RULES = {"older": "seed 3", "new": "names"}
 

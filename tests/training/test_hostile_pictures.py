@@ -15,7 +15,7 @@ from vit_jax.main import main
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../data"))
 from images import encode, smooth_image
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
 TINY = smooth_image(20, 24)
 
@@ -167,6 +167,7 @@ def test_training(run):
     assert num_examples == num_files - round(num_files / 10)
 
 
+@pytest.mark.slow  # training has evaluated them
 def test_evaluation(run, capsys):
     assert main(["evaluate", f"--workdir={run[0]}"]) == 0
     assert "val/top1" in json.loads(capsys.readouterr().out)
@@ -183,12 +184,15 @@ def test_prediction(root, run, capsys):
     assert "error" in by_name["one thing/dangling.jpg"]
     assert sum("error" in row for row in rows) == 2 * (len(BROKEN) + 2)
     assert r"one thing/latin_\udce9t\udce9.jpg" in by_name
-    assert main(words) == 1
-    shown = capsys.readouterr().out
-    assert "[bold]markup[red].jpg" in shown.replace("\n", "") or "[bold]" in shown
     features = f"{root}/features.npz"
     assert main([*words[:2], f"{root}/pictures", f"--features={features}"]) == 1
     assert int(np.load(features)["valid"].sum()) == len(rows) - 2 * (len(BROKEN) + 2)
+
+
+def test_a_name_with_markup_is_shown_as_it_is(root, run, capsys):
+    picture = f"{root}/pictures/one thing/[bold]markup[red].jpg"
+    assert main(["predict", f"--init_from={run[0]}", picture]) == 0
+    assert "[bold]" in capsys.readouterr().out
 
 
 @pytest.mark.slow

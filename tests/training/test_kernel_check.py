@@ -1,6 +1,7 @@
 """The kernels' run against the plain forms before the first step, in Pallas' interpreter."""
 
 import logging
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,12 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
+from vit_jax.models.attention import plain_attention
+from vit_jax.models.forms import Forms
 from vit_jax.models.kernels import short_attention
 from vit_jax.training.kernel_check import check_kernels
 
-SIZES = {"width": 16, "depth": 2, "mlp_dim": 16, "num_heads": 2, "patch_size": 8}
+SIZES = {"width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2, "patch_size": 8}
 
 
 @pytest.fixture
@@ -29,12 +32,28 @@ def model(mesh):
 
 
 @pytest.mark.slow
-def test_kernels_that_agree_are_logged(model, mesh, caplog, interpreted_kernels):
+@pytest.mark.parametrize("pos_embed", ["learned_1d", "relative"])
+def test_kernels_that_agree_are_logged(pos_embed, model, mesh, caplog, interpreted_kernels):
+    model = model.clone(pos_embed=pos_embed)
     with caplog.at_level(logging.INFO, "vit_jax"):
         check_kernels(model, mesh)
     assert "kernels agree" in caplog.text
 
 
+@pytest.mark.parametrize("factor", [1.2, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_only_a_form_that_differs_stops_the_run(mesh, factor):
+    """A form without a kernel in a kernel's place, since kernels compile for seconds."""
+
+    def attend(q, k, v, **how):
+        return plain_attention(q * q.dtype.type(factor), k, v, **how)
+
+    model = create_model("ViT-Ti/16", 5, 16, dtype="bfloat16", **SIZES).clone(constrain=constrain)
+    model = model.clone(forms=Forms(attend=attend, token_multiple=8))
+    with nullcontext() if factor == 1 else pytest.raises(InputError, match="kernels=plain"):
+        check_kernels(model, mesh)
+
+
+@pytest.mark.slow
 def test_a_kernel_that_differs_stops_the_run(model, mesh, monkeypatch, interpreted_kernels):
     scores = short_attention._scores
     monkeypatch.setattr(

@@ -71,7 +71,7 @@ def resume(older_run, make, target):
 
 
 @pytest.fixture(scope="module")
-def resumed(older_run, make, tmp_path_factory):
+def resumed(older_run, make, tmp_path_factory, one_device, never_with_checks):
     """A copy of the run after its end, and what resuming it logged."""
     workdir = tmp_path_factory.mktemp("resumed") / "workdir"
     with pytest.MonkeyPatch.context() as patch:

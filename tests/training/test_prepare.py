@@ -94,6 +94,7 @@ def test_another_value_range_than_the_source_s_is_said(caplog):
     assert not caplog.records
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_classes_of_a_mixture_are_balanced_by_how_often_they_are_drawn(
     tmp_path, monkeypatch, caplog
 ):
@@ -261,6 +262,7 @@ def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):
     check_unchanged(changed, tmp_path)
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_a_run_keeps_the_spelling_of_its_ops(tmp_path, caplog):
     respelled = make_config(test=check(ops="resize_small(crop=0.8)|central_crop"))
     respelled.data.ops, respelled.seed = "resize(crop=0.8)|random_crop", 1
@@ -281,6 +283,7 @@ def test_a_run_keeps_the_spelling_of_its_ops(tmp_path, caplog):
     assert resumed.evals.test.ops == "resize_small(10)|central_crop"
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_a_run_keeps_its_number_of_microbatches_or_what_its_devices_allow(tmp_path):
     config = make_config()
     config.global_batch_size, config.duration = 16, "1 steps"
@@ -311,6 +314,7 @@ def test_a_run_that_decoded_at_full_size_goes_on_so(caplog):
     assert keep_ops(newer, older).data.ops == newer.data.ops
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_without_wandb_a_run_that_asks_for_it_does_not_start(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = make_config()
@@ -324,6 +328,7 @@ def test_without_wandb_a_run_that_asks_for_it_does_not_start(tmp_path, monkeypat
     assert not (tmp_path / "workdir").exists()
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_only_what_trains_needs_a_workdir_to_write_to(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     config = make_config()
@@ -334,6 +339,7 @@ def test_only_what_trains_needs_a_workdir_to_write_to(tmp_path, monkeypatch):
     prepare(config, tmp_path, training=False)
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_streams_that_do_not_pair_are_refused_once_the_order_is_known(tmp_path):
     config = make_config()
     config.global_batch_size, config.duration = 24, "1 steps"
@@ -361,6 +367,7 @@ def test_a_model_is_called_by_its_own_sizes():
     assert small == "ViT/8 (width 32, depth 12, mlp_dim 3072, num_heads 12)"
 
 
+@pytest.mark.usefixtures("without_checks")
 def test_with_auto_a_run_gets_the_mesh_of_its_chosen_layout(tmp_path):
     config = make_config()
     overrides = {"model.name": "ViT-mu/4", "global_batch_size": "8", "duration": "2 steps",
@@ -379,7 +386,8 @@ def test_with_auto_a_run_gets_the_mesh_of_its_chosen_layout(tmp_path):
     assert prepare(config, tmp_path / "new", choose).mesh.shape["fsdp"] == 1
 
 
-@pytest.mark.parametrize("mode", ["soft", "hard"])
+@pytest.mark.usefixtures("without_checks")
+@pytest.mark.parametrize("mode", ["soft", pytest.param("hard", marks=pytest.mark.slow)])
 def test_unlabelled_pictures_get_the_classes_of_the_teacher(golden, tmp_path, mode):
     config = load_config(f"{CONFIGS / 'folder.py'}:debug")
     config.data.name, config.global_batch_size = "unlabelled", 8

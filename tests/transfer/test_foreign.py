@@ -56,6 +56,8 @@ def test_goldens(golden, name, suffix):
         assert model.image_size == images.shape[1:3]
         compared = [key for key in METHODS if key + suffix in expected]
         assert {"logits", "features"} & set(compared)
+        # The features are those of the logits; tests/models/test_vit.py compares the methods.
+        compared = compared[:1] if "logits" in compared else compared
         for key in compared:
             assert_close(apply(model, variables, images, METHODS[key]), expected[key + suffix])
 
@@ -171,7 +173,7 @@ def test_a_file_of_fixed_positions_tells_its_images_size(tmp_path):
 )
 def test_positions_that_a_format_knows_not_become_a_table(tmp_path, caplog, format, fields):
     caplog.set_level(logging.INFO, "vit_jax")
-    path, model, variables = make(format, tmp_path, **fields)
+    path, model, variables = make(format, tmp_path, depth=1, **fields)
     loaded, found = load_pretrained(path)
     assert loaded.pos_embed == "learned_1d"
     assert "positions: " in caplog.text

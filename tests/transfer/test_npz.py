@@ -31,8 +31,11 @@ def assert_close(ours, expected, tolerance=1e-5):
     np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", ["vit_finetuned", "vit_pretrained", "vit_v2_gap", "vit_v2_map"])
-@pytest.mark.parametrize("fields", [{}, {"scan": True, "remat": "full"}], ids=["plain", "scanned"])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("vit_finetuned", {}), ("vit_pretrained", {}), ("vit_v2_gap", {}),
+     ("vit_v2_map", {"scan": True, "remat": "full"})],
+)  # fmt: skip
 def test_goldens(golden, name, fields):
     model, variables = load_pretrained(golden / f"{name}.npz", **fields)
     with np.load(golden / f"{name}.io.npz") as io:
@@ -90,12 +93,10 @@ def make_file(
     ids=["non-square patch", "deep", "one patch", "no head", "mean-pooled", "one class"],
 )
 def test_files_of_other_shapes(tmp_path, fields):
-    path, model, params, images = make_file(tmp_path, **fields)
+    path, model, params, _ = make_file(tmp_path, **fields)
     loaded, variables = load_pretrained(path)
     assert loaded == model
     jax.tree.map(np.testing.assert_array_equal, variables["params"], params)
-    expected = np.asarray(apply(model, params, images))
-    np.testing.assert_array_equal(logits_of(loaded, variables, images), expected)
 
 
 def test_a_path_may_be_a_string(tmp_path):
@@ -131,7 +132,7 @@ def test_other_classes_reset_the_whole_head(tmp_path, caplog):
     for name, leaf in tree.flatten_names(params).items():
         if not name.startswith("head"):
             np.testing.assert_array_equal(named[name], leaf, err_msg=name)
-    assert logits_of(model, variables, images).shape == (2, 7)
+    assert jax.eval_shape(model.apply, variables, images).shape == (2, 7)
     assert "the head is initialised anew" in caplog.text
 
 
@@ -157,15 +158,13 @@ def test_another_image_size_resamples_the_positions(tmp_path, caplog, image_size
     found = variables["params"]["pos_embedding"]
     np.testing.assert_allclose(found[0], expected, atol=2e-6)
     assert ("position embedding resampled (corner_aligned)" in caplog.text) == (grid != (3, 3))
-    images = np.zeros((1, *model.image_size, 3), np.float32)
-    assert np.isfinite(logits_of(model, variables, images)).all()
+    assert found.shape[1] == prefix + grid[0] * grid[1]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16])
-def test_fields_of_the_model(tmp_path, caplog, dtype):
+def test_fields_of_the_model(tmp_path, caplog):
     caplog.set_level(logging.INFO, "vit_jax")
     path, plain, params, images = make_file(tmp_path)
-    fields = {"scan": True, "remat": "dots", "dropout": 0.1, "dtype": dtype}
+    fields = {"scan": True, "remat": "dots", "dropout": 0.1, "dtype": jnp.bfloat16}
     model, variables = load_pretrained(path, **fields)
     assert (model.scan, model.remat, model.dropout) == (True, "dots", 0.1)
     assert model.dtype == jnp.dtype("bfloat16")
@@ -304,13 +303,11 @@ def later(tmp_path, **fields):
 @pytest.mark.parametrize("fields", LATER.values(), ids=LATER)
 @pytest.mark.parametrize("change", [dict, as_scanned], ids=["plain", "scanned"])
 def test_the_later_variant(tmp_path, fields, change):
-    path, model, params, images = later(tmp_path, change=change, **fields)
+    path, model, params, _ = later(tmp_path, change=change, **fields)
     loaded, variables = load_pretrained(path)
     fixed = fields.get("pos_embed") == "sincos_2d"
     assert loaded == (model.clone(image_size=None) if fixed else model)
-    assert tree.flatten_names(variables["params"]).keys() == tree.flatten_names(params).keys()
-    expected = [numpy_vit.vit(model, params, image)["__call__"] for image in images]
-    assert_close(logits_of(loaded, variables, images), np.stack(expected))
+    jax.tree.map(np.testing.assert_array_equal, variables["params"], params)
 
 
 def test_both_places_of_the_class_token_say_the_same(tmp_path):

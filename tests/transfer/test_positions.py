@@ -54,8 +54,11 @@ def expected_table(name, table, prefix, convention):
     return table
 
 
-@pytest.mark.parametrize(("kind", "place"), KINDS)
-@pytest.mark.parametrize("family", ["ViT", "DeiT"])
+@pytest.mark.parametrize(
+    ("kind", "place", "family"),
+    [*((*kind, "ViT") for kind in KINDS), ("learned_1d", "layers", "DeiT"),
+     ("relative", None, "DeiT")],
+)  # fmt: skip
 def test_every_table_of_every_layer_is_resampled(kind, place, family, caplog):
     caplog.set_level(logging.INFO, "vit_jax")
     made = make(kind, place, family)
@@ -111,7 +114,11 @@ def test_other_kinds_do_not_fit():
 
 @pytest.mark.parametrize(
     ("kind", "place"),
-    [("learned_1d", "layers"), ("learned_2d", "layers_shared"), ("relative", None)],
+    [
+        ("learned_1d", "layers"),
+        pytest.param("learned_2d", "layers_shared", marks=pytest.mark.slow),
+        ("relative", None),
+    ],
 )
 def test_a_run_is_read_as_it_was_saved(tmp_path, kind, place):
     made, c = make(kind, place), base_config()

@@ -80,10 +80,11 @@ def list_twins() -> int:
     from vit_jax.insight.reference import is_recorded
     from vit_jax.insight.twins import TWINS
 
+    width = max(map(len, TWINS)) + 2
     for name, twin in TWINS.items():
         data = "" if twin.data == "digits" else f"; needs {twin.data}"
         recorded = "" if is_recorded(name) else "; not recorded"
-        print(f"{name:<14}{twin.recipe} ({twin.config}){data}{recorded}")
+        print(f"{name:<{width}}{twin.recipe} ({twin.config}){data}{recorded}")
     return exit_codes.DONE
 
 

@@ -77,6 +77,11 @@ def load_valid_config(
 
     config = config_text.load_config(flags.config)
     faults = config_text.apply_overrides(config, flags.overrides)
+    if config.stop.metric is None and "stop.patience" in dict(flags.overrides):
+        faults.append(
+            f"stop.patience={config.stop.patience}: has no effect without stop.metric; set that "
+            "too, e.g. --config.stop.metric=val/top1"
+        )
     validate(config, faults, f"--config={flags.config}", required or REQUIRED)
     return config
 

@@ -3,8 +3,8 @@
   python -m vit_jax.main plan --config=pretrain:ViT-L/16,imagenet21k --topology=v5e:4x4
 
 The real training step is compiled ahead of time for a TPU slice, on any Linux machine without a
-TPU. For GPUs, and without libtpu, memory and time are calculated instead. No data are read. Results
-are cached. Exit code 3: the run does not fit.
+TPU. For GPUs, without libtpu, and with --no_compile, memory and time are calculated instead. No
+data are read. Results are cached. Exit code 3: the run does not fit.
 """
 
 import argparse
@@ -48,6 +48,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
         help="layout: the fastest mesh and remat that fit; batch: the largest batch that fits each",
     )  # fmt: skip
     parser.add_argument(
+        "--no_compile", action="store_true", help="calculate in seconds, without the TPU compiler"
+    )
+    parser.add_argument(
         "--show_sharding", action="store_true", help="only show how each parameter is sharded"
     )
 
@@ -85,7 +88,7 @@ def main(flags: argparse.Namespace) -> int:
 
     metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
     config = decide(fill_in_sizes(read_fields(config)))
-    target = Target(slice_, flags.num_slices)
+    target = Target(slice_, flags.num_slices, may_compile=not flags.no_compile)
     start_planning(target)
     if flags.show_sharding:
         return _show(flags, show_sharding(config, target), sharding_table)

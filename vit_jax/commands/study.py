@@ -115,6 +115,9 @@ def plan_study(flags: argparse.Namespace) -> int:
     rows = plan_study_members(study, config, Planner(target, price))
     console = Console()
     console.print(plan_table(rows, f"{config.study.name} on {target_slice.name}"))
+    for row in rows:
+        if "error" in row:
+            console.print(f"not planned: {row['member']}: {row['error']}", soft_wrap=True)
     by = "40 % of the peak" if target.chip.is_gpu else "the roofline, at best"
     console.print(
         f"By calculation: steps at {by}; no start-up, input, evaluation or saving.", soft_wrap=True
@@ -127,19 +130,21 @@ def plan_table(rows: "list[dict[str, Any]]", title: str) -> Table:
     known = [row for row in rows if "error" not in row]
     shown = [name for name in COSTS if any(row[name] is not None for row in known)]
     name = Column("member", overflow="fold")
-    table = Table(name, "steps", "ms a step", *(COSTS[name] for name in shown), "", title=title)
+    has_notes = not all(row.get("fits") for row in rows)
+    table = Table(name, "steps", "ms a step", *(COSTS[name] for name in shown), title=title)
+    if has_notes:
+        table.add_column("note", overflow="fold")
     for row in rows:
         if "error" in row:
-            table.add_row(row["member"], *[""] * (len(shown) + 2), f"not planned: {row['error']}")
+            table.add_row(row["member"], *[""] * (len(shown) + 2), "not planned")
             continue
         numbers = [f"{row[name]:.3g}" for name in shown]
-        note = "" if row["fits"] else "does not fit"
+        note = ["" if row["fits"] else "does not fit"] if has_notes else []
         step_ms = f"{row['step_s'] * 1e3:.3g}"
-        table.add_row(row["member"], f"{row['steps']:,}", step_ms, *numbers, note)
+        table.add_row(row["member"], f"{row['steps']:,}", step_ms, *numbers, *note)
     totals = [f"{sum(row[name] for row in known):.4g}" for name in shown]
-    some = "" if len(known) == len(rows) else f"{len(rows) - len(known)} members not planned"
     steps = f"{sum(row['steps'] for row in known):,}"
-    table.add_row(f"all {len(known)}", steps, "", *totals, some)
+    table.add_row(f"all {len(known)}", steps, "", *totals)
     return table
 
 

@@ -55,7 +55,7 @@ def describe_contents(root: pathlib.Path, remedy: str = "add some") -> str:
     extensions = collections.Counter(
         os.path.splitext(entry.name)[1].lower() or "without extension"
         for entry in os.scandir(root)
-        if not entry.name.startswith(".") and not entry.is_dir()
+        if not entry.name.startswith(".") and not os.path.isdir(entry.path)
     )
     num_pictures = sum(extensions.pop(extension, 0) for extension in EXTENSIONS)
     others = [name for name, _ in extensions.most_common(_SHOWN)]

@@ -57,8 +57,10 @@ def search_images(paths: Sequence[str | os.PathLike]) -> tuple[list[str], dict[s
             if not below:
                 endings = ", ".join(EXTENSIONS)
                 faults[shown(str(path))] = f"holds no file ending in {endings}"
-        elif path.exists():
+        elif path.is_file():
             found.append(os.fspath(path))
+        elif path.exists():  # whose reading may never end
+            faults[shown(str(path))] = "no file, but a pipe or a device; save the picture as a file"
         else:
             faults[shown(str(path))] = "no such file or folder"
     return found, faults

@@ -14,7 +14,7 @@ import csv
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,7 +119,7 @@ def picture_list(
         found = {p: ls for p, ls in found.items() if (p in held_out) == (split == "val")}
     if not found:
         raise InputError(f"data.data_dir: {shown(str(file))} lists no pictures; add some")
-    sizes = {path: file_size(file.parent / path) for path in found}
+    sizes = _find_sizes(file, found)
     _warn_of_missing(file, split, sizes)
     label_of = {name: i for i, name in enumerate(class_names)}
     labels: list[Any] = [label_of[labels[0]] for labels in found.values() if not multi_label]
@@ -227,6 +227,23 @@ def _sorted_labels(labels: set[str]) -> tuple[str, ...]:
     """As numbers if all are numbers, else as text."""
     are_numbers = all(label.isdecimal() for label in labels)
     return tuple(sorted(labels, key=(lambda label: (int(label), label)) if are_numbers else None))
+
+
+def _find_sizes(file: pathlib.Path, paths: Iterable[str]) -> dict[str, int]:
+    """{path: bytes, -1 if it does not exist} of the files of a list.
+
+    Raises: InputError that names a pipe or a device, whose reading may never end.
+    """
+    sizes = {}
+    for path in paths:
+        size = file_size(file.parent / path, or_folder=True)
+        if size is None:
+            raise InputError(
+                f"data.data_dir: {shown(str(file))}: {shown(path)} is no file, but a pipe or a "
+                "device; save the picture as a file"
+            )
+        sizes[path] = size
+    return sizes
 
 
 def _warn_of_missing(file: pathlib.Path, split: str, paths: Mapping[str, int]) -> None:

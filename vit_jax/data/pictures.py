@@ -169,12 +169,18 @@ def as_paths(paths: Sequence[str]) -> tf.Tensor:
     return tf.constant([os.fsencode(path) for path in paths], tf.string)
 
 
-def file_size(path: str | os.PathLike) -> int:
-    """Bytes of a file; -1 if it does not exist, as behind a dangling link."""
+def file_size(path: str | os.PathLike, *, or_folder: bool = False) -> int | None:
+    """Bytes of a file; -1 if it does not exist, as behind a dangling link.
+
+    None for a folder, unless `or_folder`, and for a pipe, a socket or a device, whose reading may
+    never end.
+    """
     try:
-        return os.stat(path).st_size
+        found = os.stat(path)
     except OSError:
         return -1
+    has_end = stat.S_ISREG(found.st_mode) or (or_folder and stat.S_ISDIR(found.st_mode))
+    return found.st_size if has_end else None
 
 
 class Walk:
@@ -244,7 +250,7 @@ class Walk:
         if extension not in self.extensions:
             self.skipped[shown(extension)] += 1
             return None
-        size = _regular_size(path)
+        size = file_size(path)
         if size is None:
             self.skip(f"{extension} that is no file", path)
         return size
@@ -286,12 +292,3 @@ def warn_once(text: str) -> None:
     if text not in _said:
         _said.add(text)
         logger.warning("%s", text)
-
-
-def _regular_size(path: str) -> int | None:
-    """Bytes of a file whose reading ends, -1 if it does not exist; None for a pipe or the like."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return -1
-    return found.st_size if stat.S_ISREG(found.st_mode) else None

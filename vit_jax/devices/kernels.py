@@ -20,7 +20,13 @@ from vit_jax.models.attention import Attend, add_qkv_biases, choose_attention
 from vit_jax.models.axial import AxialViT
 from vit_jax.models.fields import field_names
 from vit_jax.models.forms import PLAIN, Forms
-from vit_jax.models.kernels import bias, long_attention, short_attention
+from vit_jax.models.kernels import (
+    bias,
+    long_attention,
+    relative_attention,
+    relative_logits,
+    short_attention,
+)
 from vit_jax.models.vit import ViT
 
 logger = logging.getLogger("vit_jax")
@@ -30,6 +36,9 @@ KERNELS = ("auto", "plain")
 # Tokens, with padding: up to the first the whole of an image fits, from the second on blocks pay.
 SHORT, LONG = 640, 1000
 _MULTIPLE = short_attention.SUBLANES
+
+# They cannot rotate every row by another number of lanes: the compiler refuses `pltpu.roll`.
+_WITHOUT_RELATIVE = ("TPU v2", "TPU v3", "TPU v4")
 
 
 def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module:
@@ -67,6 +76,7 @@ def tpu_forms(model: nn.Module, mesh: Mesh) -> Forms:
         _say_plain(without)
     return Forms(
         attend=plain if without else partial(_tpu_attention, mesh=mesh, plain=plain),
+        attend_relative=None if without else partial(_tpu_relative_attention, mesh=mesh),
         attend_adds_biases=without is None,
         add_bias=bias.add_bias,
         token_multiple=1 if without else _MULTIPLE,
@@ -80,8 +90,6 @@ def _why_plain(model: nn.Module, mesh: Mesh) -> str | None:
     if isinstance(model, AxialViT):
         return "it runs within single rows and columns"
     width, tensor = model.width // model.num_heads, mesh.shape["tensor"]
-    if model.pos_embed == "relative":
-        return "model.pos_embed=relative adds to the logits"
     if model.attention_dropout > 0:
         return f"model.attention_dropout={model.attention_dropout} drops weights"
     if width % _MULTIPLE:
@@ -89,6 +97,15 @@ def _why_plain(model: nn.Module, mesh: Mesh) -> str | None:
     if model.num_heads % tensor:
         return f"mesh.tensor={tensor} does not divide model.num_heads={model.num_heads}"
     tokens = None if model.image_size is None else math.prod(model.grid) + model.num_prefix_tokens
+    if model.pos_embed == "relative":
+        kind = mesh.devices.flat[0].device_kind
+        if kind.startswith(_WITHOUT_RELATIVE):
+            return f"model.pos_embed=relative has one for v5 and newer chips, not for {kind}"
+        prefix, most = model.num_prefix_tokens, relative_logits.MOST_PREFIX_TOKENS
+        if tokens is not None and tokens > SHORT:
+            return f"model.pos_embed=relative has one for up to {SHORT} tokens, not for {tokens}"
+        if prefix > most:
+            return f"model.pos_embed=relative has one for up to {most} prefix tokens, not {prefix}"
     if tokens is not None and SHORT < tokens < LONG:
         return f"{tokens} tokens lie between {SHORT} and {LONG}"
     return None
@@ -116,19 +133,34 @@ def _tpu_attention(
     if tokens > SHORT:
         qkv = add_qkv_biases(qkv, qkv_biases)
         return _on_devices(partial(_long_attention, num_keys=num_keys), mesh, 1)(qkv)
-    if qkv_biases is None:
-        qkv_biases = (jnp.zeros(q_BNHK.shape[2:]),) * 3
     attend = partial(_short_attention, num_keys=num_keys)
-    return _on_devices(attend, mesh, 2)(qkv, qkv_biases)
+    return _on_devices(attend, mesh, 2)(qkv, _or_zeros(qkv_biases, q_BNHK))
+
+
+def _tpu_relative_attention(q_BNHK, k_BNHK, v_BNHK, relative, *, qkv_biases, num_keys, mesh: Mesh):
+    """`forms.AttendRelative` by its kernel, over the devices of `mesh`."""
+    num_keys = q_BNHK.shape[1] if num_keys is None else num_keys
+    num_prefix = num_keys - relative.num_patches
+    tables = relative_logits.pack_tables(relative, q_BNHK.shape[1], num_prefix)
+    attend = partial(_short_relative_attention, num_keys=num_keys, num_prefix=num_prefix)
+    biases = _or_zeros(qkv_biases, q_BNHK)
+    return _on_devices(attend, mesh, 3)((q_BNHK, k_BNHK, v_BNHK), biases, tables)
+
+
+def _or_zeros(qkv_biases, q_BNHK):
+    return (jnp.zeros(q_BNHK.shape[2:]),) * 3 if qkv_biases is None else qkv_biases
 
 
 def _on_devices(attend: Callable, mesh: Mesh, num_args: int) -> Callable:
-    """`attend` on every device's images and heads; it takes arrays (B, N, H, K), then (H, K)."""
+    """`attend` on every device's images and heads.
+
+    It takes arrays (B, N, H, K), then (H, K), then one that is the same on all devices.
+    """
     images, heads = P(BATCH_AXES, None, "tensor", None), P("tensor", None)
     return jax.shard_map(
         attend,
         mesh=mesh,
-        in_specs=(images, heads)[:num_args],
+        in_specs=(images, heads, P())[:num_args],
         out_specs=images,
         check_vma=False,
     )
@@ -136,12 +168,23 @@ def _on_devices(attend: Callable, mesh: Mesh, num_args: int) -> Callable:
 
 def _short_attention(qkv, biases, *, num_keys: int):
     B, N, H, K = qkv[0].shape
-    out_BNW = short_attention.attention(
-        tuple(x.reshape(B, N, H * K) for x in qkv),
-        tuple(bias_HK.reshape(H * K) for bias_HK in biases),
-        short_attention.Sizes(H, num_keys),
-    )
+    sizes = short_attention.Sizes(H, num_keys)
+    out_BNW = short_attention.attention(*_side_by_side(qkv, biases), sizes)
     return out_BNW.reshape(B, N, H, K)
+
+
+def _short_relative_attention(qkv, biases, tables_KX, *, num_keys: int, num_prefix: int):
+    B, N, H, K = qkv[0].shape
+    sizes = relative_attention.Sizes(H, num_keys, num_prefix)
+    qkv, biases = _side_by_side(qkv, biases)
+    out_BNW = relative_attention.attention(qkv, biases, tables_KX, sizes)
+    return out_BNW.reshape(B, N, H, K)
+
+
+def _side_by_side(qkv, biases):
+    """The heads of arrays (B, N, H, K) and (H, K) on one axis."""
+    B, N, H, K = qkv[0].shape
+    return tuple(x.reshape(B, N, H * K) for x in qkv), tuple(b.reshape(H * K) for b in biases)
 
 
 def _long_attention(qkv, *, num_keys: int):

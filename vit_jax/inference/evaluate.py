@@ -153,6 +153,7 @@ def evaluate_pretrained(
     check_evaluated_images(config, preprocessing, sources)
     _warn_of_other_classes(config, pretrained.spec.class_names, pretrained.source, sources)
     check_outputs(config, model, preprocessing.image_size)
+    _fill_in_loss(config, pretrained)
     evaluators = make_evaluators(config, preprocessing, model, mesh, sources)
     compare_findings(config, sources, {})
     compare_weights(config, params, model_state)
@@ -185,14 +186,19 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
         config_lib.add_plugins(config, pretrained.run["config"]["plugins"])
         config.loss.update(pretrained.run["config"]["loss"])
         d.multi_label = pretrained.run["config"]["data"]["multi_label"]
-    elif any(not find_evaluator(entry.type).learns_classes for entry in config.evals.values()):
-        config.loss.name = loss_of(pretrained, config.loss.name)
     for name, entry in config.evals.items():
         if d.num_classes is None and not find_evaluator(entry.type).learns_classes:
             faults.append(
                 f"evals.{name}.type={entry.type!r}: {pretrained.source} has no classes; use one of "
                 f"{', '.join(learning_kinds())}"
             )
+
+
+def _fill_in_loss(config: ConfigDict, pretrained: Pretrained) -> None:
+    """Set the loss of a source that is no run, which states its own."""
+    learn = [find_evaluator(entry.type).learns_classes for entry in config.evals.values()]
+    if pretrained.run is None and not all(learn):
+        config.loss.name = loss_of(pretrained, config.loss.name)
 
 
 def _fill_in_ops(

@@ -124,7 +124,7 @@ def check_decoding(data_dir: str | None) -> Finding:
 
 def _some_pictures(folder: str) -> list[str]:
     """The first pictures below a local folder, which may hold millions."""
-    from vit_jax.data.pictures import EXTENSIONS
+    from vit_jax.data.pictures import EXTENSIONS, file_size
 
     found = (
         os.path.join(parent, name)
@@ -132,7 +132,8 @@ def _some_pictures(folder: str) -> list[str]:
         for name in names
         if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
     )
-    return list(itertools.islice(found, _PICTURES))
+    readable = (path for path in found if file_size(path) is not None)  # else reading may not end
+    return list(itertools.islice(readable, _PICTURES))
 
 
 def _picture_at(path: str) -> bytes:

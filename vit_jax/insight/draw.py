@@ -165,8 +165,13 @@ def draw_positions(similarity_SS: np.ndarray, grid: tuple[int, int], title: str 
     return figure
 
 
-def _draw_heads_by_layer(axes: Axes, mean_LH: np.ndarray, spread_LH: np.ndarray) -> None:
-    """A dot for each head with its spread as a bar, and the mean over the heads as a line."""
+def _draw_heads_by_layer(
+    axes: Axes, mean_LH: np.ndarray, spread_LH: np.ndarray, uniform: float, label: str
+) -> None:
+    """A dot for each head with its spread as a bar, and the mean over the heads as a line.
+
+    `uniform`: the value of uniform attention, a dashed line with this `label`.
+    """
     depth, heads = mean_LH.shape
     layers = np.arange(depth)
     shifts = np.linspace(-0.25, 0.25, heads) if heads > 1 else np.zeros(1)
@@ -175,15 +180,26 @@ def _draw_heads_by_layer(axes: Axes, mean_LH: np.ndarray, spread_LH: np.ndarray)
         x_LH.ravel(), mean_LH.ravel(), spread_LH.ravel(), fmt="o", color=_BLUE, markersize=2,
         elinewidth=0.5, ecolor="#9CC7E3", label="head ± deviation",
     )  # fmt: skip
-    axes.plot(layers, mean_LH.mean(axis=1), "-", color=_ORANGE, label="mean of heads")
+    axes.plot(*_widened(layers, mean_LH.mean(axis=1)), "-", color=_ORANGE, label="mean of heads")
+    axes.axhline(uniform, linestyle="--", color=_BLACK, linewidth=0.8, label=label)
     axes.set_xlabel("layer")
     _whole_layers(axes, depth)
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(-0.5, depth - 0.5)
+    axes.set_ylim(bottom=0)  # fixes the top too, so everything must be drawn before
 
 
 def _whole_layers(axes: Axes, depth: int) -> None:
     axes.set_xticks(np.arange(0, depth, -(-depth // _MAX_NUMBERS)))
+    axes.set_xlim(-0.5, depth - 0.5)
+
+
+def _widened(layers: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
+    """[layers, *values], each (L,); a single layer becomes two places, so that a line has length.
+
+    The places are as far apart as a bar is wide.
+    """
+    if len(layers) > 1:
+        return [layers, *values]
+    return [layers + np.array([-0.3, 0.3]), *(np.repeat(x, 2) for x in values)]
 
 
 @_styled
@@ -196,8 +212,7 @@ def draw_distances(
     """
     figure = _figure(2.4)
     axes = figure.add_subplot()
-    _draw_heads_by_layer(axes, mean_LH, spread_LH)
-    axes.axhline(uniform, linestyle="--", color=_BLACK, linewidth=0.8, label="uniform attention")
+    _draw_heads_by_layer(axes, mean_LH, spread_LH, uniform, "uniform attention")
     height, width = image_size
     axes.set_ylabel(f"attention distance (px of {width} x {height})")
     figure.legend(loc="outside upper center", ncols=2)
@@ -209,9 +224,8 @@ def draw_entropies(mean_LH: np.ndarray, spread_LH: np.ndarray, num_tokens: int) 
     """Entropies of attention in bits by layer and head."""
     figure = _figure(2.4)
     axes = figure.add_subplot()
-    _draw_heads_by_layer(axes, mean_LH, spread_LH)
-    axes.axhline(np.log2(num_tokens), linestyle="--", color=_BLACK, linewidth=0.8,
-                 label=f"uniform over {num_tokens:,} tokens")  # fmt: skip
+    uniform = float(np.log2(num_tokens))
+    _draw_heads_by_layer(axes, mean_LH, spread_LH, uniform, f"uniform over {num_tokens:,} tokens")
     axes.set_ylabel("entropy of attention (bits)")
     figure.legend(loc="outside upper center", ncols=2)
     return figure
@@ -227,8 +241,8 @@ def draw_norms(table: dict[str, np.ndarray], outlier_factor: float) -> Figure:
     figure = _figure(2.9)
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     layers = np.arange(len(table["median"]))
-    above.fill_between(layers, table["p5"], table["p95"], color="#9CC7E3", label="5 to 95 %",
-                       linewidth=0)  # fmt: skip
+    band = _widened(layers, table["p5"], table["p95"])
+    above.fill_between(*band, color="#9CC7E3", label="5 to 95 %", linewidth=0)
     above.plot(layers, table["median"], "-o", color=_BLUE, label="median of the patches")
     above.plot(layers, table["largest"], "--^", color=_ORANGE, label="largest patch")
     if np.isfinite(table["prefix"]).all():
@@ -238,6 +252,8 @@ def draw_norms(table: dict[str, np.ndarray], outlier_factor: float) -> Figure:
     above.set_ylabel("norm of a token")
     below.bar(layers, 100 * table["outlier_share"], width=0.6, color=_ORANGE)
     below.set_ylim(0, max(1.0, 110 * table["outlier_share"].max()))
+    if not table["outlier_share"].any():
+        below.text(0.5, 0.5, "none", transform=below.transAxes, ha="center", va="center")
     below.set_ylabel("outliers (%)")
     below.set_xlabel(f"layer (outliers: over {outlier_factor:g} times the median)")
     _whole_layers(below, len(layers))

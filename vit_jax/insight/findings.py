@@ -23,6 +23,7 @@ class Finding(NamedTuple):
 def bounded(subject: str, check: Callable[[], Finding], timeout_s: float, remedy: str) -> Finding:
     """The result of `check`; FAILED with `remedy` if it raises or takes longer than `timeout_s`.
 
+    After a timeout the remedy is also to wait longer: the machine may only be busy.
     A check that hangs is left behind in its thread, which does not keep the process alive.
     """
     result: concurrent.futures.Future[Finding] = concurrent.futures.Future()
@@ -38,7 +39,8 @@ def bounded(subject: str, check: Callable[[], Finding], timeout_s: float, remedy
     try:
         return result.result(timeout_s)
     except concurrent.futures.TimeoutError:
-        return Finding(subject, FAILED, f"no answer within {timeout_s:g} s", remedy)
+        longer = f"on a busy machine wait longer, with --timeout_s={2 * timeout_s:g}; else {remedy}"
+        return Finding(subject, FAILED, f"no answer within {timeout_s:g} s", longer)
     except InputError as e:
         return Finding(subject, FAILED, str(e), "")  # it has its own remedy
     except Exception as e:

@@ -58,6 +58,7 @@ def write(
       InputError: if a workdir holds neither run nor study, or no run has one of `metrics`.
     """
     runs, studies = data.read_all(workdirs)
+    alone = [run for run in runs if run.workdir.parent not in {s.workdir for s in studies}]
     records = [run.record for run in runs]
     chosen = choose_metrics(records, metrics)
     curves = charts.draw_curves(records, chosen)
@@ -73,6 +74,7 @@ def write(
     return render(
         runs=runs,
         studies=studies,
+        alone=alone,
         styles=[charts.style(i) for i in range(len(runs))],
         groups=data.group_seeds(runs),
         evaluated=data.evaluated(runs),

@@ -66,6 +66,7 @@ class StudyRecord(NamedTuple):
     """
 
     name: str
+    workdir: epath.Path
     kind: str
     complete: bool
     columns: Sequence[str]
@@ -151,6 +152,7 @@ def _read_study(name: str, workdir: epath.Path) -> StudyRecord:
     }
     return StudyRecord(
         name=name,
+        workdir=workdir,
         kind=content["study"],
         complete=content["complete"],
         columns=table[0] if table else [],
@@ -281,7 +283,7 @@ def seconds_by_kind(record: RunRecord) -> dict[str, float]:
     """
     curves = record.curves
     clock = [seconds for _, seconds in curves.get("time/seconds", ())]
-    ends = [a for a, b in zip(clock, [*clock[1:], -1.0], strict=True) if b < a]
+    ends = [a for a, b in itertools.pairwise([*clock, -1.0]) if b < a]
     found = {"training": sum(ends)} if ends else {}
     for name, points in curves.items():
         kind = re.fullmatch(r"time/(\w+)_s", name)

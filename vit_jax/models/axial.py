@@ -36,8 +36,9 @@ class AxisBlock(EncoderBlock):
 class AxialBlock(BlockFields, nn.Module):
     """Row attention and an MLP, then column attention and an MLP: two blocks, `row` and `column`.
 
-    Its fields and arguments are those of `EncoderBlock`; both blocks drop their branches with
-    `drop_rate`.
+    Its fields and arguments are those of `EncoderBlock`, and `grid`. Both blocks drop their
+    branches with `drop_rate`. `shared` is added to the input of the first. `positions` is None and
+    `num_tokens` is not used: the blocks have no tables of their own, and no padding.
 
     Shapes: (B, N, D) -> ((B, N, D), None).
     """
@@ -53,7 +54,7 @@ class AxialBlock(BlockFields, nn.Module):
             "stochastic_depth": self.stochastic_depth,
             "grid": self.grid,
         }
-        if shared is not None:  # fixed or learned positions of the stem, added at every layer
+        if shared is not None:
             x_BND += shared.astype(x_BND.dtype)
         x_BND, _ = AxisBlock(**fields, within="row", name="row")(x_BND, drop_rate, train)
         return AxisBlock(**fields, within="column", name="column")(x_BND, drop_rate, train)
@@ -74,8 +75,10 @@ class AxialViT(ViT):
     @nn.nowrap
     def _find_faults(self) -> list[str]:
         faults = super()._find_faults()
-        if self.pool == "token" or self.class_token:
-            faults.append("class_token=True: an Axial-ViT has none; choose pool gap or map")
+        if self.pool == "token":
+            faults.append("pool='token': an Axial-ViT has no class token; choose gap or map")
+        if self.class_token:
+            faults.append("class_token=True: an Axial-ViT has none; choose None")
         if self.pos_embed == "relative" or self.pos_embed_at == "layers":
             faults.append(
                 f"pos_embed={self.pos_embed!r} with pos_embed_at={self.pos_embed_at!r}: the blocks "
@@ -89,5 +92,9 @@ AXIAL_NAMES = ("Axial-ViT-B/32", "Axial-ViT-B/16")
 
 
 def axial_fields(name: str) -> dict[str, Any]:
-    """The fields of the model called `name`, e.g. "Axial-ViT-B/32"."""
+    """The fields of the model called `name`, e.g. "Axial-ViT-B/32".
+
+    Raises:
+      InputError: if `name` has another form, or the variant is unknown.
+    """
     return vit_fields(name)

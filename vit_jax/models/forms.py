@@ -14,6 +14,10 @@ from vit_jax.models.attention import Attend, dot_product_attention
 # add_bias(x_BND, bias_D) -> x_BND + bias_D, in the dtype of x_BND.
 AddBias = Callable[[jax.Array, jax.Array], jax.Array]
 
+# attend(q_BNHK, k_BNHK, v_BNHK, relative, *, qkv_biases, num_keys) -> (B, N, H, K): `Attend` with
+# the logits of a `position.Relative` added, without dropout.
+AttendRelative = Callable[..., jax.Array]
+
 
 def add_bias_plainly(x, bias_D):
     """x (..., D) plus its bias, in the dtype of x."""
@@ -25,13 +29,16 @@ class Forms:
     """How a block computes; the defaults are without kernels.
 
     attend: attention, see `attention.Attend`.
-    attend_adds_biases: whether `attend` gets the biases of queries, keys and values to add, unless
+    attend_relative: attention with relative positions, see `AttendRelative`; None: `attend` gets
+      their logits.
+    attend_adds_biases: whether attention gets the biases of queries, keys and values to add, unless
       they are needed before; else it gets None.
     add_bias: of dense layers.
     token_multiple: tokens are padded to a multiple of it, from the first block to the last.
     """
 
     attend: Attend = dot_product_attention
+    attend_relative: AttendRelative | None = None
     attend_adds_biases: bool = False
     add_bias: AddBias = add_bias_plainly
     token_multiple: int = 1

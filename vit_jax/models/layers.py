@@ -129,7 +129,9 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, queries_BND, tokens_BMD, *, relative: Relative | None = None, train=False):
         width = queries_BND.shape[-1]
-        late_bias = self.qkv_bias and not self.qk_norm and relative is None
+        attend_relative = None if relative is None else self.forms.attend_relative
+        needs_logits = relative is not None and attend_relative is None
+        late_bias = self.qkv_bias and not self.qk_norm and not needs_logits
         late_bias &= self.forms.attend_adds_biases
 
         def whole(y_BND):
@@ -156,21 +158,29 @@ class Attention(nn.Module):
 
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
         qkv, biases = zip(*(project(name, x) for name, x in inputs.items()), strict=True)
-        bias_BHNM = None
-        if relative is not None:
-            q_BHNK = jnp.swapaxes(qkv[0], 1, 2)
-            bias_BHNM = relative.logits(q_BHNK * q_BHNK.shape[-1] ** -0.5)
-            bias_BHNM = self.constrain(bias_BHNM, ("batch", "tensor", None, None))
-        out_BNHK = self.forms.attend(
-            *qkv,
-            qkv_biases=biases if late_bias else None,
-            bias_BHNM=bias_BHNM,
-            num_keys=self.num_keys,
-            dropout_rate=self.dropout,
-            dropout_key=self.make_rng("dropout") if train and self.dropout > 0 else None,
-        )
+        known = {"qkv_biases": biases if late_bias else None, "num_keys": self.num_keys}
+        if attend_relative is not None:
+            out_BNHK = attend_relative(*qkv, relative, **known)
+        else:
+            out_BNHK = self.forms.attend(
+                *qkv,
+                bias_BHNM=self._relative_logits(relative, qkv[0]) if needs_logits else None,
+                dropout_rate=self.dropout,
+                dropout_key=self.make_rng("dropout") if train and self.dropout > 0 else None,
+                **known,
+            )
         out_BND = whole(rearrange(out_BNHK, "b n h k -> b n (h k)"))
         return Dense(width, dtype=self.dtype, add_bias=self.forms.add_bias, name="out")(out_BND)
+
+    @nn.nowrap
+    def _relative_logits(self, relative, q_BNHK):
+        """(B, H, N, M), M keys that count; 0 for the queries of padding."""
+        q_BHNK = jnp.swapaxes(q_BNHK[:, : self.num_keys], 1, 2)
+        bias_BHNM = relative.logits(q_BHNK * q_BHNK.shape[-1] ** -0.5)
+        padding = q_BNHK.shape[1] - bias_BHNM.shape[2]
+        if padding:
+            bias_BHNM = jnp.pad(bias_BHNM, ((0, 0), (0, 0), (0, padding), (0, 0)))
+        return self.constrain(bias_BHNM, ("batch", "tensor", None, None))
 
 
 class Mlp(nn.Module):

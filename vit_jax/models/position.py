@@ -47,12 +47,17 @@ class Relative:
     from_patches: jax.Array | None = None
     prefix: jax.Array | None = None
 
+    @property
+    def num_patches(self) -> int:
+        """S."""
+        return (self.offsets.shape[0] + 1) // 2
+
     def logits(self, q_BHNK):
         """The term added to the attention logits, in the dtype of the queries.
 
         Shapes: (B, H, N, K) -> (B, H, N, N); the queries must already be divided by sqrt(K).
         """
-        num_patches = (self.offsets.shape[0] + 1) // 2
+        num_patches = self.num_patches
         num_prefix = q_BHNK.shape[2] - num_patches
         tables = jax.tree.map(lambda table: table.astype(q_BHNK.dtype), self)
         q_BHPK, q_BHSK = q_BHNK[:, :, :num_prefix], q_BHNK[:, :, num_prefix:]

@@ -64,6 +64,9 @@ def performer_attention(q_BNK, k_BNK, v_BNK, features_MK):
         phi(q) (phi(k)^T v) / (phi(q) sum_n phi(k_n) + 1e-8)
         phi(x) = exp(W x - |x|^2 / 2) / sqrt(M)
 
+    W x is computed in full float32 on every device, because phi is its exponential: TPUs and GPUs
+    round the factors of a product by default.
+
     Shapes: three of (B, N, K), W (M, K) -> (B, N, K).
     Source: Choromanski et al. 2020 (arXiv:2009.14794), section 2.2.
     """
@@ -71,7 +74,7 @@ def performer_attention(q_BNK, k_BNK, v_BNK, features_MK):
 
     def phi(x_BNK):
         squares_BN1 = jnp.square(x_BNK).sum(axis=-1, keepdims=True) / 2
-        projected_BNM = jnp.einsum("bnk,mk->bnm", x_BNK, features_MK)
+        projected_BNM = jnp.einsum("bnk,mk->bnm", x_BNK, features_MK, precision="highest")
         return jnp.exp(projected_BNM - squares_BN1) / math.sqrt(len(features_MK))
 
     q_BNM, k_BNM = phi(q_BNK), phi(k_BNK)
@@ -90,9 +93,11 @@ class TokenMixer(nn.Module):
 
     The values, not the tokens, are added to the output of attention. `kind` is one of
     TOKEN_MODULES. A transformer divides its logits by sqrt(C). A performer's random features (M, K)
-    are in the collection CONSTANTS, drawn once by `init`.
+    are in the collection CONSTANTS, drawn once by `init`. There is no dropout; in the authors' code
+    a performer drops 10 % of its output and of its MLP's in training.
 
-    Shapes: (B, N, C) -> (B, N, K).
+    Shapes: (B, N, C) -> (B, N, K), in `dtype`.
+    Source: the authors' code, see the top of this module; Yuan et al. 2021, section 3.1.
     """
 
     kind: str
@@ -130,6 +135,8 @@ class TokenMixer(nn.Module):
 class TokensToToken(nn.Module):
     """The token module: three soft splits, with a `TokenMixer` after each of the first two.
 
+    `remat` is a key of REMAT_POLICIES, `fields` those of the mixers.
+
     Shapes: (B, H, W, channels) -> (B, H W / 16^2, 9 K).
     """
 
@@ -154,9 +161,9 @@ class T2TViT(ViT):
     """ViT on the tokens of a token module, one for every 16 x 16 pixels.
 
     The fields are those of `ViT`. `token_module` is "performer" or "transformer", `token_width` the
-    width K of its tokens. `remat` also applies to each layer of the token module. `patch_size` is
-    always (16, 16). `pos_embed` may also be "sincos_1d", the default: fixed sinusoids of a token's
-    number.
+    width K of its tokens. Of the options of blocks, only `gelu`, `norm_eps` and `remat` also apply
+    to the layers of the token module; `remat_layers` does not count them. `patch_size` is always
+    (16, 16). `pos_embed` may also be "sincos_1d", the default: fixed sinusoids of a token's number.
 
     The model has constants: `init` returns the collections "params" and "constants", with the
     performer's random features and the sinusoids. They are saved and exported with the parameters,
@@ -197,7 +204,10 @@ class T2TViT(ViT):
         faults = super()._find_faults() + find_unknown(self, {"token_module": TOKEN_MODULES})
         faults += find_not_positive(self, ("token_width",))
         if self.token_width % _FEATURE_RATIO:
-            faults.append(f"token_width={self.token_width}: needs an even number")
+            faults.append(
+                f"token_width={self.token_width}: a performer has half as many random features; "
+                "choose an even number"
+            )
         if self.patch_size != (STRIDE, STRIDE):
             faults.append(f"patch_size={self.patch_size}: a T2T-ViT needs {STRIDE}")
         return faults

@@ -92,6 +92,21 @@ class Collapse(NamedTuple):
     high_entropy: str = ""
 
 
+class Pass(NamedTuple):
+    """Images of one example that pass through Transformer blocks in a step.
+
+    model: a model, or blocks with its fields `width`, `depth`, `num_heads`, `mlp_dim` and `remat`.
+    tokens: number of one image's tokens; None: all that the model has for an image of its size.
+    images: their number.
+    learns: whether gradients flow back through the blocks.
+    """
+
+    model: nn.Module
+    tokens: int | None = None
+    images: int = 1
+    learns: bool = True
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """What is minimised over a batch, and what it needs for that.
@@ -110,6 +125,10 @@ class Objective:
       None: what `model.__call__` takes.
     reconstruct: (params, images (B, H, W, channels), keys (B,)) -> `patches.Reconstruction`, for
       objectives that hide patches; None for others.
+    passes: what passes through Transformer blocks, to plan memory and exchanges, without models
+      that are `frozen`; (): the model sees the image, once.
+    kept_values: number of values, in float32, that the objective itself keeps of one example for
+      the backward pass, such as the logits of its heads; to plan memory.
     needs: keys of a batch that it reads.
     couples_rows: whether the loss of a row depends on other rows, as with centres and contrastive
       pairs; then a batch cannot be computed in microbatches.
@@ -123,6 +142,8 @@ class Objective:
     forward: Callable[[PyTree, jax.Array], Any] | None = None
     learner: Callable[[nn.Module, Params, jax.Array], jax.Array] | None = None
     reconstruct: Callable[[Params, jax.Array, jax.Array], Any] | None = None
+    passes: tuple[Pass, ...] = ()
+    kept_values: int = 0
     needs: tuple[str, ...] = ("image", "label", "mask")
     couples_rows: bool = False
     needs_average: bool = False

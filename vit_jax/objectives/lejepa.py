@@ -27,8 +27,17 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.models.t2t import T2TViT
 from vit_jax.models.vit import ViT
-from vit_jax.objectives.contract import Collapse, Objective, ObjectiveOutput, Setting, State, Term
+from vit_jax.objectives.contract import (
+    Collapse,
+    Objective,
+    ObjectiveOutput,
+    Pass,
+    Setting,
+    State,
+    Term,
+)
 from vit_jax.objectives.other_sizes import check_size
 from vit_jax.objectives.sigreg import draw_directions, sigreg
 from vit_jax.objectives.supervised import LossFn
@@ -126,8 +135,11 @@ def make_lejepa(
         weight=weight, directions=directions, points=points,
         head_width=head_width, embedding_width=embedding_width,
     )  # fmt: skip
-    if not isinstance(model, ViT):
-        raise InputError(f"objective.name='lejepa': a {type(model).__name__} is no ViT; choose one")
+    if not isinstance(model, ViT) or isinstance(model, T2TViT):  # which has constants
+        raise InputError(
+            f"objective.name='lejepa': does not train a {type(model).__name__}; choose a ViT or a "
+            "DeiT"
+        )
     shapes = {name: setting.shapes[name] for name in VIEWS if name in setting.shapes}
     if sum(shape[1] for shape in shapes.values()) == 1:
         raise InputError(
@@ -142,6 +154,8 @@ def make_lejepa(
         own.loss,
         init=own.init,
         learner=own.learner,
+        passes=own.passes(),
+        kept_values=own.count_kept_values(),
         needs=("global_views", "mask"),
         couples_rows=True,
         collapse=Collapse(
@@ -169,6 +183,22 @@ class _LeJepa(NamedTuple):
     directions: int
     points: int
     shapes: Mapping[str, tuple[int, ...]]
+
+    def passes(self) -> tuple[Pass, ...]:
+        """`Objective.passes`: all views."""
+        return tuple(
+            Pass(self.model.clone(image_size=shape[2:4]), images=shape[1])
+            for shape in self.shapes.values()
+        )
+
+    def count_kept_values(self) -> int:
+        """`Objective.kept_values`: of each view, in the head and at the points of SIGReg.
+
+        A hidden layer keeps its output before and after the norm, and after ReLU.
+        """
+        views = sum(shape[1] for shape in self.shapes.values())
+        head = 2 * 3 * self.head.hidden + self.head.width
+        return views * (head + self.points * self.directions)
 
     def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
         x_1D = jnp.zeros((1, self.model.width))

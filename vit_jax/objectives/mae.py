@@ -17,7 +17,7 @@ from vit_jax.models.layers import BlockFields, Encoder, unconstrained
 from vit_jax.models.position import sincos_2d
 from vit_jax.models.vit import ViT, extract_patches
 from vit_jax.objectives import patches
-from vit_jax.objectives.contract import Objective, ObjectiveOutput, State
+from vit_jax.objectives.contract import Objective, ObjectiveOutput, Pass, State
 from vit_jax.objectives.patches import Reconstruction
 from vit_jax.objectives.supervised import LossFn
 from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
@@ -143,12 +143,12 @@ def make_mae(
         decoder_heads,
         decoder_mlp_dim or 4 * decoder_width,
     )
-    mae.count_visible()
     return Objective(
         mae.loss,
         init=mae.init,
         learner=mae.learner,
         reconstruct=mae.reconstruct,
+        passes=mae.passes(),
         needs=("image", "mask"),
         collapse=patches.COLLAPSE,
     )
@@ -190,6 +190,14 @@ class Mae:
             scan=model.scan,
             remat=model.remat,
             **common,
+        )
+
+    def passes(self) -> tuple[Pass, Pass]:
+        """`Objective.passes`: visible patches through the encoder, all through the decoder."""
+        prefix, patches = self.model.num_prefix_tokens, self.model.grid[0] * self.model.grid[1]
+        return (
+            Pass(self.model, prefix + self.count_visible()),
+            Pass(self.decoder, prefix + patches),
         )
 
     def init(self, rng: jax.Array) -> tuple[Params, ModelState]:

@@ -34,6 +34,7 @@ from vit_jax.objectives.contract import (
     Collapse,
     Objective,
     ObjectiveOutput,
+    Pass,
     Setting,
     State,
     Term,
@@ -100,10 +101,13 @@ def make_self_distillation(
     assert isinstance(model, ViT)
     check_views(model, setting, keys)
     distillation = SelfDistillation(model, keys, setting.shapes, setting.durations)
+    has_views = GLOBAL in setting.shapes  # otherwise the experiment refuses the run
     return Objective(
         distillation.loss,
         init=distillation.init,
         learner=distillation.learner,
+        passes=distillation.passes() if has_views else (),
+        kept_values=distillation.count_kept_values() if has_views else 0,
         needs=(GLOBAL, "mask"),
         couples_rows=True,
         needs_average=True,
@@ -155,6 +159,24 @@ class SelfDistillation:
     def hides(self) -> bool:
         """Whether patches are hidden."""
         return self.keys.patch_weight > 0
+
+    def passes(self) -> tuple[Pass, ...]:
+        """`Objective.passes`: all views through the student, the global ones through teachers."""
+        student = Pass(self.model, images=self.shapes[GLOBAL][1])
+        found = [student] + (2 if self.keys.gram_weight else 1) * [student._replace(learns=False)]
+        if LOCAL in self.shapes:
+            _, number, *size, _ = self.shapes[LOCAL]
+            found.append(Pass(self.model.clone(image_size=tuple(size)), images=number))
+        return tuple(found)
+
+    def count_kept_values(self) -> int:
+        """`Objective.kept_values`: logits, their softmax, and the teacher's probabilities."""
+        num_global, num_local = (self.shapes.get(key, (0, 0))[1] for key in (GLOBAL, LOCAL))
+        rows = 2 * (num_global + num_local) + num_global
+        if self.hides:
+            drawn = jax.eval_shape(lambda: self._draw_hidden(jax.random.key(0), 1, num_global))
+            rows += 3 * drawn.which.size
+        return rows * self.keys.num_prototypes
 
     def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
         """The heads and the mask token (1, 1, D); the centres and the Gram teacher."""

@@ -1,8 +1,8 @@
 """Plans of a run's memory, communication, time and cost on hardware you do not have.
 
 For TPUs, the real training step is compiled ahead of time on the CPU; memory, collectives and
-cycles come from the compiler. For GPUs, and for TPUs if libtpu is not installed, they are
-calculated. Time and cost are estimated from them.
+cycles come from the compiler. For GPUs, and for TPUs if libtpu is not installed or not wanted, they
+are calculated. Time and cost are estimated from them.
 """
 
 import hashlib
@@ -59,6 +59,7 @@ def cache_file(config: ConfigDict, target: Target) -> pathlib.Path:
         stored_config.to_json(config),
         target.slice.name,
         target.num_slices,
+        *([] if target.may_compile else ["calculated"]),
         software() | digests(config.plugins),
         *[_describe(teacher.model) for teacher in abstract_teachers(config)],
     ]

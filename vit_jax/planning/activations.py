@@ -15,10 +15,13 @@ from vit_jax.models.axial import AxialViT
 from vit_jax.models.bit import BiT
 from vit_jax.models.deit import DeiT
 from vit_jax.models.efficientnet import EfficientNet
+from vit_jax.models.fields import value_of
 from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.resnet import EXPANSION, ROOT_STRIDE
 from vit_jax.models.t2t import SPLITS, T2TViT
 from vit_jax.models.vit import ViT
+from vit_jax.objectives.contract import Objective, Pass
+from vit_jax.objectives.mae import Decoder
 
 
 class Unit(NamedTuple):
@@ -112,11 +115,35 @@ def num_tokens(model: ViT) -> int:
     return math.prod(model.grid) + model.num_prefix_tokens
 
 
-def recomputed_layers(model: ViT) -> int:
+def recomputed_layers(model: ViT | Decoder) -> int:
     """Number of Transformer blocks that the backward pass computes again."""
     if model.remat == "none":
         return 0
-    return model.depth if model.remat_layers is None else model.remat_layers
+    layers = value_of(model, "remat_layers")
+    return model.depth if layers is None else layers
+
+
+def passes_of(model: nn.Module, objective: Objective | None) -> tuple[Pass, ...]:
+    """What passes through Transformer blocks in a step of `objective`; None: of labels."""
+    return (objective.passes if objective is not None else ()) or (Pass(model),)
+
+
+def step_activation_bytes(model: nn.Module, objective: Objective | None) -> int:
+    """Bytes of activations of one example kept for the backward pass, if no axis splits them.
+
+    The sum over the objective's passes through which gradients flow, as in `activation_bytes`, and
+    the values that the objective itself keeps. With remat the full activations of a block are
+    added for one pass only, the largest. What a teacher computes is not kept.
+
+    Raises:
+      InputError: for an unknown family.
+    """
+    learning = [each for each in passes_of(model, objective) if each.learns]
+    found = [(each.images, _kept_and_again(each.model, each.tokens)) for each in learning]
+    kept = sum(images * kept for images, (kept, _) in found)
+    again = max((images * again for images, (_, again) in found), default=0)
+    own = objective.kept_values if objective is not None else 0
+    return kept + again + own * jnp.dtype(jnp.float32).itemsize
 
 
 def activation_bytes(model: nn.Module) -> int:
@@ -140,14 +167,23 @@ def activation_bytes(model: nn.Module) -> int:
       InputError: for an unknown family.
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, for the blocks.
     """
+    return sum(_kept_and_again(model))
+
+
+def _kept_and_again(model: nn.Module, tokens: int | None = None) -> tuple[int, int]:
+    """`activation_bytes`: (what is kept, the full activations of one recomputed block).
+
+    `tokens`: number of the image's tokens; None: those of an image of the model's size.
+    """
     _check_known(model)
     if isinstance(model, BiT):
-        return _resnet_bytes(model)
+        return _resnet_bytes(model), 0
     if isinstance(model, EfficientNet):
-        return _efficientnet_bytes(model)
+        return _efficientnet_bytes(model), 0
     stem = _resnet_bytes(model) if isinstance(model, HybridViT) else 0
     stem += _token_module_bytes(model) if isinstance(model, T2TViT) else 0
-    s, d, f, heads = num_tokens(model), model.width, model.mlp_dim, model.num_heads
+    s = num_tokens(model) if tokens is None else tokens
+    d, f, heads = model.width, model.mlp_dim, model.num_heads
     size = jnp.dtype(model.dtype).itemsize
     block_input = size * s * d
     dense = size * s * (8 * d + 2 * f) + 2 * s * d
@@ -158,7 +194,7 @@ def activation_bytes(model: nn.Module) -> int:
     whole = dense + heads * pairs * (2 * size + 1)
     kept = {"full": block_input, "dots": block_input + products, "none": whole}[model.remat]
     again = recomputed_layers(model)
-    return stem + again * kept + (model.depth - again) * whole + (whole if again else 0)
+    return stem + again * kept + (model.depth - again) * whole, whole if again else 0
 
 
 def _token_module_bytes(model: T2TViT) -> int:
@@ -166,21 +202,25 @@ def _token_module_bytes(model: T2TViT) -> int:
 
     A layer of n tokens, from C channels to K, keeps its input, also normalised, and 9 arrays of K
     channels; a performer also random features of queries and keys in float32, a transformer its
-    n x n weights.
+    n x n weights. With remat "full" it keeps only its input; with "dots" also the outputs of its 6
+    dense layers. With both, the largest layer's full activations are added.
     """
     size, k = jnp.dtype(model.dtype).itemsize, model.token_width
-    (height, width), channels, inputs, whole = model.image_size, model.channels, [], []
+    (height, width), channels = model.image_size, model.channels
+    inputs, products, whole = [], [], []
     for split in SPLITS:
         height, width = height // split.stride, width // split.stride
         n, channels = height * width, channels * split.size**2
         inputs.append(size * n * channels)
         weights = 4 * n * k if model.token_module == "performer" else size * n**2
         whole.append(2 * inputs[-1] + 9 * size * n * k + weights)
+        products.append(6 * size * n * k)
         channels = k
     *layers, last = inputs
     if model.remat == "none":
         return sum(whole[:-1]) + last
-    return sum(layers) + last + max(whole[:-1])
+    kept = sum(layers) + (sum(products[:-1]) if model.remat == "dots" else 0)
+    return kept + last + max(whole[:-1])
 
 
 def _resnet_bytes(model: BiT | HybridViT) -> int:
@@ -225,11 +265,12 @@ def _efficientnet_bytes(model: EfficientNet) -> int:
 
 
 def tensor_exchanges(
-    model: nn.Module, *, backward: bool = False, again: bool = False
+    model: nn.Module, tokens: int | None = None, *, backward: bool = False, again: bool = False
 ) -> dict[str, tuple[int, int]]:
     """The collectives over `tensor` that one image causes in one pass: {kind: (count, bytes)}.
 
-    With `again`, those of the forward pass that the backward pass computes again.
+    With `again`, those of the forward pass that the backward pass computes again. `tokens`: number
+    of the image's tokens; None: those of an image of the model's size.
 
     A Transformer block is split over heads and hidden units. Its forward pass all-reduces the
     outputs of attention and MLP, its backward pass the gradients of their inputs. A ResNet's unit
@@ -256,18 +297,22 @@ def tensor_exchanges(
         blocks = efficientnet_blocks(model) if model.remat != "none" or not again else []
         reduces = len(blocks)
         reduced = sum(block.input if backward else block.output for block in blocks)
-    if isinstance(model, ViT):
+    if isinstance(model, ViT | Decoder):
         layers = recomputed_layers(model) if again else model.depth
         layers *= 2 if isinstance(model, AxialViT) else 1
+        tokens = num_tokens(model) if tokens is None else tokens
         reduces += 2 * layers
-        reduced += 2 * layers * num_tokens(model) * model.width
+        reduced += 2 * layers * tokens * model.width
     return {"all-reduce": (reduces, reduced * size), "all-gather": (gathers, gathered * size)}
+
+
+_KNOWN = (ViT, DeiT, T2TViT, AxialViT, HybridViT, BiT, EfficientNet, Decoder)
 
 
 def _check_known(model: nn.Module) -> None:
     # Exact types: a subclass of a known family may keep or exchange more.
-    if type(model) not in (ViT, DeiT, T2TViT, AxialViT, HybridViT, BiT, EfficientNet):
+    if type(model) not in _KNOWN:
         raise InputError(
             f"model {type(model).__name__}: the size of its activations cannot be calculated; plan "
-            "it for TPUs with their compiler (pip install -e '.[plan]')"
+            "it for TPUs with their compiler (pip install -e '.[plan]', and no --no_compile)"
         )

@@ -1,4 +1,4 @@
-"""Calculated plans, for GPUs and for TPUs without libtpu.
+"""Calculated plans, for GPUs and for TPUs whose compiler is not installed or not wanted.
 
 XLA's GPU compiler needs a GPU, and does not report whether a program fits into memory.
 """
@@ -24,9 +24,11 @@ from vit_jax.models import find_family
 from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.fields import field_names, has_batch_statistics, value_of
 from vit_jax.models.vit import ViT
+from vit_jax.objectives.contract import Pass
 from vit_jax.planning.activations import (
-    activation_bytes,
+    passes_of,
     recomputed_layers,
+    step_activation_bytes,
     tensor_exchanges,
 )
 from vit_jax.planning.layout import describe, judge, state_bytes
@@ -50,7 +52,7 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     figures = describe(config, target, mesh, experiment, _scanned(config, mesh))
     images, accum_steps = figures["images_per_way"], num_microbatches(config)
     state = state_bytes(experiment)
-    activations = images * activation_bytes(experiment.model)
+    activations = images * step_activation_bytes(experiment.model, experiment.objective)
     return figures | {
         "by": "calculation",
         "compile_s": 0.0,
@@ -85,7 +87,8 @@ def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
     mesh = plan_mesh(config, target, describe_devices(target))
     experiment = planned_experiment(config, mesh)
     images = config.global_batch_size // batch_ways(mesh.shape)
-    activations = images * activation_bytes(experiment.model) // num_microbatches(config)
+    of_image = step_activation_bytes(experiment.model, experiment.objective)
+    activations = images * of_image // num_microbatches(config)
     return _memory(state_bytes(experiment), activations, target)
 
 
@@ -124,11 +127,12 @@ def collective_table(
     statistic, and of its gradient, are all-reduced over the axes that split the batch.
 
     Args:
-      images: number of images per device and step.
+      images: number of examples per device and step.
     """
     exchanges = _Exchanges(shape)
     _add_parameters(exchanges, experiment, accum_steps)
-    _add_activations(exchanges, experiment.model, images)
+    for each in passes_of(experiment.model, experiment.objective):
+        _add_activations(exchanges, each, images)
     _add_statistics(exchanges, experiment)
     return exchanges.table(target)
 
@@ -207,18 +211,15 @@ def _is_gathered_again(name: str, model: nn.Module) -> bool:
     )
 
 
-def _add_activations(exchanges: _Exchanges, model: nn.Module, images: int) -> None:
-    """Add the collectives of activations over `tensor`."""
-    passes = (
-        tensor_exchanges(model),
-        tensor_exchanges(model, again=True),
-        tensor_exchanges(model, backward=True),
-    )
-    for kind in passes[0]:
-        count = sum(each[kind][0] for each in passes)
-        number = sum(each[kind][1] for each in passes)
+def _add_activations(exchanges: _Exchanges, own: Pass, examples: int) -> None:
+    """Add the collectives of the activations of a pass over `tensor`."""
+    ways = [{}, {"again": True}, {"backward": True}] if own.learns else [{}]
+    found = [tensor_exchanges(own.model, own.tokens, **way) for way in ways]
+    for kind in found[0]:
+        count = sum(each[kind][0] for each in found)
+        number = sum(each[kind][1] for each in found)
         if count:
-            exchanges.add(kind, "tensor", images * number // count, count)
+            exchanges.add(kind, "tensor", examples * own.images * number // count, count)
 
 
 def _add_statistics(exchanges: _Exchanges, experiment: Experiment) -> None:

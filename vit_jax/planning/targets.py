@@ -29,10 +29,14 @@ logger = logging.getLogger("vit_jax")
 
 
 class Target(NamedTuple):
-    """The hardware that a run is planned for: `num_slices` slices of one kind."""
+    """The hardware that a run is planned for: `num_slices` slices of one kind.
+
+    may_compile: whether to use its compiler, which takes minutes.
+    """
 
     slice: Slice
     num_slices: int = 1
+    may_compile: bool = True
 
     @property
     def chip(self) -> Chip:
@@ -44,15 +48,16 @@ class Target(NamedTuple):
 
     @property
     def is_compiled_for(self) -> bool:
-        """Whether its compiler is installed (libtpu, for TPUs); otherwise plans are calculated."""
-        return not self.chip.is_gpu and importlib.util.find_spec("libtpu") is not None
+        """Whether its compiler is used (libtpu, for TPUs); otherwise plans are calculated."""
+        has_one = not self.chip.is_gpu and importlib.util.find_spec("libtpu") is not None
+        return has_one and self.may_compile
 
 
 def start_planning(target: Target) -> None:
     """Set JAX up to compile on the CPU for other devices; call it before JAX starts its backend."""
     jax.config.update("jax_platforms", "cpu")
     if not target.is_compiled_for:
-        if not target.chip.is_gpu:
+        if not target.chip.is_gpu and target.may_compile:
             logger.warning(
                 "libtpu, which compiles for TPUs, is not installed: memory and collectives are "
                 "calculated, without the compiler's additions; for the compiler's figures: "

@@ -8,10 +8,12 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import flatten
 from vit_jax.data.known import fill_in_sizes, known_sizes
+from vit_jax.data.mixture import parse_mix
 from vit_jax.data.subset import subset_size
 from vit_jax.errors import InputError
 from vit_jax.evaluators.declared import expected_metrics
 from vit_jax.experiment.durations import parse_durations
+from vit_jax.inference.pseudo_labels import parse_unlabelled
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target
@@ -44,7 +46,8 @@ class Planner:
         Raises:
           InputError: the config does not suit the target, or its model cannot be calculated.
         """
-        config = decide(fill_in_sizes(_count_classes(read_fields(config))))
+        config = _count_pseudo(_count_classes(read_fields(config)))
+        config = decide(fill_in_sizes(config))
         flat = flatten(config)
         kept = {k: repr(v) for k, v in flat.items() if not k.startswith(_NOT_OF_STEP)}
         key = json.dumps(kept, sort_keys=True)
@@ -74,6 +77,24 @@ def _count_classes(config: ConfigDict) -> ConfigDict:
     kept = max(round(whole * len(d.classes) / num_classes), 1)
     where = f"{d.name} {d.split}"
     config.data.num_examples = kept if d.subset is None else subset_size(d.subset, kept, where)
+    return config
+
+
+def _count_pseudo(config: ConfigDict) -> ConfigDict:
+    """`config` with `data.num_examples`, if it mixes in pseudo labels that no file holds yet.
+
+    As if every picture of `study.unlabelled` were labelled, or `study.per_class` of each class.
+    """
+    d, study = config.data, config.study
+    if d.num_examples is not None or [part.name for part in parse_mix(d.mix)] != ["pseudo"]:
+        return config
+    num_classes, own = known_sizes(d.name, d.split, num_classes=d.num_classes)
+    if study.per_class is not None:
+        labelled = num_classes * study.per_class
+    else:
+        _, labelled = known_sizes(*parse_unlabelled(config), num_classes=num_classes)
+    config = config.copy_and_resolve_references()
+    config.data.num_examples = own + labelled
     return config
 
 

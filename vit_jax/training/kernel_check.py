@@ -79,7 +79,11 @@ def _measure(model: ViT, mesh: Mesh) -> tuple[Any, Any]:
     num_tokens = _num_tokens(model)
     padded = num_tokens + -num_tokens % model.forms.token_multiple
     plain_forms = Forms(attend=plain_attention)
-    block = EncoderBlock(**model.block_fields(), num_tokens=num_tokens)
+    positions = None
+    if model.pos_embed == "relative":  # they have a kernel of their own
+        assert model.image_size is not None
+        positions = model.positions(model.image_size)
+    block = EncoderBlock(**model.block_fields(), num_tokens=num_tokens, positions=positions)
     block = block.clone(dropout=0.0, attention_dropout=0.0)
     plain, exact = block.clone(forms=plain_forms), block.clone(forms=plain_forms, dtype=jnp.float32)
 

@@ -38,6 +38,11 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 _TOLERANCE = 1e-4  # times the largest logit; an export with a larger difference fails
 _MOST_BYTES = 2**31 - 2**20  # maximum size of a serialised program, whose lengths have 31 bits
 _IMAGES = 2
+_FORMATS_OF = {  # formats of one file, by its suffix; any other name is a folder's
+    ".npz": ("npz", "npz_v2"),
+    ".safetensors": ("timm", "t2t"),
+    ".stablehlo": (STABLEHLO,),
+}
 
 Logits = Callable[[np.ndarray], Any]
 
@@ -174,13 +179,30 @@ def _copy(root: epath.Path, target: epath.Path, names: list[str], output: epath.
         raise
 
 
+def _check_suffix(output: epath.Path, format: str) -> None:
+    """Raise InputError if `output` is not called like a file, or a folder, of `format`."""
+    owners = _FORMATS_OF.get(output.suffix, ())
+    if format in owners:
+        return
+    stem = output.with_suffix("") if owners else output
+    needed = ".stablehlo" if format == STABLEHLO else ".npz" if format.startswith("npz") else ""
+    if needed:
+        example = output / f"model{needed}" if output.is_dir() else f"{stem}{needed}"
+        raise InputError(
+            f"--output={output}: the name must end in {needed}, e.g. --output={example}"
+        )
+    if owners:
+        formats = " or ".join(f"--format={owner}" for owner in owners)
+        raise InputError(
+            f"--output={output}: --format={format} writes a folder, not a {output.suffix} file; "
+            f"give --output={stem}, or {formats}"
+        )
+
+
 def _check_output(output: epath.Path, format: str) -> None:
-    if format.startswith("npz") and output.suffix != ".npz":
-        raise InputError(f"--output={output}: the name must end in .npz")
-    if format == STABLEHLO and output.suffix != ".stablehlo":
-        raise InputError(f"--output={output}: the name must end in .stablehlo")
+    _check_suffix(output, format)
     taken = [output]
-    if output.suffix in (".npz", ".safetensors", ".stablehlo"):  # has companion files
+    if output.suffix in _FORMATS_OF:  # has companion files
         taken += [output.with_suffix(suffix) for suffix in (".json", ".md", ".receipt.json")]
     for path in taken:
         if path.exists():

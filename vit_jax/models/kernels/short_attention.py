@@ -33,8 +33,8 @@ SUBLANES = 8  # rows of a vector register of float32
 # Scores that one program of a kernel computes, N x N a head: its code is as long.
 MOST_SCORES = 32 * 264 * 264
 
-_LOG2_E = 1.4426950408889634
-_MASKED = -1e30  # a score whose weight is 0
+LOG2_E = 1.4426950408889634
+MASKED = -1e30  # a score whose weight is 0
 # Heads by which the scores are ahead of the softmax, by the bundles of the compiled kernels.
 _FORWARD_AHEAD, _BACKWARD_AHEAD = 3, 2
 _COMPILER_PARAMS = pltpu.CompilerParams(
@@ -139,15 +139,15 @@ class Layout(NamedTuple):
     biases: pl.BlockSpec
 
     @classmethod
-    def of(cls, x_BNW, sizes: Sizes) -> "Layout":
-        """That of arrays like `x_BNW`."""
+    def of(cls, x_BNW, sizes: Sizes, most_scores: int | None = None) -> "Layout":
+        """That of arrays like `x_BNW`; None: MOST_SCORES."""
         B, N, W = x_BNW.shape
         size = W // sizes.num_heads
         in_group = math.lcm(size, LANES) // size  # heads that fill whole tiles of lanes
         in_group = sizes.num_heads if sizes.num_heads % in_group else in_group
         groups = sizes.num_heads // in_group
         lanes = in_group * size
-        most = max(MOST_SCORES // (in_group * N * N), 1)
+        most = max((most_scores or MOST_SCORES) // (in_group * N * N), 1)
         at_once = max(n for n in range(1, min(most, groups) + 1) if groups % n == 0)
         heads = [
             _Head(slice(start, start + lanes), slice(i * size, (i + 1) * size), i == in_group - 1)
@@ -162,7 +162,7 @@ class Layout(NamedTuple):
         )
 
 
-def _ahead(heads: Sequence[_Head], start: Callable[[_Head], Any], number: int) -> Iterator:
+def ahead(heads: Sequence[_Head], start: Callable[[_Head], Any], number: int) -> Iterator:
     """(head, start(head)) of each head, started so many heads ahead.
 
     The compiler keeps the order of the program: the matrix units work on the next heads' scores
@@ -176,7 +176,7 @@ def _ahead(heads: Sequence[_Head], start: Callable[[_Head], Any], number: int) -
         yield head, begun
 
 
-def _transposed(*refs) -> Callable[[int, _Head], jax.Array]:
+def transposed(*refs) -> Callable[[int, _Head], jax.Array]:
     """head_of(i, head): the rows of a head in the i-th of `refs`; each group is transposed once."""
     groups: dict[tuple[int, int], jax.Array] = {}
 
@@ -191,33 +191,33 @@ def _transposed(*refs) -> Callable[[int, _Head], jax.Array]:
 
 def _scores(q_KN, k_KM, num_keys: int):
     """log2(e) k q^T / sqrt(K), -1e30 for padding: (M, N), float32."""
-    s_MN = _product(k_KM, q_KN, (0, 0)) * (_LOG2_E / math.sqrt(q_KN.shape[0]))
+    s_MN = product(k_KM, q_KN, (0, 0)) * (LOG2_E / math.sqrt(q_KN.shape[0]))
     whole = num_keys // SUBLANES * SUBLANES  # only the last rows hold padding
     if num_keys == s_MN.shape[0]:
         return s_MN
     last_MN = s_MN[whole:]
     row_MN = lax.broadcasted_iota(jnp.int32, last_MN.shape, 0)
-    last_MN = jnp.where(row_MN < num_keys - whole, last_MN, _MASKED)
+    last_MN = jnp.where(row_MN < num_keys - whole, last_MN, MASKED)
     return jnp.concatenate([s_MN[:whole], last_MN]) if whole else last_MN
 
 
-def _product(a, b, contracted: tuple[int, int]):
+def product(a, b, contracted: tuple[int, int]):
     """The matrix product over one axis of each, in float32."""
     of_a, of_b = contracted
     return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _forward_kernel(q_ref, k_ref, v_ref, out_ref, *, heads: Sequence[_Head], num_keys: int):
-    head_of = _transposed(q_ref, k_ref, v_ref)
+    head_of = transposed(q_ref, k_ref, v_ref)
 
     def start(head):
         return _scores(head_of(0, head), head_of(1, head), num_keys)
 
     group = []
-    for head, s_MN in _ahead(heads, start, _FORWARD_AHEAD):
+    for head, s_MN in ahead(heads, start, _FORWARD_AHEAD):
         e_MN = jnp.exp2(s_MN - s_MN.max(0, keepdims=True))
         r_1N = 1.0 / e_MN.sum(0, keepdims=True)
-        group.append(_product(head_of(2, head), e_MN.astype(v_ref.dtype), (1, 0)) * r_1N)
+        group.append(product(head_of(2, head), e_MN.astype(v_ref.dtype), (1, 0)) * r_1N)
         if head.is_last:
             out_ref[:, head.lanes] = jnp.concatenate(group).T.astype(out_ref.dtype)
             group = []
@@ -227,24 +227,24 @@ def _backward_kernel(
     q_ref, k_ref, v_ref, g_ref, dq_ref, dk_ref, dv_ref, biases_ref,
     *, heads: Sequence[_Head], num_keys: int,
 ):  # fmt: skip
-    head_of = _transposed(q_ref, k_ref, v_ref, g_ref)
+    head_of = transposed(q_ref, k_ref, v_ref, g_ref)
     dtype = q_ref.dtype
 
     def start(head):
         s_MN = _scores(head_of(0, head), head_of(1, head), num_keys)
-        return s_MN, _product(head_of(2, head), head_of(3, head), (0, 0))
+        return s_MN, product(head_of(2, head), head_of(3, head), (0, 0))
 
     group: tuple[list, ...] = ([], [], [])
-    for head, (s_MN, dp_MN) in _ahead(heads, start, _BACKWARD_AHEAD):
+    for head, (s_MN, dp_MN) in ahead(heads, start, _BACKWARD_AHEAD):
         e_MN = jnp.exp2(s_MN - s_MN.max(0, keepdims=True))
         r_1N = 1.0 / e_MN.sum(0, keepdims=True)
         mean_1N = (e_MN * dp_MN).sum(0, keepdims=True) * r_1N
         p_MN = e_MN * r_1N
         ds_MN = (p_MN * (dp_MN - mean_1N)).astype(dtype)
         scale = 1 / math.sqrt(head.rows.stop - head.rows.start)
-        group[0].append(_product(head_of(1, head), ds_MN, (1, 0)) * scale)
-        group[1].append(_product(head_of(0, head), ds_MN, (1, 1)) * scale)
-        group[2].append(_product(head_of(3, head), p_MN.astype(dtype), (1, 1)))
+        group[0].append(product(head_of(1, head), ds_MN, (1, 0)) * scale)
+        group[1].append(product(head_of(0, head), ds_MN, (1, 1)) * scale)
+        group[2].append(product(head_of(3, head), p_MN.astype(dtype), (1, 1)))
         if head.is_last:
             for i, ref in enumerate((dq_ref, dk_ref, dv_ref)):
                 grad_NL = jnp.concatenate(group[i]).T
