@@ -17,7 +17,7 @@ Published, ImageNet-1k top-1 with frozen features: 74.5 % by 20 nearest neighbou
 linear classifier.
 """
 
-from vit_jax.config import base_config, knn, rank, refuse_words, split_words
+from vit_jax.config import base_config, knn, patch_features, rank, refuse_words, split_words
 from vit_jax.recipes import view_ops
 
 WORDS = {
@@ -60,6 +60,7 @@ def use_imagenet(c):
     splits = {"train_split": "train", "test_split": "validation"}
     c.evals.near = knn(**splits, every="100 epochs", ops=ops, num_neighbours=(20,))
     c.evals.rank = rank(split="train", every="10 epochs", ops=ops)
+    c.evals.pictures = patch_features(split="validation", every="10 epochs", ops=ops)
 
 
 def use_cifar10(c):
@@ -82,6 +83,7 @@ def use_cifar10(c):
     how = {"every": "300 steps", "ops": "decode", "batch_size": 500}
     c.evals.near = knn(**splits, **how, num_neighbours=(20,))
     c.evals.rank = rank(split="train", **how, num_images=2000)
+    c.evals.pictures = patch_features(split="test", **how)
 
 
 def make_small(c):
@@ -98,5 +100,6 @@ def make_small(c):
     c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "5 steps"
     c.checkpoint.every, c.log.every = "10 steps", "5 steps"
     c.evals.near.train_split, c.evals.near.test_split = "train", "test"
+    c.evals.pictures.split = "test"
     for entry in c.evals.values():
         entry.every, entry.ops, entry.batch_size = "10 steps", "", 256

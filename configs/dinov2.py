@@ -22,7 +22,7 @@ Published, ImageNet-1k top-1 with frozen features: 81.6 % by nearest neighbours,
 classifier.
 """
 
-from vit_jax.config import base_config, knn, rank, refuse_words, split_words
+from vit_jax.config import base_config, knn, patch_features, rank, refuse_words, split_words
 from vit_jax.recipes import view_ops
 
 WORDS = {
@@ -65,6 +65,7 @@ def get_config(arg=""):
     splits = {"train_split": "train", "test_split": "validation"}
     c.evals.near = knn(**splits, every="12500 steps", ops=ops, num_neighbours=(20,))
     c.evals.rank = rank(split="train", every="12500 steps", ops=ops)
+    c.evals.pictures = patch_features(split="validation", every="12500 steps", ops=ops)
     if "debug" in chosen:
         make_small(c)
     return c
@@ -83,5 +84,6 @@ def make_small(c):
     c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "5 steps"
     c.checkpoint.every, c.log.every = "10 steps", "5 steps"
     c.evals.near.train_split, c.evals.near.test_split = "train", "test"
+    c.evals.pictures.split = "test"
     for entry in c.evals.values():
         entry.every, entry.ops, entry.batch_size = "10 steps", "", 256

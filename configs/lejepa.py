@@ -13,7 +13,15 @@ weight decay 0.05, a warm-up and a cosine, 2 global views of 30 % to 100 % and l
 of vit_jax/objectives/lejepa.py lists what the objective assumes.
 """
 
-from vit_jax.config import base_config, knn, linear_probe, rank, refuse_words, split_words
+from vit_jax.config import (
+    base_config,
+    knn,
+    linear_probe,
+    patch_features,
+    rank,
+    refuse_words,
+    split_words,
+)
 
 WORDS = {
     "cifar10": "a small ViT on CIFAR-10",
@@ -58,6 +66,7 @@ def use_imagenet(c):
     c.evals.near = knn(**splits, every="10 epochs", ops=ops, num_neighbours=(20,))
     c.evals.probe = linear_probe(**splits, every="100 epochs", ops=ops, l2=(0.001, 0.01, 0.1))
     c.evals.rank = rank(split="train", every="10 epochs", ops=ops)
+    c.evals.pictures = patch_features(split="validation", every="10 epochs", ops=ops)
 
 
 def use_cifar10(c):
@@ -78,6 +87,7 @@ def use_cifar10(c):
     c.evals.near = knn(**splits, **how, num_neighbours=(20,))
     c.evals.probe = linear_probe(**splits, **how, l2=(0.01,))
     c.evals.rank = rank(split="train", **how, num_images=2000)
+    c.evals.pictures = patch_features(split="test", **how)
 
 
 def use_digits(c):
@@ -93,8 +103,9 @@ def use_digits(c):
     c.checkpoint.every, c.log.every = "600 steps", "10 steps"
     for entry in c.evals.values():
         entry.every, entry.ops, entry.batch_size = "50 steps", "resize", 256
-        if entry.type != "rank":
+        if entry.type in ("knn", "linear_probe"):
             entry.train_split, entry.test_split = "train", "test"
+    c.evals.pictures.split = "test"
     c.evals.probe.every, c.evals.probe.l2 = "600 steps", (0.01,)
 
 

@@ -18,7 +18,7 @@ take the teacher, the running average.
 
 import difflib
 
-from vit_jax.config import base_config, knn, rank, refuse_words, split_words
+from vit_jax.config import base_config, knn, patch_features, rank, refuse_words, split_words
 from vit_jax.errors import InputError
 from vit_jax.models import create_model, token_stride
 from vit_jax.recipes import make_tiny, view_ops
@@ -64,6 +64,7 @@ def get_config(arg=""):
     c.checkpoint.every, c.log.every = "500 steps", "10 steps"
     ops = "decode|resize_small(crop=0.875, antialias=True)|central_crop"
     c.evals.rank = rank(split="train", every="500 steps", ops=ops, num_images=2000)
+    c.evals.pictures = patch_features(split="train", every="500 steps", ops=ops)
     if "folder" in chosen:
         splits = {"train_split": "train", "test_split": "val"}
         c.evals.near = knn(**splits, every="500 steps", ops=ops, num_neighbours=(20,))
@@ -87,5 +88,5 @@ def make_small(c):
         entry.every = "10 steps"
         if entry.type == "rank":
             entry.num_images = 100
-        else:
+        elif entry.type == "knn":
             entry.num_neighbours = (2,)

@@ -195,6 +195,12 @@ MUTATIONS = [
       "optax.scale_by_adam(_rate(b2, momentum_dtype), b1,",
       "experiment/test_optimizers.py::test_equation"),
     # evaluators
+    M("vit_jax/evaluators/patch_features.py", "part[2] > 0", "part[2] >= 0",
+      "evaluators/test_patch_features.py"
+      "::test_pictures_show_each_readable_image_beside_its_features_once_a_step"),
+    M("vit_jax/evaluators/patch_features.py", "component - component.min()", "component",
+      "evaluators/test_patch_features.py"
+      "::test_colours_are_the_components_from_least_to_most"),
     M("vit_jax/evaluators/reconstruction.py", 'found.loss_B * batch["mask"]', "found.loss_B * 1",
       "objectives/test_hidden_patches.py"
       "::test_a_reconstruction_is_measured_by_image_and_drawn_once_a_step"),

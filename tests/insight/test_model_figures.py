@@ -10,6 +10,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from vit_jax import create_model, predict, read_pretrained
+from vit_jax.evaluators.features import principal_components
 from vit_jax.insight import attention_maps as maps
 from vit_jax.insight import draw, measured, model_figures, parameters
 from vit_jax.insight.similarity import alignment, gram_matrix
@@ -80,7 +81,7 @@ def test_components_of_filters_of_a_known_basis():
     basis = np.linalg.qr(RNG.normal(size=(12, 12)))[0][:, :3].T
     basis *= np.sign(np.take_along_axis(basis, np.abs(basis).argmax(1)[:, None], axis=1))
     weights = np.array([[5, 0, 0], [-5, 0, 0], [0, 3, 0], [0, -3, 0], [0, 0, 1], [0, 0, -1]])
-    components, shares = parameters.principal_components(weights @ basis + 7.0, 28)
+    components, shares = principal_components(weights @ basis + 7.0, 28)
     np.testing.assert_allclose(components, basis, atol=1e-8)
     np.testing.assert_allclose(shares, np.array([25, 9, 1]) / 35)
     # As filters of a model: a filter is a column of the embedding, (row, column, channel).

@@ -55,6 +55,7 @@ EVALUATORS: dict[str, Evaluator | str] = {
     "multilabel": "vit_jax.evaluators.multilabel",
     "rank": "vit_jax.evaluators.rank",
     "reconstruction": "vit_jax.evaluators.reconstruction",
+    "patch_features": "vit_jax.evaluators.patch_features",
 }
 
 OPTIONAL_KEYS = {"batch_size": int, "data_name": str, "data_dir": str, "classes": tuple}

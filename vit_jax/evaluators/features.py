@@ -79,6 +79,23 @@ def fit_whitening(x_ND: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
     return whiten
 
 
+def principal_components(rows: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first principal components of `rows` and their shares of the variance.
+
+    Shapes: (n, d), number -> (k, d), (k,); k is `number`, or fewer where the rows span fewer
+    directions. Each component has length 1; its value of largest magnitude is positive.
+    """
+    centred = np.asarray(rows, np.float64)
+    centred = centred - centred.mean(axis=0, keepdims=True)
+    _, sizes, components = np.linalg.svd(centred, full_matrices=False)
+    variance = np.square(sizes)
+    spanned = int((sizes > sizes[0] * max(rows.shape) * np.finfo(np.float32).eps).sum())
+    kept = slice(0, min(number, spanned))
+    components = components[kept]
+    peaks = np.take_along_axis(components, np.abs(components).argmax(1, keepdims=True), axis=1)
+    return components * np.sign(peaks), variance[kept] / max(variance.sum(), 1e-30)
+
+
 def need_images(number: int, split_key: str) -> None:
     """Raise NothingToMeasureError if `number`, the count of usable images of a split, is 0."""
     if number == 0:

@@ -3,7 +3,6 @@
 Axes: B images of a batch, K pictures, H height, W width, C channels.
 """
 
-import io
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
@@ -13,17 +12,16 @@ from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
-from PIL import Image
 
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.data.device_ops import per_channel, to_value_range
-from vit_jax.errors import InputError, collect_faults
+from vit_jax.errors import InputError
 from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.evaluators.inputs import EvalInputs
+from vit_jax.evaluators.picture_table import check_num_pictures, write_picture
 from vit_jax.experiment.state import TrainState
-from vit_jax.files import write_whole
 from vit_jax.objectives import make_objective
 from vit_jax.objectives.contract import Setting
 from vit_jax.objectives.patches import Reconstruction, as_pixels
@@ -31,7 +29,6 @@ from vit_jax.objectives.supervised import make_loss
 from vit_jax.tree import Batch, Params
 
 FOLDER = "reconstructions"  # in the workdir
-_SMALLEST_SIDE, _GAP = 96, 4  # pixels of the picture; small images are enlarged
 
 _METRICS: dict[str, Better] = {"loss": "lower", "num_examples": "neither"}
 
@@ -102,30 +99,7 @@ class ReconstructionLoss:
     def _write(self, step: int, images_K3HWC: np.ndarray) -> None:
         if jax.process_index() == 0:
             assert self._file_of is not None
-            path, content = self._file_of(step), io.BytesIO()
-            as_picture(images_K3HWC).save(content, "png")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, content.getvalue())
-
-
-def as_picture(images_K3HWC: np.ndarray) -> Image.Image:
-    """The images as a table with K rows of three, with white lines between them."""
-    rows, columns, height, width, channels = images_K3HWC.shape
-    scale = max(1, -(-_SMALLEST_SIDE // min(height, width)))
-    cell = np.array([height, width]) * scale + _GAP
-    table = np.full((rows * cell[0] + _GAP, columns * cell[1] + _GAP, channels), 255, np.uint8)
-    for row in range(rows):
-        for column in range(columns):
-            large = images_K3HWC[row, column].repeat(scale, axis=0).repeat(scale, axis=1)
-            top, left = row * cell[0] + _GAP, column * cell[1] + _GAP
-            table[top : top + large.shape[0], left : left + large.shape[1]] = large
-    return Image.fromarray(table if channels in (3, 4) else table[:, :, 0])
-
-
-def check_num_pictures(num_pictures: int) -> None:
-    """Raise InputError, naming the key, if it is negative."""
-    if num_pictures < 0:
-        collect_faults([f"num_pictures={num_pictures}: must be at least 0, which draws none"])
+            write_picture(self._file_of(step), images_K3HWC)
 
 
 def reconstruction(

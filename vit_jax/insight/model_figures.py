@@ -17,6 +17,7 @@ from etils import epath
 from vit_jax import files
 from vit_jax.data import Source
 from vit_jax.errors import InputError
+from vit_jax.evaluators.features import principal_components
 from vit_jax.inference import layers
 from vit_jax.insight import draw, parameters
 from vit_jax.insight.attention_maps import name_of_shares, patch_distances
@@ -58,7 +59,7 @@ def _filters(subject: Subject) -> Files | str:
     if isinstance(found, str):
         return found
     rows = found.reshape(len(found), -1)
-    components, shares = parameters.principal_components(rows, parameters.MAX_COMPONENTS)
+    components, shares = principal_components(rows, parameters.MAX_COMPONENTS)
     if not len(components):
         return "all its filters are the same"
     components = components.reshape(-1, *found.shape[1:])
@@ -123,7 +124,7 @@ def _heads(subject: Subject) -> Files | str:
 def _features(subject: Subject) -> Files | str:
     seen = subject.measured
     rows = seen.features.reshape(-1, seen.features.shape[-1])
-    components, shares = parameters.principal_components(rows, 3)
+    components, shares = principal_components(rows, 3)
     if len(components) < 3:
         return f"its {len(rows)} patches span fewer than three directions; give more pictures"
     projected = (rows - rows.mean(axis=0, keepdims=True)) @ components.T

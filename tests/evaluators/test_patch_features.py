@@ -1,0 +1,57 @@
+"""Colours of patch features whose components are known, and the pictures that are written."""
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit_jax.evaluators.patch_features import PatchFeatures, as_colours
+from vit_jax.experiment.state import TrainState
+
+AXES = np.eye(5, dtype=np.float32)
+
+
+def test_colours_are_the_components_from_least_to_most():
+    steps = np.arange(12, dtype=np.float32).reshape(1, 3, 4, 1)  # features on one line
+    colours, share = as_colours(7 + steps * AXES[2])
+    assert share == pytest.approx(1)
+    assert colours[0, :, :, 0].ravel().tolist() == np.linspace(0, 255, 12).round().tolist()
+    assert (colours[..., 1:] == 128).all()
+
+    x = np.random.default_rng(0).standard_normal((2, 6, 6, 5)) * [0.1, 4, 2, 1, 0.1]
+    colours, share = as_colours(x)
+    assert 0.9 < share < 1
+    for channel, axis in enumerate((1, 2, 3)):  # by falling variance
+        found = np.corrcoef(colours[..., channel].ravel(), x[..., axis].ravel())[0, 1]
+        assert abs(found) > 0.95, channel
+
+
+def test_pictures_show_each_readable_image_beside_its_features_once_a_step(tmp_path):
+    images = np.random.default_rng(1).integers(0, 256, (4, 8, 8, 1), np.uint8)
+    mask = np.array([1, 0, 1, 1], np.float32)
+
+    def features(state, images):  # patches of 4 x 4: their first pixel, and a constant
+        first = images[:, ::4, ::4, :1]
+        return jax.numpy.concatenate([first, first * 0 + 1], axis=-1)
+
+    evaluator = PatchFeatures(
+        features,
+        lambda: [{"image": images, "mask": mask}],
+        jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+        lambda step: tmp_path / "new" / f"own_{step}.png",
+    )
+    state = TrainState(np.int32(3), {}, {}, {})
+    assert evaluator.run(state) == {"share": pytest.approx(1)}
+    (path,) = (tmp_path / "new").iterdir()
+    pixels = np.asarray(Image.open(path))
+    assert path.name == "own_3.png" and pixels.shape == (3 * 100 + 4, 2 * 100 + 4, 3)
+    shown = pixels[4:100:12, 4:100:12]
+    assert (shown == images[0]).all()  # enlarged by 12, grey as three channels
+    second = pixels[104:200:12, 104:200:12, 0]  # image 1 is broken, so this is image 2
+    values = images[2, ::4, ::4, 0].astype(float)
+    assert np.corrcoef(second[::4, ::4].ravel(), values.ravel())[0, 1] > 0.999
+    assert (second[:4, :4] == second[0, 0]).all()
+
+    path.unlink()
+    evaluator.run(state)  # the same step, such as with the raw weights
+    assert list((tmp_path / "new").iterdir()) == []
