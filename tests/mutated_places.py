@@ -380,7 +380,7 @@ MUTATIONS = [
     M("vit_jax/insight/similarity.py", "grams[:, diagonal, diagonal] = 0\n    sums_LB",
       "sums_LB",
       "insight/test_model_figures.py::test_alignment_ignores_rotation_shift_and_scale"),
-    M("vit_jax/insight/parameters.py", "centred - centred.mean(axis=0, keepdims=True)", "centred",
+    M("vit_jax/evaluators/features.py", "centred - centred.mean(axis=0, keepdims=True)", "centred",
       "insight/test_model_figures.py::test_components_of_filters_of_a_known_basis"),
     M("vit_jax/insight/measured.py", "of_layer[:, :num_prefix], of_layer[:, num_prefix:]",
       "of_layer[:, :num_prefix], of_layer",

@@ -96,7 +96,7 @@ def test_pixels_of_an_image(pictures):
     np.testing.assert_allclose(inner, expected[8:24, 8:24], atol=1e-6)
 
 
-@pytest.mark.parametrize("tokens", ["pooled", "patches"])
+@pytest.mark.parametrize("tokens", [pytest.param("pooled", marks=pytest.mark.slow), "patches"])
 def test_features_of_files(golden, pictures, tmp_path, capsys, tokens):
     source, output = golden / "hf_deit", tmp_path / "features.npz"
     words = [f"--init_from={source}", f"--features={output}", f"--tokens={tokens}", pictures]

@@ -42,7 +42,8 @@ def check_that_others_name(victim, job):
 
 
 # Without process 0, which keeps the store, the others see nothing.
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 0])
 def test_when_one_is_killed_the_others_end_and_name_it(tmp_path, victim):
     with endless(tmp_path, devices=1) as job:
         job.wait_until_said(0, "step 10/")

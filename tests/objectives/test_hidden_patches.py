@@ -74,7 +74,7 @@ def golden_mae(norm_pixels):
     return mae, tree.unflatten_names(params | {f"objective/{k}": v for k, v in decoder.items()})
 
 
-@pytest.mark.parametrize("suffix", ["", "_norm_pix"])
+@pytest.mark.parametrize("suffix", [pytest.param("", marks=pytest.mark.slow), "_norm_pix"])
 def test_published_loss_of_mae(suffix):
     mae, params = golden_mae(bool(suffix))
     order = np.argsort(GOLDEN["noise"], axis=1)
@@ -200,7 +200,8 @@ def test_a_step_on_masked_patches_is_traced_on_a_mesh(caplog):
     assert metrics["loss"].shape == () and not caplog.records
 
 
-@pytest.mark.parametrize("name", ["mae", pytest.param("masked_patches", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mae", "masked_patches"])
 def test_every_mesh_takes_the_same_step(name):
     config = config_of(name)
     batch = {

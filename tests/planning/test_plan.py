@@ -605,6 +605,7 @@ def test_short_times_are_in_seconds(hours, shown):
     assert plan_command._span(hours, ".3g", "hours", "s") == shown
 
 
+@pytest.mark.slow
 def test_a_teacher_needs_memory_and_work():
     target = Target(find_slice("H100:1"), 1)
     config = tiny_config()

@@ -91,6 +91,7 @@ def test_killed_at_any_moment_the_run_ends_bit_identical(uninterrupted, tmp_path
     assert_same_run(tmp_path, uninterrupted)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_75(tmp_path):
     """The run goes on from there as from `stopped:20`, on two processes in test_processes."""
     os.mkfifo(tmp_path / "output")

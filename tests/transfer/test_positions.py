@@ -115,7 +115,7 @@ def test_other_kinds_do_not_fit():
 @pytest.mark.parametrize(
     ("kind", "place"),
     [
-        ("learned_1d", "layers"),
+        pytest.param("learned_1d", "layers", marks=pytest.mark.slow),
         pytest.param("learned_2d", "layers_shared", marks=pytest.mark.slow),
         ("relative", None),
     ],
