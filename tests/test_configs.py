@@ -160,7 +160,7 @@ def test_config_is_valid(name, words):
 
 
 def test_debug_form_of_mae_goes_on_from_its_own_pretraining():
-    """What init_from compares: the model of the run and that of the config."""
+    """Both models have the same values of the fields that `init_from` compares."""
     models = [load("mae", words).model for words in ("debug", "finetune,debug", "linear,debug")]
     for model in models[1:]:
         changed = {key for key in model if model[key] != models[0][key]}

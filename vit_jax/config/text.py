@@ -140,7 +140,7 @@ def suggest_key(key: str, known: Sequence[str]) -> str:
     """The hint for an unknown `key`: `known` keys whose last component matches, else the nearest.
 
     `peak_lr` and `lr` suggest `optimizer.peak_lr`, whatever section they were written in;
-    `batch_size` suggests `global_batch_size`, which is in no section, not that of an evaluator.
+    `batch_size` suggests the top-level key `global_batch_size`, not the key of an evaluator.
     """
     leaf = key.rpartition(".")[2]
     by_leaf: dict[str, list[str]] = {}

@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
-from vit_jax.errors import InputError, collect_faults
+from vit_jax.errors import InputError
 from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import need_images, principal_components
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
-from vit_jax.evaluators.picture_table import write_picture
+from vit_jax.evaluators.picture_table import check_num_pictures, write_picture
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.watched import as_map
 from vit_jax.tree import Batch
@@ -107,12 +107,6 @@ def _beside(images_KHWC: np.ndarray, colours_KRSC: np.ndarray) -> np.ndarray:
     return np.stack([images, colours_KRSC[:, rows][:, :, columns]], axis=1)
 
 
-def check_num_pictures(num_pictures: int) -> None:
-    """Raise InputError, naming the key, if there is nothing to draw."""
-    if num_pictures < 1:
-        collect_faults([f"num_pictures={num_pictures}: must be at least 1"])
-
-
 def patch_features(
     *,
     split: str,
@@ -163,7 +157,7 @@ def make_patch_features(inputs: EvalInputs) -> PatchFeatures:
 EVALUATOR = Evaluator(
     patch_features,
     make_patch_features,
-    check=lambda entry: check_num_pictures(entry.num_pictures),
+    check=lambda entry: check_num_pictures(entry.num_pictures, least=1),
     learns_classes=True,
     output="features",
     multi_label=None,

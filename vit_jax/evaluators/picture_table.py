@@ -37,7 +37,8 @@ def write_picture(path: epath.Path, images_KMHWC: np.ndarray) -> None:
     write_whole(path, content.getvalue())
 
 
-def check_num_pictures(num_pictures: int) -> None:
-    """Raise InputError, naming the key, if it is negative."""
-    if num_pictures < 0:
-        collect_faults([f"num_pictures={num_pictures}: must be at least 0, which draws none"])
+def check_num_pictures(num_pictures: int, least: int = 0) -> None:
+    """Raise InputError, naming the key, if it is below `least`, 0 or 1."""
+    if num_pictures < least:
+        needed = "at least 1" if least else "at least 0, which draws none"
+        collect_faults([f"num_pictures={num_pictures}: must be {needed}"])

@@ -132,8 +132,8 @@ def step_activation_bytes(model: nn.Module, objective: Objective | None) -> int:
     """Bytes of activations of one example kept for the backward pass, if no axis splits them.
 
     The sum over the objective's passes through which gradients flow, as in `activation_bytes`, and
-    the values that the objective itself keeps. With remat the full activations of a block are
-    added for one pass only, the largest. What a teacher computes is not kept.
+    the values that the objective itself keeps. Remat recomputes one block at a time, so the full
+    activations of one block are added, those of the largest pass. A teacher keeps no activations.
 
     Raises:
       InputError: for an unknown family.
