@@ -68,7 +68,7 @@ def config_keys() -> str:
     from vit_jax.config import REQUIRED, base_config, flatten
 
     config = base_config()
-    comments = key_comments(ROOT / "vit_jax/config/base.py")
+    comments = key_comments(ROOT / "vit_jax/config/keys.py")
     order = {key: place for place, key in enumerate(comments)}
     keys = sorted(flatten(config).items(), key=lambda item: order.get(item[0], len(order)))
     sections: dict[str, list[tuple[str, ...]]] = {}
