@@ -281,6 +281,10 @@ MUTATIONS = [
     M("vit_jax/devices/sharding.py", 'if mesh.shape["data"] > 1 and', "if False and",
       "devices/test_sharding.py::"
       "test_no_two_devices_keep_the_same_moments_though_both_have_the_parameter"),
+    M("vit_jax/devices/sharding.py", 'sharding if "fsdp" in sharding.spec else None', "sharding",
+      "devices/test_sharding.py::test_on_tpus_gradients_are_sharded_like_their_parameters"),
+    M("vit_jax/experiment/gradients.py", "params = _constrain(params, shardings)", "pass",
+      "devices/test_sharding.py::test_gradients_can_be_given_a_sharding"),
     M("vit_jax/devices/flops.py", 'params["length"] * sum(inner)', "sum(inner)",
       "devices/test_flops.py::test_inside_of"),
     M("vit_jax/devices/flops.py", ' // math.prod(params["lhs_dilation"])', "",

@@ -4,6 +4,7 @@ import functools
 import logging
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,19 @@ from vit_jax import tree
 from vit_jax.config import base_config
 from vit_jax.devices import sharding
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
-from vit_jax.devices.sharding import bytes_per_device, constrain, state_shardings
+from vit_jax.devices.sharding import (
+    bytes_per_device,
+    constrain,
+    gradient_shardings,
+    state_shardings,
+)
 from vit_jax.experiment.experiment import make_experiment
+from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.optimizers import OPTIMIZERS, make_optimizer
-from vit_jax.experiment.state import init_state
+from vit_jax.experiment.state import TrainState, init_state
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS
+from vit_jax.objectives.contract import ObjectiveOutput
 
 pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 
@@ -242,6 +250,39 @@ def test_a_step_moves_weights_between_devices_and_no_activations(layout, scan):
     activation = 4 * 256 * 256 * 32  # of width 32, of the whole batch
     assert activation / 8 > 6 * params  # a device's share
     assert params / 2 < collective_bytes(step.as_text()) < 3 * params
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_gradients_can_be_given_a_sharding(accum_steps):
+    mesh = mesh_of("data 2, fsdp 2, tensor 2")
+    shardings = {"a": NamedSharding(mesh, P(None, "fsdp")), "b": None}
+
+    def loss(params, model_state, batch, rng):
+        outputs = batch["image"] @ params["a"] + params["b"]
+        return ObjectiveOutput(outputs.sum(), batch["mask"].sum(), {}, model_state)
+
+    with jax.set_mesh(mesh):
+        gradients = make_gradients(loss, lambda batch, keys: batch, 0, accum_steps, None, shardings)
+        params = {"a": jnp.ones((4, 8)), "b": jnp.ones((1, 8))}
+        state = TrainState(jnp.zeros((), jnp.int32), params, {}, ())
+        batch = {"image": jnp.ones((8, 4)), "mask": jnp.ones(8)}
+        grads, _ = jax.jit(gradients)(state, batch, None)
+    assert grads["a"].sharding.spec == P(None, "fsdp")
+    np.testing.assert_allclose(grads["a"], 1.0)
+
+
+def test_on_tpus_gradients_are_sharded_like_their_parameters():
+    mesh = mesh_of("data 2, fsdp 2, tensor 2")
+    split, whole = NamedSharding(mesh, P("tensor", "fsdp")), NamedSharding(mesh, P())
+    params = {"kernel": split, "bias": whole}
+
+    def found(platform, data=2, fsdp=2):
+        devices = np.array([types.SimpleNamespace(platform=platform)])
+        shape = {"data": data, "fsdp": fsdp}
+        return gradient_shardings(params, types.SimpleNamespace(devices=devices, shape=shape))
+
+    assert found("tpu") == {"kernel": split, "bias": None}
+    assert found("gpu") is found("tpu", data=1) is found("tpu", fsdp=1) is None
 
 
 @pytest.mark.slow

@@ -90,6 +90,10 @@ def test_22b_on_256_chips(plan):
     figures = plan(*words, batch=1024, data=4, fsdp=64)
     assert 21e9 < figures["num_params"] < 23e9
     assert ("fsdp", "ICI") in gathered_over(figures)
+    reduced = [row for row in figures["collectives"]
+               if row["kind"] in ("reduce-scatter", "all-reduce")]  # fmt: skip
+    # Twice its bfloat16 parameters where whole gradients are all-reduced.
+    assert sum(row["sent_bytes"] for row in reduced) <= 1.03 * 44.4e9
 
 
 def test_what_does_not_fit_says_by_how_much(monkeypatch, tmp_path, capsys):

@@ -126,6 +126,23 @@ def _split_over_data(spec: list, shape: tuple[int, ...], mesh: Mesh) -> list:
     return spec
 
 
+def gradient_shardings(params, mesh: Mesh):
+    """The sharding that the training step gives each gradient; None: the compiler decides.
+
+    Moments that are split over `fsdp` and `data` ask for gradients that are scattered over both.
+    The TPU compiler (libtpu 0.0.52) then all-reduces the whole gradient, and each chip keeps its
+    slice. If gradients are sharded like their parameters, it reduce-scatters them over `fsdp` and
+    all-reduces only the rest over `data`: in a step of ViT-22B/14 (data 4, fsdp 64, v5p:4x8x8) a
+    chip sends 41 instead of 82 GiB. The CUDA compiler scatters over both axes.
+
+    Args:
+      params: the shardings of the parameters.
+    """
+    if mesh.devices.flat[0].platform != "tpu" or min(mesh.shape["data"], mesh.shape["fsdp"]) == 1:
+        return None
+    return jax.tree.map(lambda sharding: sharding if "fsdp" in sharding.spec else None, params)
+
+
 def _axes_left(axes, shape, left: tuple[int, ...], moment: str) -> tuple[str | None, ...]:
     """The `axes` of a parameter of `shape` that remain in its `moment`, of shape `left`."""
     if left == shape:

@@ -28,7 +28,7 @@ from vit_jax.devices.compiler import compiler_options
 from vit_jax.devices.flops import count_flops, program_flops
 from vit_jax.devices.kernels import KERNELS, choose_forms
 from vit_jax.devices.mesh import batch_sharding
-from vit_jax.devices.sharding import constrain, state_shardings
+from vit_jax.devices.sharding import constrain, gradient_shardings, state_shardings
 from vit_jax.errors import Faults, InputError
 from vit_jax.experiment.data_size import RULES
 from vit_jax.experiment.durations import parse_durations, parse_milestones
@@ -214,6 +214,7 @@ def make_experiment(
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(init)
     shardings, batch = state_shardings(shapes, mesh), batch_sharding(mesh)
+    step["grad_shardings"] = gradient_shardings(shardings.params, mesh)
     frozen = _abstract_frozen(objective, mesh)
     inputs = (shardings, batch, *jax.tree.map(lambda x: x.sharding, frozen))
     jit = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
@@ -229,7 +230,9 @@ def make_experiment(
             donate_argnums=0,
         ),
         layer_norms=jit(
-            make_layer_norms(*parts, accum_steps=step["accum_steps"], freeze=step["freeze"]),
+            make_layer_norms(
+                *parts, **{k: step[k] for k in ("accum_steps", "freeze", "grad_shardings")}
+            ),
             in_shardings=inputs,
         ),
         abstract_state=_with_sharding(shapes, shardings),

@@ -38,8 +38,12 @@ def make_gradients(
     seed: int,
     accum_steps: int,
     freeze: str | None,
+    shardings: PyTree = None,
 ) -> Gradients:
     """Make gradients(state, batch, frozen) -> (gradients of the loss, the objective's sums).
+
+    `shardings`: of each gradient, in a tree like the parameters; None, also as a leaf: the compiler
+    decides. `sharding.gradient_shardings` makes it.
 
     Raises:
       InputError: the objective couples rows, and there are microbatches.
@@ -53,6 +57,8 @@ def make_gradients(
         )
 
     def sums_of(params, state, batch, frozen, key):
+        if shardings is not None:
+            params = _constrain(params, shardings)
         if freeze is not None:
             params = _stop_gradients(params, freeze)
         return loss_of_batch(params, state, batch, frozen, key)
@@ -156,6 +162,15 @@ def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:
             f"optimizer.accum_steps={accum_steps}: must divide the batch of {x.shape[0]} rows"
         )
     return x.reshape(x.shape[0] // accum_steps, accum_steps, *x.shape[1:])
+
+
+def _constrain(params: Params, shardings: PyTree) -> Params:
+    """`params` with the given shardings; their gradients get the same."""
+
+    def constrain(sharding, leaf):
+        return leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
+
+    return jax.tree.map(constrain, shardings, params, is_leaf=lambda x: x is None)
 
 
 def _stop_gradients(params: Params, freeze: str) -> Params:

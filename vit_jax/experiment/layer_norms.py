@@ -22,6 +22,7 @@ def make_layer_norms(
     *,
     accum_steps: int = 1,
     freeze: str | None = None,
+    grad_shardings: PyTree = None,
 ) -> Step[Metrics]:
     """Make norms(state, batch, frozen=None) -> scalars for the step that starts from `state`; pure.
 
@@ -32,7 +33,7 @@ def make_layer_norms(
     The gradients are computed a second time. Adding the norms to the training step would avoid
     this, but change its program and thus, possibly, its rounding.
     """
-    gradients = make_gradients(objective, transform, seed, accum_steps, freeze)
+    gradients = make_gradients(objective, transform, seed, accum_steps, freeze, grad_shardings)
 
     def layer_norms(state: TrainState, batch: Batch, frozen: PyTree = None) -> Metrics:
         grads, _ = gradients(state, batch, frozen)

@@ -48,6 +48,7 @@ def make_train_step(
     freeze: str | None = None,
     ema_decay_end: float | None = None,
     total_steps: int = 1,
+    grad_shardings: PyTree = None,
 ) -> Step[tuple[TrainState, Metrics]]:
     """Make step(state, batch, frozen=None) -> (state, metrics); pure.
 
@@ -76,12 +77,13 @@ def make_train_step(
       freeze: as in `make_optimizer`; matching parameters get no gradient.
       ema_decay_end: decay at the end of the run, see above; None: the decay is constant.
       total_steps: length of the run.
+      grad_shardings: the sharding of each gradient, as in `make_gradients`.
 
     Raises:
       InputError: if a number is out of range.
     """
     check_step(accum_steps, ema_decay, ema_decay_end)
-    gradients = make_gradients(objective, transform, seed, accum_steps, freeze)
+    gradients = make_gradients(objective, transform, seed, accum_steps, freeze, grad_shardings)
 
     def train_step(
         state: TrainState, batch: Batch, frozen: PyTree = None
