@@ -285,6 +285,8 @@ MUTATIONS = [
       "devices/test_sharding.py::test_on_tpus_gradients_are_sharded_like_their_parameters"),
     M("vit_jax/experiment/gradients.py", "params = _constrain(params, shardings)", "pass",
       "devices/test_sharding.py::test_gradients_can_be_given_a_sharding"),
+    M("vit_jax/devices/kernels.py", ", multiply=multiply_on_cpu", "",
+      "devices/test_kernel_choice.py::test_kernels_are_chosen_by_platform_and_key"),
     M("vit_jax/devices/flops.py", 'params["length"] * sum(inner)', "sum(inner)",
       "devices/test_flops.py::test_inside_of"),
     M("vit_jax/devices/flops.py", ' // math.prod(params["lhs_dilation"])', "",

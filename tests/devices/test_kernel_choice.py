@@ -12,7 +12,7 @@ from vit_jax.devices.kernels import choose_forms, has_kernels, tpu_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.models import create_model
-from vit_jax.models.forms import PLAIN
+from vit_jax.models.forms import PLAIN, multiply_on_cpu
 from vit_jax.models.position import Relative
 from vit_jax.models.vit import ViT
 
@@ -48,6 +48,7 @@ def test_kernels_are_chosen_by_platform_and_key():
         for kernels in ("auto", "plain")
     }
     assert {key for key, found in chosen.items() if found} == {("gpu", "auto"), ("tpu", "auto")}
+    assert choose_forms(model, FakeMesh("cpu")).forms.multiply is multiply_on_cpu
 
 
 @pytest.mark.parametrize(

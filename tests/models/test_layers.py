@@ -12,6 +12,7 @@ from numpy_vit import float64, random_params
 from vit_jax import tree
 from vit_jax.models import attention
 from vit_jax.models.attention import choose_attention, dot_product_attention
+from vit_jax.models.forms import multiply_on_cpu
 from vit_jax.models.layers import GELU, Attention, Encoder, EncoderBlock, MapHead, Mlp
 
 B, N, D, H, F = 3, 5, 12, 3, 20
@@ -33,6 +34,15 @@ X_BND = normal(B, N, D)
 def assert_same(ours, reference, tolerance=2e-6):
     scale = np.abs(reference).max()
     np.testing.assert_allclose(ours, reference, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("shape", [(B, D), (B, N, D)])
+def test_gradients_of_the_product_on_cpus(shape):
+    x, kernel, g = normal(*shape, seed=1), normal(D, F, seed=2), normal(*shape[:-1], F, seed=3)
+    y, gradients = jax.vjp(multiply_on_cpu, x, kernel)
+    plain_y, plain_gradients = jax.vjp(jnp.dot, x, kernel)
+    for ours, plain in zip((y, *gradients(g)), (plain_y, *plain_gradients(g)), strict=True):
+        assert_same(ours, plain)
 
 
 @pytest.mark.parametrize("form", ["tanh", "exact"])

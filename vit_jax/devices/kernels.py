@@ -19,7 +19,7 @@ from vit_jax.devices.mesh import BATCH_AXES, PLATFORMS
 from vit_jax.models.attention import Attend, add_qkv_biases, choose_attention
 from vit_jax.models.axial import AxialViT
 from vit_jax.models.fields import field_names
-from vit_jax.models.forms import PLAIN, Forms
+from vit_jax.models.forms import PLAIN, Forms, multiply_on_cpu
 from vit_jax.models.kernels import (
     bias,
     long_attention,
@@ -57,8 +57,9 @@ def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Modu
 def _forms_on(platform: str, model: nn.Module, mesh: Mesh) -> Forms:
     if platform == "tpu":
         return tpu_forms(model, mesh)
-    attend = _gpu_attention(model) if platform == "gpu" else choose_attention(platform)
-    return Forms(attend=attend)
+    if platform == "gpu":
+        return Forms(attend=_gpu_attention(model))
+    return Forms(attend=choose_attention(platform), multiply=multiply_on_cpu)
 
 
 def has_kernels(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.models.forms import PLAIN, AddBias, Forms, add_bias_plainly
+from vit_jax.models.forms import PLAIN, AddBias, Forms, Multiply, add_bias_plainly
 from vit_jax.models.position import Positions, Relative
 
 # constrain(x, axes) -> x: constrain the sharding of an activation. `axes` holds "batch", "tensor"
@@ -48,6 +48,8 @@ def unconstrained(x, axes):
 class Product(nn.Module):
     """A dense layer that leaves its bias to the caller: x -> (x kernel, bias or None).
 
+    `multiply` is the form of the product; see `forms.Multiply`.
+
     Shapes: (..., C) -> (..., features), (features,).
     """
 
@@ -56,12 +58,13 @@ class Product(nn.Module):
     dtype: Any = jnp.float32
     kernel_init: Callable = nn.initializers.xavier_uniform()
     bias_init: Callable = nn.initializers.zeros
+    multiply: Multiply = jnp.dot
 
     @nn.compact
     def __call__(self, x):
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
         bias = self.param("bias", self.bias_init, (self.features,)) if self.use_bias else None
-        return jnp.dot(x.astype(self.dtype), kernel.astype(self.dtype)), bias
+        return self.multiply(x.astype(self.dtype), kernel.astype(self.dtype)), bias
 
 
 class LoraProduct(Product):
@@ -141,9 +144,9 @@ class Attention(nn.Module):
             return self.constrain(y_BND, ("batch", None, "tensor")) if has_kernel else y_BND
 
         def project(name, x_BND):
-            product: Callable[..., nn.Module] = Product
+            product: Callable[..., nn.Module] = partial(Product, multiply=self.forms.multiply)
             if self.lora_rank is not None and name != "key":
-                product = partial(LoraProduct, rank=self.lora_rank)
+                product = partial(LoraProduct, rank=self.lora_rank, multiply=self.forms.multiply)
             y, bias = product(width, use_bias=self.qkv_bias, dtype=self.dtype, name=name)(x_BND)
             if bias is not None and not late_bias:
                 y = add_bias_plainly(y, bias)
@@ -170,7 +173,8 @@ class Attention(nn.Module):
                 **known,
             )
         out_BND = whole(rearrange(out_BNHK, "b n h k -> b n (h k)"))
-        return Dense(width, dtype=self.dtype, add_bias=self.forms.add_bias, name="out")(out_BND)
+        forms = {"multiply": self.forms.multiply, "add_bias": self.forms.add_bias}
+        return Dense(width, dtype=self.dtype, **forms, name="out")(out_BND)
 
     @nn.nowrap
     def _relative_logits(self, relative, q_BNHK):
@@ -203,6 +207,7 @@ class Mlp(nn.Module):
             Dense,
             dtype=self.dtype,
             bias_init=nn.initializers.normal(1e-6),
+            multiply=self.forms.multiply,
             add_bias=self.forms.add_bias,
         )
         y_BNF = dense(self.mlp_dim, name="up")(x_BND)
