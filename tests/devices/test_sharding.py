@@ -271,6 +271,23 @@ def test_gradients_can_be_given_a_sharding(accum_steps):
     np.testing.assert_allclose(grads["a"], 1.0)
 
 
+def test_the_step_and_the_norms_of_layers_give_gradients_their_sharding(monkeypatch):
+    mesh = mesh_of("data 2, fsdp 2, tensor 2")
+
+    def constraints():
+        experiment = make_experiment(small_config(scan=True), mesh)
+        with jax.set_mesh(mesh):
+            steps = (experiment.train_step, experiment.layer_norms)
+            traced = [step.trace(*experiment.arguments).jaxpr.jaxpr for step in steps]
+            return [count_constraints(jaxpr) for jaxpr in traced]
+
+    before = constraints()
+    every = lambda params, mesh: params  # noqa: E731
+    monkeypatch.setattr("vit_jax.experiment.experiment.gradient_shardings", every)
+    for plain, constrained in zip(before, constraints(), strict=True):
+        assert constrained > plain
+
+
 def test_on_tpus_gradients_are_sharded_like_their_parameters():
     mesh = mesh_of("data 2, fsdp 2, tensor 2")
     split, whole = NamedSharding(mesh, P("tensor", "fsdp")), NamedSharding(mesh, P())

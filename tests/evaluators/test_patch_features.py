@@ -20,7 +20,7 @@ def test_colours_are_the_components_from_least_to_most():
 
     x = np.random.default_rng(0).standard_normal((2, 6, 6, 5)) * [0.1, 4, 2, 1, 0.1]
     colours, share = as_colours(x)
-    assert 0.9 < share < 1
+    assert share == pytest.approx(21 / 21.02, rel=0.002)
     for channel, axis in enumerate((1, 2, 3)):  # by falling variance
         found = np.corrcoef(colours[..., channel].ravel(), x[..., axis].ravel())[0, 1]
         assert abs(found) > 0.95, channel
@@ -38,6 +38,7 @@ def test_pictures_show_each_readable_image_beside_its_features_once_a_step(tmp_p
         features,
         lambda: [{"image": images, "mask": mask}],
         jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+        4,
         lambda step: tmp_path / "new" / f"own_{step}.png",
     )
     state = TrainState(np.int32(3), {}, {}, {})
@@ -55,3 +56,32 @@ def test_pictures_show_each_readable_image_beside_its_features_once_a_step(tmp_p
     path.unlink()
     evaluator.run(state)  # the same step, such as with the raw weights
     assert list((tmp_path / "new").iterdir()) == []
+    evaluator.run(state.replace(step=np.int32(4)))
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["own_4.png"]
+
+
+@pytest.mark.parametrize(("channels", "shown"), [(1, [0, 0, 0]), (3, [0, 1, 2]), (4, [0, 1, 2])])
+def test_only_the_rows_with_pictures_are_gathered(channels, shown, tmp_path):
+    images = np.arange(8 * 4 * 4 * channels, dtype=np.uint8).reshape(8, 4, 4, channels)
+    mask = (np.arange(8) < 2).astype(np.float32)
+    scale = {"factor": np.float32(np.nan)}
+    evaluator = PatchFeatures(
+        lambda state, images: images[:, ::2, ::2, :1] * state.params["factor"],
+        lambda: [{"image": images, "mask": mask}],
+        jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+        2,
+        lambda step: tmp_path / f"{step}.png",
+    )
+    found = evaluator._compute(TrainState(np.int32(0), scale, {}, {}), evaluator._batches()[0])
+    assert [part.shape[0] for part in found] == [2, 2, 2]
+
+    averaged = TrainState(np.int32(1), scale, {}, {})  # its features are not finite
+    assert np.isnan(evaluator.run(averaged)["share"])
+    evaluator.run(averaged.replace(params={"factor": np.float32(1)}))
+    assert list(tmp_path.iterdir()) == []  # nor does the picture show other weights
+    evaluator.run(TrainState(np.int32(2), {"factor": np.float32(1)}, {}, {}))
+    pixels = np.asarray(Image.open(tmp_path / "2.png"))
+    size = (pixels.shape[0] - 4) // 2 - 4
+    assert (
+        pixels[4 : 4 + size : size // 4, 4 : 4 + size : size // 4] == images[0][..., shown]
+    ).all()

@@ -43,6 +43,8 @@ def test_gradients_of_the_product_on_cpus(shape):
     plain_y, plain_gradients = jax.vjp(jnp.dot, x, kernel)
     for ours, plain in zip((y, *gradients(g)), (plain_y, *plain_gradients(g)), strict=True):
         assert_same(ours, plain)
+    assert "transpose[" in str(jax.make_jaxpr(plain_gradients)(g))
+    assert "transpose[" not in str(jax.make_jaxpr(gradients)(g))
 
 
 @pytest.mark.parametrize("form", ["tanh", "exact"])

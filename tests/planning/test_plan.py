@@ -223,9 +223,9 @@ EXCHANGED = [
 ]  # fmt: skip
 
 
-def eight_gpus(**changes):
-    """The experiment on 8 H100, and {(kind, axis): bytes} that a step of it exchanges."""
-    config, target = tiny_config(**changes), Target(find_slice("H100:8"))
+def eight_chips(topology="H100:8", **changes):
+    """The experiment on 8 chips, and {(kind, axis): bytes} that a step of it exchanges."""
+    config, target = tiny_config(**changes), Target(find_slice(topology))
     mesh = planning.targets.plan_mesh(config, target)
     experiment = make_experiment(config, mesh)
     accum_steps = num_microbatches(config)
@@ -236,7 +236,7 @@ def eight_gpus(**changes):
 @pytest.mark.parametrize(("changes", "expected"), EXCHANGED)
 def test_exchanges_of_parameters(changes, expected):
     """As the compiler of jax-cuda12-plugin 0.10.2 has them in a ViT-S/16's step for 8 H100."""
-    experiment, rest = eight_gpus(**{"mesh.data": 1, "model.depth": 2, **changes})
+    experiment, rest = eight_chips(**{"mesh.data": 1, "model.depth": 2, **changes})
     numbers = collections.Counter()
     for name, leaf in tree.flatten_names(experiment.abstract_state.params).items():
         of = "layers" if "/layer" in name else "head" if name.startswith("head/") else "others"
@@ -254,7 +254,7 @@ def test_exchanges_of_parameters(changes, expected):
 
 
 def test_gradients_are_scattered_over_data_and_fsdp_at_once():
-    _, numbers = eight_gpus(**{"mesh.data": 2, "mesh.fsdp": 4})
+    _, numbers = eight_chips(**{"mesh.data": 2, "mesh.fsdp": 4})
     width, hidden = 32, 128
     kernels = 4 * width**2 + 2 * width * hidden + 8 * 8 * 3 * width
     scattered = 2 * kernels + 4 * width * 1000
@@ -263,10 +263,18 @@ def test_gradients_are_scattered_over_data_and_fsdp_at_once():
     assert numbers["all-reduce", "fsdp"] < 0.1 * scattered  # biases, norms and positions
 
 
+def test_on_tpus_gradients_are_scattered_over_fsdp_and_their_parts_reduced_over_data():
+    _, gpus = eight_chips(**{"mesh.data": 2, "mesh.fsdp": 4})
+    _, tpus = eight_chips("v5e:2x4", **{"mesh.data": 2, "mesh.fsdp": 4})
+    scattered = gpus["reduce-scatter", "fsdp"]
+    assert tpus["reduce-scatter", "fsdp"] == scattered
+    assert tpus["all-reduce", "data"] - gpus["all-reduce", "data"] == scattered / 4
+
+
 def test_gradients_that_two_axes_of_an_array_split_are_reduced_whole():
     # 8 divides no axis that fsdp splits, so the moments have data on another one.
     sizes = {"model.width": 36, "model.num_heads": 2}
-    _, numbers = eight_gpus(**{"mesh.data": 2, "mesh.fsdp": 4}, **sizes)
+    _, numbers = eight_chips(**{"mesh.data": 2, "mesh.fsdp": 4}, **sizes)
     width, hidden = 36, 128
     kernels = 4 * width**2 + 2 * width * hidden + 8 * 8 * 3 * width
     reduced = 2 * kernels + 4 * width * 1000

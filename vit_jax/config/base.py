@@ -1,4 +1,4 @@
-"""The configuration of an experiment: makes one with every key, and reads what keys mean together.
+"""Makes a config with every key, and answers questions about several of its keys.
 
 A config file defines `get_config(arg: str = "") -> ConfigDict`, where `arg` is the text after the
 colon of `--config=FILE:arg`: comma-separated words (`split_words`). Importing this module touches

@@ -10,7 +10,7 @@ from ml_collections.config_dict import placeholder
 
 
 def add_keys(c: ConfigDict) -> None:
-    """Add every key to an empty config; stored configs keep this order."""
+    """Add every key but `evals` to an empty config. The reference lists them in this order."""
     _add_run(c)
     _add_model(c)
     _add_data(c)
@@ -47,7 +47,7 @@ def _add_model(c: ConfigDict) -> None:
     """The model; see `models.create_model`."""
     c.model = ConfigDict()  # for all keys after `dtype`, None means the default of the model family
     c.model.name = placeholder(str)  # such as ViT-B/16, BiT-R50x1 or EfficientNet-B0
-    # auto: attention, norms and biases in the fastest form on the mesh's devices; plain: by XLA
+    # auto: attention, biases and products in the fastest form on the mesh's devices; plain: by XLA
     c.model.kernels = "auto"
     c.model.dtype = "float32"  # for computations; parameters are always float32
     c.model.patch_size = placeholder(object)  # int or (height, width); None: taken from the name
@@ -174,7 +174,7 @@ def _add_objective(c: ConfigDict) -> None:
 
 
 def _add_self_distillation(c: ConfigDict) -> None:
-    """The keys of `objective.name=self_distillation`."""
+    """The keys of `objective.name=self_distillation`; after `_add_objective`."""
     # self_distillation; durations have units. Prototypes of each head; None: 65,536
     c.objective.num_prototypes = placeholder(int)
     c.objective.head_width = placeholder(int)  # of the heads' hidden layers; None: 2048
@@ -272,7 +272,7 @@ def _add_layout(c: ConfigDict) -> None:
 
 
 def _add_checkpoint(c: ConfigDict) -> None:
-    """Saves."""
+    """Which checkpoints are saved and kept."""
     c.checkpoint = ConfigDict()
     c.checkpoint.every = "1000 steps"  # between two saves
     c.checkpoint.keep_last = 2  # number of newest checkpoints to keep
@@ -282,7 +282,7 @@ def _add_checkpoint(c: ConfigDict) -> None:
 
 
 def _add_stop(c: ConfigDict) -> None:
-    """Early stopping."""
+    """When a run stops early."""
     c.stop = ConfigDict()  # early stopping
     c.stop.metric = placeholder(str)  # metric of an evaluator, such as val/loss; None: off
     c.stop.patience = 5  # evaluations in a row without a better value that end the run

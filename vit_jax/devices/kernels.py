@@ -44,7 +44,7 @@ _WITHOUT_RELATIVE = ("TPU v2", "TPU v3", "TPU v4")
 def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module:
     """`model` with the forms that are fastest on the devices of `mesh`; `kernels` is the config's.
 
-    With "plain" there are no kernels. One line of the log says what has none, and why.
+    With "plain", all is left to XLA. One line of the log says what has no kernel, and why.
     """
     if "forms" not in field_names(type(model)):
         return model

@@ -4,6 +4,8 @@ Axes: B images of a batch, K pictures, H height, W width, C channels, R rows and
 patches, D features.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
@@ -15,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
+from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.errors import InputError
 from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import need_images, principal_components
@@ -58,6 +61,7 @@ class PatchFeatures:
       features_fn: (state, uint8 images (B, H, W, C)) -> (B, R, S, D), the features of the patches.
       batches: one pass over the images.
       gathered: the sharding that puts a whole array on every process.
+      num_pictures: the rows of a batch that may hold an image; the others are not gathered.
       file_of: the file of the picture of a step; None: no picture.
     """
 
@@ -68,11 +72,13 @@ class PatchFeatures:
         features_fn: OutputFn,
         batches: Callable[[], Iterable[Batch]],
         gathered: jax.sharding.Sharding,
+        num_pictures: int,
         file_of: Callable[[int], epath.Path] | None,
     ):
         def compute(state, batch):
             x_BRSD = features_fn(state, batch["image"]).astype(jnp.float32)
-            return batch["image"], x_BRSD, batch["mask"]
+            found = (batch["image"], x_BRSD, batch["mask"])
+            return jax.tree.map(lambda rows: rows[:num_pictures], found)
 
         self._batches, self._file_of, self._drawn = batches, file_of, -1
         self._compute = jax.jit(compute, out_shardings=gathered)
@@ -88,20 +94,22 @@ class PatchFeatures:
             np.concatenate([part[i][part[2] > 0] for part in found]) for i in range(2)
         )
         need_images(len(images), "split")
+        first, self._drawn = int(state.step) != self._drawn, int(state.step)
         if not np.isfinite(features).all():
             return {"share": float("nan")}
         colours, share = as_colours(features)
-        step = int(state.step)
-        if self._file_of is not None and step != self._drawn and jax.process_index() == 0:
-            write_picture(self._file_of(step), _beside(images, colours))
-        self._drawn = step
+        if self._file_of is not None and first and jax.process_index() == 0:
+            write_picture(self._file_of(self._drawn), _beside(images, colours))
         return {"share": share}
 
 
 def _beside(images_KHWC: np.ndarray, colours_KRSC: np.ndarray) -> np.ndarray:
-    """uint8 (K, 2, H, W, 3): each image, its first channel if it has not three, and its colours."""
+    """uint8 (K, 2, H, W, 3): each image and its colours.
+
+    Of more than three channels the first three are shown, of fewer the first, as grey.
+    """
     height, width, channels = images_KHWC.shape[1:]
-    images = images_KHWC if channels == 3 else images_KHWC[..., :1].repeat(3, axis=-1)
+    images = images_KHWC[..., :3] if channels >= 3 else images_KHWC[..., :1].repeat(3, axis=-1)
     rows = np.arange(height) * colours_KRSC.shape[1] // height
     columns = np.arange(width) * colours_KRSC.shape[2] // width
     return np.stack([images, colours_KRSC[:, rows][:, :, columns]], axis=1)
@@ -145,11 +153,15 @@ def make_patch_features(inputs: EvalInputs) -> PatchFeatures:
         return as_map(inputs.model, x_BND, inputs.image_size)
 
     number = min(inputs.entry.num_pictures, inputs.source().num_examples)
+    ways = math.prod(inputs.mesh.shape[axis] for axis in BATCH_AXES)
+    rows = min(inputs.batch_size, ways * math.ceil(number / ways))
+    small = dataclasses.replace(inputs, batch_size=rows)
     folder, name = inputs.folder, inputs.name
     return PatchFeatures(
         of_patches,
-        lambda: inputs.batches(record_ids=np.arange(number)),
+        lambda: small.batches(record_ids=np.arange(number)),
         NamedSharding(inputs.mesh, P()),
+        number,
         None if folder is None else lambda step: folder / FOLDER / f"{name}_{step:08d}.png",
     )
 

@@ -214,7 +214,7 @@ def make_experiment(
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(init)
     shardings, batch = state_shardings(shapes, mesh), batch_sharding(mesh)
-    step["grad_shardings"] = gradient_shardings(shardings.params, mesh)
+    grad_shardings = gradient_shardings(shardings.params, mesh)
     frozen = _abstract_frozen(objective, mesh)
     inputs = (shardings, batch, *jax.tree.map(lambda x: x.sharding, frozen))
     jit = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
@@ -224,14 +224,17 @@ def make_experiment(
         durations=durations,
         init=jit(init, out_shardings=shardings),
         train_step=jit(
-            make_train_step(*parts, **step, total_steps=total_steps),
+            make_train_step(*parts, **step, total_steps=total_steps, grad_shardings=grad_shardings),
             in_shardings=inputs,
             out_shardings=(shardings, None),
             donate_argnums=0,
         ),
         layer_norms=jit(
             make_layer_norms(
-                *parts, **{k: step[k] for k in ("accum_steps", "freeze", "grad_shardings")}
+                *parts,
+                accum_steps=step["accum_steps"],
+                freeze=step["freeze"],
+                grad_shardings=grad_shardings,
             ),
             in_shardings=inputs,
         ),

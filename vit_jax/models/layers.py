@@ -173,8 +173,13 @@ class Attention(nn.Module):
                 **known,
             )
         out_BND = whole(rearrange(out_BNHK, "b n h k -> b n (h k)"))
-        forms = {"multiply": self.forms.multiply, "add_bias": self.forms.add_bias}
-        return Dense(width, dtype=self.dtype, **forms, name="out")(out_BND)
+        return Dense(
+            width,
+            dtype=self.dtype,
+            multiply=self.forms.multiply,
+            add_bias=self.forms.add_bias,
+            name="out",
+        )(out_BND)
 
     @nn.nowrap
     def _relative_logits(self, relative, q_BNHK):

@@ -119,7 +119,8 @@ def collective_table(
       float32. Every microbatch reduce-scatters them over fsdp, and over data if the optimizer's
       state is split over it. If fsdp and data split different axes of an array, XLA all-reduces the
       whole gradient and each device keeps its slice. Over the other axes gradients are all-reduced
-      once per step.
+      once per step. On TPUs they are reduce-scattered over fsdp and all-reduced over data; see
+      `sharding.gradient_shardings`.
     - Parameters whose optimizer state is split over data are gathered over data after the update,
       in float32.
 
@@ -130,7 +131,7 @@ def collective_table(
       images: number of examples per device and step.
     """
     exchanges = _Exchanges(shape)
-    _add_parameters(exchanges, experiment, accum_steps)
+    _add_parameters(exchanges, experiment, accum_steps, scatters_over_data=target.chip.is_gpu)
     for each in passes_of(experiment.model, experiment.objective):
         _add_activations(exchanges, each, images)
     _add_statistics(exchanges, experiment)
@@ -170,7 +171,9 @@ class _Exchanges:
         return sorted(rows, key=lambda row: -row["sent_bytes"])
 
 
-def _add_parameters(exchanges: _Exchanges, experiment: Experiment, accum_steps: int) -> None:
+def _add_parameters(
+    exchanges: _Exchanges, experiment: Experiment, accum_steps: int, *, scatters_over_data: bool
+) -> None:
     """Add the collectives of weights, gradients and updates; see `collective_table`."""
     model, shape = experiment.model, exchanges.shape
     specs = _update_specs(experiment)
@@ -183,14 +186,16 @@ def _add_parameters(exchanges: _Exchanges, experiment: Experiment, accum_steps: 
             for part in specs[name]
         ]
         scattered = set().union(*split)
-        kind = "reduce-scatter" if scattered in split else "all-reduce"
+        kind = over_data = "reduce-scatter" if scattered in split else "all-reduce"
+        if {"data", "fsdp"} <= scattered and not scatters_over_data:
+            kind, over_data = "reduce-scatter", "all-reduce"
         if "fsdp" in scattered:
             whole = share * shape["fsdp"]
             passes = 1 + _is_gathered_again(name, model)
             exchanges.add("all-gather", "fsdp", whole * weight_size, arrays * passes * accum_steps)
             exchanges.add(kind, "fsdp", whole * gradient_size, arrays * accum_steps)
         if "data" in scattered:
-            exchanges.add(kind, "data", share * gradient_size, arrays * accum_steps)
+            exchanges.add(over_data, "data", share * gradient_size, arrays * accum_steps)
             exchanges.add("all-gather", "data", share * leaf.dtype.itemsize, arrays)
             share //= shape["data"]
         for axis in reversed(BATCH_AXES):
