@@ -37,8 +37,8 @@ class Environment(NamedTuple):
 def define_env_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME[=VALUE]",
-        help="variable of every process; NAME alone takes its value from here. Keys, "
-        "tokens, passwords and W&B's key, if the job logs to W&B, are passed hidden",
+        help="variable of every process; without =VALUE its value comes from this shell. "
+        "Keys, tokens and passwords stay hidden. W&B's key is passed too if the job logs to W&B",
     )  # fmt: skip
 
 

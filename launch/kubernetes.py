@@ -3,11 +3,12 @@
   python launch/kubernetes.py --image=IMAGE --topology=v5e:16x16 --num_slices=2 -- \\
     --config=configs/pretrain.py:ViT-L/16,imagenet21k --workdir=gs://bucket/runs/vit_l
 
---topology runs it on TPU slices of GKE, after checking that it fits; --nodes and --gpus_per_node on
-NVIDIA GPUs; --nodes without GPUs on CPUs. Every node runs one process, which uses all its chips.
+--topology runs the job on TPU slices of GKE, after checking that it fits. --nodes and
+--gpus_per_node run it on NVIDIA GPUs; --nodes without GPUs runs it on CPUs. Every node runs one
+process, which uses all its chips.
 --dry_run prints the manifest, for `kubectl create -f -`.
 
-All processes restart when one of them was told to stop and has saved, or its node was taken away.
+All processes restart when one of them was told to stop and has saved, or has lost its node.
 They also restart after failures, at most --max_restarts times, except if the input is wrong.
 """
 
@@ -64,7 +65,9 @@ def define_flags() -> argparse.ArgumentParser:
     parser.add_argument(
         "--save_s", type=int, default=300, help="seconds for a pod to save when it is evicted"
     )
-    parser.add_argument("--max_restarts", type=int, default=10, help="restarts after failures")
+    parser.add_argument(
+        "--max_restarts", type=int, default=10, help="limit of restarts after failures"
+    )
     parser.add_argument("--no_plan", action="store_true", help="do not check that the job fits")
     define_env_flag(parser)
     parser.add_argument("--dry_run", action="store_true", help="print the manifest and exit")

@@ -5,8 +5,8 @@
 
 Process 0 prints here; the output of every process is kept in WORKDIR/logs/process_I.log. If
 one process fails, all are stopped. A preempted job (exit code 75, or SIGTERM before training)
-restarts and resumes. To stop it, stop this command: on SIGTERM the job saves and the exit code is
-75, on Ctrl-C it is 130. A second Ctrl-C ends it at once.
+restarts and resumes. To stop the job, stop this command: the job saves, and the exit code is 75 on
+SIGTERM and 130 on Ctrl-C. A second Ctrl-C ends the job at once.
 """
 
 import argparse

@@ -7,8 +7,8 @@ Run it on a login node, in a folder shared with the compute nodes, since they us
 By default each node runs one process, which uses all its GPUs. The output of the processes is
 written to WORKDIR/logs, or to slurm_logs/NAME if the workdir is in an object store.
 
-`-- study ...` submits all members of a study that can run now as one array, one task each. Run the
-study's own command (`python -m vit_jax.main study ...`) afterwards for its report:
+`-- study ...` submits all members of a study that can run now as one array, one task each. For the
+report, run the command of the study itself afterwards (`python -m vit_jax.main study ...`):
 
   python launch/slurm.py --gpus_per_node=1 -- study --config=quickstart --workdir=/shared/sweep \\
     --sweep=optimizer.peak_lr=1e-3,3e-3 --sweep=seed=0,1

@@ -10,7 +10,7 @@
            leaves it running
   status   shows the state of the slices and of the job
   logs     follows the log of a worker
-  delete   deletes the slices, and whatever runs there
+  delete   deletes the slices and the job on them
 
 All actions use the gcloud client with its configured account and project.
 """
@@ -69,7 +69,7 @@ def define_flags() -> argparse.ArgumentParser:
     tier = parser.add_mutually_exclusive_group()
     tier.add_argument("--spot", action="store_true", help="cheaper, but may be preempted")
     tier.add_argument("--reserved", action="store_true", help="use the project's reservation")
-    parser.add_argument("--runtime", help="system of the VMs; default: that for JAX")
+    parser.add_argument("--runtime", help="runtime version of the VMs; default: the one for JAX")
     parser.add_argument("--service_account", help="account that may write to the workdir")
     parser.add_argument(
         "--create_flag", action="append", default=[], metavar="FLAG",
@@ -77,7 +77,7 @@ def define_flags() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--ssh_flag", action="append", default=[], metavar="FLAG",
-        help="any flag of its ssh and scp, e.g. --ssh_flag=--tunnel-through-iap; repeatable",
+        help="any flag of gcloud's ssh and scp, e.g. --ssh_flag=--tunnel-through-iap; repeatable",
     )  # fmt: skip
     parser.add_argument("--node", default="0", help="slice whose logs to show, from 0")
     parser.add_argument("--worker", default="0", help="worker of that slice, from 0")
@@ -85,7 +85,7 @@ def define_flags() -> argparse.ArgumentParser:
         "--max_restarts",
         type=int,
         default=3,
-        help="restarts after failures without progress in between",
+        help="limit of restarts after failures, without progress in between",
     )
     parser.add_argument("--no_plan", action="store_true", help="do not check that the job fits")
     define_env_flag(parser)

@@ -110,7 +110,7 @@ def evaluate(
 
     Args:
       source: the workdir of a run; with `config`, any source of `load_pretrained`.
-      config: the evaluators and their data; None: those of the run.
+      config: the evaluators and their data; None: the run's own.
       overrides: as in `load_config`.
 
     Returns:

@@ -7,9 +7,9 @@
 input: CPU milliseconds per image, compared with decoding only and with a plain float32 pipeline on
 the same images; only the training split is opened.
 step: compile seconds, images/s, CPU seconds and GFLOP per image, MFU and memory; reads no data.
-With --topology nothing runs: the TPU compiler's cycles, and the bundles of each kernel.
+With --topology nothing runs; it prints the TPU compiler's cycles and the bundles of each kernel.
 inference: images/s of the forward pass on one device by batch size, memory, and the largest batch;
-with --topology, planned for a chip that is not here: TPUs, and GPUs as H100:1.
+with --topology, a plan for a chip that you do not have: a TPU, or a GPU such as H100:1.
 augmentations: a PNG, written to --output, of training images before and after augmentation.
 """
 

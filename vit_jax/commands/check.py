@@ -1,4 +1,4 @@
-"""Rerun the twins of the recipes, and say whether their numbers are still those that are stored.
+"""Rerun the twins of the recipes and compare their numbers with the stored ones.
 
   python -m vit_jax.main check --list
   python -m vit_jax.main check quickstart augreg
@@ -10,8 +10,8 @@ parameter norms at the first 20 steps must agree with stored ones to 0.1 %, and 
 inside a band over five seeds. --config.KEY=VALUE runs the twin with another setting, to see whether
 the setting changes the numbers. DIR holds cifar10/VERSION as TFDS prepares it.
 
-Exit codes: 0 every number is inside; 1 a number has left, or there was another failure; 2 wrong
-input, such as missing data. The other twins run all the same.
+Exit codes: 0 every number is inside its limits; 1 a number is outside, or there was another
+failure; 2 wrong input, such as missing data. The other twins still run.
 """
 
 import argparse

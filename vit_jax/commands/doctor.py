@@ -1,4 +1,4 @@
-"""Check this machine: software, devices, memory, decoding, and what a run would reach.
+"""Check this machine: software, devices, memory, decoding, and access to data and services.
 
   python -m vit_jax.main doctor
   python -m vit_jax.main doctor --config=folder --config.data.data_dir=PICTURES

@@ -8,11 +8,12 @@
 written to the workdir. --table=FILE.csv adds the results as a row, one for each model.
 --output=DIR writes tables for each classification evaluator into DIR/NAME: accuracy by class, the
 confusion matrix, and the wrong pictures; for a multilabel evaluator the average precision by class,
-and the wrong pictures. --init_from runs the evaluators of
---config on any model that train can start from: a workdir, a file, an address or a name.
+and the wrong pictures. --init_from runs the evaluators of --config on any model that train can
+start from: a workdir, a file, an address or a name.
 
-Own pictures (--config.data.data_dir) that the model was not trained on are all evaluated; if it may
-have been, only those held out are. --config.evals.NAME.split=all evaluates all in any case.
+All of your own pictures (--config.data.data_dir) are evaluated if the model was not trained on
+them. If it may have been, only the held-out pictures are. --config.evals.NAME.split=all evaluates
+all in any case.
 """
 
 import argparse
@@ -45,7 +46,7 @@ logger = logging.getLogger("vit_jax")
 def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workdir", metavar="DIR", help="run to evaluate")
     parser.add_argument(
-        "--init_from", metavar="SOURCE", help="instead: a workdir, a file or a name"
+        "--init_from", metavar="SOURCE", help="or a model: workdir, file, address or name"
     )
     parser.add_argument("--output", metavar="DIR", help="folder for results by class and mistakes")
     parser.add_argument("--table", metavar="FILE.csv", help="add a row with the results to a CSV")

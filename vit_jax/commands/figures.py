@@ -47,13 +47,15 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
     define_picture_flags(parser)
     parser.add_argument("--output", metavar="DIR", help="folder to write to")
-    parser.add_argument("--figures", metavar="NAME,...", help=f"of {', '.join(NAMES)}; default all")
+    parser.add_argument(
+        "--figures", metavar="NAME,...", help=f"any of {', '.join(NAMES)}; default: all"
+    )
     parser.add_argument(
         "--compare_to", metavar="SOURCE", help="second model, for `similarity` between both"
     )
     parser.add_argument("--examples", type=int, default=128, help="images to average over")
     parser.add_argument("--shown", type=int, default=3, help="images to draw maps of")
-    parser.add_argument("--batch_size", type=int, default=32, help="images, over all devices")
+    parser.add_argument("--batch_size", type=int, default=32, help="images at once, on all devices")
     parser.add_argument("--format", default="table", help="standard output: table or json")
 
 

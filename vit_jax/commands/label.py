@@ -4,8 +4,8 @@
     --workdir=runs/labels
 
 Labels the pictures of --config.study.unlabelled=NAME@SPLIT. The result, WORKDIR/labels.npz, is a
-data set for training: --config.data.mix=pseudo@WORKDIR/labels.npz=0.75. Run the same command again
-after an interruption: what has been labelled is kept. The study noisy_student calls this command.
+data set for training: --config.data.mix=pseudo@WORKDIR/labels.npz=0.75. After an interruption
+run the same command again; finished labels are kept. The study noisy_student calls this command.
 """
 
 import argparse

@@ -43,7 +43,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", default="pooled", help="features to save: pooled or patches")
     parser.add_argument("--format", default="table", help="table or json")
     parser.add_argument("--top", type=int, default=5, help="classes to print per image")
-    parser.add_argument("--batch_size", type=int, default=64, help="images, over all devices")
+    parser.add_argument("--batch_size", type=int, default=64, help="images at once, on all devices")
 
 
 def main(flags: argparse.Namespace) -> int:

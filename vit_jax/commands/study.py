@@ -9,7 +9,7 @@
 --sweep=KEY=VALUE,VALUE makes a study of any config: one run for each combination of values. Mean
 and deviation are over `seed`, if it is swept.
 
-The runs of a study are its members. They run one after another in WORKDIR/MEMBER, each by the
+The runs of a study are its members. They run one after another in WORKDIR/MEMBER, each by a
 command that is printed. Run the same command again to continue a study; finished members are kept.
 A member whose loss becomes non-finite has diverged: it is recorded and not chosen. After any other
 failure the remaining members still run, and the same command retries the failed one. The report is
@@ -18,8 +18,9 @@ WORKDIR/study.md and study.json.
 --launcher="python launch/slurm.py --nodes=1" passes each member's command to that launcher, after
 `--`. If the launcher returns before the run has finished, as slurm.py does, the study hands over
 every member that can run now and exits; once they have finished, the same command continues.
---plan=v5e:4x4 runs nothing: it calculates what the members cost on these chips, those that depend
-on results as if all before them had finished. --price_per_chip_hour=NUMBER adds the price.
+--plan=v5e:4x4 runs nothing: it calculates the cost of the members on these chips. Members that
+depend on results are planned as if all before them had finished. --price_per_chip_hour=NUMBER adds
+the price.
 
 As one Slurm array: python launch/slurm.py --nodes=1 -- study ..., then this command again.
 
@@ -69,7 +70,7 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--launcher", metavar="COMMAND", help="command that starts each member")
     parser.add_argument(
-        "--plan", metavar="SLICE", help="run nothing; say what the study costs there, e.g. v5e:4x4"
+        "--plan", metavar="SLICE", help="run nothing; plan the cost on these chips, e.g. v5e:4x4"
     )
     parser.add_argument("--price_per_chip_hour", type=float, help="with --plan: adds the price")
     parser.add_argument(

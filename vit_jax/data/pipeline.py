@@ -153,7 +153,7 @@ def host_eval_batches(
     is the same on every process.
 
     Raises: InputError, before the first batch, if the ops do not give image_size; with
-      `refuse_small` also at the first image that is smaller than a crop, which is otherwise masked.
+      `refuse_small` also at the first image smaller than a crop; otherwise such images are masked.
     """
     local_rows = tf.constant(rows, tf.int64)
     num_records = source.num_examples if record_ids is None else len(record_ids)

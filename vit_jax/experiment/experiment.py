@@ -74,7 +74,7 @@ class Experiment:
     train_step: (state, batch, *frozen) -> (state, metrics), jitted; donates the state.
     layer_norms: (state, batch, *frozen) -> norms by layer for that step, jitted; keeps the state.
     abstract_state, abstract_batch: shapes, dtypes and shardings of the arguments of a step.
-    abstract_frozen: those of the frozen arrays, the step's third argument: a tuple of one tree, or
+    abstract_frozen: the same for the frozen arrays, the step's third argument: a tuple of one tree;
       () if the objective has none.
     freeze: regex over the names of parameters that do not change; None: all change.
     objective: what the step minimises.
@@ -150,8 +150,8 @@ class Experiment:
     def flops_per_image(self) -> int:
         """FLOPs of a forward and a backward pass for one image, without rematerialisation.
 
-        They are those of the objective: patches that do not go through the model do not count, a
-        decoder and a teacher's forward pass do.
+        They count what the objective computes: a decoder and a teacher's forward pass count,
+        patches that do not go through the model do not.
         """
         model = with_known(self.model, remat="none", constrain=unconstrained, forms=PLAIN)
         learner = None if self.objective is None else self.objective.learner
@@ -182,8 +182,8 @@ def make_experiment(
 ) -> Experiment:
     """Build the experiment of a config with known `data.num_classes` and `data.num_examples`.
 
-    `preprocessing`: the config's, if it has been parsed already. `teachers`: those of the
-    objective, with arrays or their shapes.
+    `preprocessing`: the config's, if it has been parsed already. `teachers`: the teachers
+    of the objective, with arrays or their shapes.
 
     Raises:
       InputError: for faults that `validation.validate` cannot find.

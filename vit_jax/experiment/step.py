@@ -20,7 +20,7 @@ Out = TypeVar("Out", covariant=True)
 
 
 class Step(Protocol[Out]):
-    """A pure function of a state, a batch and, where the objective has any, frozen arrays."""
+    """A pure function of a state, a batch and, if the objective has any, frozen arrays."""
 
     def __call__(self, state: TrainState, batch: Batch, frozen: PyTree = None, /) -> Out: ...
 
@@ -68,7 +68,8 @@ def make_train_step(
     The model state, such as batch statistics, is averaged in the same way.
 
     Args:
-      objective: its full form, or only (params, model_state, batch, rng) -> sums over the batch.
+      objective: an `Objective`, or a function (params, model_state, batch, rng) -> sums over the
+        batch.
       tx: the optimizer.
       transform: (batch, keys (B,)) -> batch with float32 images in the model's value range.
       seed: the run's seed.

@@ -61,7 +61,7 @@ def extract_patches(images: jax.Array, patch_size: tuple[int, int]) -> jax.Array
 
 
 class ViT(BlockFields, nn.Module):
-    """Vision Transformer: images (B, H, W, channels) in its range -> logits (B, C), float32.
+    """Vision Transformer: images (B, H, W, channels) in its value range -> logits (B, C), float32.
 
     In training (`train=True`), dropout and stochastic depth need the random stream `dropout`.
 

@@ -1,4 +1,4 @@
-"""What the training step knows of an objective.
+"""The interface between an objective and the training step.
 
 Axes: B examples, C classes.
 """
@@ -19,7 +19,7 @@ class Term(flax.struct.PyTreeNode):
     """A further term of the loss: factor * sum / weight.
 
     sum: over the batch.
-    weight: a function of the batch, not of the parameters; at least 1 is divided by.
+    weight: a function of the batch, not of the parameters; the divisor is max(weight, 1).
     factor: a number, the same in every step.
     """
 
@@ -63,7 +63,7 @@ class ObjectiveOutput(NamedTuple):
 
 
 class State(Protocol):
-    """What an objective reads of a `TrainState`; `ema` is a teacher where an objective has one."""
+    """The fields of a `TrainState` that an objective reads; for some, `ema` is the teacher."""
 
     step: jax.Array
     model_state: ModelState
@@ -109,7 +109,7 @@ class Pass(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What is minimised over a batch, and what it needs for that.
+    """A loss to minimise over a batch, and everything that it needs.
 
     loss: loss(params, state, batch, frozen, rng) -> `ObjectiveOutput`; pure. The objective's own
       parameters are `params["objective"]`.
@@ -118,22 +118,22 @@ class Objective:
       `init_from`. The state is saved.
     frozen: shapes of the arrays that the step takes beside the state and the batch, such as a
       teacher's; None: none. They are laid out like parameters, not donated and not saved.
-    forward: (frozen, images (B, H, W, channels)) -> outputs, to count the FLOPs of what is frozen,
-      on one device; None: it has none.
+    forward: (frozen, images (B, H, W, channels)) -> outputs, to count the FLOPs of the frozen
+      models, on one device; None: it has none.
     learner: (model, params, images (B, H, W, channels)) -> a scalar whose gradient takes the FLOPs
       of a step, apart from `forward` and rematerialisation; `model` is the run's in a plain form.
-      None: what `model.__call__` takes.
+      None: the step takes the FLOPs of `model.__call__`.
     reconstruct: (params, images (B, H, W, channels), keys (B,)) -> `patches.Reconstruction`, for
       objectives that hide patches; None for others.
-    passes: what passes through Transformer blocks, to plan memory and exchanges, without models
-      that are `frozen`; (): the model sees the image, once.
-    kept_values: number of values, in float32, that the objective itself keeps of one example for
-      the backward pass, such as the logits of its heads; to plan memory.
+    passes: the images that pass through Transformer blocks, to plan memory and exchanges; images
+      of `frozen` models are left out. (): the image passes through the model once.
+    kept_values: number of float32 values that the objective itself keeps for the backward pass of
+      one example, such as the logits of its heads; to plan memory.
     needs: keys of a batch that it reads.
     couples_rows: whether the loss of a row depends on other rows, as with centres and contrastive
       pairs; then a batch cannot be computed in microbatches.
-    needs_average: whether it reads `state.ema`, as where a model is its own teacher.
-    collapse: how a collapse shows; None: it cannot collapse, as it learns labels or from teachers.
+    needs_average: whether it reads `state.ema`, as when a model is its own teacher.
+    collapse: signs of a collapse; None: it learns from labels or teachers, and cannot collapse.
     """
 
     loss: LossOfBatch
@@ -190,7 +190,7 @@ class Teacher(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What surrounds an objective in a run.
+    """Facts about a run that an objective may use.
 
     mean, std: of the value range of the images of a batch, for each channel.
     teachers: frozen models; () if there are none.

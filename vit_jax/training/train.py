@@ -137,7 +137,7 @@ def _compare(run: Run, facts: Mapping[str, Any]) -> None:
 def is_intact(run: Run, step: int) -> bool:
     """Whether the newest checkpoint of a finished run is its last `step` and verifies.
 
-    Where all checkpoints were taken away there is nothing to mend. All processes call it.
+    If all checkpoints were removed, there is nothing to mend. All processes call it.
 
     Raises:
       InputError: there are checkpoints, and none verifies.
@@ -173,7 +173,7 @@ def start_state(run: Run) -> tuple[TrainState, dict]:
 
 
 def _replace_leaves(old: tree.PyTree, arrays: Mapping[str, np.ndarray]) -> tree.PyTree:
-    """`old`, nested dicts of arrays, with the `arrays` of some names, sharded as those before."""
+    """`old`, nested dicts of arrays, with some replaced by `arrays`, sharded as before."""
     leaves = tree.flatten_names(old)
     for name, array in arrays.items():
         leaves[name] = sharding.place(array, leaves[name].sharding)
