@@ -93,7 +93,7 @@ def _eqn_flops(eqn: JaxprEqn) -> int:
     if name == "scan":
         return params["length"] * sum(inner)
     if name == "shard_map":
-        axes = params["newly_manual_axes"]
+        axes = params.get("newly_manual_axes", params.get("manual_axes"))  # jax 0.10.0's name
         return math.prod(params["mesh"].shape[axis] for axis in axes) * sum(inner)
     return sum(inner)
 

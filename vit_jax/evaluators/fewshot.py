@@ -89,6 +89,8 @@ def metrics_of(shots: Sequence[int], l2: Sequence[float], num_draws: int) -> dic
 def ridge(x_ND: np.ndarray, y_NC: np.ndarray, l2: float) -> np.ndarray:
     """W (D, C) that minimises |x W - y|^2 + l2 |W|^2; solves the smaller of the two systems.
 
+    If features are not finite, W is NaN.
+
     Raises:
       SharedInputError: if `l2` is lost in the rounding of float64; all processes solve the same.
     """
@@ -97,6 +99,8 @@ def ridge(x_ND: np.ndarray, y_NC: np.ndarray, l2: float) -> np.ndarray:
     gram = x_ND @ x_ND.T if dual else x_ND.T @ x_ND
     gram += l2 * np.eye(len(gram))
     target = y_NC if dual else x_ND.T @ y_NC
+    if not np.isfinite(gram).all():  # the model has diverged; scipy 1.16 would raise
+        return np.full((width, y_NC.shape[1]), np.nan)
     try:
         solution = scipy.linalg.solve(gram, target, assume_a="pos", check_finite=False)
     except np.linalg.LinAlgError:
