@@ -160,7 +160,8 @@ def test_relative_attention(tokens, patches, prefix, heads, width):
         out = plain_attention(q, k, v, bias_BHNM=bias).reshape(images, num_keys, -1)
         return jnp.pad(out, ((0, 0), (0, tokens - num_keys), (0, 0)))
 
-    assert_same_vjp(ours, exact, (qkv, biases, tables), grad, tolerance=1e-5)
+    # The gradient of the keys' biases is 0: a sum of numbers of about 1 that cancel.
+    assert_same_vjp(ours, exact, (qkv, biases, tables), grad, tolerance=2e-5)
 
 
 @pytest.mark.parametrize(("images", "groups"), [(1, 1), (4, 2), (7, 7), (64, 4)])
