@@ -203,12 +203,12 @@ checkpoints.close()
 del state
 
 
-def restore():
+def read():
     return jax.block_until_ready(restore.restore_newest(directory, target))
 
 
-restore()
-_, restoring = growth(restore)
+read()
+_, restoring = growth(read)
 print(json.dumps({"saving": saving / size, "restoring": restoring / size}))
 """
 
