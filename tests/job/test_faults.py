@@ -38,7 +38,7 @@ def check_that_others_name(victim, job):
         gone += "|process 0, the coordinator, is unreachable"
     for i in others:
         assert re.search(gone, verdict(job, i)), job.everything()
-        assert re.search(r"step \d+, phase step", verdict(job, i)), job.everything()
+        assert re.search(r"step \d+, phase (step|leave)", verdict(job, i)), job.everything()
 
 
 # Without process 0, which keeps the store, the others see nothing.
