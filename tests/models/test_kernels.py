@@ -35,7 +35,11 @@ def normal(*shape, seed=0):
 
 
 def assert_same_vjp(ours, exact, args, grads, tolerance):
-    """Outputs and gradients of `ours` in float32 are those of `exact` in float64."""
+    """Outputs and gradients of `ours` in float32 are those of `exact` in float64.
+
+    A gradient that is 0, that of the keys' biases, is compared with the size of the others of its
+    shape, which are sums of as many terms.
+    """
 
     def of(fn, dtype):
         def run(args, grads):
@@ -50,7 +54,10 @@ def assert_same_vjp(ours, exact, args, grads, tolerance):
         expected = of(exact, jnp.float64)
     assert len(found) == len(expected)
     for x, reference in zip(found, expected, strict=True):
-        scale = max(np.abs(reference).max(), 1.0)
+        size = np.abs(reference).max()
+        if size < 1e-9:
+            size = max(np.abs(other).max() for other in expected if other.shape == reference.shape)
+        scale = max(size, 1.0)
         np.testing.assert_allclose(x, reference, rtol=0, atol=tolerance * scale)
 
 
@@ -160,8 +167,7 @@ def test_relative_attention(tokens, patches, prefix, heads, width):
         out = plain_attention(q, k, v, bias_BHNM=bias).reshape(images, num_keys, -1)
         return jnp.pad(out, ((0, 0), (0, tokens - num_keys), (0, 0)))
 
-    # The gradient of the keys' biases is 0: a sum of numbers of about 1 that cancel.
-    assert_same_vjp(ours, exact, (qkv, biases, tables), grad, tolerance=2e-5)
+    assert_same_vjp(ours, exact, (qkv, biases, tables), grad, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(("images", "groups"), [(1, 1), (4, 2), (7, 7), (64, 4)])
