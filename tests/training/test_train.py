@@ -657,7 +657,10 @@ def test_init_from_another_architecture_of_the_same_shapes_is_refused(finished, 
 
 
 @pytest.mark.slow
-def test_a_tensor_axis_that_does_not_divide_the_heads_is_named(tmp_path, caplog):
+def test_a_tensor_axis_that_does_not_divide_the_heads_is_named(
+    one_device, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(jax, "devices", lambda *args: one_device)  # all eight
     config = make_config(mesh__data="2", mesh__tensor="4", duration="4 steps")
     train_and_evaluate(config, tmp_path)
     assert "mesh.tensor=4 does not divide model.num_heads=2" in caplog.text
