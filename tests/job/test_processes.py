@@ -75,7 +75,8 @@ def check_who_wrote(run, outputs, starts=1):
 def test_a_device_in_each_of_two_processes_gives_what_two_in_one_process_do(tmp_path):
     for folder, num_processes in ((tmp_path / "one", 1), (tmp_path / "two", 2)):
         own = {"num_processes": num_processes, "devices": 2 // num_processes}
-        outputs = finished(folder, "--num_devices=2", **own)
+        # Without fsdp, the two processes join their gradients.
+        outputs = finished(folder, "--num_devices=2", "--config.mesh.fsdp=1", **own)
     check_same_end(tmp_path / "two/run", tmp_path / "one/run")
     check_who_wrote(tmp_path / "two/run", outputs)
 

@@ -32,6 +32,7 @@ from vit_jax.devices.sharding import constrain, gradient_shardings, state_shardi
 from vit_jax.errors import Faults, InputError
 from vit_jax.experiment.data_size import RULES
 from vit_jax.experiment.durations import parse_durations, parse_milestones
+from vit_jax.experiment.exchange import choose_exchange
 from vit_jax.experiment.layer_norms import make_layer_norms
 from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.experiment.schedules import Schedule, make_schedule
@@ -196,7 +197,9 @@ def make_experiment(
     total_steps = durations["duration"]
     tx = make_optimizer(**optimizer_fields(config), schedule=schedule, total_steps=total_steps)
     batch_shapes = _batch_shapes(config, preprocessing, batch_sharding(mesh))
-    objective = _make_objective(config, model, mesh, teachers, batch_shapes, durations)
+    exchange = choose_exchange(model, config.objective.name, mesh)
+    learner = model if exchange is None else with_known(model, constrain=unconstrained)
+    objective = _make_objective(config, learner, mesh, teachers, batch_shapes, durations)
     _check_needs(objective, config, batch_shapes)
     parts = (objective, tx, _make_transform(config, preprocessing), config.seed)
     step = step_fields(config)
@@ -224,7 +227,13 @@ def make_experiment(
         durations=durations,
         init=jit(init, out_shardings=shardings),
         train_step=jit(
-            make_train_step(*parts, **step, total_steps=total_steps, grad_shardings=grad_shardings),
+            make_train_step(
+                *parts,
+                **step,
+                total_steps=total_steps,
+                grad_shardings=grad_shardings,
+                exchange=exchange,
+            ),
             in_shardings=inputs,
             out_shardings=(shardings, None),
             donate_argnums=0,
@@ -235,6 +244,7 @@ def make_experiment(
                 accum_steps=step["accum_steps"],
                 freeze=step["freeze"],
                 grad_shardings=grad_shardings,
+                exchange=exchange,
             ),
             in_shardings=inputs,
         ),

@@ -8,6 +8,7 @@ draws (microbatch i uses fold_in(key, i)), and the states that pass from one mic
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.errors import InputError
+from vit_jax.experiment.exchange import Exchange
 from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.contract import (
     Objective,
@@ -39,11 +41,14 @@ def make_gradients(
     accum_steps: int,
     freeze: str | None,
     shardings: PyTree = None,
+    exchange: Exchange | None = None,
 ) -> Gradients:
     """Make gradients(state, batch, frozen) -> (gradients of the loss, the objective's sums).
 
     `shardings`: of each gradient, in a tree like the parameters; None, also as a leaf: the compiler
-    decides. `sharding.gradient_shardings` makes it.
+    decides. `sharding.gradient_shardings` makes it. `exchange`: adds the sums of devices that each
+    compute their own rows; None: the compiler decides. `exchange.choose_exchange` makes it, for
+    objectives without further terms that leave the state as it is.
 
     Raises:
       InputError: the objective couples rows, and there are microbatches.
@@ -70,6 +75,11 @@ def make_gradients(
 
         return jax.grad(loss_fn, has_aux=True)(state.params)
 
+    def of_own_rows(state, batch, frozen, key):
+        """Gradients and sums of the rows of one device."""
+        grads, sums = _sum_microbatches(sums_of, accum_steps, state, batch, frozen, key)
+        return grads, _without_carried(sums)
+
     def gradients(
         state: TrainState, batch: Batch, frozen: PyTree
     ) -> tuple[Params, ObjectiveOutput]:
@@ -78,6 +88,10 @@ def make_gradients(
         rows = jnp.arange(batch["mask"].shape[0])
         row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(transform_key, rows)
         batch = transform(batch, row_keys)
+        if exchange is not None:
+            needed = state.replace(opt_state=(), ema={})
+            grads, sums = exchange(of_own_rows)(needed, batch, frozen, model_key)
+            return _divide(grads, sums._replace(**_carried_of(state)))
         if accum_steps == 1:
             return whole_batch(state, batch, frozen, model_key)
         return _add_microbatches(sums_of, accum_steps, state, batch, frozen, model_key)
@@ -87,6 +101,18 @@ def make_gradients(
 
 def _add_microbatches(sums_of, accum_steps, state, batch, frozen, key):
     """Gradients and sums of a batch; sums_of(params, state, rows, frozen, key) gives a part's."""
+    grads, sums = _sum_microbatches(sums_of, accum_steps, state, batch, frozen, key)
+    return (grads, sums) if sums.terms else _divide(grads, sums)
+
+
+def _divide(grads, sums):
+    """The gradients of the only term, divided by its weight, and the sums."""
+    weight = at_least_one(sums.weight_sum)
+    return jax.tree.map(lambda g: g / weight, grads), sums
+
+
+def _sum_microbatches(sums_of, accum_steps, state, batch, frozen, key):
+    """As `_add_microbatches`; the gradients of the only term are not divided."""
     split = jax.tree.map(lambda x: _split_rows(x, accum_steps), batch)
 
     def sums_of_part(params, carried, i):
@@ -96,7 +122,7 @@ def _add_microbatches(sums_of, accum_steps, state, batch, frozen, key):
         rng = jax.random.fold_in(key, i)
         return sums_of(params, state.replace(**carried), rows, frozen, rng)
 
-    first = {name: getattr(state, name) for name in _CARRIED}
+    first = _carried_of(state)
     weights = _weights_of_batch(lambda i: sums_of_part(state.params, first, i), accum_steps)
 
     def loss_fn(params, carried, i):
@@ -110,7 +136,7 @@ def _add_microbatches(sums_of, accum_steps, state, batch, frozen, key):
     def add(total, i):
         grads, sums, carried = total
         more_grads, out = grads_and_sums(state.params, carried, i)
-        carried = {name: getattr(out, name) for name in _CARRIED}
+        carried = _carried_of(out)
         sums = jax.tree.map(jnp.add, sums, _without_carried(out))
         return (jax.tree.map(jnp.add, grads, more_grads), sums, carried), None
 
@@ -118,10 +144,11 @@ def _add_microbatches(sums_of, accum_steps, state, batch, frozen, key):
     grads, sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     start = (grads, _without_carried(sums), first)
     (grads, sums, carried), _ = jax.lax.scan(add, start, jnp.arange(accum_steps))
-    if weights is None:
-        weight = at_least_one(sums.weight_sum)
-        grads = jax.tree.map(lambda g: g / weight, grads)
     return grads, sums._replace(**carried)
+
+
+def _carried_of(holder: TrainState | ObjectiveOutput) -> dict[str, Any]:
+    return {name: getattr(holder, name) for name in _CARRIED}
 
 
 def _without_carried(out: ObjectiveOutput) -> ObjectiveOutput:

@@ -7,6 +7,7 @@ import optax
 
 from vit_jax import tree
 from vit_jax.data.device_ops import DeviceTransform
+from vit_jax.experiment.exchange import Exchange
 from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics, Step
@@ -23,6 +24,7 @@ def make_layer_norms(
     accum_steps: int = 1,
     freeze: str | None = None,
     grad_shardings: PyTree = None,
+    exchange: Exchange | None = None,
 ) -> Step[Metrics]:
     """Make norms(state, batch, frozen=None) -> scalars for the step that starts from `state`; pure.
 
@@ -33,7 +35,9 @@ def make_layer_norms(
     The gradients are computed a second time. Adding the norms to the training step would avoid
     this, but change its program and thus, possibly, its rounding.
     """
-    gradients = make_gradients(objective, transform, seed, accum_steps, freeze, grad_shardings)
+    gradients = make_gradients(
+        objective, transform, seed, accum_steps, freeze, grad_shardings, exchange
+    )
 
     def layer_norms(state: TrainState, batch: Batch, frozen: PyTree = None) -> Metrics:
         grads, _ = gradients(state, batch, frozen)

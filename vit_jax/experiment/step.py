@@ -8,6 +8,7 @@ import optax
 
 from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.errors import collect_faults
+from vit_jax.experiment.exchange import Exchange
 from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.schedules import half_cosine
 from vit_jax.experiment.state import TrainState
@@ -49,6 +50,7 @@ def make_train_step(
     ema_decay_end: float | None = None,
     total_steps: int = 1,
     grad_shardings: PyTree = None,
+    exchange: Exchange | None = None,
 ) -> Step[tuple[TrainState, Metrics]]:
     """Make step(state, batch, frozen=None) -> (state, metrics); pure.
 
@@ -78,13 +80,15 @@ def make_train_step(
       freeze: as in `make_optimizer`; matching parameters get no gradient.
       ema_decay_end: decay at the end of the run, see above; None: the decay is constant.
       total_steps: length of the run.
-      grad_shardings: the sharding of each gradient, as in `make_gradients`.
+      grad_shardings, exchange: `shardings` and `exchange` of `make_gradients`.
 
     Raises:
       InputError: if a number is out of range.
     """
     check_step(accum_steps, ema_decay, ema_decay_end)
-    gradients = make_gradients(objective, transform, seed, accum_steps, freeze, grad_shardings)
+    gradients = make_gradients(
+        objective, transform, seed, accum_steps, freeze, grad_shardings, exchange
+    )
 
     def train_step(
         state: TrainState, batch: Batch, frozen: PyTree = None

@@ -1,0 +1,84 @@
+"""Gradients of several CPU processes, exchanged as one array."""
+
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax.devices.mesh import batch_sharding, make_mesh
+from vit_jax.experiment.exchange import choose_exchange, join_devices
+from vit_jax.experiment.gradients import make_gradients
+from vit_jax.experiment.state import TrainState
+from vit_jax.models import create_model
+from vit_jax.objectives.contract import ObjectiveOutput
+
+WEIGHTS = {"a": np.arange(12.0).reshape(4, 3) / 7, "b": np.ones((1, 3)), "c": np.ones((1, 3))}
+STATE = {"batch_stats": {"count": jnp.full((2,), 3.0)}}
+
+
+def loss(params, model_state, batch, rng):
+    """Of rows with different weights; one parameter counts for nothing."""
+    del rng
+    out = jnp.tanh(batch["image"] @ params["a"] + params["b"])
+    rows = (batch["mask"][:, None] * out**2).sum()
+    return ObjectiveOutput(rows, batch["mask"].sum(), {"top1": out[:, 0].sum()}, model_state)
+
+
+def gradients_of(mesh, accum_steps, **kwargs):
+    gradients = make_gradients(loss, lambda batch, keys: batch, 0, accum_steps, None, **kwargs)
+    params = jax.tree.map(jnp.float32, WEIGHTS)
+    state = TrainState(jnp.zeros((), jnp.int32), params, STATE, ())
+    rng = np.random.default_rng(0)
+    batch = {"image": rng.normal(size=(16, 4)), "mask": np.arange(16) % 3}
+    batch = jax.device_put(jax.tree.map(np.float32, batch), batch_sharding(mesh))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(gradients).lower(state, batch, None).compile()
+    return compiled(state, batch, None), compiled.as_text()
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_joined_gradients_are_those_of_the_batch_in_one_exchange(accum_steps):
+    mesh = make_mesh(replica=2, data=4, fsdp=1, tensor=1)
+    exchange = lambda sums: join_devices(sums, mesh)  # noqa: E731
+    (grads, sums), program = gradients_of(mesh, accum_steps, exchange=exchange)
+    (expected, expected_sums), _ = gradients_of(mesh, 1)
+    assert program.count(" all-reduce(") == 1
+    for name, value in expected.items():
+        np.testing.assert_allclose(grads[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    np.testing.assert_allclose(sums.loss, expected_sums.loss, rtol=1e-6)
+    np.testing.assert_allclose(sums.metric_sums["top1"], expected_sums.metric_sums["top1"], 1e-5)
+    assert sums.model_state["batch_stats"]["count"].tolist() == [3.0, 3.0]  # not added up
+
+
+def processes(platform="cpu", indices=(0, 1), **axes):
+    devices = [types.SimpleNamespace(platform=platform, process_index=i) for i in indices]
+    shape = {"replica": 1, "data": len(indices), "fsdp": 1, "tensor": 1} | axes
+    assert math.prod(shape.values()) == len(indices)
+    return types.SimpleNamespace(devices=np.array(devices), shape=shape)
+
+
+SMALL = {"width": 32, "depth": 1, "mlp_dim": 64, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("joins", "mesh", "model", "objective"),
+    [
+        (True, {}, {}, "supervised"),
+        (True, {"replica": 2, "data": 1}, {}, "supervised"),
+        (False, {"indices": (0, 0)}, {}, "supervised"),
+        (False, {"platform": "gpu"}, {}, "supervised"),
+        (False, {"data": 1, "fsdp": 2}, {}, "supervised"),
+        (False, {"data": 1, "tensor": 2}, {}, "supervised"),
+        (False, {}, {}, "distillation"),
+        (False, {}, {"dropout": 0.1}, "supervised"),
+        (False, {}, {"attention_dropout": 0.1}, "supervised"),
+        (False, {}, {"stochastic_depth": 0.1}, "supervised"),
+        (False, {}, {"head_batch_norm": True}, "supervised"),
+    ],
+)
+def test_when_processes_join_their_gradients(joins, mesh, model, objective):
+    vit = create_model("ViT-Ti/4", 10, (8, 8), **{**SMALL, "dropout": 0.0, **model})
+    assert (choose_exchange(vit, objective, processes(**mesh)) is not None) == joins
