@@ -10,6 +10,7 @@ after 75 (stopped by SIGTERM and saved), 143 (stopped by SIGTERM before training
 import argparse
 import contextlib
 import difflib
+import gc
 import os
 import select
 import sys
@@ -22,6 +23,10 @@ from vit_jax.commands import COMMANDS, find_command
 from vit_jax.errors import InputError, nearest
 from vit_jax.job import exit_codes
 from vit_jax.job.first_process import run_in_child_of_first_process
+
+# By default Python looks for cyclic garbage after 700 new containers. During the imports and the
+# tracing of a program almost all of them stay, and the search takes an eighth of a start.
+_NEW_CONTAINERS = 20_000
 
 
 def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
@@ -149,6 +154,7 @@ def execute_and_exit(argv: Sequence[str] | None = None) -> NoReturn:
     `argv` defaults to the command line. In a job of several processes the watchdog ends them all.
     """
     run_in_child_of_first_process()
+    gc.set_threshold(_NEW_CONTAINERS, *gc.get_threshold()[1:])
     try:
         code, error = execute(sys.argv[1:] if argv is None else argv)
     except Exception as e:

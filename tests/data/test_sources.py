@@ -1,10 +1,12 @@
 """Digits, synthetic data, and what make_source refuses."""
 
+import sys
+
 import numpy as np
 import pytest
 import sklearn.datasets
 
-from vit_jax.data import concatenate, make_source
+from vit_jax.data import concatenate, make_source, sources
 from vit_jax.data.host_tf import tf
 from vit_jax.errors import InputError
 
@@ -28,6 +30,14 @@ def test_digits(split, num_examples):
     assert (example["image"].dtype, example["image"].max()) == (np.uint8, 255)
     np.testing.assert_array_equal(example["label"], bunch.target[index])
     np.testing.assert_array_equal(example["mask"], 1)
+
+
+def test_digits_are_read_without_importing_scikit_learn(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
+        monkeypatch.delitem(sys.modules, name)
+    sources._read_digits.cache_clear()
+    make_source("digits", split="train", image_size=(8, 8))
+    assert "sklearn" not in sys.modules
 
 
 def synthetic(split="train", **changes):

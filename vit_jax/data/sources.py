@@ -7,22 +7,20 @@ TFDS data sets in prepared_tfds.py, mixtures in mixture.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import importlib.util
 import json
 import math
+import pathlib
 import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from etils import epy
 
 from vit_jax.data.host_tf import tf
 from vit_jax.data.record_files import RecordFiles
 from vit_jax.errors import InputError
-
-with epy.lazy_imports():
-    import sklearn.datasets
-
 
 # Number of fingerprint versions. Version 2 also hashes the first, middle and last record of a TFDS
 # set, and data.pad_crops. A checkpoint stores the version with its fingerprint; older fingerprints
@@ -140,12 +138,12 @@ def digits(*, split: str, **_) -> Source:
     """
     if split not in ("train", "test"):
         raise InputError(f"data.split={split!r}: digits has the splits 'train' and 'test'")
-    bunch = sklearn.datasets.load_digits()
-    is_test = np.arange(len(bunch.images)) % 5 == 0
+    pixels, labels = _read_digits()
+    is_test = np.arange(len(pixels)) % 5 == 0
     chosen = is_test if split == "test" else ~is_test
-    grey = np.rint(bunch.images[chosen] * (255 / 16)).astype(np.uint8)
+    grey = np.rint(pixels[chosen] * (255 / 16)).astype(np.uint8)
     images = np.repeat(grey[..., None], 3, axis=-1)
-    class_names = tuple(str(name) for name in bunch.target_names)
+    class_names = tuple(str(digit) for digit in range(10))
     return Source(
         name="digits",
         split=split,
@@ -154,9 +152,23 @@ def digits(*, split: str, **_) -> Source:
         class_names=class_names,
         image_shape=images.shape[1:],
         fingerprints=same_fingerprints("digits", split, len(images), class_names),
-        read=read_tensors(images, bunch.target[chosen], np.ones(len(images))),
+        read=read_tensors(images, labels[chosen], np.ones(len(images))),
         record_name=numbered("digits", split),
     )
+
+
+@functools.cache
+def _read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """What `sklearn.datasets.load_digits` reads: pixels (1797, 8, 8), 0 to 16, and labels (1797,).
+
+    From scikit-learn's file, because importing scikit-learn takes a CPU second.
+    """
+    found = importlib.util.find_spec("sklearn")
+    assert found is not None and found.origin is not None
+    table = np.loadtxt(
+        pathlib.Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=","
+    )
+    return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
 
 
 def synthetic(

@@ -57,6 +57,7 @@ class Record:
         self.saved = start if meta else None
         self._run, self._writer, self._progress, self._hold = run, writer, progress, hold
         self._clock, self._start = clock, start
+        self._schedule = jax.jit(run.experiment.schedule)  # as one program
         self._pending: collections.deque = collections.deque()
         self._last: dict[str, float] = {}
         self._health = watch_health(run, meta)
@@ -100,7 +101,7 @@ class Record:
         """Write the training row of `step`, which must have been checked."""
         last = self._last | {"corrupt": self._corrupt.total}
         row = {f"train/{name}": value for name, value in last.items()}
-        row["train/lr"] = float(self._run.experiment.schedule(step - 1))
+        row["train/lr"] = float(self._schedule(step - 1))
         row |= self._throughput.read(step)
         self._writer.write(step, row)
         self._progress.update(step, row)
