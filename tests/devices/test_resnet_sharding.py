@@ -23,6 +23,7 @@ BATCH = 16
 TINY_VIT = {"width": 32, "depth": 1, "mlp_dim": 64, "num_heads": 8, "pool": "gap"}
 MODELS = {
     "BiT": ("BiT-R50x1", {"stages": (1, 1), "stem_width": 32}),
+    "scanned BiT": ("BiT-R50x1", {"stages": (1, 3), "stem_width": 32, "scan": True}),
     "hybrid": ("R26+ViT-mu/16", TINY_VIT | {"stages": (1, 1), "stem_width": 32}),
 }
 MESHES = {
@@ -67,6 +68,8 @@ slow = pytest.mark.slow
         ("BiT", "data 2, fsdp 2, tensor 2"),
         pytest.param("hybrid", "data 2, fsdp 2, tensor 2", marks=slow),
         pytest.param("BiT", "tensor 8", marks=slow),
+        pytest.param("scanned BiT", "fsdp 8", marks=slow),
+        pytest.param("scanned BiT", "data 2, fsdp 2, tensor 2", marks=slow),
         pytest.param("hybrid", "fsdp 8", marks=slow),
     ],
 )
@@ -115,13 +118,16 @@ def test_no_device_holds_much_of_the_parameters(name, layout, caplog):
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize(("kind", "of_vit"), [("BiT", 0), ("hybrid", 2 + 6)])
-def test_every_activation_is_constrained(kind, of_vit, remat):
+@pytest.mark.parametrize(
+    ("kind", "of_more"), [("BiT", 0), ("hybrid", 2 + 6), ("scanned BiT", 2 * (3 + 3))]
+)
+def test_every_activation_is_constrained(kind, of_more, remat):
     # The root's map; of each of two units both inner ones and the sum; of a hybrid's ViT as of
-    # others. And before they are used the kernels, of the root and of units with projections.
+    # others. And before they are used the kernels, of the root and of units with projections. The
+    # two scanned units have no projection.
     model = model_of(kind, remat=remat, constrain=constrain)
     images = jax.ShapeDtypeStruct((BATCH, 32, 32, 3), jnp.float32)
     with jax.set_mesh(mesh_of("data 2, fsdp 2, tensor 2")):
         params = jax.eval_shape(model.init, jax.random.key(0), images)
         jaxpr = jax.make_jaxpr(model.apply)(params, images).jaxpr
-    assert count_constraints(jaxpr) == 1 + 3 * 2 + of_vit + 1 + 4 * 2
+    assert count_constraints(jaxpr) == 1 + 3 * 2 + of_more + 1 + 4 * 2

@@ -165,3 +165,49 @@ def test_remat_computes_again_what_it_does_not_keep(scan, multiply):
     assert flops("dots") - flops("none") == DEPTH * products
     # The block's last product, `down`, is not needed again.
     assert flops("full") - flops("none") == DEPTH * (products + dense)
+
+
+def make_resnet(kind, *, scan, remat="none"):
+    sizes = {"stages": (4,), "stem_width": 32}
+    if kind == "BiT":
+        return create_model("BiT-R50x1", 4, 32, scan=scan, remat=remat, **sizes)
+    sizes |= {"width": 16, "depth": 2, "mlp_dim": 24, "num_heads": 2}
+    return create_model("R26+ViT-mu/16", 4, 32, scan=scan, remat=remat, patch_size=4, **sizes)
+
+
+def gradients_of_resnet(kind, *, scan, remat="none"):
+    """Logits and gradients by unrolled names, and how many convolutions the gradient has."""
+    model, plain = (make_resnet(kind, scan=s, remat=remat) for s in (scan, False))
+    images = np.random.default_rng(1).uniform(-1, 1, (4, 32, 32, 3)).astype(np.float32)
+    params = random_params(plain, images)
+    stacked = scan and kind == "hybrid"
+    params = stack_layers(params) if stacked else params
+    gradient = jax.jit(jax.grad(functools.partial(loss_and_logits, model), has_aux=True))
+    traced = gradient.trace(params, images)
+    grads, logits = gradient(params, images)
+    found = tree.flatten_names(unstack_layers(grads) if stacked else grads)
+    return found | {"logits": logits}, str(traced.jaxpr).count("= conv_general_dilated")
+
+
+@pytest.mark.parametrize(
+    ("kind", "remat"),
+    [
+        ("BiT", "full"),
+        *(pytest.param(kind, remat, marks=pytest.mark.slow)
+          for kind, remat in (("BiT", "none"), ("BiT", "dots"), ("hybrid", "none"),
+                              ("hybrid", "full"))),
+    ],
+)  # fmt: skip
+def test_scanned_units_of_a_resnet_compute_the_same(kind, remat):
+    expected, convolutions = gradients_of_resnet(kind, scan=False)
+    found, scanned = gradients_of_resnet(kind, scan=True, remat=remat)
+    assert found.keys() == expected.keys()
+    assert any("stage_0/layer_3/conv2" in name for name in found)
+    for name, leaf in expected.items():
+        floor = 1e-3 if name.endswith("key/bias") else 0.0
+        tolerance = 1e-4 * max(np.abs(leaf).max(), floor)
+        np.testing.assert_allclose(found[name], leaf, rtol=0, atol=tolerance, err_msg=name)
+    # Two units of three convolutions are not written out, each with two gradients. A BiT's backward
+    # pass does not need the projection and the last convolution again.
+    again = {"BiT": 2 + 2, "hybrid": 4 + 3}[kind] if remat == "full" else 0
+    assert scanned == convolutions - 2 * 3 * 3 + again

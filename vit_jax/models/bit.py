@@ -70,6 +70,7 @@ class Trunk(nn.Module):
 
     stages: tuple[int, ...]
     stem_width: int
+    scan: bool = False
     remat: str = "none"
     dtype: Any = jnp.float32
     constrain: Constrain = unconstrained
@@ -85,7 +86,7 @@ class Trunk(nn.Module):
         x_BHWC = self.constrain(x_BHWC, ("batch", None, None, None))
         x_BHWC = apply_stages(
             x_BHWC, self.stages, self.stem_width, PreActBottleneck,
-            remat=self.remat, dtype=self.dtype, constrain=self.constrain,
+            scan=self.scan, remat=self.remat, dtype=self.dtype, constrain=self.constrain,
         )  # fmt: skip
         return nn.relu(group_norm(BIT, self.dtype, "norm")(x_BHWC))
 
@@ -95,7 +96,8 @@ class BiT(nn.Module):
 
     With `num_classes` None the model has no head and `__call__` returns the features. With
     `image_size` None it takes images of any size. `stages` holds the number of units of each stage,
-    `stem_width` is the number of channels of the root. `remat` is as in `ViT`, for each unit.
+    `stem_width` is the number of channels of the root. `scan` and `remat` are as in `ViT`, for
+    each unit, but a scan keeps the parameters of each unit apart; see `resnet.Stage`.
 
     Methods: "tokens" -> (B, N, D), the last feature map in raster order, normalised; "features" ->
       (B, D), its mean; "pre_logits" -> (B, D), the same as the features.
@@ -107,17 +109,20 @@ class BiT(nn.Module):
     stages: tuple[int, ...]
     stem_width: int = STEM_WIDTH
     head_bias: float = 0.0
+    scan: bool = False
     remat: str = "none"
     channels: int = 3
     dtype: Any = jnp.float32
     constrain: Constrain = unconstrained
 
     num_prefix_tokens = 0
+    stacks_layers = False
 
     def setup(self):
         self.trunk = Trunk(
             self.stages,
             self.stem_width,
+            scan=self.scan,
             remat=self.remat,
             dtype=self.dtype,
             constrain=self.constrain,

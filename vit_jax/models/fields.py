@@ -72,6 +72,15 @@ def value_of(model: nn.Module, field: str) -> Any:
     return getattr(model, field, _WITHOUT[field])
 
 
+def stacks_layers(model: nn.Module) -> bool:
+    """Whether the parameters of scanned layers are stacked in `model`, along a new first axis.
+
+    A class whose `scan` keeps the parameters of each layer apart has the attribute
+    `stacks_layers = False`.
+    """
+    return value_of(model, "scan") and getattr(model, "stacks_layers", True)
+
+
 def has_batch_statistics(model: nn.Module | type[nn.Module]) -> bool:
     """Whether the rows of a training batch depend on each other in `model`, as its class declares.
 

@@ -70,6 +70,7 @@ class Stem(nn.Module):
 
     stages: tuple[int, ...]
     width: int
+    scan: bool = False
     remat: str = "none"
     dtype: Any = jnp.float32
     constrain: Constrain = unconstrained
@@ -85,7 +86,7 @@ class Stem(nn.Module):
         x_BHWC = self.constrain(x_BHWC, ("batch", None, None, None))
         return apply_stages(
             x_BHWC, self.stages, self.width, Bottleneck,
-            remat=self.remat, dtype=self.dtype, constrain=self.constrain,
+            scan=self.scan, remat=self.remat, dtype=self.dtype, constrain=self.constrain,
         )  # fmt: skip
 
 
@@ -93,7 +94,8 @@ class HybridViT(ViT):
     """ViT that cuts patches of `patch_size` from the feature map of a ResNet with these `stages`.
 
     `stem_width` is the number of channels of the ResNet's root; without stages the root is the
-    whole ResNet. All other fields are as in `ViT`; `scan` applies only to the Transformer's blocks.
+    whole ResNet. All other fields are as in `ViT`. `scan` applies to the Transformer's blocks and
+    to the units of each stage; the parameters of units stay apart, see `resnet.Stage`.
 
     Raises: InputError for fields that contradict each other, or images of another size.
     """
@@ -106,6 +108,7 @@ class HybridViT(ViT):
         self.stem = Stem(
             self.stages,
             self.stem_width,
+            scan=self.scan,
             remat=self.remat,
             dtype=self.dtype,
             constrain=self.constrain,

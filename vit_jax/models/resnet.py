@@ -132,7 +132,12 @@ CONVOLUTION_REMAT_POLICIES = {
 
 
 class Stage(nn.Module):
-    """A sequence of `depth` units; the first has the stride.
+    """A sequence of `depth` units, `layer_0`, `layer_1`, ...; the first has the stride.
+
+    With `scan`, the units after the first are compiled once and run in a loop. Their parameters
+    stay apart, so both forms have the same parameters; each call stacks them. The loop's backward
+    pass computes norms and ReLUs again also without remat: keeping them took 143 instead of 75
+    Mcycles and 7.4 instead of 1.8 GB for R50x1 (libtpu 0.0.52, v5e:4x4, 64 images a chip).
 
     Shapes: (B, H, W, C) -> (B, H / stride, W / stride, 4 width), rounded up.
     """
@@ -141,6 +146,7 @@ class Stage(nn.Module):
     depth: int
     width: int
     stride: int
+    scan: bool = False
     remat: str = "none"
     dtype: Any = jnp.float32
     constrain: Constrain = unconstrained
@@ -151,10 +157,27 @@ class Stage(nn.Module):
         if self.remat != "none":
             unit = nn.remat(unit, policy=CONVOLUTION_REMAT_POLICIES[self.remat])
         make = partial(unit, self.width, dtype=self.dtype, constrain=self.constrain)
-        for i in range(self.depth):
+        scans = self.scan and self.depth > 2 and not self.is_initializing()
+        for i in range(1 if scans else self.depth):
             stride = self.stride if i == 0 else 1
             x_BHWC = make(stride=stride, name=f"layer_{i}")(x_BHWC)
-        return x_BHWC
+        return self._scan_others(x_BHWC) if scans else x_BHWC
+
+    @nn.nowrap
+    def _scan_others(self, x_BHWC):
+        """Apply the units after the first, which all have the same shapes."""
+        params = self.variables["params"]
+        others = [params[f"layer_{i}"] for i in range(1, self.depth)]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *others)
+        unit = self.unit(self.width, 1, self.dtype, self.constrain, parent=None)
+
+        def apply(x_BHWC, params):
+            return unit.apply({"params": params}, x_BHWC), None
+
+        # Outside a loop the compiler itself decides to compute norms and ReLUs again.
+        policy = CONVOLUTION_REMAT_POLICIES["dots" if self.remat == "none" else self.remat]
+        apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
+        return jax.lax.scan(apply, x_BHWC, stacked)[0]
 
 
 def apply_stages(x_BHWC, stages: tuple[int, ...], stem_width: int, unit: type[nn.Module], **fields):

@@ -113,8 +113,8 @@ def collective_table(
     GPU programs:
 
     - Weights that are split over fsdp are gathered in every microbatch, in the dtype of their first
-      use. Weights of layers are gathered again for the backward pass if layers are scanned or
-      rematerialised.
+      use. Weights of layers are gathered again for the backward pass if they are stacked for a
+      scan or rematerialised.
     - Gradients are summed in the dtype of the product that computes them, before the conversion to
       float32. Every microbatch reduce-scatters them over fsdp, and over data if the optimizer's
       state is split over it. If fsdp and data split different axes of an array, XLA all-reduces the
@@ -209,10 +209,10 @@ def _is_gathered_again(name: str, model: nn.Module) -> bool:
     layer = _IN_LAYERS.match(name)
     if layer is None:
         return False
-    if value_of(model, "scan"):
+    if layer[1] is None:  # stacked
         return True
     return value_of(model, "remat") != "none" and (
-        layer[1] is None or not isinstance(model, ViT) or int(layer[1]) < recomputed_layers(model)
+        not isinstance(model, ViT) or int(layer[1]) < recomputed_layers(model)
     )
 
 

@@ -20,7 +20,7 @@ from vit_jax.devices.sharding import place
 from vit_jax.errors import InputError, collect_faults
 from vit_jax.files import write_whole
 from vit_jax.models import create_model
-from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.fields import stacks_layers, value_of, with_known
 from vit_jax.objectives import learns_labels, teachers_of
 from vit_jax.objectives.contract import Teacher
 from vit_jax.training.sources import find_other_names
@@ -69,7 +69,7 @@ def _read(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
         )
     model = _in_form_of_student(pretrained.model, config)
     variables = pretrained.variables
-    if value_of(model, "scan"):
+    if stacks_layers(model):
         variables["params"] = stack_layers(variables["params"])
     if shapes_only:
         variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)

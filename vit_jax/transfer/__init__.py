@@ -20,7 +20,7 @@ from vit_jax import tree
 from vit_jax.config import image_hw
 from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.files import absolute
-from vit_jax.models.fields import check_fields, field_names, value_of, with_known
+from vit_jax.models.fields import check_fields, field_names, stacks_layers, value_of, with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
 from vit_jax.transfer import (
@@ -215,7 +215,7 @@ def save_pretrained(
     check_variables(model, variables)
     collections = jax.tree.map(np.asarray, dict(variables))
     params = collections.pop("params")
-    if value_of(model, "scan"):
+    if stacks_layers(model):
         params = rules.unstack_layers(params)
     plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
     plain, merged = merge_adapters(plain, tree.flatten_names(params))
@@ -354,7 +354,7 @@ def init_model_state(
 def _as_scanned(named: dict[str, Any], model: nn.Module, source: str) -> dict[str, Any]:
     """Convert unrolled parameters to the model's form: stacked if it scans its layers."""
     params = tree.unflatten_names(named)
-    if not value_of(model, "scan"):
+    if not stacks_layers(model):
         return params
     logger.info("%s: layers stacked for scanning", source)
     return rules.stack_layers(params)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax import tree
-from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.fields import stacks_layers, value_of, with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
 
@@ -15,7 +15,7 @@ from vit_jax.models.layers import unconstrained
 def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """{leaf name: shape} of a model's parameters, without creating them."""
     params, _ = _shapes(_Traced(model))
-    if value_of(model, "scan"):
+    if stacks_layers(model):
         return dict(params)
     return {
         unrolled: jax.ShapeDtypeStruct(leaf.shape[tree.is_stacked(name) :], leaf.dtype)

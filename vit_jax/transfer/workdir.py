@@ -27,7 +27,7 @@ from vit_jax.data.host_ops import FULL_SIZE, TAKES_ENCODED
 from vit_jax.data.ops import check_crops, parse_calls, parse_ops, say_pad
 from vit_jax.errors import Faults, InputError
 from vit_jax.models import create_model
-from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.fields import stacks_layers, with_known
 from vit_jax.transfer.adapters import merge_adapters, merge_head_norm
 from vit_jax.transfer.rules import unstack_layers
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
@@ -120,7 +120,7 @@ def _restore(
             f"init_from={str(workdir)!r}: has no checkpoint yet; wait for the run's first one"
         )
     found = jax.tree.map(np.asarray, restored[0])
-    params = unstack_layers(found[weights]) if value_of(model, "scan") else found[weights]
+    params = unstack_layers(found[weights]) if stacks_layers(model) else found[weights]
     return restored[1]["step"], params, found.get(state, {})
 
 
