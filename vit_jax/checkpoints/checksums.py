@@ -29,8 +29,12 @@ def checksum(leaf: jax.Array) -> jax.Array:
     return bits.sum(dtype=jnp.uint32)
 
 
-# Compiled once for each shape and sharding; one program for all leaves takes many times longer.
 _checksum = jax.jit(checksum)
+
+
+@jax.jit
+def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(checksum, leaves)
 
 
 def checksums(state: tree.PyTree) -> dict[str, int]:
@@ -38,8 +42,16 @@ def checksums(state: tree.PyTree) -> dict[str, int]:
 
     It is a sum over elements, so it can be computed shard by shard; a change of any single element
     changes it.
+
+    On one device each shape is a program of its own, which compiles faster than one program for all
+    leaves. On several, all leaves are one program: exchanges of many programs at once can block
+    each other on CPUs.
     """
-    found = {name: _checksum(leaf) for name, leaf in tree.flatten_names(state).items()}
+    leaves = tree.flatten_names(state)
+    if all(len(leaf.devices()) == 1 for leaf in leaves.values()):
+        found = {name: _checksum(leaf) for name, leaf in leaves.items()}
+    else:
+        found = _checksums(leaves)
     return {name: int(value) for name, value in jax.device_get(found).items()}
 
 
