@@ -13,6 +13,7 @@ from vit_jax.experiment.exchange import choose_exchange, join_devices
 from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
+from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import ObjectiveOutput
 
 WEIGHTS = {"a": np.arange(12.0).reshape(4, 3) / 7, "b": np.ones((1, 3)), "c": np.ones((1, 3))}
@@ -82,3 +83,14 @@ SMALL = {"width": 32, "depth": 1, "mlp_dim": 64, "num_heads": 2}
 def test_when_processes_join_their_gradients(joins, mesh, model, objective):
     vit = create_model("ViT-Ti/4", 10, (8, 8), **{**SMALL, "dropout": 0.0, **model})
     assert (choose_exchange(vit, objective, processes(**mesh)) is not None) == joins
+
+
+def test_processes_do_not_join_the_gradients_of_a_plugins_model():
+    """It may draw random values of its own, which would be the same on every device."""
+
+    class Other(ViT):
+        pass
+
+    fields = {"num_classes": 10, "image_size": (8, 8), "patch_size": (4, 4), "dropout": 0.0}
+    assert choose_exchange(ViT(**SMALL, **fields), "supervised", processes()) is not None
+    assert choose_exchange(Other(**SMALL, **fields), "supervised", processes()) is None

@@ -14,8 +14,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.devices.mesh import BATCH_AXES
+from vit_jax.models.axial import AxialViT
 from vit_jax.models.bit import BiT
+from vit_jax.models.deit import DeiT
 from vit_jax.models.fields import has_batch_statistics
+from vit_jax.models.hybrid import HybridViT
+from vit_jax.models.t2t import T2TViT
 from vit_jax.models.vit import ViT
 from vit_jax.tree import PyTree
 
@@ -23,7 +27,10 @@ from vit_jax.tree import PyTree
 Sums = Callable[..., PyTree]
 Exchange = Callable[[Sums], Sums]
 
-# Rates of random draws: a device draws other values for its rows than the whole batch would.
+# Exact types: a plug-in's subclass may draw random values or couple rows in its own way.
+_KNOWN = (ViT, DeiT, T2TViT, AxialViT, HybridViT, BiT)
+
+# Rates of random draws: all devices would draw the same values for their rows.
 _RATES = ("dropout", "attention_dropout", "stochastic_depth")
 
 
@@ -31,15 +38,15 @@ def choose_exchange(model: nn.Module, objective: str, mesh: Mesh) -> Exchange | 
     """`join_devices` where it is faster and changes no more than the rounding; else None.
 
     That is on CPUs of several processes with whole parameters on each device, for supervised
-    training of a model without random draws and batch statistics. The model must then not constrain
-    its activations.
+    training of a model of this package without random draws and batch statistics. The model must
+    then not constrain its activations.
     """
     devices = list(mesh.devices.flat)
     if devices[0].platform != "cpu" or len({device.process_index for device in devices}) == 1:
         return None
     if mesh.shape["fsdp"] > 1 or mesh.shape["tensor"] > 1 or objective != "supervised":
         return None
-    if not isinstance(model, ViT | BiT) or has_batch_statistics(model):
+    if type(model) not in _KNOWN or has_batch_statistics(model):
         return None
     if any(getattr(model, rate, 0.0) for rate in _RATES):
         return None
