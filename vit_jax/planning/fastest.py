@@ -108,12 +108,14 @@ def _layouts_on(config: ConfigDict, plan: Plan) -> Iterator[tuple[Changes, dict[
 
     The first needs the least memory: if it does not fit, no other is tried.
     """
-    fields = field_names(find_family(config.model.name).module)
+    module = find_family(config.model.name).module
+    fields = field_names(module)
     if "remat" not in fields or not _is_default(config, ("model.remat", "model.remat_layers")):
         yield {}, plan(config)
         return
     scan = config.model.scan
-    free = "scan" in fields and scan is None
+    # A scan that keeps the parameters apart, as a BiT's, only saves time to compile.
+    free = "scan" in fields and scan is None and getattr(module, "stacks_layers", True)
     least = {"model.remat": "full"} | ({"model.scan": True} if free else {})
     none = {"model.remat": "none"} | ({"model.scan": False} if free else {})
     figures = plan(changed(config, least))
