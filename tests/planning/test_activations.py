@@ -29,7 +29,12 @@ from vit_jax.planning.activations import (
     step_activation_bytes,
     tensor_exchanges,
 )
-from vit_jax.planning.calculated import calculate_memory, calculate_plan, collective_table
+from vit_jax.planning.calculated import (
+    _is_gathered_again,
+    calculate_memory,
+    calculate_plan,
+    collective_table,
+)
 from vit_jax.planning.hlo import Program
 from vit_jax.planning.targets import Target, describe_devices, plan_mesh
 from vit_jax.training.planned import planned_experiment
@@ -349,3 +354,13 @@ def test_a_calculated_plan_is_that_of_the_objective():
         return 4 * tokens * (8 * 32 + 2 * 128) + 2 * tokens * 32 + 9 * 2 * tokens**2
 
     assert more - memory == 16 * (of_encoder(9) - of_encoder(5))
+
+
+@pytest.mark.parametrize("name", ["BiT-R50x1", "R26+ViT-mu/16"])
+def test_scanned_units_are_gathered_again(name):
+    """Compiled for eight devices with fsdp, each of the two loops gathers the kernels of a unit."""
+    model = create_model(name, 10, 32, stages=(4, 2), stem_width=32, scan=True)
+    units = ["stage_0/layer_0", "stage_0/layer_1", "stage_0/layer_3", "stage_1/layer_1"]
+    stem = "trunk" if name.startswith("BiT") else "stem"
+    found = [_is_gathered_again(f"{stem}/{unit}/conv2/kernel", model) for unit in units]
+    assert found == [False, True, True, False]

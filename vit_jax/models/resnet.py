@@ -131,6 +131,11 @@ CONVOLUTION_REMAT_POLICIES = {
 }
 
 
+def scans_units(depth: int) -> bool:
+    """Whether the units after the first of a stage of `depth` units run in a loop under `scan`."""
+    return depth > 2
+
+
 class Stage(nn.Module):
     """A sequence of `depth` units, `layer_0`, `layer_1`, ...; the first has the stride.
 
@@ -157,7 +162,7 @@ class Stage(nn.Module):
         if self.remat != "none":
             unit = nn.remat(unit, policy=CONVOLUTION_REMAT_POLICIES[self.remat])
         make = partial(unit, self.width, dtype=self.dtype, constrain=self.constrain)
-        scans = self.scan and self.depth > 2 and not self.is_initializing()
+        scans = self.scan and scans_units(self.depth) and not self.is_initializing()
         for i in range(1 if scans else self.depth):
             stride = self.stride if i == 0 else 1
             x_BHWC = make(stride=stride, name=f"layer_{i}")(x_BHWC)

@@ -23,6 +23,7 @@ from vit_jax.experiment.experiment import Experiment
 from vit_jax.models import find_family
 from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.fields import field_names, has_batch_statistics, value_of
+from vit_jax.models.resnet import scans_units
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import Pass
 from vit_jax.planning.activations import (
@@ -37,6 +38,7 @@ from vit_jax.training.planned import planned_experiment
 
 _IN_LAYERS = re.compile(r"(?:.*/)?layer(?:s|_(\d+))/")
 _HEAD = re.compile(r"(?:head|head_distillation)/")
+_UNIT = re.compile(r"(?:.*/)?stage_(\d+)/layer_(\d+)/")
 _CONVOLUTION = re.compile(r"(?:^|/)conv\w*/kernel$")
 
 
@@ -114,7 +116,7 @@ def collective_table(
 
     - Weights that are split over fsdp are gathered in every microbatch, in the dtype of their first
       use. Weights of layers are gathered again for the backward pass if they are stacked for a
-      scan or rematerialised.
+      scan, which a ResNet's units are in every step, or rematerialised.
     - Gradients are summed in the dtype of the product that computes them, before the conversion to
       float32. Every microbatch reduce-scatters them over fsdp, and over data if the optimizer's
       state is split over it. If fsdp and data split different axes of an array, XLA all-reduces the
@@ -209,11 +211,19 @@ def _is_gathered_again(name: str, model: nn.Module) -> bool:
     layer = _IN_LAYERS.match(name)
     if layer is None:
         return False
-    if layer[1] is None:  # stacked
+    if layer[1] is None or _is_in_loop(name, model):
         return True
     return value_of(model, "remat") != "none" and (
         not isinstance(model, ViT) or int(layer[1]) < recomputed_layers(model)
     )
+
+
+def _is_in_loop(name: str, model: nn.Module) -> bool:
+    """Whether the parameter `name` belongs to a ResNet's unit that runs in a loop."""
+    unit = _UNIT.match(name)
+    if unit is None or not value_of(model, "scan"):
+        return False
+    return int(unit[2]) > 0 and scans_units(model.stages[int(unit[1])])
 
 
 def _add_activations(exchanges: _Exchanges, own: Pass, examples: int) -> None:
