@@ -24,7 +24,7 @@ from vit_jax.errors import InputError, nearest
 from vit_jax.job import exit_codes
 from vit_jax.job.first_process import run_in_child_of_first_process
 
-# By default Python looks for cyclic garbage after 700 new containers. During the imports and the
+# Python 3.11 looks for cyclic garbage after 700 new containers. During the imports and the
 # tracing of a program almost all of them stay, and the search takes an eighth of a start.
 _NEW_CONTAINERS = 20_000
 

@@ -164,7 +164,8 @@ def _read_digits() -> tuple[np.ndarray, np.ndarray]:
     From scikit-learn's file, because importing scikit-learn takes a CPU second.
     """
     found = importlib.util.find_spec("sklearn")
-    assert found is not None and found.origin is not None
+    if found is None or found.origin is None:
+        raise InputError("data.name='digits': needs scikit-learn; run pip install scikit-learn")
     table = np.loadtxt(
         pathlib.Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=","
     )

@@ -47,7 +47,7 @@ class DeiT(ViT):
         del mask
         if self.num_classes is None:
             return self.features(images, train=train)
-        x_BND = self.tokens(images, num_kept=self._num_pooled, train=train)
+        x_BND = self.tokens(images, **self._kept, train=train)
         class_BD, distillation_BD = self._representations(x_BND)
         if not self.distillation_head:
             return self.head(class_BD)
