@@ -13,7 +13,6 @@ from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.fields import has_batch_statistics
 from vit_jax.models.vit import ViT, extract_patches
-from vit_jax.models.watched import watch
 from vit_jax.transfer.adapters import merge_head_norm
 
 IMAGE_SIZE, PATCH_SIZE = (4, 12), (2, 4)  # a grid of 2 x 3
@@ -110,26 +109,6 @@ def test_shapes_of_the_methods():
             "pre_logits": (2, 16),
             "__call__": (2, 5),
         }
-
-
-@pytest.mark.parametrize(
-    ("pool", "scan", "num_tokens"),
-    [("token", True, 1), ("token", False, 7), ("gap", True, 6), ("map", True, 6)],
-)
-def test_only_tokens_that_the_head_gets_are_normalised_after_a_scan(pool, scan, num_tokens):
-    model, found = small(pool=pool, scan=scan), []
-
-    def note(next_call, args, kwargs, context):
-        if context.module.path == ("encoder", "norm"):
-            found.append(args[0].shape[1])
-        return next_call(*args, **kwargs)
-
-    with nn.intercept_methods(note):
-        jax.eval_shape(model.init, jax.random.key(0), IMAGES)
-    assert found == [num_tokens]
-    with watch() as outputs:
-        jax.eval_shape(model.init, jax.random.key(0), IMAGES)
-    assert outputs.tokens.shape == (2, 7 if pool == "token" else 6, 16)
 
 
 def test_every_norm_has_the_epsilon():

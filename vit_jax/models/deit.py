@@ -47,8 +47,7 @@ class DeiT(ViT):
         del mask
         if self.num_classes is None:
             return self.features(images, train=train)
-        x_BND = self.tokens(images, **self._kept, train=train)
-        class_BD, distillation_BD = self._representations(x_BND)
+        class_BD, distillation_BD = self._representations(self.tokens(images, train=train))
         if not self.distillation_head:
             return self.head(class_BD)
         logits = {

@@ -349,10 +349,9 @@ class Encoder(BlockFields, nn.Module):
     products) or "full" (the whole block). It applies to the first `remat_layers` blocks; None: to
     all. In a scan it applies to all, or with 0 to none. The rate of stochastic depth grows linearly
     from 0 in the first block to `stochastic_depth` in the last. `positions`, `shared` and, unless
-    None, the `grid` of the tokens go to every block, a `block_class`. Only the first `num_kept`
-    tokens are normalised and returned; None: all.
+    None, the `grid` of the tokens go to every block, a `block_class`.
 
-    Shapes: (B, N, D) -> (B, N, D), or (B, num_kept, D).
+    Shapes: (B, N, D) -> (B, N, D).
     """
 
     depth: int
@@ -365,7 +364,7 @@ class Encoder(BlockFields, nn.Module):
     block_class: type[nn.Module] = EncoderBlock
 
     @nn.compact
-    def __call__(self, x_BND, *, grid=None, shared=None, num_kept=None, train=False):
+    def __call__(self, x_BND, *, grid=None, shared=None, train=False):
         num_tokens = x_BND.shape[1]
         padding = -num_tokens % self.forms.token_multiple
         x_BND = jnp.pad(x_BND, ((0, 0), (0, padding), (0, 0)))
@@ -390,8 +389,6 @@ class Encoder(BlockFields, nn.Module):
             for i in range(self.depth):
                 block = self._block(i)(name=f"layer_{i}", **fields)
                 x_BND, _ = block(x_BND, drop_rates[i], train, shared)
-        if num_kept is not None:
-            x_BND = x_BND[:, :num_kept]
         if self.final_norm:  # before the padding goes, as TPUs copy an odd number of tokens
             norm = NORMS[self.norm](epsilon=self.norm_eps, dtype=self.dtype, name="norm")
             x_BND = norm(x_BND)

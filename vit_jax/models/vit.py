@@ -172,13 +172,10 @@ class ViT(BlockFields, nn.Module):
             bias_init=nn.initializers.constant(self.head_bias),
         )
 
-    def tokens(self, images, *, num_kept=None, train=False):
-        """The encoder's output (B, N, D), normalised unless `norm_pooled` (Eqs. 1-4).
-
-        Only the first `num_kept` tokens are normalised and returned; None: all.
-        """
-        size = self.image_size or images.shape[1:3]
-        return self.encode(self.embed(images), image_size=size, num_kept=num_kept, train=train)
+    def tokens(self, images, *, train=False):
+        """The encoder's output (B, N, D), normalised unless `norm_pooled` (Eqs. 1-4)."""
+        image_size = self.image_size or images.shape[1:3]
+        return self.encode(self.embed(images), image_size=image_size, train=train)
 
     def embed(self, images):
         """The patches of the images as tokens without positions (B, N, D), N = rows x columns.
@@ -191,7 +188,7 @@ class ViT(BlockFields, nn.Module):
         collect_faults(find_undivided(image_size, self.patch_size, self.token_stride))
         return self.constrain(self._embed(images.astype(self.dtype)), ("batch", None, None))
 
-    def encode(self, x_BND, *, keep=None, image_size=None, num_kept=None, train=False):
+    def encode(self, x_BND, *, keep=None, image_size=None, train=False):
         """The encoder's output for patches from `embed`: prefix tokens and positions are added.
 
         Args:
@@ -199,12 +196,10 @@ class ViT(BlockFields, nn.Module):
           keep: (B, M) int32, the raster indices of the patches that go through the encoder, in the
             order in which they come out; the prefix tokens always do. None: all patches.
           image_size: height and width of the images in pixels; None: `image_size` of the model.
-          num_kept: how many tokens, from the first, are returned; None: all.
           train: whether dropout and stochastic depth are on.
 
         Returns:
-          (B, P + N, D), (B, P + M, D) with `keep`, or (B, num_kept, D); the P prefix tokens come
-          first.
+          (B, P + N, D), or (B, P + M, D) with `keep`; the P prefix tokens come first.
 
         Raises:
           InputError: `keep` is given, but the model needs all patches; see `find_keep_faults`.
@@ -227,7 +222,7 @@ class ViT(BlockFields, nn.Module):
         x_BND = self.embedding_dropout(x_BND, deterministic=not train)
         x_BND = self.constrain(x_BND, ("batch", None, None))
         grid = None if self.block_class is EncoderBlock else self._grid(image_size)
-        return self.encoder(x_BND, grid=grid, shared=shared, num_kept=num_kept, train=train)
+        return self.encoder(x_BND, grid=grid, shared=shared, train=train)
 
     @nn.nowrap
     def _take(self, x_BND, keep_BM):
@@ -259,18 +254,7 @@ class ViT(BlockFields, nn.Module):
 
     def features(self, images, *, train=False):
         """The pooled representation (B, D): class token, mean of the patches, or attention pool."""
-        return self.represent(self.tokens(images, **self._kept, train=train))
-
-    @property
-    def _kept(self) -> dict[str, int]:
-        """The argument of `tokens` that leaves out those that the head does not get.
-
-        The TPU compiler (libtpu 0.0.52) moves the slice into an unrolled last layer, which gets
-        slower: B/16 took 83.5 instead of 77.9 Mcycles. It leaves scanned layers as they are, and
-        L/16 took 309.3 instead of 311.2.
-        """
-        leaves_out = self.pool == "token" and self.scan
-        return {"num_kept": self.num_prefix_tokens} if leaves_out else {}
+        return self.represent(self.tokens(images, train=train))
 
     def represent(self, x_BND):
         """The features (B, D) of the encoder's output (B, N, D); see `features`."""

@@ -23,7 +23,7 @@ class Outputs:
     """What one call of a model has passed through.
 
     pooled: what the head gets, (B, D); None: the model has no method "features".
-    tokens: all (B, N, D), after the final norm; None: the model has no method "tokens".
+    tokens: (B, N, D), after the final norm; None: the model has no method "tokens".
     layers: the output of every layer: (B, N, D), or maps (B, rows, columns, D).
     """
 
@@ -41,10 +41,8 @@ def watch() -> Iterator[Outputs]:
     found = Outputs()
 
     def collect(call, args, kwargs, context):
-        module, method = context.module, context.method_name
-        if module.path == () and method == "tokens":
-            kwargs = {name: value for name, value in kwargs.items() if name != "num_kept"}
         output = call(*args, **kwargs)
+        module, method = context.module, context.method_name
         if method == "__call__" and isinstance(module, LAYERS):
             found.layers.append(output[0] if isinstance(output, tuple) else output)
         elif module.path == () and method == "tokens":
