@@ -49,8 +49,8 @@ def find_other_past(
         cooled = stored.schedule.name in ("constant", "rsqrt", "exponential", "multistep")
         cause = "its cooldown has begun" if cooled else f"schedule.name={stored.schedule.name!r}"
         cause += (
-            f": step {first + 1:,} had the learning rate {was[first]:.6g}, and would have had "
-            f"{now[first]:.6g}"
+            f": step {first + 1:,} had the learning rate {was[first]:.9g}, and would have had "
+            f"{now[first]:.9g}"
         )
     else:
         found = _find_moving(stored, parse_durations(stored)["duration"], total, steps_done)
