@@ -64,13 +64,18 @@ def config():
 
 
 def done(config, worse=0.0):
-    """Results by LAW, with 1e-7 exaFLOPs for a step of width 16, 4 times as many for width 32."""
+    """Results by LAW, with 1e-7 exaFLOPs for a step of width 16, 4 times as many for width 32.
+
+    Errors are off by 0.1 %, up and down by turns, so that the band of a prediction is wider than
+    rounding; only the largest run is exact.
+    """
     results = {}
     for member in scaling.find_members(config, {}):
         steps = int(member.overrides["duration"].split()[0])
         exaflops = 1e-7 * steps * (4 if member.overrides["model.width"] == "32" else 1)
         spread = 0.002 if member.overrides["seed"] == "1" else -0.002
-        error = LAW.predict(exaflops) + spread
+        noise = 0.0 if exaflops > 3e-5 else 0.001 * (-1) ** (steps // 10).bit_length()
+        error = LAW.predict(exaflops) * (1 + noise) + spread
         if member.overrides["model.name"] == "DeiT-mu/4":
             error += worse
         numbers = {"step": steps, "test/top1": float(1 - error), "exaflops": exaflops}
@@ -97,7 +102,9 @@ def test_the_largest_run_is_held_out_and_predicted(config, monkeypatch):
     law = report.values["laws"]["ViT"]
     assert law["held_out"] == {"size": "width 32", "duration": "80 steps", "exaflops": 3.2e-5}
     assert law["num_points"] == 5  # 10, 20, 40 and 80 steps of width 16, then 160 of 32 or 80
-    assert law["predicted_error"] == pytest.approx(LAW.predict(3.2e-5), abs=1e-3)
+    assert law["predicted_error"] == pytest.approx(LAW.predict(3.2e-5), rel=0.01)
+    low, high = law["band_90_percent"]
+    assert 0.001 < high - low < 0.2
     assert law["error"] == pytest.approx(LAW.predict(3.2e-5)) and law["inside"]
     assert {p["family"] for p in report.values["points"] if p["front"]} == {"ViT"}
     assert report.files["study.png"][:4] == b"\x89PNG"

@@ -48,7 +48,8 @@ def checksums(state: tree.PyTree) -> dict[str, int]:
     each other on CPUs.
     """
     leaves = tree.flatten_names(state)
-    if all(len(leaf.devices()) == 1 for leaf in leaves.values()):
+    on_devices = [leaf for leaf in leaves.values() if isinstance(leaf, jax.Array)]
+    if all(len(leaf.devices()) == 1 for leaf in on_devices):
         found = {name: _checksum(leaf) for name, leaf in leaves.items()}
     else:
         found = _checksums(leaves)
