@@ -104,7 +104,7 @@ def test_the_largest_run_is_held_out_and_predicted(config, monkeypatch):
     assert law["num_points"] == 5  # 10, 20, 40 and 80 steps of width 16, then 160 of 32 or 80
     assert law["predicted_error"] == pytest.approx(LAW.predict(3.2e-5), rel=0.01)
     low, high = law["band_90_percent"]
-    assert 0.001 < high - low < 0.2
+    assert 0.01 < high - low < 0.4
     assert law["error"] == pytest.approx(LAW.predict(3.2e-5)) and law["inside"]
     assert {p["family"] for p in report.values["points"] if p["front"]} == {"ViT"}
     assert report.files["study.png"][:4] == b"\x89PNG"
