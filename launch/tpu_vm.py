@@ -183,7 +183,7 @@ def _check_same_job(
         raise InputError(
             f"--name={flags.name}: another job is running there ({before.words}); {remedy}"
         )
-    if before.variables not in (None, digest):
+    if before.variables != digest:
         raise InputError(
             f"--env: the job is running on --name={flags.name} with other variables, which it "
             f"keeps; give the same --env to follow it, {remedy}"

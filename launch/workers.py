@@ -102,21 +102,21 @@ class JobState(NamedTuple):
     running: whether it is running.
     code: its exit code; None while it runs, or if its VM was restarted meanwhile.
     log: its output since `offset`.
-    variables: digest of its variables; None if an older version started it.
+    variables: digest of its variables; None if no job was started.
     """
 
     words: str | None
     running: bool
     code: int | None
     log: bytes
-    variables: str | None = None
+    variables: str | None
 
 
 def read_answer(answer: bytes) -> JobState:
     """Parse the answer of a worker."""
     head, _, log = answer.partition(b"\n")
-    found = re.fullmatch(r"job(?: (\w+))?: (yes|no) (-|\d+) (.*)", head.decode(errors="replace"))
+    found = re.fullmatch(r"job (\w+): (yes|no) (-|\d+) (.*)", head.decode(errors="replace"))
     if found is None:
-        return JobState(None, False, None, b"")
+        return JobState(None, False, None, b"", None)
     digest, running, code, words = found.groups()
     return JobState(words, running == "yes", None if code == "-" else int(code), log, digest)

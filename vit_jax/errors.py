@@ -75,11 +75,11 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 
 def check_version(where: str, version: int, known: int) -> None:
-    """Raise InputError if the format `version` of `where` is newer than `known`."""
-    if version > known:
+    """Raise InputError unless the format `version` of `where` is `known`."""
+    if version != known:
         raise InputError(
-            f"{where}: format version {version}; this vit_jax reads versions up to {known}; "
-            "use the vit_jax that wrote it, or a newer one"
+            f"{where}: format version {version}; this vit_jax reads version {known}; use the "
+            "vit_jax that wrote it"
         )
 
 

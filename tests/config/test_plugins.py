@@ -16,7 +16,6 @@ from vit_jax.config import add_plugins, base_config, flatten, own_keys, plugins
 from vit_jax.config.evals import typed_entry
 from vit_jax.config.stored import (
     FORMAT_VERSION,
-    RENAMED_KEYS,
     changed_keys,
     from_json,
     read_config,
@@ -264,15 +263,6 @@ def test_a_newer_run_runs_no_code(workdir, ran):
     assert ran() == 0
 
 
-def test_a_renamed_key_names_them(workdir, ran, monkeypatch):
-    monkeypatch.setitem(RENAMED_KEYS, "parts", "plugins")
-    text = (workdir / "config.json").read_text()
-    (workdir / "config.json").write_text(text.replace('"plugins"', '"parts"'))
-    with plugins.using(trusted=True):
-        assert read_config(workdir).plugins == ("part.py",)
-    assert ran() == 1
-
-
 DEBUG = ["--config=quickstart:debug", "--config.mesh.platform=cpu"]
 READERS = {
     "evaluate": ["evaluate", "--workdir=RUN"],
@@ -338,7 +328,7 @@ def test_a_stranger_in_a_folder_of_modules(tmp_path, ran, monkeypatch, init):
     digest = hashlib.sha256(PART.encode()).hexdigest()
     (stranger / "plugins").mkdir()
     for name in ("setup", "runs.stranger.evil", "runs.stranger.deep.evil", "evil.py"):
-        c = base_config().to_dict() | {"plugins": [name]}
+        c = base_config().to_dict() | {"format_version": FORMAT_VERSION, "plugins": [name]}
         (stranger / "config.json").write_text(json.dumps(c))
         (stranger / "plugins/digests.json").write_text(json.dumps({name: digest}))
         with pytest.raises(InputError, match="--trust_plugins"):
@@ -449,11 +439,6 @@ def test_one_is_added_on_resume(workdir, here):
     assert sorted(os.listdir(workdir / "plugins")) == ["digests.json", "other.py", "part.py"]
     c.data.other = 2
     assert changed_keys(stored, c) == {"data.other": (1, 2)}
-
-
-def test_runs_of_older_versions_have_none():
-    text = to_json(base_config()).replace('  "plugins": [],\n', "")
-    assert "plugins" not in text and from_json(text) == base_config()
 
 
 def test_processes_compare_digests(here, monkeypatch):

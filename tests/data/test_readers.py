@@ -252,7 +252,7 @@ def broken(tmp_path_factory):
 def records(source):
     """All that says which records there are: their names, but for the file's, and labels."""
     numbers = [source.record_name(i).partition("(")[2] for i in range(source.num_examples)]
-    return numbers, list(read_labels(source, 0, source.num_examples)), source.fingerprints
+    return numbers, list(read_labels(source, 0, source.num_examples)), source.fingerprint
 
 
 def test_every_reader_gives_the_same_records_whatever_is_broken(broken):
@@ -263,7 +263,7 @@ def test_every_reader_gives_the_same_records_whatever_is_broken(broken):
         made_of_it = keep_classes(whole, (2, 0)), concatenate([whole, whole])
         if reader == "array_record":  # the others show that these follow from the whole
             made_of_it = ()
-        return scaled.fingerprints, *(records(source) for source in (whole, *made_of_it))
+        return scaled.fingerprint, *(records(source) for source in (whole, *made_of_it))
 
     expected = found("offsets")
     assert expected[1][1] == [i % 3 for i in range(12)] and expected[2][1] == [1, 0] * 4
@@ -278,16 +278,6 @@ def test_a_record_that_cannot_be_read_has_a_label_for_no_reader(broken, tmp_path
     for reader in ("memory", "offsets"):
         how = {"split": "train", "data_dir": str(tmp_path), "image_size": (16, 16)}
         assert records(make_source("few", reader=reader, **how))[1] == labels
-
-
-def test_older_runs_lose_labels_in_memory(broken):
-    how = {"split": "train", "data_dir": broken["memory"], "image_size": (16, 16)}
-    memory, offsets = (
-        records(make_source("few", reader=reader, broken_labels="by_reader", **how))[1]
-        for reader in ("memory", "offsets")
-    )
-    assert memory == [-1 if i in BROKEN else i % 3 for i in range(12)]
-    assert offsets == [i % 3 for i in range(12)]
 
 
 def test_png_and_grey_images_in_a_jpeg_set(corrupt):

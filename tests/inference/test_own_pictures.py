@@ -1,10 +1,15 @@
 """A run evaluated on other pictures: classes are matched by name, and so are those it lacks."""
 
+import csv
+import io
 import json
 import shutil
 
+import jax
+import numpy as np
 import pytest
 from etils import epath
+from PIL import Image
 
 from vit_jax.config import base_config, classification, knn
 from vit_jax.config.stored import read_config
@@ -14,22 +19,48 @@ from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference.whole_folder import Origin, take_whole_folders
 from vit_jax.main import main
 from vit_jax.training.sources import open_sources
+from vit_jax.training.train import train_and_evaluate
 from vit_jax.transfer import read_pretrained
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
-@pytest.fixture
-def run(golden, tmp_path):
-    return shutil.copytree(golden / "older_run/workdir", tmp_path / "run")
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Twenty pictures of two classes."""
+    root, rng = tmp_path_factory.mktemp("own") / "pictures", np.random.default_rng(0)
+    for i in range(20):
+        path = root / ("ant", "bee")[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(path)
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained(pictures):
+    """The workdir of a run of one step on `pictures`."""
+    c = base_config()
+    c.global_batch_size, c.duration = 8, "1 steps"
+    c.model.name, c.model.patch_size, c.model.pool = "ViT-mu/16", 4, "gap"
+    c.data.name, c.data.data_dir, c.data.image_size = "folder", str(pictures), 8
+    c.data.ops = "decode|resize"
+    c.evals.val = classification(split="val", every="1 steps", ops="decode|resize")
+    c.optimizer.peak_lr = 1e-2
+    train_and_evaluate(c, pictures.parent / "run")
+    return pictures.parent / "run"
 
 
 @pytest.fixture
-def others(golden, tmp_path):
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.fixture
+def others(pictures, tmp_path):
     """others(bee="zebra"): the run's pictures, with the folder `bee` renamed to `zebra`."""
 
     def make(**names):
-        root = shutil.copytree(golden / "older_run/pictures", tmp_path / "others")
+        root = shutil.copytree(pictures, tmp_path / "others")
         for old, new in names.items():
             (root / old).rename(root / new)
         return root
@@ -74,8 +105,8 @@ def test_moved_pictures_are_asked_for_by_the_flag(run, tmp_path, capsys):
     assert "--data_dir=PICTURES" in error and "--config" not in error
 
 
-def test_a_home_folder_is_found(golden, tmp_path, monkeypatch):
-    shutil.copytree(golden / "older_run/pictures", tmp_path / "pictures")
+def test_a_home_folder_is_found(pictures, tmp_path, monkeypatch):
+    shutil.copytree(pictures, tmp_path / "pictures")
     monkeypatch.setenv("HOME", str(tmp_path))
     c = base_config()
     c.data.name, c.data.data_dir, c.data.image_size = "folder", "~/pictures", 8
@@ -154,3 +185,38 @@ def test_names_are_read_from_the_run(run, others, monkeypatch, caplog):
     assert not caplog.messages  # of what would have been evaluated
     (run / "classes.json").unlink()
     assert "step" in evaluation.evaluate(config, run)
+
+
+def read_csv(path):
+    return list(csv.reader(io.StringIO(path.read_text())))
+
+
+def test_tables_by_class_agree_with_the_accuracy(
+    pictures, trained, tmp_path, one_device, monkeypatch, capsys
+):
+    """The files of `evaluate --output` agree with the accuracy that it prints."""
+    shutil.copytree(pictures, tmp_path / "pictures")
+    run = f"--workdir={trained}"
+    words = ["evaluate", run, f"--config.data.data_dir={tmp_path / 'pictures'}"]
+    words += ["--config.evals.val.split=train"]  # which is larger
+    monkeypatch.setattr(jax, "devices", lambda *args: one_device[:2])
+    out = tmp_path / "out"
+    assert main([*words, f"--output={out}"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    top1, images = found["val/top1"], found["val/num_examples"]
+    assert "lowest accuracy by class" in captured.err
+    _, *rows = read_csv(out / "val/classes.csv")
+    assert [row[0] for row in rows] == ["ant", "bee"]
+    assert sum(int(row[2]) for row in rows) == pytest.approx(top1 * images)
+    _, *wrong = read_csv(out / "val/wrong.csv")
+    assert 0 < len(wrong) == round((1 - top1) * images)
+    assert all((tmp_path / "pictures" / row[0]).parent.name == row[1] != row[2] for row in wrong)
+
+    # A folder with one of the model's classes only: its pictures are of class bee, by name.
+    shutil.rmtree(tmp_path / "pictures/ant")
+    assert main([*words, f"--output={tmp_path / 'out2'}"]) == 0
+    captured = capsys.readouterr()
+    by_class = {row[0]: int(row[1]) for row in read_csv(tmp_path / "out2/val/classes.csv")[1:]}
+    assert by_class == {"ant": 0, "bee": json.loads(captured.out)["val/num_examples"]}
+    assert "no images of 1 of 2 classes" in captured.err

@@ -2,10 +2,7 @@
 
 import csv
 import io
-import json
-import shutil
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -167,39 +164,6 @@ def test_examples_are_those_of_the_metrics_without_padding():
     e = np.exp(4)
     np.testing.assert_allclose(found.confidence_N, e / (e + 2), rtol=1e-6)
     np.testing.assert_allclose(found.right_N[1], 1 / (e + 2), rtol=1e-6)
-
-
-def test_of_a_run_on_own_pictures(tmp_path, golden, one_device, monkeypatch, capsys):
-    """The files of `evaluate --output` agree with the accuracy that it prints."""
-    rng = np.random.default_rng(0)
-    for i in range(36):
-        path = tmp_path / "pictures" / ("ant", "bee")[i % 2] / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(path)
-    run = f"--workdir={golden / 'older_run/workdir'}"
-    words = ["evaluate", run, f"--config.data.data_dir={tmp_path / 'pictures'}"]
-    words += ["--config.evals.val.split=train"]  # which is larger
-    monkeypatch.setattr(jax, "devices", lambda *args: one_device[:2])
-    out = tmp_path / "out"
-    assert main([*words, f"--output={out}"]) == 0
-    captured = capsys.readouterr()
-    found = json.loads(captured.out)
-    top1, images = found["val/top1"], found["val/num_examples"]
-    assert "lowest accuracy by class" in captured.err
-    _, *rows = read(out / "val/classes.csv")
-    assert [row[0] for row in rows] == ["ant", "bee"]
-    assert sum(int(row[2]) for row in rows) == pytest.approx(top1 * images)
-    _, *wrong = read(out / "val/wrong.csv")
-    assert 0 < len(wrong) == round((1 - top1) * images)
-    assert all((tmp_path / "pictures" / row[0]).parent.name == row[1] != row[2] for row in wrong)
-
-    # A folder with one of the model's classes only: its pictures are of class bee, by name.
-    shutil.rmtree(tmp_path / "pictures/ant")
-    assert main([*words, f"--output={tmp_path / 'out2'}"]) == 0
-    captured = capsys.readouterr()
-    by_class = {row[0]: int(row[1]) for row in read(tmp_path / "out2/val/classes.csv")[1:]}
-    assert by_class == {"ant": 0, "bee": json.loads(captured.out)["val/num_examples"]}
-    assert "no images of 1 of 2 classes" in captured.err
 
 
 def test_a_file_in_the_place_of_the_output_is_refused_first(tmp_path, capsys):

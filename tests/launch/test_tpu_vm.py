@@ -274,9 +274,10 @@ def test_called_again_it_goes_on_with_the_running_job(tpu_vm, call, cloud):
     assert len(cloud.calls("scp")) <= 2  # one, unless it had ended before it was queried
 
 
-def test_jobs_that_an_older_version_started_have_no_digest_of_their_variables(tpu_vm):
-    state = tpu_vm.read_answer(b"job: no 3 --config=a --workdir=b\nlog")
-    assert state == ("--config=a --workdir=b", False, 3, b"log", None)
+def test_answers_of_a_worker_are_parsed(tpu_vm):
+    assert tpu_vm.read_answer(b"") == (None, False, None, b"", None)
+    state = tpu_vm.read_answer(b"job 0f3a: no 3 --config=a --workdir=b\nlog")
+    assert state == ("--config=a --workdir=b", False, 3, b"log", "0f3a")
     state = tpu_vm.read_answer(b"job 0f3a: yes - --config=a\n")
     assert state == ("--config=a", True, None, b"", "0f3a")
 

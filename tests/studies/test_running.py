@@ -16,7 +16,7 @@ from etils import epath
 from vit_jax.config.stored import to_json
 from vit_jax.config.text import load_config
 from vit_jax.main import main
-from vit_jax.studies import finetune_sweep, running
+from vit_jax.studies import running
 from vit_jax.studies.recorded import find_differences
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -92,26 +92,6 @@ def test_balanced_weights_are_those_that_a_member_has_stored(python, workdir, ca
     assert study(workdir, flag) == 0
     assert study(workdir) == 2
     assert "loss.class_weights: was '1,2,3', now None" in capsys.readouterr().err
-
-
-def test_members_that_an_older_version_ran_are_named(python, workdir):
-    config = load_config(CONFIG)
-    config.data.name = "folder"
-    older = json.loads(to_json(config))
-    del older["data"]["holdout"]
-    assert study(workdir) == 0 and report(workdir)["warnings"] == []
-    for name, stored in (("lr_0.03_seed_0", older), ("lr_0.03_seed_1", config.to_dict())):
-        (workdir / name / "config.json").write_text(json.dumps(stored))
-    call = running.Call(CONFIG, (), epath.Path(workdir), None, again=False)
-    results = {name: running.read_result(call.workdir / name) for name in ALL}
-    (warning,) = find_differences(call.workdir, results)
-    assert warning == (
-        "data.holdout differs, so results may not be comparable: 'seed 0' in lr_0.03_seed_0, "
-        "'names' in lr_0.03_seed_1"
-    )
-    running._write_report(finetune_sweep.STUDY, config, call, results)
-    assert report(workdir)["warnings"] == [warning]
-    assert f"Warning: {warning}." in (workdir / "study.md").read_text()
 
 
 def test_members_with_other_microbatches_are_named(tmp_path):

@@ -1,6 +1,5 @@
 """What the source of the weights and the size of the data decide: finetune:MODEL,folder."""
 
-import copy
 import json
 import shutil
 
@@ -8,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from etils import epath
 from PIL import Image
 
 from vit_jax import create_model, load_pretrained, save_pretrained, tree
-from vit_jax.config.stored import read_config, to_json
+from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.image_files import find_images, image_files
 from vit_jax.errors import InputError
@@ -22,7 +20,6 @@ from vit_jax.training.decided import decide, take_fields
 from vit_jax.training.prepare import prepare
 from vit_jax.training.train import train_and_evaluate
 from vit_jax.training.validation import find_faults
-from vit_jax.training.workdir import continue_run
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
 from vit_jax.transfer.spec import Pretrained, Spec
@@ -166,22 +163,6 @@ def test_last_layers(last, trained, scan):
     with pytest.raises(InputError, match=r"last_layers=4: .*1 to 3"):
         config.optimizer.last_layers = 4
         decide(config)
-
-
-@pytest.mark.parametrize("scan", [False, True])
-def test_an_older_run_with_last_layers_keeps_its_pattern(scan, tmp_path):
-    config = load_config("finetune:ViT-mu/8,folder,last1")
-    config.init_fields, config.init_from = None, "w.npz"
-    config.data.image_size, config.data.num_examples = 16, 100
-    config.model.depth, config.model.scan = 2, scan
-    older = copy.deepcopy(config)
-    older.optimizer.freeze = (
-        "(stem|trunk/conv_root|embedding|class_token|distillation_token|pos_embedding)(/.*)?"
-        "|encoder/layer_0/.*"
-    )
-    (tmp_path / "config.json").write_text(to_json(older))
-    resumed = decide(continue_run(config, epath.Path(tmp_path)))
-    assert resumed.optimizer.freeze == older.optimizer.freeze != decide(config).optimizer.freeze
 
 
 def test_two_ways_to_freeze_are_refused():

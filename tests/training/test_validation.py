@@ -176,8 +176,6 @@ FAULTS = [
         "set data.order=chunk",
     ),
     ({"data.reader": "offset"}, "data.reader='offset':", "did you mean offsets?"),
-    ({"data.broken_labels": "drop"}, "data.broken_labels='drop':", "known: read, by_reader"),
-    ({"data.holdout": "name"}, "data.holdout='name': needs 'names'", "'seed 0'"),
     ({"data.mix": "digits"}, "data.mix: 'digits' is not an entry", "NAME@SPLIT=WEIGHT"),
     ({"data.max_corrupt_fraction": "2"}, "data.max_corrupt_fraction=2.0:", "from 0 to 1"),
     # mesh and checkpoints

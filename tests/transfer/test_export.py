@@ -20,7 +20,6 @@ from vit_jax import load_pretrained, pretrained_spec, save_pretrained, tree
 from vit_jax.checkpoints.checkpoint import Checkpoints
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import eval_splits
-from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import make_source
 from vit_jax.data.image_files import image_files
@@ -35,7 +34,7 @@ from vit_jax.transfer import export as export_lib
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.spec import Cut
-from vit_jax.transfer.workdir import _cut, ops_on_pixels, warn_of_borders
+from vit_jax.transfer.workdir import _cut, ops_on_pixels
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -412,43 +411,6 @@ def test_data_of_one_size_are_cropped_as_the_run_did(run):
         settings, source, {key: make_source("digits", split="test", image_size=(8, 8))}
     )
     assert settings.evals.classification.ops == "central_crop"
-
-
-def test_borders_of_images_whose_size_only_the_data_tell_are_warned_of(golden, caplog):
-    config = load_config(FILE)
-    assert not apply_overrides(config, [("data.pad_crops", "true")])
-    config.data.image_size, config.evals.test.ops = 9, "central_crop"  # of 8 x 8
-    (key,) = eval_splits(config, config.evals.test).values()
-    warn_of_borders(config)
-    assert not caplog.records
-    warn_of_borders(config, {key: make_source("digits", split="test", image_size=(9, 9))})
-    assert "black borders:\n  evals.test.ops: 'central_crop' takes 9 x 9" in caplog.text
-
-
-@pytest.mark.slow
-def test_images_of_an_older_run_are_padded_as_before(run, tmp_path, caplog, monkeypatch):
-    shutil.copytree(run, tmp_path / "run")
-    config = json.loads((run / "config.json").read_text())
-    config["evals"]["test"]["ops"] = "decode|resize_small(6)|central_crop"  # of 8 x 8
-    del config["data"]["pad_crops"]
-    (tmp_path / "run/config.json").write_text(json.dumps(config))
-    said = "data.pad_crops=True: evaluated images have black borders:\n  evals.test.ops: "
-    spec = pretrained_spec(tmp_path / "run")
-    assert said in caplog.text  # so by predict, evaluate --init_from and export too
-    caplog.clear()
-    assert ops_for(spec) == "decode|resize_small(6)|central_crop(pad=True)"
-    assert spec.cut == Cut(1.0, "center")
-
-    seen = []
-    monkeypatch.setattr(
-        evaluation, "_evaluate_all", lambda evaluators, *_: seen.append(evaluators) or {}
-    )
-    evaluation.evaluate(read_config(epath.Path(tmp_path / "run")), tmp_path / "run")
-    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert said in record.getMessage()
-    batch = next(iter(seen[0]["test"]._make_batches()))
-    shown = np.asarray(batch["image"]).any(axis=(0, 3))
-    np.testing.assert_array_equal(shown, np.pad(np.ones((6, 6), bool), 1))
 
 
 def test_a_program_is_no_format_of_save_pretrained(golden, tmp_path):

@@ -71,7 +71,7 @@ def make_columns(config: ConfigDict, source: Source) -> list[Column]:
       source: the training split.
     """
     size = image_hw(config.data.image_size)
-    host_ops, device_ops = parse_ops(config.data.ops, size, pad_crops=config.data.pad_crops)
+    host_ops, device_ops = parse_ops(config.data.ops, size)
     check_crops(host_ops, "data.ops")
     names = [op.name for op in host_ops]
     before = host_ops[: names.index("randaugment")] if "randaugment" in names else host_ops

@@ -52,7 +52,7 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     image_size = image_hw(config.data.image_size)
     config, sources = open_training(config)
     source = sources[train_split(config)]
-    host_ops, _ = data.parse_ops(config.data.ops, image_size, pad_crops=config.data.pad_crops)
+    host_ops, _ = data.parse_ops(config.data.ops, image_size)
     rows = np.arange(min(config.global_batch_size, _MOST_ROWS))
     num_batches = max(1, _IMAGES_A_ROUND // len(rows))
     num_rounds = _NUM_ROUNDS if num_rounds is None else num_rounds

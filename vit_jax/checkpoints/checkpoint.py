@@ -18,9 +18,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from vit_jax.checkpoints import stored
 from vit_jax.checkpoints.checksums import checksums
-from vit_jax.checkpoints.restore import restore_newest
+from vit_jax.checkpoints.restore import FORMAT_VERSION, restore_newest
 from vit_jax.checkpoints.seal import complete_seal, write_seal
 from vit_jax.tree import PyTree
 
@@ -107,7 +106,7 @@ class Checkpoints:
 
     def save(self, step: int, state: PyTree, meta: dict) -> None:
         """Save `state` as `step`; returns once the state may be donated, and writes files later."""
-        own = {"format_version": stored.FORMAT_VERSION, "step": step, "checksums": checksums(state)}
+        own = {"format_version": FORMAT_VERSION, "step": step, "checksums": checksums(state)}
         meta = meta | own
         self.wait()
         self._saving = step
@@ -134,7 +133,7 @@ def start(
     *,
     directory: epath.Path,
     abstract_state: State,
-    fingerprint: Callable[[int], str],
+    fingerprint: str,
     from_init: Callable[[], State] | None,
     from_scratch: Callable[[], State],
 ) -> tuple[State, dict]:

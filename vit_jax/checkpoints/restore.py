@@ -3,7 +3,7 @@
 import functools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,13 +12,15 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from vit_jax.checkpoints import stored
+from vit_jax import tree
 from vit_jax.checkpoints.checksums import checksums
 from vit_jax.checkpoints.collective import InvalidError, on_all
 from vit_jax.checkpoints.seal import check_seal
 from vit_jax.errors import InputError, check_version
 
 logger = logging.getLogger("vit_jax")
+
+FORMAT_VERSION = 2  # of a step, stored in its meta as `format_version`
 
 
 def saved_steps(directory: epath.Path) -> list[int]:
@@ -62,32 +64,36 @@ def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dic
         return read_meta(step_dir)
 
     meta = on_all(read_sealed_meta)
-    check_version(str(step_dir), meta.get("format_version", 1), stored.FORMAT_VERSION)
-    find_names = functools.partial(stored.stored_names, target, meta["checksums"], partial=partial)
-    names = on_all(find_names)
-    state = on_all(functools.partial(_read_state, step_dir, target, names))
+    check_version(str(step_dir), meta["format_version"], FORMAT_VERSION)
+    on_all(functools.partial(_check_names, target, meta["checksums"], partial))
+    state = on_all(functools.partial(_read_state, step_dir, target))
     for name, found in checksums(state).items():  # over whole leaves, so equal on every process
-        if meta["checksums"][names[name]] != found:
+        if meta["checksums"][name] != found:
             raise InvalidError(f"leaf {name} is damaged: its checksum differs")
     return state, meta
 
 
-def _read_state(step_dir: epath.Path, target: Any, names: dict[str, str]) -> Any:
-    """Read this process's shards of the leaves that `target` has.
+def _check_names(target: Any, saved: Iterable[str], partial: bool) -> None:
+    """Raise ValueError unless the leaves `saved` are those of `target`; with `partial`, or more."""
+    wanted, saved = tree.flatten_names(target).keys(), {*saved}
+    if missing := sorted(wanted - saved):
+        raise ValueError(f"leaf {missing[0]} is missing")
+    surplus = sorted(saved - wanted)
+    if surplus and not partial:
+        raise ValueError(f"leaf {surplus[0]} is not part of this run's state")
 
-    names: {name in `target`: name in the step} for these leaves.
-    """
-    item = stored.as_stored(target, names)
+
+def _read_state(step_dir: epath.Path, target: Any) -> Any:
+    """Read this process's shards of the leaves that `target` has."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        found = checkpointer.restore(
+        return checkpointer.restore(
             step_dir / "state",
             args=ocp.args.PyTreeRestore(
-                item=item,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+                item=target,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(target),
                 partial_restore=True,  # names have been compared already
             ),
         )
-    return stored.as_today(found, target, names)
 
 
 def restore_step(path: epath.Path, abstract_state: Any, *, partial: bool = False) -> tuple:
@@ -107,7 +113,7 @@ def restore_newest(
     abstract_state: Any,
     *,
     partial: bool = False,
-    fingerprint: Callable[[int], str] | None = None,
+    fingerprint: str | None = None,
     move_aside: bool = False,
 ) -> tuple[Any, dict] | None:
     """(state, meta) of the newest valid step in `directory`; None if there are no steps.
@@ -117,8 +123,7 @@ def restore_newest(
       abstract_state: shapes and dtypes with shardings over any mesh; with `partial` it may lack
         whole fields, e.g. be {"params": ...}.
       partial: see `abstract_state`.
-      fingerprint: version -> fingerprint of the data, which must equal that in the step; None: not
-        checked.
+      fingerprint: of the data, which must equal that in the step; None: not checked.
       move_aside: rename damaged steps to `invalid-<step>` once a valid one has been found.
 
     Raises:
@@ -133,8 +138,7 @@ def restore_newest(
             invalid[step] = str(e)
             logger.warning("checkpoint %s is invalid: %s", directory / str(step), invalid[step])
             continue
-        version = meta.get("fingerprint_version", 1)  # not stored by version 1
-        if fingerprint is not None and meta["data_fingerprint"] != fingerprint(version):
+        if fingerprint is not None and meta["data_fingerprint"] != fingerprint:
             raise InputError(
                 f"the data set differs from the one that the checkpoints in {directory} were made "
                 "with (in its examples, their order or its classes); restore it, or use a new "

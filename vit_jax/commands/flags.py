@@ -172,10 +172,6 @@ def open_data_set(flags: argparse.Namespace, pretrained: "Pretrained") -> "Sourc
     spec = pretrained.spec
     where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
     where |= {"exif": spec.exif is not False, "channels": spec.channels}
-    if spec.holdout is not None:
-        where["holdout"] = spec.holdout
-    if pretrained.run is not None:
-        where["folder_rules"] = pretrained.run["config"]["data"]["folder_rules"]
     try:
         return data.make_source(name, split=split or "train", **where)
     except InputError as e:  # which names the config's key, and this command takes none

@@ -36,7 +36,6 @@ from vit_jax.config.base import (
 from vit_jax.config.checks import KeyValue, choose_keys
 from vit_jax.config.stored import (
     FREE_ON_RESUME,
-    IN_OLDER_RUNS,
     changed_evals,
     changed_keys,
     folders_read,
@@ -47,7 +46,6 @@ from vit_jax.errors import InputError
 
 __all__ = [
     "FREE_ON_RESUME",
-    "IN_OLDER_RUNS",
     "LAYOUT_KEYS",
     "REQUIRED",
     "REQUIRED_TO_EVALUATE",

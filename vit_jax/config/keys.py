@@ -95,14 +95,7 @@ def _add_data(c: ConfigDict) -> None:
     c.data.name = placeholder(str)  # digits, folder, synthetic, vtab/TASK, or a TFDS data set
     c.data.split = "train"  # training split; TFDS also takes a slice, train[:90%]
     c.data.data_dir = placeholder(str)  # None: TFDS's default folder
-    # How a folder without val/ holds out a tenth of its images: names (by hash of the file names),
-    # or "seed N" (the rule of older versions). init_from=RUN takes over the run's rule for its
-    # folder.
-    c.data.holdout = "names"
     c.data.exif = True  # turn your own pictures by their EXIF orientation
-    # How folders of pictures are read: 2, or 1 as in older runs: only .jpg, .jpeg and .png files,
-    # and only the splits train/ and val/.
-    c.data.folder_rules = 2
     c.data.image_size = placeholder(object)  # int or (height, width), in pixels
     c.data.channels = 3  # of the model's images: 1 is grey, 4 as in RGBA files
     c.data.num_classes = placeholder(int)  # None: taken from the data set
@@ -124,9 +117,6 @@ def _add_data(c: ConfigDict) -> None:
     c.data.streams = placeholder(int)  # parallel streams of `chunk`; None: up to 256, by batch size
     c.data.repeats = 1  # views of each record in a batch (arXiv:1901.09335)
     c.data.reader = placeholder(str)  # TFDS: memory, offsets or array_record; None: by size
-    # Labels of TFDS records with broken images: read; or by_reader, as in older runs: not read if
-    # the reader is memory, so that data.classes and few-shot draws depend on the reader.
-    c.data.broken_labels = "read"
     c.data.max_corrupt_fraction = 0.1  # of the examples so far; the run stops above it
     c.data.ops = ""  # training ops: "decode|resize|flip" and so on
     # Views of data.image_size that a batch has of each picture, for objectives that learn from
@@ -137,8 +127,6 @@ def _add_data(c: ConfigDict) -> None:
     c.data.num_local = 0  # views of data.local_size
     c.data.local_ops = ""  # their ops, as in data.global_ops
     c.data.local_size = placeholder(object)  # int or (height, width), in pixels
-    # True: every crop adds a black border to images that are too small; False: only crops with pad.
-    c.data.pad_crops = False
     c.data.mean = (0.5, 0.5, 0.5)  # the model's input is (image / 255 - mean) / std
     c.data.std = (0.5, 0.5, 0.5)  # see data.mean
 

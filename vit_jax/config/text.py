@@ -5,7 +5,6 @@ import difflib
 import importlib.util
 import logging
 import pathlib
-import shlex
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,6 @@ import vit_jax
 from vit_jax.config import plugins
 from vit_jax.config.base import TUPLES_OF_STRINGS, default_config, flatten
 from vit_jax.config.evals import OPTIONAL_KEYS
-from vit_jax.config.stored import todays_key
 from vit_jax.errors import InputError, nearest, say_fault_of_file
 
 logger = logging.getLogger("vit_jax")
@@ -127,11 +125,8 @@ def _parse_value(text: str, kind: type, optional: bool, of_strings: bool = False
     return value
 
 
-def _hint(key: str, text: str, known: Sequence[str]) -> str:
-    """Suggest what to write instead of `--config.key=text`, whose key is unknown."""
-    renamed = todays_key(key)
-    if renamed in known:
-        return f"it is now called {renamed}: {shlex.quote(f'--config.{renamed}={text}')}"
+def _hint(key: str, known: Sequence[str]) -> str:
+    """Suggest what to write instead of `--config.key=...`, whose key is unknown."""
     below = [k for k in known if k.startswith(key + ".")]
     return f"its keys are {', '.join(below)}" if below else suggest_key(key, known)
 
@@ -179,7 +174,7 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
             continue
         known = flatten(config)
         if key not in known:
-            faults.append(f"--config.{key}: no such key; {_hint(key, text, list(known))}")
+            faults.append(f"--config.{key}: no such key; {_hint(key, list(known))}")
             continue
         *parents, leaf = key.split(".")
         node = config

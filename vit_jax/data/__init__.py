@@ -12,14 +12,14 @@ from typing import Any
 
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.image_files import unlabelled
-from vit_jax.data.image_folder import FOLDER_RULES, check_holdout, find_layout, folder
+from vit_jax.data.image_folder import find_layout, folder
 from vit_jax.data.labels import count_labels, read_labels
 from vit_jax.data.mixture import concatenate, held_alike, parse_mix
 from vit_jax.data.ops import OPS, at_full_size, check_crops, do_the_same, parse_ops
 from vit_jax.data.order import Order, check_order, make_order, pair_distance, resolve_order
 from vit_jax.data.picture_list import find_lists, picture_list
 from vit_jax.data.pipeline import eval_batches, host_batches, host_eval_batches, train_batches
-from vit_jax.data.prepared_tfds import BROKEN_LABELS, tfds_source
+from vit_jax.data.prepared_tfds import tfds_source
 from vit_jax.data.pseudo import pseudo, soften
 from vit_jax.data.sources import Source, digits, synthetic
 from vit_jax.data.subset import (
@@ -35,8 +35,6 @@ from vit_jax.data.vtab import vtab_source
 from vit_jax.errors import InputError
 
 __all__ = [
-    "BROKEN_LABELS",
-    "FOLDER_RULES",
     "ON_DISK",
     "OPS",
     "OWN_PICTURES",
@@ -46,7 +44,6 @@ __all__ = [
     "at_full_size",
     "check_classes",
     "check_crops",
-    "check_holdout",
     "check_order",
     "check_reader",
     "check_subset",
@@ -102,7 +99,7 @@ def own_splits(name: str, data_dir: str | None, section: Any) -> list[str]:
     """
     if name == "list":
         return find_lists(data_dir).names()
-    return find_layout(data_dir, section.folder_rules).names()
+    return find_layout(data_dir).names()
 
 
 def is_undivided(name: str, data_dir: str | None, section: Any) -> bool:
@@ -112,7 +109,7 @@ def is_undivided(name: str, data_dir: str | None, section: Any) -> bool:
     """
     if name == "list":
         return len(find_lists(data_dir).by_split) == 1
-    return not find_layout(data_dir, section.folder_rules).splits
+    return not find_layout(data_dir).splits
 
 
 def make_source(
@@ -121,15 +118,12 @@ def make_source(
     split: str,
     image_size: tuple[int, int],
     data_dir: str | None = None,
-    holdout: str = "names",
     exif: bool = True,
     multi_label: bool = False,
     channels: int = 3,
-    folder_rules: int = FOLDER_RULES[-1],
     num_classes: int | None = None,
     num_examples: int | None = None,
     reader: str | None = None,
-    broken_labels: str = "read",
     max_corrupt_fraction: float = 1.0,
     classes: tuple[int, ...] | None = None,
     subset: tuple[str, bool, int] | None = None,
@@ -143,12 +137,11 @@ def make_source(
       split: `train`, `test`, `val`, ..., depending on the source; TFDS's notation for TFDS sets.
       image_size: (H, W) of synthetic images; other sources ignore it.
       data_dir: the image folder, or the folder of TFDS data sets (None: TFDS's default).
-      holdout: how validation images are chosen if a folder has no `val/`; see `data.holdout`.
       channels: number of channels of the pipeline's images.
-      exif, folder_rules, multi_label: for own pictures; see the keys of `config.data`.
+      exif, multi_label: for own pictures; see the keys of `config.data`.
       num_classes: number of classes of synthetic data; for other data the expected number, or None.
       num_examples: number of examples in this split, likewise.
-      reader, broken_labels: for TFDS data sets; see `tfds_source`.
+      reader: for TFDS data sets; see `tfds_source`.
       max_corrupt_fraction: own pictures are refused if a larger share of the files is missing.
       classes: the labels to keep (`keep_classes`); None keeps all.
       subset: the part to keep, of these labels: the arguments of `keep_subset`; None keeps all.
@@ -163,13 +156,10 @@ def make_source(
         split=split,
         image_size=image_size,
         data_dir=None if data_dir is None else os.path.expanduser(data_dir),
-        holdout=holdout,
         exif=exif,
         multi_label=multi_label,
         channels=channels,
-        folder_rules=folder_rules,
         reader=reader,
-        broken_labels=broken_labels,
         max_corrupt_fraction=max_corrupt_fraction,
         **expected,
         **{key: value for key, value in own.items() if key in named},

@@ -3,11 +3,9 @@
 from ml_collections import ConfigDict
 
 from vit_jax.data.device_ops import MIXING_OPS
-from vit_jax.data.image_folder import FOLDER_RULES, check_holdout
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.ops import parse_ops
 from vit_jax.data.order import check_order
-from vit_jax.data.prepared_tfds import BROKEN_LABELS
 from vit_jax.data.subset import check_classes, check_subset
 from vit_jax.data.tfds_readers import check_reader
 from vit_jax.data.views import check_views
@@ -36,12 +34,6 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         mixes=mixes,
     )
     faults.check(check_reader, d.reader)
-    faults.check(check_holdout, d.holdout)
-    faults.need(
-        d.folder_rules in FOLDER_RULES,
-        f"data.folder_rules={d.folder_rules}: needs {FOLDER_RULES[-1]}, or as in older runs 1",
-    )
-    faults.need_known("data.broken_labels", d.broken_labels, BROKEN_LABELS)
     faults.check(check_classes, d.classes)
     faults.check(check_subset, d.subset)
     faults.need(

@@ -334,9 +334,14 @@ RESIZES_BEFORE_CROP = ("resize", "resize_small")  # with the argument `crop`
 # Each op that scales JPEGs while it decodes them -> the op that does the same at their full size.
 FULL_SIZE = {"scaled_decode": "decode", "scaled_inception_crop": "inception_crop"}
 TAKES_ENCODED = ("decode", "inception_crop", *FULL_SIZE)
-CROPS = ("central_crop", "random_crop")  # with the argument `pad`
 # Ops that keep a part of the image.
-CUTS = (*CROPS, "torchvision_crop", "inception_crop", "scaled_inception_crop")
+CUTS = (
+    "central_crop",
+    "random_crop",
+    "torchvision_crop",
+    "inception_crop",
+    "scaled_inception_crop",
+)
 
 
 def to_pixels(image: tf.Tensor, channels: int = 3) -> tf.Tensor:

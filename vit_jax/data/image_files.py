@@ -23,7 +23,7 @@ from vit_jax.data.pictures import (
     shown,
     why_file_unreadable,
 )
-from vit_jax.data.sources import Source, same_fingerprints
+from vit_jax.data.sources import Source, fingerprint
 from vit_jax.data.subset import give_channels
 from vit_jax.errors import InputError, collect_faults
 
@@ -111,7 +111,7 @@ def without_labels(
         num_classes=1,
         class_names=None,
         image_shape=None,
-        fingerprints=same_fingerprints(*identity),
+        fingerprint=fingerprint(*identity),
         read=read,
         record_name=names.__getitem__,
         encoded=True,
@@ -124,7 +124,6 @@ def unlabelled(
     *,
     split: str,
     data_dir: str | os.PathLike | None,
-    holdout: str = "names",
     exif: bool = True,
     max_corrupt_fraction: float = 1.0,
     **_,
@@ -148,7 +147,7 @@ def unlabelled(
     paths = sorted(sizes)
     is_divided = split == "all" or base != layout.train_root or "val" in layout.splits
     if not is_divided and paths:
-        held_out = held_out_files(dict.fromkeys(paths, ""), holdout)
+        held_out = held_out_files(dict.fromkeys(paths, ""))
         paths = [path for path in paths if (path in held_out) == (split == "val")]
     if not paths:
         raise InputError(

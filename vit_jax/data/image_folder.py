@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,32 +26,18 @@ from vit_jax.data.pictures import (
     Walk,
     as_paths,
     is_hidden,
-    read_as_older,
     read_picture,
     say_ignored,
     shown,
     warn_once,
     why_file_unreadable,
 )
-from vit_jax.data.sources import Source, same_fingerprints
+from vit_jax.data.sources import Source, fingerprint
 from vit_jax.errors import InputError
 
 _NO_CLASSES = {name for names in SPLIT_NAMES.values() for name in names}
 
-# Values of data.folder_rules. Rule 1, used by older runs: only .jpg, .jpeg and .png are read,
-# and only folders called train and val are splits.
-FOLDER_RULES = (1, 2)
 _SHOWN = 8  # names in a warning
-_OLDER_EXTENSIONS = (".jpg", ".jpeg", ".png")
-
-
-def check_holdout(rule: str) -> None:
-    """Raise InputError if `rule` is not a valid `data.holdout`."""
-    if not re.fullmatch(r"names|seed \d+", rule):
-        raise InputError(
-            f"data.holdout={rule!r}: needs 'names', or the seed of an older run to hold out the "
-            "same images, e.g. 'seed 0'"
-        )
 
 
 class Layout(NamedTuple):
@@ -85,7 +70,7 @@ class Layout(NamedTuple):
         return base, [base]
 
 
-def find_layout(data_dir: str | os.PathLike | None, rules: int = FOLDER_RULES[-1]) -> Layout:
+def find_layout(data_dir: str | os.PathLike | None) -> Layout:
     """The layout of the folder `data_dir`.
 
     Raises: InputError if there is no such folder, a split has two, or val or test has no train.
@@ -106,11 +91,7 @@ def find_layout(data_dir: str | os.PathLike | None, rules: int = FOLDER_RULES[-1
             f"data.data_dir={shown(str(root))!r} is not a local folder; needed: one folder a "
             "class; if it was moved, give --config.data.data_dir=PICTURES"
         )
-    if rules == 1:
-        found = {name: root / name for name in ("train", "val") if (root / name).is_dir()}
-        ignored: list[pathlib.Path] = []
-    else:
-        found, ignored = _find_splits(root)
+    found, ignored = _find_splits(root)
     others = [found[split].name for split in ("val", "test") if split in found]
     if others and "train" not in found:
         raise InputError(
@@ -151,34 +132,32 @@ def folder(
     *,
     split: str,
     data_dir: str | os.PathLike | None,
-    holdout: str,
     exif: bool = True,
-    folder_rules: int = FOLDER_RULES[-1],
     max_corrupt_fraction: float = 1.0,
     **_,
 ) -> Source:
     """The images below `data_dir`; splits `train`, `val`, `all`, and `test` if it has a folder.
 
     Without a folder for `val`, a tenth of the training images, round(n / 10) but at least one, is
-    held out: chosen by the rule `holdout` and the files' names, and spread evenly over the classes.
+    held out: chosen by the files' names, and spread evenly over the classes.
     Classes are the sorted names of the training folder's sub-folders, in all splits. `exif` turns
-    images as their EXIF orientation says; `folder_rules` is one of FOLDER_RULES.
+    images as their EXIF orientation says.
 
     Raises: InputError if the folder, a split, or all classes are missing or empty.
     """
-    layout = find_layout(data_dir, folder_rules)
+    layout = find_layout(data_dir)
     check_split(split, layout.names(), layout.root)
-    class_names = _class_names(layout, folder_rules)
+    class_names = _class_names(layout)
     base, parts = layout.folders(split)
     files: dict[str, str] = {}
     sizes: dict[str, int] = {}
     for part in parts:
-        found, found_sizes = _list_images(part, folder_rules)
+        found, found_sizes = _list_images(part)
         beginning = "" if part == base else f"{part.name}/"
         files |= {beginning + path: class_name for path, class_name in found.items()}
         sizes |= {beginning + path: size for path, size in found_sizes.items()}
     if split != "all" and base == layout.train_root and "val" not in layout.splits:
-        held_out = held_out_files(files, holdout)
+        held_out = held_out_files(files)
         kept = {p: c for p, c in files.items() if (p in held_out) == (split == "val")}
         if split == "train":
             _warn_of_untrained(base, {*files.values()} - {*kept.values()})
@@ -197,7 +176,6 @@ def folder(
         "folder", layout.root, base, split, paths, labels, names,
         sizes=[sizes[path] for path in paths], exif=exif,
         max_corrupt_fraction=max_corrupt_fraction,
-        as_older=folder_rules == 1 and not exif,
     )  # fmt: skip
 
 
@@ -213,14 +191,12 @@ def picture_source(
     sizes: Sequence[int],
     exif: bool,
     max_corrupt_fraction: float = 1.0,
-    as_older: bool = False,
 ) -> Source:
     """The source `name` of the files `paths` below `base`, which lies in the data's folder `root`.
 
     labels: of each, an int; or float32 (C,), 1 for each class that it shows.
     sizes: bytes of each; -1 if it does not exist.
     max_corrupt_fraction: the largest share of files that may be missing.
-    as_older: whether files are read as by versions that knew JPEG and PNG only.
 
     Raises: InputError if more files are missing.
     """
@@ -233,7 +209,7 @@ def picture_source(
     def read(record_id):
         path = tf.strings.join([beginning, tf.gather(paths_tensor, record_id)])
         return {
-            "image": read_as_older(path) if as_older else read_picture(path, exif),
+            "image": read_picture(path, exif),
             "label": tf.gather(labels_tensor, record_id),
             "mask": tf.ones([]),
         }
@@ -248,7 +224,7 @@ def picture_source(
         num_classes=1 if class_names is None else len(class_names),
         class_names=class_names,
         image_shape=None,
-        fingerprints=same_fingerprints(*identity, *["exif"] * exif),
+        fingerprint=fingerprint(*identity, *["exif"] * exif),
         read=read,
         record_name=lambda record: shown(os.fspath(base.relative_to(root) / paths[record])),
         encoded=True,
@@ -299,7 +275,7 @@ def check_split(split: str, known: Sequence[str], root: pathlib.Path) -> None:
         raise InputError(f"data.split={split!r}: {shown(str(root))} has the splits {has}")
 
 
-def _class_names(layout: Layout, rules: int) -> tuple[str, ...]:
+def _class_names(layout: Layout) -> tuple[str, ...]:
     """The classes of the training images; raises InputError if another split has others."""
     train_root = layout.train_root
     class_names = tuple(path.name for path in class_like_folders(train_root))
@@ -317,14 +293,12 @@ def _class_names(layout: Layout, rules: int) -> tuple[str, ...]:
             f"data.data_dir: {shown(str(train_root))} has 0 class folders: "
             f"{describe_contents(train_root, needed)}"
         )
-    if rules > 1:
-        if looking := [name for name in class_names if name.lower() in _NO_CLASSES]:
-            raise InputError(
-                f"data.data_dir: {shown(str(train_root))} has folders of classes that look like "
-                f"splits: {', '.join(looking)}; put train/ and val/ above the classes, or rename "
-                "them"
-            )
-        say_ignored(layout.root, map(str, layout.ignored))
+    if looking := [name for name in class_names if name.lower() in _NO_CLASSES]:
+        raise InputError(
+            f"data.data_dir: {shown(str(train_root))} has folders of classes that look like "
+            f"splits: {', '.join(looking)}; put train/ and val/ above the classes, or rename them"
+        )
+    say_ignored(layout.root, map(str, layout.ignored))
     for split in ("val", "test"):
         if split not in layout.splits:
             continue
@@ -337,9 +311,9 @@ def _class_names(layout: Layout, rules: int) -> tuple[str, ...]:
     return class_names
 
 
-def _list_images(split_root: pathlib.Path, rules: int) -> tuple[dict[str, str], dict[str, int]]:
+def _list_images(split_root: pathlib.Path) -> tuple[dict[str, str], dict[str, int]]:
     """Class and bytes of each image, by its path relative to `split_root` with forward slashes."""
-    walk = Walk(EXTENSIONS if rules > 1 else _OLDER_EXTENSIONS)
+    walk = Walk(EXTENSIONS)
     files: dict[str, str] = {}
     sizes: dict[str, int] = {}
     empty = []
@@ -350,35 +324,29 @@ def _list_images(split_root: pathlib.Path, rules: int) -> tuple[dict[str, str], 
             files[file], sizes[file] = path.name, size
         if not found:
             empty.append(path.name)
-    where = shown(str(split_root))
-    if empty and rules == 1:
-        raise InputError(
-            f"data.data_dir: {shown(str(split_root / empty[0]))} holds no image; needed: files "
-            f"ending in {', '.join(walk.extensions)}; add some or remove the folder"
+    for path in split_root.iterdir():
+        if path.is_dir():
+            walk.ignored += [str(path)] * is_hidden(path.name)
+        elif walk.size_of_picture(split_root, path.name) is not None:
+            walk.skip("beside the folders of the classes", path)
+    walk.say(split_root)
+    if empty and files:
+        warn_once(
+            f"{shown(str(split_root))}: these classes hold no picture: "
+            f"{', '.join(map(shown, empty))}"
         )
-    if rules > 1:
-        for path in split_root.iterdir():
-            if path.is_dir():
-                walk.ignored += [str(path)] * is_hidden(path.name)
-            elif walk.size_of_picture(split_root, path.name) is not None:
-                walk.skip("beside the folders of the classes", path)
-        walk.say(split_root)
-        if empty and files:
-            warn_once(f"{where}: these classes hold no picture: {', '.join(map(shown, empty))}")
     return files, sizes
 
 
-def held_out_files(files: dict[str, str], rule: str) -> set[str]:
+def held_out_files(files: dict[str, str]) -> set[str]:
     """A tenth of `files` (path -> class), as evenly over the classes as can be.
 
     The k files of a class are sorted by the hashes of their names; the j-th gets the rank
-    (j + 0.5) / k. The lowest ranks of all classes are held out. The rule "seed N" hashes the seed
-    followed by the name.
+    (j + 0.5) / k. The lowest ranks of all classes are held out.
     """
-    prefix = "" if rule == "names" else rule.removeprefix("seed ") + "/"
 
     def draw(path):
-        return hashlib.sha256(prefix.encode() + os.fsencode(path)).digest()
+        return hashlib.sha256(os.fsencode(path)).digest()
 
     by_class: dict[str, list[str]] = {}
     for path in sorted(files, key=draw):

@@ -100,10 +100,7 @@ def concatenate(sources: Sequence[Source]) -> Source:
         num_classes=first.num_classes,
         class_names=first.class_names,
         image_shape=first.image_shape if len(shapes) == 1 else None,
-        fingerprints=tuple(
-            fingerprint("mixture", *parts)
-            for parts in zip(*(source.fingerprints for source in sources), strict=True)
-        ),
+        fingerprint=fingerprint("mixture", *(source.fingerprint for source in sources)),
         read=_read_one(sources, first_ids) if first.encoded else _read_many(sources, first_ids),
         record_name=record_name,
         encoded=first.encoded,

@@ -19,7 +19,6 @@ from typing import Any
 
 from vit_jax.data.device_ops import DEVICE_OPS, MIXING_OPS, DeviceOp
 from vit_jax.data.host_ops import (
-    CROPS,
     CUTS,
     FULL_SIZE,
     HOST_OPS,
@@ -76,7 +75,7 @@ class Op:
 
 
 def parse_ops(
-    string: str, image_size: tuple[int, int], *, key: str = "data.ops", pad_crops: bool = False
+    string: str, image_size: tuple[int, int], *, key: str = "data.ops"
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """The host ops and the device ops of a preprocessing string.
 
@@ -84,15 +83,10 @@ def parse_ops(
       string: such as "decode|resize|flip"; empty pieces are ignored.
       image_size: (H, W), the default for an op's `size`.
       key: the config key, named in errors.
-      pad_crops: the default for a crop's `pad`; see `data.pad_crops`.
 
     Raises: InputError if an op is unknown, in the wrong place, or has wrong arguments.
     """
-    ops = [
-        _parse_op(text.strip(), image_size, key, pad_crops)
-        for text in string.split("|")
-        if text.strip()
-    ]
+    ops = [_parse_op(text.strip(), image_size, key) for text in string.split("|") if text.strip()]
     host_ops = tuple(op for op in ops if op.name in HOST_OPS)
     device_ops = tuple(op for op in ops if op.name in DEVICE_OPS)
     for before, op in itertools.pairwise(ops):
@@ -190,22 +184,11 @@ def parse_calls(string: str, key: str) -> list[tuple[str, list, dict[str, Any]]]
     return [_parse_call(text.strip(), key) for text in string.split("|") if text.strip()]
 
 
-def say_pad(string: str) -> str:
-    """Rewrite a preprocessing string: the result without `pad_crops` does what it did with it."""
-    texts = [text.strip() for text in string.split("|") if text.strip()]
-    for i, (name, args, kwargs) in enumerate(parse_calls(string, "ops")):
-        if name in CROPS:
-            kwargs = {"pad": True} | kwargs
-            words = [*map(repr, args), *(f"{word}={value!r}" for word, value in kwargs.items())]
-            texts[i] = f"{name}({', '.join(words)})"
-    return "|".join(texts)
-
-
 def _by(size: tuple[int, int]) -> str:
     return "{} x {}".format(*size)
 
 
-def _parse_op(text: str, image_size: tuple[int, int], key: str, pad_crops: bool) -> Op:
+def _parse_op(text: str, image_size: tuple[int, int], key: str) -> Op:
     name, args, kwargs = _parse_call(text, key)
     if name not in OPS:
         close = difflib.get_close_matches(name, OPS, n=1)
@@ -214,8 +197,6 @@ def _parse_op(text: str, image_size: tuple[int, int], key: str, pad_crops: bool)
     signature = inspect.signature(OPS[name])
     try:
         call = signature.bind(*args, **kwargs)
-        if pad_crops and name in CROPS:
-            call.arguments.setdefault("pad", True)
         call.apply_defaults()
         if call.arguments.get("size", image_size) is None:
             call.arguments["size"] = image_size

@@ -83,7 +83,6 @@ def picture_list(
     *,
     split: str,
     data_dir: str | os.PathLike | None,
-    holdout: str = "names",
     exif: bool = True,
     multi_label: bool = False,
     max_corrupt_fraction: float = 1.0,
@@ -115,7 +114,7 @@ def picture_list(
             f"which {lists.by_split['train'].name} lacks; give them pictures there or remove them"
         )
     if split != "all" and file == lists.by_split["train"] and "val" not in lists.by_split:
-        held_out = held_out_files({p: next(iter(ls), "") for p, ls in found.items()}, holdout)
+        held_out = held_out_files({p: next(iter(ls), "") for p, ls in found.items()})
         found = {p: ls for p, ls in found.items() if (p in held_out) == (split == "val")}
     if not found:
         raise InputError(f"data.data_dir: {shown(str(file))} lists no pictures; add some")

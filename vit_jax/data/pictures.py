@@ -47,15 +47,6 @@ def read_picture(path: tf.Tensor, exif: bool = True) -> tf.Tensor:
     return as_known_format(tf.io.read_file(path), exif)
 
 
-def read_as_older(path: tf.Tensor) -> tf.Tensor:
-    """The bytes of the file `path`, for runs that began before Pillow converted pictures.
-
-    TensorFlow's PNG decoder then took all but JPEG. BMP, which it refuses, becomes empty.
-    """
-    encoded = tf.io.read_file(path)
-    return tf.where(tf.strings.substr(encoded, 0, 2) == b"BM", b"", encoded)
-
-
 def as_known_format(encoded: tf.Tensor, exif: bool = True) -> tf.Tensor:
     """`encoded` bytes of a picture, a scalar string, as JPEG, PNG or BMP bytes.
 

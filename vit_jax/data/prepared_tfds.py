@@ -24,8 +24,6 @@ from vit_jax.data.tfds_folder import prepared_folder
 from vit_jax.data.tfds_readers import RECORDS_AT_ONCE, choose_reader, open_files, read_all
 from vit_jax.errors import InputError
 
-BROKEN_LABELS = ("read", "by_reader")
-
 
 @dataclasses.dataclass(frozen=True)
 class View:
@@ -53,7 +51,6 @@ def tfds_source(
     split: str,
     data_dir: str | None,
     reader: str | None = None,
-    broken_labels: str = "read",
     other_sources: Sequence[str] = (),
     view: View = _LABEL,
     **_,
@@ -64,8 +61,7 @@ def tfds_source(
     TFDS's default folder. Without a version the newest one in the folder is read. `other_sources`
     are more names to suggest for a misspelt `name`. `view` makes images and labels from examples.
 
-    `reader` is one that tfds_readers.py lists. `broken_labels`: "read" gives a record with a broken
-    image its label; "by_reader" does so for every reader except `memory`, as older versions did.
+    `reader` is one that tfds_readers.py lists.
 
     Raises: InputError if the data set or a file is missing or contradicts dataset_info.json, if
       it has no `image` of integer pixels or no class `label`, if the split does not exist, if
@@ -89,10 +85,9 @@ def tfds_source(
     files = open_files(info, parts, _make_parse(read_features, view, num_classes))
     if class_names is not None:
         _check_labelled(files, read_features, view, f"data.split={split!r} of {info.full_name}")
-    identity = (info.full_name, split, num_examples, class_names)
-    newest = fingerprint(*identity, _digest_records(files, num_examples))
+    digest = _digest_records(files, num_examples)
     in_memory = reader == "memory"
-    read_in_memory = functools.partial(read_all, files, num_examples, image_shape, broken_labels)
+    read_in_memory = functools.partial(read_all, files, num_examples, image_shape)
     return Source(
         name=name,
         split=split,
@@ -100,7 +95,7 @@ def tfds_source(
         num_classes=num_classes,
         class_names=class_names,
         image_shape=image_shape,
-        fingerprints=(fingerprint(*identity), newest),
+        fingerprint=fingerprint(info.full_name, split, num_examples, class_names, digest),
         read=read_in_memory() if in_memory else _make_read(files),
         record_name=_make_record_name(parts, files.segments, f"{info.full_name} {split}"),
         encoded=not in_memory or image_shape is None,

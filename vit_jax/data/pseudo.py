@@ -5,7 +5,7 @@ A file of pseudo labels, written by `inference.pseudo_labels`, holds in NumPy's 
     record  int64 (m,)      records of the pictures' data set, sorted; one may come several times
     label   int32 (m,), or float16 (m, C): the probabilities of the classes
     facts   JSON: name, split and data_dir of the pictures, their fingerprint, the class names, and
-            the teacher's loss (absent in older files: softmax)
+            the teacher's loss
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def pseudo(
     labels = tf.constant(found.label)
     digest = hashlib.sha256(found.record.tobytes() + found.label.tobytes()).hexdigest()
 
-    adds_up = facts.get("loss") != "sigmoid"
+    adds_up = facts["loss"] != "sigmoid"
 
     def read(record_ids):
         example = pictures.read(tf.gather(records, record_ids))
@@ -101,7 +101,7 @@ def pseudo(
         num_examples=len(found.record),
         num_classes=facts["of_model"],
         class_names=None if names is None else tuple(names),
-        fingerprints=tuple(fingerprint("pseudo", whole, digest) for whole in pictures.fingerprints),
+        fingerprint=fingerprint("pseudo", pictures.fingerprint, digest),
         read=read,
         record_name=lambda record: pictures.record_name(int(found.record[record])),
         why_unreadable=lambda record: pictures.why_unreadable(int(found.record[record])),

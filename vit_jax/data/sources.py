@@ -22,11 +22,6 @@ from vit_jax.data.host_tf import tf
 from vit_jax.data.record_files import RecordFiles
 from vit_jax.errors import InputError
 
-# Number of fingerprint versions. Version 2 also hashes the first, middle and last record of a TFDS
-# set, and data.pad_crops. A checkpoint stores the version with its fingerprint; older fingerprints
-# are compared by the older rule.
-FINGERPRINT_VERSION = 2
-
 
 def _unknown(record: int) -> str:
     return ""
@@ -52,8 +47,8 @@ class Source:
       image_shape: (H, W, channels) if all images have the same size, else None.
       encoded: whether images are JPEG or PNG bytes.
       channels: number of channels of the images that the pipeline makes.
-      fingerprints: hex digests of the data's identity, one for each version of the rule, oldest
-        first; they depend neither on the data's location nor on the reader.
+      fingerprint: hex digest of the data's identity, which depends neither on their location nor on
+        the reader.
       read: see above.
       record_name: index -> the record's name in messages.
       why_unreadable: index -> why the record's file cannot be read, and the remedy; "" if unknown.
@@ -71,7 +66,7 @@ class Source:
     num_classes: int
     class_names: tuple[str, ...] | None
     image_shape: tuple[int, int, int] | None
-    fingerprints: tuple[str, ...]
+    fingerprint: str
     read: Callable[[tf.Tensor], dict[str, tf.Tensor]]
     record_name: Callable[[int], str]
     encoded: bool = False
@@ -92,20 +87,10 @@ class Source:
         """Whether labels are float32 (C,) instead of int32."""
         return self.multi_label or self.soft_labels
 
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint by the newest version of the rule."""
-        return self.fingerprints[-1]
-
 
 def fingerprint(*identity) -> str:
     """The digest (32 hex digits) of a data set's identity: names, numbers, and lists of these."""
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-
-
-def same_fingerprints(*identity) -> tuple[str, ...]:
-    """`Source.fingerprints` of a data set whose identity is the same in every version."""
-    return (fingerprint(*identity),) * FINGERPRINT_VERSION
 
 
 def numbered(name: str, split: str) -> Callable[[int], str]:
@@ -151,7 +136,7 @@ def digits(*, split: str, **_) -> Source:
         num_classes=len(class_names),
         class_names=class_names,
         image_shape=images.shape[1:],
-        fingerprints=same_fingerprints("digits", split, len(images), class_names),
+        fingerprint=fingerprint("digits", split, len(images), class_names),
         read=read_tensors(images, labels[chosen], np.ones(len(images))),
         record_name=numbered("digits", split),
     )
@@ -211,7 +196,7 @@ def synthetic(
         num_classes=num_classes,
         class_names=None,
         image_shape=image_shape,
-        fingerprints=same_fingerprints("synthetic", split, num_examples, num_classes, image_shape),
+        fingerprint=fingerprint("synthetic", split, num_examples, num_classes, image_shape),
         read=read,
         record_name=numbered("synthetic", split),
     )

@@ -56,9 +56,7 @@ def match_classes(source: Source, names: Sequence[str]) -> Source:
         source,
         num_classes=len(names),
         class_names=tuple(names),
-        fingerprints=tuple(
-            fingerprint("matched", whole, list(names)) for whole in source.fingerprints
-        ),
+        fingerprint=fingerprint("matched", source.fingerprint, list(names)),
         read=read,
     )
 
@@ -102,9 +100,7 @@ def keep_classes(source: Source, classes: Sequence[int]) -> Source:
         part,
         num_classes=len(classes),
         class_names=None if names is None else tuple(names[label] for label in classes),
-        fingerprints=tuple(
-            fingerprint("classes", whole, list(classes), which) for whole in source.fingerprints
-        ),
+        fingerprint=fingerprint("classes", source.fingerprint, list(classes), which),
         read=read,
     )
 
@@ -168,7 +164,7 @@ def keep_subset(source: Source, size: str, balanced: bool = False, seed: int = 0
     which = hashlib.sha256(kept.tobytes()).hexdigest()
     return dataclasses.replace(
         _keep_records(source, kept),
-        fingerprints=tuple(fingerprint("subset", whole, which) for whole in source.fingerprints),
+        fingerprint=fingerprint("subset", source.fingerprint, which),
     )
 
 
@@ -182,7 +178,7 @@ def _rank_in_class(labels: np.ndarray) -> np.ndarray:
 
 
 def _keep_records(source: Source, kept: np.ndarray) -> Source:
-    """The records `kept` of `source`, with its labels and its fingerprints.
+    """The records `kept` of `source`, with its labels and its fingerprint.
 
     The new source reads each record separately, neighbours too.
     """

@@ -163,7 +163,7 @@ def _open_array_record(parts, segments: np.ndarray) -> Callable:
     return open_stretch
 
 
-def read_all(files: RecordFiles, num_examples: int, image_shape, broken_labels: str) -> Callable:
+def read_all(files: RecordFiles, num_examples: int, image_shape) -> Callable:
     """Read a split into memory and make its `Source.read`; broken records are masked."""
     ids = tf.data.Dataset.range(num_examples)
     stored = stored_records(files, ids.batch(RECORDS_AT_ONCE))
@@ -184,7 +184,7 @@ def read_all(files: RecordFiles, num_examples: int, image_shape, broken_labels: 
     for record_ids, image, label in loaded.batch(RECORDS_AT_ONCE).as_numpy_iterator():
         images[record_ids], labels[record_ids], mask[record_ids] = image, label, 1
     broken = np.flatnonzero(mask == 0)
-    if len(broken) and broken_labels == "read":
+    if len(broken):
         ids = tf.data.Dataset.from_tensor_slices(broken).batch(RECORDS_AT_ONCE)
         for record_id, label in stored_labels(files, ids).as_numpy_iterator():
             labels[record_id] = label

@@ -60,16 +60,14 @@ def parse_views(config: ConfigDict) -> dict[str, Views]:
             continue
         key, sized = f"data.{kind}_ops", "image_size" if kind == "global" else "local_size"
         size = image_hw(config.data[sized], f"data.{sized}")
-        of_views = parse_view_ops(
-            config.data[f"{kind}_ops"], size, number, key, config.data.pad_crops
-        )
+        of_views = parse_view_ops(config.data[f"{kind}_ops"], size, number, key)
         first = _FIRST_LOCAL if kind == "local" else 0
         found[name] = Views(key, size, first, *zip(*of_views, strict=True))
     return found
 
 
 def parse_view_ops(
-    string: str, size: tuple[int, int], number: int, key: str, pad_crops: bool = False
+    string: str, size: tuple[int, int], number: int, key: str
 ) -> list[tuple[tuple[Op, ...], tuple[Op, ...]]]:
     """(host ops, device ops) of each of `number` views; the last string holds for all that follow.
 
@@ -78,7 +76,6 @@ def parse_view_ops(
       size: (height, width), the default for an op's `size`.
       number: how many views there are, at least 1.
       key: the config key, named in errors.
-      pad_crops: as in `parse_ops`.
 
     Raises:
       InputError: there are more strings than views, an op is wrong, or it mixes images.
@@ -89,7 +86,7 @@ def parse_view_ops(
             f"{key}={string!r}: has the ops of {len(strings)} views, but there are {number}; leave "
             "out some, or add views"
         )
-    parsed = [parse_ops(part, size, key=key, pad_crops=pad_crops) for part in strings]
+    parsed = [parse_ops(part, size, key=key) for part in strings]
     for op in itertools.chain.from_iterable(device_ops for _, device_ops in parsed):
         if op.name in MIXING_OPS:
             raise InputError(f"{key}: {op.text!r} mixes images, which views are not; leave it out")

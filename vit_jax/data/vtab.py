@@ -149,7 +149,6 @@ def vtab_source(
     split: str,
     data_dir: str | None,
     reader: str | None,
-    broken_labels: str = "read",
     **_,
 ) -> Source:
     """A split of the task `vtab/TASK`, from its TFDS data set below `data_dir`.
@@ -172,7 +171,6 @@ def vtab_source(
             split=task.splits[split],
             data_dir=data_dir,
             reader=reader,
-            broken_labels=broken_labels,
             view=task.view,
         )
     except InputError as e:
@@ -196,7 +194,7 @@ def vtab_source(
         source,
         name=name,
         split=split,
-        fingerprints=tuple(fingerprint(name, split, whole) for whole in source.fingerprints),
+        fingerprint=fingerprint(name, split, source.fingerprint),
     )
 
 

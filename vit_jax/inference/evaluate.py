@@ -29,7 +29,6 @@ from vit_jax.inference.whole_folder import Origin, take_whole_folders
 from vit_jax.job import watchdog
 from vit_jax.models.fields import check_fields, value_of, with_known
 from vit_jax.training.agreement import compare_findings, compare_requests, compare_weights
-from vit_jax.training.holdout import adopt_holdout
 from vit_jax.training.prepare import check_mesh, prepare
 from vit_jax.training.sources import (
     check_evaluated_images,
@@ -39,7 +38,7 @@ from vit_jax.training.sources import (
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.spec import Pretrained, loss_of
-from vit_jax.transfer.workdir import ops_on_pixels, read_class_names, warn_of_borders
+from vit_jax.transfer.workdir import ops_on_pixels, read_class_names
 
 logger = logging.getLogger("vit_jax")
 
@@ -70,8 +69,6 @@ def evaluate(
     workdir = run.workdir
     names = read_class_names(workdir)
     _warn_of_other_classes(run.config, names, str(workdir), run.sources)
-    _warn_of_older_behaviour(run.config, workdir)
-    warn_of_borders(run.config, run.sources)
     saved = restore.saved_steps(workdir / "checkpoints")
     compare_findings(run.config, run.sources, {"checkpoints in --workdir": saved})
     with jax.set_mesh(run.mesh):
@@ -99,22 +96,6 @@ def _log(messages: Sequence[tuple[int, str]]) -> None:
         logger.log(level, "%s", text)
 
 
-def _warn_of_older_behaviour(config: ConfigDict, workdir: epath.Path) -> None:
-    """Warn of the keys that make a run evaluate as older versions did; borders warn separately."""
-    kept = {key: config_lib.flatten(config)[key] for key in config_lib.IN_OLDER_RUNS}
-    defaults = config_lib.flatten(config_lib.default_config(config.plugins))
-    older = [
-        f"{key}={value!r} (new runs: {defaults[key]!r})"
-        for key, value in kept.items()
-        if value != defaults[key] and key != "data.pad_crops"
-    ]
-    if older:
-        logger.warning(
-            "%s: an older version began this run; it is evaluated with %s",
-            workdir, ", ".join(older),
-        )  # fmt: skip
-
-
 def evaluate_pretrained(
     config: ConfigDict,
     pretrained: Pretrained,
@@ -132,7 +113,7 @@ def evaluate_pretrained(
     Raises:
       InputError: naming the key, before anything is computed.
     """
-    config = adopt_holdout(config.copy_and_resolve_references(), pretrained)
+    config = config.copy_and_resolve_references()
     faults = Faults()
     mesh = check_mesh(config, faults)
     _fill_in(config, pretrained, faults)

@@ -144,11 +144,8 @@ def _open_pictures(config: ConfigDict, size: tuple[int, int], channels: int) -> 
         data_dir=config.study.unlabelled_dir or d.data_dir,
         image_size=size,
         channels=channels,
-        holdout=d.holdout,
         exif=d.exif,
-        folder_rules=d.folder_rules,
         reader=d.reader,
-        broken_labels=d.broken_labels,
         num_classes=d.num_classes if synthetic else None,
         num_examples=d.num_examples if synthetic else None,
         **config_lib.own_keys(config, "data"),
@@ -226,13 +223,8 @@ def _label_parts(
             write_whole(path, file.getvalue())
             logger.info("%s: %d records labelled", path, len(ids))
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as part:
-            if "top" in part:
-                label, top = part["label"], part["top"]
-            else:  # older parts hold them only rounded to float16
-                label = part["probabilities"].argmax(axis=1)
-                top = part["probabilities"].max(axis=1).astype(np.float32)
-            columns["label"].append(label)
-            columns["top"].append(np.where(part["valid"], top, 0))
+            columns["label"].append(part["label"])
+            columns["top"].append(np.where(part["valid"], part["top"], 0))
             columns["true"].append(part["true"])
     return {name: np.concatenate(parts) for name, parts in columns.items()}
 

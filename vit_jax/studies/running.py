@@ -145,7 +145,7 @@ def _check_labels(config: ConfigDict, workdir: epath.Path) -> None:
     """Raise InputError if the labels in `workdir` were chosen by other keys than `config` has."""
     result = read_result(workdir)
     flat = config_lib.flatten(config)
-    chosen = {} if result is None else result.summary.get("choice", {})  # not in older ones
+    chosen = {} if result is None else result.summary["choice"]
     changed = {key: (was, flat[key]) for key, was in chosen.items() if was != flat[key]}
     collect_faults(
         config_lib.say_changes(changed),

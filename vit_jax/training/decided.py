@@ -111,8 +111,6 @@ def _as_flag(size: Any) -> str:
 def freeze_layers(config: ConfigDict) -> ConfigDict:
     """`config` with `optimizer.freeze` set by `optimizer.last_layers`.
 
-    A pattern that freezes the same parameters is kept: older versions wrote it in other words.
-
     Raises:
       InputError: the model has fewer layers, or `config` freezes something else too.
     """
@@ -191,24 +189,6 @@ def take_stored(config: ConfigDict, stored: ConfigDict, keys: Sequence[str]) -> 
         return config
     config = copy.deepcopy(config)
     config.update_from_flattened_dict(taken)
-    return config
-
-
-def keep_class_weights(config: ConfigDict, stored: ConfigDict) -> ConfigDict:
-    """`config`, whose class weights were balanced, with those of the run of `stored`.
-
-    Only for a mixture and soft labels, which older versions balanced by other counts. Warns if the
-    weights differ.
-    """
-    now, then = config.loss.class_weights, stored.loss.class_weights
-    if not (config.data.mix or config.data.soft_labels) or then in (None, now):
-        return config
-    logger.warning(
-        "loss.class_weights=balanced: the run keeps the weights with which it began, %s; balanced "
-        "now gives %s, for which a new --workdir is needed", then, now,
-    )  # fmt: skip
-    config = copy.deepcopy(config)
-    config.loss.class_weights = then
     return config
 
 

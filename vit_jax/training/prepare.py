@@ -15,9 +15,7 @@ from vit_jax import config as config_lib
 from vit_jax import data, files, metrics, transfer
 from vit_jax.checkpoints import restore
 from vit_jax.config import SplitKey
-from vit_jax.config.stored import read_config
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
-from vit_jax.data.sources import FINGERPRINT_VERSION
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.errors import Faults, collect_faults
 from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
@@ -26,8 +24,7 @@ from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.objectives.contract import Teacher
 from vit_jax.training.agreement import compare_requests
-from vit_jax.training.decided import decide, keep_class_weights, take_fields
-from vit_jax.training.holdout import adopt_holdout
+from vit_jax.training.decided import decide, take_fields
 from vit_jax.training.layout import ChooseLayout, settle_layout
 from vit_jax.training.sources import (
     check_evaluated_images,
@@ -85,18 +82,11 @@ class Run:
     teachers: tuple[Teacher, ...] = ()
     described_teachers: Sequence[Mapping[str, Any]] = ()
 
-    def fingerprint_by(self, version: int) -> str:
-        """Fingerprint of the training data by version `version` of the rule."""
-        assert self.train_source is not None
-        return data_fingerprint(self.config, self.train_source, version)
-
     @property
-    def fingerprint(self) -> dict[str, str | int]:
-        """Facts about the training data that are saved in a checkpoint."""
-        return {
-            "data_fingerprint": self.fingerprint_by(FINGERPRINT_VERSION),
-            "fingerprint_version": FINGERPRINT_VERSION,
-        }
+    def fingerprint(self) -> str:
+        """Digest of the training data, saved in each checkpoint."""
+        assert self.train_source is not None
+        return data_fingerprint(self.config, self.train_source)
 
 
 def prepare(
@@ -127,15 +117,12 @@ def prepare(
     is_begun = (workdir / "config.json").exists()
     pretrained = _read_weights(config, faults) if training and not resumes else None
     if pretrained is not None:
-        config = _adopt_settings(config, pretrained, is_begun, faults)
-    balanced = config.loss.class_weights == "balanced"
+        config = faults.check(take_fields, config, pretrained) or config
     early = faults.check(_classes_from_teachers, config) if training else None
     config, preprocessing, sources = _open_data(config, workdir, training, faults, early)
     assert mesh is not None
     if training:
         config = decide(config)
-        if balanced and is_begun:
-            config = keep_class_weights(config, read_config(workdir))
         config, mesh = _settle(config, workdir, mesh, choose_layout, chooses_microbatches)
     teachers, described = _open_teachers(config, workdir, sources, early) if training else ((), [])
     train_source = sources.get(config_lib.train_split(config)) if training else None
@@ -225,15 +212,6 @@ def _open_data(
         faults.check(check, config, preprocessing, sources)
     collect_faults(faults)
     return config, preprocessing, sources
-
-
-def _adopt_settings(
-    config: ConfigDict, pretrained: transfer.Pretrained, is_begun: bool, faults: Faults
-) -> ConfigDict:
-    """`config` with the settings of `init_from` that it takes over."""
-    if not is_begun:  # a resumed run keeps its own rule
-        config = faults.check(adopt_holdout, config, pretrained) or config
-    return faults.check(take_fields, config, pretrained) or config
 
 
 def _read_weights(config: ConfigDict, faults: Faults) -> transfer.Pretrained | None:

@@ -133,7 +133,7 @@ class Record:
             self.saved = step
             self._writer.flush()
             facts = self._corrupt.read() | self._health.read() | self._clock.read(train_s)
-            yield self._run.fingerprint | facts
+            yield {"data_fingerprint": self._run.fingerprint} | facts
 
 
 def watch_health(run: Run, meta: Mapping[str, Any]) -> Health:

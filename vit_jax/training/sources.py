@@ -18,7 +18,7 @@ from vit_jax.config.evals import find_evaluator
 from vit_jax.data.folder_contents import class_like_folders, find_dataset_below
 from vit_jax.data.pictures import shown
 from vit_jax.data.preprocessing import Preprocessing
-from vit_jax.data.sources import FINGERPRINT_VERSION, fingerprint
+from vit_jax.data.sources import fingerprint
 from vit_jax.data.views import fingerprint_of_views
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.declared import chosen_metrics
@@ -312,14 +312,11 @@ def _open_split(
         classes=key.classes,
         subset=key.subset,
         reader=reader or config.data.reader,
-        broken_labels=config.data.broken_labels,
         max_corrupt_fraction=max_corrupt_fraction,
         data_dir=key.data_dir,
-        holdout=config.data.holdout,
         exif=config.data.exif,
         multi_label=config.data.multi_label,
         channels=config.data.channels,
-        folder_rules=config.data.folder_rules,
         image_size=config_lib.image_hw(config.data.image_size),
         num_classes=num_classes,
         num_examples=num_examples,
@@ -367,27 +364,16 @@ def _one_image(preprocessing: Preprocessing) -> dict[str, Any]:
     return {"global_batch_size": 1, "image_size": preprocessing.image_size, "rows": np.arange(1)}
 
 
-def data_fingerprint(
-    config: ConfigDict, source: data.Source, version: int = FINGERPRINT_VERSION
-) -> str:
+def data_fingerprint(config: ConfigDict, source: data.Source) -> str:
     """Digest of everything, apart from code, that decides the bytes of each step's batch.
 
     Args:
       config: filled in by `open_sources`.
       source: the training data.
-      version: version of the rule; older checkpoints are compared by the rule they were saved with.
-
-    Raises:
-      InputError: if this code does not know `version` yet.
     """
     d = config.data
-    if version > FINGERPRINT_VERSION:
-        raise InputError(
-            f"--workdir: its checkpoints have a data fingerprint of version {version}; this "
-            f"vit_jax reads versions up to {FINGERPRINT_VERSION}; use a newer vit_jax"
-        )
     identity = [
-        source.fingerprints[version - 1],
+        source.fingerprint,
         config.seed,
         config.global_batch_size,
         d.ops,
@@ -396,4 +382,4 @@ def data_fingerprint(
     ]
     channels = [f"{d.channels} channels"] * (d.channels != 3)
     views = fingerprint_of_views(config)
-    return fingerprint(*identity, *[d.pad_crops] * (version > 1), *channels, *views)
+    return fingerprint(*identity, *channels, *views)

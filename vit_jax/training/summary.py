@@ -31,16 +31,9 @@ class Clock:
 
     def __init__(self, meta: Mapping[str, Any], devices: Sequence[jax.Device]):
         self._since = time.perf_counter()
-        num_chips = count_chips(devices)
-        self._rented_chips = 0 if _are_cpus(devices) else num_chips
+        self._rented_chips = 0 if _are_cpus(devices) else count_chips(devices)
         self._train_s = meta.get("train_s", 0.0)
-        self._chip_hours = read_chip_hours(meta, devices)
-        if "chip_s" in meta and num_chips != len(devices):
-            logger.warning(
-                "an older version counted the chip-hours of this run per JAX device; assuming "
-                "%.4g chip-hours, with %g devices per chip as here",
-                self._chip_hours, len(devices) / num_chips,
-            )  # fmt: skip
+        self._chip_hours = meta.get("chip_hours", 0.0)
 
     def read(self, train_s: float) -> dict[str, float]:
         """The totals to save; `train_s` is the time of the steps of this part, in seconds.
@@ -54,20 +47,9 @@ class Clock:
         }
 
 
-def read_chip_hours(meta: Mapping[str, Any], devices: Sequence[jax.Device]) -> float:
-    """The chip-hours in `meta`, which was saved with a state; 0 if it holds none.
-
-    An older version saved `chip_s`, in seconds times JAX devices; its run is assumed to have had as
-    many devices per chip as `devices`.
-    """
-    if "chip_s" in meta:
-        return meta["chip_s"] / 3600 * count_chips(devices) / len(devices)
-    return meta.get("chip_hours", 0.0)
-
-
 def _chip_hours(meta: Mapping[str, Any], devices: Sequence[jax.Device]) -> dict[str, float]:
     """{"chip_hours": of the run}; {} on a CPU."""
-    return {} if _are_cpus(devices) else {"chip_hours": read_chip_hours(meta, devices)}
+    return {} if _are_cpus(devices) else {"chip_hours": meta["chip_hours"]}
 
 
 def _are_cpus(devices: Sequence[jax.Device]) -> bool:

@@ -166,7 +166,7 @@ def start_state(run: Run) -> tuple[TrainState, dict]:
     return checkpoint.start(
         directory=run.workdir / "checkpoints",
         abstract_state=run.experiment.abstract_state,
-        fingerprint=run.fingerprint_by,
+        fingerprint=run.fingerprint,
         from_init=from_init if initial_params is not None else None,
         from_scratch=run.experiment.init,
     )

@@ -14,9 +14,8 @@ from ml_collections import ConfigDict
 from vit_jax.checkpoints import restore
 from vit_jax.config import changed_evals, changed_keys, say_changes
 from vit_jax.config.plugins import store_plugins
-from vit_jax.config.stored import continue_older, read_config, to_json
+from vit_jax.config.stored import read_config, to_json
 from vit_jax.data import Source
-from vit_jax.data.preprocessing import keep_ops
 from vit_jax.errors import InputError, collect_faults
 from vit_jax.files import check_folder, write_whole
 from vit_jax.job import processes
@@ -50,20 +49,14 @@ def _is_installed(module: str) -> bool:
 
 
 def continue_run(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
-    """`config`, adapted to resume the run in `workdir`, if there is one.
-
-    Keeps the behaviour of the older version that started the run (`continue_older`), what its
-    source and its data decided (`take_decided`), and the run's ops where a recipe changed only
-    their spelling or how JPEGs are decoded, since ops are part of its identity.
+    """`config` with what the source and the data of the run in `workdir` decided, if there is one.
 
     Raises:
       InputError: config.json has a newer format or is damaged.
     """
     if not (workdir / "config.json").exists():
         return config
-    stored = read_config(workdir)
-    config = take_decided(continue_older(config, workdir), stored)
-    return keep_ops(config, stored)
+    return take_decided(config, read_config(workdir))
 
 
 def check_unchanged(config: ConfigDict, workdir: epath.Path, free: Sequence[str] = ()) -> None:

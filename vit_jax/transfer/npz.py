@@ -13,7 +13,6 @@ square, the value range, the names of the classes.
 
 import io
 import logging
-import math
 import tokenize
 import zipfile
 import zlib
@@ -195,11 +194,7 @@ def read(path: epath.Path) -> Pretrained:
 def _read_cut(stated: dict[str, Any]) -> Cut | None:
     if "crop" not in stated:
         return None
-    share = float(stated["crop"])
-    if "crop_mode" not in stated:  # an older export, which rounded sizes to the nearest pixel
-        share = math.nextafter(share, 0.0)
-    mode, interpolation = stated.get("crop_mode", "center"), stated.get("interpolation", "bilinear")
-    return Cut(share, mode, interpolation)
+    return Cut(float(stated["crop"]), stated["crop_mode"], stated["interpolation"])
 
 
 def _find_model(path: epath.Path, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ from vit_jax.transfer.resample import (
     resample_patches,
 )
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
-from vit_jax.transfer.spec import Pretrained, Spec  # noqa: F401 (plug-ins of older runs)
+from vit_jax.transfer.spec import Pretrained
 
 logger = logging.getLogger("vit_jax")
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from typing import Any
 
 import flax.linen as nn
@@ -14,17 +14,13 @@ from ml_collections import ConfigDict
 from vit_jax import tree
 from vit_jax.checkpoints import restore
 from vit_jax.config import (
-    SplitKey,
-    base_config,
-    eval_splits,
     image_hw,
     model_fields,
     reads_folder,
 )
 from vit_jax.config.stored import read_config
-from vit_jax.data import Source
 from vit_jax.data.host_ops import FULL_SIZE, TAKES_ENCODED
-from vit_jax.data.ops import check_crops, parse_calls, parse_ops, say_pad
+from vit_jax.data.ops import check_crops, parse_calls, parse_ops
 from vit_jax.errors import Faults, InputError
 from vit_jax.models import create_model
 from vit_jax.models.fields import stacks_layers, with_known
@@ -74,7 +70,6 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
         **model_fields(config),
     )
     step, params, model_state = _restore(source, path, model, weights)
-    warn_of_borders(config)
     run = {
         "step": step,
         "weights": "running average" if weights == "ema" else "as trained",
@@ -134,35 +129,12 @@ def _spec_of(config: ConfigDict, model: nn.Module, workdir: epath.Path) -> Spec:
         std=tuple(config.data.std),
         class_names=class_names_of(read_class_names(workdir), model.num_classes, str(workdir)),
         cut=_cut(ops, model.image_size or image_hw(config.data.image_size)),
-        ops=_ops_for_files(ops, config.data.pad_crops),
+        ops=_ops_for_files(ops),
         loss=config.loss.name,
-        holdout=_holdout(config),
+        holdout="names" if reads_folder(config) else None,
         exif=config.data.exif,
         channels=config.data.channels,
     )
-
-
-def _holdout(config: ConfigDict) -> str | None:
-    """`Spec.holdout`; a rule other than the default may come from an earlier run's folder."""
-    rule = config.data.holdout
-    return rule if reads_folder(config) or rule != base_config().data.holdout else None
-
-
-def warn_of_borders(config: ConfigDict, sources: Mapping[SplitKey, Source] | None = None) -> None:
-    """Warn of the evaluators of a run with `data.pad_crops` whose crops exceed their images.
-
-    `sources`: the evaluators' splits, if they are open; they may know the images' size.
-    """
-    image_size, faults = image_hw(config.data.image_size), Faults()
-    for name, entry in config.evals.items() if config.data.pad_crops else ():
-        host_ops, key = parse_ops(entry.ops, image_size)[0], f"evals.{name}.ops"
-        splits = eval_splits(config, entry).values()  # one data set, so one image shape
-        shape = sources and sources[next(iter(splits))].image_shape
-        faults.check(check_crops, host_ops, key, shape and shape[:2])
-    if faults:
-        logger.warning(
-            "data.pad_crops=True: evaluated images have black borders:\n  %s", "\n  ".join(faults)
-        )
 
 
 def read_class_names(path: epath.Path) -> Any:
@@ -192,26 +164,21 @@ def ops_on_pixels(
     if pretrained.run is None or image_size != pretrained.spec.image_size:
         return None
     config = ConfigDict(pretrained.run["config"])
-    ops = say_pad(_evaluated_by(config)) if config.data.pad_crops else _evaluated_by(config)
+    ops = _evaluated_by(config)
     host_ops, faults = parse_ops(ops, image_size)[0], Faults()
     faults.check(check_crops, host_ops, "ops", size)
     made = next((op.gives for op in reversed(host_ops) if op.gives is not None), size)
     return ops if not faults and made == image_size else None
 
 
-def _ops_for_files(ops: str, pad_crops: bool) -> str:
-    """Adapt the preprocessing string `ops` of a run to files of any size.
-
-    With `pad_crops` of the run's config, its crops get pad=True.
-    """
+def _ops_for_files(ops: str) -> str:
+    """Adapt the preprocessing string `ops` of a run to files of any size."""
     names = [FULL_SIZE.get(name, name) for name, _, _ in parse_calls(ops, "ops")]
     if names in (["central_crop"], ["decode", "central_crop"]):
         logger.info("files are resized before the run's central_crop, because they have any size")
         return "decode|resize_small(antialias=True)|central_crop"
     if not {*names} & {"resize", "resize_small", "torchvision_resize", "inception_crop"}:
         return "decode|resize(antialias=True)"
-    if pad_crops:
-        ops = say_pad(ops)
     return ops if names[0] in TAKES_ENCODED else f"decode|{ops}"
 
 
