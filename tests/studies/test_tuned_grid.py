@@ -22,6 +22,7 @@ def config():
     c.study.name, c.study.metric, c.study.seeds = "tuned_grid", "dev/top1", 2
     c.study.cells = CELLS
     c.study.candidates = ("weak: optimizer.weight_decay=0.03", "strong: model.dropout=0.1")
+    c.study.choose_by = "dev/top1"
     c.study.finetune = "data.classes=5,6; duration=9 steps"
     c.study.finetune_metric = "test/top1"
     for name in ("dev", "test"):
@@ -80,18 +81,33 @@ def test_the_best_step_counts_where_that_is_asked_for(config):
     config.study.point, config.study.candidates, config.study.seeds = "best", (), 1
     config.checkpoint.keep_best = "dev/top1"
     name = "ViT__10_pictures__seed_0"
-    results = {name: done(0.1, best={"step": 7, "dev/top1": 0.5})}
-    assert tuned_grid.report(config, results).rows[0][2] == "50.00"
+    results = {name: done(0.1, 0.9, best={"step": 7, "dev/top1": 0.5, "test/top1": 0.25})}
+    report = tuned_grid.report(config, results)
+    assert report.rows[0][2] == "50.00"
+    (row,) = csv.DictReader(io.StringIO(report.files["study.csv"].decode()))
+    assert (row["dev/top1"], row["test/top1"]) == ("0.5", "0.25")
     *_, finetuned = tuned_grid.find_members(config, results)
     assert finetuned.overrides["init_from"] == f"{WORKDIR}/{name}/checkpoints/7"
+    tuned_grid.check(config)
+    del results[name].summary["best"]["dev/top1"]  # as if it was not measured at that step
+    with pytest.raises(InputError, match=r"metric='dev/top1': members report only test/top1"):
+        tuned_grid.report(config, results)
 
 
 def test_what_is_refused(config):
     config.study.finetune, config.study.finetune_metric = "data.clases=5,6", None
     config.study.point, config.study.choose_by = "best", "devel/top1"
+    config.study.metric = "test/top1"
     with pytest.raises(InputError) as e:
         tuned_grid.check(config)
     text = str(e.value)
     assert "study.finetune_metric: not set" in text and "clases" in text
     assert "study.point='best': needs --config.checkpoint.keep_best=METRIC" in text
     assert "study.choose_by='devel/top1': no such evaluator; did you mean dev?" in text
+    config.study.choose_by, config.checkpoint.keep_best = None, "dev/top1"
+    config.evals.test.every = "2 epochs"
+    with pytest.raises(InputError) as e:
+        tuned_grid.check(config)
+    text = str(e.value)
+    assert "study.choose_by: not set; needs the metric that chooses among study.candidates" in text
+    assert "study.metric='test/top1': evals.test.every='2 epochs' must be the '1 epochs' of" in text

@@ -319,7 +319,7 @@ def _add_study(c: ConfigDict) -> None:
     c.study.per_class = placeholder(int)
     # tuned_grid: settings, "name: key=value; key=value"; each cell keeps the best one.
     c.study.candidates = ()
-    c.study.choose_by = placeholder(str)  # metric that chooses the candidate; None: study.metric
+    c.study.choose_by = placeholder(str)  # metric that chooses among candidates
     c.study.point = "last"  # step that counts: last, or best, as checkpoint.keep_best finds it
     c.study.finetune = ""  # keys of the fine-tuning that follows, "key=value; key=value"; "": none
     c.study.finetune_metric = placeholder(str)  # metric of the fine-tuned model

@@ -101,7 +101,7 @@ def _count_pseudo(config: ConfigDict) -> ConfigDict:
 def plan_study_members(study: Study, config: ConfigDict, planner: Planner) -> list[dict[str, Any]]:
     """`plan_members` for all members, each as if those before it had finished, equally well."""
     metrics = {m: 0.5 for name in config.evals for m in expected_metrics(config, name) or ()}
-    done = Result(FINISHED, {"step": 1, "exaflops": 1.0, **metrics, "best": {"step": 1}})
+    done = Result(FINISHED, {"step": 1, "exaflops": 1.0, **metrics, "best": {"step": 1, **metrics}})
     results: dict[str, Result] = {}
     while new := [m for m in study.members(config, results) if m.name not in results]:
         results |= {member.name: done for member in new}

@@ -8,8 +8,8 @@
 Cells are those of the study `grid`. An entry of `study.candidates` names a setting that every cell
 tries with the first seed: "weak: optimizer.weight_decay=0.03". Without candidates nothing is
 chosen. `study.finetune` has the keys of the fine-tuning, "data.classes=5,6; duration=100 steps";
-it starts from a run's weights, with the model of its cell. With study.point=best, a run counts as
-of its best step instead of its last one.
+it starts from a run's weights, with the model of its cell. With study.point=best, the metrics of a
+run are those of its best step instead of its last one.
 
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 4.3: weight decay, dropout and label
 smoothing chosen for each size of the data (figure 3), or the same for all sizes and the best
@@ -74,18 +74,42 @@ def check(config: ConfigDict) -> None:
         faults += apply_overrides(copy.deepcopy(config), list(entry.overrides.items()))
     faults += apply_overrides(copy.deepcopy(config), list(_finetune_keys(config).items()))
     faults.need_known("study.point", study.point, POINTS)
-    faults.need(
-        study.point != "best" or config.checkpoint.keep_best is not None,
-        "study.point='best': needs --config.checkpoint.keep_best=METRIC, which finds that step",
-    )
+    if study.point == "best":
+        _check_best_step(config, faults)
     for key in ("choose_by", "finetune_metric"):
         if study[key] is not None:
             _check_metric(config, key, faults)
+    faults.need(
+        len(candidates) < 2 or study.choose_by is not None,
+        "study.choose_by: not set; needs the metric that chooses among study.candidates, one of "
+        "validation data, e.g. dev/top1",
+    )
     faults.need(
         not study.finetune or study.finetune_metric is not None,
         "study.finetune_metric: not set; needs the metric of the fine-tuned models, e.g. test/top1",
     )
     collect_faults(faults)
+
+
+def _check_best_step(config: ConfigDict, faults: Faults) -> None:
+    """Adds a fault for each metric of the study that the best step may lack."""
+    best = config.checkpoint.keep_best
+    if best is None:
+        faults.append(
+            "study.point='best': needs --config.checkpoint.keep_best=METRIC, which finds that step"
+        )
+        return
+    finder = best.partition("/")[0]
+    for key in ("metric", "choose_by", "finetune_metric"):
+        name = (config.study[key] or "").partition("/")[0]
+        if {name, finder} <= {*config.evals}:
+            every, needed = config.evals[name].every, config.evals[finder].every
+            faults.need(
+                every == needed,
+                f"study.{key}={config.study[key]!r}: evals.{name}.every={every!r} must be the "
+                f"{needed!r} of evals.{finder}, which finds the best step "
+                f"(checkpoint.keep_best={best!r}), so that the step has this metric too",
+            )
 
 
 def _check_metric(config: ConfigDict, key: str, faults: Faults) -> None:
@@ -129,10 +153,11 @@ def _seeds(config: ConfigDict) -> Sequence[int]:
 
 
 def _numbers(config: ConfigDict, result: Result) -> Result:
-    """`result` with the metrics of the best step, if that is what counts."""
+    """`result` with only the metrics of the best step, if that is what counts."""
     if config.study.point == "last" or "best" not in result.summary:
         return result
-    return result._replace(summary={**result.summary, **result.summary["best"]})
+    kept = {name: value for name, value in result.summary.items() if "/" not in name}
+    return result._replace(summary=kept | result.summary["best"])
 
 
 def _value(config: ConfigDict, result: Result | None, metric: str) -> float | None:
@@ -153,8 +178,7 @@ def choose(config: ConfigDict, cell: Cell, results: Mapping[str, Result]) -> Sta
     ended = [results.get(_trained(cell, c, config.seed).member.name) for c in candidates]
     if any(result is None or result.state not in (FINISHED, DIVERGED) for result in ended):
         return None
-    metric = config.study.choose_by or config.study.metric
-    values = [_value(config, result, metric) for result in ended]
+    values = [_value(config, result, config.study.choose_by) for result in ended]
     found = [(value, -i) for i, value in enumerate(values) if value is not None]
     return candidates[-max(found)[1]] if found else None
 
