@@ -3,13 +3,16 @@
 import json
 import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from vit_jax.config import mapped
 from vit_jax.data import make_source
 from vit_jax.errors import InputError
+from vit_jax.evaluators import evaluate
 from vit_jax.evaluators.mapped import METRICS, Mapped, make_mapped, read_class_map
+from vit_jax.experiment.state import TrainState
 
 NAMES = ("chair", "lamp", "spoon")
 
@@ -30,6 +33,21 @@ def test_what_counts():
     assert found == {"top1": pytest.approx(2 / 3), "top5": 1.0, "num_examples": 3}
     assert found.keys() == METRICS.keys()
     assert run("all")["top1"] == 0.0
+
+
+def test_averaged_weights_do_not_hide_the_raw_ones():
+    table, batch = np.array([[0], [1]]), {"image": np.zeros(2), "label": np.array([0, 1])}
+    batch["mask"] = np.ones(2, np.float32)
+
+    def logits(state, image):
+        return jnp.tile(state.params["logits"], (2, 1))
+
+    state = TrainState(0, {"logits": np.float32([1, 2])}, {}, (), {"logits": np.float32([1, 2])})
+    found = evaluate("other", Mapped(logits, lambda: [batch], lambda: table), state)
+    assert found == {
+        "other/top1": 0.5, "other/top5": 1.0, "other/num_examples": 2,
+        "other/top1_raw": 0.5, "other/top5_raw": 1.0,
+    }  # fmt: skip
 
 
 def read(tmp_path, content):

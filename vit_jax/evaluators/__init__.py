@@ -12,6 +12,7 @@ from typing import Protocol
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -56,7 +57,8 @@ def evaluate(name: str, evaluator: StateEvaluator, state: TrainState) -> dict[st
     if not state.ema:
         return {f"{name}/{key}": value for key, value in measure(state).items()}
     metrics = {f"{name}/{key}": value for key, value in measure(state.averaged()).items()}
-    raw = {f"{name}/{key}_raw": v for key, v in measure(state).items() if type(v) is float}
+    raw = {f"{name}/{key}_raw": value for key, value in measure(state).items()
+           if not isinstance(value, int | np.integer)}  # fmt: skip
     return metrics | raw
 
 
