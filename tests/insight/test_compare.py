@@ -75,6 +75,18 @@ def test_tables_and_picture(runs, tmp_path, capsys):
     assert said["config"] == {"optimizer.peak_lr": [1.5e-3, 0.5]}
 
 
+def test_a_study_stands_for_its_runs(runs, tmp_path, capsys):
+    folder = tmp_path / "a [1]"
+    (tmp_path / "a").rename(folder)
+    write_run(folder / "other", [], optimizer__peak_lr=0.25)
+    (folder / "labels").mkdir()  # a member that is no run
+    (folder / "study.json").write_text("{}")
+    assert main(["compare", str(folder), str(tmp_path / "b/run"), "--format=json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["runs"] == ["a [1]/other", "a [1]/run", "b/run"]
+    assert said["config"] == {"optimizer.peak_lr": [0.25, 1.5e-3, 0.5]}
+
+
 REFUSED = {
     "one run": (["a/run"], "at least two"),
     "twice": (["a/run", "a/run"], "at least two different"),

@@ -45,11 +45,11 @@ def folder(tmp_path_factory):
              "commit": "0d37fb3", "clean": True, "software": {"jax": "0.10.2"},
              "hardware": {"host": "here"}}  # fmt: skip
     (study / "a_seed_0/starts.jsonl").write_text(json.dumps(start) + '\n{"cut')
-    row = "| <script>a</script> | 62.50 ± 17.68 |"
-    table = f"| row | test/top1, % |\n| --- | --- |\n{row}\n"
-    (study / "study.md").write_text(f"# grid\n\n{table}\nThe members:\n")
     members = {"b": {"state": "failed", "error": "one\nout of memory\n", "summary": {}}}
-    content = {"study": "grid", "complete": False, "warnings": [], "members": members}
+    content = {
+        "study": "grid", "complete": False, "warnings": [], "members": members,
+        "columns": ["row", "test/top1, %"], "rows": [["<script>a</script>", "62.50 ± 17.68"]],
+    }  # fmt: skip
     (study / "study.json").write_text(json.dumps(content))
     (study / "study.png").write_bytes(png)
     (study / "a_seed_1/figures").mkdir()
@@ -166,12 +166,26 @@ def test_smoothing_is_a_centred_mean():
     np.testing.assert_allclose(charts.smooth(np.arange(50.0), 21), np.arange(50.0))
 
 
-def test_times_go_on_after_a_restart(tmp_path):
-    times = [(1, 4.0), (2, 9.0), (3, 2.0), (4, 5.0)]  # started anew after step 2
+def test_times_by_kind(tmp_path):
+    times = [(1, 4.0), (2, 9.0), (3, 11.0)]  # of training, also before a restart
     rows = [{"step": s, "time/seconds": t, "time/images_per_s": 1.0} for s, t in times]
-    rows[1]["time/save_s"] = rows[3]["time/save_s"] = 0.75
+    rows[1]["time/save_s"] = rows[2]["time/save_s"] = 0.75
     record = data.read_all([write_run(tmp_path / "run", rows)])[0][0].record
-    assert data.seconds_by_kind(record) == {"training": 14.0, "save": 1.5}
+    assert data.seconds_by_kind(record) == {"training": 11.0, "save": 1.5}
+
+
+def test_a_diverged_run_is_in_no_mean(tmp_path):
+    for i, top1 in enumerate((0.5, 0.7, 0.1)):
+        run = write_run(tmp_path / f"seed_{i}", [{"step": 9 - i // 2, "test/top1": top1}])
+        config = json.loads((run / "config.json").read_text()) | {"seed": i}
+        (run / "config.json").write_text(json.dumps(config))
+    (run / "diverged.json").write_text('{"error": "step 9: loss is nan"}')
+    runs = data.read_all([tmp_path / f"seed_{i}" for i in range(3)])[0]
+    (group,) = data.group_seeds(runs)
+    assert group.values["test/top1"]["mean"] == pytest.approx(0.6)
+    assert (group.steps, group.num_measured, len(group.runs)) == ([9], 2, 3)
+    (group,) = data.group_seeds(runs[2:])
+    assert (group.steps, group.values) == ([], {})
 
 
 REFUSED = {

@@ -96,7 +96,7 @@ def test_members_run_seed_by_seed_and_their_names_are_clear():
 
 
 def test_report_gives_mean_and_deviation_over_seeds():
-    config = config_of("optimizer.peak_lr=1e-3,3e-3", "seed=0,1")
+    config = config_of("optimizer.peak_lr=3e-3,1e-3", "seed=0,1")
     results = {
         "peak_lr_1e-3__seed_0": Result(FINISHED, {"step": 9, "held_out/top1": 0.5}),
         "peak_lr_1e-3__seed_1": Result(FINISHED, {"step": 9, "held_out/top1": 0.7}),
@@ -104,16 +104,18 @@ def test_report_gives_mean_and_deviation_over_seeds():
     }
     report = sweep.report(config, results)
     assert report.columns == ["optimizer.peak_lr", "held_out/top1, %"]
-    assert report.rows == [["1e-3", "60.00 ± 14.14"], ["3e-3", "diverged"]]
+    assert report.rows == [["1e-3", "60.00 ± 14.14"], ["3e-3", "diverged"]]  # the best first
+    assert report.best == ["peak_lr_1e-3__seed_0", "peak_lr_1e-3__seed_1"]
     assert not report.complete
-    assert report.files["study.csv"].decode().splitlines()[:2] == [
+    assert report.files["study.csv"].decode().splitlines()[:3] == [
         "optimizer.peak_lr,seed,state,held_out/top1,num_params,images_seen,exaflops",
-        "1e-3,0,finished,0.5,,,",
-    ]
+        "3e-3,0,diverged,,,,", "1e-3,0,finished,0.5,,,",
+    ]  # fmt: skip
     results["peak_lr_3e-3__seed_1"] = Result(FINISHED, {"step": 9, "held_out/top1": 0.25})
     report = sweep.report(config, results)
     assert report.complete and report.rows[1] == ["3e-3", "25.00 (1 of 2)"]
     assert report.values["combinations"][0]["values"] == [0.5, 0.7]
+    assert not sweep.report(config_of("optimizer.peak_lr=1e-3", "seed=0,1"), results).best
 
 
 def study(workdir, *flags):
@@ -130,15 +132,25 @@ def test_a_sweep_of_a_config_of_one_run(tmp_path, monkeypatch, capsys):
         return running._Ended(0, "", told_to_stop=False)
 
     monkeypatch.setattr(running, "_execute", execute)
-    flags = ("--sweep=optimizer.peak_lr=1e-3,3e-3", "--sweep", "seed=0,1")
-    assert study(tmp_path / "w", *flags) == 0
+    flags = ("--sweep=optimizer.peak_lr=1e-3,3e-3", "--sweep=seed=0,1",
+             "--sweep=data.ops=[bold] decode|flip")  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "check_member", lambda *args: None)
+        assert study(tmp_path / "w", *flags) == 0
+    out = "".join(capsys.readouterr().out.split())
+    assert "[bold]decode|flip" in out  # a cell is no markup
+    best = [f"{tmp_path}/w/peak_lr_3e-3__ops__bold_decode_flip__seed_{seed}" for seed in (0, 1)]
+    assert f"best:{','.join(best)}" in out
     found = json.loads((tmp_path / "w/study.json").read_text())
     assert found["complete"] and found["metric"] == "test/top1"  # of the only evaluator
-    assert [row["mean"] for row in found["combinations"]] == pytest.approx([0.1, 0.3])
-    command = shlex.split(found["members"]["peak_lr_3e-3__seed_1"]["command"])
+    assert [row["mean"] for row in found["combinations"]] == pytest.approx([0.3, 0.1])
+    assert found["rows"][0] == ["3e-3", "[bold] decode|flip", "30.00 ± 0.00"]
+    assert r"| 3e-3 | [bold] decode\|flip | 30.00 ± 0.00 |" in (tmp_path / "w/study.md").read_text()
+    assert [str(tmp_path / "w" / name) for name in found["best"]] == best
+    command = shlex.split(found["members"][found["best"][1]]["command"])
     assert command[3:] == [
-        f"--config={CONFIG}", "--config.optimizer.peak_lr=3e-3", "--config.seed=1",
-        f"--workdir={tmp_path / 'w/peak_lr_3e-3__seed_1'}",
+        f"--config={CONFIG}", "--config.optimizer.peak_lr=3e-3",
+        "--config.data.ops=[bold] decode|flip", "--config.seed=1", f"--workdir={best[1]}",
     ]  # fmt: skip
     capsys.readouterr()
     assert study(tmp_path / "v", "--sweep=optimizer.peak=1") == 2

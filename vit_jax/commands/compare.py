@@ -1,10 +1,11 @@
 """Compare runs: the keys in which their configs differ, their last metrics, their curves.
 
   python -m vit_jax.main compare runs/a runs/b
-  python -m vit_jax.main compare runs/* --output=curves.png --output=table.csv
+  python -m vit_jax.main compare runs/sweep --output=curves.png --output=table.csv
 
-Runs may still be training. The picture has a panel for each --metric, by default train/loss and the
-evaluators' top-1, with the curves of all runs. --output and --metric may be repeated.
+The folder of a study stands for its runs. Runs may still be training. The picture has a panel for
+each --metric, by default train/loss and the evaluators' top-1, with the curves of all runs.
+--output and --metric may be repeated.
 """
 
 import argparse
@@ -25,7 +26,7 @@ ENDINGS = (".png", ".csv")
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="workdirs of two or more runs")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="workdirs of runs and studies")
     repeated = {"action": "append", "default": []}
     parser.add_argument(
         "--output", metavar="FILE", help="FILE.png for curves, FILE.csv for the table", **repeated

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from vit_jax import files
 from vit_jax.commands.flags import (
@@ -118,7 +119,8 @@ def plan_study(flags: argparse.Namespace) -> int:
     console.print(plan_table(rows, f"{config.study.name} on {target_slice.name}"))
     for row in rows:
         if "error" in row:
-            console.print(f"not planned: {row['member']}: {row['error']}", soft_wrap=True)
+            text = Text(f"not planned: {row['member']}: {row['error']}")
+            console.print(text, soft_wrap=True)
     by = "40 % of the peak" if target.chip.is_gpu else "the roofline, at best"
     console.print(
         f"By calculation: steps at {by}; no start-up, input, evaluation or saving.", soft_wrap=True

@@ -11,7 +11,7 @@ from etils import epath
 from vit_jax import files, metrics
 from vit_jax.config import flatten
 from vit_jax.config.stored import read_config
-from vit_jax.errors import InputError, nearest
+from vit_jax.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.insight import figures
 
 _CURVES = 4  # panels, unless metrics are chosen
@@ -33,26 +33,40 @@ class RunRecord(NamedTuple):
     step: int
 
 
-def read_runs(workdirs: Sequence[str | os.PathLike]) -> list[RunRecord]:
-    """Read the runs in `workdirs`; finished or not.
+def find_runs(paths: Sequence[epath.Path]) -> tuple[list[epath.Path], list[epath.Path]]:
+    """(runs, studies) among the workdirs `paths`; the members of a study are runs too.
 
     Raises:
-      InputError: for fewer than two different workdirs; names each that holds no run.
+      InputError: names each that holds neither run nor study.
+    """
+    runs, studies, faults = [], [], Faults()
+    for path in paths:
+        if (path / "study.json").exists():
+            studies.append(path)
+            runs += sorted(p for p in path.iterdir() if (p / "config.json").exists())
+        elif (path / "config.json").exists():
+            runs.append(path)
+        else:
+            faults.append(f"{path}: has no config.json or study.json; give the workdir of a run "
+                          "or study")  # fmt: skip
+    collect_faults(faults)
+    return list(dict.fromkeys(runs)), studies
+
+
+def read_runs(workdirs: Sequence[str | os.PathLike]) -> list[RunRecord]:
+    """Read the runs in `workdirs`, finished or not; a study stands for its runs.
+
+    Raises:
+      InputError: for fewer than two runs; names each workdir that holds neither run nor study.
     """
     paths = [files.absolute(workdir) for workdir in workdirs]
-    if len(set(paths)) < max(len(paths), 2):
+    runs = find_runs(paths)[0]
+    if len(set(paths)) < len(paths) or len(runs) < 2:
         raise InputError(
             f"compare: got {', '.join(map(str, workdirs)) or 'no workdir'}; needs at least two "
-            "different workdirs of runs"
+            "different runs; give their workdirs, or that of a study"
         )
-    faults = [
-        f"{path}: has no config.json; give the workdir of a run"
-        for path in paths
-        if not (path / "config.json").exists()
-    ]
-    if faults:
-        raise InputError(*faults)
-    return [read_run(name, path) for name, path in zip(short_names(paths), paths, strict=True)]
+    return [read_run(name, path) for name, path in zip(short_names(runs), runs, strict=True)]
 
 
 def read_run(name: str, workdir: epath.Path) -> RunRecord:

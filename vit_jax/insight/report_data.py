@@ -15,7 +15,7 @@ from etils import epath
 
 from vit_jax import files
 from vit_jax.errors import InputError
-from vit_jax.insight.compare import RunRecord, read_run, short_names
+from vit_jax.insight.compare import RunRecord, find_runs, read_run, short_names
 from vit_jax.studies.members import mean_and_std
 from vit_jax.training.guards import DIVERGED_FILE
 
@@ -60,7 +60,7 @@ class Picture(NamedTuple):
 
 
 class StudyRecord(NamedTuple):
-    """A study: the table of study.md, its warnings, its pictures, and members without a result.
+    """A study: its table, its warnings, its pictures, and members without a result.
 
     unfinished: {member: its state and error}.
     """
@@ -99,19 +99,7 @@ def read_all(workdirs: Sequence[str | os.PathLike]) -> tuple[list[Run], list[Stu
     if not paths or len(set(paths)) < len(paths):
         shown = ", ".join(map(str, workdirs)) or "no workdir"
         raise InputError(f"report: got {shown}; needs different workdirs of runs or studies")
-    found, studies, faults = [], [], []
-    for path in paths:
-        if (path / "study.json").exists():
-            studies.append(path)
-            found += sorted(p.parent for p in path.glob("*/config.json"))
-        elif (path / "config.json").exists():
-            found.append(path)
-        else:
-            faults.append(f"{path}: has no config.json or study.json; give the workdir of a run "
-                          "or study")  # fmt: skip
-    if faults:
-        raise InputError(*faults)
-    found = list(dict.fromkeys(found))
+    found, studies = find_runs(paths)
     runs = [_read_run(*pair) for pair in zip(short_names(found), found, strict=True)]
     return runs, [_read_study(*pair) for pair in zip(short_names(studies), studies, strict=True)]
 
@@ -140,11 +128,6 @@ def _json_lines(path: epath.Path) -> Iterator[dict[str, Any]]:
 
 def _read_study(name: str, workdir: epath.Path) -> StudyRecord:
     content = _read_json(workdir / "study.json")
-    text = workdir / "study.md"
-    lines = text.read_text().splitlines() if text.exists() else []
-    lines = list(itertools.dropwhile(lambda line: not line.startswith("| "), lines))
-    lines = list(itertools.takewhile(lambda line: line.startswith("| "), lines))
-    table = [line[2:-2].split(" | ") for line in lines]
     unfinished = {
         member: ": ".join([found["state"], *found["error"].strip().splitlines()[-1:]])
         for member, found in content.get("members", {}).items()
@@ -155,8 +138,8 @@ def _read_study(name: str, workdir: epath.Path) -> StudyRecord:
         workdir=workdir,
         kind=content["study"],
         complete=content["complete"],
-        columns=table[0] if table else [],
-        rows=table[2:],
+        columns=content["columns"],
+        rows=content["rows"],
         warnings=content.get("warnings", []),
         unfinished=unfinished,
         pictures=read_pictures(workdir.glob("*.png"), workdir),
@@ -226,13 +209,15 @@ def _read_csv(path: epath.Path) -> list[list[str]]:
 class Group(NamedTuple):
     """Runs whose configs differ in nothing but the seed.
 
-    values: {metric: {"mean": its mean over the runs' last values, "std": deviation}}.
-    steps: the runs' last steps; a deviation over several is no deviation over seeds only.
+    values: {metric: {"mean": its mean over last values, "std": deviation}} of the runs that have
+      not diverged. num_measured: their number. steps: their last steps; a deviation over several is
+      no deviation over seeds only.
     """
 
     name: str
     runs: Sequence[Run]
     values: Mapping[str, Mapping[str, float | None]]
+    num_measured: int
     steps: Sequence[int]
 
 
@@ -246,13 +231,14 @@ def group_seeds(runs: Sequence[Run]) -> list[Group]:
 
 
 def _group(runs: Sequence[Run]) -> Group:
-    curves = [run.record.curves for run in runs]
+    measured = [run for run in runs if run.diverged is None]
+    curves = [run.record.curves for run in measured]
     values = {}
-    for metric in evaluated(runs):
+    for metric in evaluated(measured):
         last = [curve[metric][-1][1] for curve in curves if metric in curve]
         values[metric] = mean_and_std(last)
-    steps = sorted({run.record.step for run in runs})
-    return Group(_group_name([run.name for run in runs]), runs, values, steps)
+    steps = sorted({run.record.step for run in measured})
+    return Group(_group_name([run.name for run in runs]), runs, values, len(measured), steps)
 
 
 def _group_name(names: Sequence[str]) -> str:
@@ -277,15 +263,10 @@ def evaluated(runs: Sequence[Run]) -> list[str]:
 
 
 def seconds_by_kind(record: RunRecord) -> dict[str, float]:
-    """{"training": seconds of steps, "evaluation": ..., "save": ...} as far as rows say.
-
-    `time/seconds` starts anew with each start of the run.
-    """
-    curves = record.curves
-    clock = [seconds for _, seconds in curves.get("time/seconds", ())]
-    ends = [a for a, b in itertools.pairwise([*clock, -1.0]) if b < a]
-    found = {"training": sum(ends)} if ends else {}
-    for name, points in curves.items():
+    """{"training": seconds of steps, "evaluation": ..., "save": ...} as far as rows say."""
+    clock = record.curves.get("time/seconds")
+    found = {"training": clock[-1][1]} if clock else {}
+    for name, points in record.curves.items():
         kind = re.fullmatch(r"time/(\w+)_s", name)
         if kind and not kind[1].endswith("_per"):
             found[kind[1]] = sum(value for _, value in points)

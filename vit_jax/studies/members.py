@@ -72,6 +72,7 @@ class Report(NamedTuple):
     values: content for study.json.
     complete: whether all planned results are there.
     files: {name: content} of additional files.
+    best: the members of the best row, by seeds; () if the study compares no rows.
     """
 
     columns: Sequence[str]
@@ -79,6 +80,7 @@ class Report(NamedTuple):
     values: Mapping[str, Any]
     complete: bool
     files: Mapping[str, bytes] = {}
+    best: Sequence[str] = ()
 
 
 class Study(NamedTuple):

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from etils import epath
 from ml_collections import ConfigDict
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from vit_jax import config as config_lib
 from vit_jax.config import stored as stored_config
@@ -333,13 +334,17 @@ def _write_report(
     content = {
         "study": config.study.name,
         "complete": report.complete,
+        "columns": report.columns,
+        "rows": report.rows,
+        "best": report.best,
         **report.values,
         "warnings": warnings,
         "members": members,
     }
     write_whole(call.workdir / "study.json", json.dumps(content, indent=2) + "\n")
     lines = [report.columns, ["---"] * len(report.columns), *report.rows]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    escaped = ([cell.replace("|", r"\|") for cell in line] for line in lines)
+    table = "\n".join(f"| {' | '.join(line)} |" for line in escaped)
     commands = "\n".join(member["command"] for member in members.values())
     warned = "".join(f"Warning: {line}.\n\n" for line in warnings)
     text = f"# {config.study.name}\n\n{table}\n\n{warned}The members:\n\n```sh\n{commands}\n```\n"
@@ -351,10 +356,12 @@ def _write_report(
 
 def _conclude(report: Report, call: Call, results: Mapping[str, Result]) -> int:
     """Print the results of a study; return the exit code."""
-    table = Table(*report.columns)
+    table = Table(*(Column(Text(column)) for column in report.columns))
     for row in report.rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     Console().print(table)
+    if report.best:
+        print(f"best: {', '.join(str(call.workdir / name) for name in report.best)}")
     by_state = {
         state: [name for name, result in results.items() if result.state == state]
         for state in (FAILED, HANDED_OVER, DIVERGED)

@@ -7,6 +7,7 @@ others, but that the report gives mean and deviation over its values. Beside the
 """
 
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -108,11 +109,11 @@ def _member(config: ConfigDict, overrides: Mapping[str, str]) -> Member:
 
 
 def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
-    """A row for each combination, over its seeds."""
-    rows, runs, lines = _rows(config), [], []
+    """A row for each combination, over its seeds, the best first."""
+    table = []  # of (line, its content for study.json, its members)
     keys = list(parse_sweep(config.study.sweep))
     shown = [key for key in keys if key != "seed"]
-    for row in rows:
+    for row in _rows(config):
         members = [_member(config, {**row, **seed}) for seed in _seeds(config)]
         ended = [results[member.name] for member in members if member.name in results]
         found = [value_of(config, result) for result in ended]
@@ -120,8 +121,11 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
         measured = mean_and_std(values)
         otherwise = ", ".join(dict.fromkeys(result.state for result in ended)) or "waits"
         some = f" ({len(values)} of {len(members)})" * (0 < len(values) < len(members))
-        lines.append([*(row[key] for key in shown), format_mean_std(measured, otherwise) + some])
-        runs.append({"overrides": row, **measured, "values": values})
+        line = [*(row[key] for key in shown), format_mean_std(measured, otherwise) + some]
+        run = {"overrides": row, **measured, "values": values}
+        table.append((line, run, [member.name for member in members]))
+    table.sort(key=lambda row: math.inf if row[1]["mean"] is None else -row[1]["mean"])
+    lines, runs, names = map(list, zip(*table, strict=True))
     everyone = find_members(config, {})
     have_ended = [m for m in everyone if m.name in results]
     states = [results[member.name].state for member in have_ended]
@@ -134,6 +138,7 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
         values={"metric": config.study.metric, "combinations": runs},
         complete=is_over and any(run["values"] for run in runs),
         files={"study.csv": csv.encode()},
+        best=names[0] if len(runs) > 1 and runs[0]["values"] else (),
     )
 
 
