@@ -10,7 +10,7 @@ from fractions import Fraction
 from ml_collections import ConfigDict
 
 from vit_jax.config import flatten
-from vit_jax.errors import Faults, InputError, nearest
+from vit_jax.errors import Faults, InputError, collect_faults, nearest
 
 UNITS = ("steps", "epochs", "examples")
 
@@ -70,6 +70,10 @@ KEYS = ("duration", "schedule.warmup", "schedule.cooldown", "schedule.timescale"
         "objective.freeze_prototypes", "objective.gram_every")  # fmt: skip
 
 
+# Those of KEYS that begin with the run, and must end within it.
+_AT_THE_START = ("objective.temperature_warmup", "objective.freeze_prototypes")
+
+
 def duration_keys(config: ConfigDict) -> list[str]:
     """Keys of `config` that hold a duration or None."""
     return [*KEYS, *(f"evals.{name}.every" for name in config.evals)]
@@ -84,6 +88,9 @@ def parse_durations(config: ConfigDict) -> dict[str, int]:
     """Convert every duration of a config to steps: {key: steps}.
 
     `data.num_examples` must be set. Intervals are at least 1 step; keys set to None are left out.
+
+    Raises:
+      InputError: names each that is not a duration, or lasts longer than the run.
     """
     texts = flatten(config)
     steps = {}
@@ -91,6 +98,14 @@ def parse_durations(config: ConfigDict) -> dict[str, int]:
         if texts[key] is not None:
             found = _steps(config, texts[key], key)
             steps[key] = max(found, 1) if is_interval(key) else found
+    total = steps["duration"]
+    collect_faults([
+        f"{key}={texts[key]!r} ({steps[key]:,} steps): is longer than the run, which has "
+        f"duration={config.duration!r} ({total:,} steps); shorten it, e.g. "
+        f"--config.{key}='{total // 10} steps'"
+        for key in _AT_THE_START
+        if steps.get(key, 0) > total
+    ])  # fmt: skip
     return steps
 
 
