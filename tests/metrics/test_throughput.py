@@ -29,6 +29,15 @@ def test_throughput_counts_training_alone():
     assert "time/save_s" not in throughput.read(130)
 
 
+def test_time_goes_on_after_a_restart():
+    clock = FakeClock()
+    throughput = make_throughput(clock, total_s=10.0)
+    clock.now += 4
+    assert throughput.seconds() == 14
+    read = throughput.read(110)
+    assert (read["time/seconds"], read["time/images_per_s"]) == (14, 80)
+
+
 @pytest.mark.parametrize("unknown", [{"device_kind": "cpu"}, {"flops_per_image": None}])
 def test_throughput_of_an_unknown_chip_has_no_mfu(unknown):
     clock = FakeClock()

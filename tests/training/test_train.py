@@ -666,12 +666,27 @@ def test_a_tensor_axis_that_does_not_divide_the_heads_is_named(
     assert "mesh.tensor=4 does not divide model.num_heads=2" in caplog.text
 
 
-def test_times_add_up_over_meshes_and_a_cpu_adds_no_chip_hours():
-    devices = jax.devices()[:4]
-    clock = Clock({"train_s": 10.0, "chip_hours": 80.0}, devices)
+def test_a_cpu_adds_no_chip_hours():
+    clock = Clock({"chip_hours": 80.0}, jax.devices()[:4])
     clock._since -= 3600
-    assert clock.read(5.0) == {"train_s": 15.0, "chip_hours": 80.0}
-    assert Clock({}, devices).read(5.0)["train_s"] == 5.0
+    assert clock.read() == {"chip_hours": 80.0}
+
+
+def test_time_goes_on_after_a_restart(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_module, "compile_step", step_without_a_model)
+    monkeypatch.setattr(Classification, "run", lambda self, state: {"top1": 0.5})
+
+    def should_stop(guard, step):
+        return step == 12
+
+    with monkeypatch.context() as patch, pytest.raises(train_module.Preempted):
+        patch.setattr(train_module.PreemptionGuard, "should_stop", should_stop)
+        train_and_evaluate(make_config(duration="16 steps"), tmp_path)
+    saved = restore.read_meta(epath.Path(tmp_path / "checkpoints/12"))["train_s"]
+    summary = train_and_evaluate(make_config(duration="16 steps"), tmp_path)
+    found = {row["step"]: row["time/seconds"] for row in rows(tmp_path) if "time/seconds" in row}
+    assert [*found] == [5, 10, 15, 16] and 0 < found[5] < found[10] < saved < found[15] < found[16]
+    assert summary["images_per_s"] < 16 * 64 / found[16]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ class Throughput:
       global_batch_size: images per step, over all devices.
       flops_per_image: forward and backward; None: unknown, so no MFU is reported.
       device_kind, num_chips: arguments of `flops.mfu`.
+      total_s: seconds of training up to that step.
       clock: returns seconds.
     """
 
@@ -29,13 +30,14 @@ class Throughput:
         flops_per_image: float | None,
         device_kind: str,
         num_chips: int,
+        total_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._step, self._global_batch_size = step, global_batch_size
         self._flops_per_image = flops_per_image
         self._device_kind, self._num_chips = device_kind, num_chips
         self._clock = clock
-        self._total_s = 0.0
+        self._total_s = total_s
         self._paused_s: dict[str, float] = {}
         self._since = clock()
 
@@ -51,13 +53,13 @@ class Throughput:
             self._paused_s[what] = self._paused_s.get(what, 0.0) + passed
 
     def seconds(self) -> float:
-        """Seconds of training by this process so far; must not be called during a pause."""
+        """Seconds of training so far; must not be called during a pause."""
         return self._total_s + self._clock() - self._since
 
     def read(self, step: int) -> dict[str, float]:
         """Metrics since the last reading; `step` is the number of steps done.
 
-        `time/seconds`: training by this process so far; `time/images_per_s`: over all devices;
+        `time/seconds`: training so far; `time/images_per_s`: over all devices;
         `time/mfu`: a fraction, absent if the chip's peak or the FLOPs are unknown; `time/save_s`
         and so on: duration of each kind of pause since the last reading.
         """

@@ -56,6 +56,7 @@ class Record:
         c = run.config
         self.saved = start if meta else None
         self._run, self._writer, self._progress, self._hold = run, writer, progress, hold
+        self._train_s = meta.get("train_s", 0.0)
         self._clock, self._start = clock, start
         self._schedule = jax.jit(run.experiment.schedule)  # as one program
         self._pending: collections.deque = collections.deque()
@@ -77,6 +78,7 @@ class Record:
             flops_per_image=e.flops_per_image,
             device_kind=devices.flat[0].device_kind,
             num_chips=count_chips(devices.flat),
+            total_s=self._train_s,
         )
 
     def add(self, step: int, step_metrics: dict[str, jax.Array]) -> None:
@@ -128,11 +130,11 @@ class Record:
         """
         if self._hold is not None:
             self._hold.check(fresh=True)
-        train_s = self._throughput.seconds()
+        times = {"train_s": self._throughput.seconds()}
         with watchdog.phase("save"), self._throughput.pause("save"):
             self.saved = step
             self._writer.flush()
-            facts = self._corrupt.read() | self._health.read() | self._clock.read(train_s)
+            facts = self._corrupt.read() | self._health.read() | times | self._clock.read()
             yield {"data_fingerprint": self._run.fingerprint} | facts
 
 

@@ -20,7 +20,7 @@ logger = logging.getLogger("vit_jax")
 
 
 class Clock:
-    """Time and chip-hours of a run, including its earlier parts, which may have used other meshes.
+    """The chip-hours of a run, including its earlier parts, which may have used other meshes.
 
     Parts on a CPU add no chip-hours: nobody rents CPUs by the chip.
 
@@ -32,19 +32,12 @@ class Clock:
     def __init__(self, meta: Mapping[str, Any], devices: Sequence[jax.Device]):
         self._since = time.perf_counter()
         self._rented_chips = 0 if _are_cpus(devices) else count_chips(devices)
-        self._train_s = meta.get("train_s", 0.0)
         self._chip_hours = meta.get("chip_hours", 0.0)
 
-    def read(self, train_s: float) -> dict[str, float]:
-        """The totals to save; `train_s` is the time of the steps of this part, in seconds.
-
-        In the result, `train_s` counts training steps only; `chip_hours` counts everything.
-        """
+    def read(self) -> dict[str, float]:
+        """The total to save; it counts everything that the run does."""
         hours = (time.perf_counter() - self._since) / 3600
-        return {
-            "train_s": self._train_s + train_s,
-            "chip_hours": self._chip_hours + hours * self._rented_chips,
-        }
+        return {"chip_hours": self._chip_hours + hours * self._rented_chips}
 
 
 def _chip_hours(meta: Mapping[str, Any], devices: Sequence[jax.Device]) -> dict[str, float]:
