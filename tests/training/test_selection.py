@@ -141,7 +141,7 @@ def test_other_processes_get_the_evaluations_that_process_0_sees(monkeypatch):
     config = make_config(stop__metric="test/loss", stop__patience="1")
     run = types.SimpleNamespace(config=config, evaluators=evaluators({"loss": "lower"}))
     monkeypatch.setattr(
-        selection.processes, "say_to_all", lambda *_: '{"test/loss": {"5": 1.0, "10": 1.5}}'
+        selection.processes, "say_to_all", lambda *_: '{"stop.metric": {"5": 1.0, "10": 1.5}}'
     )
     assert selection.share_selection(run, 10).stops
 
@@ -215,6 +215,24 @@ def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(
     start(killed)
     assert picture(killed) == picture(whole)
     assert len((killed / "starts.jsonl").read_text().splitlines()) == len(kills) + 1
+
+
+def test_the_best_step_is_one_that_was_kept(accuracies, tmp_path, monkeypatch):
+    """Also where the run was begun without `checkpoint.keep_best`."""
+    monkeypatch.setattr(train_module, "compile_step", count_steps)
+
+    def should_stop(guard, step):
+        if step == 17:
+            raise KillError
+        return False
+
+    with monkeypatch.context() as patch, pytest.raises(KillError):
+        patch.setattr(train_module.PreemptionGuard, "should_stop", should_stop)
+        start(tmp_path, checkpoint__keep_best="None")
+    summary = start(tmp_path)
+    assert summary["step"] == 25 and summary["stopped_early"]  # as step 10 was the best
+    assert summary["best"] == {"step": 20, "test/top1": 0.3}
+    assert picture(tmp_path)[1] == [25, 24, 20]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from vit_jax import metrics
+from vit_jax.checkpoints import restore
 from vit_jax.errors import Faults, SharedInputError, nearest
 from vit_jax.evaluators import StateEvaluator
 from vit_jax.evaluators.declared import Better, chosen_metrics, find_direction
@@ -55,7 +56,7 @@ class Selection:
     Args:
       config: of the run.
       evaluators: of the run, which declare their metrics.
-      values: {metric: {step: value}} of what was evaluated so far.
+      values: {key of `chosen_metrics`: {step: value}} of what was evaluated so far.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Selection:
         values: Mapping[str, Mapping[int, float | None]],
     ):
         self._series = {
-            key: Series(metric, find_direction(config, metric, evaluators), values.get(metric))
+            key: Series(metric, find_direction(config, metric, evaluators), values.get(key))
             for key, metric in chosen_metrics(config).items()
         }
         self._keep = self._series.get("checkpoint.keep_best")
@@ -131,13 +132,23 @@ def share_selection(run: Run, step: int) -> Selection:
         run.config.job.compile_deadline_s,
     )
     by_text = json.loads(text)  # whose keys are strings
-    values = {m: {int(at): v for at, v in found.items()} for m, found in by_text.items()}
+    values = {key: {int(at): v for at, v in found.items()} for key, found in by_text.items()}
     return Selection(run.config, run.evaluators, values)
 
 
 def _read_values(run: Run, step: int) -> dict[str, dict[int, float | None]]:
-    chosen = {*chosen_metrics(run.config).values()}
-    return {metric: metrics.values_of(metric, run.workdir, step) for metric in chosen}
+    """{key of `chosen_metrics`: {step: value}}; for `checkpoint.keep_best` of the steps saved.
+
+    A run that began with this key has saved its best step; another may have lost it.
+    """
+    found = {
+        key: metrics.values_of(metric, run.workdir, step)
+        for key, metric in chosen_metrics(run.config).items()
+    }
+    if of_best := found.get("checkpoint.keep_best"):
+        saved = restore.saved_steps(run.workdir / "checkpoints")
+        found["checkpoint.keep_best"] = {at: of_best[at] for at in of_best if at in saved}
+    return found
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
