@@ -276,7 +276,7 @@ def _make_objective(
     )
     mean, std = (per_channel(config.data[key], channels) for key in ("mean", "std"))
     shapes = {name: leaf.shape for name, leaf in batch.items()}
-    setting = Setting(mean, std, teachers, shapes, durations)
+    setting = Setting(mean, std, teachers, shapes, durations, config.data.multi_label)
     loss = make_loss(**config.loss)
     return make_objective(model, loss, setting=setting, **config.objective)
 

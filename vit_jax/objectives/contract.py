@@ -196,6 +196,7 @@ class Setting(NamedTuple):
     teachers: frozen models; () if there are none.
     shapes: {key: shape} of a global batch.
     durations: {config key: steps} for every duration of the run.
+    multi_label: whether an image may have several labels, or none.
     """
 
     mean: tuple[float, ...]
@@ -203,6 +204,7 @@ class Setting(NamedTuple):
     teachers: tuple[Teacher, ...] = ()
     shapes: Mapping[str, tuple[int, ...]] = {}
     durations: Mapping[str, int] = {}
+    multi_label: bool = False
 
 
 def at_least_one(weight: jax.Array) -> jax.Array:

@@ -190,7 +190,9 @@ class _Distillation(NamedTuple):
         metrics = _agreement(logits_BC, [found for found, _ in taught], teachers)
         if needs_labels(self.weight):
             label_B = self.loss_of_labels(heads[0], batch["label"])
-            metrics |= {"loss_label": label_B, "top1": hits(logits_BC, batch["label"])}
+            metrics["loss_label"] = label_B
+            if not self.setting.multi_label:
+                metrics["top1"] = hits(logits_BC, batch["label"])
         sums = {name: (mask_B * metric_B).sum() for name, metric_B in metrics.items()}
         distances = self.learner(params.get(OBJECTIVE), heads, outputs, taught)
         terms = {

@@ -15,7 +15,7 @@ import optax
 
 from vit_jax.config import KeyValue, choose_keys
 from vit_jax.errors import InputError, nearest
-from vit_jax.objectives.contract import ObjectiveOutput, PlainObjective
+from vit_jax.objectives.contract import ObjectiveOutput, PlainObjective, Setting
 from vit_jax.objectives.forward import apply_in_training
 from vit_jax.tree import Batch, ModelState, Params
 
@@ -168,12 +168,18 @@ def hits(logits_BC: jax.Array, labels: jax.Array, k: int = 1) -> jax.Array:
     return (found_B == greatest_B) & (greatest_B > 0)
 
 
-def make_supervised(model: nn.Module, loss: LossFn) -> PlainObjective:
+def make_supervised(
+    model: nn.Module, loss: LossFn, setting: Setting | None = None
+) -> PlainObjective:
     """Make the objective that classifies `batch["image"]` (B, H, W, 3) as `batch["label"]`.
+
+    Its metric is the accuracy `top1`, unless `setting` says that an image may have several labels.
 
     Returns:
       objective(params, model_state, batch, rng) -> ObjectiveOutput.
     """
+
+    one = setting is None or not setting.multi_label
 
     def objective(
         params: Params, model_state: ModelState, batch: Batch, rng: jax.Array
@@ -185,7 +191,7 @@ def make_supervised(model: nn.Module, loss: LossFn) -> PlainObjective:
         return ObjectiveOutput(
             loss_sum=(mask_B * loss_B).sum(),
             weight_sum=mask_B.sum(),
-            metric_sums={"top1": (mask_B * hits(logits_BC, batch["label"])).sum()},
+            metric_sums={"top1": (mask_B * hits(logits_BC, batch["label"])).sum()} if one else {},
             model_state=model_state,
         )
 
