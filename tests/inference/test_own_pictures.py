@@ -184,7 +184,11 @@ def test_names_are_read_from_the_run(run, others, monkeypatch, caplog):
         evaluation.evaluate(config, run)
     assert not caplog.messages  # of what would have been evaluated
     (run / "classes.json").unlink()
-    assert "step" in evaluation.evaluate(config, run)
+    for read in (lambda: evaluation.evaluate(config, run), lambda: read_pretrained(run)):
+        with pytest.raises(InputError, match=r"classes\.json: is missing; copy it from the run"):
+            read()
+    (run / "classes.json").write_text("null")
+    assert read_pretrained(run).spec.class_names is None
 
 
 def read_csv(path):

@@ -245,6 +245,25 @@ def test_hard_labels_and_no_confident_ones(labelled, tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
+@pytest.mark.usefixtures("one_device")
+def test_labels_are_compared_by_the_names_of_the_classes(labelled, tmp_path):
+    """Whose order differs between the teacher and the pictures."""
+    teacher = read_pretrained(labelled / "teacher.npz")
+
+    def top1(names):
+        spec = teacher.spec._replace(class_names=names)
+        config = debug_config(confidence=0.0)
+        summary = pseudo_labels.label(config, teacher._replace(spec=spec), tmp_path)
+        return summary.get("labels/top1")
+
+    in_order = top1(tuple("0123456789"))
+    assert in_order == top1(None)
+    part = np.load(tmp_path / "part_00000.npz")
+    reversed_order = top1(tuple("9876543210"))
+    assert reversed_order == (part["label"] == 9 - part["true"]).mean() != in_order
+    assert top1(("zero", *"123456789")) is None
+
+
 def test_what_label_refuses(labelled, tmp_path):
     teacher = read_pretrained(labelled / "teacher.npz")
     run = tmp_path / "run"

@@ -6,10 +6,11 @@ import os
 import pathlib
 import shlex
 
+import jax
 import numpy as np
 import pytest
 
-from vit_jax import data
+from vit_jax import create_model, data, save_pretrained
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
 from vit_jax.config.stored import to_json
 from vit_jax.config.text import apply_overrides, load_config
@@ -328,6 +329,38 @@ def test_with_auto_a_run_gets_the_mesh_of_its_chosen_layout(tmp_path):
     assert run.config.mesh.fsdp == 4 and config.mesh.fsdp == 1
     config.auto = False
     assert prepare(config, tmp_path / "new", choose).mesh.shape["fsdp"] == 1
+
+
+def test_a_kept_head_follows_the_names_of_the_classes(tmp_path, caplog):
+    model = create_model("ViT-mu/4", 10, 8)
+    variables = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 8, 8, 3), np.float32))
+    head = variables["params"]["head"]
+    head["kernel"] += np.arange(10.0)[None]
+    head["bias"] += np.arange(10.0)
+    names = tuple("9876543210")
+
+    def run_with(names):
+        spec = Spec((8, 8), "antialiased", class_names=names)
+        caplog.clear()
+        save_pretrained(tmp_path / "weights", model, variables, "hf", spec)
+        return prepare(config, tmp_path / "run").initial_params
+
+    config = make_config()
+    config.data.name, config.data.num_examples, config.data.num_classes = "digits", None, None
+    config.model.name, config.init_from = "ViT-mu/4", str(tmp_path / "weights")
+    config.global_batch_size, config.duration, config.optimizer.peak_lr = 8, "1 steps", 1e-3
+    config.init_head = "kept"
+    found = run_with(names)
+    np.testing.assert_array_equal(found["head/kernel"], head["kernel"][:, ::-1])
+    np.testing.assert_array_equal(found["head/bias"], head["bias"][::-1])
+    assert not caplog.text
+    found = run_with(None)
+    np.testing.assert_array_equal(found["head/bias"], head["bias"])
+    assert "gives no names of its classes" in caplog.text
+    with pytest.raises(InputError, match=r"init_head='kept': .* has no class '9'.*init_head=new"):
+        run_with(("nine", *names[1:]))
+    with pytest.raises(InputError, match=r"init_head='kept': .* has 2 classes '8'"):
+        run_with(("8", *names[1:]))
 
 
 @pytest.mark.usefixtures("without_checks")

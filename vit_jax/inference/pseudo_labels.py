@@ -29,6 +29,7 @@ from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.files import absolute, check_folder, write_whole
 from vit_jax.inference.predict import check_classes, outputs
 from vit_jax.models.fields import value_of
+from vit_jax.training.sources import find_places
 from vit_jax.transfer import Pretrained
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.workdir import ops_on_pixels
@@ -95,12 +96,28 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
         "labels/written": len(records),
         "labels/classes": len(np.unique(found["label"][records])),
     }
-    if source.num_classes == num_classes:  # their own labels are known
-        summary["labels/top1"] = agreement(records, found["label"], found["true"])
+    true = _true_labels(source, pretrained, found["true"])
+    if true is not None:
+        summary["labels/top1"] = agreement(records, found["label"], true)
     flat = config_lib.flatten(config)
     summary["choice"] = {key: flat[key] for key in _CHOICE}
     write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def _true_labels(
+    source: data.Source, pretrained: Pretrained, labels: np.ndarray
+) -> np.ndarray | None:
+    """The pictures' own `labels` (n,) as outputs of the model; None if it has other classes."""
+    try:
+        places = find_places(source.class_names, pretrained.spec.class_names, pretrained.source)
+    except InputError:
+        return None
+    if source.multi_label or (
+        places is None and source.num_classes != pretrained.model.num_classes
+    ):
+        return None
+    return labels if places is None else np.asarray(places)[labels]
 
 
 def _check_inputs(config: ConfigDict, pretrained: Pretrained, workdir: epath.Path) -> None:

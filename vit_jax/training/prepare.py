@@ -17,7 +17,7 @@ from vit_jax.checkpoints import restore
 from vit_jax.config import SplitKey
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
-from vit_jax.errors import Faults, collect_faults
+from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
 from vit_jax.evaluators.declared import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
@@ -30,6 +30,7 @@ from vit_jax.training.sources import (
     check_evaluated_images,
     check_images,
     data_fingerprint,
+    find_places,
     open_sources,
     training_order,
 )
@@ -44,6 +45,7 @@ from vit_jax.training.teachers import (
 from vit_jax.training.timetable import Timetable
 from vit_jax.training.workdir import check_store, check_unchanged, check_writable, continue_run
 from vit_jax.transfer.resample import check_convention
+from vit_jax.transfer.rules import reorder_head
 from vit_jax.transfer.spec import class_names_of
 from vit_jax.transfer.workdir import read_class_names
 
@@ -121,6 +123,9 @@ def prepare(
     early = faults.check(_classes_from_teachers, config) if training else None
     config, preprocessing, sources = _open_data(config, workdir, training, faults, early)
     assert mesh is not None
+    if pretrained is not None and config.init_head == "kept":
+        class_names = sources[config_lib.train_split(config)].class_names
+        pretrained = _match_head(pretrained, class_names)
     if training:
         config = decide(config)
         config, mesh = _settle(config, workdir, mesh, choose_layout, chooses_microbatches)
@@ -219,6 +224,32 @@ def _read_weights(config: ConfigDict, faults: Faults) -> transfer.Pretrained | N
     faults.check(check_convention, config.init_resize, "init_resize")
     source = config_lib.weights_source(config)
     return None if source is None else faults.check(transfer.read_pretrained, source)
+
+
+def _match_head(
+    pretrained: transfer.Pretrained, class_names: Sequence[str] | None
+) -> transfer.Pretrained:
+    """`pretrained` with the outputs of its head in the order of `class_names`.
+
+    Raises:
+      InputError: it lacks one of the classes.
+    """
+    source, theirs = f"init_from={pretrained.source!r}", pretrained.spec.class_names
+    try:
+        places = find_places(class_names, theirs, source)
+    except InputError as e:
+        raise InputError(
+            f"init_head='kept': {e}; rename the classes, or set --config.init_head=new"
+        ) from None
+    if places is None:
+        if class_names is not None:
+            logger.warning("init_head='kept': %s gives no names of its classes; they are taken to "
+                           "be those of the data, in the same order", source)  # fmt: skip
+        return pretrained
+    if places == list(range(len(theirs or ()))):
+        return pretrained
+    logger.info("%s: the outputs of the head are reordered by the names of the classes", source)
+    return pretrained._replace(params=reorder_head(pretrained.params, places))
 
 
 def _open_teachers(

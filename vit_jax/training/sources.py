@@ -30,6 +30,7 @@ logger = logging.getLogger("vit_jax")
 SYNSET = re.compile(r"n\d{8}")  # as data sets call the classes of ImageNet, and models do not
 TaughtClasses = tuple[int | None, tuple[str, ...] | None]  # number and names
 _GENERIC_NAME = re.compile(r"LABEL_\d+")  # as Hugging Face calls classes that were given no names
+_NUMBER = re.compile(f"{SYNSET.pattern}|{_GENERIC_NAME.pattern}")
 
 
 def find_other_names(
@@ -43,6 +44,27 @@ def find_other_names(
     if any(all(map(SYNSET.fullmatch, side)) for side in zip(*pairs, strict=True)):
         return []
     return [(i, a, b) for i, (a, b) in enumerate(pairs) if a.lower() != b.lower()]
+
+
+def find_places(
+    names: Sequence[str] | None, known: Sequence[str] | None, source: str
+) -> list[int] | None:
+    """The place of each class of `names` in `known`, the classes of `source`.
+
+    None if one side has no names, or numbers for names, as then only the places can match.
+
+    Raises:
+      InputError: `known` lacks a class, or has two of its name.
+    """
+    if not names or not known or any(all(map(_NUMBER.fullmatch, side)) for side in (names, known)):
+        return None
+    if len(names) <= len(known) and not find_other_names(names, known):
+        return list(range(len(names)))
+    for name in names:
+        if (number := known.count(name)) != 1:
+            has = "no class" if number == 0 else f"{number} classes"
+            raise InputError(f"{source} has {has} {name!r}, which the data have")
+    return [known.index(name) for name in names]
 
 
 def open_sources(

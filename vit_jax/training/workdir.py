@@ -155,10 +155,12 @@ def _make(workdir: epath.Path) -> None:
 
 
 def write_workdir(workdir: epath.Path, config: ConfigDict, source: Source) -> None:
-    """Create the workdir with the resolved config and the class names of the training `source`."""
+    """Create the workdir with the resolved config and the class names of the training `source`.
+
+    classes.json holds null if the source names no classes.
+    """
     _make(workdir)
     store_plugins(config.plugins, workdir)
     write_whole(workdir / "config.json", to_json(config))
-    if source.class_names is not None:
-        text = json.dumps(list(source.class_names), indent=2, ensure_ascii=False) + "\n"
-        write_whole(workdir / "classes.json", text)
+    text = json.dumps(source.class_names, indent=2, ensure_ascii=False) + "\n"
+    write_whole(workdir / "classes.json", text)

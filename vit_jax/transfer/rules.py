@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from vit_jax.transfer.spec import Pretrained
 logger = logging.getLogger("vit_jax")
 
 _HEAD = r"(head|head_hidden|head_distillation)/.*"
+_OUTPUTS = re.compile(r"(head|head_distillation)/(kernel|bias)")  # the last axis is the classes
 
 # Kernels that may see the pixels; the first that a model has does.
 _FIRST_KERNELS = ("stem/conv_root/kernel", "trunk/conv_root/kernel", "embedding/kernel")
@@ -72,6 +73,14 @@ def split_leaves(
 def is_of_head(name: str) -> bool:
     """Whether the leaf called `name` belongs to the head, which is replaced for other classes."""
     return re.fullmatch(_HEAD, name) is not None
+
+
+def reorder_head(params: Mapping[str, np.ndarray], places: Sequence[int]) -> dict[str, np.ndarray]:
+    """`params` of a model whose output i is the output `places[i]` of the model of `params`."""
+    return {
+        name: leaf[..., places] if _OUTPUTS.fullmatch(name) else leaf
+        for name, leaf in params.items()
+    }
 
 
 def check_architecture(pretrained: Pretrained, model: nn.Module) -> None:

@@ -138,10 +138,16 @@ def _spec_of(config: ConfigDict, model: nn.Module, workdir: epath.Path) -> Spec:
 
 
 def read_class_names(path: epath.Path) -> Any:
-    """The names of the classes of the run in `path`, by label; None if it has stored none."""
+    """The names of the classes of the run in `path`, by label; None if its data name none.
+
+    Raises:
+      InputError: the file is missing or damaged.
+    """
     named = path / "classes.json"
+    if not named.exists():
+        raise InputError(f"{named}: is missing; copy it from the run, as it names the classes")
     try:
-        return json.loads(named.read_text()) if named.exists() else None
+        return json.loads(named.read_text())
     except ValueError as e:  # also raised for text that is not UTF-8
         raise InputError(
             f"{named}: not readable as JSON ({e}); it must be the list of the run's classes"
