@@ -86,8 +86,6 @@ def test_labels_of_another_choice_are_refused(tmp_path):
     config.study.confidence = 0.75
     with pytest.raises(InputError, match=r"study\.confidence: was .*, now 0\.75"):
         running.check_member(config, call_of(tmp_path), member)
-    (tmp_path / member.name / "summary.json").write_text("{}")  # from before it was recorded
-    running.check_member(config, call_of(tmp_path), member)
 
 
 def test_labels_are_made_without_the_launcher(tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
         evaluators={"few": types.SimpleNamespace(run=lambda state: {"rank": 1.0, "share": 0.01})},
     )
     c.global_batch_size, c.data.num_examples = 8, 100
-    clock = types.SimpleNamespace(read=lambda seconds: {})
+    clock = types.SimpleNamespace(read=lambda: {})
     silent = types.SimpleNamespace(update=lambda *_: None)
     record = Record(run, 0, {}, clock, NullWriter(), silent, None)
     record._throughput = types.SimpleNamespace(

@@ -253,6 +253,7 @@ def test_a_run_keeps_its_number_of_microbatches_or_what_its_devices_allow(tmp_pa
         recorded.optimizer.accum_steps = number
         (tmp_path / "config.json").write_text(to_json(recorded))
         assert prepare(config, tmp_path).config.optimizer.accum_steps == kept
+    (tmp_path / "classes.json").write_text("null")
     prepare(recorded, tmp_path, training=False)  # 8 parts of 2 rows are none of its concern
     config.optimizer.accum_steps = 1
     with pytest.raises(InputError, match=r"optimizer\.accum_steps: was 8, now 1"):
@@ -269,8 +270,9 @@ def test_without_wandb_a_run_that_asks_for_it_does_not_start(tmp_path, monkeypat
     config.log.wandb = "digits"
     with pytest.raises(InputError, match=r"^log\.wandb='digits': .*pip install -e '\.\[wandb\]'"):
         prepare(config, tmp_path / "workdir")
-    prepare(config, tmp_path / "workdir", training=False)
     assert not (tmp_path / "workdir").exists()
+    (tmp_path / "classes.json").write_text("null")
+    prepare(config, tmp_path, training=False)
 
 
 @pytest.mark.usefixtures("without_checks")
@@ -281,6 +283,7 @@ def test_only_what_trains_needs_a_workdir_to_write_to(tmp_path, monkeypatch):
     config.model.name, config.optimizer.peak_lr = "ViT-mu/4", 1e-3
     with pytest.raises(InputError, match=r"^--workdir=.* is not writable; choose another"):
         prepare(config, tmp_path)
+    (tmp_path / "classes.json").write_text("null")
     prepare(config, tmp_path, training=False)
 
 

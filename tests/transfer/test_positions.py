@@ -128,6 +128,7 @@ def test_a_run_is_read_as_it_was_saved(tmp_path, kind, place):
         c.model[field] = value
     c.data.image_size, c.data.num_classes = made.model.image_size, 3
     (tmp_path / "config.json").write_text(to_json(c))
+    (tmp_path / "classes.json").write_text("null")
     checkpoints = Checkpoints(epath.Path(tmp_path) / "checkpoints", keep_last=1, keep_every=None)
     params = stack_layers(tree.unflatten_names(made.params))
     checkpoints.save(1, {"params": params}, {})
