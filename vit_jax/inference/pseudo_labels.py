@@ -109,15 +109,15 @@ def _true_labels(
     source: data.Source, pretrained: Pretrained, labels: np.ndarray
 ) -> np.ndarray | None:
     """The pictures' own `labels` (n,) as outputs of the model; None if it has other classes."""
+    if source.multi_label:
+        return None
     try:
         places = find_places(source.class_names, pretrained.spec.class_names, pretrained.source)
     except InputError:
         return None
-    if source.multi_label or (
-        places is None and source.num_classes != pretrained.model.num_classes
-    ):
-        return None
-    return labels if places is None else np.asarray(places)[labels]
+    if places is not None:
+        return np.asarray(places)[labels]
+    return labels if source.num_classes == pretrained.model.num_classes else None
 
 
 def _check_inputs(config: ConfigDict, pretrained: Pretrained, workdir: epath.Path) -> None:
