@@ -5,6 +5,7 @@ import itertools
 import pathlib
 import re
 
+import jax
 import numpy as np
 import pytest
 from etils import epath
@@ -16,15 +17,23 @@ from vit_jax.data import check_crops, parse_ops
 from vit_jax.data.host_tf import tf
 from vit_jax.data.known import fill_in_sizes
 from vit_jax.data.preprocessing import parse_preprocessing
+from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.experiment import make_config_schedule, make_experiment
-from vit_jax.models import create_model, token_stride
+from vit_jax.models import create_model, find_family, token_stride
+from vit_jax.models.fields import field_names
+from vit_jax.planning.calculated import calculate_plan
+from vit_jax.planning.estimates import estimate
+from vit_jax.planning.targets import Target
 from vit_jax.recipes import VTAB, hyper_rule, make_tiny
 from vit_jax.studies.grid import parse_cells
+from vit_jax.training.decided import decide
+from vit_jax.training.planned import planned_experiment
 from vit_jax.training.prepare import prepare
 from vit_jax.training.sources import check_images, open_sources
+from vit_jax.training.teachers import place_teachers, read_teachers
 from vit_jax.training.validation import find_faults
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.spec import Cut, Spec
@@ -232,6 +241,85 @@ def test_debug_form_is_ready_to_run(name, words, checked, tmp_path, pictures, re
     for name, entry in run.config.evals.items():
         assert set(eval_splits(run.config, entry).values()) <= run.sources.keys()
         assert 0 < run.experiment.durations[f"evals.{name}.every"] <= run.experiment.total_steps
+
+
+# One form of each objective, in full and for debugging.
+OF_OBJECTIVES = [("quickstart", "", "debug"), ("deit", "DeiT-B/16", "DeiT-S/16,debug"),
+                 ("masked_patches", "ViT-B/16,imagenet2012,small_patch", "debug"),
+                 ("mae", "ViT-B/16", "debug"), ("lejepa", "cifar10", "debug"),
+                 ("dinov2", "", "debug")]  # fmt: skip
+
+
+def without_files(name, words):
+    """A config with numbers in place of what it would read of data, weights and teachers."""
+    c = load(name, words)
+    c.init_from, c.init_fields = None, "config"
+    c.data.num_classes, c.data.num_examples = c.data.num_classes or 10, 10**7
+    c.data.image_size = c.data.image_size or 224
+    if c.objective.name == "distillation":
+        c.objective.teacher = "untrained:BiT-R50x1"
+    return decide(c)
+
+
+def in_layers(name, words, number, scan):
+    """The experiment of a debug form with that number of layers, on one device."""
+    c = without_files(name, words)
+    fields = field_names(find_family(c.model.name).module)
+    c.model.update({key: value for key, value in (("depth", number), ("scan", scan or None))
+                    if key in fields})  # fmt: skip
+    mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+    return planned_experiment(c, mesh), c, mesh
+
+
+@pytest.mark.parametrize(("name", "words"), [(name, debug) for name, _, debug in OF_OBJECTIVES])
+def test_two_layers_are_traced_in_both_forms(name, words):
+    for scan in (False, True):
+        experiment, _, mesh = in_layers(name, words, 2, scan)
+        with jax.set_mesh(mesh):
+            assert experiment.flops_per_step > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+    ("name", "words"), [(n, w) for n, forms in FORMS.items() for w in forms if "debug" in w]
+)
+def test_two_layers_train_in_both_forms(name, words, scan):
+    experiment, c, mesh = in_layers(name, words, 2, scan)
+    rng = np.random.default_rng(0)
+    batch = {key: rng.integers(0, 256, leaf.shape, np.uint8).astype(leaf.dtype)
+             for key, leaf in experiment.abstract_batch.items()}  # fmt: skip
+    batch["mask"] = np.ones_like(batch["mask"])
+    batch["label"] = (batch["label"] % c.data.num_classes).astype(batch["label"].dtype)
+    if batch["label"].ndim == 2:
+        batch["label"] = (batch["label"] < 2).astype(np.float32)
+    with jax.set_mesh(mesh):
+        teachers = place_teachers(read_teachers(c), experiment.abstract_frozen)
+        state = experiment.init()
+        for _ in range(2):
+            state, metrics = experiment.train_step(state, batch, *teachers)
+    assert np.isfinite(metrics["loss"]) and int(state.step) == 2
+
+
+FULL_OF_OBJECTIVES = [(name, full) for name, full, _ in OF_OBJECTIVES]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        *FULL_OF_OBJECTIVES,
+        *(pytest.param(name, words, marks=pytest.mark.slow)
+          for name, forms in FORMS.items() for words in forms
+          if "debug" not in words and (name, words) not in FULL_OF_OBJECTIVES),
+    ],
+)  # fmt: skip
+def test_a_full_config_is_planned(name, words):
+    """In the scanned form; the work of a step is at least that of its gradients."""
+    figures = calculate_plan(without_files(name, words), Target(find_slice("H100:2")))
+    flops = figures["flops"]
+    assert 2 * flops["forward_macs_per_image"] <= flops["model_per_image_by_jaxpr"]
+    assert flops["model_per_step"] <= 1.001 * flops["counted_per_step"]
+    assert estimate(figures, None)["roofline"]["mfu"] <= 1.001
 
 
 @pytest.mark.parametrize("name", ["quickstart", "cifar10", "folder", "vit_s16_in1k"])

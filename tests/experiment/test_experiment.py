@@ -214,6 +214,19 @@ def test_flops_are_counted_without_what_remat_adds(mesh):
     assert 2.5 * forward < counts[0] < 3 * forward  # images have no gradient
 
 
+def test_flops_of_gradients_that_nothing_learns_from_are_not_counted(mesh):
+    everything, nothing_below = small_config(), small_config()
+    nothing_below.optimizer.freeze = "(?!head/).*"
+    learned, frozen = (make_experiment(c, mesh) for c in (everything, nothing_below))
+    forward = learned.forward_flops_per_image
+    assert frozen.forward_flops_per_image == forward
+    assert frozen.flops_per_image == forward + 2 * 8 * C  # of the head's kernel
+    assert learned.flops_per_image > 2.5 * forward
+    lora = small_config(lora_rank=1)
+    lora.optimizer.freeze = "(?!head/|.*lora_).*"
+    assert make_experiment(lora, mesh).flops_per_image < 0.8 * learned.flops_per_image
+
+
 @pytest.mark.parametrize(
     ("text", "steps"), [("3 steps", 3), ("5 epochs", 10), ("10 examples", 3), (None, None)]
 )

@@ -333,6 +333,16 @@ def test_weight_decay_moves_by_half_a_cosine_and_the_patch_embedding_learns_slow
             np.testing.assert_allclose(found, wanted[name], rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("form", [stacked, dict])
+def test_the_patch_embedding_learns_slowly_beside_layers_of_either_form(form):
+    params = tree.unflatten_names(form(unrolled(0)))
+    tx = make_optimizer("sgd", schedule=lambda step: 0.5, momentum=0.0, embedding_rate=0.2)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    for name, update in tree.flatten_names(updates).items():
+        rate = 0.2 if name == "embedding/kernel" else 1.0
+        np.testing.assert_allclose(update, -0.5 * rate, rtol=1e-6, err_msg=name)
+
+
 FREEZE = "embedding/.*|encoder/layer_(0|3)/.*|encoder/layer_\\d+/norm/.*"
 
 

@@ -19,6 +19,7 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.batch_norm import BatchNorm
+from vit_jax.models.forms import Forms
 from vit_jax.objectives import make_objective
 from vit_jax.objectives.contract import Setting, Teacher
 from vit_jax.objectives.distillation import (
@@ -266,6 +267,26 @@ def test_classes_with_other_names(mode, caplog):
     found = compare_classes(config, [own, other], ("a", "b"))
     assert [teacher.same_classes for teacher in found] == [True, mode == "hard"]
     assert ("label 1 is 'b', but output 1 is 'c'" in caplog.text) == (mode == "hard")
+
+
+@pytest.mark.parametrize("image_size", [(12, 16), 8])
+def test_features_of_layers_leave_out_padded_tokens(image_size):
+    """Padding completes a row of patches, or does not."""
+    model = create_model("ViT-mu/4", None, image_size, width=8, mlp_dim=8, num_heads=2, depth=2)
+    images = RNG.uniform(-1, 1, (2, *model.image_size, 3)).astype(np.float32)
+    params = random_params(model, images)
+    teacher = Teacher("t", 1.0, model, {"params": random_params(model, images, seed=1)}, *RANGE)
+
+    def distance(multiple):
+        padded = model.clone(forms=Forms(token_multiple=multiple))
+        objective = objective_of(
+            padded, [teacher._replace(model=padded)], mode="features", features="0:1", weight=1.0
+        )
+        own, _ = objective.init(jax.random.key(2))
+        batch = batch_of(np.zeros(2, int)) | {"image": images}
+        return float(loss_of(objective, params | {"objective": own}, batch).loss)
+
+    assert distance(8) == pytest.approx(distance(1), rel=1e-5)
 
 
 def test_teachers_that_do_not_fit():

@@ -8,6 +8,7 @@ from vit_jax.models import create_model
 from vit_jax.objectives.contract import Setting
 from vit_jax.objectives.supervised import (
     LOSSES,
+    Loss,
     balanced_weights,
     hits,
     make_loss,
@@ -45,6 +46,14 @@ def test_losses(name, label_smoothing, kind):
         for logits_C, target_C in zip(LOGITS_BC, targets_BC, strict=True)
     ]
     np.testing.assert_allclose(ours, expected, rtol=2e-5)
+
+
+def test_a_loss_of_the_whole_batch_is_refused(monkeypatch):
+    """Masked images would count."""
+    mean = Loss(lambda logits_BC, labels, label_smoothing: jnp.square(logits_BC).mean())
+    monkeypatch.setitem(LOSSES, "mine", mean)
+    with pytest.raises(InputError, match=r"^loss\.name='mine': gave the shape \(\) .*\(6,\), one"):
+        jax.eval_shape(make_loss("mine"), LOGITS_BC, LABELS_B)
 
 
 def test_z_loss():

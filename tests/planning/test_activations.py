@@ -2,12 +2,14 @@
 
 import collections
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from vit_jax import tree
 from vit_jax.config import base_config
 from vit_jax.data.known import fill_in_sizes
 from vit_jax.devices.chips import find_slice
@@ -38,6 +40,7 @@ from vit_jax.planning.calculated import (
 from vit_jax.planning.hlo import Program
 from vit_jax.planning.targets import Target, describe_devices, plan_mesh
 from vit_jax.training.planned import planned_experiment
+from vit_jax.transfer.shapes import abstract_params
 
 # An image of 32 x 64 pixels; after the root, of 32 channels, a map of 8 x 16; two units of 32 and
 # 128 channels, then one of half the resolution and twice the width.
@@ -297,9 +300,26 @@ def test_views_pass_once_each_and_teachers_keep_nothing():
     assert [(each.images, each.learns) for each in passes_of(model, dino)] == [
         (2, True), (2, False), (5, True),
     ]  # fmt: skip
-    assert passes_of(model, None) == (Pass(model),)
+    assert passes_of(model, objective_of("supervised", model)) == (Pass(model),)
     own_head = dataclasses.replace(dino, passes=(Pass(model, learns=False),), kept_values=3)
     assert step_activation_bytes(model, own_head) == 4 * 3
+
+
+@pytest.mark.parametrize("name", ["ViT-mu/16", "R26+ViT-mu/16", "BiT-R50x1", "EfficientNet-B0"])
+def test_layers_before_the_first_that_learns_keep_nothing(name):
+    """Only what one of them needs is there at a time."""
+    resnet = {"stages": (1, 2), "stem_width": 32} if name[0] in "RB" else {}
+    vit = {"depth": 3} if "ViT" in name else {}
+    model = create_model(name, 10, 64, **resnet, **vit)
+    objective = objective_of("supervised", model)
+    parts = len(tree.parts(tree.unflatten_names(abstract_params(model))))
+    kept = [step_activation_bytes(model, objective, still) for still in range(parts)]
+    assert kept[0] == activation_bytes(model)
+    assert all(a >= b for a, b in itertools.pairwise(kept[1:-1]))
+    assert kept[0] > 2 * kept[-1] > 0
+    if name == "ViT-mu/16":
+        layer, one = kept[0] // 3, 4 * 17 * (5 * 32 + 2 * 17)
+        assert kept == [3 * layer, 3 * layer, 2 * layer + one, layer + one, one]
 
 
 def test_of_other_families_it_is_unknown():

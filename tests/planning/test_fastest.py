@@ -93,6 +93,8 @@ def test_of_layouts_that_do_not_fit_only_the_smallest_is_tried(planned):
         ({"mesh.fsdp": 4, "model.scan": True}, {(4, True, DEPTH), (4, True, 0)}),
         ({"mesh.fsdp": 4, "model.scan": False}, {(4, False, DEPTH), (4, False, 0)}),
         ({"mesh.fsdp": 4, "model.remat": "full"}, {(4, False, DEPTH)}),
+        # Single layers that a distillation compares are neither scanned nor recomputed.
+        ({"mesh.fsdp": 4, "objective.features": "0:0"}, {(4, False, 0)}),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from PIL import Image
 
 from vit_jax import planning, tree
 from vit_jax.commands import plan as plan_command
@@ -34,6 +35,7 @@ from vit_jax.planning.search import find_remedies, largest_batch, search
 from vit_jax.planning.targets import Target, readable_mesh
 from vit_jax.training import prepare as run_module
 from vit_jax.training import train as train_module
+from vit_jax.training.planned import planned_experiment
 from vit_jax.training.teachers import abstract_teachers
 
 pytestmark = pytest.mark.usefixtures("small_moments_are_split")
@@ -227,7 +229,7 @@ def eight_chips(topology="H100:8", **changes):
     """The experiment on 8 chips, and {(kind, axis): bytes} that a step of it exchanges."""
     config, target = tiny_config(**changes), Target(find_slice(topology))
     mesh = planning.targets.plan_mesh(config, target)
-    experiment = make_experiment(config, mesh)
+    experiment = planned_experiment(config, mesh)
     accum_steps = num_microbatches(config)
     rows = calculated.collective_table(experiment, mesh.shape, target, 8, accum_steps)
     return experiment, {(row["kind"], *row["axes"]): row["bytes"] for row in rows}
@@ -251,6 +253,45 @@ def test_exchanges_of_parameters(changes, expected):
     # Biases, norms and positions are reduced whole, and nothing else is exchanged.
     assert not any(number for (kind, _), number in rest.items() if kind != "all-reduce")
     assert 2 * numbers["small"] <= max(rest.values()) <= 4 * numbers["small"]
+
+
+def test_what_is_frozen_is_gathered_but_has_no_gradient():
+    """Layers before the first that learns are not gathered again."""
+    mesh = {"mesh.data": 1, "mesh.fsdp": 8, "model.remat": "full", "model.depth": 2}
+    _, everything = eight_chips(**mesh)
+    layer = 4 * 32**2 + 2 * 32 * 128  # numbers in its kernels
+    embedding, head = 8 * 8 * 3 * 32, 32 * 1000
+    assert everything["reduce-scatter", "fsdp"] == 2 * (2 * layer + embedding) + 4 * head
+    for freeze, learning, again in (("(?!head/).*", 0, 0), ("(?!head/|.*layer_1/).*", 1, 1)):
+        _, frozen = eight_chips(**mesh, **{"optimizer.freeze": freeze})
+        assert frozen["reduce-scatter", "fsdp"] == 2 * learning * layer + 4 * head
+        weights = 2 * ((2 + again) * layer + embedding) + 4 * head
+        assert frozen["all-gather", "fsdp"] == weights
+
+
+def test_weights_of_teachers_are_gathered():
+    mesh = {"mesh.data": 1, "mesh.fsdp": 8}
+    _, alone = eight_chips(**mesh)
+    kernels = 4 * 32**2 + 2 * 32 * 128 + 8 * 8 * 3 * 32
+    taught = {"objective.name": "distillation", "objective.teacher": "untrained:ViT-mu/8"}
+    _, frozen = eight_chips(**mesh, **taught)
+    added = frozen["all-gather", "fsdp"] - alone["all-gather", "fsdp"]
+    assert added == 2 * kernels + 4 * 32 * 1000
+    own = {"num_prototypes": 64, "head_width": 32, "bottleneck": 16, "patch_weight": 0.0}
+    dino = {f"objective.{key}": value for key, value in own.items()}
+    dino |= {"objective.name": "self_distillation", "data.num_global": 2, "data.ops": ""}
+    dino |= {"data.global_ops": "flip; flip"}
+    dino |= {"optimizer.ema_decay": 0.9, "optimizer.ema_decay_end": 1.0}
+    _, averaged = eight_chips(**mesh, **dino)
+    assert averaged["all-gather", "fsdp"] >= 2 * 2 * kernels
+
+
+def test_layers_that_are_compared_are_planned_as_they_are():
+    taught = {"name": "distillation", "teacher": "untrained:ViT-mu/8", "mode": "features",
+              "features": "0:0"}  # fmt: skip
+    config = tiny_config(**{f"objective.{key}": value for key, value in taught.items()})
+    figures = calculated.calculate_plan(config, Target(find_slice("H100:1")))
+    assert not figures["scan"] and figures["memory_bytes"]["fits"]
 
 
 def test_gradients_are_scattered_over_data_and_fsdp_at_once():
@@ -586,6 +627,34 @@ def test_plan_that_does_not_fit_says_so(capsys, monkeypatch):
         shown,
     )
     assert "too much" in shown and "8 on 1 host " in shown
+
+
+def test_plan_counts_own_pictures(tmp_path, capsys):
+    for i, name in enumerate(("cat", "dog", "eel", "cat", "dog", "cat", "dog", "eel")):
+        path = tmp_path / "pictures" / ("val" if i < 3 else "train") / name / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (9, 9)).save(path)
+    words = ["--config=folder:debug", "--topology=H100:1", "--config.global_batch_size=4"]
+    code, figures = plan_by_command(capsys, *words, f"--config.data.data_dir={tmp_path}/pictures")
+    data = json.loads(figures["config"])["data"]
+    assert (code, data["num_classes"], data["num_examples"]) == (0, 3, 5)
+    assert main(["plan", *words, f"--config.data.data_dir={tmp_path}/nothing"]) == 2
+    assert "/nothing': there are no pictures to count; give " in capsys.readouterr().err
+
+
+def test_budget_comes_first(capsys):
+    """Not the least possible time, which is below the time by the compiler."""
+    words = (TINY, "--topology=v5e:2x2", "--no_compile", "--price_per_chip_hour=2")
+    _, figures = plan_by_command(capsys, *words)
+    usual, roofline = (figures["estimate"][key] for key in ("at_utilisation", "roofline"))
+    assert 0.4 * usual["step_s"] >= roofline["flops_s"] * 0.999
+    assert main(["plan", *words]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert f" {usual['step_s'] * 1e3:,.4g} ms a step, " in first and "at best" not in first
+    assert first.endswith(f"cost {usual['cost']:,.2f}.")
+    table = plan_command.estimate_table(figures["estimate"])
+    labels = list(table.columns[0].cells)
+    assert labels[0].startswith("step, at ") and labels[-1].startswith("MFU by the roofline")
 
 
 def test_first_line_is_by_calculation(monkeypatch, capsys):

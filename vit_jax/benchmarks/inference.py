@@ -21,7 +21,7 @@ from vit_jax.config import image_hw
 from vit_jax.devices import flops
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.models.fields import value_of
-from vit_jax.planning.estimates import GPU_MFU
+from vit_jax.planning.estimates import USUAL_SHARE
 from vit_jax.planning.targets import Target, find_devices
 from vit_jax.training.planned import planned_experiment
 
@@ -129,7 +129,7 @@ def plan_inference(config: ConfigDict, target: Target) -> dict[str, Any]:
     memory = {size: compile_forward(config, mesh, size).memory for size in BATCH_SIZES[1:]}
     capacity = chip.usable_bytes // chip.devices
     gflop = _gflop_per_image(config, mesh)
-    share = GPU_MFU if chip.is_gpu else 1.0
+    share = USUAL_SHARE if chip.is_gpu else 1.0
     return {
         "topology": target.slice.name,
         "gflop_per_image": gflop,

@@ -51,11 +51,11 @@ def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, An
 def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.step.measure_step` for `flags.steps` steps in `flags.repeat` rounds."""
     from vit_jax.benchmarks import step
-    from vit_jax.data.known import fill_in_sizes
     from vit_jax.experiment.microbatches import settle_microbatches
     from vit_jax.training.decided import decide
+    from vit_jax.training.planned import fill_in_facts
 
-    config = decide(fill_in_sizes(config))
+    config = decide(fill_in_facts(config))
     mesh = make_mesh(**{axis: size for axis, size in config.mesh.items() if axis != "platform"})
     check_batch_size(mesh, config.global_batch_size, "global_batch_size")
     check_accum_steps(mesh, config.global_batch_size, num_microbatches(config))
@@ -66,31 +66,31 @@ def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any
 def measure_inference(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.inference.measure_inference` for `flags.repeat` rounds."""
     from vit_jax.benchmarks import inference
-    from vit_jax.data.known import fill_in_sizes
     from vit_jax.training.decided import decide
+    from vit_jax.training.planned import fill_in_facts
 
-    return inference.measure_inference(decide(fill_in_sizes(config)), num_rounds=flags.repeat)
+    return inference.measure_inference(decide(fill_in_facts(config)), num_rounds=flags.repeat)
 
 
 def plan_inference(config: ConfigDict, slice_: Slice) -> dict[str, Any]:
     """Run `benchmarks.inference.plan_inference` for a chip of `slice_`."""
     from vit_jax.benchmarks import inference
-    from vit_jax.data.known import fill_in_sizes
     from vit_jax.planning.targets import Target, start_planning
     from vit_jax.training.decided import decide
+    from vit_jax.training.planned import fill_in_facts
 
     target = Target(slice_)
     start_planning(target)
-    return inference.plan_inference(decide(fill_in_sizes(config)), target)
+    return inference.plan_inference(decide(fill_in_facts(config)), target)
 
 
 def compile_step(config: ConfigDict, slice_: Slice) -> dict[str, Any]:
     """Figures of the step of `config` on `slice_` by the TPU compiler, from its plan."""
-    from vit_jax.data.known import fill_in_sizes
     from vit_jax.planning import plan
     from vit_jax.planning.estimates import estimate
     from vit_jax.planning.targets import Target, start_planning
     from vit_jax.training.decided import decide
+    from vit_jax.training.planned import fill_in_facts
 
     target = Target(slice_)
     start_planning(target)
@@ -99,7 +99,7 @@ def compile_step(config: ConfigDict, slice_: Slice) -> dict[str, Any]:
             f"--topology={slice_.name}: needs a TPU slice, and libtpu, which compiles for it: pip "
             "install -e '.[plan]'; the command plan calculates figures for others"
         )
-    figures = plan(decide(fill_in_sizes(config)), target)
+    figures = plan(decide(fill_in_facts(config)), target)
     kept = ("topology", "mesh", "global_batch_size", "num_params", "compile_s", "compiler_cycles")
     kernels = {
         f"{i} {row['name']}": {key: value for key, value in row.items() if key != "name"}

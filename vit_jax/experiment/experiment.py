@@ -25,7 +25,7 @@ from vit_jax.data.device_ops import MIXING_OPS, DeviceTransform, per_channel
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.data.views import view_shapes
 from vit_jax.devices.compiler import compiler_options
-from vit_jax.devices.flops import count_flops, program_flops
+from vit_jax.devices.flops import program_flops
 from vit_jax.devices.kernels import KERNELS, choose_forms
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.devices.sharding import constrain, gradient_shardings, state_shardings
@@ -33,6 +33,7 @@ from vit_jax.errors import Faults, InputError
 from vit_jax.experiment.data_size import RULES
 from vit_jax.experiment.durations import parse_durations, parse_milestones
 from vit_jax.experiment.exchange import choose_exchange
+from vit_jax.experiment.gradients import Gradients, make_gradients
 from vit_jax.experiment.layer_norms import make_layer_norms
 from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.experiment.schedules import Schedule, make_schedule
@@ -45,7 +46,7 @@ from vit_jax.experiment.step import (
     make_train_step,
 )
 from vit_jax.models import create_model, find_family
-from vit_jax.models.fields import field_names, has_batch_statistics, value_of, with_known
+from vit_jax.models.fields import field_names, has_batch_statistics, with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
 from vit_jax.objectives import check_objective, make_objective
@@ -79,6 +80,8 @@ class Experiment:
       () if the objective has none.
     freeze: regex over the names of parameters that do not change; None: all change.
     objective: what the step minimises.
+    plain_gradients: freeze -> the gradients of a step without kernels, microbatches and what is
+      recomputed, to count their FLOPs.
     """
 
     model: nn.Module
@@ -89,9 +92,10 @@ class Experiment:
     layer_norms: JittedStep[Metrics]
     abstract_state: TrainState
     abstract_batch: AbstractBatch
+    objective: Objective
+    plain_gradients: Callable[[str | None], Gradients]
     freeze: str | None = None
     abstract_frozen: tuple[tree.PyTree, ...] = ()
-    objective: Objective | None = None
 
     @property
     def arguments(self) -> tuple[TrainState, AbstractBatch, *tuple[tree.PyTree, ...]]:
@@ -151,28 +155,20 @@ class Experiment:
     def flops_per_image(self) -> int:
         """FLOPs of a forward and a backward pass for one image, without rematerialisation.
 
-        They count what the objective computes: a decoder and a teacher's forward pass count,
-        patches that do not go through the model do not.
+        They count what the objective computes: a decoder and a teacher's forward pass count;
+        patches that do not go through the model, and gradients of what is frozen, do not.
         """
-        model = with_known(self.model, remat="none", constrain=unconstrained, forms=PLAIN)
-        learner = None if self.objective is None else self.objective.learner
+        return self._count_per_image(self.freeze)
 
-        def loss(params, model_state, images):
-            if learner is not None:
-                return learner(model, params, images)
-            logits = model.apply({"params": params, **model_state}, images)
-            assert isinstance(logits, jax.Array)
-            return logits.sum()
+    @functools.cached_property
+    def forward_flops_per_image(self) -> int:
+        """FLOPs of the forward pass in `flops_per_image`."""
+        return self._count_per_image(".*")
 
-        images = jax.ShapeDtypeStruct(
-            (1, *self.model.image_size, value_of(self.model, "channels")), jnp.float32
-        )
-        state = self.abstract_state.model_state
-        params = self._model_params if learner is None else self.abstract_state.params
-        found = count_flops(jax.grad(loss), params, state, images)
-        if self.objective is not None and self.objective.forward is not None:
-            found += count_flops(self.objective.forward, *self.abstract_frozen, images)
-        return found
+    def _count_per_image(self, freeze: str | None) -> int:
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.arguments)
+        traced = jax.make_jaxpr(self.plain_gradients(freeze))(*args)
+        return program_flops(traced.jaxpr) // len(args[1]["mask"])
 
 
 def make_experiment(
@@ -199,11 +195,19 @@ def make_experiment(
     batch_shapes = _batch_shapes(config, preprocessing, batch_sharding(mesh))
     exchange = choose_exchange(model, config.objective.name, mesh)
     learner = model if exchange is None else with_known(model, constrain=unconstrained)
-    objective = _make_objective(config, learner, mesh, teachers, batch_shapes, durations)
+    objective_of = functools.partial(
+        _make_objective, config, teachers=teachers, batch=batch_shapes, durations=durations
+    )
+    objective = objective_of(learner, functools.partial(_on_mesh, config=config, mesh=mesh))
     _check_needs(objective, config, batch_shapes)
-    parts = (objective, tx, _make_transform(config, preprocessing), config.seed)
+    transform = _make_transform(config, preprocessing)
+    parts = (objective, tx, transform, config.seed)
     step = step_fields(config)
     check_microbatches(model, config.model.name, step["accum_steps"])
+
+    def plain_gradients(freeze: str | None) -> Gradients:
+        plain = objective_of(with_known(_in_plain_form(model), remat="none"), _in_plain_form)
+        return make_gradients(plain, transform, config.seed, 1, freeze)
 
     init = functools.partial(
         init_state,
@@ -250,25 +254,26 @@ def make_experiment(
         ),
         abstract_state=_with_sharding(shapes, shardings),
         abstract_batch=batch_shapes,
+        objective=objective,
+        plain_gradients=plain_gradients,
         freeze=step["freeze"],
         abstract_frozen=frozen,
-        objective=objective,
     )
 
 
 def _make_objective(
     config: ConfigDict,
     model: nn.Module,
-    mesh: Mesh,
+    in_form: Callable[[nn.Module], nn.Module],
     teachers: Sequence[Teacher],
     batch: AbstractBatch,
     durations: Mapping[str, int],
 ) -> Objective:
-    """The objective of a config."""
-    channels, kernels = config.data.channels, config.model.kernels
+    """The objective of a config; `in_form` gives the teachers' models the form to compute in."""
+    channels = config.data.channels
     teachers = tuple(
         teacher._replace(
-            model=choose_forms(with_known(teacher.model, constrain=constrain), mesh, kernels),
+            model=in_form(teacher.model),
             mean=per_channel(teacher.mean, channels),
             std=per_channel(teacher.std, channels),
         )
@@ -323,9 +328,19 @@ def make_model(config: ConfigDict, image_size: tuple[int, int], mesh: Mesh) -> n
         channels=config.data.channels,
         **model_fields(config),
     )
-    model = choose_forms(with_known(model, constrain=constrain), mesh, config.model.kernels)
+    model = _on_mesh(model, config, mesh)
     _warn_of_uneven_split(model, mesh)
     return model
+
+
+def _on_mesh(model: nn.Module, config: ConfigDict, mesh: Mesh) -> nn.Module:
+    """`model` sharded over `mesh`, in the fastest forms for it."""
+    return choose_forms(with_known(model, constrain=constrain), mesh, config.model.kernels)
+
+
+def _in_plain_form(model: nn.Module) -> nn.Module:
+    """`model` on one device, without kernels."""
+    return with_known(model, constrain=unconstrained, forms=PLAIN)
 
 
 def make_config_schedule(config: ConfigDict, durations: Mapping[str, int]) -> Schedule:

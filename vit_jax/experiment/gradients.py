@@ -30,8 +30,8 @@ from vit_jax.tree import Batch, Params, PyTree
 
 _CARRIED = ("model_state", "objective_state")  # pass from one microbatch to the next
 
-# gradients(state, batch, frozen) -> (gradients of the loss, the objective's sums).
-Gradients = Callable[[TrainState, Batch, PyTree], tuple[Params, ObjectiveOutput]]
+# gradients(state, batch, frozen=None) -> (gradients of the loss, the objective's sums).
+Gradients = Callable[..., tuple[Params, ObjectiveOutput]]
 
 
 def make_gradients(
@@ -81,7 +81,7 @@ def make_gradients(
         return grads, _without_carried(sums)
 
     def gradients(
-        state: TrainState, batch: Batch, frozen: PyTree
+        state: TrainState, batch: Batch, frozen: PyTree = None
     ) -> tuple[Params, ObjectiveOutput]:
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
         transform_key, model_key = jax.random.split(step_key)

@@ -43,8 +43,10 @@ def watch() -> Iterator[Outputs]:
     def collect(call, args, kwargs, context):
         output = call(*args, **kwargs)
         module, method = context.module, context.method_name
-        if method == "__call__" and isinstance(module, LAYERS):
-            found.layers.append(output[0] if isinstance(output, tuple) else output)
+        if method == "__call__" and isinstance(module, EncoderBlock):
+            found.layers.append(output[0][:, : module.num_tokens])  # without their padding
+        elif method == "__call__" and isinstance(module, LAYERS):
+            found.layers.append(output)
         elif module.path == () and method == "tokens":
             found.tokens = output
         elif module.path == () and method == "features":

@@ -118,15 +118,11 @@ class Objective:
       `init_from`. The state is saved.
     frozen: shapes of the arrays that the step takes beside the state and the batch, such as a
       teacher's; None: none. They are laid out like parameters, not donated and not saved.
-    forward: (frozen, images (B, H, W, channels)) -> outputs, to count the FLOPs of the frozen
-      models, on one device; None: it has none.
-    learner: (model, params, images (B, H, W, channels)) -> a scalar whose gradient takes the FLOPs
-      of a step, apart from `forward` and rematerialisation; `model` is the run's in a plain form.
-      None: the step takes the FLOPs of `model.__call__`.
+    frozen_models: the models whose variables are the trees of the tuple `frozen`.
     reconstruct: (params, images (B, H, W, channels), keys (B,)) -> `patches.Reconstruction`, for
       objectives that hide patches; None for others.
-    passes: the images that pass through Transformer blocks, to plan memory and exchanges; images
-      of `frozen` models are left out. (): the image passes through the model once.
+    passes: the images that pass through Transformer blocks, to plan memory and exchanges. (): the
+      image passes through the model once.
     kept_values: number of float32 values that the objective itself keeps for the backward pass of
       one example, such as the logits of its heads; to plan memory.
     needs: keys of a batch that it reads.
@@ -139,8 +135,7 @@ class Objective:
     loss: LossOfBatch
     init: Callable[[jax.Array], tuple[Params, ModelState]] | None = None
     frozen: PyTree | None = None
-    forward: Callable[[PyTree, jax.Array], Any] | None = None
-    learner: Callable[[nn.Module, Params, jax.Array], jax.Array] | None = None
+    frozen_models: tuple[nn.Module, ...] = ()
     reconstruct: Callable[[Params, jax.Array, jax.Array], Any] | None = None
     passes: tuple[Pass, ...] = ()
     kept_values: int = 0

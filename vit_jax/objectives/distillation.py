@@ -21,13 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.models.fields import with_known
-from vit_jax.models.forms import PLAIN
-from vit_jax.models.layers import unconstrained
 from vit_jax.models.watched import Outputs, watch
 from vit_jax.objectives.contract import (
     Objective,
     ObjectiveOutput,
+    Pass,
     Setting,
     State,
     Teacher,
@@ -155,11 +153,16 @@ def make_distillation(
     else:
         learner = _Logits(model, setting.teachers, mode, temperature)
     distillation = _Distillation(model, loss, setting, learner, weight)
+    models = tuple(
+        teacher.model.clone(image_size=teacher.model.image_size or model.image_size)
+        for teacher in setting.teachers
+    )
     return Objective(
         distillation.loss,
         init=learner.init,
         frozen=tuple(teacher.variables for teacher in setting.teachers),
-        forward=distillation.forward,
+        frozen_models=models,
+        passes=(Pass(model), *(Pass(taught, learns=False) for taught in models)),
         needs=("image", "label", "mask") if needs_labels(weight) else ("image", "mask"),
     )
 
@@ -207,15 +210,6 @@ class _Distillation(NamedTuple):
         seen = as_seen_by(teacher, images, self.setting)
         with watch() as outputs:
             return teacher.model.apply(variables, seen, train=False), outputs
-
-    def forward(self, frozen: Any, images: jax.Array) -> list[Any]:
-        """The outputs of the teachers, on one device."""
-        return [
-            with_known(teacher.model, constrain=unconstrained, forms=PLAIN).apply(
-                variables, as_seen_by(teacher, images, self.setting), train=False
-            )
-            for teacher, variables in zip(self.setting.teachers, frozen, strict=True)
-        ]
 
 
 def as_seen_by(teacher: Teacher, images: jax.Array, setting: Setting) -> jax.Array:

@@ -60,6 +60,11 @@ def parse_features(text: str) -> list[Pair]:
     return pairs
 
 
+def compares_layers(features: str | None) -> bool:
+    """Whether `objective.features` names single layers, which scan and remat would hide."""
+    return ":" in (features or "")
+
+
 class Features:
     """The distance of linear functions of the student's features to those of the teachers.
 

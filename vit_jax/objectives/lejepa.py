@@ -20,7 +20,7 @@ Axes: B pictures, V views, D features, K dimensions of an embedding.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -153,7 +153,6 @@ def make_lejepa(
     return Objective(
         own.loss,
         init=own.init,
-        learner=own.learner,
         passes=own.passes(),
         kept_values=own.count_kept_values(),
         needs=("global_views", "mask"),
@@ -163,15 +162,6 @@ def make_lejepa(
             "lower optimizer.peak_lr"
         ),
     )
-
-
-class _NoState(NamedTuple):
-    """What the loss reads of a state, for a model without batch statistics."""
-
-    step: Any = None
-    model_state: Any = {}  # noqa: RUF012
-    ema: Any = None
-    objective_state: Any = None
 
 
 class _LeJepa(NamedTuple):
@@ -226,14 +216,6 @@ class _LeJepa(NamedTuple):
                 "sigreg": Term(statistic, jnp.ones(()), self.weight),
             },
         )
-
-    def learner(self, model: nn.Module, params: Params, images: jax.Array) -> jax.Array:
-        """The loss of one picture, for its FLOPs."""
-        batch = {name: jnp.zeros((1, *shape[1:])) for name, shape in self.shapes.items()}
-        assert isinstance(model, ViT)
-        own, state = self._replace(model=model), cast(State, _NoState())
-        batch["mask"] = jnp.ones(1) + 0 * images.sum()
-        return own.loss(params, state, batch, None, jax.random.key(0)).loss
 
     def embed(self, params: Params, batch: Batch, rng: jax.Array) -> jax.Array:
         """The embeddings of all views, the global ones first: (V, B, K)."""

@@ -146,7 +146,6 @@ def make_mae(
     return Objective(
         mae.loss,
         init=mae.init,
-        learner=mae.learner,
         reconstruct=mae.reconstruct,
         passes=mae.passes(),
         needs=("image", "mask"),
@@ -257,13 +256,6 @@ class Mae:
         mean_BH1 = wanted_BHP.mean(axis=2, keepdims=True)
         std_BH1 = jnp.sqrt(wanted_BHP.var(axis=2, keepdims=True, ddof=1) + _EPS)
         return (wanted_BHP - mean_BH1) / std_BH1, mean_BH1, std_BH1
-
-    def learner(self, model: nn.Module, params: Params, images: jax.Array) -> jax.Array:
-        """`Objective.learner`."""
-        assert isinstance(model, ViT)
-        order_BN = jnp.tile(jnp.arange(self.model.grid[0] * self.model.grid[1])[None],
-                            (images.shape[0], 1))  # fmt: skip
-        return dataclasses.replace(self, model=model).predict(params, images, order_BN)[0].sum()
 
     def reconstruct(self, params: Params, images: jax.Array, keys_B: jax.Array) -> Reconstruction:
         """`Objective.reconstruct`: normalised patches get the mean and deviation of their own."""

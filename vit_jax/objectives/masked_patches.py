@@ -128,7 +128,6 @@ def make_masked_patches(
     return Objective(
         masked.loss,
         init=masked.init,
-        learner=masked.learner,
         reconstruct=masked.reconstruct,
         needs=("image", "mask"),
         collapse=patches.COLLAPSE,
@@ -236,13 +235,6 @@ class MaskedPatches:
             images.astype(jnp.float32), self.setting.mean, self.setting.std
         ).reshape(-1, rows, side, p // side, columns, side, q // side, images.shape[-1])
         return rearrange(colours(pixels.mean(axis=(3, 6))), "b h i w j -> b (h w) (i j)")
-
-    def learner(self, model: nn.Module, params: Params, images: jax.Array) -> jax.Array:
-        """`Objective.learner`."""
-        assert isinstance(model, ViT)
-        every = jnp.tile(jnp.arange(self.num_patches)[None], (images.shape[0], 1))
-        corruption = Corruption(every, jnp.zeros(every.shape), every)
-        return dataclasses.replace(self, model=model).predict(params, images, corruption).sum()
 
     def reconstruct(self, params: Params, images: jax.Array, keys_B: jax.Array) -> Reconstruction:
         """`Objective.reconstruct`: colours are drawn at the middle of their range."""

@@ -105,7 +105,6 @@ def make_self_distillation(
     return Objective(
         distillation.loss,
         init=distillation.init,
-        learner=distillation.learner,
         passes=distillation.passes() if has_views else (),
         kept_values=distillation.count_kept_values() if has_views else 0,
         needs=(GLOBAL, "mask"),
@@ -377,26 +376,6 @@ class SelfDistillation:
         )
         term = Term((counts_R * each_R).sum(), counts_R.sum(), k.gram_weight)
         return term, teacher
-
-    def learner(self, model: nn.Module, params: Params, images: jax.Array) -> jax.Array:
-        """`Objective.learner`: all views of one image, and the teachers."""
-        assert isinstance(model, ViT)
-        batch, rows = {}, images.shape[0]
-        for name in (GLOBAL, LOCAL):
-            if name in self.shapes:
-                batch[name] = jnp.zeros((rows, *self.shapes[name][1:]))
-        hidden = None
-        if self.hides:
-            hidden = self._draw_hidden(jax.random.key(0), rows, batch[GLOBAL].shape[1])
-        student = self._study(model, params, batch, hidden, None, True)
-        teacher = self._see(jax.lax.stop_gradient(params), batch[GLOBAL], hidden, None, model)
-        total = student["views"].sum() + 0 * teacher["views"].sum()
-        if hidden is not None:
-            total += student["patches"].sum()
-        if self.keys.gram_weight:
-            again = self._see(jax.lax.stop_gradient(params), batch[GLOBAL], None, None, model)
-            total += 0 * again["tokens"].sum()
-        return total
 
 
 def _masked_patches(hidden: Hidden, num_views: int) -> jax.Array:

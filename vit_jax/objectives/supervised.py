@@ -98,6 +98,11 @@ def make_loss(
 
     def loss(logits_BC: jax.Array, labels: jax.Array) -> jax.Array:
         loss_B = fn(logits_BC, labels, label_smoothing, **fields)
+        if loss_B.shape != logits_BC.shape[:1]:
+            raise InputError(
+                f"loss.name={name!r}: gave the shape {loss_B.shape} for logits {logits_BC.shape}; "
+                f"needs {logits_BC.shape[:1]}, one number for each image; take no mean over images"
+            )
         if weights is not None:
             targets_BC = as_targets(labels, logits_BC.shape[1])
             weights_1C = jnp.reshape(jnp.asarray(weights, jnp.float32), (1, -1))

@@ -123,27 +123,42 @@ def recomputed_layers(model: ViT | Decoder) -> int:
     return model.depth if layers is None else layers
 
 
-def passes_of(model: nn.Module, objective: Objective | None) -> tuple[Pass, ...]:
-    """What passes through Transformer blocks in a step of `objective`; None: of labels."""
-    return (objective.passes if objective is not None else ()) or (Pass(model),)
+def passes_of(model: nn.Module, objective: Objective) -> tuple[Pass, ...]:
+    """What passes through Transformer blocks in a step of `objective`."""
+    return objective.passes or (Pass(model),)
 
 
-def step_activation_bytes(model: nn.Module, objective: Objective | None) -> int:
+def step_activation_bytes(model: nn.Module, objective: Objective, still: int = 0) -> int:
     """Bytes of activations of one example kept for the backward pass, if no axis splits them.
 
     The sum over the objective's passes through which gradients flow, as in `activation_bytes`, and
-    the values that the objective itself keeps. Remat recomputes one block at a time, so the full
-    activations of one block are added, those of the largest pass. A teacher keeps no activations.
+    the values that the objective itself keeps. What one block needs at a time is added, for the
+    largest pass: its full activations where blocks are recomputed; where they keep nothing, as they
+    are frozen, its input and output with its hidden units, or with its queries, keys, values and
+    weights. A teacher keeps no activations.
+
+    Args:
+      model: of the run.
+      objective: of the run.
+      still: number of the first parts of the model (`tree.parts`) through which no gradient flows,
+        as they are frozen.
 
     Raises:
       InputError: for an unknown family.
     """
-    learning = [each for each in passes_of(model, objective) if each.learns]
-    found = [(each.images, _kept_and_again(each.model, each.tokens)) for each in learning]
+    found = [
+        (each.images, _kept_and_again(each.model, each.tokens, still_of(each, still)))
+        for each in passes_of(model, objective)
+        if each.learns
+    ]
     kept = sum(images * kept for images, (kept, _) in found)
     again = max((images * again for images, (_, again) in found), default=0)
-    own = objective.kept_values if objective is not None else 0
-    return kept + again + own * jnp.dtype(jnp.float32).itemsize
+    return kept + again + objective.kept_values * jnp.dtype(jnp.float32).itemsize
+
+
+def still_of(each: Pass, still: int) -> int:
+    """`still` for the model of a pass: an objective's own decoder learns."""
+    return 0 if isinstance(each.model, Decoder) else still
 
 
 def activation_bytes(model: nn.Module) -> int:
@@ -170,18 +185,21 @@ def activation_bytes(model: nn.Module) -> int:
     return sum(_kept_and_again(model))
 
 
-def _kept_and_again(model: nn.Module, tokens: int | None = None) -> tuple[int, int]:
-    """`activation_bytes`: (what is kept, the full activations of one recomputed block).
+def _kept_and_again(model: nn.Module, tokens: int | None = None, still: int = 0) -> tuple[int, int]:
+    """`activation_bytes`: (what is kept, what one block needs that keeps less).
 
-    `tokens`: number of the image's tokens; None: those of an image of the model's size.
+    `tokens`: number of the image's tokens; None: those of an image of the model's size. `still`:
+    see `step_activation_bytes`.
     """
     _check_known(model)
     if isinstance(model, BiT):
-        return _resnet_bytes(model), 0
+        return _resnet_bytes(model, still), 0
     if isinstance(model, EfficientNet):
-        return _efficientnet_bytes(model), 0
-    stem = _resnet_bytes(model) if isinstance(model, HybridViT) else 0
-    stem += _token_module_bytes(model) if isinstance(model, T2TViT) else 0
+        return _efficientnet_bytes(model, still), 0
+    stem = 0
+    if not still:
+        stem += _resnet_bytes(model) if isinstance(model, HybridViT) else 0
+        stem += _token_module_bytes(model) if isinstance(model, T2TViT) else 0
     s = num_tokens(model) if tokens is None else tokens
     d, f, heads = model.width, model.mlp_dim, model.num_heads
     size = jnp.dtype(model.dtype).itemsize
@@ -193,8 +211,16 @@ def _kept_and_again(model: nn.Module, tokens: int | None = None) -> tuple[int, i
         dense, products, pairs = 2 * dense, 2 * products, s * sum(model.grid)
     whole = dense + heads * pairs * (2 * size + 1)
     kept = {"full": block_input, "dots": block_input + products, "none": whole}[model.remat]
-    again = recomputed_layers(model)
-    return stem + again * kept + (model.depth - again) * whole, whole if again else 0
+    layers = model.depth - still_layers(model.depth, still)
+    again = max(layers - model.depth + recomputed_layers(model), 0)
+    forward = size * (2 * s * d + max(s * f, 3 * s * d + heads * pairs))
+    of_one = whole if again else forward if layers < model.depth else 0
+    return stem + again * kept + (layers - again) * whole, of_one
+
+
+def still_layers(depth: int, still: int) -> int:
+    """The number of layers among the first `still` parts of a model, after its embedding."""
+    return min(max(still - 1, 0), depth)
 
 
 def _token_module_bytes(model: T2TViT) -> int:
@@ -223,7 +249,7 @@ def _token_module_bytes(model: T2TViT) -> int:
     return kept + last + max(whole[:-1])
 
 
-def _resnet_bytes(model: BiT | HybridViT) -> int:
+def _resnet_bytes(model: BiT | HybridViT, still: int = 0) -> int:
     norm_is_before = isinstance(model, BiT)
 
     def kept_of(unit: Unit, remat: str) -> int:
@@ -238,14 +264,17 @@ def _resnet_bytes(model: BiT | HybridViT) -> int:
     pixels, units = math.prod(model.image_size), resnet_units(model)
     root = 3 * pixels + (1 if norm_is_before else 2) * pixels // 4 * model.stem_width
     last = units[-1].output if units else pixels // ROOT_STRIDE**2 * model.stem_width
-    kept = root + sum(kept_of(unit, model.remat) for unit in units)
+    if still > len(units):
+        return max(kept_of(unit, "none") for unit in units) * jnp.dtype(model.dtype).itemsize
+    units = units[still_layers(len(units), still) :]
+    kept = (0 if still else root) + sum(kept_of(unit, model.remat) for unit in units)
     kept += 2 * last if norm_is_before else last
     if model.remat != "none" and units:
         kept += max(kept_of(unit, "none") for unit in units)
     return kept * jnp.dtype(model.dtype).itemsize
 
 
-def _efficientnet_bytes(model: EfficientNet) -> int:
+def _efficientnet_bytes(model: EfficientNet, still: int = 0) -> int:
     def kept_of(block: Block, remat: str) -> int:
         if remat == "full":
             return block.input
@@ -258,19 +287,28 @@ def _efficientnet_bytes(model: EfficientNet) -> int:
     blocks, pixels = efficientnet_blocks(model), math.prod(model.image_size)
     root = 3 * pixels + blocks[0].positions_in * model.root_width
     last = blocks[-1].output + 2 * blocks[-1].positions_out * model.width
-    kept = root + sum(kept_of(block, model.remat) for block in blocks) + last
+    if still > len(blocks):
+        return max(kept_of(block, "none") for block in blocks) * jnp.dtype(model.dtype).itemsize
+    blocks = blocks[still_layers(len(blocks), still) :]
+    kept = (0 if still else root) + sum(kept_of(block, model.remat) for block in blocks) + last
     if model.remat != "none":
         kept += max(kept_of(block, "none") for block in blocks)
     return kept * jnp.dtype(model.dtype).itemsize
 
 
 def tensor_exchanges(
-    model: nn.Module, tokens: int | None = None, *, backward: bool = False, again: bool = False
+    model: nn.Module,
+    tokens: int | None = None,
+    *,
+    backward: bool = False,
+    again: bool = False,
+    still: int = 0,
 ) -> dict[str, tuple[int, int]]:
     """The collectives over `tensor` that one image causes in one pass: {kind: (count, bytes)}.
 
     With `again`, those of the forward pass that the backward pass computes again. `tokens`: number
-    of the image's tokens; None: those of an image of the model's size.
+    of the image's tokens; None: those of an image of the model's size. `still`: number of the first
+    parts of the model (`tree.parts`) that are left out.
 
     A Transformer block is split over heads and hidden units. Its forward pass all-reduces the
     outputs of attention and MLP, its backward pass the gradients of their inputs. A ResNet's unit
@@ -287,6 +325,8 @@ def tensor_exchanges(
     reduces = gathers = reduced = gathered = 0
     if isinstance(model, BiT | HybridViT):
         units = resnet_units(model) if model.remat != "none" or not again else []
+        of_stem = isinstance(model, HybridViT)  # which is all embedding
+        units = units[len(units) if of_stem and still else still_layers(len(units), still) :]
         inner = sum(unit.positions_in * unit.width for unit in units)
         if backward:
             reduces, reduced = 2 * len(units), inner + sum(unit.input for unit in units)
@@ -295,10 +335,12 @@ def tensor_exchanges(
             gathers, gathered = len(units), inner
     if isinstance(model, EfficientNet):
         blocks = efficientnet_blocks(model) if model.remat != "none" or not again else []
+        blocks = blocks[still_layers(len(blocks), still) :]
         reduces = len(blocks)
         reduced = sum(block.input if backward else block.output for block in blocks)
     if isinstance(model, ViT | Decoder):
         layers = recomputed_layers(model) if again else model.depth
+        layers = max(layers - still_layers(model.depth, still), 0)
         layers *= 2 if isinstance(model, AxialViT) else 1
         tokens = num_tokens(model) if tokens is None else tokens
         reduces += 2 * layers

@@ -3,6 +3,7 @@
 XLA's GPU compiler needs a GPU, and does not report whether a program fits into memory.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -19,17 +20,21 @@ from vit_jax import tree
 from vit_jax.config import num_microbatches
 from vit_jax.devices.chips import GPUS_PER_HOST
 from vit_jax.devices.mesh import AXES, BATCH_AXES
+from vit_jax.devices.sharding import bytes_per_device
 from vit_jax.experiment.experiment import Experiment
+from vit_jax.experiment.optimizers.masks import leaves_that_learn
 from vit_jax.models import find_family
 from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.fields import field_names, has_batch_statistics, value_of
 from vit_jax.models.resnet import scans_units
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import Pass
+from vit_jax.objectives.features import compares_layers
 from vit_jax.planning.activations import (
     passes_of,
     recomputed_layers,
     step_activation_bytes,
+    still_of,
     tensor_exchanges,
 )
 from vit_jax.planning.layout import describe, judge, state_bytes
@@ -45,22 +50,23 @@ _CONVOLUTION = re.compile(r"(?:^|/)conv\w*/kernel$")
 def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     """`plan` without a compiler.
 
-    Temporaries are the gradients, in float32 and sharded like the parameters, and the activations
-    kept for the backward pass of a microbatch; the compiler's working space is not included. HBM
-    traffic counts one read and one write of each byte of state, gradients and kept activations.
+    Temporaries are the gradients of what is not frozen, in float32 and sharded like the parameters,
+    and the activations kept for the backward pass of a microbatch; the compiler's working space is
+    not included. HBM traffic counts one read and one write of each byte of state, gradients and
+    kept activations.
     """
     mesh = plan_mesh(config, target, describe_devices(target))
     experiment = planned_experiment(config, mesh)
     figures = describe(config, target, mesh, experiment, _scanned(config, mesh))
     images, accum_steps = figures["images_per_way"], num_microbatches(config)
-    state = state_bytes(experiment)
-    activations = images * step_activation_bytes(experiment.model, experiment.objective)
+    state, gradients = state_bytes(experiment), _gradient_bytes(experiment)
+    activations = images * _activation_bytes(experiment)
     return figures | {
         "by": "calculation",
         "compile_s": 0.0,
-        "memory_bytes": _memory(state, activations // accum_steps, target),
+        "memory_bytes": _memory(state, gradients + activations // accum_steps, target),
         "collectives": collective_table(experiment, mesh.shape, target, images, accum_steps),
-        "hbm_bytes_accessed": 2 * (sum(state.values()) + state["params"] + activations),
+        "hbm_bytes_accessed": 2 * (sum(state.values()) + gradients + activations),
         "compiler_cycles": None,
         "kernels": [],
     }
@@ -69,10 +75,15 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
 def _scanned(config: ConfigDict, mesh: Mesh) -> Experiment | None:
     """The experiment with its layers in a scan, traced in a fraction of the time.
 
-    None where a scan would not compute the same: layers that are recomputed or frozen one by one.
+    None where a scan would not compute the same: layers that are recomputed, frozen or compared one
+    by one.
     """
     has_scan = "scan" in field_names(find_family(config.model.name).module)
-    by_layer = config.model.remat_layers is not None or config.optimizer.freeze is not None
+    by_layer = (
+        config.model.remat_layers is not None
+        or config.optimizer.freeze is not None
+        or compares_layers(config.objective.features)
+    )
     if not has_scan or config.model.scan or by_layer:
         return None
     scanned = config.copy_and_resolve_references()
@@ -89,14 +100,47 @@ def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
     mesh = plan_mesh(config, target, describe_devices(target))
     experiment = planned_experiment(config, mesh)
     images = config.global_batch_size // batch_ways(mesh.shape)
-    of_image = step_activation_bytes(experiment.model, experiment.objective)
-    activations = images * of_image // num_microbatches(config)
-    return _memory(state_bytes(experiment), activations, target)
+    activations = images * _activation_bytes(experiment) // num_microbatches(config)
+    return _memory(state_bytes(experiment), _gradient_bytes(experiment) + activations, target)
 
 
-def _memory(state: Mapping[str, int], activations: int, target: Target) -> dict[str, Any]:
-    """Bytes of a device; `activations` are those that the backward pass of a microbatch needs."""
-    temporaries = state["params"] + activations
+def _activation_bytes(experiment: Experiment) -> int:
+    """Bytes that the backward pass of one example needs."""
+    still = _count_still(experiment)
+    return step_activation_bytes(experiment.model, experiment.objective, still)
+
+
+def _learning(experiment: Experiment) -> dict[str, bool]:
+    """{name: whether the leaf, or for scanned layers a part of it, is not frozen}."""
+    params = experiment.abstract_state.params
+    if experiment.freeze is None:
+        return dict.fromkeys(tree.flatten_names(params), True)
+    return tree.flatten_names(leaves_that_learn(params, experiment.freeze))
+
+
+def _count_still(experiment: Experiment) -> int:
+    """The number of the model's first parts (`tree.parts`) through which no gradient flows."""
+    params = experiment.abstract_state.params
+    learning = _learning(experiment)
+    learns = {
+        # The tokens of hidden patches are the encoder's input.
+        "embedding" if name == f"{tree.OBJECTIVE}/mask_token" else tree.part_of(unrolled)
+        for name, leaf in tree.flatten_names(params).items()
+        if learning[name]
+        for unrolled in tree.unrolled_names(name, leaf)
+    }
+    return sum(1 for _ in itertools.takewhile(lambda part: part not in learns, tree.parts(params)))
+
+
+def _gradient_bytes(experiment: Experiment) -> int:
+    """Bytes of a device for the gradients, in float32 and sharded like the parameters."""
+    leaves, learning = tree.flatten_names(experiment.abstract_state.params), _learning(experiment)
+    kept = {name: leaf for name, leaf in leaves.items() if learning[name]}
+    return bytes_per_device(kept, {name: leaf.sharding for name, leaf in kept.items()})
+
+
+def _memory(state: Mapping[str, int], temporaries: int, target: Target) -> dict[str, Any]:
+    """Bytes of a device; `temporaries` are those of gradients and of a microbatch's activations."""
     peak = sum(state.values()) + temporaries
     return {**state, "temporaries": temporaries, "peak": peak, **judge(peak, target)}
 
@@ -123,8 +167,11 @@ def collective_table(
       whole gradient and each device keeps its slice. Over the other axes gradients are all-reduced
       once per step. On TPUs they are reduce-scattered over fsdp and all-reduced over data; see
       `sharding.gradient_shardings`.
+    - Frozen parameters are only gathered.
     - Parameters whose optimizer state is split over data are gathered over data after the update,
       in float32.
+    - The weights of teachers are gathered once per microbatch: frozen ones, and the averages that
+      the objective reads.
 
     `tensor_exchanges` gives the collectives of activations over tensor. The sums of each batch
     statistic, and of its gradient, are all-reduced over the axes that split the batch.
@@ -134,8 +181,11 @@ def collective_table(
     """
     exchanges = _Exchanges(shape)
     _add_parameters(exchanges, experiment, accum_steps, scatters_over_data=target.chip.is_gpu)
-    for each in passes_of(experiment.model, experiment.objective):
-        _add_activations(exchanges, each, images)
+    _add_teachers(exchanges, experiment, accum_steps)
+    if shape["tensor"] > 1:
+        still = _count_still(experiment)
+        for each in passes_of(experiment.model, experiment.objective):
+            _add_activations(exchanges, each, images, still_of(each, still))
     _add_statistics(exchanges, experiment)
     return exchanges.table(target)
 
@@ -178,8 +228,10 @@ def _add_parameters(
 ) -> None:
     """Add the collectives of weights, gradients and updates; see `collective_table`."""
     model, shape = experiment.model, exchanges.shape
-    specs = _update_specs(experiment)
-    for name, leaf in tree.flatten_names(experiment.abstract_state.params).items():
+    specs, learning = _update_specs(experiment), _learning(experiment)
+    params = experiment.abstract_state.params
+    still = set(tree.parts(params)[: _count_still(experiment)])
+    for name, leaf in tree.flatten_names(params).items():
         weight_size, gradient_size = _sizes_in_use(name, leaf, model)
         arrays = leaf.shape[0] if tree.is_stacked(name) else 1
         share = math.prod(leaf.sharding.shard_shape(leaf.shape)) // arrays
@@ -193,8 +245,12 @@ def _add_parameters(
             kind, over_data = "reduce-scatter", "all-reduce"
         if "fsdp" in scattered:
             whole = share * shape["fsdp"]
-            passes = 1 + _is_gathered_again(name, model)
+            has_backward = tree.part_of(tree.unrolled_names(name, leaf)[0]) not in still
+            passes = 1 + (has_backward and _is_gathered_again(name, model))
             exchanges.add("all-gather", "fsdp", whole * weight_size, arrays * passes * accum_steps)
+        if not learning[name]:
+            continue
+        if "fsdp" in scattered:
             exchanges.add(kind, "fsdp", whole * gradient_size, arrays * accum_steps)
         if "data" in scattered:
             exchanges.add(over_data, "data", share * gradient_size, arrays * accum_steps)
@@ -226,10 +282,36 @@ def _is_in_loop(name: str, model: nn.Module) -> bool:
     return int(unit[2]) > 0 and scans_units(model.stages[int(unit[1])])
 
 
-def _add_activations(exchanges: _Exchanges, own: Pass, examples: int) -> None:
+def _add_teachers(exchanges: _Exchanges, experiment: Experiment, accum_steps: int) -> None:
+    """Add the gathers of the weights of teachers; see `collective_table`."""
+    state, objective, model = experiment.abstract_state, experiment.objective, experiment.model
+    frozen = experiment.abstract_frozen
+    taught = [(model, state.objective_state)]
+    if objective.frozen_models:
+        taught += zip(objective.frozen_models, *frozen, strict=True)
+    else:
+        taught += [(model, variables) for variables in frozen]
+    if objective.needs_average:
+        taught.append((model, state.ema))
+    for of, variables in taught:
+        for name, leaf in tree.flatten_names(variables).items():
+            size, _ = _sizes_in_use(name.removeprefix("params/"), leaf, of)
+            arrays = leaf.shape[0] if tree.is_stacked(name) else 1
+            share = math.prod(leaf.sharding.shard_shape(leaf.shape)) // arrays
+            for axis in BATCH_AXES:
+                if any(axis in _axes(part) for part in leaf.sharding.spec):
+                    share *= exchanges.shape[axis]
+                    exchanges.add("all-gather", axis, share * size, arrays * accum_steps)
+
+
+def _add_activations(exchanges: _Exchanges, own: Pass, examples: int, still: int) -> None:
     """Add the collectives of the activations of a pass over `tensor`."""
-    ways = [{}, {"again": True}, {"backward": True}] if own.learns else [{}]
-    found = [tensor_exchanges(own.model, own.tokens, **way) for way in ways]
+    found = [tensor_exchanges(own.model, own.tokens)]
+    if own.learns:
+        found += [
+            tensor_exchanges(own.model, own.tokens, again=True, still=still),
+            tensor_exchanges(own.model, own.tokens, backward=True, still=still),
+        ]
     for kind in found[0]:
         count = sum(each[kind][0] for each in found)
         number = sum(each[kind][1] for each in found)

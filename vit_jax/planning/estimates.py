@@ -5,7 +5,7 @@ from typing import Any
 
 from vit_jax.devices.chips import CHIPS, Chip
 
-GPU_MFU = 0.4  # a usual share of the peak for large matrices
+USUAL_SHARE = 0.4  # of the peak, with what is computed again; for large matrices
 
 
 def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> dict[str, Any]:
@@ -13,7 +13,7 @@ def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> d
 
     `roofline` is the time by the chips' peaks. `compiler`, if cycles are known, is the compiler's
     time for the computation, with asynchronous collectives hidden behind it and the others added.
-    `at_utilisation` is the time of a GPU at 40 % of its peak, or `roofline` where that is longer.
+    Without it, `at_utilisation` is the time at 40 % of the peak, or `roofline` if that is longer.
     """
     chip = CHIPS[figures["topology"].partition(":")[0]]
     hidden, added = _exchange_s(figures["collectives"] or (), chip)
@@ -29,7 +29,9 @@ def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> d
     return {
         "roofline": roofline,
         "compiler": compiler,
-        "at_utilisation": _at_utilisation(figures, chip, roofline["step_s"], price_per_chip_hour),
+        "at_utilisation": None
+        if compiler
+        else _at_utilisation(figures, chip, roofline["step_s"], price_per_chip_hour),
         "run": run,
     }
 
@@ -78,21 +80,20 @@ def _by_roofline(figures: Mapping[str, Any], chip: Chip, collectives_s: float) -
 
 def _at_utilisation(
     figures: Mapping[str, Any], chip: Chip, least_s: float, price_per_chip_hour: float | None
-) -> dict[str, Any] | None:
-    """The run at a usual share of the peak, for GPUs, whose compiler gives no estimate.
+) -> dict[str, Any]:
+    """The run at a usual share of the peak, for plans without an estimate by the compiler.
 
     A step takes at least `least_s`, which slow networks may make longer.
     """
-    if not chip.is_gpu:
-        return None
-    flops, peak = figures["flops"]["model_per_step"], chip.peak_flops * figures["num_chips"]
-    step_s = max(flops / (GPU_MFU * peak), least_s)
+    flops, peak = figures["flops"], chip.peak_flops * figures["num_chips"]
+    step_s = max(flops["counted_per_step"] / (USUAL_SHARE * peak), least_s)
     return {
-        "mfu": flops / (step_s * peak),
+        "share_of_peak": flops["counted_per_step"] / (step_s * peak),
+        "mfu": flops["model_per_step"] / (step_s * peak),
         "step_s": step_s,
         **_run_costs(figures, step_s, price_per_chip_hour),
         "assumptions": [
-            f"{GPU_MFU:.0%} of the chip's peak, a usual share for large matrices, but not less "
+            f"{USUAL_SHARE:.0%} of the chip's peak, a usual share for large matrices, but not less "
             "than the roofline's time"
         ],
     }

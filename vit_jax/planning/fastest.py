@@ -21,6 +21,7 @@ from vit_jax.devices.flops import format_bytes
 from vit_jax.errors import InputError
 from vit_jax.models import create_model, find_family
 from vit_jax.models.fields import field_names
+from vit_jax.objectives.features import compares_layers
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.search import changed, meshes
 from vit_jax.planning.targets import Target, batch_ways, target_of
@@ -110,7 +111,8 @@ def _layouts_on(config: ConfigDict, plan: Plan) -> Iterator[tuple[Changes, dict[
     """
     module = find_family(config.model.name).module
     fields = field_names(module)
-    if "remat" not in fields or not _is_default(config, ("model.remat", "model.remat_layers")):
+    is_free = "remat" in fields and not compares_layers(config.objective.features)
+    if not is_free or not _is_default(config, ("model.remat", "model.remat_layers")):
         yield {}, plan(config)
         return
     scan = config.model.scan

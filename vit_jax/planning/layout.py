@@ -32,9 +32,12 @@ def describe(
       counted: an experiment with the same FLOPs that is traced faster; None: `experiment`.
     """
     ways = batch_ways(mesh.shape)
-    own_step = experiment.objective is not None and experiment.objective.learner is not None
+    counted = counted or experiment
+    by_sizes = None
+    if config.objective.name == "supervised" and experiment.freeze is None:
+        by_sizes = flops.vit_flops(experiment.model)
     with jax.set_mesh(mesh):
-        step_flops = (counted or experiment).flops_per_step
+        step_flops = counted.flops_per_step
     return {
         "config": stored_config.to_json(config),
         "model": describe_model(config),
@@ -53,10 +56,10 @@ def describe(
         "num_params": experiment.num_params,
         "host_bytes_at_save": host_bytes_at_save(experiment, mesh),
         "flops": {
-            "forward_macs_per_image": flops.forward_macs(experiment.model),
-            "model_per_image_by_sizes": None if own_step else flops.vit_flops(experiment.model),
-            "model_per_image_by_jaxpr": (counted or experiment).flops_per_image,
-            "model_per_step": (counted or experiment).flops_per_image * config.global_batch_size,
+            "forward_macs_per_image": counted.forward_flops_per_image // 2,
+            "model_per_image_by_sizes": by_sizes,
+            "model_per_image_by_jaxpr": counted.flops_per_image,
+            "model_per_step": counted.flops_per_image * config.global_batch_size,
             "counted_per_step": step_flops,
         },
     }

@@ -11,6 +11,7 @@ from vit_jax.devices.chips import SLICES
 from vit_jax.errors import InputError
 from vit_jax.models import find_family
 from vit_jax.models.fields import field_names, has_batch_statistics
+from vit_jax.objectives.features import compares_layers
 from vit_jax.planning import plan
 from vit_jax.planning.calculated import calculate_memory
 from vit_jax.planning.estimates import estimate
@@ -67,8 +68,9 @@ def meshes(config: ConfigDict, target: Target) -> list[dict[str, int]]:
 
 
 def _remats(config: ConfigDict) -> tuple[str, ...]:
-    """The remat policies of the model's family."""
+    """The remat policies of the model's family, with which the objective can compute."""
     has_remat = "remat" in field_names(find_family(config.model.name).module)
+    has_remat = has_remat and not compares_layers(config.objective.features)
     return REMATS if has_remat else ("none",)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from vit_jax.config import flatten
-from vit_jax.data.known import fill_in_sizes, known_sizes
+from vit_jax.data.known import known_sizes
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.subset import subset_size
 from vit_jax.errors import InputError
@@ -20,6 +20,7 @@ from vit_jax.planning.targets import Target
 from vit_jax.studies.members import FINISHED, Member, Result, Study
 from vit_jax.studies.running import member_config
 from vit_jax.training.decided import decide, read_fields
+from vit_jax.training.planned import fill_in_facts
 
 # Keys that change the length of a run or its data, but not its step.
 _NOT_OF_STEP = ("seed", "duration", "schedule.", "data.subset", "data.num_examples", "evals.",
@@ -47,7 +48,7 @@ class Planner:
           InputError: the config does not suit the target, or its model cannot be calculated.
         """
         config = _count_pseudo(_count_classes(read_fields(config)))
-        config = decide(fill_in_sizes(config))
+        config = decide(fill_in_facts(config))
         flat = flatten(config)
         kept = {k: repr(v) for k, v in flat.items() if not k.startswith(_NOT_OF_STEP)}
         key = json.dumps(kept, sort_keys=True)
@@ -56,7 +57,8 @@ class Planner:
         steps = parse_durations(config)["duration"]
         figures = self._plans[key] | {"total_steps": steps}
         timing = estimate(figures, self._price)
-        usual, memory = timing["at_utilisation"], figures["memory_bytes"]
+        usual = timing["at_utilisation"] if self._target.chip.is_gpu else None
+        memory = figures["memory_bytes"]
         run = usual or timing["run"]
         return {
             "step_s": (usual or timing["roofline"])["step_s"],

@@ -23,6 +23,7 @@ from vit_jax.models import create_model
 from vit_jax.models.fields import stacks_layers, value_of, with_known
 from vit_jax.objectives import learns_labels, teachers_of
 from vit_jax.objectives.contract import Teacher
+from vit_jax.objectives.features import compares_layers
 from vit_jax.training.sources import find_other_names
 from vit_jax.transfer.rules import stack_layers
 
@@ -89,7 +90,7 @@ def _new_teacher(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
 
 
 def _in_form_of_student(model: nn.Module, config: ConfigDict) -> nn.Module:
-    scan = bool(config.model.scan) and ":" not in (config.objective.features or "")
+    scan = bool(config.model.scan) and not compares_layers(config.objective.features)
     return with_known(model, dtype=jnp.dtype(config.model.dtype), scan=scan, remat="none")
 
 

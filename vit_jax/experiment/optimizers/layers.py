@@ -1,5 +1,6 @@
 """Optimizer parts that treat layers separately: a map over scanned layers, and layer-wise decay."""
 
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,8 @@ import optax
 
 from vit_jax import tree
 from vit_jax.errors import InputError
+
+_PATCHES = re.compile("embedding/(kernel|bias)")  # parameters of the patch embedding
 
 
 class LayersState(NamedTuple):
@@ -66,8 +69,10 @@ def scale_embedding(rate: float) -> optax.GradientTransformation:
     """Multiply the updates of the patch embedding by `rate`."""
 
     def update(updates, params):
-        found = tree.mask(updates, "embedding/(kernel|bias)")
-        return jax.tree.map(lambda is_it, leaf: leaf * rate if is_it else leaf, found, updates)
+        names = tree.leaf_names(updates)
+        return jax.tree.map(
+            lambda name, leaf: leaf * rate if _PATCHES.fullmatch(name) else leaf, names, updates
+        )
 
     return optax.stateless(update)
 
