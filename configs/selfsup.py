@@ -3,8 +3,8 @@
 python -m vit_jax.main --config=configs/selfsup.py:ViT-S/16 --config.init_from=SOURCE \\
   --config.data.data_dir=PICTURES --workdir=$W
 
-PICTURES holds pictures at any depth; a tenth is held out. With the word folder they lie in a folder
-for each class, as for configs/folder.py; the classes are used only to measure, by 20 nearest
+PICTURES holds pictures at any depth. With the word folder they lie in a folder for each class, as
+for configs/folder.py, and a tenth is held out; the classes are used only to measure, by 20 nearest
 neighbours. SOURCE is whatever init_from takes: a workdir, a file or the name of published weights;
 scratch, with --config.init_fields=config, starts from random weights.
 A minute, with your pictures: --config=configs/selfsup.py:ViT-S/16,debug

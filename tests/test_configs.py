@@ -4,6 +4,7 @@ import functools
 import itertools
 import pathlib
 import re
+import types
 
 import jax
 import numpy as np
@@ -11,7 +12,13 @@ import pytest
 from etils import epath
 from PIL import Image
 
-from vit_jax.config import REQUIRED_TO_EVALUATE, base_config, eval_splits, model_fields
+from vit_jax.config import (
+    REQUIRED_TO_EVALUATE,
+    base_config,
+    eval_splits,
+    image_hw,
+    model_fields,
+)
 from vit_jax.config.text import load_config
 from vit_jax.data import check_crops, parse_ops
 from vit_jax.data.host_tf import tf
@@ -22,6 +29,8 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.experiment import make_config_schedule, make_experiment
+from vit_jax.inference import evaluate as evaluation
+from vit_jax.inference import predict as prediction
 from vit_jax.models import create_model, find_family, token_stride
 from vit_jax.models.fields import field_names
 from vit_jax.planning.calculated import calculate_plan
@@ -35,8 +44,9 @@ from vit_jax.training.prepare import prepare
 from vit_jax.training.sources import check_images, open_sources
 from vit_jax.training.teachers import place_teachers, read_teachers
 from vit_jax.training.validation import find_faults
+from vit_jax.transfer import huggingface_images, timm_config, workdir
 from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.spec import Cut, Spec
+from vit_jax.transfer.spec import Cut, Pretrained, Spec
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
@@ -327,6 +337,51 @@ def test_unknown_word_names_those_known(name):
     words = "ViT-S/16,huge,debug" if name == "folder" else "debug,huge"
     message = refusal(name, words)
     assert "'huge'" in message and "debug: " in message
+
+
+def on_pixels(ops):
+    return tuple((op.name, op.arguments) for op in ops if op.name != "decode")
+
+
+def prepared_by(spec, source, folder):
+    """(by whom, host ops) of the commands for a run's spec, and for those of its exports."""
+    model = types.SimpleNamespace(image_size=spec.image_size, num_classes=None)
+    timm_config.write(folder, {}, {}, spec)
+    pixels = huggingface_images.write_pixels(spec)
+    specs = {
+        "run": spec,
+        "timm": timm_config.read_spec(timm_config.read_config(folder), model, "timm"),
+        "hf": huggingface_images.with_pixels(spec, pixels, False, "hf"),
+    }
+    config = load("evaluate", "classification,debug")
+    (key,) = eval_splits(config, config.evals.classification).values()
+    for name, found in specs.items():
+        pretrained = Pretrained(name, None, {}, found)
+        yield f"{name}: predict, figures, label", prediction._host_ops(pretrained, source)
+        config.data.image_size, config.evals.classification.ops = found.image_size, ""
+        evaluation._fill_in_ops(config, pretrained, {key: source})
+        yield f"{name}: evaluate", parse_preprocessing(config).eval_ops["classification"]
+
+
+def test_every_command_prepares_images_as_the_evaluators_of_a_run_do(tmp_path):
+    forms = [(name, words) for name, all_words in FORMS.items() for words in all_words]
+    of_one_size = {"digits": (8, 8, 3), "cifar10": (32, 32, 3)}
+    cases = {}
+    for name, words in [*forms, ("folder", "multilabel"), ("folder", "multilabel,debug")]:
+        config = load(name, words)
+        config.data.image_size = config.data.image_size or 32  # of the weights
+        size = image_hw(config.data.image_size)
+        shape = (*size, 3) if config.data.name == "synthetic" else of_one_size.get(config.data.name)
+        model = types.SimpleNamespace(image_size=size, num_classes=None)
+        spec = workdir._spec_of(config, model, epath.Path(tmp_path))
+        eval_ops = parse_preprocessing(config).eval_ops
+        own = {on_pixels(eval_ops[n]) for n, e in config.evals.items() if e.data_name is None}
+        cases[spec, shape, *own] = f"{name}:{words}"
+    for i, ((spec, shape, own), case) in enumerate(cases.items()):
+        source = types.SimpleNamespace(image_shape=shape)
+        for command, ops in prepared_by(spec, source, tmp_path / str(i)):
+            assert on_pixels(ops) == own, (case, command)
+            assert shape or ops[0].takes_encoded, (case, command)
 
 
 # The paper's table 3, typed independently: model, data, epochs (the config's default first),

@@ -62,7 +62,7 @@ def test_mean_average_precision_of_the_classes_that_are_shown():
 def pictures(tmp_path):
     rows, rng = [], np.random.default_rng(0)
     for i in range(20):
-        Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(tmp_path / f"{i}.png")
+        Image.fromarray(rng.integers(0, 256, (8, 12, 3), np.uint8)).save(tmp_path / f"{i}.png")
         rows.append({"file": f"{i}.png", "labels": [("ant", "bee")[i % 2]] + ["first"] * (i < 10)})
     path = tmp_path / "list.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -87,7 +87,18 @@ def test_a_run_on_pictures_with_several_labels(pictures, tmp_path, capsys):
     output = f"--output={tmp_path / 'tables'}"
     assert main(["evaluate", f"--workdir={tmp_path / 'run'}", output]) == 0
     assert (tmp_path / "tables/val/classes.csv").read_text().count("\n") == 4
-    assert json.loads(capsys.readouterr().out)["val/mean_ap"] == rows[-1]["val/mean_ap"]
+    by_run = json.loads(capsys.readouterr().out)
+    assert by_run["val/mean_ap"] == rows[-1]["val/mean_ap"]
+    export = f"--output={tmp_path / 'export'}"
+    assert main(["export", f"--workdir={tmp_path / 'run'}", export, "--format=timm"]) == 0
+    several = ["--config=configs/evaluate.py:multilabel,list", where, "--config.loss.name=sigmoid",
+               f"--config.loss.class_weights={config['loss']['class_weights']}",
+               "--config.data.multi_label=true", "--config.evals.multilabel.split=val"]  # fmt: skip
+    for source in ("run", "export"):
+        capsys.readouterr()
+        assert main(["evaluate", f"--init_from={tmp_path / source}", *several]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["multilabel/loss"] == pytest.approx(by_run["val/loss"], rel=1e-5), source
 
     folder = ["--config=configs/folder.py:list,debug", *words[:2], f"--workdir={tmp_path / 'b'}"]
     assert main(folder) == 2

@@ -19,22 +19,19 @@ from numpy_vit import random_params
 from vit_jax import load_pretrained, pretrained_spec, save_pretrained, tree
 from vit_jax.checkpoints.checkpoint import Checkpoints
 from vit_jax.checkpoints.checksums import hash_params
-from vit_jax.config import eval_splits
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.data import make_source
 from vit_jax.data.image_files import image_files
 from vit_jax.errors import InputError
-from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference.predict import outputs
 from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.training.prepare import prepare
 from vit_jax.training.train import write_workdir
 from vit_jax.transfer import export as export_lib
-from vit_jax.transfer import read_pretrained
+from vit_jax.transfer import read_pretrained, with_image_size
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.spec import Cut
-from vit_jax.transfer.workdir import _cut, ops_on_pixels
+from vit_jax.transfer.workdir import _cut
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -107,6 +104,9 @@ def test_a_run(run, tmp_path, capsys, format):
     }  # fmt: skip
     assert receipt["parameters"]["count"] == sum(leaf.size for leaf in named(variables).values())
     assert receipt["parameters"]["sha256"] == hash_params(read_pretrained(run).params)
+    results = with_image_size(read_pretrained(run), 8).run["results"]
+    assert results == receipt["results"]
+    assert not with_image_size(read_pretrained(run), 12).run["results"]  # measured at 8 px
     for name, digest in receipt["files"].items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
     card = (folder / ("README.md" if stem == "" else "model.md")).read_text()
@@ -382,7 +382,7 @@ def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_s
     assert spec.cut == (cut and cut._replace(share=pytest.approx(cut.share)))
     larger = spec.at((64, 64))
     names_a_size = re.search(r"(?<!\.)\d", ops_for(spec))
-    assert larger.ops == (None if names_a_size else spec.ops)
+    assert larger.ops == (None if names_a_size else ops_for(spec))
 
 
 @pytest.mark.parametrize("side", [224, 384])
@@ -391,26 +391,31 @@ def test_a_cut_resizes_to_the_run_s_pixel(side):
     assert cut.resized((side, side)) == (round(side / 0.875),) * 2
 
 
-def test_data_of_one_size_are_cropped_as_the_run_did(run):
-    source = read_pretrained(run)
+@pytest.mark.parametrize("ops", ["central_crop", "decode | central_crop"])
+def test_data_of_one_size_are_cropped_as_the_run_did(run, tmp_path, ops):
+    shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
-    config["evals"]["test"]["ops"] = "central_crop"
-    source = source._replace(run={"config": config})
-    for data_size, image_size, expected in (
-        ((10, 10), (8, 8), "central_crop"),
-        ((7, 10), (8, 8), None),  # too small
-        ((10, 10), (9, 9), None),  # not the run's size
-    ):
-        assert ops_on_pixels(source, image_size, data_size) == expected
-    assert ops_on_pixels(source._replace(run=None), (8, 8), (10, 10)) is None
+    resized = "decode|resize_small(antialias=True)|central_crop"
+    config["evals"]["test"]["ops"] = ops
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    source = read_pretrained(tmp_path / "run")
+    export_lib.export(source, tmp_path / "export", "timm")
+    for spec in (source.spec, pretrained_spec(tmp_path / "export")):
+        for data_size, image_size, expected in (
+            ((10, 10), (8, 8), "central_crop"),
+            ((7, 10), (8, 8), resized),  # too small
+            ((10, 10), (9, 9), resized),  # not the run's size
+            (None, (8, 8), resized),  # files of any size
+        ):
+            assert ops_for(spec.at(image_size), data_size) == expected
 
-    settings = load_config("configs/evaluate.py:classification,debug")
-    settings.data.image_size = 8
-    (key,) = eval_splits(settings, settings.evals.classification).values()
-    evaluation._fill_in_ops(
-        settings, source, {key: make_source("digits", split="test", image_size=(8, 8))}
-    )
-    assert settings.evals.classification.ops == "central_crop"
+
+def test_pictures_of_any_size_that_a_run_only_crops_stay_so(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["data"]["name"], config["evals"]["test"]["ops"] = "folder", "decode|central_crop"
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    assert ops_for(pretrained_spec(tmp_path / "run")) == "decode|central_crop"
 
 
 def test_a_program_is_no_format_of_save_pretrained(golden, tmp_path):

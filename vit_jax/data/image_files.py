@@ -9,12 +9,7 @@ from typing import Any
 
 from vit_jax.data.folder_contents import describe_contents
 from vit_jax.data.host_tf import tf
-from vit_jax.data.image_folder import (
-    check_split,
-    find_layout,
-    held_out_files,
-    picture_source,
-)
+from vit_jax.data.image_folder import check_split, find_layout, picture_source
 from vit_jax.data.pictures import (
     EXTENSIONS,
     Walk,
@@ -130,13 +125,12 @@ def unlabelled(
 ) -> Source:
     """All pictures at any depth below `data_dir`, flat or nested, without classes.
 
-    Splits are those of an image folder: with folders of their own or a tenth held out as `val`, and
-    `all`.
+    Splits are `train`, `all`, and those with a folder of their own; nothing else is held out.
 
     Raises: InputError if there is no folder, or no picture in it.
     """
     layout = find_layout(data_dir)
-    check_split(split, layout.names(), layout.root)
+    check_split(split, [*dict.fromkeys(("train", *layout.splits, "all"))], layout.root)
     base, parts = layout.folders(split)
     sizes: dict[str, int] = {}
     for part in parts:
@@ -145,10 +139,6 @@ def unlabelled(
         sizes |= {beginning + path: size for path, size in walk.pictures(part).items()}
         walk.say(part)
     paths = sorted(sizes)
-    is_divided = split == "all" or base != layout.train_root or "val" in layout.splits
-    if not is_divided and paths:
-        held_out = held_out_files(dict.fromkeys(paths, ""))
-        paths = [path for path in paths if (path in held_out) == (split == "val")]
     if not paths:
         raise InputError(
             f"data.data_dir: {shown(str(base))} holds no images: {describe_contents(base)}"

@@ -38,7 +38,7 @@ from vit_jax.training.sources import (
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.spec import Pretrained, loss_of
-from vit_jax.transfer.workdir import ops_on_pixels, read_class_names
+from vit_jax.transfer.workdir import read_class_names
 
 logger = logging.getLogger("vit_jax")
 
@@ -188,12 +188,10 @@ def _fill_in_ops(
     """Set the ops of evaluators without ops: a run's evaluation ops, else the source's."""
     size = config_lib.image_hw(config.data.image_size)
     for entry in config.evals.values():
-        splits = config_lib.eval_splits(config, entry).values()  # one data set, so one image shape
-        shape = sources[next(iter(splits))].image_shape
         if not entry.ops:
-            spec = pretrained.spec.at(size)
-            own = None if shape is None else ops_on_pixels(pretrained, size, shape[:2])
-            entry.ops = ops_for(spec) if own is None else own
+            splits = config_lib.eval_splits(config, entry).values()  # one data set, one image shape
+            shape = sources[next(iter(splits))].image_shape
+            entry.ops = ops_for(pretrained.spec.at(size), shape and shape[:2])
 
 
 def _warn_of_other_classes(

@@ -117,7 +117,7 @@ def computed(
     params, model_state = jax.device_put((params, model_state), NamedSharding(mesh, P()))
     batches = eval_batches(
         source,
-        _host_ops(pretrained),
+        _host_ops(pretrained, source),
         global_batch_size=batch_size,
         image_size=spec.image_size,
         sharding=batch_sharding(mesh),
@@ -180,9 +180,9 @@ def _is_hashable(model: nn.Module) -> bool:
     return True
 
 
-def _host_ops(pretrained: Pretrained) -> tuple[Op, ...]:
-    spec = pretrained.spec
-    return parse_ops(ops_for(spec), spec.image_size, key="preprocessing")[0]
+def _host_ops(pretrained: Pretrained, source: Source) -> tuple[Op, ...]:
+    spec, shape = pretrained.spec, source.image_shape
+    return parse_ops(ops_for(spec, shape and shape[:2]), spec.image_size, key="preprocessing")[0]
 
 
 def check_size(pretrained: Pretrained) -> None:
@@ -237,7 +237,7 @@ def predict(
             record += 1
             row: dict[str, Any] = {"file": source.record_name(record)}
             if mask == 0:
-                host_ops = _host_ops(pretrained)
+                host_ops = _host_ops(pretrained, source)
                 yield row | {"error": why_masked(source, host_ops, record)}
                 continue
             best = np.argsort(-probabilities, kind="stable")[:top]

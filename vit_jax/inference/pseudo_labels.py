@@ -32,7 +32,6 @@ from vit_jax.models.fields import value_of
 from vit_jax.training.sources import find_places
 from vit_jax.transfer import Pretrained
 from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.workdir import ops_on_pixels
 
 logger = logging.getLogger("vit_jax")
 
@@ -60,7 +59,7 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
     _check_inputs(config, pretrained, workdir)
     size = pretrained.spec.image_size or image_hw(config.data.image_size)
     source = _open_pictures(config, size, value_of(pretrained.model, "channels"))
-    pretrained = _with_ops(pretrained, size, source)
+    pretrained = pretrained._replace(spec=pretrained.spec.at(size))
     facts = _describe(config, pretrained, source)
     _check_facts(workdir, facts)
     workdir.mkdir(parents=True, exist_ok=True)
@@ -169,13 +168,6 @@ def _open_pictures(config: ConfigDict, size: tuple[int, int], channels: int) -> 
     )
 
 
-def _with_ops(pretrained: Pretrained, size: tuple[int, int], source: data.Source) -> Pretrained:
-    """`pretrained` with an image size, and the ops that suit the pictures of `source`."""
-    spec, shape = pretrained.spec.at(size), source.image_shape
-    own = None if shape is None else ops_on_pixels(pretrained, size, shape[:2])
-    return pretrained._replace(spec=spec._replace(ops=ops_for(spec) if own is None else own))
-
-
 def _describe(config: ConfigDict, pretrained: Pretrained, source: data.Source) -> dict[str, Any]:
     name, split = parse_unlabelled(config)
     synthetic = name == "synthetic"
@@ -188,7 +180,7 @@ def _describe(config: ConfigDict, pretrained: Pretrained, source: data.Source) -
         "fingerprint": source.fingerprint,
         "model": pretrained.source,
         "weights": hash_params({**pretrained.params, **pretrained.model_state}),
-        "ops": pretrained.spec.ops,
+        "ops": ops_for(pretrained.spec, source.image_shape and source.image_shape[:2]),
     }
 
 

@@ -308,6 +308,8 @@ def with_image_size(
 ) -> Pretrained:
     """`pretrained` for another image size; `resize`: see `load_pretrained`.
 
+    The results of a run are left out, because they belong to its own size.
+
     Raises:
       InputError: if the patch size does not divide the image size.
     """
@@ -315,7 +317,10 @@ def with_image_size(
     size = image_hw(image_size)
     model = pretrained.model.clone(image_size=size)
     params = rules.fit(pretrained, model, reset_head=False, resize=resize)
-    return pretrained._replace(model=model, params=params, spec=pretrained.spec.at(size))
+    spec, run = pretrained.spec.at(size), pretrained.run
+    if run is not None and size != pretrained.spec.image_size:
+        run = run | {"results": {}}
+    return pretrained._replace(model=model, params=params, spec=spec, run=run)
 
 
 def init_params(

@@ -163,7 +163,7 @@ def write_pixels(spec: Spec) -> dict[str, Any]:
         **_write_cut(spec.cut or Cut(), spec.image_size),
     }
     if ops_for(spec) != library_ops(spec):
-        pixels["ops"] = ops_for(spec)
+        pixels["ops"] = spec.ops or ops_for(spec)
     if spec.holdout is not None:
         pixels["holdout"] = spec.holdout
     if spec.exif is False:

@@ -5,21 +5,35 @@ import os
 import numpy as np
 from etils import epath
 
-from vit_jax.errors import InputError
-from vit_jax.transfer.spec import Cut, Spec, ops_of_cut
+from vit_jax.data.ops import check_crops, parse_ops
+from vit_jax.errors import Faults, InputError
+from vit_jax.transfer.spec import Cut, Spec, ops_of_cut, with_resize
 
 _IMAGENET_CLASSES = 1000
 
 
-def ops_for(spec: Spec) -> str:
+def ops_for(spec: Spec, data_size: tuple[int, int] | None = None) -> str:
     """The preprocessing string of a source with an image size; see `data.parse_ops`.
+
+    All commands prepare images by it. For a run it does what the run's evaluation does.
+
+    Args:
+      spec: of the source.
+      data_size: (height, width) of all images; None: they are files of any size. Ops that crop
+        these images to another size than the model's are replaced by `with_resize`.
 
     Raises:
       InputError: if the source's preprocessing is not supported.
     """
     if spec.fault is not None:
         raise InputError(spec.fault)
-    return spec.ops or ops_of_cut(spec.cut or Cut(), spec.image_size)
+    if spec.ops is None:
+        return ops_of_cut(spec.cut or Cut(), spec.image_size)
+    host_ops, faults = parse_ops(spec.ops, spec.image_size)[0], Faults()
+    faults.check(check_crops, host_ops, "ops", data_size)
+    made = next((op.gives for op in reversed(host_ops) if op.gives is not None), data_size)
+    reads = data_size is not None or any(op.takes_encoded for op in host_ops[:1])
+    return spec.ops if reads and not faults and made == spec.image_size else with_resize(spec.ops)
 
 
 def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:
@@ -35,8 +49,7 @@ def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:
     Raises:
       InputError: if the file cannot be read or decoded.
     """
-    from vit_jax.data import parse_ops  # here, because it needs TensorFlow
-    from vit_jax.data.device_ops import per_channel
+    from vit_jax.data.device_ops import per_channel  # here, because these need JAX or TensorFlow
     from vit_jax.data.host_ops import to_pixels
     from vit_jax.data.host_tf import tf
     from vit_jax.data.pictures import to_known_format, why_unreadable

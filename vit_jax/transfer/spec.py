@@ -10,12 +10,15 @@ import flax.linen as nn
 import numpy as np
 
 from vit_jax import tree
+from vit_jax.data.host_ops import FULL_SIZE, TAKES_ENCODED
 from vit_jax.data.ops import parse_calls, parse_ops
 from vit_jax.errors import InputError
 
 logger = logging.getLogger("vit_jax")
 
 _IMAGENET_21K = (21_841, 21_843)  # numbers of classes in different releases
+_RESIZES = ("resize", "resize_small", "torchvision_resize", "inception_crop")
+_CENTRAL_CROPS = ("central_crop", "torchvision_crop")
 
 
 class Cut(NamedTuple):
@@ -46,8 +49,8 @@ class Spec(NamedTuple):
     class_names: in the order of the logits.
     cut: the resize and crop to the image size, as closely as a `Cut` can describe it; None resizes
       the whole image, each side separately.
-    ops: the exact preprocessing string for `image_size`; None derives it from `cut`, as in
-      `images.ops_for`.
+    ops: the exact preprocessing string for `image_size`; without `decode` it is for pixels of one
+      size. None derives it from `cut`. `images.ops_for` gives the string for any images.
     loss: the loss of the training, softmax or sigmoid; it turns logits into probabilities.
     holdout: the rule that held out images of the folder that the model was trained on, as
       `data.holdout`; None also if there was no folder.
@@ -71,16 +74,30 @@ class Spec(NamedTuple):
     fault: str | None = None
 
     def at(self, image_size: tuple[int, int]) -> "Spec":
-        """This spec for another image size; `ops` are kept if they contain no size."""
+        """This spec for another image size; `ops` resize, and are kept if they contain no size."""
         if image_size == self.image_size:
             return self
-        ops = self.ops if self.ops is not None and _follows_image_size(self.ops) else None
-        return self._replace(image_size=image_size, ops=ops)
+        ops = None if self.ops is None else with_resize(self.ops)
+        kept = ops if ops is not None and _follows_image_size(ops) else None
+        return self._replace(image_size=image_size, ops=kept)
 
 
 def _follows_image_size(ops: str) -> bool:
     calls = parse_calls(ops, "ops")
     return not any(args or "size" in kwargs for _, args, kwargs in calls)
+
+
+def with_resize(ops: str) -> str:
+    """The preprocessing string `ops`, made for images of one size, for files of any size.
+
+    Files are decoded, and resized if `ops` do not: before a central crop they keep their aspect.
+    """
+    names = [FULL_SIZE.get(name, name) for name, _, _ in parse_calls(ops, "ops")]
+    if {*names} & {*_RESIZES}:
+        return ops if names[0] in TAKES_ENCODED else f"decode|{ops}"
+    if {*names} & {*_CENTRAL_CROPS}:
+        return "decode|resize_small(antialias=True)|central_crop"
+    return "decode|resize(antialias=True)"
 
 
 def ops_of_cut(cut: Cut, image_size: tuple[int, int]) -> str:

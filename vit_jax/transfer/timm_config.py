@@ -147,7 +147,7 @@ def write(
     if spec.exif is False:
         config["exif"] = False
     if spec.image_size is not None and ops_for(spec) != library_ops(spec):
-        config["ops"] = ops_for(spec)
+        config["ops"] = spec.ops or ops_for(spec)
     alone = path.suffix == ".safetensors"
     beside = path.with_suffix(".json") if alone else path / "config.json"
     path = path if alone else path / "model.safetensors"

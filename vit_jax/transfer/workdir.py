@@ -1,7 +1,6 @@
 """Reads models from the workdirs of this project."""
 
 import json
-import logging
 from collections.abc import Container
 from typing import Any
 
@@ -13,23 +12,19 @@ from ml_collections import ConfigDict
 
 from vit_jax import tree
 from vit_jax.checkpoints import restore
-from vit_jax.config import (
-    image_hw,
-    model_fields,
-    reads_folder,
-)
+from vit_jax.config import image_hw, model_fields, reads_folder
+from vit_jax.config.evals import find_evaluator
 from vit_jax.config.stored import read_config
-from vit_jax.data.host_ops import FULL_SIZE, TAKES_ENCODED
-from vit_jax.data.ops import check_crops, parse_calls, parse_ops
-from vit_jax.errors import Faults, InputError
+from vit_jax.data import OWN_PICTURES
+from vit_jax.data.host_ops import FULL_SIZE
+from vit_jax.data.ops import parse_calls
+from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.fields import stacks_layers, with_known
 from vit_jax.transfer.adapters import merge_adapters, merge_head_norm
 from vit_jax.transfer.rules import unstack_layers
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
-from vit_jax.transfer.spec import Cut, Pretrained, Spec, class_names_of, share_of
-
-logger = logging.getLogger("vit_jax")
+from vit_jax.transfer.spec import Cut, Pretrained, Spec, class_names_of, share_of, with_resize
 
 NO_CHOICE = "init_from='{}': keeps no running average; leave out the choice of weights"
 
@@ -129,7 +124,7 @@ def _spec_of(config: ConfigDict, model: nn.Module, workdir: epath.Path) -> Spec:
         std=tuple(config.data.std),
         class_names=class_names_of(read_class_names(workdir), model.num_classes, str(workdir)),
         cut=_cut(ops, model.image_size or image_hw(config.data.image_size)),
-        ops=_ops_for_files(ops),
+        ops=ops,
         loss=config.loss.name,
         holdout="names" if reads_folder(config) else None,
         exif=config.data.exif,
@@ -155,37 +150,29 @@ def read_class_names(path: epath.Path) -> Any:
 
 
 def _evaluated_by(config: ConfigDict) -> str:
-    """The ops of the first classification evaluator; "" if there is none."""
-    return next((e.ops for e in config.evals.values() if e.type == "classification"), None) or ""
+    """`Spec.ops`: the ops of the evaluator that is closest to the training; "decode" without one.
 
-
-def ops_on_pixels(
-    pretrained: Pretrained, image_size: tuple[int, int], size: tuple[int, int]
-) -> str | None:
-    """The run's evaluation ops if they turn images of `size` into images of `image_size`, or None.
-
-    They are exact for data of one size, while `Spec.ops` must accept files of any size. None also
-    for other sources, and for another image size than the run's.
+    Evaluators of the model's classes come first, then those of the run's own data, then those that
+    change images. Crops alone lose `decode`, as in `Spec.ops`, unless the images are files of any
+    size, which the run crops without resizing.
     """
-    if pretrained.run is None or image_size != pretrained.spec.image_size:
-        return None
-    config = ConfigDict(pretrained.run["config"])
-    ops = _evaluated_by(config)
-    host_ops, faults = parse_ops(ops, image_size)[0], Faults()
-    faults.check(check_crops, host_ops, "ops", size)
-    made = next((op.gives for op in reversed(host_ops) if op.gives is not None), size)
-    return ops if not faults and made == image_size else None
+    d = config.data
 
+    def data_of(entry):
+        return entry.data_name or d.name, entry.data_dir or d.data_dir
 
-def _ops_for_files(ops: str) -> str:
-    """Adapt the preprocessing string `ops` of a run to files of any size."""
-    names = [FULL_SIZE.get(name, name) for name, _, _ in parse_calls(ops, "ops")]
-    if names in (["central_crop"], ["decode", "central_crop"]):
-        logger.info("files are resized before the run's central_crop, because they have any size")
-        return "decode|resize_small(antialias=True)|central_crop"
-    if not {*names} & {"resize", "resize_small", "torchvision_resize", "inception_crop"}:
-        return "decode|resize(antialias=True)"
-    return ops if names[0] in TAKES_ENCODED else f"decode|{ops}"
+    def distance(entry):
+        is_other = data_of(entry) != (d.name, d.data_dir)
+        return find_evaluator(entry.type).learns_classes, is_other, not entry.ops
+
+    entry = min(config.evals.values(), key=distance, default=None)
+    if entry is None or not entry.ops:
+        return "decode"
+    first, _, crops = entry.ops.partition("|")
+    of_files = data_of(entry)[0] in (*OWN_PICTURES, "unlabelled")
+    if of_files or first.strip() != "decode" or with_resize(entry.ops) == entry.ops:
+        return entry.ops
+    return crops.strip() or "decode"
 
 
 def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
