@@ -59,15 +59,19 @@ def test_a_second_process_is_refused_until_the_first_is_killed(workdir, containe
     if container and subprocess.run([*container, "true"], capture_output=True).returncode:
         pytest.skip("unshare may not make a PID namespace here; run as root")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout.readline() == "trains\n"
-        pid = json.loads((workdir / "held_by.json").read_text())["pid"]
-        for start in (check_free, Lock):
-            with pytest.raises(InputError, match=rf"run: process {pid} on \S+ has been training"):
-                start(workdir)
-        second = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert second.returncode != 0 and f"process {pid} on" in second.stderr
-        assert (pid < 10) == bool(container)
-        first.kill()
+        try:
+            assert first.stdout.readline() == "trains\n"
+            pid = json.loads((workdir / "held_by.json").read_text())["pid"]
+            for start in (check_free, Lock):
+                with pytest.raises(
+                    InputError, match=rf"run: process {pid} on \S+ has been training"
+                ):
+                    start(workdir)
+            second = subprocess.run(command, capture_output=True, text=True, timeout=30)
+            assert second.returncode != 0 and f"process {pid} on" in second.stderr
+            assert (pid < 10) == bool(container)
+        finally:
+            first.kill()
     check_free(workdir)
     own = Lock(workdir)
     assert json.loads((workdir / "held_by.json").read_text())["pid"] == os.getpid()
