@@ -18,7 +18,7 @@ from started_job import TERMINATE, Job
 from vit_jax.config import base_config
 from vit_jax.errors import InputError
 from vit_jax.job import processes
-from vit_jax.job.hold import Hold
+from vit_jax.job.lock import Lock
 from vit_jax.job.processes import (
     PreemptionGuard,
     ProcessError,
@@ -28,7 +28,7 @@ from vit_jax.job.processes import (
     start,
 )
 from vit_jax.training.agreement import compare_weights
-from vit_jax.training.workdir import hold_workdir, wait_until_free
+from vit_jax.training.workdir import lock_workdir, wait_until_free
 
 # With Adam's usual eps the noise of gradients that are zero in exact arithmetic is scaled up.
 RUN = ("--config=configs/quickstart.py:debug", "--config.mesh.fsdp=2",
@@ -217,21 +217,21 @@ def test_what_process_0_refuses_all_refuse(on_each, tmp_path):
     """As when another job trains in the workdir."""
     workdir = epath.Path(tmp_path)
     (workdir / "config.json").write_text("begun")
-    first = Hold(workdir)
+    first = Lock(workdir)
     errors = on_each(*[lambda: wait_until_free(workdir, 5)] * 3)
     assert [type(error) for error in errors] == [InputError] * 3
     assert len({str(error) for error in errors}) == 1
     assert "has been training there" in str(errors[2])
     first.release()
 
-    def hold(begun):
-        with hold_workdir(workdir, begun, 5):
+    def lock(begun):
+        with lock_workdir(workdir, begun, 5):
             pass
 
     processes.client().values.clear()
-    assert on_each(*[lambda: hold("begun")] * 2) == [None] * 2
+    assert on_each(*[lambda: lock("begun")] * 2) == [None] * 2
     processes.client().values.clear()
-    for error in on_each(*[lambda: hold("")] * 2):
+    for error in on_each(*[lambda: lock("")] * 2):
         assert "another job has begun a run there meanwhile" in str(error)
     assert [path.name for path in workdir.iterdir()] == ["config.json"]
 

@@ -29,7 +29,7 @@ from vit_jax.errors import InputError, SharedInputError
 from vit_jax.evaluators.classification import Classification
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.inference.evaluate import evaluate
-from vit_jax.job.hold import LostHoldError
+from vit_jax.job.lock import LostLockError
 from vit_jax.main import main
 from vit_jax.training import record, starts, summary
 from vit_jax.training import train as train_module
@@ -266,26 +266,26 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
     ("error", "by_all"),
     [
         (InputError("evals.test.ops: an image is smaller than the crop"), False),
-        (LostHoldError("process 17 trains there now"), False),
+        (LostLockError("process 17 trains there now"), False),
         (SharedInputError("evals.few.l2=1e-30: too small"), True),
         (NothingToMeasureError("evals.few.train_split: none can be read"), True),
         (NonFiniteError("step 7: loss is nan"), True),
         (train_module.Preempted("stopped at step 7"), True),
     ],
 )
-def test_an_error_of_one_process_of_several_keeps_its_hold(monkeypatch, tmp_path, error, by_all):
+def test_an_error_of_one_process_of_several_keeps_its_lock(monkeypatch, tmp_path, error, by_all):
     """It does not wait for a commit that needs the others, so files may still be written."""
     said = []
     checkpoints = types.SimpleNamespace(close=lambda: said.append("closed"))
     monkeypatch.setattr(train_module.checkpoint, "Checkpoints", lambda *_, **__: checkpoints)
     monkeypatch.setattr(train_module.jax, "process_count", lambda: 2)
-    hold = types.SimpleNamespace(keep=lambda: said.append("kept"))
+    lock = types.SimpleNamespace(keep=lambda: said.append("kept"))
     run = types.SimpleNamespace(
         workdir=epath.Path(tmp_path),
         config=make_config(),
         timetable=types.SimpleNamespace(keep_every=None),
     )
-    with pytest.raises(type(error)), train_module.open_checkpoints(run, None, hold):
+    with pytest.raises(type(error)), train_module.open_checkpoints(run, None, lock):
         raise error
     assert said == (["closed"] if by_all else ["kept"])
 

@@ -37,7 +37,7 @@ def main(flags: argparse.Namespace) -> int:
 
     from vit_jax import metrics
     from vit_jax.checkpoints.replicas import DivergedError
-    from vit_jax.job.hold import LostHoldError
+    from vit_jax.job.lock import LostLockError
     from vit_jax.planning.fastest import choose_layout
     from vit_jax.training import guards, train
 
@@ -55,7 +55,7 @@ def main(flags: argparse.Namespace) -> int:
     except train.Preempted as e:
         print(e, file=sys.stderr)
         return exit_codes.PREEMPTED
-    except (guards.NonFiniteError, guards.CorruptDataError, DivergedError, LostHoldError) as e:
+    except (guards.NonFiniteError, guards.CorruptDataError, DivergedError, LostLockError) as e:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.FAILED
     return exit_codes.DONE

@@ -18,7 +18,7 @@ from vit_jax.devices.chips import count_chips
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
-from vit_jax.job.hold import Hold
+from vit_jax.job.lock import Lock
 from vit_jax.training.guards import CorruptRecords, check_finite
 from vit_jax.training.health import Health
 from vit_jax.training.prepare import Run
@@ -38,7 +38,7 @@ class Record:
       meta: saved with the state of that step; {} from scratch.
       clock: started at the very beginning of this part of the run.
       writer, progress: outputs for the rows.
-      hold: the hold on the workdir, of process 0 only; checked before rows and saves.
+      lock: the lock on the workdir, of process 0 only; checked before rows and saves.
 
     saved: step of the newest checkpoint; None before the first.
     """
@@ -51,11 +51,11 @@ class Record:
         clock: Clock,
         writer: metrics.MetricWriter | metrics.NullWriter,
         progress: metrics.Progress,
-        hold: Hold | None,
+        lock: Lock | None,
     ):
         c = run.config
         self.saved = start if meta else None
-        self._run, self._writer, self._progress, self._hold = run, writer, progress, hold
+        self._run, self._writer, self._progress, self._lock = run, writer, progress, lock
         self._train_s = meta.get("train_s", 0.0)
         self._clock, self._start = clock, start
         self._schedule = jax.jit(run.experiment.schedule)  # as one program
@@ -90,14 +90,14 @@ class Record:
     def check(self, step: int) -> None:
         """Wait for all steps so far; raise NonFiniteError or CorruptDataError if they failed.
 
-        Raises LostHoldError if the last heartbeat has found another job in the workdir.
+        Raises LostLockError if the last heartbeat has found another job in the workdir.
         """
         corrupt = [step_metrics.pop("masked") for _, step_metrics in self._pending]
         self._last = check_finite(self._pending, self.saved)
         self._corrupt.count(corrupt)
         self._corrupt.check(step, self.saved)
-        if self._hold is not None:
-            self._hold.check(fresh=False)
+        if self._lock is not None:
+            self._lock.check(fresh=False)
 
     def log(self, step: int) -> None:
         """Write the training row of `step`, which must have been checked."""
@@ -126,10 +126,10 @@ class Record:
     def saving(self, step: int) -> Iterator[dict[str, Any]]:
         """Wrap the saving of `step`: flush the rows, yield the facts to save with the state.
 
-        Raises LostHoldError if another job trains in the workdir now.
+        Raises LostLockError if another job trains in the workdir now.
         """
-        if self._hold is not None:
-            self._hold.check(fresh=True)
+        if self._lock is not None:
+            self._lock.check(fresh=True)
         times = {"train_s": self._throughput.seconds()}
         with watchdog.phase("save"), self._throughput.pause("save"):
             self.saved = step
@@ -147,36 +147,36 @@ def watch_health(run: Run, meta: Mapping[str, Any]) -> Health:
 
 @contextlib.contextmanager
 def open_record(
-    run: Run, start: int, meta: Mapping[str, Any], clock: Clock, hold: Hold | None
+    run: Run, start: int, meta: Mapping[str, Any], clock: Clock, lock: Lock | None
 ) -> Iterator[Record]:
     """Open the record of a run that continues from `start`, with its writer and progress bar."""
     restored_step = start if meta else None
     total = run.experiment.total_steps
     with (
-        open_writer(run, restored_step, hold) as writer,
+        open_writer(run, restored_step, lock) as writer,
         metrics.Progress(total, start) as progress,
     ):
-        yield Record(run, start, meta, clock, writer, progress, hold)
+        yield Record(run, start, meta, clock, writer, progress, lock)
 
 
 def open_writer(
-    run: Run, restored_step: int | None, hold: Hold | None
+    run: Run, restored_step: int | None, lock: Lock | None
 ) -> metrics.MetricWriter | metrics.NullWriter:
     """The writer of the run's rows, on process 0; rows after the restored step are dropped.
 
-    It adds nothing to metrics.jsonl once `hold` is lost.
+    It adds nothing to metrics.jsonl once `lock` is lost.
     """
     if jax.process_index() > 0:
         return metrics.NullWriter()
-    if hold is not None:
-        hold.check(fresh=True)  # opening the files replaces them
+    if lock is not None:
+        lock.check(fresh=True)  # opening the files replaces them
     c = run.config
     return metrics.MetricWriter(
         run.workdir,
         restored_step=restored_step,
         wandb_project=c.log.wandb,
         config=c.to_dict(),
-        may_write=lambda: hold is None or hold.is_ours(),
+        may_write=lambda: lock is None or lock.is_ours(),
     )
 
 
@@ -201,7 +201,7 @@ def evaluate_all(
     return found
 
 
-def evaluate_missed(run: Run, state: TrainState, due: Sequence[str], hold: Hold | None) -> None:
+def evaluate_missed(run: Run, state: TrainState, due: Sequence[str], lock: Lock | None) -> None:
     """Run those evaluators of `due` that have no row at the restored step.
 
     A run that is told to stop saves before it evaluates, and may be killed in between. Process 0
@@ -215,5 +215,5 @@ def evaluate_missed(run: Run, state: TrainState, due: Sequence[str], hold: Hold 
     missed = [name for name, miss in zip(due, is_missed, strict=True) if miss]
     if missed:
         logger.info("step %d: row missing; evaluating %s", step, ", ".join(missed))
-        with open_writer(run, step, hold) as writer:
+        with open_writer(run, step, lock) as writer:
             evaluate_all(run, state, missed, writer)

@@ -22,7 +22,7 @@ from vit_jax.devices.mesh import batch_sharding
 from vit_jax.errors import RaisedByAll
 from vit_jax.experiment.state import TrainState, start_from
 from vit_jax.job import watchdog
-from vit_jax.job.hold import Hold
+from vit_jax.job.lock import Lock
 from vit_jax.job.processes import PreemptionGuard
 from vit_jax.training.agreement import (
     compare_findings,
@@ -47,7 +47,7 @@ from vit_jax.training.summary import (
     write_summary,
 )
 from vit_jax.training.teachers import place_teachers, write_teachers
-from vit_jax.training.workdir import hold_workdir, wait_until_free, write_workdir
+from vit_jax.training.workdir import lock_workdir, wait_until_free, write_workdir
 
 logger = logging.getLogger("vit_jax")
 
@@ -81,7 +81,7 @@ def train_and_evaluate(
     Raises:
       InputError: the user's input is wrong; nothing has been written.
       Preempted: on SIGTERM, after saving; an Interrupted on Ctrl-C.
-      LostHoldError: another process has begun to train in `workdir`.
+      LostLockError: another process has begun to train in `workdir`.
       NonFiniteError: names the step; the last good checkpoint is kept.
       CorruptDataError: too many records are corrupt; the last good checkpoint is kept.
       DivergedError: devices hold different copies of one value; the last good checkpoint is kept.
@@ -103,13 +103,13 @@ def train_and_evaluate(
     describe(run)
     with watchdog.phase("compile"):
         check_kernels(run.experiment.model, run.mesh)
-    with hold_workdir(run.workdir, begun, timeout_s) as hold:
+    with lock_workdir(run.workdir, begun, timeout_s) as lock:
         with jax.set_mesh(run.mesh):
             state, meta = start_state(run)
             assert run.train_source is not None and run.order is not None
             if jax.process_index() == 0:
-                if hold is not None:
-                    hold.check(fresh=True)
+                if lock is not None:
+                    lock.check(fresh=True)
                 write_workdir(run.workdir, run.config, run.train_source)
                 write_teachers(run.workdir, run.described_teachers)
                 remove_summary(run)
@@ -117,12 +117,12 @@ def train_and_evaluate(
                 record_start(run.workdir, devices, int(state.step) if meta else None, asked or {})
             compare_starts(run.config, run.order, int(state.step))
             try:
-                train(run, state, meta, hold)
+                train(run, state, meta, lock)
             except NonFiniteError as e:
                 write_diverged(run, e)
                 raise
-        if hold is not None:
-            hold.check(fresh=True)
+        if lock is not None:
+            lock.check(fresh=True)
         return write_summary(run)
 
 
@@ -180,25 +180,25 @@ def _replace_leaves(old: tree.PyTree, arrays: Mapping[str, np.ndarray]) -> tree.
     return tree.unflatten_names(leaves)
 
 
-def train(run: Run, state: TrainState, meta: dict[str, Any], hold: Hold | None = None) -> None:
+def train(run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | None = None) -> None:
     """Run missed evaluations, then the loop: step, log, evaluate, flush, save.
 
     Until the step is compiled there is nothing to save, and SIGTERM ends a single process at once.
-    The record checks `hold` before each row of metrics and each save.
+    The record checks `lock` before each row of metrics and each save.
     """
     clock = Clock(meta, run.mesh.devices.flatten().tolist())
     start, total, timetable = int(state.step), run.experiment.total_steps, run.timetable
-    selection = catch_up(run, state, hold, is_new=not meta)
+    selection = catch_up(run, state, lock, is_new=not meta)
     if start == total or selection.stops:
         return
     train_step, layer_norms = compile_step(run), compile_layer_norms(run)
     frozen = place_teachers(run.teachers, run.experiment.abstract_frozen)
     with contextlib.ExitStack() as stack:
         guard = stack.enter_context(PreemptionGuard())
-        record = stack.enter_context(open_record(run, start, meta, clock, hold))
+        record = stack.enter_context(open_record(run, start, meta, clock, lock))
         profile = run.config.log.profile
         profiler = stack.enter_context(metrics.Profiler(profile, run.workdir / "profile"))
-        checkpoints = stack.enter_context(open_checkpoints(run, selection, hold))
+        checkpoints = stack.enter_context(open_checkpoints(run, selection, lock))
         record.begin()
         batches = train_batches(run, start)
         stack.callback(close_batches, batches)
@@ -242,15 +242,15 @@ def train(run: Run, state: TrainState, meta: dict[str, Any], hold: Hold | None =
                 return
 
 
-def catch_up(run: Run, state: TrainState, hold: Hold | None, *, is_new: bool) -> Selection:
+def catch_up(run: Run, state: TrainState, lock: Lock | None, *, is_new: bool) -> Selection:
     """Run evaluations missed at the restored step; return the decisions so far."""
     step = int(state.step)
     due = [] if is_new else run.timetable.evaluators(step)
     if due:
-        evaluate_missed(run, state, due, hold)
+        evaluate_missed(run, state, due, lock)
     selection = share_selection(run, 0 if is_new else step)
     if selection.stops:
-        evaluate_missed(run, state, list(run.config.evals), hold)
+        evaluate_missed(run, state, list(run.config.evals), lock)
         logger.info("stopped early: %s", selection.describe_end())
     return selection
 
@@ -273,14 +273,14 @@ def evaluate_and_select(
 
 @contextlib.contextmanager
 def open_checkpoints(
-    run: Run, selection: Selection, hold: Hold | None
+    run: Run, selection: Selection, lock: Lock | None
 ) -> Iterator[checkpoint.Checkpoints]:
     """Open the run's checkpoints; on exit, wait until everything saved is on disk.
 
     `selection` gives the best step so far.
 
     Does not wait if only this process of several has failed: a commit needs all processes, and the
-    others may be gone. Files may then still be written, here and by the others, so `hold` is kept
+    others may be gone. Files may then still be written, here and by the others, so `lock` is kept
     until this process ends.
     """
     checkpoints = checkpoint.Checkpoints(
@@ -294,8 +294,8 @@ def open_checkpoints(
         yield checkpoints
     except BaseException as e:
         alone = jax.process_count() > 1 and not isinstance(e, RaisedByAll)
-        if alone and hold is not None:
-            hold.keep()
+        if alone and lock is not None:
+            lock.keep()
         raise
     finally:
         if not alone:

@@ -19,7 +19,7 @@ from vit_jax.data import Source
 from vit_jax.errors import InputError, collect_faults
 from vit_jax.files import check_folder, write_whole
 from vit_jax.job import processes
-from vit_jax.job.hold import Hold, check_free
+from vit_jax.job.lock import Lock, check_free
 from vit_jax.training.decided import take_decided
 from vit_jax.training.extension import KEYS_OF_THE_END, find_other_past, say_extension
 
@@ -79,7 +79,7 @@ def check_unchanged(config: ConfigDict, workdir: epath.Path, free: Sequence[str]
         logger.info("%s: the run gets another end: %s", workdir, say_extension(of_end))
     collect_faults(
         faults,
-        f"--workdir={workdir} already holds a run with other settings; restore them, use a new "
+        f"--workdir={workdir} already locks a run with other settings; restore them, use a new "
         "--workdir, or start from its weights with --config.init_from=...",
     )
     both = {*stored.evals} & {*config.evals}
@@ -95,7 +95,7 @@ def check_unchanged(config: ConfigDict, workdir: epath.Path, free: Sequence[str]
 
 
 def wait_until_free(workdir: epath.Path, timeout_s: float) -> str:
-    """What config.json holds in a `workdir` that no other job trains in; "" if there is none.
+    """What config.json locks in a `workdir` that no other job trains in; "" if there is none.
 
     Raises:
       InputError: on every process: another job trains there.
@@ -116,20 +116,20 @@ def _read_if_there(path: epath.Path) -> str:
 
 
 @contextlib.contextmanager
-def hold_workdir(workdir: epath.Path, begun: str, timeout_s: float) -> Iterator[Hold | None]:
-    """Makes `workdir`, and keeps other jobs out of it; yields the hold, None but on process 0.
+def lock_workdir(workdir: epath.Path, begun: str, timeout_s: float) -> Iterator[Lock | None]:
+    """Makes `workdir`, and keeps other jobs out of it; yields the lock, None but on process 0.
 
     `begun`: what `wait_until_free` has found there, before the run was prepared.
 
     Raises:
       InputError: on every process: it cannot be made, or another job trains or trained there.
     """
-    holds: list[Hold] = []
+    locks: list[Lock] = []
     made = jax.process_index() == 0 and not workdir.exists()
 
     def take() -> str:
         _make(workdir)
-        holds.append(Hold(workdir))
+        locks.append(Lock(workdir))
         if _read_if_there(workdir / "config.json") != begun:
             raise InputError(
                 f"--workdir={workdir}: another job has begun a run there meanwhile; start the same "
@@ -139,10 +139,10 @@ def hold_workdir(workdir: epath.Path, begun: str, timeout_s: float) -> Iterator[
 
     try:
         processes.say_to_all("that the workdir is held", take, timeout_s)
-        yield holds[0] if holds else None
+        yield locks[0] if locks else None
     finally:
-        for hold in holds:
-            hold.release()
+        for lock in locks:
+            lock.release()
         if made and workdir.exists() and not any(workdir.iterdir()):
             workdir.rmdir()
 

@@ -1,0 +1,290 @@
+"""One job at a time trains in a workdir: its process 0 holds a lock on WORKDIR/held_by.json.
+
+The lock (flock) is held for the life of the process, and the kernel frees it however the process
+ends. The file names host, process and time of the start, and is touched every 10 s. This heartbeat
+decides where locks cannot: on object stores, on disks without locks, and between hosts, since some
+network disks keep the locks of each host apart. The file of another host must be 60 s old, by the
+disk's own clock.
+
+Without locks two jobs that start at one moment may both begin. The file is then the later one's;
+the other notices at its next heartbeat, and ends without writing rows or saving. Commands that only
+read a workdir do not look at the file.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+
+from etils import epath
+
+from vit_jax.errors import InputError
+from vit_jax.files import write_whole
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger("vit_jax")
+
+STALE_S = 60.0  # age of a heartbeat that counts as the end of its process
+_BEAT_S = 10.0
+_LOOK_S = 1.0
+_TRIES, _TRY_S = 20, 0.1  # `check_free` holds the lock for a moment, a job for its life
+_FILE = "held_by.json"
+
+
+class LostLockError(RuntimeError):
+    """Another process trains in the workdir now."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """The process that trains in a workdir.
+
+    host: its name.
+    pid: its process id, for messages only: two containers may have one host name and one id.
+    since: when it took the lock, in seconds since 1970.
+    token: of this lock, unlike any other.
+    """
+
+    host: str
+    pid: int
+    since: float
+    token: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    @property
+    def age(self) -> str:
+        """How long it has held the workdir, in its greatest unit: 12 s, 5 min, 3.5 h."""
+        seconds = time.time() - self.since
+        if seconds < 60:
+            return f"{max(seconds, 0):.0f} s"
+        return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def _read(workdir: epath.Path) -> Holder | None:
+    """Who holds `workdir`, dead or alive; None: nobody."""
+    try:
+        text = (workdir / _FILE).read_text()
+        return Holder(**json.loads(text)) if text else None  # empty: its process is about to write
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, TypeError):  # edited
+        return Holder("an unknown host", 0, time.time(), "")
+
+
+def _heartbeat_age(workdir: epath.Path) -> float:
+    """Seconds since the file was written or touched, by the disk's own clock; inf: it is gone."""
+    probe = workdir / f".clock-{uuid.uuid4().hex}"
+    probe.write_text("")
+    try:
+        return probe.stat().mtime - (workdir / _FILE).stat().mtime
+    except FileNotFoundError:  # released meanwhile
+        return math.inf
+    finally:
+        probe.unlink()
+
+
+def _open_locked(workdir: epath.Path, flags: int) -> int | None:
+    """A descriptor of the file, locked until it is closed; None where the disk has no locks.
+
+    Raises:
+      InputError: another process holds the lock.
+      FileNotFoundError: there is no file, and `flags` do not make one.
+    """
+    path = os.fspath(workdir / _FILE)
+    if fcntl is None or "://" in path:
+        return None
+    for _ in range(_TRIES):
+        file = os.open(path, os.O_RDWR | flags, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), os.stat(path)):
+                return file
+        except FileNotFoundError:  # its holder removed it between the two calls
+            pass
+        except BlockingIOError:
+            time.sleep(_TRY_S)
+        except OSError:  # the disk has no locks
+            os.close(file)
+            return None
+        os.close(file)
+    raise InputError(_refusal(workdir, _read(workdir)))
+
+
+def check_free(workdir: epath.Path) -> None:
+    """Returns once nobody trains in `workdir`; waits, and says so, where only time can tell.
+
+    Raises:
+      InputError: another process trains there, or the file cannot be read; says which.
+    """
+    with _naming_the_disk(workdir):
+        try:
+            file = _open_locked(workdir, 0)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        if file is not None:
+            os.close(file)
+        _wait_for_heartbeat(workdir, has_locks=file is not None)
+
+
+def _wait_for_heartbeat(workdir: epath.Path, has_locks: bool) -> None:
+    """Return once the last heartbeat is old, or at once if a lock has told that its job ended."""
+    holder = _read(workdir)
+    if holder is None or (has_locks and holder.host == socket.gethostname()):
+        return
+    if (age := _heartbeat_age(workdir)) >= STALE_S:
+        return
+    logger.warning(
+        "--workdir=%s: %s has held it for %s and cannot be seen from here; waiting up to %.0f s "
+        "for a sign of life from it",
+        workdir, holder, holder.age, STALE_S - age,
+    )  # fmt: skip
+    while age < STALE_S:
+        time.sleep(_LOOK_S)
+        if _read(workdir) is None:
+            return
+        before, age = age, _heartbeat_age(workdir)
+        if age < before:
+            raise InputError(_refusal(workdir, _read(workdir)))
+
+
+def _refusal(workdir: epath.Path, holder: Holder | None) -> str:
+    trains = "a job is beginning" if holder is None else f"{holder} has been training"
+    since = "" if holder is None else f" for {holder.age}"
+    return (
+        f"--workdir={workdir}: {trains} there{since}; wait until it ends, end it, or use another "
+        "--workdir"
+    )
+
+
+@contextlib.contextmanager
+def _naming_the_disk(workdir: epath.Path) -> Iterator[None]:
+    """Turns an OSError of the disk into an InputError with the remedy."""
+    try:
+        yield
+    except OSError as e:
+        raise InputError(
+            f"--workdir={workdir}: cannot read or write {_FILE}, which keeps other jobs out: "
+            f"{e.strerror or e}; make the folder writable and free space on its disk, or use "
+            "another --workdir"
+        ) from e
+
+
+class Lock:
+    """The lock of this process on a workdir, its heartbeat kept by a thread.
+
+    Raises:
+      InputError: another process trains in `workdir`, or its disk fails.
+    """
+
+    def __init__(self, workdir: epath.Path):
+        self._path = workdir / _FILE
+        self._holder = Holder(socket.gethostname(), os.getpid(), time.time(), uuid.uuid4().hex)
+        self._ended, self._kept = threading.Event(), False
+        with _naming_the_disk(workdir):
+            self._file = _open_locked(workdir, os.O_CREAT)
+            try:
+                _wait_for_heartbeat(workdir, has_locks=self._file is not None)
+                self._write()
+            except BaseException:
+                self._close()
+                raise
+        self._was_ours, self._confirmed_at = True, time.monotonic()
+        self._thread = threading.Thread(target=self._keep_beating, name="lock", daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        text = json.dumps(dataclasses.asdict(self._holder), indent=2) + "\n"
+        if self._file is None:
+            write_whole(self._path, text)
+        else:  # a renamed file would be one without the lock
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, text.encode(), 0)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+    def is_ours(self) -> bool:
+        """Whether this process still holds the workdir, as its file says now.
+
+        A file that cannot be read has no other holder until its heartbeat is stale.
+        """
+        with contextlib.suppress(Exception):  # an object store's client has errors of many classes
+            self._look()
+        return self._was_ours
+
+    def _look(self) -> bool:
+        """Whether the file names this process, as read now; raises whatever reading it raises."""
+        try:
+            found = _read(self._path.parent)
+        except Exception:
+            self._was_ours = self._was_ours and time.monotonic() - self._confirmed_at < STALE_S
+            raise
+        self._was_ours = found is not None and found.token == self._holder.token
+        if self._was_ours:
+            self._confirmed_at = time.monotonic()
+        return self._was_ours
+
+    def _keep_beating(self) -> None:
+        while not self._ended.wait(_BEAT_S):
+            try:
+                if self._look():  # unread, the file may be another's, which a beat would overwrite
+                    self._beat()
+            except Exception as e:  # as in `is_ours`
+                logger.warning("%s: heartbeat failed: %s", self._path, e)
+
+    def _beat(self) -> None:
+        if "://" in os.fspath(self._path):
+            self._write()
+        else:
+            os.utime(self._path)
+
+    def check(self, *, fresh: bool) -> None:
+        """Raises LostLockError if another process has taken the workdir meanwhile.
+
+        This process was then stopped, or without the disk, for longer than a heartbeat may be old.
+        `fresh`: look at the file now; otherwise the last heartbeat's look is enough.
+        """
+        if self.is_ours() if fresh else self._was_ours:
+            return
+        raise LostLockError(
+            f"--workdir={self._path.parent}: {self._say_loss()}; this process ends without saving"
+        )
+
+    def _say_loss(self) -> str:
+        try:
+            now = _read(self._path.parent)
+        except Exception as e:
+            return f"{_FILE} cannot be read: {getattr(e, 'strerror', None) or e}"
+        return f"{now} trains there now" if now else f"{_FILE} was removed"
+
+    def keep(self) -> None:
+        """Keep the lock, heartbeat included, until this process ends; `release` then does nothing.
+
+        For a process that fails while a save is in flight: files are still being written.
+        """
+        self._kept = True
+
+    def release(self) -> None:
+        """Free the workdir."""
+        if self._kept:
+            return
+        self._ended.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):
+            if self.is_ours():
+                self._path.unlink()
+        self._close()
