@@ -366,6 +366,7 @@ def prepared_by(spec, source, folder):
 def test_every_command_prepares_images_as_the_evaluators_of_a_run_do(tmp_path):
     forms = [(name, words) for name, all_words in FORMS.items() for words in all_words]
     of_one_size = {"digits": (8, 8, 3), "cifar10": (32, 32, 3)}
+    (tmp_path / "classes.json").write_text("null")
     cases = {}
     for name, words in [*forms, ("folder", "multilabel"), ("folder", "multilabel,debug")]:
         config = load(name, words)
