@@ -1,7 +1,8 @@
 """Run a job on a Kubernetes cluster that has JobSet (https://jobset.sigs.k8s.io).
 
   python launch/kubernetes.py --image=IMAGE --topology=v5e:16x16 --num_slices=2 -- \\
-    --config=configs/pretrain.py:ViT-L/16,imagenet21k --workdir=gs://bucket/runs/vit_l
+    --config=configs/pretrain.py:ViT-L/16,imagenet21k --workdir=gs://bucket/runs/vit_l \\
+    --config.data.data_dir=gs://bucket/tensorflow_datasets
 
 --topology runs the job on TPU slices of GKE, after checking that it fits. --nodes and
 --gpus_per_node run it on NVIDIA GPUs; --nodes without GPUs runs it on CPUs. Every node runs one
@@ -30,7 +31,7 @@ from command_line import (
     shell,
 )
 from environment import Environment, define_env_flag, read_environment
-from job import Job, check_config_travels, check_job
+from job import Job, check_config_travels, check_data_travels, check_job
 
 from vit_jax.errors import InputError
 from vit_jax.job.exit_codes import DONE, INPUT_WRONG, PREEMPTED, TERMINATED
@@ -74,8 +75,8 @@ def define_flags() -> argparse.ArgumentParser:
     return parser
 
 
-def check(flags: argparse.Namespace, job: Job) -> None:
-    """Raise InputError for flags that contradict each other."""
+def check(flags: argparse.Namespace, job: Job, variables: Environment) -> None:
+    """Raise InputError for flags that contradict each other, or a job that pods cannot run."""
     positive(flags, "num_slices", "nodes", "gpus_per_node", "cpus_per_node", "save_s")
     if (flags.topology is None) == (flags.nodes is None):
         raise InputError(
@@ -90,13 +91,18 @@ def check(flags: argparse.Namespace, job: Job) -> None:
         raise InputError(f"--max_restarts={flags.max_restarts}: must be at least 0")
     check_name(flags.name)
     mounts = parse_pairs("volume", flags.volume, ":").values()
-    if "://" not in job.workdir and not any(
-        job.workdir.startswith(f"{mount.rstrip('/')}/") for mount in mounts
-    ):
+
+    def is_mounted(folder: str) -> bool:
+        return any(f"{folder}/".startswith(f"{mount.rstrip('/')}/") for mount in mounts)
+
+    if "://" not in job.workdir and not is_mounted(job.workdir):
         raise InputError(
             f"--workdir={job.workdir}: would be lost with its pod; give gs://bucket/... or a "
             "folder on a volume, --volume=CLAIM:FOLDER"
         )
+    check_config_travels(job, "the image")
+    remedy = "give a folder on a volume, --volume=CLAIM:FOLDER"
+    check_data_travels(job, "a pod", variables.all, is_mounted, remedy)
 
 
 class Placement(NamedTuple):
@@ -328,9 +334,8 @@ def call_kubectl(command: Sequence[str], manifest: str, what: str) -> str:
 def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     """Create the JobSet that runs the job of `words`; return the exit code."""
     job = check_job(words)
-    check(flags, job)
-    check_config_travels(job, "the image")
     variables = read_environment(flags, job)
+    check(flags, job, variables)
     manifest = to_yaml(render(flags, job, variables))
     planned = flags.topology is not None and not flags.no_plan
     if flags.dry_run:

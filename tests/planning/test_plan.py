@@ -719,6 +719,7 @@ def test_show_sharding(capsys):
         ([TINY, "--topology=v5e:3x3"], "--topology=v5e:3x3: no such slice is rented; known: v5e:1"),
         ([TINY, "--topology=v5e:2x2", "--format=yaml"], "--format=yaml: known: table, json"),
         ([TINY, "--topology=v5e:2x2", "--num_slices=0"], "--num_slices=0: needs a positive"),
+        ([TINY, "--topology=v5e:4x4", f"--num_slices={10**20}"], "needs at most 1,048,576 chips"),
         ([TINY, "--topology=H100:8", "--num_slices=2"], "--num_slices: only for TPUs"),
         ([TINY, "--topology=H100:8", "--price_per_chip_hour=-1"], "--price_per_chip_hour=-1.0"),
         ([TINY, "--topology=H100:8", "--config.mesh.fsdp=3"], "mesh.fsdp=3"),
