@@ -14,6 +14,7 @@ They also restart after failures, at most --max_restarts times, except if the in
 """
 
 import argparse
+import functools
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -75,7 +76,7 @@ def define_flags() -> argparse.ArgumentParser:
     return parser
 
 
-def check(flags: argparse.Namespace, job: Job, variables: Environment) -> None:
+def check(flags: argparse.Namespace, job: Job) -> None:
     """Raise InputError for flags that contradict each other, or a job that pods cannot run."""
     positive(flags, "num_slices", "nodes", "gpus_per_node", "cpus_per_node", "save_s")
     if (flags.topology is None) == (flags.nodes is None):
@@ -90,19 +91,17 @@ def check(flags: argparse.Namespace, job: Job, variables: Environment) -> None:
     if flags.max_restarts < 0:
         raise InputError(f"--max_restarts={flags.max_restarts}: must be at least 0")
     check_name(flags.name)
-    mounts = parse_pairs("volume", flags.volume, ":").values()
-
-    def is_mounted(folder: str) -> bool:
-        return any(f"{folder}/".startswith(f"{mount.rstrip('/')}/") for mount in mounts)
-
-    if "://" not in job.workdir and not is_mounted(job.workdir):
+    if "://" not in job.workdir and not is_mounted(flags, job.workdir):
         raise InputError(
             f"--workdir={job.workdir}: would be lost with its pod; give gs://bucket/... or a "
             "folder on a volume, --volume=CLAIM:FOLDER"
         )
-    check_config_travels(job, "the image")
-    remedy = "give a folder on a volume, --volume=CLAIM:FOLDER"
-    check_data_travels(job, "a pod", variables.all, is_mounted, remedy)
+
+
+def is_mounted(flags: argparse.Namespace, folder: str) -> bool:
+    """Whether `folder` is on a volume of the pods."""
+    mounts = parse_pairs("volume", flags.volume, ":").values()
+    return any(f"{folder}/".startswith(f"{mount.rstrip('/')}/") for mount in mounts)
 
 
 class Placement(NamedTuple):
@@ -334,9 +333,13 @@ def call_kubectl(command: Sequence[str], manifest: str, what: str) -> str:
 def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     """Create the JobSet that runs the job of `words`; return the exit code."""
     job = check_job(words)
+    check(flags, job)
+    check_config_travels(job, "the image")
     variables = read_environment(flags, job)
-    check(flags, job, variables)
     manifest = to_yaml(render(flags, job, variables))
+    remedy = "give a folder on a volume, --volume=CLAIM:FOLDER"
+    mounted = functools.partial(is_mounted, flags)
+    check_data_travels(job, "a pod", variables.all, mounted, remedy)
     planned = flags.topology is not None and not flags.no_plan
     if flags.dry_run:
         plan = tpus.plan_command(job, flags.topology, flags.num_slices) if planned else []

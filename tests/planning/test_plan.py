@@ -609,8 +609,8 @@ def test_remedies_name_a_larger_slice_in_the_end(linear, monkeypatch):
 
 def test_plan_that_does_not_fit_says_so(capsys, monkeypatch):
     # Of GPUs, because that takes no compilation.
-    words = (TINY, "--topology=H100:8", "--config.model.depth=4")
-    words += ("--config.global_batch_size=32000000",)
+    words = (TINY, "--topology=H100:8", "--config.model.depth=8")
+    words += ("--config.global_batch_size=16000000",)
     code, figures = plan_by_command(capsys, *words)
     memory = figures["memory_bytes"]
     assert code == 3 and not memory["fits"] and memory["margin"] < 0
