@@ -42,7 +42,8 @@ def get_config(arg=""):
     fields = field_names(find_family(c.model.name).module)
     if {"pool", "dropout"} <= {*fields}:
         c.model.dropout = 0.1
-        if "token_module" not in fields:  # files of T2T-ViTs have a class token
+        # Published T2T-ViTs have a class token, and a DeiT is trained by its tokens.
+        if not {"token_module", "distillation_head"} & {*fields}:
             c.model.pool = "gap"
 
     c.data.name = "list" if chosen & {"list", "multilabel"} else "folder"

@@ -8,9 +8,9 @@ A few seconds: --config=configs/lejepa.py:debug
 DIR holds imagenet2012/VERSION, or cifar10/VERSION, as TFDS prepares it. From the paper: 1,024
 directions and 17 points. From the authors' notes on their code: 100 epochs, AdamW at 5e-4 with
 weight decay 0.05, a warm-up and a cosine, 2 global views of 30 % to 100 % and local ones of 5 % to
-30 % of the area, and their colours. Assumed: the weight 0.05, 8 local views (the notes have 6), of
-96 pixels, batches of 256, 10 epochs of warm-up, ViT-B/16, and gradients clipped at 1. The docstring
-of vit_jax/objectives/lejepa.py lists what the objective assumes.
+30 % of the area, and their colours. Assumed: the weight 0.05 (the code has 0.02), 8 local views
+(the notes have 6), of 96 pixels, batches of 256, 10 epochs of warm-up, ViT-B/16, and gradients
+clipped at 1. The docstring of vit_jax/objectives/lejepa.py lists what the objective assumes.
 """
 
 from vit_jax.config import (

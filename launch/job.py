@@ -5,19 +5,38 @@ import os
 import pathlib
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from command_line import ROOT
 from ml_collections import ConfigDict
 
 from vit_jax.commands import COMMANDS
 from vit_jax.commands.flags import load_valid_config, require_flags
-from vit_jax.config import plugins
+from vit_jax.config import eval_splits, plugins
 from vit_jax.config.text import shipped_configs
+from vit_jax.data import OWN_PICTURES, SOURCES, parse_mix
 from vit_jax.errors import InputError
 from vit_jax.main import parse_flags
 
 _OF_PROCESSES = ("coordinator", "num_processes", "process_id")
+
+
+class DataSet(NamedTuple):
+    """A data set that a job reads from files.
+
+    key: the config key of its folder.
+    name: as in `data.name`.
+    folder: a path, or an address such as gs://bucket/folder; None: the default of TFDS.
+    """
+
+    key: str
+    name: str
+    folder: str | None
+
+
+# The user's own pictures, which are read from mounted disks only.
+_PICTURES = (*OWN_PICTURES, "unlabelled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +49,7 @@ class Job:
     plugins: files of the config's plug-ins that are files.
     typed_plugins: plug-ins in `--config.plugins`, as typed.
     extras: extras of the package that the job needs beyond those of its platform.
+    data: the data sets that it reads, unless its config comes from the workdir.
     """
 
     words: tuple[str, ...]
@@ -38,6 +58,7 @@ class Job:
     plugins: tuple[pathlib.Path, ...] = ()
     typed_plugins: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
+    data: tuple[DataSet, ...] = ()
 
     def command(self, *process_words: str, python: str = "python") -> list[str]:
         """The command of one process; `process_words` give its place in the job."""
@@ -96,16 +117,32 @@ def check_job(words: Sequence[str]) -> Job:
     # `evaluate` takes its config from the workdir.
     of_command = ("workdir",) if command == "evaluate" else ("config", "workdir")
     require_flags(flags, [name for name in of_command if hasattr(flags, name)], example)
-    config, named = getattr(flags, "config", None), ()
+    config, named, data = getattr(flags, "config", None), (), ()
     extras = needed_extras(None, flags.workdir)
     with plugins.using(flags.plugins, trusted=flags.trust_plugins):
         if config is not None:
             loaded = load_valid_config(flags)
             named, extras = loaded.plugins, needed_extras(loaded, flags.workdir)
+            data = find_data_sets(loaded)
     found = [plugins.find_plugin(name) for name in named]
     by_path = tuple(pathlib.Path(p.file) for p in found if p.name.endswith(".py"))
     typed = tuple(flags.plugins)
-    return Job(tuple(words), config, flags.workdir, by_path, typed, extras)
+    return Job(tuple(words), config, flags.workdir, by_path, typed, extras, data)
+
+
+def find_data_sets(config: ConfigDict) -> tuple[DataSet, ...]:
+    """The data sets that training and evaluators read from files, each once."""
+    d = config.data
+    found = {(name, d.data_dir): "data.data_dir"
+             for name in (d.name, *(part.name for part in parse_mix(d.mix)))}  # fmt: skip
+    for name, entry in config.evals.items():
+        for split in eval_splits(config, entry).values():
+            found.setdefault((split.data_name, split.data_dir), f"evals.{name}.data_dir")
+    return tuple(
+        DataSet(key, name, folder)
+        for (name, folder), key in found.items()
+        if name in _PICTURES or name not in SOURCES
+    )
 
 
 def needed_extras(config: ConfigDict | None, workdir: str) -> tuple[str, ...]:
@@ -189,6 +226,38 @@ def check_config_travels(job: Job, where: str) -> None:
             f"--config={job.config}: {where} has only the repository's files; move the file to "
             "configs/ and name it from the repository's root"
         )
+
+
+def check_data_travels(
+    job: Job, where: str, variables: Mapping[str, str], has: Callable[[str], bool], remedy: str
+) -> None:
+    """Raise InputError if the processes of a job cannot read its data.
+
+    `where` names the place of a process and `variables` are its environment; `has` says whether a
+    folder may be there, and `remedy` how the user gets it there.
+    """
+    faults = []
+    for key, name, folder in job.data:
+        bucket = "" if name in _PICTURES else "gs://bucket/tensorflow_datasets"
+        folder = folder or (variables.get("TFDS_DATA_DIR") if bucket else None)
+        if folder is not None and (has(folder) or (bucket and "://" in folder)):
+            continue
+        copy = f"copy it to a bucket and give --config.{key}={bucket}, or " if bucket else ""
+        what = name if bucket else "pictures"
+        faults.append(f"{key}={folder!r}: {where} has no {what} there; {copy}{remedy}")
+    if faults:
+        raise InputError(*faults)
+
+
+def is_on_own_disk(folder: str) -> bool:
+    """Whether a folder is on the system's or the user's own disk, which no other host mounts."""
+    return _mount_of(folder) in {"/", _mount_of(str(pathlib.Path.home()))}
+
+
+def _mount_of(path: str) -> str:
+    while not os.path.ismount(path):
+        path = os.path.dirname(path)
+    return path
 
 
 def _is_below(folder: pathlib.Path, name: str) -> bool:

@@ -1,7 +1,8 @@
 """Run a job on a Kubernetes cluster that has JobSet (https://jobset.sigs.k8s.io).
 
   python launch/kubernetes.py --image=IMAGE --topology=v5e:16x16 --num_slices=2 -- \\
-    --config=configs/pretrain.py:ViT-L/16,imagenet21k --workdir=gs://bucket/runs/vit_l
+    --config=configs/pretrain.py:ViT-L/16,imagenet21k --workdir=gs://bucket/runs/vit_l \\
+    --config.data.data_dir=gs://bucket/tensorflow_datasets
 
 --topology runs the job on TPU slices of GKE, after checking that it fits. --nodes and
 --gpus_per_node run it on NVIDIA GPUs; --nodes without GPUs runs it on CPUs. Every node runs one
@@ -13,6 +14,7 @@ They also restart after failures, at most --max_restarts times, except if the in
 """
 
 import argparse
+import functools
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,7 +32,7 @@ from command_line import (
     shell,
 )
 from environment import Environment, define_env_flag, read_environment
-from job import Job, check_config_travels, check_job
+from job import Job, check_config_travels, check_data_travels, check_job
 
 from vit_jax.errors import InputError
 from vit_jax.job.exit_codes import DONE, INPUT_WRONG, PREEMPTED, TERMINATED
@@ -75,7 +77,7 @@ def define_flags() -> argparse.ArgumentParser:
 
 
 def check(flags: argparse.Namespace, job: Job) -> None:
-    """Raise InputError for flags that contradict each other."""
+    """Raise InputError for flags that contradict each other, or a job that pods cannot run."""
     positive(flags, "num_slices", "nodes", "gpus_per_node", "cpus_per_node", "save_s")
     if (flags.topology is None) == (flags.nodes is None):
         raise InputError(
@@ -89,14 +91,17 @@ def check(flags: argparse.Namespace, job: Job) -> None:
     if flags.max_restarts < 0:
         raise InputError(f"--max_restarts={flags.max_restarts}: must be at least 0")
     check_name(flags.name)
-    mounts = parse_pairs("volume", flags.volume, ":").values()
-    if "://" not in job.workdir and not any(
-        job.workdir.startswith(f"{mount.rstrip('/')}/") for mount in mounts
-    ):
+    if "://" not in job.workdir and not is_mounted(flags, job.workdir):
         raise InputError(
             f"--workdir={job.workdir}: would be lost with its pod; give gs://bucket/... or a "
             "folder on a volume, --volume=CLAIM:FOLDER"
         )
+
+
+def is_mounted(flags: argparse.Namespace, folder: str) -> bool:
+    """Whether `folder` is on a volume of the pods."""
+    mounts = parse_pairs("volume", flags.volume, ":").values()
+    return any(f"{folder}/".startswith(f"{mount.rstrip('/')}/") for mount in mounts)
 
 
 class Placement(NamedTuple):
@@ -332,6 +337,9 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     check_config_travels(job, "the image")
     variables = read_environment(flags, job)
     manifest = to_yaml(render(flags, job, variables))
+    remedy = "give a folder on a volume, --volume=CLAIM:FOLDER"
+    mounted = functools.partial(is_mounted, flags)
+    check_data_travels(job, "a pod", variables.all, mounted, remedy)
     planned = flags.topology is not None and not flags.no_plan
     if flags.dry_run:
         plan = tpus.plan_command(job, flags.topology, flags.num_slices) if planned else []

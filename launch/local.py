@@ -34,6 +34,7 @@ from vit_jax.job.exit_codes import DONE, INPUT_WRONG, INTERRUPTED, PREEMPTED, of
 _LAST_LINES = 20  # lines to show of a failed process
 _GRACE_S = 5  # for the other processes to print their messages, once one has failed
 _POLL_S = 0.05
+_MOST_DEVICES = 1024  # of one host
 _FLUSH_S = 60  # interval between writes of the logs to an object store
 
 
@@ -269,6 +270,10 @@ def remove_logs(job: Job, num_processes: int) -> None:
 def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     """Run the job of `words`, restarting it while it is preempted; return its exit code."""
     positive(flags, "num_processes", "devices_per_process")
+    if flags.num_processes * (flags.devices_per_process or 1) > _MOST_DEVICES:
+        raise InputError(
+            f"--num_processes={flags.num_processes}: needs at most {_MOST_DEVICES} devices in all"
+        )
     gpus = [] if flags.platform == "cpu" else visible_gpus()
     if flags.platform == "gpu" and not gpus:
         raise InputError("--platform=gpu: no NVIDIA GPU found on this host; use --platform=cpu")

@@ -1,7 +1,8 @@
 """Submit a job to Slurm that saves before its time limit and requeues itself.
 
   python launch/slurm.py --nodes=4 --gpus_per_node=8 --time=24:00:00 --sbatch=--partition=gpu -- \\
-    --config=configs/pretrain.py:ViT-L/16,imagenet21k --workdir=/shared/runs/vit_l
+    --config=configs/pretrain.py:ViT-L/16,imagenet21k --workdir=/shared/runs/vit_l \\
+    --config.data.data_dir=/shared/tensorflow_datasets
 
 Run it on a login node, in a folder shared with the compute nodes, since they use the same Python.
 By default each node runs one process, which uses all its GPUs. The output of the processes is

@@ -1,7 +1,8 @@
 """Run a job on Cloud TPU VMs: request slices, start the job on all workers, keep it running.
 
   python launch/tpu_vm.py run --name=vit-l --zone=us-west4-a --topology=v5e:4x4 --spot -- \\
-    --config=configs/pretrain.py:ViT-L/16,imagenet21k --workdir=gs://bucket/runs/vit_l
+    --config=configs/pretrain.py:ViT-L/16,imagenet21k --workdir=gs://bucket/runs/vit_l \\
+    --config.data.data_dir=gs://bucket/tensorflow_datasets
 
   create   requests the slices as a queued resource
   run      requests the slices if there are none, installs the repository's code on every worker,
@@ -16,6 +17,7 @@ All actions use the gcloud client with its configured account and project.
 """
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -26,7 +28,7 @@ import slices
 import tpus
 from command_line import check_name, find_program, launcher_main, make_parser, positive, shell
 from environment import Environment, define_env_flag, read_environment
-from job import Job, check_config_travels, check_job
+from job import Job, check_config_travels, check_data_travels, check_job, is_on_own_disk
 from slices import (
     Gcloud,
     PreemptedError,
@@ -308,6 +310,13 @@ def check(flags: argparse.Namespace, words: Sequence[str]) -> tuple[tpus.Slice |
             f"--workdir={job.workdir}: would be a different folder on each worker, and lost with "
             "it; give gs://bucket/..., or the full path of a disk that all workers mount"
         )
+
+    def may_be_mounted(folder: str) -> bool:
+        return folder.startswith("/") and not (os.path.exists(folder) and is_on_own_disk(folder))
+
+    remedy = "give the full path of a disk that all workers mount"
+    variables = read_environment(flags, job).all
+    check_data_travels(job, "a worker", variables, may_be_mounted, remedy)
     return tpu, job
 
 
@@ -329,7 +338,6 @@ def launch(flags: argparse.Namespace, words: Sequence[str]) -> int:
     elif flags.action == "logs":
         return subprocess.run(follow_log(gcloud, flags)).returncode
     else:
-        read_environment(flags, job)  # a fault is shown before anything is planned or requested
         if not flags.no_plan and (code := tpus.check_plan(job, flags.topology, flags.num_slices)):
             return code
         try:

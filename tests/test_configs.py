@@ -31,7 +31,7 @@ from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.experiment import make_config_schedule, make_experiment
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import predict as prediction
-from vit_jax.models import create_model, find_family, token_stride
+from vit_jax.models import MODELS, create_model, find_family, token_stride
 from vit_jax.models.fields import field_names
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
@@ -545,11 +545,16 @@ def test_pretraining_validates_on_what_it_does_not_train_on(data, train, val):
 
 @pytest.mark.parametrize(
     ("words", "model", "image_size"),
-    [("", "ViT-Ti/8", 64), ("BiT-R50x1", "BiT-R50x1", 224), ("debug,ViT-B/32", "ViT-mu/32", 64)],
+    [
+        ("", "ViT-Ti/8", 64),
+        ("debug,ViT-B/32", "ViT-mu/32", 64),
+        *((family.names[-1], family.names[-1], 224) for family in MODELS.values()),
+    ],
 )
 def test_folder_takes_a_model(words, model, image_size):
     c = load("folder", words)
     assert (c.model.name, c.data.image_size) == (model, image_size)
+    create_model(model, 2, image_size, **model_fields(c))
 
 
 def test_folder_takes_one_model():

@@ -54,9 +54,11 @@ class Faults(list[str]):
         known = list(known)
         self.need(value in known, f"{key}={value!r}: {nearest(value, known)}")
 
-    def need_positive(self, key: str, value: float | None) -> None:
-        """Add a fault unless `value` is positive or None."""
-        self.need(value is None or value > 0, f"{key}={value}: needs a positive number")
+    def need_positive(self, key: str, value: float | None, most: int | None = None) -> None:
+        """Add a fault unless `value` is None, or positive and not more than `most`."""
+        holds = value is None or (value > 0 and (most is None or value <= most))
+        up_to = "" if most is None else f", up to {most:,}"
+        self.need(holds, f"{key}={value}: needs a positive number{up_to}")
 
     def check(self, fn: Callable[..., T], *args: Any, prefix: str = "", **kwargs: Any) -> T | None:
         """Return fn(*args, **kwargs); if it raises InputError, add its faults and return None."""

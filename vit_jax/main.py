@@ -38,6 +38,7 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
     Raises:
       InputError: lists every unknown flag.
     """
+    sys.set_int_max_str_digits(0)  # the checks of flags and keys refuse long numbers by name
     parser = argparse.ArgumentParser(
         prog=f"python -m vit_jax.main {command}",
         description=find_command(command).__doc__,

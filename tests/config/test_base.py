@@ -181,7 +181,10 @@ def test_image_hw(size, hw):
 def test_image_hw_refuses(size):
     with pytest.raises(InputError) as e:
         image_hw(size, "model.patch_size")
-    assert str(e.value) == f"model.patch_size={size!r}: needs a positive int or a pair of them"
+    assert (
+        str(e.value)
+        == f"model.patch_size={size!r}: needs a positive int or a pair of them, up to 65535"
+    )
 
 
 def test_step_range():

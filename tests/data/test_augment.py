@@ -241,8 +241,8 @@ def test_randaugment_gives_the_same_whatever_the_threads_and_keeps_the_static_sh
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("0, 15", "layers must be a positive integer, not 0"),
-        ("2.0, 15", "layers must be a positive integer, not 2.0"),
+        ("0, 15", "layers must be an integer from 1 to 65535, not 0"),
+        ("2.0, 15", "layers must be an integer from 1 to 65535, not 2.0"),
         ("2, -1", "magnitude must be a number of at least 0, not -1"),
         ("2, '15'", "magnitude must be a number of at least 0, not '15'"),
         ("2, 1e999", "magnitude must be a number of at least 0, not inf"),

@@ -83,6 +83,9 @@ def test_several_labels_each(root, suffix):
         "a.jpg": [1, 0], "sub/b.png": [1, 1], "c.jpg": [0, 0],
     }  # fmt: skip
     refused(path, "sub/b.png has 2 labels", "--config=folder:multilabel")
+    assert both(path, multi_label=None) == both(path, multi_label=True)
+    one_each = write(root, CSV, "one_each.csv")
+    assert both(one_each, multi_label=None) == both(one_each)
 
 
 def test_batches_have_the_labels_of_all_classes(root):

@@ -35,7 +35,7 @@ def test_duration(text, steps):
     [
         ("90 epochs", 1_281_167, 1024, 112_603),  # 112602.57
         ("2.01 epochs", 50, 1, 101),  # 100.5; in binary floats 100.49999999999999
-        ("1e20 examples", 1, 3, 33_333_333_333_333_333_333),
+        ("5e9 examples", 1, 3, 1_666_666_667),
     ],
 )
 def test_duration_is_exact(text, num_examples, global_batch_size, steps):
@@ -66,6 +66,19 @@ def test_bad_duration_names_key_value_and_remedy(text, remedy):
             check()
         for part in (f"schedule.warmup={text!r}", remedy):
             assert part in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["1e999 steps", "1e999999999999 epochs", "-1e999 steps"])
+def test_a_duration_without_end_is_refused_at_once(text):
+    with pytest.raises(InputError, match="not a duration"):
+        check_duration(text, key="duration")
+
+
+def test_a_run_has_as_many_steps_as_its_state_counts():
+    sizes = {"num_examples": 3, "global_batch_size": 1, "key": "duration"}
+    assert parse_duration("2147483647 steps", **sizes) == 2**31 - 1
+    with pytest.raises(InputError, match=r"duration='1e9 epochs': is 3e\+09 steps; needs at most"):
+        parse_duration("1e9 epochs", **sizes)
 
 
 RUN = {"peak_lr": 0.5, "total_steps": 100, "warmup_steps": 20}

@@ -139,6 +139,18 @@ def test_features_of_a_data_set(golden, tmp_path, capsys):
         assert sorted(set(file["label"])) == list(range(10))
 
 
+def test_features_of_a_list_with_several_labels(golden, pictures, tmp_path, capsys):
+    (pictures / "list.csv").write_text("file,labels\na.png,cat;dog\nb.JPG,\n")
+    words = [
+        f"--init_from={golden / 'hf_vit'}",
+        "--data=list:all",
+        f"--data_dir={pictures / 'list.csv'}",
+    ]
+    predict(capsys, *words, f"--features={tmp_path / 'f.npz'}")
+    with np.load(tmp_path / "f.npz") as file:
+        np.testing.assert_array_equal(file["label"], [[1, 1], [0, 0]])
+
+
 REFUSED = {
     "no images": ([], "give either images"),
     "a pipe": (["pipe.jpg"], "pipe.jpg: no file, but a pipe or a device"),
@@ -155,6 +167,9 @@ REFUSED = {
     ),
     "features nowhere": (["x.png", "--features=no/f.npz"], "/no does not exist"),
     "no classes": (["x.png"], "has no classes"),
+    "a size that is no number": (["x.png", "--image_size=²"], "--image_size=²: needs an int"),
+    "a size too large": (["x.png", "--image_size=" + "9" * 20], "--image_size=9", "up to 65535"),
+    "a batch too large": (["x.png", f"--batch_size={10**20}"], "--batch_size=1", "16,777,216"),
     "a batch too small": (["x.png", "--batch_size=3"], "--batch_size=3"),
 }  # fmt: skip
 

@@ -114,6 +114,15 @@ def test_folders(tmp_path):
     assert "predict" in found.remedy and "data.name=unlabelled" in found.remedy
     assert reach.check_data_dir(str(tmp_path / "loose"), "unlabelled").state == OK
     assert reach.check_workdir(epath.Path(tmp_path / "run")).state == OK
+    (tmp_path / "list.csv").write_text("file,label\nloose/1.jpg,cat\n")
+    for data_name in (None, "list"):
+        assert reach.check_data_dir(str(tmp_path / "list.csv"), data_name).state == OK
+    assert reach.check_data_dir(str(tmp_path / "list.csv"), "folder").state == FAILED
+    assert doctor._some_pictures(str(tmp_path / "list.csv")) == [str(tmp_path / "loose/1.jpg")]
+    with pytest.raises(
+        InputError, match=r"^--data_dir='.*1\.jpg': needs a name that ends in \.csv"
+    ):
+        reach.check_data_dir(str(tmp_path / "loose/1.jpg"))
     (tmp_path / "file").write_text("")
     found = bounded("w", lambda: reach.check_workdir(epath.Path(tmp_path / "file")), 10, "")
     assert found.state == FAILED and "is a file" in found.found

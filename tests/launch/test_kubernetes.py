@@ -18,6 +18,8 @@ IMAGE = "--image=europe-docker.pkg.dev/project/images/vit_jax:1"
 VIT_L = "--config=configs/pretrain.py:ViT-L/16,imagenet21k"
 QUICKSTART = "--config=configs/quickstart.py:debug"
 BUCKET = "--workdir=gs://bucket/runs/vit_l"
+DATA = "--config.data.data_dir=gs://bucket/tensorflow_datasets"
+VIT_L_JOB = [VIT_L, BUCKET, DATA]
 
 # As in the documentation; `python launch/kubernetes.py WORDS --dry_run -- ...` makes them.
 SHOWN = {
@@ -35,14 +37,14 @@ SHOWN = {
 
 
 def job_words(name):
-    return [QUICKSTART, "--workdir=/runs/digits"] if name == "two_cpu_nodes" else [VIT_L, BUCKET]
+    return [QUICKSTART, "--workdir=/runs/digits"] if name == "two_cpu_nodes" else VIT_L_JOB
 
 
 @pytest.fixture
 def render(kubernetes, call):
     """render(*words, job=...) -> (comments, manifest) from a dry run."""
 
-    def render(*words, job=(VIT_L, BUCKET)):
+    def render(*words, job=VIT_L_JOB):
         code, out, err = call(kubernetes, IMAGE, *words, "--dry_run", "--", *job)
         assert (code, err) == (0, "")
         return [line for line in out.splitlines() if line.startswith("#")], yaml.safe_load(out)
@@ -276,6 +278,38 @@ def test_refused(kubernetes, refused, words, says):
     assert says in refused(kubernetes, IMAGE, *words, "--", VIT_L, BUCKET)
 
 
+PICTURES = "--config=configs/folder.py:debug"
+
+
+@pytest.mark.parametrize(
+    ("words", "job", "says"),
+    [
+        ([], [VIT_L], "data.data_dir=None: a pod has no imagenet21k there; copy it to a bucket and "
+         "give --config.data.data_dir=gs://bucket/tensorflow_datasets, or give a folder on a"),
+        (["--volume=CLAIM:/data"], [VIT_L, "--config.data.data_dir=/database"], "'/database'"),
+        ([], [PICTURES], "data.data_dir=None: a pod has no pictures there; give a folder on a"),
+        ([], [PICTURES, "--config.data.data_dir=gs://bucket/pictures"], "'gs://bucket/pictures'"),
+        ([], [QUICKSTART, "--config.data.mix=cifar10=0.5"], "data.data_dir=None: a pod has no cif"),
+        ([], [QUICKSTART, "--config.evals.test.data_name=cifar10"], "evals.test.data_dir=None"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dry_run", [[], ["--dry_run"]])
+def test_data_that_no_pod_has(kubernetes, refused, words, job, says, dry_run):
+    assert says in refused(kubernetes, IMAGE, "--nodes=2", *words, *dry_run, "--", *job, BUCKET)
+
+
+@pytest.mark.parametrize(
+    ("words", "job"),
+    [
+        (["--volume=CLAIM:/data"], [VIT_L, "--config.data.data_dir=/data"]),
+        (["--volume=CLAIM:/data"], [PICTURES, "--config.data.data_dir=/data/pictures"]),
+        (["--env=TFDS_DATA_DIR=gs://bucket/data"], [VIT_L]),
+    ],
+)
+def test_data_that_a_pod_reaches(render, words, job):
+    render("--nodes=2", *words, job=[*job, BUCKET])
+
+
 def test_workdir_that_is_lost_with_its_pod(kubernetes, refused):
     says = refused(kubernetes, IMAGE, "--nodes=2", "--", QUICKSTART, "--workdir=runs/x")
     assert "--workdir=runs/x: would be lost with its pod; give gs://bucket/..." in says
@@ -328,7 +362,7 @@ def test_is_planned_before_it_is_started(kubernetes, call, kubectl, monkeypatch,
         return [sys.executable, "-c", script]
 
     monkeypatch.setattr(kubernetes.tpus, "plan_command", command)
-    code, out, err = call(kubernetes, IMAGE, "--topology=v5e:4x4", *flags, "--", VIT_L, BUCKET)
+    code, out, err = call(kubernetes, IMAGE, "--topology=v5e:4x4", *flags, "--", *VIT_L_JOB)
     if flags or not ends_with:
         assert code == 0 and "jobset.jobset.x-k8s.io/vit-l created" in out
         assert "kubectl logs --follow --selector jobset.sigs.k8s.io/jobset-name=vit-l," in out

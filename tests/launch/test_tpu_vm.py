@@ -13,6 +13,7 @@ import pytest
 from stand_in_cloud import RESOURCES, STAND_IN, Cloud
 
 QUICKSTART = "--config=configs/quickstart.py:debug"
+PICTURES = "--config=configs/folder.py:debug"
 BUCKET = "--workdir=gs://bucket/runs/digits"
 WHERE = ["--name=digits", "--zone=us-west4-a"]
 WORDS = [QUICKSTART, BUCKET, "--config.log.every=7 steps"]
@@ -396,6 +397,10 @@ def test_dry_run(tpu_vm, call, cloud):
         (["create", *WHERE, "--topology=v5e:4x4", "--spot", "--reserved"], "not allowed with"),
         (["run", *WHERE, "--topology=v5e:4x4", "--", QUICKSTART, "--workdir=runs/x"],
          "--workdir=runs/x: would be a different folder on each worker"),
+        ([*RUN, "--", PICTURES, BUCKET], "data.data_dir=None: a worker has no pictures there"),
+        ([*RUN, "--", PICTURES, BUCKET, f"--config.data.data_dir={pathlib.Path.home()}"],
+         "a worker has no pictures there; give the full path of a disk that all workers mount"),
+        ([*RUN, "--", PICTURES, BUCKET, "--config.data.data_dir=pictures"], "'pictures': a worker"),
         (["run", *WHERE, "--topology=v5e:4x4", "--"], "no job: give its arguments after --"),
         (["runn", *WHERE], "invalid choice: 'runn'"),
         (["status", "--name=ViT_L", "--zone=us-west4-a"], "--name=ViT_L: needs at most 40"),
@@ -403,6 +408,12 @@ def test_dry_run(tpu_vm, call, cloud):
 )  # fmt: skip
 def test_refused(tpu_vm, refused, words, says):
     assert says in refused(tpu_vm, *words)
+
+
+@pytest.mark.parametrize("data_dir", ["gs://bucket/data", "/disk/that/workers/mount"])
+def test_data_that_workers_may_reach(tpu_vm, call, data_dir):
+    words = ["--config=configs/cifar10.py", BUCKET, f"--config.data.data_dir={data_dir}"]
+    assert call(tpu_vm, *RUN, "--dry_run", "--", *words)[0] == 0
 
 
 def test_without_gcloud(tpu_vm, refused, monkeypatch):

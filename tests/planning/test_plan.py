@@ -609,8 +609,8 @@ def test_remedies_name_a_larger_slice_in_the_end(linear, monkeypatch):
 
 def test_plan_that_does_not_fit_says_so(capsys, monkeypatch):
     # Of GPUs, because that takes no compilation.
-    words = (TINY, "--topology=H100:8", "--config.model.depth=4")
-    words += ("--config.global_batch_size=32000000",)
+    words = (TINY, "--topology=H100:8", "--config.model.depth=8")
+    words += ("--config.global_batch_size=16000000",)
     code, figures = plan_by_command(capsys, *words)
     memory = figures["memory_bytes"]
     assert code == 3 and not memory["fits"] and memory["margin"] < 0
@@ -719,6 +719,7 @@ def test_show_sharding(capsys):
         ([TINY, "--topology=v5e:3x3"], "--topology=v5e:3x3: no such slice is rented; known: v5e:1"),
         ([TINY, "--topology=v5e:2x2", "--format=yaml"], "--format=yaml: known: table, json"),
         ([TINY, "--topology=v5e:2x2", "--num_slices=0"], "--num_slices=0: needs a positive"),
+        ([TINY, "--topology=v5e:4x4", f"--num_slices={10**20}"], "needs at most 1,048,576 chips"),
         ([TINY, "--topology=H100:8", "--num_slices=2"], "--num_slices: only for TPUs"),
         ([TINY, "--topology=H100:8", "--price_per_chip_hour=-1"], "--price_per_chip_hour=-1.0"),
         ([TINY, "--topology=H100:8", "--config.mesh.fsdp=3"], "mesh.fsdp=3"),

@@ -56,7 +56,18 @@ def test_faults_are_told_at_once():
         sweep.parse_sweep(texts)
     said = str(e.value)
     assert "7 faults" in said and "--sweep=seed: needs KEY=VALUE,VALUE" in said
-    assert "--sweep=a=2: a is given twice" in said and "--sweep=b=1,1: gives a value twice" in said
+    assert "--sweep=a=2: a is given twice" in said and "--sweep=b=1,1: gives 1 twice" in said
+
+
+@pytest.mark.parametrize(
+    "text", ["optimizer.peak_lr=1e-3,0.001", "data.mean=[0,0,0],(0,0,0)", "seed=1,01"]
+)
+def test_one_value_in_two_spellings(text):
+    key = text.partition("=")[0]
+    with pytest.raises(
+        InputError, match=rf"study\.sweep: {key}=.* and .* are equal; leave one out"
+    ):
+        sweep.check(config_of(text))
 
 
 def test_the_metric_is_one_that_the_evaluator_will_report():

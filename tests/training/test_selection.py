@@ -137,6 +137,28 @@ def test_a_metric_of_an_optional_split_that_the_pictures_lack(tmp_path):
     open_sources(config, training=True)
 
 
+def test_a_run_is_evaluated_on_pictures_without_its_optional_split(tmp_path, caplog):
+    caplog.set_level("INFO", logger="vit_jax")
+    config = load_config("folder:ViT-mu/16")
+    for name in ("cat/1.png", "dog/1.png"):
+        for split in ("a/train", "a/test", "b/train", "b/val"):
+            (tmp_path / split / name).parent.mkdir(parents=True)
+            (tmp_path / split / name).touch()
+    config.data.data_dir = str(tmp_path / "a")
+    run, sources = open_sources(config, training=True)
+    assert {"test", "val"} == {*run.evals} and {"train", "val", "test"} == {
+        k.split for k in sources
+    }
+    run.data.data_dir = str(tmp_path / "b")
+    assert [*open_sources(run, training=False)[0].evals] == ["val"]
+    assert f"evals.test: left out, as {tmp_path / 'b'} has no split 'test'" in caplog.text
+    run.stop.metric = "test/top1"  # nothing waits for it now
+    assert [*open_sources(run, training=False)[0].evals] == ["val"]
+    del run.evals["val"]
+    with pytest.raises(InputError, match=r"^evals\.test: left out.*evals\.test\.split=val"):
+        open_sources(run, training=False)
+
+
 def test_other_processes_get_the_evaluations_that_process_0_sees(monkeypatch):
     config = make_config(stop__metric="test/loss", stop__patience="1")
     run = types.SimpleNamespace(config=config, evaluators=evaluators({"loss": "lower"}))

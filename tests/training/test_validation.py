@@ -80,6 +80,8 @@ FAULTS = [
     ({"seed": "-1"}, "seed=-1:", "from 0 to 4294967295"),
     ({"seed": "4294967296"}, "seed=4294967296:", "from 0 to 4294967295"),
     ({"global_batch_size": "0"}, "global_batch_size=0:", "needs a positive number"),
+    ({"global_batch_size": "1" + 20 * "0"}, "global_batch_size=1", "up to 16,777,216"),
+    ({"evals.test.batch_size": "1" + 20 * "0"}, "evals.test.batch_size=1", "up to 16,777,216"),
     ({"data.num_classes": "0"}, "data.num_classes=0:", "needs a positive number"),
     ({"data.num_examples": "-5"}, "data.num_examples=-5:", "needs a positive number"),
     ({"evals.test.batch_size": "0"}, "evals.test.batch_size=0:", "needs a positive number"),
@@ -120,7 +122,8 @@ FAULTS = [
     # the data
     ({"data.mean": "0.5,0.5"}, "data.mean=(0.5, 0.5):", "needs three numbers"),
     ({"data.std": "1,1,1,1"}, "data.std=(1, 1, 1, 1):", "needs three numbers"),
-    ({"data.std": "0,1,1"}, "data.std=(0, 1, 1):", "needs numbers other than 0"),
+    ({"data.std": "0,1,1"}, "data.std=(0, 1, 1):", "needs numbers above 0"),
+    ({"data.std": "-1,1,1"}, "data.std=(-1, 1, 1):", "needs numbers above 0"),
     (
         {"data.channels": "1", "data.num_global": "2", "data.global_ops": "greyscale(0.2)"},
         "data.channels=1: greyscale needs three channels",
@@ -164,6 +167,8 @@ FAULTS = [
     ({"optimizer.weight_decay": "nan"}, "optimizer.weight_decay=nan:", "needs a finite number"),
     ({"optimizer.eps": "nan"}, "optimizer.eps=nan:", "needs a finite number"),
     ({"data.std": "1,1,1e999"}, "data.std=(1, 1, inf):", "needs a finite number"),
+    ({"optimizer.peak_lr": "1e99"}, "optimizer.peak_lr=1e+99:", "up to 3.4e+38"),
+    ({"model.depth": "1" + 20 * "0"}, "model.depth=1", "finite number, up to 1.1e+12"),
     # data
     ({"data.order": "chunks"}, "data.order='chunks':", "did you mean chunk?"),
     ({"data.chunk_size": "0"}, "data.chunk_size=0:", "needs a positive number"),

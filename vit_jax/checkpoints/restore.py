@@ -30,7 +30,7 @@ def saved_steps(directory: epath.Path) -> list[int]:
     # Object stores cannot rename, so an uncommitted step has its final name there.
     steps = [
         p for p in directory.iterdir()
-        if p.name.isdigit() and p.is_dir() and ocp.utils.is_checkpoint_finalized(p)
+        if p.name.isdecimal() and p.is_dir() and ocp.utils.is_checkpoint_finalized(p)
     ]  # fmt: skip
     return sorted((int(p.name) for p in steps), reverse=True)
 

@@ -29,6 +29,7 @@ from vit_jax.commands.flags import (
     open_data_set,
     read_source,
 )
+from vit_jax.config.checks import LARGEST_BATCH
 from vit_jax.devices.mesh import start_backend
 from vit_jax.errors import Faults, InputError
 from vit_jax.job import exit_codes
@@ -105,7 +106,7 @@ def _check_flags(flags: argparse.Namespace) -> list[str]:
     for name in chosen:
         found.need_known("--figures", name, NAMES)
     for name in ("examples", "shown", "batch_size"):
-        found.need_positive(f"--{name}", getattr(flags, name))
+        found.need_positive(f"--{name}", getattr(flags, name), LARGEST_BATCH)
     found.need(flags.shown <= flags.batch_size, f"--shown={flags.shown}: needs at most "
                f"--batch_size={flags.batch_size}; raise that")  # fmt: skip
     if flags.compare_to is not None:

@@ -126,6 +126,7 @@ def read_source(flags: argparse.Namespace) -> "Pretrained":
         raise InputError(f"--resize={flags.resize}: needs --image_size; give it, or leave out both")
 
     from vit_jax import transfer  # imports orbax, so only after the flags are checked
+    from vit_jax.config import image_hw
 
     source = flags.init_from
     if source is None:
@@ -140,10 +141,13 @@ def read_source(flags: argparse.Namespace) -> "Pretrained":
         raise InputError(f"--weights={flags.weights}: {e}") from None
     if flags.image_size is None:
         return pretrained
-    sides = flags.image_size.split(",")
-    if not all(side.strip().isdigit() for side in sides):
-        raise InputError(f"--image_size={flags.image_size}: needs an int, or two as HEIGHT,WIDTH")
-    size = tuple(map(int, sides)) if len(sides) > 1 else int(sides[0])
+    try:
+        sides = [int(side) for side in flags.image_size.split(",")]
+    except ValueError:
+        raise InputError(
+            f"--image_size={flags.image_size}: needs an int, or two as HEIGHT,WIDTH"
+        ) from None
+    size = image_hw(sides if len(sides) > 1 else sides[0], "--image_size")
     return transfer.with_image_size(pretrained, size, flags.resize)
 
 
@@ -171,7 +175,7 @@ def open_data_set(flags: argparse.Namespace, pretrained: "Pretrained") -> "Sourc
     name, _, split = flags.data.partition(":")
     spec = pretrained.spec
     where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
-    where |= {"exif": spec.exif is not False, "channels": spec.channels}
+    where |= {"exif": spec.exif is not False, "channels": spec.channels, "multi_label": None}
     try:
         return data.make_source(name, split=split or "train", **where)
     except InputError as e:  # which names the config's key, and this command takes none

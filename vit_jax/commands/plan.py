@@ -32,6 +32,7 @@ from vit_jax.job import exit_codes
 logger = logging.getLogger("vit_jax")
 
 FORMATS = ("table", "json")
+_MOST_CHIPS = 2**20
 SEARCHES = ("layout", "batch")
 _BY = {"compiler": "the compiler", "calculation": "calculation"}
 
@@ -72,6 +73,11 @@ def main(flags: argparse.Namespace) -> int:
         raise InputError(f"--num_slices={flags.num_slices}: needs a positive number")
     if flags.num_slices > 1 and CHIPS[slice_.chip].is_gpu:
         raise InputError("--num_slices: only for TPUs; give the number of all GPUs in --topology")
+    if slice_.num_chips * flags.num_slices > _MOST_CHIPS:
+        raise InputError(
+            f"--topology={flags.topology} --num_slices={flags.num_slices}: needs at most "
+            f"{_MOST_CHIPS:,} chips"
+        )
     price = flags.price_per_chip_hour
     if price is not None and not 0 <= price < float("inf"):
         raise InputError(f"--price_per_chip_hour={price}: needs a number >= 0")

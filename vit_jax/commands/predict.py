@@ -28,6 +28,7 @@ from vit_jax.commands.flags import (
     open_data_set,
     read_source,
 )
+from vit_jax.config.checks import LARGEST_BATCH
 from vit_jax.devices.mesh import start_backend
 from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.job import exit_codes
@@ -91,8 +92,7 @@ def _check_flags(flags: argparse.Namespace) -> None:
         if value not in known:
             faults.append(f"--{name}={value}: {nearest(value, known)}")
     for name in ("top", "batch_size"):
-        number = getattr(flags, name)
-        faults.need(number >= 1, f"--{name}={number}: needs a positive number")
+        faults.need_positive(f"--{name}", getattr(flags, name), LARGEST_BATCH)
     faults.need(
         bool(flags.images) != bool(flags.data),
         "give either images (files, folders) or --data=NAME:SPLIT",

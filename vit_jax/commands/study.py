@@ -166,7 +166,10 @@ def prepare_study(
         "--workdir=runs/cifar10"
     )
     require_flags(flags, ("config", "workdir"), example)
-    launcher = None if flags.launcher is None else shlex.split(flags.launcher)
+    try:
+        launcher = None if flags.launcher is None else shlex.split(flags.launcher)
+    except ValueError as e:
+        raise InputError(f"--launcher={flags.launcher}: {e}; quote it as a shell does") from None
     if launcher == []:
         raise InputError("--launcher: is empty; e.g. --launcher='python launch/slurm.py'")
     config = load_valid_config(flags)

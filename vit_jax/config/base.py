@@ -18,6 +18,8 @@ from vit_jax.config.evals import find_evaluator
 from vit_jax.config.keys import add_keys
 from vit_jax.errors import InputError, collect_faults
 
+LARGEST_SIDE = 65535  # pixels, as in JPEG files
+
 # Keys that change the speed and the memory of a step, and its result only by rounding.
 LAYOUT_KEYS = ("mesh.data", "mesh.fsdp", "model.scan", "model.remat", "model.remat_layers")
 
@@ -174,7 +176,8 @@ def own_split(config: ConfigDict) -> SplitKey:
 
 
 def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:
-    """{key: split} for the keys of an entry of `evals` that hold splits.
+    """{key: split} for the keys of an entry of `evals` that hold splits; without the "?" of an
+    optional split.
 
     `data.classes` applies to the training data set, and to evaluators that use the model's classes;
     the key `classes` of an entry replaces it.
@@ -187,7 +190,7 @@ def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:
     if entry.get("classes") is not None:
         classes = entry.classes
     keys = sorted(key for key in entry if key.endswith("split"))
-    return {key: SplitKey(name, entry[key], data_dir, classes) for key in keys}
+    return {key: SplitKey(name, entry[key].removesuffix("?"), data_dir, classes) for key in keys}
 
 
 def split_words(arg: str, known: dict[str, str]) -> tuple[list[str], set[str]]:
@@ -231,9 +234,11 @@ def image_hw(size: int | Sequence[int] | None, key: str = "image_size") -> tuple
     if not (
         isinstance(pair, Sequence)
         and len(pair) == 2
-        and all(type(side) is int and side > 0 for side in pair)
+        and all(type(side) is int and 0 < side <= LARGEST_SIDE for side in pair)
     ):
-        raise InputError(f"{key}={size!r}: needs a positive int or a pair of them")
+        raise InputError(
+            f"{key}={size!r}: needs a positive int or a pair of them, up to {LARGEST_SIDE}"
+        )
     height, width = pair
     return height, width
 

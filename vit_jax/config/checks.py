@@ -1,7 +1,7 @@
 """Checks of a config's keys: all present, of the right type, accepted by the selected part."""
 
 import inspect
-import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from ml_collections import ConfigDict
@@ -9,6 +9,9 @@ from ml_collections import ConfigDict
 from vit_jax.config.base import default_config, flatten
 from vit_jax.config.evals import EVALUATORS, entry_keys
 from vit_jax.errors import Faults, InputError, collect_faults, nearest
+
+LARGEST_BATCH = 2**24  # images; the largest of published runs have 2**20
+_LARGEST = {float: 3.4028234e38, int: 2**40}  # of float32; more than any count of a run
 
 
 def find_unset(config: ConfigDict, required: Sequence[str]) -> list[str]:
@@ -53,7 +56,7 @@ def find_misshapen(config: ConfigDict) -> list[str]:
 
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Check that all numbers are finite, and the keys that no other room checks."""
+    """Check that all numbers can be computed with, and the keys that no other room checks."""
     faults.need(
         config.init_from != "",
         "init_from: not set; give --config.init_from=SOURCE (a workdir, a file or the name of "
@@ -68,12 +71,15 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         "--config.data.image_size=...",
     )
     for key, value in flatten(config).items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        finite = all(math.isfinite(number) for number in numbers if isinstance(number, float))
-        faults.need(finite, f"{key}={value}: needs a finite number")
+        values = value if isinstance(value, tuple) else (value,)
+        if key == "global_batch_size" or re.fullmatch(r"evals\.\w+\.batch_size", key):
+            faults.need_positive(key, value, LARGEST_BATCH)
+        for number in (v for v in values if type(v) in _LARGEST):
+            most = _LARGEST[type(number)]
+            holds = abs(number) <= most  # false for NaN
+            faults.need(holds, f"{key}={value}: needs a finite number, up to {most:.3g}")
     seed = config.seed
     faults.need(0 <= seed < 2**32, f"seed={seed}: needs a number from 0 to {2**32 - 1}")
-    faults.need_positive("global_batch_size", config.global_batch_size)
 
 
 KeyValue = bool | int | float | str | tuple | None

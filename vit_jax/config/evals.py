@@ -122,5 +122,4 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
             f"evals.{name}: choose a name of letters, digits and _, other than train and time, "
             "which name the run's own metrics",
         )
-        faults.need_positive(f"evals.{name}.batch_size", entry.batch_size)
         faults.check(find_evaluator(entry.type).check, entry, prefix=f"evals.{name}.")

@@ -282,7 +282,7 @@ def import_stored(names: Sequence[str], workdir: epath.Path) -> None:
 def _has_saved(workdir: epath.Path) -> bool:
     """Whether the run has a checkpoint, i.e. its plug-ins have had an effect."""
     checkpoints = workdir / "checkpoints"
-    return checkpoints.exists() and any(step.name.isdigit() for step in checkpoints.iterdir())
+    return checkpoints.exists() and any(step.name.isdecimal() for step in checkpoints.iterdir())
 
 
 def _find_digest(name: str, digest: str, workdir: epath.Path) -> Plugin | None:

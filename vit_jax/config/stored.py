@@ -83,9 +83,6 @@ def changed_evals(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]
         for name, entry in new.evals.items()
         if name in old.evals or not str(entry.get("split")).endswith("?")
     }
-    for entry in entries.values():
-        if "split" in entry:  # "test?" is "test", where that is there
-            entry["split"] = entry["split"].removesuffix("?")
     a, b = flatten(old.evals, "evals."), flatten(ConfigDict(entries), "evals.")
     return {
         key: (a.get(key), b.get(key))

@@ -119,7 +119,7 @@ def make_source(
     image_size: tuple[int, int],
     data_dir: str | None = None,
     exif: bool = True,
-    multi_label: bool = False,
+    multi_label: bool | None = False,
     channels: int = 3,
     num_classes: int | None = None,
     num_examples: int | None = None,
@@ -138,7 +138,8 @@ def make_source(
       image_size: (H, W) of synthetic images; other sources ignore it.
       data_dir: the image folder, or the folder of TFDS data sets (None: TFDS's default).
       channels: number of channels of the pipeline's images.
-      exif, multi_label: for own pictures; see the keys of `config.data`.
+      exif: for own pictures; see the key of `config.data`.
+      multi_label: whether images must have several labels (True) or one (False); None: either.
       num_classes: number of classes of synthetic data; for other data the expected number, or None.
       num_examples: number of examples in this split, likewise.
       reader: for TFDS data sets; see `tfds_source`.

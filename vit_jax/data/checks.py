@@ -71,6 +71,8 @@ def _check_pixels(config: ConfigDict, faults: Faults) -> None:
             f"data.{key}={d[key]}: needs {_NUMBERS.get(d.channels, d.channels)} numbers, one per "
             "channel, for pixels in [0, 1]",
         )
+        positive = key == "mean" or not numbers or all(v > 0 for v in d.std)
+        faults.need(positive, f"data.std={d.std}: needs numbers above 0")
     faults.need_positive("data.channels", d.channels)
     for key in ("ops", "global_ops", "local_ops"):
         for name in _OF_COLOURS:
@@ -79,7 +81,6 @@ def _check_pixels(config: ConfigDict, faults: Faults) -> None:
                 f"data.channels={d.channels}: {name} needs three channels; leave it out of "
                 f"data.{key}",
             )
-    faults.need(all(d.std), f"data.std={d.std}: needs numbers other than 0")
 
 
 def check_eval_ops(config: ConfigDict, faults: Faults) -> None:

@@ -20,6 +20,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from vit_jax.config import image_hw
+from vit_jax.config.base import LARGEST_SIDE
 from vit_jax.data import jpeg
 from vit_jax.data.augment import autoaugment_pair, random_operations
 from vit_jax.data.host_tf import tf
@@ -260,7 +261,7 @@ def pad_crop(padding: int) -> HostOp:
     Source: He et al. 2015 (arXiv:1512.03385), section 4.2, with padding 4.
     """
     if not _is_count(padding):
-        raise ValueError(f"padding must be a positive integer, not {padding!r}")
+        raise ValueError(f"padding must be an integer from 1 to {LARGEST_SIDE}, not {padding!r}")
 
     def apply(image, key):
         padded = tf.pad(image, [[padding, padding], [padding, padding], [0, 0]])
@@ -285,7 +286,7 @@ def randaugment(layers: int, magnitude: float, magnitude_std: float = 0.0) -> Ho
     Invert, SolarizeAdd and Cutout; so does this op.
     """
     if not _is_count(layers):
-        raise ValueError(f"layers must be a positive integer, not {layers!r}")
+        raise ValueError(f"layers must be an integer from 1 to {LARGEST_SIDE}, not {layers!r}")
     for name, value in (("magnitude", magnitude), ("magnitude_std", magnitude_std)):
         if type(value) not in (int, float) or not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
@@ -430,11 +431,11 @@ def _crop(size: Size | None, pad: bool, choose_begin: Callable) -> HostOp:
 
 def _before_crop(size: Size | None, crop: float) -> tuple[int, int]:
     """(height, width) of an image whose sides, times `crop`, give `size`."""
-    if type(crop) not in (int, float) or not 0 < crop <= 1:
-        raise ValueError(f"crop must be a number above 0 and at most 1, not {crop!r}")
+    if type(crop) not in (int, float) or not 0.01 <= crop <= 1:
+        raise ValueError(f"crop must be a number from 0.01 to 1, not {crop!r}")
     height, width = image_hw(size, "size")
     return round(height / crop), round(width / crop)
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and value > 0
+    return type(value) is int and 0 < value <= LARGEST_SIDE

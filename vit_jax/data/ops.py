@@ -28,6 +28,8 @@ from vit_jax.data.host_ops import (
 )
 from vit_jax.errors import InputError
 
+_MOST_OPS = 100  # of a string; each makes the pipeline's graph, or the step's program, longer
+
 # A view of both tables; plug-ins add to either.
 OPS: Mapping[str, Callable[..., HostOp] | Callable[..., DeviceOp]]
 OPS = collections.ChainMap[str, Any](DEVICE_OPS, HOST_OPS)
@@ -84,9 +86,13 @@ def parse_ops(
       image_size: (H, W), the default for an op's `size`.
       key: the config key, named in errors.
 
-    Raises: InputError if an op is unknown, in the wrong place, or has wrong arguments.
+    Raises: InputError if an op is unknown, in the wrong place, or has wrong arguments, or if there
+      are too many.
     """
-    ops = [_parse_op(text.strip(), image_size, key) for text in string.split("|") if text.strip()]
+    texts = [text.strip() for text in string.split("|") if text.strip()]
+    if len(texts) > _MOST_OPS:
+        raise InputError(f"{key}: has {len(texts):,} ops; needs at most {_MOST_OPS}")
+    ops = [_parse_op(text, image_size, key) for text in texts]
     host_ops = tuple(op for op in ops if op.name in HOST_OPS)
     device_ops = tuple(op for op in ops if op.name in DEVICE_OPS)
     for before, op in itertools.pairwise(ops):

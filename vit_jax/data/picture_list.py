@@ -84,7 +84,7 @@ def picture_list(
     split: str,
     data_dir: str | os.PathLike | None,
     exif: bool = True,
-    multi_label: bool = False,
+    multi_label: bool | None = False,
     max_corrupt_fraction: float = 1.0,
     **_,
 ) -> Source:
@@ -92,7 +92,8 @@ def picture_list(
 
     Classes are the labels of the training list, sorted, as numbers if all are numbers. Without a
     list for `val` a tenth of the training list is held out, as of an image folder. With
-    `multi_label` labels are float32 (C,), 1 for each class that the picture shows.
+    `multi_label` labels are float32 (C,), 1 for each class that the picture shows; None: they are
+    if a picture has several labels, or none.
 
     Raises: InputError naming the lines that are not as they should be, or labels that the training
       list lacks.
@@ -107,6 +108,8 @@ def picture_list(
     found = training if file == lists.by_split["train"] else _read_list(file, multi_label)
     if split == "all":
         found = _read_all(lists, multi_label)
+    if multi_label is None:
+        multi_label = any(len(ls) != 1 for rows in (training, found) for ls in rows.values())
     listed = _sorted_labels({label for labels in found.values() for label in labels})
     if unknown := [label for label in listed if label not in class_names]:
         raise InputError(
@@ -132,7 +135,7 @@ def picture_list(
     )  # fmt: skip
 
 
-def _read_all(lists: Lists, multi_label: bool) -> dict[str, tuple[str, ...]]:
+def _read_all(lists: Lists, multi_label: bool | None) -> dict[str, tuple[str, ...]]:
     """{file: its labels} of all lists, which lie in one folder."""
     found: dict[str, tuple[str, ...]] = {}
     for file in lists.by_split.values():
@@ -140,7 +143,7 @@ def _read_all(lists: Lists, multi_label: bool) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _read_list(file: pathlib.Path, multi_label: bool) -> dict[str, tuple[str, ...]]:
+def _read_list(file: pathlib.Path, multi_label: bool | None) -> dict[str, tuple[str, ...]]:
     """{file: its labels} of a list, in its order.
 
     Raises: InputError with the first faulty lines.
@@ -168,14 +171,14 @@ def _read_list(file: pathlib.Path, multi_label: bool) -> dict[str, tuple[str, ..
     return found
 
 
-def _fault_of_row(path: Any, labels: Any, found: dict, multi_label: bool) -> str | None:
+def _fault_of_row(path: Any, labels: Any, found: dict, multi_label: bool | None) -> str | None:
     if not isinstance(path, str) or not path:
         return "has no file; needed: its path from the folder of the list"
     if labels is None:
         return f"{shown(path)} has no label; needed: a value for label or labels"
     if path in found:
         return f"{shown(path)} is listed twice; list it once, with all its labels in `labels`"
-    if len(labels) != 1 and not multi_label:
+    if len(labels) != 1 and multi_label is False:
         return (
             f"{shown(path)} has {len(labels)} labels; for lists with several, or none, use "
             "--config=folder:multilabel, which sets data.multi_label=true and a loss and an "

@@ -202,7 +202,7 @@ _ACCELERATOR_TYPES = {
 def _slice_of_type(name: str) -> Slice | None:
     """The slice of an accelerator type, v5e:4x4 for "v5e-16"; None if `name` is none."""
     kind, _, number = name.rpartition("-")
-    if kind not in _ACCELERATOR_TYPES or not number.isdigit():
+    if kind not in _ACCELERATOR_TYPES or not number.isdecimal():
         return None
     chip, cores = _ACCELERATOR_TYPES[kind]
     slices = (s for s in SLICES.values() if s.chip == chip)

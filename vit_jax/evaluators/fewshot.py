@@ -32,7 +32,8 @@ from vit_jax.tree import Batch
 
 logger = logging.getLogger("vit_jax")
 
-_CONSTANT = 100.0  # large, so that the bias, its weight, is hardly regularised
+# Of big_vision's few-shot evaluator; so large that the bias, its weight, is hardly regularised.
+_CONSTANT = 100.0
 
 
 def _check_entry(entry: ConfigDict) -> None:
@@ -122,7 +123,7 @@ def predict(
     """Predicted class of each test image, int (M,), for each weight in `l2`; in float64.
 
     Features are whitened by the mean and standard deviation of the support set, and a constant
-    feature is appended. Targets are 1 for an image's class and -1 for the others.
+    feature of 100 is appended. Targets are 1 for an image's class and -1 for the others.
     """
     whiten = fit_whitening(support_ND)
 

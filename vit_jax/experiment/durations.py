@@ -13,6 +13,7 @@ from vit_jax.config import flatten
 from vit_jax.errors import Faults, InputError, collect_faults, nearest
 
 UNITS = ("steps", "epochs", "examples")
+_MOST_STEPS = 2**31 - 1  # a state counts its steps in int32
 
 
 def parse_duration(text: str, *, num_examples: int, global_batch_size: int, key: str) -> int:
@@ -29,8 +30,10 @@ def parse_duration(text: str, *, num_examples: int, global_batch_size: int, key:
     """
     number, unit = _split_duration(text, key)
     examples_per_unit = {"steps": global_batch_size, "epochs": num_examples, "examples": 1}[unit]
-    steps = number * examples_per_unit / global_batch_size
-    return math.floor(steps + Fraction(1, 2))
+    steps = math.floor(number * examples_per_unit / global_batch_size + Fraction(1, 2))
+    if steps > _MOST_STEPS:
+        raise InputError(f"{key}={text!r}: is {steps:.3g} steps; needs at most {_MOST_STEPS:,}")
+    return steps
 
 
 def split_durations(text: str) -> list[str]:
@@ -52,8 +55,8 @@ def _split_duration(text: str, key: str) -> tuple[Fraction, str]:
     example = 'write a number and a unit, such as "90 epochs", "10000 steps" or "5e6 examples"'
     try:
         amount, unit = str(text).split()
-        number = Fraction(amount)
-    except (ValueError, ZeroDivisionError):
+        number = Fraction(str(float(amount)))  # of 1e999999999 itself it would not end
+    except ValueError:
         raise InputError(f"{key}={text!r}: not a duration; {example}") from None
     plural = unit if unit.endswith("s") else f"{unit}s"
     if plural not in UNITS:

@@ -123,9 +123,11 @@ def check_decoding(data_dir: str | None) -> Finding:
 
 
 def _some_pictures(folder: str) -> list[str]:
-    """The first pictures below a local folder, which may hold millions."""
+    """The first pictures below a local folder, which may hold millions, or beside a list."""
     from vit_jax.data.pictures import EXTENSIONS, file_size
 
+    if os.path.isfile(folder):
+        folder = os.path.dirname(folder)
     found = (
         os.path.join(parent, name)
         for parent, _, names in os.walk(folder)

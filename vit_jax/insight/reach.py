@@ -28,15 +28,21 @@ _WHY_OUT_OF_REACH = {
 
 
 def check_data_dir(data_dir: str, data_name: str | None = None) -> Finding:
-    """Whether `data_dir` can be read: a folder of pictures, of TFDS data sets, or a bucket's.
+    """Whether `data_dir` can be read: a list, or a folder of pictures or of TFDS data sets.
 
     `data_name`: the data set that the config reads there; None: unknown.
     """
+    from vit_jax.data.picture_list import find_lists
+
     path = files.absolute(data_dir)
     with _reaching(path):
         is_folder = path.is_dir()
         names = sorted(entry.name for entry in path.iterdir()) if is_folder else []
     if not is_folder:
+        if data_name in (None, "list") and not is_in_bucket(path) and path.is_file():
+            with _naming_the_flag(data_name):
+                find_lists(path)
+            return Finding("data folder", OK, f"{path}: a list of pictures")
         return Finding(
             "data folder", FAILED, f"{path}: no such folder", "check the path, its mount and rights"
         )
@@ -44,12 +50,8 @@ def check_data_dir(data_dir: str, data_name: str | None = None) -> Finding:
     if not names:
         return Finding("data folder", FAILED, f"{path}: is empty", "put the data there")
     if data_name in (None, "folder") and not is_in_bucket(path):
-        try:
+        with _naming_the_flag(data_name):
             loose = _find_loose_pictures(pathlib.Path(path))
-        except InputError as e:
-            if data_name is not None:
-                raise
-            raise InputError(*map(_name_the_flag, e.faults)) from None
         if loose is not None:
             remedy = (
                 "train needs a folder for each class (data.name=folder) or a list of labels "
@@ -60,11 +62,16 @@ def check_data_dir(data_dir: str, data_name: str | None = None) -> Finding:
     return Finding("data folder", OK, f"{path}: {len(names)} entries: {shown}")
 
 
-def _name_the_flag(fault: str) -> str:
-    """`fault` with --data_dir in place of the config's key, which this user has not typed."""
-    return fault.replace("--config.data.data_dir", "--data_dir").replace(
-        "data.data_dir=", "--data_dir="
-    )
+@contextlib.contextmanager
+def _naming_the_flag(data_name: str | None) -> Iterator[None]:
+    """Name --data_dir in faults unless the user typed a config, which has `data_name`."""
+    try:
+        yield
+    except InputError as e:
+        if data_name is not None:
+            raise
+        named = [fault.replace("--config.data.data_dir", "--data_dir") for fault in e.faults]
+        raise InputError(*(f.replace("data.data_dir=", "--data_dir=") for f in named)) from None
 
 
 def _find_loose_pictures(root: pathlib.Path) -> str | None:
@@ -165,7 +172,7 @@ def check_cluster(coordinator: str | None, timeout_s: float) -> Finding:
     if coordinator is None:
         return Finding("cluster", OK, text)
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise InputError(f"--coordinator={coordinator}: needs HOST:PORT")
     socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
     return Finding("cluster", OK, f"{text}; {coordinator} answers")

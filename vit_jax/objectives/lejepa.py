@@ -9,12 +9,14 @@ stop of gradients.
 The batch is taken as a whole: SIGReg and the normalisation of the head are sums over all rows of
 the global batch that are not masked, on any mesh.
 
-Source: Balestriero and LeCun 2025 (arXiv:2511.08544), algorithms 1 and 2. From the paper: the two
-terms, 1,024 directions and 17 points from -5 to 5. Assumed, because the paper could not be read in
-full when this was written: the weight 0.05; the weight exp(-t^2 / 2) of the integral (section 4.2
-writes exp(-t^2 / s^2), with s = 1); the mean over the dimensions of an embedding in the first term;
-and the head, two hidden layers of 2,048 with batch normalisation and ReLU, then a linear one to 64
-dimensions.
+Source: Balestriero and LeCun 2025 (arXiv:2511.08544), algorithms 1 and 2. From the paper's text:
+the two terms, 1,024 directions and 17 points from -5 to 5. The authors' code differs, as
+docs/explanation/does_it_learn.md tabulates: weight 0.02, 256 directions, 17 points from 0 to 3 that
+count for -t too, and the mean of all views in place of the global ones. Where the text leaves a
+choice open, ours is the code's: the weight exp(-t^2 / 2) of the integral (section 4.2 writes
+exp(-t^2 / s^2), with s = 1); the mean over the dimensions of an embedding in the first term; and
+two hidden layers of 2,048 with batch normalisation and ReLU in the head. Assumed: the weight 0.05
+and the 64 dimensions of an embedding.
 
 Axes: B pictures, V views, D features, K dimensions of an embedding.
 """

@@ -9,7 +9,8 @@ function", for the statistic of one direction.
 import jax
 import jax.numpy as jnp
 
-LIMIT = 5.0  # the statistic is integrated over t in [-LIMIT, LIMIT]
+# The statistic is integrated over t in [-LIMIT, LIMIT], as in the paper; its authors' code has 3.
+LIMIT = 5.0
 
 
 def draw_directions(rng: jax.Array, width: int, number: int) -> jax.Array:

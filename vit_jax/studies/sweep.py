@@ -6,13 +6,17 @@ others, but that the report gives mean and deviation over its values. Beside the
 `study.csv`, a row for each run.
 """
 
+import copy
 import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ml_collections import ConfigDict
 
+from vit_jax.config import flatten
+from vit_jax.config.text import apply_overrides
 from vit_jax.errors import Faults, collect_faults
 from vit_jax.studies.members import (
     DIVERGED,
@@ -52,7 +56,8 @@ def parse_sweep(texts: Sequence[str]) -> dict[str, list[str]]:
         elif key in sweep:
             faults.append(f"--sweep={text}: {key} is given twice; give all its values at once")
         elif len(set(values)) < len(values):
-            faults.append(f"--sweep={text}: gives a value twice; leave one out")
+            twice = next(value for value in values if values.count(value) > 1)
+            faults.append(f"--sweep={text}: gives {twice} twice; leave one out")
         else:
             sweep[key] = values
     collect_faults(faults)
@@ -73,9 +78,24 @@ def check(config: ConfigDict) -> None:
         names = [member.name for member in find_members(config, {})]
         faults.need(len(set(names)) == len(names), "study.sweep: two runs would have the workdir "
                     "of one, as their values differ in signs only; leave one out")  # fmt: skip
+        faults += _find_equal_values(config)
     check_report(config, faults)
     check_evaluator(config, faults)
     collect_faults(faults)
+
+
+def _find_equal_values(config: ConfigDict) -> list[str]:
+    """A fault for each value of a key that another spelling gives too, such as 1e-3 and 0.001."""
+    faults = []
+    for key, texts in parse_sweep(config.study.sweep).items():
+        first: dict[Any, str] = {}
+        for text in texts:
+            own = copy.deepcopy(config)
+            if not apply_overrides(own, [(key, text)]):  # members report faults of values
+                same = first.setdefault(flatten(own)[key], text)
+                if same != text:
+                    faults.append(f"study.sweep: {key}={same} and {text} are equal; leave one out")
+    return faults
 
 
 def find_members(config: ConfigDict, results: Mapping[str, Result]) -> list[Member]:

@@ -79,7 +79,7 @@ def open_sources(
     `class_names` are those of the model then, None if unknown: own pictures get the labels that
     their classes have in the model, by name. `taught`: see `open_training`.
     """
-    config = _settle_optional_splits(config)
+    config = _leave_out_absent_splits(config, training)
     config, sources = open_training(config, taught) if training else (config, {})
     d, faults = config.data, Faults()
     said: list[str] = []
@@ -114,32 +114,37 @@ def open_sources(
     return config, sources
 
 
-def _settle_optional_splits(config: ConfigDict) -> ConfigDict:
-    """`config` without the evaluators whose split ends in "?" and is not there; else without "?".
+def _leave_out_absent_splits(config: ConfigDict, training: bool) -> ConfigDict:
+    """`config` without the evaluators whose split ends in "?" and is not there.
 
-    Only own pictures have such splits.
+    Only own pictures have such splits. The "?" stays, since other pictures may be evaluated later.
 
     Raises:
-      InputError: the run would wait for a metric of an evaluator that is left out.
+      InputError: no evaluator is left to evaluate, or training would wait for a metric of one that
+        is left out.
     """
     config = copy.deepcopy(config)  # with the types of keys that are None
     faults = Faults()
     for name, entry in list(config.evals.items()):
-        split = entry.get("split", "")
-        if not split.endswith("?"):
+        if not entry.get("split", "").endswith("?"):
             continue
         key = config_lib.eval_splits(config, entry)["split"]
         own = key.data_name in data.OWN_PICTURES
-        if own and split[:-1] in data.own_splits(key.data_name, key.data_dir, config.data):
-            entry.split = split[:-1]
-        else:
-            del config.evals[name]
-            for metric_key, metric in chosen_metrics(config).items():
-                faults.need(
-                    metric.partition("/")[0] != name,
-                    f"{metric_key}={metric!r}: evals.{name} is left out, as the pictures have no "
-                    f"split {split[:-1]!r}; add it, or choose a metric of another evaluator",
-                )
+        if own and key.split in data.own_splits(key.data_name, key.data_dir, config.data):
+            continue
+        del config.evals[name]
+        if not training:
+            left_out = f"evals.{name}: left out, as {key.data_dir} has no split {key.split!r}"
+            logger.info("%s", left_out)
+            faults.need(
+                config.evals, f"{left_out}; choose one, e.g. --config.evals.{name}.split=val"
+            )
+        for metric_key, metric in chosen_metrics(config).items() if training else ():
+            faults.need(
+                metric.partition("/")[0] != name,
+                f"{metric_key}={metric!r}: evals.{name} is left out, as the pictures have no "
+                f"split {key.split!r}; add it, or choose a metric of another evaluator",
+            )
     collect_faults(faults)
     return config
 

@@ -36,7 +36,7 @@ def recognises(path: epath.Path) -> bool:
 
 
 def _workdir_of(path: epath.Path) -> epath.Path:
-    is_step = path.parent.name == "checkpoints" and path.name.isdigit()
+    is_step = path.parent.name == "checkpoints" and path.name.isdecimal()
     return path.parent.parent if is_step else path
 
 
