@@ -180,7 +180,7 @@ MUTATIONS = [
       "training/test_decided.py::test_last_layers"),
     M("vit_jax/training/decided.py", "if config.model[field] is None and theirs", "if theirs",
       "training/test_decided.py::test_a_resumed_run_compares_what_was_decided"),
-    M("vit_jax/experiment/durations.py", "math.floor(steps + Fraction(1, 2))", "math.floor(steps)",
+    M("vit_jax/experiment/durations.py", "global_batch_size + Fraction(1, 2)", "global_batch_size",
       "experiment/test_schedules.py::test_duration"),
     M("vit_jax/experiment/optimizers/directions.py", "lambda leaf: leaf.ndim > 1",
       "lambda leaf: leaf.ndim > 0", "experiment/test_optimizers.py::test_equation"),

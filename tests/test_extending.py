@@ -30,6 +30,7 @@ from vit_jax.studies.running import Call, member_words
 from vit_jax.training.sources import open_sources
 from vit_jax.training.validation import find_faults
 from vit_jax.transfer import load_pretrained, pretrained_spec, rules, save_pretrained
+from vit_jax.transfer.spec import Spec
 
 REGISTRIES = (
     models.MODELS, objectives.OBJECTIVES, LOSSES, evals.EVALUATORS, data.SOURCES,
@@ -157,7 +158,7 @@ def test_format_holds_every_family(tmp_path):
 def test_hf_leaves_out_a_loss_of_ones_own(tmp_path, caplog):
     model = models.create_model("ViT-mu/4", num_classes=3, image_size=8)
     variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))
-    spec = rules.Spec((8, 8), "antialiased", loss="poly1")
+    spec = Spec((8, 8), "antialiased", loss="poly1")
     save_pretrained(tmp_path / "hf", model, variables, format="hf", spec=spec)
     assert "omits the loss poly1" in caplog.text
     assert pretrained_spec(tmp_path / "hf").loss is None
