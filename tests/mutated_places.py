@@ -91,7 +91,7 @@ MUTATIONS = [
       "data/test_pipeline.py::test_a_broken_file_is_masked_and_named_once"),
     M("vit_jax/data/subset.py", "new_labels[list(classes)]", "new_labels[sorted(classes)]",
       "data/test_subset.py::test_labels_are_renumbered_in_the_order_given"),
-    M("vit_jax/data/image_folder.py", "(j + 0.5) / len(paths)", "(j + 0.5) / 10",
+    M("vit_jax/data/division.py", "(size + 5) // 10", "size // 10",
       "data/test_image_folder.py::test_a_tenth_is_held_out_evenly"),
     # models
     M("vit_jax/models/attention.py", "scores_BHNM - scores_BHNM.max(axis=-1, keepdims=True)",

@@ -574,7 +574,7 @@ def test_folder_at_another_image_size(pictures):
     c.data.image_size, c.data.data_dir, c.global_batch_size = image_size, pictures, 8
     assert find_faults(c) == []
     c, sources = open_sources(c, training=True)
-    assert (c.data.num_classes, c.data.num_examples) == (2, 11)
+    assert (c.data.num_classes, c.data.num_examples) == (2, 10)
     check_images(c, parse_preprocessing(c), sources)
 
 

@@ -127,13 +127,13 @@ def evaluate(
         pairs = [(key, _as_text(value)) for key, value in (overrides or {}).items()]
         found = config_of_run(source, pairs)
         start_backend(found.mesh.platform)
-        return evaluation.evaluate(found, files.absolute(source), asked=overrides or {})
+        return evaluation.evaluate(found, files.absolute(source))
     config = load_config(config, overrides)
     validate(config, Faults(), "config", REQUIRED_TO_EVALUATE)
     check_evaluates_any(config, "config")
     start_backend(config.mesh.platform)
     pretrained = transfer.read_pretrained(source)
-    return evaluation.evaluate_pretrained(config, pretrained, asked=overrides or {})
+    return evaluation.evaluate_pretrained(config, pretrained)
 
 
 def config_of_run(workdir: epath.PathLike, overrides: Sequence[tuple[str, str]]) -> ConfigDict:

@@ -4,11 +4,14 @@ import collections
 import os
 import shutil
 
+import numpy as np
 import pytest
 from images import encode, make_folder, smooth_image
 
-from vit_jax.data import make_source
+from vit_jax.data import Divider, Division, make_source
+from vit_jax.data.division import divide_anew
 from vit_jax.data.host_tf import tf
+from vit_jax.data.pseudo import PseudoLabels
 from vit_jax.errors import InputError
 
 TEN_EACH = {"cat": 10, "dog": 10, "eel": 10}
@@ -47,11 +50,57 @@ def test_extensions_nesting_and_hidden_files(tmp_path):
 
 
 def test_a_tenth_is_held_out_evenly(tmp_path):
-    root = make_folder(tmp_path, {"cat": 40, "dog": 20, "eel": 8})
+    root = make_folder(tmp_path, {"cat": 40, "dog": 20, "eel": 8, "fox": 1})
     train, val = names(folder(root)), names(folder(root, "val"))
-    assert len(val) == 7 and len(train) == 61 and not set(train) & set(val)
+    assert len(val) == 7 and len(train) == 62 and not set(train) & set(val)
     assert collections.Counter(name[:3] for name in val) == {"cat": 4, "dog": 2, "eel": 1}
     assert val == names(folder(root, "val"))
+
+
+def test_of_small_classes_hashes_choose_those_held_out():
+    files = {f"c{c:02}/{i}.jpg": f"c{c:02}" for c in range(30) for i in range(3)}
+    held = [name for name, split in divide_anew("", files, {}).items() if split == "val"]
+    assert len(held) == 9 == len({name[:3] for name in held})
+    assert sorted(held) != sorted(files)[0:27:3]  # not the first of the alphabet
+
+
+def test_a_division_stays_as_pictures_come_and_go(tmp_path, caplog):
+    """A run's division is followed by name: no training picture becomes one for validation."""
+    files = dict.fromkeys((f"cat/{i}.jpg" for i in range(100)), "cat")
+    begun = divide_anew("", files, {})
+    odd = Division(begun | {"a\r,\n/\udcff": "val"}, frozenset({7}))
+    assert Division.from_bytes(odd.to_bytes()) == odd
+    stored = Division.from_bytes(Division(begun).to_bytes())
+    held = {name for name, split in begun.items() if split == "val"}
+    assert len(held) == 10
+    more = files | {f"cat/new{i}.jpg": "cat" for i in range(50)} | {"dog/1.jpg": "dog"}
+    gone = more.keys() - [*sorted(held)[:5], *sorted(files.keys() - held)[:2]]
+    divider = Divider(stored, "runs/a")
+    assert divider("pets", {name: more[name] for name in gone}, {}).items() <= begun.items()
+    assert divider.find_missing() == sorted(files.keys() - held)[:2]
+    said = "\n".join(caplog.messages)
+    assert "51 pictures are not among those that runs/a began with" in said and "cat/new0" in said
+    assert "5 pictures that runs/a holds out are missing" in said
+    # A run that starts from it trains on the new ones; an export knows only what is held out.
+    for known in (stored, Division(hashes=stored.held_out())):
+        anew = Divider(known, anew=True)("pets", more, {})
+        assert {name for name, split in anew.items() if split == "val"} == held
+        exported = Divider(Division(hashes=known.held_out()), "pets.npz")("pets", more, {})
+        assert {name for name, split in exported.items() if split == "val"} == held
+    others = {f"other/{name}": "cat" for name in files}
+    assert [*Divider(stored, "runs/a")("others", others, {}).values()].count("val") == 10
+    assert "others: holds none of the pictures that runs/a holds out; val is a tenth" in caplog.text
+
+
+def test_new_classes_of_a_run_s_folder_are_left_out(tmp_path):
+    root = make_folder(tmp_path, {"cat": 10, "dog": 10})
+    (divider := Divider(anew=True))("", {n: n[:3] for n in names(folder(root, "all"))}, {})
+    before = folder(root, divide=Divider(Division(divider.decided)))
+    make_folder(root, {"ant": 3})
+    (root / "cat/new.jpg").write_bytes((root / "cat/0.jpg").read_bytes())
+    after = folder(root, divide=Divider(Division(divider.decided)))
+    assert after.fingerprint == before.fingerprint and after.class_names == ("cat", "dog")
+    assert folder(root).num_examples > after.num_examples
 
 
 def test_at_least_one_is_held_out(tmp_path):
@@ -140,7 +189,7 @@ def test_missing_splits_and_classes_are_refused(tmp_path):
     refused(tmp_path, "val holds no images", split="val")
 
 
-def test_links_are_followed_and_not_round_and_round(tmp_path):
+def test_links_are_followed_and_not_round_and_round(tmp_path, caplog):
     make_folder(tmp_path / "elsewhere", {"more": 3})
     root = make_folder(tmp_path / "pets", {"cat": 20, "dog": 10})
     (root / "cat" / "more").symlink_to(tmp_path / "elsewhere" / "more")
@@ -148,6 +197,11 @@ def test_links_are_followed_and_not_round_and_round(tmp_path):
     (root / "around").symlink_to(root)
     assert folder(root).class_names == ("cat", "dog")
     assert folder(root).num_examples + folder(root, "val").num_examples == 33
+    (root / "dog/also.jpg").symlink_to(root / "dog/0.jpg")
+    os.link(root / "cat/1.jpg", root / "dog/a_cat.jpg")
+    folder(root)
+    assert "2 pictures count several times, by links" in caplog.text
+    assert "1 pictures have several labels, by links: dog/a_cat.jpg is cat/1.jpg" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -206,3 +260,17 @@ def test_pictures_without_classes(tmp_path):
     (empty := tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="holds no images"):
         make_source("unlabelled", split="train", data_dir=empty, image_size=(8, 8))
+
+
+def test_pseudo_labels_keep_the_pictures_that_were_labelled(tmp_path):
+    root = make_folder(tmp_path / "pictures", {"cat": 10, "dog": 10})
+    labelled = folder(root, divide=(divider := Divider(anew=True)))
+    facts = {"name": "folder", "split": "train", "data_dir": str(root), "class_names": None,
+             "num_classes": None, "num_examples": None, "of_model": 3, "loss": "softmax",
+             "fingerprint": labelled.fingerprint}  # fmt: skip
+    numbers = np.arange(labelled.num_examples)
+    stored = PseudoLabels(numbers, numbers % 3, facts, Division(divider.decided).to_bytes())
+    (tmp_path / "labels.npz").write_bytes(stored.to_bytes())
+    make_folder(root, {"ant": 5})
+    pseudo = make_source("pseudo", split=str(tmp_path / "labels.npz"), image_size=(16, 16))
+    assert names(pseudo) == names(labelled)

@@ -149,11 +149,16 @@ def test_too_many_missing_pictures_are_refused(root):
 
 def test_a_list_for_each_split(root):
     write(root, CSV, "Train.csv")
-    write(root, '{"file": "c.jpg", "label": "dog"}', "valid.jsonl")
+    (root / "d.jpg").write_bytes(encode(smooth_image(seed=3)))
+    write(root, '{"file": "d.jpg", "label": "dog"}', "valid.jsonl")
     source = make_source("list", split="val", data_dir=root, image_size=(16, 16))
     assert source.num_examples == 1 and source.read(0)["label"] == 1
     refused(root, "data.split='test'", "'train' and 'val'", split="test")
-    write(root, "file,label\na.jpg,eel\n", "test.csv")
+    write(root, "file,label\n./a.jpg,eel\n", "test.csv")
+    for split in ("test", "all"):
+        refused(root, "a.jpg is in train and in test", split=split)
+    write(root, "file,label\ne.jpg,eel\n", "test.csv")
+    (root / "e.jpg").write_bytes(encode(smooth_image(seed=4)))
     refused(root, "'eel'", "Train.csv lacks", split="test")
     write(root, CSV, "val.csv")
     refused(root, "val", "keep one")
@@ -163,7 +168,12 @@ def test_a_list_for_each_split(root):
     ("text", "words"),
     [
         ("name,label\na.jpg,cat\n", ["columns name, label", "needed", "file"]),
-        ("file,class\na.jpg,cat\n", ["columns file, class", "label or labels"]),
+        ("file\na.jpg\n", ["columns file;", "label or labels"]),
+        ("file,size\na.jpg,9\n", ["line 2: has '9' for size", "0 or 1"]),
+        ("file,labels\na.jpg,cat,dog\n", ["line 2: has 1 more values", "as cat;dog"]),
+        ("file,label\n./a.jpg,cat\nsub/../a.jpg,dog\n", ["line 3: a.jpg is listed twice"]),
+        ("file,label,split\na.jpg,cat,dev\n", ["'dev'; needed: train, val or test"]),
+        ("file,label\na.jpg,cat;dog\n", ["a.jpg has 2 labels"]),
         ("file,label\na.jpg,cat\na.jpg,dog\n", ["line 3", "listed twice", "`labels`"]),
         ("file,label\n" + "a.jpg,\n" * 9, ["line 2", "4 lines more"]),
         ("file,label\n", ["no labels"]),
@@ -181,7 +191,7 @@ def test_what_is_no_list_is_refused(root):
     refused(None, "data.data_dir=None")
     refused(root / "gone.csv", "no such list", "--config.data.data_dir=LIST")
     refused(root, "train.csv")
-    refused(write(root, "", "list.txt"), ".csv or .jsonl")
+    refused(write(root, "", "list.txt"), ".csv or .tsv or .jsonl")
     refused(write(root, "[1]", "list.jsonl"), "no object")
     folder = make_source("synthetic", split="train", image_size=(8, 8), num_classes=2,
                          num_examples=2)  # fmt: skip
@@ -193,5 +203,83 @@ def test_what_is_no_list_is_refused(root):
 def test_wrong_columns_are_one_fault(root):
     with pytest.raises(InputError) as error:
         make_source("list", split="train", image_size=(8, 8),
-                    data_dir=write(root, "file,class\na.jpg,cat\n", "list.csv"))  # fmt: skip
+                    data_dir=write(root, "file,kind\na.jpg,cat\n", "list.csv"))  # fmt: skip
     assert str(error.value).count("data.data_dir") == 1 and "UTF-8" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("list.csv", "filename,class\na.jpg,cat\nsub/b.png,dog\nc.jpg,cat\n"),
+        ("list.csv", "path;label\na.jpg;cat\nsub/b.png;dog\nc.jpg;cat\n"),
+        ("list.csv", 'image;labels\na.jpg;"cat"\nsub/b.png;dog\nc.jpg;cat\n'),
+        ("list.tsv", "file_name\tlabel\na.jpg\tcat\nsub/b.png\tdog\nc.jpg\tcat\n"),
+        ("list.csv", "image,dog,cat\na,0.0,1.0\nsub/b,1.0,0.0\nc,0.0,1.0\n"),
+        ("list.csv", "file,label,labels\na.jpg,cat,\nsub/b.png,,dog\nc.jpg,cat,cat\n"),
+        ("list.jsonl", '{"file": "a.jpg", "label": ["cat"]}\n'
+                       '{"path": "sub/b.png", "labels": "dog"}\n'
+                       '{"file": "c.jpg", "label": "cat", "labels": null}'),
+    ],
+)  # fmt: skip
+def test_lists_as_others_write_them(root, name, text):
+    assert both(write(root, text, name)) == {"a.jpg": 0, "sub/b.png": 1, "c.jpg": 0}
+
+
+def test_cells_with_several_labels_and_with_none(root):
+    rows = [("a.jpg", "cat; dog"), ("sub/b.png", [None, "dog"]), ("c.jpg", None)]
+    lines = [json.dumps({"file": file, "labels": labels}) for file, labels in rows]
+    path = write(root, "\n".join(lines), "list.jsonl")
+    expected = {"a.jpg": [1, 1], "sub/b.png": [0, 1], "c.jpg": [0, 0]}
+    assert both(path, multi_label=True) == expected
+    one_hot = "image,cat,dog\na.jpg,1,1\nsub/b.png,0,1\nc.jpg,0,0\n"
+    assert both(write(root, one_hot), multi_label=True) == expected
+    refused(write(root, '{"file": "a.jpg", "label": {"x": 1}}', "list.jsonl"), "{'x': 1}")
+
+
+def test_columns_say_the_split_and_other_columns_are_named(root, caplog):
+    text = "file,label,split,size\na.jpg,cat,train,1\nsub/b.png,dog,Training,2\nc.jpg,cat,test,3\n"
+    path = write(root, text)
+    for split, names in (("train", ["a.jpg"]), ("test", ["c.jpg"])):  # a tenth of train is held out
+        source = make_source("list", split=split, data_dir=path, image_size=(16, 16))
+        assert [source.record_name(i) for i in range(source.num_examples)] == names or (
+            split == "train" and source.num_examples == 1
+        )
+        assert source.class_names == ("cat", "dog")
+    assert any("these columns are not read: size" in m for m in caplog.messages)
+    write(root, text.replace("test", "valid"))
+    assert len(both(path)) == 3
+    refused(path, "'train' and 'val' and 'all'", split="test")
+
+
+def test_the_pictures_of_a_group_are_held_out_together(root):
+    rows = [f"{i}.jpg,{'cat' if i % 2 else 'dog'},patient {i // 4}" for i in range(80)]
+    for i in range(80):
+        (root / f"{i}.jpg").write_bytes(b"")
+    path = write(root, "file,label,group\n" + "\n".join(rows) + "\n")
+    val = make_source("list", split="val", data_dir=path, image_size=(16, 16))
+    patients = {int(val.record_name(i).removesuffix(".jpg")) // 4 for i in range(val.num_examples)}
+    assert val.num_examples == 8 and len(patients) == 2
+
+
+def test_absolute_paths_in_a_linked_folder(root, tmp_path):
+    (real := tmp_path / "deep/er/lists").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(real)
+    write(real, f"file,label\n{root / 'a.jpg'},cat\n../../../c.jpg,dog\n{root / 'sub/b.png'},cat\n")
+    source = make_source(
+        "list", split="all", data_dir=tmp_path / "link/list.csv", image_size=(8, 8)
+    )
+    assert all(source.read(i)["image"].numpy() for i in range(3))
+
+
+def test_links_to_one_picture_are_named_and_held_out_together(root, caplog):
+    for i in range(20):
+        (root / f"{i}.jpg").write_bytes(encode(smooth_image(seed=i)))
+        (root / f"link{i}.jpg").symlink_to(root / f"{i}.jpg")
+    rows = [f"{name}{i}.jpg,cat" for i in range(20) for name in ("", "link")]
+    path = write(root, "file,label\n" + "\n".join(rows).replace("link7.jpg,cat", "link7.jpg,dog"))
+    val = make_source("list", split="val", data_dir=path, image_size=(16, 16))
+    held = [val.record_name(i).removeprefix("link") for i in range(val.num_examples)]
+    assert len(held) == 4 and len({*held}) == 2
+    said = "\n".join(caplog.messages)
+    assert "20 pictures count several times, by links: link0.jpg is 0.jpg" in said
+    assert "1 pictures have several labels, by links: link7.jpg is 7.jpg" in said

@@ -11,16 +11,21 @@ import pytest
 from etils import epath
 from PIL import Image
 
+from vit_jax import data
 from vit_jax.config import base_config, classification, knn
 from vit_jax.config.stored import read_config
 from vit_jax.config.text import load_config
+from vit_jax.data.division import hash_of, read_division
 from vit_jax.errors import InputError
 from vit_jax.inference import evaluate as evaluation
-from vit_jax.inference.whole_folder import Origin, take_whole_folders
+from vit_jax.inference import predict as prediction
 from vit_jax.main import main
+from vit_jax.training.prepare import prepare
 from vit_jax.training.sources import open_sources
 from vit_jax.training.train import train_and_evaluate
+from vit_jax.training.workdir import write_workdir
 from vit_jax.transfer import read_pretrained
+from vit_jax.transfer.export import export
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -78,7 +83,7 @@ def test_labels_follow_the_names_of_the_model(run, others):
 
 
 def test_classes_that_the_model_lacks_are_refused_by_name(run, others, capsys):
-    where = f"--config.data.data_dir={others(bee='zebra')}"
+    where = f"--config.data.data_dir={others(ant='cow', bee='zebra')}"
     assert main(["evaluate", f"--workdir={run}", where]) == 2
     error = capsys.readouterr().err
     assert "data.data_dir=" in error and "'zebra'" in error and "'ant', 'bee'" in error
@@ -89,7 +94,7 @@ def test_foreign_classes_are_refused_before_a_loss_is_assumed(run, others, caplo
     foreign = read_pretrained(str(run))
     foreign = foreign._replace(run=None, spec=foreign.spec._replace(loss=None))
     config = load_config("evaluate:classification,folder")
-    config.data.data_dir = str(others(bee="zebra"))
+    config.data.data_dir = str(others(ant="cow", bee="zebra"))
     with pytest.raises(InputError, match="zebra"):
         evaluation.evaluate_pretrained(config, foreign)
     assert "assuming" not in caplog.text
@@ -130,49 +135,116 @@ def test_features_learn_classes_of_their_own(run, others):
     assert len(error.value.faults) == 1
 
 
-def test_pictures_that_the_model_has_not_seen_are_evaluated_whole(run, others, tmp_path):
-    """Those of the run, moved, changed or copied, keep their held-out tenth."""
+def names(source):
+    return {source.record_name(record) for record in range(source.num_examples)}
 
-    def split_of(origin, asked=(), **data):
-        c = read_config(epath.Path(run))
-        c.data.update({"data_dir": str(here), **data})
-        config, messages = take_whole_folders(c, origin, asked)
-        said[:] = [text for _, text in messages]
-        return config.evals.val.split
 
-    said = []
-    here = others()
-    stored = read_config(epath.Path(run)).to_dict()
+@pytest.fixture
+def opened(monkeypatch):
+    """[(split, names of its records)] of all sources opened from now on."""
+    splits, make = [], data.make_source
 
-    def run_on(data_dir, **keys):
-        return Origin(str(run), stored | {"data": stored["data"] | {"data_dir": data_dir}} | keys)
+    def note(name, **how):
+        source = make(name, **how)
+        splits.append((how["split"], names(source)))
+        return source
 
-    assert split_of(run_on(str(here))) == "val" and not said
-    assert split_of(run_on(str(tmp_path / "gone"))) == "val"
-    assert "--config.evals.val.split=all" in said[0]
-    (tmp_path / "gone").mkdir()
-    assert split_of(run_on(str(tmp_path / "gone"))) == "val"  # all pictures moved away
-    copy = shutil.copytree(here, tmp_path / "copy")
-    (copy / "ant").rename(copy / "formica")
-    assert split_of(run_on(str(copy))) == "val"
-    for i, path in enumerate(sorted(copy.rglob("*.*"))):
-        path.rename(path.with_name(f"new_{i}{path.suffix}"))
-    assert split_of(run_on(str(copy))) == "all"
-    assert "evaluates all pictures of" in said[0]
-    assert split_of(run_on(str(copy)), asked={"evals.val.split"}) == "val"
-    pseudo = run_on(str(copy))
-    pseudo.run_config["data"]["mix"] = "pseudo@labels.npz=0.5"  # pictures of any folder
-    assert split_of(pseudo) == "val"
-    assert split_of(run_on(str(copy), init_from="runs/first")) == "val"
-    assert split_of(run_on(str(copy), init_from="ViT-B/16@augreg")) == "all"
-    assert split_of(Origin("ViT-B/16@augreg")) == "all" == split_of(Origin("hf:google/x"))
-    assert split_of(Origin("mine.npz")) == "val" == split_of(Origin("hf:me/x", holdout="names"))
-    (here / "train").mkdir()
-    assert split_of(Origin("hf:google/x")) == "val"  # it has splits of its own
-    c = read_config(epath.Path(run))
-    c.data.data_dir, c.data.split = str(copy), "all"
+    monkeypatch.setattr(data, "make_source", note)
+    monkeypatch.setattr(evaluation, "_evaluate_all", lambda *_: {})
+    monkeypatch.setattr(prediction, "write_features", lambda *_, **__: {"unreadable": 0})
+    return splits
+
+
+def test_training_and_all_commands_follow_the_run_s_division(
+    run, others, opened, tmp_path, caplog, capsys
+):
+    """Whatever is added to the folder, and wherever it lies."""
+    recorded = read_division(epath.Path(run)).splits
+    held = {name for name, split in recorded.items() if split == "val"}
+    train = recorded.keys() - held
+    assert (len(train), len(held)) == (18, 2)
+    root = others()
+    config = read_config(epath.Path(run))
+    config.data.data_dir = str(root)
+    before = prepare(config, run).fingerprint
+    (root / "cow").mkdir()
+    new = [root / f"{c}/new{i}.png" for c in ("ant", "bee", "cow") for i in range(10)]
+    for path in new:
+        shutil.copy(root / "bee/1.png", path)
+
+    assert prepare(config, run).fingerprint == before
+    assert "30 pictures are not among those that this run began with" in caplog.text
+    evaluation.evaluate(config, run)
+    words = load_config("evaluate:classification,knn,folder")
+    words.data.data_dir, words.global_batch_size = str(root), 8
+    evaluation.evaluate_pretrained(words, read_pretrained(str(run)))
+    where = [f"--features={tmp_path}/f.npz", "--data=folder:val", f"--data_dir={root}"]
+    assert main(["predict", f"--init_from={run}", *where]) == 0
+    assert opened == [(split, held if split == "val" else train) for split, _ in opened]
+    assert [split for split, _ in opened].count("val") == 5
+
+    opened.clear()
+    config.init_from = str(run)
+    config.data.num_classes = config.data.num_examples = None
+    tuned = prepare(config, tmp_path / "tuned")
+    assert dict(opened)["val"] >= held and not dict(opened)["val"] & train
+    assert {name for name in dict(opened)["val"] if name[:3] != "cow"} == held
+    assert dict(opened)["train"] > train
+    write_workdir(tuned.workdir, tuned.config, tuned.train_source, tuned.pictures)
+    assert read_division(tuned.workdir).splits == {
+        name: split for split, found in opened for name in found
+    }
+    gone = sorted(train)[3]
+    (root / gone).unlink()
+    config = read_config(epath.Path(run))
+    config.data.data_dir, config.data.num_examples = str(root), None
+    with pytest.raises(InputError, match=f"1 of the pictures that the run .* missing: {gone};"):
+        prepare(config, run)
+
+
+@pytest.mark.parametrize("format", ["npz", "timm"])
+def test_an_export_holds_out_what_its_run_did(run, others, opened, tmp_path, format):
+    held = {n for n, split in read_division(epath.Path(run)).splits.items() if split == "val"}
+    output = tmp_path / ("model.npz" if format == "npz" else "model")
+    receipt = export(read_pretrained(str(run)), output, format)
+    assert "model.held_out.npy" in receipt["files"]
+    root = others()
+    for i in range(40):
+        shutil.copy(root / "bee/1.png", root / f"ant/new{i}.png")
+    config = load_config("evaluate:classification,folder")
+    config.data.data_dir, config.global_batch_size = str(root), 8
+    exported = read_pretrained(str(output))
+    assert exported.division.held_out() == {hash_of(name) for name in held}
+    evaluation.evaluate_pretrained(config, exported)
+    assert opened == [("val", held)]
+    (tmp_path / "model.held_out.npy" if format == "npz" else output / "model.held_out.npy").unlink()
+    assert not any(read_pretrained(str(output)).division)
+
+
+def test_other_pictures_are_evaluated_whole_by_the_user_s_word(run, others, opened, caplog):
+    """By nobody's guess: pictures of the run may lie there under other names."""
+    root = others()
+    for path in root.rglob("*.png"):
+        path.rename(path.with_name(f"renamed_{path.name}"))
+    config = read_config(epath.Path(run))
+    config.data.data_dir = str(root)
+    evaluation.evaluate(config, run)
+    assert [(split, len(found)) for split, found in opened] == [("val", 2)]
+    assert (
+        f"holds none of the pictures that {run} holds out; val is a tenth (2 of 20)" in caplog.text
+    )
+    config.evals.val.split = "all"
+    evaluation.evaluate(config, run)
+    assert len(opened[-1][1]) == 20
+    config.data.split = "all"
     with pytest.raises(InputError, match=r"data\.split='all': is for evaluation only"):
-        open_sources(c, training=True)
+        open_sources(config, training=True)
+
+
+def test_a_damaged_division_is_named(run):
+    (run / "pictures.csv.gz").write_bytes(b"no gzip")
+    with pytest.raises(InputError, match=r"pictures\.csv\.gz: cannot be read"):
+        read_pretrained(str(run))
 
 
 def test_names_are_read_from_the_run(run, others, monkeypatch, caplog):

@@ -58,14 +58,14 @@ def same(a, b):
 @pytest.mark.parametrize(
     "source", ["vit_finetuned.npz", "timm_vit.safetensors", "hf_vit/model.safetensors"]
 )
-def test_a_file_is_fetched_once_with_the_json_beside_it(golden, server, source):
+def test_a_file_is_fetched_once_with_the_files_beside_it(golden, server, source):
     address, seen = server
     local = golden / source
     expected = load_pretrained(local.parent if local.name == "model.safetensors" else local)
     same(load_pretrained(f"{address}/{source}"), expected)
     asked = list(seen.asked)
     assert asked[0] == f"/{source}"
-    assert len(asked) == (3 if source.startswith("hf") else 2)
+    assert len(asked) == (4 if source.startswith("hf") else 3)
     same(load_pretrained(f"{address}/{source}"), expected)
     assert seen.asked == asked
 

@@ -11,9 +11,9 @@ confusion matrix, and the wrong pictures; for a multilabel evaluator the average
 and the wrong pictures. --init_from runs the evaluators of --config on any model that train can
 start from: a workdir, a file, an address or a name.
 
-All of your own pictures (--config.data.data_dir) are evaluated if the model was not trained on
-them. If it may have been, only the held-out pictures are. --config.evals.NAME.split=all evaluates
-all in any case.
+Of your own pictures (--config.data.data_dir) without val/, the split val has those that the model's
+run held out, or a tenth if the model held out none of them. --config.evals.NAME.split=all evaluates
+all of them.
 """
 
 import argparse
@@ -97,12 +97,11 @@ def main(flags: argparse.Namespace) -> int:
     # Nothing needs saving on SIGTERM, so undo the handler that JAX installs for training.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     see = functools.partial(classes.report, output)
-    asked = {key for key, _ in flags.overrides}
     if of_run:
-        results = evaluation.evaluate(config, files.absolute(flags.workdir), see, asked)
+        results = evaluation.evaluate(config, files.absolute(flags.workdir), see)
     else:
         pretrained = transfer.read_pretrained(flags.init_from)
-        results = evaluation.evaluate_pretrained(config, pretrained, see, asked)
+        results = evaluation.evaluate_pretrained(config, pretrained, see)
     if jax.process_index() == 0:
         finite = metrics.finite_or_none(results)
         print(json.dumps(finite, indent=2))

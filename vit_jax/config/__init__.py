@@ -38,8 +38,6 @@ from vit_jax.config.stored import (
     FREE_ON_RESUME,
     changed_evals,
     changed_keys,
-    folders_read,
-    reads_folder,
     say_changes,
 )
 from vit_jax.errors import InputError
@@ -62,14 +60,12 @@ __all__ = [
     "default_config",
     "eval_splits",
     "flatten",
-    "folders_read",
     "image_hw",
     "model_fields",
     "num_microbatches",
     "optimizer_fields",
     "own_keys",
     "own_split",
-    "reads_folder",
     "refuse_words",
     "say_changes",
     "split_words",

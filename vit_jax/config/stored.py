@@ -2,9 +2,8 @@
 
 import contextlib
 import json
-import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from etils import epath
@@ -25,25 +24,6 @@ FREE_ON_RESUME = ("auto", "mesh.", "checkpoint.", "stop.", "log.", "evals.", "jo
 
 # Keys of an `evals` entry that do not affect measured values.
 _FREE_IN_EVALS = (".every", ".batch_size", ".data_dir")
-
-
-def reads_folder(config: Mapping[str, Any]) -> bool:
-    """Whether a config, or a parsed config.json, reads an image folder."""
-    return bool(folders_read(config))
-
-
-def folders_read(config: Mapping[str, Any]) -> set[str | None]:
-    """`data_dir` of each image folder that a config, or a parsed config.json, reads."""
-    d = config["data"]
-    entries = [(e.get("data_name"), e.get("data_dir")) for e in config["evals"].values()]
-    read = [(d["name"], None), *((name, None) for name in _mixed_names(d)), *entries]
-    return {where or d.get("data_dir") for name, where in read if (name or d["name"]) == "folder"}
-
-
-def _mixed_names(data: Mapping[str, Any]) -> list[str]:
-    """Names of the data sets in `data.mix`."""
-    parts = [re.split("[=@]", part)[0].strip() for part in data.get("mix", "").split(",")]
-    return [name for name in parts if name]
 
 
 def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:

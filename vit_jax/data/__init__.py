@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vit_jax.data.device_ops import make_device_transform, to_value_range
+from vit_jax.data.division import Divide, Divider, Division, divide_anew, say_names
 from vit_jax.data.image_files import unlabelled
 from vit_jax.data.image_folder import find_layout, folder
 from vit_jax.data.labels import count_labels, read_labels
@@ -39,6 +40,8 @@ __all__ = [
     "OPS",
     "OWN_PICTURES",
     "SOURCES",
+    "Divider",
+    "Division",
     "Order",
     "Source",
     "at_full_size",
@@ -55,7 +58,6 @@ __all__ = [
     "held_alike",
     "host_batches",
     "host_eval_batches",
-    "is_undivided",
     "keep_classes",
     "keep_subset",
     "make_device_transform",
@@ -68,6 +70,7 @@ __all__ = [
     "parse_ops",
     "read_labels",
     "resolve_order",
+    "say_names",
     "soften",
     "to_value_range",
     "train_batches",
@@ -102,22 +105,13 @@ def own_splits(name: str, data_dir: str | None, section: Any) -> list[str]:
     return find_layout(data_dir).names()
 
 
-def is_undivided(name: str, data_dir: str | None, section: Any) -> bool:
-    """Whether own pictures are one folder or list, without splits of their own; see `own_splits`.
-
-    Raises: InputError if there is nothing.
-    """
-    if name == "list":
-        return len(find_lists(data_dir).by_split) == 1
-    return not find_layout(data_dir).splits
-
-
 def make_source(
     name: str,
     *,
     split: str,
     image_size: tuple[int, int],
     data_dir: str | None = None,
+    divide: Divide = divide_anew,
     exif: bool = True,
     multi_label: bool | None = False,
     channels: int = 3,
@@ -137,6 +131,7 @@ def make_source(
       split: `train`, `test`, `val`, ..., depending on the source; TFDS's notation for TFDS sets.
       image_size: (H, W) of synthetic images; other sources ignore it.
       data_dir: the image folder, or the folder of TFDS data sets (None: TFDS's default).
+      divide: how own pictures without a split `val` are divided; see `Divide`.
       channels: number of channels of the pipeline's images.
       exif: for own pictures; see the key of `config.data`.
       multi_label: whether images must have several labels (True) or one (False); None: either.
@@ -157,6 +152,7 @@ def make_source(
         split=split,
         image_size=image_size,
         data_dir=None if data_dir is None else os.path.expanduser(data_dir),
+        divide=divide,
         exif=exif,
         multi_label=multi_label,
         channels=channels,

@@ -7,9 +7,16 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vit_jax.data.division import Divide, divide_anew
 from vit_jax.data.folder_contents import describe_contents
 from vit_jax.data.host_tf import tf
-from vit_jax.data.image_folder import check_split, find_layout, picture_source
+from vit_jax.data.image_folder import (
+    check_split,
+    find_layout,
+    pick,
+    picture_source,
+    split_files,
+)
 from vit_jax.data.pictures import (
     EXTENSIONS,
     Walk,
@@ -119,6 +126,7 @@ def unlabelled(
     *,
     split: str,
     data_dir: str | os.PathLike | None,
+    divide: Divide = divide_anew,
     exif: bool = True,
     max_corrupt_fraction: float = 1.0,
     **_,
@@ -138,6 +146,9 @@ def unlabelled(
         beginning = "" if part == base else f"{part.name}/"
         sizes |= {beginning + path: size for path, size in walk.pictures(part).items()}
         walk.say(part)
+    if sizes and split == "train":
+        splits = split_files(divide, layout.root, base, dict.fromkeys(sizes, ""), None)
+        sizes = pick(splits, split, sizes, base)
     paths = sorted(sizes)
     if not paths:
         raise InputError(

@@ -11,18 +11,18 @@ read on demand. A warning names the folders and files that are ignored, hidden o
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pathlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from vit_jax.data.division import Divide, divide_anew
 from vit_jax.data.folder_contents import SPLIT_NAMES, class_like_folders, describe_contents
 from vit_jax.data.host_tf import tf
 from vit_jax.data.pictures import (
-    EXTENSIONS,
+    Doubles,
     Walk,
     as_paths,
     is_hidden,
@@ -38,6 +38,8 @@ from vit_jax.errors import InputError
 _NO_CLASSES = {name for names in SPLIT_NAMES.values() for name in names}
 
 _SHOWN = 8  # names in a warning
+
+T = TypeVar("T")
 
 
 class Layout(NamedTuple):
@@ -132,16 +134,16 @@ def folder(
     *,
     split: str,
     data_dir: str | os.PathLike | None,
+    divide: Divide = divide_anew,
     exif: bool = True,
     max_corrupt_fraction: float = 1.0,
     **_,
 ) -> Source:
     """The images below `data_dir`; splits `train`, `val`, `all`, and `test` if it has a folder.
 
-    Without a folder for `val`, a tenth of the training images, round(n / 10) but at least one, is
-    held out: chosen by the files' names, and spread evenly over the classes.
-    Classes are the sorted names of the training folder's sub-folders, in all splits. `exif` turns
-    images as their EXIF orientation says.
+    Without a folder for `val`, a tenth of the training images is held out, as `divide` says.
+    Classes are the sorted names of the training folder's sub-folders, in all splits, but for those
+    with images that are in no split. `exif` turns images as their EXIF orientation says.
 
     Raises: InputError if the folder, a split, or all classes are missing or empty.
     """
@@ -151,17 +153,19 @@ def folder(
     base, parts = layout.folders(split)
     files: dict[str, str] = {}
     sizes: dict[str, int] = {}
+    doubles = Doubles()
     for part in parts:
-        found, found_sizes = _list_images(part)
+        found, found_sizes = _list_images(part, doubles)
         beginning = "" if part == base else f"{part.name}/"
         files |= {beginning + path: class_name for path, class_name in found.items()}
         sizes |= {beginning + path: size for path, size in found_sizes.items()}
-    if split != "all" and base == layout.train_root and "val" not in layout.splits:
-        held_out = held_out_files(files)
-        kept = {p: c for p, c in files.items() if (p in held_out) == (split == "val")}
-        if split == "train":
-            _warn_of_untrained(base, {*files.values()} - {*kept.values()})
-        files = kept
+    groups = doubles.groups(base, files)
+    if files and split != "all" and base == layout.train_root:
+        given = "val" in layout.splits
+        splits = split_files(divide, layout.root, base, files, None if given else groups)
+        unknown = {*files.values()} - {files[path] for path in splits}
+        class_names = tuple(name for name in class_names if name not in unknown)
+        files = pick(splits, split, files, base)
     if not files:
         raise InputError(
             f"data.data_dir: {shown(str(base))} holds no images in folders of classes: "
@@ -249,23 +253,36 @@ def _check_missing(
         )
 
 
-def _warn_of_untrained(base: pathlib.Path, class_names: set[str]) -> None:
-    """Says which classes have so few pictures that all of them are held out."""
-    if class_names:
-        names = [shown(name) for name in sorted(class_names)]
-        more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-        warn_once(
-            f"{shown(str(base))}: all pictures of {len(names):,} classes are held out, so they are "
-            f"not learnt: {', '.join(names[:_SHOWN])}{more}; add pictures, or a folder val/"
+def split_files(
+    divide: Divide,
+    root: pathlib.Path,
+    base: pathlib.Path,
+    classes: Mapping[str, str],
+    groups: Mapping[str, str] | None,
+) -> dict[str, str]:
+    """{path: train or val} of the files with `classes`; those that are in neither are left out.
+
+    Paths are from `base`, which lies in the folder `root`. groups: as in `Divide`.
+    """
+    before = "" if base == root else f"{base.relative_to(root).as_posix()}/"
+    named = {before + path: class_name for path, class_name in classes.items()}
+    if groups is not None:
+        groups = {before + path: before + group for path, group in groups.items()}
+    splits = divide(shown(str(root)), named, groups)
+    return {path: splits[before + path] for path in classes if before + path in splits}
+
+
+def pick(
+    splits: Mapping[str, str], split: str, files: Mapping[str, T], base: pathlib.Path
+) -> dict[str, T]:
+    """Those of `files` that are in `split`; raises InputError if there is none."""
+    found = {path: value for path, value in files.items() if splits.get(path) == split}
+    if not found:
+        raise InputError(
+            f"data.split={split!r}: {shown(str(base))} has {len(files):,} pictures, but none for "
+            f"{split}; add pictures, or evaluate all of them with the split 'all'"
         )
-
-
-def class_folders(data_dir: str | os.PathLike) -> list[str]:
-    """The classes of the image folder `data_dir`, sorted; none where it is not there."""
-    try:
-        return [path.name for path in class_like_folders(find_layout(data_dir).train_root)]
-    except InputError:
-        return []
+    return found
 
 
 def check_split(split: str, known: Sequence[str], root: pathlib.Path) -> None:
@@ -311,9 +328,11 @@ def _class_names(layout: Layout) -> tuple[str, ...]:
     return class_names
 
 
-def _list_images(split_root: pathlib.Path) -> tuple[dict[str, str], dict[str, int]]:
+def _list_images(
+    split_root: pathlib.Path, doubles: Doubles
+) -> tuple[dict[str, str], dict[str, int]]:
     """Class and bytes of each image, by its path relative to `split_root` with forward slashes."""
-    walk = Walk(EXTENSIONS)
+    walk = Walk(doubles)
     files: dict[str, str] = {}
     sizes: dict[str, int] = {}
     empty = []
@@ -336,25 +355,3 @@ def _list_images(split_root: pathlib.Path) -> tuple[dict[str, str], dict[str, in
             f"{', '.join(map(shown, empty))}"
         )
     return files, sizes
-
-
-def held_out_files(files: dict[str, str]) -> set[str]:
-    """A tenth of `files` (path -> class), as evenly over the classes as can be.
-
-    The k files of a class are sorted by the hashes of their names; the j-th gets the rank
-    (j + 0.5) / k. The lowest ranks of all classes are held out.
-    """
-
-    def draw(path):
-        return hashlib.sha256(os.fsencode(path)).digest()
-
-    by_class: dict[str, list[str]] = {}
-    for path in sorted(files, key=draw):
-        by_class.setdefault(files[path], []).append(path)
-    ranks = {
-        path: ((j + 0.5) / len(paths), path)
-        for paths in by_class.values()
-        for j, path in enumerate(paths)
-    }
-    num_held_out = max(1, round(len(files) / 10))
-    return set(sorted(files, key=ranks.__getitem__)[:num_held_out])

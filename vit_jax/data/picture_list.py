@@ -1,46 +1,108 @@
-"""A list of files and their labels as a source: CSV, or JSON lines.
+"""A list of files and their labels as a source: CSV, TSV, or JSON lines.
 
     file,label              file,labels               {"file": "1.jpg", "label": "cat"}
     1.jpg,cat               1.jpg,cat;dog             {"file": "2.jpg", "labels": ["cat", "dog"]}
 
 `data.data_dir` is the list (a tenth of it is held out), or a folder with a list for each split:
 train.csv, val.jsonl, test.csv, with any name that a split's folder may have. Paths are relative to
-the folder of the list. The column `labels` may hold several labels for each picture, or none.
+the folder of the list, or absolute. A picture may have several labels, or none, in the column
+`labels`; or a column for each class, with 1 where the picture shows it. The column `split` says the
+split of each picture; pictures with the same text in the column `group` are held out together.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
+from vit_jax.data.division import Divide, divide_anew
 from vit_jax.data.folder_contents import SPLIT_NAMES
-from vit_jax.data.image_folder import check_split, held_out_files, picture_source
-from vit_jax.data.pictures import file_size, shown, warn_once
+from vit_jax.data.image_folder import check_split, pick, picture_source, split_files
+from vit_jax.data.pictures import EXTENSIONS, Doubles, look_up, shown, warn_once
 from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
 
-SUFFIXES = (".csv", ".jsonl")
+SUFFIXES = (".csv", ".tsv", ".jsonl")
+_DELIMITERS = ",;\t"
+_FILE = ("file", "filename", "file_name", "path", "image")  # names of the column, the first counts
+_LABEL = ("label", "class")
+_OTHER = ("labels", "split", "group")
+_SHOWS = {"0": False, "1": True, "0.0": False, "1.0": True}  # values of the column of a class
 _SHOWN = 5  # faults, of a list that has many
+
+
+class Row(NamedTuple):
+    """What a list says of one file.
+
+    split: train, val or test; None where the list has no column `split`.
+    group: of the pictures that are held out together; None where there is no column `group`.
+    """
+
+    labels: tuple[str, ...]
+    split: str | None
+    group: str | None
 
 
 class Lists(NamedTuple):
     """The lists of a data set.
 
+    root: their folder, without links.
     by_split: {split: file}; of a single list `train` only.
     """
 
     root: pathlib.Path
     by_split: dict[str, pathlib.Path]
 
-    def names(self) -> list[str]:
-        """The splits that can be asked for."""
-        return ["train", "val", *(["test"] if "test" in self.by_split else []), "all"]
+    def read(self, split: str, multi_label: bool | None) -> dict[str, dict[str, Row]]:
+        """{split: {file: its row}} of train and of `split`; of `all`, and of a single list, of all.
+
+        Raises: InputError with the first faulty lines, or if a file is in two splits.
+        """
+        if len(self.by_split) == 1:
+            found: dict[str, dict[str, Row]] = {}
+            for file, row in _read_list(self.by_split["train"], multi_label).items():
+                found.setdefault(row.split or "train", {})[file] = row
+            return found
+        names = [name for name in self.by_split if split == "all" or name in ("train", split)]
+        found = {name: _read_list(self.by_split[name], multi_label, name) for name in names}
+        _check_disjoint(self.root, found)
+        return found
+
+    def names(self, found: Iterable[str] | None = None) -> list[str]:
+        """The splits that can be asked for; `found`: those of a single list that has been read."""
+        if len(self.by_split) == 1 and found is None:
+            found = self.read("all", multi_label=True)
+        has_test = "test" in {*self.by_split, *(found or ())}
+        return ["train", "val", *["test"] * has_test, "all"]
+
+
+def _check_disjoint(root: pathlib.Path, found: Mapping[str, Mapping[str, Row]]) -> None:
+    """Raise InputError if a file is in two splits."""
+    where = f"data.data_dir: {shown(str(root))}"
+    first: dict[str, str] = {}
+    faults = []
+    for split, files in found.items():
+        for file in files:
+            other = first.setdefault(file, split)
+            if other != split:
+                fault = f"{shown(file)} is in {other} and in {split}; list it in one of them"
+                faults.append(f"{where}: {fault}")
+    _raise(faults, f"{where}: %d files more")
+
+
+def _raise(faults: list[str], more: str) -> None:
+    """Raise InputError with the first of `faults`, if there are any, and the number of the rest."""
+    if len(faults) > _SHOWN:
+        faults[_SHOWN:] = [more % (len(faults) - _SHOWN)]
+    if faults:
+        raise InputError(*faults)
 
 
 def find_lists(data_dir: str | os.PathLike | None) -> Lists:
@@ -50,19 +112,21 @@ def find_lists(data_dir: str | os.PathLike | None) -> Lists:
     """
     if data_dir is None:
         raise InputError(
-            "data.data_dir=None: data.name='list' needs a .csv or .jsonl file of files and labels, "
-            "or a folder with train.csv; give --config.data.data_dir=LIST"
+            "data.data_dir=None: data.name='list' needs a .csv, .tsv or .jsonl file of files and "
+            "labels, or a folder with train.csv; give --config.data.data_dir=LIST"
         )
     path = pathlib.Path(data_dir).expanduser()
     where = f"data.data_dir={shown(str(path))!r}"
     if path.is_file():
         if path.suffix.lower() not in SUFFIXES:
             raise InputError(f"{where}: needs a name that ends in {' or '.join(SUFFIXES)}")
-        return Lists(path.parent, {"train": path})
+        root = path.parent.resolve()  # TensorFlow takes link/.. for the link's folder
+        return Lists(root, {"train": root / path.name})
     if not path.is_dir():
         raise InputError(
             f"{where}: no such list; if it was moved, give --config.data.data_dir=LIST"
         )
+    path = path.resolve()
     found: dict[str, pathlib.Path] = {}
     for file in sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES):
         split = next((s for s, names in SPLIT_NAMES.items() if file.stem.lower() in names), None)
@@ -83,146 +147,237 @@ def picture_list(
     *,
     split: str,
     data_dir: str | os.PathLike | None,
+    divide: Divide = divide_anew,
     exif: bool = True,
     multi_label: bool | None = False,
     max_corrupt_fraction: float = 1.0,
     **_,
 ) -> Source:
-    """The pictures of a list; splits `train`, `val`, `all`, and `test` where it has a list.
+    """The pictures of a list; splits `train`, `val`, `all`, and `test` where there are some for it.
 
-    Classes are the labels of the training list, sorted, as numbers if all are numbers. Without a
-    list for `val` a tenth of the training list is held out, as of an image folder. With
-    `multi_label` labels are float32 (C,), 1 for each class that the picture shows; None: they are
-    if a picture has several labels, or none.
+    Classes are the labels of the training pictures, sorted, as numbers if all are numbers. Without
+    pictures for `val` a tenth of the training list is held out by the first labels, as
+    `divide_anew` says. With `multi_label` labels are float32 (C,), 1 for each class that the
+    picture shows; None: they are if a picture has several labels, or none.
 
     Raises: InputError naming the lines that are not as they should be, or labels that the training
       list lacks.
     """
     lists = find_lists(data_dir)
-    check_split(split, lists.names(), lists.root)
-    training = _read_list(lists.by_split["train"], multi_label)
-    class_names = _sorted_labels({label for labels in training.values() for label in labels})
+    by_split = lists.read(split, multi_label)
+    check_split(split, lists.names(by_split), lists.root)
+    file = lists.by_split.get(split, lists.by_split["train"])
+    training = by_split.get("train", {})
+    rows = by_split.get(split, training)
+    if split == "all":
+        rows = {path: row for found in by_split.values() for path, row in found.items()}
+    sizes, groups = _look_up(file, rows)
+    if training and split in ("train", "val"):
+        firsts = {path: next(iter(row.labels), "") for path, row in training.items()}
+        given = "val" in {*lists.by_split, *by_split}
+        splits = split_files(divide, lists.root, lists.root, firsts, None if given else groups)
+        training = {path: training[path] for path in splits}
+        if split == "train" or not given:
+            rows = pick(splits, split, rows, file)
+    class_names = _sorted_labels({label for row in training.values() for label in row.labels})
     if not class_names:
         raise InputError(f"data.data_dir: {lists.by_split['train']} has no labels; add some")
-    file = lists.by_split.get(split, lists.by_split["train"])
-    found = training if file == lists.by_split["train"] else _read_list(file, multi_label)
-    if split == "all":
-        found = _read_all(lists, multi_label)
     if multi_label is None:
-        multi_label = any(len(ls) != 1 for rows in (training, found) for ls in rows.values())
-    listed = _sorted_labels({label for labels in found.values() for label in labels})
+        shown_rows = [*training.values(), *rows.values()]
+        multi_label = any(len(row.labels) != 1 for row in shown_rows)
+    listed = _sorted_labels({label for row in rows.values() for label in row.labels})
     if unknown := [label for label in listed if label not in class_names]:
         raise InputError(
             f"data.data_dir: {shown(str(file))} has the labels {', '.join(map(repr, unknown))}, "
             f"which {lists.by_split['train'].name} lacks; give them pictures there or remove them"
         )
-    if split != "all" and file == lists.by_split["train"] and "val" not in lists.by_split:
-        held_out = held_out_files({p: next(iter(ls), "") for p, ls in found.items()})
-        found = {p: ls for p, ls in found.items() if (p in held_out) == (split == "val")}
-    if not found:
+    if not rows:
         raise InputError(f"data.data_dir: {shown(str(file))} lists no pictures; add some")
-    sizes = _find_sizes(file, found)
+    sizes = {path: sizes[path] for path in rows}
     _warn_of_missing(file, split, sizes)
     label_of = {name: i for i, name in enumerate(class_names)}
-    labels: list[Any] = [label_of[labels[0]] for labels in found.values() if not multi_label]
+    labels: list[Any] = [label_of[row.labels[0]] for row in rows.values() if not multi_label]
     if multi_label:
-        labels = list(np.zeros((len(found), len(class_names)), np.float32))
-        for row, shows in zip(labels, found.values(), strict=True):
-            row[[label_of[label] for label in shows]] = 1.0
+        labels = list(np.zeros((len(rows), len(class_names)), np.float32))
+        for numbers, row in zip(labels, rows.values(), strict=True):
+            numbers[[label_of[label] for label in row.labels]] = 1.0
     return picture_source(
-        "list", lists.root, file.parent, split, list(found), labels, class_names,
+        "list", lists.root, file.parent, split, list(rows), labels, class_names,
         sizes=list(sizes.values()), exif=exif, max_corrupt_fraction=max_corrupt_fraction,
     )  # fmt: skip
 
 
-def _read_all(lists: Lists, multi_label: bool | None) -> dict[str, tuple[str, ...]]:
-    """{file: its labels} of all lists, which lie in one folder."""
-    found: dict[str, tuple[str, ...]] = {}
-    for file in lists.by_split.values():
-        found |= _read_list(file, multi_label)
-    return found
-
-
-def _read_list(file: pathlib.Path, multi_label: bool | None) -> dict[str, tuple[str, ...]]:
-    """{file: its labels} of a list, in its order.
+def _read_list(
+    file: pathlib.Path, multi_label: bool | None, split: str | None = None
+) -> dict[str, Row]:
+    """{file: its row} of a list, in its order; `split` is the only one that its rows may name.
 
     Raises: InputError with the first faulty lines.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    found: dict[str, Row] = {}
     faults: list[str] = []
     where = f"data.data_dir: {shown(str(file))}"
+    name_of = _namer(file.parent)
     try:
-        for line, path, labels in _rows(file):
-            if isinstance(path, str) and os.path.isabs(path):
-                path = os.path.relpath(path, file.parent)
-            fault = _fault_of_row(path, labels, found, multi_label)
-            if fault is None and labels is not None:
-                found[path] = labels
-            elif fault is not None:
-                faults.append(f"{where}, line {line}: {fault}")
+        for line, row in _rows(file):
+            try:
+                path = name_of(row.pop("file", None))
+                found_row = _parse_row(path, row, found, multi_label, split)
+            except ValueError as e:
+                faults.append(f"{where}, line {line}: {e}")
+            else:
+                found[path] = found_row
     except InputError:  # of the columns
         raise
     except (ValueError, csv.Error) as e:  # text that is not UTF-8 is a ValueError too
         faults.append(f"{where}: cannot be read ({e}); needed: UTF-8, as CSV or JSON lines")
-    if len(faults) > _SHOWN:
-        faults[_SHOWN:] = [f"{where}: {len(faults) - _SHOWN:,} lines more"]
-    if faults:
-        raise InputError(*faults)
+    _raise(faults, f"{where}: %d lines more")
     return found
 
 
-def _fault_of_row(path: Any, labels: Any, found: dict, multi_label: bool | None) -> str | None:
-    if not isinstance(path, str) or not path:
-        return "has no file; needed: its path from the folder of the list"
-    if labels is None:
-        return f"{shown(path)} has no label; needed: a value for label or labels"
+def _namer(folder: pathlib.Path) -> Callable[[Any], str]:
+    """path in a list -> the path from the list's resolved `folder` that all its spellings share.
+
+    The function raises ValueError for what is no path.
+    """
+    real = functools.lru_cache(maxsize=1024)(os.path.realpath)
+
+    def name_of(path: Any) -> str:
+        if not isinstance(path, str) or not path.strip():
+            raise ValueError("has no file; needed: its path from the folder of the list")
+        if os.path.isabs(path) or ".." in path.split("/"):  # perhaps behind a link
+            parent, name = os.path.split(folder / path)
+            path = os.path.relpath(os.path.join(real(parent), name), folder)
+        path = os.path.normpath(path)
+        if os.path.splitext(path)[1] == "":  # as some lists name pictures
+            endings = (e for e in EXTENSIONS if os.path.exists(folder / f"{path}{e}"))
+            path += next(endings, "")
+        return path
+
+    return name_of
+
+
+def _parse_row(
+    path: str,
+    row: Mapping[Any, Any],
+    found: Mapping[str, Row],
+    multi_label: bool | None,
+    only: str | None,
+) -> Row:
+    """The row of `path`; raises ValueError with a fault of it."""
+    if None in row:
+        raise ValueError(
+            f"has {len(row[None]):,} more values than there are columns; write several labels into "
+            'one cell, as cat;dog or, where ; separates columns, as "cat;dog"'
+        )
     if path in found:
-        return f"{shown(path)} is listed twice; list it once, with all its labels in `labels`"
+        raise ValueError(
+            f"{shown(path)} is listed twice; list it once, with all its labels in `labels`"
+        )
+    labels = tuple(dict.fromkeys([*_labels(row.get("label")), *_labels(row.get("labels"))]))
+    if not labels and "labels" not in row:
+        raise ValueError(f"{shown(path)} has no label; needed: a value for label or labels")
     if len(labels) != 1 and multi_label is False:
-        return (
+        raise ValueError(
             f"{shown(path)} has {len(labels)} labels; for lists with several, or none, use "
             "--config=folder:multilabel, which sets data.multi_label=true and a loss and an "
             "evaluator for it"
         )
-    return None
+    split = None
+    if "split" in row:
+        said = str(row["split"]).strip()
+        split = next((s for s, names in SPLIT_NAMES.items() if said.lower() in names), None)
+        if split is None:
+            raise ValueError(f"{shown(path)} has the split {said!r}; needed: train, val or test")
+        if only not in (None, split):
+            raise ValueError(f"{shown(path)} has the split {said!r} in the list of {only}")
+    group = row.get("group")
+    return Row(labels, split, None if group in (None, "") else str(group))
 
 
-def _rows(file: pathlib.Path) -> Iterator[tuple[int, Any, tuple[str, ...] | None]]:
-    """(line, path, labels) of each row; labels None where the row states none."""
+def _labels(value: Any) -> list[str]:
+    """The labels in one cell of a list; [] if it is empty.
+
+    Raises: ValueError if it is neither text nor a number, nor a list of these.
+    """
+    if value is None or value != value:  # NaN, as pandas writes what is missing
+        return []
+    if isinstance(value, list):
+        return [label for part in value for label in _labels(part)]
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"has the label {value!r}; needed: text, a number, or a list of these")
+    return [label.strip() for label in str(value).split(";") if label.strip()]
+
+
+def _rows(file: pathlib.Path) -> Iterator[tuple[int, dict[Any, Any]]]:
+    """(line, {column: value}) of each row, with the columns of a `Row` and `file`.
+
+    Values for which there is no column have the key None. Warns of columns that are not read.
+
+    Raises: InputError if columns are missing; ValueError if a line is no row.
+    """
+    unknown: set[str] = set()
     with open(file, encoding="utf-8-sig", newline="") as lines:
-        if file.suffix.lower() == ".csv":
-            reader = csv.DictReader(lines)
-            columns = [name.strip().lower() for name in reader.fieldnames or ()]
-            if "file" not in columns or not {"label", "labels"} & {*columns}:
+        rows = _json_rows if file.suffix.lower() == ".jsonl" else _csv_rows
+        for line, row in rows(file, lines):
+            known = _find_columns(tuple(row))
+            unknown |= {*row} - {*known.values(), None}
+            extra = {None: row[None]} if None in row else {}
+            yield line, {column: row[name] for column, name in known.items()} | extra
+    if unknown:
+        names = ", ".join(map(shown, sorted(unknown)))
+        warn_once(f"{shown(str(file))}: these columns are not read: {names}")
+
+
+@functools.lru_cache(maxsize=64)
+def _find_columns(names: tuple[Any, ...]) -> Mapping[str, str]:
+    """{column: its name in a list} of the columns that are read and are among `names`."""
+    given = {name.strip().lower(): name for name in names if name is not None}
+    known = {"file": _FILE, "label": _LABEL} | {name: (name,) for name in _OTHER}
+    found = {c: next((n for n in options if n in given), None) for c, options in known.items()}
+    return {c: given[name] for c, name in found.items() if name is not None}
+
+
+def _csv_rows(file: pathlib.Path, lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
+    header = lines.readline()
+    # Commas, unless another delimiter gives a column for the file.
+    names_by = {mark: next(csv.reader([header], delimiter=mark), []) for mark in _DELIMITERS}
+    delimiter = next((m for m in names_by if "file" in _find_columns(tuple(names_by[m]))), ",")
+    names = names_by[delimiter]
+    columns = _find_columns(tuple(names))
+    of_labels = {"label", "labels"} & {*columns}
+    classes = [] if of_labels else [name for name in names if name not in columns.values()]
+    if "file" not in columns or not (of_labels or classes):
+        raise InputError(
+            f"data.data_dir: {shown(str(file))}, line 1: has the columns "
+            f"{shown(', '.join(names)) or 'none'}; needed: file, and label or labels, or a column "
+            "of 0 and 1 for each class"
+        )
+    reader = csv.DictReader(lines, names, delimiter=delimiter)
+    for row in reader:
+        for name in classes:
+            if row[name] not in _SHOWS:
                 raise InputError(
-                    f"data.data_dir: {shown(str(file))}, line 1: has the columns "
-                    f"{', '.join(columns) or 'none'}; needed, with commas between them: file, and "
-                    "label or labels"
+                    f"data.data_dir: {shown(str(file))}, line {reader.line_num + 1}: has "
+                    f"{row[name]!r} for {shown(name)}; needed: a column label or labels, or 0 or 1 "
+                    "in the column of each class"
                 )
-            for row in reader:
-                row = {(k or "").strip().lower(): v for k, v in row.items() if isinstance(v, str)}
-                labels = row.get("labels")
-                several = None if labels is None else labels.split(";")
-                yield reader.line_num, row.get("file"), _labels(row.get("label"), several)
-            return
-        for number, text in enumerate(lines, 1):
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-            except json.JSONDecodeError as e:
-                raise ValueError(f"line {number}: {e.msg}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"line {number} is no object")
-            yield number, row.get("file"), _labels(row.get("label"), row.get("labels"))
+        if classes:
+            row["labels"] = [name.strip() for name in classes if _SHOWS[row.pop(name)]]
+        yield reader.line_num + 1, row
 
 
-def _labels(one: Any, several: Any) -> tuple[str, ...] | None:
-    if several is not None:
-        several = several if isinstance(several, list) else [several]
-        stripped = (str(label).strip() for label in several)
-        return tuple(dict.fromkeys(label for label in stripped if label))
-    return None if one is None or not str(one).strip() else (str(one).strip(),)
+def _json_rows(file: pathlib.Path, lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise ValueError(f"line {number}: {e.msg}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"line {number} is no object")
+        yield number, row
 
 
 def _sorted_labels(labels: set[str]) -> tuple[str, ...]:
@@ -231,21 +386,25 @@ def _sorted_labels(labels: set[str]) -> tuple[str, ...]:
     return tuple(sorted(labels, key=(lambda label: (int(label), label)) if are_numbers else None))
 
 
-def _find_sizes(file: pathlib.Path, paths: Iterable[str]) -> dict[str, int]:
-    """{path: bytes, -1 if it does not exist} of the files of a list.
+def _look_up(file: pathlib.Path, rows: Mapping[str, Row]) -> tuple[dict[str, int], dict[str, str]]:
+    """({path: bytes, -1 if it does not exist}, {path: group}) of the files of a list.
+
+    Files with several names, by links, are a group.
 
     Raises: InputError that names a pipe or a device, whose reading may never end.
     """
-    sizes = {}
-    for path in paths:
-        size = file_size(file.parent / path, or_folder=True)
+    sizes, doubles = {}, Doubles()
+    for path in rows:
+        size, identity = look_up(file.parent / path, or_folder=True)
         if size is None:
             raise InputError(
                 f"data.data_dir: {shown(str(file))}: {shown(path)} is no file, but a pipe or a "
                 "device; save the picture as a file"
             )
         sizes[path] = size
-    return sizes
+        doubles.add(path, identity)
+    groups = doubles.groups(file.parent, {path: ";".join(row.labels) for path, row in rows.items()})
+    return sizes, groups | {p: f"group {row.group}" for p, row in rows.items() if row.group}
 
 
 def _warn_of_missing(file: pathlib.Path, split: str, paths: Mapping[str, int]) -> None:

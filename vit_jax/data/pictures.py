@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from etils import epy
@@ -160,18 +160,56 @@ def as_paths(paths: Sequence[str]) -> tf.Tensor:
     return tf.constant([os.fsencode(path) for path in paths], tf.string)
 
 
-def file_size(path: str | os.PathLike, *, or_folder: bool = False) -> int | None:
-    """Bytes of a file; -1 if it does not exist, as behind a dangling link.
+def look_up(path: str | os.PathLike, *, or_folder: bool = False) -> tuple[int | None, int]:
+    """(bytes, identity) of a file; the identity is the same for all links to it.
 
-    None for a folder, unless `or_folder`, and for a pipe, a socket or a device, whose reading may
-    never end.
+    -1 bytes if it does not exist, as behind a dangling link. None for a folder, unless `or_folder`,
+    and for a pipe, a socket or a device, whose reading may never end.
     """
     try:
         found = os.stat(path)
     except OSError:
-        return -1
+        return -1, 0
     has_end = stat.S_ISREG(found.st_mode) or (or_folder and stat.S_ISDIR(found.st_mode))
-    return found.st_size if has_end else None
+    identity = found.st_dev << 64 | found.st_ino if found.st_ino else 0
+    return found.st_size if has_end else None, identity
+
+
+class Doubles:
+    """Finds the names that belong to one file, as links give it several."""
+
+    def __init__(self):
+        self._first: dict[int, str] = {}
+        self._names: dict[str, list[str]] = {}
+
+    def add(self, name: str, identity: int) -> None:
+        """Add a file; one with the identity 0 is none that has others."""
+        first = self._first.setdefault(identity, name) if identity else name
+        if first != name:
+            self._names.setdefault(first, [first]).append(name)
+
+    def groups(self, root: str | os.PathLike, classes: Mapping[str, str]) -> dict[str, str]:
+        """{name: the first name of its file} of those in `classes` that share a file.
+
+        Names are paths from `root`. Warns, once a process, of the links among them.
+        """
+        beginning = os.fspath(root) + os.sep
+        same: dict[str, str] = {}
+        for names in self._names.values():
+            listed = [n for n in (name.removeprefix(beginning) for name in names) if n in classes]
+            if len(listed) > 1:
+                same |= dict.fromkeys(listed, min(listed))
+        links = sorted(name for name, first in same.items() if name != first)
+        other = [name for name in links if classes[name] != classes[same[name]]]
+        for what, names in (("count several times", links), ("have several labels", other)):
+            if names:
+                pairs = [f"{shown(name)} is {shown(same[name])}" for name in names[:_EXAMPLES]]
+                more = f" and {len(names) - _EXAMPLES:,} more" if len(names) > _EXAMPLES else ""
+                warn_once(
+                    f"{shown(os.fspath(root))}: {len(names):,} pictures {what}, by links: "
+                    f"{', '.join(pairs)}{more}; remove the links unless you mean them"
+                )
+        return same
 
 
 class Walk:
@@ -182,12 +220,14 @@ class Walk:
 
     skipped: how many files of each extension are no pictures that are read.
     ignored: the folders that were not entered.
+
+    `doubles` gets the pictures, by their whole paths.
     """
 
-    def __init__(self, extensions: Sequence[str] = EXTENSIONS):
-        self.extensions = tuple(extensions)
+    def __init__(self, doubles: Doubles | None = None):
         self.skipped: collections.Counter[str] = collections.Counter()
         self.ignored: list[str] = []
+        self._doubles = Doubles() if doubles is None else doubles
         self._examples: dict[str, list[str]] = {}  # of the kinds that an extension does not name
 
     def skip(self, kind: str, path: str | os.PathLike) -> None:
@@ -238,12 +278,14 @@ class Walk:
         if not extension:
             self.skip("without extension", path)
             return None
-        if extension not in self.extensions:
+        if extension not in EXTENSIONS:
             self.skipped[shown(extension)] += 1
             return None
-        size = file_size(path)
+        size, identity = look_up(path)
         if size is None:
             self.skip(f"{extension} that is no file", path)
+        else:
+            self._doubles.add(path, identity)
         return size
 
     def say(self, root: str | os.PathLike) -> None:
@@ -256,7 +298,7 @@ class Walk:
             )
             warn_once(
                 f"{shown(os.fspath(root))}: skipped {', '.join(counts)}; pictures are files "
-                f"ending in {', '.join(self.extensions)}: convert the others"
+                f"ending in {', '.join(EXTENSIONS)}: convert the others"
             )
 
     def _say_examples(self, root: str | os.PathLike, kind: str) -> str:

@@ -4,6 +4,7 @@ A file of pseudo labels, written by `inference.pseudo_labels`, holds in NumPy's 
 
     record  int64 (m,)      records of the pictures' data set, sorted; one may come several times
     label   int32 (m,), or float16 (m, C): the probabilities of the classes
+    pictures  how own pictures are divided: the bytes of `division.FILE`, or none
     facts   JSON: name, split and data_dir of the pictures, their fingerprint, the class names, and
             the teacher's loss
 """
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from vit_jax.data.division import Divider, Division
 from vit_jax.data.host_tf import tf
 from vit_jax.data.sources import Source, fingerprint
 from vit_jax.errors import InputError
@@ -33,11 +35,14 @@ class PseudoLabels:
     record: np.ndarray
     label: np.ndarray
     facts: dict[str, Any]
+    pictures: bytes = b""
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
         file = io.BytesIO()
-        np.savez(file, record=self.record, label=self.label, facts=json.dumps(self.facts))
+        pictures = np.frombuffer(self.pictures, np.uint8)
+        facts = json.dumps(self.facts)
+        np.savez(file, record=self.record, label=self.label, pictures=pictures, facts=facts)
         return file.getvalue()
 
 
@@ -49,7 +54,8 @@ def read_pseudo_labels(path: str) -> PseudoLabels:
     try:
         with np.load(io.BytesIO(epath.Path(path).read_bytes()), allow_pickle=False) as stored:
             facts = json.loads(str(stored["facts"]))
-            return PseudoLabels(stored["record"], stored["label"], facts)
+            pictures = stored["pictures"].tobytes()
+            return PseudoLabels(stored["record"], stored["label"], facts, pictures)
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as e:
         raise InputError(
             f"data.split={path!r}: not a file of pseudo labels ({e}); `vit_jax label` writes one"
@@ -70,6 +76,8 @@ def pseudo(
     facts = found.facts
     keywords = keywords | {key: facts[key] for key in ("num_classes", "num_examples")}
     keywords["max_corrupt_fraction"] = 1.0  # pictures that cannot be read have no label
+    division = Division.from_bytes(found.pictures) if found.pictures else Division()
+    keywords["divide"] = Divider(division, split)
     pictures = make_source(
         facts["name"], split=facts["split"], data_dir=facts["data_dir"] or data_dir, **keywords
     )

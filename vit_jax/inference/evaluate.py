@@ -1,7 +1,7 @@
 """Evaluation without training: of a run in its workdir, and of a model from any source."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import flax.linen as nn
 import jax
@@ -11,11 +11,10 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
-from vit_jax import files, transfer, tree
+from vit_jax import transfer, tree
 from vit_jax.checkpoints import restore
-from vit_jax.config import stored as stored_config
 from vit_jax.config.evals import find_evaluator, learning_kinds
-from vit_jax.data import Source
+from vit_jax.data import Divider, Source
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.kernels import choose_forms
 from vit_jax.devices.sharding import constrain, place, state_shardings
@@ -25,7 +24,6 @@ from vit_jax.evaluators import evaluate as evaluate_one
 from vit_jax.evaluators.classification import Classification, Examples, Observed
 from vit_jax.evaluators.multilabel import MultiLabel, Shown
 from vit_jax.experiment.state import TrainState
-from vit_jax.inference.whole_folder import Origin, take_whole_folders
 from vit_jax.job import watchdog
 from vit_jax.models.fields import check_fields, value_of, with_known
 from vit_jax.training.agreement import compare_findings, compare_requests, compare_weights
@@ -51,21 +49,16 @@ def evaluate(
     config: ConfigDict,
     workdir: epath.PathLike,
     see: See | None = None,
-    asked: Collection[str] = (),
 ) -> dict[str, float]:
     """Evaluate the newest valid checkpoint: {"step": ..., "test/top1": ..., ...}; writes nothing.
 
-    `config` is the run's resolved config (`stored_config.read_config(workdir)`), with the keys
-    `asked` set by the user. `see` gets the prediction for each image. Other own pictures than the
-    run's are evaluated whole: see `take_whole_folders`.
+    `config` is the run's resolved config (`config.stored.read_config`), perhaps with other
+    data. `see` gets the prediction for each image.
 
     Raises:
       InputError: if no checkpoint can be read.
     """
-    stored = stored_config.read_config(files.absolute(workdir))
-    config, said = take_whole_folders(config, Origin(str(workdir), stored), asked)
     run = prepare(config, workdir, training=False)
-    _log(said)
     workdir = run.workdir
     names = read_class_names(workdir)
     _warn_of_other_classes(run.config, names, str(workdir), run.sources)
@@ -91,24 +84,17 @@ def evaluate(
         )
 
 
-def _log(messages: Sequence[tuple[int, str]]) -> None:
-    for level, text in messages:
-        logger.log(level, "%s", text)
-
-
 def evaluate_pretrained(
     config: ConfigDict,
     pretrained: Pretrained,
     see: See | None = None,
-    asked: Collection[str] = (),
 ) -> dict[str, float]:
     """Evaluate a model from any source by `config.evals`: {"knn/10nn_top1": ..., ...}.
 
     The source determines the value range, the loss, the image size unless `config.data.image_size`
     is set, and the preprocessing of evaluators without ops. `config.model` may set only fields that
     do not change the model's function, such as `dtype`. `see` gets the prediction for each image.
-    The keys `asked` were set by the user. Own pictures that the model was not trained on are
-    evaluated whole: see `take_whole_folders`.
+    The validation pictures of a folder are those that the source holds out, if it holds some.
 
     Raises:
       InputError: naming the key, before anything is computed.
@@ -119,13 +105,10 @@ def evaluate_pretrained(
     _fill_in(config, pretrained, faults)
     faults.check(check_convention, config.init_resize, "init_resize")
     collect_faults(faults)
-    run_config = None if pretrained.run is None else pretrained.run["config"]
-    origin = Origin(pretrained.source, run_config, pretrained.spec.holdout)
-    config, said = take_whole_folders(config, origin, asked)
     compare_requests(config, {"--init_from": pretrained.source})
     names = pretrained.spec.class_names
-    config, sources = open_sources(config, training=False, class_names=names)
-    _log(said)
+    divider = Divider(pretrained.division, pretrained.source)
+    config, sources = open_sources(config, False, names, divider=divider)
     _fill_in_ops(config, pretrained, sources)
     preprocessing = parse_preprocessing(config)
     model = _model_on(mesh, config, preprocessing.image_size, pretrained)

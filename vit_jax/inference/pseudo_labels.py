@@ -58,7 +58,8 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
     workdir, study = absolute(workdir), config.study
     _check_inputs(config, pretrained, workdir)
     size = pretrained.spec.image_size or image_hw(config.data.image_size)
-    source = _open_pictures(config, size, value_of(pretrained.model, "channels"))
+    divider = data.Divider(pretrained.division, anew=True)  # labels new pictures too
+    source = _open_pictures(config, size, value_of(pretrained.model, "channels"), divider)
     pretrained = pretrained._replace(spec=pretrained.spec.at(size))
     facts = _describe(config, pretrained, source)
     _check_facts(workdir, facts)
@@ -88,7 +89,8 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
         "class_names": pretrained.spec.class_names,
         "loss": pretrained.spec.loss or "softmax",  # as `outputs` assumes
     }
-    write_whole(workdir / "labels.npz", PseudoLabels(records, labels, facts).to_bytes())
+    pictures = data.Division(divider.decided).to_bytes() if divider.decided else b""
+    write_whole(workdir / "labels.npz", PseudoLabels(records, labels, facts, pictures).to_bytes())
     summary = {
         "labels/examples": source.num_examples,
         "labels/kept": len(np.unique(records)),
@@ -150,7 +152,9 @@ def parse_unlabelled(config: ConfigDict) -> tuple[str, str]:
     return name, split or config.data.split
 
 
-def _open_pictures(config: ConfigDict, size: tuple[int, int], channels: int) -> data.Source:
+def _open_pictures(
+    config: ConfigDict, size: tuple[int, int], channels: int, divider: data.Divider
+) -> data.Source:
     d = config.data
     name, split = parse_unlabelled(config)
     synthetic = name == "synthetic"
@@ -160,6 +164,7 @@ def _open_pictures(config: ConfigDict, size: tuple[int, int], channels: int) -> 
         data_dir=config.study.unlabelled_dir or d.data_dir,
         image_size=size,
         channels=channels,
+        divide=divider,
         exif=d.exif,
         reader=d.reader,
         num_classes=d.num_classes if synthetic else None,

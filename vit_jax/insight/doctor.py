@@ -124,7 +124,7 @@ def check_decoding(data_dir: str | None) -> Finding:
 
 def _some_pictures(folder: str) -> list[str]:
     """The first pictures below a local folder, which may hold millions, or beside a list."""
-    from vit_jax.data.pictures import EXTENSIONS, file_size
+    from vit_jax.data.pictures import EXTENSIONS, look_up
 
     if os.path.isfile(folder):
         folder = os.path.dirname(folder)
@@ -134,7 +134,7 @@ def _some_pictures(folder: str) -> list[str]:
         for name in names
         if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
     )
-    readable = (path for path in found if file_size(path) is not None)  # else reading may not end
+    readable = (path for path in found if look_up(path)[0] is not None)  # else reading may not end
     return list(itertools.islice(readable, _PICTURES))
 
 

@@ -15,6 +15,7 @@ from vit_jax import config as config_lib
 from vit_jax import data, files, metrics, transfer
 from vit_jax.checkpoints import restore
 from vit_jax.config import SplitKey
+from vit_jax.data.division import hash_of, read_division
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.errors import Faults, InputError, collect_faults
@@ -65,6 +66,7 @@ class Run:
     timetable: the steps at which the run logs, evaluates and saves.
     initial_params: {leaf name: array} from `init_from`; None if it is not used.
     initial_model_state: {name: array} from `init_from`, such as batch statistics.
+    pictures: content of `division.FILE` of a run that begins; empty if it has none of the user's.
     teachers: the frozen models that the objective learns from.
     described_teachers: source, weight and digest of each.
     """
@@ -81,6 +83,7 @@ class Run:
     timetable: Timetable
     initial_params: Mapping[str, np.ndarray] | None = None
     initial_model_state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    pictures: bytes = b""
     teachers: tuple[Teacher, ...] = ()
     described_teachers: Sequence[Mapping[str, Any]] = ()
 
@@ -121,7 +124,8 @@ def prepare(
     if pretrained is not None:
         config = faults.check(take_fields, config, pretrained) or config
     early = faults.check(_classes_from_teachers, config) if training else None
-    config, preprocessing, sources = _open_data(config, workdir, training, faults, early)
+    divider = faults.check(_open_division, workdir, is_begun, training, pretrained)
+    config, preprocessing, sources = _open_data(config, workdir, training, faults, early, divider)
     assert mesh is not None
     if pretrained is not None and config.init_head == "kept":
         class_names = sources[config_lib.train_split(config)].class_names
@@ -151,6 +155,7 @@ def prepare(
         timetable=Timetable(experiment.durations),
         teachers=teachers,
         described_teachers=described,
+        pictures=_keep_division(divider, pretrained) if training and not is_begun else b"",
         **_first_weights(config, experiment, pretrained),
     )
 
@@ -197,10 +202,11 @@ def _open_data(
     training: bool,
     faults: Faults,
     teachers: Sequence[Teacher] | None,
+    divider: data.Divider | None,
 ) -> tuple[ConfigDict, Preprocessing, dict[SplitKey, data.Source]]:
     """Open the splits and check their images: (config with their facts, preprocessing, sources).
 
-    Unlabelled pictures have the classes of `teachers`.
+    Unlabelled pictures have the classes of `teachers`. `divider` divides the user's pictures.
 
     Raises:
       InputError: lists `faults` and those of the data.
@@ -210,13 +216,30 @@ def _open_data(
     preprocessing = parse_preprocessing(config)
     class_names = None if training else _class_names(config, workdir)
     taught = None if teachers is None else classes_of(teachers)
-    opened = faults.check(open_sources, config, training, class_names, taught)
+    opened = faults.check(open_sources, config, training, class_names, taught, divider)
     config, sources = opened or (config, {})
     if sources:
         check = check_images if training else check_evaluated_images
         faults.check(check, config, preprocessing, sources)
     collect_faults(faults)
     return config, preprocessing, sources
+
+
+def _open_division(
+    workdir: epath.Path, is_begun: bool, training: bool, pretrained: transfer.Pretrained | None
+) -> data.Divider:
+    """Divides pictures as the run in `workdir` does; for a new run, as that of `init_from` did."""
+    if is_begun or not training:
+        return data.Divider(read_division(workdir), "" if training else str(workdir))
+    return data.Divider(data.Division() if pretrained is None else pretrained.division, anew=True)
+
+
+def _keep_division(divider: data.Divider | None, pretrained: transfer.Pretrained | None) -> bytes:
+    """`Run.pictures`: what was decided, and what else `init_from` holds out."""
+    splits = {} if divider is None else divider.decided
+    before = frozenset() if pretrained is None else pretrained.division.held_out()
+    division = data.Division(splits, before - {hash_of(name) for name in splits})
+    return division.to_bytes() if any(division) else b""
 
 
 def _read_weights(config: ConfigDict, faults: Faults) -> transfer.Pretrained | None:

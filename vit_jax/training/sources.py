@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import logging
 import pathlib
 import re
@@ -72,15 +73,19 @@ def open_sources(
     training: bool,
     class_names: Sequence[str] | None = None,
     taught: TaughtClasses | None = None,
+    divider: data.Divider | None = None,
 ) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
     """Open every split; return the config, with the facts of the data set filled in, and sources.
 
     Without `training` the training split is not opened; its facts are already in the config.
     `class_names` are those of the model then, None if unknown: own pictures get the labels that
-    their classes have in the model, by name. `taught`: see `open_training`.
+    their classes have in the model, by name. `taught` and `divider`: see `open_training`.
     """
     config = _leave_out_absent_splits(config, training)
-    config, sources = open_training(config, taught) if training else (config, {})
+    divider = divider or data.Divider(anew=True)
+    config, sources = open_training(config, taught, divider) if training else (config, {})
+    if training:
+        divider = data.Divider(data.Division(divider.decided))
     d, faults = config.data, Faults()
     said: list[str] = []
     for name, entry in config.evals.items():
@@ -89,7 +94,7 @@ def open_sources(
             learns = find_evaluator(entry.type).learns_classes
             numbers = (d.num_classes, d.num_examples) if synthetic else (None, None)
             try:
-                found = sources.get(key) or _open_split(config, key, *numbers)
+                found = sources.get(key) or _open_split(config, key, *numbers, divider=divider)
             except InputError as e:  # the same for other splits of the data
                 new = [fault for fault in e.faults if fault not in said]
                 faults += [f"evals.{name}.{split_key}: {fault}" for fault in new]
@@ -173,24 +178,28 @@ def _match_own(
 
 
 def open_training(
-    config: ConfigDict, taught: TaughtClasses | None = None
+    config: ConfigDict,
+    taught: TaughtClasses | None = None,
+    divider: data.Divider | None = None,
 ) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
     """Open the training data; return the config, with their facts filled in, and the sources.
 
     `config.train_split(config)` is the key of the whole; for a mixture, its first part also has a
     key of its own. `taught` are the classes that teachers give to unlabelled pictures, which have
-    none of their own; None: there are no such teachers.
+    none of their own; None: there are no such teachers. `divider` divides the user's pictures;
+    None: anew.
 
     Raises:
-      InputError: if the data are missing or do not match the config.
+      InputError: if the data are missing, in part too, or do not match the config.
     """
+    divider = divider or data.Divider(anew=True)
     config = config.copy_and_resolve_references()
     d, faults = config.data, Faults()
     own, parts = config_lib.own_split(config), data.parse_mix(d.mix)
     if d.split == "all" and d.name in (*data.OWN_PICTURES, "unlabelled"):
         raise InputError("data.split='all': is for evaluation only; train on 'train'")
-    source = _open_split(
-        config,
+    open_split = functools.partial(_open_split, config, divider=divider)
+    source = open_split(
         own,
         None if taught else d.num_classes,
         None if parts else d.num_examples,
@@ -206,14 +215,14 @@ def open_training(
         keys = [whole._replace(data_name=part.name, split=part.split or d.split) for part in parts]
         # The classes of pseudo labels are the teacher's, which were chosen before.
         keys = [key._replace(classes=None) if key.data_name == "pseudo" else key for key in keys]
-        others = [faults.check(_open_split, config, key, prefix="data.mix: ") for key in keys]
+        others = [faults.check(open_split, key, prefix="data.mix: ") for key in keys]
         collect_faults(faults)
         opened = [source, *(other for other in others if other is not None)]
         if d.reader is None and not data.held_alike(opened):
             # Size and free memory decide which are held as pixels; a mixture must not depend on it.
             opened = [
                 s if s.encoded or key.data_name in data.SOURCES
-                else _open_split(config, key, reader=data.ON_DISK)
+                else open_split(key, reader=data.ON_DISK)
                 for key, s in zip([own, *keys], opened, strict=True)
             ]  # fmt: skip
             sources[own] = opened[0]
@@ -226,6 +235,12 @@ def open_training(
         sources[own] = source
     else:
         _check_soft(config, opened)
+    if missing := divider.find_missing():
+        raise InputError(
+            f"data.data_dir={d.data_dir!r}: {len(missing):,} of the pictures that the run began to "
+            f"train on are missing: {data.say_names(missing)}; restore them, or begin a new run in "
+            "another --workdir"
+        )
     if d.num_examples not in (None, source.num_examples):
         raise InputError(
             f"data.num_examples={d.num_examples}: the data sets in data.name and data.mix have "
@@ -332,6 +347,8 @@ def _open_split(
     num_examples: int | None = None,
     reader: str | None = None,
     max_corrupt_fraction: float = 1.0,
+    *,
+    divider: data.Divider,
 ) -> data.Source:
     return data.make_source(
         key.data_name,
@@ -341,6 +358,7 @@ def _open_split(
         reader=reader or config.data.reader,
         max_corrupt_fraction=max_corrupt_fraction,
         data_dir=key.data_dir,
+        divide=divider,
         exif=config.data.exif,
         multi_label=config.data.multi_label,
         channels=config.data.channels,

@@ -110,7 +110,7 @@ def train_and_evaluate(
             if jax.process_index() == 0:
                 if lock is not None:
                     lock.check(fresh=True)
-                write_workdir(run.workdir, run.config, run.train_source)
+                write_workdir(run.workdir, run.config, run.train_source, run.pictures)
                 write_teachers(run.workdir, run.described_teachers)
                 remove_summary(run)
                 devices = run.mesh.devices.flatten().tolist()

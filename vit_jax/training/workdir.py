@@ -16,6 +16,7 @@ from vit_jax.config import changed_evals, changed_keys, say_changes
 from vit_jax.config.plugins import store_plugins
 from vit_jax.config.stored import read_config, to_json
 from vit_jax.data import Source
+from vit_jax.data.division import FILE
 from vit_jax.errors import InputError, collect_faults
 from vit_jax.files import check_folder, write_whole
 from vit_jax.job import processes
@@ -154,12 +155,17 @@ def _make(workdir: epath.Path) -> None:
         raise InputError(f"--workdir={workdir}: {e.strerror}; choose another directory") from None
 
 
-def write_workdir(workdir: epath.Path, config: ConfigDict, source: Source) -> None:
+def write_workdir(
+    workdir: epath.Path, config: ConfigDict, source: Source, pictures: bytes = b""
+) -> None:
     """Create the workdir with the resolved config and the class names of the training `source`.
 
+    `pictures`: content of `division.FILE` of a run that begins; a run keeps the file that it has.
     classes.json holds null if the source names no classes.
     """
     _make(workdir)
+    if pictures:  # before config.json, which says that the run has begun
+        write_whole(workdir / FILE, pictures)
     store_plugins(config.plugins, workdir)
     write_whole(workdir / "config.json", to_json(config))
     text = json.dumps(source.class_names, indent=2, ensure_ascii=False) + "\n"

@@ -18,6 +18,7 @@ from etils import epath
 
 from vit_jax import tree
 from vit_jax.config import image_hw
+from vit_jax.data.division import Division, hashes_from_bytes, side_file
 from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.files import absolute
 from vit_jax.models.fields import check_fields, field_names, stacks_layers, value_of, with_known
@@ -133,6 +134,14 @@ def read_pretrained(source: str | os.PathLike, *, averaged: bool | None = None) 
         if str(path) in str(e):
             raise
         raise InputError(f"init_from={str(path)!r}: {e}") from None
+    if (held_out := side_file(path)).exists():
+        try:
+            hashes = hashes_from_bytes(held_out.read_bytes())
+        except (OSError, EOFError, ValueError) as e:
+            raise InputError(
+                f"init_from={str(path)!r}: {held_out.name} cannot be read ({e}); copy it again"
+            ) from None
+        pretrained = pretrained._replace(division=Division(hashes=hashes))
     known, found = by_address(source), pretrained.model.num_classes
     if known is not None:
         if found != known.num_classes:

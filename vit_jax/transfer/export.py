@@ -23,6 +23,7 @@ import numpy as np
 from etils import epath
 
 from vit_jax.checkpoints.checksums import hash_params
+from vit_jax.data.division import HASHES, hashes_to_bytes, side_file
 from vit_jax.errors import InputError, nearest
 from vit_jax.files import absolute, write_whole
 from vit_jax.job.software import software
@@ -86,6 +87,9 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
             files, logits = _write_stablehlo(staged, model, variables, image_size)
         else:
             files, logits = _write_format(staged, pretrained, format)
+        if held_out := pretrained.division.held_out():
+            files = [*files, side_file(staged).name]
+            write_whole(side_file(staged), hashes_to_bytes(held_out))
         receipt = _describe_export(pretrained, format, own_dtype, image_size)
         receipt["read_back"] = _compare(np.asarray(logits(images)), expected, output)
         receipt["software"] = software()
@@ -203,7 +207,9 @@ def _check_output(output: epath.Path, format: str) -> None:
     _check_suffix(output, format)
     taken = [output]
     if output.suffix in _FORMATS_OF:  # has companion files
-        taken += [output.with_suffix(suffix) for suffix in (".json", ".md", ".receipt.json")]
+        taken += [
+            output.with_suffix(suffix) for suffix in (".json", ".md", ".receipt.json", HASHES)
+        ]
     for path in taken:
         if path.exists():
             raise InputError(

@@ -13,16 +13,19 @@ from etils import epath
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import logging
 
+from vit_jax.data.division import HASHES
 from vit_jax.errors import InputError
 
 _WEIGHTS = "model.safetensors"
 
 
-def json_beside(name: str) -> list[str]:
-    """The JSON files that may describe the weights in the file `name`, in the same folder."""
-    if name == _WEIGHTS:
-        return ["config.json", "preprocessor_config.json"]
-    return [f"{name.rpartition('.')[0]}.json"]
+def files_beside(name: str) -> list[str]:
+    """The files that may describe the weights in the file `name`, in the same folder."""
+    stem = name.rpartition(".")[0]
+    described = (
+        ["config.json", "preprocessor_config.json"] if name == _WEIGHTS else [f"{stem}.json"]
+    )
+    return [*described, f"{stem}{HASHES}"]
 
 
 def parse_address(address: str) -> tuple[str, str, str] | None:
@@ -37,7 +40,7 @@ def parse_address(address: str) -> tuple[str, str, str] | None:
 def fetch_from_hub(
     repo_id: str, file: str = _WEIGHTS, *, revision: str | None = None, source: str | None = None
 ) -> epath.Path:
-    """Fetches weights and the JSON files beside them, unless the cache has this version of them.
+    """Fetches weights and the files that describe them, unless the cache has this version of them.
 
     Args:
       repo_id: ORGANISATION/NAME, such as google/vit-base-patch16-224.
@@ -46,7 +49,7 @@ def fetch_from_hub(
       source: the value of `init_from`, for errors; by default "hf:" and `repo_id`.
 
     Returns:
-      The cached file; for model.safetensors the folder that holds it and its JSON files, all of
+      The cached file; for model.safetensors the folder that holds it and those files, all of
       one commit.
 
     Raises:
@@ -59,7 +62,7 @@ def fetch_from_hub(
     try:
         weights = pathlib.Path(huggingface_hub.hf_hub_download(repo_id, file, revision=revision))
         commit = weights.relative_to(_snapshots(weights)).parts[0]
-        for beside in json_beside(name):
+        for beside in files_beside(name):
             _fetch_optional(repo_id, f"{folder}/{beside}".lstrip("/"), commit)
     except (errors.HFValidationError, errors.HTTPError, OSError) as e:
         raise InputError(f"init_from={source!r}: {_describe(e, repo_id, file, revision)}") from None

@@ -19,7 +19,7 @@ _PIXELS = {
     "do_normalize": "true or false", "do_pad": "true or false", "resample": "a positive int",
     "rescale_factor": "a positive number", "image_mean": "three numbers",
     "image_std": "three positive numbers", "image_processor_type": "text",
-    "feature_extractor_type": "text", "ops": "text", "holdout": "text",
+    "feature_extractor_type": "text", "ops": "text",
     "exif": "true or false",
 }  # fmt: skip
 _PROCESSOR = re.compile(r"(ViT|DeiT|Bit)(ImageProcessor(Fast|Pil)?|FeatureExtractor)")
@@ -69,7 +69,7 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str
     if faults:
         fault = join_faults(faults, where)
         logger.warning("%s; only the weights can be used", fault)
-        return spec._replace(fault=fault, holdout=pixels.get("holdout"))
+        return spec._replace(fault=fault)
     resized = _height_width(given["size"])
     in_proportion = _in_proportion(given["size"])
     interpolation = _FILTERS[given["resample"]]
@@ -164,8 +164,6 @@ def write_pixels(spec: Spec) -> dict[str, Any]:
     }
     if ops_for(spec) != library_ops(spec):
         pixels["ops"] = spec.ops or ops_for(spec)
-    if spec.holdout is not None:
-        pixels["holdout"] = spec.holdout
     if spec.exif is False:
         pixels["exif"] = False
     return pixels

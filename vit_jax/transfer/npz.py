@@ -47,7 +47,7 @@ logger = logging.getLogger("vit_jax")
 _KINDS = {"mean": "three numbers", "std": "three positive numbers", "class_names": "a list",
           "crop": "a share above 0, at most 1", "crop_mode": "center or squash",
           "interpolation": "bilinear or bicubic", "ops": "text",
-          "loss": "softmax or sigmoid", "holdout": "text",
+          "loss": "softmax or sigmoid",
           "exif": "true or false"}  # fmt: skip
 
 # Names by variant: the position embedding, and a layer's second norm, attention and MLP.
@@ -323,7 +323,7 @@ def write(path: epath.Path, pretrained: Pretrained, variant: str) -> list[str]:
     if spec.cut is not None:
         share, mode, interpolation = spec.cut
         stated |= {"crop": share, "crop_mode": mode, "interpolation": interpolation}
-    for key in ("ops", "loss", "holdout"):
+    for key in ("ops", "loss"):
         if getattr(spec, key) is not None:
             stated[key] = getattr(spec, key)
     if spec.exif is False:

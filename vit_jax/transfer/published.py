@@ -25,7 +25,7 @@ from etils import epath
 
 from vit_jax.errors import InputError, nearest
 from vit_jax.files import absolute, cache_folder, replaced, write_whole
-from vit_jax.transfer.hub import fetch_from_hub, json_beside, parse_address
+from vit_jax.transfer.hub import fetch_from_hub, files_beside, parse_address
 
 logger = logging.getLogger("vit_jax")
 
@@ -222,7 +222,7 @@ def _cached(source: str, address: str) -> epath.Path:
     folder.mkdir(parents=True, exist_ok=True)
     logger.info("fetching %s", address)
     digests = {name: _fetch(source, address, folder / name)}
-    for file in json_beside(name):
+    for file in files_beside(name):
         digest = _fetch(source, urllib.parse.urljoin(address, file), folder / file, optional=True)
         if digest is not None:
             digests[file] = digest

@@ -10,6 +10,7 @@ import flax.linen as nn
 import numpy as np
 
 from vit_jax import tree
+from vit_jax.data.division import Division
 from vit_jax.data.host_ops import FULL_SIZE, TAKES_ENCODED
 from vit_jax.data.ops import parse_calls, parse_ops
 from vit_jax.errors import InputError
@@ -52,8 +53,6 @@ class Spec(NamedTuple):
     ops: the exact preprocessing string for `image_size`; without `decode` it is for pixels of one
       size. None derives it from `cut`. `images.ops_for` gives the string for any images.
     loss: the loss of the training, softmax or sigmoid; it turns logits into probabilities.
-    holdout: the rule that held out images of the folder that the model was trained on, as
-      `data.holdout`; None also if there was no folder.
     exif: whether images are turned by their EXIF orientation; None means yes.
     channels: number of channels of the images.
     fault: the reason why the stated preprocessing is not supported (`images.ops_for` raises it);
@@ -68,7 +67,6 @@ class Spec(NamedTuple):
     cut: Cut | None = None
     ops: str | None = None
     loss: str | None = None
-    holdout: str | None = None
     exif: bool | None = None
     channels: int = 3
     fault: str | None = None
@@ -129,7 +127,7 @@ def share_of(side: int, resized: int) -> float:
 def read_preparation(
     stated: Mapping[str, Any], image_size: tuple[int, int] | None, source: str
 ) -> dict[str, Any]:
-    """{"ops", "loss", "holdout", "exif"} of a Spec: keys that this project adds to a format's own.
+    """{"ops", "loss", "exif"} of a Spec: keys that this project adds to a format's own.
 
     Raises:
       InputError: if `ops` cannot be parsed.
@@ -137,7 +135,7 @@ def read_preparation(
     ops = stated.get("ops")
     if ops is not None:
         parse_ops(ops, image_size or (1, 1), key=f"init_from={source!r}: ops")
-    return {"ops": ops} | {key: stated.get(key) for key in ("loss", "holdout", "exif")}
+    return {"ops": ops} | {key: stated.get(key) for key in ("loss", "exif")}
 
 
 class Pretrained(NamedTuple):
@@ -150,6 +148,7 @@ class Pretrained(NamedTuple):
     run: step, config and results of a workdir's run; None for other sources.
     model_state: {name: float32 array} of its other variables, such as
       "batch_stats/trunk/norm_root/mean"; empty if the model has none.
+    division: which of the user's pictures its run trained on and which it held out.
     """
 
     source: str
@@ -158,6 +157,7 @@ class Pretrained(NamedTuple):
     spec: Spec
     run: dict[str, Any] | None = None
     model_state: Mapping[str, np.ndarray] = types.MappingProxyType({})
+    division: Division = Division()
 
     @property
     def variables(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _DEFAULT_CUT = Cut(0.875, "center", "bicubic")
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 _KINDS = {"model_args": "an object", "pretrained_cfg": "an object", "label_names": "a list",
-          "ops": "text", "loss": "softmax or sigmoid", "holdout": "text",
+          "ops": "text", "loss": "softmax or sigmoid",
           "exif": "true or false", "width": "a positive number",
           "depth": "a positive number"}  # fmt: skip
 _ARGUMENTS = {"num_heads": "a positive int", "mlp_ratio": "a positive number",
@@ -142,8 +142,6 @@ def write(
         config["label_names"] = list(spec.class_names)
     if spec.loss is not None:
         config["loss"] = spec.loss
-    if spec.holdout is not None:
-        config["holdout"] = spec.holdout
     if spec.exif is False:
         config["exif"] = False
     if spec.image_size is not None and ops_for(spec) != library_ops(spec):

@@ -12,10 +12,11 @@ from ml_collections import ConfigDict
 
 from vit_jax import tree
 from vit_jax.checkpoints import restore
-from vit_jax.config import image_hw, model_fields, reads_folder
+from vit_jax.config import image_hw, model_fields
 from vit_jax.config.evals import find_evaluator
 from vit_jax.config.stored import read_config
 from vit_jax.data import OWN_PICTURES
+from vit_jax.data.division import read_division
 from vit_jax.data.host_ops import FULL_SIZE
 from vit_jax.data.ops import parse_calls
 from vit_jax.errors import InputError
@@ -74,7 +75,7 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
     plain, params = merge_adapters(with_known(model, scan=False), tree.flatten_names(params))
     plain, params, state = merge_head_norm(plain, params, tree.flatten_names(model_state))
     spec = _spec_of(config, model, path)
-    return Pretrained(str(source), plain, params, spec, run, state)
+    return Pretrained(str(source), plain, params, spec, run, state, read_division(path))
 
 
 def _restore(
@@ -126,7 +127,6 @@ def _spec_of(config: ConfigDict, model: nn.Module, workdir: epath.Path) -> Spec:
         cut=_cut(ops, model.image_size or image_hw(config.data.image_size)),
         ops=ops,
         loss=config.loss.name,
-        holdout="names" if reads_folder(config) else None,
         exif=config.data.exif,
         channels=config.data.channels,
     )

@@ -1,0 +1,243 @@
+"""Which of the user's pictures a run trains on and which it holds out, by their names.
+
+A name is the path of a picture from the folder of the data, or from the folder of the list, with
+forward slashes. A run divides its pictures once, before step 0, and keeps the result:
+
+    WORKDIR/pictures.csv.gz   name,split: `train` or `val`. With the split `elsewhere` the name is
+                              the hash of a picture that is held out in what the run started from
+    MODEL.held_out.npy        beside an exported model: the sorted hashes of the held-out names
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import logging
+import os
+import types
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+
+from vit_jax.data.pictures import shown, warn_once
+from vit_jax.errors import InputError
+
+FILE = "pictures.csv.gz"
+HASHES = ".held_out.npy"  # follows the name of a model's file
+
+# (folder for messages, {name: class}, {name: group}) -> {name: split}, `train` or `val`. Pictures
+# without an entry are in neither split. A name without a group is a group of its own; with None for
+# all groups nothing more is held out, as the validation pictures lie elsewhere.
+Groups = Mapping[str, str] | None
+Divide = Callable[[str, Mapping[str, str], Groups], dict[str, str]]
+
+_ELSEWHERE = "elsewhere"
+_SMALL = 5  # groups; a smaller class has less than half a group to hold out
+_SHOWN = 5  # names in a message
+
+logger = logging.getLogger("vit_jax")
+
+
+class Division(NamedTuple):
+    """How the pictures of a run, or of the run behind an export, are divided.
+
+    splits: {name: split} of the run's pictures; {} for an export, which has no names.
+    hashes: of the held-out pictures of an export, and of what a run started from.
+    """
+
+    splits: Mapping[str, str] = types.MappingProxyType({})
+    hashes: frozenset[int] = frozenset()
+
+    def held_out(self) -> frozenset[int]:
+        """The hashes of all held-out pictures."""
+        return self.hashes | {
+            hash_of(name) for name, split in self.splits.items() if split == "val"
+        }
+
+    def holds_out(self, name: str) -> bool:
+        return self.splits.get(name) == "val" or hash_of(name) in self.hashes
+
+    def holds_out_any(self) -> bool:
+        return bool(self.hashes) or "val" in self.splits.values()
+
+    def to_bytes(self) -> bytes:
+        """The content of a run's FILE."""
+        text = io.StringIO(newline="")
+        rows = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL)
+        rows.writerows([("name", "split"), *sorted(self.splits.items())])
+        rows.writerows((f"{hashed:016x}", _ELSEWHERE) for hashed in sorted(self.hashes))
+        return gzip.compress(text.getvalue().encode(errors="surrogateescape"), mtime=0)
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Division:
+        """Raises OSError, EOFError or ValueError if `content` is not that of a run's FILE."""
+        text = gzip.decompress(content).decode(errors="surrogateescape")
+        rows = list(csv.reader(io.StringIO(text, newline="")))[1:]
+        hashes = frozenset(int(name, 16) for name, split in rows if split == _ELSEWHERE)
+        return cls({name: split for name, split in rows if split != _ELSEWHERE}, hashes)
+
+
+UNKNOWN = Division()
+
+
+def hash_of(name: str) -> int:
+    """The 64-bit hash of a name; the same everywhere."""
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big")
+
+
+def divide_anew(
+    where: str, classes: Mapping[str, str], groups: Groups, known: Division = UNKNOWN
+) -> dict[str, str]:
+    """A new division, of the type `Divide`: a tenth of each class is `val`.
+
+    The number of groups is rounded. Classes of fewer than 5 groups hold out a tenth of theirs
+    together, at most one of each class; a class of one group holds out none. At least one of
+    several groups is held out. Hashes of the names choose, so the result depends neither on the
+    place nor on the order of the files, and a class of 5 groups or more not on the other classes.
+
+    In a class from which `known` holds out pictures, exactly these are held out; in the others no
+    picture that `known` trained on, if it holds out some at all.
+    """
+    held = {name for name in classes if known.holds_out(name)}
+    if groups is None:
+        return {name: "val" if name in held else "train" for name in classes}
+    trained = known.splits if known.holds_out_any() else {}
+    of_groups: dict[str, list[str]] = {}
+    for name in sorted(classes):
+        of_groups.setdefault(groups.get(name, name), []).append(name)
+    by_class: dict[str, dict[str, list[str]]] = {}
+    for group, names in of_groups.items():
+        by_class.setdefault(classes[names[0]], {})[group] = names
+    settled = {classes[name] for name in held}
+    sizes = {c: len(members) for c, members in by_class.items() if c not in settled}
+    numbers = {c: (size + 5) // 10 for c, size in sizes.items()}
+    small = [c for c, size in sizes.items() if size < _SMALL]
+    small.sort(key=lambda c: (sizes[c] == 1, hash_of(c)))
+    share = (sum(sizes[c] for c in small if sizes[c] > 1) + 5) // 10
+    if not (held or share or any(numbers.values())) and len(of_groups) > 1:
+        share = 1
+    numbers |= dict.fromkeys(small[:share], 1)
+    for c, number in numbers.items():
+        free = [
+            group
+            for group, names in by_class[c].items()
+            if not any(trained.get(name) == "train" for name in names)
+        ]
+        held.update(*(by_class[c][group] for group in sorted(free, key=hash_of)[:number]))
+    return {name: "val" if name in held else "train" for name in classes}
+
+
+class Divider:
+    """Divides the pictures of a model and of other folders; of the type `Divide`.
+
+    Args:
+      known: how the pictures of the model are divided.
+      model: its name in messages; "" for the run that trains.
+      anew: for a new run, which may train on pictures that `known` does not name. Otherwise
+        pictures are divided exactly as `known` says, but for a folder that it does not know.
+
+    decided: {name: split} of all pictures divided so far.
+    """
+
+    def __init__(self, known: Division = UNKNOWN, model: str = "", *, anew: bool = False):
+        self.decided: dict[str, str] = {}
+        self._known, self._model, self._anew = known, model, anew
+
+    def __call__(self, where: str, classes: Mapping[str, str], groups: Groups) -> dict[str, str]:
+        known = self._known
+        if self._anew:
+            known = Division({**known.splits, **self.decided}, known.hashes)
+            found = divide_anew(where, classes, groups, known)
+        else:
+            found = self._follow(where, classes, groups)
+            found = found or self._divide_other(where, classes, groups)
+        self.decided = found | self.decided
+        return found
+
+    def find_missing(self) -> list[str]:
+        """The pictures that `known` trained on and that were not there; once the data are open."""
+        splits = {} if self._anew else self._known.splits
+        return sorted(n for n, s in splits.items() if s == "train" and n not in self.decided)
+
+    def _follow(self, where: str, names: Collection[str], groups: Groups) -> dict[str, str]:
+        """As `known` says; {} if it knows none of the pictures."""
+        known, hashes, model = self._known, self._known.hashes, self._model or "this run"
+        if not any(name in known.splits for name in names):  # an export does not know them all
+            found = {name: "val" if hash_of(name) in hashes else "train" for name in names}
+            return found if "val" in found.values() else {}
+        if groups is not None and not known.holds_out_any():  # knows no val
+            return {}
+        found = {name: known.splits[name] for name in names if name in known.splits}
+        if new := sorted({*names} - {*found}):
+            warn_once(
+                f"{where}: {len(new):,} pictures are not among those that {model} began "
+                f"with, so they are neither in train nor in val: {say_names(new)}"
+            )
+        held = (name for name, split in known.splits.items() if split == "val")
+        if gone := sorted(name for name in held if name not in found):
+            warn_once(
+                f"{where}: {len(gone):,} pictures that {model} holds out are missing, so "
+                f"results may not be comparable: {say_names(gone)}"
+            )
+        return found
+
+    def _divide_other(
+        self, where: str, classes: Mapping[str, str], groups: Groups
+    ) -> dict[str, str]:
+        """A new division of a folder from which `known` holds out nothing."""
+        found = divide_anew(where, classes, groups, self._known)
+        if groups is None:
+            return found
+        number = sum(split == "val" for split in found.values())
+        all_of_them = "the split all is all of them (--config.evals.NAME.split=all)"
+        if self._model and self._known.holds_out_any():
+            warn_once(
+                f"{where}: holds none of the pictures that {self._model} holds out; val is a tenth "
+                f"({number:,} of {len(found):,}), on which the model may have been trained; if it "
+                f"was not, {all_of_them}"
+            )
+        else:
+            logger.info("%s: val is %d of %d pictures; %s", where, number, len(found), all_of_them)
+        return found
+
+
+def read_division(workdir: epath.Path) -> Division:
+    """The division of the run in `workdir`; an empty one if it has none.
+
+    Raises: InputError if its file is damaged.
+    """
+    path = workdir / FILE
+    try:
+        return Division.from_bytes(path.read_bytes()) if path.exists() else Division()
+    except (OSError, EOFError, ValueError, zlib.error) as e:
+        raise InputError(
+            f"{path}: cannot be read ({e}); restore it, as it says which pictures are held out"
+        ) from None
+
+
+def side_file(model: epath.Path) -> epath.Path:
+    """The file of hashes of an exported `model`, a file, or a folder with model.safetensors."""
+    return (model / "model" if model.is_dir() else model).with_suffix(HASHES)
+
+
+def say_names(names: Sequence[str]) -> str:
+    """The first few of `names` for a message."""
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(shown, names[:_SHOWN])) + more
+
+
+def hashes_to_bytes(hashes: Collection[int]) -> bytes:
+    """The content of an export's file of hashes, in NumPy's format."""
+    file = io.BytesIO()
+    np.save(file, np.array(sorted(hashes), np.uint64))
+    return file.getvalue()
+
+
+def hashes_from_bytes(content: bytes) -> frozenset[int]:
+    """Raises ValueError, OSError or EOFError if `content` holds no hashes."""
+    return frozenset(np.load(io.BytesIO(content), allow_pickle=False).tolist())
