@@ -3,7 +3,7 @@ import os
 import pytest
 from etils import epath
 
-from vit_jax.files import cache_folder, replaced, write_whole
+from vit_jax.files import LiteralPath, cache_folder, replaced, write_whole
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,14 @@ def test_the_cache_folder(monkeypatch, root, expected):
     monkeypatch.setenv("XDG_CACHE_HOME", root)
     expected = "~/.cache" if expected == "~" else expected
     assert str(cache_folder("plans")) == os.path.expanduser(f"{expected}/vit_jax/plans")
+
+
+@pytest.mark.parametrize("name", ["[1]", "*", "?", "a"])
+def test_files_are_found_below_folders_whose_names_are_patterns(tmp_path, name):
+    folder = LiteralPath(tmp_path) / name
+    for other in ("1", "a", name):
+        (tmp_path / other / "inner").mkdir(parents=True, exist_ok=True)
+        (tmp_path / other / "inner/[1].png").write_bytes(b"")
+    assert [*folder.glob("*/*.png")] == [folder / "inner/[1].png"]
+    assert [*(folder / "inner").glob("*.png")] == [folder / "inner/[1].png"]
+    assert os.fspath(LiteralPath("gs://bucket/run")) == "gs://bucket/run"

@@ -1,15 +1,23 @@
 """Atomic writes: a reader sees a whole file or none, on local disks and in object stores."""
 
 import contextlib
+import glob
 import os
 import pathlib
 import secrets
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, Self
 
 from etils import epath
 
 from vit_jax.errors import InputError
+
+
+class LiteralPath(type(epath.Path())):  # type: ignore[misc]
+    """A path below which `glob` finds files whatever its own name is: `[1]` is no pattern in it."""
+
+    def glob(self, pattern: str) -> Iterator[Self]:
+        return map(type(self), epath.Path(glob.escape(os.fspath(self))).glob(pattern))
 
 
 def absolute(path: epath.PathLike) -> epath.Path:

@@ -40,8 +40,8 @@ def abstract(state, sharding=None):
 
 @pytest.fixture
 def directory(tmp_path):
-    """Checkpoints 1 and 2."""
-    directory = epath.Path(tmp_path / "checkpoints")
+    """Checkpoints 1 and 2, in a run whose name would be a pattern."""
+    directory = epath.Path(tmp_path / "[1]*?" / "checkpoints")
     checkpoints = checkpoint.Checkpoints(directory, keep_last=2, keep_every=None)
     for step in (1, 2):
         checkpoints.save(step, make_state(step), META)

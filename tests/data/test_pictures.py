@@ -13,6 +13,8 @@ from images import encode, pil_rgb, smooth_image
 
 from vit_jax.data import make_source, parse_ops, pictures
 from vit_jax.data.host_tf import tf
+from vit_jax.data.pictures_in_memory import open_images
+from vit_jax.errors import InputError
 
 ORIENTATION = 0x0112
 
@@ -63,10 +65,14 @@ def test_of_16_bit_grey_the_high_byte_is_taken(file_format):
     np.testing.assert_allclose(decode(encode(grey, file_format)).astype(int), expected, atol=1)
 
 
-def oriented(orientation, file_format, **options):
+def oriented_exif(orientation):
     exif = PIL.Image.Exif()
     exif[ORIENTATION] = orientation
-    return encode(smooth_image(), file_format, exif=exif.tobytes(), **options)
+    return exif.tobytes()
+
+
+def oriented(orientation, file_format, **options):
+    return encode(smooth_image(), file_format, exif=oriented_exif(orientation), **options)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +90,31 @@ def test_pictures_are_turned_as_exif_says(file_format, orientation):
         assert np.array_equal(decode(encoded, exif=False), pil_rgb(encoded))
 
 
+def test_exif_can_be_ignored_in_a_tiff():
+    assert decode(oriented(6, "TIFF"), exif=False).shape == (60, 90, 3)
+    compressed = oriented(6, "TIFF", compression="tiff_lzw")
+    assert decode(compressed, exif=False).shape == (60, 90, 3)
+    assert decode(compressed).shape == (90, 60, 3)
+
+
+def test_exif_is_found_behind_the_pixels_of_a_png():
+    noise = np.random.default_rng(0).integers(0, 256, (200, 300, 3), np.uint8)
+    end = encode(noise, "PNG")[-12:]
+    upright, turned = (encode(noise, "PNG", exif=e) for e in (b"", oriented_exif(6)))
+    chunk = turned[turned.index(b"eXIf") - 4 :][: len(turned) - len(upright)]
+    moved = upright.removesuffix(end) + chunk + end
+    assert moved.index(b"eXIf") > 1 << 17
+    np.testing.assert_array_equal(decode(moved), decode(turned))
+    assert decode(moved).shape == (300, 200, 3)
+
+
+def test_pictures_that_are_too_large_for_pillow_are_named(tmp_path):
+    large = encode(np.zeros((14_000, 14_000), np.uint8), "TIFF", "1", compression="group4")
+    assert pictures.to_known_format(large) == b""
+    (tmp_path / "large.tif").write_bytes(large)
+    assert "178 megapixels" in pictures.why_file_unreadable(tmp_path / "large.tif")
+
+
 def test_jpeg_and_png_bytes_are_passed_on_as_they_are():
     for encoded in (encode(smooth_image()), encode(smooth_image(), "PNG"), oriented(1, "JPEG")):
         assert pictures.as_known_format(tf.constant(encoded)).numpy() == encoded
@@ -98,6 +129,18 @@ def test_jpeg_and_png_bytes_are_passed_on_as_they_are():
 def test_what_is_no_picture_cannot_be_decoded(broken):
     with pytest.raises(tf.errors.InvalidArgumentError):
         decode(broken)
+
+
+def test_modes_in_memory_are_taken_as_from_files_or_named():
+    grey = np.full((8, 8), 200, np.uint8)
+    alpha = PIL.Image.fromarray(grey).convert("LA").convert("La")
+    deep = PIL.Image.frombytes("I;16B", (8, 8), (grey.astype(">u2") << 8).astype(">u2").tobytes())
+    source = open_images([alpha, deep])
+    for i in range(2):
+        np.testing.assert_array_equal(decode(source.read(i)["image"].numpy())[0, 0], [200] * 3)
+    for kind in (np.int32, np.float32):
+        with pytest.raises(InputError, match=r"images\[0\]: pixels of mode .*8 or 16 bits"):
+            open_images(PIL.Image.fromarray(grey.astype(kind)))
 
 
 def test_names_are_shown_in_print():

@@ -144,6 +144,8 @@ def test_all_members_of_the_configs_can_be_run(name, words, tmp_path):
     config = load_config(file)
     call = running.Call(file, [], epath.Path(tmp_path), None, again=False)
     members = grid.find_members(config, {})
+    quiet = {running.member_words(call._replace(quiet=q), members[0])[-1] for q in (True, False)}
+    assert quiet == {"--quiet", f"--workdir={tmp_path}/{members[0].name}"}
     assert len(members) == config.study.seeds * len(config.study.cells) >= 4
     for member in members:
         running.check_member(config, call, member)

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from vit_jax import data
 from vit_jax.benchmarks.rounds import measure, spread
 from vit_jax.config import image_hw, train_split
 from vit_jax.data import order
+from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_ops import to_pixels
 from vit_jax.data.host_tf import tf
 from vit_jax.errors import InputError
@@ -84,7 +84,7 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
         "rows": len(rows),
         "images": images * num_rounds,
         "unreadable": num_broken,
-        "cpu_cores": len(os.sched_getaffinity(0)),
+        "cpu_cores": PARALLEL_CALLS,
         "cpu_ms_per_image": {name: spread(values) for name, values in cpu_ms.items()},
     }
     for name in list(cpu_ms)[1:]:
@@ -178,13 +178,10 @@ def plain_batches(
         example = source.read(record_id)
         return load(example["image"], key), example["label"]
 
-    options = tf.data.Options()
-    options.threading.max_intra_op_parallelism = 1
     steps = tf.data.Dataset.range(start_step, start_step + num_steps)
     # A record that only some ways cannot decode, as they read other parts of it, is skipped.
-    examples = steps.map(arrange).unbatch().map(read, tf.data.AUTOTUNE).ignore_errors()
-    batches = examples.batch(len(rows))
-    return batches.with_options(options).prefetch(2).as_numpy_iterator()
+    examples = steps.map(arrange).unbatch().map(read, PARALLEL_CALLS).ignore_errors()
+    return Elements(examples.batch(len(rows)).prefetch(2))
 
 
 def make_plain_load(*, fused: bool, image_size: tuple[int, int]) -> Callable:

@@ -1,7 +1,6 @@
 """Measures the training step on this machine's devices, without the input pipeline."""
 
 import math
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from ml_collections import ConfigDict
 
 from vit_jax import tree
 from vit_jax.benchmarks.rounds import measure, spread
+from vit_jax.data.elements import PARALLEL_CALLS
 from vit_jax.devices import flops
 from vit_jax.devices.chips import count_chips
 from vit_jax.experiment.experiment import Experiment
@@ -98,7 +98,7 @@ def _describe(experiment: Experiment, config: ConfigDict, mesh: Mesh) -> dict[st
     return {
         "device_kind": mesh.devices.flat[0].device_kind,
         "num_devices": mesh.size,
-        "cpu_cores": len(os.sched_getaffinity(0)),
+        "cpu_cores": PARALLEL_CALLS,
         "mesh": dict(mesh.shape),
         "global_batch_size": config.global_batch_size,
         "num_params": experiment.num_params,

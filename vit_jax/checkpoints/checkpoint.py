@@ -21,6 +21,7 @@ from etils import epath
 from vit_jax.checkpoints.checksums import checksums
 from vit_jax.checkpoints.restore import FORMAT_VERSION, restore_newest
 from vit_jax.checkpoints.seal import complete_seal, write_seal
+from vit_jax.files import LiteralPath
 from vit_jax.tree import PyTree
 
 logger = logging.getLogger("vit_jax")
@@ -70,14 +71,14 @@ class Checkpoints:
         keep_every: int | None,
         best_step: Callable[[], int | None] = lambda: None,
     ):
-        self._directory = directory
+        self._directory = LiteralPath(directory)
         self._saving: int | None = None
         policies = ocp.checkpoint_managers
         keep: list[policies.PreservationPolicy] = [policies.LatestN(keep_last), _Best(best_step)]
         if keep_every:
             keep.append(policies.EveryNSteps(keep_every))
         self._manager = ocp.CheckpointManager(
-            directory,
+            self._directory,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=policies.AnyPreservationPolicy(keep),
                 enable_async_checkpointing=True,

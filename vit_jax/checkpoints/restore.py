@@ -17,6 +17,7 @@ from vit_jax.checkpoints.checksums import checksums
 from vit_jax.checkpoints.collective import InvalidError, on_all
 from vit_jax.checkpoints.seal import check_seal
 from vit_jax.errors import InputError, check_version
+from vit_jax.files import LiteralPath
 
 logger = logging.getLogger("vit_jax")
 
@@ -87,7 +88,7 @@ def _read_state(step_dir: epath.Path, target: Any) -> Any:
     """Read this process's shards of the leaves that `target` has."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         return checkpointer.restore(
-            step_dir / "state",
+            LiteralPath(step_dir) / "state",
             args=ocp.args.PyTreeRestore(
                 item=target,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(target),

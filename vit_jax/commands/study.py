@@ -196,7 +196,13 @@ def prepare_study(
     if writes:
         check_writable(workdir)
     call = running.Call(
-        flags.config, flags.overrides, workdir, launcher, flags.again, flags.trust_plugins
+        flags.config,
+        flags.overrides,
+        workdir,
+        launcher,
+        flags.again,
+        flags.trust_plugins,
+        flags.quiet,
     )
     return study, config, call
 

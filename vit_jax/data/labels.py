@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
 from vit_jax.data.record_files import stored_labels
 from vit_jax.data.sources import Source
@@ -26,11 +27,11 @@ def read_labels(source: Source, start: int, stop: int) -> np.ndarray:
     if not source.encoded:
         found = by_batch.map(label_of).unbatch()
     elif source.record_files is None:
-        found = ids.map(label_of, tf.data.AUTOTUNE).ignore_errors()
+        found = ids.map(label_of, PARALLEL_CALLS).ignore_errors()
     else:
         found = stored_labels(source.record_files, by_batch)
     labels = np.full(stop - start, -1, np.int32)
-    for record_ids, label in found.batch(_LABELS_AT_ONCE).as_numpy_iterator():
+    for record_ids, label in Elements(found.batch(_LABELS_AT_ONCE)):
         labels[record_ids - start] = label
     return labels
 
@@ -46,8 +47,8 @@ def count_labels(source: Source) -> np.ndarray:
         return np.bincount(labels[labels >= 0], minlength=source.num_classes)
 
     ids = tf.data.Dataset.range(source.num_examples)
-    found = ids.map(lambda record_id: source.read(record_id)["label"], tf.data.AUTOTUNE)
+    found = ids.map(lambda record_id: source.read(record_id)["label"], PARALLEL_CALLS)
     counts = np.zeros(source.num_classes, np.float64)
-    for labels in found.batch(_LABELS_AT_ONCE).as_numpy_iterator():
+    for labels in Elements(found.batch(_LABELS_AT_ONCE)):
         counts += labels.sum(axis=0, dtype=np.float64)
     return counts

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from vit_jax.data.crops import Crops, decode_early, make_all
+from vit_jax.data.elements import PARALLEL_CALLS, Elements, untuned
 from vit_jax.data.host_tf import tf
 from vit_jax.data.ops import Op
 from vit_jax.data.record_files import stored_records
@@ -49,9 +50,6 @@ def local_batches(
     """
     for crop in crops.values():
         crop.check(source)
-    options = tf.data.Options()
-    options.deterministic = True
-    options.threading.max_intra_op_parallelism = 1
 
     def make(steps, *, careful):
         arranged = tf.data.Dataset.range(steps.start, steps.stop).map(arrange)
@@ -60,26 +58,24 @@ def local_batches(
             batches = examples.batch(num_rows, drop_remainder=True)
         else:
             batches, shapes = _load_pixels(source, crops, arranged)
-        return batches.with_options(options).prefetch(_BATCHES_IN_FLIGHT), shapes
+        return batches.prefetch(_BATCHES_IN_FLIGHT), shapes
 
     batches, shapes = make(steps, careful=False)
     for name, crop in crops.items():
         crop.check_made(shapes[name], source.channels)
-    iterator = batches.as_numpy_iterator()
+    elements = Elements(batches)
 
     def read():
         # The careful pipeline costs a quarter more, so it takes over only at the batch with the
         # first broken record. A batch depends only on its step, so all others stay the same.
-        num_read = 0
-        try:
-            for batch in iterator:
-                yield batch
-                num_read += 1
-            return
-        except (tf.errors.OpError, UnicodeDecodeError):  # the error may quote the record's bytes
-            pass
-        careful_batches, _ = make(steps[num_read:], careful=True)
-        yield from careful_batches.as_numpy_iterator()
+        for num_read in range(len(steps)):
+            try:
+                batch = next(elements)
+            except (tf.errors.OpError, UnicodeDecodeError):  # which may quote the record's bytes
+                careful_batches, _ = make(steps[num_read:], careful=True)
+                yield from Elements(careful_batches)
+                return
+            yield batch
 
     all_ops = [ops for crop in crops.values() for ops in crop.distinct_ops]
     return _name_broken(read(), source, all_ops, refuse_small, consequence)
@@ -112,7 +108,7 @@ def _load_pixels(source, crops, arranged):
         record_ids = tf.cast(record_ids, tf.int32)
         return {**made, "label": label, "mask": mask, "id": record_ids}
 
-    batches = arranged.map(load, tf.data.AUTOTUNE)
+    batches = arranged.map(load, PARALLEL_CALLS)
     return batches, {name: batches.element_spec[name].shape[1:] for name in crops}
 
 
@@ -161,9 +157,9 @@ def _load_encoded(source, crops, arranged, careful):
         one = tf.data.Dataset.from_tensors((record_id, key, stored)).filter(lambda i, *_: i >= 0)
         padding = tf.data.Dataset.from_tensors(masked(record_id))
         either = one.map(load).ignore_errors().concatenate(padding)
-        return either.take(1).get_single_element()
+        return untuned(either.take(1)).get_single_element()
 
-    examples = rows.map(load_or_mask if careful else load_or_pad, tf.data.AUTOTUNE)
+    examples = rows.map(load_or_mask if careful else load_or_pad, PARALLEL_CALLS)
     return examples, shapes[-1]
 
 

@@ -28,8 +28,8 @@ logger = logging.getLogger("vit_jax")
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _PNG = b"\x89PNG\r\n\x1a\n"
-# EXIF data begin so in a JPEG, and in a PNG. They are looked for near the beginning: behind it an
-# embedded thumbnail or the compressed pixels might hold these bytes by chance, at the cost of time.
+# EXIF data begin so in a JPEG, and in a PNG. In a JPEG they are looked for near the beginning:
+# behind it a thumbnail might hold these bytes, at the cost of time. A PNG has them anywhere.
 _EXIF = rb"\C*(Exif\x00\x00|eXIf)\C*"
 _EXIF_WITHIN = 1 << 16
 _ORIENTATION = 0x0112  # the tag's number
@@ -53,10 +53,11 @@ def as_known_format(encoded: tf.Tensor, exif: bool = True) -> tf.Tensor:
     `exif` turns the picture as its EXIF orientation says. Bytes that hold no picture become empty,
     which no decoder takes.
     """
-    plain = tf.io.is_jpeg(encoded) | (tf.strings.substr(encoded, 0, len(_PNG)) == _PNG)
+    is_png = tf.strings.substr(encoded, 0, len(_PNG)) == _PNG
+    plain = tf.io.is_jpeg(encoded) | is_png
     if exif:
-        beginning = tf.strings.substr(encoded, 0, _EXIF_WITHIN)
-        plain &= ~tf.strings.regex_full_match(beginning, _EXIF)
+        within = tf.where(is_png, tf.int32.max, _EXIF_WITHIN)
+        plain &= ~tf.strings.regex_full_match(tf.strings.substr(encoded, 0, within), _EXIF)
 
     def convert(encoded):
         # Bytes, or an array of one object; an array of bytes would lose NULs at its end.
@@ -78,7 +79,10 @@ def to_known_format(encoded: bytes, exif: bool = True) -> bytes:
             warnings.simplefilter("ignore")  # of odd metadata, and of large pictures
             image = PIL.Image.open(io.BytesIO(encoded))
             turn = None
-            if exif and image.format != "TIFF":  # which Pillow turns when it loads them
+            if image.format == "TIFF":  # which Pillow turns when it loads them
+                if not exif:
+                    image.getexif()[_ORIENTATION] = 1
+            elif exif:
                 turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
             if image.format in ("JPEG", "PNG") and turn is None:
                 return encoded
@@ -127,6 +131,9 @@ def why_unreadable(encoded: bytes) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             mode = PIL.Image.open(io.BytesIO(encoded)).mode
+    except PIL.Image.DecompressionBombError:
+        most = 2 * PIL.Image.MAX_IMAGE_PIXELS // 10**6
+        return f"it has more than {most} megapixels, which Pillow refuses; save it smaller"
     except Exception:  # Pillow's decoders raise what they like of broken files
         return "it holds no picture; needed: JPEG, PNG, WebP, BMP, GIF or TIFF"
     if mode in _32_BITS:
@@ -147,6 +154,8 @@ def to_8_bit(image: PIL.Image.Image) -> PIL.Image.Image:
     if image.mode.startswith("I;16"):
         high_bytes = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
         image = PIL.Image.fromarray(high_bytes)
+    if image.mode == "La":  # Pillow converts it to this mode only
+        image = image.convert("LA")
     return image.convert("RGBA" if image.has_transparency_data else "RGB")
 
 

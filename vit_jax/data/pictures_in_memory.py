@@ -13,7 +13,7 @@ from PIL import Image
 
 from vit_jax.data.host_tf import tf
 from vit_jax.data.image_files import find_images, image_files, without_labels
-from vit_jax.data.pictures import as_known_format
+from vit_jax.data.pictures import as_known_format, to_8_bit
 from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
 
@@ -51,7 +51,10 @@ def _encode(i: int, image: Any) -> list[tuple[str | None, bytes]]:
     if not isinstance(image, Image.Image):
         image = _from_pixels(i, image)
     if image.mode not in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA"):
-        image = image.convert("RGB")
+        try:
+            image = to_8_bit(image)
+        except ValueError as e:
+            raise InputError(f"images[{i}]: {e}; scale them to 8 or 16 bits") from None
     png = io.BytesIO()
     image.save(png, "PNG", compress_level=1, exif=image.getexif())
     return [(None, png.getvalue())]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from vit_jax.data import host_ops
+from vit_jax.data.elements import PARALLEL_CALLS, Elements, untuned
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.record_files import RecordFiles, stored_records
 from vit_jax.data.sources import Source, fingerprint
@@ -145,7 +146,7 @@ def _make_read(files: RecordFiles) -> Callable:
 
 def _read_one(files: RecordFiles, record_id: tf.Tensor, parse: Callable) -> Any:
     """Read one record and return parse(stored string, record_id)."""
-    stored = files.open(record_id, tf.constant(1, tf.int64)).get_single_element()
+    stored = untuned(files.open(record_id, tf.constant(1, tf.int64))).get_single_element()
     return parse(stored, record_id)
 
 
@@ -190,10 +191,10 @@ def _make_file_names(files: RecordFiles, feature) -> Callable | None:
         ids = tf.data.Dataset.range(start, stop)
         stored = stored_records(files, ids.batch(RECORDS_AT_ONCE))
         found = tf.data.Dataset.zip(ids, stored).map(
-            lambda i, s: (i, features.deserialize_example(s)["file_name"]), tf.data.AUTOTUNE
+            lambda i, s: (i, features.deserialize_example(s)["file_name"]), PARALLEL_CALLS
         )
         names = [""] * (stop - start)
-        for record_ids, batch in found.ignore_errors().batch(RECORDS_AT_ONCE).as_numpy_iterator():
+        for record_ids, batch in Elements(found.ignore_errors().batch(RECORDS_AT_ONCE)):
             for record_id, name in zip(record_ids, batch, strict=True):
                 names[record_id - start] = name.decode()
         return names

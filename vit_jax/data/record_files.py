@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from vit_jax.data.elements import PARALLEL_CALLS, untuned
 from vit_jax.data.host_tf import tf
 
 _MAX_ROWS = 16  # rows of a stretch: longer ones save little and need memory for all rows at once
@@ -65,7 +66,7 @@ def stored_labels(files: RecordFiles, ids: tf.data.Dataset) -> tf.data.Dataset:
         return record_id, files.parse(stored, record_id)["label"]
 
     stored = tf.data.Dataset.zip(ids.unbatch(), stored_records(files, ids))
-    return stored.map(label_of, tf.data.AUTOTUNE).ignore_errors()
+    return stored.map(label_of, PARALLEL_CALLS).ignore_errors()
 
 
 def stretch_starts(ids: tf.Tensor, segments: tf.Tensor) -> tf.Tensor:
@@ -99,4 +100,4 @@ def _read_stretch(files: RecordFiles, ids: tf.Tensor) -> tf.Tensor:
     apart = tf.data.Dataset.range(first, first + count).flat_map(read_one).batch(at_once)
     padding = tf.data.Dataset.from_tensors([""])
     either = together.ignore_errors().concatenate(apart).concatenate(padding).take(1)
-    return tf.gather(either.get_single_element(), tf.maximum(ids, 0) - first)
+    return tf.gather(untuned(either).get_single_element(), tf.maximum(ids, 0) - first)

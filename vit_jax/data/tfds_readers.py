@@ -20,6 +20,7 @@ import psutil
 from etils import epath
 
 from vit_jax.data import host_ops, tfrecord
+from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_tf import tf
 from vit_jax.data.record_files import RecordFiles, stored_labels, stored_records
 from vit_jax.data.sources import read_tensors
@@ -175,17 +176,17 @@ def read_all(files: RecordFiles, num_examples: int, image_shape) -> Callable:
             example |= {"image": pixels}
         return record_id, example["image"], example["label"]
 
-    loaded = tf.data.Dataset.zip(ids, stored).map(load, tf.data.AUTOTUNE).ignore_errors()
+    loaded = tf.data.Dataset.zip(ids, stored).map(load, PARALLEL_CALLS).ignore_errors()
     if image_shape is None:
         images = np.full(num_examples, b"", object)
     else:
         images = np.zeros((num_examples, *image_shape), np.uint8)
     labels, mask = np.full(num_examples, -1, np.int32), np.zeros(num_examples, np.float32)
-    for record_ids, image, label in loaded.batch(RECORDS_AT_ONCE).as_numpy_iterator():
+    for record_ids, image, label in Elements(loaded.batch(RECORDS_AT_ONCE)):
         images[record_ids], labels[record_ids], mask[record_ids] = image, label, 1
     broken = np.flatnonzero(mask == 0)
     if len(broken):
         ids = tf.data.Dataset.from_tensor_slices(broken).batch(RECORDS_AT_ONCE)
-        for record_id, label in stored_labels(files, ids).as_numpy_iterator():
+        for record_id, label in Elements(stored_labels(files, ids)):
             labels[record_id] = label
     return read_tensors(images, labels, mask)

@@ -142,7 +142,7 @@ def _read_study(name: str, workdir: epath.Path) -> StudyRecord:
         rows=content["rows"],
         warnings=content.get("warnings", []),
         unfinished=unfinished,
-        pictures=read_pictures(workdir.glob("*.png"), workdir),
+        pictures=read_pictures(files.LiteralPath(workdir).glob("*.png"), workdir),
     )
 
 
@@ -165,7 +165,11 @@ def read_figures(
     places |= {f: name for f, name in _named(folders) if f not in places}
     found = []
     for folder, name in places.items():
-        paths = [path for pattern in ("*.png", "*/*.png") for path in folder.glob(pattern)]
+        paths = [
+            path
+            for pattern in ("*.png", "*/*.png")
+            for path in files.LiteralPath(folder).glob(pattern)
+        ]
         pictures = read_pictures((p for p in paths if p.name != "confusion.png"), folder)
         if pictures:
             found.append((name, pictures))
@@ -183,7 +187,9 @@ def read_classes(runs: Sequence[Run], folders: Sequence[epath.Path]) -> list[Cla
     found = []
     for place, name in [*((run.workdir, run.name) for run in runs), *_named(folders)]:
         patterns = ("classes.csv", "*/classes.csv", "*/*/classes.csv")
-        for path in sorted({path for pattern in patterns for path in place.glob(pattern)}):
+        for path in sorted(
+            {path for pattern in patterns for path in files.LiteralPath(place).glob(pattern)}
+        ):
             inner = os.path.relpath(path.parent, place)
             found.append(_read_classes(f"{name}: {inner}", path.parent))
     return found
@@ -196,7 +202,7 @@ def _read_classes(name: str, folder: epath.Path) -> ClassResults:
     confusions = _read_csv(folder / "confusions.csv")
     return ClassResults(
         name,
-        read_pictures(folder.glob("confusion.png"), folder),
+        read_pictures(files.LiteralPath(folder).glob("confusion.png"), folder),
         [head, *rows[:_ROWS]],
         confusions[: _ROWS + 1],
     )

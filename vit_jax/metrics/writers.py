@@ -16,7 +16,7 @@ from etils import epath
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from vit_jax.files import open_for_append
+from vit_jax.files import LiteralPath, open_for_append
 from vit_jax.metrics.weights_and_biases import WeightsAndBiases
 
 
@@ -179,7 +179,9 @@ def _event_file_name(workdir: epath.Path) -> str:
 
     A time stamp is not enough: a run may resume within a second, or on a host whose clock lags.
     """
-    times = [int(path.name.split(".")[3]) for path in workdir.glob("events.out.tfevents.*")]
+    times = [
+        int(path.name.split(".")[3]) for path in LiteralPath(workdir).glob("events.out.tfevents.*")
+    ]
     now = max([int(time.time()), *(t + 1 for t in times)])
     return f"events.out.tfevents.{now:010d}.{socket.gethostname()}.{os.getpid()}"
 

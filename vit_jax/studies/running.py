@@ -69,6 +69,7 @@ class Call(NamedTuple):
     launcher: words of the command that starts training members; None: they run here.
     again: whether to hand over members once more that were handed over before.
     trust_plugins: whether members may run the copies of plug-ins in workdirs.
+    quiet: whether members show warnings and errors only.
     """
 
     config_file: str
@@ -77,6 +78,7 @@ class Call(NamedTuple):
     launcher: Sequence[str] | None
     again: bool
     trust_plugins: bool = False
+    quiet: bool = False
 
 
 def member_words(call: Call, member: Member) -> list[str]:
@@ -88,6 +90,7 @@ def member_words(call: Call, member: Member) -> list[str]:
         *(f"--config.{key}={value}" for key, value in overrides),
         f"--workdir={os.fspath(call.workdir / member.name)}",
         *["--trust_plugins"] * call.trust_plugins,
+        *["--quiet"] * call.quiet,
     ]
 
 
