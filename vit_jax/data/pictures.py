@@ -132,8 +132,7 @@ def why_unreadable(encoded: bytes) -> str:
             warnings.simplefilter("ignore")
             mode = PIL.Image.open(io.BytesIO(encoded)).mode
     except PIL.Image.DecompressionBombError:
-        most = 2 * PIL.Image.MAX_IMAGE_PIXELS // 10**6
-        return f"it has more than {most} megapixels, which Pillow refuses; save it smaller"
+        return "it has more than 178 megapixels, which Pillow refuses; save it smaller"
     except Exception:  # Pillow's decoders raise what they like of broken files
         return "it holds no picture; needed: JPEG, PNG, WebP, BMP, GIF or TIFF"
     if mode in _32_BITS:
