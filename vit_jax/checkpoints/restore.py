@@ -55,7 +55,7 @@ def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dic
     """State of one step, structured like `target`, and its meta; fails on all processes or none.
 
     Raises:
-      InputError: the step has a newer format.
+      InputError: the step has another format.
       InvalidError: orbax or a check found it damaged on any process.
     """
 
@@ -65,7 +65,7 @@ def _restore(step_dir: epath.Path, target: Any, partial: bool) -> tuple[Any, dic
         return read_meta(step_dir)
 
     meta = on_all(read_sealed_meta)
-    check_version(str(step_dir), meta["format_version"], FORMAT_VERSION)
+    check_version(str(step_dir), meta.get("format_version", 1), FORMAT_VERSION)
     on_all(functools.partial(_check_names, target, meta["checksums"], partial))
     state = on_all(functools.partial(_read_state, step_dir, target))
     for name, found in checksums(state).items():  # over whole leaves, so equal on every process
@@ -128,7 +128,7 @@ def restore_newest(
       move_aside: rename damaged steps to `invalid-<step>` once a valid one has been found.
 
     Raises:
-      InputError: if none of the steps is valid, or one has a newer format or was made with other
+      InputError: if none of the steps is valid, or one has another format or was made with other
         data; nothing is moved then.
     """
     invalid = {}

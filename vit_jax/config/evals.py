@@ -86,12 +86,6 @@ def entry_keys(kind: str) -> set[str]:
     return {"type", *inspect.signature(find_evaluator(kind).entry).parameters}
 
 
-def entry_defaults(kind: str) -> dict[str, Any]:
-    """{key: default} for the optional arguments of an entry of type `kind`."""
-    parameters = inspect.signature(find_evaluator(kind).entry).parameters
-    return {key: p.default for key, p in parameters.items() if p.default is not p.empty}
-
-
 def typed_entry(kind: str, values: dict[str, Any]) -> ConfigDict:
     """Make an entry of `evals`, locked; only the keys in OPTIONAL_KEYS may be None.
 

@@ -32,7 +32,7 @@ def parse_duration(text: str, *, num_examples: int, global_batch_size: int, key:
     examples_per_unit = {"steps": global_batch_size, "epochs": num_examples, "examples": 1}[unit]
     steps = math.floor(number * examples_per_unit / global_batch_size + Fraction(1, 2))
     if steps > _MOST_STEPS:
-        raise InputError(f"{key}={text!r}: is {steps:.3g} steps; needs at most {_MOST_STEPS:,}")
+        raise InputError(f"{key}={text!r}: is too long; needs at most {_MOST_STEPS:,} steps")
     return steps
 
 

@@ -210,8 +210,8 @@ class Lock:
         if self._file is None:
             write_whole(self._path, text)
         else:  # a renamed file would be one without the lock
-            os.ftruncate(self._file, 0)
             os.pwrite(self._file, text.encode(), 0)
+            os.ftruncate(self._file, len(text.encode()))
 
     def _close(self) -> None:
         if self._file is not None:

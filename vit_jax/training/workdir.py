@@ -53,7 +53,7 @@ def continue_run(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
     """`config` with what the source and the data of the run in `workdir` decided, if there is one.
 
     Raises:
-      InputError: config.json has a newer format or is damaged.
+      InputError: config.json has another format or is damaged.
     """
     if not (workdir / "config.json").exists():
         return config
@@ -80,7 +80,7 @@ def check_unchanged(config: ConfigDict, workdir: epath.Path, free: Sequence[str]
         logger.info("%s: the run gets another end: %s", workdir, say_extension(of_end))
     collect_faults(
         faults,
-        f"--workdir={workdir} already locks a run with other settings; restore them, use a new "
+        f"--workdir={workdir} already holds a run with other settings; restore them, use a new "
         "--workdir, or start from its weights with --config.init_from=...",
     )
     both = {*stored.evals} & {*config.evals}
@@ -96,7 +96,7 @@ def check_unchanged(config: ConfigDict, workdir: epath.Path, free: Sequence[str]
 
 
 def wait_until_free(workdir: epath.Path, timeout_s: float) -> str:
-    """What config.json locks in a `workdir` that no other job trains in; "" if there is none.
+    """What config.json holds in a `workdir` that no other job trains in; "" if there is none.
 
     Raises:
       InputError: on every process: another job trains there.
@@ -139,7 +139,7 @@ def lock_workdir(workdir: epath.Path, begun: str, timeout_s: float) -> Iterator[
         return ""
 
     try:
-        processes.say_to_all("that the workdir is held", take, timeout_s)
+        processes.say_to_all("that the workdir is locked", take, timeout_s)
         yield locks[0] if locks else None
     finally:
         for lock in locks:
