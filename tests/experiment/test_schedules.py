@@ -77,7 +77,7 @@ def test_a_duration_without_end_is_refused_at_once(text):
 def test_a_run_has_as_many_steps_as_its_state_counts():
     sizes = {"num_examples": 3, "global_batch_size": 1, "key": "duration"}
     assert parse_duration("2147483647 steps", **sizes) == 2**31 - 1
-    with pytest.raises(InputError, match=r"duration='1e9 epochs': is 3e\+09 steps; needs at most"):
+    with pytest.raises(InputError, match=r"duration='1e9 epochs': is too long; needs at most"):
         parse_duration("1e9 epochs", **sizes)
 
 
