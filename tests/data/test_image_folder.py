@@ -274,3 +274,35 @@ def test_pseudo_labels_keep_the_pictures_that_were_labelled(tmp_path):
     make_folder(root, {"ant": 5})
     pseudo = make_source("pseudo", split=str(tmp_path / "labels.npz"), image_size=(16, 16))
     assert names(pseudo) == names(labelled)
+
+
+def test_a_run_without_labels_leaves_the_folder_s_own_division(tmp_path):
+    root = make_folder(tmp_path, {"cat": 10, "dog": 10})
+
+    def unlabelled(divider):
+        source = make_source(
+            "unlabelled", split="train", data_dir=root, image_size=(16, 16), divide=divider
+        )
+        return {*names(source)}
+
+    everything = unlabelled(divider := Divider(anew=True))
+    assert len(everything) == 20
+    known = Division(divider.decided)
+    assert names(folder(root, "val", divide=Divider(known, "run"))) == names(folder(root, "val"))
+    (root / "cat/new.jpg").write_bytes((root / "cat/0.jpg").read_bytes())
+    assert unlabelled(Divider(known, "run")) == everything
+    held = {*names(folder(root, "val"))}
+    assert not held & unlabelled(Divider(Division({name: "val" for name in held}), anew=True))
+
+
+def test_a_group_that_is_held_out_in_part_is_held_out_whole():
+    files = {str(i): "cat" for i in range(20)}
+    splits = divide_anew("", files, {"0": "herd", "1": "herd"}, Division({"0": "val"}))
+    assert {name for name, split in splits.items() if split == "val"} == {"0", "1"}
+
+
+def test_evaluators_divide_other_folders_by_what_the_source_holds_out():
+    source = Division({"a": "val", "b": "train"})
+    divider = Divider(source, anew=True)
+    divider("", {"c": "cat", "d": "cat"}, {})  # the run's own pictures
+    assert divider.settled().holds_out("a") and not divider.settled().holds_out("b")

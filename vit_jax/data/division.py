@@ -106,10 +106,11 @@ def divide_anew(
     held = {name for name in classes if known.holds_out(name)}
     if groups is None:
         return {name: "val" if name in held else "train" for name in classes}
-    trained = known.splits if known.holds_out_any() else {}
+    trained = known.splits if "val" in known.splits.values() else {}
     of_groups: dict[str, list[str]] = {}
     for name in sorted(classes):
         of_groups.setdefault(groups.get(name, name), []).append(name)
+    held = {name for names in of_groups.values() if held & {*names} for name in names}
     by_class: dict[str, dict[str, list[str]]] = {}
     for group, names in of_groups.items():
         by_class.setdefault(classes[names[0]], {})[group] = names
@@ -159,6 +160,12 @@ class Divider:
         self.decided = found | self.decided
         return found
 
+    def settled(self) -> Division:
+        """What was decided, and what else `known` holds out."""
+        return Division(
+            self.decided, self._known.held_out() - {hash_of(name) for name in self.decided}
+        )
+
     def find_missing(self) -> list[str]:
         """The pictures that `known` trained on and that were not there; once the data are open."""
         splits = {} if self._anew else self._known.splits
@@ -170,7 +177,7 @@ class Divider:
         if not any(name in known.splits for name in names):  # an export does not know them all
             found = {name: "val" if hash_of(name) in hashes else "train" for name in names}
             return found if "val" in found.values() else {}
-        if groups is not None and not known.holds_out_any():  # knows no val
+        if groups is not None and "val" not in known.splits.values():  # knows no val
             return {}
         found = {name: known.splits[name] for name in names if name in known.splits}
         if new := sorted({*names} - {*found}):

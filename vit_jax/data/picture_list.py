@@ -180,6 +180,11 @@ def picture_list(
         if split == "train" or not given:
             rows = pick(splits, split, rows, file)
     class_names = _sorted_labels({label for row in training.values() for label in row.labels})
+    if not training and any(by_split.values()):
+        raise InputError(
+            f"data.data_dir: {shown(str(file))} has no pictures with the split train, whose labels "
+            "are the classes; add some, or leave out the column split"
+        )
     if not class_names:
         raise InputError(f"data.data_dir: {lists.by_split['train']} has no labels; add some")
     if multi_label is None:
@@ -245,6 +250,8 @@ def _namer(folder: pathlib.Path) -> Callable[[Any], str]:
     def name_of(path: Any) -> str:
         if not isinstance(path, str) or not path.strip():
             raise ValueError("has no file; needed: its path from the folder of the list")
+        if "\0" in path:
+            raise ValueError(f"{shown(path)} has a NUL in its name; write the file's name")
         if os.path.isabs(path) or ".." in path.split("/"):  # perhaps behind a link
             parent, name = os.path.split(folder / path)
             path = os.path.relpath(os.path.join(real(parent), name), folder)

@@ -145,6 +145,7 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
         )
         return
     d.channels = value_of(pretrained.model, "channels")
+    d.exif = spec.exif is not False
     d.mean, d.std, d.num_classes = spec.mean, spec.std, pretrained.model.num_classes
     if pretrained.run is not None:
         config_lib.add_plugins(config, pretrained.run["config"]["plugins"])

@@ -59,7 +59,7 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
     _check_inputs(config, pretrained, workdir)
     size = pretrained.spec.image_size or image_hw(config.data.image_size)
     divider = data.Divider(pretrained.division, anew=True)  # labels new pictures too
-    source = _open_pictures(config, size, value_of(pretrained.model, "channels"), divider)
+    source = _open_pictures(config, size, pretrained, divider)
     pretrained = pretrained._replace(spec=pretrained.spec.at(size))
     facts = _describe(config, pretrained, source)
     _check_facts(workdir, facts)
@@ -153,7 +153,7 @@ def parse_unlabelled(config: ConfigDict) -> tuple[str, str]:
 
 
 def _open_pictures(
-    config: ConfigDict, size: tuple[int, int], channels: int, divider: data.Divider
+    config: ConfigDict, size: tuple[int, int], pretrained: Pretrained, divider: data.Divider
 ) -> data.Source:
     d = config.data
     name, split = parse_unlabelled(config)
@@ -163,9 +163,9 @@ def _open_pictures(
         split=split,
         data_dir=config.study.unlabelled_dir or d.data_dir,
         image_size=size,
-        channels=channels,
+        channels=value_of(pretrained.model, "channels"),
         divide=divider,
-        exif=d.exif,
+        exif=pretrained.spec.exif is not False,
         reader=d.reader,
         num_classes=d.num_classes if synthetic else None,
         num_examples=d.num_examples if synthetic else None,

@@ -1,5 +1,7 @@
 """The experiment of a planned run, and the facts about its data."""
 
+import os
+
 from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -34,7 +36,7 @@ def fill_in_facts(config: ConfigDict) -> ConfigDict:
     missing = [key for key, number in numbers.items() if number is None]
     if d.name not in (*OWN_PICTURES, "unlabelled") or not missing:
         return fill_in_sizes(config)
-    if d.data_dir is None or not epath.Path(d.data_dir).exists():
+    if d.data_dir is None or not epath.Path(os.path.expanduser(d.data_dir)).exists():
         remedies = " ".join(f"--config.data.{key}=..." for key in missing)
         raise InputError(
             f"data.data_dir={d.data_dir!r}: there are no pictures to count; give their place, or "

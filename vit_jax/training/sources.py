@@ -85,7 +85,7 @@ def open_sources(
     divider = divider or data.Divider(anew=True)
     config, sources = open_training(config, taught, divider) if training else (config, {})
     if training:
-        divider = data.Divider(data.Division(divider.decided))
+        divider = data.Divider(divider.settled())
     d, faults = config.data, Faults()
     said: list[str] = []
     for name, entry in config.evals.items():
