@@ -283,3 +283,10 @@ def test_links_to_one_picture_are_named_and_held_out_together(root, caplog):
     said = "\n".join(caplog.messages)
     assert "20 pictures count several times, by links: link0.jpg is 0.jpg" in said
     assert "1 pictures have several labels, by links: link7.jpg is 7.jpg" in said
+
+
+def test_a_group_in_two_splits_is_refused(tmp_path):
+    lines = ["file,label,split,group", "0.png,a,train,g", "1.png,b,train,h", "2.png,a,test,g"]
+    (tmp_path / "list.csv").write_text("\n".join(lines))
+    with pytest.raises(InputError, match="the group g is in train and in test; list it in one"):
+        make_source("list", split="train", data_dir=tmp_path / "list.csv", image_size=(16, 16))

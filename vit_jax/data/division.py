@@ -183,7 +183,8 @@ class Divider:
         if new := sorted({*names} - {*found}):
             warn_once(
                 f"{where}: {len(new):,} pictures are not among those that {model} began "
-                f"with, so they are neither in train nor in val: {say_names(new)}"
+                f"with, so they are neither in train nor in val: {say_names(new)}; for other "
+                "pictures of the same names take --config.evals.NAME.split=all"
             )
         held = (name for name, split in known.splits.items() if split == "val")
         if gone := sorted(name for name in held if name not in found):

@@ -69,6 +69,7 @@ class Lists(NamedTuple):
             found: dict[str, dict[str, Row]] = {}
             for file, row in _read_list(self.by_split["train"], multi_label).items():
                 found.setdefault(row.split or "train", {})[file] = row
+            _check_disjoint(self.root, found)
             return found
         names = [name for name in self.by_split if split == "all" or name in ("train", split)]
         found = {name: _read_list(self.by_split[name], multi_label, name) for name in names}
@@ -84,17 +85,19 @@ class Lists(NamedTuple):
 
 
 def _check_disjoint(root: pathlib.Path, found: Mapping[str, Mapping[str, Row]]) -> None:
-    """Raise InputError if a file is in two splits."""
+    """Raise InputError if a file or a group is in two splits."""
     where = f"data.data_dir: {shown(str(root))}"
-    first: dict[str, str] = {}
-    faults = []
+    first: dict[tuple[str, str], str] = {}
+    faults: dict[str, None] = {}
     for split, files in found.items():
-        for file in files:
-            other = first.setdefault(file, split)
-            if other != split:
-                fault = f"{shown(file)} is in {other} and in {split}; list it in one of them"
-                faults.append(f"{where}: {fault}")
-    _raise(faults, f"{where}: %d files more")
+        for file, row in files.items():
+            for key in (("", file), ("the group ", row.group or "")):
+                other = first.setdefault(key, split) if key[1] else split
+                if other != split:
+                    what = "".join((key[0], shown(key[1])))
+                    fault = f"{what} is in {other} and in {split}; list it in one of them"
+                    faults[f"{where}: {fault}"] = None
+    _raise([*faults], f"{where}: %d more")
 
 
 def _raise(faults: list[str], more: str) -> None:
