@@ -106,7 +106,7 @@ def test_chip_hours_and_mfu_are_of_chips():
     devices = make_tpus("TPU7x", 2)
     clock = Clock({}, devices)
     clock._since -= 3600
-    assert clock.read(0.0)["chip_hours"] == pytest.approx(4, rel=1e-3)
+    assert clock.read()["chip_hours"] == pytest.approx(4, rel=1e-3)
     assert mfu(4 * 2307e12, device_kind="TPU7x", num_chips=count_chips(devices)) == 1
 
 

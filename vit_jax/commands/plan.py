@@ -307,10 +307,7 @@ def estimate_table(estimate: dict[str, Any]) -> Table:
     table = Table("", "", show_header=False, title="Estimates")
     roofline, usual = estimate["roofline"], estimate["at_utilisation"]
     step, run = _budget(estimate)
-    by = "by the compiler"
-    if usual is not None:
-        is_bound = usual["step_s"] <= roofline["step_s"]
-        by = "by the roofline" if is_bound else f"at {usual['share_of_peak']:.0%} of the peak"
+    by = "by the compiler" if usual is None else f"at {usual['share_of_peak']:.0%} of the peak"
     table.add_row(f"step, {by}", f"{step['step_s'] * 1e3:,.4g} ms")
     table.add_row(f"MFU, {by}", f"{step['mfu']:.1%}")
     table.add_row(f"images/s, {by}", f"{run['images_per_s']:,.0f}")

@@ -102,7 +102,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     """Content of a config.json."""
     with _naming(where):
         stored = json.loads(text)
-        version = stored.pop("format_version", 1)
+        version = stored.pop("format_version")
     check_version(where, version, FORMAT_VERSION)
     return stored
 
