@@ -445,6 +445,7 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
 @pytest.mark.usefixtures("without_checks")
 def test_evaluate_before_the_first_checkpoint(refused, tmp_path):
     make_workdir(tmp_path / "workdir")
+    (tmp_path / "workdir/classes.json").write_text("null")
     err = refused("evaluate", "--workdir=WORKDIR")
     assert f"--workdir={tmp_path / 'workdir'}: has no checkpoint yet" in err
     (tmp_path / "workdir/checkpoints").mkdir()
@@ -453,6 +454,7 @@ def test_evaluate_before_the_first_checkpoint(refused, tmp_path):
 
 def test_evaluate_with_faults(refused, tmp_path):
     make_workdir(tmp_path / "workdir")
+    (tmp_path / "workdir/classes.json").write_text("null")
     err = refused("evaluate", "--workdir=WORKDIR", "--config.evals.tset.split=x", "--config.seed=x")
     assert f"{tmp_path / 'workdir'}/config.json: 2 faults" in err
     assert "did you mean evals.test.split?" in err
