@@ -95,12 +95,26 @@ def test_a_division_stays_as_pictures_come_and_go(tmp_path, caplog):
 def test_new_classes_of_a_run_s_folder_are_left_out(tmp_path):
     root = make_folder(tmp_path, {"cat": 10, "dog": 10})
     (divider := Divider(anew=True))("", {n: n[:3] for n in names(folder(root, "all"))}, {})
-    before = folder(root, divide=Divider(Division(divider.decided)))
+    before = folder(root, divider=Divider(Division(divider.decided)))
     make_folder(root, {"ant": 3})
     (root / "cat/new.jpg").write_bytes((root / "cat/0.jpg").read_bytes())
-    after = folder(root, divide=Divider(Division(divider.decided)))
+    after = folder(root, divider=Divider(Division(divider.decided)))
     assert after.fingerprint == before.fingerprint and after.class_names == ("cat", "dog")
     assert folder(root).num_examples > after.num_examples
+
+
+def test_new_classes_of_own_splits_are_left_out(tmp_path, caplog):
+    root = tmp_path / "pets"
+    for split, number in (("train", 10), ("val", 3), ("test", 2)):
+        make_folder(root / split, {"cat": number, "dog": number})
+    folder(root, divider=(divider := Divider(anew=True)))
+    for split in ("train", "val", "test"):
+        make_folder(root / split, {"ant": 1})
+    for split, number in (("train", 20), ("val", 6), ("test", 4)):
+        found = folder(root, split, divider=Divider(divider.settled()))
+        assert (found.class_names, found.num_examples) == (("cat", "dog"), number)
+    assert "left out 1 pictures of classes that the run did not begin with: ant" in caplog.text
+    assert folder(root, "val").num_classes == folder(root, "all").num_classes == 3
 
 
 def test_at_least_one_is_held_out(tmp_path):
@@ -264,7 +278,7 @@ def test_pictures_without_classes(tmp_path):
 
 def test_pseudo_labels_keep_the_pictures_that_were_labelled(tmp_path):
     root = make_folder(tmp_path / "pictures", {"cat": 10, "dog": 10})
-    labelled = folder(root, divide=(divider := Divider(anew=True)))
+    labelled = folder(root, divider=(divider := Divider(anew=True)))
     facts = {"name": "folder", "split": "train", "data_dir": str(root), "class_names": None,
              "num_classes": None, "num_examples": None, "of_model": 3, "loss": "softmax",
              "fingerprint": labelled.fingerprint}  # fmt: skip
@@ -281,14 +295,14 @@ def test_a_run_without_labels_leaves_the_folder_s_own_division(tmp_path):
 
     def unlabelled(divider):
         source = make_source(
-            "unlabelled", split="train", data_dir=root, image_size=(16, 16), divide=divider
+            "unlabelled", split="train", data_dir=root, image_size=(16, 16), divider=divider
         )
         return {*names(source)}
 
     everything = unlabelled(divider := Divider(anew=True))
     assert len(everything) == 20
     known = Division(divider.decided)
-    assert names(folder(root, "val", divide=Divider(known, "run"))) == names(folder(root, "val"))
+    assert names(folder(root, "val", divider=Divider(known, "run"))) == names(folder(root, "val"))
     (root / "cat/new.jpg").write_bytes((root / "cat/0.jpg").read_bytes())
     assert unlabelled(Divider(known, "run")) == everything
     held = {*names(folder(root, "val"))}

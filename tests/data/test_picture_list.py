@@ -11,6 +11,7 @@ from images import encode, smooth_image
 
 from vit_jax.config.text import load_config
 from vit_jax.data import count_labels, make_source, match_classes, parse_ops
+from vit_jax.data.division import Divider
 from vit_jax.data.host_tf import tf
 from vit_jax.data.pipeline import host_eval_batches
 from vit_jax.errors import InputError
@@ -290,3 +291,37 @@ def test_a_group_in_two_splits_is_refused(tmp_path):
     (tmp_path / "list.csv").write_text("\n".join(lines))
     with pytest.raises(InputError, match="the group g is in train and in test; list it in one"):
         make_source("list", split="train", data_dir=tmp_path / "list.csv", image_size=(16, 16))
+
+
+def test_groups_that_share_a_picture_are_one(root):
+    """A link joins the groups of the column, and a group the files of all its links."""
+    for i in range(30):
+        (root / f"{i}.jpg").write_bytes(encode(smooth_image(seed=i)))
+        (root / f"link{i}.jpg").symlink_to(root / f"{i}.jpg")
+    rows = [
+        f"{i}.jpg,cat,{i // 3}\nlink{i}.jpg,cat,{'' if i % 3 == 0 else i // 3 + 100}"
+        for i in range(30)
+    ]
+    path = write(root, "file,label,group\n" + "\n".join(rows))
+    splits = {}
+    for split in ("train", "val"):
+        source = make_source("list", split=split, data_dir=path, image_size=(16, 16))
+        splits |= {source.record_name(i): split for i in range(source.num_examples)}
+    for i in range(30):
+        assert splits[f"{i}.jpg"] == splits[f"link{i}.jpg"] == splits[f"{i // 3 * 3}.jpg"]
+
+
+def test_new_labels_of_a_run_s_lists_are_left_out(root, caplog):
+    for i in range(20):
+        (root / f"{i}.jpg").write_bytes(b"")
+    rows = "\n".join(f"{i}.jpg,{'cd'[i % 2]}" for i in range(15))
+    write(root, f"file,label\n{rows}\n", "train.csv")
+    write(root, "file,label\n15.jpg,c\n16.jpg,d\n", "test.csv")
+    make_source("list", split="train", data_dir=root, image_size=(8, 8),
+                divider=(divider := Divider(anew=True)))  # fmt: skip
+    write(root, f"file,label\n{rows}\n17.jpg,a\n", "train.csv")
+    write(root, "file,label\n15.jpg,c\n16.jpg,d\n18.jpg,a\n", "test.csv")
+    test = make_source("list", split="test", data_dir=root, image_size=(8, 8),
+                       divider=Divider(divider.settled()))  # fmt: skip
+    assert test.class_names == ("c", "d") and test.num_examples == 2
+    assert "left out 1 pictures of classes that the run did not begin with: a" in caplog.text

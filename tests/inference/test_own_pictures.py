@@ -159,7 +159,7 @@ def test_training_and_all_commands_follow_the_run_s_division(
     run, others, opened, tmp_path, caplog, capsys
 ):
     """Whatever is added to the folder, and wherever it lies."""
-    recorded = read_division(epath.Path(run)).splits
+    recorded = read_pretrained(str(run)).division.splits
     held = {name for name, split in recorded.items() if split == "val"}
     train = recorded.keys() - held
     assert (len(train), len(held)) == (18, 2)
@@ -191,7 +191,7 @@ def test_training_and_all_commands_follow_the_run_s_division(
     assert {name for name in dict(opened)["val"] if name[:3] != "cow"} == held
     assert dict(opened)["train"] > train
     write_workdir(tuned.workdir, tuned.config, tuned.train_source, tuned.pictures)
-    assert read_division(tuned.workdir).splits == {
+    assert read_division(tuned.workdir, config).splits == {
         name: split for split, found in opened for name in found
     }
     gone = sorted(train)[3]
@@ -204,7 +204,7 @@ def test_training_and_all_commands_follow_the_run_s_division(
 
 @pytest.mark.parametrize("format", ["npz", "timm"])
 def test_an_export_holds_out_what_its_run_did(run, others, opened, tmp_path, format):
-    held = {n for n, split in read_division(epath.Path(run)).splits.items() if split == "val"}
+    held = {n for n, split in read_pretrained(str(run)).division.splits.items() if split == "val"}
     output = tmp_path / ("model.npz" if format == "npz" else "model")
     receipt = export(read_pretrained(str(run)), output, format)
     assert "model.held_out.npy" in receipt["files"]
@@ -241,10 +241,17 @@ def test_other_pictures_are_evaluated_whole_by_the_user_s_word(run, others, open
         open_sources(config, training=True)
 
 
-def test_a_damaged_division_is_named(run):
+def test_a_damaged_or_lost_division_is_named(run):
+    """Pictures that were trained on would be evaluated, if they were divided anew."""
+    said = r"pictures\.csv\.gz: cannot be read .*; restore it"
     (run / "pictures.csv.gz").write_bytes(b"no gzip")
-    with pytest.raises(InputError, match=r"pictures\.csv\.gz: cannot be read"):
+    with pytest.raises(InputError, match=said):
         read_pretrained(str(run))
+    (run / "pictures.csv.gz").unlink()
+    for read in (lambda: read_pretrained(str(run)),
+                 lambda: evaluation.evaluate(read_config(epath.Path(run)), run)):  # fmt: skip
+        with pytest.raises(InputError, match=said):
+            read()
 
 
 def test_names_are_read_from_the_run(run, others, monkeypatch, caplog):

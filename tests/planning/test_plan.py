@@ -187,7 +187,7 @@ def test_plan_for_gpus_is_calculated(capsys):
     assert code == 0 and figures["by"] == "calculation"
     assert figures["model"].startswith("ViT/") and "(width 64, " in figures["model"]
     assert figures["compiler_cycles"] is None and figures["estimate"]["compiler"] is None
-    assert figures["estimate"]["run"]["by"] == "roofline"
+    assert figures["estimate"]["run"]["by"] == "at_utilisation"
     assert figures["estimate"]["run"]["tpu_core_days"] is None
     rows = figures["collectives"]
     assert {(row["kind"], *row["axes"]) for row in rows} == {
@@ -409,11 +409,11 @@ def test_estimate():
     assert figures["compiler"]["step_s"] >= figures["roofline"]["step_s"] == 1.5
 
 
-def test_estimate_without_cycles_is_the_roofline():
+def test_estimate_without_cycles():
     figures = estimate(fake_figures(topology="v6e:2x2"), None)
     assert figures["roofline"]["bound_by"] == "hbm" and not figures["roofline"]["is_minimum"]
     assert figures["compiler"] is None  # the clock of v6e is not published
-    assert figures["run"]["by"] == "roofline" and figures["run"]["cost"] is None
+    assert figures["run"]["by"] == "at_utilisation" and figures["run"]["cost"] is None
 
 
 def test_two_core_chips_count_twice():
@@ -646,12 +646,13 @@ def test_budget_comes_first(capsys):
     """Not the least possible time, which is below the time by the compiler."""
     words = (TINY, "--topology=v5e:2x2", "--no_compile", "--price_per_chip_hour=2")
     _, figures = plan_by_command(capsys, *words)
-    usual, roofline = (figures["estimate"][key] for key in ("at_utilisation", "roofline"))
+    kinds = ("at_utilisation", "roofline", "run")
+    usual, roofline, run = (figures["estimate"][key] for key in kinds)
     assert 0.4 * usual["step_s"] >= roofline["flops_s"] * 0.999
     assert main(["plan", *words]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert f" {usual['step_s'] * 1e3:,.4g} ms a step, " in first and "at best" not in first
-    assert first.endswith(f"cost {usual['cost']:,.2f}.")
+    assert first.endswith(f"cost {run['cost']:,.2f}.")
     table = plan_command.estimate_table(figures["estimate"])
     labels = list(table.columns[0].cells)
     assert labels[0].startswith("step, at ") and labels[-1].startswith("MFU by the roofline")
@@ -786,7 +787,7 @@ def test_plan_without_libtpu_is_calculated_and_says_so(monkeypatch, capsys):
         ("all-reduce", "fsdp", "ICI"),
         ("all-reduce", "replica", "DCN"),
     }
-    assert figures["estimate"]["run"]["by"] == "roofline"
+    assert figures["estimate"]["run"]["by"] == "at_utilisation"
 
 
 @pytest.mark.parametrize(

@@ -107,9 +107,8 @@ def test_a_plan_counts_pseudo_labels_that_do_not_exist_yet(monkeypatch):
     config.duration = "2 epochs"
     figures = {"memory_bytes": {"fits": True, "peak": 1}}
     monkeypatch.setattr(planned, "calculate_plan", lambda *_: figures)
-    times = dict.fromkeys(planned.COSTS, 1.0)
-    timing = {"run": times, "roofline": {"step_s": 1.0}, "at_utilisation": None}
-    monkeypatch.setattr(planned, "estimate", lambda *_: timing)
+    run = dict.fromkeys((*planned.COSTS, "step_s"), 1.0)
+    monkeypatch.setattr(planned, "estimate", lambda *_: {"run": run})
     planner = planned.Planner(Target(find_slice("v5e:1x1")))
     for per_class, labelled in ((None, 360), (50, 500)):
         config.study.per_class = per_class

@@ -88,6 +88,10 @@ def test_the_best_step_counts_where_that_is_asked_for(config):
     assert (row["dev/top1"], row["test/top1"]) == ("0.5", "0.25")
     *_, finetuned = tuned_grid.find_members(config, results)
     assert finetuned.overrides["init_from"] == f"{WORKDIR}/{name}/checkpoints/7"
+    config.evals.dev.every = "1 epoch"
+    tuned_grid.check(config)
+    # Another step of a fine-tuning is the best one, and what finds it is measured there.
+    config.study.finetune += "; checkpoint.keep_best=test/top1; evals.test.every=2 steps"
     tuned_grid.check(config)
     del results[name].summary["best"]["dev/top1"]  # as if it was not measured at that step
     with pytest.raises(InputError, match=r"metric='dev/top1': members report only test/top1"):

@@ -262,7 +262,7 @@ def test_a_resumed_run_compares_what_was_decided(pictures, source, tmp_path):
 
     keys = {"duration": "3 steps", "global_batch_size": 8}
     run = prepare(make(pictures, source, **keys), tmp_path)
-    write_workdir(tmp_path, run.config, run.train_source)
+    write_workdir(tmp_path, run.config, run.train_source, run.pictures)
     again = prepare(make(pictures, source, **keys), tmp_path).config
     assert again.to_dict() == run.config.to_dict()
     with pytest.raises(InputError) as error:

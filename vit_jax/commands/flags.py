@@ -177,7 +177,7 @@ def open_data_set(flags: argparse.Namespace, pretrained: "Pretrained") -> "Sourc
     where = {"data_dir": flags.data_dir, "image_size": spec.image_size or (1, 1)}
     where |= {"exif": spec.exif is not False, "channels": spec.channels, "multi_label": None}
     if name in data.OWN_PICTURES:
-        where["divide"] = data.Divider(pretrained.division, pretrained.source)
+        where["divider"] = data.Divider(pretrained.division, pretrained.source)
     try:
         return data.make_source(name, split=split or "train", **where)
     except InputError as e:  # which names the config's key, and this command takes none

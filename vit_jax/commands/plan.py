@@ -154,9 +154,10 @@ def answer(figures: dict[str, Any]) -> str:
     """
     memory, by = figures["memory_bytes"], _BY[figures["by"]]
     space = f"{_bytes(memory['peak'])} of {_bytes(memory['capacity'])} a device"
+    time = _time(figures["estimate"]["run"])
     if memory["fits"]:
-        return f"Fits, by {by}: {space}; {_time(figures['estimate'])}"
-    parts = [f"Does not fit, by {by}: needs {space}", f"would take {_time(figures['estimate'])}"]
+        return f"Fits, by {by}: {space}; {time}"
+    parts = [f"Does not fit, by {by}: needs {space}", f"would take {time}"]
     if "remedies" in figures:
         parts.append(_remedy(figures["remedies"]))
     return "; ".join(parts)
@@ -169,21 +170,14 @@ def _span(hours: float, digits: str, unit: str, unit_of_seconds: str) -> str:
     return f"{hours:,{digits}} {unit}"
 
 
-def _time(timing: dict[str, Any]) -> str:
+def _time(run: dict[str, Any]) -> str:
     """Time of a step, MFU, and hours and cost of the run: the figures to budget."""
-    step, run = _budget(timing)
     cost = "" if run["cost"] is None else f", cost {run['cost']:,.2f}"
     return (
-        f"{step['step_s'] * 1e3:,.4g} ms a step, MFU {step['mfu']:.0%}; "
+        f"{run['step_s'] * 1e3:,.4g} ms a step, MFU {run['mfu']:.0%}; "
         f"{_span(run['hours'], '.3g', 'hours', 's')}, "
         f"{_span(run['chip_hours'], '.4g', 'chip-hours', 'chip-seconds')}{cost}"
     )
-
-
-def _budget(timing: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The step and the run by the compiler, else at a usual share of the peak."""
-    usual = timing["at_utilisation"]
-    return (timing["compiler"], timing["run"]) if usual is None else (usual, usual)
 
 
 def _remedy(remedies: list[dict[str, Any]]) -> str:
@@ -305,11 +299,10 @@ def collectives_table(rows: list[dict[str, Any]], per: str) -> Table:
 def estimate_table(estimate: dict[str, Any]) -> Table:
     """Table of time and cost; all figures are estimates."""
     table = Table("", "", show_header=False, title="Estimates")
-    roofline, usual = estimate["roofline"], estimate["at_utilisation"]
-    step, run = _budget(estimate)
+    roofline, usual, run = (estimate[key] for key in ("roofline", "at_utilisation", "run"))
     by = "by the compiler" if usual is None else f"at {usual['share_of_peak']:.0%} of the peak"
-    table.add_row(f"step, {by}", f"{step['step_s'] * 1e3:,.4g} ms")
-    table.add_row(f"MFU, {by}", f"{step['mfu']:.1%}")
+    table.add_row(f"step, {by}", f"{run['step_s'] * 1e3:,.4g} ms")
+    table.add_row(f"MFU, {by}", f"{run['mfu']:.1%}")
     table.add_row(f"images/s, {by}", f"{run['images_per_s']:,.0f}")
     table.add_row(f"hours, {by}", f"{run['hours']:,.4g}")
     table.add_row(f"chip-hours, {by}", f"{run['chip_hours']:,.4g}")
@@ -339,7 +332,7 @@ def search_table(rows: list[dict[str, Any]]) -> list[Table]:
         table.add_row(
             mesh, row["remat"], f"{row['global_batch_size']:,}", f"{row['images_per_way']:,}",
             _bytes(row["peak_bytes"]), f"{run['images_per_s']:,.0f}",
-            f"{row['estimated_mfu']:.1%}", f"{run['hours']:,.4g}",
+            f"{run['mfu']:.1%}", f"{run['hours']:,.4g}",
         )  # fmt: skip
     return [table]
 
@@ -354,7 +347,7 @@ def layouts_table(rows: list[dict[str, Any]]) -> list[Any]:
         cells = [readable_mesh(row["mesh"]), describe_layers(row), _bytes(row["peak_bytes"])]
         if row["fits"]:
             run = row["estimate"]
-            cells += [f"{run['images_per_s']:,.0f}", f"{row['estimated_mfu']:.1%}",
+            cells += [f"{run['images_per_s']:,.0f}", f"{run['mfu']:.1%}",
                       f"{run['hours']:,.4g}", f"{row['compile_s']:.0f}"]  # fmt: skip
         else:
             cells += ["does not fit", "", "", ""]

@@ -108,6 +108,7 @@ def plan_study(flags: argparse.Namespace) -> int:
         raise InputError(f"--price_per_chip_hour={price}: needs a number >= 0")
     flags.workdir = flags.workdir or "WORKDIR"  # stands in commands only
 
+    from vit_jax.planning.estimates import USUAL_SHARE
     from vit_jax.planning.targets import Target, start_planning
     from vit_jax.studies.planned import Planner, plan_study_members
 
@@ -121,10 +122,10 @@ def plan_study(flags: argparse.Namespace) -> int:
         if "error" in row:
             text = Text(f"not planned: {row['member']}: {row['error']}")
             console.print(text, soft_wrap=True)
-    by = "40 % of the peak" if target.chip.is_gpu else "the roofline, at best"
     console.print(
-        f"By calculation: steps at {by}; no start-up, input, evaluation or saving.", soft_wrap=True
-    )
+        f"By calculation: steps at {USUAL_SHARE:.0%} of the peak, or less where memory or the "
+        "network bind; no start-up, input, evaluation or saving.", soft_wrap=True,
+    )  # fmt: skip
     return exit_codes.DONE
 
 

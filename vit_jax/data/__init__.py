@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vit_jax.data.device_ops import make_device_transform, to_value_range
-from vit_jax.data.division import Divide, Divider, Division, divide_anew, say_names
+from vit_jax.data.division import Divider, Division, say_names
 from vit_jax.data.image_files import unlabelled
 from vit_jax.data.image_folder import find_layout, folder
 from vit_jax.data.labels import count_labels, read_labels
@@ -111,7 +111,7 @@ def make_source(
     split: str,
     image_size: tuple[int, int],
     data_dir: str | None = None,
-    divide: Divide = divide_anew,
+    divider: Divider | None = None,
     exif: bool = True,
     multi_label: bool | None = False,
     channels: int = 3,
@@ -131,7 +131,7 @@ def make_source(
       split: `train`, `test`, `val`, ..., depending on the source; TFDS's notation for TFDS sets.
       image_size: (H, W) of synthetic images; other sources ignore it.
       data_dir: the image folder, or the folder of TFDS data sets (None: TFDS's default).
-      divide: how own pictures without a split `val` are divided; see `Divide`.
+      divider: divides own pictures without a split `val`; None: anew.
       channels: number of channels of the pipeline's images.
       exif: for own pictures; see the key of `config.data`.
       multi_label: whether images must have several labels (True) or one (False); None: either.
@@ -152,7 +152,7 @@ def make_source(
         split=split,
         image_size=image_size,
         data_dir=None if data_dir is None else os.path.expanduser(data_dir),
-        divide=divide,
+        divider=divider,
         exif=exif,
         multi_label=multi_label,
         channels=channels,

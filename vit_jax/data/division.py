@@ -18,11 +18,12 @@ import logging
 import os
 import types
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from etils import epath
+from ml_collections import ConfigDict
 
 from vit_jax.data.pictures import shown, warn_once
 from vit_jax.errors import InputError
@@ -30,11 +31,9 @@ from vit_jax.errors import InputError
 FILE = "pictures.csv.gz"
 HASHES = ".held_out.npy"  # follows the name of a model's file
 
-# (folder for messages, {name: class}, {name: group}) -> {name: split}, `train` or `val`. Pictures
-# without an entry are in neither split. A name without a group is a group of its own; with None for
-# all groups nothing more is held out, as the validation pictures lie elsewhere.
+# {name: group}. A name without a group is a group of its own; with None for all groups nothing more
+# is held out, as the validation pictures lie elsewhere.
 Groups = Mapping[str, str] | None
-Divide = Callable[[str, Mapping[str, str], Groups], dict[str, str]]
 
 _ELSEWHERE = "elsewhere"
 _SMALL = 5  # groups; a smaller class has less than half a group to hold out
@@ -93,7 +92,7 @@ def hash_of(name: str) -> int:
 def divide_anew(
     where: str, classes: Mapping[str, str], groups: Groups, known: Division = UNKNOWN
 ) -> dict[str, str]:
-    """A new division, of the type `Divide`: a tenth of each class is `val`.
+    """{name: `train` or `val`}, a new division of {name: class}: a tenth of each class is `val`.
 
     The number of groups is rounded. Classes of fewer than 5 groups hold out a tenth of theirs
     together, at most one of each class; a class of one group holds out none. At least one of
@@ -134,7 +133,10 @@ def divide_anew(
 
 
 class Divider:
-    """Divides the pictures of a model and of other folders; of the type `Divide`.
+    """Divides the pictures of a model and of other folders.
+
+    divider(folder for messages, {name: class}, groups) -> {name: `train` or `val`}. Pictures
+    without an entry are in neither split.
 
     Args:
       known: how the pictures of the model are divided.
@@ -159,6 +161,10 @@ class Divider:
             found = found or self._divide_other(where, classes, groups)
         self.decided = found | self.decided
         return found
+
+    def begun_with(self) -> Collection[str]:
+        """The names of the pictures that the run began with; none for a new run."""
+        return () if self._anew else self._known.splits.keys()
 
     def settled(self) -> Division:
         """What was decided, and what else `known` holds out."""
@@ -214,14 +220,17 @@ class Divider:
         return found
 
 
-def read_division(workdir: epath.Path) -> Division:
-    """The division of the run in `workdir`; an empty one if it has none.
+def read_division(workdir: epath.Path, config: ConfigDict) -> Division:
+    """The division of the run of `config` in `workdir`; an empty one if it has none.
 
-    Raises: InputError if its file is damaged.
+    Raises: InputError if its file is damaged, or missing though the run trains on own pictures.
     """
-    path = workdir / FILE
+    path, d = workdir / FILE, config.data
+    divides = d.split == "train" and d.name in ("folder", "list", "unlabelled")
+    if not divides and not path.exists():
+        return Division()
     try:
-        return Division.from_bytes(path.read_bytes()) if path.exists() else Division()
+        return Division.from_bytes(path.read_bytes())
     except (OSError, EOFError, ValueError, zlib.error) as e:
         raise InputError(
             f"{path}: cannot be read ({e}); restore it, as it says which pictures are held out"

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vit_jax.data.division import Divide, divide_anew
+from vit_jax.data.division import Divider
 from vit_jax.data.folder_contents import describe_contents
 from vit_jax.data.host_tf import tf
 from vit_jax.data.image_folder import (
@@ -126,7 +126,7 @@ def unlabelled(
     *,
     split: str,
     data_dir: str | os.PathLike | None,
-    divide: Divide = divide_anew,
+    divider: Divider | None = None,
     exif: bool = True,
     max_corrupt_fraction: float = 1.0,
     **_,
@@ -147,7 +147,8 @@ def unlabelled(
         sizes |= {beginning + path: size for path, size in walk.pictures(part).items()}
         walk.say(part)
     if sizes and split == "train":
-        splits = split_files(divide, layout.root, base, dict.fromkeys(sizes, ""), None)
+        divider = divider or Divider(anew=True)
+        splits = split_files(divider, layout.root, base, dict.fromkeys(sizes, ""), None)
         sizes = pick(splits, split, sizes, base)
     paths = sorted(sizes)
     if not paths:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from vit_jax.data.division import Divide, divide_anew
+from vit_jax.data.division import Divider, Groups
 from vit_jax.data.folder_contents import SPLIT_NAMES, class_like_folders, describe_contents
 from vit_jax.data.host_tf import tf
 from vit_jax.data.pictures import (
@@ -134,20 +134,20 @@ def folder(
     *,
     split: str,
     data_dir: str | os.PathLike | None,
-    divide: Divide = divide_anew,
+    divider: Divider | None = None,
     exif: bool = True,
     max_corrupt_fraction: float = 1.0,
     **_,
 ) -> Source:
     """The images below `data_dir`; splits `train`, `val`, `all`, and `test` if it has a folder.
 
-    Without a folder for `val`, a tenth of the training images is held out, as `divide` says.
-    Classes are the sorted names of the training folder's sub-folders, in all splits, but for those
-    with images that are in no split. `exif` turns images as their EXIF orientation says.
+    Without a folder for `val`, a tenth of the training images is held out, as `divider` says (None:
+    anew). Classes are the sorted names of the training folder's sub-folders, in all splits, but for
+    those with images that are in no split. `exif` turns images as their EXIF orientation says.
 
     Raises: InputError if the folder, a split, or all classes are missing or empty.
     """
-    layout = find_layout(data_dir)
+    layout, divider = find_layout(data_dir), divider or Divider(anew=True)
     check_split(split, layout.names(), layout.root)
     class_names = _class_names(layout)
     base, parts = layout.folders(split)
@@ -160,9 +160,13 @@ def folder(
         files |= {beginning + path: class_name for path, class_name in found.items()}
         sizes |= {beginning + path: size for path, size in found_sizes.items()}
     groups = doubles.groups(base, files)
-    if files and split != "all" and base == layout.train_root:
+    if split != "all" and base != layout.train_root:
+        class_names = _begun_with(class_names, layout, divider)
+        kept = of_classes(class_names, {path: (name,) for path, name in files.items()}, base)
+        files = {path: files[path] for path in kept}
+    elif files and split != "all":
         given = "val" in layout.splits
-        splits = split_files(divide, layout.root, base, files, None if given else groups)
+        splits = split_files(divider, layout.root, base, files, None if given else groups)
         unknown = {*files.values()} - {files[path] for path in splits}
         class_names = tuple(name for name in class_names if name not in unknown)
         files = pick(splits, split, files, base)
@@ -254,22 +258,44 @@ def _check_missing(
 
 
 def split_files(
-    divide: Divide,
+    divider: Divider,
     root: pathlib.Path,
     base: pathlib.Path,
     classes: Mapping[str, str],
-    groups: Mapping[str, str] | None,
+    groups: Groups,
 ) -> dict[str, str]:
     """{path: train or val} of the files with `classes`; those that are in neither are left out.
 
-    Paths are from `base`, which lies in the folder `root`. groups: as in `Divide`.
+    Paths are from `base`, which lies in the folder `root`.
     """
     before = "" if base == root else f"{base.relative_to(root).as_posix()}/"
     named = {before + path: class_name for path, class_name in classes.items()}
     if groups is not None:
         groups = {before + path: before + group for path, group in groups.items()}
-    splits = divide(shown(str(root)), named, groups)
+    splits = divider(shown(str(root)), named, groups)
     return {path: splits[before + path] for path in classes if before + path in splits}
+
+
+def _begun_with(class_names: tuple[str, ...], layout: Layout, divider: Divider) -> tuple[str, ...]:
+    """Those of `class_names` in which the run of `divider` began to train; all, if in none."""
+    place = len(layout.train_root.relative_to(layout.root).parts)
+    begun = {name.split("/")[place] for name in divider.begun_with() if name.count("/") > place}
+    return tuple(name for name in class_names if name in begun) or class_names
+
+
+def of_classes(
+    class_names: Collection[str], files: Mapping[str, Sequence[str]], where: pathlib.Path
+) -> list[str]:
+    """The paths of `files`, {path: classes}, whose classes the run began with; warns of others."""
+    known = {*class_names}
+    kept = [path for path, names in files.items() if known.issuperset(names)]
+    if len(kept) < len(files):
+        other = sorted({name for names in files.values() for name in names} - known)
+        warn_once(
+            f"{shown(str(where))}: left out {len(files) - len(kept):,} pictures of classes that "
+            f"the run did not begin with: {', '.join(map(shown, other[:_SHOWN]))}"
+        )
+    return kept
 
 
 def pick(

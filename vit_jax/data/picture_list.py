@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from vit_jax.data.division import Divide, divide_anew
+from vit_jax.data.division import Divider
 from vit_jax.data.folder_contents import SPLIT_NAMES
-from vit_jax.data.image_folder import check_split, pick, picture_source, split_files
+from vit_jax.data.image_folder import check_split, of_classes, pick, picture_source, split_files
 from vit_jax.data.pictures import EXTENSIONS, Doubles, look_up, shown, warn_once
 from vit_jax.data.sources import Source
 from vit_jax.errors import InputError
@@ -150,7 +150,7 @@ def picture_list(
     *,
     split: str,
     data_dir: str | os.PathLike | None,
-    divide: Divide = divide_anew,
+    divider: Divider | None = None,
     exif: bool = True,
     multi_label: bool | None = False,
     max_corrupt_fraction: float = 1.0,
@@ -159,14 +159,14 @@ def picture_list(
     """The pictures of a list; splits `train`, `val`, `all`, and `test` where there are some for it.
 
     Classes are the labels of the training pictures, sorted, as numbers if all are numbers. Without
-    pictures for `val` a tenth of the training list is held out by the first labels, as
-    `divide_anew` says. With `multi_label` labels are float32 (C,), 1 for each class that the
+    pictures for `val` a tenth of the training list is held out by the first labels, as `divider`
+    says (None: anew). With `multi_label` labels are float32 (C,), 1 for each class that the
     picture shows; None: they are if a picture has several labels, or none.
 
     Raises: InputError naming the lines that are not as they should be, or labels that the training
       list lacks.
     """
-    lists = find_lists(data_dir)
+    lists, divider = find_lists(data_dir), divider or Divider(anew=True)
     by_split = lists.read(split, multi_label)
     check_split(split, lists.names(by_split), lists.root)
     file = lists.by_split.get(split, lists.by_split["train"])
@@ -178,10 +178,15 @@ def picture_list(
     if training and split in ("train", "val"):
         firsts = {path: next(iter(row.labels), "") for path, row in training.items()}
         given = "val" in {*lists.by_split, *by_split}
-        splits = split_files(divide, lists.root, lists.root, firsts, None if given else groups)
+        splits = split_files(divider, lists.root, lists.root, firsts, None if given else groups)
         training = {path: training[path] for path in splits}
         if split == "train" or not given:
             rows = pick(splits, split, rows, file)
+    elif split != "all" and (begun := training.keys() & divider.begun_with()):
+        training = {path: row for path, row in training.items() if path in begun}
+        known = {label for row in training.values() for label in row.labels}
+        kept = of_classes(known, {path: row.labels for path, row in rows.items()}, file)
+        rows = {path: rows[path] for path in kept}
     class_names = _sorted_labels({label for row in training.values() for label in row.labels})
     if not training and any(by_split.values()):
         raise InputError(
@@ -399,7 +404,7 @@ def _sorted_labels(labels: set[str]) -> tuple[str, ...]:
 def _look_up(file: pathlib.Path, rows: Mapping[str, Row]) -> tuple[dict[str, int], dict[str, str]]:
     """({path: bytes, -1 if it does not exist}, {path: group}) of the files of a list.
 
-    Files with several names, by links, are a group.
+    Files with several names, by links, are a group, and groups that share a file are one.
 
     Raises: InputError that names a pipe or a device, whose reading may never end.
     """
@@ -414,7 +419,24 @@ def _look_up(file: pathlib.Path, rows: Mapping[str, Row]) -> tuple[dict[str, int
         sizes[path] = size
         doubles.add(path, identity)
     groups = doubles.groups(file.parent, {path: ";".join(row.labels) for path, row in rows.items()})
-    return sizes, groups | {p: f"group {row.group}" for p, row in rows.items() if row.group}
+    of_rows = {path: f"group {row.group}" for path, row in rows.items() if row.group}
+    return sizes, _join(groups, of_rows)
+
+
+def _join(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+    """{path: group}, in which all groups that share a path, directly or not, are one."""
+    joined: dict[str, str] = {}
+
+    def first(group: str) -> str:
+        while group in joined:
+            group = joined[group]
+        return group
+
+    for path in one.keys() & other.keys():
+        kept, gone = sorted((first(one[path]), first(other[path])))
+        if kept != gone:
+            joined[gone] = kept
+    return {path: first(group) for path, group in {**one, **other}.items()}
 
 
 def _warn_of_missing(file: pathlib.Path, split: str, paths: Mapping[str, int]) -> None:

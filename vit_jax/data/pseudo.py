@@ -77,7 +77,7 @@ def pseudo(
     keywords = keywords | {key: facts[key] for key in ("num_classes", "num_examples")}
     keywords["max_corrupt_fraction"] = 1.0  # pictures that cannot be read have no label
     division = Division.from_bytes(found.pictures) if found.pictures else Division()
-    keywords["divide"] = Divider(division, split)
+    keywords["divider"] = Divider(division, split)
     pictures = make_source(
         facts["name"], split=facts["split"], data_dir=facts["data_dir"] or data_dir, **keywords
     )

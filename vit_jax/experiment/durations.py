@@ -28,7 +28,7 @@ def parse_duration(text: str, *, num_examples: int, global_batch_size: int, key:
     Raises:
       InputError: if `text` is not a duration.
     """
-    number, unit = _split_duration(text, key)
+    number, unit = split_duration(text, key)
     examples_per_unit = {"steps": global_batch_size, "epochs": num_examples, "examples": 1}[unit]
     steps = math.floor(number * examples_per_unit / global_batch_size + Fraction(1, 2))
     if steps > _MOST_STEPS:
@@ -46,12 +46,13 @@ def check_duration(text: str, *, key: str, positive: bool = False) -> None:
 
     `positive`: reject durations of 0 as well.
     """
-    number, _ = _split_duration(text, key)
+    number, _ = split_duration(text, key)
     if positive and not number:
         raise InputError(f'{key}={text!r}: must be more than 0, such as "1000 steps"')
 
 
-def _split_duration(text: str, key: str) -> tuple[Fraction, str]:
+def split_duration(text: str, key: str) -> tuple[Fraction, str]:
+    """(90, "epochs") of "90 epochs", the value of `key`; raises InputError if it is none."""
     example = 'write a number and a unit, such as "90 epochs", "10000 steps" or "5e6 examples"'
     try:
         amount, unit = str(text).split()

@@ -164,7 +164,7 @@ def _open_pictures(
         data_dir=config.study.unlabelled_dir or d.data_dir,
         image_size=size,
         channels=value_of(pretrained.model, "channels"),
-        divide=divider,
+        divider=divider,
         exif=pretrained.spec.exif is not False,
         reader=d.reader,
         num_classes=d.num_classes if synthetic else None,

@@ -14,26 +14,19 @@ def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> d
     `roofline` is the time by the chips' peaks. `compiler`, if cycles are known, is the compiler's
     time for the computation, with asynchronous collectives hidden behind it and the others added.
     Without it, `at_utilisation` is the time at 40 % of the peak, or `roofline` if that is longer.
+    `run` is what to budget: time, MFU and cost by the first of `compiler` and `at_utilisation`.
     """
     chip = CHIPS[figures["topology"].partition(":")[0]]
     hidden, added = _exchange_s(figures["collectives"] or (), chip)
     roofline = _by_roofline(figures, chip, hidden + added)
-    compiler = None
+    estimates: dict[str, Any] = {"roofline": roofline, "compiler": None, "at_utilisation": None}
     if _is_timed_by_compiler(figures, chip):
-        compiler = _by_compiler(figures, chip, roofline["flops_s"], hidden, added)
-    best = roofline if compiler is None else compiler
-    run = {
-        "by": "roofline" if compiler is None else "compiler",
-        **_run_costs(figures, best["step_s"], price_per_chip_hour),
-    }
-    return {
-        "roofline": roofline,
-        "compiler": compiler,
-        "at_utilisation": None
-        if compiler
-        else _at_utilisation(figures, chip, roofline["step_s"], price_per_chip_hour),
-        "run": run,
-    }
+        by, step = "compiler", _by_compiler(figures, chip, roofline["flops_s"], hidden, added)
+    else:
+        by, step = "at_utilisation", _at_utilisation(figures, chip, roofline)
+    costs = _run_costs(figures, step["step_s"], price_per_chip_hour)
+    run = {"by": by, "step_s": step["step_s"], "mfu": step["mfu"], **costs}
+    return estimates | {by: step, "run": run}
 
 
 def _is_timed_by_compiler(figures: Mapping[str, Any], chip: Chip) -> bool:
@@ -79,23 +72,23 @@ def _by_roofline(figures: Mapping[str, Any], chip: Chip, collectives_s: float) -
 
 
 def _at_utilisation(
-    figures: Mapping[str, Any], chip: Chip, least_s: float, price_per_chip_hour: float | None
+    figures: Mapping[str, Any], chip: Chip, roofline: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The run at a usual share of the peak, for plans without an estimate by the compiler.
+    """A step's time at a usual share of the peak, for plans without one by the compiler.
 
-    A step takes at least `least_s`, which slow networks may make longer.
+    It is that of `roofline` where slow memory or networks make that longer.
     """
     flops, peak = figures["flops"], chip.peak_flops * figures["num_chips"]
-    step_s = max(flops["counted_per_step"] / (USUAL_SHARE * peak), least_s)
+    usual_s, least_s = flops["counted_per_step"] / (USUAL_SHARE * peak), roofline["step_s"]
+    step_s = max(usual_s, least_s)
+    told = "what is computed again counts"
+    if least_s > usual_s:
+        told = f"less here, as the step is bound by {roofline['bound_by']}"
     return {
         "share_of_peak": flops["counted_per_step"] / (step_s * peak),
         "mfu": flops["model_per_step"] / (step_s * peak),
         "step_s": step_s,
-        **_run_costs(figures, step_s, price_per_chip_hour),
-        "assumptions": [
-            f"{USUAL_SHARE:.0%} of the chip's peak, a usual share for large matrices, but not less "
-            "than the roofline's time"
-        ],
+        "assumptions": [f"{USUAL_SHARE:.0%} of the chip's peak, usual for large matrices; {told}"],
     }
 
 

@@ -53,9 +53,7 @@ def find_layouts(
             row |= {"changes": mesh | changes, "peak_bytes": memory["peak"]}
             row |= {"fits": memory["fits"], "compile_s": figures["compile_s"]}
             if memory["fits"]:
-                timing = estimate(figures, price_per_chip_hour)
-                row["estimate"] = timing["run"]
-                row["estimated_mfu"] = (timing["compiler"] or timing["roofline"])["mfu"]
+                row["estimate"] = estimate(figures, price_per_chip_hour)["run"]
             rows.append(row)
     return sorted(rows, key=lambda row: -row["estimate"]["images_per_s"] if row["fits"] else 0)
 

@@ -47,13 +47,11 @@ def search(
             figures = largest_batch(changed(config, changes), target)
             row = {"mesh": mesh, "remat": remat, "fits": figures is not None}
             if figures is not None:
-                timing = estimate(figures, price_per_chip_hour)
                 row |= {
                     "global_batch_size": figures["global_batch_size"],
                     "images_per_way": figures["images_per_way"],
                     "peak_bytes": figures["memory_bytes"]["peak"],
-                    "estimate": timing["run"],
-                    "estimated_mfu": (timing["compiler"] or timing["roofline"])["mfu"],
+                    "estimate": estimate(figures, price_per_chip_hour)["run"],
                 }
             rows.append(row)
     return sorted(rows, key=lambda row: -row["estimate"]["images_per_s"] if row["fits"] else 0)

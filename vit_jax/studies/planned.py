@@ -31,8 +31,8 @@ COSTS = ("hours", "chip_hours", "tpu_core_days", "cost")
 class Planner:
     """Calculates the cost of runs on a target; each different step is planned once.
 
-    GPUs are planned at a usual share of their peak, TPUs by the roofline, the least time possible.
-    Input, evaluation, saving and start-up are not included.
+    Times are those at a usual share of the peak; see `estimate`. Input, evaluation, saving and
+    start-up are not included.
     """
 
     def __init__(self, target: Target, price_per_chip_hour: float | None = None):
@@ -56,12 +56,9 @@ class Planner:
             self._plans[key] = calculate_plan(config, self._target)
         steps = parse_durations(config)["duration"]
         figures = self._plans[key] | {"total_steps": steps}
-        timing = estimate(figures, self._price)
-        usual = timing["at_utilisation"] if self._target.chip.is_gpu else None
-        memory = figures["memory_bytes"]
-        run = usual or timing["run"]
+        run, memory = estimate(figures, self._price)["run"], figures["memory_bytes"]
         return {
-            "step_s": (usual or timing["roofline"])["step_s"],
+            "step_s": run["step_s"],
             "steps": steps,
             "fits": memory["fits"],
             "peak_bytes": memory["peak"],

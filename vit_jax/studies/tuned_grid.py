@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config.text import apply_overrides
 from vit_jax.errors import Faults, collect_faults
+from vit_jax.experiment.durations import split_duration
 from vit_jax.studies import grid
 from vit_jax.studies.figures import draw_panels
 from vit_jax.studies.grid import Cell, parse_cells
@@ -72,13 +73,20 @@ def check(config: ConfigDict) -> None:
     candidates = faults.check(parse_stages, study.candidates, "study.candidates") or []
     for entry in candidates:
         faults += apply_overrides(copy.deepcopy(config), list(entry.overrides.items()))
-    faults += apply_overrides(copy.deepcopy(config), list(_finetune_keys(config).items()))
+    finetuned = copy.deepcopy(config)
+    faults += apply_overrides(finetuned, list(_finetune_keys(config).items()))
     faults.need_known("study.point", study.point, POINTS)
-    if study.point == "best":
-        _check_best_step(config, faults)
-    for key in ("choose_by", "finetune_metric"):
+    faults.need(
+        study.point != "best" or config.checkpoint.keep_best is not None,
+        "study.point='best': needs --config.checkpoint.keep_best=METRIC, which finds that step",
+    )
+    of_metrics = {"metric": config, "choose_by": config, "finetune_metric": finetuned}
+    for key, its_config in of_metrics.items():
         if study[key] is not None:
-            _check_metric(config, key, faults)
+            if key != "metric":
+                _check_metric(its_config, key, faults)
+            if study.point == "best" and its_config.checkpoint.keep_best is not None:
+                _check_best_step(its_config, key, faults)
     faults.need(
         len(candidates) < 2 or study.choose_by is not None,
         "study.choose_by: not set; needs the metric that chooses among study.candidates, one of "
@@ -91,25 +99,19 @@ def check(config: ConfigDict) -> None:
     collect_faults(faults)
 
 
-def _check_best_step(config: ConfigDict, faults: Faults) -> None:
-    """Adds a fault for each metric of the study that the best step may lack."""
+def _check_best_step(config: ConfigDict, key: str, faults: Faults) -> None:
+    """Adds a fault if the best step of a run of `config` may lack the metric of study.`key`."""
     best = config.checkpoint.keep_best
-    if best is None:
-        faults.append(
-            "study.point='best': needs --config.checkpoint.keep_best=METRIC, which finds that step"
+    name, finder = config.study[key].partition("/")[0], best.partition("/")[0]
+    if {name, finder} <= {*config.evals}:
+        every, needed = config.evals[name].every, config.evals[finder].every
+        faults.need(
+            split_duration(every, f"evals.{name}.every")
+            == split_duration(needed, f"evals.{finder}.every"),
+            f"study.{key}={config.study[key]!r}: evals.{name}.every={every!r} must be the "
+            f"{needed!r} of evals.{finder}, which finds the best step "
+            f"(checkpoint.keep_best={best!r}), so that the step has this metric too",
         )
-        return
-    finder = best.partition("/")[0]
-    for key in ("metric", "choose_by", "finetune_metric"):
-        name = (config.study[key] or "").partition("/")[0]
-        if {name, finder} <= {*config.evals}:
-            every, needed = config.evals[name].every, config.evals[finder].every
-            faults.need(
-                every == needed,
-                f"study.{key}={config.study[key]!r}: evals.{name}.every={every!r} must be the "
-                f"{needed!r} of evals.{finder}, which finds the best step "
-                f"(checkpoint.keep_best={best!r}), so that the step has this metric too",
-            )
 
 
 def _check_metric(config: ConfigDict, key: str, faults: Faults) -> None:

@@ -15,6 +15,7 @@ from vit_jax import config as config_lib
 from vit_jax import data, files, metrics, transfer
 from vit_jax.checkpoints import restore
 from vit_jax.config import SplitKey
+from vit_jax.config.stored import read_config
 from vit_jax.data.division import hash_of, read_division
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
@@ -229,8 +230,9 @@ def _open_division(
     workdir: epath.Path, is_begun: bool, training: bool, pretrained: transfer.Pretrained | None
 ) -> data.Divider:
     """Divides pictures as the run in `workdir` does; for a new run, as that of `init_from` did."""
-    if is_begun or not training:
-        return data.Divider(read_division(workdir), "" if training else str(workdir))
+    if is_begun:
+        division = read_division(workdir, read_config(workdir))
+        return data.Divider(division, "" if training else str(workdir))
     return data.Divider(data.Division() if pretrained is None else pretrained.division, anew=True)
 
 

@@ -358,7 +358,7 @@ def _open_split(
         reader=reader or config.data.reader,
         max_corrupt_fraction=max_corrupt_fraction,
         data_dir=key.data_dir,
-        divide=divider,
+        divider=divider,
         exif=config.data.exif,
         multi_label=config.data.multi_label,
         channels=config.data.channels,

@@ -75,7 +75,7 @@ def read(path: epath.Path, *, averaged: bool | None = None) -> Pretrained:
     plain, params = merge_adapters(with_known(model, scan=False), tree.flatten_names(params))
     plain, params, state = merge_head_norm(plain, params, tree.flatten_names(model_state))
     spec = _spec_of(config, model, path)
-    return Pretrained(str(source), plain, params, spec, run, state, read_division(path))
+    return Pretrained(str(source), plain, params, spec, run, state, read_division(path, config))
 
 
 def _restore(
