@@ -125,7 +125,7 @@ def _unchecked():
     evaluators.
     """
     from vit_jax.inference import evaluate
-    from vit_jax.training import prepare
+    from vit_jax.run import prepare
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (prepare, evaluate):

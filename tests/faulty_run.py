@@ -18,8 +18,8 @@ import numpy as np
 
 from vit_jax import tree
 from vit_jax.main import execute_and_exit
-from vit_jax.training import agreement as comparison
-from vit_jax.training import record, train
+from vit_jax.run import agreement as comparison
+from vit_jax.run import record, train
 
 
 def flip(state):

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
     ["flax.linen", "jax", "optax", "orbax.checkpoint", "sklearn.datasets", "tensorflow",
-     "tensorflow_datasets", "vit_jax.training.train"]
+     "tensorflow_datasets", "vit_jax.run.train"]
 )  # fmt: skip
 
 

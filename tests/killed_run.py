@@ -23,7 +23,7 @@ from vit_jax.checkpoints import checkpoint
 from vit_jax.evaluators import classification
 from vit_jax.inference import pseudo_labels
 from vit_jax.main import main
-from vit_jax.training import train
+from vit_jax.run import train
 
 
 def kill():

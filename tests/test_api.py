@@ -20,7 +20,7 @@ from vit_jax.errors import InputError
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import layers
 from vit_jax.models.vit import extract_patches
-from vit_jax.training.validation import find_faults
+from vit_jax.run.validation import find_faults
 from vit_jax.transfer.rules import unstack_layers
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
+from opened import open_all, with_known_facts
 from PIL import Image
 
 from vit_jax.config import (
@@ -22,7 +23,6 @@ from vit_jax.config import (
 from vit_jax.config.text import load_config
 from vit_jax.data import check_crops, parse_ops
 from vit_jax.data.host_tf import tf
-from vit_jax.data.known import fill_in_sizes
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
@@ -37,13 +37,13 @@ from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target
 from vit_jax.recipes import VTAB, hyper_rule, make_tiny
+from vit_jax.run.build import prepare
+from vit_jax.run.opener import Tables
+from vit_jax.run.resolve import resolve
+from vit_jax.run.sources import check_images
+from vit_jax.run.teachers import place_teachers, planned_experiment, read_teachers
+from vit_jax.run.validation import find_faults
 from vit_jax.studies.grid import parse_cells
-from vit_jax.training.decided import decide
-from vit_jax.training.planned import planned_experiment
-from vit_jax.training.prepare import prepare
-from vit_jax.training.sources import check_images, open_sources
-from vit_jax.training.teachers import place_teachers, read_teachers
-from vit_jax.training.validation import find_faults
 from vit_jax.transfer import huggingface_images, timm_config, workdir
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.spec import Cut, Pretrained, Spec
@@ -268,7 +268,7 @@ def without_files(name, words):
     c.data.image_size = c.data.image_size or 224
     if c.objective.name == "distillation":
         c.objective.teacher = "untrained:BiT-R50x1"
-    return decide(c)
+    return resolve(c, Tables()).config
 
 
 def in_layers(name, words, number, scan):
@@ -573,7 +573,7 @@ def test_folder_at_another_image_size(pictures):
     c, image_size = load("folder", "debug"), (96, 64)
     c.data.image_size, c.data.data_dir, c.global_batch_size = image_size, pictures, 8
     assert find_faults(c) == []
-    c, sources = open_sources(c, training=True)
+    c, sources = open_all(c)
     assert (c.data.num_classes, c.data.num_examples) == (2, 10)
     check_images(c, parse_preprocessing(c), sources)
 
@@ -671,7 +671,7 @@ def test_better_plain_vit():
     assert (c.schedule.name, c.schedule.warmup) == ("cosine", "10000 steps")
     assert c.model.hidden_head is True
     assert (c.data.split, c.evals.val.split) == ("train[:99%]", "validation")
-    c = fill_in_sizes(c)
+    c = with_known_facts(c)
     assert c.data.num_examples == 1_268_355
     assert parse_durations(c)["duration"] == 111_477  # 90 * 1,268,355 / 1024 = 111,476.5
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from opened import open_all
 from worked_parts import write_parts
 
 from vit_jax import data, models, objectives, transfer
@@ -25,10 +26,9 @@ from vit_jax.objectives.supervised import LOSSES, make_loss
 from vit_jax.planning.layout import describe
 from vit_jax.planning.search import search
 from vit_jax.planning.targets import Target
+from vit_jax.run.validation import find_faults
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, member_words
-from vit_jax.training.sources import open_sources
-from vit_jax.training.validation import find_faults
 from vit_jax.transfer import load_pretrained, pretrained_spec, rules, save_pretrained
 from vit_jax.transfer.spec import Spec
 
@@ -124,7 +124,7 @@ def test_loss_by_its_equation():
 
 
 def test_family_without_dtype_constrain_and_remat(config):
-    config, sources = open_sources(config, training=True)
+    config, sources = open_all(config)
     mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
     experiment = make_experiment(config, mesh)
     assert experiment.num_params == sum(

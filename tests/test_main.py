@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from cheap_compilation import flags_for
+from opened import config_json, open_all
 
 import vit_jax
 from vit_jax import main as main_lib
@@ -19,9 +20,8 @@ from vit_jax.config.stored import to_json
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.job import watchdog
 from vit_jax.main import main
-from vit_jax.training.guards import NonFiniteError
-from vit_jax.training.sources import open_sources
-from vit_jax.training.train import Interrupted, Preempted
+from vit_jax.run.guards import NonFiniteError
+from vit_jax.run.train import Interrupted, Preempted
 
 ROOT = pathlib.Path(__file__).parents[1]
 QUICKSTART = "--config=configs/quickstart.py:debug"
@@ -237,9 +237,9 @@ def make_workdir(path, *overrides):
     """Workdir of a quickstart run that has saved nothing yet."""
     config = load_config("configs/quickstart.py:debug")
     assert apply_overrides(config, list(overrides)) == []
-    config, _ = open_sources(config, training=True)
+    config, _ = open_all(config)
     path.mkdir()
-    (path / "config.json").write_text(to_json(config))
+    (path / "config.json").write_text(config_json(config))
     return path
 
 
@@ -427,7 +427,7 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
             if error is not None:
                 raise error
 
-        monkeypatch.setattr("vit_jax.training.train.train_and_evaluate", train_and_evaluate)
+        monkeypatch.setattr("vit_jax.run.train.train_and_evaluate", train_and_evaluate)
         return main(words), capsys.readouterr().err
 
     assert end_with(None)[0] == 0
@@ -466,7 +466,7 @@ def test_evaluate_without_evaluators(refused, tmp_path):
     config = load_config("configs/quickstart.py:debug")
     del config.evals.test
     (tmp_path / "workdir").mkdir()
-    (tmp_path / "workdir/config.json").write_text(to_json(config))
+    (tmp_path / "workdir/config.json").write_text(config_json(config))
     assert "its config lists no evaluators" in refused("evaluate", "--workdir=WORKDIR")
 
 

@@ -13,7 +13,7 @@ from vit_jax.config import REQUIRED, REQUIRED_TO_EVALUATE
 from vit_jax.config import stored as stored_config
 from vit_jax.config import text as config_text
 from vit_jax.errors import Faults, InputError, nearest
-from vit_jax.training.validation import validate
+from vit_jax.run.validation import validate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,7 +66,7 @@ def _as_text(value: Any) -> str:
 
 
 def train(
-    config: ConfigDict | str | os.PathLike,
+    config: ConfigDict | str | os.PathLike | None,
     workdir: epath.PathLike,
     overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -78,7 +78,8 @@ def train(
     Runs the same loop as the command: it prints progress and logs to the logger "vit_jax".
 
     Args:
-      config, overrides: as in `load_config`.
+      config, overrides: as in `load_config`; None: what was asked for when the run in `workdir`
+        began.
       workdir: folder for everything that the run writes.
 
     Returns:
@@ -90,8 +91,10 @@ def train(
     """
     from vit_jax.devices.mesh import start_backend
     from vit_jax.planning.fastest import choose_layout
-    from vit_jax.training.train import train_and_evaluate
+    from vit_jax.run.train import train_and_evaluate
 
+    if config is None:
+        config = stored_config.read_stored(files.absolute(workdir)).asked
     config = load_config(config, overrides)
     validate(config, Faults(), "config", REQUIRED)
     start_backend(config.mesh.platform)

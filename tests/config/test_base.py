@@ -252,7 +252,7 @@ import vit_jax.commands.train
 import vit_jax.data
 import vit_jax.main
 import vit_jax.recipes
-import vit_jax.training.validation
+import vit_jax.run.validation
 vit_jax.train, vit_jax.predict, vit_jax.evaluate
 vit_jax.data.parse_ops("inception_crop|flip", (8, 8))
 try:

@@ -11,6 +11,7 @@ import sys
 import pytest
 from etils import epath
 from ml_collections.config_dict import placeholder
+from opened import config_json
 
 from vit_jax.config import add_plugins, base_config, flatten, own_keys, plugins
 from vit_jax.config.evals import typed_entry
@@ -26,8 +27,8 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
 from vit_jax.job.software import software
 from vit_jax.main import main, parse_flags
-from vit_jax.training import agreement
-from vit_jax.training.validation import find_faults
+from vit_jax.run import agreement
+from vit_jax.run.validation import find_faults
 from vit_jax.transfer import load_pretrained
 
 # It records every time that it runs.
@@ -220,7 +221,7 @@ def workdir(here, tmp_path, ran):
     workdir.mkdir()
     c = base_config(plugins=["part.py"])
     plugins.store_plugins(c.plugins, workdir)
-    (workdir / "config.json").write_text(to_json(c))
+    (workdir / "config.json").write_text(config_json(c))
     (here / "part.py").unlink()
     forget()
     ran()
@@ -363,7 +364,7 @@ def test_installed_module_that_imports_nothing_of_ours(tmp_path, site_folder):
     c = base_config(plugins=["part"])
     run = epath.Path(tmp_path / "run")
     plugins.store_plugins(c.plugins, run)
-    (run / "config.json").write_text(to_json(c))
+    (run / "config.json").write_text(config_json(c))
     forget()
     assert read_config(run) == c
 
@@ -377,7 +378,7 @@ def test_module_by_name(workdir, site_folder, ran):
     assert c.plugins == ("partial.rings",)
     assert read_config(workdir).plugins == ("part.py",)  # the same code
     plugins.store_plugins(c.plugins, workdir)
-    (workdir / "config.json").write_text(to_json(c))
+    (workdir / "config.json").write_text(config_json(c))
     forget()
     ran()
     assert read_config(workdir) == c

@@ -1,10 +1,11 @@
 """The sizes of public data sets that need not be there."""
 
 import pytest
+from opened import with_known_facts
 
 from vit_jax.config import base_config
 from vit_jax.data import known, make_source
-from vit_jax.data.known import KNOWN_DATA, fill_in_sizes, known_sizes
+from vit_jax.data.known import KNOWN_DATA, known_sizes
 from vit_jax.errors import InputError
 
 
@@ -75,10 +76,10 @@ def test_every_known_set_has_the_split_that_is_trained_on():
 def test_sizes_of_a_config_and_of_its_mixture():
     c = base_config()
     c.data.name, c.data.split = "cifar10", "train[:50%]"
-    filled = fill_in_sizes(c)
+    filled = with_known_facts(c)
     assert (filled.data.num_classes, filled.data.num_examples) == (10, 25_000)
     assert c.data.num_examples is None  # the user's own stays as it is
     c.data.mix = "digits@train=0.3, cifar100=0.2"
-    assert fill_in_sizes(c).data.num_examples == 25_000 + 1_437 + 25_000
+    assert with_known_facts(c).data.num_examples == 25_000 + 1_437 + 25_000
     c.data.num_examples = 7
-    assert fill_in_sizes(c).data.num_examples == 7
+    assert with_known_facts(c).data.num_examples == 7

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from opened import open_all
 from prepared import prepare
 
 from vit_jax.config import SplitKey, train_split
@@ -12,7 +13,7 @@ from vit_jax.data import concatenate, make_source, parse_mix, pipeline, prepared
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.mixture import Part
 from vit_jax.errors import InputError
-from vit_jax.training.sources import open_sources, open_training, training_order
+from vit_jax.run.sources import open_training, training_order
 
 
 def test_notation():
@@ -127,7 +128,7 @@ def config_of(**overrides):
 
 
 def test_a_mixture_in_a_config():
-    config, sources = open_sources(config_of(mix="digits@test=0.25", order="chunk"), training=True)
+    config, sources = open_all(config_of(mix="digits@test=0.25", order="chunk"))
     assert (config.data.num_examples, config.data.streams) == (1797, 8)
     mixture = sources[train_split(config)]
     assert mixture.part_sizes == (1437, 360)
@@ -135,9 +136,9 @@ def test_a_mixture_in_a_config():
     ids = training_order(config, mixture)(tf.range(4 * 360, dtype=tf.int64)).numpy()
     np.testing.assert_array_equal(np.sort(ids[ids >= 1437]), np.arange(1437, 1797))
     with pytest.raises(InputError, match=r"data.num_examples=5: .* 1797"):
-        open_sources(config_of(mix="digits@test=0.25", num_examples="5"), training=True)
+        open_all(config_of(mix="digits@test=0.25", num_examples="5"))
     with pytest.raises(InputError, match=r"^data.mix: data.split='val': digits has"):
-        open_sources(config_of(mix="digits@val=0.25"), training=True)
+        open_all(config_of(mix="digits@val=0.25"))
 
 
 def mixed_tiny(root, mix="sixes=0.25", **overrides):
@@ -188,7 +189,7 @@ def test_sets_in_memory_whose_images_differ_in_size_are_mixed_from_their_files(t
 
 
 def test_without_a_mixture_the_order_is_resolved():
-    config, sources = open_sources(config_of(), training=True)
+    config, sources = open_all(config_of())
     assert (config.data.order, config.data.streams) == ("record", None)
     assert train_split(config) == SplitKey("digits", "train", None)
     assert sources[train_split(config)].part_sizes == (1437,)

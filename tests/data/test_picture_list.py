@@ -15,7 +15,7 @@ from vit_jax.data.division import Divider
 from vit_jax.data.host_tf import tf
 from vit_jax.data.pipeline import host_eval_batches
 from vit_jax.errors import InputError
-from vit_jax.training.prepare import prepare
+from vit_jax.run.build import prepare
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CSV = "file,label\na.jpg,cat\nsub/b.png,dog\nc.jpg,cat\n"

@@ -3,15 +3,14 @@
 import numpy as np
 import pytest
 from images import encode, smooth_image
+from opened import open_all, with_known_facts
 from prepared import prepare
 
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
 from vit_jax.data import keep_classes, make_source, parse_ops, pipeline, read_labels
 from vit_jax.data.host_tf import tfds
-from vit_jax.data.known import fill_in_sizes
 from vit_jax.errors import InputError
-from vit_jax.training.sources import open_sources
-from vit_jax.training.validation import find_faults
+from vit_jax.run.validation import find_faults
 
 SIZE = (16, 16)
 CLASSES = (2, 0)
@@ -139,12 +138,12 @@ def test_training_and_its_evaluators_have_the_same_classes(folder):
         train_split="train", test_split="train", every="1 epochs", data_name="insects",
         data_dir=str(root),
     )  # fmt: skip
-    config, sources = open_sources(config, training=True)
+    config, sources = open_all(config)
     train, test = sources[train_split(config)], _source(config, sources, "test")
     assert (config.data.num_classes, config.data.num_examples) == (2, train.num_examples)
     assert train.class_names == test.class_names == ("4", "9")
     assert _source(config, sources, "few").num_classes == 3
-    again, _ = open_sources(config, training=True)  # as resolved, from config.json
+    again, _ = open_all(config)  # as resolved, from config.json
     assert again == config
 
 
@@ -153,7 +152,7 @@ def _source(config, sources, name):
 
 
 def test_a_mixture_of_some_classes():
-    config, sources = open_sources(make_config(mix="digits@test=0.3"), training=True)
+    config, sources = open_all(make_config(mix="digits@test=0.3"))
     whole = sources[train_split(config)]
     assert whole.num_classes == 2 and whole.num_examples == sum(whole.part_sizes)
     assert np.isin(read_labels(whole, 0, whole.num_examples), (0, 1)).all()
@@ -166,8 +165,8 @@ def test_synthetic_data_have_no_classes_to_choose_from():
 
 def test_a_plan_needs_the_number_of_examples_of_some_classes():
     with pytest.raises(InputError, match=r"data.num_examples: .* data.classes=\(4, 9\); set"):
-        fill_in_sizes(make_config())
-    config = fill_in_sizes(make_config(num_examples=300))
+        with_known_facts(make_config())
+    config = with_known_facts(make_config(num_examples=300))
     assert (config.data.num_classes, config.data.num_examples) == (2, 300)
 
 
@@ -208,8 +207,8 @@ def test_balanced_parts_have_as_many_of_each_class():
 
 def test_a_part_is_trained_on_and_planned_but_not_evaluated():
     config = make_config(subset="50%", classes=None)
-    found, sources = open_sources(config, training=True)
-    assert found.data.num_examples == fill_in_sizes(config).data.num_examples == 718
+    found, sources = open_all(config)
+    assert found.data.num_examples == with_known_facts(config).data.num_examples == 718
     assert sources[train_split(found)].num_examples == 718
     (key,) = eval_splits(found, found.evals.test).values()
     assert key.subset is None and sources[key].num_examples == 360
@@ -226,6 +225,6 @@ def test_few_shot_of_classes_that_are_not_trained_on():
     config.evals.few = fewshot(
         train_split="train", test_split="test", every="1 epochs", classes=(0, 1, 2)
     )
-    found, sources = open_sources(config, training=True)
+    found, sources = open_all(config)
     keys = eval_splits(found, found.evals.few)
     assert [sources[key].num_classes for key in keys.values()] == [3, 3]

@@ -13,7 +13,7 @@ from vit_jax.devices.chips import CHIPS, SLICES, count_chips, find_slice
 from vit_jax.devices.flops import PEAK_FLOPS, mfu
 from vit_jax.errors import InputError
 from vit_jax.planning.targets import Target, describe_devices
-from vit_jax.training.summary import Clock, _chip_hours
+from vit_jax.run.summary import Clock, _chip_hours
 
 
 def test_slices_have_the_chips_of_their_shapes():

@@ -16,7 +16,7 @@ from vit_jax.errors import InputError
 from vit_jax.evaluators import knn as knn_module
 from vit_jax.evaluators import make_evaluators
 from vit_jax.evaluators.knn import Knn
-from vit_jax.training.validation import find_faults
+from vit_jax.run.validation import find_faults
 
 RNG = np.random.default_rng(0)
 

@@ -17,7 +17,7 @@ from vit_jax.errors import InputError
 from vit_jax.evaluators import linear_probe as linear_probe_lib
 from vit_jax.evaluators import make_evaluators
 from vit_jax.evaluators.linear_probe import Classifier, LinearProbe, fit
-from vit_jax.training.validation import find_faults
+from vit_jax.run.validation import find_faults
 
 RNG = np.random.default_rng(0)
 START = Classifier(jnp.zeros((6, 3)), jnp.zeros(3))

@@ -80,8 +80,8 @@ def test_a_run_on_pictures_with_several_labels(pictures, tmp_path, capsys):
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert 0 < rows[-1]["val/mean_ap"] <= 1 and "test/mean_ap" not in rows[-1]
     config = json.loads((tmp_path / "run/config.json").read_text())
-    assert list(config["evals"]) == ["val"]
-    assert len(config["loss"]["class_weights"].split(",")) == 3
+    assert list(config["resolved"]["evals"]) == ["val"]
+    assert len(config["resolved"]["loss"]["class_weights"].split(",")) == 3
     assert json.loads((tmp_path / "run/classes.json").read_text()) == ["ant", "bee", "first"]
     capsys.readouterr()
     output = f"--output={tmp_path / 'tables'}"

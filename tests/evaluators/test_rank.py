@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import PIL.Image
 import pytest
+from opened import open_all
 from test_fewshot import PROJECTION, Pixels, State, make_batches
 
 from vit_jax.config import base_config, knn, linear_probe, rank
@@ -11,8 +12,7 @@ from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.evaluators import make_evaluators
 from vit_jax.evaluators.rank import Rank, effective_rank
-from vit_jax.training.sources import open_sources
-from vit_jax.training.validation import find_faults
+from vit_jax.run.validation import find_faults
 
 RNG = np.random.default_rng(0)
 
@@ -65,7 +65,7 @@ def test_evaluators_of_a_run_on_pictures_without_classes(tmp_path):
     c.evals.all = rank(split="all", every="1 epochs", ops="decode|resize")
     c.evals.near = knn(**of, num_neighbours=(20,))
     c.evals.probe = linear_probe(**of, l2=(0.1,))
-    c, sources = open_sources(c, training=True)
+    c, sources = open_all(c)
     mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
     with jax.set_mesh(mesh):
         made = make_evaluators(c, parse_preprocessing(c), Pixels(), mesh, sources)

@@ -15,7 +15,7 @@ from vit_jax.errors import InputError
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference.evaluate import evaluate_pretrained
 from vit_jax.main import main
-from vit_jax.training.validation import find_faults
+from vit_jax.run.validation import find_faults
 from vit_jax.transfer import read_pretrained
 
 pytestmark = pytest.mark.usefixtures("one_device")

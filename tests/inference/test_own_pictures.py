@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
+from opened import open_all
 from PIL import Image
 
 from vit_jax import data
@@ -20,10 +21,10 @@ from vit_jax.errors import InputError
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import predict as prediction
 from vit_jax.main import main
-from vit_jax.training.prepare import prepare
-from vit_jax.training.sources import open_sources
-from vit_jax.training.train import train_and_evaluate
-from vit_jax.training.workdir import write_workdir
+from vit_jax.run.build import prepare
+from vit_jax.run.sources import open_evaluated
+from vit_jax.run.train import train_and_evaluate
+from vit_jax.run.workdir import write_workdir
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
 
@@ -76,7 +77,7 @@ def others(pictures, tmp_path):
 def test_labels_follow_the_names_of_the_model(run, others):
     config = read_config(epath.Path(run))
     config.data.data_dir, config.data.num_classes = str(others(ant="cow")), 3
-    _, sources = open_sources(config, False, ("cow", "bee", "ant"))
+    sources = open_evaluated(config, ("cow", "bee", "ant"))
     (source,) = sources.values()
     labels = {source.record_name(i)[:3]: int(source.read(i)["label"]) for i in range(2)}
     assert labels == {"cow": 0, "bee": 1}
@@ -117,7 +118,7 @@ def test_a_home_folder_is_found(pictures, tmp_path, monkeypatch):
     c.data.name, c.data.data_dir, c.data.image_size = "folder", "~/pictures", 8
     c.global_batch_size = 2
     c.evals.val = classification(split="val", every="1 epochs")
-    _, sources = open_sources(c, training=True)
+    _, sources = open_all(c)
     assert sum(source.num_examples for source in sources.values()) == 20
 
 
@@ -127,11 +128,11 @@ def test_features_learn_classes_of_their_own(run, others):
     c.evals.unlock()
     del c.evals["val"]
     c.evals.near = knn(train_split="train", test_split="val", every="1 epochs")
-    _, sources = open_sources(c, False, ("ant", "bee"))
+    sources = open_evaluated(c, ("ant", "bee"))
     assert {source.class_names for source in sources.values()} == {("ant", "zebra")}
     c.evals.near.data_dir = "/none"  # of both splits, said once
     with pytest.raises(InputError) as error:
-        open_sources(c, False, ("ant", "bee"))
+        open_evaluated(c, ("ant", "bee"))
     assert len(error.value.faults) == 1
 
 
@@ -190,7 +191,7 @@ def test_training_and_all_commands_follow_the_run_s_division(
     assert dict(opened)["val"] >= held and not dict(opened)["val"] & train
     assert {name for name in dict(opened)["val"] if name[:3] != "cow"} == held
     assert dict(opened)["train"] > train
-    write_workdir(tuned.workdir, tuned.config, tuned.train_source, tuned.pictures)
+    write_workdir(tuned.workdir, tuned.resolved, tuned.train_source, tuned.pictures)
     assert read_division(tuned.workdir, config).splits == {
         name: split for split, found in opened for name in found
     }
@@ -238,7 +239,7 @@ def test_other_pictures_are_evaluated_whole_by_the_user_s_word(run, others, open
     assert len(opened[-1][1]) == 20
     config.data.split = "all"
     with pytest.raises(InputError, match=r"data\.split='all': is for evaluation only"):
-        open_sources(config, training=True)
+        open_all(config)
 
 
 def test_a_damaged_or_lost_division_is_named(run):

@@ -5,8 +5,8 @@ import io
 import json
 
 import pytest
+from opened import config_json
 
-from vit_jax.config.stored import to_json
 from vit_jax.config.text import load_config
 from vit_jax.insight import compare, figures
 from vit_jax.main import main
@@ -20,7 +20,7 @@ def write_run(path, rows, **changes):
         section, _, leaf = key.partition("__")
         config[section][leaf] = value
     path.mkdir(parents=True)
-    (path / "config.json").write_text(to_json(config))
+    (path / "config.json").write_text(config_json(config))
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

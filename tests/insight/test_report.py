@@ -38,8 +38,8 @@ def folder(tmp_path_factory):
         run = write_run(study / name, [*rows, {"step": 20, "test/top1": top1 / 2},
                                        {"step": 39, "test/top1": top1}])  # fmt: skip
         config = json.loads((run / "config.json").read_text())
-        config["seed"] = i
-        config["optimizer"]["peak_lr"] = 0.5 if i == 2 else 0.25
+        config["resolved"]["seed"] = i
+        config["resolved"]["optimizer"]["peak_lr"] = 0.5 if i == 2 else 0.25
         (run / "config.json").write_text(json.dumps(config))
     start = {"time": "2026-11-22", "command": "vit_jax --config=<b>", "resumed_at": None,
              "commit": "0d37fb3", "clean": True, "software": {"jax": "0.10.2"},

@@ -20,7 +20,7 @@ from vit_jax.errors import InputError
 from vit_jax.job import lock
 from vit_jax.job.lock import Holder, Lock, LostLockError, check_free
 from vit_jax.metrics import writers
-from vit_jax.training import record
+from vit_jax.run import record
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from vit_jax.job.processes import (
     check_one_workdir,
     start,
 )
-from vit_jax.training.agreement import compare_weights
-from vit_jax.training.workdir import lock_workdir, wait_until_free
+from vit_jax.run.agreement import compare_weights
+from vit_jax.run.workdir import lock_workdir, wait_until_free
 
 # With Adam's usual eps the noise of gradients that are zero in exact arithmetic is scaled up.
 RUN = ("--config=configs/quickstart.py:debug", "--config.mesh.fsdp=2",

@@ -59,7 +59,7 @@ def test_progress_keeps_one_line_on_a_terminal():
     metrics.log_to_console(out)
     with Progress(3000, console=out) as progress:
         progress.update(1000, SCALARS)
-        logging.getLogger("vit_jax.training.train").info("saved step 1000")
+        logging.getLogger("vit_jax.run.train").info("saved step 1000")
         progress.update(1001, SCALARS)
     screen = terminal_screen(out.file.getvalue())
     assert len(screen) == 2
@@ -108,7 +108,7 @@ def test_quiet_shows_warnings_only(caplog):
         absl.logging.warning("Waiting for previous save to complete took 2 seconds.")
         assert len(caplog.records) == (not quiet)
     metrics.log_to_console(out, quiet=True)
-    logger = logging.getLogger("vit_jax.training")
+    logger = logging.getLogger("vit_jax.run")
     logger.info("compiled")
     logger.warning("not divided")
     assert out.file.getvalue().splitlines() == ["WARNING: not divided"]

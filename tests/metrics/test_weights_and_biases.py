@@ -9,7 +9,7 @@ import pytest
 
 from vit_jax.config import base_config
 from vit_jax.metrics import MetricWriter
-from vit_jax.training.validation import find_faults
+from vit_jax.run.validation import find_faults
 
 wandb = pytest.importorskip("wandb", reason="the optional package wandb is not installed")
 from wandb.proto import wandb_internal_pb2  # noqa: E402 (only where it is installed)

@@ -29,7 +29,7 @@ from vit_jax.objectives.distillation import (
 )
 from vit_jax.objectives.features import parse_features
 from vit_jax.objectives.supervised import make_loss
-from vit_jax.training.teachers import compare_classes
+from vit_jax.run.teachers import compare_classes
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden/loss_deit.npz")
 RNG = np.random.default_rng(0)

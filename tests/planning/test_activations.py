@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from opened import with_known_facts
 
 from vit_jax import tree
 from vit_jax.config import base_config
-from vit_jax.data.known import fill_in_sizes
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain, state_shardings
@@ -39,7 +39,7 @@ from vit_jax.planning.calculated import (
 )
 from vit_jax.planning.hlo import Program
 from vit_jax.planning.targets import Target, describe_devices, plan_mesh
-from vit_jax.training.planned import planned_experiment
+from vit_jax.run.teachers import planned_experiment
 from vit_jax.transfer.shapes import abstract_params
 
 # An image of 32 x 64 pixels; after the root, of 32 channels, a map of 8 x 16; two units of 32 and
@@ -341,7 +341,7 @@ def test_a_calculated_plan():
     c.data.name, c.data.image_size, c.data.ops = "imagenet2012", 32, "flip"
     c.global_batch_size, c.duration, c.optimizer.peak_lr = 64, "100 steps", 1e-3
     c.mesh.data, c.mesh.fsdp, c.mesh.tensor = 2, 2, 2
-    figures = calculate_plan(fill_in_sizes(c), Target(find_slice("H100:8")))
+    figures = calculate_plan(with_known_facts(c), Target(find_slice("H100:8")))
     flops = figures["flops"]
     assert flops["model_per_image_by_sizes"] is None
     # The gradient by the pixels is not asked for.
@@ -360,7 +360,7 @@ def test_a_calculated_plan_is_that_of_the_objective():
     c.data.name, c.data.image_size, c.data.ops = "imagenet2012", 32, "flip"
     c.global_batch_size, c.duration, c.optimizer.peak_lr = 64, "100 steps", 1e-3
     c.mesh.data, c.mesh.tensor = 4, 2
-    config, target = fill_in_sizes(c), Target(find_slice("H100:8"))
+    config, target = with_known_facts(c), Target(find_slice("H100:8"))
     mesh = plan_mesh(config, target, describe_devices(target))
     table = collective_table(planned_experiment(config, mesh), mesh.shape, target, 16, 1)
     # 5 and 17 tokens of 4 bytes, with two sums each of the forward and of the backward pass.
@@ -368,7 +368,7 @@ def test_a_calculated_plan_is_that_of_the_objective():
     assert (sums["count"], sums["bytes"]) == (8, 16 * 4 * (5 * 32 + 17 * 16) * 4)
     memory = calculate_memory(config, target)["temporaries"]
     c.objective.mask_ratio = 0.5
-    more = calculate_memory(fill_in_sizes(c), target)["temporaries"]
+    more = calculate_memory(with_known_facts(c), target)["temporaries"]
 
     def of_encoder(tokens):
         return 4 * tokens * (8 * 32 + 2 * 128) + 2 * tokens * 32 + 9 * 2 * tokens**2

@@ -6,11 +6,11 @@ import types
 
 import numpy as np
 import pytest
+from opened import with_known_facts
 
 from vit_jax import planning
-from vit_jax.config import base_config
-from vit_jax.config.stored import to_json
-from vit_jax.data.known import fill_in_sizes
+from vit_jax.config import base_config, with_values
+from vit_jax.config.stored import StoredConfig
 from vit_jax.devices.chips import SLICES, Slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
@@ -18,7 +18,9 @@ from vit_jax.main import main
 from vit_jax.planning.fastest import choose_layout, find_layouts
 from vit_jax.planning.search import changed
 from vit_jax.planning.targets import Target, describe_devices, target_of
-from vit_jax.training.layout import settle_layout
+from vit_jax.run.opener import Files
+from vit_jax.run.resolve import continue_run
+from vit_jax.run.workdir import read_run
 
 GIB = 2**30
 DEPTH, SIXTEEN = 12, Target(SLICES["v5e:4x4"])
@@ -29,7 +31,7 @@ def config_of(**changes):
     c.model.name, c.data.name, c.data.image_size = "ViT-B/16", "imagenet2012", 32
     c.data.ops, c.global_batch_size, c.duration = "flip", 256, "100 steps"
     c.update_from_flattened_dict(changes)
-    return fill_in_sizes(c)
+    return with_known_facts(c)
 
 
 @pytest.fixture
@@ -172,7 +174,8 @@ def test_the_hardware_is_known_by_its_devices(target):
 )  # fmt: skip
 def test_a_run_keeps_its_layout_on_the_devices_of_its_last_start(tmp_path, last, kept):
     stored = config_of(**{"auto": True, "mesh.fsdp": 4, "model.remat": "full", "model.scan": True})
-    (tmp_path / "config.json").write_text(to_json(stored))
+    asked = config_of(auto=True)
+    (tmp_path / "config.json").write_text(StoredConfig(asked, stored, {}).to_json())
     hardware = dict(zip(("devices", "device_kind"), last, strict=True))
     (tmp_path / "starts.jsonl").write_text(json.dumps({"hardware": hardware}) + "\n")
     mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
@@ -181,6 +184,9 @@ def test_a_run_keeps_its_layout_on_the_devices_of_its_last_start(tmp_path, last,
         assert mesh.size == 8
         return changed(config, {"model.remat": "none"})
 
-    config = settle_layout(config_of(auto=True), mesh, tmp_path, choose)
+    opened = Files(tmp_path, run := read_run(tmp_path), choose)
+    opened.mesh = mesh
+    config, _ = continue_run(asked, opened, run.config, ())
+    config = with_values(config, opened.layout(config))
     values = {key: config[key.split(".")[0]][key.split(".")[1]] for key in kept}
     assert values == kept

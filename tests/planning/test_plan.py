@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from opened import with_known_facts
 from PIL import Image
 
 from vit_jax import planning, tree
 from vit_jax.commands import plan as plan_command
 from vit_jax.config import base_config, num_microbatches
-from vit_jax.data.known import fill_in_sizes
 from vit_jax.devices import sharding
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.devices.flops import forward_macs
@@ -33,10 +33,9 @@ from vit_jax.planning.compiled import collective_table, compile_plan, needed_mem
 from vit_jax.planning.estimates import estimate, speed_of
 from vit_jax.planning.search import find_remedies, largest_batch, search
 from vit_jax.planning.targets import Target, readable_mesh
-from vit_jax.training import prepare as run_module
-from vit_jax.training import train as train_module
-from vit_jax.training.planned import planned_experiment
-from vit_jax.training.teachers import abstract_teachers
+from vit_jax.run import prepare as run_module
+from vit_jax.run import train as train_module
+from vit_jax.run.teachers import abstract_teachers, planned_experiment
 
 pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 
@@ -57,7 +56,7 @@ def tiny_config(**changes):
     c.data.ops, c.model.dtype = "flip", "bfloat16"
     c.global_batch_size, c.duration, c.optimizer.peak_lr = 64, "100 steps", 1e-3
     c.update_from_flattened_dict(changes)
-    return fill_in_sizes(c)
+    return with_known_facts(c)
 
 
 def plan_by_command(capsys, *words):
@@ -151,7 +150,7 @@ def test_plan_is_of_the_step_that_is_trained(monkeypatch, tmp_path):
     monkeypatch.setattr(Experiment, "trace", record)
     monkeypatch.setattr("vit_jax.planning.targets.find_devices", lambda target: jax.devices())
     with pytest.raises(Recorded):
-        compile_plan(fill_in_sizes(config), Target(find_slice("v5e:2x4")))
+        compile_plan(with_known_facts(config), Target(find_slice("v5e:2x4")))
     run = run_module.prepare(config, tmp_path / "workdir")
     with pytest.raises(Recorded), jax.set_mesh(run.mesh):
         train_module.compile_step(run)

@@ -22,10 +22,10 @@ from vit_jax.errors import InputError
 from vit_jax.inference import pseudo_labels
 from vit_jax.main import main
 from vit_jax.planning.targets import Target
+from vit_jax.run.build import prepare
+from vit_jax.run.validation import find_faults
 from vit_jax.studies import noisy_student, planned, running
 from vit_jax.studies.members import FINISHED, Result
-from vit_jax.training.prepare import prepare
-from vit_jax.training.validation import find_faults
 from vit_jax.transfer import read_pretrained
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"

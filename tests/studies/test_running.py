@@ -12,8 +12,8 @@ import time
 
 import pytest
 from etils import epath
+from opened import config_json
 
-from vit_jax.config.stored import to_json
 from vit_jax.config.text import load_config
 from vit_jax.main import main
 from vit_jax.studies import running
@@ -88,7 +88,7 @@ def test_balanced_weights_are_those_that_a_member_has_stored(python, workdir, ca
     config = load_config(CONFIG)
     config.optimizer.peak_lr, config.loss.class_weights = 0.003, "1,2,3"
     config.data.split, config.evals.held_out.split = "dev_train", "dev"
-    (workdir / ALL[0] / "config.json").write_text(to_json(config))
+    (workdir / ALL[0] / "config.json").write_text(config_json(config))
     assert study(workdir, flag) == 0
     assert study(workdir) == 2
     assert "loss.class_weights: was '1,2,3', now None" in capsys.readouterr().err
@@ -99,7 +99,7 @@ def test_members_with_other_microbatches_are_named(tmp_path):
     for name, number, batch in (("a", 4, 512), ("b", 2, 512), ("c", 1, 64)):
         config.optimizer.accum_steps, config.global_batch_size = number, batch
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(to_json(config))
+        (tmp_path / name / "config.json").write_text(config_json(config))
     (warning,) = find_differences(epath.Path(tmp_path), "abcd")
     assert warning.startswith("optimizer.accum_steps differs") and ": 4 in a, 2 in b; " in warning
 

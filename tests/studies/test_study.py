@@ -48,10 +48,10 @@ def test_training_runs_as_members(tmp_path, monkeypatch, capsys, one_device):
     }
     assert "grad_norm is inf" in found["members"]["dev_lr_1e+30"]["error"]
     config = json.loads((tmp_path / "study/dev_lr_0.03/config.json").read_text())
-    assert config["data"]["split"] == "dev_train"
-    assert config["evals"]["held_out"]["split"] == "dev"
+    assert config["resolved"]["data"]["split"] == "dev_train"
+    assert config["resolved"]["evals"]["held_out"]["split"] == "dev"
     config = json.loads((tmp_path / "study/lr_0.03_seed_0/config.json").read_text())
-    assert (config["data"]["split"], config["evals"]["held_out"]["split"]) == ("train", "test")
+    assert (config["resolved"]["data"]["split"], config["resolved"]["evals"]["held_out"]["split"]) == ("train", "test")
 
     assert [shlex.split(m["command"])[1:] for m in found["members"].values()] == commands
     summary = json.loads((tmp_path / "study/lr_0.03_seed_0/summary.json").read_text())

@@ -26,8 +26,8 @@ from vit_jax.errors import InputError
 from vit_jax.inference.predict import outputs
 from vit_jax.main import main
 from vit_jax.models import create_model
-from vit_jax.training.prepare import prepare
-from vit_jax.training.train import write_workdir
+from vit_jax.run.build import prepare
+from vit_jax.run.train import write_workdir
 from vit_jax.transfer import export as export_lib
 from vit_jax.transfer import read_pretrained, with_image_size
 from vit_jax.transfer.images import ops_for
@@ -57,7 +57,7 @@ def run(tmp_path_factory):
     with jax.set_mesh(prepared.mesh):
         state = prepared.experiment.init()
         state = state.replace(ema=jax.tree.map(lambda leaf: leaf + 0.01, state.ema))
-        write_workdir(prepared.workdir, prepared.config, prepared.train_source)
+        write_workdir(prepared.workdir, prepared.resolved, prepared.train_source)
         checkpoints = Checkpoints(workdir / "checkpoints", keep_last=2, keep_every=None)
         checkpoints.save(10, state, {})
         checkpoints.close()
@@ -307,8 +307,8 @@ def test_a_run_its_exports_and_their_reload_give_the_same_probabilities(
     """For a file of another size, by the ops of the run's evaluator, which no other library has."""
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
-    config["loss"]["name"] = loss
-    config["evals"]["test"]["ops"] = "decode|resize_small(9)|central_crop"
+    config["resolved"]["loss"]["name"] = loss
+    config["resolved"]["evals"]["test"]["ops"] = "decode|resize_small(9)|central_crop"
     (tmp_path / "run/config.json").write_text(json.dumps(config))
     noise = np.random.default_rng(0).integers(0, 256, (17, 23, 3)).astype(np.uint8)
     PIL.Image.fromarray(noise).save(tmp_path / "noise.png")
@@ -375,7 +375,7 @@ def test_images_are_cut_as_the_run_s_evaluator_does(run, tmp_path, ops, at_its_s
     text = re.sub(r"(?<!\.)\d+", lambda match: str(round(int(match[0]) * scale)), ops)
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
-    config["evals"]["test"]["ops"] = text
+    config["resolved"]["evals"]["test"]["ops"] = text
     (tmp_path / "run/config.json").write_text(json.dumps(config))
     spec = pretrained_spec(tmp_path / "run")
     at_its_size = re.sub(r"\d+", lambda match: str(round(int(match[0]) * scale)), at_its_size or "")
@@ -397,7 +397,7 @@ def test_data_of_one_size_are_cropped_as_the_run_did(run, tmp_path, ops):
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
     resized = "decode|resize_small(antialias=True)|central_crop"
-    config["evals"]["test"]["ops"] = ops
+    config["resolved"]["evals"]["test"]["ops"] = ops
     (tmp_path / "run/config.json").write_text(json.dumps(config))
     source = read_pretrained(tmp_path / "run")
     export_lib.export(source, tmp_path / "export", "timm")
@@ -414,7 +414,7 @@ def test_data_of_one_size_are_cropped_as_the_run_did(run, tmp_path, ops):
 def test_pictures_of_any_size_that_a_run_only_crops_stay_so(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
-    config["data"]["name"], config["evals"]["test"]["ops"] = "folder", "decode|central_crop"
+    config["resolved"]["data"]["name"], config["resolved"]["evals"]["test"]["ops"] = "folder", "decode|central_crop"
     (tmp_path / "run/pictures.csv.gz").write_bytes(
         Division({"train/cat/0.png": "train"}).to_bytes()
     )

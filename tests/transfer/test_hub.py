@@ -19,7 +19,7 @@ from PIL import Image
 
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
-from vit_jax.training.prepare import prepare
+from vit_jax.run.build import prepare
 from vit_jax.transfer import load_pretrained, read_pretrained
 from vit_jax.transfer.hub import fetch_from_hub, parse_address
 from vit_jax.transfer.published import PUBLISHED, Published

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from etils import epath
 from numpy_vit import random_params
+from opened import config_json
 
 from vit_jax import tree
 from vit_jax.checkpoints.checkpoint import Checkpoints
 from vit_jax.config import base_config
-from vit_jax.config.stored import to_json
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.transfer import init_params, read_pretrained, with_image_size
@@ -127,7 +127,7 @@ def test_a_run_is_read_as_it_was_saved(tmp_path, kind, place):
     for field, value in SIZES.items():
         c.model[field] = value
     c.data.image_size, c.data.num_classes = made.model.image_size, 3
-    (tmp_path / "config.json").write_text(to_json(c))
+    (tmp_path / "config.json").write_text(config_json(c))
     (tmp_path / "classes.json").write_text("null")
     checkpoints = Checkpoints(epath.Path(tmp_path) / "checkpoints", keep_last=1, keep_every=None)
     params = stack_layers(tree.unflatten_names(made.params))

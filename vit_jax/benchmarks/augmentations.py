@@ -18,7 +18,8 @@ from vit_jax.data import Source, augment, check_crops, make_device_transform, or
 from vit_jax.data.host_ops import to_pixels
 from vit_jax.data.host_tf import tf
 from vit_jax.errors import InputError
-from vit_jax.training.sources import open_training
+from vit_jax.run.opener import Tables
+from vit_jax.run.resolve import resolve
 
 _ROWS = 4  # one training image each
 _SAMPLES = 5
@@ -49,8 +50,9 @@ def draw_contact_sheet(config: ConfigDict, output: epath.PathLike) -> None:
         raise InputError(
             f"data.channels={config.data.channels}: augmentations are drawn in colour; leave it out"
         )
-    config, sources = open_training(config)
-    original, *changed = make_columns(config, sources[train_split(config)])
+    tables = Tables(opens_data=True)
+    config = resolve(config, tables).config
+    original, *changed = make_columns(config, tables.sources[train_split(config)])
     sheet = draw_bands(
         f"{config.data.name} {config.data.split}; data.ops: {config.data.ops}",
         [

@@ -23,7 +23,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.models.fields import value_of
 from vit_jax.planning.estimates import USUAL_SHARE
 from vit_jax.planning.targets import Target, find_devices
-from vit_jax.training.planned import planned_experiment
+from vit_jax.run.teachers import planned_experiment
 
 BATCH_SIZES = (1, 8, 64)
 _NUM_ROUNDS = 3

@@ -16,7 +16,9 @@ from vit_jax.data.elements import PARALLEL_CALLS, Elements
 from vit_jax.data.host_ops import to_pixels
 from vit_jax.data.host_tf import tf
 from vit_jax.errors import InputError
-from vit_jax.training.sources import open_training, training_order
+from vit_jax.run.opener import Tables
+from vit_jax.run.resolve import resolve
+from vit_jax.run.sources import training_order
 
 _NUM_ROUNDS = 7
 _MOST_ROWS = 128  # maximum rows of the global batch that are read
@@ -50,8 +52,9 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
       InputError: the data are missing, or do not fit the ops.
     """
     image_size = image_hw(config.data.image_size)
-    config, sources = open_training(config)
-    source = sources[train_split(config)]
+    tables = Tables(opens_data=True)
+    config = resolve(config, tables).config
+    source = tables.sources[train_split(config)]
     host_ops, _ = data.parse_ops(config.data.ops, image_size)
     rows = np.arange(min(config.global_batch_size, _MOST_ROWS))
     num_batches = max(1, _IMAGES_A_ROUND // len(rows))

@@ -16,7 +16,7 @@ from vit_jax.data.elements import PARALLEL_CALLS
 from vit_jax.devices import flops
 from vit_jax.devices.chips import count_chips
 from vit_jax.experiment.experiment import Experiment
-from vit_jax.training.planned import planned_experiment
+from vit_jax.run.teachers import planned_experiment
 
 MATMUL_SIZE = 1536  # size of the float32 products to which steps on a CPU are compared
 _WARM_UP_STEPS = 2

@@ -30,10 +30,9 @@ from vit_jax.commands.flags import (
     print_config,
     require_flags,
 )
-from vit_jax.config import num_microbatches
 from vit_jax.devices.chips import Slice, find_slice
-from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh, start_backend
-from vit_jax.errors import InputError, nearest
+from vit_jax.devices.mesh import start_backend
+from vit_jax.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")
@@ -51,37 +50,35 @@ def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, An
 def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.step.measure_step` for `flags.steps` steps in `flags.repeat` rounds."""
     from vit_jax.benchmarks import step
-    from vit_jax.experiment.microbatches import settle_microbatches
-    from vit_jax.training.decided import decide
-    from vit_jax.training.planned import fill_in_facts
+    from vit_jax.run.opener import Tables, check_mesh
+    from vit_jax.run.resolve import resolve
 
-    config = decide(fill_in_facts(config))
-    mesh = make_mesh(**{axis: size for axis, size in config.mesh.items() if axis != "platform"})
-    check_batch_size(mesh, config.global_batch_size, "global_batch_size")
-    check_accum_steps(mesh, config.global_batch_size, num_microbatches(config))
-    config = settle_microbatches(config, mesh)
+    faults = Faults()
+    mesh = check_mesh(config, faults)
+    collect_faults(faults)
+    config = resolve(config, Tables(mesh)).config
     return step.measure_step(config, mesh, num_steps=flags.steps, num_rounds=flags.repeat)
 
 
 def measure_inference(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.inference.measure_inference` for `flags.repeat` rounds."""
     from vit_jax.benchmarks import inference
-    from vit_jax.training.decided import decide
-    from vit_jax.training.planned import fill_in_facts
+    from vit_jax.run.opener import Tables
+    from vit_jax.run.resolve import resolve
 
-    return inference.measure_inference(decide(fill_in_facts(config)), num_rounds=flags.repeat)
+    return inference.measure_inference(resolve(config, Tables()).config, num_rounds=flags.repeat)
 
 
 def plan_inference(config: ConfigDict, slice_: Slice) -> dict[str, Any]:
     """Run `benchmarks.inference.plan_inference` for a chip of `slice_`."""
     from vit_jax.benchmarks import inference
     from vit_jax.planning.targets import Target, start_planning
-    from vit_jax.training.decided import decide
-    from vit_jax.training.planned import fill_in_facts
+    from vit_jax.run.opener import Tables
+    from vit_jax.run.resolve import resolve
 
     target = Target(slice_)
     start_planning(target)
-    return inference.plan_inference(decide(fill_in_facts(config)), target)
+    return inference.plan_inference(resolve(config, Tables()).config, target)
 
 
 def compile_step(config: ConfigDict, slice_: Slice) -> dict[str, Any]:
@@ -89,8 +86,8 @@ def compile_step(config: ConfigDict, slice_: Slice) -> dict[str, Any]:
     from vit_jax.planning import plan
     from vit_jax.planning.estimates import estimate
     from vit_jax.planning.targets import Target, start_planning
-    from vit_jax.training.decided import decide
-    from vit_jax.training.planned import fill_in_facts
+    from vit_jax.run.opener import Tables
+    from vit_jax.run.resolve import resolve
 
     target = Target(slice_)
     start_planning(target)
@@ -99,7 +96,7 @@ def compile_step(config: ConfigDict, slice_: Slice) -> dict[str, Any]:
             f"--topology={slice_.name}: needs a TPU slice, and libtpu, which compiles for it: pip "
             "install -e '.[plan]'; the command plan calculates figures for others"
         )
-    figures = plan(decide(fill_in_facts(config)), target)
+    figures = plan(resolve(config, Tables()).config, target)
     kept = ("topology", "mesh", "global_batch_size", "num_params", "compile_s", "compiler_cycles")
     kernels = {
         f"{i} {row['name']}": {key: value for key, value in row.items() if key != "name"}
@@ -179,14 +176,13 @@ def main(flags: argparse.Namespace) -> int:
     config = load_valid_config(flags)
 
     from vit_jax import metrics  # imports TensorBoard, so only after the flags are checked
-    from vit_jax.training.decided import read_fields
 
     metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
     if slice_ is not None:
-        figures: dict[str, Any] | None = PLANNED[flags.what](read_fields(config), slice_)
+        figures: dict[str, Any] | None = PLANNED[flags.what](config, slice_)
     else:
         start_backend(config.mesh.platform)
-        figures = BENCHMARKS[flags.what](read_fields(config), flags)
+        figures = BENCHMARKS[flags.what](config, flags)
     if figures is None:
         return exit_codes.DONE
     named = {"what": flags.what, "config": flags.config, "model": config.model.name, **figures}

@@ -73,7 +73,7 @@ def load_valid_config(
     require_flags(flags, ("config",), "--config=quickstart")
     from vit_jax.config import REQUIRED
     from vit_jax.config import text as config_text
-    from vit_jax.training.validation import validate
+    from vit_jax.run.validation import validate
 
     config = config_text.load_config(flags.config)
     faults = config_text.apply_overrides(config, flags.overrides)
@@ -86,8 +86,33 @@ def load_valid_config(
     return config
 
 
+def is_run(workdir: str | None) -> bool:
+    """Whether a run has begun in `workdir`."""
+    from vit_jax import files
+
+    return bool(workdir) and (files.absolute(workdir) / "config.json").exists()
+
+
+def load_asked_config(flags: argparse.Namespace) -> "ConfigDict":
+    """The config that was asked for when the run in `--workdir` began, with the overrides.
+
+    Raises:
+      InputError: the stored config or the overrides have faults; lists all faults.
+    """
+    from vit_jax import files
+    from vit_jax.config import text as config_text
+    from vit_jax.config.stored import read_stored
+    from vit_jax.run.validation import validate
+
+    workdir = files.absolute(flags.workdir)
+    config = read_stored(workdir).asked
+    faults = config_text.apply_overrides(config, flags.overrides)
+    validate(config, faults, f"{workdir}/config.json")
+    return config
+
+
 def print_config(config: "ConfigDict") -> int:
-    """Print `config` in the format of config.json, for `--print_config`; return the exit code.
+    """Print `config` as JSON, for `--print_config`; return the exit code.
 
     Keys that depend on the data or the devices are null unless they are set.
     """

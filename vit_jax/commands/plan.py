@@ -90,11 +90,11 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.planning.layout import show_sharding
     from vit_jax.planning.search import find_remedies, search
     from vit_jax.planning.targets import Target, start_planning
-    from vit_jax.training.decided import decide, read_fields
-    from vit_jax.training.planned import fill_in_facts
+    from vit_jax.run.opener import Tables
+    from vit_jax.run.resolve import resolve
 
     metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
-    config = decide(fill_in_facts(read_fields(config)))
+    config = resolve(config, Tables()).config
     target = Target(slice_, flags.num_slices, may_compile=not flags.no_compile)
     start_planning(target)
     if flags.show_sharding:

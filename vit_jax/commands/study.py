@@ -175,8 +175,8 @@ def prepare_study(
         raise InputError("--launcher: is empty; e.g. --launcher='python launch/slurm.py'")
     config = load_valid_config(flags)
 
+    from vit_jax.run.workdir import check_writable
     from vit_jax.studies import STUDIES, running
-    from vit_jax.training.workdir import check_writable
 
     if flags.sweep:
         _make_sweep(config, flags)

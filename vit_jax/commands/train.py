@@ -2,7 +2,7 @@
 
   python -m vit_jax.main --config=quickstart --workdir=runs/quickstart
 
-The same command continues an earlier run in the workdir.
+The same command continues an earlier run in the workdir; so does --workdir=DIR alone.
 """
 
 import argparse
@@ -14,6 +14,8 @@ from rich.console import Console
 from vit_jax.commands.flags import (
     define_config_flags,
     define_process_flags,
+    is_run,
+    load_asked_config,
     load_valid_config,
     print_config,
     require_flags,
@@ -31,15 +33,16 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 def main(flags: argparse.Namespace) -> int:
     if flags.print_config:
         return print_config(load_valid_config(flags))
+    goes_on = flags.config is None and is_run(flags.workdir)
     example = "python -m vit_jax.main --config=quickstart --workdir=runs/quickstart"
-    require_flags(flags, ("config", "workdir"), example)
-    config = load_valid_config(flags)
+    require_flags(flags, ("workdir",) if goes_on else ("config", "workdir"), example)
+    config = load_asked_config(flags) if goes_on else load_valid_config(flags)
 
     from vit_jax import metrics
     from vit_jax.checkpoints.replicas import DivergedError
     from vit_jax.job.lock import LostLockError
     from vit_jax.planning.fastest import choose_layout
-    from vit_jax.training import guards, train
+    from vit_jax.run import guards, loop, train
 
     console = Console(stderr=True) if flags.quiet else metrics.CONSOLE
     metrics.log_to_console(console, quiet=flags.quiet)
@@ -49,10 +52,10 @@ def main(flags: argparse.Namespace) -> int:
     asked = {"config": flags.config, "overrides": dict(flags.overrides)}
     try:
         train.train_and_evaluate(config, flags.workdir, asked, choose_layout)
-    except train.Interrupted as e:
+    except loop.Interrupted as e:
         print(e, file=sys.stderr)
         return exit_codes.INTERRUPTED
-    except train.Preempted as e:
+    except loop.Preempted as e:
         print(e, file=sys.stderr)
         return exit_codes.PREEMPTED
     except (guards.NonFiniteError, guards.CorruptDataError, DivergedError, LostLockError) as e:

@@ -32,6 +32,7 @@ from vit_jax.config.base import (
     step_range,
     train_split,
     weights_source,
+    with_values,
 )
 from vit_jax.config.checks import KeyValue, choose_keys
 from vit_jax.config.stored import (
@@ -73,6 +74,7 @@ __all__ = [
     "step_range",
     "train_split",
     "weights_source",
+    "with_values",
 ]
 
 

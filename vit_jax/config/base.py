@@ -5,6 +5,7 @@ colon of `--config=FILE:arg`: comma-separated words (`split_words`). Importing t
 no device and does not import TensorFlow.
 """
 
+import copy
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -222,6 +223,24 @@ def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = tuple(value) if isinstance(value, list) else value
     return flat
+
+
+def with_values(config: ConfigDict, values: Mapping[str, Any]) -> ConfigDict:
+    """A copy of `config` with `values`, {dotted key: value}.
+
+    None for the name of an evaluator, as in {"evals.test": None}, takes its entry away.
+    """
+    config = copy.deepcopy(config)  # keeps the types of keys that are None
+    for key, value in values.items():
+        *sections, leaf = key.split(".")
+        node = config
+        for section in sections:
+            node = node[section]
+        if sections == ["evals"]:
+            del node[leaf]
+        else:
+            node[leaf] = value
+    return config
 
 
 def image_hw(size: int | Sequence[int] | None, key: str = "image_size") -> tuple[int, int]:

@@ -1,10 +1,13 @@
-"""The config that a run stores in config.json; files of another format are rejected."""
+"""The config that a run stores in config.json: as asked for, as resolved, and who decided each key.
+
+{"format_version": 3, "asked": {...}, "resolved": {...}, "decided_by": {"data.order": "data"}}
+"""
 
 import contextlib
 import json
 import shlex
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -12,9 +15,8 @@ from ml_collections import ConfigDict
 from vit_jax.config import plugins
 from vit_jax.config.base import default_config, flatten
 from vit_jax.config.evals import EVALUATORS, entry_keys, typed_entry
-from vit_jax.errors import InputError, check_version, collect_faults, nearest
-
-FORMAT_VERSION = 2  # of config.json, stored as `format_version`
+from vit_jax.config.upgrades import FORMAT, upgrade
+from vit_jax.errors import InputError, collect_faults, nearest
 
 # Keys that may change on resume: they affect where and how a run is executed, not its result.
 FREE_ON_RESUME = ("auto", "mesh.", "checkpoint.", "stop.", "log.", "evals.", "job.", "study.",
@@ -24,6 +26,19 @@ FREE_ON_RESUME = ("auto", "mesh.", "checkpoint.", "stop.", "log.", "evals.", "jo
 
 # Keys of an `evals` entry that do not affect measured values.
 _FREE_IN_EVALS = (".every", ".batch_size", ".data_dir")
+
+
+def keep_resolved(asked: ConfigDict, stored: "StoredConfig") -> dict[str, Any]:
+    """{key: resolved value} for the keys of `asked` that are as the stored run has them.
+
+    A key has changed only if it differs from what was asked for and from what was resolved then.
+    """
+    was_asked, was = flatten(stored.asked), flatten(stored.resolved)
+    return {
+        key: was[key]
+        for key, value in flatten(asked).items()
+        if key in was and value in (was_asked.get(key, value), was[key])
+    }
 
 
 def changed_keys(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
@@ -71,40 +86,68 @@ def changed_evals(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]
     }
 
 
+class StoredConfig(NamedTuple):
+    """What config.json holds.
+
+    asked: what the config file and the command gave.
+    resolved: what the run does, with all that its data, its source and its devices decide.
+    decided_by: {key: who decided it}; see `run.resolve`.
+    """
+
+    asked: ConfigDict
+    resolved: ConfigDict
+    decided_by: Mapping[str, str]
+
+    def to_json(self) -> str:
+        """The text of config.json."""
+        configs = {"asked": self.asked.to_dict(), "resolved": self.resolved.to_dict()}
+        content = {"format_version": FORMAT} | configs | {"decided_by": dict(self.decided_by)}
+        return json.dumps(content, indent=2) + "\n"
+
+
+def parse_stored(text: str, workdir: epath.Path) -> StoredConfig:
+    """The content `text` of config.json in `workdir`; imports the plug-ins of the run.
+
+    Raises:
+      InputError: the text is damaged, has another format or keys that this version does not know
+        (names them all); or as `plugins.import_stored`.
+    """
+    where = str(workdir / "config.json")
+    with _naming(where):
+        content = upgrade(json.loads(text), where)
+        asked, resolved = content["asked"], content["resolved"]
+        names = tuple(dict.fromkeys([*resolved["plugins"], *asked["plugins"]]))
+        decided_by = dict(content["decided_by"])
+    plugins.import_stored(names, workdir)  # only after the file's format is known to be readable
+    return StoredConfig(_from_dict(asked, where), _from_dict(resolved, where), decided_by)
+
+
 def to_json(config: ConfigDict) -> str:
-    """The config as the text of config.json; `from_json` restores an equal config."""
-    return json.dumps({"format_version": FORMAT_VERSION} | config.to_dict(), indent=2) + "\n"
+    """A config as text; `from_json` restores an equal config."""
+    return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
-def from_json(text: str, where: str = "config.json") -> ConfigDict:
+def from_json(text: str, where: str = "config") -> ConfigDict:
     """Parse a config written by `to_json`; `where` names it in errors.
 
     Raises:
-      InputError: the text has another format or keys that this version does not know (names them
-        all), or one of its plug-ins has not been imported.
+      InputError: it is damaged, it has keys that this version does not know (names them all), or
+        one of its plug-ins has not been imported.
     """
-    return _from_stored(_parse(text, where), where)
+    with _naming(where):
+        values = json.loads(text)
+    return _from_dict(values, where)
 
 
-def _from_stored(stored: dict[str, Any], where: str) -> ConfigDict:
-    """The config of a parsed config.json."""
+def _from_dict(values: dict[str, Any], where: str) -> ConfigDict:
     faults = []
     with _naming(where):
-        config = default_config(_plugin_names(stored))
-        for name, entry in stored.pop("evals").items():
+        config = default_config(tuple(values["plugins"]))
+        for name, entry in values["evals"].items():
             faults += _fill_entry(config.evals, name, entry)
-    faults += _fill(config, stored, "")
+    faults += _fill(config, {key: value for key, value in values.items() if key != "evals"}, "")
     collect_faults(faults, f"{where} is from another version of vit_jax; use that version")
     return config
-
-
-def _parse(text: str, where: str) -> dict[str, Any]:
-    """Content of a config.json."""
-    with _naming(where):
-        stored = json.loads(text)
-        version = stored.pop("format_version")
-    check_version(where, version, FORMAT_VERSION)
-    return stored
 
 
 @contextlib.contextmanager
@@ -149,20 +192,11 @@ def _fill(node: ConfigDict, values: dict[str, Any], prefix: str) -> list[str]:
     return faults
 
 
+def read_stored(workdir: epath.Path) -> StoredConfig:
+    """Read config.json of the run in `workdir`; raises InputError as `parse_stored`."""
+    return parse_stored((workdir / "config.json").read_text(), workdir)
+
+
 def read_config(workdir: epath.Path) -> ConfigDict:
-    """Read the config of the run in `workdir` and import its plug-ins.
-
-    Raises:
-      InputError: as `from_json` and `plugins.import_stored`.
-    """
-    path = workdir / "config.json"
-    stored = _parse(path.read_text(), str(path))
-    with _naming(str(path)):
-        names = _plugin_names(stored)
-    plugins.import_stored(names, workdir)  # only after the file's format is known to be readable
-    return _from_stored(stored, str(path))
-
-
-def _plugin_names(stored: dict[str, Any]) -> tuple[str, ...]:
-    """Plug-ins listed in a parsed config.json."""
-    return tuple(stored["plugins"])
+    """The resolved config of the run in `workdir`; raises InputError as `parse_stored`."""
+    return read_stored(workdir).resolved

@@ -28,34 +28,34 @@ _SIMPLE = re.compile(r"(?P<name>\w+)(\[(?P<first>\d+%?)?:(?P<last>\d+%?)?\])?")
 _VTAB = {f"vtab/{name}": (task.num_classes, task.sizes) for name, task in TASKS.items()}
 
 
-def fill_in_sizes(config: ConfigDict) -> ConfigDict:
-    """`config` with the number of classes and examples filled in, without reading the data.
+def known_facts(config: ConfigDict) -> dict[str, int]:
+    """{"data.num_classes", "data.num_examples"} of the training data, which are not read.
 
     Raises:
       InputError: as `known_sizes`, or `data.classes` is set without `data.num_examples`.
     """
-    config = config.copy_and_resolve_references()
     d = config.data
+    num_classes, num_examples = d.num_classes, d.num_examples
     if d.classes is not None:
-        if d.num_examples is None:
+        if num_examples is None:
             raise InputError(
                 f"data.num_examples: unknown for data.classes={d.classes}; set "
                 "--config.data.num_examples=..."
             )
-        d.num_classes = len(d.classes)
-    if d.num_examples is None and d.mix:
+        num_classes = len(d.classes)
+    if num_examples is None and d.mix:
         parts = parse_mix(d.mix)
         sizes = [known_sizes(part.name, part.split or d.split) for part in parts]
-        own = known_sizes(d.name, d.split, num_classes=d.num_classes)
-        d.num_classes, d.num_examples = own[0], own[1] + sum(size for _, size in sizes)
-    elif d.num_examples is None and d.subset is not None:
-        d.num_classes, whole = known_sizes(d.name, d.split, num_classes=d.num_classes)
-        d.num_examples = subset_size(d.subset, whole, f"{d.name} {d.split}")
+        num_classes, own = known_sizes(d.name, d.split, num_classes=num_classes)
+        num_examples = own + sum(size for _, size in sizes)
+    elif num_examples is None and d.subset is not None:
+        num_classes, whole = known_sizes(d.name, d.split, num_classes=num_classes)
+        num_examples = subset_size(d.subset, whole, f"{d.name} {d.split}")
     else:
-        d.num_classes, d.num_examples = known_sizes(
-            d.name, d.split, num_classes=d.num_classes, num_examples=d.num_examples
+        num_classes, num_examples = known_sizes(
+            d.name, d.split, num_classes=num_classes, num_examples=num_examples
         )
-    return config
+    return {"data.num_classes": num_classes, "data.num_examples": num_examples}
 
 
 def known_sizes(

@@ -4,7 +4,6 @@ A CPU computes fastest while the activations of a layer stay in its cache, so it
 parts. On accelerators the whole batch is the fastest.
 """
 
-import copy
 import logging
 import math
 
@@ -28,27 +27,22 @@ _PART_BYTES = 5 << 20
 _OF_SINGLE_ROWS = ("supervised", "distillation")
 
 
-def settle_microbatches(config: ConfigDict, mesh: Mesh) -> ConfigDict:
-    """`config` with `optimizer.accum_steps` as the run has recorded it, else chosen for `mesh`.
+def settle_microbatches(config: ConfigDict, mesh: Mesh, recorded: int | None = None) -> int:
+    """The number of microbatches on `mesh`: the one that the run has `recorded`, else chosen.
 
     A recorded number that does not divide each device's rows, because the run goes on on other
     devices, becomes the largest one that divides both.
     """
     share = config.global_batch_size // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    number = config.optimizer.accum_steps
-    if number is None:
-        number = choose_accum_steps(config, mesh, share)
-    number, recorded = math.gcd(number, share), config.optimizer.accum_steps
-    if number == recorded:
-        return config
-    if recorded is not None:
+    if recorded is None:
+        return choose_accum_steps(config, mesh, share)
+    number = math.gcd(recorded, share)
+    if number != recorded:
         logger.info(
             "optimizer.accum_steps: %d instead of the recorded %d, which does not divide the %d "
             "rows of a device", number, recorded, share,
         )  # fmt: skip
-    config = copy.deepcopy(config)  # keeps the types of keys that are None
-    config.optimizer.accum_steps = number
-    return config
+    return number
 
 
 def choose_accum_steps(config: ConfigDict, mesh: Mesh, share: int) -> int:

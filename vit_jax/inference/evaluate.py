@@ -1,5 +1,6 @@
 """Evaluation without training: of a run in its workdir, and of a model from any source."""
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,11 +12,14 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
-from vit_jax import transfer, tree
+from vit_jax import files, transfer, tree
 from vit_jax.checkpoints import restore
+from vit_jax.config import with_values
 from vit_jax.config.evals import find_evaluator, learning_kinds
+from vit_jax.config.stored import read_config
 from vit_jax.data import Divider, Source
-from vit_jax.data.preprocessing import parse_preprocessing
+from vit_jax.data.division import read_division
+from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.kernels import choose_forms
 from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.errors import Faults, InputError, collect_faults
@@ -23,19 +27,22 @@ from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
 from vit_jax.evaluators import evaluate as evaluate_one
 from vit_jax.evaluators.classification import Classification, Examples, Observed
 from vit_jax.evaluators.multilabel import MultiLabel, Shown
+from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.models.fields import check_fields, value_of, with_known
-from vit_jax.training.agreement import compare_findings, compare_requests, compare_weights
-from vit_jax.training.prepare import check_mesh, prepare
-from vit_jax.training.sources import (
+from vit_jax.run.agreement import compare_findings, compare_requests, compare_weights
+from vit_jax.run.opener import check_mesh
+from vit_jax.run.sources import (
     check_evaluated_images,
+    find_absent,
     find_other_names,
-    open_sources,
+    open_evaluated,
 )
+from vit_jax.run.workdir import check_store
 from vit_jax.transfer.images import ops_for
 from vit_jax.transfer.resample import check_convention
-from vit_jax.transfer.spec import Pretrained, loss_of
+from vit_jax.transfer.spec import Pretrained, class_names_of, loss_of
 from vit_jax.transfer.workdir import read_class_names
 
 logger = logging.getLogger("vit_jax")
@@ -58,18 +65,25 @@ def evaluate(
     Raises:
       InputError: if no checkpoint can be read.
     """
-    run = prepare(config, workdir, training=False)
-    workdir = run.workdir
-    names = read_class_names(workdir)
-    _warn_of_other_classes(run.config, names, str(workdir), run.sources)
+    workdir, faults = files.absolute(workdir), Faults()
+    mesh = check_mesh(with_values(config, {"optimizer.accum_steps": None}), faults)
+    faults.check(check_store, workdir)
     saved = restore.saved_steps(workdir / "checkpoints")
-    compare_findings(run.config, run.sources, {"checkpoints in --workdir": saved})
-    with jax.set_mesh(run.mesh):
+    compare_requests(config, {"saved steps": bool(saved)})
+    names = class_names_of(read_class_names(workdir), config.data.num_classes, str(workdir))
+    collect_faults(faults)
+    divider = Divider(read_division(workdir, read_config(workdir)), str(workdir))
+    config, preprocessing, sources = _open_data(config, names, divider)
+    experiment = make_experiment(_of_labels(config), mesh, preprocessing)
+    model = experiment.model
+    check_outputs(config, model, preprocessing.image_size)
+    evaluators = make_evaluators(config, preprocessing, model, mesh, sources)
+    _warn_of_other_classes(config, names, str(workdir), sources)
+    compare_findings(config, sources, {"checkpoints in --workdir": saved})
+    with jax.set_mesh(mesh):
         wanted = {
-            "params": run.experiment.abstract_state.params,
-            "model_state": run.experiment.abstract_state.model_state,
-            "ema": run.experiment.abstract_state.ema,
-            "ema_model_state": run.experiment.abstract_state.ema_model_state,
+            field: getattr(experiment.abstract_state, field)
+            for field in ("params", "model_state", "ema", "ema_model_state")
         }
         restored = restore.restore_newest(workdir / "checkpoints", wanted, partial=True)
         if restored is None:
@@ -79,9 +93,7 @@ def evaluate(
         found, meta = restored
         state = TrainState(jnp.int32(meta["step"]), **found, opt_state=())
         logger.info("evaluating step %d of %s", meta["step"], workdir)
-        return {"step": meta["step"]} | _evaluate_all(
-            run.evaluators, state, run.config, run.sources, see
-        )
+        return {"step": meta["step"]} | _evaluate_all(evaluators, state, config, sources, see)
 
 
 def evaluate_pretrained(
@@ -108,13 +120,10 @@ def evaluate_pretrained(
     compare_requests(config, {"--init_from": pretrained.source})
     names = pretrained.spec.class_names
     divider = Divider(pretrained.division, pretrained.source)
-    config, sources = open_sources(config, False, names, divider=divider)
-    _fill_in_ops(config, pretrained, sources)
-    preprocessing = parse_preprocessing(config)
+    config, preprocessing, sources = _open_data(config, names, divider, pretrained)
     model = _model_on(mesh, config, preprocessing.image_size, pretrained)
     params = transfer.init_params(pretrained, model, config.init_resize, keep_head=True)
     model_state = transfer.init_model_state(pretrained, model, config.init_resize)
-    check_evaluated_images(config, preprocessing, sources)
     _warn_of_other_classes(config, pretrained.spec.class_names, pretrained.source, sources)
     check_outputs(config, model, preprocessing.image_size)
     _fill_in_loss(config, pretrained)
@@ -131,6 +140,34 @@ def evaluate_pretrained(
         logger.info("evaluating %s", pretrained.source)
         step = {} if pretrained.run is None else {"step": pretrained.run["step"]}
         return step | _evaluate_all(evaluators, state, config, sources, see)
+
+
+def _open_data(
+    config: ConfigDict,
+    class_names: Sequence[str] | None,
+    divider: Divider,
+    pretrained: Pretrained | None = None,
+) -> tuple[ConfigDict, Preprocessing, dict[config_lib.SplitKey, Source]]:
+    """(config without evaluators whose split is not there, preprocessing, sources).
+
+    Evaluators without ops get those of `pretrained`.
+    """
+    config = with_values(config, find_absent(config, training=False))
+    sources = open_evaluated(config, class_names, divider)
+    if pretrained is not None:
+        _fill_in_ops(config, pretrained, sources)
+    preprocessing = parse_preprocessing(config)
+    check_evaluated_images(config, preprocessing, sources)
+    return config, preprocessing, sources
+
+
+def _of_labels(config: ConfigDict) -> ConfigDict:
+    """`config` with a supervised objective where its own has teachers, which are not read."""
+    if config.objective.teacher is None:
+        return config
+    config = copy.deepcopy(config)
+    config.objective.update(config_lib.default_config().objective.to_dict())
+    return config
 
 
 def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None:

@@ -29,7 +29,7 @@ from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.files import absolute, check_folder, write_whole
 from vit_jax.inference.predict import check_classes, outputs
 from vit_jax.models.fields import value_of
-from vit_jax.training.sources import find_places
+from vit_jax.run.sources import find_places
 from vit_jax.transfer import Pretrained
 from vit_jax.transfer.images import ops_for
 

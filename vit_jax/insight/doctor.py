@@ -176,8 +176,8 @@ def check_training(config: ConfigDict, workdir: epath.Path | None) -> Finding:
     Without a `workdir` the run is taken to be new.
     """
     from vit_jax.models.attention import choose_attention
-    from vit_jax.training.description import describe
-    from vit_jax.training.prepare import prepare
+    from vit_jax.run.build import prepare
+    from vit_jax.run.description import describe
 
     unused = epath.Path(tempfile.gettempdir()) / f"vit_jax-doctor-{secrets.token_hex(4)}"
     run = prepare(config, workdir or unused)

@@ -118,7 +118,7 @@ def remedy_of_bucket(path: str | os.PathLike) -> str:
 
 def check_workdir(workdir: epath.Path) -> Finding:
     """Whether `workdir` can be written: a bucket gets a small object, which is removed again."""
-    from vit_jax.training.workdir import check_writable
+    from vit_jax.run.workdir import check_writable
 
     if not is_in_bucket(workdir):
         check_writable(workdir)

@@ -16,9 +16,10 @@ from vit_jax import tree
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.layer_norms import norms_by_group
 from vit_jax.experiment.state import TrainState
-from vit_jax.training.prepare import Run, prepare
-from vit_jax.training.teachers import place_teachers
-from vit_jax.training.train import close_batches, compile_step, start_state, train_batches
+from vit_jax.run.build import Run, prepare
+from vit_jax.run.loop import close_batches, compile_step, train_batches
+from vit_jax.run.teachers import place_teachers
+from vit_jax.run.train import start_state
 
 FIRST_STEPS = 20
 _POINTS = 10  # of the curve of the loss

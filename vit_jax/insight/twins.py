@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import text as config_text
 from vit_jax.errors import InputError, nearest
-from vit_jax.training.validation import validate
+from vit_jax.run.validation import validate
 
 
 class Twin(NamedTuple):

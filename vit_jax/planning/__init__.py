@@ -22,7 +22,7 @@ from vit_jax.models.fields import field_names
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.compiled import compile_plan
 from vit_jax.planning.targets import Target
-from vit_jax.training.teachers import abstract_teachers
+from vit_jax.run.teachers import abstract_teachers
 
 
 def plan(

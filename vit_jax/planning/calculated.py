@@ -39,7 +39,7 @@ from vit_jax.planning.activations import (
 )
 from vit_jax.planning.layout import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
-from vit_jax.training.planned import planned_experiment
+from vit_jax.run.teachers import planned_experiment
 
 _IN_LAYERS = re.compile(r"(?:.*/)?layer(?:s|_(\d+))/")
 _HEAD = re.compile(r"(?:head|head_distillation)/")

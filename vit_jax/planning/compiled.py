@@ -17,7 +17,7 @@ from vit_jax.planning import hlo
 from vit_jax.planning.kernel_cycles import count_cycles, find_kernels
 from vit_jax.planning.layout import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
-from vit_jax.training.planned import planned_experiment
+from vit_jax.run.teachers import planned_experiment
 
 logger = logging.getLogger("vit_jax")
 

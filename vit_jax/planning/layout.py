@@ -16,7 +16,7 @@ from vit_jax.experiment.experiment import Experiment
 from vit_jax.experiment.model_name import describe_model
 from vit_jax.models.fields import value_of
 from vit_jax.planning.targets import Target, batch_ways, plan_mesh
-from vit_jax.training.planned import planned_experiment
+from vit_jax.run.teachers import planned_experiment
 
 
 def describe(

@@ -6,7 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from vit_jax.config import flatten
+from vit_jax.config import flatten, with_values
 from vit_jax.data.known import known_sizes
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.subset import subset_size
@@ -17,10 +17,10 @@ from vit_jax.inference.pseudo_labels import parse_unlabelled
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target
+from vit_jax.run.opener import Tables
+from vit_jax.run.resolve import Changes, resolve
 from vit_jax.studies.members import FINISHED, Member, Result, Study
 from vit_jax.studies.running import member_config
-from vit_jax.training.decided import decide, read_fields
-from vit_jax.training.planned import fill_in_facts
 
 # Keys that change the length of a run or its data, but not its step.
 _NOT_OF_STEP = ("seed", "duration", "schedule.", "data.subset", "data.num_examples", "evals.",
@@ -47,8 +47,7 @@ class Planner:
         Raises:
           InputError: the config does not suit the target, or its model cannot be calculated.
         """
-        config = _count_pseudo(_count_classes(read_fields(config)))
-        config = decide(fill_in_facts(config))
+        config = resolve(config, _Tables()).config
         flat = flatten(config)
         kept = {k: repr(v) for k, v in flat.items() if not k.startswith(_NOT_OF_STEP)}
         key = json.dumps(kept, sort_keys=True)
@@ -66,35 +65,38 @@ class Planner:
         }
 
 
-def _count_classes(config: ConfigDict) -> ConfigDict:
-    """`config` with `data.num_examples`, if it keeps some classes, as if all were equally large."""
+class _Tables(Tables):
+    """Also counts what no data set has yet: pictures of some classes, and pseudo labels."""
+
+    def data(self, config: ConfigDict) -> Changes:
+        if config.data.num_examples is None:
+            number = _count_classes(config) or _count_pseudo(config)
+            config = with_values(config, {"data.num_examples": number})
+        return super().data(config)
+
+
+def _count_classes(config: ConfigDict) -> int | None:
+    """Examples of a run that keeps some classes, as if all were equally large; None: of others."""
     d = config.data
-    if d.classes is None or d.num_examples is not None:
-        return config
-    config = config.copy_and_resolve_references()
+    if d.classes is None:
+        return None
     num_classes, whole = known_sizes(d.name, d.split)
     kept = max(round(whole * len(d.classes) / num_classes), 1)
-    where = f"{d.name} {d.split}"
-    config.data.num_examples = kept if d.subset is None else subset_size(d.subset, kept, where)
-    return config
+    return kept if d.subset is None else subset_size(d.subset, kept, f"{d.name} {d.split}")
 
 
-def _count_pseudo(config: ConfigDict) -> ConfigDict:
-    """`config` with `data.num_examples`, if it mixes in pseudo labels that no file holds yet.
+def _count_pseudo(config: ConfigDict) -> int | None:
+    """Examples of a run that mixes in pseudo labels that no file holds yet; None: of others.
 
     As if every picture of `study.unlabelled` were labelled, or `study.per_class` of each class.
     """
     d, study = config.data, config.study
-    if d.num_examples is not None or [part.name for part in parse_mix(d.mix)] != ["pseudo"]:
-        return config
+    if [part.name for part in parse_mix(d.mix)] != ["pseudo"]:
+        return None
     num_classes, own = known_sizes(d.name, d.split, num_classes=d.num_classes)
     if study.per_class is not None:
-        labelled = num_classes * study.per_class
-    else:
-        _, labelled = known_sizes(*parse_unlabelled(config), num_classes=num_classes)
-    config = config.copy_and_resolve_references()
-    config.data.num_examples = own + labelled
-    return config
+        return own + num_classes * study.per_class
+    return own + known_sizes(*parse_unlabelled(config), num_classes=num_classes)[1]
 
 
 def plan_study_members(study: Study, config: ConfigDict, planner: Planner) -> list[dict[str, Any]]:

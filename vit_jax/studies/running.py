@@ -28,6 +28,8 @@ from vit_jax.config import text as config_text
 from vit_jax.errors import collect_faults
 from vit_jax.files import write_whole
 from vit_jax.job import exit_codes
+from vit_jax.run.guards import DIVERGED_FILE
+from vit_jax.run.validation import validate
 from vit_jax.studies.members import (
     DIVERGED,
     FAILED,
@@ -40,9 +42,6 @@ from vit_jax.studies.members import (
     Study,
 )
 from vit_jax.studies.recorded import find_differences
-from vit_jax.training.guards import DIVERGED_FILE
-from vit_jax.training.validation import validate
-from vit_jax.training.workdir import continue_run
 
 logger = logging.getLogger("vit_jax")
 
@@ -55,8 +54,6 @@ _ENDS_THE_STUDY = {
     exit_codes.INTERRUPTED: "was interrupted; run the same command to continue",
 }
 
-# Keys of a resolved config that are filled in from the data unless the user sets them.
-_FILLED_IN = ("data.num_classes", "data.num_examples", "data.order", "data.streams")
 _LAST_LINES = 20
 
 
@@ -128,17 +125,10 @@ def check_member(config: ConfigDict, call: Call, member: Member) -> None:
         _check_labels(own, workdir)
     if not (workdir / "config.json").exists():
         return
-    own = continue_run(own, workdir)
-    stored = stored_config.read_config(workdir)
-    changed = config_lib.changed_keys(stored, own)
-    changed |= config_lib.changed_evals(stored, own)  # a single run may change these
-    if own.loss.class_weights == "balanced":  # stored as the numbers that it came to
-        changed.pop("loss.class_weights", None)
-    changed = {
-        key: (was, now)
-        for key, (was, now) in changed.items()
-        if now is not None or key not in _FILLED_IN
-    }
+    stored = stored_config.read_stored(workdir)
+    own = config_lib.with_values(own, stored_config.keep_resolved(own, stored))
+    changed = config_lib.changed_keys(stored.resolved, own)
+    changed |= config_lib.changed_evals(stored.resolved, own)  # a single run may change these
     collect_faults(
         config_lib.say_changes(changed),
         f"{workdir} already holds a run with other settings; restore them, or use a new --workdir",

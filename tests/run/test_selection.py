@@ -9,19 +9,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 from etils import epath
+from opened import open_all
 
 from vit_jax.checkpoints import restore
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
 from vit_jax.evaluators.classification import Classification
 from vit_jax.evaluators.declared import check_metrics, find_direction
-from vit_jax.training import selection
-from vit_jax.training import train as train_module
-from vit_jax.training.prepare import prepare
-from vit_jax.training.selection import Selection, Series
-from vit_jax.training.sources import open_sources
-from vit_jax.training.train import train_and_evaluate
-from vit_jax.training.validation import find_faults
+from vit_jax.run import selection
+from vit_jax.run import train as train_module
+from vit_jax.run.build import prepare
+from vit_jax.run.selection import Selection, Series
+from vit_jax.run.sources import find_absent
+from vit_jax.run.train import train_and_evaluate
+from vit_jax.run.validation import find_faults
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
@@ -129,12 +130,12 @@ def test_a_metric_of_an_optional_split_that_the_pictures_lack(tmp_path):
     for name in ("cat/1.png", "cat/2.png", "dog/1.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert "test" not in open_sources(config, training=True)[0].evals
+    assert "test" not in open_all(config)[0].evals
     config.stop.metric = "test/top1"
     with pytest.raises(InputError, match=r"stop\.metric='test/top1'.*no split 'test'"):
-        open_sources(config, training=True)
+        open_all(config)
     config.stop.metric = "val/top1"
-    open_sources(config, training=True)
+    open_all(config)
 
 
 def test_a_run_is_evaluated_on_pictures_without_its_optional_split(tmp_path, caplog):
@@ -145,18 +146,18 @@ def test_a_run_is_evaluated_on_pictures_without_its_optional_split(tmp_path, cap
             (tmp_path / split / name).parent.mkdir(parents=True)
             (tmp_path / split / name).touch()
     config.data.data_dir = str(tmp_path / "a")
-    run, sources = open_sources(config, training=True)
+    run, sources = open_all(config)
     assert {"test", "val"} == {*run.evals} and {"train", "val", "test"} == {
         k.split for k in sources
     }
     run.data.data_dir = str(tmp_path / "b")
-    assert [*open_sources(run, training=False)[0].evals] == ["val"]
+    assert [*find_absent(run, training=False)] == ["evals.test"]
     assert f"evals.test: left out, as {tmp_path / 'b'} has no split 'test'" in caplog.text
     run.stop.metric = "test/top1"  # nothing waits for it now
-    assert [*open_sources(run, training=False)[0].evals] == ["val"]
+    assert [*find_absent(run, training=False)] == ["evals.test"]
     del run.evals["val"]
     with pytest.raises(InputError, match=r"^evals\.test: left out.*evals\.test\.split=val"):
-        open_sources(run, training=False)
+        find_absent(run, training=False)
 
 
 def test_other_processes_get_the_evaluations_that_process_0_sees(monkeypatch):

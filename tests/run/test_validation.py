@@ -12,7 +12,7 @@ from vit_jax.config.evals import EVALUATORS, entry_keys, find_evaluator
 from vit_jax.config.stored import from_json, to_json
 from vit_jax.config.text import apply_overrides
 from vit_jax.errors import InputError
-from vit_jax.training.validation import find_faults, validate
+from vit_jax.run.validation import find_faults, validate
 
 
 @pytest.fixture

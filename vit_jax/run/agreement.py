@@ -10,6 +10,7 @@ Every function raises:
 
 import hashlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from vit_jax.job.software import software
 _BATCHES_COMPARED = 2
 
 
-def compare_requests(config: ConfigDict, more: Mapping[str, Any]) -> None:
+def compare_requests(config: ConfigDict, more: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Check that all processes have the same config, `more` facts, software and local devices."""
     if jax.process_count() == 1:
         return

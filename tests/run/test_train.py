@@ -31,14 +31,14 @@ from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.inference.evaluate import evaluate
 from vit_jax.job.lock import LostLockError
 from vit_jax.main import main
-from vit_jax.training import record, starts, summary
-from vit_jax.training import train as train_module
-from vit_jax.training.guards import NonFiniteError, check_finite
-from vit_jax.training.prepare import prepare
-from vit_jax.training.starts import clone_state
-from vit_jax.training.summary import Clock
-from vit_jax.training.teachers import compare_classes, read_teachers
-from vit_jax.training.train import train_and_evaluate
+from vit_jax.run import record, starts, summary
+from vit_jax.run import train as train_module
+from vit_jax.run.build import prepare
+from vit_jax.run.guards import NonFiniteError, check_finite
+from vit_jax.run.starts import clone_state
+from vit_jax.run.summary import Clock
+from vit_jax.run.teachers import compare_classes, read_teachers
+from vit_jax.run.train import train_and_evaluate
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -98,7 +98,7 @@ def test_what_a_run_leaves(finished):
     assert summary["images_per_s"] > 0 and "chip_hours" not in summary  # of a CPU
     assert json.loads((workdir / "classes.json").read_text()) == list("0123456789")
     config = json.loads((workdir / "config.json").read_text())
-    assert config["data"]["num_examples"] == 1437 and config["data"]["num_classes"] == 10
+    assert config["resolved"]["data"]["num_examples"] == 1437 and config["resolved"]["data"]["num_classes"] == 10
 
 
 def test_ctrl_c_saves_and_every_start_is_recorded(tmp_path, monkeypatch, capsys):
@@ -481,7 +481,7 @@ def test_other_pictures_are_refused_and_nothing_is_moved(finished, tmp_path, mon
     shutil.copytree(finished[0], run)
     (run / "summary.json").unlink()
     (run / "checkpoints/40/meta/metadata").unlink()
-    monkeypatch.setattr("vit_jax.training.prepare.data_fingerprint", lambda *_: "another")
+    monkeypatch.setattr("vit_jax.run.build.data_fingerprint", lambda *_: "another")
     with pytest.raises(InputError, match="the data set differs"):
         train_and_evaluate(make_config(), run)
     assert (run / "checkpoints/40").exists()
@@ -620,7 +620,7 @@ def test_a_run_from_before_the_average_is_refused_by_name(finished, tmp_path):
     with pytest.raises(InputError, match=r"optimizer\.ema_decay: was None, now 0\.9"):
         train_and_evaluate(make_config(optimizer__ema_decay="0.9"), run)
     config = json.loads((run / "config.json").read_text())
-    del config["optimizer"]["ema_decay"]
+    del config["resolved"]["optimizer"]["ema_decay"]
     (run / "config.json").write_text(json.dumps(config))
     assert read_config(epath.Path(run)).optimizer.ema_decay is None
     with pytest.raises(InputError, match=r"optimizer\.ema_decay: was None, now 0\.9"):

@@ -18,11 +18,11 @@ from vit_jax.devices.chips import count_chips
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
-from vit_jax.job.lock import Lock
-from vit_jax.training.guards import CorruptRecords, check_finite
-from vit_jax.training.health import Health
-from vit_jax.training.prepare import Run
-from vit_jax.training.summary import Clock
+from vit_jax.job.lock import Lock, NoLock
+from vit_jax.run.build import Run
+from vit_jax.run.guards import CorruptRecords, check_finite
+from vit_jax.run.health import Health
+from vit_jax.run.summary import Clock
 
 logger = logging.getLogger("vit_jax")
 
@@ -38,7 +38,7 @@ class Record:
       meta: saved with the state of that step; {} from scratch.
       clock: started at the very beginning of this part of the run.
       writer, progress: outputs for the rows.
-      lock: the lock on the workdir, of process 0 only; checked before rows and saves.
+      lock: the lock on the workdir; checked before rows and saves.
 
     saved: step of the newest checkpoint; None before the first.
     """
@@ -51,7 +51,7 @@ class Record:
         clock: Clock,
         writer: metrics.MetricWriter | metrics.NullWriter,
         progress: metrics.Progress,
-        lock: Lock | None,
+        lock: Lock | NoLock,
     ):
         c = run.config
         self.saved = start if meta else None
@@ -96,8 +96,7 @@ class Record:
         self._last = check_finite(self._pending, self.saved)
         self._corrupt.count(corrupt)
         self._corrupt.check(step, self.saved)
-        if self._lock is not None:
-            self._lock.check(fresh=False)
+        self._lock.check(fresh=False)
 
     def log(self, step: int) -> None:
         """Write the training row of `step`, which must have been checked."""
@@ -128,8 +127,7 @@ class Record:
 
         Raises LostLockError if another job trains in the workdir now.
         """
-        if self._lock is not None:
-            self._lock.check(fresh=True)
+        self._lock.check(fresh=True)
         times = {"train_s": self._throughput.seconds()}
         with watchdog.phase("save"), self._throughput.pause("save"):
             self.saved = step
@@ -147,7 +145,7 @@ def watch_health(run: Run, meta: Mapping[str, Any]) -> Health:
 
 @contextlib.contextmanager
 def open_record(
-    run: Run, start: int, meta: Mapping[str, Any], clock: Clock, lock: Lock | None
+    run: Run, start: int, meta: Mapping[str, Any], clock: Clock, lock: Lock | NoLock
 ) -> Iterator[Record]:
     """Open the record of a run that continues from `start`, with its writer and progress bar."""
     restored_step = start if meta else None
@@ -160,7 +158,7 @@ def open_record(
 
 
 def open_writer(
-    run: Run, restored_step: int | None, lock: Lock | None
+    run: Run, restored_step: int | None, lock: Lock | NoLock
 ) -> metrics.MetricWriter | metrics.NullWriter:
     """The writer of the run's rows, on process 0; rows after the restored step are dropped.
 
@@ -168,15 +166,14 @@ def open_writer(
     """
     if jax.process_index() > 0:
         return metrics.NullWriter()
-    if lock is not None:
-        lock.check(fresh=True)  # opening the files replaces them
+    lock.check(fresh=True)  # opening the files replaces them
     c = run.config
     return metrics.MetricWriter(
         run.workdir,
         restored_step=restored_step,
         wandb_project=c.log.wandb,
         config=c.to_dict(),
-        may_write=lambda: lock is None or lock.is_ours(),
+        may_write=lock.is_ours,
     )
 
 
@@ -201,7 +198,7 @@ def evaluate_all(
     return found
 
 
-def evaluate_missed(run: Run, state: TrainState, due: Sequence[str], lock: Lock | None) -> None:
+def evaluate_missed(run: Run, state: TrainState, due: Sequence[str], lock: Lock | NoLock) -> None:
     """Run those evaluators of `due` that have no row at the restored step.
 
     A run that is told to stop saves before it evaluates, and may be killed in between. Process 0

@@ -12,9 +12,9 @@ from vit_jax import metrics
 from vit_jax.checkpoints import restore
 from vit_jax.devices.chips import count_chips
 from vit_jax.files import write_whole
-from vit_jax.training.guards import DIVERGED_FILE, NonFiniteError
-from vit_jax.training.prepare import Run
-from vit_jax.training.selection import read_selection
+from vit_jax.run.build import Run
+from vit_jax.run.guards import DIVERGED_FILE, NonFiniteError
+from vit_jax.run.selection import read_selection
 
 logger = logging.getLogger("vit_jax")
 

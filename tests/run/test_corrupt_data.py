@@ -16,8 +16,8 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.order import record_order
 from vit_jax.main import main
-from vit_jax.training.guards import CorruptDataError, CorruptRecords
-from vit_jax.training.train import train_and_evaluate
+from vit_jax.run.guards import CorruptDataError, CorruptRecords
+from vit_jax.run.train import train_and_evaluate
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 

@@ -9,7 +9,7 @@ from vit_jax.data.order import local_rows
 from vit_jax.devices import flops, sharding
 from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
 from vit_jax.experiment.model_name import describe_model
-from vit_jax.training.prepare import Run
+from vit_jax.run.build import Run
 
 logger = logging.getLogger("vit_jax")
 

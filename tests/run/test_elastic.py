@@ -20,8 +20,8 @@ from started_job import ROOT, Job
 from vit_jax.checkpoints import checkpoint
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.training import prepare as run
-from vit_jax.training import train
+from vit_jax.run import prepare as run
+from vit_jax.run import train
 
 
 def free_address():

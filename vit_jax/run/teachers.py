@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import transfer, tree
@@ -18,13 +19,14 @@ from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import image_hw
 from vit_jax.devices.sharding import place
 from vit_jax.errors import InputError, collect_faults
+from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.files import write_whole
 from vit_jax.models import create_model
 from vit_jax.models.fields import stacks_layers, value_of, with_known
 from vit_jax.objectives import learns_labels, teachers_of
 from vit_jax.objectives.contract import Teacher
 from vit_jax.objectives.features import compares_layers
-from vit_jax.training.sources import find_other_names
+from vit_jax.run.sources import find_other_names
 from vit_jax.transfer.rules import stack_layers
 
 logger = logging.getLogger("vit_jax")
@@ -166,6 +168,15 @@ def abstract_teachers(config: ConfigDict) -> tuple[Teacher, ...]:
 @functools.lru_cache(maxsize=8)
 def _abstract_teachers(config: str) -> tuple[Teacher, ...]:
     return read_teachers(ConfigDict(json.loads(config)), shapes_only=True)
+
+
+def planned_experiment(config: ConfigDict, mesh: Mesh) -> Experiment:
+    """`make_experiment` with the shapes of its teachers, whose sources are read once.
+
+    Raises:
+      InputError: as `make_experiment`, or a teacher cannot be read.
+    """
+    return make_experiment(config, mesh, teachers=abstract_teachers(config))
 
 
 def place_teachers(

@@ -18,7 +18,7 @@ from vit_jax.errors import Faults, SharedInputError, nearest
 from vit_jax.evaluators import StateEvaluator
 from vit_jax.evaluators.declared import Better, chosen_metrics, find_direction
 from vit_jax.job import processes
-from vit_jax.training.prepare import Run
+from vit_jax.run.build import Run
 
 
 class Series:

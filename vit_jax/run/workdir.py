@@ -5,26 +5,72 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 from etils import epath
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax.checkpoints import restore
 from vit_jax.config import changed_evals, changed_keys, say_changes
 from vit_jax.config.plugins import store_plugins
-from vit_jax.config.stored import read_config, to_json
+from vit_jax.config.stored import StoredConfig, parse_stored
 from vit_jax.data import Source
 from vit_jax.data.division import FILE
 from vit_jax.errors import InputError, collect_faults
 from vit_jax.files import check_folder, write_whole
 from vit_jax.job import processes
-from vit_jax.job.lock import Lock, check_free
-from vit_jax.training.decided import take_decided
-from vit_jax.training.extension import KEYS_OF_THE_END, find_other_past, say_extension
+from vit_jax.job.lock import Lock, NoLock, check_free
+from vit_jax.run.extension import KEYS_OF_THE_END, find_other_past, say_extension
+from vit_jax.run.resolve import Resolved
+from vit_jax.run.starts import last_devices
 
 logger = logging.getLogger("vit_jax")
+
+
+# choose(config, mesh) -> config with the fastest layout that fits the devices of the mesh.
+ChooseLayout = Callable[[ConfigDict, Mesh], ConfigDict]
+
+
+class StoredRun(NamedTuple):
+    """What a workdir holds before a start.
+
+    text: of config.json; "" if there is none, that is, no run has begun.
+    config: the content of `text`; None if there is none.
+    saved_steps: of its checkpoints, the newest first.
+    devices: number and kind of the devices of the last start; None: it is not recorded.
+    """
+
+    text: str = ""
+    config: StoredConfig | None = None
+    saved_steps: tuple[int, ...] = ()
+    devices: tuple[int, str] | None = None
+
+
+NEW_RUN = StoredRun()
+
+
+def read_run(workdir: epath.Path) -> StoredRun:
+    """What this process finds in `workdir`; raises InputError if config.json is damaged."""
+    return _parse_run(_describe_run(workdir), workdir)
+
+
+def _describe_run(workdir: epath.Path) -> str:
+    facts = {
+        "text": _read_if_there(workdir / "config.json"),
+        "saved_steps": restore.saved_steps(workdir / "checkpoints"),
+        "devices": last_devices(workdir),
+    }
+    return json.dumps(facts)
+
+
+def _parse_run(description: str, workdir: epath.Path) -> StoredRun:
+    facts = json.loads(description)
+    text, devices = facts["text"], facts["devices"]
+    config = parse_stored(text, workdir) if text else None
+    return StoredRun(text, config, tuple(facts["saved_steps"]), devices and tuple(devices))
 
 
 def check_store(workdir: epath.Path) -> None:
@@ -49,31 +95,22 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def continue_run(config: ConfigDict, workdir: epath.Path) -> ConfigDict:
-    """`config` with what the source and the data of the run in `workdir` decided, if there is one.
-
-    Raises:
-      InputError: config.json has another format or is damaged.
-    """
-    if not (workdir / "config.json").exists():
-        return config
-    return take_decided(config, read_config(workdir))
-
-
-def check_unchanged(config: ConfigDict, workdir: epath.Path, free: Sequence[str] = ()) -> None:
-    """Raise InputError if the run in `workdir` has other settings; warn if evaluators differ.
+def check_unchanged(
+    config: ConfigDict, run: StoredRun, workdir: epath.Path, free: Sequence[str] = ()
+) -> None:
+    """Raise InputError if the stored `run` has other settings; warn if evaluators differ.
 
     `free`: keys that may differ.
     """
-    if not (workdir / "config.json").exists():
+    if run.config is None:
         return
-    stored = read_config(workdir)
+    stored = run.config.resolved
     changed = changed_keys(stored, config)
     changed = {key: values for key, values in changed.items() if key not in free}
     of_end = {key: changed.pop(key) for key in KEYS_OF_THE_END if key in changed}
     faults = say_changes(changed)
     if of_end and not faults:
-        steps_done = next(iter(restore.saved_steps(workdir / "checkpoints")), 0)
+        steps_done = next(iter(run.saved_steps), 0)
         fault = find_other_past(stored, config, steps_done, workdir)
         if fault is not None:
             raise InputError(f"--workdir={workdir}: {fault}")
@@ -95,18 +132,18 @@ def check_unchanged(config: ConfigDict, workdir: epath.Path, free: Sequence[str]
         )
 
 
-def wait_until_free(workdir: epath.Path, timeout_s: float) -> str:
-    """What config.json holds in a `workdir` that no other job trains in; "" if there is none.
+def agree_on_run(workdir: epath.Path, timeout_s: float) -> StoredRun:
+    """What process 0 finds in a `workdir` that no other job trains in; the same on all processes.
 
     Raises:
-      InputError: on every process: another job trains there.
+      InputError: on every process: another job trains there, or config.json is damaged.
     """
 
     def find() -> str:
         check_free(workdir)
-        return _read_if_there(workdir / "config.json")
+        return _describe_run(workdir)
 
-    return processes.say_to_all("who trains in the workdir", find, timeout_s)
+    return _parse_run(processes.say_to_all("what the workdir holds", find, timeout_s), workdir)
 
 
 def _read_if_there(path: epath.Path) -> str:
@@ -117,10 +154,12 @@ def _read_if_there(path: epath.Path) -> str:
 
 
 @contextlib.contextmanager
-def lock_workdir(workdir: epath.Path, begun: str, timeout_s: float) -> Iterator[Lock | None]:
-    """Makes `workdir`, and keeps other jobs out of it; yields the lock, None but on process 0.
+def lock_workdir(
+    workdir: epath.Path, stored: StoredRun, timeout_s: float
+) -> Iterator[Lock | NoLock]:
+    """Makes `workdir`, and keeps other jobs out of it; yields the lock, which process 0 holds.
 
-    `begun`: what `wait_until_free` has found there, before the run was prepared.
+    `stored`: what `agree_on_run` has found there, before the run was prepared.
 
     Raises:
       InputError: on every process: it cannot be made, or another job trains or trained there.
@@ -131,7 +170,7 @@ def lock_workdir(workdir: epath.Path, begun: str, timeout_s: float) -> Iterator[
     def take() -> str:
         _make(workdir)
         locks.append(Lock(workdir))
-        if _read_if_there(workdir / "config.json") != begun:
+        if _read_if_there(workdir / "config.json") != stored.text:
             raise InputError(
                 f"--workdir={workdir}: another job has begun a run there meanwhile; start the same "
                 "command again, or use another --workdir"
@@ -140,7 +179,7 @@ def lock_workdir(workdir: epath.Path, begun: str, timeout_s: float) -> Iterator[
 
     try:
         processes.say_to_all("that the workdir is locked", take, timeout_s)
-        yield locks[0] if locks else None
+        yield locks[0] if locks else NoLock()
     finally:
         for lock in locks:
             lock.release()
@@ -156,9 +195,9 @@ def _make(workdir: epath.Path) -> None:
 
 
 def write_workdir(
-    workdir: epath.Path, config: ConfigDict, source: Source, pictures: bytes = b""
+    workdir: epath.Path, resolved: Resolved, source: Source, pictures: bytes = b""
 ) -> None:
-    """Create the workdir with the resolved config and the class names of the training `source`.
+    """Create the workdir with config.json and the class names of the training `source`.
 
     `pictures`: content of `division.FILE` of a run that begins; a run keeps the file that it has.
     classes.json holds null if the source names no classes.
@@ -166,7 +205,8 @@ def write_workdir(
     _make(workdir)
     if pictures:  # before config.json, which says that the run has begun
         write_whole(workdir / FILE, pictures)
-    store_plugins(config.plugins, workdir)
-    write_whole(workdir / "config.json", to_json(config))
+    store_plugins(resolved.config.plugins, workdir)
+    stored = StoredConfig(resolved.asked, resolved.config, resolved.decided_by)
+    write_whole(workdir / "config.json", stored.to_json())
     text = json.dumps(source.class_names, indent=2, ensure_ascii=False) + "\n"
     write_whole(workdir / "classes.json", text)

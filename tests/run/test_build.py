@@ -9,24 +9,24 @@ import shlex
 import jax
 import numpy as np
 import pytest
+from opened import config_json, open_all
 
 from vit_jax import create_model, data, save_pretrained
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
-from vit_jax.config.stored import to_json
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.folder_contents import describe_contents
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.errors import InputError
 from vit_jax.experiment.model_name import describe_model
-from vit_jax.training.prepare import compare_value_ranges, prepare
-from vit_jax.training.sources import (
+from vit_jax.run.build import compare_value_ranges, prepare
+from vit_jax.run.sources import (
     check_evaluated_images,
     check_images,
     data_fingerprint,
-    open_sources,
+    open_evaluated,
 )
-from vit_jax.training.validation import find_faults
-from vit_jax.training.workdir import check_unchanged
+from vit_jax.run.validation import find_faults
+from vit_jax.run.workdir import check_unchanged
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.spec import Pretrained, Spec
 
@@ -52,7 +52,7 @@ def check(**fields):
 
 def test_another_data_set_may_have_other_classes_where_these_are_learnt():
     config = make_config(num_classes=3, few=few(data_name="digits"), own=few(), test=check())
-    config, sources = open_sources(config, training=True)
+    config, sources = open_all(config)
     found = {(key.data_name, key.split): s.num_classes for key, s in sources.items()}
     assert found == {
         ("synthetic", "train"): 3,
@@ -70,7 +70,7 @@ def test_another_data_set_must_have_the_classes_of_the_model(first):
     entries = {"few": few(data_name="digits"), "test": check(data_name="digits")}
     ordered = {name: entries[name] for name in sorted(entries, key=lambda name: name != first)}
     with pytest.raises(InputError) as error:
-        open_sources(make_config(num_classes=3, **ordered), training=True)
+        open_all(make_config(num_classes=3, **ordered))
     (fault,) = error.value.faults
     assert fault.startswith(
         "evals.test.split: digits test has 10 classes, but the model has 3; use"
@@ -106,7 +106,7 @@ def test_classes_of_a_mixture_are_balanced_by_how_often_they_are_drawn(
     config = make_config()
     config.data.name, config.data.split, config.data.num_examples = "digits", "test", None
     config.data.mix, config.loss.class_weights = "digits@train=0.4", "balanced"
-    found = open_sources(config, training=True)[0]
+    found = open_all(config)[0]
     assert sorted(counted) == ["digits test", "digits train"]
     first, second = (float(w) for w in found.loss.class_weights.split(",")[:2])
     assert first == pytest.approx(0.1 / (0.6 * 300 / 360), rel=1e-5)
@@ -127,7 +127,7 @@ def test_other_classes_than_the_models_are_told_once_by_the_key_that_was_typed(t
     config.evals.val.split = "val"
     make_pictures(tmp_path / "own", *names, "train/ant/1.png")
     with pytest.raises(InputError) as error:
-        open_sources(config, training=False, class_names=("cat", "dog"))
+        open_evaluated(config, ("cat", "dog"))
     first, second = sorted(error.value.faults)
     assert first.startswith(f"data.data_dir='{tmp_path}/other': the classes 'eel' are none of the")
     assert second.startswith(f"evals.own.data_dir='{tmp_path}/own': the classes 'ant', 'eel' are")
@@ -155,7 +155,7 @@ def test_a_folder_of_another_form_is_described(tmp_path, names, said):
     config.data.name, config.data.num_examples = "folder", None
     config.data.data_dir = make_pictures(tmp_path, *names)
     with pytest.raises(InputError) as error:
-        open_sources(config, training=True)
+        open_all(config)
     assert said.replace("ROOT", str(tmp_path)) in str(error.value)
     assert ("add some" in str(error.value)) == ("add some" in said)
 
@@ -179,7 +179,7 @@ def test_all_faulty_splits_are_named():
     faulty = few(data_name="digits")
     faulty.train_split, faulty.test_split = "trian", "tset"
     with pytest.raises(InputError) as error:
-        open_sources(make_config(few=faulty), training=False)
+        open_evaluated(make_config(few=faulty))
     test, train = error.value.faults
     assert test.startswith("evals.few.test_split: data.split='tset'")
     assert train.startswith("evals.few.train_split: data.split='trian'")
@@ -188,14 +188,14 @@ def test_all_faulty_splits_are_named():
 def test_images_of_another_data_set_are_checked():
     config = make_config(few=few(data_name="digits", ops="resize(9)"))
     with pytest.raises(InputError, match=r"evals\.few\.ops='resize\(9\)' gives images of"):
-        config, sources = open_sources(config, training=False)
+        sources = open_evaluated(config)
         check_evaluated_images(config, parse_preprocessing(config), sources)
 
 
 def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled():
     config = make_config(test=check(ops="resize_small(7)|central_crop"), few=few())
     config.data.ops = "resize(9)|random_crop(10)|resize"
-    config, sources = open_sources(config, training=True)
+    config, sources = open_all(config)
     with pytest.raises(InputError, match=r"^data\.ops: 'random_crop\(10\)' takes 10 x 10 pixels"):
         check_images(config, parse_preprocessing(config), sources)
     config.data.ops = ""
@@ -208,7 +208,7 @@ def test_crops_larger_than_their_images_are_refused_before_anything_is_compiled(
 def test_the_fingerprint_changes_with_what_decides_the_bytes_of_a_batch():
     config = make_config()
     config.data.ops, config.global_batch_size = "resize(9)|random_crop(10)|resize", 8
-    config, sources = open_sources(config, training=True)
+    config, sources = open_all(config)
     source = sources[train_split(config)]
     before = data_fingerprint(config, source)
     config.data.ops = "resize(9)|random_crop(10, pad=True)|resize"
@@ -217,7 +217,7 @@ def test_the_fingerprint_changes_with_what_decides_the_bytes_of_a_batch():
 
 def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):
     config = make_config(test=check(ops="resize"), other=check())
-    (tmp_path / "config.json").write_text(to_json(config))
+    (tmp_path / "config.json").write_text(config_json(config))
     check_unchanged(config, tmp_path)
     assert not caplog.records
 
@@ -251,7 +251,7 @@ def test_a_run_keeps_its_number_of_microbatches_or_what_its_devices_allow(tmp_pa
     assert recorded.optimizer.accum_steps == 1  # of small activations
     for number, kept in ((2, 2), (8, 2)):  # each of 8 devices has 2 rows
         recorded.optimizer.accum_steps = number
-        (tmp_path / "config.json").write_text(to_json(recorded))
+        (tmp_path / "config.json").write_text(config_json(recorded))
         assert prepare(config, tmp_path).config.optimizer.accum_steps == kept
     (tmp_path / "classes.json").write_text("null")
     prepare(recorded, tmp_path, training=False)  # 8 parts of 2 rows are none of its concern

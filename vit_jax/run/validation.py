@@ -16,7 +16,7 @@ from vit_jax.errors import Faults, collect_faults
 from vit_jax.experiment import durations, experiment
 from vit_jax.job import watchdog
 from vit_jax.metrics import profiler, weights_and_biases
-from vit_jax.training import selection
+from vit_jax.run import selection
 
 # Each adds the faults that it finds; the config has all keys, with values of the right types.
 CHECKS: tuple[Callable[[ConfigDict, Faults], None], ...] = (

@@ -5,14 +5,14 @@ import pathlib
 
 import pytest
 from etils import epath
+from opened import config_json
 
 from vit_jax.checkpoints import restore
-from vit_jax.config.stored import to_json
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
-from vit_jax.training import workdir as workdir_module
-from vit_jax.training.extension import find_other_past
-from vit_jax.training.train import train_and_evaluate
+from vit_jax.run import workdir as workdir_module
+from vit_jax.run.extension import find_other_past
+from vit_jax.run.train import train_and_evaluate
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 
@@ -86,7 +86,7 @@ def test_values_that_move_until_the_end_keep_it_where_it_is(key, start, end):
 
 def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path, monkeypatch):
     workdir = epath.Path(tmp_path)
-    (workdir / "config.json").write_text(to_json(make_config()))
+    (workdir / "config.json").write_text(config_json(make_config()))
     monkeypatch.setattr(workdir_module.restore, "saved_steps", lambda path: [40, 30])
     with pytest.raises(InputError) as e:
         workdir_module.check_unchanged(make_config(duration="80 steps"), workdir)

@@ -1,11 +1,11 @@
 """Opening and checking the splits of a run."""
 
-import copy
 import dataclasses
 import functools
 import logging
 import pathlib
 import re
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,81 +68,81 @@ def find_places(
     return [known.index(name) for name in names]
 
 
-def open_sources(
+def open_evaluated(
     config: ConfigDict,
-    training: bool,
     class_names: Sequence[str] | None = None,
-    taught: TaughtClasses | None = None,
     divider: data.Divider | None = None,
-) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
-    """Open every split; return the config, with the facts of the data set filled in, and sources.
+    opened: Mapping[SplitKey, data.Source] = types.MappingProxyType({}),
+) -> dict[SplitKey, data.Source]:
+    """The splits that `config.evals` reads; those in `opened` are not opened again.
 
-    Without `training` the training split is not opened; its facts are already in the config.
-    `class_names` are those of the model then, None if unknown: own pictures get the labels that
-    their classes have in the model, by name. `taught` and `divider`: see `open_training`.
+    `class_names` are those of a model that is only evaluated, None if unknown: own pictures get the
+    labels that their classes have in the model, by name. `divider` divides the user's pictures.
+
+    Raises:
+      InputError: lists the faults of all splits.
     """
-    config = _leave_out_absent_splits(config, training)
-    divider = divider or data.Divider(anew=True)
-    config, sources = open_training(config, taught, divider) if training else (config, {})
-    if training:
-        divider = data.Divider(divider.settled())
     d, faults = config.data, Faults()
-    said: list[str] = []
+    divider = divider or data.Divider(anew=True)
+    sources: dict[SplitKey, data.Source] = {}
+    reported: list[str] = []
     for name, entry in config.evals.items():
         for split_key, key in config_lib.eval_splits(config, entry).items():
             synthetic = key.data_name == "synthetic"
             learns = find_evaluator(entry.type).learns_classes
             numbers = (d.num_classes, d.num_examples) if synthetic else (None, None)
             try:
-                found = sources.get(key) or _open_split(config, key, *numbers, divider=divider)
+                source = sources.get(key) or opened.get(key)
+                source = source or _open_split(config, key, *numbers, divider=divider)
             except InputError as e:  # the same for other splits of the data
-                new = [fault for fault in e.faults if fault not in said]
+                new = [fault for fault in e.faults if fault not in reported]
                 faults += [f"evals.{name}.{split_key}: {fault}" for fault in new]
-                said += new
+                reported += new
                 continue
             if class_names is not None and key not in sources:
                 try:
-                    found = _match_own(found, key, class_names, learns)
+                    source = _match_own(source, key, class_names, learns)
                 except InputError as e:
                     of = "data" if key.data_dir == d.data_dir else f"evals.{name}"
                     fault = f"{of}.data_dir={key.data_dir!r}: {e}"
                     faults.need(fault in faults, fault)  # once, however many splits are read
                     continue
-            sources[key] = found
-            if not learns and found.num_classes != d.num_classes:
+            sources[key] = source
+            if not learns and source.num_classes != d.num_classes:
                 faults.append(
-                    f"evals.{name}.{split_key}: {found.name} {found.split} has "
-                    f"{found.num_classes:,} classes, but the model has {d.num_classes:,}; use a "
+                    f"evals.{name}.{split_key}: {source.name} {source.split} has "
+                    f"{source.num_classes:,} classes, but the model has {d.num_classes:,}; use a "
                     "data set with the classes that the model was trained on"
                 )
     collect_faults(faults)
-    return config, sources
+    return sources
 
 
-def _leave_out_absent_splits(config: ConfigDict, training: bool) -> ConfigDict:
-    """`config` without the evaluators whose split ends in "?" and is not there.
+def find_absent(config: ConfigDict, *, training: bool) -> dict[str, None]:
+    """{"evals.NAME": None} for the evaluators whose split ends in "?" and is not there.
 
-    Only own pictures have such splits. The "?" stays, since other pictures may be evaluated later.
+    Only own pictures have such splits.
 
     Raises:
       InputError: no evaluator is left to evaluate, or training would wait for a metric of one that
         is left out.
     """
-    config = copy.deepcopy(config)  # with the types of keys that are None
+    absent: dict[str, None] = {}
     faults = Faults()
-    for name, entry in list(config.evals.items()):
+    for name, entry in config.evals.items():
         if not entry.get("split", "").endswith("?"):
             continue
         key = config_lib.eval_splits(config, entry)["split"]
-        own = key.data_name in data.OWN_PICTURES
-        if own and key.split in data.own_splits(key.data_name, key.data_dir, config.data):
+        is_own = key.data_name in data.OWN_PICTURES
+        if is_own and key.split in data.own_splits(key.data_name, key.data_dir, config.data):
             continue
-        del config.evals[name]
+        absent[f"evals.{name}"] = None
         if not training:
             left_out = f"evals.{name}: left out, as {key.data_dir} has no split {key.split!r}"
             logger.info("%s", left_out)
             faults.need(
-                config.evals, f"{left_out}; choose one, e.g. --config.evals.{name}.split=val"
+                len(absent) < len(config.evals),
+                f"{left_out}; choose one, e.g. --config.evals.{name}.split=val",
             )
         for metric_key, metric in chosen_metrics(config).items() if training else ():
             faults.need(
@@ -151,7 +151,7 @@ def _leave_out_absent_splits(config: ConfigDict, training: bool) -> ConfigDict:
                 f"split {key.split!r}; add it, or choose a metric of another evaluator",
             )
     collect_faults(faults)
-    return config
+    return absent
 
 
 def _match_own(
@@ -181,8 +181,8 @@ def open_training(
     config: ConfigDict,
     taught: TaughtClasses | None = None,
     divider: data.Divider | None = None,
-) -> tuple[ConfigDict, dict[SplitKey, data.Source]]:
-    """Open the training data; return the config, with their facts filled in, and the sources.
+) -> tuple[dict[str, Any], dict[SplitKey, data.Source]]:
+    """Open the training data: ({key of the config: fact of the data}, sources).
 
     `config.train_split(config)` is the key of the whole; for a mixture, its first part also has a
     key of its own. `taught` are the classes that teachers give to unlabelled pictures, which have
@@ -193,7 +193,6 @@ def open_training(
       InputError: if the data are missing, in part too, or do not match the config.
     """
     divider = divider or data.Divider(anew=True)
-    config = config.copy_and_resolve_references()
     d, faults = config.data, Faults()
     own, parts = config_lib.own_split(config), data.parse_mix(d.mix)
     if d.split == "all" and d.name in (*data.OWN_PICTURES, "unlabelled"):
@@ -246,16 +245,21 @@ def open_training(
             f"data.num_examples={d.num_examples}: the data sets in data.name and data.mix have "
             f"{source.num_examples} in total; leave it out"
         )
-    d.num_classes, d.num_examples = source.num_classes, source.num_examples
-    config.loss.class_weights = _class_weights(config, source, opened)
-    d.order, d.streams = data.resolve_order(
+    order, streams = data.resolve_order(
         d.order,
         d.streams,
-        num_examples=d.num_examples,
+        num_examples=source.num_examples,
         global_batch_size=config.global_batch_size,
         repeats=d.repeats,
     )
-    return config, sources
+    facts = {
+        "data.num_classes": source.num_classes,
+        "data.num_examples": source.num_examples,
+        "loss.class_weights": _class_weights(config, source, opened),
+        "data.order": order,
+        "data.streams": streams,
+    }
+    return facts, sources
 
 
 def _check_soft(config: ConfigDict, parts: Sequence[data.Source]) -> None:
@@ -370,7 +374,7 @@ def _open_split(
 
 
 def training_order(config: ConfigDict, source: data.Source) -> data.Order:
-    """The order of training on `source`; `config` comes from `open_sources`."""
+    """The order of training on `source`; `config` is resolved."""
     d = config.data
     return data.make_order(
         d.order,

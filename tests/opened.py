@@ -1,0 +1,27 @@
+"""A run's data and its config.json, without the run."""
+
+from vit_jax.config import with_values
+from vit_jax.config.stored import StoredConfig
+from vit_jax.data import Divider
+from vit_jax.data.known import known_facts
+from vit_jax.run.sources import find_absent, open_evaluated, open_training
+
+
+def open_all(config):
+    """(config with the facts of the data, sources of training and evaluation)."""
+    config = with_values(config, find_absent(config, training=True))
+    divider = Divider(anew=True)
+    facts, sources = open_training(config, divider=divider)
+    config = with_values(config, facts)
+    evaluated = open_evaluated(config, divider=Divider(divider.settled()), opened=sources)
+    return config, sources | evaluated
+
+
+def with_known_facts(config):
+    """`config` with the facts of its data set, which is not read."""
+    return with_values(config, known_facts(config))
+
+
+def config_json(config):
+    """The text of config.json of a run that resolved nothing."""
+    return StoredConfig(config, config, {}).to_json()

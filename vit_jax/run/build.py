@@ -1,0 +1,197 @@
+"""Builds the parts of a run from its resolved config and from what was opened to resolve it."""
+
+import dataclasses
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from vit_jax import config as config_lib
+from vit_jax import data, files, transfer
+from vit_jax.config import SplitKey
+from vit_jax.data.preprocessing import Preprocessing
+from vit_jax.errors import InputError
+from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
+from vit_jax.evaluators.declared import check_metrics
+from vit_jax.experiment.experiment import Experiment, make_experiment
+from vit_jax.objectives.contract import Teacher
+from vit_jax.run.opener import Files
+from vit_jax.run.resolve import Resolved, resolve
+from vit_jax.run.sources import data_fingerprint, find_places, training_order
+from vit_jax.run.teachers import check_same_teachers, compare_classes, describe_teachers
+from vit_jax.run.timetable import Timetable
+from vit_jax.run.workdir import ChooseLayout, StoredRun, check_unchanged, read_run
+from vit_jax.transfer.rules import reorder_head
+
+logger = logging.getLogger("vit_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The parts of a run that trains; nothing is written yet.
+
+    resolved: the config, as asked for and as resolved.
+    preprocessing: image size and ops.
+    sources: keyed as by `config.train_split` and `config.eval_splits`.
+    train_source: the training data.
+    order: of the training records.
+    evaluators: {name: evaluator} for `config.evals`.
+    timetable: the steps at which the run logs, evaluates and saves.
+    initial_params: {leaf name: array} from `init_from`; None if it is not used.
+    initial_model_state: {name: array} from `init_from`, such as batch statistics.
+    pictures: content of `division.FILE` of a run that begins; empty if it has none of the user's.
+    teachers: the frozen models that the objective learns from.
+    described_teachers: source, weight and digest of each.
+    """
+
+    resolved: Resolved
+    workdir: epath.Path
+    mesh: Mesh
+    preprocessing: Preprocessing
+    sources: Mapping[SplitKey, data.Source]
+    train_source: data.Source
+    order: data.Order
+    experiment: Experiment
+    evaluators: Mapping[str, StateEvaluator]
+    timetable: Timetable
+    initial_params: Mapping[str, np.ndarray] | None = None
+    initial_model_state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    pictures: bytes = b""
+    teachers: tuple[Teacher, ...] = ()
+    described_teachers: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def config(self) -> ConfigDict:
+        """The resolved config."""
+        return self.resolved.config
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the training data, saved in each checkpoint."""
+        return data_fingerprint(self.config, self.train_source)
+
+
+def prepare(
+    asked: ConfigDict,
+    workdir: epath.PathLike,
+    choose_layout: ChooseLayout | None = None,
+    stored: StoredRun | None = None,
+    by_user: Collection[str] = (),
+) -> Run:
+    """Resolve a config and build its run; writes nothing.
+
+    Args:
+      asked: has passed `validation.validate`.
+      workdir: the run's directory.
+      choose_layout: chooses under `auto`; None: the layout stays as it is.
+      stored: what `workdir` holds; None: as this process reads it.
+      by_user: the keys that the user has set on the command line.
+
+    Raises:
+      InputError: names the key.
+    """
+    workdir = files.absolute(workdir)
+    stored = read_run(workdir) if stored is None else stored
+    opened = Files(workdir, stored, choose_layout)
+    resolved = resolve(asked, opened, stored.config, by_user)
+    chosen = ("optimizer.accum_steps",) if asked.optimizer.accum_steps is None else ()
+    check_unchanged(resolved.config, stored, workdir, chosen)
+    return build(resolved, opened, workdir, resumes=stored.config is not None)
+
+
+def build(resolved: Resolved, opened: Files, workdir: epath.Path, *, resumes: bool) -> Run:
+    """The run of a resolved config, from what was `opened` to resolve it.
+
+    Raises:
+      InputError: the parts do not suit each other.
+    """
+    config, mesh, preprocessing = resolved.config, opened.mesh, opened.preprocessing
+    train_source = opened.sources[config_lib.train_split(config)]
+    teachers = opened.read_teachers(config)
+    described = describe_teachers(teachers)
+    check_same_teachers(workdir, described)
+    teachers = compare_classes(config, teachers, train_source.class_names)
+    experiment = make_experiment(config, mesh, preprocessing, teachers)
+    check_outputs(config, experiment.model, preprocessing.image_size)
+    evaluators = make_evaluators(
+        config, preprocessing, experiment.model, mesh, opened.sources, workdir
+    )
+    check_metrics(config, evaluators, resumes=resumes)
+    return Run(
+        resolved=resolved,
+        workdir=workdir,
+        mesh=mesh,
+        preprocessing=preprocessing,
+        sources=opened.sources,
+        train_source=train_source,
+        order=training_order(config, train_source),
+        experiment=experiment,
+        evaluators=evaluators,
+        timetable=Timetable(experiment.durations),
+        pictures=opened.division(),
+        teachers=teachers,
+        described_teachers=described,
+        **_first_weights(config, experiment, opened.pretrained, train_source.class_names),
+    )
+
+
+def _first_weights(
+    config: ConfigDict,
+    experiment: Experiment,
+    pretrained: transfer.Pretrained | None,
+    class_names: Sequence[str] | None,
+) -> dict[str, dict[str, np.ndarray]]:
+    """The fields of `Run` with the weights of `init_from`, fitted to the model."""
+    if pretrained is None:
+        return {}
+    if config.init_head == "kept":
+        pretrained = _match_head(pretrained, class_names)
+    compare_value_ranges(config, pretrained)
+    keep_head = config.init_head == "kept"
+    model = experiment.model
+    params = transfer.init_params(pretrained, model, config.init_resize, keep_head=keep_head)
+    model_state = transfer.init_model_state(pretrained, model, config.init_resize)
+    return {"initial_params": params, "initial_model_state": model_state}
+
+
+def _match_head(
+    pretrained: transfer.Pretrained, class_names: Sequence[str] | None
+) -> transfer.Pretrained:
+    """`pretrained` with the outputs of its head in the order of `class_names`.
+
+    Raises:
+      InputError: it lacks one of the classes.
+    """
+    source, theirs = f"init_from={pretrained.source!r}", pretrained.spec.class_names
+    try:
+        places = find_places(class_names, theirs, source)
+    except InputError as e:
+        raise InputError(
+            f"init_head='kept': {e}; rename the classes, or set --config.init_head=new"
+        ) from None
+    if places is None:
+        if class_names is not None:
+            logger.warning("init_head='kept': %s gives no names of its classes; they are taken to "
+                           "be those of the data, in the same order", source)  # fmt: skip
+        return pretrained
+    if places == list(range(len(theirs or ()))):
+        return pretrained
+    logger.info("%s: the outputs of the head are reordered by the names of the classes", source)
+    return pretrained._replace(params=reorder_head(pretrained.params, places))
+
+
+def compare_value_ranges(config: ConfigDict, pretrained: transfer.Pretrained) -> None:
+    """Warn if the model of `init_from` was trained with another pixel range than `config.data`."""
+    for key in ("mean", "std"):
+        ours, theirs = config.data[key], getattr(pretrained.spec, key)
+        if len({*theirs}) == 1:
+            theirs = theirs[:1] * len(ours)  # of another number of channels
+        if len(ours) == len(theirs) and not np.allclose(ours, theirs, rtol=0, atol=1e-6):
+            logger.warning(
+                "data.%s=%s, but init_from=%s was trained with %s; set --config.data.%s=%s",
+                key, ours, config.init_from, theirs, key, ",".join(map(str, theirs)),
+            )  # fmt: skip

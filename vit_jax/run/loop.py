@@ -1,0 +1,281 @@
+"""The loop of a run: a step, its record, and what is due after it."""
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Generator, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from vit_jax import data, metrics, tree
+from vit_jax.checkpoints import checkpoint
+from vit_jax.checkpoints.replicas import check_replicas
+from vit_jax.devices import flops
+from vit_jax.devices.mesh import batch_sharding
+from vit_jax.errors import RaisedByAll
+from vit_jax.experiment.state import TrainState
+from vit_jax.job import watchdog
+from vit_jax.job.lock import Lock, NoLock
+from vit_jax.job.processes import PreemptionGuard
+from vit_jax.run.agreement import compare_programs
+from vit_jax.run.build import Run
+from vit_jax.run.record import Record, evaluate_missed, open_record
+from vit_jax.run.selection import Selection, share_selection
+from vit_jax.run.summary import Clock
+from vit_jax.run.teachers import place_teachers
+
+logger = logging.getLogger("vit_jax")
+
+
+class Preempted(RaisedByAll):
+    """The run was asked to stop and has saved; the same command continues it."""
+
+
+class Interrupted(Preempted):
+    """A process got Ctrl-C, and the run has saved; nothing should restart it automatically."""
+
+
+def loop(run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | NoLock) -> None:
+    """Train from `state`, saved with `meta`, to the end of `run`.
+
+    The record checks `lock` before each row of metrics and each save.
+
+    Raises:
+      Preempted: on SIGTERM, after saving; an Interrupted on Ctrl-C.
+    """
+    start, selection = int(state.step), catch_up(run, state, lock, is_new=not meta)
+    if start == run.experiment.total_steps or selection.stops:
+        return
+    with open_loop(run, start, meta, lock, selection) as r:
+        for step, batch in r.batches():
+            state, step_metrics = r.step(step, state, batch)
+            r.record.add(step, step_metrics)
+            if due := r.due(step):
+                r.handle(due, state)
+
+
+class Due(NamedTuple):
+    """What is due after a step.
+
+    logs, saves: whether a row of metrics is written, and whether the state is saved.
+    evaluators: names of those that run.
+    signal: that has asked the run to stop; None: none has.
+    """
+
+    step: int
+    logs: bool
+    evaluators: list[str]
+    saves: bool
+    signal: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """The open parts of a loop, and a handler for each thing that is due."""
+
+    run: Run
+    first: int
+    selection: Selection
+    train_step: jax.stages.Compiled
+    layer_norms: jax.stages.Compiled | None
+    frozen: tuple[tree.PyTree, ...]
+    guard: PreemptionGuard
+    record: Record
+    profiler: metrics.Profiler
+    checkpoints: checkpoint.Checkpoints
+    read_ahead: Iterator[tree.Batch]
+
+    def batches(self) -> Iterator[tuple[int, tree.Batch]]:
+        """(step, its batch), up to the last step or the early end."""
+        steps = range(self.first, self.run.experiment.total_steps + 1)
+        for step, batch in zip(steps, self.read_ahead, strict=False):
+            watchdog.arrive(step)
+            yield step, batch
+            if self.selection.stops:
+                return
+
+    def step(self, step: int, state: TrainState, batch: tree.Batch):
+        """(new state, metrics); the norms by layer are those of a step that is logged."""
+        self.profiler.before(step)
+        norms: dict[str, jax.Array] = {}
+        if self.layer_norms is not None and self.run.timetable.logs(step):
+            norms = self.layer_norms(state, batch, *self.frozen)
+        is_first = step == self.first  # also loads the program and connects the devices
+        with watchdog.phase("compile") if is_first else contextlib.nullcontext():
+            state, step_metrics = self.train_step(state, batch, *self.frozen)
+            if is_first:
+                jax.block_until_ready(step_metrics)
+        self.profiler.after(step, step_metrics)
+        return state, step_metrics | norms
+
+    def due(self, step: int) -> Due | None:
+        """What is due after `step`; None: nothing. All processes call it at every step."""
+        timetable = self.run.timetable
+        signal = None
+        if self.guard.should_stop(step) and step < self.run.experiment.total_steps:
+            # Agreed on by all processes in should_stop, not later.
+            signal = "Ctrl-C" if self.guard.interrupted else "SIGTERM"
+        evaluators, saves = timetable.evaluators(step), timetable.saves(step) or signal is not None
+        due = Due(step, timetable.logs(step), evaluators, saves, signal)
+        return due if due.logs or due.evaluators or due.saves else None
+
+    def handle(self, due: Due, state: TrainState) -> None:
+        """Log, evaluate, save and stop, as far as it is `due`.
+
+        After a signal the process may be killed soon, so the state is saved before evaluations.
+        """
+        self.record.check(due.step)
+        if due.logs:
+            self.record.log(due.step)
+        if due.signal is None:
+            self.evaluate(due, state)
+        if due.saves or self.selection.stops or self.selection.best_step == due.step:
+            self.save(due, state)
+        if due.signal is not None:
+            self.stop(due, state)
+
+    def evaluate(self, due: Due, state: TrainState) -> None:
+        """Run the evaluators that are due, and all others if the run then ends early."""
+        self.selection.add(due.step, self.record.evaluate(state, due.evaluators))
+        if self.selection.stops:
+            rest = [name for name in self.run.config.evals if name not in due.evaluators]
+            self.selection.add(due.step, self.record.evaluate(state, rest))
+            logger.info("stopped early: %s", self.selection.describe_end())
+
+    def save(self, due: Due, state: TrainState) -> None:
+        with self.record.saving(due.step) as meta:
+            check_replicas(state, self.run.mesh)
+            self.checkpoints.save(due.step, state, meta)
+
+    def stop(self, due: Due, state: TrainState) -> None:
+        """Wait for the save, evaluate, and raise Preempted."""
+        with watchdog.phase("save"):
+            self.checkpoints.wait()
+        self.record.evaluate(state, due.evaluators)
+        kind = Interrupted if due.signal == "Ctrl-C" else Preempted
+        raise kind(
+            f"stopped by {due.signal} at step {due.step}; saved. Run the same command to continue"
+        )
+
+
+@contextlib.contextmanager
+def open_loop(
+    run: Run, start: int, meta: dict[str, Any], lock: Lock | NoLock, selection: Selection
+) -> Iterator[Loop]:
+    """Compile the step, then open what writes, reads ahead and listens to signals.
+
+    Until the step is compiled there is nothing to save, and SIGTERM ends a single process at once.
+    """
+    clock = Clock(meta, run.mesh.devices.flatten().tolist())
+    train_step, layer_norms = compile_step(run), compile_layer_norms(run)
+    frozen = place_teachers(run.teachers, run.experiment.abstract_frozen)
+    profiler = metrics.Profiler(run.config.log.profile, run.workdir / "profile")
+    with (
+        PreemptionGuard() as guard,
+        open_record(run, start, meta, clock, lock) as record,
+        profiler,
+        open_checkpoints(run, selection, lock) as checkpoints,
+    ):
+        record.begin()
+        batches = train_batches(run, start)
+        try:
+            yield Loop(run, start + 1, selection, train_step, layer_norms, frozen, guard, record,
+                       profiler, checkpoints, batches)  # fmt: skip
+        finally:
+            close_batches(batches)
+
+
+def catch_up(run: Run, state: TrainState, lock: Lock | NoLock, *, is_new: bool) -> Selection:
+    """Run evaluations missed at the restored step; return the decisions so far."""
+    step = int(state.step)
+    due = [] if is_new else run.timetable.evaluators(step)
+    if due:
+        evaluate_missed(run, state, due, lock)
+    selection = share_selection(run, 0 if is_new else step)
+    if selection.stops:
+        evaluate_missed(run, state, list(run.config.evals), lock)
+        logger.info("stopped early: %s", selection.describe_end())
+    return selection
+
+
+@contextlib.contextmanager
+def open_checkpoints(
+    run: Run, selection: Selection, lock: Lock | NoLock
+) -> Iterator[checkpoint.Checkpoints]:
+    """Open the run's checkpoints; on exit, wait until everything saved is on disk.
+
+    `selection` gives the best step so far.
+
+    Does not wait if only this process of several has failed: a commit needs all processes, and the
+    others may be gone. Files may then still be written, here and by the others, so `lock` is kept
+    until this process ends.
+    """
+    checkpoints = checkpoint.Checkpoints(
+        run.workdir / "checkpoints",
+        keep_last=run.config.checkpoint.keep_last,
+        keep_every=run.timetable.keep_every,
+        best_step=lambda: selection.best_step,
+    )
+    alone = False
+    try:
+        yield checkpoints
+    except BaseException as e:
+        alone = jax.process_count() > 1 and not isinstance(e, RaisedByAll)
+        if alone:
+            lock.keep()
+        raise
+    finally:
+        if not alone:
+            with watchdog.phase("save"):
+                checkpoints.close()
+
+
+def compile_step(run: Run) -> jax.stages.Compiled:
+    """The compiled train step; logs the memory that it needs."""
+    e, since = run.experiment, time.perf_counter()
+    lowered = e.lower()
+    compare_programs(run.config, lowered)
+    with watchdog.phase("compile"):
+        compiled = lowered.compile()
+    memory = flops.expected_memory(compiled.memory_analysis())
+    logger.info(
+        "compiled in %.0f s; expected memory per device: %s, including %s of temporaries",
+        time.perf_counter() - since,
+        flops.format_bytes(memory.total),
+        flops.format_bytes(memory.temporaries),
+    )
+    return compiled
+
+
+def compile_layer_norms(run: Run) -> jax.stages.Compiled | None:
+    """The compiled norms by layer; None if `log.by_layer` is off."""
+    if not run.config.log.by_layer:
+        return None
+    e = run.experiment
+    with watchdog.phase("compile"):
+        return e.layer_norms.lower(*e.arguments).compile()
+
+
+def train_batches(run: Run, start: int) -> Generator[tree.Batch, None, None]:
+    """Batches for the steps after `start`."""
+    return data.train_batches(
+        run.train_source,
+        run.preprocessing.host_ops,
+        global_batch_size=run.config.global_batch_size,
+        seed=run.config.seed,
+        image_size=run.preprocessing.image_size,
+        sharding=batch_sharding(run.mesh),
+        start_step=start,
+        num_steps=run.experiment.total_steps - start,
+        data_order=run.order,
+        views=run.preprocessing.views,
+        with_image=run.preprocessing.has_image,
+    )
+
+
+def close_batches(batches: Generator[tree.Batch, None, None]) -> None:
+    """Stop the threads that read ahead, however long that takes."""
+    with watchdog.phase("leave"):
+        batches.close()

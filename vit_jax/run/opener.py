@@ -1,0 +1,223 @@
+"""What decides the open keys of a config: files and devices that are here, or tables."""
+
+import logging
+import os
+from collections.abc import Mapping
+
+import jax
+from etils import epath
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from vit_jax import config as config_lib
+from vit_jax import data, metrics, transfer
+from vit_jax.config import SplitKey
+from vit_jax.config.stored import StoredConfig
+from vit_jax.data.division import Divider, Division, hash_of, read_division
+from vit_jax.data.known import known_facts
+from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
+from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
+from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.experiment.microbatches import settle_microbatches
+from vit_jax.job import watchdog
+from vit_jax.objectives.contract import Teacher
+from vit_jax.run.agreement import compare_requests
+from vit_jax.run.resolve import Changes
+from vit_jax.run.sources import (
+    TaughtClasses,
+    check_images,
+    find_absent,
+    open_evaluated,
+    open_training,
+)
+from vit_jax.run.teachers import abstract_teachers, classes_of, gives_classes, read_teachers
+from vit_jax.run.workdir import NEW_RUN, ChooseLayout, StoredRun, check_writable
+from vit_jax.transfer.resample import check_convention
+
+logger = logging.getLogger("vit_jax")
+
+
+class Files:
+    """Opens the files and devices of a run that trains, each once.
+
+    Args:
+      workdir: of the run.
+      stored: what is there; `NEW_RUN` if nothing is.
+      choose_layout: chooses under `auto`; None: the layout stays as it is.
+
+    pretrained: the source of the initial weights; None: there is none, or the run resumes.
+    divider: divides the user's pictures.
+    mesh, preprocessing, sources: of the resolved config.
+    """
+
+    pretrained: transfer.Pretrained | None = None
+    divider: Divider
+    mesh: Mesh
+    preprocessing: Preprocessing
+    sources: Mapping[SplitKey, data.Source]
+
+    def __init__(
+        self,
+        workdir: epath.Path,
+        stored: StoredRun = NEW_RUN,
+        choose_layout: ChooseLayout | None = None,
+    ):
+        self._workdir, self._stored, self._choose_layout = workdir, stored, choose_layout
+        self._teachers: tuple[Teacher, ...] | None = None
+        self._taught: TaughtClasses | None = None
+
+    def find_faults(self, config: ConfigDict) -> list[str]:
+        faults = Faults()
+        mesh = check_mesh(config, faults)
+        if mesh is not None:
+            self.mesh = mesh
+        faults.check(check_writable, self._workdir)
+        if config.log.wandb is not None:
+            faults.check(metrics.check_installed, config.log.wandb)
+        compare_requests(config)
+        return faults
+
+    def weights(self, config: ConfigDict) -> transfer.Pretrained | None:
+        source = config_lib.weights_source(config)
+        if not self._stored.saved_steps:
+            check_convention(config.init_resize, "init_resize")
+            self.pretrained = None if source is None else transfer.read_pretrained(source)
+        return self.pretrained
+
+    def teachers(self, config: ConfigDict) -> Changes:
+        if not gives_classes(config):
+            return {}
+        self._teachers = read_teachers(config)
+        self._taught = classes_of(self._teachers)
+        return {} if self._taught[0] is None else {"data.num_classes": self._taught[0]}
+
+    def read_teachers(self, config: ConfigDict) -> tuple[Teacher, ...]:
+        """The teachers of the objective, unless they were read already."""
+        return read_teachers(config) if self._teachers is None else self._teachers
+
+    def data(self, config: ConfigDict) -> Changes:
+        self.preprocessing = parse_preprocessing(config)
+        self.divider = self._open_division()
+        changes: Changes = dict(find_absent(config, training=True))
+        config = config_lib.with_values(config, changes)
+        facts, sources = open_training(config, self._taught, self.divider)
+        config = config_lib.with_values(config, facts)
+        settled = Divider(self.divider.settled())
+        self.sources = sources | open_evaluated(config, divider=settled, opened=sources)
+        check_images(config, self.preprocessing, self.sources)
+        return changes | facts
+
+    def _open_division(self) -> Divider:
+        """As the run divides its pictures; for a new run, as that of `init_from` did."""
+        if self._stored.config is not None:
+            return Divider(read_division(self._workdir, self._stored.config.resolved))
+        known = Division() if self.pretrained is None else self.pretrained.division
+        return Divider(known, anew=True)
+
+    def division(self) -> bytes:
+        """Content of `division.FILE` of a run that begins; b"" if it has none of the user's."""
+        if self._stored.config is not None:
+            return b""
+        splits = self.divider.decided
+        before = frozenset() if self.pretrained is None else self.pretrained.division.held_out()
+        division = Division(splits, before - {hash_of(name) for name in splits})
+        return division.to_bytes() if any(division) else b""
+
+    def has_layout_of(self, stored: StoredConfig) -> bool:
+        devices = jax.device_count(), jax.devices()[0].device_kind
+        return self._choose_layout is None or self._stored.devices == devices
+
+    def layout(self, config: ConfigDict) -> Changes:
+        stored = self._stored.config
+        if not config.auto or self._choose_layout is None:
+            return {}
+        if stored is not None and self.has_layout_of(stored):
+            return {}
+        if stored is not None:
+            logger.info("auto: the devices differ from those of the last start")
+        with watchdog.phase("compile"):
+            chosen = self._choose_layout(config, self.mesh)
+        faults = Faults()
+        mesh = check_mesh(chosen, faults)
+        collect_faults(faults)
+        assert mesh is not None
+        self.mesh, flat = mesh, config_lib.flatten(chosen)
+        return {key: flat[key] for key in config_lib.LAYOUT_KEYS}
+
+    def microbatches(self, config: ConfigDict) -> Changes:
+        if config.optimizer.accum_steps is not None:
+            return {}
+        stored = self._stored.config
+        recorded = None if stored is None else stored.resolved.optimizer.accum_steps
+        return {"optimizer.accum_steps": settle_microbatches(config, self.mesh, recorded)}
+
+
+class Tables:
+    """Gives the facts of known data sets, without devices; opens only the user's own pictures.
+
+    Args:
+      mesh: decides the number of microbatches; None: it stays as it is.
+      opens_data: whether the training data are opened, whatever they are.
+
+    sources: the training data, if they were opened.
+    """
+
+    sources: Mapping[SplitKey, data.Source]
+
+    def __init__(self, mesh: Mesh | None = None, *, opens_data: bool = False):
+        self._mesh, self._opens_data = mesh, opens_data
+
+    def find_faults(self, config: ConfigDict) -> list[str]:
+        return []
+
+    def weights(self, config: ConfigDict) -> transfer.Pretrained | None:
+        if config.init_fields != "source":  # reads no file for nothing
+            return None
+        source = config_lib.weights_source(config)
+        assert source is not None  # checked by config.checks
+        return transfer.read_pretrained(source)
+
+    def teachers(self, config: ConfigDict) -> Changes:
+        return {}
+
+    def data(self, config: ConfigDict) -> Changes:
+        d = config.data
+        missing = [k for k in ("num_classes", "num_examples") if d[k] is None]
+        if not self._opens_data:
+            if d.name not in (*data.OWN_PICTURES, "unlabelled") or not missing:
+                return dict(known_facts(config))
+            if d.data_dir is None or not epath.Path(os.path.expanduser(d.data_dir)).exists():
+                remedies = " ".join(f"--config.data.{key}=..." for key in missing)
+                raise InputError(
+                    f"data.data_dir={d.data_dir!r}: there are no pictures to count; give their "
+                    f"place, or set {remedies}"
+                )
+        taught = classes_of(abstract_teachers(config)) if gives_classes(config) else None
+        facts, self.sources = open_training(config, taught)
+        return facts
+
+    def has_layout_of(self, stored: StoredConfig) -> bool:
+        return True
+
+    def layout(self, config: ConfigDict) -> Changes:
+        return {}
+
+    def microbatches(self, config: ConfigDict) -> Changes:
+        if self._mesh is None or config.optimizer.accum_steps is not None:
+            return {}
+        return {"optimizer.accum_steps": settle_microbatches(config, self._mesh)}
+
+
+def check_mesh(config: ConfigDict, faults: Faults) -> Mesh | None:
+    """The mesh of the config, or None if it is invalid; checks that batches divide over it."""
+    axes = {axis: size for axis, size in config.mesh.items() if axis != "platform"}
+    mesh = faults.check(make_mesh, **axes)
+    if mesh is not None:
+        faults.check(check_batch_size, mesh, config.global_batch_size, "global_batch_size")
+        if config.optimizer.accum_steps is not None:
+            accum_steps = config.optimizer.accum_steps
+            faults.check(check_accum_steps, mesh, config.global_batch_size, accum_steps)
+        for name, entry in config.evals.items():
+            if entry.batch_size is not None:
+                faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
+    return mesh

@@ -1,0 +1,156 @@
+"""A training run, from what is asked for to its summary."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from vit_jax import files, tree
+from vit_jax.checkpoints import checkpoint, restore
+from vit_jax.devices import sharding
+from vit_jax.experiment.state import TrainState, start_from
+from vit_jax.job import watchdog
+from vit_jax.run.agreement import (
+    compare_findings,
+    compare_starts,
+    compare_weights,
+    compare_workdirs,
+)
+from vit_jax.run.build import Run, prepare
+from vit_jax.run.description import describe
+from vit_jax.run.guards import NonFiniteError
+from vit_jax.run.kernel_check import check_kernels
+from vit_jax.run.loop import loop
+from vit_jax.run.starts import record_start
+from vit_jax.run.summary import read_summary, remove_summary, write_diverged, write_summary
+from vit_jax.run.teachers import write_teachers
+from vit_jax.run.workdir import ChooseLayout, agree_on_run, lock_workdir, write_workdir
+
+logger = logging.getLogger("vit_jax")
+
+
+def train_and_evaluate(
+    asked: ConfigDict,
+    workdir: epath.PathLike,
+    command: Mapping[str, Any] | None = None,
+    choose_layout: ChooseLayout | None = None,
+) -> dict[str, Any]:
+    """Train as `asked`, continuing the run in `workdir` if there is one.
+
+    Args:
+      asked: has passed `validation.validate`.
+      workdir: folder for everything that the run writes.
+      command: what made the config, {"config": NAME[:words], "overrides": {key: text}}, for the
+        record of starts.
+      choose_layout: chooses the layout under `auto`; see `prepare`.
+
+    Returns:
+      The summary, as in `workdir/summary.json`; {} on processes other than 0.
+
+    Raises:
+      InputError: the user's input is wrong; nothing has been written.
+      Preempted: on SIGTERM, after saving; an Interrupted on Ctrl-C.
+      LostLockError: another process has begun to train in `workdir`.
+      NonFiniteError: names the step; the last good checkpoint is kept.
+      CorruptDataError: too many records are corrupt; the last good checkpoint is kept.
+      DivergedError: devices hold different copies of one value; the last good checkpoint is kept.
+      ProcessError: another process of the job is missing.
+    """
+    workdir, command = files.absolute(workdir), command or {}
+    timeout_s = asked.job.compile_deadline_s
+    stored = agree_on_run(workdir, timeout_s)
+    run = prepare(asked, workdir, choose_layout, stored, command.get("overrides", ()))
+    finished = read_summary(run)
+    _compare(run, {"already finished": finished is not None})
+    if finished is not None and is_intact(run, finished["step"]):
+        how = (
+            "stopped early at step %d; to go on, raise stop.patience"
+            if finished.get("stopped_early")
+            else "already finished at step %d; nothing to do"
+        )
+        logger.info(how, finished["step"])
+        return finished
+    describe(run)
+    with watchdog.phase("compile"):
+        check_kernels(run.experiment.model, run.mesh)
+    with lock_workdir(workdir, stored, timeout_s) as lock:
+        with jax.set_mesh(run.mesh):
+            state, meta = start_state(run)
+            lock.check(fresh=True)
+            begin(run, int(state.step) if meta else None, command)
+            compare_starts(run.config, run.order, int(state.step))
+            try:
+                loop(run, state, meta, lock)
+            except NonFiniteError as e:
+                write_diverged(run, e)
+                raise
+        lock.check(fresh=True)
+        return write_summary(run)
+
+
+def begin(run: Run, resumed_at: int | None, command: Mapping[str, Any]) -> None:
+    """Write, on process 0, what the run is and how it was started."""
+    if jax.process_index() > 0:
+        return
+    write_workdir(run.workdir, run.resolved, run.train_source, run.pictures)
+    write_teachers(run.workdir, run.described_teachers)
+    remove_summary(run)
+    record_start(run.workdir, run.mesh.devices.flatten().tolist(), resumed_at, command)
+
+
+def _compare(run: Run, facts: Mapping[str, Any]) -> None:
+    """Check that all processes have prepared the same run and agree on `facts`."""
+    facts = {**facts, "teachers": run.described_teachers}
+    compare_findings(run.config, run.sources, facts)
+    compare_weights(run.config, run.initial_params, run.initial_model_state)
+    compare_workdirs(run.config, run.workdir)
+
+
+def is_intact(run: Run, step: int) -> bool:
+    """Whether the newest checkpoint of a finished run is its last `step` and verifies.
+
+    If all checkpoints were removed, there is nothing to mend. All processes call it.
+
+    Raises:
+      InputError: there are checkpoints, and none verifies.
+    """
+    with jax.set_mesh(run.mesh):
+        found = restore.restore_newest(run.workdir / "checkpoints", run.experiment.abstract_state)
+    return found is None or found[1]["step"] == step
+
+
+def start_state(run: Run) -> tuple[TrainState, dict]:
+    """The state to continue from and its metadata: resume, else `init_from`, else from scratch."""
+    initial_params = run.initial_params
+
+    def from_init() -> TrainState:
+        assert initial_params is not None
+        state = run.experiment.init()
+        params = _replace_leaves(state.params, initial_params)
+        model_state = _replace_leaves(state.model_state, run.initial_model_state)
+        logger.info("start: parameters from init_from=%s", run.config.init_from)
+        if not state.ema:
+            return state.replace(params=params, model_state=model_state)
+        # The average is sharded differently from the parameters.
+        start = jax.jit(start_from, out_shardings=run.experiment.shardings)
+        return start(state, params, model_state)
+
+    return checkpoint.start(
+        directory=run.workdir / "checkpoints",
+        abstract_state=run.experiment.abstract_state,
+        fingerprint=run.fingerprint,
+        from_init=from_init if initial_params is not None else None,
+        from_scratch=run.experiment.init,
+    )
+
+
+def _replace_leaves(old: tree.PyTree, arrays: Mapping[str, np.ndarray]) -> tree.PyTree:
+    """`old`, nested dicts of arrays, with some replaced by `arrays`, sharded as before."""
+    leaves = tree.flatten_names(old)
+    for name, array in arrays.items():
+        leaves[name] = sharding.place(array, leaves[name].sharding)
+    return tree.unflatten_names(leaves)
