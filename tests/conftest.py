@@ -121,17 +121,17 @@ def one_device():
 def _unchecked():
     """Prepare runs without the checks of one image and of the model's outputs.
 
-    They take a fifth of a short run, and have their own tests in training/test_prepare.py and
+    They take a fifth of a short run, and have their own tests in run/test_build.py and
     evaluators.
     """
     from vit_jax.inference import evaluate
-    from vit_jax.run import prepare
+    from vit_jax.run import build, opener
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (prepare, evaluate):
-            patch.setattr(module, "check_evaluated_images", lambda *args: None)
+        patch.setattr(opener, "check_images", lambda *args: None)
+        patch.setattr(evaluate, "check_evaluated_images", lambda *args: None)
+        for module in (build, evaluate):
             patch.setattr(module, "check_outputs", lambda *args: None)
-        patch.setattr(prepare, "check_images", lambda *args: None)
         yield
 
 

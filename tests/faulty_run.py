@@ -19,7 +19,7 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.main import execute_and_exit
 from vit_jax.run import agreement as comparison
-from vit_jax.run import record, train
+from vit_jax.run import loop, record
 
 
 def flip(state):
@@ -49,7 +49,7 @@ def before(function, then):
 def arm(fault):
     kind, _, number = fault.partition(":")
     if kind == "loader":
-        batches = train.train_batches
+        batches = loop.train_batches
 
         def stuck(run, start):
             for step, batch in enumerate(batches(run, start), start + 1):
@@ -57,9 +57,9 @@ def arm(fault):
                     time.sleep(1e6)
                 yield batch
 
-        train.train_batches = stuck
+        loop.train_batches = stuck
     elif kind == "bit":
-        compile_step = train.compile_step
+        compile_step = loop.compile_step
 
         def with_flip(run):
             compiled = compile_step(run)
@@ -69,24 +69,22 @@ def arm(fault):
 
             return step
 
-        train.compile_step = with_flip
+        loop.compile_step = with_flip
     elif kind == "slow":
         seconds = float(number)
         record.evaluate = before(record.evaluate, lambda: time.sleep(seconds))
-        train.flops.expected_memory = before(
-            train.flops.expected_memory, lambda: time.sleep(seconds)
-        )
+        loop.flops.expected_memory = before(loop.flops.expected_memory, lambda: time.sleep(seconds))
     elif kind == "code":
         software = comparison.software
         comparison.software = lambda: software() | {"code of vit_jax": "other"}
     elif kind == "program":
-        compare = train.compare_programs
+        compare = loop.compare_programs
 
         def compare_another(config, lowered):
             text = lowered.as_text() + " "
             compare(config, types.SimpleNamespace(as_text=lambda: text))
 
-        train.compare_programs = compare_another
+        loop.compare_programs = compare_another
     else:
         raise ValueError(fault)
 

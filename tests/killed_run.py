@@ -23,7 +23,7 @@ from vit_jax.checkpoints import checkpoint
 from vit_jax.evaluators import classification
 from vit_jax.inference import pseudo_labels
 from vit_jax.main import main
-from vit_jax.run import train
+from vit_jax.run import loop, train
 
 
 def kill():
@@ -59,7 +59,7 @@ def arm(moment):
         owner = classification.Classification
         owner.run = after(count, owner.run, kill_after)
     elif kind == "stopped":
-        train.PreemptionGuard.should_stop = lambda self, step: step == count
+        loop.PreemptionGuard.should_stop = lambda self, step: step == count
         owner = classification.Classification
         owner.run = after(1, owner.run, kill_after)
     elif kind in ("rows", "events"):

@@ -21,7 +21,7 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.job import watchdog
 from vit_jax.main import main
 from vit_jax.run.guards import NonFiniteError
-from vit_jax.run.train import Interrupted, Preempted
+from vit_jax.run.loop import Interrupted, Preempted
 
 ROOT = pathlib.Path(__file__).parents[1]
 QUICKSTART = "--config=configs/quickstart.py:debug"
@@ -377,7 +377,7 @@ def test_print_config_of_evaluate(tmp_path, capsys):
     workdir = make_workdir(tmp_path / "workdir")
     words = ["evaluate", f"--workdir={workdir}", "--print_config"]
     assert main([*words, "--config.evals.test.batch_size=8"]) == 0
-    stored = json.loads((workdir / "config.json").read_text())
+    stored = json.loads((workdir / "config.json").read_text())["resolved"]
     stored["evals"]["test"]["batch_size"] = 8
     assert json.loads(capsys.readouterr().out) == stored
 

@@ -16,7 +16,6 @@ from opened import config_json
 from vit_jax.config import add_plugins, base_config, flatten, own_keys, plugins
 from vit_jax.config.evals import typed_entry
 from vit_jax.config.stored import (
-    FORMAT_VERSION,
     changed_keys,
     from_json,
     read_config,
@@ -24,6 +23,7 @@ from vit_jax.config.stored import (
     to_json,
 )
 from vit_jax.config.text import apply_overrides, load_config
+from vit_jax.config.upgrades import FORMAT
 from vit_jax.errors import InputError
 from vit_jax.job.software import software
 from vit_jax.main import main, parse_flags
@@ -254,9 +254,9 @@ def test_a_stranger_runs_no_code(workdir, here, ran, monkeypatch):
 
 def test_a_newer_run_runs_no_code(workdir, ran):
     text = (workdir / "config.json").read_text()
-    newer = text.replace(f'"format_version": {FORMAT_VERSION}', '"format_version": 99')
+    newer = text.replace(f'"format_version": {FORMAT}', '"format_version": 99')
     (workdir / "config.json").write_text(newer)
-    with plugins.using(trusted=True), pytest.raises(InputError, match="format version 99"):
+    with plugins.using(trusted=True), pytest.raises(InputError, match="format_version=99"):
         read_config(workdir)
     (workdir / "config.json").write_text(text.replace('"plugins": [', '"plugins": 3, "x": ['))
     with plugins.using(trusted=True), pytest.raises(InputError, match="damaged"):
@@ -329,7 +329,8 @@ def test_a_stranger_in_a_folder_of_modules(tmp_path, ran, monkeypatch, init):
     digest = hashlib.sha256(PART.encode()).hexdigest()
     (stranger / "plugins").mkdir()
     for name in ("setup", "runs.stranger.evil", "runs.stranger.deep.evil", "evil.py"):
-        c = base_config().to_dict() | {"format_version": FORMAT_VERSION, "plugins": [name]}
+        c = json.loads(config_json(base_config()))
+        c["resolved"]["plugins"] = [name]
         (stranger / "config.json").write_text(json.dumps(c))
         (stranger / "plugins/digests.json").write_text(json.dumps({name: digest}))
         with pytest.raises(InputError, match="--trust_plugins"):

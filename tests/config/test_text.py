@@ -3,11 +3,13 @@ import pathlib
 
 import pytest
 from etils import epath
+from opened import config_json
 from test_base import make_config, set_keys, type_of
 
 from vit_jax.config import flatten
-from vit_jax.config.stored import from_json, read_config, to_json
+from vit_jax.config.stored import from_json, parse_stored, read_config, to_json
 from vit_jax.config.text import apply_overrides, find_config, load_config, shipped_configs
+from vit_jax.config.upgrades import FORMAT
 from vit_jax.errors import InputError
 from vit_jax.main import parse_flags
 
@@ -223,20 +225,43 @@ def test_config_of_another_version_names_wrong_types(config):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"evals": {"test": {}}}', '{"evals": 1}'])
-def test_config_json_that_no_run_wrote(text):
+def test_config_json_that_no_run_wrote(text, tmp_path):
     with pytest.raises(InputError, match=r"config\.json: damaged.*starts\.jsonl"):
-        from_json(text)
-
-
-def with_version(config, version):
-    return json.dumps(json.loads(to_json(config)) | {"format_version": version, "later": 1})
+        parse_stored(text, epath.Path(tmp_path))
 
 
 def test_a_newer_config_json_is_refused_by_its_version(config, tmp_path):
-    (tmp_path / "config.json").write_text(with_version(config, 3))
-    said = "config.json: format version 3; this vit_jax reads version 2; use the vit_jax that"
+    content = json.loads(config_json(config)) | {"format_version": FORMAT + 1, "later": 1}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    said = f"config.json: format_version={FORMAT + 1}: this vit_jax reads {FORMAT}; use the vit_jax"
     with pytest.raises(InputError, match=f"{tmp_path}/{said}"):
         read_config(epath.Path(tmp_path))
+
+
+def test_a_stored_config_is_upgraded_from_format_to_format(config, monkeypatch, tmp_path):
+    """Through two invented formats: the seed had another name, and was text before."""
+
+    def rename(content):
+        for part in ("asked", "resolved"):
+            content[part]["seed"] = content[part].pop("random_seed")
+        return content
+
+    def as_number(content):
+        for part in ("asked", "resolved"):
+            content[part]["seed"] = int(content[part]["seed"])
+        return content
+
+    config.seed = 7
+    content = json.loads(config_json(config)) | {"format_version": FORMAT - 2}
+    for part in ("asked", "resolved"):
+        content[part]["random_seed"] = str(content[part].pop("seed"))
+    upgrades = {FORMAT - 2: rename, FORMAT - 1: as_number}
+    monkeypatch.setattr("vit_jax.config.upgrades.UPGRADES", upgrades)
+    stored = parse_stored(json.dumps(content), epath.Path(tmp_path))
+    assert stored.resolved.seed == stored.asked.seed == 7
+    monkeypatch.setattr("vit_jax.config.upgrades.UPGRADES", {FORMAT - 1: as_number})
+    with pytest.raises(InputError, match=f"format_version={FORMAT - 2}: this vit_jax reads"):
+        parse_stored(json.dumps(content), epath.Path(tmp_path))
 
 
 def write(folder, text, name="mine.py"):

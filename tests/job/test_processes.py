@@ -28,7 +28,7 @@ from vit_jax.job.processes import (
     start,
 )
 from vit_jax.run.agreement import compare_weights
-from vit_jax.run.workdir import lock_workdir, wait_until_free
+from vit_jax.run.workdir import StoredRun, agree_on_run, lock_workdir
 
 # With Adam's usual eps the noise of gradients that are zero in exact arithmetic is scaled up.
 RUN = ("--config=configs/quickstart.py:debug", "--config.mesh.fsdp=2",
@@ -218,14 +218,14 @@ def test_what_process_0_refuses_all_refuse(on_each, tmp_path):
     workdir = epath.Path(tmp_path)
     (workdir / "config.json").write_text("begun")
     first = Lock(workdir)
-    errors = on_each(*[lambda: wait_until_free(workdir, 5)] * 3)
+    errors = on_each(*[lambda: agree_on_run(workdir, 5)] * 3)
     assert [type(error) for error in errors] == [InputError] * 3
     assert len({str(error) for error in errors}) == 1
     assert "has been training there" in str(errors[2])
     first.release()
 
-    def lock(begun):
-        with lock_workdir(workdir, begun, 5):
+    def lock(text):
+        with lock_workdir(workdir, StoredRun(text), 5):
             pass
 
     processes.client().values.clear()

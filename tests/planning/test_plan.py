@@ -33,8 +33,8 @@ from vit_jax.planning.compiled import collective_table, compile_plan, needed_mem
 from vit_jax.planning.estimates import estimate, speed_of
 from vit_jax.planning.search import find_remedies, largest_batch, search
 from vit_jax.planning.targets import Target, readable_mesh
+from vit_jax.run import loop
 from vit_jax.run import prepare as run_module
-from vit_jax.run import train as train_module
 from vit_jax.run.teachers import abstract_teachers, planned_experiment
 
 pytestmark = pytest.mark.usefixtures("small_moments_are_split")
@@ -153,7 +153,7 @@ def test_plan_is_of_the_step_that_is_trained(monkeypatch, tmp_path):
         compile_plan(with_known_facts(config), Target(find_slice("v5e:2x4")))
     run = run_module.prepare(config, tmp_path / "workdir")
     with pytest.raises(Recorded), jax.set_mesh(run.mesh):
-        train_module.compile_step(run)
+        loop.compile_step(run)
     planned, trained = lowered
     assert len(planned) > 10_000 and planned == trained
 

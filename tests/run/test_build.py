@@ -9,15 +9,18 @@ import shlex
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from opened import config_json, open_all
 
 from vit_jax import create_model, data, save_pretrained
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
+from vit_jax.config.stored import StoredConfig
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.folder_contents import describe_contents
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.errors import InputError
 from vit_jax.experiment.model_name import describe_model
+from vit_jax.inference.evaluate import evaluate
 from vit_jax.run.build import compare_value_ranges, prepare
 from vit_jax.run.sources import (
     check_evaluated_images,
@@ -26,7 +29,7 @@ from vit_jax.run.sources import (
     open_evaluated,
 )
 from vit_jax.run.validation import find_faults
-from vit_jax.run.workdir import check_unchanged
+from vit_jax.run.workdir import check_unchanged, read_run
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.spec import Pretrained, Spec
 
@@ -218,12 +221,13 @@ def test_the_fingerprint_changes_with_what_decides_the_bytes_of_a_batch():
 def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):
     config = make_config(test=check(ops="resize"), other=check())
     (tmp_path / "config.json").write_text(config_json(config))
-    check_unchanged(config, tmp_path)
+    run = read_run(epath.Path(tmp_path))
+    check_unchanged(config, run, tmp_path)
     assert not caplog.records
 
     changed = make_config(test=check(ops="resize(8)"), new=check())
     changed.evals.test.every, changed.log.every = "2 epochs", "7 steps"
-    check_unchanged(changed, tmp_path)
+    check_unchanged(changed, run, tmp_path)
     (record,) = caplog.records
     assert (
         "evals.test.ops: was 'resize', now 'resize(8)'; keep the old value with "
@@ -234,12 +238,12 @@ def test_a_run_of_another_config_names_the_flags_that_keep_it(tmp_path, caplog):
     changed.data.split, changed.data.ops, changed.model.hidden_head = "train[:99%]", "flip", True
     changed.data.mean = (0.0, 0.0, 0.0)
     with pytest.raises(InputError) as error:
-        check_unchanged(changed, tmp_path)
+        check_unchanged(changed, run, tmp_path)
     flags = [fault.partition("; keep the old value with ")[2] for fault in error.value.faults]
     words = [word.removeprefix("--config.").split("=", 1) for flag in flags
              for word in shlex.split(flag)]  # fmt: skip
     assert apply_overrides(changed, words) == [] and len(words) == 4
-    check_unchanged(changed, tmp_path)
+    check_unchanged(changed, run, tmp_path)
 
 
 @pytest.mark.usefixtures("without_checks")
@@ -251,10 +255,11 @@ def test_a_run_keeps_its_number_of_microbatches_or_what_its_devices_allow(tmp_pa
     assert recorded.optimizer.accum_steps == 1  # of small activations
     for number, kept in ((2, 2), (8, 2)):  # each of 8 devices has 2 rows
         recorded.optimizer.accum_steps = number
-        (tmp_path / "config.json").write_text(config_json(recorded))
+        (tmp_path / "config.json").write_text(StoredConfig(config, recorded, {}).to_json())
         assert prepare(config, tmp_path).config.optimizer.accum_steps == kept
     (tmp_path / "classes.json").write_text("null")
-    prepare(recorded, tmp_path, training=False)  # 8 parts of 2 rows are none of its concern
+    with pytest.raises(InputError, match="has no checkpoint yet"):
+        evaluate(recorded, tmp_path)  # 8 parts of 2 rows are none of its concern
     config.optimizer.accum_steps = 1
     with pytest.raises(InputError, match=r"optimizer\.accum_steps: was 8, now 1"):
         prepare(config, tmp_path)
@@ -271,8 +276,6 @@ def test_without_wandb_a_run_that_asks_for_it_does_not_start(tmp_path, monkeypat
     with pytest.raises(InputError, match=r"^log\.wandb='digits': .*pip install -e '\.\[wandb\]'"):
         prepare(config, tmp_path / "workdir")
     assert not (tmp_path / "workdir").exists()
-    (tmp_path / "classes.json").write_text("null")
-    prepare(config, tmp_path, training=False)
 
 
 @pytest.mark.usefixtures("without_checks")
@@ -284,7 +287,9 @@ def test_only_what_trains_needs_a_workdir_to_write_to(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"^--workdir=.* is not writable; choose another"):
         prepare(config, tmp_path)
     (tmp_path / "classes.json").write_text("null")
-    prepare(config, tmp_path, training=False)
+    (tmp_path / "config.json").write_text(config_json(config))
+    with pytest.raises(InputError, match="has no checkpoint yet"):
+        evaluate(config, tmp_path)
 
 
 @pytest.mark.usefixtures("without_checks")

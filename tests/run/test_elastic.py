@@ -20,8 +20,7 @@ from started_job import ROOT, Job
 from vit_jax.checkpoints import checkpoint
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.run import prepare as run
-from vit_jax.run import train
+from vit_jax.run import loop, opener, train
 
 
 def free_address():
@@ -40,12 +39,12 @@ def train_on(workdir, devices, *, until=None, **mesh):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         some = jax.devices()[:devices]
-        patch.setattr(run, "make_mesh", lambda **axes: make_mesh(**axes, devices=some))
-        patch.setattr(train.PreemptionGuard, "should_stop", lambda self, step: step == until)
+        patch.setattr(opener, "make_mesh", lambda **axes: make_mesh(**axes, devices=some))
+        patch.setattr(loop.PreemptionGuard, "should_stop", lambda self, step: step == until)
         if until is None:
             train.train_and_evaluate(config, workdir)
         else:
-            with pytest.raises(train.Preempted, match=f"step {until}"):
+            with pytest.raises(loop.Preempted, match=f"step {until}"):
                 train.train_and_evaluate(config, workdir)
 
 

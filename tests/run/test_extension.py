@@ -114,5 +114,5 @@ def test_a_finished_run_that_is_extended_ends_as_one_that_was_longer_from_the_st
     extended, summary = run("extended", "20 steps")
     assert extended == longer != first and summary["step"] == 20
     stored = json.loads((tmp_path / "extended/config.json").read_text())
-    assert stored["duration"] == "20 steps"
+    assert stored["resolved"]["duration"] == "20 steps"
     assert json.loads((tmp_path / "extended/summary.json").read_text())["step"] == 20

@@ -16,8 +16,7 @@ from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
 from vit_jax.evaluators.classification import Classification
 from vit_jax.evaluators.declared import check_metrics, find_direction
-from vit_jax.run import selection
-from vit_jax.run import train as train_module
+from vit_jax.run import loop, selection
 from vit_jax.run.build import prepare
 from vit_jax.run.selection import Selection, Series
 from vit_jax.run.sources import find_absent
@@ -217,7 +216,7 @@ def count_steps(run):
 def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(
     kills, accuracies, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(train_module, "compile_step", count_steps)
+    monkeypatch.setattr(loop, "compile_step", count_steps)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     summary = start(whole)
     assert summary["step"] == 25 and summary["stopped_early"] is True
@@ -229,7 +228,7 @@ def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(
             raise KillError
         return False
 
-    monkeypatch.setattr(train_module.PreemptionGuard, "should_stop", should_stop)
+    monkeypatch.setattr(loop.PreemptionGuard, "should_stop", should_stop)
     for step in kills:
         kill_at = step
         with pytest.raises(KillError):
@@ -242,7 +241,7 @@ def test_a_run_ends_early_with_its_best_step_kept_whenever_it_was_killed(
 
 def test_the_best_step_is_one_that_was_kept(accuracies, tmp_path, monkeypatch):
     """Also where the run was begun without `checkpoint.keep_best`."""
-    monkeypatch.setattr(train_module, "compile_step", count_steps)
+    monkeypatch.setattr(loop, "compile_step", count_steps)
 
     def should_stop(guard, step):
         if step == 17:
@@ -250,7 +249,7 @@ def test_the_best_step_is_one_that_was_kept(accuracies, tmp_path, monkeypatch):
         return False
 
     with monkeypatch.context() as patch, pytest.raises(KillError):
-        patch.setattr(train_module.PreemptionGuard, "should_stop", should_stop)
+        patch.setattr(loop.PreemptionGuard, "should_stop", should_stop)
         start(tmp_path, checkpoint__keep_best="None")
     summary = start(tmp_path)
     assert summary["step"] == 25 and summary["stopped_early"]  # as step 10 was the best

@@ -29,10 +29,9 @@ from vit_jax.errors import InputError, SharedInputError
 from vit_jax.evaluators.classification import Classification
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.inference.evaluate import evaluate
-from vit_jax.job.lock import LostLockError
+from vit_jax.job.lock import LostLockError, NoLock
 from vit_jax.main import main
-from vit_jax.run import record, starts, summary
-from vit_jax.run import train as train_module
+from vit_jax.run import loop, record, starts, summary
 from vit_jax.run.build import prepare
 from vit_jax.run.guards import NonFiniteError, check_finite
 from vit_jax.run.starts import clone_state
@@ -98,7 +97,10 @@ def test_what_a_run_leaves(finished):
     assert summary["images_per_s"] > 0 and "chip_hours" not in summary  # of a CPU
     assert json.loads((workdir / "classes.json").read_text()) == list("0123456789")
     config = json.loads((workdir / "config.json").read_text())
-    assert config["resolved"]["data"]["num_examples"] == 1437 and config["resolved"]["data"]["num_classes"] == 10
+    assert (
+        config["resolved"]["data"]["num_examples"] == 1437
+        and config["resolved"]["data"]["num_classes"] == 10
+    )
 
 
 def test_ctrl_c_saves_and_every_start_is_recorded(tmp_path, monkeypatch, capsys):
@@ -113,7 +115,7 @@ def test_ctrl_c_saves_and_every_start_is_recorded(tmp_path, monkeypatch, capsys)
             signal.raise_signal(signal.SIGINT)
         return guard._signalled
 
-    monkeypatch.setattr(train_module.PreemptionGuard, "should_stop", should_stop)
+    monkeypatch.setattr(loop.PreemptionGuard, "should_stop", should_stop)
     words = [f"--config={FILE}", "--config.log.every=7 steps", f"--workdir={tmp_path}"]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
     try:
@@ -125,7 +127,7 @@ def test_ctrl_c_saves_and_every_start_is_recorded(tmp_path, monkeypatch, capsys)
     assert restore.saved_steps(epath.Path(tmp_path / "checkpoints"))[0] == 25
     assert not (tmp_path / "held_by.json").exists()
     assert "test/top1" in seen
-    monkeypatch.setattr(train_module, "compile_step", stop_here)
+    monkeypatch.setattr(loop, "compile_step", stop_here)
     with pytest.raises(Started):
         train_and_evaluate(make_config(), tmp_path)
     assert not (tmp_path / "held_by.json").exists()
@@ -204,7 +206,7 @@ def tuned(finished, tmp_path_factory):
 
     Its compilation takes an hour on a chip that counts.
     """
-    calls, compile_step, passed_s, messages = [], train_module.compile_step, [0.0], []
+    calls, compile_step, passed_s, messages = [], loop.compile_step, [0.0], []
     handler, logger = logging.Handler(), logging.getLogger("vit_jax")
     handler.emit = lambda record: messages.append(record.getMessage())
 
@@ -236,7 +238,7 @@ def tuned(finished, tmp_path_factory):
         spy(patch, checkpoint.Checkpoints, "save")
         spy(patch, checkpoint.Checkpoints, "close")
         spy(patch, metrics.MetricWriter, "__exit__")
-        patch.setattr(train_module, "compile_step", slowly)
+        patch.setattr(loop, "compile_step", slowly)
         patch.setattr(logger, "handlers", [handler])
         patch.setattr(logger, "level", logging.INFO)
         train_and_evaluate(config, workdir)
@@ -253,7 +255,7 @@ def test_order_is_log_evaluate_flush_save_commit_close_and_compilation_counts(tu
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train_module, "compile_step", step_without_a_model)
+    monkeypatch.setattr(loop, "compile_step", step_without_a_model)
     assert main([f"--config={FILE}", f"--workdir={tmp_path / 'run'}"]) == 1
     error = capsys.readouterr().err
     assert "step 17: " in error and "loss is nan" in error and "last save: step 10" in error
@@ -270,22 +272,22 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
         (SharedInputError("evals.few.l2=1e-30: too small"), True),
         (NothingToMeasureError("evals.few.train_split: none can be read"), True),
         (NonFiniteError("step 7: loss is nan"), True),
-        (train_module.Preempted("stopped at step 7"), True),
+        (loop.Preempted("stopped at step 7"), True),
     ],
 )
 def test_an_error_of_one_process_of_several_keeps_its_lock(monkeypatch, tmp_path, error, by_all):
     """It does not wait for a commit that needs the others, so files may still be written."""
     said = []
     checkpoints = types.SimpleNamespace(close=lambda: said.append("closed"))
-    monkeypatch.setattr(train_module.checkpoint, "Checkpoints", lambda *_, **__: checkpoints)
-    monkeypatch.setattr(train_module.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(loop.checkpoint, "Checkpoints", lambda *_, **__: checkpoints)
+    monkeypatch.setattr(loop.jax, "process_count", lambda: 2)
     lock = types.SimpleNamespace(keep=lambda: said.append("kept"))
     run = types.SimpleNamespace(
         workdir=epath.Path(tmp_path),
         config=make_config(),
         timetable=types.SimpleNamespace(keep_every=None),
     )
-    with pytest.raises(type(error)), train_module.open_checkpoints(run, None, lock):
+    with pytest.raises(type(error)), loop.open_checkpoints(run, None, lock):
         raise error
     assert said == (["closed"] if by_all else ["kept"])
 
@@ -300,12 +302,12 @@ def test_told_to_stop_before_the_step_is_compiled_it_ends_at_once(tmp_path, monk
     def compile_step(run):
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(train_module, "compile_step", compile_step)
+    monkeypatch.setattr(loop, "compile_step", compile_step)
     run = prepare(make_config(), tmp_path)
     earlier = signal.signal(signal.SIGTERM, told)
     try:
         with pytest.raises(Told):
-            train_module.train(run, types.SimpleNamespace(step=0), {})
+            loop.loop(run, types.SimpleNamespace(step=0), {}, NoLock())
     finally:
         signal.signal(signal.SIGTERM, earlier)
 
@@ -381,7 +383,7 @@ def test_evaluators_without_a_row_at_the_restored_step_are_run_on_all_processes(
         broadcast.append(flags.tolist())
         return np.array([0, 1, 1], np.int32)
 
-    monkeypatch.setattr(train_module.jax, "process_index", lambda: process)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
     monkeypatch.setattr(record.multihost_utils, "broadcast_one_to_all", broadcast_one_to_all)
     monkeypatch.setattr(
         record, "evaluate", lambda name, *_: ran.append(name) or {f"{name}/top1": 0.25}
@@ -441,7 +443,7 @@ def test_init_from_replaces_the_head_also_for_as_many_classes(finished, tuned):
 
 
 def test_a_pretrained_file_in_the_workdir_is_no_resume(tmp_path, golden, caplog, monkeypatch):
-    monkeypatch.setattr(train_module, "compile_step", stop_here)
+    monkeypatch.setattr(loop, "compile_step", stop_here)
     caplog.set_level("INFO", "vit_jax")
     shutil.copy(golden / "vit_finetuned.npz", tmp_path / "checkpoint.npz")
     (tmp_path / "checkpoints").mkdir()
@@ -471,7 +473,7 @@ def test_a_save_that_fails_says_why(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.ocp.CheckpointManager, "save", no_space)
-    monkeypatch.setattr(train_module, "compile_step", step_without_a_model)
+    monkeypatch.setattr(loop, "compile_step", step_without_a_model)
     with pytest.raises(OSError, match="No space left on device"):
         train_and_evaluate(make_config(duration="4 steps", checkpoint__every="2 steps"), tmp_path)
 
@@ -673,14 +675,14 @@ def test_a_cpu_adds_no_chip_hours():
 
 
 def test_time_goes_on_after_a_restart(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_module, "compile_step", step_without_a_model)
+    monkeypatch.setattr(loop, "compile_step", step_without_a_model)
     monkeypatch.setattr(Classification, "run", lambda self, state: {"top1": 0.5})
 
     def should_stop(guard, step):
         return step == 12
 
-    with monkeypatch.context() as patch, pytest.raises(train_module.Preempted):
-        patch.setattr(train_module.PreemptionGuard, "should_stop", should_stop)
+    with monkeypatch.context() as patch, pytest.raises(loop.Preempted):
+        patch.setattr(loop.PreemptionGuard, "should_stop", should_stop)
         train_and_evaluate(make_config(duration="16 steps"), tmp_path)
     saved = restore.read_meta(epath.Path(tmp_path / "checkpoints/12"))["train_s"]
     summary = train_and_evaluate(make_config(duration="16 steps"), tmp_path)

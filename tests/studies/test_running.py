@@ -1,5 +1,6 @@
 """Studies with stand-in members: which run, which do not run again, which are handed over."""
 
+import copy
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import pytest
 from etils import epath
 from opened import config_json
 
+from vit_jax.config.stored import StoredConfig
 from vit_jax.config.text import load_config
 from vit_jax.main import main
 from vit_jax.studies import running
@@ -88,7 +90,9 @@ def test_balanced_weights_are_those_that_a_member_has_stored(python, workdir, ca
     config = load_config(CONFIG)
     config.optimizer.peak_lr, config.loss.class_weights = 0.003, "1,2,3"
     config.data.split, config.evals.held_out.split = "dev_train", "dev"
-    (workdir / ALL[0] / "config.json").write_text(config_json(config))
+    asked = copy.deepcopy(config)
+    asked.loss.class_weights = "balanced"
+    (workdir / ALL[0] / "config.json").write_text(StoredConfig(asked, config, {}).to_json())
     assert study(workdir, flag) == 0
     assert study(workdir) == 2
     assert "loss.class_weights: was '1,2,3', now None" in capsys.readouterr().err

@@ -51,7 +51,10 @@ def test_training_runs_as_members(tmp_path, monkeypatch, capsys, one_device):
     assert config["resolved"]["data"]["split"] == "dev_train"
     assert config["resolved"]["evals"]["held_out"]["split"] == "dev"
     config = json.loads((tmp_path / "study/lr_0.03_seed_0/config.json").read_text())
-    assert (config["resolved"]["data"]["split"], config["resolved"]["evals"]["held_out"]["split"]) == ("train", "test")
+    assert (
+        config["resolved"]["data"]["split"],
+        config["resolved"]["evals"]["held_out"]["split"],
+    ) == ("train", "test")
 
     assert [shlex.split(m["command"])[1:] for m in found["members"].values()] == commands
     summary = json.loads((tmp_path / "study/lr_0.03_seed_0/summary.json").read_text())

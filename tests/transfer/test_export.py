@@ -27,7 +27,7 @@ from vit_jax.inference.predict import outputs
 from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.run.build import prepare
-from vit_jax.run.train import write_workdir
+from vit_jax.run.workdir import write_workdir
 from vit_jax.transfer import export as export_lib
 from vit_jax.transfer import read_pretrained, with_image_size
 from vit_jax.transfer.images import ops_for
@@ -99,7 +99,7 @@ def test_a_run(run, tmp_path, capsys, format):
     assert (receipt["source"], receipt["step"]) == (str(run), 10)
     assert receipt["weights"] == "running average"
     stored = json.loads((run / "config.json").read_text())
-    assert stored == {"format_version": 2} | receipt["config"]
+    assert stored["resolved"] == receipt["config"]
     assert receipt["results"] == {
         "test/top1": {"value": 0.5, "step": 10}, "test/loss": {"value": None, "step": 5},
     }  # fmt: skip
@@ -414,7 +414,10 @@ def test_data_of_one_size_are_cropped_as_the_run_did(run, tmp_path, ops):
 def test_pictures_of_any_size_that_a_run_only_crops_stay_so(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
-    config["resolved"]["data"]["name"], config["resolved"]["evals"]["test"]["ops"] = "folder", "decode|central_crop"
+    config["resolved"]["data"]["name"], config["resolved"]["evals"]["test"]["ops"] = (
+        "folder",
+        "decode|central_crop",
+    )
     (tmp_path / "run/pictures.csv.gz").write_bytes(
         Division({"train/cat/0.png": "train"}).to_bytes()
     )

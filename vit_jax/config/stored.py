@@ -114,7 +114,7 @@ def parse_stored(text: str, workdir: epath.Path) -> StoredConfig:
     """
     where = str(workdir / "config.json")
     with _naming(where):
-        content = upgrade(json.loads(text), where)
+        content = upgrade(json.loads(text))
         asked, resolved = content["asked"], content["resolved"]
         names = tuple(dict.fromkeys([*resolved["plugins"], *asked["plugins"]]))
         decided_by = dict(content["decided_by"])

@@ -15,24 +15,15 @@ Content = dict[str, Any]  # of a config.json
 UPGRADES: Mapping[int, Callable[[Content], Content]] = {}
 
 
-def upgrade(
-    content: Content,
-    where: str,
-    upgrades: Mapping[int, Callable[[Content], Content]] = UPGRADES,
-    newest: int = FORMAT,
-) -> Content:
-    """`content` in the format `newest`; `where` names its file in errors.
-
-    Raises:
-      InputError: no upgrade leads there from its format.
-    """
+def upgrade(content: Content) -> Content:
+    """`content` in the newest format; raises InputError if no upgrade leads there from its own."""
     version = content["format_version"]
-    while version in upgrades and version < newest:
+    while version in UPGRADES:
+        content = UPGRADES[version](content)
         version += 1
-        content = upgrades[version - 1](content) | {"format_version": version}
-    if version != newest:
+    if version != FORMAT:
         raise InputError(
-            f"{where}: format_version={version!r}; this vit_jax reads {newest}; use the vit_jax "
-            "that wrote it"
+            f"format_version={content['format_version']!r}: this vit_jax reads {FORMAT}; use the "
+            "vit_jax that wrote it"
         )
     return content

@@ -12,7 +12,7 @@ def find_differences(workdir: epath.Path, names: Iterable[str]) -> list[str]:
     for name in names:
         path = workdir / name / "config.json"
         if path.exists():
-            c = json.loads(path.read_text())
+            c = json.loads(path.read_text())["resolved"]
             kind = json.dumps([c["model"], c["global_batch_size"], c["data"]["image_size"]])
             alike.setdefault(kind, {})[name] = c["optimizer"]["accum_steps"]
     return [
