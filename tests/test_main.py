@@ -437,6 +437,16 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
     assert (code, err.splitlines()[-1]) == (130, "stopped at step 7")
     code, err = end_with(NonFiniteError("step 8: loss is nan"))
     assert (code, err.splitlines()[-1]) == (1, "error: step 8: loss is nan")
+    full = ValueError('RESOURCE_EXHAUSTED: Error writing "a":\nNo space left on device [28]')
+    code, err = end_with(full)  # as tensorstore says it
+    assert (code, "Traceback" in err) == (2, False)
+    assert err.endswith('"a": No space left on device [28]; free space on its disk, then run the '
+                        "same command again\n")  # fmt: skip
+
+
+def test_a_long_name_is_refused_in_one_line(refused):
+    err = refused(QUICKSTART, f"--workdir=WORKDIR/{'a' * 300}")
+    assert err.count("\n") == 1 and err.endswith("choose a shorter name\n")
 
 
 # evaluate

@@ -1,6 +1,7 @@
 """Atomic writes: a reader sees a whole file or none, on local disks and in object stores."""
 
 import contextlib
+import errno
 import glob
 import os
 import pathlib
@@ -80,9 +81,11 @@ def replaced(path: epath.PathLike) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as e:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG):
+            raise OSError(e.errno, e.strerror, os.fspath(path)) from None  # which they may not name
         raise
 
 
