@@ -445,8 +445,14 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
 
 
 def test_a_long_name_is_refused_in_one_line(refused):
-    err = refused(QUICKSTART, f"--workdir=WORKDIR/{'a' * 300}")
-    assert err.count("\n") == 1 and err.endswith("choose a shorter name\n")
+    long = f"WORKDIR/{'é' * 130}"
+    of_folder = ("--config=folder:debug", "--workdir=WORKDIR", f"--config.data.data_dir={long}")
+    assert "choose a shorter name" in refused(*of_folder)
+    for words in ([QUICKSTART], ["report", "--output={}.html"], ["compare", "--output={}.csv"]):
+        words = [word.format(long) for word in words]
+        flag = "--output" if len(words) > 1 else "--workdir"
+        err = refused(*words, *[f"--workdir={long}"] * (flag == "--workdir"))
+        assert re.fullmatch(rf"error: {flag}=.*; choose a shorter one\n", err)
 
 
 # evaluate

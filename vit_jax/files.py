@@ -13,6 +13,8 @@ from etils import epath
 
 from vit_jax.errors import InputError
 
+_MOST_BYTES = 240  # of a name; disks take 255, and `replaced` adds some
+
 
 class LiteralPath(type(epath.Path())):  # type: ignore[misc]
     """A path below which `glob` finds files whatever its own name is: `[1]` is no pattern in it."""
@@ -31,6 +33,7 @@ def check_output(path: epath.Path, flag: str) -> None:
     """Raise InputError, naming `flag`, unless a file can be written at `path`."""
     if _is_object(path):
         return
+    check_names(path, flag)
     if path.is_dir():
         raise InputError(f"{flag}={path}: is a folder; give the name of a file")
     if not path.parent.is_dir():
@@ -41,6 +44,7 @@ def check_output(path: epath.Path, flag: str) -> None:
 
 def check_folder(path: epath.Path, flag: str) -> None:
     """Raise InputError, naming `flag`, unless `path` is a folder to write to or can become one."""
+    check_names(path, flag)
     there = next((p for p in [path, *path.parents] if p.exists()), None)
     if there is None or _is_object(path):
         return
@@ -49,6 +53,14 @@ def check_folder(path: epath.Path, flag: str) -> None:
         raise InputError(f"{flag}={path}: {what}is a file; give a directory")
     if not os.access(there, os.W_OK | os.X_OK):
         raise InputError(f"{flag}={path}: {there} is not writable; choose another directory")
+
+
+def check_names(path: epath.Path, flag: str) -> None:
+    """Raise InputError, naming `flag`, if a name in `path` is longer than disks take."""
+    if any(len(os.fsencode(name)) > _MOST_BYTES for name in path.parts):
+        raise InputError(
+            f"{flag}={path}: has a name of more than {_MOST_BYTES} bytes; choose a shorter one"
+        )
 
 
 def write_whole(path: epath.Path, content: str | bytes) -> None:
