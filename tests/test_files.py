@@ -1,3 +1,4 @@
+import errno
 import os
 
 import pytest
@@ -40,6 +41,17 @@ def test_an_error_leaves_the_file_as_it_was(tmp_path):
         raise KeyboardInterrupt
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_named_by_the_file_that_was_to_be_written(tmp_path, monkeypatch, number):
+    def fail(file):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match=f"{os.strerror(number)}: '{tmp_path}/file'"):
+        write_whole(epath.Path(tmp_path / "file"), "content")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(("root", "expected"), [("", "~"), ("~/c", "~/c"), ("/c", "/c")])

@@ -437,6 +437,22 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
     assert (code, err.splitlines()[-1]) == (130, "stopped at step 7")
     code, err = end_with(NonFiniteError("step 8: loss is nan"))
     assert (code, err.splitlines()[-1]) == (1, "error: step 8: loss is nan")
+    full = ValueError('RESOURCE_EXHAUSTED: Error writing "a":\nNo space left on device [28]')
+    code, err = end_with(full)  # as tensorstore says it
+    assert (code, "Traceback" in err) == (2, False)
+    assert err.endswith('"a": No space left on device [28]; free space on its disk, then run the '
+                        "same command again\n")  # fmt: skip
+
+
+def test_a_long_name_is_refused_in_one_line(refused):
+    long = f"WORKDIR/{'é' * 130}"
+    of_folder = ("--config=folder:debug", "--workdir=WORKDIR", f"--config.data.data_dir={long}")
+    assert "choose a shorter name" in refused(*of_folder)
+    for words in ([QUICKSTART], ["report", "--output={}.html"], ["compare", "--output={}.csv"]):
+        words = [word.format(long) for word in words]
+        flag = "--output" if len(words) > 1 else "--workdir"
+        err = refused(*words, *[f"--workdir={long}"] * (flag == "--workdir"))
+        assert re.fullmatch(rf"error: {flag}=.*; choose a shorter one\n", err)
 
 
 # evaluate

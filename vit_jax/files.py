@@ -1,6 +1,7 @@
 """Atomic writes: a reader sees a whole file or none, on local disks and in object stores."""
 
 import contextlib
+import errno
 import glob
 import os
 import pathlib
@@ -11,6 +12,8 @@ from typing import IO, Self
 from etils import epath
 
 from vit_jax.errors import InputError
+
+_MOST_BYTES = 240  # of a name; disks take 255, and `replaced` adds some
 
 
 class LiteralPath(type(epath.Path())):  # type: ignore[misc]
@@ -30,6 +33,7 @@ def check_output(path: epath.Path, flag: str) -> None:
     """Raise InputError, naming `flag`, unless a file can be written at `path`."""
     if _is_object(path):
         return
+    check_names(path, flag)
     if path.is_dir():
         raise InputError(f"{flag}={path}: is a folder; give the name of a file")
     if not path.parent.is_dir():
@@ -40,6 +44,7 @@ def check_output(path: epath.Path, flag: str) -> None:
 
 def check_folder(path: epath.Path, flag: str) -> None:
     """Raise InputError, naming `flag`, unless `path` is a folder to write to or can become one."""
+    check_names(path, flag)
     there = next((p for p in [path, *path.parents] if p.exists()), None)
     if there is None or _is_object(path):
         return
@@ -48,6 +53,14 @@ def check_folder(path: epath.Path, flag: str) -> None:
         raise InputError(f"{flag}={path}: {what}is a file; give a directory")
     if not os.access(there, os.W_OK | os.X_OK):
         raise InputError(f"{flag}={path}: {there} is not writable; choose another directory")
+
+
+def check_names(path: epath.Path, flag: str) -> None:
+    """Raise InputError, naming `flag`, if a name in `path` is longer than disks take."""
+    if any(len(os.fsencode(name)) > _MOST_BYTES for name in path.parts):
+        raise InputError(
+            f"{flag}={path}: has a name of more than {_MOST_BYTES} bytes; choose a shorter one"
+        )
 
 
 def write_whole(path: epath.Path, content: str | bytes) -> None:
@@ -80,9 +93,11 @@ def replaced(path: epath.PathLike) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as e:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG):
+            raise OSError(e.errno, e.strerror, os.fspath(path)) from None  # which they may not name
         raise
 
 

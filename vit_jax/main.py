@@ -10,6 +10,7 @@ after 75 (stopped by SIGTERM and saved), 143 (stopped by SIGTERM before training
 import argparse
 import contextlib
 import difflib
+import errno
 import gc
 import os
 import select
@@ -27,6 +28,13 @@ from vit_jax.job.first_process import run_in_child_of_first_process
 # Python 3.11 looks for cyclic garbage after 700 new containers. During the imports and the
 # tracing of a program almost all of them stay, and the search takes an eighth of a start.
 _NEW_CONTAINERS = 20_000
+
+_FREE_SPACE = "free space on its disk, then run the same command again"
+_REMEDIES = {
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 
 
 def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
@@ -120,7 +128,8 @@ def main(argv: Sequence[str]) -> int:
 def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     """Run the command that `argv` names; return the exit code and the error behind it, if any.
 
-    Any exception that escapes is a bug or a failure that the user cannot fix.
+    Any exception that escapes is a bug or a failure that the user cannot fix. Not so a full disk
+    and a name that is too long: orbax and tensorstore meet them anywhere, as errors of many types.
     """
     words = list(argv)
     if words in (["--help"], ["-h"]):
@@ -147,6 +156,13 @@ def execute(argv: Sequence[str]) -> tuple[int, BaseException | None]:
     except KeyboardInterrupt as e:
         print("Interrupted. A run that has saved continues by the same command.", file=sys.stderr)
         return exit_codes.INTERRUPTED, e
+    except Exception as e:
+        said = str(e)
+        remedy = next((_REMEDIES[n] for n in _REMEDIES if os.strerror(n) in said), None)
+        if remedy is None:
+            raise
+        print(f"error: {' '.join(said.split())}; {remedy}", file=sys.stderr)
+        return exit_codes.INPUT_WRONG, e
 
 
 def execute_and_exit(argv: Sequence[str] | None = None) -> NoReturn:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.checkpoints.checksums import _checksum, checksums
+from vit_jax.checkpoints.seal import check_seal
 from vit_jax.config import base_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
@@ -125,6 +126,30 @@ def test_when_none_is_valid_the_run_is_refused_and_nothing_is_moved(directory):
     with pytest.raises(InputError, match=r"no checkpoint in .* is valid.*\n.*meta/metadata"):
         restore.restore_newest(directory, abstract(make_state(0)), move_aside=True)
     assert sorted(p.name for p in directory.iterdir()) == ["1", "2"]
+
+
+def test_reading_follows_a_run_that_saves_and_deletes_meanwhile(directory, monkeypatch, caplog):
+    """Readers have no lock: the seal is completed, and old steps are deleted, while they read."""
+    read_seal = restore.check_seal
+
+    def delete_then_check(step_dir):
+        shutil.rmtree(directory / "1", ignore_errors=True)
+        if step_dir.name == "2":
+            (directory / "2").rename(directory / "3")
+        read_seal(step_dir)
+
+    monkeypatch.setattr(restore, "check_seal", delete_then_check)
+    state, _ = restore.restore_newest(directory, abstract(make_state(0)))
+    assert int(state.step) == 2 and "invalid" not in caplog.text
+
+
+def test_a_file_that_comes_and_goes_while_the_seal_is_checked_is_none_of_it(directory, monkeypatch):
+    gone = epath.Path(directory / "2" / ".seal.json.0.tmp")
+    listed = type(gone).iterdir
+    monkeypatch.setattr(
+        type(gone), "iterdir", lambda path: [*listed(path), *[gone] * (path.name == "2")]
+    )
+    check_seal(epath.Path(directory / "2"))
 
 
 def test_checksums_see_every_bit_and_every_place():

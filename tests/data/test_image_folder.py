@@ -90,6 +90,9 @@ def test_a_division_stays_as_pictures_come_and_go(tmp_path, caplog):
     others = {f"other/{name}": "cat" for name in files}
     assert [*Divider(stored, "runs/a")("others", others, {}).values()].count("val") == 10
     assert "others: holds none of the pictures that runs/a holds out; val is a tenth" in caplog.text
+    # A run with validation pictures in a folder of their own has trained on all it knows.
+    Divider(Division(dict.fromkeys(files, "train")), "runs/b")("pets", files, {})
+    assert "pets: holds none of the pictures that runs/b holds out; val is a tenth" in caplog.text
 
 
 def test_new_classes_of_a_run_s_folder_are_left_out(tmp_path):

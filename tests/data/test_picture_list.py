@@ -11,7 +11,7 @@ from images import encode, smooth_image
 
 from vit_jax.config.text import load_config
 from vit_jax.data import count_labels, make_source, match_classes, parse_ops
-from vit_jax.data.division import Divider
+from vit_jax.data.division import Divider, Division
 from vit_jax.data.host_tf import tf
 from vit_jax.data.pipeline import host_eval_batches
 from vit_jax.errors import InputError
@@ -226,7 +226,7 @@ def test_lists_as_others_write_them(root, name, text):
     assert both(write(root, text, name)) == {"a.jpg": 0, "sub/b.png": 1, "c.jpg": 0}
 
 
-def test_cells_with_several_labels_and_with_none(root):
+def test_cells_with_several_labels_and_with_none(root, caplog):
     rows = [("a.jpg", "cat; dog"), ("sub/b.png", [None, "dog"]), ("c.jpg", None)]
     lines = [json.dumps({"file": file, "labels": labels}) for file, labels in rows]
     path = write(root, "\n".join(lines), "list.jsonl")
@@ -234,6 +234,10 @@ def test_cells_with_several_labels_and_with_none(root):
     assert both(path, multi_label=True) == expected
     one_hot = "image,cat,dog\na.jpg,1,1\nsub/b.png,0,1\nc.jpg,0,0\n"
     assert both(write(root, one_hot), multi_label=True) == expected
+    by_pandas = "".join(f"{i or ''}, {line}" for i, line in enumerate(one_hot.splitlines(True)))
+    assert both(write(root, by_pandas.replace(",", ", ")), multi_label=True) == expected
+    write(root, ",image,label\n0,a.jpg,cat\n1,sub/b.png,dog\n2,c.jpg,cat\n")
+    assert both(root / "list.csv") and "not read" not in caplog.text
     refused(write(root, '{"file": "a.jpg", "label": {"x": 1}}', "list.jsonl"), "{'x': 1}")
 
 
@@ -249,6 +253,9 @@ def test_columns_say_the_split_and_other_columns_are_named(root, caplog):
     assert any("these columns are not read: size" in m for m in caplog.messages)
     write(root, text.replace("test", "valid"))
     assert len(both(path)) == 3
+    known = Divider(Division({"a.jpg": "train", "c.jpg": "train"}), "runs/a")  # c.jpg moved since
+    make_source("list", split="val", data_dir=path, image_size=(16, 16), divider=known)
+    assert "list.csv, val: runs/a was trained on 1 of these pictures: c.jpg" in caplog.text
     refused(path, "'train' and 'val' and 'all'", split="test")
 
 

@@ -200,6 +200,13 @@ def test_a_disk_that_fails_is_told_with_the_remedy(workdir, monkeypatch, name):
         Lock(workdir)
 
 
+def test_a_full_disk_leaves_no_file_behind(workdir, monkeypatch):
+    monkeypatch.setattr(lock.os, "pwrite", fail)
+    with pytest.raises(InputError, match="Disk quota exceeded; make "):
+        Lock(workdir)
+    assert not [*workdir.iterdir()]
+
+
 def test_a_disk_that_fails_for_less_than_a_heartbeat_may_be_old_loses_nothing(workdir, monkeypatch):
     first = Lock(workdir)
     monkeypatch.setattr(lock, "_read", fail)

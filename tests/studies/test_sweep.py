@@ -127,6 +127,9 @@ def test_report_gives_mean_and_deviation_over_seeds():
     assert report.complete and report.rows[1] == ["3e-3", "25.00 (1 of 2)"]
     assert report.values["combinations"][0]["values"] == [0.5, 0.7]
     assert not sweep.report(config_of("optimizer.peak_lr=1e-3", "seed=0,1"), results).best
+    # One lucky seed beside a diverged one does not win.
+    results["peak_lr_3e-3__seed_1"].summary["held_out/top1"] = 0.9
+    assert sweep.report(config, results).best == report.best
 
 
 def study(workdir, *flags):

@@ -131,11 +131,17 @@ def restore_newest(
       InputError: if none of the steps is valid, or one has another format or was made with other
         data; nothing is moved then.
     """
-    invalid = {}
-    for step in _steps_of_first(directory):
+    invalid: dict[int, str] = {}
+    steps = _steps_of_first(directory)
+    while steps:
+        step = steps.pop(0)
         try:
             state, meta = _restore(directory / str(step), abstract_state, partial)
         except InvalidError as e:
+            found = _steps_of_first(directory)
+            if found[:1] > [max([step, *invalid])]:  # a run saves here, and deletes old steps
+                steps, invalid = found, {}
+                continue
             invalid[step] = str(e)
             logger.warning("checkpoint %s is invalid: %s", directory / str(step), invalid[step])
             continue

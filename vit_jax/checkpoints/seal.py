@@ -7,6 +7,7 @@ orbax commits a step; files that orbax writes during the commit are added afterw
 import concurrent.futures
 import hashlib
 import json
+from collections.abc import Iterable, Iterator
 
 from etils import epath
 
@@ -21,8 +22,9 @@ _COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 def write_seal(step_dir: epath.Path) -> None:
     """Seal a step that is not committed yet."""
-    files = _files(step_dir) | dict.fromkeys(_COMMIT_FILES)
-    write_whole(step_dir / _SEAL, json.dumps(files, indent=1))
+    names = list(_names(step_dir))
+    sealed = dict(zip(names, _entries(step_dir, names), strict=True))
+    write_whole(step_dir / _SEAL, json.dumps(sealed | dict.fromkeys(_COMMIT_FILES), indent=1))
 
 
 def complete_seal(step_dir: epath.Path) -> None:
@@ -37,31 +39,36 @@ def check_seal(step_dir: epath.Path) -> None:
     """Raise ValueError, naming the file, at the first file that differs from the seal."""
     if not (step_dir / _SEAL).exists():
         raise ValueError(f"file {_SEAL} is missing")
-    found = _files(step_dir)
-    for name, entry in json.loads((step_dir / _SEAL).read_text()).items():
-        if name not in found:
+    sealed = json.loads((step_dir / _SEAL).read_text())
+    for (name, entry), found in zip(sealed.items(), _entries(step_dir, sealed), strict=True):
+        if found is None:
             raise ValueError(f"file {name} is missing")
-        if entry is not None and found[name] != entry:
-            raise ValueError(f"file {name} is damaged ({found[name][0]} bytes)")
+        if entry is not None and found != entry:
+            raise ValueError(f"file {name} is damaged ({found[0]} bytes)")
 
 
-def _files(step_dir: epath.Path) -> dict[str, list]:
-    """{relative path: [bytes, digest or None if the file is large]}, without the seal."""
+def _names(folder: epath.Path, prefix: str = "") -> Iterator[str]:
+    """The relative paths of all files, without the seal."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _names(path, f"{prefix}{path.name}/")
+        elif path.name != _SEAL:
+            yield prefix + path.name
 
-    def below(folder, prefix):
-        for path in folder.iterdir():
-            if path.is_dir():
-                yield from below(path, f"{prefix}{path.name}/")
-            elif path.name != _SEAL:
-                yield prefix + path.name, path
 
-    paths = dict(below(step_dir, ""))
+def _entries(step_dir: epath.Path, names: Iterable[str]) -> list[list | None]:
+    """[bytes, digest or None if the file is large] of each file; None if it is missing.
+
+    A running job completes the seal under another name: only the files in `names` are looked at.
+    """
     # A pod writes many files, and each one is a slow request to a store.
     with concurrent.futures.ThreadPoolExecutor(_READ_AT_ONCE) as pool:
-        return dict(zip(paths, pool.map(_entry, paths.values()), strict=True))
+        return list(pool.map(_entry, (step_dir / name for name in names)))
 
 
-def _entry(path: epath.Path) -> list:
+def _entry(path: epath.Path) -> list | None:
+    if not path.exists():
+        return None
     size, digest = path.stat().length, None
     if size <= _DIGESTED_UP_TO:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -61,9 +61,6 @@ class Division(NamedTuple):
     def holds_out(self, name: str) -> bool:
         return self.splits.get(name) == "val" or hash_of(name) in self.hashes
 
-    def holds_out_any(self) -> bool:
-        return bool(self.hashes) or "val" in self.splits.values()
-
     def to_bytes(self) -> bytes:
         """The content of a run's FILE."""
         text = io.StringIO(newline="")
@@ -166,6 +163,15 @@ class Divider:
         """The names of the pictures that the run began with; none for a new run."""
         return () if self._anew else self._known.splits.keys()
 
+    def warn_of_trained(self, where: str, names: Collection[str]) -> None:
+        """Warns of those of the user's own validation or test pictures that the run trained on."""
+        known = {} if self._anew else self._known.splits
+        if trained := sorted(name for name in names if known.get(name) == "train"):
+            warn_once(
+                f"{where}: {self._model or 'this run'} was trained on {len(trained):,} of these "
+                f"pictures: {say_names(trained)}; put them back into train"
+            )
+
     def settled(self) -> Division:
         """What was decided, and what else `known` holds out."""
         return Division(
@@ -209,7 +215,7 @@ class Divider:
             return found
         number = sum(split == "val" for split in found.values())
         all_of_them = "the split all is all of them (--config.evals.NAME.split=all)"
-        if self._model and self._known.holds_out_any():
+        if self._model and any(self._known):
             warn_once(
                 f"{where}: holds none of the pictures that {self._model} holds out; val is a tenth "
                 f"({number:,} of {len(found):,}), on which the model may have been trained; if it "

@@ -187,6 +187,8 @@ def picture_list(
         known = {label for row in training.values() for label in row.labels}
         kept = of_classes(known, {path: row.labels for path, row in rows.items()}, file)
         rows = {path: rows[path] for path in kept}
+    if split not in ("train", "all"):
+        divider.warn_of_trained(f"{shown(str(file))}, {split}", rows)
     class_names = _sorted_labels({label for row in training.values() for label in row.labels})
     if not training and any(by_split.values()):
         raise InputError(
@@ -300,7 +302,7 @@ def _parse_row(
         )
     split = None
     if "split" in row:
-        said = str(row["split"]).strip()
+        said = str(row["split"] or "").strip()
         split = next((s for s, names in SPLIT_NAMES.items() if said.lower() in names), None)
         if split is None:
             raise ValueError(f"{shown(path)} has the split {said!r}; needed: train, val or test")
@@ -336,7 +338,7 @@ def _rows(file: pathlib.Path) -> Iterator[tuple[int, dict[Any, Any]]]:
         rows = _json_rows if file.suffix.lower() == ".jsonl" else _csv_rows
         for line, row in rows(file, lines):
             known = _find_columns(tuple(row))
-            unknown |= {*row} - {*known.values(), None}
+            unknown |= {*row} - {*known.values(), None, ""}
             extra = {None: row[None]} if None in row else {}
             yield line, {column: row[name] for column, name in known.items()} | extra
     if unknown:
@@ -356,19 +358,24 @@ def _find_columns(names: tuple[Any, ...]) -> Mapping[str, str]:
 def _csv_rows(file: pathlib.Path, lines: TextIO) -> Iterator[tuple[int, dict[Any, Any]]]:
     header = lines.readline()
     # Commas, unless another delimiter gives a column for the file.
-    names_by = {mark: next(csv.reader([header], delimiter=mark), []) for mark in _DELIMITERS}
+    names_by = {
+        mark: next(csv.reader([header], delimiter=mark, skipinitialspace=True), [])
+        for mark in _DELIMITERS
+    }
     delimiter = next((m for m in names_by if "file" in _find_columns(tuple(names_by[m]))), ",")
     names = names_by[delimiter]
     columns = _find_columns(tuple(names))
     of_labels = {"label", "labels"} & {*columns}
-    classes = [] if of_labels else [name for name in names if name not in columns.values()]
+    # pandas writes the numbers of rows in a column without a name.
+    others = [name for name in names if name.strip() and name not in columns.values()]
+    classes = [] if of_labels else others
     if "file" not in columns or not (of_labels or classes):
         raise InputError(
             f"data.data_dir: {shown(str(file))}, line 1: has the columns "
             f"{shown(', '.join(names)) or 'none'}; needed: file, and label or labels, or a column "
             "of 0 and 1 for each class"
         )
-    reader = csv.DictReader(lines, names, delimiter=delimiter)
+    reader = csv.DictReader(lines, names, delimiter=delimiter, skipinitialspace=True)
     for row in reader:
         for name in classes:
             if row[name] not in _SHOWS:

@@ -197,7 +197,11 @@ class Lock:
             self._file = _open_locked(workdir, os.O_CREAT)
             try:
                 _wait_for_heartbeat(workdir, has_locks=self._file is not None)
-                self._write()
+                try:
+                    self._write()
+                except OSError:
+                    self._path.unlink(missing_ok=True)
+                    raise
             except BaseException:
                 self._close()
                 raise

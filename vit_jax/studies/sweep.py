@@ -8,7 +8,6 @@ others, but that the report gives mean and deviation over its values. Beside the
 
 import copy
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -129,8 +128,8 @@ def _member(config: ConfigDict, overrides: Mapping[str, str]) -> Member:
 
 
 def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
-    """A row for each combination, over its seeds, the best first."""
-    table = []  # of (line, its content for study.json, its members)
+    """A row for each combination, over its seeds: the best first, those that diverged behind."""
+    table = []  # of (rank, line, its content for study.json, its members)
     keys = list(parse_sweep(config.study.sweep))
     shown = [key for key in keys if key != "seed"]
     for row in _rows(config):
@@ -143,9 +142,11 @@ def report(config: ConfigDict, results: Mapping[str, Result]) -> Report:
         some = f" ({len(values)} of {len(members)})" * (0 < len(values) < len(members))
         line = [*(row[key] for key in shown), format_mean_std(measured, otherwise) + some]
         run = {"overrides": row, **measured, "values": values}
-        table.append((line, run, [member.name for member in members]))
-    table.sort(key=lambda row: math.inf if row[1]["mean"] is None else -row[1]["mean"])
-    lines, runs, names = map(list, zip(*table, strict=True))
+        diverged = DIVERGED in (result.state for result in ended)
+        rank = (not values, diverged, -(measured["mean"] or 0.0))
+        table.append((rank, line, run, [member.name for member in members]))
+    table.sort(key=lambda row: row[0])
+    _, lines, runs, names = map(list, zip(*table, strict=True))
     everyone = find_members(config, {})
     have_ended = [m for m in everyone if m.name in results]
     states = [results[member.name].state for member in have_ended]

@@ -25,7 +25,7 @@ from etils import epath
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.data.division import HASHES, hashes_to_bytes, side_file
 from vit_jax.errors import InputError, nearest
-from vit_jax.files import absolute, write_whole
+from vit_jax.files import absolute, check_names, write_whole
 from vit_jax.job.software import software
 from vit_jax.models.fields import value_of, with_known
 from vit_jax.transfer import WRITERS, check_holds, load_pretrained
@@ -205,6 +205,7 @@ def _check_suffix(output: epath.Path, format: str) -> None:
 
 def _check_output(output: epath.Path, format: str) -> None:
     _check_suffix(output, format)
+    check_names(output, "--output")
     taken = [output]
     if output.suffix in _FORMATS_OF:  # has companion files
         taken += [
