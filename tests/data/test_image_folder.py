@@ -81,6 +81,9 @@ def test_a_division_stays_as_pictures_come_and_go(tmp_path, caplog):
     said = "\n".join(caplog.messages)
     assert "51 pictures are not among those that runs/a began with" in said and "cat/new0" in said
     assert "5 pictures that runs/a holds out are missing" in said
+    moved = {f"pets/{name}": "cat" for name in files}
+    Divider(stored, "runs/a", anew=True)("elsewhere", moved, {})
+    assert "elsewhere: 100 pictures seem to be those of runs/a under other names" in caplog.text
     # A run that starts from it trains on the new ones; an export knows only what is held out.
     for known in (stored, Division(hashes=stored.held_out())):
         anew = Divider(known, anew=True)("pets", more, {})

@@ -374,10 +374,10 @@ def test_parts_of_a_batch_stay_in_the_cache_of_a_cpu(name, platform, rows, chose
 def test_a_recorded_number_of_parts_changes_only_on_other_devices(caplog):
     caplog.set_level(logging.INFO)
     config = small_config()
-    config.global_batch_size, config.optimizer.accum_steps = 24, 8
+    config.global_batch_size = 24
     for ways, number in ((1, 8), (4, 2)):
         mesh = types.SimpleNamespace(shape={axis: 1 for axis in BATCH_AXES} | {"data": ways})
-        assert settle_microbatches(config, mesh).optimizer.accum_steps == number
+        assert settle_microbatches(config, mesh, recorded=8) == number
     (record,) = caplog.records
     assert "2 instead of the recorded 8, which does not divide the 6 rows" in record.getMessage()
 

@@ -34,7 +34,7 @@ from vit_jax.planning.estimates import estimate, speed_of
 from vit_jax.planning.search import find_remedies, largest_batch, search
 from vit_jax.planning.targets import Target, readable_mesh
 from vit_jax.run import loop
-from vit_jax.run import prepare as run_module
+from vit_jax.run.build import prepare
 from vit_jax.run.teachers import abstract_teachers, planned_experiment
 
 pytestmark = pytest.mark.usefixtures("small_moments_are_split")
@@ -151,7 +151,7 @@ def test_plan_is_of_the_step_that_is_trained(monkeypatch, tmp_path):
     monkeypatch.setattr("vit_jax.planning.targets.find_devices", lambda target: jax.devices())
     with pytest.raises(Recorded):
         compile_plan(with_known_facts(config), Target(find_slice("v5e:2x4")))
-    run = run_module.prepare(config, tmp_path / "workdir")
+    run = prepare(config, tmp_path / "workdir")
     with pytest.raises(Recorded), jax.set_mesh(run.mesh):
         loop.compile_step(run)
     planned, trained = lowered

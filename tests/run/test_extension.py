@@ -84,21 +84,21 @@ def test_values_that_move_until_the_end_keep_it_where_it_is(key, start, end):
     assert find_other_past(*same, 20, WORKDIR) is None
 
 
-def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path, monkeypatch):
+def test_the_refusal_says_how_to_go_on_and_other_keys_are_named_first(tmp_path):
     workdir = epath.Path(tmp_path)
     (workdir / "config.json").write_text(config_json(make_config()))
-    monkeypatch.setattr(workdir_module.restore, "saved_steps", lambda path: [40, 30])
+    begun = workdir_module.read_run(workdir)
+    run = begun._replace(saved_steps=(40, 30))
     with pytest.raises(InputError) as e:
-        workdir_module.check_unchanged(make_config(duration="80 steps"), workdir)
+        workdir_module.check_unchanged(make_config(duration="80 steps"), run, workdir)
     assert str(e.value).startswith(f"--workdir={tmp_path}: the run cannot get another end")
     assert str(e.value).endswith(
         "; keep the old value with '--config.duration=40 steps'; or train on from its weights: "
         f"--config.init_from={tmp_path} --config.init_head=kept and a new --workdir"
     )
     with pytest.raises(InputError, match="seed: was 0, now 1") as e:
-        workdir_module.check_unchanged(make_config(duration="80 steps", seed="1"), workdir)
-    monkeypatch.setattr(workdir_module.restore, "saved_steps", lambda path: [])
-    workdir_module.check_unchanged(make_config(duration="80 steps"), workdir)
+        workdir_module.check_unchanged(make_config(duration="80 steps", seed="1"), run, workdir)
+    workdir_module.check_unchanged(make_config(duration="80 steps"), begun, workdir)
 
 
 def test_a_finished_run_that_is_extended_ends_as_one_that_was_longer_from_the_start(tmp_path):

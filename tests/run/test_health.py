@@ -18,6 +18,7 @@ from vit_jax import load_pretrained, save_pretrained
 from vit_jax.config import base_config, rank
 from vit_jax.config.text import load_config
 from vit_jax.devices.chips import find_slice
+from vit_jax.job.lock import NoLock
 from vit_jax.metrics import NullWriter
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import Collapse, Objective
@@ -96,7 +97,7 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
     c.global_batch_size, c.data.num_examples = 8, 100
     clock = types.SimpleNamespace(read=lambda: {})
     silent = types.SimpleNamespace(update=lambda *_: None)
-    record = Record(run, 0, {}, clock, NullWriter(), silent, None)
+    record = Record(run, 0, {}, clock, NullWriter(), silent, NoLock())
     record._throughput = types.SimpleNamespace(
         read=lambda step: {}, pause=lambda why: contextlib.nullcontext(), seconds=lambda: 0.0
     )

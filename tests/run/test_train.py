@@ -393,7 +393,9 @@ def test_evaluators_without_a_row_at_the_restored_step_are_run_on_all_processes(
         config=make_config(),
         evaluators=dict.fromkeys(("few", "few_more", "knn")),
     )
-    record.evaluate_missed(run, types.SimpleNamespace(step=10), ["few", "few_more", "knn"], None)
+    record.evaluate_missed(
+        run, types.SimpleNamespace(step=10), ["few", "few_more", "knn"], NoLock()
+    )
     assert ran == ["few_more", "knn"]
     if process == 0:
         assert broadcast == [[0, 1, 1]]

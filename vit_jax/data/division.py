@@ -137,7 +137,7 @@ class Divider:
 
     Args:
       known: how the pictures of the model are divided.
-      model: its name in messages; "" for the run that trains.
+      model: its name in messages; "" for the run that goes on.
       anew: for a new run, which may train on pictures that `known` does not name. Otherwise
         pictures are divided exactly as `known` says, but for a folder that it does not know.
 
@@ -151,6 +151,7 @@ class Divider:
     def __call__(self, where: str, classes: Mapping[str, str], groups: Groups) -> dict[str, str]:
         known = self._known
         if self._anew:
+            self._warn_of_other_names(where, classes)
             known = Division({**known.splits, **self.decided}, known.hashes)
             found = divide_anew(where, classes, groups, known)
         else:
@@ -182,6 +183,18 @@ class Divider:
         """The pictures that `known` trained on and that were not there; once the data are open."""
         splits = {} if self._anew else self._known.splits
         return sorted(n for n, s in splits.items() if s == "train" and n not in self.decided)
+
+    def _warn_of_other_names(self, where: str, names: Collection[str]) -> None:
+        """Warns if `known` may have the same pictures from another folder on."""
+        if any(name in self._known.splits for name in names):
+            return
+        tails = {_tail(name) for name in self._known.splits}
+        if same := sum(_tail(name) in tails for name in names):
+            warn_once(
+                f"{where}: {same:,} pictures seem to be those of {self._model} under other names; "
+                "val is a new tenth, which may have pictures that the initial weights were trained "
+                "on; give the data as that run had them"
+            )
 
     def _follow(self, where: str, names: Collection[str], groups: Groups) -> dict[str, str]:
         """As `known` says; {} if it knows none of the pictures."""
@@ -246,6 +259,11 @@ def read_division(workdir: epath.Path, config: ConfigDict) -> Division:
 def side_file(model: epath.Path) -> epath.Path:
     """The file of hashes of an exported `model`, a file, or a folder with model.safetensors."""
     return (model / "model" if model.is_dir() else model).with_suffix(HASHES)
+
+
+def _tail(name: str) -> str:
+    """The name from the last folder on."""
+    return "/".join(name.split("/")[-2:])
 
 
 def say_names(names: Sequence[str]) -> str:

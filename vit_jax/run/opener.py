@@ -111,8 +111,9 @@ class Files:
         """As the run divides its pictures; for a new run, as that of `init_from` did."""
         if self._stored.config is not None:
             return Divider(read_division(self._workdir, self._stored.config.resolved))
-        known = Division() if self.pretrained is None else self.pretrained.division
-        return Divider(known, anew=True)
+        if self.pretrained is None:
+            return Divider(anew=True)
+        return Divider(self.pretrained.division, self.pretrained.source, anew=True)
 
     def division(self) -> bytes:
         """Content of `division.FILE` of a run that begins; b"" if it has none of the user's."""
