@@ -444,6 +444,23 @@ def test_exit_codes_of_train(tmp_path, monkeypatch, capsys):
                         "same command again\n")  # fmt: skip
 
 
+def test_a_run_goes_on_without_its_config(tmp_path, monkeypatch, refused):
+    config = load_config("quickstart:debug")
+    config.seed = 7
+    (tmp_path / "config.json").write_text(config_json(config))
+    seen = []
+    monkeypatch.setattr("vit_jax.run.train.train_and_evaluate", lambda *args: seen.append(args))
+    assert main([f"--workdir={tmp_path}", "--config.log.every=3 steps"]) == 0
+    config.log.every = "3 steps"
+    assert seen[0][:3] == (
+        config,
+        str(tmp_path),
+        {"config": None, "overrides": {"log.every": "3 steps"}},
+    )
+    assert "config.sed" in refused(f"--workdir={tmp_path}", "--config.sed=1")
+    assert "--config: missing" in refused(f"--workdir={tmp_path}/other")
+
+
 def test_a_long_name_is_refused_in_one_line(refused):
     long = f"WORKDIR/{'é' * 130}"
     of_folder = ("--config=folder:debug", "--workdir=WORKDIR", f"--config.data.data_dir={long}")

@@ -7,19 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from PIL import Image
 
 from vit_jax import create_model, load_pretrained, save_pretrained, tree
-from vit_jax.config.stored import read_config
+from vit_jax.config import flatten
+from vit_jax.config.stored import read_config, read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.image_files import find_images, image_files
 from vit_jax.errors import InputError
 from vit_jax.inference.evaluate import evaluate, evaluate_pretrained
 from vit_jax.inference.predict import predict
+from vit_jax.run import workdir as workdir_module
 from vit_jax.run.build import prepare
 from vit_jax.run.resolve import freeze_layers, take_fields
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.validation import find_faults
+from vit_jax.run.workdir import write_workdir
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
 from vit_jax.transfer.spec import Pretrained, Spec
@@ -259,16 +263,48 @@ def test_lora_from_start_to_export(pictures, source, tmp_path):
 
 
 def test_a_resumed_run_compares_what_was_decided(pictures, source, tmp_path):
-    from vit_jax.run.workdir import write_workdir
-
     keys = {"duration": "3 steps", "global_batch_size": 8}
     run = prepare(make(pictures, source, **keys), tmp_path)
     write_workdir(tmp_path, run.resolved, run.train_source, run.pictures)
     again = prepare(make(pictures, source, **keys), tmp_path).config
     assert again.to_dict() == run.config.to_dict()
+    said = make(pictures, source, **keys, optimizer__peak_lr=run.config.optimizer.peak_lr)
+    assert prepare(said, tmp_path).config.to_dict() == run.config.to_dict()
     with pytest.raises(InputError) as error:
         prepare(make(pictures, source, **keys, optimizer__peak_lr=0.1), tmp_path)
     assert "optimizer.peak_lr: was 0.00046875, now 0.1" in str(error.value)
     with pytest.raises(InputError) as error:
         prepare(make(pictures, source, **keys, model__pool="token"), tmp_path)
     assert "model.pool" in str(error.value)
+
+
+def test_config_json_says_who_decided_each_key(pictures, source, tmp_path):
+    asked = make(pictures, source, words="ViT-mu/8,folder,last1", duration="3 steps")
+    run = prepare(asked, tmp_path, by_user=("duration", "init_from"))
+    write_workdir(tmp_path, run.resolved, run.train_source, run.pictures)
+    stored = read_stored(epath.Path(tmp_path))
+    assert stored.asked == asked and stored.resolved == run.config
+    assert stored.decided_by.keys() == flatten(run.config).keys()
+    expected = {
+        "duration": "user", "init_from": "user", "data.name": "recipe", "seed": "default",
+        "model.pool": "source", "data.mean": "source", "data.num_classes": "data",
+        "data.order": "data", "optimizer.freeze": "rule", "optimizer.peak_lr": "rule",
+        "optimizer.accum_steps": "devices",
+    }  # fmt: skip
+    assert {key: stored.decided_by[key] for key in expected} == expected
+    again = prepare(make(pictures, source, "ViT-mu/8,folder,last1", duration="3 steps",
+                         log__every="2 steps"), tmp_path, by_user=("log.every",))  # fmt: skip
+    changed = {"log.every": "user"}
+    assert again.resolved.decided_by == stored.decided_by | changed
+
+
+def test_a_start_reads_config_json_once(tmp_path, monkeypatch):
+    """Process 0 reads it; under the lock its bytes are compared with those that were read."""
+    config = load_config("quickstart:debug")
+    apply_overrides(config, [("duration", "1 steps"), ("schedule.warmup", "0 steps")])
+    train_and_evaluate(config, tmp_path)
+    parsed, parse = [], workdir_module.parse_stored
+    monkeypatch.setattr(workdir_module, "parse_stored", lambda *a: parsed.append(1) or parse(*a))
+    monkeypatch.setattr("vit_jax.config.stored.read_stored", None)
+    train_and_evaluate(config, tmp_path)
+    assert parsed == [1]

@@ -289,7 +289,8 @@ def _parse_row(
         )
     if path in found:
         raise ValueError(
-            f"{shown(path)} is listed twice; list it once, with one split, and all its labels in `labels`"
+            f"{shown(path)} is listed twice; list it once, with one split, and "
+            "all its labels in `labels`"
         )
     labels = tuple(dict.fromkeys([*_labels(row.get("label")), *_labels(row.get("labels"))]))
     if not labels and "labels" not in row:
