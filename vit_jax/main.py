@@ -9,7 +9,6 @@ after 75 (stopped by SIGTERM and saved), 143 (stopped by SIGTERM before training
 
 import argparse
 import contextlib
-import difflib
 import errno
 import gc
 import os
@@ -38,18 +37,19 @@ _REMEDIES = {
 
 
 def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags of `command`.
+    """Parse the flags of `command`; argparse exits with 2 on a wrong one.
 
     `--config.KEY=VALUE` flags are collected as (key, value) pairs in `overrides`. Every command
     accepts `--config.plugins`, stored as the list `plugins`, and `--trust_plugins`.
 
     Raises:
-      InputError: lists every unknown flag.
+      InputError: a `--config.KEY` has no value, or the command takes no config.
     """
     sys.set_int_max_str_digits(0)  # the checks of flags and keys refuse long numbers by name
     parser = argparse.ArgumentParser(
         prog=f"python -m vit_jax.main {command}",
         description=find_command(command).__doc__,
+        epilog=f"Commands: {', '.join(COMMANDS)}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -58,13 +58,6 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
         "--trust_plugins", action="store_true", help="run the copies of plug-ins kept in workdirs"
     )
     parser.add_argument("--quiet", action="store_true", help="show warnings and errors only")
-    parser.epilog = f"Commands: {', '.join(COMMANDS)}."
-    takes_config = "--config" in parser.format_usage()
-    if takes_config:
-        parser.epilog = (
-            "--config.KEY=VALUE sets any key of the config, e.g. --config.mesh.fsdp=8.\n"
-            + parser.epilog
-        )
     overrides, rest, words = [], [], iter(argv)
     for word in words:
         if word.startswith("--config."):
@@ -75,34 +68,14 @@ def parse_flags(command: str, argv: Sequence[str]) -> argparse.Namespace:
             overrides.append((key, value))
         else:
             rest.append(word)
-    flags, unknown = parser.parse_known_args(rest)
-    if unknown:
-        options = [option for action in parser._actions for option in action.option_strings]
-        hints = [f"{word}: {_hint(word, options, takes_config)}" for word in unknown]
-        raise InputError("unknown flags: " + "; ".join(hints))
-    others = [key for key, _ in overrides if key != "plugins"]
-    if others and not takes_config:
-        raise InputError(f"--config.{others[0]}: this command takes no config")
+    flags = parser.parse_args(rest)
+    keys = [key for key, _ in overrides if key != "plugins"]
+    if keys and "config.KEY" not in flags:
+        raise InputError(f"--config.{keys[0]}: this command takes no config")
     flags.overrides = overrides
     values = [value for key, value in overrides if key == "plugins"]
     flags.plugins = [name.strip() for name in ",".join(values).split(",") if name.strip()]
     return flags
-
-
-def _hint(word: str, options: Sequence[str], takes_config: bool) -> str:
-    """Suggest one of `options`, or a key of the config, for the unknown flag `word`."""
-    flag, equals, value = word.partition("=")
-    is_near = difflib.get_close_matches(flag, options, cutoff=0.75)
-    if takes_config and flag.startswith("--") and not is_near:
-        from vit_jax.config import default_config, flatten
-        from vit_jax.config.text import suggest_key
-
-        keys = [key for key in flatten(default_config()) if key != "plugins"]
-        hint = suggest_key(flag.removeprefix("--"), keys)
-        if hint.startswith("did you mean "):
-            found = hint.removeprefix("did you mean ").removesuffix("?").split(" or ")
-            return f"did you mean {' or '.join(f'--config.{k}{equals}{value}' for k in found)}?"
-    return nearest(flag, options)
 
 
 def _overview() -> str:

@@ -123,7 +123,7 @@ def test_old_chips_have_no_kernel_for_relative_positions(caplog):
     mesh = FakeMesh("tpu", device_kind="TPU v4")
     with caplog.at_level(logging.INFO, "vit_jax"):
         chosen = choose_forms(small_model(pos_embed="relative"), mesh)
-    assert not has_kernels(chosen) and chosen.forms.attend_relative is None
+    assert not has_kernels(chosen)
     assert "v5 and newer chips, not for TPU v4" in caplog.text
     assert has_kernels(choose_forms(small_model(), mesh))
 
@@ -144,13 +144,13 @@ def test_a_model_with_many_prefix_tokens_has_no_kernel_for_relative_positions(ca
 
 def test_relative_positions_without_a_number_of_keys_count_all_tokens(monkeypatch):
     seen = []
-    kernel = "vit_jax.devices.kernels.relative_attention.attention"
-    monkeypatch.setattr(kernel, lambda qkv, *args: seen.append(args[-1]) or qkv[0])
+    target = "vit_jax.devices.kernels.relative_attention.attention"
+    monkeypatch.setattr(target, lambda qkv, *args: seen.append(args[-1]) or qkv[0])
     mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-    attend = tpu_forms(small_model(pos_embed="relative"), mesh).attend_relative
+    kernel = tpu_forms(small_model(pos_embed="relative"), mesh).attention_kernel
     q_BNHK, relative = jnp.ones((1, 8, 4, 8)), Relative(1, offsets=jnp.ones((13, 8)))
     for num_keys in (None, 7):
-        attend(q_BNHK, q_BNHK, q_BNHK, relative, qkv_biases=None, num_keys=num_keys)
+        kernel((q_BNHK,) * 3, (None,) * 3, relative, num_keys)
     assert [(sizes.num_keys, sizes.num_prefix) for sizes in seen] == [(8, 1), (7, 0)]
 
 

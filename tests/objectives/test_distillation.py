@@ -18,6 +18,7 @@ from vit_jax.errors import InputError
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
+from vit_jax.models.attention import plain_attention
 from vit_jax.models.batch_norm import BatchNorm
 from vit_jax.models.forms import Forms
 from vit_jax.objectives import make_objective
@@ -277,8 +278,12 @@ def test_features_of_layers_leave_out_padded_tokens(image_size):
     params = random_params(model, images)
     teacher = Teacher("t", 1.0, model, {"params": random_params(model, images, seed=1)}, *RANGE)
 
+    def kernel(qkv, biases, relative, num_keys):
+        q, k, v = (x + b[None, None] for x, b in zip(qkv, biases, strict=True))
+        return plain_attention(q, k[:, :num_keys], v[:, :num_keys])
+
     def distance(multiple):
-        padded = model.clone(forms=Forms(token_multiple=multiple))
+        padded = model.clone(forms=Forms(attention_kernel=kernel, token_multiple=multiple))
         objective = objective_of(
             padded, [teacher._replace(model=padded)], mode="features", features="0:1", weight=1.0
         )

@@ -44,11 +44,12 @@ def test_kernels_that_agree_are_logged(pos_embed, model, mesh, caplog, interpret
 def test_only_a_form_that_differs_stops_the_run(mesh, factor):
     """A form without a kernel in a kernel's place, since kernels compile for seconds."""
 
-    def attend(q, k, v, **how):
-        return plain_attention(q * q.dtype.type(factor), k, v, **how)
+    def kernel(qkv, biases, relative, num_keys):
+        q, k, v = (x + b.astype(x.dtype)[None, None] for x, b in zip(qkv, biases, strict=True))
+        return plain_attention(q * q.dtype.type(factor), k[:, :num_keys], v[:, :num_keys])
 
     model = create_model("ViT-Ti/16", 5, 16, dtype="bfloat16", **SIZES).clone(constrain=constrain)
-    model = model.clone(forms=Forms(attend=attend, token_multiple=8))
+    model = model.clone(forms=Forms(attention_kernel=kernel, token_multiple=8))
     with nullcontext() if factor == 1 else pytest.raises(InputError, match="kernels=plain"):
         check_kernels(model, mesh)
 

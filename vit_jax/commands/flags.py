@@ -29,6 +29,9 @@ def define_config_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print_config", action="store_true", help="print the whole config as JSON and exit"
     )
+    parser.add_argument(
+        "--config.KEY", metavar="VALUE", help="set any key of the config, e.g. --config.mesh.fsdp=8"
+    )
 
 
 def define_process_flags(parser: argparse.ArgumentParser) -> None:

@@ -126,17 +126,14 @@ def _parse_value(text: str, kind: type, optional: bool, of_strings: bool = False
 
 
 def _hint(key: str, known: Sequence[str]) -> str:
-    """Suggest what to write instead of `--config.key=...`, whose key is unknown."""
-    below = [k for k in known if k.startswith(key + ".")]
-    return f"its keys are {', '.join(below)}" if below else suggest_key(key, known)
-
-
-def suggest_key(key: str, known: Sequence[str]) -> str:
-    """The hint for an unknown `key`: `known` keys whose last component matches, else the nearest.
+    """The hint for an unknown `key`: the keys of a section, `known` keys whose last component
+    matches, else the nearest.
 
     `peak_lr` and `lr` suggest `optimizer.peak_lr`, whatever section they were written in;
     `batch_size` suggests the top-level key `global_batch_size`, not the key of an evaluator.
     """
+    if below := [name for name in known if name.startswith(key + ".")]:
+        return f"its keys are {', '.join(below)}"
     leaf = key.rpartition(".")[2]
     by_leaf: dict[str, list[str]] = {}
     for name in known:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from vit_jax.devices.mesh import BATCH_AXES, PLATFORMS
-from vit_jax.models.attention import Attend, add_qkv_biases, choose_attention
+from vit_jax.devices.mesh import BATCH_AXES
+from vit_jax.models.attention import Attend, choose_attention
 from vit_jax.models.axial import AxialViT
 from vit_jax.models.fields import field_names
 from vit_jax.models.forms import PLAIN, Forms, multiply_on_cpu
@@ -65,23 +65,17 @@ def _forms_on(platform: str, model: nn.Module, mesh: Mesh) -> Forms:
 def has_kernels(model: nn.Module) -> bool:
     """Whether `choose_forms` gave the model a kernel."""
     forms = getattr(model, "forms", PLAIN)
-    without = {choose_attention(platform) for platform in PLATFORMS}
-    return forms.attend not in without
+    return forms.attention_kernel is not None or forms.attend is _cudnn_attention
 
 
 def tpu_forms(model: nn.Module, mesh: Mesh) -> Forms:
     """The forms of `model` on TPUs; see `choose_forms`."""
     without = _why_plain(model, mesh)
-    plain = choose_attention("tpu")
     if without is not None:
         _say_plain(without)
-    return Forms(
-        attend=plain if without else partial(_tpu_attention, mesh=mesh, plain=plain),
-        attend_relative=None if without else partial(_tpu_relative_attention, mesh=mesh),
-        attend_adds_biases=without is None,
-        add_bias=bias.add_bias,
-        token_multiple=1 if without else _MULTIPLE,
-    )
+        return Forms(attend=choose_attention("tpu"), add_bias=bias.add_bias)
+    kernel = partial(_tpu_attention, mesh=mesh)
+    return Forms(attention_kernel=kernel, add_bias=bias.add_bias, token_multiple=_MULTIPLE)
 
 
 def _why_plain(model: nn.Module, mesh: Mesh) -> str | None:
@@ -116,40 +110,28 @@ def _say_plain(reason: str) -> None:
     logger.info("attention computes without kernel: %s", reason)
 
 
-def _tpu_attention(
-    q_BNHK, k_BMHK, v_BMHK, *, qkv_biases, bias_BHNM, num_keys, dropout_rate, dropout_key,
-    mesh: Mesh, plain: Attend,
-):  # fmt: skip
-    """`attention.Attend` by the kernel for so many tokens, over the devices of `mesh`."""
-    tokens = q_BNHK.shape[1]
+def _tpu_attention(qkv, biases, relative, num_keys, *, mesh: Mesh):
+    """`forms.AttentionKernel` by the kernel for so many tokens, over the devices of `mesh`."""
+    _, tokens, *head = qkv[0].shape
     num_keys = tokens if num_keys is None else num_keys
-    if SHORT < tokens < LONG:  # images of a size that was not known before
+    if relative is not None or tokens <= SHORT:
+        biases = (jnp.zeros(head),) * 3 if biases[0] is None else biases
+        if relative is None:
+            attend = partial(_short_attention, num_keys=num_keys)
+            return _on_devices(attend, mesh, 2)(qkv, biases)
+        num_prefix = num_keys - relative.num_patches
+        tables = relative_logits.pack_tables(relative, tokens, num_prefix)
+        attend = partial(_short_relative_attention, num_keys=num_keys, num_prefix=num_prefix)
+        return _on_devices(attend, mesh, 3)(qkv, biases, tables)
+    qkv = tuple(
+        x_BNHK if bias_HK is None else x_BNHK + bias_HK.astype(x_BNHK.dtype)[None, None]
+        for x_BNHK, bias_HK in zip(qkv, biases, strict=True)
+    )
+    if tokens < LONG:  # images of a size that was not known before
         _say_plain(f"{tokens} tokens lie between {SHORT} and {LONG}")
-        return plain(
-            q_BNHK, k_BMHK, v_BMHK, qkv_biases=qkv_biases, bias_BHNM=bias_BHNM, num_keys=num_keys,
-            dropout_rate=dropout_rate, dropout_key=dropout_key,
-        )  # fmt: skip
-    assert bias_BHNM is None and not dropout_rate, "choose_forms has found that there is a kernel"
-    qkv = (q_BNHK, k_BMHK, v_BMHK)
-    if tokens > SHORT:
-        qkv = add_qkv_biases(qkv, qkv_biases)
-        return _on_devices(partial(_long_attention, num_keys=num_keys), mesh, 1)(qkv)
-    attend = partial(_short_attention, num_keys=num_keys)
-    return _on_devices(attend, mesh, 2)(qkv, _or_zeros(qkv_biases, q_BNHK))
-
-
-def _tpu_relative_attention(q_BNHK, k_BNHK, v_BNHK, relative, *, qkv_biases, num_keys, mesh: Mesh):
-    """`forms.AttendRelative` by its kernel, over the devices of `mesh`."""
-    num_keys = q_BNHK.shape[1] if num_keys is None else num_keys
-    num_prefix = num_keys - relative.num_patches
-    tables = relative_logits.pack_tables(relative, q_BNHK.shape[1], num_prefix)
-    attend = partial(_short_relative_attention, num_keys=num_keys, num_prefix=num_prefix)
-    biases = _or_zeros(qkv_biases, q_BNHK)
-    return _on_devices(attend, mesh, 3)((q_BNHK, k_BNHK, v_BNHK), biases, tables)
-
-
-def _or_zeros(qkv_biases, q_BNHK):
-    return (jnp.zeros(q_BNHK.shape[2:]),) * 3 if qkv_biases is None else qkv_biases
+        q_BNHK, *keys_values = qkv
+        return choose_attention("tpu")(q_BNHK, *(x_BMHK[:, :num_keys] for x_BMHK in keys_values))
+    return _on_devices(partial(_long_attention, num_keys=num_keys), mesh, 1)(qkv)
 
 
 def _on_devices(attend: Callable, mesh: Mesh, num_args: int) -> Callable:
@@ -218,18 +200,10 @@ def _why_not_cudnn(model: nn.Module) -> str | None:
     return None
 
 
-def _cudnn_attention(
-    q_BNHK, k_BMHK, v_BMHK, *, qkv_biases, bias_BHNM, num_keys, dropout_rate, dropout_key
-):
+def _cudnn_attention(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM, dropout_rate, dropout_key):
     """`attention.Attend` by cuDNN, by its name, as JAX would fall back in silence."""
     assert bias_BHNM is None and not dropout_rate, "choose_forms has found that cuDNN computes it"
-    if jax.default_backend() != "gpu":  # a plan: JAX traces cuDNN's attention only on GPU hosts
-        return choose_attention("gpu")(
-            q_BNHK, k_BMHK, v_BMHK, qkv_biases=qkv_biases, bias_BHNM=bias_BHNM, num_keys=num_keys,
-            dropout_rate=dropout_rate, dropout_key=dropout_key,
-        )  # fmt: skip
     del dropout_key
-    q_BNHK, k_BMHK, v_BMHK = add_qkv_biases((q_BNHK, k_BMHK, v_BMHK), qkv_biases)
-    return jax.nn.dot_product_attention(
-        q_BNHK, k_BMHK[:, :num_keys], v_BMHK[:, :num_keys], implementation="cudnn"
-    )
+    if jax.default_backend() != "gpu":  # a plan: JAX traces cuDNN's attention only on GPU hosts
+        return choose_attention("gpu")(q_BNHK, k_BMHK, v_BMHK)
+    return jax.nn.dot_product_attention(q_BNHK, k_BMHK, v_BMHK, implementation="cudnn")

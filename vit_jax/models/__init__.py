@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import image_hw, model_fields
 from vit_jax.errors import Faults, InputError, nearest
-from vit_jax.models.axial import AXIAL_NAMES, AxialViT, axial_fields
+from vit_jax.models.axial import AXIAL_NAMES, AxialViT
 from vit_jax.models.bit import BIT_NAMES, BiT, bit_fields
 from vit_jax.models.deit import DEIT_NAMES, DeiT
 from vit_jax.models.efficientnet import EFFICIENTNET_NAMES, EfficientNet, efficientnet_fields
@@ -38,7 +38,7 @@ MODELS = {
     "ViT": Family(ViT, vit_fields, VIT_NAMES),
     "DeiT": Family(DeiT, vit_fields, DEIT_NAMES),
     "T2T": Family(T2TViT, t2t_fields, T2T_NAMES),
-    "Axial": Family(AxialViT, axial_fields, AXIAL_NAMES),
+    "Axial": Family(AxialViT, vit_fields, AXIAL_NAMES),
     "R+ViT": Family(HybridViT, hybrid_fields, HYBRID_NAMES),
     "BiT": Family(BiT, bit_fields, BIT_NAMES),
     "EfficientNet": Family(EfficientNet, efficientnet_fields, EFFICIENTNET_NAMES),
@@ -70,9 +70,8 @@ def create_model(
     """
     family = find_family(name)
     fields = check_fields(family.module, fields, name)
-    own = check_fields(family.module, family.parse(name), name)
-    sizes = {"num_classes": num_classes, "image_size": image_size}
-    return family.module(**(check_fields(family.module, sizes, name) | own | fields))
+    sizes = {"num_classes": num_classes, "image_size": image_size} | family.parse(name)
+    return family.module(**(check_fields(family.module, sizes, name) | fields))
 
 
 def find_family(name: str) -> Family:
@@ -81,13 +80,13 @@ def find_family(name: str) -> Family:
     Raises:
       InputError: if no family has that name.
     """
-    family, dash, _ = name.partition("-")
-    found = MODELS.get(re.sub(r"^R\d+\+", "R+", family)) if dash else None
-    if found is None:
+    start, dash, _ = name.partition("-")
+    family = MODELS.get(re.sub(r"^R\d+\+", "R+", start)) if dash else None
+    if family is None:
         known = [name for family in MODELS.values() for name in family.names]
         hint = translate_name(name) or nearest(name, known)
         raise InputError(f"name={name!r}: no such model; {hint}")
-    return found
+    return family
 
 
 SIZES = (
@@ -103,10 +102,8 @@ def sizes_of(name: str) -> dict[str, Any]:
       InputError: for an unknown name.
     """
     family = find_family(name)
-    own = check_fields(family.module, family.parse(name), name)
-    defaults = field_defaults(family.module)
-    known = [field for field in SIZES if field in field_names(family.module)]
-    return {field: own.get(field, defaults.get(field)) for field in known}
+    sizes = field_defaults(family.module) | check_fields(family.module, family.parse(name), name)
+    return {field: sizes.get(field) for field in SIZES if field in field_names(family.module)}
 
 
 # The families whose names have the form START-VARIANT/PATCH, each with that start.

@@ -9,21 +9,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-# attend(q_BNHK, k_BMHK, v_BMHK, *, qkv_biases, bias_BHNM, num_keys, dropout_rate, dropout_key)
-# -> (B, N, H, K), as `dot_product_attention` has it; each form says what it leaves to another.
+# attend(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM, dropout_rate, dropout_key) -> (B, N, H, K), as
+# `dot_product_attention` has it.
 Attend = Callable[..., jax.Array]
 
 
 def dot_product_attention(
-    q_BNHK,
-    k_BMHK,
-    v_BMHK,
-    *,
-    qkv_biases=None,
-    bias_BHNM=None,
-    num_keys=None,
-    dropout_rate=0.0,
-    dropout_key=None,
+    q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM=None, dropout_rate=0.0, dropout_key=None
 ):
     """softmax(q k^T / sqrt(K) + bias) v, with dropout on the weights if `dropout_key` is given.
 
@@ -35,9 +27,7 @@ def dot_product_attention(
 
     Args:
       q_BNHK, k_BMHK, v_BMHK: queries, keys, values.
-      qkv_biases: three of (H, K), added to them first; None: they have none, or have it already.
       bias_BHNM: added to the logits, in the dtype of the values.
-      num_keys: the keys that count, the first of M; the others are padding. None: all.
       dropout_rate, dropout_key: of the weights; without a key none is dropped.
 
     Returns:
@@ -46,8 +36,7 @@ def dot_product_attention(
     Source: Vaswani et al. 2017 (arXiv:1706.03762), Eq. 1; ViT's Eqs. 6-8 (appendix A); the sum in
       the gradient taken over K: Dao et al. 2022 (arXiv:2205.14135), appendix B.2.
     """
-    qkv = add_qkv_biases((q_BNHK, k_BMHK, v_BMHK), qkv_biases)
-    q_BHNK, k_BHMK, v_BHMK = (jnp.swapaxes(x, 1, 2) for x in _without_padding(qkv, num_keys))
+    q_BHNK, k_BHMK, v_BHMK = (jnp.swapaxes(x, 1, 2) for x in (q_BNHK, k_BMHK, v_BMHK))
     scale = q_BHNK.shape[-1] ** -0.5
     kept_BHNM = None
     if dropout_key is not None and dropout_rate > 0.0:
@@ -58,20 +47,8 @@ def dot_product_attention(
     return jnp.swapaxes(out_BHNK, 1, 2)
 
 
-def plain_attention(
-    q_BNHK,
-    k_BMHK,
-    v_BMHK,
-    *,
-    qkv_biases=None,
-    bias_BHNM=None,
-    num_keys=None,
-    dropout_rate=0.0,
-    dropout_key=None,
-):
+def plain_attention(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM=None, dropout_rate=0.0, dropout_key=None):
     """`dot_product_attention` as the paper writes it, with JAX's automatic gradient."""
-    qkv = add_qkv_biases((q_BNHK, k_BMHK, v_BMHK), qkv_biases)
-    q_BNHK, k_BMHK, v_BMHK = _without_padding(qkv, num_keys)
     scale = q_BNHK.shape[-1] ** -0.5
     scores_BHNM = jnp.einsum("bnhk,bmhk->bhnm", q_BNHK * scale, k_BMHK)
     if bias_BHNM is not None:
@@ -91,19 +68,6 @@ def choose_attention(platform: str) -> Attend:
     full remat. docs/explanation/plans.md has other sizes and layouts, and the command.
     """
     return plain_attention if platform == "tpu" else dot_product_attention
-
-
-def add_qkv_biases(qkv, qkv_biases):
-    """Queries, keys and values (B, N, H, K) with the bias (H, K) of each; None: they have none."""
-    if qkv_biases is None:
-        return qkv
-    pairs = zip(qkv, qkv_biases, strict=True)
-    return tuple(x_BNHK + bias_HK.astype(x_BNHK.dtype)[None, None] for x_BNHK, bias_HK in pairs)
-
-
-def _without_padding(qkv, num_keys):
-    q_BNHK, k_BMHK, v_BMHK = qkv
-    return q_BNHK, k_BMHK[:, :num_keys], v_BMHK[:, :num_keys]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))

@@ -5,13 +5,10 @@ Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix D.6, after Ho et al
 (arXiv:1912.12180) and Wang et al. 2020 (arXiv:2003.07853).
 """
 
-from typing import Any
-
 import flax.linen as nn
 from einops import rearrange
 
 from vit_jax.models.layers import BlockFields, EncoderBlock
-from vit_jax.models.variants import vit_fields
 from vit_jax.models.vit import ViT
 
 
@@ -89,12 +86,3 @@ class AxialViT(ViT):
 
 
 AXIAL_NAMES = ("Axial-ViT-B/32", "Axial-ViT-B/16")
-
-
-def axial_fields(name: str) -> dict[str, Any]:
-    """The fields of the model called `name`, e.g. "Axial-ViT-B/32".
-
-    Raises:
-      InputError: if `name` has another form, or the variant is unknown.
-    """
-    return vit_fields(name)

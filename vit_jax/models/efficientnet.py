@@ -67,17 +67,6 @@ def round_width(channels: int, factor: float) -> int:
     return rounded + 8 if rounded < 0.9 * scaled else rounded
 
 
-def scale_stages(width_factor: float, depth_factor: float) -> tuple[StageSizes, ...]:
-    """The stages of B0 with widths and numbers of blocks scaled; blocks are rounded up."""
-    return tuple(
-        stage._replace(
-            blocks=math.ceil(stage.blocks * depth_factor),
-            width=round_width(stage.width, width_factor),
-        )
-        for stage in B0_STAGES
-    )
-
-
 def _init_kernel(key, shape, dtype=jnp.float32):
     """Normal, with variance 2 / (outputs of one input position)."""
     std = math.sqrt(2 / math.prod((*shape[:-2], shape[-1])))
@@ -195,8 +184,9 @@ class Stage(nn.Module):
             block = nn.remat(MBConv, policy=policy, static_argnums=(3,))  # train; 0 is self
         _, size, stride, expansion, width = self.sizes
         for i, drop_rate in enumerate(self.drop_rates):
-            own = (width, size, stride if i == 0 else 1, expansion, drop_rate)
-            x_BHWC = block(*own, **self.fields, name=f"layer_{i}")(x_BHWC, mask_B, train)
+            sizes = (width, size, stride if i == 0 else 1, expansion)
+            mbconv = block(*sizes, drop_rate, **self.fields, name=f"layer_{i}")
+            x_BHWC = mbconv(x_BHWC, mask_B, train)
         return x_BHWC
 
 
@@ -217,9 +207,9 @@ class Trunk(nn.Module):
     def __call__(self, images, mask_B, train):
         dtype, constrain = self.fields["dtype"], self.fields["constrain"]
         conv = partial(Conv, dtype=dtype, constrain=constrain)
-        own = self.fields["norm_momentum"], self.fields["norm_eps"], dtype
+        norm_fields = self.fields["norm_momentum"], self.fields["norm_eps"], dtype
         x_BHWC = conv(self.root_width, 3, 2, name="conv_root")(images)
-        x_BHWC = nn.silu(BatchNorm(*own, name="norm_root")(x_BHWC, mask_B, train))
+        x_BHWC = nn.silu(BatchNorm(*norm_fields, name="norm_root")(x_BHWC, mask_B, train))
         x_BHWC = constrain(x_BHWC, ("batch", None, None, None))
         total, begin = sum(stage.blocks for stage in self.stages), 0
         for i, stage in enumerate(self.stages):
@@ -228,7 +218,7 @@ class Trunk(nn.Module):
             layers = Stage(stage, rates, self.remat, self.fields, name=f"stage_{i}")
             x_BHWC, begin = layers(x_BHWC, mask_B, train), begin + stage.blocks
         x_BHWC = conv(self.last_width, name="conv_last")(x_BHWC)
-        x_BHWC = nn.silu(BatchNorm(*own, name="norm_last")(x_BHWC, mask_B, train))
+        x_BHWC = nn.silu(BatchNorm(*norm_fields, name="norm_last")(x_BHWC, mask_B, train))
         return constrain(x_BHWC, ("batch", None, None, None))
 
 
@@ -308,8 +298,14 @@ class EfficientNet(nn.Module):
 
     @property
     def stage_sizes(self) -> tuple[StageSizes, ...]:
-        """The sizes of the stages."""
-        return scale_stages(self.width_factor, self.depth_factor)
+        """The stages of B0 with widths and numbers of blocks scaled; blocks are rounded up."""
+        return tuple(
+            stage._replace(
+                blocks=math.ceil(stage.blocks * self.depth_factor),
+                width=round_width(stage.width, self.width_factor),
+            )
+            for stage in B0_STAGES
+        )
 
     @property
     def root_width(self) -> int:

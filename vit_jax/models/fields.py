@@ -34,10 +34,9 @@ def field_names(module: type[nn.Module]) -> list[str]:
 
 def field_defaults(module: type[nn.Module]) -> dict[str, Any]:
     """{field: default} for the fields of a module that have one."""
-    found = inspect.signature(module).parameters
-    return {
-        f: found[f].default for f in field_names(module) if found[f].default is not found[f].empty
-    }
+    parameters = inspect.signature(module).parameters
+    defaults = {f: parameters[f].default for f in field_names(module)}
+    return {f: value for f, value in defaults.items() if value is not inspect.Parameter.empty}
 
 
 _KINDS = {
@@ -55,9 +54,9 @@ def _kinds_of_fields(module: type[nn.Module]) -> dict[str, tuple[type, ...]]:
     hints, kinds = typing.get_type_hints(module), {}
     for name in field_names(module):
         is_union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
-        found = typing.get_args(hints[name]) if is_union else (hints[name],)
-        if all(kind in _KINDS for kind in found):
-            kinds[name] = found
+        accepted = typing.get_args(hints[name]) if is_union else (hints[name],)
+        if all(kind in _KINDS for kind in accepted):
+            kinds[name] = accepted
     return kinds
 
 

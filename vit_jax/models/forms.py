@@ -17,13 +17,17 @@ AddBias = Callable[[jax.Array, jax.Array], jax.Array]
 # multiply(x, kernel_CF) -> (..., F) of x (..., C).
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
-# attend(q_BNHK, k_BNHK, v_BNHK, relative, *, qkv_biases, num_keys) -> (B, N, H, K): `Attend` with
-# the logits of a `position.Relative` added, without dropout.
-AttendRelative = Callable[..., jax.Array]
+# kernel(qkv, biases, relative, num_keys) -> (B, N, H, K): attention without dropout of three arrays
+# (B, N, H, K) plus their biases (H, K), which may all be None, with the logits of a
+# `position.Relative` unless it is None. Only the first `num_keys` tokens are keys, the others are
+# padding; None: all are keys.
+AttentionKernel = Callable[..., jax.Array]
 
 
 def add_bias_plainly(x, bias_D):
-    """x (..., D) plus its bias, in the dtype of x."""
+    """x (..., D) plus its bias, in the dtype of x; None: it has none."""
+    if bias_D is None:
+        return x
     return x + jnp.reshape(bias_D.astype(x.dtype), (1,) * (x.ndim - 1) + (-1,))
 
 
@@ -60,21 +64,21 @@ class Forms:
     """How a block computes; the defaults are without kernels.
 
     attend: attention, see `attention.Attend`.
-    attend_relative: attention with relative positions, see `AttendRelative`; None: `attend` gets
-      their logits.
-    attend_adds_biases: whether attention gets the biases of queries, keys and values to add, unless
-      they are needed before; else it gets None.
+    attention_kernel: takes the place of `attend`, see `AttentionKernel`; None: there is none.
     multiply: of dense layers in a block, see `Multiply`.
     add_bias: of dense layers.
-    token_multiple: tokens are padded to a multiple of it, from the first block to the last.
+    token_multiple: an attention kernel takes tokens padded to a multiple of it, from the first
+      block to the last.
     """
 
     attend: Attend = dot_product_attention
-    attend_relative: AttendRelative | None = None
-    attend_adds_biases: bool = False
+    attention_kernel: AttentionKernel | None = None
     multiply: Multiply = jnp.dot
     add_bias: AddBias = add_bias_plainly
     token_multiple: int = 1
+
+    def __post_init__(self):
+        assert self.token_multiple == 1 or self.attention_kernel, "`attend` knows no padding"
 
 
 PLAIN = Forms()

@@ -107,10 +107,9 @@ class Attention(nn.Module):
 
     `qk_norm` normalises the queries and keys of each head, without bias and with one scale (K,)
     for all heads. `qkv_bias` gives the query, key and value projections a bias. `relative` holds
-    relative positions; queries and tokens must then be the same. Only the first `num_keys` of the
-    M tokens count, the others are padding; None: all count. `lora_rank` adds an adapter of that
-    rank to the query and value projections (`LoraProduct`), as in section 4.2 of its paper; None:
-    none.
+    relative positions; queries and tokens must then be the same. `lora_rank` adds an adapter of
+    that rank to the query and value projections (`LoraProduct`), as in section 4.2 of its paper;
+    None: none.
 
     Shapes: (B, N, D), (B, M, D) -> (B, N, D).
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8; qk_norm, qkv_bias: Dehghani et
@@ -123,7 +122,6 @@ class Attention(nn.Module):
     norm_eps: float = NORM_EPS
     qk_norm: bool = False
     qkv_bias: bool = True
-    num_keys: int | None = None
     lora_rank: int | None = None
     dtype: Any = jnp.float32
     forms: Forms = PLAIN
@@ -131,65 +129,85 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, queries_BND, tokens_BMD, *, relative: Relative | None = None, train=False):
-        width = queries_BND.shape[-1]
-        attend_relative = None if relative is None else self.forms.attend_relative
-        needs_logits = relative is not None and attend_relative is None
-        late_bias = self.qkv_bias and not self.qk_norm and not needs_logits
-        late_bias &= self.forms.attend_adds_biases
-
-        def whole(y_BND):
-            # Without it XLA multiplies head by head, forward and backward, with results that are
-            # copied into the order of the attention's kernel.
-            has_kernel = self.forms.attend_adds_biases
-            return self.constrain(y_BND, ("batch", None, "tensor")) if has_kernel else y_BND
-
-        def project(name, x_BND):
-            product: Callable[..., nn.Module] = partial(Product, multiply=self.forms.multiply)
-            if self.lora_rank is not None and name != "key":
-                product = partial(LoraProduct, rank=self.lora_rank, multiply=self.forms.multiply)
-            y, bias = product(width, use_bias=self.qkv_bias, dtype=self.dtype, name=name)(x_BND)
-            if bias is not None and not late_bias:
-                y = add_bias_plainly(y, bias)
-            y = whole(y)
-            y_BNHK = rearrange(y, "b n (h k) -> b n h k", h=self.num_heads)
-            if self.qk_norm and name != "value":
-                fields = {"epsilon": self.norm_eps, "dtype": self.dtype}
-                fields |= {"use_bias": False} if self.norm == "layer" else {}
-                y_BNHK = NORMS[self.norm](name=f"{name}_norm", **fields)(y_BNHK)
-            bias_HK = rearrange(bias, "(h k) -> h k", h=self.num_heads) if late_bias else None
-            return self.constrain(y_BNHK, ("batch", None, "tensor", None)), bias_HK
-
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
-        qkv, biases = zip(*(project(name, x) for name, x in inputs.items()), strict=True)
-        known = {"qkv_biases": biases if late_bias else None, "num_keys": self.num_keys}
-        if attend_relative is not None:
-            out_BNHK = attend_relative(*qkv, relative, **known)
-        else:
-            out_BNHK = self.forms.attend(
-                *qkv,
-                bias_BHNM=self._relative_logits(relative, qkv[0]) if needs_logits else None,
-                dropout_rate=self.dropout,
-                dropout_key=self.make_rng("dropout") if train and self.dropout > 0 else None,
-                **known,
-            )
-        out_BND = whole(rearrange(out_BNHK, "b n h k -> b n (h k)"))
+        q_BNHK, k_BMHK, v_BMHK = (
+            self._split_heads(name, add_bias_plainly(*self._project(name, x)))
+            for name, x in inputs.items()
+        )
+        bias_BHNM = None
+        if relative is not None:
+            q_BHNK = jnp.swapaxes(q_BNHK, 1, 2) * q_BNHK.shape[-1] ** -0.5
+            bias_BHNM = self.constrain(relative.logits(q_BHNK), ("batch", "tensor", None, None))
+        key = self.make_rng("dropout") if train and self.dropout > 0 else None
+        out_BNHK = self.forms.attend(
+            q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, dropout_rate=self.dropout, dropout_key=key
+        )
+        return self._project_out(rearrange(out_BNHK, "b n h k -> b n (h k)"))
+
+    @nn.nowrap
+    def _project(self, name, x_BND):
+        """Queries, keys or values without their bias (B, N, D), and the bias (D,) or None."""
+        product: Callable[..., nn.Module] = Product
+        if self.lora_rank is not None and name != "key":
+            product = partial(LoraProduct, rank=self.lora_rank)
+        return product(
+            x_BND.shape[-1],
+            use_bias=self.qkv_bias,
+            dtype=self.dtype,
+            multiply=self.forms.multiply,
+            name=name,
+        )(x_BND)
+
+    @nn.nowrap
+    def _split_heads(self, name, y_BND):
+        """(B, N, D) -> (B, N, H, K), with `qk_norm` normalised."""
+        y_BNHK = rearrange(y_BND, "b n (h k) -> b n h k", h=self.num_heads)
+        if self.qk_norm and name != "value":
+            fields = {"epsilon": self.norm_eps, "dtype": self.dtype}
+            fields |= {"use_bias": False} if self.norm == "layer" else {}
+            y_BNHK = NORMS[self.norm](name=f"{name}_norm", **fields)(y_BNHK)
+        return self.constrain(y_BNHK, ("batch", None, "tensor", None))
+
+    @nn.nowrap
+    def _project_out(self, out_BND):
         return Dense(
-            width,
+            out_BND.shape[-1],
             dtype=self.dtype,
             multiply=self.forms.multiply,
             add_bias=self.forms.add_bias,
             name="out",
         )(out_BND)
 
-    @nn.nowrap
-    def _relative_logits(self, relative, q_BNHK):
-        """(B, H, N, M), M keys that count; 0 for the queries of padding."""
-        q_BHNK = jnp.swapaxes(q_BNHK[:, : self.num_keys], 1, 2)
-        bias_BHNM = relative.logits(q_BHNK * q_BHNK.shape[-1] ** -0.5)
-        padding = q_BNHK.shape[1] - bias_BHNM.shape[2]
-        if padding:
-            bias_BHNM = jnp.pad(bias_BHNM, ((0, 0), (0, 0), (0, padding), (0, 0)))
-        return self.constrain(bias_BHNM, ("batch", "tensor", None, None))
+
+class KernelAttention(Attention):
+    """`Attention` by a kernel: see `forms.AttentionKernel`. It has no dropout.
+
+    Only the first `num_keys` tokens count, the others are padding; None: all count. The kernel adds
+    the biases, unless they are needed before, for `qk_norm`.
+    """
+
+    num_keys: int | None = None
+
+    @nn.compact
+    def __call__(self, queries_BND, tokens_BMD, *, relative: Relative | None = None, train=False):
+        assert self.dropout == 0 and self.forms.attention_kernel is not None
+
+        def with_all_heads(y_BND):
+            # Without it XLA multiplies head by head, forward and backward, with results that are
+            # copied into the order of the attention's kernel.
+            return self.constrain(y_BND, ("batch", None, "tensor"))
+
+        def project(name, x_BND):
+            y_BND, bias_D = self._project(name, x_BND)
+            if self.qk_norm:
+                y_BND, bias_D = add_bias_plainly(y_BND, bias_D), None
+            y_BNHK = self._split_heads(name, with_all_heads(y_BND))
+            return y_BNHK, None if bias_D is None else bias_D.reshape(y_BNHK.shape[2:])
+
+        inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
+        qkv, biases = zip(*(project(name, x) for name, x in inputs.items()), strict=True)
+        out_BNHK = self.forms.attention_kernel(qkv, biases, relative, self.num_keys)
+        return self._project_out(with_all_heads(rearrange(out_BNHK, "b n h k -> b n (h k)")))
 
 
 class Mlp(nn.Module):
@@ -314,14 +332,16 @@ class EncoderBlock(BlockFields, nn.Module):
         norm = partial(NORMS[self.norm], epsilon=self.norm_eps, dtype=self.dtype)
         common = {"dtype": self.dtype, "forms": self.forms, "constrain": self.constrain}
         y_BND = norm(name="norm" if self.parallel else "norm_attention")(x_BND)
-        attention = Attention(
+        attention_class: Callable[..., nn.Module] = Attention
+        if self.forms.attention_kernel is not None:
+            attention_class = partial(KernelAttention, num_keys=self.num_tokens)
+        attention = attention_class(
             self.num_heads,
             dropout=self.attention_dropout,
             norm=self.norm,
             norm_eps=self.norm_eps,
             qk_norm=self.qk_norm,
             qkv_bias=self.qkv_bias,
-            num_keys=self.num_tokens,
             lora_rank=self.lora_rank,
             name="attention",
             **common,

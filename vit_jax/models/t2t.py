@@ -234,5 +234,5 @@ def t2t_fields(name: str) -> dict[str, Any]:
     match = re.fullmatch(r"T2T-ViT-(\d+)", name)
     if match is None or match[1] not in T2T_VARIANTS:
         raise InputError(f"name={name!r}: no such T2T-ViT; {nearest(name, T2T_NAMES)}")
-    own = {"patch_size": STRIDE, "gelu": "exact", "norm_eps": 1e-5, "qkv_bias": False}
-    return T2T_VARIANTS[match[1]]._asdict() | own
+    fields = {"patch_size": STRIDE, "gelu": "exact", "norm_eps": 1e-5, "qkv_bias": False}
+    return T2T_VARIANTS[match[1]]._asdict() | fields

@@ -87,7 +87,7 @@ class ViT(BlockFields, nn.Module):
         pooling head has none of them.
       scan, remat, remat_layers: see `layers.Encoder`.
       norm, norm_eps, qkv_bias: apply to the whole model, the pooling head included.
-      attend: the attention function of the blocks.
+      forms: how the blocks compute; see `forms.Forms`.
 
     Methods: "tokens" -> (B, N, D), the encoder's output, the class token first if there is one;
       "features" -> (B, D), the input of the head; "pre_logits" -> (B, D), the output of the head's
@@ -258,14 +258,12 @@ class ViT(BlockFields, nn.Module):
 
     def represent(self, x_BND):
         """The features (B, D) of the encoder's output (B, N, D); see `features`."""
-        x_BD = self._pool(x_BND)
-        return self.pooled_norm(x_BD) if self.norm_pooled else x_BD
-
-    def _pool(self, x_BND):
         if self.pool == "token":
-            return x_BND[:, 0]
-        x_BND = x_BND[:, self.num_prefix_tokens :]
-        return x_BND.mean(axis=1) if self.pool == "gap" else self.map_head(x_BND)
+            x_BD = x_BND[:, 0]
+        else:
+            x_BND = x_BND[:, self.num_prefix_tokens :]
+            x_BD = x_BND.mean(axis=1) if self.pool == "gap" else self.map_head(x_BND)
+        return self.pooled_norm(x_BD) if self.norm_pooled else x_BD
 
     def pre_logits(self, images, *, train=False):
         """The features (B, D) after the head's hidden layer; the features if there is none."""

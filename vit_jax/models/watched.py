@@ -15,8 +15,6 @@ from vit_jax.models.bit import PreActBottleneck
 from vit_jax.models.efficientnet import MBConv
 from vit_jax.models.layers import EncoderBlock
 
-LAYERS = (EncoderBlock, PreActBottleneck, MBConv)  # a hybrid's layers are those of its Transformer
-
 
 @dataclasses.dataclass
 class Outputs:
@@ -24,7 +22,8 @@ class Outputs:
 
     pooled: what the head gets, (B, D); None: the model has no method "features".
     tokens: (B, N, D), after the final norm; None: the model has no method "tokens".
-    layers: the output of every layer: (B, N, D), or maps (B, rows, columns, D).
+    layers: the output of every layer: (B, N, D), or maps (B, rows, columns, D). A hybrid's layers
+      are those of its Transformer.
     """
 
     pooled: jax.Array | None = None
@@ -38,25 +37,25 @@ def watch() -> Iterator[Outputs]:
 
     Layers are seen only where they are neither scanned nor recomputed.
     """
-    found = Outputs()
+    outputs = Outputs()
 
     def collect(call, args, kwargs, context):
         output = call(*args, **kwargs)
         module, method = context.module, context.method_name
         if method == "__call__" and isinstance(module, EncoderBlock):
-            found.layers.append(output[0][:, : module.num_tokens])  # without their padding
-        elif method == "__call__" and isinstance(module, LAYERS):
-            found.layers.append(output)
+            outputs.layers.append(output[0][:, : module.num_tokens])  # without their padding
+        elif method == "__call__" and isinstance(module, PreActBottleneck | MBConv):
+            outputs.layers.append(output)
         elif module.path == () and method == "tokens":
-            found.tokens = output
+            outputs.tokens = output
         elif module.path == () and method == "features":
-            found.pooled = output
+            outputs.pooled = output
         elif module.path == () and method == "_representations":  # of a DeiT, one for each head
-            found.pooled = sum(output) / len(output) if module.distillation_head else output[0]
+            outputs.pooled = sum(output) / len(output) if module.distillation_head else output[0]
         return output
 
     with nn.intercept_methods(collect):
-        yield found
+        yield outputs
 
 
 def as_map(model: nn.Module, x: jax.Array, image_size: tuple[int, int]) -> jax.Array:
