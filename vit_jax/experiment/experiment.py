@@ -121,15 +121,12 @@ class Experiment:
     @property
     def num_trained(self) -> int:
         """Number of parameters that are not frozen."""
-        params = self._model_params
         if self.freeze is None:
             return self.num_params
-        trained = jax.tree.map(
-            lambda leaf, frozen: leaf.size - leaf.size * np.mean(frozen),
-            params,
-            tree.mask(params, self.freeze),
-        )
-        return round(sum(jax.tree.leaves(trained)))
+        params = self._model_params
+        shares = tree.mask(params, self.freeze)
+        frozen = jax.tree.map(lambda leaf, share: leaf.size * np.mean(share), params, shares)
+        return self.num_params - round(sum(jax.tree.leaves(frozen)))
 
     @functools.cached_property
     def flops_per_image(self) -> int:

@@ -91,8 +91,8 @@ def make_gradients(
         split = jax.tree.map(lambda x: _split_rows(x, accum_steps), batch)
 
         def inputs(i):
-            take = lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False)  # noqa: E731
-            return jax.tree.map(take, split), frozen, jax.random.fold_in(key, i)
+            rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, False), split)
+            return rows, frozen, jax.random.fold_in(key, i)
 
         def weights_of(carried, i):  # without the model, on which the weights do not depend
             return _weights(sums_of(state.params, state, *inputs(i))), carried

@@ -57,8 +57,8 @@ def init_state(
     params = model_state.pop("params")
     objective_state: ModelState = {}
     if init_objective is not None:
-        own, objective_state = init_objective(jax.random.fold_in(jax.random.key(seed), 1))
-        params |= {OBJECTIVE: own} if own else {}
+        learned, objective_state = init_objective(jax.random.fold_in(jax.random.key(seed), 1))
+        params |= {OBJECTIVE: learned} if learned else {}
     state = TrainState(
         jnp.zeros((), jnp.int32),
         params,

@@ -88,7 +88,7 @@ def metrics_of(sums: ObjectiveOutput) -> Metrics:
 
 
 def average(
-    state: TrainState, params: optax.Params, model_state: ModelState, keep: jax.Array
+    state: TrainState, params: optax.Params, model_state: ModelState, keep: jax.Array | float
 ) -> dict[str, Any]:
     """The running averages, by field, after the update from `state` to the new values.
 

@@ -150,7 +150,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 _OF_ALL = inspect.signature(make_optimizer).parameters  # the others are those of OPTIMIZERS[name]
 
 
-def check_optimizer(name: str, **fields: float | str | None) -> None:
+def check_optimizer(name: str, **fields: Any) -> None:
     """Raise InputError with every fault in the arguments of `make_optimizer` but the schedule."""
     given = {key: value for key, value in fields.items() if value is not None}
     faults = Faults()
