@@ -6,7 +6,7 @@ from vit_jax.config import num_microbatches, optimizer_fields
 from vit_jax.devices.kernels import KERNELS
 from vit_jax.errors import Faults
 from vit_jax.experiment.data_size import RULES
-from vit_jax.experiment.gradients import check_accum_steps
+from vit_jax.experiment.gradients import check_num_microbatches
 from vit_jax.experiment.model import check_microbatches
 from vit_jax.experiment.optimizers import check_optimizer
 from vit_jax.experiment.schedules import check_ema_decay, check_schedule
@@ -27,7 +27,7 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
     )
     faults.check(check_optimizer, **optimizer_fields(config))
     accum_steps, size = num_microbatches(config), config.global_batch_size
-    faults.check(check_accum_steps, accum_steps)
+    faults.check(check_num_microbatches, accum_steps)
     faults.check(check_ema_decay, config.optimizer.ema_decay, config.optimizer.ema_decay_end)
     faults.need(
         size is None or accum_steps < 1 or size % accum_steps == 0,

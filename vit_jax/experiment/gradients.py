@@ -63,7 +63,7 @@ def make_gradients(
       InputError: the objective couples rows, and there are microbatches.
     """
     objective = as_objective(objective)
-    check_accum_steps(accum_steps)
+    check_num_microbatches(accum_steps)
     if objective.couples_rows and accum_steps > 1:
         raise InputError(
             f"optimizer.accum_steps={accum_steps}: the loss of an image depends on the others of "
@@ -130,7 +130,7 @@ def make_gradients(
     return gradients
 
 
-def check_accum_steps(accum_steps: int) -> None:
+def check_num_microbatches(accum_steps: int) -> None:
     """Raise InputError if a batch cannot be split into as many microbatches."""
     if accum_steps < 1:
         raise InputError(
