@@ -69,9 +69,9 @@ def views_of(num_global, num_local, ops):
     }
 
 
-def evaluate(source, *, image_size, ops, rows, global_batch_size, **how):
+def evaluate(source, *, image_size, ops, rows, global_batch_size, key="evals.*.ops", **how):
     host_ops, _ = parse_ops(ops, image_size)
-    spec = image_batch(global_batch_size, image_size, host_ops, "evals.*.ops")
+    spec = image_batch(global_batch_size, image_size, host_ops, key)
     return list(pipeline.host_eval_batches(source, spec, rows=np.array(rows), **how))
 
 

@@ -28,15 +28,18 @@ from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.exchange import choose_exchange
 from vit_jax.experiment.gradients import Gradients, make_gradients
 from vit_jax.experiment.layer_norms import make_layer_norms
-from vit_jax.experiment.model import check_microbatches, in_plain_form, make_model, on_mesh
+from vit_jax.experiment.model import (
+    check_microbatches,
+    in_plain_form,
+    make_model,
+    on_mesh,
+    without_constraints,
+)
 from vit_jax.experiment.objective import make_config_objective
 from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.experiment.schedules import Schedule, make_config_schedule, make_ema_decay
 from vit_jax.experiment.state import TrainState, init_state
 from vit_jax.experiment.step import AbstractBatch, JittedStep, Metrics, make_train_step
-from vit_jax.models.fields import with_known
-from vit_jax.models.forms import PLAIN
-from vit_jax.models.layers import unconstrained
 from vit_jax.objectives.contract import Objective, Teacher
 
 Tree = TypeVar("Tree")
@@ -171,7 +174,7 @@ def make_experiment(
     model = make_model(config, image_size, mesh)
     check_microbatches(model, config.model.name, accum_steps)
     exchange = choose_exchange(model, config.objective.name, mesh)
-    learner = model if exchange is None else with_known(model, constrain=unconstrained)
+    learner = model if exchange is None else without_constraints(model)
 
     objective_of = functools.partial(make_config_objective, config, batch, durations, teachers)
     to_mesh = functools.partial(on_mesh, mesh=mesh, kernels=config.model.kernels)
@@ -184,7 +187,7 @@ def make_experiment(
 
     init = functools.partial(
         init_state,
-        with_known(model, forms=PLAIN),  # of one image, which kernels do not split over devices
+        model,
         tx,
         image_size,
         config.seed,
@@ -204,7 +207,7 @@ def make_experiment(
     step, norms = make_train_step(gradients, tx, ema_decay), make_layer_norms(gradients, tx)
 
     def plain_gradients(freeze: str | None) -> Gradients:
-        plain = objective_of(with_known(in_plain_form(model), remat="none"), in_plain_form)
+        plain = objective_of(in_plain_form(model), in_plain_form)
         return make_gradients(plain, transform, config.seed, freeze=freeze)
 
     jit = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
