@@ -387,7 +387,8 @@ def check_images(
     config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
 ) -> None:
     """Raise InputError if the ops of training or of an evaluator do not give `data.image_size`."""
-    spec, training = describe_batch(config, preprocessing), sources[config_lib.train_split(config)]
+    spec = dataclasses.replace(describe_batch(config, preprocessing), size=1)  # it may not be set
+    training = sources[config_lib.train_split(config)]
     data.host_batches(training, spec, steps=range(0), seed=0, rows=np.arange(1))
     check_evaluated_images(config, preprocessing, sources)
 
