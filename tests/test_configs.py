@@ -28,7 +28,8 @@ from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.experiment.durations import parse_durations
-from vit_jax.experiment.experiment import make_config_schedule, make_experiment
+from vit_jax.experiment.experiment import make_experiment
+from vit_jax.experiment.schedules import make_config_schedule
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import predict as prediction
 from vit_jax.models import MODELS, create_model, find_family, token_stride

@@ -13,12 +13,14 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"localhost:{port}", 2, process_id)
 
 import numpy as np
-from vit_jax.data import eval_batches, make_source, order, pipeline, train_batches
+from vit_jax.data import (
+    eval_batches, image_batch, make_source, order, pipeline, train_batches
+)
 
 digits, test = (make_source("digits", split=s, image_size=(8, 8)) for s in ("train", "test"))
-how = dict(global_batch_size=16, image_size=(8, 8))
-train = dict(**how, seed=0, start_step=3, num_steps=2)
-alone = list(pipeline.host_batches(digits, (), **train, rows=np.arange(16)))
+spec = image_batch(16, (8, 8))
+train = dict(steps=range(3, 5), seed=0)
+alone = list(pipeline.host_batches(digits, spec, **train, rows=np.arange(16)))
 for order_of_devices, shape in [([0, 2, 1, 3], (4, 1)), ([0, 1, 2, 3], (2, 2))]:
     devices = np.array(jax.devices())[order_of_devices].reshape(shape)
     mesh = jax.sharding.Mesh(devices, ("data", "tensor"))
@@ -26,10 +28,10 @@ for order_of_devices, shape in [([0, 2, 1, 3], (4, 1)), ([0, 1, 2, 3], (2, 2))]:
     assert len(order.local_rows(sharding, 16)) == 8
     everywhere = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(mesh, jax.P()))
     for batch, expected in zip(
-        train_batches(digits, (), **train, sharding=sharding), alone, strict=True
+        train_batches(digits, spec, **train, sharding=sharding), alone, strict=True
     ):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(everywhere(batch)), expected)
-    masks = [everywhere(b["mask"]) for b in eval_batches(test, (), **how, sharding=sharding)]
+    masks = [everywhere(b["mask"]) for b in eval_batches(test, spec, sharding=sharding)]
     assert np.sum(jax.device_get(masks)) == 360
 """
 

@@ -9,7 +9,7 @@ import pytest
 from images import encode, smooth_image
 
 import vit_jax
-from vit_jax.data import make_source, parse_ops
+from vit_jax.data import image_batch, make_source, parse_ops
 from vit_jax.data.device_ops import per_channel, to_value_range
 from vit_jax.data.image_files import image_files
 from vit_jax.data.pipeline import host_batches, host_eval_batches
@@ -26,10 +26,10 @@ pytestmark = pytest.mark.usefixtures("one_device")
 def batch_of(source, string, evaluation=True):
     ops = parse_ops(string, (16, 16))[0]
     rows = np.arange(source.num_examples)
-    how = {"global_batch_size": len(rows), "image_size": (16, 16), "rows": rows}
+    spec = image_batch(len(rows), (16, 16), ops)
     if evaluation:
-        return next(iter(host_eval_batches(source, ops, **how)))
-    return next(iter(host_batches(source, ops, **how, seed=0, start_step=0, num_steps=1)))
+        return next(iter(host_eval_batches(source, spec, rows=rows)))
+    return next(iter(host_batches(source, spec, steps=range(1), seed=0, rows=rows)))
 
 
 def rgba():

@@ -17,6 +17,7 @@ from vit_jax.data.device_ops import Pairs, symmetric_beta
 from vit_jax.data.host_tf import tf
 from vit_jax.data.views import Views, parse_view_ops
 from vit_jax.errors import InputError
+from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
 from vit_jax.objectives.supervised import ObjectiveOutput
@@ -341,7 +342,7 @@ def test_a_step_moves_no_image_between_devices():
     _, device_ops = parse_ops(EVERY_OP, (32, 32))
     augment = make_device_transform(device_ops, HALF, HALF, num_classes=C, distance=2)
     tx = optax.sgd(0.1)
-    step = make_train_step(objective_of_mean, tx, augment, seed=0)
+    step = make_train_step(make_gradients(objective_of_mean, augment, seed=0), tx)
     sharding = sharded_over({"data": 2, "fsdp": 2, "tensor": 2})
     shapes = {"image": ((B, 32, 32, 3), jnp.uint8), "label": ((B,), jnp.int32),
               "mask": ((B,), jnp.float32), "id": ((B,), jnp.int32)}  # fmt: skip

@@ -9,7 +9,7 @@ from prepared import prepare
 
 from vit_jax.config import SplitKey, train_split
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.data import concatenate, make_source, parse_mix, pipeline, prepared_tfds
+from vit_jax.data import concatenate, image_batch, make_source, parse_mix, pipeline, prepared_tfds
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.mixture import Part
 from vit_jax.errors import InputError
@@ -99,8 +99,7 @@ def test_encoded_sources_with_and_without_record_files(tiny):
     kept = dataclasses.replace(sixes, record_files=None)
     for parts in ([tens, sixes], [kept, tens]):
         source = concatenate(parts)
-        how = {"global_batch_size": 16, "image_size": (8, 8), "rows": np.arange(16)}
-        (batch,) = pipeline.host_eval_batches(source, (), **how)
+        (batch,) = pipeline.host_eval_batches(source, image_batch(16, (8, 8)), rows=np.arange(16))
         assert batch["mask"].all()
         tens_first = [*range(10), *range(100, 106)]
         expected = tens_first if parts[0] is tens else tens_first[10:] + tens_first[:10]
@@ -146,9 +145,8 @@ def mixed_tiny(root, mix="sixes=0.25", **overrides):
     config = config_of(name="tens", data_dir=str(root), mix=mix, **overrides)
     config, sources = open_training(config)
     mixture = sources[train_split(config)]
-    how = {"global_batch_size": 16, "image_size": (8, 8), "rows": np.arange(16)}
     batches = pipeline.host_batches(
-        mixture, (), **how, seed=0, start_step=0, num_steps=3,
+        mixture, image_batch(16, (8, 8)), steps=range(3), seed=0, rows=np.arange(16),
         data_order=training_order(config, mixture),
     )  # fmt: skip
     return list(batches), sources

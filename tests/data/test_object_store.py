@@ -6,7 +6,7 @@ from fake_store import served
 from images import encode, smooth_image
 from prepared import prepare
 
-from vit_jax.data import make_order, make_source, pipeline
+from vit_jax.data import image_batch, make_order, make_source, pipeline
 from vit_jax.data.host_tf import tfds
 
 
@@ -28,8 +28,8 @@ def first_batch(data_dir):
     where = {"split": "train", "data_dir": data_dir, "image_size": (16, 16)}
     source = make_source("tiny", **where, reader="offsets")
     order = make_order("record", source.part_sizes, 0, global_batch_size=8)
-    how = {"global_batch_size": 8, "image_size": (16, 16), "rows": np.arange(8), "seed": 0}
-    [batch] = pipeline.host_batches(source, [], **how, start_step=2, num_steps=1, data_order=order)
+    how = {"steps": range(2, 3), "rows": np.arange(8), "seed": 0, "data_order": order}
+    [batch] = pipeline.host_batches(source, image_batch(8, (16, 16)), **how)
     return batch
 
 

@@ -10,7 +10,7 @@ import pytest
 from images import encode, smooth_image
 
 from vit_jax.config.text import load_config
-from vit_jax.data import count_labels, make_source, match_classes, parse_ops
+from vit_jax.data import count_labels, image_batch, make_source, match_classes, parse_ops
 from vit_jax.data.division import Divider, Division
 from vit_jax.data.host_tf import tf
 from vit_jax.data.pipeline import host_eval_batches
@@ -101,9 +101,7 @@ def test_batches_have_the_labels_of_all_classes(root):
     names = [source.record_name(i) for i in range(source.num_examples)]
     np.testing.assert_array_equal(count_labels(source), np.sum([shown[n] for n in names], axis=0))
     ops = parse_ops("decode|resize", (16, 16))[0]
-    (batch,) = host_eval_batches(
-        source, ops, global_batch_size=4, image_size=(16, 16), rows=np.arange(4)
-    )
+    (batch,) = host_eval_batches(source, image_batch(4, (16, 16), ops), rows=np.arange(4))
     assert batch["label"].shape == (4, 2) and batch["label"].dtype == np.float32
     assert batch["label"].sum() == (batch["mask"][:, None] * batch["label"]).sum()
     matched = match_classes(source, ("dog", "eel", "cat"))

@@ -11,7 +11,9 @@ import pytest
 from images import encode, make_folder, pil_rgb, smooth_image
 
 from vit_jax.data import (
+    BatchSpec,
     eval_batches,
+    image_batch,
     loading,
     make_source,
     parse_ops,
@@ -45,19 +47,12 @@ def pets(tmp_path_factory):
 def train(
     source, *, image_size, ops, start_step=0, num_steps=3, rows=range(16), seed=0, views=None
 ):
-    batches = pipeline.host_batches(
-        source,
-        parse_ops(ops, image_size)[0],
-        global_batch_size=16,
-        seed=seed,
-        image_size=image_size,
-        rows=np.array(rows),
-        start_step=start_step,
-        num_steps=num_steps,
-        views=views,
-        with_image=bool(ops) or not views,
-    )
-    return list(batches)
+    crops = {name: kind.crops for name, kind in (views or {}).items()}
+    if ops or not views:
+        crops |= image_batch(16, image_size, parse_ops(ops, image_size)[0]).crops
+    steps = range(start_step, start_step + num_steps)
+    spec = BatchSpec(16, crops)
+    return list(pipeline.host_batches(source, spec, steps=steps, seed=seed, rows=np.array(rows)))
 
 
 def views_of(num_global, num_local, ops):
@@ -74,18 +69,10 @@ def views_of(num_global, num_local, ops):
     }
 
 
-def evaluate(source, *, image_size, ops, rows, global_batch_size, **how):
+def evaluate(source, *, image_size, ops, rows, global_batch_size, key="evals.*.ops", **how):
     host_ops, _ = parse_ops(ops, image_size)
-    return list(
-        pipeline.host_eval_batches(
-            source,
-            host_ops,
-            global_batch_size=global_batch_size,
-            image_size=image_size,
-            rows=np.array(rows),
-            **how,
-        )
-    )
+    spec = image_batch(global_batch_size, image_size, host_ops, key)
+    return list(pipeline.host_eval_batches(source, spec, rows=np.array(rows), **how))
 
 
 def assert_same(batches, others):
@@ -263,8 +250,8 @@ def test_chosen_records_are_handed_to_the_graph_and_no_part_of_it(digits, monkey
     """There they would be copied, and folded, with it."""
     arranged = []
     monkeypatch.setattr(pipeline, "local_batches", lambda *args: arranged.append(args[3]))
-    how = {"global_batch_size": 4, "image_size": (8, 8), "rows": np.arange(4)}
-    pipeline.host_eval_batches(digits, (), **how, record_ids=np.arange(1000)[::-1])
+    spec, record_ids = image_batch(4, (8, 8)), np.arange(1000)[::-1]
+    pipeline.host_eval_batches(digits, spec, rows=np.arange(4), record_ids=record_ids)
     (arrange,) = arranged
     traced = tf.function(arrange).get_concrete_function(tf.TensorSpec([], tf.int64))
     assert max(node.ByteSize() for node in traced.graph.as_graph_def().node) < 1000
@@ -305,13 +292,8 @@ def test_training_names_its_own_key(digits):
 
 def refused(source, ops, image_size, words):
     with pytest.raises(InputError) as error:
-        pipeline.host_eval_batches(
-            source,
-            parse_ops(ops, image_size)[0],
-            global_batch_size=16,
-            image_size=image_size,
-            rows=np.arange(16),
-        )
+        spec = image_batch(16, image_size, parse_ops(ops, image_size)[0], "evals.*.ops")
+        pipeline.host_eval_batches(source, spec, rows=np.arange(16))
     for word in words:
         assert word in str(error.value)
 
@@ -319,19 +301,16 @@ def refused(source, ops, image_size, words):
 @pytest.mark.parametrize("shape", [(4, 2), (1, 8)])
 def test_global_arrays(digits, shape):
     mesh = jax.make_mesh(shape, ("data", "tensor"))
-    how = {
-        "global_batch_size": 16,
-        "image_size": (8, 8),
-        "sharding": jax.sharding.NamedSharding(mesh, jax.P("data")),
-    }
-    batches = train_batches(digits, (), **how, seed=0, start_step=2, num_steps=5)
+    spec, sharding = image_batch(16, (8, 8)), jax.sharding.NamedSharding(mesh, jax.P("data"))
+    batches = train_batches(digits, spec, steps=range(2, 7), seed=0, sharding=sharding)
     batches = list(batches)
     assert_same(
         jax.device_get(batches), train(digits, image_size=(8, 8), ops="", start_step=2, num_steps=5)
     )
-    assert all(leaf.sharding == how["sharding"] for leaf in jax.tree.leaves(batches))
+    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(batches))
     test = make_source("digits", split="test", image_size=(8, 8))
-    assert sum(float(batch["mask"].sum()) for batch in eval_batches(test, (), **how)) == 360
+    batches = eval_batches(test, spec, sharding=sharding)
+    assert sum(float(batch["mask"].sum()) for batch in batches) == 360
 
 
 def test_imagenet_sample_is_what_pil_sees(shared_data):

@@ -8,6 +8,7 @@ import pytest
 from images import encode, smooth_image
 from prepared import prepare
 
+from vit_jax import data
 from vit_jax.data import host_ops, make_source, pipeline, prepared_tfds, tfds_readers
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.errors import InputError
@@ -175,9 +176,9 @@ def test_a_broken_record_is_masked_and_the_others_stay_in_place(prepared, caplog
     np.testing.assert_array_equal(read(broken, 1)[0], 0)
     np.testing.assert_array_equal(read(broken, 0)[0], read(broken, 2)[0])
 
-    how = {"global_batch_size": 4, "image_size": (60, 90), "rows": np.arange(4)}
+    spec = data.image_batch(4, (60, 90))
     with caplog.at_level(logging.WARNING, "vit_jax"):
-        (batch,) = pipeline.host_eval_batches(broken, (), **how)
+        (batch,) = pipeline.host_eval_batches(broken, spec, rows=np.arange(4))
     np.testing.assert_array_equal(batch["mask"], [1, 0, 1, 0])
     assert "record 1 of broken/1.0.0 train): not a readable image" in caplog.text
     assert "record 0" not in caplog.text and "record 2" not in caplog.text

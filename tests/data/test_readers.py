@@ -11,6 +11,7 @@ from prepared import break_image, flip_a_byte, prepare
 
 from vit_jax.data import (
     concatenate,
+    image_batch,
     keep_classes,
     loading,
     make_order,
@@ -35,13 +36,10 @@ def batches(source, order_name, ops, *, size, batch=64, seed=0, start=0, steps=2
     return list(
         pipeline.host_batches(
             source,
-            parse_ops(ops, size)[0],
-            global_batch_size=batch,
+            image_batch(batch, size, parse_ops(ops, size)[0]),
+            steps=range(start, start + steps),
             seed=seed,
-            image_size=size,
             rows=np.arange(batch) if rows is None else rows,
-            start_step=start,
-            num_steps=steps,
             data_order=data_order,
         )
     )
@@ -120,8 +118,8 @@ def test_a_host_makes_its_rows_of_the_batch_of_one(cifar10, order_name):
 
 
 def test_evaluation_by_offset_covers_the_split_in_its_order(cifar10):
-    how = {"global_batch_size": 64, "image_size": (32, 32), "rows": np.arange(64)}
-    found = list(pipeline.host_eval_batches(cifar10["offsets"], (), **how))
+    spec = image_batch(64, (32, 32))
+    found = list(pipeline.host_eval_batches(cifar10["offsets"], spec, rows=np.arange(64)))
     ids, mask = (np.concatenate([batch[key] for batch in found]) for key in ("id", "mask"))
     np.testing.assert_array_equal(ids, [*range(300), *[-1] * 20])
     np.testing.assert_array_equal(mask, ids >= 0)
@@ -282,15 +280,8 @@ def test_a_record_that_cannot_be_read_has_a_label_for_no_reader(broken, tmp_path
 
 def test_png_and_grey_images_in_a_jpeg_set(corrupt):
     source = pets(corrupt, "offsets", "train[3:5]")
-    found = list(
-        pipeline.host_eval_batches(
-            source,
-            parse_ops("decode|resize", (60, 90))[0],
-            global_batch_size=2,
-            image_size=(60, 90),
-            rows=np.arange(2),
-        )
-    )
+    spec = image_batch(2, (60, 90), parse_ops("decode|resize", (60, 90))[0])
+    found = list(pipeline.host_eval_batches(source, spec, rows=np.arange(2)))
     files = [corrupt / "3.png", corrupt / "4.jpg"]
     for image, file in zip(found[0]["image"], files, strict=True):
         np.testing.assert_array_equal(image, pil_rgb(file.read_bytes()))
@@ -374,13 +365,10 @@ def test_memory_does_not_grow(sample, order_name):
     data_order = make_order(order_name, [500], 0, global_batch_size=32, **ORDERS[order_name])
     stream = pipeline.host_batches(
         sample,
-        parse_ops("inception_crop", (224, 224))[0],
-        global_batch_size=32,
+        image_batch(32, (224, 224), parse_ops("inception_crop", (224, 224))[0]),
+        steps=range(2000),
         seed=0,
-        image_size=(224, 224),
         rows=np.arange(32),
-        start_step=0,
-        num_steps=2000,
         data_order=data_order,
     )
     for step, _ in enumerate(stream, 1):

@@ -7,7 +7,7 @@ from opened import open_all, with_known_facts
 from prepared import prepare
 
 from vit_jax.config import base_config, classification, eval_splits, fewshot, train_split
-from vit_jax.data import keep_classes, make_source, parse_ops, pipeline, read_labels
+from vit_jax.data import image_batch, keep_classes, make_source, parse_ops, pipeline, read_labels
 from vit_jax.data.host_tf import tfds
 from vit_jax.errors import InputError
 from vit_jax.run.validation import find_faults
@@ -42,13 +42,10 @@ def open_insects(root, reader, classes=CLASSES):
 def batches(source, steps=4):
     return pipeline.host_batches(
         source,
-        parse_ops("decode", SIZE)[0] if source.encoded else (),
-        global_batch_size=8,
+        image_batch(8, SIZE, parse_ops("decode", SIZE)[0] if source.encoded else ()),
+        steps=range(1, 1 + steps),
         seed=3,
-        image_size=SIZE,
         rows=np.arange(8),
-        start_step=1,
-        num_steps=steps,
     )
 
 

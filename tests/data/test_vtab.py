@@ -11,7 +11,7 @@ from stand_in_vtab import SPLITS, TEST_EXAMPLES, split_infos, write_stand_ins
 
 import vit_jax
 from vit_jax.config.text import load_config
-from vit_jax.data import make_source, parse_ops, read_labels
+from vit_jax.data import image_batch, make_source, parse_ops, read_labels
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.known import known_sizes
 from vit_jax.data.pipeline import host_eval_batches
@@ -155,8 +155,8 @@ def test_every_task_is_read(name, stand_ins):
     assert test.num_examples == (200 if "smallnorb" in name else TEST_EXAMPLES)
     assert train.num_classes == test.num_classes == task.num_classes
     host_ops, _ = parse_ops("decode|resize(16)", (16, 16))
-    how = {"global_batch_size": 1000, "image_size": (16, 16), "rows": np.arange(1000)}
-    (batch,) = host_eval_batches(train, host_ops, **how)
+    spec = image_batch(1000, (16, 16), host_ops)
+    (batch,) = host_eval_batches(train, spec, rows=np.arange(1000))
     assert batch["mask"].all() and batch["image"].max() > 127
     assert set(batch["label"]) == set(range(task.num_classes))
 
@@ -185,8 +185,7 @@ def test_pixels_of_dsprites(reader, stand_ins):
     source = make_source("vtab/dsprites_location", split="val200", data_dir=str(stand_ins),
                          image_size=(1, 1), reader=reader)  # fmt: skip
     assert source.image_shape == (64, 64, 3)
-    how = {"global_batch_size": 200, "image_size": (64, 64), "rows": np.arange(200)}
-    (batch,) = host_eval_batches(source, (), **how)
+    (batch,) = host_eval_batches(source, image_batch(200, (64, 64)), rows=np.arange(200))
     assert set(np.unique(batch["image"])) == {0, 255}
     shown = batch["image"].all(axis=(1, 3)).argmax(axis=1)  # the first column that is all white
     np.testing.assert_array_equal(batch["label"], shown // 4)

@@ -304,7 +304,7 @@ def test_on_tpus_gradients_are_sharded_like_their_parameters():
 
 @pytest.mark.slow
 def test_constraints_that_do_nothing_are_noticed(monkeypatch):
-    monkeypatch.setattr("vit_jax.experiment.experiment.constrain", lambda x, axes: x)
+    monkeypatch.setattr("vit_jax.experiment.model.constrain", lambda x, axes: x)
     experiment, step = compile_step("fsdp 8", True)
     assert collective_bytes(step.as_text()) > 100 * 4 * experiment.num_params
     assert constraints_in_forward() == 0

@@ -18,7 +18,7 @@ from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
 
 from vit_jax.config import SplitKey, base_config, fewshot
-from vit_jax.data import make_source
+from vit_jax.data import image_batch, make_source
 from vit_jax.data.labels import read_labels
 from vit_jax.data.pipeline import host_eval_batches
 from vit_jax.data.preprocessing import parse_preprocessing
@@ -292,9 +292,7 @@ def test_chosen_records_are_read_in_their_order():
     source = make_source("digits", split="train", image_size=(8, 8))
     ids = np.array([1000, 3, 77, 4, 500])
     batches = list(
-        host_eval_batches(
-            source, (), global_batch_size=4, image_size=(8, 8), rows=np.arange(4), record_ids=ids
-        )
+        host_eval_batches(source, image_batch(4, (8, 8)), rows=np.arange(4), record_ids=ids)
     )
     found = {key: np.concatenate([b[key] for b in batches]) for key in batches[0]}
     np.testing.assert_array_equal(found["id"], [*ids, -1, -1, -1])

@@ -10,11 +10,10 @@ import pytest
 
 from vit_jax import tree
 from vit_jax.config import base_config
-from vit_jax.data import make_device_transform
+from vit_jax.data import make_device_transform, preprocessing
 from vit_jax.devices.flops import count_flops
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.errors import InputError
-from vit_jax.experiment import experiment as experiment_lib
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.microbatches import choose_accum_steps, settle_microbatches
@@ -402,7 +401,7 @@ def test_images_meet_those_of_other_records_and_streams(
         found.append(distance)
         return make_device_transform(*args, distance=distance, **kwargs)
 
-    monkeypatch.setattr(experiment_lib, "make_device_transform", spy)
+    monkeypatch.setattr(preprocessing, "make_device_transform", spy)
     config = small_config()
     config.global_batch_size, config.data.num_examples = 64, num_examples
     config.data.order, config.data.streams, config.data.repeats = order, streams, repeats

@@ -7,7 +7,9 @@ import pytest
 from vit_jax.devices.flops import count_flops
 from vit_jax.errors import InputError
 from vit_jax.evaluators import evaluate
+from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.layer_norms import make_layer_norms
+from vit_jax.experiment.schedules import make_ema_decay
 from vit_jax.experiment.state import TrainState, init_state, start_from
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
@@ -44,8 +46,11 @@ def state_at(step, weight=0.5, tx=None):
     return TrainState(jnp.int32(step), params, {"calls": jnp.int32(0)}, tx.init(params))
 
 
-def make_step(seed=0, transform=to_float, objective=linear_objective, tx=None, **fields):
-    return jax.jit(make_train_step(objective, tx or optax.sgd(0.01), transform, seed, **fields))
+def make_step(
+    seed=0, transform=to_float, objective=linear_objective, tx=None, ema_decay=None, **fields
+):
+    gradients = make_gradients(objective, transform, seed, **fields)
+    return jax.jit(make_train_step(gradients, tx or optax.sgd(0.01), ema_decay))
 
 
 def test_a_step_by_hand():
@@ -184,10 +189,12 @@ def test_microbatches_of_a_batch_that_is_masked_altogether():
 
 
 def test_numbers_out_of_range_are_refused():
+    with pytest.raises(InputError, match=r"^optimizer\.accum_steps=0: needs a positive number"):
+        make_step(accum_steps=0)
     with pytest.raises(InputError) as error:
-        make_step(accum_steps=0, ema_decay=1.0)
+        make_ema_decay(1.0, 1.1)
     assert [fault.split(":")[0] for fault in error.value.faults] == [
-        "optimizer.accum_steps=0", "optimizer.ema_decay=1.0",
+        "optimizer.ema_decay=1.0", "optimizer.ema_decay_end=1.1",
     ]  # fmt: skip
     with pytest.raises(InputError, match=r"accum_steps=3: must divide the batch of 4"):
         make_step(accum_steps=3)(state_at(0), BATCH)
@@ -197,7 +204,7 @@ def test_numbers_out_of_range_are_refused():
 
 
 def test_running_average_by_hand():
-    step = make_step(ema_decay=0.25)
+    step = make_step(ema_decay=make_ema_decay(0.25))
     state = start_from(state_at(0), {"weight": jnp.float32(0.5)})
     expected = 0.5
     for i in range(5):
@@ -209,7 +216,7 @@ def test_running_average_by_hand():
 
 
 def test_the_momentum_of_a_teacher_follows_half_a_cosine_without_a_ramp():
-    step = make_step(ema_decay=0.9, ema_decay_end=1.0, total_steps=4)
+    step = make_step(ema_decay=make_ema_decay(0.9, 1.0, total_steps=4))
     state = start_from(state_at(0), {"weight": jnp.float32(0.5)})
     for keep in (0.9, 1 - 0.05 * (1 + 0.5**0.5), 0.95, 1 - 0.05 * (1 - 0.5**0.5), 1.0):
         before = float(state.ema["weight"])
@@ -227,7 +234,7 @@ def test_the_model_state_is_averaged_too_and_evaluated_with_the_average():
     start = state_at(0)
     start = start.replace(model_state=start.model_state | {"mean": jnp.float32(2)})
     state = start_from(start, start.params)
-    state, _ = make_step(objective=objective, ema_decay=0.25)(state, BATCH)
+    state, _ = make_step(objective=objective, ema_decay=make_ema_decay(0.25))(state, BATCH)
     average = state.ema_model_state
     assert float(average["mean"]) == pytest.approx(0.1 * 2 + 0.9 * 3)
     assert (average["calls"], average["calls"].dtype) == (1, jnp.int32)
@@ -277,7 +284,8 @@ def norms_of_layers(**fields):
 
     tx = optax.sgd(0.5)
     state = TrainState(jnp.int32(0), LAYERS_PARAMS, {}, tx.init(LAYERS_PARAMS))
-    return jax.jit(make_layer_norms(objective, tx, to_float, 0, **fields))(state, BATCH)
+    gradients = make_gradients(objective, to_float, 0, **fields)
+    return jax.jit(make_layer_norms(gradients, tx))(state, BATCH)
 
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
@@ -321,7 +329,7 @@ def test_gradients_of_what_is_frozen_whole_are_not_computed():
              "mask": np.ones(B, np.float32)}  # fmt: skip
 
     def flops(freeze):
-        step = make_train_step(objective, tx, to_float, 0, freeze=freeze)
+        step = make_train_step(make_gradients(objective, to_float, 0, freeze=freeze), tx)
         return count_flops(step, state, batch)
 
     forward = count_flops(model.apply, {"params": state.params}, jnp.zeros((B, 8, 8, 3)))

@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -56,25 +56,18 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     config = resolve(config, tables).config
     source = tables.sources[train_split(config)]
     host_ops, _ = data.parse_ops(config.data.ops, image_size)
+    spec = data.image_batch(config.global_batch_size, image_size, host_ops)
     rows = np.arange(min(config.global_batch_size, _MOST_ROWS))
     num_batches = max(1, _IMAGES_A_ROUND // len(rows))
     num_rounds = _NUM_ROUNDS if num_rounds is None else num_rounds
-    where: dict[str, Any] = {
-        "global_batch_size": config.global_batch_size,
-        "seed": config.seed,
-        "rows": rows,
-    }
-    where["data_order"] = training_order(config, source)
+    data_order = training_order(config, source)
+    where: dict[str, Any] = {"seed": config.seed, "rows": rows}
     num_broken = 0
     if config.data.name in (*data.OWN_PICTURES, "unlabelled"):  # others are rarely broken
-        num_steps = (1 + num_rounds) * num_batches
-        first = data.host_batches(
-            source, host_ops, image_size=image_size, **where, start_step=0, num_steps=num_steps
-        )
-        where["data_order"], num_broken = _leave_out_broken(
-            where["data_order"], first, source.num_examples
-        )
-    makers = _batch_makers(source, host_ops, image_size, **where, num_steps=num_batches)
+        steps = range((1 + num_rounds) * num_batches)
+        first = data.host_batches(source, spec, steps=steps, **where, data_order=data_order)
+        data_order, num_broken = _leave_out_broken(data_order, first, source.num_examples)
+    makers = _batch_makers(source, spec, **where, data_order=data_order)
     calls = _round_calls(makers, num_batches, 1 + num_rounds)
     measure(calls, 1)  # warm-up
     costs = measure(calls, num_rounds)
@@ -119,26 +112,22 @@ def _leave_out_broken(
 
 
 def _batch_makers(
-    source: data.Source, host_ops: Sequence, image_size: tuple[int, int], **where
+    source: data.Source, spec: data.BatchSpec, **where
 ) -> dict[str, Callable[..., Iterator]]:
-    """{name: start_step -> batches}: the pipeline first, then plain ones if images are encoded."""
-    makers = {
-        "pipeline": functools.partial(
-            data.host_batches, source, host_ops, image_size=image_size, **where
-        )
-    }
+    """{name: steps -> batches}: the pipeline first, then plain ones if images are encoded."""
+    makers = {"pipeline": functools.partial(data.host_batches, source, spec, **where)}
+    image_size, (host_ops,) = spec.crops["image"].size, spec.crops["image"].host_ops
     full_size = data.at_full_size(host_ops)
     if source.encoded and not data.do_the_same(host_ops, full_size):
-        makers["full_size"] = functools.partial(
-            data.host_batches, source, full_size, image_size=image_size, **where
-        )
+        unscaled = data.image_batch(spec.size, image_size, full_size)
+        makers["full_size"] = functools.partial(data.host_batches, source, unscaled, **where)
     if source.encoded:
         for name, load in {
             "decode": lambda image, key: tf.shape(to_pixels(image)),
             "fused_float32": make_plain_load(fused=True, image_size=image_size),
             "unfused_float32": make_plain_load(fused=False, image_size=image_size),
         }.items():
-            makers[name] = functools.partial(plain_batches, source, load, **where)
+            makers[name] = functools.partial(plain_batches, source, load, spec.size, **where)
     return makers
 
 
@@ -151,7 +140,9 @@ def _round_calls(
     pipeline to the end, so that no prefetching falls into another round.
     """
     iterators = {
-        name: iter([make(start_step=i * num_batches) for i in range(num_rounds)])
+        name: iter(
+            [make(steps=range(i * num_batches, (i + 1) * num_batches)) for i in range(num_rounds)]
+        )
         for name, make in makers.items()
     }
     return {
@@ -163,12 +154,11 @@ def _round_calls(
 def plain_batches(
     source: data.Source,
     load: Callable,
-    *,
     global_batch_size: int,
+    *,
+    steps: range,
     seed: int,
     rows: np.ndarray,
-    start_step: int,
-    num_steps: int,
     data_order: data.Order,
 ) -> Iterator[tuple]:
     """Batches of (load(image, key), label) for the records that `data.host_batches` reads."""
@@ -181,9 +171,9 @@ def plain_batches(
         example = source.read(record_id)
         return load(example["image"], key), example["label"]
 
-    steps = tf.data.Dataset.range(start_step, start_step + num_steps)
     # A record that only some ways cannot decode, as they read other parts of it, is skipped.
-    examples = steps.map(arrange).unbatch().map(read, PARALLEL_CALLS).ignore_errors()
+    numbers = tf.data.Dataset.range(steps.start, steps.stop)
+    examples = numbers.map(arrange).unbatch().map(read, PARALLEL_CALLS).ignore_errors()
     return Elements(examples.batch(len(rows)).prefetch(2))
 
 

@@ -285,12 +285,6 @@ def optimizer_fields(config: ConfigDict) -> dict[str, Any]:
     return {k: v for k, v in config.optimizer.items() if k not in of_others}
 
 
-def step_fields(config: ConfigDict) -> dict[str, Any]:
-    """Keyword arguments for `make_train_step` from the config."""
-    fields = {k: config.optimizer[k] for k in ("ema_decay", "ema_decay_end", "freeze")}
-    return fields | {"accum_steps": num_microbatches(config)}
-
-
 def num_microbatches(config: ConfigDict) -> int:
     """`optimizer.accum_steps`; 1 while it is not chosen."""
     return 1 if config.optimizer.accum_steps is None else config.optimizer.accum_steps

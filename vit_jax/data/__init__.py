@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vit_jax.data.batch import BatchSpec, image_batch
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.division import Divider, Division, say_names
 from vit_jax.data.image_files import unlabelled
@@ -40,6 +41,7 @@ __all__ = [
     "OPS",
     "OWN_PICTURES",
     "SOURCES",
+    "BatchSpec",
     "Divider",
     "Division",
     "Order",
@@ -58,6 +60,7 @@ __all__ = [
     "held_alike",
     "host_batches",
     "host_eval_batches",
+    "image_batch",
     "keep_classes",
     "keep_subset",
     "make_device_transform",

@@ -10,7 +10,6 @@ from vit_jax.data import order
 from vit_jax.data.host_tf import tf
 from vit_jax.data.ops import Op, check_crops
 from vit_jax.data.sources import Source
-from vit_jax.data.views import Views
 from vit_jax.errors import InputError
 
 _OPS_OF_A_VIEW = 64  # at most; op i of view v draws from the key number 64 (v + 1) + i
@@ -71,21 +70,6 @@ class Crops(NamedTuple):
                 f"{self.key}={texts!r} gives images of {found}; needed: {needed}, from "
                 f"data.{sized}; end the host ops with an op that fixes the size, such as 'resize'"
             )
-
-
-def make_crops(
-    host_ops: Sequence[Op],
-    image_size: tuple[int, int],
-    key: str,
-    views: Mapping[str, Views] | None = None,
-    *,
-    with_image: bool = True,
-) -> dict[str, Crops]:
-    """{key of a batch: its images}: `image` by `host_ops` if `with_image`, and `views`."""
-    made = {"image": Crops(key, image_size, (tuple(host_ops),))} if with_image else {}
-    for name, kind in (views or {}).items():
-        made[name] = Crops(kind.key, kind.size, kind.host_ops, kind.first)
-    return made
 
 
 def decode_early(source: Source, image: tf.Tensor, *, for_views: bool = False) -> tf.Tensor:

@@ -16,143 +16,105 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator
 
 import jax
 import numpy as np
 
 from vit_jax import tree
 from vit_jax.data import order
-from vit_jax.data.crops import make_crops
+from vit_jax.data.batch import BatchSpec
 from vit_jax.data.host_tf import tf
 from vit_jax.data.loading import LEFT_OUT, Batch, local_batches
-from vit_jax.data.ops import Op
 from vit_jax.data.sources import Source
-from vit_jax.data.views import Views
 
 _BATCHES_IN_FLIGHT = 2
 
 
 def train_batches(
     source: Source,
-    host_ops: Sequence[Op],
+    spec: BatchSpec,
     *,
-    global_batch_size: int,
+    steps: range,
     seed: int,
-    image_size: tuple[int, int],
     sharding: jax.sharding.Sharding,
-    start_step: int,
-    num_steps: int,
     data_order: order.Order | None = None,
-    views: Mapping[str, Views] | None = None,
-    with_image: bool = True,
 ) -> Generator[tree.Batch, None, None]:
-    """Global batches of steps start_step, ..., start_step + num_steps - 1; see `host_batches`.
+    """Global batches of `steps`; see `host_batches`.
 
     `sharding` applies to every leaf; it splits the first dimension over the mesh's batch axes.
     """
-    batches = host_batches(
-        source,
-        host_ops,
-        global_batch_size=global_batch_size,
-        seed=seed,
-        image_size=image_size,
-        rows=order.local_rows(sharding, global_batch_size),
-        start_step=start_step,
-        num_steps=num_steps,
-        data_order=data_order,
-        views=views,
-        with_image=with_image,
-    )
-    return _put_ahead(batches, num_steps, sharding, global_batch_size)
+    rows = order.local_rows(sharding, spec.size)
+    batches = host_batches(source, spec, steps=steps, seed=seed, rows=rows, data_order=data_order)
+    return _put_ahead(batches, len(steps), sharding, spec.size)
 
 
 def eval_batches(
     source: Source,
-    host_ops: Sequence[Op],
+    spec: BatchSpec,
     *,
-    global_batch_size: int,
-    image_size: tuple[int, int],
     sharding: jax.sharding.Sharding,
     record_ids: np.ndarray | None = None,
-    key: str = "evals.*.ops",
     refuse_small: bool = False,
     consequence: str = LEFT_OUT,
 ) -> Generator[tree.Batch, None, None]:
     """Global batches of one pass over the split; see `host_eval_batches`."""
     batches = host_eval_batches(
         source,
-        host_ops,
-        global_batch_size=global_batch_size,
-        image_size=image_size,
-        rows=order.local_rows(sharding, global_batch_size),
+        spec,
+        rows=order.local_rows(sharding, spec.size),
         record_ids=record_ids,
-        key=key,
         refuse_small=refuse_small,
         consequence=consequence,
     )
     num_records = source.num_examples if record_ids is None else len(record_ids)
-    num_steps = math.ceil(num_records / global_batch_size)
-    return _put_ahead(batches, num_steps, sharding, global_batch_size)
+    return _put_ahead(batches, math.ceil(num_records / spec.size), sharding, spec.size)
 
 
 def host_batches(
     source: Source,
-    host_ops: Sequence[Op],
+    spec: BatchSpec,
     *,
-    global_batch_size: int,
+    steps: range,
     seed: int,
-    image_size: tuple[int, int],
     rows: np.ndarray,
-    start_step: int,
-    num_steps: int,
     data_order: order.Order | None = None,
-    views: Mapping[str, Views] | None = None,
-    with_image: bool = True,
 ) -> Iterator[Batch]:
-    """The rows `rows` of each training batch, in NumPy.
+    """The rows `rows` of each training batch of `steps`, in NumPy.
 
-    The contents of a row depend only on (seed, step, row), not on `rows` or `start_step`. The batch
-    of any `start_step` comes as quickly as the first one. `data_order` None means `record`.
-    `views`: {key of a batch: views}, from `parse_views`; `with_image`: whether `host_ops` make
-    `image` too.
+    The contents of a row depend only on (seed, step, row), not on `rows` or the first step. The
+    batch of any step comes as quickly as that of step 0. `data_order` None means `record`.
 
-    Raises: InputError, before the first batch, if the ops do not give image_size, or those of a
-      view its size.
+    Raises: InputError, before the first batch, if the ops do not give images of their size.
     """
     local_rows = tf.constant(rows, tf.int64)
     data_order = data_order or order.record_order(source.num_examples, seed)
 
     def arrange(step):
-        positions = step * global_batch_size + local_rows
+        positions = step * spec.size + local_rows
         return data_order(positions), order.keys(positions, seed)
 
-    steps = range(start_step, start_step + num_steps)
-    crops = make_crops(host_ops, image_size, "data.ops", views, with_image=with_image)
-    return local_batches(source, crops, steps, arrange, len(rows))
+    return local_batches(source, spec.crops, steps, arrange, len(rows))
 
 
 def host_eval_batches(
     source: Source,
-    host_ops: Sequence[Op],
+    spec: BatchSpec,
     *,
-    global_batch_size: int,
-    image_size: tuple[int, int],
     rows: np.ndarray,
     record_ids: np.ndarray | None = None,
-    key: str = "evals.*.ops",
     refuse_small: bool = False,
     consequence: str = LEFT_OUT,
 ) -> Iterator[Batch]:
     """The rows `rows` of each batch of one pass over the split, in order, in NumPy.
 
-    `record_ids`, int64 (n,), selects the records to read and their order; None reads all. `key` is
-    the config key of the ops; `consequence` says what happens to a record that cannot be read.
+    `record_ids`, int64 (n,), selects the records to read and their order; None reads all.
+    `consequence` says what happens to a record that cannot be read.
 
     Over all rows, every example comes once. Padding fills the last batch, so the number of batches
     is the same on every process.
 
-    Raises: InputError, before the first batch, if the ops do not give image_size; with
+    Raises: InputError, before the first batch, if the ops do not give images of their size; with
       `refuse_small` also at the first image smaller than a crop; otherwise such images are masked.
     """
     local_rows = tf.constant(rows, tf.int64)
@@ -160,17 +122,14 @@ def host_eval_batches(
     chosen = None if record_ids is None else tf.constant(record_ids, tf.int64)
 
     def arrange(step):
-        positions = step * global_batch_size + local_rows
-        found = positions
+        positions = ids = step * spec.size + local_rows
         if chosen is not None:
-            found = tf.gather(chosen, positions % num_records)
-        return tf.where(positions < num_records, found, -1), order.keys(positions, seed=0)
+            ids = tf.gather(chosen, positions % num_records)
+        return tf.where(positions < num_records, ids, -1), order.keys(positions, seed=0)
 
-    steps = range(math.ceil(num_records / global_batch_size))
-    crops = make_crops(host_ops, image_size, key)
-    return local_batches(
-        source, crops, steps, arrange, len(rows), key if refuse_small else None, consequence
-    )
+    steps = range(math.ceil(num_records / spec.size))
+    refused = spec.crops["image"].key if refuse_small else None
+    return local_batches(source, spec.crops, steps, arrange, len(rows), refused, consequence)
 
 
 def to_global(batch: Batch, sharding: jax.sharding.Sharding, global_batch_size: int) -> tree.Batch:

@@ -12,12 +12,12 @@ Source: Caron et al. 2020 (arXiv:2006.09882), section 3.3.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
 from vit_jax.config import image_hw
+from vit_jax.data.crops import Crops
 from vit_jax.data.device_ops import MIXING_OPS
 from vit_jax.data.ops import Op, parse_ops
 from vit_jax.errors import Faults, InputError
@@ -42,9 +42,9 @@ class Views(NamedTuple):
     device_ops: tuple[tuple[Op, ...], ...]
 
     @property
-    def number(self) -> int:
-        """How many there are."""
-        return len(self.host_ops)
+    def crops(self) -> Crops:
+        """What the host makes."""
+        return Crops(self.key, self.size, self.host_ops, self.first)
 
 
 def parse_views(config: ConfigDict) -> dict[str, Views]:
@@ -121,8 +121,3 @@ def fingerprint_of_views(config: ConfigDict) -> list[str]:
         size = image_hw(d.local_size, "data.local_size")
         found.append(f"{d.num_local} local views of {size}: {d.local_ops}")
     return found
-
-
-def view_shapes(views: Mapping[str, Views], channels: int) -> dict[str, tuple[int, ...]]:
-    """{key of a batch: shape of the views of one picture}."""
-    return {name: (kind.number, *kind.size, channels) for name, kind in views.items()}

@@ -10,7 +10,7 @@ from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.data import Source, eval_batches, to_value_range
+from vit_jax.data import Source, eval_batches, image_batch, to_value_range
 from vit_jax.data.ops import Op
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.experiment.state import TrainState
@@ -72,11 +72,8 @@ class EvalInputs:
         """
         return eval_batches(
             self.source(split_key),
-            self.host_ops,
-            global_batch_size=self.batch_size,
-            image_size=self.image_size,
+            image_batch(self.batch_size, self.image_size, self.host_ops, "ops"),
             sharding=batch_sharding(self.mesh),
             record_ids=record_ids,
-            key="ops",
             refuse_small=True,
         )

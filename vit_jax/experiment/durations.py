@@ -100,8 +100,7 @@ def parse_durations(config: ConfigDict) -> dict[str, int]:
     steps = {}
     for key in duration_keys(config):
         if texts[key] is not None:
-            found = _steps(config, texts[key], key)
-            steps[key] = max(found, 1) if is_interval(key) else found
+            steps[key] = max(_steps(config, texts[key], key), int(is_interval(key)))
     total = steps["duration"]
     collect_faults([
         f"{key}={texts[key]!r} ({steps[key]:,} steps): is longer than the run, which has "

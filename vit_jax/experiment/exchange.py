@@ -21,10 +21,11 @@ from vit_jax.models.fields import has_batch_statistics
 from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.t2t import T2TViT
 from vit_jax.models.vit import ViT
-from vit_jax.tree import PyTree
+from vit_jax.objectives.contract import ObjectiveOutput
+from vit_jax.tree import Params
 
-# sums(state, batch, frozen, key) -> a tree of sums over the rows of the batch.
-Sums = Callable[..., PyTree]
+# sums(state, batch, frozen, key) -> (gradients, the objective's sums) over the rows of the batch.
+Sums = Callable[..., tuple[Params, ObjectiveOutput]]
 Exchange = Callable[[Sums], Sums]
 
 # Exact types: a plug-in's subclass may draw random values or couple rows in its own way.
@@ -57,14 +58,23 @@ def join_devices(sums: Sums, mesh: Mesh) -> Sums:
     """`sums` of the whole batch: each device computes those of its rows, and one exchange adds all.
 
     Args:
-      sums: sums(state, batch, frozen, key) -> a tree of floating-point arrays. The state, the
-        frozen arrays and the key are whole on each device.
+      sums: of floating-point arrays. The state, the frozen arrays and the key are whole on each
+        device; the states of the model and of the objective stay as they are.
       mesh: only its batch axes are larger than 1.
     """
 
     def add(state, batch, frozen, key):
-        flat, restore = ravel_pytree(sums(state, batch, frozen, key))
+        grads, out = sums(state, batch, frozen, key)
+        out = out._replace(model_state={}, objective_state={})
+        flat, restore = ravel_pytree((grads, out))
         return restore(jax.lax.psum(flat, BATCH_AXES))
 
     specs = (P(), P(BATCH_AXES), P(), P())
-    return jax.shard_map(add, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    added = jax.shard_map(add, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+
+    def joined(state, batch, frozen, key):
+        grads, out = added(state.replace(opt_state=(), ema={}), batch, frozen, key)
+        kept = {"model_state": state.model_state, "objective_state": state.objective_state}
+        return grads, out._replace(**kept)
+
+    return joined

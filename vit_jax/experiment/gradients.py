@@ -1,4 +1,4 @@
-"""Gradients of an objective over a global batch, computed at once or in microbatches.
+"""Gradients of an objective over a global batch: one pass over it, or a scan of passes.
 
 The transformed batch is split into A = `accum_steps` microbatches. Microbatch i holds the rows i,
 i + A, i + 2A, ..., so that no row moves to another device. Gradients and sums of all microbatches
@@ -28,8 +28,6 @@ from vit_jax.objectives.contract import (
 )
 from vit_jax.tree import Batch, Params, PyTree
 
-_CARRIED = ("model_state", "objective_state")  # pass from one microbatch to the next
-
 # gradients(state, batch, frozen=None) -> (gradients of the loss, the objective's sums).
 Gradients = Callable[..., tuple[Params, ObjectiveOutput]]
 
@@ -38,47 +36,79 @@ def make_gradients(
     objective: Objective | PlainObjective,
     transform: DeviceTransform,
     seed: int,
-    accum_steps: int,
-    freeze: str | None,
+    accum_steps: int = 1,
+    freeze: str | None = None,
     shardings: PyTree = None,
     exchange: Exchange | None = None,
 ) -> Gradients:
     """Make gradients(state, batch, frozen) -> (gradients of the loss, the objective's sums).
 
-    `shardings`: of each gradient, in a tree like the parameters; None, also as a leaf: the compiler
-    decides. `sharding.gradient_shardings` makes it. `exchange`: adds the sums of devices that each
-    compute their own rows; None: the compiler decides. `exchange.choose_exchange` makes it, for
-    objectives without further terms that leave the state as it is.
+    Randomness depends on (seed, state.step) only; in `transform` also on the row of the global
+    batch.
+
+    Args:
+      objective: an `Objective`, or a function (params, model_state, batch, rng) -> sums over the
+        batch.
+      transform: (batch, keys (B,)) -> batch with float32 images in the model's value range.
+      seed: the run's seed.
+      accum_steps: number of microbatches; must divide each device's share of the batch.
+      freeze: as in `make_optimizer`; matching parameters get no gradient.
+      shardings: of each gradient, in a tree like the parameters; None, also as a leaf: the compiler
+        decides. `sharding.gradient_shardings` makes it.
+      exchange: adds the sums of devices that each compute their own rows; None: the compiler
+        decides. `choose_exchange` makes it, for objectives without further terms that leave the
+        state as it is.
 
     Raises:
       InputError: the objective couples rows, and there are microbatches.
     """
     objective = as_objective(objective)
-    loss_of_batch = objective.loss
+    check_num_microbatches(accum_steps)
     if objective.couples_rows and accum_steps > 1:
         raise InputError(
             f"optimizer.accum_steps={accum_steps}: the loss of an image depends on the others of "
             "its batch, so the batch cannot be computed in parts; set it to 1"
         )
 
-    def sums_of(params, state, batch, frozen, key):
+    def sums_of(params, state, rows, frozen, key):
         if shardings is not None:
             params = _constrain(params, shardings)
         if freeze is not None:
             params = _stop_gradients(params, freeze)
-        return loss_of_batch(params, state, batch, frozen, key)
+        return objective.loss(params, state, rows, frozen, key)
 
-    def whole_batch(state, batch, frozen, key):
+    def one_pass(loss_of, state, rows, frozen, key):
+        """The gradients of loss_of(sums of `rows`), and the sums."""
+
         def loss_fn(params):
-            out = sums_of(params, state, batch, frozen, key)
-            return out.loss, out
+            sums = sums_of(params, state, rows, frozen, key)
+            return loss_of(sums), sums
 
         return jax.grad(loss_fn, has_aux=True)(state.params)
 
-    def of_own_rows(state, batch, frozen, key):
-        """Gradients and sums of the rows of one device."""
-        grads, sums = _sum_microbatches(sums_of, accum_steps, state, batch, frozen, key)
-        return grads, _without_carried(sums)
+    def scan_of_passes(state, batch, frozen, key):
+        """The gradients and sums of a batch; a single term is not divided by its weight yet."""
+        split = jax.tree.map(lambda x: _split_rows(x, accum_steps), batch)
+
+        def inputs(i):
+            rows = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, False), split)
+            return rows, frozen, jax.random.fold_in(key, i)
+
+        def weights_of(carried, i):  # without the model, on which the weights do not depend
+            return _weights(sums_of(state.params, state, *inputs(i))), carried
+
+        has_terms = jax.eval_shape(lambda: sums_of(state.params, state, *inputs(0))).terms
+        weights = _add_up(weights_of, {}, accum_steps)[0] if has_terms else None
+
+        def loss_of(sums):
+            return sums.loss_sum if weights is None else _with_weights(sums, weights).loss
+
+        def of_part(carried, i):
+            grads, sums = one_pass(loss_of, state.replace(**carried), *inputs(i))
+            return (grads, sums._replace(model_state={}, objective_state={})), _carried(sums)
+
+        (grads, sums), carried = _add_up(of_part, _carried(state), accum_steps)
+        return grads, sums._replace(**carried)
 
     def gradients(
         state: TrainState, batch: Batch, frozen: PyTree = None
@@ -88,98 +118,56 @@ def make_gradients(
         rows = jnp.arange(batch["mask"].shape[0])
         row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(transform_key, rows)
         batch = transform(batch, row_keys)
-        if exchange is not None:
-            needed = state.replace(opt_state=(), ema={})
-            grads, sums = exchange(of_own_rows)(needed, batch, frozen, model_key)
-            return _divide(grads, sums._replace(**_carried_of(state)))
-        if accum_steps == 1:
-            return whole_batch(state, batch, frozen, model_key)
-        return _add_microbatches(sums_of, accum_steps, state, batch, frozen, model_key)
+        if accum_steps == 1 and exchange is None:
+            return one_pass(lambda sums: sums.loss, state, batch, frozen, model_key)
+        passes = scan_of_passes if exchange is None else exchange(scan_of_passes)
+        grads, sums = passes(state, batch, frozen, model_key)
+        if not sums.terms:
+            weight = at_least_one(sums.weight_sum)
+            grads = jax.tree.map(lambda g: g / weight, grads)
+        return grads, sums
 
     return gradients
 
 
-def _add_microbatches(sums_of, accum_steps, state, batch, frozen, key):
-    """Gradients and sums of a batch; sums_of(params, state, rows, frozen, key) gives a part's."""
-    grads, sums = _sum_microbatches(sums_of, accum_steps, state, batch, frozen, key)
-    return (grads, sums) if sums.terms else _divide(grads, sums)
-
-
-def _divide(grads, sums):
-    """The gradients of the only term, divided by its weight, and the sums."""
-    weight = at_least_one(sums.weight_sum)
-    return jax.tree.map(lambda g: g / weight, grads), sums
-
-
-def _sum_microbatches(sums_of, accum_steps, state, batch, frozen, key):
-    """As `_add_microbatches`; the gradients of the only term are not divided."""
-    split = jax.tree.map(lambda x: _split_rows(x, accum_steps), batch)
-
-    def sums_of_part(params, carried, i):
-        rows = jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), split
+def check_num_microbatches(accum_steps: int) -> None:
+    """Raise InputError if a batch cannot be split into as many microbatches."""
+    if accum_steps < 1:
+        raise InputError(
+            f"optimizer.accum_steps={accum_steps}: needs a positive number; 1 turns it off"
         )
-        rng = jax.random.fold_in(key, i)
-        return sums_of(params, state.replace(**carried), rows, frozen, rng)
-
-    first = _carried_of(state)
-    weights = _weights_of_batch(lambda i: sums_of_part(state.params, first, i), accum_steps)
-
-    def loss_fn(params, carried, i):
-        out = sums_of_part(params, carried, i)
-        if weights is None:  # the only weight divides the sum of all gradients at the end
-            return out.loss_sum, out
-        return _with_weights(out, weights).loss, out
-
-    grads_and_sums = jax.grad(loss_fn, has_aux=True)
-
-    def add(total, i):
-        grads, sums, carried = total
-        more_grads, out = grads_and_sums(state.params, carried, i)
-        carried = _carried_of(out)
-        sums = jax.tree.map(jnp.add, sums, _without_carried(out))
-        return (jax.tree.map(jnp.add, grads, more_grads), sums, carried), None
-
-    shapes = jax.eval_shape(grads_and_sums, state.params, first, 0)
-    grads, sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    start = (grads, _without_carried(sums), first)
-    (grads, sums, carried), _ = jax.lax.scan(add, start, jnp.arange(accum_steps))
-    return grads, sums._replace(**carried)
 
 
-def _carried_of(holder: TrainState | ObjectiveOutput) -> dict[str, Any]:
-    return {name: getattr(holder, name) for name in _CARRIED}
+def _add_up(part: Callable, carried: Any, number: int) -> tuple[Any, Any]:
+    """The sum of the values of all parts, and what the last one carries on.
 
-
-def _without_carried(out: ObjectiveOutput) -> ObjectiveOutput:
-    return out._replace(model_state={}, objective_state={})
-
-
-def _weights_of_batch(sums_of_part, accum_steps):
-    """The weights of all terms of the whole batch, as `_weights`; None if there is only one term.
-
-    A weight does not depend on the parameters, so the compiler leaves the model out here.
+    part(carried, i) -> (values, carried on to part i + 1).
     """
-    shapes = jax.eval_shape(sums_of_part, 0)
-    if not shapes.terms:
-        return None
+    shapes, _ = jax.eval_shape(part, carried, 0)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    def add(total, i):
-        return jax.tree.map(jnp.add, total, _weights(sums_of_part(i))), None
+    def add(total_and_carried, i):
+        total, carried = total_and_carried
+        values, carried = part(carried, i)
+        return (jax.tree.map(jnp.add, total, values), carried), None
 
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), _weights(shapes))
-    return jax.lax.scan(add, start, jnp.arange(accum_steps))[0]
+    return jax.lax.scan(add, (zeros, carried), jnp.arange(number))[0]
 
 
-def _weights(out):
+def _carried(holder: TrainState | ObjectiveOutput) -> dict[str, Any]:
+    """The states that pass from one microbatch to the next."""
+    return {name: getattr(holder, name) for name in ("model_state", "objective_state")}
+
+
+def _weights(sums):
     """(weight_sum, {name: weight of a further term})."""
-    return out.weight_sum, {name: term.weight for name, term in out.terms.items()}
+    return sums.weight_sum, {name: term.weight for name, term in sums.terms.items()}
 
 
-def _with_weights(out, weights):
+def _with_weights(sums, weights):
     weight_sum, of_terms = weights
-    terms = {name: term.replace(weight=of_terms[name]) for name, term in out.terms.items()}
-    return out._replace(weight_sum=weight_sum, terms=terms)
+    terms = {name: term.replace(weight=of_terms[name]) for name, term in sums.terms.items()}
+    return sums._replace(weight_sum=weight_sum, terms=terms)
 
 
 def _split_rows(x: jax.Array, accum_steps: int) -> jax.Array:

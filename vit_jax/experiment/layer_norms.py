@@ -6,38 +6,22 @@ import jax.numpy as jnp
 import optax
 
 from vit_jax import tree
-from vit_jax.data.device_ops import DeviceTransform
-from vit_jax.experiment.exchange import Exchange
-from vit_jax.experiment.gradients import make_gradients
+from vit_jax.experiment.gradients import Gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import Metrics, Step
-from vit_jax.objectives.contract import Objective, PlainObjective
 from vit_jax.tree import Batch, PyTree
 
 
-def make_layer_norms(
-    objective: Objective | PlainObjective,
-    tx: optax.GradientTransformation,
-    transform: DeviceTransform,
-    seed: int,
-    *,
-    accum_steps: int = 1,
-    freeze: str | None = None,
-    grad_shardings: PyTree = None,
-    exchange: Exchange | None = None,
-) -> Step[Metrics]:
+def make_layer_norms(gradients: Gradients, tx: optax.GradientTransformation) -> Step[Metrics]:
     """Make norms(state, batch, frozen=None) -> scalars for the step that starts from `state`; pure.
 
     For each PART of `tree.parts(params)`: `grad_norm/PART` (before clipping), `param_norm/PART`
     (before the update), `update_norm/PART`, and `update_ratio/PART` = update_norm / param_norm, 0
-    if param_norm is 0. Takes the same arguments as `make_train_step`.
+    if param_norm is 0. `gradients` and `tx` are those of the training step.
 
     The gradients are computed a second time. Adding the norms to the training step would avoid
     this, but change its program and thus, possibly, its rounding.
     """
-    gradients = make_gradients(
-        objective, transform, seed, accum_steps, freeze, grad_shardings, exchange
-    )
 
     def layer_norms(state: TrainState, batch: Batch, frozen: PyTree = None) -> Metrics:
         grads, _ = gradients(state, batch, frozen)

@@ -14,9 +14,9 @@ def describe_model(config: ConfigDict) -> str:
     """
     name, fields = config.model.name, find_family(config.model.name).parse(config.model.name)
     variant, slash, patch = name.partition("/")
-    own_patch = config.model.patch_size
-    if own_patch is not None and str(fields.get("patch_size")) == patch:
-        patch = "x".join(map(str, dict.fromkeys(config_lib.image_hw(own_patch))))
+    patch_size = config.model.patch_size
+    if patch_size is not None and str(fields.get("patch_size")) == patch:
+        patch = "x".join(map(str, dict.fromkeys(config_lib.image_hw(patch_size))))
     sizes = {key: config.model.get(key) for key in Variant._fields}
     if all(size in (None, fields.get(key)) for key, size in sizes.items()):
         return f"{variant}{slash}{patch}"

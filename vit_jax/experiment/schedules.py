@@ -22,13 +22,15 @@ cooldown: Zhai et al. 2021 (arXiv:2106.04560), section 3.5; multistep: Kolesniko
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from ml_collections import ConfigDict
 
-from vit_jax.errors import InputError, nearest
+from vit_jax.errors import Faults, InputError, collect_faults, nearest
+from vit_jax.experiment.durations import parse_milestones
 
 # Number of the update, from 0 -> learning rate, a float32 scalar.
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array | float]
@@ -84,10 +86,7 @@ def make_schedule(
     Raises:
       InputError: if the name is unknown, or the numbers do not fit together.
     """
-    if name not in SCHEDULES:
-        raise InputError(f"schedule.name={name!r}: unknown; {nearest(name, list(SCHEDULES))}")
-    if peak_lr < 0:
-        raise InputError(f"optimizer.peak_lr={peak_lr}: must be at least 0")
+    check_schedule(name, peak_lr)
     if timescale <= 0:
         raise InputError(f"schedule.timescale={timescale}: must be more than 0 steps")
     _check_spans(total_steps, warmup_steps, cooldown_steps, milestones)
@@ -108,6 +107,62 @@ def make_schedule(
         return lr
 
     return schedule
+
+
+def check_schedule(name: str, peak_lr: float) -> None:
+    """Raise InputError for what is wrong in a run of any length."""
+    if name not in SCHEDULES:
+        raise InputError(f"schedule.name={name!r}: unknown; {nearest(name, list(SCHEDULES))}")
+    if peak_lr < 0:
+        raise InputError(f"optimizer.peak_lr={peak_lr}: must be at least 0")
+
+
+def make_config_schedule(config: ConfigDict, durations: Mapping[str, int]) -> Schedule:
+    """The learning rate of a resolved config, whose durations in steps are `durations`."""
+    return make_schedule(
+        config.schedule.name,
+        peak_lr=config.optimizer.peak_lr,
+        total_steps=durations["duration"],
+        warmup_steps=durations["schedule.warmup"],
+        cooldown_steps=durations["schedule.cooldown"],
+        timescale=durations["schedule.timescale"],
+        milestones=parse_milestones(config),
+    )
+
+
+def make_ema_decay(
+    ema_decay: float | None, ema_decay_end: float | None = None, total_steps: int = 1
+) -> Schedule | None:
+    """Make the share of the running averages that stays in the update after `step` earlier ones.
+
+    It is min(ema_decay, (1 + step) / (10 + step)), so that in a short run the average does not stay
+    near the initial parameters. With `ema_decay_end` the average is a teacher, whose share goes
+    from ema_decay to ema_decay_end at `total_steps` by half a cosine. None: there is no average.
+
+    Raises:
+      InputError: if a number is out of range.
+    """
+    check_ema_decay(ema_decay, ema_decay_end)
+    if ema_decay is None:
+        return None
+    if ema_decay_end is not None:
+        return lambda step: half_cosine(step, total_steps, ema_decay, ema_decay_end)
+    return lambda step: jnp.minimum(ema_decay, (1.0 + step) / (10.0 + step))
+
+
+def check_ema_decay(ema_decay: float | None, ema_decay_end: float | None) -> None:
+    """Raise InputError if a number is out of range."""
+    faults = Faults()
+    faults.need(
+        ema_decay is None or 0.0 < ema_decay < 1.0,
+        f"optimizer.ema_decay={ema_decay}: must be between 0 and 1, or None",
+    )
+    faults.need(
+        ema_decay_end is None or (ema_decay is not None and 0.0 < ema_decay_end <= 1.0),
+        f"optimizer.ema_decay_end={ema_decay_end}: needs a number above 0, at most 1, and "
+        "optimizer.ema_decay at the start of the run; None keeps the decay constant",
+    )
+    collect_faults(faults)
 
 
 def half_cosine(

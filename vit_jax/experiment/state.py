@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.models.fields import value_of
+from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.forms import PLAIN
 from vit_jax.tree import OBJECTIVE, ModelState, Params
 
 
@@ -53,12 +54,13 @@ def init_state(
     `init_objective`: `Objective.init`.
     """
     images = jnp.zeros((1, *image_size, value_of(model, "channels")))
+    model = with_known(model, forms=PLAIN)  # kernels would split the image over devices
     model_state = dict(model.init(jax.random.key(seed), images))
     params = model_state.pop("params")
     objective_state: ModelState = {}
     if init_objective is not None:
-        own, objective_state = init_objective(jax.random.fold_in(jax.random.key(seed), 1))
-        params |= {OBJECTIVE: own} if own else {}
+        learned, objective_state = init_objective(jax.random.fold_in(jax.random.key(seed), 1))
+        params |= {OBJECTIVE: learned} if learned else {}
     state = TrainState(
         jnp.zeros((), jnp.int32),
         params,

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from vit_jax import files, tree
-from vit_jax.data import Source, eval_batches, parse_ops, to_value_range
+from vit_jax.data import Source, eval_batches, image_batch, parse_ops, to_value_range
 from vit_jax.data.loading import why_masked
 from vit_jax.data.ops import Op
 from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
@@ -117,9 +117,7 @@ def computed(
     params, model_state = jax.device_put((params, model_state), NamedSharding(mesh, P()))
     batches = eval_batches(
         source,
-        _host_ops(pretrained, source),
-        global_batch_size=batch_size,
-        image_size=spec.image_size,
+        image_batch(batch_size, spec.image_size, _host_ops(pretrained, source), "evals.*.ops"),
         sharding=batch_sharding(mesh),
         record_ids=record_ids,
         consequence=consequence,

@@ -9,8 +9,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config.stored import changed_keys, say_changes
 from vit_jax.experiment.durations import parse_durations
-from vit_jax.experiment.experiment import make_config_schedule
-from vit_jax.experiment.schedules import half_cosine
+from vit_jax.experiment.schedules import half_cosine, make_config_schedule
 
 # Keys that decide where a run ends, and how.
 KEYS_OF_THE_END = ("duration", "schedule.cooldown")

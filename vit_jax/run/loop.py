@@ -262,16 +262,11 @@ def train_batches(run: Run, start: int) -> Generator[tree.Batch, None, None]:
     """Batches for the steps after `start`."""
     return data.train_batches(
         run.train_source,
-        run.preprocessing.host_ops,
-        global_batch_size=run.config.global_batch_size,
+        run.experiment.batch,
+        steps=range(start, run.experiment.total_steps),
         seed=run.config.seed,
-        image_size=run.preprocessing.image_size,
         sharding=batch_sharding(run.mesh),
-        start_step=start,
-        num_steps=run.experiment.total_steps - start,
         data_order=run.order,
-        views=run.preprocessing.views,
-        with_image=run.preprocessing.has_image,
     )
 
 

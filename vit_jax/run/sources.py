@@ -18,7 +18,7 @@ from vit_jax.config import SplitKey
 from vit_jax.config.evals import find_evaluator
 from vit_jax.data.folder_contents import class_like_folders, find_dataset_below
 from vit_jax.data.pictures import shown
-from vit_jax.data.preprocessing import Preprocessing
+from vit_jax.data.preprocessing import Preprocessing, describe_batch
 from vit_jax.data.sources import fingerprint
 from vit_jax.data.views import fingerprint_of_views
 from vit_jax.errors import Faults, InputError, collect_faults
@@ -392,10 +392,9 @@ def check_images(
     config: ConfigDict, preprocessing: Preprocessing, sources: Mapping[SplitKey, data.Source]
 ) -> None:
     """Raise InputError if the ops of training or of an evaluator do not give `data.image_size`."""
-    one = _one_image(preprocessing)
-    training, ops = sources[config_lib.train_split(config)], preprocessing.host_ops
-    how = one | {"views": preprocessing.views, "with_image": preprocessing.has_image}
-    data.host_batches(training, ops, **how, seed=0, start_step=0, num_steps=0)
+    spec = dataclasses.replace(describe_batch(config, preprocessing), size=1)  # it may not be set
+    training = sources[config_lib.train_split(config)]
+    data.host_batches(training, spec, steps=range(0), seed=0, rows=np.arange(1))
     check_evaluated_images(config, preprocessing, sources)
 
 
@@ -404,13 +403,10 @@ def check_evaluated_images(
 ) -> None:
     """Raise InputError if the ops of an evaluator do not give `data.image_size`."""
     for name, entry in config.evals.items():
-        how = _one_image(preprocessing) | {"key": f"evals.{name}.ops"}
-        for key in config_lib.eval_splits(config, entry).values():
-            data.host_eval_batches(sources[key], preprocessing.eval_ops[name], **how)
-
-
-def _one_image(preprocessing: Preprocessing) -> dict[str, Any]:
-    return {"global_batch_size": 1, "image_size": preprocessing.image_size, "rows": np.arange(1)}
+        ops, key = preprocessing.eval_ops[name], f"evals.{name}.ops"
+        spec = data.image_batch(1, preprocessing.image_size, ops, key)
+        for split in config_lib.eval_splits(config, entry).values():
+            data.host_eval_batches(sources[split], spec, rows=np.arange(1))
 
 
 def data_fingerprint(config: ConfigDict, source: data.Source) -> str:

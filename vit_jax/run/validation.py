@@ -13,7 +13,8 @@ from vit_jax.config import REQUIRED, checks, decided_later, evals
 from vit_jax.data import checks as data
 from vit_jax.devices import mesh
 from vit_jax.errors import Faults, collect_faults
-from vit_jax.experiment import durations, experiment
+from vit_jax.experiment import checks as experiment
+from vit_jax.experiment import durations
 from vit_jax.job import watchdog
 from vit_jax.metrics import profiler, weights_and_biases
 from vit_jax.run import selection

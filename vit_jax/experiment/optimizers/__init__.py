@@ -39,16 +39,18 @@ Source: Loshchilov & Hutter 2017 (arXiv:1711.05101), algorithms 1 and 2; layer_d
 import functools
 import inspect
 import re
+from collections.abc import Callable
+from typing import Any
 
 import optax
 
-from vit_jax.errors import collect_faults, nearest
+from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.experiment.optimizers import masks
 from vit_jax.experiment.optimizers.directions import MOMENTUM_DTYPES, OPTIMIZERS
 from vit_jax.experiment.optimizers.layers import over_layers, scale_embedding, scale_layers
 from vit_jax.experiment.schedules import half_cosine
 
-__all__ = ["MOMENTUM_DTYPES", "OPTIMIZERS", "make_optimizer", "over_layers"]
+__all__ = ["MOMENTUM_DTYPES", "OPTIMIZERS", "check_optimizer", "make_optimizer", "over_layers"]
 
 
 def make_optimizer(
@@ -96,11 +98,12 @@ def make_optimizer(
         `weight_decay` or `l2` is not 0, if `freeze` matches none or all, and if `layer_decay` is
         set for a model without layers.
     """
-    given = {key: value for key, value in hyperparameters.items() if value is not None}
-    _check(
-        name, given, weight_decay, l2, weight_decay_on, grad_clip_norm, layer_decay, freeze,
-        weight_decay_end, embedding_rate,
+    check_optimizer(
+        name, weight_decay=weight_decay, l2=l2, weight_decay_on=weight_decay_on,
+        grad_clip_norm=grad_clip_norm, layer_decay=layer_decay, freeze=freeze,
+        weight_decay_end=weight_decay_end, embedding_rate=embedding_rate, **hyperparameters,
     )  # fmt: skip
+    given = {key: value for key, value in hyperparameters.items() if value is not None}
     clip = optax.identity() if grad_clip_norm is None else optax.clip_by_global_norm(grad_clip_norm)
     direction = OPTIMIZERS[name](**given)
     drop_frozen = optax.identity()
@@ -128,40 +131,48 @@ def make_optimizer(
     )
 
 
-def _check(
-    name, given, weight_decay, l2, weight_decay_on, grad_clip_norm, layer_decay, freeze,
-    weight_decay_end, embedding_rate,
-) -> None:  # fmt: skip
-    """Raise InputError with every fault in the arguments of `make_optimizer`."""
-    faults = []
+_FROM_0 = lambda value: value >= 0, "must be at least 0"
+_FROM_0_OR_OFF = _FROM_0[0], "must be at least 0; None turns it off"
+_BELOW_1 = lambda value: 0 <= value < 1, "must be at least 0 and less than 1"
+# Argument of `make_optimizer` -> (whether a value is in range, what it must be).
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "weight_decay": _FROM_0,
+    "l2": _FROM_0,
+    "grad_clip_norm": (lambda value: value > 0, "must be more than 0; None turns it off"),
+    "b1": _BELOW_1,
+    "b2": _BELOW_1,
+    "momentum": _BELOW_1,
+    "eps": (lambda value: value > 0, "must be more than 0"),
+    "layer_decay": (lambda value: 0 < value <= 1, "must be more than 0 and at most 1"),
+    "weight_decay_end": _FROM_0_OR_OFF,
+    "embedding_rate": _FROM_0_OR_OFF,
+}
+_OF_ALL = inspect.signature(make_optimizer).parameters  # the others are those of OPTIMIZERS[name]
 
-    def need(key: str, value, holds: bool, what: str) -> None:
-        if not holds:
-            faults.append(f"optimizer.{key}={value!r}: {what}")
 
-    need("name", name, name in OPTIMIZERS, f"unknown; {nearest(name, list(OPTIMIZERS))}")
-    need("weight_decay", weight_decay, weight_decay >= 0, "must be at least 0")
-    need("l2", l2, l2 >= 0, "must be at least 0")
-    clips = grad_clip_norm is None or grad_clip_norm > 0
-    need("grad_clip_norm", grad_clip_norm, clips, "must be more than 0; None turns it off")
-    for key in given.keys() & {"b1", "b2", "momentum"}:
-        need(key, given[key], 0 <= given[key] < 1, "must be at least 0 and less than 1")
-    if "eps" in given:
-        need("eps", given["eps"], given["eps"] > 0, "must be more than 0")
+def check_optimizer(name: str, **fields: Any) -> None:
+    """Raise InputError with every fault in the arguments of `make_optimizer` but the schedule."""
+    given = {key: value for key, value in fields.items() if value is not None}
+    faults = Faults()
+
+    def need(key: str, holds: bool, what: str) -> None:
+        faults.need(holds, f"optimizer.{key}={given.get(key, name)!r}: {what}")
+
+    need("name", name in OPTIMIZERS, f"unknown; {nearest(name, list(OPTIMIZERS))}")
+    for key, (in_range, what) in _RANGES.items():
+        need(key, key not in given or in_range(given[key]), what)
     dtype = given.get("momentum_dtype", "float32")
     hint = f"unknown; {nearest(dtype, MOMENTUM_DTYPES)}"
-    need("momentum_dtype", dtype, dtype in MOMENTUM_DTYPES, hint)
-    decays_by_layer = layer_decay is None or 0 < layer_decay <= 1
-    need("layer_decay", layer_decay, decays_by_layer, "must be more than 0 and at most 1")
-    for key, pattern in (("weight_decay_on", weight_decay_on), ("freeze", freeze)):
+    need("momentum_dtype", dtype in MOMENTUM_DTYPES, hint)
+    for key in ("weight_decay_on", "freeze"):
         try:
-            re.compile(pattern or "")
+            re.compile(given.get(key, ""))
         except re.error as error:
-            need(key, pattern, False, f"not a regular expression: {error}")
+            need(key, False, f"not a regular expression: {error}")
+    hyperparameters = {key: given[key] for key in given if key not in _OF_ALL}
     if name in OPTIMIZERS:
-        own = inspect.signature(OPTIMIZERS[name]).parameters
-        for key in given.keys() - own.keys():
-            need(key, given[key], False, f"{name} has no such setting; set it to None")
-    for key, value in (("weight_decay_end", weight_decay_end), ("embedding_rate", embedding_rate)):
-        need(key, value, value is None or value >= 0, "must be at least 0; None turns it off")
+        known = inspect.signature(OPTIMIZERS[name]).parameters
+        for key in hyperparameters:
+            need(key, key in known, f"{name} has no such setting; set it to None")
     collect_faults(faults)
+    OPTIMIZERS[name](**hyperparameters)  # one of a plug-in may check them too

@@ -1,0 +1,70 @@
+"""The model of a config in the form that computes a step on a mesh, and in its plain form."""
+
+import logging
+
+import flax.linen as nn
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from vit_jax.config import model_fields
+from vit_jax.devices.kernels import choose_forms
+from vit_jax.devices.sharding import constrain
+from vit_jax.errors import InputError
+from vit_jax.models import create_model
+from vit_jax.models.fields import field_names, has_batch_statistics, with_known
+from vit_jax.models.forms import PLAIN
+from vit_jax.models.layers import unconstrained
+
+logger = logging.getLogger("vit_jax")
+
+
+def make_model(config: ConfigDict, image_size: tuple[int, int], mesh: Mesh) -> nn.Module:
+    """The model of a resolved config, sharded over `mesh`, in the fastest forms for it."""
+    model = create_model(
+        config.model.name,
+        config.data.num_classes,
+        image_size,
+        channels=config.data.channels,
+        **model_fields(config),
+    )
+    model = on_mesh(model, mesh, config.model.kernels)
+    _warn_of_uneven_split(model, mesh)
+    return model
+
+
+def on_mesh(model: nn.Module, mesh: Mesh, kernels: str) -> nn.Module:
+    """`model` sharded over `mesh`, in the fastest forms for it; `kernels` is the config's."""
+    return choose_forms(with_known(model, constrain=constrain), mesh, kernels)
+
+
+def without_constraints(model: nn.Module) -> nn.Module:
+    """`model` on one device."""
+    return with_known(model, constrain=unconstrained)
+
+
+def in_plain_form(model: nn.Module) -> nn.Module:
+    """`model` on one device, without kernels; nothing is computed twice."""
+    return with_known(without_constraints(model), forms=PLAIN, remat="none")
+
+
+def check_microbatches(model: nn.Module | type[nn.Module], name: str, accum_steps: int) -> None:
+    """Raise InputError if `model` cannot be trained in `accum_steps` microbatches."""
+    if has_batch_statistics(model) and accum_steps > 1:
+        raise InputError(
+            f"optimizer.accum_steps={accum_steps}: the batch statistics of model.name={name!r} are "
+            "those of the whole batch; set --config.optimizer.accum_steps=1, with a smaller "
+            "--config.global_batch_size or --config.model.remat=full if memory is short"
+        )
+
+
+def _warn_of_uneven_split(model: nn.Module, mesh: Mesh) -> None:
+    tensor = mesh.shape["tensor"]
+    split = [f for f in ("num_heads", "mlp_dim", "stem_width") if f in field_names(type(model))]
+    uneven = [field for field in split if getattr(model, field) % tensor]
+    if uneven:
+        logger.warning(
+            "mesh.tensor=%d does not divide %s: activations are replicated instead of split; "
+            "choose a size that divides them",
+            tensor,
+            " and ".join(f"model.{f}={getattr(model, f)}" for f in uneven),
+        )

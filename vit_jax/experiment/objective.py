@@ -1,0 +1,76 @@
+"""The objective of a config, with what it learns from: labels, views, teachers, an average."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import flax.linen as nn
+from ml_collections import ConfigDict
+
+from vit_jax.data.batch import BatchSpec
+from vit_jax.data.device_ops import per_channel
+from vit_jax.errors import InputError
+from vit_jax.objectives import make_objective
+from vit_jax.objectives.contract import Objective, Setting, Teacher
+from vit_jax.objectives.supervised import make_loss
+
+# Remedies for keys that a batch lacks.
+_SETS = {
+    "image": "set --config.data.ops",
+    "global_views": "set --config.data.num_global=2 and --config.data.global_ops",
+    "local_views": "set --config.data.num_local=8, --config.data.local_ops and data.local_size",
+}
+
+
+def make_config_objective(
+    config: ConfigDict,
+    batch: BatchSpec,
+    durations: Mapping[str, int],
+    teachers: Sequence[Teacher],
+    model: nn.Module,
+    in_form: Callable[[nn.Module], nn.Module],
+) -> Objective:
+    """The objective of a config; `in_form` gives the teachers' models the form to compute in.
+
+    Raises:
+      InputError: it needs what batches or the state do not hold.
+    """
+    channels = batch.channels
+    teachers = tuple(
+        teacher._replace(
+            model=in_form(teacher.model),
+            mean=per_channel(teacher.mean, channels),
+            std=per_channel(teacher.std, channels),
+        )
+        for teacher in teachers
+    )
+    mean, std = (per_channel(config.data[key], channels) for key in ("mean", "std"))
+    shapes = {name: leaf.shape for name, leaf in batch.arrays().items()}
+    setting = Setting(mean, std, teachers, shapes, durations, config.data.multi_label)
+    loss = make_loss(**config.loss)
+    objective = make_objective(model, loss, setting=setting, **config.objective)
+    _check_needs(objective, config, shapes)
+    return objective
+
+
+def _check_needs(objective: Objective, config: ConfigDict, batch: Iterable[str]) -> None:
+    """Raise InputError if the objective needs what batches or the state do not hold."""
+    name = config.objective.name
+    if objective.needs_average and config.optimizer.ema_decay is None:
+        raise InputError(
+            f"optimizer.ema_decay=None: the teacher of objective.name={name!r} is the running "
+            "average of the parameters; set --config.optimizer.ema_decay=0.996 and "
+            "--config.optimizer.ema_decay_end=1.0"
+        )
+    if objective.needs_average and config.optimizer.ema_decay_end is None:
+        raise InputError(
+            f"optimizer.ema_decay_end=None: the average would follow the parameters closely in the "
+            f"first steps, and is the teacher of objective.name={name!r}; set "
+            f"--config.optimizer.ema_decay_end=1.0, or {config.optimizer.ema_decay} for a constant "
+            "decay"
+        )
+    missing = sorted({*objective.needs} - {*batch})
+    remedies = [_SETS[key] for key in missing if key in _SETS] or ["choose another objective"]
+    if missing:
+        raise InputError(
+            f"objective.name={name!r}: needs {', '.join(missing)} in every batch, which has "
+            f"{', '.join(batch)}; {'; '.join(remedies)}"
+        )
