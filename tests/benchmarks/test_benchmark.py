@@ -222,7 +222,6 @@ def test_table_has_a_row_for_every_figure():
         (["--what=step", "--topology=H100:8"], "--topology=H100:8: needs a TPU slice"),
         (["--what=step", "--output=TMP/no/file"], "--output=TMP/no/file: the folder "),
         (["--what=step", "--output=TMP"], "--output=TMP: is a folder"),
-        (["--what=step", "--workdir=TMP"], "--workdir"),
         (["--what=step", "--config.data.name=mine"], "data.num_classes and data.num_examples: "),
         (["--what=step", "--config.global_batch_size=3"], "global_batch_size=3: must be a multi"),
         (["--what=input", "--config.data.name=mine"], "data.name='mine': no prepared data set"),
