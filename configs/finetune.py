@@ -7,7 +7,7 @@ without a number 8) trains a part of the model; with lora by AdamW at a learning
 
 folder: own pictures, PICTURES/CLASS/*.jpg. Everything that the source knows is taken from it: pool,
 positions, value range, image size. Steps, warm-up and learning rate follow from the number of
-pictures (vit_jax/experiment/data_size.py); batches of 64, and everything else, as from the paper.
+pictures (vit_jax/experiment/finetune_length.py); batches of 64, and all else, as from the paper.
 
 python -m vit_jax.main --config=configs/finetune.py:ViT-B/16,folder --workdir=$W \\
   --config.data.data_dir=PICTURES --config.init_from=hf:google/vit-base-patch16-224
@@ -36,7 +36,7 @@ A few seconds, digits from scratch: --config=configs/finetune.py:ViT-B/16,cifar1
 import re
 
 from vit_jax.config import base_config, classification, split_words
-from vit_jax.data.known import known_sizes
+from vit_jax.data.dataset_sizes import known_sizes
 from vit_jax.errors import InputError, nearest
 from vit_jax.models import find_family
 from vit_jax.recipes import (

@@ -3,7 +3,7 @@
 from vit_jax.config import with_values
 from vit_jax.config.stored import StoredConfig
 from vit_jax.data import Divider
-from vit_jax.data.known import known_facts
+from vit_jax.data.dataset_sizes import known_facts
 from vit_jax.run.sources import find_absent, open_evaluated, open_training
 
 

@@ -47,7 +47,7 @@ from vit_jax.run.validation import find_faults
 from vit_jax.studies.grid import parse_cells
 from vit_jax.transfer import huggingface_images, timm_config, workdir
 from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.spec import Cut, Pretrained, Spec
+from vit_jax.transfer.pretrained import Cut, Pretrained, Spec
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 

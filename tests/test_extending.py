@@ -23,14 +23,14 @@ from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.optimizers import OPTIMIZERS, make_optimizer
 from vit_jax.main import main
 from vit_jax.objectives.supervised import LOSSES, make_loss
-from vit_jax.planning.layout import describe
+from vit_jax.planning.plan_figures import describe
 from vit_jax.planning.search import search
 from vit_jax.planning.targets import Target
 from vit_jax.run.validation import find_faults
 from vit_jax.studies.members import Member
 from vit_jax.studies.running import Call, member_words
-from vit_jax.transfer import load_pretrained, pretrained_spec, rules, save_pretrained
-from vit_jax.transfer.spec import Spec
+from vit_jax.transfer import fit, load_pretrained, pretrained_spec, save_pretrained
+from vit_jax.transfer.pretrained import Spec
 
 REGISTRIES = (
     models.MODELS, objectives.OBJECTIVES, LOSSES, evals.EVALUATORS, data.SOURCES,
@@ -128,7 +128,7 @@ def test_family_without_dtype_constrain_and_remat(config):
     mesh = make_mesh(replica=None, data=-1, fsdp=1, tensor=1)
     experiment = make_experiment(config, mesh)
     assert experiment.num_params == sum(
-        leaf.size for leaf in rules.abstract_params(experiment.model).values()
+        leaf.size for leaf in fit.abstract_params(experiment.model).values()
     )
     assert experiment.flops_per_image > 0 and forward_macs(experiment.model) > 0
     preprocessing = parse_preprocessing(config)
@@ -147,7 +147,7 @@ def test_format_holds_every_family(tmp_path):
         path = tmp_path / f"{name[:3]}.msgpack"
         save_pretrained(path, model, variables, format="msgpack")
         found, loaded = load_pretrained(path)
-        assert found == rules.with_known(model, scan=False)
+        assert found == fit.with_known(model, scan=False)
         jax.tree.map(np.testing.assert_array_equal, loaded, variables)
     with pytest.raises(InputError, match="cannot hold this model; export it as msgpack or stable"):
         model = models.create_model("Mixer-mu/4", image_size=8)

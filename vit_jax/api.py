@@ -90,7 +90,7 @@ def train(
       NonFiniteError, CorruptDataError: see `training.train.train_and_evaluate`.
     """
     from vit_jax.devices.mesh import start_backend
-    from vit_jax.planning.fastest import choose_layout
+    from vit_jax.planning.search import choose_layout
     from vit_jax.run.train import train_and_evaluate
 
     if config is None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from vit_jax.errors import InputError, nearest
-from vit_jax.experiment.data_size import BIT_LR, bit_steps, bit_warmup
+from vit_jax.experiment.finetune_length import BIT_LR, bit_steps, bit_warmup
 from vit_jax.models import find_family, token_stride
 from vit_jax.models.fields import field_names
 from vit_jax.models.resnet import map_stride

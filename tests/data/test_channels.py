@@ -15,10 +15,10 @@ from vit_jax.data.image_files import image_files
 from vit_jax.data.pipeline import host_batches, host_eval_batches
 from vit_jax.errors import InputError
 from vit_jax.main import main
+from vit_jax.transfer.fit import fit
+from vit_jax.transfer.pretrained import Pretrained, Spec
 from vit_jax.transfer.resample import adapt_kernel
-from vit_jax.transfer.rules import fit
 from vit_jax.transfer.shapes import abstract_params
-from vit_jax.transfer.spec import Pretrained, Spec
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -12,8 +12,8 @@ from stand_in_vtab import SPLITS, TEST_EXAMPLES, split_infos, write_stand_ins
 import vit_jax
 from vit_jax.config.text import load_config
 from vit_jax.data import image_batch, make_source, parse_ops, read_labels
+from vit_jax.data.dataset_sizes import known_sizes
 from vit_jax.data.host_tf import tf, tfds
-from vit_jax.data.known import known_sizes
 from vit_jax.data.pipeline import host_eval_batches
 from vit_jax.data.vtab import (
     GROUPS,

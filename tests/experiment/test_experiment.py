@@ -21,7 +21,7 @@ from vit_jax.experiment.state import start_from
 from vit_jax.models.layers import unconstrained
 from vit_jax.models.vit import ViT
 from vit_jax.run.teachers import place_teachers, read_teachers
-from vit_jax.transfer.rules import stack_layers, unstack_layers
+from vit_jax.transfer.fit import stack_layers, unstack_layers
 from vit_jax.transfer.shapes import abstract_params
 
 SIZE, B, C = (4, 8), 4, 5

@@ -9,7 +9,7 @@ import pytest
 from vit_jax import tree
 from vit_jax.errors import InputError
 from vit_jax.experiment.optimizers import OPTIMIZERS, make_optimizer
-from vit_jax.transfer.rules import stack_layers, unstack_layers
+from vit_jax.transfer.fit import stack_layers, unstack_layers
 
 STEPS = 5
 WEIGHT_DECAY, B1, B2, EPS, MOMENTUM = 0.3, 0.8, 0.95, 1e-3, 0.7
@@ -282,7 +282,7 @@ def test_adafactor_not_mapped_over_layers_would_differ(monkeypatch):
     # Enough layers for a stack of vectors to look like a matrix worth factoring.
     params, *all_grads = (stacked(unrolled(seed, depth=40)) for seed in range(3))
     mapped = trained(make_optimizer("adafactor", schedule=learning_rate), params, all_grads)
-    monkeypatch.setattr("vit_jax.experiment.optimizers.directions.over_layers", lambda tx: tx)
+    monkeypatch.setattr("vit_jax.experiment.optimizers.optimizers.over_layers", lambda tx: tx)
     naive = trained(make_optimizer("adafactor", schedule=learning_rate), params, all_grads)
     for leaf in ("encoder/layers/norm/scale", "encoder/layers/mlp/kernel"):
         assert np.abs(mapped[leaf] - naive[leaf]).max() > 1e-2, leaf

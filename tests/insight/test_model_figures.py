@@ -16,7 +16,7 @@ from vit_jax.insight import draw, measured, model_figures, parameters
 from vit_jax.insight.similarity import alignment, gram_matrix
 from vit_jax.main import main
 from vit_jax.models.position import sincos_2d
-from vit_jax.transfer.spec import Pretrained, Spec
+from vit_jax.transfer.pretrained import Pretrained, Spec
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -28,9 +28,9 @@ from vit_jax.models import MODELS, create_model, find_family, token_stride
 from vit_jax.models.fields import field_names, stacks_layers
 from vit_jax.transfer import WRITERS
 from vit_jax.transfer.export import export
-from vit_jax.transfer.rules import stack_layers
+from vit_jax.transfer.fit import stack_layers
+from vit_jax.transfer.pretrained import Pretrained, Spec
 from vit_jax.transfer.shapes import abstract_params
-from vit_jax.transfer.spec import Pretrained, Spec
 
 NAMES = [name for family in MODELS.values() for name in family.names]
 SMALLEST = ("ViT-mu/16", "DeiT-Ti/16", "R+ViT-Ti/16", "BiT-R50x1", "EfficientNet-B0",

@@ -14,7 +14,7 @@ from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.layers import Encoder, EncoderBlock
 from vit_jax.models.position import Positions, sincos_2d
-from vit_jax.transfer.rules import stack_layers, unstack_layers
+from vit_jax.transfer.fit import stack_layers, unstack_layers
 from vit_jax.transfer.shapes import abstract_params
 
 RNG = np.random.default_rng(0)

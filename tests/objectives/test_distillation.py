@@ -21,9 +21,9 @@ from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
 from vit_jax.models.attention import plain_attention
 from vit_jax.models.batch_norm import BatchNorm
-from vit_jax.models.forms import Forms
+from vit_jax.models.forms import BlockOps
 from vit_jax.objectives import make_objective
-from vit_jax.objectives.contract import Setting, Teacher
+from vit_jax.objectives.contract import RunFacts, Teacher
 from vit_jax.objectives.distillation import (
     as_seen_by,
     check_distillation,
@@ -59,7 +59,7 @@ def teacher_of(logits_BC, weight=1.0, **facts):
 
 
 def objective_of(model, teachers, loss=None, **own):
-    setting = Setting(*RANGE, tuple(teachers))
+    setting = RunFacts(*RANGE, tuple(teachers))
     return make_objective(model, loss or make_loss("softmax"), "distillation", setting, **own)
 
 
@@ -207,7 +207,7 @@ def test_features_by_their_equations(distance):
     def outputs(params, own, variables):
         batch = batch_of(np.zeros(2, int)) | {"image": images}
         out = loss_of(objective, params | {"objective": own}, batch)
-        its = as_seen_by(teacher, images, Setting(*RANGE))
+        its = as_seen_by(teacher, images, RunFacts(*RANGE))
         return (
             out.terms, out.metric_sums, its,
             bit.apply(variables, its, method="features"),
@@ -284,7 +284,7 @@ def test_features_of_layers_leave_out_padded_tokens(image_size):
         return plain_attention(q, k[:, :num_keys], v[:, :num_keys])
 
     def distance(multiple):
-        padded = model.clone(forms=Forms(attention_kernel=kernel, token_multiple=multiple))
+        padded = model.clone(forms=BlockOps(attention_kernel=kernel, token_multiple=multiple))
         objective = objective_of(
             padded, [teacher._replace(model=padded)], mode="features", features="0:1", weight=1.0
         )

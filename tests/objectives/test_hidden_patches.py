@@ -23,7 +23,7 @@ from vit_jax.experiment.experiment import make_experiment
 from vit_jax.models import create_model
 from vit_jax.models.vit import extract_patches
 from vit_jax.objectives import check_objective, make_objective, patches
-from vit_jax.objectives.contract import Setting
+from vit_jax.objectives.contract import RunFacts
 from vit_jax.objectives.mae import Mae
 from vit_jax.objectives.masked_patches import (
     Corruption,
@@ -37,7 +37,7 @@ from vit_jax.objectives.patches import Reconstruction
 from vit_jax.transfer import layout, timm
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden/loss_mae.npz")
-SETTING = Setting((0.5, 0.4, 0.3), (0.2, 0.3, 0.5))
+SETTING = RunFacts((0.5, 0.4, 0.3), (0.2, 0.3, 0.5))
 RNG = np.random.default_rng(0)
 
 

@@ -14,7 +14,7 @@ from scipy.integrate import quad
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.objectives import make_objective
-from vit_jax.objectives.contract import Setting
+from vit_jax.objectives.contract import RunFacts
 from vit_jax.objectives.sigreg import draw_directions, sigreg
 from vit_jax.objectives.supervised import make_loss
 
@@ -83,7 +83,7 @@ BATCH = {
 
 def objective_of(**own):
     small = {"directions": 16, "head_width": 12, "embedding_width": 6}
-    setting = Setting((), (), shapes={name: leaf.shape for name, leaf in BATCH.items()})
+    setting = RunFacts((), (), shapes={name: leaf.shape for name, leaf in BATCH.items()})
     return make_objective(MODEL, make_loss("softmax"), "lejepa", setting, **small | own)
 
 
@@ -124,7 +124,7 @@ def test_faulty_keys(own, says):
     """And a view that cannot be compared with another."""
     with pytest.raises(InputError, match=says):
         objective_of(**own)
-    setting = Setting((), (), shapes={"global_views": (6, 1, 8, 8, 3), "mask": (6,)})
+    setting = RunFacts((), (), shapes={"global_views": (6, 1, 8, 8, 3), "mask": (6,)})
     with pytest.raises(InputError, match=r"data\.num_global=1: objective.name='lejepa' compares"):
         make_objective(MODEL, make_loss("softmax"), "lejepa", setting)
     with_constants = create_model("T2T-ViT-7", None, 32)

@@ -18,7 +18,7 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring, make_objective
 from vit_jax.objectives.block_masks import block_mask, draw_hidden
-from vit_jax.objectives.contract import Setting
+from vit_jax.objectives.contract import RunFacts
 from vit_jax.objectives.gram import gram_distance
 from vit_jax.objectives.koleo import koleo
 from vit_jax.objectives.other_sizes import at_size
@@ -188,7 +188,7 @@ def network(**fields):
 
 def make(**own):
     shapes = {key: leaf.shape for key, leaf in BATCH.items()}
-    setting = Setting((0.5,) * 3, (0.5,) * 3, shapes=shapes, durations=DURATIONS)
+    setting = RunFacts((0.5,) * 3, (0.5,) * 3, shapes=shapes, durations=DURATIONS)
     return make_objective(network(), None, "self_distillation", setting, **(KEYS | own))
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
-from vit_jax.objectives.contract import Setting
+from vit_jax.objectives.contract import RunFacts
 from vit_jax.objectives.supervised import (
     LOSSES,
     Loss,
@@ -144,7 +144,7 @@ def batch_of(mask, images=IMAGES, labels=LABELS_B):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_several_labels_have_no_top1(params, several):
-    setting = Setting((), (), multi_label=several)
+    setting = RunFacts((), (), multi_label=several)
     objective = make_supervised(MODEL, make_loss("sigmoid"), setting)
     labels = np.eye(C, dtype=np.float32)[LABELS_B]
     out = jax.eval_shape(objective, params, {}, batch_of(np.ones(B), labels=labels), KEY)

@@ -21,7 +21,7 @@ from vit_jax.models.bit import PreActBottleneck
 from vit_jax.models.hybrid import Bottleneck
 from vit_jax.models.vit import ViT
 from vit_jax.objectives import make_objective
-from vit_jax.objectives.contract import Pass, Setting
+from vit_jax.objectives.contract import RunFacts, TokenPass
 from vit_jax.objectives.supervised import make_loss
 from vit_jax.planning.activations import (
     Unit,
@@ -258,7 +258,7 @@ def test_axial_blocks_and_token_modules_by_hand():
 
 def objective_of(name, model, shapes=None, **keys):
     durations = {"objective.temperature_warmup": 0, "objective.freeze_prototypes": 0}
-    setting = Setting((), (), shapes=shapes or {}, durations=durations)
+    setting = RunFacts((), (), shapes=shapes or {}, durations=durations)
     return make_objective(model, make_loss("softmax"), name, setting, **keys)
 
 
@@ -300,8 +300,8 @@ def test_views_pass_once_each_and_teachers_keep_nothing():
     assert [(each.images, each.learns) for each in passes_of(model, dino)] == [
         (2, True), (2, False), (5, True),
     ]  # fmt: skip
-    assert passes_of(model, objective_of("supervised", model)) == (Pass(model),)
-    own_head = dataclasses.replace(dino, passes=(Pass(model, learns=False),), kept_values=3)
+    assert passes_of(model, objective_of("supervised", model)) == (TokenPass(model),)
+    own_head = dataclasses.replace(dino, passes=(TokenPass(model, learns=False),), kept_values=3)
     assert step_activation_bytes(model, own_head) == 4 * 3
 
 

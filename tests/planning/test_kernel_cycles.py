@@ -11,8 +11,8 @@ from vit_jax.devices.kernels import tpu_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.models import create_model
 from vit_jax.planning import kernel_cycles
+from vit_jax.planning.kernel_bundles import count_bundles
 from vit_jax.planning.kernel_cycles import count_cycles, find_kernels
-from vit_jax.planning.schedules import count_bundles
 from vit_jax.planning.targets import Target
 
 SIZES = {"width": 128, "depth": 3, "mlp_dim": 128, "num_heads": 2}

@@ -27,7 +27,7 @@ from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.objectives.contract import Teacher
-from vit_jax.planning import calculated, hlo, layout
+from vit_jax.planning import calculated, hlo, plan_figures
 from vit_jax.planning.activations import activation_bytes
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
 from vit_jax.planning.estimates import estimate, speed_of
@@ -441,13 +441,13 @@ def test_compiler_says_how_much_is_needed(message, needed):
 def test_state_and_host_bytes_follow_the_layout():
     mesh = make_mesh(replica=1, data=2, fsdp=4, tensor=1)
     experiment = make_experiment(tiny_config(), mesh)
-    kept = layout.state_bytes(experiment)
+    kept = plan_figures.state_bytes(experiment)
     whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(experiment.abstract_state.params))
     assert whole / 4 < kept["params"] < whole / 2  # the kernels lie in four parts
     state = sum(leaf.size * leaf.dtype.itemsize
                 for leaf in jax.tree.leaves(experiment.abstract_state))  # fmt: skip
     # All devices here are of one host, which takes every part once.
-    assert layout.host_bytes_at_save(experiment, mesh) == state
+    assert plan_figures.host_bytes_at_save(experiment, mesh) == state
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from vit_jax.run.sources import (
 from vit_jax.run.validation import find_faults
 from vit_jax.run.workdir import check_unchanged, read_run
 from vit_jax.transfer import read_pretrained
-from vit_jax.transfer.spec import Pretrained, Spec
+from vit_jax.transfer.pretrained import Pretrained, Spec
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 

@@ -13,7 +13,7 @@ from vit_jax.devices.sharding import constrain
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.attention import plain_attention
-from vit_jax.models.forms import Forms
+from vit_jax.models.forms import BlockOps
 from vit_jax.models.kernels import short_attention
 from vit_jax.run.kernel_check import check_kernels
 
@@ -49,7 +49,7 @@ def test_only_a_form_that_differs_stops_the_run(mesh, factor):
         return plain_attention(q * q.dtype.type(factor), k[:, :num_keys], v[:, :num_keys])
 
     model = create_model("ViT-Ti/16", 5, 16, dtype="bfloat16", **SIZES).clone(constrain=constrain)
-    model = model.clone(forms=Forms(attention_kernel=kernel, token_multiple=8))
+    model = model.clone(forms=BlockOps(attention_kernel=kernel, token_multiple=8))
     with nullcontext() if factor == 1 else pytest.raises(InputError, match="kernels=plain"):
         check_kernels(model, mesh)
 

@@ -26,7 +26,7 @@ from vit_jax.run.validation import find_faults
 from vit_jax.run.workdir import write_workdir
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
-from vit_jax.transfer.spec import Pretrained, Spec
+from vit_jax.transfer.pretrained import Pretrained, Spec
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 

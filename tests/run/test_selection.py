@@ -15,7 +15,7 @@ from vit_jax.checkpoints import restore
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
 from vit_jax.evaluators.classification import Classification
-from vit_jax.evaluators.declared import check_metrics, find_direction
+from vit_jax.evaluators.metric_names import check_metrics, find_direction
 from vit_jax.run import loop, selection
 from vit_jax.run.build import prepare
 from vit_jax.run.selection import Selection, Series

@@ -31,7 +31,7 @@ from vit_jax.run.workdir import write_workdir
 from vit_jax.transfer import export as export_lib
 from vit_jax.transfer import read_pretrained, with_image_size
 from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.spec import Cut
+from vit_jax.transfer.pretrained import Cut
 from vit_jax.transfer.workdir import _cut
 
 pytestmark = pytest.mark.usefixtures("one_device")

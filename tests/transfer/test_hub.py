@@ -22,7 +22,7 @@ from vit_jax.errors import InputError
 from vit_jax.run.build import prepare
 from vit_jax.transfer import load_pretrained, read_pretrained
 from vit_jax.transfer.hub import fetch_from_hub, parse_address
-from vit_jax.transfer.published import PUBLISHED, Published
+from vit_jax.transfer.model_zoo import PUBLISHED, Published
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -16,9 +16,9 @@ from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.transfer import init_params, read_pretrained, with_image_size
 from vit_jax.transfer.export import export
+from vit_jax.transfer.fit import stack_layers
+from vit_jax.transfer.pretrained import Pretrained, Spec
 from vit_jax.transfer.resample import resample_axis, resample_grid, resample_offsets
-from vit_jax.transfer.rules import stack_layers
-from vit_jax.transfer.spec import Pretrained, Spec
 
 SIZES = {"width": 8, "depth": 2, "mlp_dim": 4, "num_heads": 2}
 OLD, NEW = (3, 4), (5, 2)

@@ -21,8 +21,8 @@ from vit_jax.transfer import (
     load_pretrained,
     read_pretrained,
 )
-from vit_jax.transfer.published import PUBLISHED
-from vit_jax.transfer.rules import unstack_layers
+from vit_jax.transfer.fit import unstack_layers
+from vit_jax.transfer.model_zoo import PUBLISHED
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -86,9 +86,8 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax import metrics  # imports TensorBoard, so only after the flags are checked
     from vit_jax.planning import cache_file, plan
     from vit_jax.planning.estimates import estimate
-    from vit_jax.planning.fastest import find_layouts
-    from vit_jax.planning.layout import show_sharding
-    from vit_jax.planning.search import find_remedies, search
+    from vit_jax.planning.plan_figures import show_sharding
+    from vit_jax.planning.search import find_layouts, find_remedies, search
     from vit_jax.planning.targets import Target, start_planning
     from vit_jax.run.opener import Tables
     from vit_jax.run.resolve import resolve

@@ -41,7 +41,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax import metrics
     from vit_jax.checkpoints.replicas import DivergedError
     from vit_jax.job.lock import LostLockError
-    from vit_jax.planning.fastest import choose_layout
+    from vit_jax.planning.search import choose_layout
     from vit_jax.run import guards, loop, train
 
     console = Console(stderr=True) if flags.quiet else metrics.CONSOLE

@@ -19,7 +19,7 @@ from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.models.attention import Attend, choose_attention
 from vit_jax.models.axial import AxialViT
 from vit_jax.models.fields import field_names
-from vit_jax.models.forms import PLAIN, Forms, multiply_on_cpu
+from vit_jax.models.forms import PLAIN, BlockOps, multiply_on_cpu
 from vit_jax.models.kernels import (
     bias,
     long_attention,
@@ -51,15 +51,15 @@ def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Modu
     platform = mesh.devices.flat[0].platform
     if kernels == "auto":
         return model.clone(forms=_forms_on(platform, model, mesh))
-    return model.clone(forms=Forms(attend=choose_attention(platform)))
+    return model.clone(forms=BlockOps(attend=choose_attention(platform)))
 
 
-def _forms_on(platform: str, model: nn.Module, mesh: Mesh) -> Forms:
+def _forms_on(platform: str, model: nn.Module, mesh: Mesh) -> BlockOps:
     if platform == "tpu":
         return tpu_forms(model, mesh)
     if platform == "gpu":
-        return Forms(attend=_gpu_attention(model))
-    return Forms(attend=choose_attention(platform), multiply=multiply_on_cpu)
+        return BlockOps(attend=_gpu_attention(model))
+    return BlockOps(attend=choose_attention(platform), multiply=multiply_on_cpu)
 
 
 def has_kernels(model: nn.Module) -> bool:
@@ -68,14 +68,14 @@ def has_kernels(model: nn.Module) -> bool:
     return forms.attention_kernel is not None or forms.attend is _cudnn_attention
 
 
-def tpu_forms(model: nn.Module, mesh: Mesh) -> Forms:
+def tpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
     """The forms of `model` on TPUs; see `choose_forms`."""
     without = _why_plain(model, mesh)
     if without is not None:
         _say_plain(without)
-        return Forms(attend=choose_attention("tpu"), add_bias=bias.add_bias)
+        return BlockOps(attend=choose_attention("tpu"), add_bias=bias.add_bias)
     kernel = partial(_tpu_attention, mesh=mesh)
-    return Forms(attention_kernel=kernel, add_bias=bias.add_bias, token_multiple=_MULTIPLE)
+    return BlockOps(attention_kernel=kernel, add_bias=bias.add_bias, token_multiple=_MULTIPLE)
 
 
 def _why_plain(model: nn.Module, mesh: Mesh) -> str | None:

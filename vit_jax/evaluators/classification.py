@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
-from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
+from vit_jax.evaluators.metric_names import Better
 from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.supervised import LOSSES, LossFn, hits, make_loss
 from vit_jax.tree import Batch

@@ -18,7 +18,6 @@ from ml_collections import ConfigDict
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.data import check_classes
 from vit_jax.errors import SharedInputError, collect_faults
-from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import (
     FeatureGatherer,
     Features,
@@ -27,6 +26,7 @@ from vit_jax.evaluators.features import (
     need_images,
 )
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
+from vit_jax.evaluators.metric_names import Better
 from vit_jax.experiment.state import TrainState
 from vit_jax.tree import Batch
 

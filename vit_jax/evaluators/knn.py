@@ -16,9 +16,9 @@ from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.errors import InputError, collect_faults
-from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import FeatureGatherer, Features
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
+from vit_jax.evaluators.metric_names import Better
 from vit_jax.experiment.state import TrainState
 from vit_jax.tree import Batch
 

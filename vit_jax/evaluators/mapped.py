@@ -20,10 +20,10 @@ from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import gather_labels, need_images
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
+from vit_jax.evaluators.metric_names import Better
 from vit_jax.experiment.state import TrainState
 from vit_jax.tree import Batch
 

@@ -15,9 +15,9 @@ from ml_collections import ConfigDict
 
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.errors import collect_faults
-from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import FeatureGatherer
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
+from vit_jax.evaluators.metric_names import Better
 from vit_jax.experiment.state import TrainState
 from vit_jax.tree import Batch
 

@@ -19,10 +19,10 @@ from ml_collections import ConfigDict
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.data import Source
 from vit_jax.errors import InputError
-from vit_jax.evaluators.declared import Better
 from vit_jax.evaluators.features import NothingToMeasureError, gather_by_record, need_images
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
+from vit_jax.evaluators.metric_names import Better
 from vit_jax.experiment.state import TrainState
 from vit_jax.tree import Batch
 

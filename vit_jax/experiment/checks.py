@@ -5,7 +5,7 @@ from ml_collections import ConfigDict
 from vit_jax.config import num_microbatches, optimizer_fields
 from vit_jax.devices.kernels import KERNELS
 from vit_jax.errors import Faults
-from vit_jax.experiment.data_size import RULES
+from vit_jax.experiment.finetune_length import RULES
 from vit_jax.experiment.gradients import check_num_microbatches
 from vit_jax.experiment.model import check_microbatches
 from vit_jax.experiment.optimizers import check_optimizer

@@ -9,7 +9,7 @@ from vit_jax.data.batch import BatchSpec
 from vit_jax.data.device_ops import per_channel
 from vit_jax.errors import InputError
 from vit_jax.objectives import make_objective
-from vit_jax.objectives.contract import Objective, Setting, Teacher
+from vit_jax.objectives.contract import Objective, RunFacts, Teacher
 from vit_jax.objectives.supervised import make_loss
 
 # Remedies for keys that a batch lacks.
@@ -44,7 +44,7 @@ def make_config_objective(
     )
     mean, std = (per_channel(config.data[key], channels) for key in ("mean", "std"))
     shapes = {name: leaf.shape for name, leaf in batch.arrays().items()}
-    setting = Setting(mean, std, teachers, shapes, durations, config.data.multi_label)
+    setting = RunFacts(mean, std, teachers, shapes, durations, config.data.multi_label)
     loss = make_loss(**config.loss)
     objective = make_objective(model, loss, setting=setting, **config.objective)
     _check_needs(objective, config, shapes)

@@ -41,26 +41,26 @@ from vit_jax.run.sources import (
 )
 from vit_jax.run.workdir import check_store
 from vit_jax.transfer.images import ops_for
+from vit_jax.transfer.pretrained import Pretrained, class_names_of, loss_of
 from vit_jax.transfer.resample import check_convention
-from vit_jax.transfer.spec import Pretrained, class_names_of, loss_of
 from vit_jax.transfer.workdir import read_class_names
 
 logger = logging.getLogger("vit_jax")
 
 # Called with an evaluator's name, its predictions and its data, once for each evaluator of the
 # model's own classes; on every process.
-See = Callable[[str, Examples | Shown, Source], None]
+OnPredictions = Callable[[str, Examples | Shown, Source], None]
 
 
 def evaluate(
     config: ConfigDict,
     workdir: epath.PathLike,
-    see: See | None = None,
+    on_predictions: OnPredictions | None = None,
 ) -> dict[str, float]:
     """Evaluate the newest valid checkpoint: {"step": ..., "test/top1": ..., ...}; writes nothing.
 
     `config` is the run's resolved config (`config.stored.read_config`), perhaps with other
-    data. `see` gets the prediction for each image.
+    data. `on_predictions` gets the prediction for each image.
 
     Raises:
       InputError: if no checkpoint can be read.
@@ -93,20 +93,23 @@ def evaluate(
         found, meta = restored
         state = TrainState(jnp.int32(meta["step"]), **found, opt_state=())
         logger.info("evaluating step %d of %s", meta["step"], workdir)
-        return {"step": meta["step"]} | _evaluate_all(evaluators, state, config, sources, see)
+        return {"step": meta["step"]} | _evaluate_all(
+            evaluators, state, config, sources, on_predictions
+        )
 
 
 def evaluate_pretrained(
     config: ConfigDict,
     pretrained: Pretrained,
-    see: See | None = None,
+    on_predictions: OnPredictions | None = None,
 ) -> dict[str, float]:
     """Evaluate a model from any source by `config.evals`: {"knn/10nn_top1": ..., ...}.
 
     The source determines the value range, the loss, the image size unless `config.data.image_size`
     is set, and the preprocessing of evaluators without ops. `config.model` may set only fields that
-    do not change the model's function, such as `dtype`. `see` gets the prediction for each image.
-    The validation pictures of a folder are those that the source holds out, if it holds some.
+    do not change the model's function, such as `dtype`. `on_predictions` gets the prediction for
+    each image. The validation pictures of a folder are those that the source holds out, if it holds
+    some.
 
     Raises:
       InputError: naming the key, before anything is computed.
@@ -139,7 +142,7 @@ def evaluate_pretrained(
         state = TrainState(jnp.int32(0), **placed, opt_state=())
         logger.info("evaluating %s", pretrained.source)
         step = {} if pretrained.run is None else {"step": pretrained.run["step"]}
-        return step | _evaluate_all(evaluators, state, config, sources, see)
+        return step | _evaluate_all(evaluators, state, config, sources, on_predictions)
 
 
 def _open_data(
@@ -257,18 +260,19 @@ def _evaluate_all(
     state: TrainState,
     config: ConfigDict,
     sources: Mapping[config_lib.SplitKey, Source],
-    see: See | None,
+    on_predictions: OnPredictions | None,
 ) -> dict[str, float]:
-    """Run all evaluators; `see` gets the predictions of the weights that give the main metrics."""
+    """Run all evaluators; `on_predictions` gets those of the weights that give the main metrics."""
     results = {}
     for name, evaluator in evaluators.items():
         found: list[Examples | Shown] = []
-        if see is not None and isinstance(evaluator, Classification | MultiLabel):
+        if on_predictions is not None and isinstance(evaluator, Classification | MultiLabel):
             evaluator = Observed(evaluator, found.append)
         with watchdog.phase("evaluation"):
             results |= evaluate_one(name, evaluator, state)
-        if see is not None and found:  # the raw weights of a run with an average come second
-            see(
+        # The raw weights of a run with an average come second.
+        if on_predictions is not None and found:
+            on_predictions(
                 name, found[0], sources[config_lib.eval_splits(config, config.evals[name])["split"]]
             )
     return results

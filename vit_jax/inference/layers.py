@@ -16,7 +16,7 @@ from vit_jax.errors import InputError
 from vit_jax.models.attention import dot_product_attention
 from vit_jax.models.axial import AxialViT
 from vit_jax.models.fields import field_names, value_of, with_known
-from vit_jax.models.forms import Forms
+from vit_jax.models.forms import BlockOps
 from vit_jax.models.watched import as_map, watch
 from vit_jax.tree import ModelState, Params
 
@@ -94,7 +94,7 @@ def watch_attention(
         found.append(see(jax.nn.softmax(scores.astype(jnp.float32), axis=-1)))
         return dot_product_attention(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **others)
 
-    watched = with_known(_unrolled(model), forms=Forms(attend=attend))
+    watched = with_known(_unrolled(model), forms=BlockOps(attend=attend))
     watched.apply({"params": params, **model_state}, images, method="tokens")
     return found
 

@@ -19,7 +19,7 @@ from vit_jax.inference.predict import check_size, computed
 from vit_jax.insight import attention_maps as maps
 from vit_jax.insight.similarity import MIN_IMAGES, alignment, gram_matrix
 from vit_jax.models.watched import watch
-from vit_jax.transfer.spec import Pretrained
+from vit_jax.transfer.pretrained import Pretrained
 
 
 @dataclasses.dataclass

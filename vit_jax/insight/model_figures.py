@@ -23,7 +23,7 @@ from vit_jax.insight import draw, parameters
 from vit_jax.insight.attention_maps import name_of_shares, patch_distances
 from vit_jax.insight.measured import Measured, align, measure, norm_table, with_size
 from vit_jax.insight.similarity import MIN_IMAGES
-from vit_jax.transfer.spec import Pretrained
+from vit_jax.transfer.pretrained import Pretrained
 
 OUTLIER_FACTOR = 3  # times the median norm of the layer's patches
 

@@ -11,7 +11,7 @@ from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.resnet import BIT, HYBRID
 from vit_jax.models.t2t import CONSTANTS, T2TViT
 from vit_jax.models.vit import ViT
-from vit_jax.transfer.spec import Pretrained
+from vit_jax.transfer.pretrained import Pretrained
 
 MAX_COMPONENTS = 28
 

@@ -1,6 +1,6 @@
 """Forms of the operations of a Transformer's block that have more than one.
 
-Axes: B images, N tokens, D width. Models know no devices: who does gives a model its `Forms`.
+Axes: B images, N tokens, D width. Models know no devices: who does gives a model its `BlockOps`.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ multiply_on_cpu.defvjp(_multiply_forward, _multiply_backward)
 
 
 @dataclasses.dataclass(frozen=True)
-class Forms:
+class BlockOps:
     """How a block computes; the defaults are without kernels.
 
     attend: attention, see `attention.Attend`.
@@ -81,4 +81,4 @@ class Forms:
         assert self.token_multiple == 1 or self.attention_kernel, "`attend` knows no padding"
 
 
-PLAIN = Forms()
+PLAIN = BlockOps()

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.models.forms import PLAIN, AddBias, Forms, Multiply, add_bias_plainly
+from vit_jax.models.forms import PLAIN, AddBias, BlockOps, Multiply, add_bias_plainly
 from vit_jax.models.position import Positions, Relative
 
 # constrain(x, axes) -> x: constrain the sharding of an activation. `axes` holds "batch", "tensor"
@@ -124,7 +124,7 @@ class Attention(nn.Module):
     qkv_bias: bool = True
     lora_rank: int | None = None
     dtype: Any = jnp.float32
-    forms: Forms = PLAIN
+    forms: BlockOps = PLAIN
     constrain: Constrain = unconstrained
 
     @nn.compact
@@ -221,7 +221,7 @@ class Mlp(nn.Module):
     gelu: str = "tanh"
     dropout: float = 0.0
     dtype: Any = jnp.float32
-    forms: Forms = PLAIN
+    forms: BlockOps = PLAIN
     constrain: Constrain = unconstrained
 
     @nn.compact
@@ -280,7 +280,7 @@ class BlockFields:
     layer_scale: float | None = None
     lora_rank: int | None = None
     dtype: Any = jnp.float32
-    forms: Forms = PLAIN
+    forms: BlockOps = PLAIN
     constrain: Constrain = unconstrained
 
     @nn.nowrap

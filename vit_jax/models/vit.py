@@ -87,7 +87,7 @@ class ViT(BlockFields, nn.Module):
         pooling head has none of them.
       scan, remat, remat_layers: see `layers.Encoder`.
       norm, norm_eps, qkv_bias: apply to the whole model, the pooling head included.
-      forms: how the blocks compute; see `forms.Forms`.
+      forms: how the blocks compute; see `forms.BlockOps`.
 
     Methods: "tokens" -> (B, N, D), the encoder's output, the class token first if there is one;
       "features" -> (B, D), the input of the head; "pre_logits" -> (B, D), the output of the head's

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import KeyValue, choose_keys
 from vit_jax.errors import InputError, nearest
-from vit_jax.objectives.contract import Objective, PlainObjective, Setting, as_objective
+from vit_jax.objectives.contract import Objective, PlainObjective, RunFacts, as_objective
 from vit_jax.objectives.distillation import (
     check_distillation,
     make_distillation,
@@ -25,7 +25,7 @@ from vit_jax.objectives.supervised import LossFn, make_supervised
 
 # name -> function of (model, loss, own keys) that makes an `Objective`, or in its short form
 # objective(params, model_state, batch, rng) -> `ObjectiveOutput`. One that names `setting` in its
-# signature gets a `Setting`. Other keys come from `config.objective`; those of plug-ins too.
+# signature gets a `RunFacts`. Other keys come from `config.objective`; those of plug-ins too.
 OBJECTIVES: dict[str, Callable[..., Objective | PlainObjective]] = {
     "supervised": make_supervised,
     "distillation": make_distillation,
@@ -48,7 +48,7 @@ def make_objective(
     model: nn.Module,
     loss: LossFn,
     name: str,
-    setting: Setting | None = None,
+    setting: RunFacts | None = None,
     **own: KeyValue,
 ) -> Objective:
     """Make the objective called `name`; `own`: other keys of `config.objective`, None if not set.

@@ -92,7 +92,7 @@ class Collapse(NamedTuple):
     high_entropy: str = ""
 
 
-class Pass(NamedTuple):
+class TokenPass(NamedTuple):
     """Images of one example that pass through Transformer blocks in a step.
 
     model: a model, or blocks with its fields `width`, `depth`, `num_heads`, `mlp_dim` and `remat`.
@@ -137,7 +137,7 @@ class Objective:
     frozen: PyTree | None = None
     frozen_models: tuple[nn.Module, ...] = ()
     reconstruct: Callable[[Params, jax.Array, jax.Array], Any] | None = None
-    passes: tuple[Pass, ...] = ()
+    passes: tuple[TokenPass, ...] = ()
     kept_values: int = 0
     needs: tuple[str, ...] = ("image", "label", "mask")
     couples_rows: bool = False
@@ -184,7 +184,7 @@ class Teacher(NamedTuple):
     same_classes: bool = True
 
 
-class Setting(NamedTuple):
+class RunFacts(NamedTuple):
     """Facts about a run that an objective may use.
 
     mean, std: of the value range of the images of a batch, for each channel.

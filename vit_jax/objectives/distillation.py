@@ -25,11 +25,11 @@ from vit_jax.models.watched import Outputs, watch
 from vit_jax.objectives.contract import (
     Objective,
     ObjectiveOutput,
-    Pass,
-    Setting,
+    RunFacts,
     State,
     Teacher,
     Term,
+    TokenPass,
 )
 from vit_jax.objectives.features import DISTANCES, Features, parse_features
 from vit_jax.objectives.forward import apply_in_training
@@ -37,7 +37,9 @@ from vit_jax.objectives.supervised import LossFn, hits, softmax_loss
 from vit_jax.tree import OBJECTIVE, Batch, Params
 
 MODES = ("hard", "soft", "features")
-Taught = tuple[Any, Outputs]  # a teacher's logits, or features without a head, and its outputs
+TeacherOutput = tuple[
+    Any, Outputs
+]  # a teacher's logits, or features without a head, and its outputs
 
 
 def parse_teachers(text: str | None) -> dict[str, float]:
@@ -115,7 +117,7 @@ def make_distillation(
     model: nn.Module,
     loss: LossFn,
     *,
-    setting: Setting,
+    setting: RunFacts,
     teacher: str | None = None,
     mode: str = "hard",
     weight: float = 0.5,
@@ -132,7 +134,7 @@ def make_distillation(
     Args:
       model: the student.
       loss: of the labels.
-      setting: see `Setting`.
+      setting: see `RunFacts`.
       teacher: where `setting.teachers` come from.
       mode: "hard": the cross-entropy of the teachers' most likely class. "soft": T^2 KL(teachers |
         student), both at temperature T; with two heads also divided by C, as in DeiT. "features":
@@ -162,7 +164,7 @@ def make_distillation(
         init=learner.init,
         frozen=tuple(teacher.variables for teacher in setting.teachers),
         frozen_models=models,
-        passes=(Pass(model), *(Pass(taught, learns=False) for taught in models)),
+        passes=(TokenPass(model), *(TokenPass(taught, learns=False) for taught in models)),
         needs=("image", "label", "mask") if needs_labels(weight) else ("image", "mask"),
     )
 
@@ -172,7 +174,7 @@ class _Distillation(NamedTuple):
 
     model: nn.Module
     loss_of_labels: LossFn
-    setting: Setting
+    setting: RunFacts
     learner: Any
     weight: float
 
@@ -206,13 +208,13 @@ class _Distillation(NamedTuple):
         loss_sum = (1 - self.weight) * labels
         return ObjectiveOutput(loss_sum, mask_B.sum(), sums, model_state, terms)
 
-    def _ask(self, teacher: Teacher, variables: Any, images: jax.Array) -> Taught:
+    def _ask(self, teacher: Teacher, variables: Any, images: jax.Array) -> TeacherOutput:
         seen = as_seen_by(teacher, images, self.setting)
         with watch() as outputs:
             return teacher.model.apply(variables, seen, train=False), outputs
 
 
-def as_seen_by(teacher: Teacher, images: jax.Array, setting: Setting) -> jax.Array:
+def as_seen_by(teacher: Teacher, images: jax.Array, setting: RunFacts) -> jax.Array:
     """The images (B, H, W, channels) of a batch in a teacher's value range and image size."""
     mean, std, its_mean, its_std = (
         jnp.reshape(jnp.asarray(numbers, jnp.float32), (1, 1, 1, -1))
@@ -280,7 +282,7 @@ class _Logits:
         collect_faults(faults)
 
     def __call__(
-        self, own: Any, heads: list[jax.Array], outputs: Outputs, taught: list[Taught]
+        self, own: Any, heads: list[jax.Array], outputs: Outputs, taught: list[TeacherOutput]
     ) -> dict[str, jax.Array]:
         del own, outputs
         logits_BC, logits = heads[-1], [found for found, _ in taught]

@@ -35,10 +35,10 @@ from vit_jax.objectives.contract import (
     Collapse,
     Objective,
     ObjectiveOutput,
-    Pass,
-    Setting,
+    RunFacts,
     State,
     Term,
+    TokenPass,
 )
 from vit_jax.objectives.other_sizes import check_size
 from vit_jax.objectives.sigreg import draw_directions, sigreg
@@ -111,7 +111,7 @@ def make_lejepa(
     model: nn.Module,
     loss: LossFn,
     *,
-    setting: Setting,
+    setting: RunFacts,
     weight: float = 0.05,
     directions: int = 1024,
     points: int = 17,
@@ -176,10 +176,10 @@ class _LeJepa(NamedTuple):
     points: int
     shapes: Mapping[str, tuple[int, ...]]
 
-    def passes(self) -> tuple[Pass, ...]:
+    def passes(self) -> tuple[TokenPass, ...]:
         """`Objective.passes`: all views."""
         return tuple(
-            Pass(self.model.clone(image_size=shape[2:4]), images=shape[1])
+            TokenPass(self.model.clone(image_size=shape[2:4]), images=shape[1])
             for shape in self.shapes.values()
         )
 

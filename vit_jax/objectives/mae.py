@@ -17,7 +17,7 @@ from vit_jax.models.layers import BlockFields, Encoder, unconstrained
 from vit_jax.models.position import sincos_2d
 from vit_jax.models.vit import ViT, extract_patches
 from vit_jax.objectives import patches
-from vit_jax.objectives.contract import Objective, ObjectiveOutput, Pass, State
+from vit_jax.objectives.contract import Objective, ObjectiveOutput, State, TokenPass
 from vit_jax.objectives.patches import Reconstruction
 from vit_jax.objectives.supervised import LossFn
 from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
@@ -191,12 +191,12 @@ class Mae:
             **common,
         )
 
-    def passes(self) -> tuple[Pass, Pass]:
+    def passes(self) -> tuple[TokenPass, TokenPass]:
         """`Objective.passes`: visible patches through the encoder, all through the decoder."""
         prefix, patches = self.model.num_prefix_tokens, self.model.grid[0] * self.model.grid[1]
         return (
-            Pass(self.model, prefix + self.count_visible()),
-            Pass(self.decoder, prefix + patches),
+            TokenPass(self.model, prefix + self.count_visible()),
+            TokenPass(self.decoder, prefix + patches),
         )
 
     def init(self, rng: jax.Array) -> tuple[Params, ModelState]:

@@ -17,7 +17,7 @@ from einops import rearrange
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.models.vit import ViT, extract_patches
 from vit_jax.objectives import patches
-from vit_jax.objectives.contract import Objective, ObjectiveOutput, Setting, State
+from vit_jax.objectives.contract import Objective, ObjectiveOutput, RunFacts, State
 from vit_jax.objectives.patches import Reconstruction
 from vit_jax.objectives.supervised import LossFn
 from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
@@ -92,7 +92,7 @@ def make_masked_patches(
     model: nn.Module,
     loss: LossFn,
     *,
-    setting: Setting,
+    setting: RunFacts,
     mask_ratio: float = 0.5,
     target: str = "mean_colour",
 ) -> Objective:
@@ -139,7 +139,7 @@ class MaskedPatches:
     """The functions of the objective; see `make_masked_patches`."""
 
     model: ViT
-    setting: Setting
+    setting: RunFacts
     mask_ratio: float
     target: str
 

@@ -34,10 +34,10 @@ from vit_jax.objectives.contract import (
     Collapse,
     Objective,
     ObjectiveOutput,
-    Pass,
-    Setting,
+    RunFacts,
     State,
     Term,
+    TokenPass,
 )
 from vit_jax.objectives.gram import gram_distance
 from vit_jax.objectives.koleo import koleo
@@ -82,7 +82,7 @@ def patch_entropies(
 
 
 def make_self_distillation(
-    model: nn.Module, loss: LossFn, *, setting: Setting, **own: Any
+    model: nn.Module, loss: LossFn, *, setting: RunFacts, **own: Any
 ) -> Objective:
     """Make the objective at the top of this module.
 
@@ -159,13 +159,13 @@ class SelfDistillation:
         """Whether patches are hidden."""
         return self.keys.patch_weight > 0
 
-    def passes(self) -> tuple[Pass, ...]:
+    def passes(self) -> tuple[TokenPass, ...]:
         """`Objective.passes`: all views through the student, the global ones through teachers."""
-        student = Pass(self.model, images=self.shapes[GLOBAL][1])
+        student = TokenPass(self.model, images=self.shapes[GLOBAL][1])
         found = [student] + (2 if self.keys.gram_weight else 1) * [student._replace(learns=False)]
         if LOCAL in self.shapes:
             _, number, *size, _ = self.shapes[LOCAL]
-            found.append(Pass(self.model.clone(image_size=tuple(size)), images=number))
+            found.append(TokenPass(self.model.clone(image_size=tuple(size)), images=number))
         return tuple(found)
 
     def count_kept_values(self) -> int:

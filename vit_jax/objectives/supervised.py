@@ -15,7 +15,7 @@ import optax
 
 from vit_jax.config import KeyValue, choose_keys
 from vit_jax.errors import InputError, nearest
-from vit_jax.objectives.contract import ObjectiveOutput, PlainObjective, Setting
+from vit_jax.objectives.contract import ObjectiveOutput, PlainObjective, RunFacts
 from vit_jax.objectives.forward import apply_in_training
 from vit_jax.tree import Batch, ModelState, Params
 
@@ -174,7 +174,7 @@ def hits(logits_BC: jax.Array, labels: jax.Array, k: int = 1) -> jax.Array:
 
 
 def make_supervised(
-    model: nn.Module, loss: LossFn, setting: Setting | None = None
+    model: nn.Module, loss: LossFn, setting: RunFacts | None = None
 ) -> PlainObjective:
     """Make the objective that classifies `batch["image"]` (B, H, W, 3) as `batch["label"]`.
 

@@ -20,7 +20,7 @@ from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.resnet import EXPANSION, ROOT_STRIDE
 from vit_jax.models.t2t import SPLITS, T2TViT
 from vit_jax.models.vit import ViT
-from vit_jax.objectives.contract import Objective, Pass
+from vit_jax.objectives.contract import Objective, TokenPass
 from vit_jax.objectives.mae import Decoder
 
 
@@ -123,9 +123,9 @@ def recomputed_layers(model: ViT | Decoder) -> int:
     return model.depth if layers is None else layers
 
 
-def passes_of(model: nn.Module, objective: Objective) -> tuple[Pass, ...]:
+def passes_of(model: nn.Module, objective: Objective) -> tuple[TokenPass, ...]:
     """What passes through Transformer blocks in a step of `objective`."""
-    return objective.passes or (Pass(model),)
+    return objective.passes or (TokenPass(model),)
 
 
 def step_activation_bytes(model: nn.Module, objective: Objective, still: int = 0) -> int:
@@ -156,7 +156,7 @@ def step_activation_bytes(model: nn.Module, objective: Objective, still: int = 0
     return kept + again + objective.kept_values * jnp.dtype(jnp.float32).itemsize
 
 
-def still_of(each: Pass, still: int) -> int:
+def still_of(each: TokenPass, still: int) -> int:
     """`still` for the model of a pass: an objective's own decoder learns."""
     return 0 if isinstance(each.model, Decoder) else still
 

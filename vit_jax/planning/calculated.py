@@ -28,7 +28,7 @@ from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.fields import field_names, has_batch_statistics, value_of
 from vit_jax.models.resnet import scans_units
 from vit_jax.models.vit import ViT
-from vit_jax.objectives.contract import Pass
+from vit_jax.objectives.contract import TokenPass
 from vit_jax.objectives.features import compares_layers
 from vit_jax.planning.activations import (
     passes_of,
@@ -37,7 +37,7 @@ from vit_jax.planning.activations import (
     still_of,
     tensor_exchanges,
 )
-from vit_jax.planning.layout import describe, judge, state_bytes
+from vit_jax.planning.plan_figures import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
 from vit_jax.run.teachers import planned_experiment
 
@@ -304,7 +304,7 @@ def _add_teachers(exchanges: _Exchanges, experiment: Experiment, accum_steps: in
                     exchanges.add("all-gather", axis, share * size, arrays * accum_steps)
 
 
-def _add_activations(exchanges: _Exchanges, own: Pass, examples: int, still: int) -> None:
+def _add_activations(exchanges: _Exchanges, own: TokenPass, examples: int, still: int) -> None:
     """Add the collectives of the activations of a pass over `tensor`."""
     found = [tensor_exchanges(own.model, own.tokens)]
     if own.learns:

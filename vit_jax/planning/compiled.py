@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from vit_jax.devices import flops
 from vit_jax.planning import hlo
 from vit_jax.planning.kernel_cycles import count_cycles, find_kernels
-from vit_jax.planning.layout import describe, judge, state_bytes
+from vit_jax.planning.plan_figures import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, plan_mesh, readable_mesh
 from vit_jax.run.teachers import planned_experiment
 

@@ -103,7 +103,13 @@ def _bundles(calls: list[KernelCall], target: Target) -> list[int | None]:
         dump.mkdir()
         options = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
-        command = [sys.executable, "-m", "vit_jax.planning.schedules", folder, target.slice.name]
+        command = [
+            sys.executable,
+            "-m",
+            "vit_jax.planning.kernel_bundles",
+            folder,
+            target.slice.name,
+        ]
         done = subprocess.run(
             command,
             env=os.environ | {"LIBTPU_INIT_ARGS": f"{given} {options}".strip()},

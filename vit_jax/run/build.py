@@ -16,7 +16,7 @@ from vit_jax.config import SplitKey
 from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.errors import InputError
 from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
-from vit_jax.evaluators.declared import check_metrics
+from vit_jax.evaluators.metric_names import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.opener import Files
@@ -25,7 +25,7 @@ from vit_jax.run.sources import data_fingerprint, find_places, training_order
 from vit_jax.run.teachers import check_same_teachers, compare_classes, describe_teachers
 from vit_jax.run.timetable import Timetable
 from vit_jax.run.workdir import ChooseLayout, StoredRun, check_unchanged, read_run
-from vit_jax.transfer.rules import reorder_head
+from vit_jax.transfer.fit import reorder_head
 
 logger = logging.getLogger("vit_jax")
 

@@ -15,7 +15,7 @@ from vit_jax.devices.kernels import has_kernels
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.errors import InputError
 from vit_jax.models.attention import plain_attention
-from vit_jax.models.forms import Forms
+from vit_jax.models.forms import BlockOps
 from vit_jax.models.layers import EncoderBlock
 from vit_jax.models.vit import ViT
 
@@ -78,7 +78,7 @@ def measure_errors(model: ViT, mesh: Mesh) -> dict[str, Error]:
 def _measure(model: ViT, mesh: Mesh) -> tuple[Any, Any]:
     num_tokens = _num_tokens(model)
     padded = num_tokens + -num_tokens % model.forms.token_multiple
-    plain_forms = Forms(attend=plain_attention)
+    plain_forms = BlockOps(attend=plain_attention)
     positions = None
     if model.pos_embed == "relative":  # they have a kernel of their own
         assert model.image_size is not None

@@ -24,12 +24,12 @@ from vit_jax import config as config_lib
 from vit_jax import tree
 from vit_jax.config.stored import StoredConfig, keep_resolved
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.experiment.data_size import RULES, bit_warmup
 from vit_jax.experiment.durations import parse_duration
+from vit_jax.experiment.finetune_length import RULES, bit_warmup
 from vit_jax.models import create_model, find_family, name_of, sizes_of
 from vit_jax.models.fields import field_defaults, field_names
+from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.shapes import abstract_params
-from vit_jax.transfer.spec import Pretrained
 
 logger = logging.getLogger("vit_jax")
 

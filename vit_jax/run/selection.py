@@ -16,7 +16,7 @@ from vit_jax import metrics
 from vit_jax.checkpoints import restore
 from vit_jax.errors import Faults, SharedInputError, nearest
 from vit_jax.evaluators import StateEvaluator
-from vit_jax.evaluators.declared import Better, chosen_metrics, find_direction
+from vit_jax.evaluators.metric_names import Better, chosen_metrics, find_direction
 from vit_jax.job import processes
 from vit_jax.run.build import Run
 

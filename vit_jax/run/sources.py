@@ -22,7 +22,7 @@ from vit_jax.data.preprocessing import Preprocessing, describe_batch
 from vit_jax.data.sources import fingerprint
 from vit_jax.data.views import fingerprint_of_views
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.evaluators.declared import chosen_metrics
+from vit_jax.evaluators.metric_names import chosen_metrics
 from vit_jax.objectives import learns_labels
 from vit_jax.objectives.supervised import balanced_weights
 

@@ -27,7 +27,7 @@ from vit_jax.objectives import learns_labels, teachers_of
 from vit_jax.objectives.contract import Teacher
 from vit_jax.objectives.features import compares_layers
 from vit_jax.run.sources import find_other_names
-from vit_jax.transfer.rules import stack_layers
+from vit_jax.transfer.fit import stack_layers
 
 logger = logging.getLogger("vit_jax")
 

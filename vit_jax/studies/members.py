@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from vit_jax.errors import Faults, InputError, nearest
-from vit_jax.evaluators.declared import expected_metrics
+from vit_jax.evaluators.metric_names import expected_metrics
 
 _IN_CSV = ("num_params", "images_seen", "exaflops")  # of a summary, beside the metrics
 

@@ -25,9 +25,9 @@ from vit_jax.models.fields import check_fields, field_names, stacks_layers, valu
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
 from vit_jax.transfer import (
+    fit,
     huggingface,
     npz,
-    rules,
     safetensors,
     t2t,
     timm,
@@ -35,17 +35,17 @@ from vit_jax.transfer import (
     timm_efficientnet,
     workdir,
 )
-from vit_jax.transfer.adapters import merge_adapters, merge_head_norm
-from vit_jax.transfer.published import (
+from vit_jax.transfer.merge import merge_adapters, merge_head_norm
+from vit_jax.transfer.model_zoo import (
     by_address,
     forget,
     is_on_hub,
     locate,
     loss_by_file_name,
 )
+from vit_jax.transfer.pretrained import Pretrained, Spec
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
-from vit_jax.transfer.spec import Pretrained, Spec
 
 logger = logging.getLogger("vit_jax")
 
@@ -225,7 +225,7 @@ def save_pretrained(
     collections = jax.tree.map(np.asarray, dict(variables))
     params = collections.pop("params")
     if stacks_layers(model):
-        params = rules.unstack_layers(params)
+        params = fit.unstack_layers(params)
     plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
     plain, merged = merge_adapters(plain, tree.flatten_names(params))
     spec = spec or Spec(plain.image_size, "antialiased")
@@ -301,14 +301,14 @@ def load_pretrained(
     if image_size is not None:
         changes["image_size"] = image_size
     model = pretrained.model.clone(**check_fields(family, changes, str(source)))
-    named = rules.fit(pretrained, model, reset_head=num_classes is not None, resize=resize)
+    named = fit.fit(pretrained, model, reset_head=num_classes is not None, resize=resize)
     if num_classes is not None:
         named |= {
             name: jnp.zeros(leaf.shape)
             for name, leaf in abstract_params(model).items()
-            if rules.is_of_head(name)
+            if fit.is_of_head(name)
         }
-    model_state = tree.unflatten_names(rules.fit_model_state(pretrained, model, resize))
+    model_state = tree.unflatten_names(fit.fit_model_state(pretrained, model, resize))
     return model, {"params": _as_scanned(named, model, pretrained.source), **model_state}
 
 
@@ -325,7 +325,7 @@ def with_image_size(
     check_convention(resize, "resize")
     size = image_hw(image_size)
     model = pretrained.model.clone(image_size=size)
-    params = rules.fit(pretrained, model, reset_head=False, resize=resize)
+    params = fit.fit(pretrained, model, reset_head=False, resize=resize)
     spec, run = pretrained.spec.at(size), pretrained.run
     if run is not None and size != pretrained.spec.image_size:
         run = run | {"results": {}}
@@ -346,8 +346,8 @@ def init_params(
 
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.2, for the head.
     """
-    rules.check_architecture(pretrained, model)
-    named = rules.fit(pretrained, model, reset_head=not keep_head, resize=resize)
+    fit.check_architecture(pretrained, model)
+    named = fit.fit(pretrained, model, reset_head=not keep_head, resize=resize)
     return tree.flatten_names(_as_scanned(named, model, pretrained.source))
 
 
@@ -362,7 +362,7 @@ def init_model_state(
     Raises:
       InputError: one error naming everything that does not fit.
     """
-    return rules.fit_model_state(pretrained, model, resize)
+    return fit.fit_model_state(pretrained, model, resize)
 
 
 def _as_scanned(named: dict[str, Any], model: nn.Module, source: str) -> dict[str, Any]:
@@ -371,4 +371,4 @@ def _as_scanned(named: dict[str, Any], model: nn.Module, source: str) -> dict[st
     if not stacks_layers(model):
         return params
     logger.info("%s: layers stacked for scanning", source)
-    return rules.stack_layers(params)
+    return fit.stack_layers(params)

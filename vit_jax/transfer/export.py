@@ -29,9 +29,9 @@ from vit_jax.files import absolute, check_names, write_whole
 from vit_jax.job.software import software
 from vit_jax.models.fields import value_of, with_known
 from vit_jax.transfer import WRITERS, check_holds, load_pretrained
-from vit_jax.transfer.formats import to_json
+from vit_jax.transfer.common import to_json
 from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.spec import Pretrained
+from vit_jax.transfer.pretrained import Pretrained
 
 STABLEHLO = "stablehlo"
 PLATFORMS = ("cpu", "cuda", "tpu")

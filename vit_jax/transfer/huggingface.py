@@ -20,7 +20,7 @@ from vit_jax.files import write_whole
 from vit_jax.models.deit import DeiT
 from vit_jax.models.vit import ViT
 from vit_jax.transfer import layout, safetensors
-from vit_jax.transfer.formats import (
+from vit_jax.transfer.common import (
     check_blocks,
     check_family,
     check_positions,
@@ -31,7 +31,7 @@ from vit_jax.transfer.formats import (
 )
 from vit_jax.transfer.huggingface_images import library_ops, read_pixels, with_pixels, write_pixels
 from vit_jax.transfer.layout import Entry, same, torch_linear, torch_norm, torch_patches
-from vit_jax.transfer.spec import Pretrained, Spec, class_names_of
+from vit_jax.transfer.pretrained import Pretrained, Spec, class_names_of
 
 __all__ = ["check", "knows", "library_ops", "read", "write"]
 

@@ -8,9 +8,9 @@ from typing import Any
 from etils import epath
 
 from vit_jax.transfer import layout, safetensors
-from vit_jax.transfer.formats import join_faults
+from vit_jax.transfer.common import join_faults
 from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.spec import Cut, Spec, ops_of_cut, read_preparation, share_of
+from vit_jax.transfer.pretrained import Cut, Spec, ops_of_cut, read_preparation, share_of
 
 logger = logging.getLogger("vit_jax")
 

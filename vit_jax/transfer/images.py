@@ -7,7 +7,7 @@ from etils import epath
 
 from vit_jax.data.ops import check_crops, parse_ops
 from vit_jax.errors import Faults, InputError
-from vit_jax.transfer.spec import Cut, Spec, ops_of_cut, with_resize
+from vit_jax.transfer.pretrained import Cut, Spec, ops_of_cut, with_resize
 
 _IMAGENET_CLASSES = 1000
 

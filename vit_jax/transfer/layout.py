@@ -19,7 +19,7 @@ from einops import rearrange
 from vit_jax.errors import InputError
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.objectives.supervised import LOSSES
-from vit_jax.transfer.formats import refuse
+from vit_jax.transfer.common import refuse
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 
 logger = logging.getLogger("vit_jax")

@@ -31,7 +31,7 @@ from vit_jax.models.hybrid import HybridViT
 from vit_jax.models.resnet import map_stride
 from vit_jax.models.vit import ViT
 from vit_jax.transfer import layout, resnet
-from vit_jax.transfer.formats import (
+from vit_jax.transfer.common import (
     check_blocks,
     check_family,
     check_positions,
@@ -39,8 +39,8 @@ from vit_jax.transfer.formats import (
     to_json,
 )
 from vit_jax.transfer.layout import Entry, rearranged, same
+from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, class_names_of, read_preparation
 from vit_jax.transfer.safetensors import read_json
-from vit_jax.transfer.spec import Cut, Pretrained, Spec, class_names_of, read_preparation
 
 logger = logging.getLogger("vit_jax")
 

@@ -14,10 +14,10 @@ from etils import epath
 
 from vit_jax.models.position import SINCOS_1D
 from vit_jax.models.t2t import CONSTANTS, SPLITS, STRIDE, T2T_VARIANTS, T2TViT
-from vit_jax.transfer import layout, rules, safetensors, timm_config
-from vit_jax.transfer.formats import check_blocks, check_family, refuse, square_side
+from vit_jax.transfer import fit, layout, safetensors, timm_config
+from vit_jax.transfer.common import check_blocks, check_family, refuse, square_side
 from vit_jax.transfer.layout import Entry, joined, same, torch_linear, torch_norm, transposed
-from vit_jax.transfer.spec import Pretrained
+from vit_jax.transfer.pretrained import Pretrained
 
 logger = logging.getLogger("vit_jax")
 
@@ -108,7 +108,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
         norm_eps=1e-5,
     )
     leaves = layout.read_entries(_entries(model), arrays, model, source)
-    params, model_state = rules.split_leaves(leaves)
+    params, model_state = fit.split_leaves(leaves)
     if "qk_scale" in config.args:
         params |= _scale_queries(params, model, float(config.args["qk_scale"]), source)
     spec = timm_config.read_spec(config, model, source)._replace(resize=_RESIZE)

@@ -19,7 +19,7 @@ from vit_jax.models.efficientnet import EfficientNet
 from vit_jax.models.variants import VIT_VARIANTS
 from vit_jax.models.vit import ViT
 from vit_jax.transfer import layout, safetensors, timm_config, timm_efficientnet
-from vit_jax.transfer.formats import (
+from vit_jax.transfer.common import (
     check_blocks,
     check_family,
     check_positions,
@@ -37,7 +37,7 @@ from vit_jax.transfer.layout import (
     torch_patches,
     transposed,
 )
-from vit_jax.transfer.spec import Pretrained
+from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.timm_config import Config, read_config
 
 logger = logging.getLogger("vit_jax")

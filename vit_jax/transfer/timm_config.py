@@ -13,9 +13,9 @@ from etils import epath
 from vit_jax.config import image_hw
 from vit_jax.files import write_whole
 from vit_jax.transfer import layout, safetensors
-from vit_jax.transfer.formats import to_json
+from vit_jax.transfer.common import to_json
 from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.spec import Cut, Spec, class_names_of, ops_of_cut, read_preparation
+from vit_jax.transfer.pretrained import Cut, Spec, class_names_of, ops_of_cut, read_preparation
 
 _DEFAULT_CUT = Cut(0.875, "center", "bicubic")
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}

@@ -15,9 +15,9 @@ from etils import epath
 
 from vit_jax.errors import InputError
 from vit_jax.models.efficientnet import EFFICIENTNET_VARIANTS, EfficientNet
-from vit_jax.transfer import layout, rules, safetensors, timm_config
+from vit_jax.transfer import fit, layout, safetensors, timm_config
 from vit_jax.transfer.layout import Entry, rearranged, same, torch_linear
-from vit_jax.transfer.spec import Pretrained
+from vit_jax.transfer.pretrained import Pretrained
 
 _EPS = 1e-3
 _TF = "tf_efficientnet_"
@@ -94,7 +94,7 @@ def read(path: epath.Path, arrays: dict[str, np.ndarray]) -> Pretrained:
         num_classes or None, config.image_size(), **_find_factors(config, arrays, source)
     )
     leaves = layout.read_entries(_entries(model), arrays, model, source)
-    params, model_state = rules.split_leaves(leaves)
+    params, model_state = fit.split_leaves(leaves)
     spec = timm_config.read_spec(config, model, source)
     return Pretrained(source, model, params, spec, model_state=model_state)
 

@@ -22,10 +22,10 @@ from vit_jax.data.ops import parse_calls
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.fields import stacks_layers, with_known
-from vit_jax.transfer.adapters import merge_adapters, merge_head_norm
-from vit_jax.transfer.rules import unstack_layers
+from vit_jax.transfer.fit import unstack_layers
+from vit_jax.transfer.merge import merge_adapters, merge_head_norm
+from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, class_names_of, share_of, with_resize
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
-from vit_jax.transfer.spec import Cut, Pretrained, Spec, class_names_of, share_of, with_resize
 
 NO_CHOICE = "init_from='{}': keeps no running average; leave out the choice of weights"
 

@@ -46,8 +46,8 @@ import optax
 
 from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.experiment.optimizers import masks
-from vit_jax.experiment.optimizers.directions import MOMENTUM_DTYPES, OPTIMIZERS
 from vit_jax.experiment.optimizers.layers import over_layers, scale_embedding, scale_layers
+from vit_jax.experiment.optimizers.optimizers import MOMENTUM_DTYPES, OPTIMIZERS
 from vit_jax.experiment.schedules import half_cosine
 
 __all__ = ["MOMENTUM_DTYPES", "OPTIMIZERS", "check_optimizer", "make_optimizer", "over_layers"]

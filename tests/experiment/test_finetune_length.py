@@ -2,7 +2,7 @@
 
 import pytest
 
-from vit_jax.experiment.data_size import bit
+from vit_jax.experiment.finetune_length import bit
 from vit_jax.recipes import hyper_rule
 
 _SIZE = (300, 400)

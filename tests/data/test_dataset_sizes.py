@@ -4,8 +4,8 @@ import pytest
 from opened import with_known_facts
 
 from vit_jax.config import base_config
-from vit_jax.data import known, make_source
-from vit_jax.data.known import KNOWN_DATA, known_sizes
+from vit_jax.data import dataset_sizes, make_source
+from vit_jax.data.dataset_sizes import KNOWN_DATA, known_sizes
 from vit_jax.errors import InputError
 
 
@@ -31,8 +31,8 @@ def test_splits_are_counted_in_tfds_notation(split, num_examples):
 def test_common_splits_are_counted_without_tensorflow(split, monkeypatch):
     """As TFDS counts them."""
     _, sizes = KNOWN_DATA["imagenet2012"]
-    number = known._count(split, sizes, "imagenet2012")
-    monkeypatch.setattr(known, "tfds", None)
+    number = dataset_sizes._count(split, sizes, "imagenet2012")
+    monkeypatch.setattr(dataset_sizes, "tfds", None)
     assert known_sizes("imagenet2012", split) == (1000, number)
 
 

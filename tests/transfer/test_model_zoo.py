@@ -13,7 +13,7 @@ import pytest
 from etils import epath
 
 from vit_jax.errors import InputError
-from vit_jax.transfer import load_pretrained, published, read_pretrained, spec
+from vit_jax.transfer import load_pretrained, model_zoo, pretrained, read_pretrained
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
@@ -105,7 +105,7 @@ def test_the_hash_of_the_server_is_checked(golden, server):
     content = (golden / "vit_finetuned.npz").read_bytes()
     digest = base64.b64encode(hashlib.md5(content).digest()).decode()
     seen.lies = {"x-goog-hash": f"crc32c=AAAAAA==,md5={digest}"}
-    path = published.locate(f"{address}/vit_finetuned.npz")
+    path = model_zoo.locate(f"{address}/vit_finetuned.npz")
     assert path.read_bytes() == content
 
 
@@ -135,39 +135,39 @@ def test_a_folder_that_may_not_be_read_has_no_hints(tmp_path, monkeypatch):
 
 def test_a_name(golden, server, monkeypatch):
     address, _ = server
-    entry = published.Published(f"{address}/vit_finetuned.npz", 10, 0)
-    monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@test", entry)
+    entry = model_zoo.Published(f"{address}/vit_finetuned.npz", 10, 0)
+    monkeypatch.setitem(model_zoo.PUBLISHED, "ViT-mu/8@test", entry)
     same(load_pretrained("ViT-mu/8@test"), load_pretrained(golden / "vit_finetuned.npz"))
     assert read_pretrained("ViT-mu/8@test").source == "ViT-mu/8@test"
     expected = read_pretrained(golden / "vit_finetuned.npz").spec._replace(loss="softmax")
     assert read_pretrained("ViT-mu/8@test").spec == expected
     of_bytes = entry._replace(value_range=(0.0, 255.0))
-    monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@bytes", of_bytes)
+    monkeypatch.setitem(model_zoo.PUBLISHED, "ViT-mu/8@bytes", of_bytes)
     spec = read_pretrained("ViT-mu/8@bytes").spec
     assert [(pixel / 255 - spec.mean[0]) / spec.std[0] for pixel in (0, 51, 255)] == [0, 51, 255]
     for changed, said in (
         (entry._replace(mebibytes=37), "has 0 MiB, but was published with 37 MiB"),
         (entry._replace(num_classes=9), "has 10 classes, but was published with 9"),
     ):
-        monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@test", changed)
+        monkeypatch.setitem(model_zoo.PUBLISHED, "ViT-mu/8@test", changed)
         with pytest.raises(InputError, match=said):
             load_pretrained("ViT-mu/8@test")
 
 
 def test_a_published_file_has_its_loss_however_it_is_called(golden, server, monkeypatch, caplog):
     address, _ = server
-    monkeypatch.setattr(published, "_I21K_CLASSES", 10)
-    monkeypatch.setattr(published, "_GOOGLE", f"{address}/")
-    monkeypatch.setattr(spec, "_IMAGENET_21K", (10,))
+    monkeypatch.setattr(model_zoo, "_I21K_CLASSES", 10)
+    monkeypatch.setattr(model_zoo, "_GOOGLE", f"{address}/")
+    monkeypatch.setattr(pretrained, "_IMAGENET_21K", (10,))
     local, other = golden / "vit_finetuned.npz", golden / "vit_pretrained.npz"
     assert read_pretrained(local).spec.loss is None
-    assert spec.loss_of(read_pretrained(local)) == "softmax"
+    assert pretrained.loss_of(read_pretrained(local)) == "softmax"
     assert "the loss is not stated; assuming softmax; models for ImageNet-21k" in caplog.text
-    entry = published.Published("gs://vit_finetuned.npz", 10)
-    monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@test", entry)
+    entry = model_zoo.Published("gs://vit_finetuned.npz", 10)
+    monkeypatch.setitem(model_zoo.PUBLISHED, "ViT-mu/8@test", entry)
     for source in (f"{address}/vit_finetuned.npz", local):
         assert read_pretrained(source).spec.loss == "sigmoid"
-    monkeypatch.setitem(published.PUBLISHED, "ViT-mu/8@test", entry._replace(num_classes=9))
+    monkeypatch.setitem(model_zoo.PUBLISHED, "ViT-mu/8@test", entry._replace(num_classes=9))
     for source in (local, other):  # of other classes, or another name
         assert read_pretrained(source).spec.loss is None
 
@@ -220,8 +220,8 @@ def test_what_an_object_store_does_not_give(bucket, source):
 
 
 def test_the_table():
-    table = published.PUBLISHED
-    assert table["ViT-B/16@imagenet21k"] == published.Published(
+    table = model_zoo.PUBLISHED
+    assert table["ViT-B/16@imagenet21k"] == model_zoo.Published(
         "https://storage.googleapis.com/vit_models/imagenet21k/ViT-B_16.npz", 21_843
     )
     losses = {name: entry.loss for name, entry in table.items()}

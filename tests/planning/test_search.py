@@ -15,8 +15,7 @@ from vit_jax.devices.chips import SLICES, Slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.main import main
-from vit_jax.planning.fastest import choose_layout, find_layouts
-from vit_jax.planning.search import changed
+from vit_jax.planning.search import changed, choose_layout, find_layouts
 from vit_jax.planning.targets import Target, describe_devices, target_of
 from vit_jax.run.opener import Files
 from vit_jax.run.resolve import continue_run

@@ -16,8 +16,9 @@ from vit_jax.models.fields import field_names, value_of, with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.models.layers import unconstrained
 from vit_jax.models.t2t import CONSTANTS, T2TViT
-from vit_jax.transfer.adapters import ADAPTER, is_of_head_norm
-from vit_jax.transfer.formats import POSITIONS, refuse
+from vit_jax.transfer.common import POSITIONS, refuse
+from vit_jax.transfer.merge import ADAPTER, is_of_head_norm
+from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.resample import (
     adapt_kernel,
     resample_axis,
@@ -26,7 +27,6 @@ from vit_jax.transfer.resample import (
     resample_patches,
 )
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
-from vit_jax.transfer.spec import Pretrained
 
 logger = logging.getLogger("vit_jax")
 

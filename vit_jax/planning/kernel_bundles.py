@@ -1,6 +1,6 @@
 """Reads how many bundles the TPU compiler makes of kernels; a program of its own.
 
-  python -m vit_jax.planning.schedules FOLDER TOPOLOGY
+  python -m vit_jax.planning.kernel_bundles FOLDER TOPOLOGY
 
 FOLDER/0.exported, 1.exported, ... are kernels, as `jax.export` writes them. LIBTPU_INIT_ARGS must
 have the compiler write its schedules into FOLDER/dump. On standard output: [bundles, ...], null for
