@@ -19,7 +19,7 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.main import execute_and_exit
 from vit_jax.run import agreement as comparison
-from vit_jax.run import loop, record
+from vit_jax.run import compiled, loop, record
 
 
 def flip(state):
@@ -62,10 +62,10 @@ def arm(fault):
         compile_step = loop.compile_step
 
         def with_flip(run):
-            compiled = compile_step(run)
+            program = compile_step(run)
 
             def step(state, batch):
-                return compiled(flip(state) if int(state.step) + 1 == int(number) else state, batch)
+                return program(flip(state) if int(state.step) + 1 == int(number) else state, batch)
 
             return step
 
@@ -73,18 +73,20 @@ def arm(fault):
     elif kind == "slow":
         seconds = float(number)
         record.evaluate = before(record.evaluate, lambda: time.sleep(seconds))
-        loop.flops.expected_memory = before(loop.flops.expected_memory, lambda: time.sleep(seconds))
+        compiled.flops.expected_memory = before(
+            compiled.flops.expected_memory, lambda: time.sleep(seconds)
+        )
     elif kind == "code":
         software = comparison.software
         comparison.software = lambda: software() | {"code of vit_jax": "other"}
     elif kind == "program":
-        compare = loop.compare_programs
+        compare = compiled.compare_programs
 
         def compare_another(config, lowered):
             text = lowered.as_text() + " "
             compare(config, types.SimpleNamespace(as_text=lambda: text))
 
-        loop.compare_programs = compare_another
+        compiled.compare_programs = compare_another
     else:
         raise ValueError(fault)
 

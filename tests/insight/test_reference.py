@@ -17,7 +17,7 @@ from vit_jax.insight import reference, trace, twins
 from vit_jax.insight.reference import Departure, Reference
 from vit_jax.insight.trace import Trace
 from vit_jax.main import main
-from vit_jax.models.attention import dot_product_attention
+from vit_jax.models.dot_product import dot_product_attention
 from vit_jax.objectives import supervised
 
 TWIN = twins.TWINS["quickstart"]

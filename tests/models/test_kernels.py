@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from vit_jax.models.attention import plain_attention
+from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.forms import add_bias_plainly
 from vit_jax.models.kernels import (
     long_attention,

@@ -10,10 +10,11 @@ from cheap_tracing import ContextOfMany, traced_once
 from numpy_vit import float64, random_params
 
 from vit_jax import tree
-from vit_jax.models import attention
-from vit_jax.models.attention import choose_attention, dot_product_attention
+from vit_jax.models import dot_product
+from vit_jax.models.attention import Attention
+from vit_jax.models.dot_product import choose_attention, dot_product_attention
 from vit_jax.models.forms import multiply_on_cpu
-from vit_jax.models.layers import GELU, Attention, Encoder, EncoderBlock, MapHead, Mlp
+from vit_jax.models.layers import GELU, Encoder, EncoderBlock, MapHead, Mlp
 
 B, N, D, H, F = 3, 5, 12, 3, 20
 KEYS = {"dropout": jax.random.key(7)}
@@ -101,7 +102,7 @@ ATTENTIONS = [choose_attention("cpu"), choose_attention("tpu")]
 def test_attention_is_chosen_by_platform():
     # By whole steps: docs/explanation/attention.md.
     chosen = {platform: choose_attention(platform) for platform in ("cpu", "gpu", "tpu")}
-    heads_first, plain = attention.dot_product_attention, attention.plain_attention
+    heads_first, plain = dot_product.dot_product_attention, dot_product.plain_attention
     assert chosen == {"cpu": heads_first, "gpu": heads_first, "tpu": plain}
 
 

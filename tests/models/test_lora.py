@@ -13,7 +13,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import state_shardings
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
-from vit_jax.models.layers import LoraProduct
+from vit_jax.models.dense import LoraProduct
 from vit_jax.transfer import load_pretrained, save_pretrained
 from vit_jax.transfer.fit import unstack_layers
 from vit_jax.transfer.merge import merge_adapters

@@ -19,8 +19,8 @@ from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
 from vit_jax.models import create_model
-from vit_jax.models.attention import plain_attention
 from vit_jax.models.batch_norm import BatchNorm
+from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.forms import BlockOps
 from vit_jax.objectives import make_objective
 from vit_jax.objectives.contract import RunFacts, Teacher

@@ -12,7 +12,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
-from vit_jax.models.attention import plain_attention
+from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.forms import BlockOps
 from vit_jax.models.kernels import short_attention
 from vit_jax.run.kernel_check import check_kernels

@@ -17,9 +17,8 @@ from vit_jax.devices.chips import CHIPS
 from vit_jax.models.axial import AxialViT
 from vit_jax.models.deit import DeiT
 from vit_jax.models.fields import value_of, with_known
-from vit_jax.models.forms import PLAIN
+from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.models.hybrid import HybridViT
-from vit_jax.models.layers import unconstrained
 from vit_jax.models.t2t import T2TViT
 from vit_jax.models.vit import ViT
 

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.devices.mesh import BATCH_AXES
-from vit_jax.models.attention import Attend, choose_attention
 from vit_jax.models.axial import AxialViT
+from vit_jax.models.dot_product import Attend, choose_attention
 from vit_jax.models.fields import field_names
 from vit_jax.models.forms import PLAIN, BlockOps, multiply_on_cpu
 from vit_jax.models.kernels import (

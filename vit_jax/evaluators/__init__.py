@@ -25,8 +25,7 @@ from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.experiment.state import TrainState
 from vit_jax.models.fields import value_of, with_known
-from vit_jax.models.forms import PLAIN
-from vit_jax.models.layers import unconstrained
+from vit_jax.models.forms import PLAIN, unconstrained
 
 
 class StateEvaluator(Protocol):

@@ -12,8 +12,7 @@ from vit_jax.devices.sharding import constrain
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.fields import field_names, has_batch_statistics, with_known
-from vit_jax.models.forms import PLAIN
-from vit_jax.models.layers import unconstrained
+from vit_jax.models.forms import PLAIN, unconstrained
 
 logger = logging.getLogger("vit_jax")
 

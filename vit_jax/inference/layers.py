@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.errors import InputError
-from vit_jax.models.attention import dot_product_attention
 from vit_jax.models.axial import AxialViT
+from vit_jax.models.dot_product import dot_product_attention
 from vit_jax.models.fields import field_names, value_of, with_known
 from vit_jax.models.forms import BlockOps
 from vit_jax.models.watched import as_map, watch

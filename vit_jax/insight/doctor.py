@@ -175,7 +175,7 @@ def check_training(config: ConfigDict, workdir: epath.Path | None) -> Finding:
 
     Without a `workdir` the run is taken to be new.
     """
-    from vit_jax.models.attention import choose_attention
+    from vit_jax.models.dot_product import choose_attention
     from vit_jax.run.build import prepare
     from vit_jax.run.description import describe
 

@@ -17,7 +17,8 @@ from vit_jax.evaluators import evaluate
 from vit_jax.experiment.layer_norms import norms_by_group
 from vit_jax.experiment.state import TrainState
 from vit_jax.run.build import Run, prepare
-from vit_jax.run.loop import close_batches, compile_step, train_batches
+from vit_jax.run.compiled import compile_step
+from vit_jax.run.loop import close_batches, train_batches
 from vit_jax.run.teachers import place_teachers
 from vit_jax.run.train import start_state
 

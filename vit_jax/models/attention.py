@@ -1,115 +1,129 @@
-"""Scaled dot-product attention: one interface, several forms.
+"""Multi-head attention: plain, and by a kernel.
 
-Axes: B images, H heads, N queries, M keys, K width of a head.
+Axes: B images, N queries, M tokens, D width, H heads, K = D / H width of a head.
+Parameters are float32; the computation uses `dtype`.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-import jax
+import flax.linen as nn
 import jax.numpy as jnp
+from einops import rearrange
 
-# attend(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM, dropout_rate, dropout_key) -> (B, N, H, K), as
-# `dot_product_attention` has it.
-Attend = Callable[..., jax.Array]
+from vit_jax.models.dense import Dense, LoraProduct, Product
+from vit_jax.models.forms import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
+from vit_jax.models.position import Relative
+
+# RMSNorm does not subtract the mean and has no bias (arXiv:2302.05442, section 2).
+NORMS = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+NORM_EPS = 1e-6
 
 
-def dot_product_attention(
-    q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM=None, dropout_rate=0.0, dropout_key=None
-):
-    """softmax(q k^T / sqrt(K) + bias) v, with dropout on the weights if `dropout_key` is given.
+class Attention(nn.Module):
+    """Multi-head attention of queries (B, N, D) over tokens (B, M, D): MSA of Eq. 2.
 
-    The head axis precedes the token axis, so both products are batched matrix products on
-    contiguous blocks. The division by the softmax's sum follows the product with v: that divides K
-    numbers a query instead of M. The gradient is written by hand and does the same. The backward
-    pass keeps only one N x M array, the undivided weights (two with dropout), and both passes
-    read and write N x M arrays as rarely as possible.
+    `qk_norm` normalises the queries and keys of each head, without bias and with one scale (K,)
+    for all heads. `qkv_bias` gives the query, key and value projections a bias. `relative` holds
+    relative positions; queries and tokens must then be the same. `lora_rank` adds an adapter of
+    that rank to the query and value projections (`LoraProduct`), as in section 4.2 of its paper;
+    None: none.
 
-    Args:
-      q_BNHK, k_BMHK, v_BMHK: queries, keys, values.
-      bias_BHNM: added to the logits, in the dtype of the values.
-      dropout_rate, dropout_key: of the weights; without a key none is dropped.
-
-    Returns:
-      (B, N, H, K) in the dtype of the values.
-
-    Source: Vaswani et al. 2017 (arXiv:1706.03762), Eq. 1; ViT's Eqs. 6-8 (appendix A); the sum in
-      the gradient taken over K: Dao et al. 2022 (arXiv:2205.14135), appendix B.2.
+    Shapes: (B, N, D), (B, M, D) -> (B, N, D).
+    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), Eqs. 5-8; qk_norm, qkv_bias: Dehghani et
+      al. 2023 (arXiv:2302.05442), section 2.
     """
-    q_BHNK, k_BHMK, v_BHMK = (jnp.swapaxes(x, 1, 2) for x in (q_BNHK, k_BMHK, v_BMHK))
-    scale = q_BHNK.shape[-1] ** -0.5
-    kept_BHNM = None
-    if dropout_key is not None and dropout_rate > 0.0:
-        shape = (*q_BHNK.shape[:-1], k_BHMK.shape[-2])
-        kept_BHNM = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, shape)
-    has_bias = bias_BHNM is not None
-    out_BHNK = _attend(q_BHNK * scale, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout_rate)
-    return jnp.swapaxes(out_BHNK, 1, 2)
+
+    num_heads: int
+    dropout: float = 0.0
+    norm: str = "layer"
+    norm_eps: float = NORM_EPS
+    qk_norm: bool = False
+    qkv_bias: bool = True
+    lora_rank: int | None = None
+    dtype: Any = jnp.float32
+    forms: BlockOps = PLAIN
+    constrain: Constrain = unconstrained
+
+    @nn.compact
+    def __call__(self, queries_BND, tokens_BMD, *, relative: Relative | None = None, train=False):
+        inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
+        q_BNHK, k_BMHK, v_BMHK = (
+            self._split_heads(name, add_bias_plainly(*self._project(name, x)))
+            for name, x in inputs.items()
+        )
+        bias_BHNM = None
+        if relative is not None:
+            q_BHNK = jnp.swapaxes(q_BNHK, 1, 2) * q_BNHK.shape[-1] ** -0.5
+            bias_BHNM = self.constrain(relative.logits(q_BHNK), ("batch", "tensor", None, None))
+        key = self.make_rng("dropout") if train and self.dropout > 0 else None
+        out_BNHK = self.forms.attend(
+            q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, dropout_rate=self.dropout, dropout_key=key
+        )
+        return self._project_out(rearrange(out_BNHK, "b n h k -> b n (h k)"))
+
+    @nn.nowrap
+    def _project(self, name, x_BND):
+        """Queries, keys or values without their bias (B, N, D), and the bias (D,) or None."""
+        product: Callable[..., nn.Module] = Product
+        if self.lora_rank is not None and name != "key":
+            product = partial(LoraProduct, rank=self.lora_rank)
+        return product(
+            x_BND.shape[-1],
+            use_bias=self.qkv_bias,
+            dtype=self.dtype,
+            multiply=self.forms.multiply,
+            name=name,
+        )(x_BND)
+
+    @nn.nowrap
+    def _split_heads(self, name, y_BND):
+        """(B, N, D) -> (B, N, H, K), with `qk_norm` normalised."""
+        y_BNHK = rearrange(y_BND, "b n (h k) -> b n h k", h=self.num_heads)
+        if self.qk_norm and name != "value":
+            fields = {"epsilon": self.norm_eps, "dtype": self.dtype}
+            fields |= {"use_bias": False} if self.norm == "layer" else {}
+            y_BNHK = NORMS[self.norm](name=f"{name}_norm", **fields)(y_BNHK)
+        return self.constrain(y_BNHK, ("batch", None, "tensor", None))
+
+    @nn.nowrap
+    def _project_out(self, out_BND):
+        return Dense(
+            out_BND.shape[-1],
+            dtype=self.dtype,
+            multiply=self.forms.multiply,
+            add_bias=self.forms.add_bias,
+            name="out",
+        )(out_BND)
 
 
-def plain_attention(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM=None, dropout_rate=0.0, dropout_key=None):
-    """`dot_product_attention` as the paper writes it, with JAX's automatic gradient."""
-    scale = q_BNHK.shape[-1] ** -0.5
-    scores_BHNM = jnp.einsum("bnhk,bmhk->bhnm", q_BNHK * scale, k_BMHK)
-    if bias_BHNM is not None:
-        scores_BHNM += bias_BHNM
-    weights_BHNM = jax.nn.softmax(scores_BHNM, axis=-1)
-    if dropout_key is not None and dropout_rate > 0.0:
-        kept_BHNM = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, weights_BHNM.shape)
-        weights_BHNM = _drop(weights_BHNM, kept_BHNM, dropout_rate)
-    return jnp.einsum("bhnm,bmhk->bnhk", weights_BHNM, v_BMHK)
+class KernelAttention(Attention):
+    """`Attention` by a kernel: see `forms.AttentionKernel`. It has no dropout.
 
-
-def choose_attention(platform: str) -> Attend:
-    """The form without kernels that is fastest on "cpu", "gpu" or "tpu".
-
-    The TPU compiler optimises the plain form better: by its own estimate, a training step of
-    ViT-B/16 on v5e takes 113.5 instead of 135.3 million cycles, and 156.0 instead of 186.2 with
-    full remat. docs/explanation/plans.md has other sizes and layouts, and the command.
+    Only the first `num_keys` tokens count, the others are padding; None: all count. The kernel adds
+    the biases, unless they are needed before, for `qk_norm`.
     """
-    return plain_attention if platform == "tpu" else dot_product_attention
 
+    num_keys: int | None = None
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout_rate):
-    return _attend_forward(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout_rate)[0]
+    @nn.compact
+    def __call__(self, queries_BND, tokens_BMD, *, relative: Relative | None = None, train=False):
+        assert self.dropout == 0 and self.forms.attention_kernel is not None
 
+        def with_all_heads(y_BND):
+            # Without it XLA multiplies head by head, forward and backward, with results that are
+            # copied into the order of the attention's kernel.
+            return self.constrain(y_BND, ("batch", None, "tensor"))
 
-def _attend_forward(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout_rate):
-    scores_BHNM = jnp.einsum("bhnk,bhmk->bhnm", q_BHNK, k_BHMK)
-    if has_bias:
-        scores_BHNM += bias_BHNM
-    weights_BHNM = jnp.exp(scores_BHNM - scores_BHNM.max(axis=-1, keepdims=True))
-    sum_BHN1 = weights_BHNM.sum(axis=-1, keepdims=True, dtype=jnp.float32)
-    dropped_BHNM = _drop(weights_BHNM, kept_BHNM, dropout_rate)
-    out_BHNK = jnp.einsum("bhnm,bhmk->bhnk", dropped_BHNM, v_BHMK)
-    out_BHNK = (out_BHNK / sum_BHN1).astype(v_BHMK.dtype)
-    return out_BHNK, (q_BHNK, k_BHMK, v_BHMK, kept_BHNM, weights_BHNM, sum_BHN1, out_BHNK)
+        def project(name, x_BND):
+            y_BND, bias_D = self._project(name, x_BND)
+            if self.qk_norm:
+                y_BND, bias_D = add_bias_plainly(y_BND, bias_D), None
+            y_BNHK = self._split_heads(name, with_all_heads(y_BND))
+            return y_BNHK, None if bias_D is None else bias_D.reshape(y_BNHK.shape[2:])
 
-
-def _attend_backward(has_bias, dropout_rate, saved, grad_BHNK):
-    """Gradients, with w the undivided weights, s their sum, o the output and g its gradient:
-
-    grad v = w^T (g / s);  grad scores = grad bias = w * ((g / s) v^T - <g / s, o>).
-    """
-    q_BHNK, k_BHMK, v_BHMK, kept_BHNM, weights_BHNM, sum_BHN1, out_BHNK = saved
-    grad_BHNK = (grad_BHNK / sum_BHN1).astype(v_BHMK.dtype)
-    grad_v_BHMK = jnp.einsum(
-        "bhnm,bhnk->bhmk", _drop(weights_BHNM, kept_BHNM, dropout_rate), grad_BHNK
-    )
-    mean_BHN1 = (grad_BHNK * out_BHNK).sum(axis=-1, keepdims=True, dtype=jnp.float32)
-    grad_BHNM = jnp.einsum("bhnk,bhmk->bhnm", grad_BHNK, v_BHMK)
-    grad_BHNM = _drop(grad_BHNM, kept_BHNM, dropout_rate)
-    grad_BHNM = weights_BHNM * (grad_BHNM - mean_BHN1.astype(grad_BHNM.dtype))
-    grad_q_BHNK = jnp.einsum("bhnm,bhmk->bhnk", grad_BHNM, k_BHMK)
-    grad_k_BHMK = jnp.einsum("bhnm,bhnk->bhmk", grad_BHNM, q_BHNK)
-    return grad_q_BHNK, grad_k_BHMK, grad_v_BHMK, grad_BHNM if has_bias else None, None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _drop(x_BHNM, kept_BHNM, dropout_rate):
-    if kept_BHNM is None:
-        return x_BHNM
-    return jnp.where(kept_BHNM, x_BHNM / (1.0 - dropout_rate), 0.0)
+        inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
+        qkv, biases = zip(*(project(name, x) for name, x in inputs.items()), strict=True)
+        out_BNHK = self.forms.attention_kernel(qkv, biases, relative, self.num_keys)
+        return self._project_out(with_all_heads(rearrange(out_BNHK, "b n h k -> b n (h k)")))

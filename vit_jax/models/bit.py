@@ -15,7 +15,8 @@ from einops import rearrange
 
 from vit_jax.errors import InputError, collect_faults
 from vit_jax.models.fields import check_image_shape, find_class_faults, find_unknown
-from vit_jax.models.layers import REMAT_POLICIES, Constrain, unconstrained
+from vit_jax.models.forms import Constrain, unconstrained
+from vit_jax.models.layers import REMAT_POLICIES
 from vit_jax.models.resnet import (
     BIT,
     EXPANSION,

@@ -25,7 +25,8 @@ from vit_jax.models.fields import (
     find_no_rates,
     find_unknown,
 )
-from vit_jax.models.layers import REMAT_POLICIES, Constrain, unconstrained
+from vit_jax.models.forms import Constrain, unconstrained
+from vit_jax.models.layers import REMAT_POLICIES
 from vit_jax.models.resnet import CONVOLUTION_REMAT_POLICIES
 
 

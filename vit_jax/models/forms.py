@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from vit_jax.models.attention import Attend, dot_product_attention
+from vit_jax.models.dot_product import Attend, dot_product_attention
 
 # add_bias(x_BND, bias_D) -> x_BND + bias_D, in the dtype of x_BND.
 AddBias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -57,6 +57,17 @@ def _multiply_backward(saved, grad):
 
 
 multiply_on_cpu.defvjp(_multiply_forward, _multiply_backward)
+
+
+# constrain(x, axes) -> x: constrain the sharding of an activation. `axes` holds "batch", "tensor"
+# or None for each axis of x. Models know no mesh; the caller that has one passes this function.
+Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
+
+
+def unconstrained(x, axes):
+    """Return x unchanged: the `Constrain` of a model on one device."""
+    del axes
+    return x
 
 
 @dataclasses.dataclass(frozen=True)

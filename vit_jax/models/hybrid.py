@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.errors import InputError
-from vit_jax.models.layers import Constrain, unconstrained
+from vit_jax.models.forms import Constrain, unconstrained
 from vit_jax.models.resnet import (
     EXPANSION,
     HYBRID,

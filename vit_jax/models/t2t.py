@@ -16,9 +16,11 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from vit_jax.errors import InputError, nearest
-from vit_jax.models.attention import dot_product_attention
+from vit_jax.models.dense import Dense
+from vit_jax.models.dot_product import dot_product_attention
 from vit_jax.models.fields import find_not_positive, find_unknown
-from vit_jax.models.layers import REMAT_POLICIES, Constrain, Dense, Mlp, unconstrained
+from vit_jax.models.forms import Constrain, unconstrained
+from vit_jax.models.layers import REMAT_POLICIES, Mlp
 from vit_jax.models.position import POS_EMBEDS, SINCOS_1D, sincos_1d
 from vit_jax.models.variants import Variant
 from vit_jax.models.vit import ViT

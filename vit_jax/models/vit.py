@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from vit_jax.errors import collect_faults
+from vit_jax.models.attention import NORMS
 from vit_jax.models.batch_norm import BatchNorm
+from vit_jax.models.dense import Dense
 from vit_jax.models.fields import (
     check_image_shape,
     find_class_faults,
@@ -21,16 +23,7 @@ from vit_jax.models.fields import (
     find_undivided,
     find_unknown,
 )
-from vit_jax.models.layers import (
-    GELU,
-    NORMS,
-    REMAT_POLICIES,
-    BlockFields,
-    Dense,
-    Encoder,
-    EncoderBlock,
-    MapHead,
-)
+from vit_jax.models.layers import GELU, REMAT_POLICIES, BlockFields, Encoder, EncoderBlock, MapHead
 from vit_jax.models.position import (
     LEARNED,
     POS_EMBEDS,

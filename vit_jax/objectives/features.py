@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from vit_jax.errors import InputError
 from vit_jax.models.fields import value_of, with_known
-from vit_jax.models.forms import PLAIN
-from vit_jax.models.layers import unconstrained
+from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.models.watched import Outputs, as_map, watch
 from vit_jax.objectives.contract import Teacher
 from vit_jax.tree import ModelState, Params

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.errors import Faults, collect_faults
-from vit_jax.models.layers import BlockFields, Encoder, unconstrained
+from vit_jax.models.forms import unconstrained
+from vit_jax.models.layers import BlockFields, Encoder
 from vit_jax.models.position import sincos_2d
 from vit_jax.models.vit import ViT, extract_patches
 from vit_jax.objectives import patches

@@ -25,8 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.models.fields import with_known
-from vit_jax.models.forms import PLAIN
-from vit_jax.models.layers import unconstrained
+from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring, patches
 from vit_jax.objectives.block_masks import Hidden, draw_hidden

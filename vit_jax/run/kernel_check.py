@@ -14,7 +14,7 @@ from vit_jax import tree
 from vit_jax.devices.kernels import has_kernels
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.errors import InputError
-from vit_jax.models.attention import plain_attention
+from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.forms import BlockOps
 from vit_jax.models.layers import EncoderBlock
 from vit_jax.models.vit import ViT

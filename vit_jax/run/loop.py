@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
@@ -12,15 +11,14 @@ import jax
 from vit_jax import data, metrics, tree
 from vit_jax.checkpoints import checkpoint
 from vit_jax.checkpoints.replicas import check_replicas
-from vit_jax.devices import flops
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.errors import RaisedByAll
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.job.processes import PreemptionGuard
-from vit_jax.run.agreement import compare_programs
 from vit_jax.run.build import Run
+from vit_jax.run.compiled import compile_layer_norms, compile_step
 from vit_jax.run.record import Record, evaluate_missed, open_record
 from vit_jax.run.selection import Selection, share_selection
 from vit_jax.run.summary import Clock
@@ -230,32 +228,6 @@ def open_checkpoints(
         if not alone:
             with watchdog.phase("save"):
                 checkpoints.close()
-
-
-def compile_step(run: Run) -> jax.stages.Compiled:
-    """The compiled train step; logs the memory that it needs."""
-    e, since = run.experiment, time.perf_counter()
-    lowered = e.lower()
-    compare_programs(run.config, lowered)
-    with watchdog.phase("compile"):
-        compiled = lowered.compile()
-    memory = flops.expected_memory(compiled.memory_analysis())
-    logger.info(
-        "compiled in %.0f s; expected memory per device: %s, including %s of temporaries",
-        time.perf_counter() - since,
-        flops.format_bytes(memory.total),
-        flops.format_bytes(memory.temporaries),
-    )
-    return compiled
-
-
-def compile_layer_norms(run: Run) -> jax.stages.Compiled | None:
-    """The compiled norms by layer; None if `log.by_layer` is off."""
-    if not run.config.log.by_layer:
-        return None
-    e = run.experiment
-    with watchdog.phase("compile"):
-        return e.layer_norms.lower(*e.arguments).compile()
 
 
 def train_batches(run: Run, start: int) -> Generator[tree.Batch, None, None]:

@@ -22,8 +22,7 @@ from vit_jax.data.division import Division, hashes_from_bytes, side_file
 from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.files import absolute
 from vit_jax.models.fields import check_fields, field_names, stacks_layers, value_of, with_known
-from vit_jax.models.forms import PLAIN
-from vit_jax.models.layers import unconstrained
+from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.transfer import (
     fit,
     huggingface,

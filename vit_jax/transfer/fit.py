@@ -13,8 +13,7 @@ import numpy as np
 from vit_jax.errors import InputError
 from vit_jax.models.batch_norm import BATCH_STATS
 from vit_jax.models.fields import field_names, value_of, with_known
-from vit_jax.models.forms import PLAIN
-from vit_jax.models.layers import unconstrained
+from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.models.t2t import CONSTANTS, T2TViT
 from vit_jax.transfer.common import POSITIONS, refuse
 from vit_jax.transfer.merge import ADAPTER, is_of_head_norm

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from vit_jax import tree
 from vit_jax.models.fields import stacks_layers, value_of, with_known
-from vit_jax.models.forms import PLAIN
-from vit_jax.models.layers import unconstrained
+from vit_jax.models.forms import PLAIN, unconstrained
 
 
 def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:

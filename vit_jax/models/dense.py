@@ -1,0 +1,71 @@
+"""Dense layers, plain and with a low-rank adapter. The computation uses `dtype`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from vit_jax.models.forms import AddBias, Multiply, add_bias_plainly
+
+
+def adapter_update(lora_a, lora_b):
+    """The matrix A B (D, F) that the adapter of a `LoraProduct` adds to its kernel."""
+    return lora_a @ lora_b
+
+
+class Product(nn.Module):
+    """A dense layer that leaves its bias to the caller: x -> (x kernel, bias or None).
+
+    `multiply` is the form of the product; see `forms.Multiply`.
+
+    Shapes: (..., C) -> (..., features), (features,).
+    """
+
+    features: int
+    use_bias: bool = True
+    dtype: Any = jnp.float32
+    kernel_init: Callable = nn.initializers.xavier_uniform()
+    bias_init: Callable = nn.initializers.zeros
+    multiply: Multiply = jnp.dot
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features))
+        bias = self.param("bias", self.bias_init, (self.features,)) if self.use_bias else None
+        return self.multiply(x.astype(self.dtype), kernel.astype(self.dtype)), bias
+
+
+class LoraProduct(Product):
+    """`Product` with a low-rank adapter: x -> (x W + (x A) B, bias).
+
+    B starts at zero, so a new adapter leaves the output bit-identical. `adapter_update` computes
+    A B, which is added to W. The paper's factor alpha / r is 1: changing it is much like changing
+    the learning rate. Shapes of A and B: (C, rank), (rank, features).
+
+    Source: Hu et al. 2021 (arXiv:2106.09685), section 4.1.
+    """
+
+    rank: int = 8
+
+    @nn.compact
+    def __call__(self, x):
+        y, bias = super().__call__(x)
+        normal = nn.initializers.lecun_normal()
+        a_CR = self.param("lora_a", normal, (x.shape[-1], self.rank))
+        b_RF = self.param("lora_b", nn.initializers.zeros, (self.rank, self.features))
+        return y + x.astype(y.dtype) @ a_CR.astype(y.dtype) @ b_RF.astype(y.dtype), bias
+
+
+class Dense(Product):
+    """A dense layer, whose bias is added by one of its forms.
+
+    Shapes: (..., C) -> (..., features).
+    """
+
+    add_bias: AddBias = add_bias_plainly
+
+    @nn.compact
+    def __call__(self, x):
+        y, bias = super().__call__(x)
+        return y if bias is None else self.add_bias(y, bias)
