@@ -109,6 +109,16 @@ def test_new_classes_of_a_run_s_folder_are_left_out(tmp_path):
     assert folder(root).num_examples > after.num_examples
 
 
+def test_validation_pictures_that_link_to_training_pictures_are_named(tmp_path, caplog):
+    for split, number in (("train", 10), ("val", 3)):
+        make_folder(tmp_path / split, {"cat": number, "dog": number})
+    folder(tmp_path, "val")
+    assert not caplog.text
+    (tmp_path / "val/cat/link.jpg").symlink_to(tmp_path / "train/cat/0.jpg")
+    assert folder(tmp_path, "val").num_examples == 7
+    assert "1 pictures are links into train/, so they are trained on: cat/link.jpg" in caplog.text
+
+
 def test_new_classes_of_own_splits_are_left_out(tmp_path, caplog):
     root = tmp_path / "pets"
     for split, number in (("train", 10), ("val", 3), ("test", 2)):

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from vit_jax.data.division import Divider, Groups
+from vit_jax.data.division import Divider, Groups, say_names
 from vit_jax.data.folder_contents import SPLIT_NAMES, class_like_folders, describe_contents
 from vit_jax.data.host_tf import tf
 from vit_jax.data.pictures import (
@@ -164,6 +164,7 @@ def folder(
         class_names = _begun_with(class_names, layout, divider)
         kept = of_classes(class_names, {path: (name,) for path, name in files.items()}, base)
         files = {path: files[path] for path in kept}
+        _warn_of_links(base, files, layout.train_root)
     elif files and split != "all":
         given = "val" in layout.splits
         splits = split_files(divider, layout.root, base, files, None if given else groups)
@@ -281,6 +282,16 @@ def _begun_with(class_names: tuple[str, ...], layout: Layout, divider: Divider) 
     place = len(layout.train_root.relative_to(layout.root).parts)
     begun = {name.split("/")[place] for name in divider.begun_with() if name.count("/") > place}
     return tuple(name for name in class_names if name in begun) or class_names
+
+
+def _warn_of_links(base: pathlib.Path, paths: Iterable[str], train_root: pathlib.Path) -> None:
+    """Warns of those of `paths` below `base` that are links to training pictures."""
+    root = os.path.join(os.path.realpath(train_root), "")
+    if linked := [p for p in paths if os.path.realpath(base / p).startswith(root)]:
+        warn_once(
+            f"{shown(str(base))}: {len(linked):,} pictures are links into {train_root.name}/, so "
+            f"they are trained on: {say_names(sorted(linked))}; remove the links"
+        )
 
 
 def of_classes(
