@@ -213,9 +213,18 @@ def test_config_of_another_version_names_its_keys(config):
     text = to_json(config).replace('"seed"', '"seeed"').replace('"peak_lr"', '"base_lr"')
     with pytest.raises(InputError) as e:
         from_json(text)
-    assert "another version of vit_jax; use that version: 2 faults" in str(e.value)
+    assert "another version of vit_jax; use that version: 4 faults" in str(e.value)
     assert "seeed: no such key; did you mean seed?" in str(e.value)
     assert "optimizer.base_lr: no such key" in str(e.value)
+
+
+def test_a_key_that_a_stored_config_lacks_gets_no_default(config):
+    """Today's default may be another than what the run did."""
+    values = json.loads(to_json(config))
+    del values["loss"]["z_loss"], values["seed"]
+    with pytest.raises(InputError, match="use that version: .*") as e:
+        from_json(json.dumps(values))
+    assert "seed: missing" in str(e.value) and "loss.z_loss: missing" in str(e.value)
 
 
 def test_config_of_another_version_names_wrong_types(config):

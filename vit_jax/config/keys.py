@@ -192,7 +192,7 @@ def _add_self_distillation(c: ConfigDict) -> None:
 
 
 def _add_loss(c: ConfigDict) -> None:
-    """The loss of one example."""
+    """The loss of one example: arguments of `objectives.supervised.make_loss`."""
     c.loss = ConfigDict()
     c.loss.name = "softmax"  # or sigmoid, or the name of a plug-in's loss
     c.loss.label_smoothing = 0.0  # share of the target spread over all classes
@@ -242,7 +242,7 @@ def _add_schedule(c: ConfigDict) -> None:
     c.schedule.cooldown = "0 steps"  # linear to 0 at the end, on top of the decay
     c.schedule.timescale = "10000 steps"  # rsqrt, exponential
     # How to set duration, optimizer.peak_lr and schedule.warmup from the number of examples, where
-    # these have their defaults: bit, see experiment/data_size.py; None: they must be set.
+    # these have their defaults: bit, see experiment/finetune_length.py; None: they must be set.
     c.schedule.rule = placeholder(str)
     c.schedule.milestones = ""  # multistep: "200 steps, 300 steps"; each divides the rate by 10
 

@@ -178,7 +178,7 @@ def _fill_entry(evals: ConfigDict, name: str, entry: dict[str, Any]) -> list[str
 
 def _fill(node: ConfigDict, values: dict[str, Any], prefix: str) -> list[str]:
     """Set the stored `values` in the section `prefix` of a config; return the faults."""
-    faults = []
+    faults = [f"{prefix}{key}: missing" for key in node if key not in {*values, "evals"}]
     for key, value in values.items():
         if key not in node:
             faults.append(f"{prefix}{key}: no such key; {nearest(key, list(node))}")

@@ -2,7 +2,7 @@
 
 An evaluator has `run(state) -> {name: float}`, which reads only `params` and `model_state` of the
 state. Every example counts once, on any number of hosts. It declares the names of its metrics, and
-which of their values are better, in `metrics`; see `declared`.
+which of their values are better, in `metrics`; see `metric_names`.
 """
 
 import functools
@@ -29,7 +29,7 @@ from vit_jax.models.forms import PLAIN, unconstrained
 
 
 class StateEvaluator(Protocol):
-    """The interface of an evaluator; one of a plug-in may leave `metrics` out, see `declared`."""
+    """The interface of an evaluator; one of a plug-in may leave `metrics` out, see `metric_names`."""
 
     def run(self, state: TrainState) -> dict[str, float]:
         """{metric: value} for the state's `params` and `model_state`; all processes call it."""
