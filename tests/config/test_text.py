@@ -222,7 +222,7 @@ def test_a_key_that_a_stored_config_lacks_gets_no_default(config):
     """Today's default may be another than what the run did."""
     values = json.loads(to_json(config))
     del values["loss"]["z_loss"], values["seed"]
-    with pytest.raises(InputError, match="use that version: .*") as e:
+    with pytest.raises(InputError, match="use that version") as e:
         from_json(json.dumps(values))
     assert "seed: missing" in str(e.value) and "loss.z_loss: missing" in str(e.value)
 

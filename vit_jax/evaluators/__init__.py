@@ -29,7 +29,7 @@ from vit_jax.models.forms import PLAIN, unconstrained
 
 
 class StateEvaluator(Protocol):
-    """The interface of an evaluator; one of a plug-in may leave `metrics` out, see `metric_names`."""
+    """The interface of an evaluator; a plug-in may leave `metrics` out, see `metric_names`."""
 
     def run(self, state: TrainState) -> dict[str, float]:
         """{metric: value} for the state's `params` and `model_state`; all processes call it."""
