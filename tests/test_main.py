@@ -458,6 +458,7 @@ def test_a_run_goes_on_without_its_config(tmp_path, monkeypatch, refused):
         {"config": None, "overrides": {"log.every": "3 steps"}},
     )
     assert "config.sed" in refused(f"--workdir={tmp_path}", "--config.sed=1")
+    assert "without stop.metric" in refused(f"--workdir={tmp_path}", "--config.stop.patience=2")
     assert "--config: missing" in refused(f"--workdir={tmp_path}/other")
 
 
