@@ -279,8 +279,9 @@ def test_a_resumed_run_compares_what_was_decided(pictures, source, tmp_path):
 
 
 def test_config_json_says_who_decided_each_key(pictures, source, tmp_path):
-    asked = make(pictures, source, words="ViT-mu/8,folder,last1", duration="3 steps")
-    run = prepare(asked, tmp_path, by_user=("duration", "init_from"))
+    keys = {"duration": "3 steps", "data__order": "record"}
+    asked = make(pictures, source, words="ViT-mu/8,folder,last1", **keys)
+    run = prepare(asked, tmp_path, by_user=("duration", "init_from", "data.order"))
     write_workdir(tmp_path, run.resolved, run.train_source, run.pictures)
     stored = read_stored(epath.Path(tmp_path))
     assert stored.asked == asked and stored.resolved == run.config
@@ -288,12 +289,12 @@ def test_config_json_says_who_decided_each_key(pictures, source, tmp_path):
     expected = {
         "duration": "user", "init_from": "user", "data.name": "recipe", "seed": "default",
         "model.pool": "source", "data.mean": "source", "data.num_classes": "data",
-        "data.order": "data", "optimizer.freeze": "rule", "optimizer.peak_lr": "rule",
+        "data.order": "user", "optimizer.freeze": "rule", "optimizer.peak_lr": "rule",
         "optimizer.accum_steps": "devices",
     }  # fmt: skip
     assert {key: stored.decided_by[key] for key in expected} == expected
-    again = prepare(make(pictures, source, "ViT-mu/8,folder,last1", duration="3 steps",
-                         log__every="2 steps"), tmp_path, by_user=("log.every",))  # fmt: skip
+    asked = make(pictures, source, words="ViT-mu/8,folder,last1", **keys, log__every="2 steps")
+    again = prepare(asked, tmp_path, by_user=("log.every",))
     changed = {"log.every": "user"}
     assert again.resolved.decided_by == stored.decided_by | changed
 

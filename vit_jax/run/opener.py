@@ -88,8 +88,15 @@ class Files:
         if not gives_classes(config):
             return {}
         self._teachers = read_teachers(config)
-        self._taught = classes_of(self._teachers)
-        return {} if self._taught[0] is None else {"data.num_classes": self._taught[0]}
+        self._taught = number, _ = classes_of(self._teachers)
+        if number is None:
+            return {}
+        if config.data.num_classes not in (None, number):
+            raise InputError(
+                f"data.num_classes={config.data.num_classes}: the classes are those of "
+                f"objective.teacher={config.objective.teacher!r}, which has {number}; leave it out"
+            )
+        return {"data.num_classes": number}
 
     def read_teachers(self, config: ConfigDict) -> tuple[Teacher, ...]:
         """The teachers of the objective, unless they were read already."""

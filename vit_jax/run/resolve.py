@@ -126,8 +126,9 @@ def continue_run(
     anew = {*_DECIDED_ANEW}
     if asked.auto and not open.has_layout_of(stored):
         anew |= {*config_lib.LAYOUT_KEYS} - {"model.scan"}  # the form of its checkpoints
-    kept = {k: value for k, value in keep_resolved(asked, stored).items() if k not in anew}
-    decided_by |= {key: stored.decided_by[key] for key in kept if key in stored.decided_by}
+    same = keep_resolved(asked, stored)
+    decided_by |= {key: stored.decided_by[key] for key in same if key in stored.decided_by}
+    kept = {key: value for key, value in same.items() if key not in anew}
     return config_lib.with_values(asked, kept), decided_by
 
 
@@ -258,7 +259,7 @@ def _weights(config: ConfigDict, open: Opener) -> Changes:
 
 
 def _teachers(config: ConfigDict, open: Opener) -> Changes:
-    return open.teachers(config)
+    return _differing(config, open.teachers(config))
 
 
 def _data(config: ConfigDict, open: Opener) -> Changes:
