@@ -23,7 +23,7 @@ from vit_jax.run.build import prepare
 from vit_jax.run.resolve import freeze_layers, take_fields
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.validation import find_faults
-from vit_jax.run.workdir import write_workdir
+from vit_jax.run.workdir import StoredRun, write_workdir
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
 from vit_jax.transfer.pretrained import Pretrained, Spec
@@ -297,6 +297,21 @@ def test_config_json_says_who_decided_each_key(pictures, source, tmp_path):
     again = prepare(asked, tmp_path, by_user=("log.every",))
     changed = {"log.every": "user"}
     assert again.resolved.decided_by == stored.decided_by | changed
+
+
+def test_a_run_whose_config_json_is_lost_takes_its_fields_and_its_division(
+    pictures, source, tmp_path
+):
+    asked = make(pictures, source, duration="3 steps", global_batch_size=8)
+    run = prepare(asked, tmp_path)
+    write_workdir(tmp_path, run.resolved, run.train_source, run.pictures)
+    (tmp_path / "config.json").unlink()
+    more = shutil.copytree(pictures, tmp_path / "more")
+    shutil.copy(more / "cat/0.png", more / "cat/new.png")
+    asked.data.data_dir = str(more)
+    again = prepare(asked, tmp_path, stored=StoredRun(saved_steps=(1,)))
+    assert again.config.data.image_size == 16 and not again.pictures
+    assert again.train_source.fingerprint == run.train_source.fingerprint
 
 
 def test_a_start_reads_config_json_once(tmp_path, monkeypatch):
