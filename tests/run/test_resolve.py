@@ -11,7 +11,7 @@ from etils import epath
 from PIL import Image
 
 from vit_jax import create_model, load_pretrained, save_pretrained, tree
-from vit_jax.config import flatten
+from vit_jax.config import flatten, with_values
 from vit_jax.config.stored import read_config, read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.image_files import find_images, image_files
@@ -297,6 +297,10 @@ def test_config_json_says_who_decided_each_key(pictures, source, tmp_path):
     again = prepare(asked, tmp_path, by_user=("log.every",))
     changed = {"log.every": "user"}
     assert again.resolved.decided_by == stored.decided_by | changed
+    asked.auto, asked.mesh.fsdp = True, 1
+    chosen = prepare(asked, tmp_path / "new", lambda config, mesh: with_values(
+        config, {"model.remat": "full"}), by_user=("mesh.fsdp",)).resolved.decided_by  # fmt: skip
+    assert (chosen["model.remat"], chosen["mesh.fsdp"]) == ("devices", "user")
 
 
 def test_a_run_whose_config_json_is_lost_takes_its_fields_and_its_division(

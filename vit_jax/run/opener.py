@@ -137,7 +137,8 @@ class Files:
 
     def has_layout_of(self, stored: StoredConfig) -> bool:
         devices = jax.device_count(), jax.devices()[0].device_kind
-        return self._choose_layout is None or self._stored.devices == devices
+        chosen = stored.asked.auto and self._stored.devices == devices
+        return self._choose_layout is None or chosen
 
     def layout(self, config: ConfigDict) -> Changes:
         stored = self._stored.config
@@ -146,7 +147,7 @@ class Files:
         if stored is not None and self.has_layout_of(stored):
             return {}
         if stored is not None:
-            logger.info("auto: the devices differ from those of the last start")
+            logger.info("auto: was off at the last start, or the devices differ from its own")
         with watchdog.phase("compile"):
             chosen = self._choose_layout(config, self.mesh)
         faults = Faults()
