@@ -101,10 +101,14 @@ def _override(
 
 
 def is_run(workdir: str | None) -> bool:
-    """Whether a run has begun in `workdir`."""
+    """Whether a run has begun in `workdir`; raises InputError if it cannot be read."""
+    if not workdir:
+        return False
     from vit_jax import files
+    from vit_jax.run.workdir import check_store
 
-    return bool(workdir) and (files.absolute(workdir) / "config.json").exists()
+    check_store(files.absolute(workdir))
+    return (files.absolute(workdir) / "config.json").exists()
 
 
 def load_asked_config(flags: argparse.Namespace) -> "ConfigDict":

@@ -141,10 +141,12 @@ def agree_on_run(workdir: epath.Path, timeout_s: float) -> StoredRun:
     """What process 0 finds in a `workdir` that no other job trains in; the same on all processes.
 
     Raises:
-      InputError: on every process: another job trains there, or config.json is damaged.
+      InputError: on every process: it cannot be read, another job trains there, or config.json is
+        damaged.
     """
 
     def find() -> str:
+        check_store(workdir)
         check_free(workdir)
         return _describe_run(workdir)
 
