@@ -309,3 +309,8 @@ def test_the_notebook_runs(run_notebook):
     assert pathlib.Path("runs/attention.png").stat().st_size > 1000
     assert names["features"].shape == (4, 4, 4, 32)
     assert len(names["names"]) == 179  # the sevens
+
+
+def test_no_run_to_go_on_with(tmp_path):
+    with pytest.raises(InputError, match=r"config\.json; give the workdir of a run"):
+        vit_jax.train(None, tmp_path)

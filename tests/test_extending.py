@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from opened import open_all
+from opened import config_json, open_all
 from worked_parts import write_parts
 
 from vit_jax import data, models, objectives, transfer
@@ -95,6 +95,15 @@ def test_each_kind_is_a_line(parts):
 def test_faults_name_them(config, key, value, says):
     assert apply_overrides(config, [(key, value)]) == []
     assert any(says in fault for fault in find_faults(config)), find_faults(config)
+
+
+def test_a_run_that_goes_on_without_its_config_may_add_a_plug_in(parts, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(config_json(load_config("quickstart:debug")))
+    seen = []
+    monkeypatch.setattr("vit_jax.run.train.train_and_evaluate", lambda *args: seen.append(args[0]))
+    words = f"--config.plugins={parts / 'adan.py'}", "--config.optimizer.name=adan"
+    assert main([f"--workdir={tmp_path}", *words, "--config.optimizer.b3=0.8"]) == 0
+    assert (seen[0].plugins, seen[0].optimizer.b3) == (("adan.py",), 0.8)
 
 
 def test_keys_reach_the_part_alone(config):

@@ -458,7 +458,16 @@ def test_a_run_goes_on_without_its_config(tmp_path, monkeypatch, refused):
         {"config": None, "overrides": {"log.every": "3 steps"}},
     )
     assert "config.sed" in refused(f"--workdir={tmp_path}", "--config.sed=1")
+    assert "without stop.metric" in refused(f"--workdir={tmp_path}", "--config.stop.patience=2")
     assert "--config: missing" in refused(f"--workdir={tmp_path}/other")
+
+
+@pytest.mark.usefixtures("without_checks")
+@pytest.mark.parametrize("words", [[], ["--config=quickstart:debug"]])
+def test_a_store_whose_library_is_missing_is_not_asked(words, monkeypatch, refused):
+    monkeypatch.setattr("vit_jax.run.workdir._is_installed", lambda module: False)
+    monkeypatch.setattr("etils.epath.gpath._GPath.exists", None)
+    assert "need google-cloud-storage" in refused(*words, "--workdir=gs://bucket/run")
 
 
 def test_a_long_name_is_refused_in_one_line(refused):

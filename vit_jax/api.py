@@ -78,8 +78,8 @@ def train(
     Runs the same loop as the command: it prints progress and logs to the logger "vit_jax".
 
     Args:
-      config, overrides: as in `load_config`; None: what was asked for when the run in `workdir`
-        began.
+      config, overrides: as in `load_config`; None: what was asked for at the last start of the run
+        in `workdir`.
       workdir: folder for everything that the run writes.
 
     Returns:
@@ -87,14 +87,14 @@ def train(
 
     Raises:
       InputError: a ValueError that lists all faults; nothing has been written.
-      NonFiniteError, CorruptDataError: see `training.train.train_and_evaluate`.
+      NonFiniteError, CorruptDataError: see `run.train.train_and_evaluate`.
     """
     from vit_jax.devices.mesh import start_backend
     from vit_jax.planning.search import choose_layout
     from vit_jax.run.train import train_and_evaluate
 
     if config is None:
-        config = stored_config.read_stored(files.absolute(workdir)).asked
+        config = stored_config.read_asked(files.absolute(workdir))
     config = load_config(config, overrides)
     validate(config, Faults(), "config", REQUIRED)
     start_backend(config.mesh.platform)
@@ -146,8 +146,6 @@ def config_of_run(workdir: epath.PathLike, overrides: Sequence[tuple[str, str]])
       InputError: if there is no run, or it has no evaluators.
     """
     workdir = files.absolute(workdir)
-    if not (workdir / "config.json").exists():
-        raise InputError(f"--workdir={workdir}: has no config.json; give the workdir of a run")
     config = stored_config.read_config(workdir)
     faults = config_text.apply_overrides(config, overrides)
     validate(config, faults, f"{workdir}/config.json")

@@ -166,15 +166,21 @@ def test_the_hardware_is_known_by_its_devices(target):
 
 
 @pytest.mark.parametrize(
-    ("last", "kept"),
-    [((8, "cpu"), {"mesh.fsdp": 4, "model.remat": "full", "model.scan": True}),
-     ((4, "cpu"), {"mesh.fsdp": 1, "model.remat": "none", "model.scan": True})],
-    ids=["same", "other"],
+    ("last", "was_auto", "auto", "kept"),
+    [((8, "cpu"), True, True, {"mesh.fsdp": 4, "model.remat": "full", "model.scan": True}),
+     ((4, "cpu"), True, True, {"mesh.fsdp": 1, "model.remat": "none", "model.scan": True}),
+     ((8, "cpu"), False, True, {"mesh.fsdp": 1, "model.remat": "none", "model.scan": True}),
+     ((8, "cpu"), True, False, {"mesh.fsdp": 1, "model.remat": None, "model.scan": True})],
+    ids=["same", "other", "turned on", "turned off"],
 )  # fmt: skip
-def test_a_run_keeps_its_layout_on_the_devices_of_its_last_start(tmp_path, last, kept):
-    stored = config_of(**{"auto": True, "mesh.fsdp": 4, "model.remat": "full", "model.scan": True})
-    asked = config_of(auto=True)
-    (tmp_path / "config.json").write_text(StoredConfig(asked, stored, {}).to_json())
+def test_a_run_keeps_its_layout_on_the_devices_of_its_last_start(
+    tmp_path, last, was_auto, auto, kept
+):
+    stored = config_of(**{"auto": was_auto, "mesh.fsdp": 4, "model.remat": "full",
+                          "model.scan": True})  # fmt: skip
+    asked = config_of(auto=auto)
+    began = StoredConfig(config_of(auto=was_auto), stored, {})
+    (tmp_path / "config.json").write_text(began.to_json())
     hardware = dict(zip(("devices", "device_kind"), last, strict=True))
     (tmp_path / "starts.jsonl").write_text(json.dumps({"hardware": hardware}) + "\n")
     mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)

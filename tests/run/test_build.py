@@ -385,5 +385,8 @@ def test_unlabelled_pictures_get_the_classes_of_the_teacher(golden, tmp_path, mo
     teacher = read_pretrained(golden / "hf_vit")
     assert run.config.data.num_classes == teacher.model.num_classes > 1
     assert run.sources[train_split(run.config)].class_names == teacher.spec.class_names
-    config.objective.mode = "features"
+    config.data.num_classes = 7
+    with pytest.raises(InputError, match=r"data\.num_classes=7: .*teacher=.*leave it out"):
+        prepare(config, tmp_path / "run")
+    config.objective.mode, config.data.num_classes = "features", None
     assert prepare(config, tmp_path / "run").config.data.num_classes == 1

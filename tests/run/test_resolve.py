@@ -11,7 +11,7 @@ from etils import epath
 from PIL import Image
 
 from vit_jax import create_model, load_pretrained, save_pretrained, tree
-from vit_jax.config import flatten
+from vit_jax.config import flatten, with_values
 from vit_jax.config.stored import read_config, read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.image_files import find_images, image_files
@@ -23,7 +23,7 @@ from vit_jax.run.build import prepare
 from vit_jax.run.resolve import freeze_layers, take_fields
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.validation import find_faults
-from vit_jax.run.workdir import write_workdir
+from vit_jax.run.workdir import StoredRun, write_workdir
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.export import export
 from vit_jax.transfer.pretrained import Pretrained, Spec
@@ -279,8 +279,9 @@ def test_a_resumed_run_compares_what_was_decided(pictures, source, tmp_path):
 
 
 def test_config_json_says_who_decided_each_key(pictures, source, tmp_path):
-    asked = make(pictures, source, words="ViT-mu/8,folder,last1", duration="3 steps")
-    run = prepare(asked, tmp_path, by_user=("duration", "init_from"))
+    keys = {"duration": "3 steps", "data__order": "record"}
+    asked = make(pictures, source, words="ViT-mu/8,folder,last1", **keys)
+    run = prepare(asked, tmp_path, by_user=("duration", "init_from", "data.order"))
     write_workdir(tmp_path, run.resolved, run.train_source, run.pictures)
     stored = read_stored(epath.Path(tmp_path))
     assert stored.asked == asked and stored.resolved == run.config
@@ -288,14 +289,33 @@ def test_config_json_says_who_decided_each_key(pictures, source, tmp_path):
     expected = {
         "duration": "user", "init_from": "user", "data.name": "recipe", "seed": "default",
         "model.pool": "source", "data.mean": "source", "data.num_classes": "data",
-        "data.order": "data", "optimizer.freeze": "rule", "optimizer.peak_lr": "rule",
+        "data.order": "user", "optimizer.freeze": "rule", "optimizer.peak_lr": "rule",
         "optimizer.accum_steps": "devices",
     }  # fmt: skip
     assert {key: stored.decided_by[key] for key in expected} == expected
-    again = prepare(make(pictures, source, "ViT-mu/8,folder,last1", duration="3 steps",
-                         log__every="2 steps"), tmp_path, by_user=("log.every",))  # fmt: skip
+    asked = make(pictures, source, words="ViT-mu/8,folder,last1", **keys, log__every="2 steps")
+    again = prepare(asked, tmp_path, by_user=("log.every",))
     changed = {"log.every": "user"}
     assert again.resolved.decided_by == stored.decided_by | changed
+    asked.auto, asked.mesh.fsdp = True, 1
+    chosen = prepare(asked, tmp_path / "new", lambda config, mesh: with_values(
+        config, {"model.remat": "full"}), by_user=("mesh.fsdp",)).resolved.decided_by  # fmt: skip
+    assert (chosen["model.remat"], chosen["mesh.fsdp"]) == ("devices", "user")
+
+
+def test_a_run_whose_config_json_is_lost_takes_its_fields_and_its_division(
+    pictures, source, tmp_path
+):
+    asked = make(pictures, source, duration="3 steps", global_batch_size=8)
+    run = prepare(asked, tmp_path)
+    write_workdir(tmp_path, run.resolved, run.train_source, run.pictures)
+    (tmp_path / "config.json").unlink()
+    more = shutil.copytree(pictures, tmp_path / "more")
+    shutil.copy(more / "cat/0.png", more / "cat/new.png")
+    asked.data.data_dir = str(more)
+    again = prepare(asked, tmp_path, stored=StoredRun(saved_steps=(1,)))
+    assert again.config.data.image_size == 16 and not again.pictures
+    assert again.train_source.fingerprint == run.train_source.fingerprint
 
 
 def test_a_start_reads_config_json_once(tmp_path, monkeypatch):

@@ -168,6 +168,12 @@ def test_a_start_that_cannot_be_recorded_only_warns(tmp_path, monkeypatch, caplo
     assert "starts.jsonl: cannot be written (No space left on device)" in caplog.text
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]\n", '{"hardware": {}}\n'])
+def test_a_damaged_record_of_starts_stops_no_run(tmp_path, text):
+    (tmp_path / "starts.jsonl").write_text(text)
+    assert starts.last_devices(epath.Path(tmp_path)) is None
+
+
 def test_a_step_of_a_run_is_a_source_too(finished, tmp_path):
     checkpoints = finished[0] / "checkpoints"
     steps = sorted(int(p.name) for p in checkpoints.iterdir())

@@ -74,44 +74,54 @@ def load_valid_config(
       InputError: if no config is named, or the config has faults; lists all faults.
     """
     require_flags(flags, ("config",), "--config=quickstart")
+    from vit_jax.config.text import load_config
+
+    return _override(load_config(flags.config), flags, f"--config={flags.config}", required)
+
+
+def _override(
+    config: "ConfigDict",
+    flags: argparse.Namespace,
+    where: str,
+    required: Sequence[str] | None = None,
+) -> "ConfigDict":
+    """`config` with the overrides; raises InputError, naming `where`, with all faults of both."""
     from vit_jax.config import REQUIRED
-    from vit_jax.config import text as config_text
+    from vit_jax.config.text import apply_overrides
     from vit_jax.run.validation import validate
 
-    config = config_text.load_config(flags.config)
-    faults = config_text.apply_overrides(config, flags.overrides)
+    faults = apply_overrides(config, flags.overrides)
     if config.stop.metric is None and "stop.patience" in dict(flags.overrides):
         faults.append(
             f"stop.patience={config.stop.patience}: has no effect without stop.metric; set that "
             "too, e.g. --config.stop.metric=val/top1"
         )
-    validate(config, faults, f"--config={flags.config}", required or REQUIRED)
+    validate(config, faults, where, required or REQUIRED)
     return config
 
 
 def is_run(workdir: str | None) -> bool:
-    """Whether a run has begun in `workdir`."""
+    """Whether a run has begun in `workdir`; raises InputError if it cannot be read."""
+    if not workdir:
+        return False
     from vit_jax import files
+    from vit_jax.run.workdir import check_store
 
-    return bool(workdir) and (files.absolute(workdir) / "config.json").exists()
+    check_store(files.absolute(workdir))
+    return (files.absolute(workdir) / "config.json").exists()
 
 
 def load_asked_config(flags: argparse.Namespace) -> "ConfigDict":
-    """The config that was asked for when the run in `--workdir` began, with the overrides.
+    """The config that the run in `--workdir` was last started with, with the overrides.
 
     Raises:
       InputError: the stored config or the overrides have faults; lists all faults.
     """
     from vit_jax import files
-    from vit_jax.config import text as config_text
-    from vit_jax.config.stored import read_stored
-    from vit_jax.run.validation import validate
+    from vit_jax.config.stored import read_asked
 
     workdir = files.absolute(flags.workdir)
-    config = read_stored(workdir).asked
-    faults = config_text.apply_overrides(config, flags.overrides)
-    validate(config, faults, f"{workdir}/config.json")
-    return config
+    return _override(read_asked(workdir), flags, f"{workdir}/config.json")
 
 
 def print_config(config: "ConfigDict") -> int:

@@ -13,7 +13,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from vit_jax.config import plugins
-from vit_jax.config.base import default_config, flatten
+from vit_jax.config.base import add_plugins, default_config, flatten
 from vit_jax.config.evals import EVALUATORS, entry_keys, typed_entry
 from vit_jax.config.upgrades import FORMAT, upgrade
 from vit_jax.errors import InputError, collect_faults, nearest
@@ -193,10 +193,27 @@ def _fill(node: ConfigDict, values: dict[str, Any], prefix: str) -> list[str]:
 
 
 def read_stored(workdir: epath.Path) -> StoredConfig:
-    """Read config.json of the run in `workdir`; raises InputError as `parse_stored`."""
+    """Read config.json of the run in `workdir`.
+
+    Raises:
+      InputError: no run has begun there; or as `parse_stored`.
+    """
+    if not (workdir / "config.json").exists():
+        raise InputError(f"--workdir={workdir}: has no config.json; give the workdir of a run")
     return parse_stored((workdir / "config.json").read_text(), workdir)
 
 
+def read_asked(workdir: epath.Path) -> ConfigDict:
+    """What was asked for at the last start of the run in `workdir`, with the plug-ins of a command.
+
+    Raises:
+      InputError: as `read_stored`.
+    """
+    asked = read_stored(workdir).asked
+    add_plugins(asked, plugins.named_by_command())
+    return asked
+
+
 def read_config(workdir: epath.Path) -> ConfigDict:
-    """The resolved config of the run in `workdir`; raises InputError as `parse_stored`."""
+    """The resolved config of the run in `workdir`; raises InputError as `read_stored`."""
     return read_stored(workdir).resolved

@@ -94,7 +94,9 @@ class Loop:
             if self.selection.stops:
                 return
 
-    def step(self, step: int, state: TrainState, batch: tree.Batch):
+    def step(
+        self, step: int, state: TrainState, batch: tree.Batch
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         """(new state, metrics); the norms by layer are those of a step that is logged."""
         self.profiler.before(step)
         norms: dict[str, jax.Array] = {}

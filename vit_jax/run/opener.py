@@ -45,7 +45,8 @@ class Files:
       stored: what is there; `NEW_RUN` if nothing is.
       choose_layout: chooses under `auto`; None: the layout stays as it is.
 
-    pretrained: the source of the initial weights; None: there is none, or the run resumes.
+    pretrained: the source of the initial weights; None: there is none, or the run resumes and its
+      config.json tells what the source decided.
     divider: divides the user's pictures.
     mesh, preprocessing, sources: of the resolved config.
     """
@@ -78,8 +79,9 @@ class Files:
         return faults
 
     def weights(self, config: ConfigDict) -> transfer.Pretrained | None:
-        source = config_lib.weights_source(config)
-        if not self._stored.saved_steps:
+        source, stored = config_lib.weights_source(config), self._stored
+        lost = stored.config is None and config.init_fields == "source"
+        if lost or not stored.saved_steps:
             check_convention(config.init_resize, "init_resize")
             self.pretrained = None if source is None else transfer.read_pretrained(source)
         return self.pretrained
@@ -88,8 +90,15 @@ class Files:
         if not gives_classes(config):
             return {}
         self._teachers = read_teachers(config)
-        self._taught = classes_of(self._teachers)
-        return {} if self._taught[0] is None else {"data.num_classes": self._taught[0]}
+        self._taught = number, _ = classes_of(self._teachers)
+        if number is None:
+            return {}
+        if config.data.num_classes not in (None, number):
+            raise InputError(
+                f"data.num_classes={config.data.num_classes}: the classes are those of "
+                f"objective.teacher={config.objective.teacher!r}, which has {number}; leave it out"
+            )
+        return {"data.num_classes": number}
 
     def read_teachers(self, config: ConfigDict) -> tuple[Teacher, ...]:
         """The teachers of the objective, unless they were read already."""
@@ -97,7 +106,7 @@ class Files:
 
     def data(self, config: ConfigDict) -> Changes:
         self.preprocessing = parse_preprocessing(config)
-        self.divider = self._open_division()
+        self.divider = self._open_division(config)
         changes: Changes = dict(find_absent(config, training=True))
         config = config_lib.with_values(config, changes)
         facts, sources = open_training(config, self._taught, self.divider)
@@ -107,17 +116,19 @@ class Files:
         check_images(config, self.preprocessing, self.sources)
         return changes | facts
 
-    def _open_division(self) -> Divider:
+    def _open_division(self, config: ConfigDict) -> Divider:
         """As the run divides its pictures; for a new run, as that of `init_from` did."""
-        if self._stored.config is not None:
-            return Divider(read_division(self._workdir, self._stored.config.resolved))
+        stored = self._stored
+        if stored.is_begun:
+            began_with = config if stored.config is None else stored.config.resolved
+            return Divider(read_division(self._workdir, began_with))
         if self.pretrained is None:
             return Divider(anew=True)
         return Divider(self.pretrained.division, self.pretrained.source, anew=True)
 
     def division(self) -> bytes:
         """Content of `division.FILE` of a run that begins; b"" if it has none of the user's."""
-        if self._stored.config is not None:
+        if self._stored.is_begun:
             return b""
         splits = self.divider.decided
         before = frozenset() if self.pretrained is None else self.pretrained.division.held_out()
@@ -126,7 +137,8 @@ class Files:
 
     def has_layout_of(self, stored: StoredConfig) -> bool:
         devices = jax.device_count(), jax.devices()[0].device_kind
-        return self._choose_layout is None or self._stored.devices == devices
+        chosen = stored.asked.auto and self._stored.devices == devices
+        return self._choose_layout is None or chosen
 
     def layout(self, config: ConfigDict) -> Changes:
         stored = self._stored.config
@@ -135,7 +147,7 @@ class Files:
         if stored is not None and self.has_layout_of(stored):
             return {}
         if stored is not None:
-            logger.info("auto: the devices differ from those of the last start")
+            logger.info("auto: was off at the last start, or the devices differ from its own")
         with watchdog.phase("compile"):
             chosen = self._choose_layout(config, self.mesh)
         faults = Faults()

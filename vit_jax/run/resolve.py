@@ -64,7 +64,7 @@ class Opener(Protocol):
         """What the data decide."""
 
     def has_layout_of(self, stored: StoredConfig) -> bool:
-        """Whether `stored` has the layout for these devices, under `auto`."""
+        """Whether `auto` has chosen the layout of `stored`, and for these devices."""
 
     def layout(self, config: ConfigDict) -> Changes:
         """What the devices decide of LAYOUT_KEYS."""
@@ -102,7 +102,7 @@ def resolve(
     config, decided_by = continue_run(asked, open, stored, by_user)
     faults = Faults(open.find_faults(config))
     for by, stage in _STAGES:
-        changes = faults.check(stage, config, open) or {}
+        changes = _differing(config, faults.check(stage, config, open) or {})
         config = config_lib.with_values(config, changes) if changes else config
         decided_by |= dict.fromkeys(changes, by)
         if by not in ("source", "teachers") or config.data.image_size is None:
@@ -124,10 +124,12 @@ def continue_run(
     if stored is None:
         return asked, decided_by
     anew = {*_DECIDED_ANEW}
-    if asked.auto and not open.has_layout_of(stored):
+    keeps_layout = open.has_layout_of(stored) if asked.auto else not stored.asked.auto
+    if not keeps_layout:
         anew |= {*config_lib.LAYOUT_KEYS} - {"model.scan"}  # the form of its checkpoints
-    kept = {k: value for k, value in keep_resolved(asked, stored).items() if k not in anew}
-    decided_by |= {key: stored.decided_by[key] for key in kept if key in stored.decided_by}
+    same = keep_resolved(asked, stored)
+    decided_by |= {key: stored.decided_by[key] for key in same if key in stored.decided_by}
+    kept = {key: value for key, value in same.items() if key not in anew}
     return config_lib.with_values(asked, kept), decided_by
 
 
@@ -257,14 +259,6 @@ def _weights(config: ConfigDict, open: Opener) -> Changes:
     return {} if pretrained is None else take_fields(config, pretrained)
 
 
-def _teachers(config: ConfigDict, open: Opener) -> Changes:
-    return open.teachers(config)
-
-
-def _data(config: ConfigDict, open: Opener) -> Changes:
-    return _differing(config, open.data(config))
-
-
 def _differing(config: ConfigDict, changes: Changes) -> Changes:
     """Those of `changes` that change `config`."""
     flat = config_lib.flatten(config)
@@ -274,8 +268,8 @@ def _differing(config: ConfigDict, changes: Changes) -> Changes:
 # (who decides, what is decided), in this order.
 _STAGES: Sequence[tuple[str, Callable[[ConfigDict, Opener], Changes]]] = (
     ("source", _weights),
-    ("teachers", _teachers),
-    ("data", _data),
+    ("teachers", lambda config, open: open.teachers(config)),
+    ("data", lambda config, open: open.data(config)),
     ("rule", lambda config, open: freeze_layers(config)),
     ("rule", lambda config, open: follow_rule(config)),
     ("devices", lambda config, open: open.layout(config)),

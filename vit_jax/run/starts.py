@@ -76,13 +76,13 @@ def record_start(
 
 
 def last_devices(workdir: epath.Path) -> tuple[int, str] | None:
-    """Number and kind of the devices of the last start in `workdir`; None: it is not recorded."""
-    path = workdir / "starts.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    if not lines:
+    """Number and kind of the devices of the last start in `workdir`; None: no line tells them."""
+    try:
+        lines = (workdir / "starts.jsonl").read_text().splitlines()
+        hardware = json.loads(lines[-1])["hardware"]
+        return hardware["devices"], hardware["device_kind"]
+    except (OSError, ValueError, LookupError, TypeError):  # no file, or a damaged one
         return None
-    hardware = json.loads(lines[-1])["hardware"]
-    return hardware["devices"], hardware["device_kind"]
 
 
 def clone_state(root: pathlib.Path) -> dict[str, str | bool | None]:

@@ -37,7 +37,7 @@ ChooseLayout = Callable[[ConfigDict, Mesh], ConfigDict]
 class StoredRun(NamedTuple):
     """What a workdir holds before a start.
 
-    text: of config.json; "" if there is none, that is, no run has begun.
+    text: of config.json; "" if there is none.
     config: the content of `text`; None if there is none.
     saved_steps: of its checkpoints, the newest first.
     devices: number and kind of the devices of the last start; None: it is not recorded.
@@ -47,6 +47,11 @@ class StoredRun(NamedTuple):
     config: StoredConfig | None = None
     saved_steps: tuple[int, ...] = ()
     devices: tuple[int, str] | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a run has begun; its config.json may be lost."""
+        return self.config is not None or bool(self.saved_steps)
 
 
 NEW_RUN = StoredRun()
@@ -136,10 +141,12 @@ def agree_on_run(workdir: epath.Path, timeout_s: float) -> StoredRun:
     """What process 0 finds in a `workdir` that no other job trains in; the same on all processes.
 
     Raises:
-      InputError: on every process: another job trains there, or config.json is damaged.
+      InputError: on every process: it cannot be read, another job trains there, or config.json is
+        damaged.
     """
 
     def find() -> str:
+        check_store(workdir)
         check_free(workdir)
         return _describe_run(workdir)
 
