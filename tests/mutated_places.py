@@ -178,7 +178,7 @@ MUTATIONS = [
       "models/test_lora.py::test_scanned_equals_unrolled_equals_merged"),
     M("vit_jax/tree.py", "len(layers) - last_layers]", "len(layers) - last_layers - 1]",
       "run/test_resolve.py::test_last_layers"),
-    M("vit_jax/run/resolve.py", "if config.model[field] is None and theirs", "if theirs",
+    M("vit_jax/run/decisions.py", "if config.model[field] is None and theirs", "if theirs",
       "run/test_resolve.py::test_a_resumed_run_compares_what_was_decided"),
     M("vit_jax/experiment/durations.py", "global_batch_size + Fraction(1, 2)", "global_batch_size",
       "experiment/test_schedules.py::test_duration"),

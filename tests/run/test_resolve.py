@@ -20,7 +20,7 @@ from vit_jax.inference.evaluate import evaluate, evaluate_pretrained
 from vit_jax.inference.predict import predict
 from vit_jax.run import workdir as workdir_module
 from vit_jax.run.build import prepare
-from vit_jax.run.resolve import freeze_layers, take_fields
+from vit_jax.run.decisions import freeze_layers, take_fields
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.validation import find_faults
 from vit_jax.run.workdir import StoredRun, write_workdir
@@ -89,6 +89,11 @@ def test_one_command_takes_everything_from_the_source(pictures, source, tmp_path
 
 
 def test_the_user_decides_what_he_sets(pictures, source, tmp_path):
+    """Also where that is the default."""
+    given = make(pictures, source, schedule__warmup="0 steps")
+    by_user = ("schedule.warmup", "data.mean")
+    config = prepare(given, tmp_path, by_user=by_user).config
+    assert config.schedule.warmup == "0 steps" and config.data.mean == given.data.mean
     keys = {"data__image_size": 24, "duration": "3 epochs", "optimizer__peak_lr": 0.1}
     keys |= {"data__mean": "0.1,0.2,0.3"}
     config = prepare(make(pictures, source, **keys), tmp_path).config

@@ -49,9 +49,9 @@ def main(flags: argparse.Namespace) -> int:
     start_job(flags, config)
     console.quiet = jax.process_index() > 0
     metrics.CONSOLE.quiet = flags.quiet or console.quiet
-    asked = {"config": flags.config, "overrides": dict(flags.overrides)}
+    command = {"config": flags.config, "overrides": dict(flags.overrides)}
     try:
-        train.train_and_evaluate(config, flags.workdir, asked, choose_layout)
+        train.train_and_evaluate(config, flags.workdir, command, choose_layout)
     except loop.Interrupted as e:
         print(e, file=sys.stderr)
         return exit_codes.INTERRUPTED

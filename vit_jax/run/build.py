@@ -79,7 +79,7 @@ def prepare(
     asked: ConfigDict,
     workdir: epath.PathLike,
     choose_layout: ChooseLayout | None = None,
-    stored: StoredRun | None = None,
+    before: StoredRun | None = None,
     by_user: Collection[str] = (),
 ) -> Run:
     """Resolve a config and build its run; writes nothing.
@@ -88,19 +88,19 @@ def prepare(
       asked: has passed `validation.validate`.
       workdir: the run's directory.
       choose_layout: chooses under `auto`; None: the layout stays as it is.
-      stored: what `workdir` holds; None: as this process reads it.
+      before: what `workdir` holds; None: as this process reads it.
       by_user: the keys that the user has set on the command line.
 
     Raises:
       InputError: names the key.
     """
     workdir = files.absolute(workdir)
-    stored = read_run(workdir) if stored is None else stored
-    opened = Files(workdir, stored, choose_layout)
-    resolved = resolve(asked, opened, stored.config, by_user)
+    before = read_run(workdir) if before is None else before
+    opened = Files(workdir, before, choose_layout)
+    resolved = resolve(asked, opened, before.stored, by_user)
     chosen = ("optimizer.accum_steps",) if asked.optimizer.accum_steps is None else ()
-    check_unchanged(resolved.config, stored, workdir, chosen)
-    return build(resolved, opened, workdir, resumes=stored.config is not None)
+    check_unchanged(resolved.config, before, workdir, chosen)
+    return build(resolved, opened, workdir, resumes=before.stored is not None)
 
 
 def build(resolved: Resolved, opened: Files, workdir: epath.Path, *, resumes: bool) -> Run:

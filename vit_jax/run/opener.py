@@ -22,7 +22,8 @@ from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.job import watchdog
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.agreement import compare_requests
-from vit_jax.run.resolve import Changes
+from vit_jax.run.decisions import Changes, take_fields
+from vit_jax.run.resolve import Opener
 from vit_jax.run.sources import (
     TaughtClasses,
     check_images,
@@ -37,12 +38,12 @@ from vit_jax.transfer.resample import check_convention
 logger = logging.getLogger("vit_jax")
 
 
-class Files:
+class Files(Opener):
     """Opens the files and devices of a run that trains, each once.
 
     Args:
       workdir: of the run.
-      stored: what is there; `NEW_RUN` if nothing is.
+      before: what is there; `NEW_RUN` if nothing is.
       choose_layout: chooses under `auto`; None: the layout stays as it is.
 
     pretrained: the source of the initial weights; None: there is none, or the run resumes and its
@@ -60,10 +61,10 @@ class Files:
     def __init__(
         self,
         workdir: epath.Path,
-        stored: StoredRun = NEW_RUN,
+        before: StoredRun = NEW_RUN,
         choose_layout: ChooseLayout | None = None,
     ):
-        self._workdir, self._stored, self._choose_layout = workdir, stored, choose_layout
+        self._workdir, self._before, self._choose_layout = workdir, before, choose_layout
         self._teachers: tuple[Teacher, ...] | None = None
         self._taught: TaughtClasses | None = None
 
@@ -78,13 +79,14 @@ class Files:
         compare_requests(config)
         return faults
 
-    def weights(self, config: ConfigDict) -> transfer.Pretrained | None:
-        source, stored = config_lib.weights_source(config), self._stored
-        lost = stored.config is None and config.init_fields == "source"
-        if lost or not stored.saved_steps:
-            check_convention(config.init_resize, "init_resize")
-            self.pretrained = None if source is None else transfer.read_pretrained(source)
-        return self.pretrained
+    def weights(self, config: ConfigDict) -> Changes:
+        source, before = config_lib.weights_source(config), self._before
+        is_lost = before.stored is None and config.init_fields == "source"
+        if source is None or (before.saved_steps and not is_lost):
+            return {}
+        check_convention(config.init_resize, "init_resize")
+        self.pretrained = transfer.read_pretrained(source)
+        return take_fields(config, self.pretrained)
 
     def teachers(self, config: ConfigDict) -> Changes:
         if not gives_classes(config):
@@ -118,9 +120,9 @@ class Files:
 
     def _open_division(self, config: ConfigDict) -> Divider:
         """As the run divides its pictures; for a new run, as that of `init_from` did."""
-        stored = self._stored
-        if stored.is_begun:
-            began_with = config if stored.config is None else stored.config.resolved
+        before = self._before
+        if before.is_begun:
+            began_with = config if before.stored is None else before.stored.resolved
             return Divider(read_division(self._workdir, began_with))
         if self.pretrained is None:
             return Divider(anew=True)
@@ -128,7 +130,7 @@ class Files:
 
     def division(self) -> bytes:
         """Content of `division.FILE` of a run that begins; b"" if it has none of the user's."""
-        if self._stored.is_begun:
+        if self._before.is_begun:
             return b""
         splits = self.divider.decided
         before = frozenset() if self.pretrained is None else self.pretrained.division.held_out()
@@ -137,11 +139,11 @@ class Files:
 
     def has_layout_of(self, stored: StoredConfig) -> bool:
         devices = jax.device_count(), jax.devices()[0].device_kind
-        chosen = stored.asked.auto and self._stored.devices == devices
+        chosen = stored.asked.auto and self._before.devices == devices
         return self._choose_layout is None or chosen
 
     def layout(self, config: ConfigDict) -> Changes:
-        stored = self._stored.config
+        stored = self._before.stored
         if not config.auto or self._choose_layout is None:
             return {}
         if stored is not None and self.has_layout_of(stored):
@@ -160,12 +162,12 @@ class Files:
     def microbatches(self, config: ConfigDict) -> Changes:
         if config.optimizer.accum_steps is not None:
             return {}
-        stored = self._stored.config
+        stored = self._before.stored
         recorded = None if stored is None else stored.resolved.optimizer.accum_steps
         return {"optimizer.accum_steps": settle_microbatches(config, self.mesh, recorded)}
 
 
-class Tables:
+class Tables(Opener):
     """Gives the facts of known data sets, without devices; opens only the user's own pictures.
 
     Args:
@@ -180,18 +182,12 @@ class Tables:
     def __init__(self, mesh: Mesh | None = None, *, opens_data: bool = False):
         self._mesh, self._opens_data = mesh, opens_data
 
-    def find_faults(self, config: ConfigDict) -> list[str]:
-        return []
-
-    def weights(self, config: ConfigDict) -> transfer.Pretrained | None:
+    def weights(self, config: ConfigDict) -> Changes:
         if config.init_fields != "source":  # reads no file for nothing
-            return None
+            return {}
         source = config_lib.weights_source(config)
         assert source is not None  # checked by config.checks
-        return transfer.read_pretrained(source)
-
-    def teachers(self, config: ConfigDict) -> Changes:
-        return {}
+        return take_fields(config, transfer.read_pretrained(source))
 
     def data(self, config: ConfigDict) -> Changes:
         d = config.data
@@ -208,12 +204,6 @@ class Tables:
         taught = classes_of(abstract_teachers(config)) if gives_classes(config) else None
         facts, self.sources = open_training(config, taught)
         return facts
-
-    def has_layout_of(self, stored: StoredConfig) -> bool:
-        return True
-
-    def layout(self, config: ConfigDict) -> Changes:
-        return {}
 
     def microbatches(self, config: ConfigDict) -> Changes:
         if self._mesh is None or config.optimizer.accum_steps is not None:

@@ -37,7 +37,7 @@ def record_start(
     workdir: epath.Path,
     devices: Sequence[jax.Device],
     resumed_at: int | None,
-    asked: Mapping[str, Any],
+    command: Mapping[str, Any],
 ) -> None:
     """Adds the line of this start; called by process 0, which holds the workdir.
 
@@ -47,12 +47,12 @@ def record_start(
       workdir: of the run.
       devices: of its mesh.
       resumed_at: the step that it goes on from; None: it begins.
-      asked: what else is known of the command, as "config" and "overrides".
+      command: what else is known of the command, as "config" and "overrides".
     """
     line = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),
-        **asked,
+        **command,
         "resumed_at": resumed_at,
         **clone_state(pathlib.Path(vit_jax.__file__).resolve().parents[1]),
         "software": {"vit_jax": vit_jax.__version__, **software()},

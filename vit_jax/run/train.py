@@ -62,8 +62,8 @@ def train_and_evaluate(
     """
     workdir, command = files.absolute(workdir), command or {}
     timeout_s = asked.job.compile_deadline_s
-    stored = agree_on_run(workdir, timeout_s)
-    run = prepare(asked, workdir, choose_layout, stored, command.get("overrides", ()))
+    before = agree_on_run(workdir, timeout_s)
+    run = prepare(asked, workdir, choose_layout, before, command.get("overrides", ()))
     finished = read_summary(run)
     _compare(run, {"already finished": finished is not None})
     if finished is not None and is_intact(run, finished["step"]):
@@ -77,7 +77,7 @@ def train_and_evaluate(
     describe(run)
     with watchdog.phase("compile"):
         check_kernels(run.experiment.model, run.mesh)
-    with lock_workdir(workdir, stored, timeout_s) as lock:
+    with lock_workdir(workdir, before, timeout_s) as lock:
         with jax.set_mesh(run.mesh):
             state, meta = start_state(run)
             lock.check(fresh=True)

@@ -38,20 +38,20 @@ class StoredRun(NamedTuple):
     """What a workdir holds before a start.
 
     text: of config.json; "" if there is none.
-    config: the content of `text`; None if there is none.
+    stored: the content of `text`; None if there is none.
     saved_steps: of its checkpoints, the newest first.
     devices: number and kind of the devices of the last start; None: it is not recorded.
     """
 
     text: str = ""
-    config: StoredConfig | None = None
+    stored: StoredConfig | None = None
     saved_steps: tuple[int, ...] = ()
     devices: tuple[int, str] | None = None
 
     @property
     def is_begun(self) -> bool:
         """Whether a run has begun; its config.json may be lost."""
-        return self.config is not None or bool(self.saved_steps)
+        return self.stored is not None or bool(self.saved_steps)
 
 
 NEW_RUN = StoredRun()
@@ -74,8 +74,8 @@ def _describe_run(workdir: epath.Path) -> str:
 def _parse_run(description: str, workdir: epath.Path) -> StoredRun:
     facts = json.loads(description)
     text, devices = facts["text"], facts["devices"]
-    config = parse_stored(text, workdir) if text else None
-    return StoredRun(text, config, tuple(facts["saved_steps"]), devices and tuple(devices))
+    stored = parse_stored(text, workdir) if text else None
+    return StoredRun(text, stored, tuple(facts["saved_steps"]), devices and tuple(devices))
 
 
 def check_store(workdir: epath.Path) -> None:
@@ -101,22 +101,22 @@ def _is_installed(module: str) -> bool:
 
 
 def check_unchanged(
-    config: ConfigDict, run: StoredRun, workdir: epath.Path, free: Sequence[str] = ()
+    config: ConfigDict, before: StoredRun, workdir: epath.Path, free: Sequence[str] = ()
 ) -> None:
-    """Raise InputError if the stored `run` has other settings; warn if evaluators differ.
+    """Raise InputError if the run that was `before` has other settings; warn of other evaluators.
 
     `free`: keys that may differ.
     """
-    if run.config is None:
+    if before.stored is None:
         return
-    stored = run.config.resolved
-    changed = changed_keys(stored, config)
+    resolved = before.stored.resolved
+    changed = changed_keys(resolved, config)
     changed = {key: values for key, values in changed.items() if key not in free}
     of_end = {key: changed.pop(key) for key in KEYS_OF_THE_END if key in changed}
     faults = say_changes(changed)
     if of_end and not faults:
-        steps_done = next(iter(run.saved_steps), 0)
-        fault = find_other_past(stored, config, steps_done, workdir)
+        steps_done = next(iter(before.saved_steps), 0)
+        fault = find_other_past(resolved, config, steps_done, workdir)
         if fault is not None:
             raise InputError(f"--workdir={workdir}: {fault}")
         logger.info("%s: the run gets another end: %s", workdir, say_extension(of_end))
@@ -125,8 +125,8 @@ def check_unchanged(
         f"--workdir={workdir} already holds a run with other settings; restore them, use a new "
         "--workdir, or start from its weights with --config.init_from=...",
     )
-    both = {*stored.evals} & {*config.evals}
-    changed = changed_evals(stored, config)
+    both = {*resolved.evals} & {*config.evals}
+    changed = changed_evals(resolved, config)
     changed = {key: values for key, values in changed.items() if key.split(".")[1] in both}
     if changed:
         logger.warning(
@@ -162,11 +162,11 @@ def _read_if_there(path: epath.Path) -> str:
 
 @contextlib.contextmanager
 def lock_workdir(
-    workdir: epath.Path, stored: StoredRun, timeout_s: float
+    workdir: epath.Path, before: StoredRun, timeout_s: float
 ) -> Iterator[Lock | NoLock]:
     """Makes `workdir`, and keeps other jobs out of it; yields the lock, which process 0 holds.
 
-    `stored`: what `agree_on_run` has found there, before the run was prepared.
+    `before`: what `agree_on_run` has found there, before the run was prepared.
 
     Raises:
       InputError: on every process: it cannot be made, or another job trains or trained there.
@@ -177,7 +177,7 @@ def lock_workdir(
     def take() -> str:
         _make(workdir)
         locks.append(Lock(workdir))
-        if _read_if_there(workdir / "config.json") != stored.text:
+        if _read_if_there(workdir / "config.json") != before.text:
             raise InputError(
                 f"--workdir={workdir}: another job has begun a run there meanwhile; start the same "
                 "command again, or use another --workdir"
