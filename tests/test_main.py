@@ -265,7 +265,7 @@ def test_workdir_of_another_version(refused, tmp_path):
     config = make_workdir(tmp_path / "workdir") / "config.json"
     config.write_text(config.read_text().replace('"dropout"', '"drop_out"'))
     err = train(refused)
-    assert "use that version: model.drop_out: no such key; did you mean dropout?" in err
+    assert "model.drop_out: no such key; did you mean dropout?" in err
     assert "model.drop_out: no such key" in refused("evaluate", "--workdir=WORKDIR")
     config.write_text("{")
     assert "config.json: damaged" in train(refused)

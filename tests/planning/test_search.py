@@ -191,7 +191,7 @@ def test_a_run_keeps_its_layout_on_the_devices_of_its_last_start(
 
     opened = Files(tmp_path, run := read_run(tmp_path), choose)
     opened.mesh = mesh
-    config, _ = continue_run(asked, opened, run.config, ())
+    config, _ = continue_run(asked, opened, run.stored, ())
     config = with_values(config, opened.layout(config))
     values = {key: config[key.split(".")[0]][key.split(".")[1]] for key in kept}
     assert values == kept

@@ -308,6 +308,20 @@ def test_config_json_says_who_decided_each_key(pictures, source, tmp_path):
     assert (chosen["model.remat"], chosen["mesh.fsdp"]) == ("devices", "user")
 
 
+def test_changed_keys_are_named_before_anything_is_opened(tmp_path):
+    def prepared(**keys):
+        config = load_config("quickstart:debug")
+        keys = {"model.depth": "3", "optimizer.last_layers": "1"} | keys
+        assert apply_overrides(config, list(keys.items())) == []
+        return prepare(config, tmp_path)
+
+    run = prepared()
+    write_workdir(tmp_path, run.resolved, run.train_source, run.pictures)
+    for key, value in (("optimizer.last_layers", "2"), ("data.name", "folder")):
+        with pytest.raises(InputError, match=rf"other settings.*{key}: was .*, now '?{value}"):
+            prepared(**{key: value})
+
+
 def test_a_run_whose_config_json_is_lost_takes_its_fields_and_its_division(
     pictures, source, tmp_path
 ):
@@ -318,7 +332,7 @@ def test_a_run_whose_config_json_is_lost_takes_its_fields_and_its_division(
     more = shutil.copytree(pictures, tmp_path / "more")
     shutil.copy(more / "cat/0.png", more / "cat/new.png")
     asked.data.data_dir = str(more)
-    again = prepare(asked, tmp_path, stored=StoredRun(saved_steps=(1,)))
+    again = prepare(asked, tmp_path, before=StoredRun(saved_steps=(1,)))
     assert again.config.data.image_size == 16 and not again.pictures
     assert again.train_source.fingerprint == run.train_source.fingerprint
 

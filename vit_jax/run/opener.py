@@ -23,7 +23,8 @@ from vit_jax.job import watchdog
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.agreement import compare_requests
 from vit_jax.run.decisions import Changes, take_fields
-from vit_jax.run.resolve import Opener
+from vit_jax.run.extension import KEYS_OF_THE_END
+from vit_jax.run.resolve import DECIDED_ANEW, Opener
 from vit_jax.run.sources import (
     TaughtClasses,
     check_images,
@@ -32,7 +33,7 @@ from vit_jax.run.sources import (
     open_training,
 )
 from vit_jax.run.teachers import abstract_teachers, classes_of, gives_classes, read_teachers
-from vit_jax.run.workdir import NEW_RUN, ChooseLayout, StoredRun, check_writable
+from vit_jax.run.workdir import NEW_RUN, ChooseLayout, StoredRun, check_settings, check_writable
 from vit_jax.transfer.resample import check_convention
 
 logger = logging.getLogger("vit_jax")
@@ -77,14 +78,19 @@ class Files(Opener):
         if config.log.wandb is not None:
             faults.check(metrics.check_installed, config.log.wandb)
         compare_requests(config)
+        still_open = [key for key, value in config_lib.flatten(config).items() if value is None]
+        free = (*still_open, *DECIDED_ANEW, *KEYS_OF_THE_END)
+        check_settings(config, self._before, self._workdir, free)
         return faults
 
     def weights(self, config: ConfigDict) -> Changes:
         source, before = config_lib.weights_source(config), self._before
         is_lost = before.stored is None and config.init_fields == "source"
-        if source is None or (before.saved_steps and not is_lost):
+        if before.saved_steps and not is_lost:
             return {}
         check_convention(config.init_resize, "init_resize")
+        if source is None:
+            return {}
         self.pretrained = transfer.read_pretrained(source)
         return take_fields(config, self.pretrained)
 

@@ -24,8 +24,8 @@ from vit_jax.run.decisions import Changes, follow_rule, freeze_layers
 
 # What is decided anew at every start, and must then be as the data decided at the first; the number
 # of microbatches is the recorded one, as far as the devices allow.
-_DECIDED_ANEW = ("data.num_classes", "data.num_examples", "data.order", "data.streams",
-                 "loss.class_weights", "optimizer.accum_steps")  # fmt: skip
+DECIDED_ANEW = ("data.num_classes", "data.num_examples", "data.order", "data.streams",
+                "loss.class_weights", "optimizer.accum_steps")  # fmt: skip
 
 
 class Opener:
@@ -128,7 +128,7 @@ def continue_run(
     }
     if stored is None:
         return asked, decided_by
-    anew = {*_DECIDED_ANEW}
+    anew = {*DECIDED_ANEW}
     keeps_layout = opener.has_layout_of(stored) if asked.auto else not stored.asked.auto
     if not keeps_layout:
         anew |= {*config_lib.LAYOUT_KEYS} - {"model.scan"}  # the form of its checkpoints

@@ -100,6 +100,23 @@ def _is_installed(module: str) -> bool:
         return False
 
 
+def check_settings(
+    config: ConfigDict, before: StoredRun, workdir: epath.Path, free: Sequence[str]
+) -> None:
+    """Raise InputError if `config` and the run that was `before` differ in a fixed key.
+
+    `free`: keys that may change, besides those that always may.
+    """
+    if before.stored is None:
+        return
+    changed = changed_keys(before.stored.resolved, config)
+    collect_faults(
+        say_changes({key: values for key, values in changed.items() if key not in free}),
+        f"--workdir={workdir} already holds a run with other settings; restore them, use a new "
+        "--workdir, or start from its weights with --config.init_from=...",
+    )
+
+
 def check_unchanged(
     config: ConfigDict, before: StoredRun, workdir: epath.Path, free: Sequence[str] = ()
 ) -> None:
@@ -109,22 +126,16 @@ def check_unchanged(
     """
     if before.stored is None:
         return
+    check_settings(config, before, workdir, (*free, *KEYS_OF_THE_END))
     resolved = before.stored.resolved
     changed = changed_keys(resolved, config)
-    changed = {key: values for key, values in changed.items() if key not in free}
-    of_end = {key: changed.pop(key) for key in KEYS_OF_THE_END if key in changed}
-    faults = say_changes(changed)
-    if of_end and not faults:
+    of_end = {key: changed[key] for key in KEYS_OF_THE_END if key in changed}
+    if of_end:
         steps_done = next(iter(before.saved_steps), 0)
         fault = find_other_past(resolved, config, steps_done, workdir)
         if fault is not None:
             raise InputError(f"--workdir={workdir}: {fault}")
         logger.info("%s: the run gets another end: %s", workdir, say_extension(of_end))
-    collect_faults(
-        faults,
-        f"--workdir={workdir} already holds a run with other settings; restore them, use a new "
-        "--workdir, or start from its weights with --config.init_from=...",
-    )
     both = {*resolved.evals} & {*config.evals}
     changed = changed_evals(resolved, config)
     changed = {key: values for key, values in changed.items() if key.split(".")[1] in both}
