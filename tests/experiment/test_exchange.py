@@ -14,7 +14,7 @@ from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
 from vit_jax.models.vit import ViT
-from vit_jax.objectives.contract import ObjectiveOutput
+from vit_jax.objectives.contract import ObjectiveOutput, Term
 
 WEIGHTS = {"a": np.arange(12.0).reshape(4, 3) / 7, "b": np.ones((1, 3)), "c": np.ones((1, 3))}
 STATE = {"batch_stats": {"count": jnp.full((2,), 3.0)}}
@@ -52,6 +52,17 @@ def test_joined_gradients_are_those_of_the_batch_in_one_exchange(accum_steps):
     np.testing.assert_allclose(sums.loss, expected_sums.loss, rtol=1e-6)
     np.testing.assert_allclose(sums.metric_sums["top1"], expected_sums.metric_sums["top1"], 1e-5)
     assert sums.model_state["batch_stats"]["count"].tolist() == [3.0, 3.0]  # not added up
+
+
+def test_further_terms_are_not_exchanged(monkeypatch):
+    """A device would divide them by the weight of its own rows."""
+    mesh = make_mesh(replica=1, data=8, fsdp=1, tensor=1)
+    term = Term(jnp.float32(1), jnp.float32(2), 1.0)
+    plain = loss
+    with_term = lambda *args: plain(*args)._replace(terms={"more": term})  # noqa: E731
+    monkeypatch.setitem(globals(), "loss", with_term)
+    with pytest.raises(ValueError, match="leave the objective out of choose_exchange"):
+        gradients_of(mesh, 1, exchange=lambda sums: join_devices(sums, mesh))
 
 
 def processes(platform="cpu", indices=(0, 1), **axes):

@@ -1,10 +1,10 @@
 """The metrics that evaluators declare: their names, and which values are better.
 
 An evaluator has `metrics`, {name: "higher", "lower" or "neither"}, with every name that its `run`
-may report; "neither" marks counts and settings. A run compares `checkpoint.keep_best` and
-`stop.metric` with them before it trains. An evaluator of a plug-in may leave `metrics` out: its
-names are then known only after its first evaluation, and `guess_direction` reads the direction from
-the name.
+may report; "neither" marks counts, settings and values of which none is better. A run compares
+`checkpoint.keep_best` and `stop.metric` with them before it trains. An evaluator of a plug-in may
+leave `metrics` out: its names are then known only after its first evaluation, and `guess_direction`
+reads the direction from the name.
 """
 
 import logging
@@ -63,7 +63,7 @@ def _with_names(config: ConfigDict, name: str, metrics: Mapping[str, Any]) -> di
     found: dict[str, Better] = {f"{name}/{metric}": better for metric, better in metrics.items()}
     if config.optimizer.ema_decay is None:
         return found
-    return found | {f"{m}_raw": better for m, better in found.items() if better != "neither"}
+    return found | {f"{metric}_raw": better for metric, better in found.items()}
 
 
 def guess_direction(metric: str) -> Better:

@@ -98,6 +98,9 @@ def make_gradients(
             return _weights(sums_of(state.params, state, *inputs(i))), carried
 
         has_terms = jax.eval_shape(lambda: sums_of(state.params, state, *inputs(0))).terms
+        if has_terms and exchange is not None:
+            raise ValueError("a device cannot divide further terms by the weights of the batch; "
+                             "leave the objective out of choose_exchange")  # fmt: skip
         weights = _add_up(weights_of, {}, accum_steps)[0] if has_terms else None
 
         def loss_of(sums):

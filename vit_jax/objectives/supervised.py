@@ -68,6 +68,9 @@ def make_loss(
 ) -> LossFn:
     """Make loss(logits (B, C), labels (B,) int or (B, C) float) -> (B,).
 
+    Evaluators report this loss too. What is only for training goes into `loss_sum` of
+    `make_supervised`.
+
     Args:
       name: a key of LOSSES.
       label_smoothing: fraction of the target that is spread evenly over all classes.

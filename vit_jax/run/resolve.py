@@ -2,10 +2,15 @@
 
     asked ──> continue_run ──> weights ──> teachers ──> data ──> rules ──> layout ──> microbatches
 
-A config file cannot know them: `init_fields="source"` takes the model's fields, the image size and
-the value range from `init_from`; the data give the numbers of classes and examples;
-`optimizer.last_layers` becomes a pattern of frozen parameters; `schedule.rule` sets the length and
-the learning rate from the number of examples; `auto` chooses the layout for the devices.
+A config file cannot know them:
+
+    source    decisions.take_fields    model fields, image size and value range of `init_from`
+    teachers  opener.Files.teachers    the number of classes of unlabelled images
+    data      sources.open_training    numbers of classes and examples, order, class weights
+    rule      decisions.freeze_layers  a pattern of frozen parameters, by `optimizer.last_layers`
+    rule      decisions.follow_rule    length, learning rate and warm-up, by `schedule.rule`
+    devices   opener.Files.layout      mesh, scan and remat, under `auto`
+    devices   opener.Files.microbatches
 
 config.json keeps what was asked for, what it came to, and who decided each key: "user" (a flag),
 "recipe" (the config file), "default", "source" (of the weights), "teachers", "data", "rule" or
