@@ -91,7 +91,7 @@ def test_a_copy_of_a_workdir_is_free(workdir, tmp_path):
 
 @pytest.fixture(params=["of another host", "on a disk without locks"])
 def unseen(request, workdir, monkeypatch):
-    """A holder that only its heartbeat tells of."""
+    """A holder without a lock that this process can see; only its heartbeat shows that it runs."""
     if request.param == "of another host":
         held_by(workdir)
     else:

@@ -71,7 +71,7 @@ class Division(NamedTuple):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Division:
-        """Raises OSError, EOFError or ValueError if `content` is not that of a run's FILE."""
+        """The division in FILE; raises OSError, EOFError or ValueError if `content` is damaged."""
         text = gzip.decompress(content).decode(errors="surrogateescape")
         rows = list(csv.reader(io.StringIO(text, newline="")))[1:]
         hashes = frozenset(int(name, 16) for name, split in rows if split == _ELSEWHERE)

@@ -82,8 +82,8 @@ def host_batches(
 ) -> Iterator[Batch]:
     """The rows `rows` of each training batch of `steps`, in NumPy.
 
-    The contents of a row depend only on (seed, step, row), not on `rows` or the first step. The
-    batch of any step comes as quickly as that of step 0. `data_order` None means `record`.
+    The contents of a row depend only on (seed, step, row), not on `rows` or the first step. No
+    earlier batch is read to reach the first step. `data_order` None means `record`.
 
     Raises: InputError, before the first batch, if the ops do not give images of their size.
     """

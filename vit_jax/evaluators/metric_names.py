@@ -1,10 +1,10 @@
 """The metrics that evaluators declare: their names, and which values are better.
 
 An evaluator has `metrics`, {name: "higher", "lower" or "neither"}, with every name that its `run`
-may report; "neither" marks counts, settings and values of which none is better. A run compares
-`checkpoint.keep_best` and `stop.metric` with them before it trains. An evaluator of a plug-in may
-leave `metrics` out: its names are then known only after its first evaluation, and `guess_direction`
-reads the direction from the name.
+may report; "neither" marks counts, settings and other values without a better direction. A run
+compares `checkpoint.keep_best` and `stop.metric` with them before it trains. An evaluator of a
+plug-in may leave `metrics` out: its names are then known only after its first evaluation, and
+`guess_direction` reads the direction from the name.
 """
 
 import logging

@@ -64,7 +64,7 @@ def read_runs(workdirs: Sequence[str | os.PathLike]) -> list[RunRecord]:
     if len(set(paths)) < len(paths) or len(runs) < 2:
         raise InputError(
             f"compare: got {', '.join(map(str, workdirs)) or 'no workdir'}; needs at least two "
-            "different runs; give their workdirs, or that of a study"
+            "different runs; give the workdir of each run, or the workdir of a study"
         )
     return [read_run(name, path) for name, path in zip(short_names(runs), runs, strict=True)]
 

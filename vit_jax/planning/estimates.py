@@ -14,7 +14,7 @@ def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> d
     `roofline` is the time by the chips' peaks. `compiler`, if cycles are known, is the compiler's
     time for the computation, with asynchronous collectives hidden behind it and the others added.
     Without it, `at_utilisation` is the time at 40 % of the peak, or `roofline` if that is longer.
-    `run` is what to budget: time, MFU and cost by the first of `compiler` and `at_utilisation`.
+    `run` has the time, MFU and cost to budget: by `compiler`, else by `at_utilisation`.
     """
     chip = CHIPS[figures["topology"].partition(":")[0]]
     hidden, added = _exchange_s(figures["collectives"] or (), chip)
@@ -76,7 +76,7 @@ def _at_utilisation(
 ) -> dict[str, Any]:
     """A step's time at a usual share of the peak, for plans without one by the compiler.
 
-    It is that of `roofline` where slow memory or networks make that longer.
+    If memory or networks make the time of `roofline` longer, it is that time.
     """
     flops, peak = figures["flops"], chip.peak_flops * figures["num_chips"]
     usual_s, least_s = flops["counted_per_step"] / (USUAL_SHARE * peak), roofline["step_s"]

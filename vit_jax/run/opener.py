@@ -14,7 +14,7 @@ from vit_jax import data, metrics, transfer
 from vit_jax.config import SplitKey
 from vit_jax.config.stored import StoredConfig
 from vit_jax.data.dataset_sizes import known_facts
-from vit_jax.data.division import Divider, Division, hash_of, read_division
+from vit_jax.data.division import Divider, read_division
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.errors import Faults, InputError, collect_faults
@@ -47,8 +47,8 @@ class Files(Opener):
       before: what is there; `NEW_RUN` if nothing is.
       choose_layout: chooses under `auto`; None: the layout stays as it is.
 
-    pretrained: the source of the initial weights; None: there is none, or the run resumes and its
-      config.json tells what the source decided.
+    pretrained: the source of the initial weights; None: there is none, or the run resumes and does
+      not need it.
     divider: divides the user's pictures.
     mesh, preprocessing, sources: of the resolved config.
     """
@@ -125,7 +125,7 @@ class Files(Opener):
         return changes | facts
 
     def _open_division(self, config: ConfigDict) -> Divider:
-        """As the run divides its pictures; for a new run, as that of `init_from` did."""
+        """The divider of the stored run; of a new run, it knows the pictures of `init_from`."""
         before = self._before
         if before.is_begun:
             began_with = config if before.stored is None else before.stored.resolved
@@ -138,9 +138,7 @@ class Files(Opener):
         """Content of `division.FILE` of a run that begins; b"" if it has none of the user's."""
         if self._before.is_begun:
             return b""
-        splits = self.divider.decided
-        before = frozenset() if self.pretrained is None else self.pretrained.division.held_out()
-        division = Division(splits, before - {hash_of(name) for name in splits})
+        division = self.divider.settled()
         return division.to_bytes() if any(division) else b""
 
     def has_layout_of(self, stored: StoredConfig) -> bool:

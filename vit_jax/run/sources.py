@@ -6,7 +6,7 @@ import logging
 import pathlib
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -193,7 +193,7 @@ def open_training(
       InputError: if the data are missing, in part too, or do not match the config.
     """
     divider = divider or data.Divider(anew=True)
-    d, faults = config.data, Faults()
+    d = config.data
     own, parts = config_lib.own_split(config), data.parse_mix(d.mix)
     if d.split == "all" and d.name in (*data.OWN_PICTURES, "unlabelled"):
         raise InputError("data.split='all': is for evaluation only; train on 'train'")
@@ -210,21 +210,8 @@ def open_training(
     sources, opened = {own: source}, [source]
     _check_learnable(config, source)
     if parts:
-        whole = own._replace(subset=None)
-        keys = [whole._replace(data_name=part.name, split=part.split or d.split) for part in parts]
-        # The classes of pseudo labels are the teacher's, which were chosen before.
-        keys = [key._replace(classes=None) if key.data_name == "pseudo" else key for key in keys]
-        others = [faults.check(open_split, key, prefix="data.mix: ") for key in keys]
-        collect_faults(faults)
-        opened = [source, *(other for other in others if other is not None)]
-        if d.reader is None and not data.held_alike(opened):
-            # Size and free memory decide which are held as pixels; a mixture must not depend on it.
-            opened = [
-                s if s.encoded or key.data_name in data.SOURCES
-                else open_split(key, reader=data.ON_DISK)
-                for key, s in zip([own, *keys], opened, strict=True)
-            ]  # fmt: skip
-            sources[own] = opened[0]
+        opened = _open_mixture(config, source, open_split)
+        sources[own] = opened[0]
         if d.soft_labels:
             opened = [data.soften(part) for part in opened]
         _check_soft(config, opened)
@@ -260,6 +247,28 @@ def open_training(
         "data.streams": streams,
     }
     return facts, sources
+
+
+def _open_mixture(
+    config: ConfigDict, source: data.Source, open_split: Callable[..., data.Source]
+) -> list[data.Source]:
+    """`source`, the first part of a mixture, and the parts in `data.mix`; all are held alike."""
+    d, faults, own = config.data, Faults(), config_lib.own_split(config)
+    whole = own._replace(subset=None)
+    parts = data.parse_mix(d.mix)
+    keys = [whole._replace(data_name=part.name, split=part.split or d.split) for part in parts]
+    # The classes of pseudo labels are the teacher's, which were chosen before.
+    keys = [key._replace(classes=None) if key.data_name == "pseudo" else key for key in keys]
+    others = [faults.check(open_split, key, prefix="data.mix: ") for key in keys]
+    collect_faults(faults)
+    opened = [source, *(other for other in others if other is not None)]
+    if d.reader is not None or data.held_alike(opened):
+        return opened
+    # Size and free memory decide which are held as pixels; a mixture must not depend on it.
+    return [
+        s if s.encoded or key.data_name in data.SOURCES else open_split(key, reader=data.ON_DISK)
+        for key, s in zip([own, *keys], opened, strict=True)
+    ]
 
 
 def _check_soft(config: ConfigDict, parts: Sequence[data.Source]) -> None:
