@@ -13,6 +13,7 @@ from vit_jax import tree
 from vit_jax.models import dot_product
 from vit_jax.models.attention import Attention
 from vit_jax.models.dot_product import choose_attention, dot_product_attention
+from vit_jax.models.dropout import draw_kept, threefry_bytes
 from vit_jax.models.forms import multiply_on_cpu
 from vit_jax.models.layers import GELU, Encoder, EncoderBlock, MapHead, Mlp
 
@@ -82,9 +83,8 @@ def test_attention_dropout_zeroes_weights_and_keeps_their_expectation():
     q, k = normal(4, tokens, 2, 8), normal(4, tokens, 2, 8, seed=1)
     identity = jnp.broadcast_to(jnp.eye(tokens)[:, None], (4, tokens, 2, tokens))
     kept = dot_product_attention(q, k, identity)
-    dropped = dot_product_attention(
-        q, k, identity, dropout_rate=rate, dropout_key=jax.random.key(0)
-    )
+    mask = draw_kept(threefry_bytes, jax.random.key(0), rate, (4, 2, tokens, tokens), (None,) * 4)
+    dropped = dot_product_attention(q, k, identity, kept_BHNM=mask, dropout=rate)
     zero = np.asarray(dropped == 0)
     assert zero.mean() == pytest.approx(rate, abs=0.01)  # of 32,768 weights: 4 sigma
     np.testing.assert_allclose(dropped[~zero], kept[~zero] / (1 - rate), rtol=1e-5)
@@ -112,11 +112,11 @@ def test_attention_gradients_are_those_of_the_plain_form(rate, biased, attend):
     q, g = normal(2, N, H, 4), normal(2, N, H, 6, seed=3)  # fewer queries than keys
     k, v = normal(2, N + 2, H, 4, seed=1), normal(2, N + 2, H, 6, seed=2)
     bias = normal(2, H, N, N + 2, seed=4) if biased else None
-    key = jax.random.key(0)
-    kept = jax.random.bernoulli(key, 1 - rate, (2, H, N, N + 2))
+    kept = jax.random.bernoulli(jax.random.key(0), 1 - rate, (2, H, N, N + 2))
+    dropped = {"kept_BHNM": kept, "dropout": rate} if rate else {}
 
     def ours(q, k, v, bias):
-        return attend(q, k, v, bias_BHNM=bias, dropout_rate=rate, dropout_key=key)
+        return attend(q, k, v, bias_BHNM=bias, **dropped)
 
     def plain(q, k, v, bias):
         return plain_attention(q, k, v, bias if biased else 0.0, kept, rate)

@@ -11,6 +11,7 @@ from numpy_vit import random_params
 from vit_jax import tree
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
+from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import has_batch_statistics
 from vit_jax.models.vit import ViT, extract_patches
 from vit_jax.transfer.merge import merge_head_norm
@@ -211,7 +212,7 @@ def dropout_places(model, params):
 
     def note(next_call, args, kwargs, context):
         module = context.module
-        if isinstance(module, nn.Dropout) and module.rate > 0:
+        if isinstance(module, Dropout) and module.rate > 0:
             places["/".join(module.path)] = module.rate
         return next_call(*args, **kwargs)
 

@@ -4,6 +4,7 @@ Kernels see the share of one device: they run under `jax.shard_map`, images over
 heads over `tensor`.
 """
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.devices.mesh import BATCH_AXES
@@ -44,14 +45,18 @@ _WITHOUT_RELATIVE = ("TPU v2", "TPU v3", "TPU v4")
 def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module:
     """`model` with the forms that are fastest on the devices of `mesh`; `kernels` is the config's.
 
-    With "plain", all is left to XLA. One line of the log says what has no kernel, and why.
+    With "plain", all is left to XLA. One line of the log says what has no kernel, and why. Only on
+    CPUs JAX's default generator draws the masks of dropout.
     """
     if "forms" not in field_names(type(model)):
         return model
     platform = mesh.devices.flat[0].platform
+    forms = BlockOps(attend=choose_attention(platform))
     if kernels == "auto":
-        return model.clone(forms=_forms_on(platform, model, mesh))
-    return model.clone(forms=BlockOps(attend=choose_attention(platform)))
+        forms = _forms_on(platform, model, mesh)
+    if platform != "cpu":
+        forms = dataclasses.replace(forms, draw_bytes=partial(draw_bytes_by_device, mesh=mesh))
+    return model.clone(forms=forms)
 
 
 def _forms_on(platform: str, model: nn.Module, mesh: Mesh) -> BlockOps:
@@ -174,6 +179,31 @@ def _long_attention(qkv, *, num_keys: int):
     return long_attention.attention(*qkv, num_keys)
 
 
+def draw_bytes_by_device(key, shape, axes, mesh: Mesh):
+    """`dropout.DrawBytes` by XLA's own generator ("rbg"), the fastest on accelerators.
+
+    Each device draws the bytes of its share of `shape` by a key of its own, because XLA's
+    partitioner would draw those of all devices on each. So the bytes depend on the mesh, and on the
+    version of XLA.
+    """
+    spec = [
+        BATCH_AXES if axis == "batch" else axis if axis and size % mesh.shape[axis] == 0 else None
+        for axis, size in zip(axes, shape, strict=True)
+    ]
+    split = [axis for axis in mesh.axis_names if axis in BATCH_AXES or axis in spec]
+    share = NamedSharding(mesh, P(*spec)).shard_shape(shape)
+
+    def draw(key_data):
+        key = jax.random.fold_in(jax.random.wrap_key_data(key_data), jax.lax.axis_index(split))
+        halves = [jax.random.key_data(key)] * 2
+        return jax.random.bits(
+            jax.random.wrap_key_data(jnp.concatenate(halves), impl="rbg"), share, jnp.uint8
+        )
+
+    drawn = jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=P(*spec), check_vma=False)
+    return drawn(jax.random.key_data(key))
+
+
 def _gpu_attention(model: nn.Module) -> Attend:
     """cuDNN's attention where it computes what `model` asks for, else the fastest without it."""
     without = _why_not_cudnn(model)
@@ -200,10 +230,9 @@ def _why_not_cudnn(model: nn.Module) -> str | None:
     return None
 
 
-def _cudnn_attention(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM, dropout_rate, dropout_key):
+def _cudnn_attention(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM):
     """`attention.Attend` by cuDNN, by its name, as JAX would fall back in silence."""
-    assert bias_BHNM is None and not dropout_rate, "choose_forms has found that cuDNN computes it"
-    del dropout_key
+    assert bias_BHNM is None, "choose_forms has found that cuDNN computes it"
     if jax.default_backend() != "gpu":  # a plan: JAX traces cuDNN's attention only on GPU hosts
         return choose_attention("gpu")(q_BNHK, k_BMHK, v_BMHK)
     return jax.nn.dot_product_attention(q_BNHK, k_BMHK, v_BMHK, implementation="cudnn")

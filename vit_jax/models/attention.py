@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from vit_jax.models.dense import Dense, LoraProduct, Product
+from vit_jax.models.dropout import draw_kept
 from vit_jax.models.forms import PLAIN, BlockOps, Constrain, add_bias_plainly, unconstrained
 from vit_jax.models.position import Relative
 
@@ -57,10 +58,14 @@ class Attention(nn.Module):
         if relative is not None:
             q_BHNK = jnp.swapaxes(q_BNHK, 1, 2) * q_BNHK.shape[-1] ** -0.5
             bias_BHNM = self.constrain(relative.logits(q_BHNK), ("batch", "tensor", None, None))
-        key = self.make_rng("dropout") if train and self.dropout > 0 else None
-        out_BNHK = self.forms.attend(
-            q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, dropout_rate=self.dropout, dropout_key=key
-        )
+        dropped = {}
+        if train and self.dropout > 0:
+            B, N, H, _ = q_BNHK.shape
+            shape, axes = (B, H, N, k_BMHK.shape[1]), ("batch", "tensor", None, None)
+            key, draw = self.make_rng("dropout"), self.forms.draw_bytes
+            kept_BHNM = draw_kept(draw, key, self.dropout, shape, axes)
+            dropped = {"kept_BHNM": kept_BHNM, "dropout": self.dropout}
+        out_BNHK = self.forms.attend(q_BNHK, k_BMHK, v_BMHK, bias_BHNM=bias_BHNM, **dropped)
         return self._project_out(rearrange(out_BNHK, "b n h k -> b n (h k)"))
 
     @nn.nowrap

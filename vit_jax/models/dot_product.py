@@ -9,15 +9,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-# attend(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM, dropout_rate, dropout_key) -> (B, N, H, K), as
+from vit_jax.models.dropout import drop
+
+# attend(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM, kept_BHNM, dropout) -> (B, N, H, K), as
 # `dot_product_attention` has it.
 Attend = Callable[..., jax.Array]
 
 
-def dot_product_attention(
-    q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM=None, dropout_rate=0.0, dropout_key=None
-):
-    """softmax(q k^T / sqrt(K) + bias) v, with dropout on the weights if `dropout_key` is given.
+def dot_product_attention(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM=None, kept_BHNM=None, dropout=0.0):
+    """softmax(q k^T / sqrt(K) + bias) v, with dropout on the weights if `kept_BHNM` is given.
 
     The head axis precedes the token axis, so both products are batched matrix products on
     contiguous blocks. The division by the softmax's sum follows the product with v: that divides K
@@ -28,7 +28,7 @@ def dot_product_attention(
     Args:
       q_BNHK, k_BMHK, v_BMHK: queries, keys, values.
       bias_BHNM: added to the logits, in the dtype of the values.
-      dropout_rate, dropout_key: of the weights; without a key none is dropped.
+      kept_BHNM, dropout: mask of the weights that are kept, from `dropout.draw_kept`, and its rate.
 
     Returns:
       (B, N, H, K) in the dtype of the values.
@@ -38,25 +38,19 @@ def dot_product_attention(
     """
     q_BHNK, k_BHMK, v_BHMK = (jnp.swapaxes(x, 1, 2) for x in (q_BNHK, k_BMHK, v_BMHK))
     scale = q_BHNK.shape[-1] ** -0.5
-    kept_BHNM = None
-    if dropout_key is not None and dropout_rate > 0.0:
-        shape = (*q_BHNK.shape[:-1], k_BHMK.shape[-2])
-        kept_BHNM = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, shape)
     has_bias = bias_BHNM is not None
-    out_BHNK = _attend(q_BHNK * scale, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout_rate)
+    out_BHNK = _attend(q_BHNK * scale, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout)
     return jnp.swapaxes(out_BHNK, 1, 2)
 
 
-def plain_attention(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM=None, dropout_rate=0.0, dropout_key=None):
+def plain_attention(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM=None, kept_BHNM=None, dropout=0.0):
     """`dot_product_attention` as the paper writes it, with JAX's automatic gradient."""
     scale = q_BNHK.shape[-1] ** -0.5
     scores_BHNM = jnp.einsum("bnhk,bmhk->bhnm", q_BNHK * scale, k_BMHK)
     if bias_BHNM is not None:
         scores_BHNM += bias_BHNM
     weights_BHNM = jax.nn.softmax(scores_BHNM, axis=-1)
-    if dropout_key is not None and dropout_rate > 0.0:
-        kept_BHNM = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, weights_BHNM.shape)
-        weights_BHNM = _drop(weights_BHNM, kept_BHNM, dropout_rate)
+    weights_BHNM = _drop(weights_BHNM, kept_BHNM, dropout)
     return jnp.einsum("bhnm,bmhk->bnhk", weights_BHNM, v_BMHK)
 
 
@@ -71,35 +65,33 @@ def choose_attention(platform: str) -> Attend:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout_rate):
-    return _attend_forward(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout_rate)[0]
+def _attend(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout):
+    return _attend_forward(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout)[0]
 
 
-def _attend_forward(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout_rate):
+def _attend_forward(q_BHNK, k_BHMK, v_BHMK, bias_BHNM, kept_BHNM, has_bias, dropout):
     scores_BHNM = jnp.einsum("bhnk,bhmk->bhnm", q_BHNK, k_BHMK)
     if has_bias:
         scores_BHNM += bias_BHNM
     weights_BHNM = jnp.exp(scores_BHNM - scores_BHNM.max(axis=-1, keepdims=True))
     sum_BHN1 = weights_BHNM.sum(axis=-1, keepdims=True, dtype=jnp.float32)
-    dropped_BHNM = _drop(weights_BHNM, kept_BHNM, dropout_rate)
+    dropped_BHNM = _drop(weights_BHNM, kept_BHNM, dropout)
     out_BHNK = jnp.einsum("bhnm,bhmk->bhnk", dropped_BHNM, v_BHMK)
     out_BHNK = (out_BHNK / sum_BHN1).astype(v_BHMK.dtype)
     return out_BHNK, (q_BHNK, k_BHMK, v_BHMK, kept_BHNM, weights_BHNM, sum_BHN1, out_BHNK)
 
 
-def _attend_backward(has_bias, dropout_rate, saved, grad_BHNK):
+def _attend_backward(has_bias, dropout, saved, grad_BHNK):
     """Gradients, with w the undivided weights, s their sum, o the output and g its gradient:
 
     grad v = w^T (g / s);  grad scores = grad bias = w * ((g / s) v^T - <g / s, o>).
     """
     q_BHNK, k_BHMK, v_BHMK, kept_BHNM, weights_BHNM, sum_BHN1, out_BHNK = saved
     grad_BHNK = (grad_BHNK / sum_BHN1).astype(v_BHMK.dtype)
-    grad_v_BHMK = jnp.einsum(
-        "bhnm,bhnk->bhmk", _drop(weights_BHNM, kept_BHNM, dropout_rate), grad_BHNK
-    )
+    grad_v_BHMK = jnp.einsum("bhnm,bhnk->bhmk", _drop(weights_BHNM, kept_BHNM, dropout), grad_BHNK)
     mean_BHN1 = (grad_BHNK * out_BHNK).sum(axis=-1, keepdims=True, dtype=jnp.float32)
     grad_BHNM = jnp.einsum("bhnk,bhmk->bhnm", grad_BHNK, v_BHMK)
-    grad_BHNM = _drop(grad_BHNM, kept_BHNM, dropout_rate)
+    grad_BHNM = _drop(grad_BHNM, kept_BHNM, dropout)
     grad_BHNM = weights_BHNM * (grad_BHNM - mean_BHN1.astype(grad_BHNM.dtype))
     grad_q_BHNK = jnp.einsum("bhnm,bhmk->bhnk", grad_BHNM, k_BHMK)
     grad_k_BHMK = jnp.einsum("bhnm,bhnk->bhmk", grad_BHNM, q_BHNK)
@@ -109,7 +101,7 @@ def _attend_backward(has_bias, dropout_rate, saved, grad_BHNK):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _drop(x_BHNM, kept_BHNM, dropout_rate):
+def _drop(x_BHNM, kept_BHNM, dropout):
     if kept_BHNM is None:
         return x_BHNM
-    return jnp.where(kept_BHNM, x_BHNM / (1.0 - dropout_rate), 0.0)
+    return drop(x_BHNM, kept_BHNM, dropout)

@@ -19,6 +19,7 @@ from einops import rearrange
 
 from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.models.batch_norm import BatchNorm
+from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import (
     check_image_shape,
     find_class_faults,
@@ -269,7 +270,7 @@ class EfficientNet(nn.Module):
             {field: getattr(self, field) for field in
              ("norm_momentum", "norm_eps", "dtype", "constrain")},
         )  # fmt: skip
-        self.drop = nn.Dropout(self.dropout)
+        self.drop = Dropout(self.dropout)
         if self.num_classes is not None:
             self.head = nn.Dense(
                 self.num_classes,
@@ -295,7 +296,7 @@ class EfficientNet(nn.Module):
         x_BD = self.features(images, train=train, mask=mask)
         if self.num_classes is None:
             return x_BD
-        return self.head(self.drop(x_BD, deterministic=not train))
+        return self.head(self.drop(x_BD, ("batch", None), train=train))
 
     @property
     def stage_sizes(self) -> tuple[StageSizes, ...]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.models.dot_product import Attend, dot_product_attention
+from vit_jax.models.dropout import DrawBytes, threefry_bytes
 
 # add_bias(x_BND, bias_D) -> x_BND + bias_D, in the dtype of x_BND.
 AddBias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -78,6 +79,7 @@ class BlockOps:
     attention_kernel: takes the place of `attend`, see `AttentionKernel`; None: there is none.
     multiply: of dense layers in a block, see `Multiply`.
     add_bias: of dense layers.
+    draw_bytes: random bytes for the masks of dropout.
     token_multiple: an attention kernel takes tokens padded to a multiple of it, from the first
       block to the last.
     """
@@ -86,6 +88,7 @@ class BlockOps:
     attention_kernel: AttentionKernel | None = None
     multiply: Multiply = jnp.dot
     add_bias: AddBias = add_bias_plainly
+    draw_bytes: DrawBytes = threefry_bytes
     token_multiple: int = 1
 
     def __post_init__(self):

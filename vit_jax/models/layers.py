@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from vit_jax.models.attention import NORM_EPS, NORMS, Attention, KernelAttention
 from vit_jax.models.dense import Dense
+from vit_jax.models.dropout import Dropout
 from vit_jax.models.forms import PLAIN, BlockOps, Constrain, unconstrained
 from vit_jax.models.position import Positions, Relative
 
@@ -53,9 +54,10 @@ class Mlp(nn.Module):
         y_BNF = dense(self.mlp_dim, name="up")(x_BND)
         y_BNF = self.constrain(y_BNF, ("batch", None, "tensor"))
         y_BNF = GELU[self.gelu](y_BNF)
-        y_BNF = nn.Dropout(self.dropout, deterministic=not train)(y_BNF)
+        dropout = partial(Dropout, self.dropout, self.forms.draw_bytes)
+        y_BNF = dropout()(y_BNF, ("batch", None, "tensor"), train=train)
         y_BND = dense(x_BND.shape[-1], name="down")(y_BNF)
-        return nn.Dropout(self.dropout, deterministic=not train)(y_BND)
+        return dropout()(y_BND, ("batch", None, None), train=train)
 
 
 class LayerScale(nn.Module):
@@ -164,7 +166,8 @@ class EncoderBlock(BlockFields, nn.Module):
             **common,
         )
         z_BND = self.mix(attention, y_BND, relative=relative, train=train)
-        z_BND = nn.Dropout(self.dropout, deterministic=not train)(z_BND)
+        dropout = Dropout(self.dropout, self.forms.draw_bytes)
+        z_BND = dropout(z_BND, ("batch", None, None), train=train)
         x_BND = add(x_BND, z_BND, "scale_attention")
         if not self.parallel:
             y_BND = norm(name="norm_mlp")(x_BND)

@@ -15,6 +15,7 @@ from vit_jax.errors import collect_faults
 from vit_jax.models.attention import NORMS
 from vit_jax.models.batch_norm import BatchNorm
 from vit_jax.models.dense import Dense
+from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import (
     check_image_shape,
     find_class_faults,
@@ -129,7 +130,7 @@ class ViT(BlockFields, nn.Module):
         if self.norm_pooled:
             norm = NORMS[self.norm]
             self.pooled_norm = norm(epsilon=self.norm_eps, dtype=self.dtype)
-        self.embedding_dropout = nn.Dropout(self.dropout)
+        self.embedding_dropout = Dropout(self.dropout, self.forms.draw_bytes)
         self.encoder = Encoder(
             **self.block_fields(),
             depth=self.depth,
@@ -212,7 +213,7 @@ class ViT(BlockFields, nn.Module):
             x_BND, shared = x_BND + shared.astype(self.dtype), None
         if keep is not None:
             x_BND, shared = self._take(x_BND, keep), self._take(shared, keep)
-        x_BND = self.embedding_dropout(x_BND, deterministic=not train)
+        x_BND = self.embedding_dropout(x_BND, ("batch", None, None), train=train)
         x_BND = self.constrain(x_BND, ("batch", None, None))
         grid = None if self.block_class is EncoderBlock else self._grid(image_size)
         return self.encoder(x_BND, grid=grid, shared=shared, train=train)
