@@ -221,6 +221,7 @@ def print_plan(figures: dict[str, Any]) -> list[Any]:
 
 def run_table(figures: dict[str, Any]) -> Table:
     """Table of the run that is planned."""
+    from vit_jax.models.dropout import kept_share
     from vit_jax.planning.targets import readable_mesh
 
     chips, hosts = figures["num_chips"], figures["num_hosts"]
@@ -236,6 +237,8 @@ def run_table(figures: dict[str, Any]) -> Table:
         "steps": f"{figures['total_steps']:,}",
         "by": f"{_BY[figures['by']]}{took}",
     }
+    if rate := figures["dropout"]:
+        rows["dropout"] = f"{rate:g}, drawn as {256 * (1 - kept_share(rate)):.0f}/256"
     title = f"{figures['model']} on {figures['topology']}"
     table = Table("run", "", show_header=False, title=title)
     for row in rows.items():

@@ -73,7 +73,7 @@ def _add_model(c: ConfigDict) -> None:
     c.model.pos_embed_at = placeholder(str)  # stem, layers or layers_shared; None: set by pos_embed
     c.model.pos_embed_class_token = placeholder(bool)  # False: only patches have positions
     c.model.gelu = placeholder(str)  # tanh or exact
-    c.model.dropout = placeholder(float)  # rate
+    c.model.dropout = placeholder(float)  # rate, rounded to 1/256
     c.model.attention_dropout = placeholder(float)  # rate of dropout on attention weights
     c.model.parallel = placeholder(bool)  # attention and MLP in parallel
     c.model.norm = placeholder(str)  # layer or rms

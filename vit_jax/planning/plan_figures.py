@@ -54,6 +54,7 @@ def describe(
         "images_per_way": config.global_batch_size // ways,
         "total_steps": experiment.total_steps,
         "num_params": experiment.num_params,
+        "dropout": getattr(experiment.model, "dropout", 0.0),
         "host_bytes_at_save": host_bytes_at_save(experiment, mesh),
         "flops": {
             "forward_macs_per_image": counted.forward_flops_per_image // 2,
