@@ -62,6 +62,7 @@ class Experiment:
       () if the objective has none.
     freeze: regex over the names of parameters that do not change; None: all change.
     objective: what the step minimises.
+    gradients: (state, batch, *frozen) -> (gradients, the objective's sums) of a step.
     plain_gradients: freeze -> the gradients of a step without kernels, microbatches and what is
       recomputed, to count their FLOPs.
     """
@@ -76,6 +77,7 @@ class Experiment:
     abstract_state: TrainState
     abstract_batch: AbstractBatch
     objective: Objective
+    gradients: Gradients
     plain_gradients: Callable[[str | None], Gradients]
     freeze: str | None = None
     abstract_frozen: tuple[tree.PyTree, ...] = ()
@@ -224,6 +226,7 @@ def make_experiment(
         abstract_state=state,
         abstract_batch=arguments[1],
         objective=objective,
+        gradients=gradients,
         plain_gradients=plain_gradients,
         freeze=o.freeze,
         abstract_frozen=frozen,
