@@ -3,6 +3,8 @@
 XLA's GPU compiler needs a GPU, and does not report whether a program fits into memory.
 """
 
+import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -13,14 +15,16 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+from jax.interpreters import partial_eval
 from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
 from vit_jax import tree
 from vit_jax.config import num_microbatches
+from vit_jax.config import stored as stored_config
 from vit_jax.devices.chips import GPUS_PER_HOST
-from vit_jax.devices.mesh import AXES, BATCH_AXES
-from vit_jax.devices.sharding import bytes_per_device
+from vit_jax.devices.mesh import AXES, BATCH_AXES, make_mesh
 from vit_jax.experiment.experiment import Experiment
 from vit_jax.experiment.optimizers.masks import leaves_that_learn
 from vit_jax.models import find_family
@@ -33,10 +37,10 @@ from vit_jax.objectives.features import compares_layers
 from vit_jax.planning.activations import (
     passes_of,
     recomputed_layers,
-    step_activation_bytes,
     still_of,
     tensor_exchanges,
 )
+from vit_jax.planning.kept import Leaf, peak_bytes
 from vit_jax.planning.plan_figures import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
 from vit_jax.run.teachers import planned_experiment
@@ -50,23 +54,21 @@ _CONVOLUTION = re.compile(r"(?:^|/)conv\w*/kernel$")
 def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     """`plan` without a compiler.
 
-    Temporaries are the gradients of what is not frozen, in float32 and sharded like the parameters,
-    and the activations kept for the backward pass of a microbatch; the compiler's working space is
-    not included. HBM traffic counts one read and one write of each byte of state, gradients and
-    kept activations.
+    Temporaries are counted on the jaxpr of the gradients (`kept`). HBM traffic counts one read and
+    one write of each byte of the state, and of the temporaries of each microbatch.
     """
     mesh = plan_mesh(config, target, describe_devices(target))
     experiment = planned_experiment(config, mesh)
     figures = describe(config, target, mesh, experiment, _scanned(config, mesh))
     images, accum_steps = figures["images_per_way"], num_microbatches(config)
-    state, gradients = state_bytes(experiment), _gradient_bytes(experiment)
-    activations = images * _activation_bytes(experiment)
+    memory = _memory(config, target, experiment, mesh)
+    state = sum(state_bytes(experiment).values())
     return figures | {
         "by": "calculation",
         "compile_s": 0.0,
-        "memory_bytes": _memory(state, gradients + activations // accum_steps, target),
+        "memory_bytes": memory,
         "collectives": collective_table(experiment, mesh.shape, target, images, accum_steps),
-        "hbm_bytes_accessed": 2 * (sum(state.values()) + gradients + activations),
+        "hbm_bytes_accessed": 2 * (state + memory["temporaries"] * accum_steps),
         "compiler_cycles": None,
         "kernels": [],
     }
@@ -92,22 +94,93 @@ def _scanned(config: ConfigDict, mesh: Mesh) -> Experiment | None:
 
 
 def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
-    """The key `memory_bytes` of `calculate_plan`, in less time, because no step is traced.
+    """The key `memory_bytes` of `calculate_plan`, in less time.
+
+    Configs that differ in the mesh only, with as many images on a device, share one trace.
 
     Raises:
       InputError: as `calculate_plan`.
     """
     mesh = plan_mesh(config, target, describe_devices(target))
-    experiment = planned_experiment(config, mesh)
-    images = config.global_batch_size // batch_ways(mesh.shape)
-    activations = images * _activation_bytes(experiment) // num_microbatches(config)
-    return _memory(state_bytes(experiment), _gradient_bytes(experiment) + activations, target)
+    return _memory(config, target, planned_experiment(config, mesh), mesh)
 
 
-def _activation_bytes(experiment: Experiment) -> int:
-    """Bytes that the backward pass of one example needs."""
-    still = _count_still(experiment)
-    return step_activation_bytes(experiment.model, experiment.objective, still)
+def _memory(
+    config: ConfigDict, target: Target, experiment: Experiment, mesh: Mesh
+) -> dict[str, Any]:
+    """The bytes of a device."""
+    state = state_bytes(experiment)
+    temporaries = _count_temporaries(config, target, experiment, mesh)
+    peak = sum(state.values()) + temporaries
+    return {**state, "temporaries": temporaries, "peak": peak, **judge(peak, target)}
+
+
+def _count_temporaries(
+    config: ConfigDict, target: Target, experiment: Experiment, mesh: Mesh
+) -> int:
+    """The most bytes that live on a device at one time while gradients are computed.
+
+    The gradients are traced for one device and its images. Gradients that a loop stacks are split
+    like the update; others too on GPUs, and over fsdp on TPUs if data has several devices. Else the
+    TPU compiler sums them whole.
+    """
+    alone = config.copy_and_resolve_references()
+    alone.global_batch_size = config.global_batch_size // batch_ways(mesh.shape)
+    alone.mesh.update(dict.fromkeys(AXES, 1))
+    jaxpr = _trace(_Alone(stored_config.to_json(alone) + target.slice.chip, alone, target))
+    params = tree.flatten_names(experiment.abstract_state.params)
+    updates, scatters = _update_specs(experiment), min(mesh.shape["data"], mesh.shape["fsdp"]) > 1
+
+    def share(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> float:
+        return 1 / math.prod(mesh.shape[axis] for part in spec for axis in _axes(part))
+
+    weights = {id(leaf) for leaf in params.values()}
+    arguments = [
+        Leaf(
+            share(leaf, leaf.sharding.spec),
+            split=any("tensor" in _axes(part) for part in leaf.sharding.spec),
+            weight=id(leaf) in weights,
+        )
+        for leaf in jax.tree.leaves(experiment.arguments)
+    ]
+    outputs = []
+    for name, leaf in params.items():
+        of_update = share(leaf, updates[name])
+        whole = 1.0
+        if target.chip.is_gpu:
+            whole = of_update
+        elif scatters and "fsdp" in leaf.sharding.spec:
+            whole = 1 / mesh.shape["fsdp"]
+        outputs.append(Leaf(of_update, whole))
+    return peak_bytes(
+        jaxpr,
+        arguments,
+        outputs,
+        tensor=mesh.shape["tensor"],
+        fuses_operands=not target.chip.is_gpu,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Alone:
+    """A config for one device, equal to others with the same `text`."""
+
+    text: str
+    config: ConfigDict = dataclasses.field(compare=False)
+    target: Target = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=8)
+def _trace(alone: _Alone) -> Jaxpr:
+    """The jaxpr of the gradients on one device."""
+    device = describe_devices(alone.target)[:1]
+    mesh = make_mesh(**dict.fromkeys(AXES, 1), devices=device)
+    experiment = planned_experiment(alone.config, mesh)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), experiment.arguments)
+    with jax.set_mesh(mesh):
+        traced = jax.make_jaxpr(lambda *args: experiment.gradients(*args)[0])(*shapes)
+    live, _ = partial_eval.dce_jaxpr(traced.jaxpr, True, instantiate=True)
+    return live
 
 
 def _learning(experiment: Experiment) -> dict[str, bool]:
@@ -130,19 +203,6 @@ def _count_still(experiment: Experiment) -> int:
         for unrolled in tree.unrolled_names(name, leaf)
     }
     return sum(1 for _ in itertools.takewhile(lambda part: part not in learns, tree.parts(params)))
-
-
-def _gradient_bytes(experiment: Experiment) -> int:
-    """Bytes of a device for the gradients, in float32 and sharded like the parameters."""
-    leaves, learning = tree.flatten_names(experiment.abstract_state.params), _learning(experiment)
-    kept = {name: leaf for name, leaf in leaves.items() if learning[name]}
-    return bytes_per_device(kept, {name: leaf.sharding for name, leaf in kept.items()})
-
-
-def _memory(state: Mapping[str, int], temporaries: int, target: Target) -> dict[str, Any]:
-    """Bytes of a device; `temporaries` are those of gradients and of a microbatch's activations."""
-    peak = sum(state.values()) + temporaries
-    return {**state, "temporaries": temporaries, "peak": peak, **judge(peak, target)}
 
 
 def collective_table(

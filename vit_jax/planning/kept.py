@@ -1,147 +1,293 @@
-"""The bytes of values that live during a program, counted on its jaxpr."""
+"""The memory of a program's intermediate values, counted on its jaxpr.
 
+XLA fuses an elementwise operation into what reads its result, and computes it again for every
+reader. So only some values take memory: the results of products, reductions, kernels and loops. An
+operation on the result of a product that nothing else reads belongs to the product. Every other
+result is computed from values in memory wherever it is read, unless a product needs several of them
+for it: then it takes memory too. A kernel or a loop reads only values in memory.
+
+A value lives until its last reader, in the order of the jaxpr. A loop keeps all that it stacks, and
+while it runs, what one pass needs. Nothing is computed again beyond what the jaxpr says
+(`jax.checkpoint`).
+"""
+
+import itertools
 import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call",
-          "custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map", "custom_lin")
-_MOVES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev", "slice", "iota", "pad",
-          "select_n", "split", "convert_element_type", "sharding_constraint", "clamp", "tile", "copy",
-          "random_wrap", "random_unwrap", "random_fold_in", "random_split", "random_seed", "random_bits", "threefry2x32")
-_LOOPS = ("scan", "while", "cond")
 _PRODUCTS = ("dot_general", "conv_general_dilated")
-_OWN = ("sort", "optimization_barrier", "rng_bit_generator", "pallas_call", "ffi_call", "custom_lin")
+_LOOPS = ("scan", "while", "cond")
+# Calls that are part of the program around them. Under `shard_map` sizes are those of one device.
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint",
+          "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map")  # fmt: skip
+# Fused like elementwise operations.
+_MOVES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev", "slice",
+          "pad", "split", "tile", "iota", "select_n", "clamp", "convert_element_type",
+          "sharding_constraint", "copy", "random_bits", "random_fold_in", "random_seed",
+          "random_split", "random_unwrap", "random_wrap", "threefry2x32")  # fmt: skip
+# Their results are in memory; their operands are computed where they are read.
+_READERS = ("arg", "cum", "reduce", "concatenate", "dynamic", "gather", "scatter", "select_and")
 
 
-def _inner(eqn):
-    return [j.jaxpr if isinstance(j, ClosedJaxpr) else j for j in jaxprs_in_params(eqn.params)]
+class Leaf(NamedTuple):
+    """How a device holds an argument or an output of the program.
+
+    share: the part of its elements. For an output, of one that a loop stacks.
+    whole_share: the same for an output that no loop stacks.
+    split: whether `tensor` splits it, which `share` includes.
+    weight: whether it is a parameter.
+    """
+
+    share: float = 1.0
+    whole_share: float = 1.0
+    split: bool = False
+    weight: bool = False
 
 
-def _is_fused(eqn: JaxprEqn) -> bool:
-    name = eqn.primitive.name
-    if name in _MOVES:
-        return True
-    if name in _OWN or name in _PRODUCTS or name.startswith("cum") or len(eqn.outvars) != 1 or _inner(eqn):
-        return False
-    out = eqn.outvars[0].aval
-    return all(
-        v.aval.ndim in (0, out.ndim) and all(a in (1, b) for a, b in zip(v.aval.shape, out.shape, strict=False))
-        for v in eqn.invars
-    )
+def peak_bytes(
+    jaxpr: Jaxpr,
+    arguments: Sequence[Leaf],
+    outputs: Sequence[Leaf],
+    *,
+    tensor: int = 1,
+    fuses_operands: bool = True,
+) -> int:
+    """The most bytes on a device at one time, of all values but the arguments.
+
+    Args:
+      jaxpr: of one device, but for what `tensor` splits.
+      arguments, outputs: of the jaxpr.
+      tensor: number of devices over which heads and hidden units are split.
+      fuses_operands: whether a product computes its operands, as on TPUs. On GPUs they must be in
+        memory.
+    """
+    return int(_Program(jaxpr, arguments, tensor, fuses_operands).peak(outputs))
 
 
 class _Value:
-    __slots__ = ("bytes", "size", "uses", "why", "source", "roots", "born", "dies")
+    """An array, and the values in memory that it is computed from: itself if it is in memory."""
 
-    def __init__(self, aval, why):
-        self.size = getattr(aval, "size", 0)
-        self.bytes = self.size * getattr(aval.dtype, "itemsize", 0)
-        self.uses, self.why, self.source = 0, why, None
+    __slots__ = ("born", "by", "bytes", "dies", "leaf", "narrow", "readers", "roots", "size",
+                 "source", "split")  # fmt: skip
+
+    def __init__(self, aval: Any, leaf: Leaf | None = None):
+        self.size = math.prod(getattr(aval, "shape", ()))
+        self.bytes: float = self.size * getattr(aval.dtype, "itemsize", 0)
+        self.leaf, self.split = leaf, leaf is not None and leaf.split
+        self.roots: frozenset[_Value] = frozenset()
+        self.source: _Value | None = None  # if computed from it only
+        self.readers, self.by = 0, ""
+        self.born, self.dies = math.inf, -1.0
+        self.narrow = 0.0  # bytes of an argument's copy in a narrower dtype
+
+    def live(self, time: float) -> None:
+        self.born, self.dies = min(self.born, time), max(self.dies, time)
 
 
-def _flatten(jaxpr, env, out):
-    def read(v):
-        return None if isinstance(v, Literal) else env.get(v)
-    for eqn in jaxpr.eqns:
-        inner = _inner(eqn)
-        if eqn.primitive.name in _CALLS and inner:
-            j = inner[0]
-            ins = [read(v) for v in eqn.invars]
-            sub = dict(zip(j.invars, ins[len(ins) - len(j.invars):]))
-            env.update(zip(eqn.outvars, _flatten(j, sub, out)))
+class _Operation(NamedTuple):
+    eqn: JaxprEqn
+    operands: list[_Value | None]  # None: a literal
+    results: list[_Value]
+    inner: "list[_Program]"  # of a loop
+
+
+class _Program:
+    """The operations of a jaxpr in order, those of calls among them; number t runs at time 2 t."""
+
+    def __init__(self, jaxpr: Jaxpr, leaves: Sequence[Leaf], tensor: int, fuses_operands: bool):
+        self.tensor, self.fuses_operands = tensor, fuses_operands
+        self.operations: list[_Operation] = []
+        self.arguments = [_Value(v.aval, f) for v, f in zip(jaxpr.invars, leaves, strict=True)]
+        env = dict(zip(jaxpr.invars, self.arguments, strict=True))
+        self.outputs = self._add(jaxpr, env)
+        for value in self.outputs:
+            if value is not None:
+                value.readers += 1
+
+    def _add(self, jaxpr: Jaxpr, env: dict[Any, _Value | None]) -> list[_Value | None]:
+        """Add the operations of `jaxpr`; return its outputs."""
+
+        def read(var: Any) -> _Value | None:
+            return None if isinstance(var, Literal) else env.get(var)
+
+        for eqn in jaxpr.eqns:
+            operands, inner = [read(var) for var in eqn.invars], _inner_jaxprs(eqn)
+            if eqn.primitive.name in _CALLS and inner:
+                inside = dict(zip(reversed(inner[0].invars), reversed(operands), strict=False))
+                env.update(zip(eqn.outvars, self._add(inner[0], inside), strict=True))
+                continue
+            results = [_Value(var.aval) for var in eqn.outvars]
+            env.update(zip(eqn.outvars, results, strict=True))
+            for value in {value for value in operands if value is not None}:
+                value.readers += 1
+            programs = []
+            if eqn.primitive.name in _LOOPS:
+                programs = [self._loop(j, operands) for j in inner]
+            self.operations.append(_Operation(eqn, operands, results, programs))
+            self._split(self.operations[-1])
+        return [read(var) for var in jaxpr.outvars]
+
+    def _loop(self, jaxpr: Jaxpr, operands: list[_Value | None]) -> "_Program":
+        given = operands[len(operands) - len(jaxpr.invars) :]
+        leaves = [Leaf() if v is None else (v.leaf or Leaf())._replace(split=v.split) for v in given]
+        return _Program(jaxpr, leaves, self.tensor, self.fuses_operands)
+
+    def _split(self, operation: _Operation) -> None:
+        """Say which results `tensor` splits."""
+        eqn, operands, results, inner = operation
+        splits = [value is not None and value.split for value in operands]
+        if inner:
+            outputs = [value is not None and value.split for value in inner[-1].outputs]
+        elif eqn.primitive.name in _PRODUCTS and not _batch_axes(eqn):
+            outputs = [sum(splits) == 1]  # a product of two split operands sums over `tensor`
         else:
-            ins = [x for v in eqn.invars if (x := read(v)) is not None]
-            outs = [_Value(v.aval, eqn.primitive.name) for v in eqn.outvars]
-            env.update(zip(eqn.outvars, outs))
-            for x in set(ins):
-                x.uses += 1
-            out.append((eqn, ins, outs))
-    return [read(v) for v in jaxpr.outvars]
+            outputs = [any(splits)] * len(results)
+        for value, split in zip(results, outputs, strict=True):
+            value.split = split
+            if split:
+                value.bytes /= self.tensor
+
+    def peak(self, outputs: Sequence[Leaf] = ()) -> float:
+        """The most bytes at one time, and the shares of `outputs` applied."""
+        working = {}
+        for time, operation in enumerate(self.operations):
+            if operation.inner:
+                working[2 * time] = max(program.peak() for program in operation.inner)
+        in_memory: set[_Value] = set()
+        while found := self._walk(in_memory) - in_memory:
+            in_memory |= found
+        for value, leaf in zip(self.outputs, outputs, strict=False):
+            for root in () if value is None else value.roots:
+                if root.size == value.size:
+                    root.bytes *= leaf.share if root.by == "loop" else leaf.whole_share
+        end = 2 * len(self.operations)
+        changes = [0.0] * (end + 2)
+        for value in self.living():
+            changes[int(value.born)] += value.bytes
+            changes[int(value.dies) + 1] -= value.bytes
+        now = itertools.accumulate(changes)
+        return max(total + working.get(time, 0.0) for time, total in enumerate(now))
+
+    def living(self) -> set[_Value]:
+        """All values that are in memory at some time, and the narrow copies of weights."""
+        values = {root for op in self.operations for z in op.results for root in z.roots}
+        return {value for value in values if value.dies >= 0} | self._narrow_copies()
+
+    def _narrow_copies(self) -> set[_Value]:
+        """Weights that loops read in a narrower dtype: XLA converts them before the loop."""
+        copies: dict[_Value, _Value] = {}
+        for time, (eqn, operands, results, inner) in enumerate(self.operations):
+            if eqn.primitive.name == "convert_element_type" and operands[0] is not None:
+                operands[0].narrow = results[0].bytes
+            for program in inner:
+                given = operands[len(operands) - len(program.arguments) :]
+                for value, argument in zip(given, program.arguments, strict=True):
+                    if value is None or value.leaf is None or not value.leaf.weight:
+                        continue
+                    if 0 < argument.narrow < argument.bytes:
+                        copy = copies.setdefault(value, _Value(eqn.outvars[0].aval))
+                        ratio = argument.narrow / argument.bytes
+                        copy.bytes = value.leaf.share * value.bytes * ratio
+                        copy.live(2 * time)
+        return set(copies.values())
+
+    def _walk(self, in_memory: set[_Value]) -> set[_Value]:
+        """Find the roots of all values and their times; return values that must be in memory."""
+        found: set[_Value] = set()
+        for time, (eqn, operands, results, inner) in enumerate(self.operations):
+            name, now = eqn.primitive.name, 2 * time
+            read = [value for value in operands if value is not None]
+            if _is_fused(eqn):
+                self._fuse(read, results, in_memory, now)
+                continue
+            carried = _carried(eqn)
+            for number, value in enumerate(operands):
+                if value is None:
+                    continue
+                if number in carried:  # the result takes its place
+                    needed = False
+                elif name in _PRODUCTS and self.fuses_operands:
+                    needed = sum(2 * root.bytes >= value.bytes for root in value.roots) > 1
+                else:
+                    needed = not name.startswith(_READERS)
+                for root in self._roots(value, needed, in_memory, found):
+                    root.live(now - (number in carried))
+            for value in results:
+                value.roots, value.born, value.dies = frozenset([value]), now, now
+                value.by = "loop" if inner else "product" if name in _PRODUCTS else ""
+        for value in self.outputs:
+            for root in () if value is None else value.roots:
+                root.live(2 * len(self.operations))
+        return found
+
+    def _fuse(self, operands, results, in_memory, now) -> None:
+        """Find the roots of the results of an elementwise operation."""
+        roots = frozenset().union(*(value.roots for value in operands))
+        for value in results:
+            value.roots, value.by, value.born, value.dies = roots, "", math.inf, -1
+            value.source = operands[0] if len(operands) == 1 else None
+            product = next((v for v in operands if _ends(v, value)), None)
+            if product is None and value not in in_memory:
+                continue
+            for root in roots:
+                root.live(now - 1)  # the result may take its place
+            if product is not None:
+                product.born, product.dies, value.by = math.inf, -1, "product"
+            value.roots, value.born, value.dies = frozenset([value]), now, now
+
+    def _roots(self, value, needed, in_memory, found) -> frozenset[_Value]:
+        """The values in memory from which an operand is read, itself if it is `needed` there."""
+        if not needed or value in value.roots or not value.roots:
+            return value.roots
+        narrowest = value
+        while value.source is not None and value.source.roots and value not in in_memory:
+            value = value.source
+            narrowest = value if value.bytes < narrowest.bytes else narrowest
+        if narrowest not in narrowest.roots:
+            found.add(narrowest)
+        return narrowest.roots
 
 
-def peak(jaxpr, report=None):
-    env, ops = {}, []
-    outs = [o for o in _flatten(jaxpr, env, ops) if o is not None]
-    for o in outs:
-        o.uses += 1
-    working = {}
-    for t, (eqn, ins, res) in enumerate(ops):
-        if eqn.primitive.name in _LOOPS:
-            working[t] = max(peak(j, report)[0] for j in _inner(eqn))
-    forced = set()
-    while True:
-        found = _walk(ops, outs, forced)
-        if found <= forced:
-            break
-        forced |= found
-    values = {r for _, _, res in ops for z in res for r in z.roots}
-    end = 2 * len(ops)
-    change = [0] * (end + 3)
-    for v in values:
-        change[v.born] += v.bytes
-        change[v.dies + 1] -= v.bytes
-    best = now = at = 0
-    for t in range(end + 1):
-        now += change[t]
-        total = now + (working.get(t // 2, 0) if t % 2 else 0)
-        if total > best:
-            best, at = total, t
-    if report is not None:
-        report.append((at // 2, len(ops), working.get(at // 2, 0), sorted([(v.bytes, v.why, v.born // 2, v.dies // 2) for v in values if v.born <= at <= v.dies], key=lambda x: -x[0])))
-    return best, sum(r.bytes for r in set().union(*(o.roots for o in outs)))
+def _ends(operand: _Value, result: _Value) -> bool:
+    """Whether `result` is written instead of the product `operand`, which nothing else reads."""
+    only = operand.by == "product" and operand.readers == 1
+    return only and operand.size == result.size and result.bytes <= operand.bytes
 
 
-def _walk(ops, outs, forced):
-    """Set the roots and times of all values; return the values that must be made."""
-    found = set()
+def _carried(eqn: JaxprEqn) -> range:
+    """The numbers of the operands that a scan carries on."""
+    if eqn.primitive.name != "scan":
+        return range(0)
+    first = eqn.params["num_consts"]
+    return range(first, first + eqn.params["num_carry"])
 
-    def big(v):
-        return [r for r in v.roots if 2 * r.bytes >= v.bytes]
 
-    def use(v, t, make):
-        if make and v not in v.roots and v.roots:
-            z = v  # the narrowest form of the value
-            while v.source is not None and v not in forced:
-                v = v.source
-                if v.bytes < z.bytes and v.roots:
-                    z = v
-            if z.roots != frozenset([z]) and z not in forced:
-                found.add(z)
-            v = z
-        for r in v.roots:
-            r.born, r.dies = min(r.born, t), max(r.dies, t)
+def _batch_axes(eqn: JaxprEqn) -> bool:
+    """Whether a product has several batch axes or one, as that of queries and keys."""
+    return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
 
-    for t, (eqn, ins, res) in enumerate(ops):
-        name = eqn.primitive.name
-        if _is_fused(eqn):
-            roots = frozenset().union(*(v.roots for v in ins))
-            for z in res:
-                z.roots, z.source = roots, None
-                z.born, z.dies = 1 << 60, 0
-                # The last operation on a product's result writes it.
-                taken = next((v for v in ins if v in v.roots and v.why in ("product", "taken") and v.uses == 1
-                              and v.size == z.size and z.bytes <= v.bytes), None)
-                if taken is not None or z in forced:
-                    for r in roots:
-                        r.dies = max(r.dies, 2 * t - 1)
-                        r.born = min(r.born, 2 * t - 1)
-                    if taken is not None:
-                        taken.dies = -1
-                        taken.born = 0
-                        z.why = "taken"
-                    z.roots, z.born = frozenset([z]), 2 * t
-                    z.dies = 2 * t
-                elif len(ins) == 1:
-                    z.source = ins[0]
-            continue
-        for v in ins:
-            several = len(big(v)) > 1
-            use(v, 2 * t + 1, make=several if name in _PRODUCTS else name in _OWN or name in _LOOPS)
-        for z in res:
-            z.roots, z.source, z.born, z.dies = frozenset([z]), None, 2 * t + 1, 2 * t + 1
-            if name in _PRODUCTS:
-                z.why = "product"
-    for o in outs:
-        use(o, 2 * len(ops), make=False)
-    return found
+
+def _inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    found = jaxprs_in_params(eqn.params)
+    return [jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr for jaxpr in found]
+
+
+def _is_fused(eqn: JaxprEqn) -> bool:
+    """Whether an operation is elementwise, or moves elements."""
+    name = eqn.primitive.name
+    if name in _MOVES:
+        return True
+    if name in _PRODUCTS or name.startswith(_READERS) or len(eqn.outvars) != 1:
+        return False
+    if name in ("sort", "optimization_barrier", "pallas_call") or _inner_jaxprs(eqn):
+        return False
+    shape = eqn.outvars[0].aval.shape
+    return all(
+        var.aval.ndim == 0
+        or var.aval.ndim == len(shape)
+        and all(size in (1, whole) for size, whole in zip(var.aval.shape, shape, strict=True))
+        for var in eqn.invars
+    )
