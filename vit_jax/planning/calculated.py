@@ -157,7 +157,7 @@ def _count_temporaries(
         arguments,
         outputs,
         tensor=mesh.shape["tensor"],
-        fuses_operands=not target.chip.is_gpu,
+        on_tpu=not target.chip.is_gpu,
     )
 
 

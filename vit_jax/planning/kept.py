@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
+_LANES = 128
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _LOOPS = ("scan", "while", "cond")
 # Calls that are part of the program around them. Under `shard_map` sizes are those of one device.
@@ -53,7 +54,7 @@ def peak_bytes(
     outputs: Sequence[Leaf],
     *,
     tensor: int = 1,
-    fuses_operands: bool = True,
+    on_tpu: bool = True,
 ) -> int:
     """The most bytes on a device at one time, of all values but the arguments.
 
@@ -61,25 +62,25 @@ def peak_bytes(
       jaxpr: of one device, but for what `tensor` splits.
       arguments, outputs: of the jaxpr.
       tensor: number of devices over which heads and hidden units are split.
-      fuses_operands: whether a product computes its operands, as on TPUs. On GPUs they must be in
-        memory.
+      on_tpu: TPUs compute the operands of products where they are read, and pad one axis of an
+        array to a multiple of 128; GPUs do neither.
     """
-    return int(_Program(jaxpr, arguments, tensor, fuses_operands).peak(outputs))
+    return int(_Program(jaxpr, arguments, tensor, on_tpu).peak(outputs))
 
 
 class _Value:
     """An array, and the values in memory that it is computed from: itself if it is in memory."""
 
-    __slots__ = ("born", "by", "bytes", "dies", "leaf", "narrow", "readers", "roots", "size",
+    __slots__ = ("born", "by", "bytes", "dies", "leaf", "narrow", "padding", "readers", "roots", "size",
                  "source", "split")  # fmt: skip
 
     def __init__(self, aval: Any, leaf: Leaf | None = None):
-        self.size = math.prod(getattr(aval, "shape", ()))
+        self.size = math.prod(aval.shape)
         self.bytes: float = self.size * getattr(aval.dtype, "itemsize", 0)
         self.leaf, self.split = leaf, leaf is not None and leaf.split
         self.roots: frozenset[_Value] = frozenset()
         self.source: _Value | None = None  # if computed from it only
-        self.readers, self.by = 0, ""
+        self.readers, self.by, self.padding = 0, "", 1.0
         self.born, self.dies = math.inf, -1.0
         self.narrow = 0.0  # bytes of an argument's copy in a narrower dtype
 
@@ -97,8 +98,8 @@ class _Operation(NamedTuple):
 class _Program:
     """The operations of a jaxpr in order, those of calls among them; number t runs at time 2 t."""
 
-    def __init__(self, jaxpr: Jaxpr, leaves: Sequence[Leaf], tensor: int, fuses_operands: bool):
-        self.tensor, self.fuses_operands = tensor, fuses_operands
+    def __init__(self, jaxpr: Jaxpr, leaves: Sequence[Leaf], tensor: int, on_tpu: bool):
+        self.tensor, self.on_tpu = tensor, on_tpu
         self.operations: list[_Operation] = []
         self.arguments = [_Value(v.aval, f) for v, f in zip(jaxpr.invars, leaves, strict=True)]
         env = dict(zip(jaxpr.invars, self.arguments, strict=True))
@@ -120,6 +121,8 @@ class _Program:
                 env.update(zip(eqn.outvars, self._add(inner[0], inside), strict=True))
                 continue
             results = [_Value(var.aval) for var in eqn.outvars]
+            if self.on_tpu:
+                _pad(eqn, operands, results)
             env.update(zip(eqn.outvars, results, strict=True))
             for value in {value for value in operands if value is not None}:
                 value.readers += 1
@@ -133,7 +136,7 @@ class _Program:
     def _loop(self, jaxpr: Jaxpr, operands: list[_Value | None]) -> "_Program":
         given = operands[len(operands) - len(jaxpr.invars) :]
         leaves = [Leaf() if v is None else (v.leaf or Leaf())._replace(split=v.split) for v in given]
-        return _Program(jaxpr, leaves, self.tensor, self.fuses_operands)
+        return _Program(jaxpr, leaves, self.tensor, self.on_tpu)
 
     def _split(self, operation: _Operation) -> None:
         """Say which results `tensor` splits."""
@@ -209,7 +212,7 @@ class _Program:
                     continue
                 if number in carried:  # the result takes its place
                     needed = False
-                elif name in _PRODUCTS and self.fuses_operands:
+                elif name in _PRODUCTS and self.on_tpu:
                     needed = sum(2 * root.bytes >= value.bytes for root in value.roots) > 1
                 else:
                     needed = not name.startswith(_READERS)
@@ -249,6 +252,16 @@ class _Program:
         if narrowest not in narrowest.roots:
             found.add(narrowest)
         return narrowest.roots
+
+
+def _pad(eqn: JaxprEqn, operands: Sequence[_Value | None], results: Sequence[_Value]) -> None:
+    """Add the padding of one axis to whole lanes, of the axis that needs the least."""
+    for value, var in zip(results, eqn.outvars, strict=True):
+        value.padding = min((-(-n // _LANES) * _LANES / n for n in var.aval.shape if n), default=1.0)
+        if _is_fused(eqn):  # in the layout of an operand
+            like = [v.padding for v in operands if v is not None and v.size == value.size]
+            value.padding = min(like + [value.padding])
+        value.bytes *= value.padding
 
 
 def _ends(operand: _Value, result: _Value) -> bool:
