@@ -155,7 +155,8 @@ def answer(figures: dict[str, Any]) -> str:
     space = f"{_bytes(memory['peak'])} of {_bytes(memory['capacity'])} a device"
     time = _time(figures["estimate"]["run"])
     if memory["fits"]:
-        return f"Fits, by {by}: {space}; {time}"
+        verdict = "May not fit" if memory["may_not_fit"] else "Fits"
+        return f"{verdict}, by {by}: {space}; {time}"
     parts = [f"Does not fit, by {by}: needs {space}", f"would take {time}"]
     if "remedies" in figures:
         parts.append(_remedy(figures["remedies"]))
@@ -250,7 +251,8 @@ def memory_table(figures: dict[str, Any], per: str) -> Table:
                  "peak", "capacity", "margin"):  # fmt: skip
         if name != "teachers" or memory[name]:
             table.add_row(name, _bytes(memory[name]))
-    table.add_row("fits", "yes" if memory["fits"] else f"no: {_bytes(-memory['margin'])} too much")
+    fits = "maybe" if memory["may_not_fit"] else "yes"
+    table.add_row("fits", fits if memory["fits"] else f"no: {_bytes(-memory['margin'])} too much")
     table.add_row("host, at save", _bytes(figures["host_bytes_at_save"]))
     return table
 
