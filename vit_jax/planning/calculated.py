@@ -122,14 +122,33 @@ def _count_temporaries(
 ) -> int:
     """The most bytes that live on a device at one time while gradients are computed.
 
-    The gradients are traced for one device and its images. Gradients that a loop stacks are split
-    like the update; others too on GPUs, and over fsdp on TPUs if data has several devices. Else the
-    TPU compiler sums them whole.
+    Where some layers are recomputed, it lies between none and all of them, in proportion: so every
+    number of layers takes the same two traces.
     """
     alone = config.copy_and_resolve_references()
     alone.global_batch_size = config.global_batch_size // batch_ways(mesh.shape)
     alone.mesh.update(dict.fromkeys(AXES, 1))
-    jaxpr = _trace(_Alone(stored_config.to_json(alone) + target.slice.chip, alone, target))
+    layers, alone.model.remat_layers = config.model.remat_layers, None
+
+    def count() -> int:
+        jaxpr = _trace(_Alone(stored_config.to_json(alone) + target.slice.chip, alone, target))
+        return _count_on(mesh, target, experiment, jaxpr)
+
+    in_all = count()
+    if layers is None:
+        return in_all
+    alone = alone.copy_and_resolve_references()
+    alone.model.remat = "none"
+    in_none = count()
+    return in_none + (in_all - in_none) * layers // experiment.model.depth
+
+
+def _count_on(mesh: Mesh, target: Target, experiment: Experiment, jaxpr: Jaxpr) -> int:
+    """`kept.peak_bytes` of the gradients of a device's images.
+
+    Gradients that a loop stacks are split like the update. Others too on GPUs, and over fsdp on
+    TPUs if data has several devices; else the TPU compiler sums them whole.
+    """
     params = tree.flatten_names(experiment.abstract_state.params)
     updates, scatters = _update_specs(experiment), min(mesh.shape["data"], mesh.shape["fsdp"]) > 1
 

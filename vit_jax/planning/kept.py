@@ -29,8 +29,11 @@ _MOVES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", 
           "pad", "split", "tile", "iota", "select_n", "clamp", "convert_element_type",
           "sharding_constraint", "copy", "random_bits", "random_fold_in", "random_seed",
           "random_split", "random_unwrap", "random_wrap", "threefry2x32")  # fmt: skip
+# Elementwise, but too costly to compute again for every reader.
+_COSTLY = ("erf", "erfc")
 # Their results are in memory; their operands are computed where they are read.
-_READERS = ("arg", "cum", "reduce", "concatenate", "dynamic", "gather", "scatter", "select_and")
+_READERS = ("arg", "cum", "reduce", "concatenate", "stack", "dynamic", "gather", "scatter",
+            "select_and")  # fmt: skip
 
 
 class Leaf(NamedTuple):
@@ -215,7 +218,7 @@ class _Program:
                 elif name in _PRODUCTS and self.on_tpu:
                     needed = sum(2 * root.bytes >= value.bytes for root in value.roots) > 1
                 else:
-                    needed = not name.startswith(_READERS)
+                    needed = name not in _COSTLY and not name.startswith(_READERS)
                 for root in self._roots(value, needed, in_memory, found):
                     root.live(now - (number in carried))
             for value in results:
@@ -293,7 +296,7 @@ def _is_fused(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     if name in _MOVES:
         return True
-    if name in _PRODUCTS or name.startswith(_READERS) or len(eqn.outvars) != 1:
+    if name in _PRODUCTS or name in _COSTLY or name.startswith(_READERS) or len(eqn.outvars) != 1:
         return False
     if name in ("sort", "optimization_barrier", "pallas_call") or _inner_jaxprs(eqn):
         return False
