@@ -197,8 +197,8 @@ def make_experiment(
         init_objective=objective.init,
     )
     with jax.set_mesh(mesh):
-        state = _with_shardings(jax.eval_shape(init), mesh)
-    frozen = () if objective.frozen is None else (_with_shardings(objective.frozen, mesh),)
+        state = with_shardings(jax.eval_shape(init), mesh)
+    frozen = () if objective.frozen is None else (with_shardings(objective.frozen, mesh),)
     arguments = (state, batch.arrays(batch_sharding(mesh)), *frozen)
     shardings = jax.tree.map(lambda x: x.sharding, arguments)
 
@@ -233,7 +233,7 @@ def make_experiment(
     )
 
 
-def _with_shardings(arrays: Tree, mesh: Mesh) -> Tree:
+def with_shardings(arrays: Tree, mesh: Mesh) -> Tree:
     """The shape, dtype and sharding over `mesh` of each leaf."""
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

@@ -25,7 +25,7 @@ from vit_jax.config import num_microbatches
 from vit_jax.config import stored as stored_config
 from vit_jax.devices.chips import GPUS_PER_HOST
 from vit_jax.devices.mesh import AXES, BATCH_AXES, make_mesh
-from vit_jax.experiment.experiment import Experiment
+from vit_jax.experiment.experiment import Experiment, with_shardings
 from vit_jax.experiment.optimizers.masks import leaves_that_learn
 from vit_jax.models import find_family
 from vit_jax.models.efficientnet import EfficientNet
@@ -63,7 +63,7 @@ def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     experiment = planned_experiment(config, mesh)
     figures = describe(config, target, mesh, experiment, _scanned(config, mesh))
     images, accum_steps = figures["images_per_way"], num_microbatches(config)
-    memory = _memory(config, target, experiment, mesh)
+    memory = calculate_memory(config, target)
     state = sum(state_bytes(experiment).values())
     return figures | {
         "by": "calculation",
@@ -98,57 +98,45 @@ def _scanned(config: ConfigDict, mesh: Mesh) -> Experiment | None:
 def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
     """The key `memory_bytes` of `calculate_plan`, in less time.
 
-    Configs that differ in the mesh only, with as many images on a device, share one trace.
+    It takes one trace, and two where some layers are recomputed. Configs that differ only in the
+    mesh or in the number of such layers share them, with as many images on a device.
 
     Raises:
       InputError: as `calculate_plan`.
     """
     mesh = plan_mesh(config, target, describe_devices(target))
-    return _memory(config, target, planned_experiment(config, mesh), mesh)
-
-
-def _memory(
-    config: ConfigDict, target: Target, experiment: Experiment, mesh: Mesh
-) -> dict[str, Any]:
-    """The bytes of a device."""
-    state = state_bytes(experiment)
-    temporaries = _count_temporaries(config, target, experiment, mesh)
-    peak = sum(state.values()) + temporaries
-    return {**state, "temporaries": temporaries, "peak": peak, **judge(peak, target, uncertainty=UNCERTAINTY)}
-
-
-def _count_temporaries(
-    config: ConfigDict, target: Target, experiment: Experiment, mesh: Mesh
-) -> int:
-    """The most bytes that live on a device at one time while gradients are computed.
-
-    Where some layers are recomputed, it lies between none and all of them, in proportion: so every
-    number of layers takes the same two traces.
-    """
     alone = config.copy_and_resolve_references()
     alone.global_batch_size = config.global_batch_size // batch_ways(mesh.shape)
     alone.mesh.update(dict.fromkeys(AXES, 1))
     layers, alone.model.remat_layers = config.model.remat_layers, None
-
-    def count() -> int:
-        jaxpr = _trace(_Alone(stored_config.to_json(alone) + target.slice.chip, alone, target))
-        return _count_on(mesh, target, experiment, jaxpr)
-
-    in_all = count()
-    if layers is None:
-        return in_all
-    alone = alone.copy_and_resolve_references()
-    alone.model.remat = "none"
-    in_none = count()
-    return in_none + (in_all - in_none) * layers // experiment.model.depth
+    experiment, temporaries = _count_temporaries(alone, target, mesh)
+    if layers is not None:  # between none and all of them, in proportion
+        alone.model.remat = "none"
+        _, without = _count_temporaries(alone, target, mesh)
+        temporaries = without + (temporaries - without) * layers // experiment.model.depth
+    state = state_bytes(experiment)
+    peak = sum(state.values()) + temporaries
+    uncertain = judge(peak, target, uncertainty=UNCERTAINTY)
+    return {**state, "temporaries": temporaries, "peak": peak, **uncertain}
 
 
-def _count_on(mesh: Mesh, target: Target, experiment: Experiment, jaxpr: Jaxpr) -> int:
-    """`kept.peak_bytes` of the gradients of a device's images.
+def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[Experiment, int]:
+    """The experiment with its state on `mesh`, and the peak of the temporaries of its gradients.
 
     Gradients that a loop stacks are split like the update. Others too on GPUs, and over fsdp on
     TPUs if data has several devices; else the TPU compiler sums them whole.
+
+    Args:
+      alone: the config for one device and its images.
     """
+    experiment, jaxpr = _trace(
+        _Alone(stored_config.to_json(alone) + target.slice.chip, alone, target)
+    )
+    experiment = dataclasses.replace(
+        experiment,
+        abstract_state=with_shardings(experiment.abstract_state, mesh),
+        abstract_frozen=with_shardings(experiment.abstract_frozen, mesh),
+    )
     params = tree.flatten_names(experiment.abstract_state.params)
     updates, scatters = _update_specs(experiment), min(mesh.shape["data"], mesh.shape["fsdp"]) > 1
 
@@ -173,12 +161,9 @@ def _count_on(mesh: Mesh, target: Target, experiment: Experiment, jaxpr: Jaxpr) 
         elif scatters and "fsdp" in leaf.sharding.spec:
             whole = 1 / mesh.shape["fsdp"]
         outputs.append(Leaf(of_update, whole))
-    return peak_bytes(
-        jaxpr,
-        arguments,
-        outputs,
-        tensor=mesh.shape["tensor"],
-        on_tpu=not target.chip.is_gpu,
+    on_tpu = not target.chip.is_gpu
+    return experiment, peak_bytes(
+        jaxpr, arguments, outputs, tensor=mesh.shape["tensor"], on_tpu=on_tpu
     )
 
 
@@ -192,8 +177,8 @@ class _Alone:
 
 
 @functools.lru_cache(maxsize=8)
-def _trace(alone: _Alone) -> Jaxpr:
-    """The jaxpr of the gradients on one device."""
+def _trace(alone: _Alone) -> tuple[Experiment, Jaxpr]:
+    """The experiment on one device, and the jaxpr of its gradients."""
     device = describe_devices(alone.target)[:1]
     mesh = make_mesh(**dict.fromkeys(AXES, 1), devices=device)
     experiment = planned_experiment(alone.config, mesh)
@@ -201,7 +186,7 @@ def _trace(alone: _Alone) -> Jaxpr:
     with jax.set_mesh(mesh):
         traced = jax.make_jaxpr(lambda *args: experiment.gradients(*args)[0])(*shapes)
     live, _ = partial_eval.dce_jaxpr(traced.jaxpr, True, instantiate=True)
-    return live
+    return experiment, live
 
 
 def _learning(experiment: Experiment) -> dict[str, bool]:

@@ -74,8 +74,8 @@ def peak_bytes(
 class _Value:
     """An array, and the values in memory that it is computed from: itself if it is in memory."""
 
-    __slots__ = ("born", "by", "bytes", "dies", "leaf", "narrow", "padding", "readers", "roots", "size",
-                 "source", "split")  # fmt: skip
+    __slots__ = ("born", "by", "bytes", "dies", "leaf", "narrow", "padding", "readers", "roots",
+                 "size", "source", "split")  # fmt: skip
 
     def __init__(self, aval: Any, leaf: Leaf | None = None):
         self.size = math.prod(aval.shape)
@@ -138,7 +138,9 @@ class _Program:
 
     def _loop(self, jaxpr: Jaxpr, operands: list[_Value | None]) -> "_Program":
         given = operands[len(operands) - len(jaxpr.invars) :]
-        leaves = [Leaf() if v is None else (v.leaf or Leaf())._replace(split=v.split) for v in given]
+        leaves = [
+            Leaf() if v is None else (v.leaf or Leaf())._replace(split=v.split) for v in given
+        ]
         return _Program(jaxpr, leaves, self.tensor, self.on_tpu)
 
     def _split(self, operation: _Operation) -> None:
@@ -260,10 +262,12 @@ class _Program:
 def _pad(eqn: JaxprEqn, operands: Sequence[_Value | None], results: Sequence[_Value]) -> None:
     """Add the padding of one axis to whole lanes, of the axis that needs the least."""
     for value, var in zip(results, eqn.outvars, strict=True):
-        value.padding = min((-(-n // _LANES) * _LANES / n for n in var.aval.shape if n), default=1.0)
+        value.padding = min(
+            (-(-n // _LANES) * _LANES / n for n in var.aval.shape if n), default=1.0
+        )
         if _is_fused(eqn):  # in the layout of an operand
             like = [v.padding for v in operands if v is not None and v.size == value.size]
-            value.padding = min(like + [value.padding])
+            value.padding = min([*like, value.padding])
         value.bytes *= value.padding
 
 
@@ -302,8 +306,7 @@ def _is_fused(eqn: JaxprEqn) -> bool:
         return False
     shape = eqn.outvars[0].aval.shape
     return all(
-        var.aval.ndim == 0
-        or var.aval.ndim == len(shape)
-        and all(size in (1, whole) for size, whole in zip(var.aval.shape, shape, strict=True))
+        len(var.aval.shape) in (0, len(shape))
+        and all(size in (1, whole) for size, whole in zip(var.aval.shape, shape, strict=False))
         for var in eqn.invars
     )

@@ -65,9 +65,7 @@ def describe(
     }
 
 
-def judge(
-    peak: int, target: Target, fits: bool = True, uncertainty: float = 0.0
-) -> dict[str, Any]:
+def judge(peak: int, target: Target, fits: bool = True, uncertainty: float = 0.0) -> dict[str, Any]:
     """Compare `peak` bytes with a device's capacity; `fits` False records that it does not fit.
 
     With an `uncertainty`, the true peak may be (1 + uncertainty) times larger or smaller: "fits" is

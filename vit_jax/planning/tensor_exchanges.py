@@ -163,7 +163,7 @@ def _check_known(model: nn.Module) -> None:
     # Exact types: a subclass of a known family may keep or exchange more.
     if type(model) not in _KNOWN:
         raise InputError(
-            f"model {type(model).__name__}: what it exchanges over mesh.tensor cannot be calculated; "
-            "set --config.mesh.tensor=1, or plan it for TPUs with their compiler (pip install -e "
-            "'.[plan]', and no --no_compile)"
+            f"model {type(model).__name__}: its exchanges over mesh.tensor cannot be calculated; "
+            "set --config.mesh.tensor=1, or plan it for TPUs with their compiler "
+            "(pip install -e '.[plan]', and no --no_compile)"
         )
