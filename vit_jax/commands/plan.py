@@ -5,7 +5,7 @@
 The real training step is compiled ahead of time for a TPU slice, on any Linux machine without a
 TPU. For GPUs, without libtpu, and with --no_compile, memory and time are calculated instead. Own
 pictures are only counted, no other data are read. Results are cached. Exit code 3: the run does not
-fit.
+fit; by calculation, with no mesh and no remat.
 """
 
 import argparse
@@ -115,7 +115,15 @@ def main(flags: argparse.Namespace) -> int:
         figures["remedies"] = find_remedies(
             config, target, figures, calculate=not target.is_compiled_for
         )
-    return _show(flags, figures, print_plan, fits)
+    return _show(flags, figures, print_plan, fits or _other_layout_may_fit(figures))
+
+
+def _other_layout_may_fit(figures: dict[str, Any]) -> bool:
+    """Whether the run may fit in another layout, by calculation."""
+    return figures["by"] == "calculation" and any(
+        remedy["fits"] and all(key.startswith(("mesh.", "model.")) for key in remedy["change"])
+        for remedy in figures["remedies"]
+    )
 
 
 def _first_answer(config: ConfigDict, target: Any, price: float | None) -> str:
@@ -157,7 +165,10 @@ def answer(figures: dict[str, Any]) -> str:
     if memory["fits"]:
         verdict = "May not fit" if memory["may_not_fit"] else "Fits"
         return f"{verdict}, by {by}: {space}; {time}"
-    parts = [f"Does not fit, by {by}: needs {space}", f"would take {time}"]
+    verdict = "Does not fit"
+    if "remedies" in figures and _other_layout_may_fit(figures):
+        verdict = "May not fit"
+    parts = [f"{verdict}, by {by}: needs {space}", f"would take {time}"]
     if "remedies" in figures:
         parts.append(_remedy(figures["remedies"]))
     return "; ".join(parts)

@@ -125,7 +125,7 @@ def find_remedies(
 ) -> list[dict[str, Any]]:
     """Changes that may make a plan fit; each one is planned, up to the first that fits.
 
-    The order is remat, mesh, microbatches, batch. A change that is far too large by calculation is
+    The order is remat, mesh, microbatches, batch. A change that is too large by calculation is
     not compiled. A larger topology is suggested without a plan.
 
     Args:
