@@ -27,10 +27,11 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpo
 # Fused like elementwise operations.
 _MOVES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev", "slice",
           "pad", "split", "tile", "iota", "select_n", "clamp", "convert_element_type",
-          "sharding_constraint", "copy", "random_bits", "random_fold_in", "random_seed",
-          "random_split", "random_unwrap", "random_wrap", "threefry2x32")  # fmt: skip
+          "sharding_constraint", "copy", "random_fold_in", "random_seed", "random_split",
+          "random_unwrap", "random_wrap")  # fmt: skip
 # Elementwise, but too costly to compute again for every reader.
 _COSTLY = ("erf", "erfc")
+_RANDOM = ("random_bits", "rng_bit_generator", "threefry2x32")
 # Their results are in memory; their operands are computed where they are read.
 _READERS = ("arg", "cum", "reduce", "concatenate", "stack", "dynamic", "gather", "scatter",
             "select_and")  # fmt: skip
@@ -74,18 +75,24 @@ def peak_bytes(
 class _Value:
     """An array, and the values in memory that it is computed from: itself if it is in memory."""
 
-    __slots__ = ("born", "by", "bytes", "dies", "leaf", "narrow", "padding", "readers", "roots",
-                 "size", "source", "split")  # fmt: skip
+    __slots__ = ("born", "by", "bytes", "dies", "leaf", "narrow", "operands", "padding",
+                 "readers", "roots", "size", "source", "split")  # fmt: skip
 
     def __init__(self, aval: Any, leaf: Leaf | None = None):
         self.size = math.prod(aval.shape)
         self.bytes: float = self.size * getattr(aval.dtype, "itemsize", 0)
         self.leaf, self.split = leaf, leaf is not None and leaf.split
         self.roots: frozenset[_Value] = frozenset()
+        self.operands: frozenset[_Value] = frozenset()  # its roots if it were not in memory
         self.source: _Value | None = None  # if computed from it only
         self.readers, self.by, self.padding = 0, "", 1.0
         self.born, self.dies = math.inf, -1.0
         self.narrow = 0.0  # bytes of an argument's copy in a narrower dtype
+
+    def frees_from(self) -> float:
+        """The time from which one of the values that it is computed from is not needed."""
+        large = [root.dies for root in self.operands if 2 * root.bytes >= self.bytes]
+        return min(large, default=-1.0)
 
     def live(self, time: float) -> None:
         self.born, self.dies = min(self.born, time), max(self.dies, time)
@@ -167,6 +174,8 @@ class _Program:
         in_memory: set[_Value] = set()
         while found := self._walk(in_memory) - in_memory:
             in_memory |= found
+        # What takes no place of another value is computed again.
+        self._walk({value for value in in_memory if value.dies > value.frees_from()})
         for value, leaf in zip(self.outputs, outputs, strict=False):
             for root in () if value is None else value.roots:
                 if root.size == value.size:
@@ -225,7 +234,7 @@ class _Program:
                     root.live(now - (number in carried))
             for value in results:
                 value.roots, value.born, value.dies = frozenset([value]), now, now
-                value.by = "loop" if inner else "product" if name in _PRODUCTS else ""
+                value.by = "loop" if inner else "product" if name in _PRODUCTS + _RANDOM else ""
         for value in self.outputs:
             for root in () if value is None else value.roots:
                 root.live(2 * len(self.operations))
@@ -236,6 +245,7 @@ class _Program:
         roots = frozenset().union(*(value.roots for value in operands))
         for value in results:
             value.roots, value.by, value.born, value.dies = roots, "", math.inf, -1
+            value.operands = roots
             value.source = operands[0] if len(operands) == 1 else None
             product = next((v for v in operands if _ends(v, value)), None)
             if product is None and value not in in_memory:
@@ -300,9 +310,9 @@ def _is_fused(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     if name in _MOVES:
         return True
-    if name in _PRODUCTS or name in _COSTLY or name.startswith(_READERS) or len(eqn.outvars) != 1:
+    if name in _PRODUCTS + _COSTLY + _RANDOM or name.startswith(_READERS):
         return False
-    if name in ("sort", "optimization_barrier", "pallas_call") or _inner_jaxprs(eqn):
+    if name in ("sort", "optimization_barrier") or len(eqn.outvars) != 1 or _inner_jaxprs(eqn):
         return False
     shape = eqn.outvars[0].aval.shape
     return all(
