@@ -462,8 +462,10 @@ def linear(monkeypatch):
         }  # fmt: skip
 
     monkeypatch.setattr("vit_jax.planning.search.plan", plan)
-    monkeypatch.setattr("vit_jax.planning.search.calculate_memory", lambda *_: {
-        "peak": 16 * GIB, "capacity": 15 * GIB, "fits": False})  # not hopeless  # fmt: skip
+    monkeypatch.setattr(
+        "vit_jax.planning.search.calculate_memory",
+        lambda *_: {"peak": 16 * GIB, "capacity": 15 * GIB, "fits": True},
+    )
     monkeypatch.setattr("vit_jax.planning.targets.find_devices", lambda _: jax.devices()[:4])
     return planned
 

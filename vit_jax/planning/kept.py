@@ -111,6 +111,7 @@ class _Program:
     def __init__(self, jaxpr: Jaxpr, leaves: Sequence[Leaf], tensor: int, on_tpu: bool):
         self.tensor, self.on_tpu = tensor, on_tpu
         self.operations: list[_Operation] = []
+        self.read: set[_Value] = set()  # by what reads from memory only
         self.arguments = [_Value(v.aval, f) for v, f in zip(jaxpr.invars, leaves, strict=True)]
         env = dict(zip(jaxpr.invars, self.arguments, strict=True))
         self.outputs = self._add(jaxpr, env)
@@ -174,8 +175,8 @@ class _Program:
         in_memory: set[_Value] = set()
         while found := self._walk(in_memory) - in_memory:
             in_memory |= found
-        # What takes no place of another value is computed again.
-        self._walk({value for value in in_memory if value.dies > value.frees_from()})
+        # A product computes an operand again that would take no other value's place.
+        self._walk({v for v in in_memory if v in self.read or v.dies > v.frees_from()})
         for value, leaf in zip(self.outputs, outputs, strict=False):
             for root in () if value is None else value.roots:
                 if root.size == value.size:
@@ -224,13 +225,17 @@ class _Program:
             for number, value in enumerate(operands):
                 if value is None:
                     continue
+                computes = name in _PRODUCTS and self.on_tpu
                 if number in carried:  # the result takes its place
                     needed = False
-                elif name in _PRODUCTS and self.on_tpu:
+                elif computes:
                     needed = sum(2 * root.bytes >= value.bytes for root in value.roots) > 1
                 else:
                     needed = name not in _COSTLY and not name.startswith(_READERS)
-                for root in self._roots(value, needed, in_memory, found):
+                roots = self._roots(value, needed, in_memory, found)
+                if needed and not computes:
+                    self.read |= roots
+                for root in roots:
                     root.live(now - (number in carried))
             for value in results:
                 value.roots, value.born, value.dies = frozenset([value]), now, now
