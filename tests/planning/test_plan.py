@@ -28,7 +28,6 @@ from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.objectives.contract import Teacher
 from vit_jax.planning import calculated, hlo, plan_figures
-from vit_jax.planning.activations import activation_bytes
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
 from vit_jax.planning.estimates import estimate, speed_of
 from vit_jax.planning.search import find_remedies, largest_batch, search
@@ -346,21 +345,6 @@ def test_gpus_of_several_hosts_exchange_over_the_network():
         assert row["sent_bytes"] == pytest.approx(passes * share * row["bytes"])
 
 
-def test_activations_are_those_of_the_paper():
-    # Korthikanti et al.: s D (34 + 5 H s / D) bytes a layer in 16 bits, where F is 4 D.
-    sizes = {"depth": 3, "width": 64, "mlp_dim": 256, "num_heads": 4, "dtype": jnp.bfloat16}
-    model = create_model("ViT-mu/8", 10, 32, **sizes)
-    s, d, h = 17, 64, 4
-    block = s * d * 34 + 5 * h * s**2
-    assert activation_bytes(model) == 3 * block
-    full = create_model("ViT-mu/8", 10, 32, remat="full", **sizes)
-    assert activation_bytes(full) == 3 * 2 * s * d + block
-    of_two = create_model("ViT-mu/8", 10, 32, remat="full", remat_layers=2, **sizes)
-    assert activation_bytes(of_two) == 2 * 2 * s * d + 2 * block
-    dots = create_model("ViT-mu/8", 10, 32, remat="dots", **sizes)
-    assert full.depth * 2 * s * d < activation_bytes(dots) - block < 3 * block
-
-
 def test_exchanges_name_axes_and_networks():
     mesh = make_mesh(replica=2, data=2, fsdp=2, tensor=1)
 
@@ -478,8 +462,10 @@ def linear(monkeypatch):
         }  # fmt: skip
 
     monkeypatch.setattr("vit_jax.planning.search.plan", plan)
-    monkeypatch.setattr("vit_jax.planning.search.calculate_memory", lambda *_: {
-        "peak": 16 * GIB, "capacity": 15 * GIB, "fits": False})  # not hopeless  # fmt: skip
+    monkeypatch.setattr(
+        "vit_jax.planning.search.calculate_memory",
+        lambda *_: {"peak": 16 * GIB, "capacity": 15 * GIB, "fits": True},
+    )
     monkeypatch.setattr("vit_jax.planning.targets.find_devices", lambda _: jax.devices()[:4])
     return planned
 
@@ -612,20 +598,36 @@ def test_plan_that_does_not_fit_says_so(capsys, monkeypatch):
     words += ("--config.global_batch_size=16000000",)
     code, figures = plan_by_command(capsys, *words)
     memory = figures["memory_bytes"]
-    assert code == 3 and not memory["fits"] and memory["margin"] < 0
+    assert code == 0 and not memory["fits"] and memory["margin"] < 0
     *others, remedy = figures["remedies"]
     assert [row["change"] for row in others] == [{"model.remat": "dots"}]
     assert remedy["fits"] and remedy["change"] == {"model.remat": "full"}
     monkeypatch.setattr(planning, "plan", lambda *_: figures)  # for the text, not calculated again
     monkeypatch.setattr(planning.search, "find_remedies", lambda *_, **__: figures["remedies"])
-    assert main(["plan", *words]) == 3
+    assert main(["plan", *words]) == 0  # with another layout
     shown = capsys.readouterr().out
     assert re.match(
-        r"Does not fit, by calculation: needs [\d.]+ GiB of 55.88 GiB a device; would take [\d.,]+ "
+        r"May not fit, by calculation: needs [\d.]+ GiB of 55.88 GiB a device; would take [\d.,]+ "
         r"ms a step, MFU \d+%; .* chip-\w+; fits with --config.model.remat=full \(.*\)\.\n",
         shown,
     )
     assert "too much" in shown and "8 on 1 host " in shown
+    remedy["change"] = {"global_batch_size": 8}
+    assert main(["plan", *words]) == 3
+    assert capsys.readouterr().out.startswith("Does not fit, by calculation: ")
+
+
+def test_a_calculated_peak_near_the_capacity_may_not_fit():
+    capacity = FOUR.chip.usable_bytes
+    verdicts = [
+        (found["fits"], found["may_not_fit"])
+        for share in (0.86, 0.88, 1.14, 1.16)
+        for found in [plan_figures.judge(int(share * capacity), FOUR, uncertainty=0.15)]
+    ]
+    assert verdicts == [(True, False), (True, True), (True, True), (False, False)]
+    assert plan_figures.judge(capacity, FOUR) | {"margin": 0} == {
+        "capacity": capacity, "margin": 0, "fits": True, "may_not_fit": False,
+    }  # fmt: skip
 
 
 def test_plan_counts_own_pictures(tmp_path, capsys):

@@ -5,7 +5,7 @@
 The real training step is compiled ahead of time for a TPU slice, on any Linux machine without a
 TPU. For GPUs, without libtpu, and with --no_compile, memory and time are calculated instead. Own
 pictures are only counted, no other data are read. Results are cached. Exit code 3: the run does not
-fit.
+fit; by calculation, with no mesh and no remat.
 """
 
 import argparse
@@ -115,7 +115,15 @@ def main(flags: argparse.Namespace) -> int:
         figures["remedies"] = find_remedies(
             config, target, figures, calculate=not target.is_compiled_for
         )
-    return _show(flags, figures, print_plan, fits)
+    return _show(flags, figures, print_plan, fits or _other_layout_may_fit(figures))
+
+
+def _other_layout_may_fit(figures: dict[str, Any]) -> bool:
+    """Whether the run may fit in another layout, by calculation."""
+    return figures["by"] == "calculation" and any(
+        remedy["fits"] and all(key.startswith(("mesh.", "model.")) for key in remedy["change"])
+        for remedy in figures["remedies"]
+    )
 
 
 def _first_answer(config: ConfigDict, target: Any, price: float | None) -> str:
@@ -155,8 +163,12 @@ def answer(figures: dict[str, Any]) -> str:
     space = f"{_bytes(memory['peak'])} of {_bytes(memory['capacity'])} a device"
     time = _time(figures["estimate"]["run"])
     if memory["fits"]:
-        return f"Fits, by {by}: {space}; {time}"
-    parts = [f"Does not fit, by {by}: needs {space}", f"would take {time}"]
+        verdict = "May not fit" if memory["may_not_fit"] else "Fits"
+        return f"{verdict}, by {by}: {space}; {time}"
+    verdict = "Does not fit"
+    if "remedies" in figures and _other_layout_may_fit(figures):
+        verdict = "May not fit"
+    parts = [f"{verdict}, by {by}: needs {space}", f"would take {time}"]
     if "remedies" in figures:
         parts.append(_remedy(figures["remedies"]))
     return "; ".join(parts)
@@ -253,7 +265,8 @@ def memory_table(figures: dict[str, Any], per: str) -> Table:
                  "peak", "capacity", "margin"):  # fmt: skip
         if name != "teachers" or memory[name]:
             table.add_row(name, _bytes(memory[name]))
-    table.add_row("fits", "yes" if memory["fits"] else f"no: {_bytes(-memory['margin'])} too much")
+    fits = "maybe" if memory["may_not_fit"] else "yes"
+    table.add_row("fits", fits if memory["fits"] else f"no: {_bytes(-memory['margin'])} too much")
     table.add_row("host, at save", _bytes(figures["host_bytes_at_save"]))
     return table
 

@@ -62,6 +62,7 @@ class Experiment:
       () if the objective has none.
     freeze: regex over the names of parameters that do not change; None: all change.
     objective: what the step minimises.
+    gradients: (state, batch, *frozen) -> (gradients, the objective's sums) of a step.
     plain_gradients: freeze -> the gradients of a step without kernels, microbatches and what is
       recomputed, to count their FLOPs.
     """
@@ -76,6 +77,7 @@ class Experiment:
     abstract_state: TrainState
     abstract_batch: AbstractBatch
     objective: Objective
+    gradients: Gradients
     plain_gradients: Callable[[str | None], Gradients]
     freeze: str | None = None
     abstract_frozen: tuple[tree.PyTree, ...] = ()
@@ -195,8 +197,8 @@ def make_experiment(
         init_objective=objective.init,
     )
     with jax.set_mesh(mesh):
-        state = _with_shardings(jax.eval_shape(init), mesh)
-    frozen = () if objective.frozen is None else (_with_shardings(objective.frozen, mesh),)
+        state = with_shardings(jax.eval_shape(init), mesh)
+    frozen = () if objective.frozen is None else (with_shardings(objective.frozen, mesh),)
     arguments = (state, batch.arrays(batch_sharding(mesh)), *frozen)
     shardings = jax.tree.map(lambda x: x.sharding, arguments)
 
@@ -224,13 +226,14 @@ def make_experiment(
         abstract_state=state,
         abstract_batch=arguments[1],
         objective=objective,
+        gradients=gradients,
         plain_gradients=plain_gradients,
         freeze=o.freeze,
         abstract_frozen=frozen,
     )
 
 
-def _with_shardings(arrays: Tree, mesh: Mesh) -> Tree:
+def with_shardings(arrays: Tree, mesh: Mesh) -> Tree:
     """The shape, dtype and sharding over `mesh` of each leaf."""
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

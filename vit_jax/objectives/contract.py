@@ -121,10 +121,8 @@ class Objective:
     frozen_models: the models whose variables are the trees of the tuple `frozen`.
     reconstruct: (params, images (B, H, W, channels), keys (B,)) -> `patches.Reconstruction`, for
       objectives that hide patches; None for others.
-    passes: the images that pass through Transformer blocks, to plan memory and exchanges. (): the
-      image passes through the model once.
-    kept_values: number of float32 values that the objective itself keeps for the backward pass of
-      one example, such as the logits of its heads; to plan memory.
+    passes: the images that pass through Transformer blocks, to plan exchanges. (): the image
+      passes through the model once.
     needs: keys of a batch that it reads.
     couples_rows: whether the loss of a row depends on other rows, as with centres and contrastive
       pairs; then a batch cannot be computed in microbatches.
@@ -138,7 +136,6 @@ class Objective:
     frozen_models: tuple[nn.Module, ...] = ()
     reconstruct: Callable[[Params, jax.Array, jax.Array], Any] | None = None
     passes: tuple[TokenPass, ...] = ()
-    kept_values: int = 0
     needs: tuple[str, ...] = ("image", "label", "mask")
     couples_rows: bool = False
     needs_average: bool = False

@@ -156,7 +156,6 @@ def make_lejepa(
         own.loss,
         init=own.init,
         passes=own.passes(),
-        kept_values=own.count_kept_values(),
         needs=("global_views", "mask"),
         couples_rows=True,
         collapse=Collapse(
@@ -182,15 +181,6 @@ class _LeJepa(NamedTuple):
             TokenPass(self.model.clone(image_size=shape[2:4]), images=shape[1])
             for shape in self.shapes.values()
         )
-
-    def count_kept_values(self) -> int:
-        """`Objective.kept_values`: of each view, in the head and at the points of SIGReg.
-
-        A hidden layer keeps its output before and after the norm, and after ReLU.
-        """
-        views = sum(shape[1] for shape in self.shapes.values())
-        head = 2 * 3 * self.head.hidden + self.head.width
-        return views * (head + self.points * self.directions)
 
     def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
         x_1D = jnp.zeros((1, self.model.width))

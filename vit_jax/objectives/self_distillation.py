@@ -105,7 +105,6 @@ def make_self_distillation(
         distillation.loss,
         init=distillation.init,
         passes=distillation.passes() if has_views else (),
-        kept_values=distillation.count_kept_values() if has_views else 0,
         needs=(GLOBAL, "mask"),
         couples_rows=True,
         needs_average=True,
@@ -166,15 +165,6 @@ class SelfDistillation:
             _, number, *size, _ = self.shapes[LOCAL]
             found.append(TokenPass(self.model.clone(image_size=tuple(size)), images=number))
         return tuple(found)
-
-    def count_kept_values(self) -> int:
-        """`Objective.kept_values`: logits, their softmax, and the teacher's probabilities."""
-        num_global, num_local = (self.shapes.get(key, (0, 0))[1] for key in (GLOBAL, LOCAL))
-        rows = 2 * (num_global + num_local) + num_global
-        if self.hides:
-            drawn = jax.eval_shape(lambda: self._draw_hidden(jax.random.key(0), 1, num_global))
-            rows += 3 * drawn.which.size
-        return rows * self.keys.num_prototypes
 
     def init(self, rng: jax.Array) -> tuple[Params, ModelState]:
         """The heads and the mask token (1, 1, D); the centres and the Gram teacher."""

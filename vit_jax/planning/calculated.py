@@ -3,6 +3,8 @@
 XLA's GPU compiler needs a GPU, and does not report whether a program fits into memory.
 """
 
+import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -13,15 +15,17 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+from jax.interpreters import partial_eval
 from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
 from vit_jax import tree
 from vit_jax.config import num_microbatches
+from vit_jax.config import stored as stored_config
 from vit_jax.devices.chips import GPUS_PER_HOST
-from vit_jax.devices.mesh import AXES, BATCH_AXES
-from vit_jax.devices.sharding import bytes_per_device
-from vit_jax.experiment.experiment import Experiment
+from vit_jax.devices.mesh import AXES, BATCH_AXES, make_mesh
+from vit_jax.experiment.experiment import Experiment, with_shardings
 from vit_jax.experiment.optimizers.masks import leaves_that_learn
 from vit_jax.models import find_family
 from vit_jax.models.efficientnet import EfficientNet
@@ -30,16 +34,18 @@ from vit_jax.models.resnet import scans_units
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import TokenPass
 from vit_jax.objectives.features import compares_layers
-from vit_jax.planning.activations import (
+from vit_jax.planning.kept import Leaf, peak_bytes
+from vit_jax.planning.plan_figures import describe, judge, state_bytes
+from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
+from vit_jax.planning.tensor_exchanges import (
     passes_of,
     recomputed_layers,
-    step_activation_bytes,
     still_of,
     tensor_exchanges,
 )
-from vit_jax.planning.plan_figures import describe, judge, state_bytes
-from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
 from vit_jax.run.teachers import planned_experiment
+
+UNCERTAINTY = 0.15  # of a calculated peak; docs/explanation/plans.md compares it with compiled ones
 
 _IN_LAYERS = re.compile(r"(?:.*/)?layer(?:s|_(\d+))/")
 _HEAD = re.compile(r"(?:head|head_distillation)/")
@@ -50,23 +56,21 @@ _CONVOLUTION = re.compile(r"(?:^|/)conv\w*/kernel$")
 def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
     """`plan` without a compiler.
 
-    Temporaries are the gradients of what is not frozen, in float32 and sharded like the parameters,
-    and the activations kept for the backward pass of a microbatch; the compiler's working space is
-    not included. HBM traffic counts one read and one write of each byte of state, gradients and
-    kept activations.
+    Temporaries are counted on the jaxpr of the gradients (`kept`). HBM traffic counts one read and
+    one write of each byte of the state, and of the temporaries of each microbatch.
     """
     mesh = plan_mesh(config, target, describe_devices(target))
     experiment = planned_experiment(config, mesh)
     figures = describe(config, target, mesh, experiment, _scanned(config, mesh))
     images, accum_steps = figures["images_per_way"], num_microbatches(config)
-    state, gradients = state_bytes(experiment), _gradient_bytes(experiment)
-    activations = images * _activation_bytes(experiment)
+    memory = calculate_memory(config, target)
+    state = sum(state_bytes(experiment).values())
     return figures | {
         "by": "calculation",
         "compile_s": 0.0,
-        "memory_bytes": _memory(state, gradients + activations // accum_steps, target),
+        "memory_bytes": memory,
         "collectives": collective_table(experiment, mesh.shape, target, images, accum_steps),
-        "hbm_bytes_accessed": 2 * (sum(state.values()) + gradients + activations),
+        "hbm_bytes_accessed": 2 * (state + memory["temporaries"] * accum_steps),
         "compiler_cycles": None,
         "kernels": [],
     }
@@ -92,22 +96,97 @@ def _scanned(config: ConfigDict, mesh: Mesh) -> Experiment | None:
 
 
 def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
-    """The key `memory_bytes` of `calculate_plan`, in less time, because no step is traced.
+    """The key `memory_bytes` of `calculate_plan`, in less time.
+
+    It takes one trace, and two where some layers are recomputed. Configs that differ only in the
+    mesh or in the number of such layers share them, with as many images on a device.
 
     Raises:
       InputError: as `calculate_plan`.
     """
     mesh = plan_mesh(config, target, describe_devices(target))
-    experiment = planned_experiment(config, mesh)
-    images = config.global_batch_size // batch_ways(mesh.shape)
-    activations = images * _activation_bytes(experiment) // num_microbatches(config)
-    return _memory(state_bytes(experiment), _gradient_bytes(experiment) + activations, target)
+    alone = config.copy_and_resolve_references()
+    alone.global_batch_size = config.global_batch_size // batch_ways(mesh.shape)
+    alone.mesh.update(dict.fromkeys(AXES, 1))
+    layers, alone.model.remat_layers = config.model.remat_layers, None
+    experiment, temporaries = _count_temporaries(alone, target, mesh)
+    if layers is not None:  # between none and all of them, in proportion
+        alone.model.remat = "none"
+        _, without = _count_temporaries(alone, target, mesh)
+        temporaries = without + (temporaries - without) * layers // experiment.model.depth
+    state = state_bytes(experiment)
+    peak = sum(state.values()) + temporaries
+    uncertain = judge(peak, target, uncertainty=UNCERTAINTY)
+    return {**state, "temporaries": temporaries, "peak": peak, **uncertain}
 
 
-def _activation_bytes(experiment: Experiment) -> int:
-    """Bytes that the backward pass of one example needs."""
-    still = _count_still(experiment)
-    return step_activation_bytes(experiment.model, experiment.objective, still)
+def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[Experiment, int]:
+    """The experiment with its state on `mesh`, and the peak of the temporaries of its gradients.
+
+    Gradients that a loop stacks are split like the update. Others too on GPUs, and over fsdp on
+    TPUs if data has several devices; else the TPU compiler sums them whole.
+
+    Args:
+      alone: the config for one device and its images.
+    """
+    experiment, jaxpr = _trace(
+        _Alone(stored_config.to_json(alone) + target.slice.chip, alone, target)
+    )
+    experiment = dataclasses.replace(
+        experiment,
+        abstract_state=with_shardings(experiment.abstract_state, mesh),
+        abstract_frozen=with_shardings(experiment.abstract_frozen, mesh),
+    )
+    params = tree.flatten_names(experiment.abstract_state.params)
+    updates, scatters = _update_specs(experiment), min(mesh.shape["data"], mesh.shape["fsdp"]) > 1
+
+    def share(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> float:
+        return 1 / math.prod(mesh.shape[axis] for part in spec for axis in _axes(part))
+
+    weights = {id(leaf) for leaf in params.values()}
+    arguments = [
+        Leaf(
+            share(leaf, leaf.sharding.spec),
+            split=any("tensor" in _axes(part) for part in leaf.sharding.spec),
+            weight=id(leaf) in weights,
+        )
+        for leaf in jax.tree.leaves(experiment.arguments)
+    ]
+    outputs = []
+    for name, leaf in params.items():
+        of_update = share(leaf, updates[name])
+        whole = 1.0
+        if target.chip.is_gpu:
+            whole = of_update
+        elif scatters and "fsdp" in leaf.sharding.spec:
+            whole = 1 / mesh.shape["fsdp"]
+        outputs.append(Leaf(of_update, whole))
+    on_tpu = not target.chip.is_gpu
+    return experiment, peak_bytes(
+        jaxpr, arguments, outputs, tensor=mesh.shape["tensor"], on_tpu=on_tpu
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Alone:
+    """A config for one device, equal to others with the same `text`."""
+
+    text: str
+    config: ConfigDict = dataclasses.field(compare=False)
+    target: Target = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=8)
+def _trace(alone: _Alone) -> tuple[Experiment, Jaxpr]:
+    """The experiment on one device, and the jaxpr of its gradients."""
+    device = describe_devices(alone.target)[:1]
+    mesh = make_mesh(**dict.fromkeys(AXES, 1), devices=device)
+    experiment = planned_experiment(alone.config, mesh)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), experiment.arguments)
+    with jax.set_mesh(mesh):
+        traced = jax.make_jaxpr(lambda *args: experiment.gradients(*args)[0])(*shapes)
+    live, _ = partial_eval.dce_jaxpr(traced.jaxpr, True, instantiate=True)
+    return experiment, live
 
 
 def _learning(experiment: Experiment) -> dict[str, bool]:
@@ -130,19 +209,6 @@ def _count_still(experiment: Experiment) -> int:
         for unrolled in tree.unrolled_names(name, leaf)
     }
     return sum(1 for _ in itertools.takewhile(lambda part: part not in learns, tree.parts(params)))
-
-
-def _gradient_bytes(experiment: Experiment) -> int:
-    """Bytes of a device for the gradients, in float32 and sharded like the parameters."""
-    leaves, learning = tree.flatten_names(experiment.abstract_state.params), _learning(experiment)
-    kept = {name: leaf for name, leaf in leaves.items() if learning[name]}
-    return bytes_per_device(kept, {name: leaf.sharding for name, leaf in kept.items()})
-
-
-def _memory(state: Mapping[str, int], temporaries: int, target: Target) -> dict[str, Any]:
-    """Bytes of a device; `temporaries` are those of gradients and of a microbatch's activations."""
-    peak = sum(state.values()) + temporaries
-    return {**state, "temporaries": temporaries, "peak": peak, **judge(peak, target)}
 
 
 def collective_table(

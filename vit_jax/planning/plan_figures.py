@@ -66,10 +66,20 @@ def describe(
     }
 
 
-def judge(peak: int, target: Target, fits: bool = True) -> dict[str, Any]:
-    """Compare `peak` bytes with a device's capacity; `fits` False records that it does not fit."""
+def judge(peak: int, target: Target, fits: bool = True, uncertainty: float = 0.0) -> dict[str, Any]:
+    """Compare `peak` bytes with a device's capacity; `fits` False records that it does not fit.
+
+    With an `uncertainty`, the true peak may be (1 + uncertainty) times larger or smaller: "fits" is
+    whether it can fit, "may_not_fit" whether it may be too large all the same.
+    """
     capacity = target.chip.usable_bytes // target.chip.devices
-    return {"capacity": capacity, "margin": capacity - peak, "fits": fits and peak <= capacity}
+    fits = fits and peak <= capacity * (1 + uncertainty)
+    return {
+        "capacity": capacity,
+        "margin": capacity - peak,
+        "fits": fits,
+        "may_not_fit": fits and peak * (1 + uncertainty) > capacity,
+    }
 
 
 def state_bytes(experiment: Experiment) -> dict[str, int]:

@@ -34,7 +34,6 @@ logger = logging.getLogger("vit_jax")
 REMATS = ("none", "dots", "full")
 _FSDP = (1, 4, 16, 64)  # over more chips the compiler gathers weights by all-reduces
 _TRIES = 6  # batch sizes to try for one mesh and one remat policy
-_HOPELESS = 1.5  # times the capacity; a calculated peak beyond it is not compiled
 _LAYER_TRIES = 4  # numbers of recomputed layers to try for one mesh
 
 Plan = Callable[[ConfigDict], dict[str, Any]]
@@ -126,7 +125,7 @@ def find_remedies(
 ) -> list[dict[str, Any]]:
     """Changes that may make a plan fit; each one is planned, up to the first that fits.
 
-    The order is remat, mesh, microbatches, batch. A change that is far too large by calculation is
+    The order is remat, mesh, microbatches, batch. A change that is too large by calculation is
     not compiled. A larger topology is suggested without a plan.
 
     Args:
@@ -183,11 +182,8 @@ def _changes(
 
 def _memory(config: ConfigDict, target: Target, calculate: bool) -> dict[str, Any]:
     """The memory of a plan, by calculation if that is asked for or says that it cannot fit."""
-    try:
-        memory = calculate_memory(config, target)
-    except InputError:  # there are no formulas for the model's family
-        return plan(config, target)["memory_bytes"]
-    if calculate or memory["peak"] > _HOPELESS * memory["capacity"]:
+    memory = calculate_memory(config, target)
+    if calculate or not memory["fits"]:
         return memory
     return plan(config, target)["memory_bytes"]
 
@@ -201,7 +197,7 @@ def _calculated_batch(config: ConfigDict, target: Target) -> int | None:
     """The largest batch that fits by calculation, or None."""
     memory = calculate_memory(config, target)
     ways = batch_ways(target_mesh(config, target, describe_devices(target)).shape)
-    growing = memory["batch"] + memory["temporaries"] - memory["params"]
+    growing = memory["batch"] + memory["temporaries"]
     room = max(memory["capacity"] - memory["peak"] + growing, 0)
     images = config.global_batch_size // ways * room // growing
     return ways * _round_down(images, num_microbatches(config)) or None

@@ -1,0 +1,327 @@
+"""The memory of a program's intermediate values, counted on its jaxpr.
+
+XLA fuses an elementwise operation into what reads its result, and computes it again for every
+reader. So only some values take memory: the results of products, reductions, kernels and loops. An
+operation on the result of a product that nothing else reads belongs to the product. Every other
+result is computed from values in memory wherever it is read, unless a product needs several of them
+for it: then it takes memory too. A kernel or a loop reads only values in memory.
+
+A value lives until its last reader, in the order of the jaxpr. A loop keeps all that it stacks, and
+while it runs, what one pass needs. Nothing is computed again beyond what the jaxpr says
+(`jax.checkpoint`).
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+
+_LANES = 128
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+_LOOPS = ("scan", "while", "cond")
+# Calls that are part of the program around them. Under `shard_map` sizes are those of one device.
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint",
+          "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map")  # fmt: skip
+# Fused like elementwise operations.
+_MOVES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev", "slice",
+          "pad", "split", "tile", "iota", "select_n", "clamp", "convert_element_type",
+          "sharding_constraint", "copy", "random_fold_in", "random_seed", "random_split",
+          "random_unwrap", "random_wrap")  # fmt: skip
+# Elementwise, but too costly to compute again for every reader.
+_COSTLY = ("erf", "erfc")
+_RANDOM = ("random_bits", "rng_bit_generator", "threefry2x32")
+# Their results are in memory; their operands are computed where they are read.
+_READERS = ("arg", "cum", "reduce", "concatenate", "stack", "dynamic", "gather", "scatter",
+            "select_and")  # fmt: skip
+
+
+class Leaf(NamedTuple):
+    """How a device holds an argument or an output of the program.
+
+    share: the part of its elements. For an output, of one that a loop stacks.
+    whole_share: the same for an output that no loop stacks.
+    split: whether `tensor` splits it, which `share` includes.
+    weight: whether it is a parameter.
+    """
+
+    share: float = 1.0
+    whole_share: float = 1.0
+    split: bool = False
+    weight: bool = False
+
+
+def peak_bytes(
+    jaxpr: Jaxpr,
+    arguments: Sequence[Leaf],
+    outputs: Sequence[Leaf],
+    *,
+    tensor: int = 1,
+    on_tpu: bool = True,
+) -> int:
+    """The most bytes on a device at one time, of all values but the arguments.
+
+    Args:
+      jaxpr: of one device, but for what `tensor` splits.
+      arguments, outputs: of the jaxpr.
+      tensor: number of devices over which heads and hidden units are split.
+      on_tpu: TPUs compute the operands of products where they are read, and pad one axis of an
+        array to a multiple of 128; GPUs do neither.
+    """
+    return int(_Program(jaxpr, arguments, tensor, on_tpu).peak(outputs))
+
+
+class _Value:
+    """An array, and the values in memory that it is computed from: itself if it is in memory."""
+
+    __slots__ = ("born", "by", "bytes", "dies", "leaf", "narrow", "operands", "padding",
+                 "readers", "roots", "size", "source", "split")  # fmt: skip
+
+    def __init__(self, aval: Any, leaf: Leaf | None = None):
+        self.size = math.prod(aval.shape)
+        self.bytes: float = self.size * getattr(aval.dtype, "itemsize", 0)
+        self.leaf, self.split = leaf, leaf is not None and leaf.split
+        self.roots: frozenset[_Value] = frozenset()
+        self.operands: frozenset[_Value] = frozenset()  # its roots if it were not in memory
+        self.source: _Value | None = None  # if computed from it only
+        self.readers, self.by, self.padding = 0, "", 1.0
+        self.born, self.dies = math.inf, -1.0
+        self.narrow = 0.0  # bytes of an argument's copy in a narrower dtype
+
+    def frees_from(self) -> float:
+        """The time from which one of the values that it is computed from is not needed."""
+        large = [root.dies for root in self.operands if 2 * root.bytes >= self.bytes]
+        return min(large, default=-1.0)
+
+    def live(self, time: float) -> None:
+        self.born, self.dies = min(self.born, time), max(self.dies, time)
+
+
+class _Operation(NamedTuple):
+    eqn: JaxprEqn
+    operands: list[_Value | None]  # None: a literal
+    results: list[_Value]
+    inner: "list[_Program]"  # of a loop
+
+
+class _Program:
+    """The operations of a jaxpr in order, those of calls among them; number t runs at time 2 t."""
+
+    def __init__(self, jaxpr: Jaxpr, leaves: Sequence[Leaf], tensor: int, on_tpu: bool):
+        self.tensor, self.on_tpu = tensor, on_tpu
+        self.operations: list[_Operation] = []
+        self.read: set[_Value] = set()  # by what reads from memory only
+        self.arguments = [_Value(v.aval, f) for v, f in zip(jaxpr.invars, leaves, strict=True)]
+        env = dict(zip(jaxpr.invars, self.arguments, strict=True))
+        self.outputs = self._add(jaxpr, env)
+        for value in self.outputs:
+            if value is not None:
+                value.readers += 1
+
+    def _add(self, jaxpr: Jaxpr, env: dict[Any, _Value | None]) -> list[_Value | None]:
+        """Add the operations of `jaxpr`; return its outputs."""
+
+        def read(var: Any) -> _Value | None:
+            return None if isinstance(var, Literal) else env.get(var)
+
+        for eqn in jaxpr.eqns:
+            operands, inner = [read(var) for var in eqn.invars], _inner_jaxprs(eqn)
+            if eqn.primitive.name in _CALLS and inner:
+                inside = dict(zip(reversed(inner[0].invars), reversed(operands), strict=False))
+                env.update(zip(eqn.outvars, self._add(inner[0], inside), strict=True))
+                continue
+            results = [_Value(var.aval) for var in eqn.outvars]
+            if self.on_tpu:
+                _pad(eqn, operands, results)
+            env.update(zip(eqn.outvars, results, strict=True))
+            for value in {value for value in operands if value is not None}:
+                value.readers += 1
+            programs = []
+            if eqn.primitive.name in _LOOPS:
+                programs = [self._loop(j, operands) for j in inner]
+            self.operations.append(_Operation(eqn, operands, results, programs))
+            self._split(self.operations[-1])
+        return [read(var) for var in jaxpr.outvars]
+
+    def _loop(self, jaxpr: Jaxpr, operands: list[_Value | None]) -> "_Program":
+        given = operands[len(operands) - len(jaxpr.invars) :]
+        leaves = [
+            Leaf() if v is None else (v.leaf or Leaf())._replace(split=v.split) for v in given
+        ]
+        return _Program(jaxpr, leaves, self.tensor, self.on_tpu)
+
+    def _split(self, operation: _Operation) -> None:
+        """Say which results `tensor` splits."""
+        eqn, operands, results, inner = operation
+        splits = [value is not None and value.split for value in operands]
+        if inner:
+            outputs = [value is not None and value.split for value in inner[-1].outputs]
+        elif eqn.primitive.name in _PRODUCTS and not _batch_axes(eqn):
+            outputs = [sum(splits) == 1]  # a product of two split operands sums over `tensor`
+        else:
+            outputs = [any(splits)] * len(results)
+        for value, split in zip(results, outputs, strict=True):
+            value.split = split
+            if split:
+                value.bytes /= self.tensor
+
+    def peak(self, outputs: Sequence[Leaf] = ()) -> float:
+        """The most bytes at one time, and the shares of `outputs` applied."""
+        working = {}
+        for time, operation in enumerate(self.operations):
+            if operation.inner:
+                working[2 * time] = max(program.peak() for program in operation.inner)
+        in_memory: set[_Value] = set()
+        while found := self._walk(in_memory) - in_memory:
+            in_memory |= found
+        # A product computes an operand again that would take no other value's place.
+        self._walk({v for v in in_memory if v in self.read or v.dies > v.frees_from()})
+        for value, leaf in zip(self.outputs, outputs, strict=False):
+            for root in () if value is None else value.roots:
+                if root.size == value.size:
+                    root.bytes *= leaf.share if root.by == "loop" else leaf.whole_share
+        end = 2 * len(self.operations)
+        changes = [0.0] * (end + 2)
+        for value in self.living():
+            changes[int(value.born)] += value.bytes
+            changes[int(value.dies) + 1] -= value.bytes
+        now = itertools.accumulate(changes)
+        return max(total + working.get(time, 0.0) for time, total in enumerate(now))
+
+    def living(self) -> set[_Value]:
+        """All values that are in memory at some time, and the narrow copies of weights."""
+        values = {root for op in self.operations for z in op.results for root in z.roots}
+        return {value for value in values if value.dies >= 0} | self._narrow_copies()
+
+    def _narrow_copies(self) -> set[_Value]:
+        """Weights that loops read in a narrower dtype: XLA converts them before the loop."""
+        copies: dict[_Value, _Value] = {}
+        for time, (eqn, operands, results, inner) in enumerate(self.operations):
+            if eqn.primitive.name == "convert_element_type" and operands[0] is not None:
+                operands[0].narrow = results[0].bytes
+            for program in inner:
+                given = operands[len(operands) - len(program.arguments) :]
+                for value, argument in zip(given, program.arguments, strict=True):
+                    if value is None or value.leaf is None or not value.leaf.weight:
+                        continue
+                    if 0 < argument.narrow < argument.bytes:
+                        copy = copies.setdefault(value, _Value(eqn.outvars[0].aval))
+                        ratio = argument.narrow / argument.bytes
+                        copy.bytes = value.leaf.share * value.bytes * ratio
+                        copy.live(2 * time)
+        return set(copies.values())
+
+    def _walk(self, in_memory: set[_Value]) -> set[_Value]:
+        """Find the roots of all values and their times; return values that must be in memory."""
+        found: set[_Value] = set()
+        for time, (eqn, operands, results, inner) in enumerate(self.operations):
+            name, now = eqn.primitive.name, 2 * time
+            read = [value for value in operands if value is not None]
+            if _is_fused(eqn):
+                self._fuse(read, results, in_memory, now)
+                continue
+            carried = _carried(eqn)
+            for number, value in enumerate(operands):
+                if value is None:
+                    continue
+                computes = name in _PRODUCTS and self.on_tpu
+                if number in carried:  # the result takes its place
+                    needed = False
+                elif computes:
+                    needed = sum(2 * root.bytes >= value.bytes for root in value.roots) > 1
+                else:
+                    needed = name not in _COSTLY and not name.startswith(_READERS)
+                roots = self._roots(value, needed, in_memory, found)
+                if needed and not computes:
+                    self.read |= roots
+                for root in roots:
+                    root.live(now - (number in carried))
+            for value in results:
+                value.roots, value.born, value.dies = frozenset([value]), now, now
+                value.by = "loop" if inner else "product" if name in _PRODUCTS + _RANDOM else ""
+        for value in self.outputs:
+            for root in () if value is None else value.roots:
+                root.live(2 * len(self.operations))
+        return found
+
+    def _fuse(self, operands, results, in_memory, now) -> None:
+        """Find the roots of the results of an elementwise operation."""
+        roots = frozenset().union(*(value.roots for value in operands))
+        for value in results:
+            value.roots, value.by, value.born, value.dies = roots, "", math.inf, -1
+            value.operands = roots
+            value.source = operands[0] if len(operands) == 1 else None
+            product = next((v for v in operands if _ends(v, value)), None)
+            if product is None and value not in in_memory:
+                continue
+            for root in roots:
+                root.live(now - 1)  # the result may take its place
+            if product is not None:
+                product.born, product.dies, value.by = math.inf, -1, "product"
+            value.roots, value.born, value.dies = frozenset([value]), now, now
+
+    def _roots(self, value, needed, in_memory, found) -> frozenset[_Value]:
+        """The values in memory from which an operand is read, itself if it is `needed` there."""
+        if not needed or value in value.roots or not value.roots:
+            return value.roots
+        narrowest = value
+        while value.source is not None and value.source.roots and value not in in_memory:
+            value = value.source
+            narrowest = value if value.bytes < narrowest.bytes else narrowest
+        if narrowest not in narrowest.roots:
+            found.add(narrowest)
+        return narrowest.roots
+
+
+def _pad(eqn: JaxprEqn, operands: Sequence[_Value | None], results: Sequence[_Value]) -> None:
+    """Add the padding of one axis to whole lanes, of the axis that needs the least."""
+    for value, var in zip(results, eqn.outvars, strict=True):
+        value.padding = min(
+            (-(-n // _LANES) * _LANES / n for n in var.aval.shape if n), default=1.0
+        )
+        if _is_fused(eqn):  # in the layout of an operand
+            like = [v.padding for v in operands if v is not None and v.size == value.size]
+            value.padding = min([*like, value.padding])
+        value.bytes *= value.padding
+
+
+def _ends(operand: _Value, result: _Value) -> bool:
+    """Whether `result` is written instead of the product `operand`, which nothing else reads."""
+    only = operand.by == "product" and operand.readers == 1
+    return only and operand.size == result.size and result.bytes <= operand.bytes
+
+
+def _carried(eqn: JaxprEqn) -> range:
+    """The numbers of the operands that a scan carries on."""
+    if eqn.primitive.name != "scan":
+        return range(0)
+    first = eqn.params["num_consts"]
+    return range(first, first + eqn.params["num_carry"])
+
+
+def _batch_axes(eqn: JaxprEqn) -> bool:
+    """Whether a product has several batch axes or one, as that of queries and keys."""
+    return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
+
+
+def _inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    found = jaxprs_in_params(eqn.params)
+    return [jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr for jaxpr in found]
+
+
+def _is_fused(eqn: JaxprEqn) -> bool:
+    """Whether an operation is elementwise, or moves elements."""
+    name = eqn.primitive.name
+    if name in _MOVES:
+        return True
+    if name in _PRODUCTS + _COSTLY + _RANDOM or name.startswith(_READERS):
+        return False
+    if name in ("sort", "optimization_barrier") or len(eqn.outvars) != 1 or _inner_jaxprs(eqn):
+        return False
+    shape = eqn.outvars[0].aval.shape
+    return all(
+        len(var.aval.shape) in (0, len(shape))
+        and all(size in (1, whole) for size, whole in zip(var.aval.shape, shape, strict=False))
+        for var in eqn.invars
+    )
