@@ -6,7 +6,6 @@ else as few layers as possible recompute, from the first on. A scan with full re
 memory and compiles the fastest.
 """
 
-import copy
 import functools
 import logging
 import math
@@ -17,7 +16,14 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import planning
-from vit_jax.config import default_config, flatten, model_fields, num_microbatches
+from vit_jax.config import (
+    LAYOUT_KEYS,
+    default_config,
+    flatten,
+    model_fields,
+    num_microbatches,
+    with_values,
+)
 from vit_jax.devices.chips import SLICES
 from vit_jax.devices.flops import format_bytes
 from vit_jax.errors import InputError
@@ -40,13 +46,6 @@ Plan = Callable[[ConfigDict], dict[str, Any]]
 Changes = dict[str, Any]  # {key of LAYOUT_KEYS: value}
 
 
-def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
-    """A copy of `config` with `changes`, {dotted key: value}."""
-    config = config.copy_and_resolve_references()
-    config.update_from_flattened_dict(dict(changes))
-    return config
-
-
 def search(
     config: ConfigDict, target: Target, price_per_chip_hour: float | None
 ) -> list[dict[str, Any]]:
@@ -61,7 +60,7 @@ def search(
         for remat in _remats(config):
             changes = {f"mesh.{axis}": size for axis, size in mesh.items()}
             changes["model.remat"] = remat
-            figures = largest_batch(changed(config, changes), target)
+            figures = largest_batch(with_values(config, changes), target)
             row = {"mesh": mesh, "remat": remat, "fits": figures is not None}
             if figures is not None:
                 row |= {
@@ -97,7 +96,7 @@ def largest_batch(config: ConfigDict, target: Target) -> dict[str, Any] | None:
     too_many = math.inf
     number = _round_down(max(config.global_batch_size // ways, unit), unit)
     for _ in range(_TRIES):
-        figures = plan(changed(config, {"global_batch_size": number * ways}), target)
+        figures = plan(with_values(config, {"global_batch_size": number * ways}), target)
         memory = figures["memory_bytes"]
         if memory["fits"]:
             least, fitting = number, figures
@@ -140,14 +139,14 @@ def find_remedies(
     tried: list[dict[str, Any]] = []
     for change in tries:
         if change and change not in [earlier["change"] for earlier in tried]:
-            memory = _memory(changed(config, change), target, calculate)
+            memory = _memory(with_values(config, change), target, calculate)
             tried.append({"change": change, "peak_bytes": memory["peak"], "fits": memory["fits"]})
             if memory["fits"]:
                 return tried
-    batch = (_calculated_batch if calculate else _planned_batch)(changed(config, both), target)
+    batch = (_calculated_batch if calculate else _planned_batch)(with_values(config, both), target)
     least = batch_ways(figures["mesh"]) * num_microbatches(config)
     change = both | {"global_batch_size": batch or least}
-    memory = _memory(changed(config, change), target, calculate)
+    memory = _memory(with_values(config, change), target, calculate)
     tried.append({"change": change, "peak_bytes": memory["peak"], "fits": memory["fits"]})
     larger = [
         other.name
@@ -216,7 +215,7 @@ def find_layouts(
     plan = functools.partial(planning.plan, target=target, devices=devices)
     rows = []
     for mesh in _free_meshes(config, target):
-        for changes, figures in _layouts_on(changed(config, mesh), plan):
+        for changes, figures in _layouts_on(with_values(config, mesh), plan):
             row = {key: figures[key] for key in ("mesh", "scan", "remat", "remat_layers")}
             memory = figures["memory_bytes"]
             row |= {"changes": mesh | changes, "peak_bytes": memory["peak"]}
@@ -227,34 +226,76 @@ def find_layouts(
     return sorted(rows, key=lambda row: -row["estimate"]["images_per_s"] if row["fits"] else 0)
 
 
+def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
+    """`config` in the layouts that may fit, the fastest first, by calculation, in seconds.
+
+    Fewer recomputed layers are faster than any mesh; of the meshes that is the fastest whose
+    exchanges add least to a step. Without `auto`, or if none may fit, it is the config in one
+    layout: its own, or that of least memory.
+    """
+    if not config.auto:
+        return [config]
+    calculate = functools.partial(calculate_layout, target=target)
+    found = []
+    for mesh in _free_meshes(config, target):
+        for changes, figures in _layouts_on(with_values(config, mesh), calculate):
+            memory, again = figures["memory_bytes"], figures["recomputed"]
+            order = not memory["fits"], again, figures["exchange_s"], memory["peak"]
+            found.append((order, with_values(config, mesh | changes)))
+    found.sort(key=lambda each: each[0])
+    return [layout for (fails, *_), layout in found if not fails] or [found[0][1]]
+
+
+def plan_layout(
+    config: ConfigDict, target: Target, devices: Sequence[Any] | None = None
+) -> tuple[ConfigDict, dict[str, Any]]:
+    """The first of `rank_layouts` that fits, and its plan; else the last.
+
+    Only that one is compiled, and those before it, which the compiler has refused.
+    """
+    layouts = rank_layouts(config, target)
+    for layout in layouts:
+        figures = planning.plan(layout, target, devices)
+        if figures["memory_bytes"]["fits"]:
+            break
+        if layout is not layouts[-1]:
+            logger.info("auto: the compiler finds no room for %s; trying the next layout",
+                        describe_layout(layout))  # fmt: skip
+    return layout, figures
+
+
+def describe_layout(config: ConfigDict) -> str:
+    """The flags of LAYOUT_KEYS that are not open."""
+    flat = flatten(config)
+    known = {key: flat[key] for key in LAYOUT_KEYS if flat[key] is not None}
+    return " ".join(f"--config.{key}={value}" for key, value in known.items())
+
+
 def choose_layout(config: ConfigDict, mesh: Mesh) -> ConfigDict:
     """`config` with the fastest layout that fits the devices of `mesh`, which the log names.
 
-    Devices of unknown memory, such as CPUs, keep the config's layout.
+    CPUs, and devices of unknown memory, keep the config's layout.
 
     Raises:
       InputError: no layout fits.
     """
-    target = target_of(list(mesh.devices.flat))
+    devices = list(mesh.devices.flat)
+    target = target_of(devices)
     if target is None:
-        kind = mesh.devices.flat[0].device_kind
-        logger.info("auto: the memory of %s is not known; the layout stays as it is", kind)
+        if devices[0].platform != "cpu":
+            kind = devices[0].device_kind
+            logger.info("auto: the memory of %s is not known; the layout stays as it is", kind)
         return config
-    rows = find_layouts(config, target, devices=list(mesh.devices.flat))
-    if not rows[0]["fits"]:
-        least = min(row["peak_bytes"] for row in rows)
-        capacity = target.chip.usable_bytes // target.chip.devices
+    layout, figures = plan_layout(config, target, devices)
+    memory = figures["memory_bytes"]
+    if not memory["fits"]:
         raise InputError(
             f"auto=true: no layout fits {target.slice.name}; the smallest needs "
-            f"{format_bytes(least)} of {format_bytes(capacity)} a device; set a smaller "
-            "--config.global_batch_size or a larger --config.optimizer.accum_steps"
+            f"{format_bytes(memory['peak'])} of {format_bytes(memory['capacity'])} a device; set a "
+            "smaller --config.global_batch_size or a larger --config.optimizer.accum_steps"
         )
-    changes = rows[0]["changes"]
-    said = " ".join(f"--config.{key}={value}" for key, value in changes.items())
-    logger.info("auto: the fastest of %d layouts for %s: %s", len(rows), target.slice.name, said)
-    config = copy.deepcopy(config)  # keeps the types of keys that are None
-    config.update_from_flattened_dict(changes)
-    return config
+    logger.info("auto: the fastest layout for %s: %s", target.slice.name, describe_layout(layout))
+    return layout
 
 
 def _free_meshes(config: ConfigDict, target: Target) -> list[Changes]:
@@ -287,15 +328,17 @@ def _layouts_on(config: ConfigDict, plan: Plan) -> Iterator[tuple[Changes, dict[
     free = "scan" in fields and scan is None and getattr(module, "stacks_layers", True)
     least = {"model.remat": "full"} | ({"model.scan": True} if free else {})
     none = {"model.remat": "none"} | ({"model.scan": False} if free else {})
-    figures = plan(changed(config, least))
+    figures = plan(with_values(config, least))
     yield least, figures
     if not figures["memory_bytes"]["fits"]:
         return
-    figures = plan(changed(config, none))
-    if figures["memory_bytes"]["fits"]:
+    figures = plan(with_values(config, none))
+    memory = figures["memory_bytes"]
+    if memory["fits"]:
         yield none, figures
-    elif "remat_layers" in fields and not scan:
-        yield from _with_least_remat(config, plan, figures)
+    if memory["may_not_fit"] or not memory["fits"]:
+        if "remat_layers" in fields and not scan:
+            yield from _with_least_remat(config, plan, figures)
 
 
 def _with_least_remat(
@@ -309,9 +352,10 @@ def _with_least_remat(
         if layers > depth:
             return
         changes = {"model.scan": False, "model.remat": "full", "model.remat_layers": layers}
-        figures = plan(changed(config, changes))
+        figures = plan(with_values(config, changes))
         if figures["memory_bytes"]["fits"]:
             yield changes, figures
+        if figures["memory_bytes"]["fits"] and not figures["memory_bytes"]["may_not_fit"]:
             return
 
 
