@@ -167,7 +167,7 @@ def test_microbatches_divide_what_is_kept():
     one, four = (
         calculate_memory(tiny(**{"optimizer.accum_steps": n}), ONE)["temporaries"] for n in (1, 4)
     )
-    assert one / 6 < four < one / 2
+    assert one / 6 < four < 0.6 * one  # the images are there as a whole
 
 
 def test_a_model_of_a_plug_in_is_counted(monkeypatch):

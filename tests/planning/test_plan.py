@@ -660,7 +660,7 @@ def test_budget_comes_first(capsys):
 
 
 def test_first_line_is_by_calculation(monkeypatch, capsys):
-    """It comes before the compiler starts, and says so if a family has no formulas."""
+    """It comes before the compiler starts, and says so if a calculation is refused."""
     pytest.importorskip("libtpu")
 
     def plan(config, target):
