@@ -137,8 +137,11 @@ def _tpu_attention(qkv, biases, relative, num_keys, *, mesh: Mesh):
 def _on_devices(attend: Callable, mesh: Mesh, num_args: int) -> Callable:
     """`attend` on every device's images and heads.
 
-    It takes arrays (B, N, H, K), then (H, K), then one that is the same on all devices.
+    It takes arrays (B, N, H, K), then (H, K), then one that is the same on all devices. Where each
+    device computes its own rows already (`experiment.exchange`), it is `attend`.
     """
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return attend
     images, heads = P(BATCH_AXES, None, "tensor", None), P("tensor", None)
     return jax.shard_map(
         attend,
