@@ -1,5 +1,6 @@
-"""Gradients of several CPU processes, exchanged as one array."""
+"""Gradients exchanged by devices that each compute their own rows."""
 
+import functools
 import math
 import types
 
@@ -7,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from vit_jax.devices.mesh import batch_sharding, make_mesh
-from vit_jax.experiment.exchange import choose_exchange, join_devices
+from vit_jax.experiment.exchange import choose_exchange, join_devices, share_gradients
 from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
@@ -54,6 +57,28 @@ def test_joined_gradients_are_those_of_the_batch_in_one_exchange(accum_steps):
     assert sums.model_state["batch_stats"]["count"].tolist() == [3.0, 3.0]  # not added up
 
 
+SPLIT = {"a": P("data"), "b": P(None, "data"), "c": P()}
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_shared_gradients_are_those_of_the_batch_without_large_all_reduces(
+    accum_steps, monkeypatch
+):
+    monkeypatch.setitem(WEIGHTS, "a", np.arange(16.0).reshape(4, 4) / 7)
+    monkeypatch.setitem(WEIGHTS, "b", np.ones((1, 4)))
+    mesh = make_mesh(replica=1, data=4, fsdp=1, tensor=1, devices=jax.devices()[:4])
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPLIT.items()}
+    exchange = functools.partial(share_gradients, shardings=shardings, dtype=jnp.bfloat16)
+    (grads, sums), program = gradients_of(mesh, accum_steps, exchange=exchange)
+    (expected, expected_sums), _ = gradients_of(mesh, 1)
+    assert program.count(" all-reduce(") == 1 and program.count(" all-to-all(") == 2
+    for name, value in expected.items():
+        assert grads[name].sharding.is_equivalent_to(shardings[name], 2)
+        np.testing.assert_allclose(grads[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    np.testing.assert_allclose(sums.loss, expected_sums.loss, rtol=1e-6)
+    assert sums.model_state["batch_stats"]["count"].tolist() == [3.0, 3.0]  # not added up
+
+
 def test_further_terms_are_not_exchanged(monkeypatch):
     """A device would divide them by the weight of its own rows."""
     mesh = make_mesh(replica=1, data=8, fsdp=1, tensor=1)
@@ -63,6 +88,23 @@ def test_further_terms_are_not_exchanged(monkeypatch):
     monkeypatch.setitem(globals(), "loss", with_term)
     with pytest.raises(ValueError, match="leave the objective out of choose_exchange"):
         gradients_of(mesh, 1, exchange=lambda sums: join_devices(sums, mesh))
+
+
+@pytest.mark.parametrize(
+    ("shares", "mesh", "model"),
+    [
+        (True, {}, {}),
+        (True, {}, {"dtype": jnp.bfloat16, "remat": "full"}),
+        (False, {}, {"scan": True}),
+        (False, {"replica": 2, "data": 1}, {}),
+        (False, {"data": 1, "fsdp": 2}, {}),
+        (False, {"indices": (0,)}, {}),
+    ],
+)
+def test_when_chips_share_their_gradients(shares, mesh, model):
+    vit = create_model("ViT-Ti/4", 10, (8, 8), **{**SMALL, "dropout": 0.0, **model})
+    exchange = choose_exchange(vit, "supervised", processes("tpu", **mesh))
+    assert (exchange is not None and exchange.splits_params) == shares
 
 
 def processes(platform="cpu", indices=(0, 1), **axes):

@@ -10,6 +10,8 @@ all-reduce and reduce-scatter. A device keeps only its shares of large parameter
 gather them in the forward pass, in the dtype that computes with them.
 """
 
+import functools
+import operator
 import re
 from collections.abc import Callable
 from functools import partial
@@ -138,8 +140,11 @@ def _gather(share: jax.Array, axis: int | None, dtype: jax.typing.DTypeLike) -> 
 
 def _scatter(grad: jax.Array, axis: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """This device's share of the float32 sum of all devices' `grad`, which are sent in `dtype`."""
-    shares = jnp.stack(jnp.split(grad.astype(dtype), jax.lax.axis_size("data"), axis))
-    return jax.lax.all_to_all(shares, "data", 0, 0).astype(grad.dtype).sum(0)
+    ways = jax.lax.axis_size("data")
+    shares = grad.reshape(*grad.shape[:axis], ways, -1, *grad.shape[axis + 1 :]).astype(dtype)
+    shares = jax.lax.all_to_all(shares, "data", axis, 0).astype(grad.dtype)
+    # One by one: XLA's reduction of the first axis takes twice the cycles.
+    return functools.reduce(operator.add, shares)
 
 
 def _add_up(grads_and_out):
