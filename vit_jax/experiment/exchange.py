@@ -54,36 +54,40 @@ class Exchange(NamedTuple):
 # Exact types: a plug-in's subclass may draw random values or couple rows in its own way.
 _KNOWN = (ViT, DeiT, T2TViT, AxialViT, HybridViT, BiT)
 
-# Rates of random draws: all devices would draw the same values for their rows.
+# Rates of random draws. On CPUs a run draws the same values on every number of devices.
 _RATES = ("dropout", "attention_dropout", "stochastic_depth")
+
+# Of more, a share of a matrix of 768 rows would be fewer rows than a tile in a TPU's memory has.
+_MOST_SHARES = 64
 
 # The kernels that a ViT casts to its dtype before it multiplies with them.
 _CAST = re.compile(r"(.*/)?(embedding|query|key|value|out|up|down|head_hidden)/kernel")
 
 
 def choose_exchange(model: nn.Module, objective: str, mesh: Mesh) -> Exchange | None:
-    """An exchange where it is faster and changes no more than the rounding; else None.
+    """An exchange that is faster than XLA's own, for supervised training; None: there is none.
 
-    It is for supervised training of a model of this package that draws no random values and has no
-    batch statistics, on a mesh that does not split parameters over fsdp or tensor. The model must
-    then not constrain its activations.
+    The model is one of this package without batch statistics, and must then not constrain its
+    activations. The mesh does not split parameters over fsdp or tensor.
 
-    On CPUs of several processes it is `join_devices`, on TPUs of one slice `share_gradients`, for
-    ViTs without scan.
+    On CPUs of several processes it is `join_devices`, for a model without random draws; it changes
+    no more than the rounding. On TPUs of one slice it is `share_gradients`, for unrolled ViTs; each
+    chip draws its own dropout.
     """
     devices = list(mesh.devices.flat)
     if mesh.shape["fsdp"] > 1 or mesh.shape["tensor"] > 1 or objective != "supervised":
         return None
     if type(model) not in _KNOWN or has_batch_statistics(model):
         return None
-    if any(getattr(model, rate, 0.0) for rate in _RATES):
-        return None
     if devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1:
-        return Exchange(lambda sums, _: join_devices(sums, mesh))
-    one_slice = devices[0].platform == "tpu" and mesh.shape["replica"] == 1 < len(devices)
-    if one_slice and type(model) in (ViT, DeiT) and not model.scan:
-        return Exchange(partial(share_gradients, dtype=model.dtype), splits_params=True)
-    return None
+        draws = any(getattr(model, rate, 0.0) for rate in _RATES)
+        return None if draws else Exchange(lambda sums, _: join_devices(sums, mesh))
+    if devices[0].platform != "tpu" or type(model) not in (ViT, DeiT):
+        return None
+    is_for_shares = mesh.shape["replica"] == 1 < mesh.shape["data"] <= _MOST_SHARES
+    if model.scan or model.stochastic_depth or not is_for_shares:
+        return None
+    return Exchange(partial(share_gradients, dtype=model.dtype), splits_params=True)
 
 
 def join_devices(sums: Sums, mesh: Mesh) -> Sums:
@@ -115,11 +119,14 @@ def share_gradients(sums: Sums, shardings: PyTree, dtype: jax.typing.DTypeLike) 
         names = jax.tree.leaves(tree.leaf_names(state.params))
         dtypes = [dtype if _CAST.fullmatch(name) else jnp.float32 for name in names]
         params = treedef.unflatten(map(_gather, shares, axes, dtypes))
-        grads, out = sums(state.replace(params=params), batch, frozen, key)
-        grads = jax.tree.leaves(grads)
-        whole, out = _add_up(([g for g, axis in zip(grads, axes) if axis is None], out))
-        whole = iter(whole)
-        grads = [next(whole) if axis is None else _scatter(g, axis, to) for g, axis, to in zip(grads, axes, dtypes)]
+        own_key = jax.random.fold_in(key, jax.lax.axis_index("data"))
+        grads, out = sums(state.replace(params=params), batch, frozen, own_key)
+        split = list(zip(jax.tree.leaves(grads), axes, dtypes, strict=True))
+        whole, out = _add_up(([grad for grad, axis, _ in split if axis is None], out))
+        rest = iter(whole)
+        grads = [
+            next(rest) if axis is None else _scatter(grad, axis, to) for grad, axis, to in split
+        ]
         return treedef.unflatten(grads), out
 
     mesh = jax.tree.leaves(shardings)[0].mesh

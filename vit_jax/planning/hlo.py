@@ -87,9 +87,9 @@ class Program:
     def collectives(self) -> list[Collective]:
         """All collectives of the program.
 
-        An asynchronous collective appears in several fusions (start, steps, end) with one chain, or
-        else with one channel, and is counted once. An all-reduce whose result each device slices is reported as a
-        reduce-scatter.
+        An asynchronous collective appears in several fusions (start, steps, end) with one chain,
+        or else one channel, and is counted once. Others may share a channel. An all-reduce whose
+        result each device slices is reported as a reduce-scatter.
         """
         found: dict[tuple, Collective] = {}
         for place in self._places():
