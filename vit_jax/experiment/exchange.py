@@ -43,11 +43,11 @@ Sums = Callable[..., tuple[Params, ObjectiveOutput]]
 class Exchange(NamedTuple):
     """How devices that each compute their own rows get the sums of the whole batch.
 
-    join: join(sums of rows, shardings of the parameters) -> sums of the whole batch.
+    join: join(sums of rows, shardings=those of the parameters) -> sums of the whole batch.
     splits_params: whether large parameters are split over `data`, else each device has all.
     """
 
-    join: Callable[[Sums, PyTree], Sums]
+    join: Callable[..., Sums]
     splits_params: bool = False
 
 
@@ -81,7 +81,7 @@ def choose_exchange(model: nn.Module, objective: str, mesh: Mesh) -> Exchange | 
         return None
     if devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1:
         draws = any(getattr(model, rate, 0.0) for rate in _RATES)
-        return None if draws else Exchange(lambda sums, _: join_devices(sums, mesh))
+        return None if draws else Exchange(lambda sums, shardings: join_devices(sums, mesh))
     if devices[0].platform != "tpu" or type(model) not in (ViT, DeiT):
         return None
     is_for_shares = mesh.shape["replica"] == 1 < mesh.shape["data"] <= _MOST_SHARES
@@ -112,22 +112,24 @@ def share_gradients(sums: Sums, shardings: PyTree, dtype: jax.typing.DTypeLike) 
       shardings: of the parameters: whole on each device, or one axis split over `data`.
       dtype: the model's.
     """
-    axes = [_split_axis(sharding.spec) for sharding in jax.tree.leaves(shardings)]
+    axes = {name: _split_axis(s.spec) for name, s in tree.flatten_names(shardings).items()}
+    sent_as = {name: dtype if _CAST.fullmatch(name) else jnp.float32 for name in axes}
 
     def add(state, batch, frozen, key):
-        shares, treedef = jax.tree.flatten(state.params)
-        names = jax.tree.leaves(tree.leaf_names(state.params))
-        dtypes = [dtype if _CAST.fullmatch(name) else jnp.float32 for name in names]
-        params = treedef.unflatten(map(_gather, shares, axes, dtypes))
+        shares = tree.flatten_names(state.params)
+        params = {name: _gather(shares[name], axes[name], sent_as[name]) for name in axes}
         own_key = jax.random.fold_in(key, jax.lax.axis_index("data"))
-        grads, out = sums(state.replace(params=params), batch, frozen, own_key)
-        split = list(zip(jax.tree.leaves(grads), axes, dtypes, strict=True))
-        whole, out = _add_up(([grad for grad, axis, _ in split if axis is None], out))
-        rest = iter(whole)
-        grads = [
-            next(rest) if axis is None else _scatter(grad, axis, to) for grad, axis, to in split
-        ]
-        return treedef.unflatten(grads), out
+        state = state.replace(params=tree.unflatten_names(params))
+        tree_of_grads, out = sums(state, batch, frozen, own_key)
+        grads = tree.flatten_names(tree_of_grads)
+        whole = {name: grads[name] for name, axis in axes.items() if axis is None}
+        whole, out = _add_up((whole, out))
+        split = {
+            name: _scatter(grads[name], axis, sent_as[name])
+            for name, axis in axes.items()
+            if axis is not None
+        }
+        return tree.unflatten_names(whole | split), out
 
     mesh = jax.tree.leaves(shardings)[0].mesh
     return _on_rows(add, jax.tree.map(lambda sharding: sharding.spec, shardings), mesh)
