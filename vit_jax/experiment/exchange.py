@@ -151,9 +151,10 @@ def _scatter(grad: jax.Array, axis: int, dtype: jax.typing.DTypeLike) -> jax.Arr
     """This device's share of the float32 sum of all devices' `grad`, which are sent in `dtype`."""
     ways = jax.lax.axis_size("data")
     shares = grad.reshape(*grad.shape[:axis], ways, -1, *grad.shape[axis + 1 :]).astype(dtype)
-    shares = jax.lax.all_to_all(shares, "data", axis, 0).astype(grad.dtype)
-    # One by one: XLA's reduction of the first axis takes twice the cycles.
-    return functools.reduce(operator.add, shares)
+    shares = jax.lax.all_to_all(shares, "data", axis, 0)
+    # One by one: XLA's reduction over the first axis takes twice the cycles, and a conversion of
+    # all shares would be an operation of its own.
+    return functools.reduce(operator.add, [share.astype(grad.dtype) for share in shares])
 
 
 def _add_up(grads_and_out):
