@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from vit_jax import tree
 from vit_jax.config import base_config
+from vit_jax.devices import sharding
 from vit_jax.devices.mesh import batch_sharding, make_mesh
 from vit_jax.experiment import experiment
 from vit_jax.experiment.exchange import Exchange, choose_exchange, join_devices, share_gradients
@@ -21,6 +22,8 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import ObjectiveOutput, Term
+
+pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 
 WEIGHTS = {"a": np.arange(12.0).reshape(4, 3) / 7, "b": np.ones((1, 3)), "c": np.ones((1, 3))}
 STATE = {"batch_stats": {"count": jnp.full((2,), 3.0)}}
@@ -60,7 +63,6 @@ def test_joined_gradients_are_those_of_the_batch_in_one_exchange(accum_steps):
     assert sums.model_state["batch_stats"]["count"].tolist() == [3.0, 3.0]  # not added up
 
 
-pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 SPLIT = {"a": P("data"), "b": P(None, "data"), "c": P()}
 
 
@@ -95,6 +97,12 @@ def test_chips_that_share_their_gradients_draw_their_own_values(monkeypatch):
     (grads, sums), _ = gradients_of(mesh, 1, exchange=exchange)
     mean, squares = float(grads["c"][0, 0]), float(sums.metric_sums["squares"]) / 4
     assert squares - mean**2 > 0.001
+
+
+def test_chips_do_not_share_the_gradients_of_a_tiny_model(monkeypatch):
+    monkeypatch.setattr(sharding, "SPLIT_FROM", 32 * 64 + 1)
+    vit = create_model("ViT-Ti/4", 10, (8, 8), **SMALL)
+    assert choose_exchange(vit, "supervised", processes("tpu")) is None
 
 
 def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(monkeypatch):

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from vit_jax import tree
+from vit_jax.devices import sharding
 from vit_jax.devices.mesh import BATCH_AXES
 from vit_jax.models.axial import AxialViT
 from vit_jax.models.bit import BiT
@@ -84,8 +85,9 @@ def choose_exchange(model: nn.Module, objective: str, mesh: Mesh) -> Exchange | 
         return None if draws else Exchange(lambda sums, shardings: join_devices(sums, mesh))
     if devices[0].platform != "tpu" or type(model) not in (ViT, DeiT):
         return None
-    is_for_shares = mesh.shape["replica"] == 1 < mesh.shape["data"] <= _MOST_SHARES
-    if model.scan or model.stochastic_depth or not is_for_shares:
+    if model.scan or model.stochastic_depth or model.width * model.mlp_dim < sharding.SPLIT_FROM:
+        return None
+    if mesh.shape["replica"] > 1 or not 1 < mesh.shape["data"] <= _MOST_SHARES:
         return None
     return Exchange(partial(share_gradients, dtype=model.dtype), splits_params=True)
 
@@ -132,7 +134,7 @@ def share_gradients(sums: Sums, shardings: PyTree, dtype: jax.typing.DTypeLike) 
         return tree.unflatten_names(whole | split), out
 
     mesh = jax.tree.leaves(shardings)[0].mesh
-    return _on_rows(add, jax.tree.map(lambda sharding: sharding.spec, shardings), mesh)
+    return _on_rows(add, jax.tree.map(lambda split: split.spec, shardings), mesh)
 
 
 def _split_axis(spec: P) -> int | None:
