@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from vit_jax.devices.kernels import choose_forms, has_kernels, tpu_forms
 from vit_jax.devices.mesh import make_mesh
@@ -152,6 +153,20 @@ def test_relative_positions_without_a_number_of_keys_count_all_tokens(monkeypatc
     for num_keys in (None, 7):
         kernel((q_BNHK,) * 3, (None,) * 3, relative, num_keys)
     assert [(sizes.num_keys, sizes.num_prefix) for sizes in seen] == [(8, 1), (7, 0)]
+
+
+def test_kernels_of_a_device_that_computes_its_own_rows_take_its_arrays_as_they_are(monkeypatch):
+    seen = []
+    target = "vit_jax.devices.kernels.short_attention.attention"
+    monkeypatch.setattr(target, lambda qkv, *args: seen.append(qkv[0].shape) or qkv[0])
+    mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
+    kernel = tpu_forms(small_model(), mesh).attention_kernel
+    attend = lambda q_BNHK: kernel((q_BNHK,) * 3, (None,) * 3, None, None)  # noqa: E731
+    own_rows = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    for on_rows in (attend, own_rows):
+        with jax.set_mesh(mesh):
+            assert on_rows(jnp.ones((4, 8, 4, 8))).shape == (4, 8, 4, 8)
+    assert seen == [(2, 8, 32)] * 2
 
 
 def test_plain_is_the_default_form():

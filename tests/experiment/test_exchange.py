@@ -1,5 +1,6 @@
-"""Gradients of several CPU processes, exchanged as one array."""
+"""Gradients exchanged by devices that each compute their own rows."""
 
+import functools
 import math
 import types
 
@@ -7,14 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from vit_jax import tree
+from vit_jax.config import base_config
+from vit_jax.devices import sharding
 from vit_jax.devices.mesh import batch_sharding, make_mesh
-from vit_jax.experiment.exchange import choose_exchange, join_devices
+from vit_jax.experiment import experiment
+from vit_jax.experiment.exchange import Exchange, choose_exchange, join_devices, share_gradients
 from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import ObjectiveOutput, Term
+
+pytestmark = pytest.mark.usefixtures("small_moments_are_split")
 
 WEIGHTS = {"a": np.arange(12.0).reshape(4, 3) / 7, "b": np.ones((1, 3)), "c": np.ones((1, 3))}
 STATE = {"batch_stats": {"count": jnp.full((2,), 3.0)}}
@@ -54,6 +63,91 @@ def test_joined_gradients_are_those_of_the_batch_in_one_exchange(accum_steps):
     assert sums.model_state["batch_stats"]["count"].tolist() == [3.0, 3.0]  # not added up
 
 
+SPLIT = {"a": P("data"), "b": P(None, "data"), "c": P()}
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_shared_gradients_are_those_of_the_batch_without_large_all_reduces(
+    accum_steps, monkeypatch
+):
+    monkeypatch.setitem(WEIGHTS, "a", np.arange(16.0).reshape(4, 4) / 7)
+    monkeypatch.setitem(WEIGHTS, "b", np.ones((1, 4)))
+    mesh = make_mesh(replica=1, data=4, fsdp=1, tensor=1, devices=jax.devices()[:4])
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPLIT.items()}
+    exchange = functools.partial(share_gradients, shardings=shardings, dtype=jnp.bfloat16)
+    (grads, sums), program = gradients_of(mesh, accum_steps, exchange=exchange)
+    (expected, expected_sums), _ = gradients_of(mesh, 1)
+    assert program.count(" all-reduce(") == 1 and program.count(" all-to-all(") == 2
+    for name, value in expected.items():
+        assert grads[name].sharding.is_equivalent_to(shardings[name], 2)
+        np.testing.assert_allclose(grads[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+    np.testing.assert_allclose(sums.loss, expected_sums.loss, rtol=1e-6)
+    assert sums.model_state["batch_stats"]["count"].tolist() == [3.0, 3.0]  # not added up
+
+
+def test_chips_that_share_their_gradients_draw_their_own_values(monkeypatch):
+    def drawn(params, model_state, batch, rng):
+        value = jax.random.uniform(rng)
+        return ObjectiveOutput(params["c"].sum() * value, 1.0, {"squares": value**2}, model_state)
+
+    monkeypatch.setitem(globals(), "loss", drawn)
+    mesh = make_mesh(replica=1, data=4, fsdp=1, tensor=1, devices=jax.devices()[:4])
+    shardings = dict.fromkeys(WEIGHTS, NamedSharding(mesh, P()))
+    exchange = functools.partial(share_gradients, shardings=shardings, dtype=jnp.float32)
+    (grads, sums), _ = gradients_of(mesh, 1, exchange=exchange)
+    mean, squares = float(grads["c"][0, 0]), float(sums.metric_sums["squares"]) / 4
+    assert squares - mean**2 > 0.001
+
+
+def test_chips_do_not_share_the_gradients_of_a_tiny_model(monkeypatch):
+    monkeypatch.setattr(sharding, "SPLIT_FROM", 32 * 64 + 1)
+    vit = create_model("ViT-Ti/4", 10, (8, 8), **SMALL)
+    assert choose_exchange(vit, "supervised", processes("tpu")) is None
+
+
+def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(monkeypatch):
+    """Its parameters and moments are split by rows, those that its head uses in float32 too."""
+    config = base_config()
+    config.global_batch_size, config.duration = 16, "2 steps"
+    config.model.name, config.model.pool, config.model.dtype = "ViT-mu/4", "gap", "bfloat16"
+    config.model.width, config.model.depth, config.model.mlp_dim, config.model.num_heads = (
+        32,
+        1,
+        64,
+        2,
+    )
+    config.data.name, config.data.image_size, config.data.ops = "synthetic", 8, "flip"
+    config.data.num_classes, config.data.num_examples = 8, 64
+    config.optimizer.peak_lr, config.optimizer.grad_clip_norm = 1e-3, 1.0
+    mesh = make_mesh(replica=1, data=8, fsdp=1, tensor=1)
+    exchange = Exchange(functools.partial(share_gradients, dtype=jnp.bfloat16), splits_params=True)
+    norms, states = [], []
+    for chosen in (None, exchange):
+        monkeypatch.setattr(experiment, "choose_exchange", lambda *args, to=chosen: to)
+        made = experiment.make_experiment(config, mesh)
+        rng = np.random.default_rng(0)
+        with jax.set_mesh(mesh):
+            state = made.init()
+            batch = {
+                "image": rng.integers(0, 256, (16, 8, 8, 3), np.uint8),
+                "label": rng.integers(0, 8, 16, np.int32),
+                "mask": np.float32(np.arange(16) % 4 > 0),
+                "id": np.arange(16, dtype=np.int32),
+            }
+            batch = jax.device_put(batch, batch_sharding(mesh))
+            state, metrics = made.train_step(state, batch)
+        norms.append(float(metrics["grad_norm"]))
+        states.append(state)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2)
+    plain, shared = (tree.flatten_names(state) for state in states)
+    for name, value in plain.items():
+        error = np.linalg.norm(np.subtract(shared[name], value).ravel())
+        assert error <= 2e-2 * np.linalg.norm(np.ravel(value)), name
+        is_split = name.endswith("/kernel")
+        ways = value.size // math.prod(shared[name].sharding.shard_shape(value.shape))
+        assert ways == (8 if is_split else 1), name
+
+
 def test_further_terms_are_not_exchanged(monkeypatch):
     """A device would divide them by the weight of its own rows."""
     mesh = make_mesh(replica=1, data=8, fsdp=1, tensor=1)
@@ -63,6 +157,27 @@ def test_further_terms_are_not_exchanged(monkeypatch):
     monkeypatch.setitem(globals(), "loss", with_term)
     with pytest.raises(ValueError, match="leave the objective out of choose_exchange"):
         gradients_of(mesh, 1, exchange=lambda sums: join_devices(sums, mesh))
+
+
+@pytest.mark.parametrize(
+    ("shares", "mesh", "model"),
+    [
+        (True, {}, {}),
+        (True, {}, {"dtype": jnp.bfloat16, "remat": "full"}),
+        (True, {}, {"dropout": 0.1, "attention_dropout": 0.1}),
+        (False, {}, {"stochastic_depth": 0.1}),
+        (False, {}, {"head_batch_norm": True}),
+        (False, {}, {"scan": True}),
+        (False, {"indices": (0,) * 128}, {}),
+        (False, {"replica": 2, "data": 1}, {}),
+        (False, {"data": 1, "fsdp": 2}, {}),
+        (False, {"indices": (0,)}, {}),
+    ],
+)
+def test_when_chips_share_their_gradients(shares, mesh, model):
+    vit = create_model("ViT-Ti/4", 10, (8, 8), **{**SMALL, "dropout": 0.0, **model})
+    exchange = choose_exchange(vit, "supervised", processes("tpu", **mesh))
+    assert (exchange is not None and exchange.splits_params) == shares
 
 
 def processes(platform="cpu", indices=(0, 1), **axes):

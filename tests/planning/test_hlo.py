@@ -162,6 +162,37 @@ ENTRY %main (a: bf16[4,8], b: f32[2,3]) -> f32[8,3] {
     }  # fmt: skip
 
 
+def test_exchanges_that_share_a_channel_all_count():
+    """As those of one `jax.shard_map` do; the fusions of an asynchronous one have its chain."""
+    gather = "all-gather(%p), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}"
+    fusions = "".join(
+        f"""
+%async_collective_fusion.{i} (p: bf16[4]) -> bf16[16] {{
+  %p = bf16[4]{{0}} parameter(0)
+  ROOT %gather.{i} = bf16[16]{{0}} {gather}, frontend_attributes={{chain_id="{chain}"}}
+}}
+"""
+        for i, chain in enumerate((0, 0, 1))
+    )
+    calls = "\n".join(
+        f"  %fusion.{i} = bf16[16]{{0}} fusion(%p), calls=%async_collective_fusion.{i}"
+        for i in range(3)
+    )
+    text = f"""
+HloModule step, num_partitions=4
+{fusions}
+ENTRY %main (p: bf16[4]) -> bf16[4] {{
+  %p = bf16[4]{{0}} parameter(0)
+{calls}
+  %gather.3 = bf16[16]{{0}} {gather}
+  %gather.4 = bf16[16]{{0}} {gather}
+  ROOT %out = bf16[4]{{0}} add(%p, %p)
+}}
+"""
+    found = [each.asynchronous for each in Program(text).collectives()]
+    assert found == [True, True, False, False]
+
+
 @pytest.mark.parametrize(("target", "number"), [("{1,2}x{0:3}", 2), ("{1:4}x{0:1}", 4)])
 def test_exchanges_between_slices_go_through_hosts(target, number):
     text = f"""

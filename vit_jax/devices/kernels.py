@@ -142,8 +142,11 @@ def _tpu_attention(qkv, biases, relative, num_keys, *, mesh: Mesh):
 def _on_devices(attend: Callable, mesh: Mesh, num_args: int) -> Callable:
     """`attend` on every device's images and heads.
 
-    It takes arrays (B, N, H, K), then (H, K), then one that is the same on all devices.
+    It takes arrays (B, N, H, K), then (H, K), then one that is the same on all devices. Where each
+    device computes its own rows already (`experiment.exchange`), it is `attend`.
     """
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return attend
     images, heads = P(BATCH_AXES, None, "tensor", None), P("tensor", None)
     return jax.shard_map(
         attend,
@@ -184,8 +187,17 @@ def draw_bytes_by_device(key, shape, axes, mesh: Mesh):
 
     Each device draws the bytes of its share of `shape` by a key of its own, because XLA's
     partitioner would draw those of all devices on each. So the bytes depend on the mesh, and on the
-    version of XLA.
+    version of XLA. Where each device computes its own rows already (`experiment.exchange`), `key`
+    and `shape` are its own.
     """
+
+    def draw(key, shape):
+        halves = [jax.random.key_data(key)] * 2
+        rbg_key = jax.random.wrap_key_data(jnp.concatenate(halves), impl="rbg")
+        return jax.random.bits(rbg_key, shape, jnp.uint8)
+
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return draw(key, shape)
     spec = [
         BATCH_AXES if axis == "batch" else axis if axis and size % mesh.shape[axis] == 0 else None
         for axis, size in zip(axes, shape, strict=True)
@@ -193,14 +205,11 @@ def draw_bytes_by_device(key, shape, axes, mesh: Mesh):
     split = [axis for axis in mesh.axis_names if axis in BATCH_AXES or axis in spec]
     share = NamedSharding(mesh, P(*spec)).shard_shape(shape)
 
-    def draw(key_data):
-        key = jax.random.fold_in(jax.random.wrap_key_data(key_data), jax.lax.axis_index(split))
-        halves = [jax.random.key_data(key)] * 2
-        return jax.random.bits(
-            jax.random.wrap_key_data(jnp.concatenate(halves), impl="rbg"), share, jnp.uint8
-        )
+    def draw_share(key_data):
+        key = jax.random.wrap_key_data(key_data)
+        return draw(jax.random.fold_in(key, jax.lax.axis_index(split)), share)
 
-    drawn = jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=P(*spec), check_vma=False)
+    drawn = jax.shard_map(draw_share, mesh=mesh, in_specs=P(), out_specs=P(*spec), check_vma=False)
     return drawn(jax.random.key_data(key))
 
 

@@ -67,7 +67,7 @@ SPLIT_FROM = 1 << 16
 _FACTORED = re.compile(r"opt_state/(?:.*/)?(?P<moment>v_row|v_col|v)/(?P<param>.*)")
 
 
-def state_shardings(state, mesh: Mesh):
+def state_shardings(state, mesh: Mesh, splits_params: bool = False):
     """The sharding of every leaf of `state`, a pytree of arrays or of their shapes.
 
     Factored moments are sharded like their parameter on the axes that remain. Other moments and
@@ -98,7 +98,9 @@ def state_shardings(state, mesh: Mesh):
                 spec[i] = None
         in_layer = leaf.shape[leaf.ndim - len(axes) :]
         is_large = math.prod(in_layer) >= SPLIT_FROM
-        if axes and is_large and not factored and _FOLLOWERS.match(name):
+        if axes and is_large and not factored and splits_params:
+            spec = _split_rows(spec, leaf.shape, len(axes), mesh)
+        elif axes and is_large and not factored and _FOLLOWERS.match(name):
             spec = _split_over_data(spec, leaf.shape, mesh)
         while spec and spec[-1] is None:
             spec.pop()
@@ -124,6 +126,17 @@ def _split_over_data(spec: list, shape: tuple[int, ...], mesh: Mesh) -> list:
         parts = mesh.shape[spec[i]] if spec[i] else 1
         if mesh.shape["data"] > 1 and shape[i] % (parts * mesh.shape["data"]) == 0:
             return [*spec[:i], (spec[i], "data") if spec[i] else "data", *spec[i + 1 :]]
+    return spec
+
+
+def _split_rows(spec: list, shape: tuple[int, ...], num_axes: int, mesh: Mesh) -> list:
+    """`spec` with `data` on the first of the last `num_axes` axes whose size allows it.
+
+    The shares of a matrix that is split by rows lie in one piece, and no TPU has to copy them.
+    """
+    for i in range(len(spec) - num_axes, len(spec)):
+        if shape[i] % mesh.shape["data"] == 0:
+            return [*spec[:i], "data", *spec[i + 1 :]]
     return spec
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import flax.linen as nn
@@ -178,8 +179,8 @@ def make_experiment(
     exchange = choose_exchange(model, config.objective.name, mesh)
     learner = model if exchange is None else without_constraints(model)
 
-    objective_of = functools.partial(make_config_objective, config, batch, durations, teachers)
-    to_mesh = functools.partial(on_mesh, mesh=mesh, kernels=config.model.kernels)
+    objective_of = partial(make_config_objective, config, batch, durations, teachers)
+    to_mesh = partial(on_mesh, mesh=mesh, kernels=config.model.kernels)
     objective = objective_of(learner, to_mesh)
     transform = make_transform(config, preprocessing)
 
@@ -187,7 +188,7 @@ def make_experiment(
     tx = make_optimizer(**optimizer_fields(config), schedule=schedule, total_steps=total_steps)
     ema_decay = make_ema_decay(o.ema_decay, o.ema_decay_end, total_steps)
 
-    init = functools.partial(
+    init = partial(
         init_state,
         model,
         tx,
@@ -197,14 +198,16 @@ def make_experiment(
         init_objective=objective.init,
     )
     with jax.set_mesh(mesh):
-        state = with_shardings(jax.eval_shape(init), mesh)
+        splits_params = exchange is not None and exchange.splits_params
+        state = with_shardings(jax.eval_shape(init), mesh, splits_params)
     frozen = () if objective.frozen is None else (with_shardings(objective.frozen, mesh),)
     arguments = (state, batch.arrays(batch_sharding(mesh)), *frozen)
     shardings = jax.tree.map(lambda x: x.sharding, arguments)
 
     grad_shardings = gradient_shardings(shardings[0].params, mesh)
+    join = None if exchange is None else partial(exchange.join, shardings=shardings[0].params)
     gradients = make_gradients(
-        objective, transform, config.seed, accum_steps, o.freeze, grad_shardings, exchange
+        objective, transform, config.seed, accum_steps, o.freeze, grad_shardings, join
     )
     step, norms = make_train_step(gradients, tx, ema_decay), make_layer_norms(gradients, tx)
 
@@ -212,7 +215,7 @@ def make_experiment(
         plain = objective_of(in_plain_form(model), in_plain_form)
         return make_gradients(plain, transform, config.seed, freeze=freeze)
 
-    jit = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
+    jit = partial(jax.jit, compiler_options=compiler_options(mesh))
     return Experiment(
         model=model,
         schedule=schedule,
@@ -233,10 +236,10 @@ def make_experiment(
     )
 
 
-def with_shardings(arrays: Tree, mesh: Mesh) -> Tree:
+def with_shardings(arrays: Tree, mesh: Mesh, splits_params: bool = False) -> Tree:
     """The shape, dtype and sharding over `mesh` of each leaf."""
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         arrays,
-        state_shardings(arrays, mesh),
+        state_shardings(arrays, mesh, splits_params),
     )

@@ -17,7 +17,7 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.data.device_ops import DeviceTransform
 from vit_jax.errors import InputError
-from vit_jax.experiment.exchange import Exchange
+from vit_jax.experiment.exchange import Sums
 from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.contract import (
     Objective,
@@ -39,7 +39,7 @@ def make_gradients(
     accum_steps: int = 1,
     freeze: str | None = None,
     shardings: PyTree = None,
-    exchange: Exchange | None = None,
+    exchange: Callable[[Sums], Sums] | None = None,
 ) -> Gradients:
     """Make gradients(state, batch, frozen) -> (gradients of the loss, the objective's sums).
 
@@ -101,6 +101,8 @@ def make_gradients(
         if has_terms and exchange is not None:
             raise ValueError("a device cannot divide further terms by the weights of the batch; "
                              "leave the objective out of choose_exchange")  # fmt: skip
+        if accum_steps == 1:
+            return one_pass(lambda sums: sums.loss_sum, state, batch, frozen, key)
         weights = _add_up(weights_of, {}, accum_steps)[0] if has_terms else None
 
         def loss_of(sums):

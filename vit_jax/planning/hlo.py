@@ -87,9 +87,9 @@ class Program:
     def collectives(self) -> list[Collective]:
         """All collectives of the program.
 
-        An asynchronous collective appears in several fusions (start, steps, end) with one channel
-        and is counted once. An all-reduce whose result each device slices is reported as a
-        reduce-scatter.
+        An asynchronous collective appears in several fusions (start, steps, end) with one chain,
+        or else one channel, and is counted once. Others may share a channel. An all-reduce whose
+        result each device slices is reported as a reduce-scatter.
         """
         found: dict[tuple, Collective] = {}
         for place in self._places():
@@ -106,7 +106,9 @@ class Program:
                 outer.name.startswith("async") for outer in place.within
             )  # fmt: skip
             channel = re.search(r"channel_id=(\d+)", each.attributes)
-            key = (place.computation, kind, channel[1] if channel else each.name)
+            chain = re.search(r'chain_id="(\d+)"', each.attributes)
+            number = chain or (channel if place.within else None)
+            key = (place.computation, kind, bool(chain), number[1] if number else each.name)
             groups = _groups(each.attributes, self.num_devices)
             if each.opcode != kind:
                 size = _started_bytes(each)
