@@ -15,7 +15,8 @@ from vit_jax.models.attention import Attention
 from vit_jax.models.dot_product import choose_attention, dot_product_attention
 from vit_jax.models.dropout import draw_kept, threefry_bytes
 from vit_jax.models.forms import multiply_on_cpu
-from vit_jax.models.layers import GELU, Encoder, EncoderBlock, MapHead, Mlp
+from vit_jax.models.gelu import GELU
+from vit_jax.models.layers import Encoder, EncoderBlock, MapHead, Mlp
 
 B, N, D, H, F = 3, 5, 12, 3, 20
 KEYS = {"dropout": jax.random.key(7)}
@@ -52,7 +53,27 @@ def test_gradients_of_the_product_on_cpus(shape):
 @pytest.mark.parametrize("form", ["tanh", "exact"])
 def test_gelu(form):
     x = np.linspace(-6, 6, 1001)
-    np.testing.assert_allclose(GELU[form](jnp.float32(x)), numpy_vit.gelu(x, form), atol=2e-6)
+    found = GELU[form](jnp.float32(x), None, 0.0)
+    np.testing.assert_allclose(found, numpy_vit.gelu(x, form), atol=2e-6)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_gradient_of_gelu_with_its_dropout_is_that_of_jax(dropped, dtype):
+    x, g = jnp.linspace(-6, 6, 1001).astype(dtype), normal(1001).astype(dtype)
+    kept = jnp.arange(1001) % 3 > 0 if dropped else None
+
+    def by_jax(x):
+        y = jax.nn.gelu(x.astype(jnp.float32))
+        return (jnp.where(kept, y * (256 / 192), 0) if dropped else y).astype(dtype)
+
+    expected, vjp = jax.vjp(by_jax, x)
+    found, our_vjp = jax.vjp(lambda x: GELU["tanh"](x, kept, 0.25), x)
+    assert found.dtype == our_vjp(g)[0].dtype == dtype
+    tolerance = 6e-6 if dtype == jnp.float32 else 2e-2
+    assert_same(found.astype(jnp.float32), expected.astype(jnp.float32), tolerance=tolerance)
+    for ours, theirs in zip(our_vjp(g), vjp(g), strict=True):
+        assert_same(ours.astype(jnp.float32), theirs.astype(jnp.float32), tolerance=tolerance)
 
 
 def test_gelu_forms_differ():

@@ -5,7 +5,7 @@
 The real training step is compiled ahead of time for a TPU slice, on any Linux machine without a
 TPU. For GPUs, without libtpu, and with --no_compile, memory and time are calculated instead. Own
 pictures are only counted, no other data are read. Results are cached. Exit code 3: the run does not
-fit; by calculation, with no mesh and no remat.
+fit, in any layout that the config leaves open.
 """
 
 import argparse
@@ -84,10 +84,16 @@ def main(flags: argparse.Namespace) -> int:
     config = load_valid_config(flags)
 
     from vit_jax import metrics  # imports TensorBoard, so only after the flags are checked
-    from vit_jax.planning import cache_file, plan
+    from vit_jax.planning import cache_file
     from vit_jax.planning.estimates import estimate
     from vit_jax.planning.plan_figures import show_sharding
-    from vit_jax.planning.search import find_layouts, find_remedies, search
+    from vit_jax.planning.search import (
+        find_layouts,
+        find_remedies,
+        plan_layouts,
+        rank_layouts,
+        search,
+    )
     from vit_jax.planning.targets import Target, start_planning
     from vit_jax.run.opener import Tables
     from vit_jax.run.resolve import resolve
@@ -104,9 +110,10 @@ def main(flags: argparse.Namespace) -> int:
         ]
         rows = find(config, target, price)
         return _show(flags, rows, draw, any(row["fits"] for row in rows))
-    if target.is_compiled_for and not cache_file(config, target).exists():
-        logger.info("%s", _first_answer(config, target, price))
-    figures = plan(config, target)
+    layouts = rank_layouts(config, target)
+    if target.is_compiled_for and not cache_file(layouts[0], target).exists():
+        logger.info("%s", _first_answer(layouts[0], target, price))
+    config, figures = plan_layouts(layouts, target)
     figures |= {"estimate": estimate(figures, price)}
     fits = figures["memory_bytes"]["fits"]
     if not fits:
@@ -115,15 +122,7 @@ def main(flags: argparse.Namespace) -> int:
         figures["remedies"] = find_remedies(
             config, target, figures, calculate=not target.is_compiled_for
         )
-    return _show(flags, figures, print_plan, fits or _other_layout_may_fit(figures))
-
-
-def _other_layout_may_fit(figures: dict[str, Any]) -> bool:
-    """Whether the run may fit in another layout, by calculation."""
-    return figures["by"] == "calculation" and any(
-        remedy["fits"] and all(key.startswith(("mesh.", "model.")) for key in remedy["change"])
-        for remedy in figures["remedies"]
-    )
+    return _show(flags, figures, print_plan, fits)
 
 
 def _first_answer(config: ConfigDict, target: Any, price: float | None) -> str:
@@ -165,10 +164,7 @@ def answer(figures: dict[str, Any]) -> str:
     if memory["fits"]:
         verdict = "May not fit" if memory["may_not_fit"] else "Fits"
         return f"{verdict}, by {by}: {space}; {time}"
-    verdict = "Does not fit"
-    if "remedies" in figures and _other_layout_may_fit(figures):
-        verdict = "May not fit"
-    parts = [f"{verdict}, by {by}: needs {space}", f"would take {time}"]
+    parts = [f"Does not fit, by {by}: needs {space}", f"would take {time}"]
     if "remedies" in figures:
         parts.append(_remedy(figures["remedies"]))
     return "; ".join(parts)

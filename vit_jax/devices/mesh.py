@@ -75,12 +75,17 @@ def start_backend(platform: str | None = None) -> None:
 
 
 def make_mesh(
-    *, replica: int | None, data: int, fsdp: int, tensor: int, devices: Sequence | None = None
+    *,
+    replica: int | None = None,
+    data: int | None = None,
+    fsdp: int | None = None,
+    tensor: int = 1,
+    devices: Sequence | None = None,
 ) -> Mesh:
     """Make a mesh of all devices (or of `devices`); one axis may be -1 for all remaining devices.
 
     With several TPU slices, each slice holds whole replicas, so the other axes use the fast links
-    inside a slice. `replica` None makes one replica per slice.
+    inside a slice. `replica` None makes one replica per slice, `data` None is -1, `fsdp` None 1.
 
     Raises:
       InputError: if the product of the sizes is not the number of devices, or `replica` is not a
@@ -89,6 +94,7 @@ def make_mesh(
     devices = jax.devices() if devices is None else devices
     num_slices = count_slices(devices)
     replica = num_slices if replica is None else replica
+    data, fsdp = -1 if data is None else data, 1 if fsdp is None else fsdp
     sizes = dict(zip(AXES, (replica, data, fsdp, tensor), strict=True))
     given = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     open_axes = [axis for axis, size in sizes.items() if size == -1]

@@ -45,8 +45,12 @@ def draw_kept(draw: DrawBytes, key, rate: float, shape, axes):
 
 
 def drop(x, kept, rate: float):
-    """`x` where `kept`, divided by `kept_share(rate)`; else 0."""
-    return jnp.where(kept, x / kept_share(rate), 0).astype(x.dtype)
+    """`x` where `kept`, divided by `kept_share(rate)`; else 0.
+
+    It multiplies in float32, where the factor is exact enough; TPUs divide slowly.
+    """
+    scaled = x.astype(jnp.float32) * (1 / kept_share(rate))
+    return jnp.where(kept, scaled, 0).astype(x.dtype)
 
 
 class Dropout(nn.Module):
@@ -62,8 +66,12 @@ class Dropout(nn.Module):
     draw: DrawBytes = threefry_bytes
 
     @nn.compact
-    def __call__(self, x, axes, *, train=False):
+    def draw_kept(self, shape, axes, *, train=False):
+        """A mask of the values that are kept; None: all are."""
         if not train or self.rate == 0:
-            return x
-        kept = draw_kept(self.draw, self.make_rng("dropout"), self.rate, x.shape, axes)
-        return drop(x, kept, self.rate)
+            return None
+        return draw_kept(self.draw, self.make_rng("dropout"), self.rate, shape, axes)
+
+    def __call__(self, x, axes, *, train=False):
+        kept = self.draw_kept(x.shape, axes, train=train)
+        return x if kept is None else drop(x, kept, self.rate)

@@ -17,9 +17,8 @@ from vit_jax.models.attention import NORM_EPS, NORMS, Attention, KernelAttention
 from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.forms import PLAIN, BlockOps, Constrain, unconstrained
+from vit_jax.models.gelu import GELU
 from vit_jax.models.position import Positions, Relative
-
-GELU = {"tanh": partial(nn.gelu, approximate=True), "exact": partial(nn.gelu, approximate=False)}
 
 REMAT_POLICIES = {
     "none": None,
@@ -53,9 +52,9 @@ class Mlp(nn.Module):
         )
         y_BNF = dense(self.mlp_dim, name="up")(x_BND)
         y_BNF = self.constrain(y_BNF, ("batch", None, "tensor"))
-        y_BNF = GELU[self.gelu](y_BNF)
         dropout = partial(Dropout, self.dropout, self.forms.draw_bytes)
-        y_BNF = dropout()(y_BNF, ("batch", None, "tensor"), train=train)
+        kept_BNF = dropout().draw_kept(y_BNF.shape, ("batch", None, "tensor"), train=train)
+        y_BNF = GELU[self.gelu](y_BNF, kept_BNF, self.dropout)
         y_BND = dense(x_BND.shape[-1], name="down")(y_BNF)
         return dropout()(y_BND, ("batch", None, None), train=train)
 

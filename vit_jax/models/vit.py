@@ -24,7 +24,8 @@ from vit_jax.models.fields import (
     find_undivided,
     find_unknown,
 )
-from vit_jax.models.layers import GELU, REMAT_POLICIES, BlockFields, Encoder, EncoderBlock, MapHead
+from vit_jax.models.gelu import GELU
+from vit_jax.models.layers import REMAT_POLICIES, BlockFields, Encoder, EncoderBlock, MapHead
 from vit_jax.models.position import (
     LEARNED,
     POS_EMBEDS,

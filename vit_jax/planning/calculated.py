@@ -25,6 +25,7 @@ from vit_jax.config import num_microbatches
 from vit_jax.config import stored as stored_config
 from vit_jax.devices.chips import GPUS_PER_HOST
 from vit_jax.devices.mesh import AXES, BATCH_AXES, make_mesh
+from vit_jax.experiment.exchange import choose_exchange
 from vit_jax.experiment.experiment import Experiment, with_shardings
 from vit_jax.experiment.optimizers.masks import leaves_that_learn
 from vit_jax.models import find_family
@@ -34,6 +35,7 @@ from vit_jax.models.resnet import scans_units
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import TokenPass
 from vit_jax.objectives.features import compares_layers
+from vit_jax.planning.estimates import exchange_s
 from vit_jax.planning.kept import Leaf, peak_bytes
 from vit_jax.planning.plan_figures import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
@@ -45,12 +47,16 @@ from vit_jax.planning.tensor_exchanges import (
 )
 from vit_jax.run.teachers import planned_experiment
 
+_SCAN = 0.05  # a scan with full remat takes 5 % longer than full remat of unrolled layers: L/16
 UNCERTAINTY = 0.15  # of a calculated peak; docs/explanation/plans.md compares it with compiled ones
 
 _IN_LAYERS = re.compile(r"(?:.*/)?layer(?:s|_(\d+))/")
 _HEAD = re.compile(r"(?:head|head_distillation)/")
 _UNIT = re.compile(r"(?:.*/)?stage_(\d+)/layer_(\d+)/")
 _CONVOLUTION = re.compile(r"(?:^|/)conv\w*/kernel$")
+
+# The exchanges within a slice behind which the TPU compiler (libtpu 0.0.52) computes.
+_HIDDEN = ("all-gather", "all-to-all")
 
 
 def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
@@ -104,6 +110,36 @@ def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
     Raises:
       InputError: as `calculate_plan`.
     """
+    return _lay_out(config, target)[1]
+
+
+def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
+    """What ranks the layout of `config`, in as little time as `calculate_memory`, which it has.
+
+    recomputed: share of the layers that the backward pass computes again; a scan adds a little.
+    exchange_s: seconds of a step's exchanges that add to it, and of those behind computation.
+
+    Raises:
+      InputError: as `calculate_plan`.
+    """
+    mesh = plan_mesh(config, target, describe_devices(target))
+    experiment, memory = _lay_out(config, target)
+    images = config.global_batch_size // batch_ways(mesh.shape)
+    table = collective_table(experiment, mesh.shape, target, images, num_microbatches(config))
+    hidden, added = exchange_s(table, target.chip)
+    model = experiment.model
+    again = float(value_of(model, "remat") != "none")
+    if again and config.model.remat_layers is not None:
+        again = config.model.remat_layers / model.depth
+    return {
+        "memory_bytes": memory,
+        "recomputed": again + _SCAN * value_of(model, "scan"),
+        "exchange_s": (added, hidden),
+    }
+
+
+def _lay_out(config: ConfigDict, target: Target) -> tuple[Experiment, dict[str, Any]]:
+    """An experiment whose state is on the config's mesh, and the memory of its step."""
     mesh = plan_mesh(config, target, describe_devices(target))
     alone = config.copy_and_resolve_references()
     alone.global_batch_size = config.global_batch_size // batch_ways(mesh.shape)
@@ -117,7 +153,7 @@ def calculate_memory(config: ConfigDict, target: Target) -> dict[str, Any]:
     state = state_bytes(experiment)
     peak = sum(state.values()) + temporaries
     uncertain = judge(peak, target, uncertainty=UNCERTAINTY)
-    return {**state, "temporaries": temporaries, "peak": peak, **uncertain}
+    return experiment, {**state, "temporaries": temporaries, "peak": peak, **uncertain}
 
 
 def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[Experiment, int]:
@@ -132,9 +168,11 @@ def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[E
     experiment, jaxpr = _trace(
         _Alone(stored_config.to_json(alone) + target.slice.chip, alone, target)
     )
+    exchange = choose_exchange(experiment.model, alone.objective.name, mesh)
+    splits = exchange is not None and exchange.splits_params
     experiment = dataclasses.replace(
         experiment,
-        abstract_state=with_shardings(experiment.abstract_state, mesh),
+        abstract_state=with_shardings(experiment.abstract_state, mesh, splits),
         abstract_frozen=with_shardings(experiment.abstract_frozen, mesh),
     )
     params = tree.flatten_names(experiment.abstract_state.params)
@@ -218,7 +256,10 @@ def collective_table(
     images: int,
     accum_steps: int,
 ) -> list[dict[str, Any]]:
-    """The collectives that the sharding needs, by the ring algorithm, all asynchronous.
+    """The collectives that the sharding needs, by the ring algorithm.
+
+    On TPUs computation waits for sums over the devices of a slice, and for what is gathered after
+    the update; on GPUs, and between slices, it goes on.
 
     A collective over several axes becomes one per axis: first between the nearest devices, then
     over the next axis with only each device's part. The collectives of parameters follow XLA's
@@ -233,6 +274,8 @@ def collective_table(
       whole gradient and each device keeps its slice. Over the other axes gradients are all-reduced
       once per step. On TPUs they are reduce-scattered over fsdp and all-reduced over data; see
       `sharding.gradient_shardings`.
+    - Parameters that are themselves split over data (`experiment.exchange`) are gathered once, and
+      their gradients go to their places all to all.
     - Frozen parameters are only gathered.
     - Parameters whose optimizer state is split over data are gathered over data after the update,
       in float32.
@@ -257,34 +300,42 @@ def collective_table(
 
 
 class _Exchanges:
-    """The collectives over the axes of a mesh of `shape`, summed by kind and axis."""
+    """The collectives over the axes of a mesh of `shape`, summed by kind, axis and use."""
 
     def __init__(self, shape: Mapping[str, int]):
         self.shape = shape
-        self._counts: Counter[tuple[str, str]] = Counter()
-        self._bytes: Counter[tuple[str, str]] = Counter()
+        self._counts: Counter[tuple[str, str, bool]] = Counter()
+        self._bytes: Counter[tuple[str, str, bool]] = Counter()
 
-    def add(self, kind: str, axis: str, number: int, times: int = 1) -> None:
-        """Add `times` collectives of `number` bytes each, if the axis has several devices."""
+    def add(
+        self, kind: str, axis: str, number: int, times: int = 1, *, of_update: bool = False
+    ) -> None:
+        """Add `times` collectives of `number` bytes each, if the axis has several devices.
+
+        `of_update`: they are at the end of the step, where no computation is left.
+        """
         if self.shape[axis] > 1:
-            self._counts[kind, axis] += times
-            self._bytes[kind, axis] += times * number
+            self._counts[kind, axis, of_update] += times
+            self._bytes[kind, axis, of_update] += times * number
 
     def table(self, target: Target) -> list[dict[str, Any]]:
-        """One row for each kind and axis, sorted by bytes sent, largest first."""
+        """One row for each kind, axis and use, sorted by bytes sent, largest first."""
+        networks = {axis: _network(axis, self.shape, target) for axis in self.shape}
         rows = [
             {
                 "kind": kind,
                 "axes": [axis],
-                "network": _network(axis, self.shape, target),
-                "asynchronous": True,
-                "count": self._counts[kind, axis],
+                "network": networks[axis],
+                "asynchronous": target.chip.is_gpu
+                or networks[axis] == "DCN"
+                or (kind in _HIDDEN and not of_update),
+                "count": self._counts[kind, axis, of_update],
                 "bytes": number,
                 "sent_bytes": number
                 * (1 - 1 / self.shape[axis])
                 * (2 if kind == "all-reduce" else 1),
             }
-            for (kind, axis), number in self._bytes.items()
+            for (kind, axis, of_update), number in self._bytes.items()
         ]
         return sorted(rows, key=lambda row: -row["sent_bytes"])
 
@@ -309,6 +360,11 @@ def _add_parameters(
         kind = over_data = "reduce-scatter" if scattered in split else "all-reduce"
         if {"data", "fsdp"} <= scattered and not scatters_over_data:
             kind, over_data = "reduce-scatter", "all-reduce"
+        if "data" in leaf.sharding.spec:
+            whole = share * shape["data"]
+            exchanges.add("all-gather", "data", whole * weight_size, arrays)
+            exchanges.add("all-to-all", "data", whole * gradient_size, arrays)
+            continue
         if "fsdp" in scattered:
             whole = share * shape["fsdp"]
             has_backward = tree.part_of(tree.unrolled_names(name, leaf)[0]) not in still
@@ -320,7 +376,8 @@ def _add_parameters(
             exchanges.add(kind, "fsdp", whole * gradient_size, arrays * accum_steps)
         if "data" in scattered:
             exchanges.add(over_data, "data", share * gradient_size, arrays * accum_steps)
-            exchanges.add("all-gather", "data", share * leaf.dtype.itemsize, arrays)
+            number = share * leaf.dtype.itemsize
+            exchanges.add("all-gather", "data", number, arrays, of_update=True)
             share //= shape["data"]
         for axis in reversed(BATCH_AXES):
             if axis not in scattered:

@@ -17,7 +17,7 @@ def estimate(figures: Mapping[str, Any], price_per_chip_hour: float | None) -> d
     `run` has the time, MFU and cost to budget: by `compiler`, else by `at_utilisation`.
     """
     chip = CHIPS[figures["topology"].partition(":")[0]]
-    hidden, added = _exchange_s(figures["collectives"] or (), chip)
+    hidden, added = exchange_s(figures["collectives"] or (), chip)
     roofline = _by_roofline(figures, chip, hidden + added)
     estimates: dict[str, Any] = {"roofline": roofline, "compiler": None, "at_utilisation": None}
     if _is_timed_by_compiler(figures, chip):
@@ -92,7 +92,7 @@ def _at_utilisation(
     }
 
 
-def _exchange_s(collectives: Iterable[Mapping[str, Any]], chip: Chip) -> tuple[float, float]:
+def exchange_s(collectives: Iterable[Mapping[str, Any]], chip: Chip) -> tuple[float, float]:
     """Seconds per step of the collectives that computation hides, and of the others."""
     hidden = added = 0.0
     for row in collectives:

@@ -31,7 +31,7 @@ from vit_jax.models import create_model, find_family
 from vit_jax.models.fields import field_names, has_batch_statistics
 from vit_jax.objectives.features import compares_layers
 from vit_jax.planning import plan
-from vit_jax.planning.calculated import calculate_memory
+from vit_jax.planning.calculated import calculate_layout, calculate_memory
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, target_mesh, target_of
 
@@ -246,22 +246,20 @@ def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
     return [layout for (fails, *_), layout in found if not fails] or [found[0][1]]
 
 
-def plan_layout(
-    config: ConfigDict, target: Target, devices: Sequence[Any] | None = None
+def plan_layouts(
+    layouts: Sequence[ConfigDict], target: Target, devices: Sequence[Any] | None = None
 ) -> tuple[ConfigDict, dict[str, Any]]:
     """The first of `rank_layouts` that fits, and its plan; else the last.
 
     Only that one is compiled, and those before it, which the compiler has refused.
     """
-    layouts = rank_layouts(config, target)
     for layout in layouts:
         figures = planning.plan(layout, target, devices)
-        if figures["memory_bytes"]["fits"]:
-            break
-        if layout is not layouts[-1]:
-            logger.info("auto: the compiler finds no room for %s; trying the next layout",
-                        describe_layout(layout))  # fmt: skip
-    return layout, figures
+        if figures["memory_bytes"]["fits"] or layout is layouts[-1]:
+            return layout, figures
+        logger.info("auto: the compiler finds no room for %s; the next layout follows",
+                    describe_layout(layout))  # fmt: skip
+    raise AssertionError("there is always a layout")
 
 
 def describe_layout(config: ConfigDict) -> str:
@@ -286,7 +284,7 @@ def choose_layout(config: ConfigDict, mesh: Mesh) -> ConfigDict:
             kind = devices[0].device_kind
             logger.info("auto: the memory of %s is not known; the layout stays as it is", kind)
         return config
-    layout, figures = plan_layout(config, target, devices)
+    layout, figures = plan_layouts(rank_layouts(config, target), target, devices)
     memory = figures["memory_bytes"]
     if not memory["fits"]:
         raise InputError(
@@ -336,9 +334,8 @@ def _layouts_on(config: ConfigDict, plan: Plan) -> Iterator[tuple[Changes, dict[
     memory = figures["memory_bytes"]
     if memory["fits"]:
         yield none, figures
-    if memory["may_not_fit"] or not memory["fits"]:
-        if "remat_layers" in fields and not scan:
-            yield from _with_least_remat(config, plan, figures)
+    if (memory["may_not_fit"] or not memory["fits"]) and "remat_layers" in fields and not scan:
+        yield from _with_least_remat(config, plan, figures)
 
 
 def _with_least_remat(

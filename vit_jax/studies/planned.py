@@ -16,6 +16,7 @@ from vit_jax.experiment.durations import parse_durations
 from vit_jax.inference.pseudo_labels import parse_unlabelled
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
+from vit_jax.planning.search import rank_layouts
 from vit_jax.planning.targets import Target
 from vit_jax.run.decisions import Changes
 from vit_jax.run.opener import Tables
@@ -53,7 +54,8 @@ class Planner:
         kept = {k: repr(v) for k, v in flat.items() if not k.startswith(_NOT_OF_STEP)}
         key = json.dumps(kept, sort_keys=True)
         if key not in self._plans:
-            self._plans[key] = calculate_plan(config, self._target)
+            layout = rank_layouts(config, self._target)[0]
+            self._plans[key] = calculate_plan(layout, self._target)
         steps = parse_durations(config)["duration"]
         figures = self._plans[key] | {"total_steps": steps}
         run, memory = estimate(figures, self._price)["run"], figures["memory_bytes"]
