@@ -19,9 +19,6 @@ _TPU = {
     # fsdp 16 on v5e:4x4, 64 images per chip: 889 against 474 Mcycles by its own estimate.
     "xla_tpu_enable_windowed_einsum_for_all_gather": False,
     "xla_tpu_enable_windowed_einsum_for_reduce_scatter": False,
-    # By default computation waits for every all-to-all, by which experiment/exchange.py sends
-    # gradients. With it all 20 of a ViT of 3 layers (B/16, data 16 on v5e:4x4) go on behind it.
-    "xla_tpu_enable_async_all_to_all": True,
 }
 
 _MAX_CACHE_BYTES = 10 * 2**30  # beyond it, JAX removes the programs that were unused for longest

@@ -215,7 +215,8 @@ def make_experiment(
         plain = objective_of(in_plain_form(model), in_plain_form)
         return make_gradients(plain, transform, config.seed, freeze=freeze)
 
-    jit = partial(jax.jit, compiler_options=compiler_options(mesh))
+    options = compiler_options(mesh) | dict(exchange.options if exchange else {})
+    jit = partial(jax.jit, compiler_options=options)
     return Experiment(
         model=model,
         schedule=schedule,
