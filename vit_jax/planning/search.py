@@ -304,9 +304,7 @@ def _free_meshes(config: ConfigDict, target: Target) -> list[Changes]:
     """The meshes to try: the config's own, if it is not the default one, else several."""
     if not _is_default(config, ("mesh.data", "mesh.fsdp")):
         return [{}]
-    ways = [mesh for mesh in meshes(config, target)
-            if config.global_batch_size % batch_ways(mesh) == 0]  # fmt: skip
-    return [{"mesh.data": -1, "mesh.fsdp": mesh["fsdp"]} for mesh in ways]
+    return [{"mesh.data": -1, "mesh.fsdp": mesh["fsdp"]} for mesh in meshes(config, target)]
 
 
 def _is_default(config: ConfigDict, keys: tuple[str, ...]) -> bool:
