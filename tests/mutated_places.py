@@ -100,7 +100,7 @@ MUTATIONS = [
       "models/test_layers.py::test_attention_of_queries_over_other_tokens"),
     M("vit_jax/models/dot_product.py", "grad_BHNM - mean_BHN1.astype(grad_BHNM.dtype)", "grad_BHNM",
       "models/test_layers.py::test_attention_gradients_are_those_of_the_plain_form"),
-    M("vit_jax/models/dropout.py", "x / kept_share(rate)", "x / (1.0 - rate)",
+    M("vit_jax/models/dropout.py", "1 / kept_share(rate)", "1 / (1.0 - rate)",
       "models/test_dropout.py::test_what_is_kept_keeps_the_expectation"),
     M("vit_jax/models/dropout.py", "jnp.zeros_like(place), place", "place, jnp.zeros_like(place)",
       "models/test_dropout.py::test_bytes_on_a_cpu_are_those_of_the_generator"),

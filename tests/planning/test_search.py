@@ -4,25 +4,31 @@ import json
 import logging
 import types
 
+import jax
 import numpy as np
 import pytest
 from opened import with_known_facts
 
 from vit_jax import planning
-from vit_jax.config import base_config, with_values
+from vit_jax.config import base_config, flatten, with_values
 from vit_jax.config.stored import StoredConfig
 from vit_jax.devices.chips import SLICES, Slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.main import main
-from vit_jax.planning.search import changed, choose_layout, find_layouts
-from vit_jax.planning.targets import Target, describe_devices, target_of
+from vit_jax.planning import tensor_exchanges
+from vit_jax.planning.calculated import UNCERTAINTY
+from vit_jax.planning.plan_figures import judge
+from vit_jax.planning.search import choose_layout, find_layouts, rank_layouts
+from vit_jax.planning.targets import DescribedDevice, Target, describe_devices, target_of
 from vit_jax.run.opener import Files
 from vit_jax.run.resolve import continue_run
 from vit_jax.run.workdir import read_run
 
 GIB = 2**30
 DEPTH, SIXTEEN = 12, Target(SLICES["v5e:4x4"])
+PLAN = ("plan", "--config=configs/pretrain.py:ViT-B/16,imagenet21k,debug",
+        "--config.global_batch_size=256", "--topology=v5e:4x4")  # fmt: skip
 
 
 def config_of(**changes):
@@ -35,33 +41,57 @@ def config_of(**changes):
 
 @pytest.fixture
 def planned(monkeypatch, pytestconfig):
-    """Plans of a state of 8 GiB and of layers that keep `by_layer[0]` GiB each, or a tenth of it.
+    """Plans of a state of 8 GiB and of layers that keep `by_layer` GiB each, or a tenth of it.
 
-    A layer takes 3 cycles, 4 if it recomputes, a tenth more in a scan, and less over fsdp.
+    A layer takes 3 cycles, 4 if it recomputes, a tenth more in a scan, and less over fsdp. The
+    compiler's peaks are `error` times the calculated ones. `waits`: {fsdp: seconds of exchanges}.
     """
-    calls, by_layer = [], [0.5]
+    facts = types.SimpleNamespace(
+        by_layer=0.5, error=1.0, waits={1: 3, 4: 2, 16: 1}, compiled=[], calculated=[]
+    )
 
-    def plan(config, target, devices):
-        m, fsdp = config.model, config.mesh.fsdp
-        again = 0 if m.remat != "full" else DEPTH if m.remat_layers is None else m.remat_layers
-        calls.append((fsdp, bool(m.scan), again))
-        kept = (DEPTH - again + again / 10) * by_layer[0] * GIB
-        peak, capacity = int(8 * GIB / fsdp + kept), int(15.75 * GIB)
-        cycles = (3 * DEPTH + again) * (1.1 if m.scan else 1) * 1e9 * (2 - fsdp / 64)
+    def recomputed(m):
+        return 0 if m.remat != "full" else DEPTH if m.remat_layers is None else m.remat_layers
+
+    def memory_of(config, target, error, **how):
+        again = recomputed(config.model)
+        kept = (DEPTH - again + again / 10) * facts.by_layer * GIB
+        peak = int((8 * GIB / (config.mesh.fsdp or 1) + kept) * error)
+        return {"temporaries": int(kept), "peak": peak, "params": 0, "optimizer": 0, "ema": 0,
+                "other_state": 0, "batch": 0, **judge(peak, target, **how)}  # fmt: skip
+
+    def layout_of(config):
+        return config.mesh.fsdp or 1, bool(config.model.scan), recomputed(config.model)
+
+    def calculate(config, target):
+        fsdp, scan, again = layout_of(config)
+        facts.calculated.append((fsdp, scan, again))
         return {
-            "mesh": {"replica": 1, "data": 16 // fsdp, "fsdp": fsdp, "tensor": 1},
-            "scan": bool(m.scan), "remat": m.remat or "none", "remat_layers": m.remat_layers,
-            "memory_bytes": {"temporaries": int(kept), "peak": peak, "margin": capacity - peak,
-                             "fits": peak <= capacity, "params": 0, "optimizer": 0, "ema": 0,
-                             "other_state": 0, "batch": 0},
+            "memory_bytes": memory_of(config, target, 1.0, uncertainty=UNCERTAINTY),
+            "recomputed": again / DEPTH + 0.05 * scan, "exchange_s": (facts.waits[fsdp], 0.0),
+        }  # fmt: skip
+
+    def plan(config, target, devices=None):
+        fsdp, scan, again = layout_of(config)
+        facts.compiled.append((fsdp, scan, again))
+        by = {"by": "calculation", "memory_bytes": calculate(config, target)["memory_bytes"]}
+        if target.is_compiled_for:
+            by = {"by": "compiler", "memory_bytes": memory_of(config, target, facts.error)}
+        m = config.model
+        cycles = (3 * DEPTH + again) * (1.1 if scan else 1) * 1e9 * (2 - fsdp / 64)
+        return {
+            "mesh": {"replica": 1, "data": 16 // fsdp, "fsdp": fsdp, "tensor": 1}, **by,
+            "scan": scan, "remat": m.remat or "none", "remat_layers": m.remat_layers,
             "flops": {"counted_per_step": 1, "model_per_step": 1}, "hbm_bytes_accessed": 1,
             "collectives": [], "compiler_cycles": cycles, "num_chips": 16, "compile_s": 1.0,
             "topology": "v5e:4x4", "total_steps": 100, "global_batch_size": 256,
+            "images_per_way": 16,
         }  # fmt: skip
 
     monkeypatch.setattr(planning, "plan", plan)
+    monkeypatch.setattr(planning.search, "calculate_layout", calculate)
     monkeypatch.chdir(pytestconfig.rootpath)
-    return calls, by_layer
+    return facts
 
 
 def test_layers_recompute_nothing_where_that_fits(planned):
@@ -75,15 +105,15 @@ def test_layers_recompute_nothing_where_that_fits(planned):
 
 @pytest.mark.parametrize(("by_layer", "layers"), [(1.3, 1), (2.0, 5), (2.5, 7)])
 def test_else_as_few_layers_recompute_as_fit(planned, by_layer, layers):
-    planned[1][0] = by_layer
+    planned.by_layer = by_layer
     row = find_layouts(config_of(**{"mesh.fsdp": 16}), SIXTEEN)[0]
     assert (row["scan"], row["remat"], row["remat_layers"]) == (False, "full", layers)
 
 
 def test_of_layouts_that_do_not_fit_only_the_smallest_is_tried(planned):
-    planned[1][0] = 99
+    planned.by_layer = 99
     rows = find_layouts(config_of(), SIXTEEN)
-    assert planned[0] == [(1, True, DEPTH), (4, True, DEPTH), (16, True, DEPTH)]
+    assert planned.compiled == [(1, True, DEPTH), (4, True, DEPTH), (16, True, DEPTH)]
     assert not any(row["fits"] for row in rows)
 
 
@@ -91,6 +121,8 @@ def test_of_layouts_that_do_not_fit_only_the_smallest_is_tried(planned):
     ("own", "tried"),
     [
         ({"mesh.fsdp": 4}, {(4, True, DEPTH), (4, False, 0)}),
+        ({"mesh.fsdp": 1}, {(1, True, DEPTH), (1, False, 0)}),
+        ({"mesh.data": 16}, {(1, True, DEPTH), (1, False, 0)}),
         ({"mesh.fsdp": 4, "model.scan": True}, {(4, True, DEPTH), (4, True, 0)}),
         ({"mesh.fsdp": 4, "model.scan": False}, {(4, False, DEPTH), (4, False, 0)}),
         ({"mesh.fsdp": 4, "model.remat": "full"}, {(4, False, DEPTH)}),
@@ -100,16 +132,20 @@ def test_of_layouts_that_do_not_fit_only_the_smallest_is_tried(planned):
     ids=str,
 )
 def test_what_the_config_sets_stays(planned, own, tried):
+    planned.by_layer = 0.3  # fits in every layout
     find_layouts(config_of(**own), SIXTEEN)
-    assert set(planned[0]) == tried
+    assert set(planned.compiled) == tried
+    for layout in rank_layouts(config_of(**own), SIXTEEN):
+        assert own.items() <= flatten(layout).items()
+    assert set(planned.calculated) == tried
 
 
 def test_a_bit_recomputes_without_a_scan(planned):
     """A scan of its units makes a step slower and saves no memory."""
-    planned[1][0] = 1.3  # 15.6 GiB without remat
+    planned.by_layer = 1.3  # 15.6 GiB without remat
     rows = find_layouts(config_of(**{"model.name": "BiT-R50x1", "mesh.fsdp": 16}), SIXTEEN)
     assert [(row["scan"], row["remat"]) for row in rows] == [(False, "full")]
-    assert planned[0] == [(16, False, DEPTH), (16, False, 0)]
+    assert planned.compiled == [(16, False, DEPTH), (16, False, 0)]
 
 
 def mesh_of(target):
@@ -119,39 +155,108 @@ def mesh_of(target):
 
 
 def test_a_run_takes_the_fastest(planned, caplog):
+    """By calculation; only its program is compiled."""
     with caplog.at_level(logging.INFO, "vit_jax"):
         chosen = choose_layout(config_of(), mesh_of(SIXTEEN))
+    assert planned.compiled == [(16, False, 0)]
     assert (chosen.mesh.data, chosen.mesh.fsdp) == (-1, 16)
     assert (chosen.model.scan, chosen.model.remat) == (False, "none")
-    assert "--config.mesh.fsdp=16 --config.model.remat=none" in caplog.text
+    assert (
+        "--config.mesh.fsdp=16 --config.model.scan=False --config.model.remat=none" in caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("by_layer", "waits", "ranked"),
+    [
+        (0.1, {1: 3, 4: 1, 16: 2}, [(4, 0), (16, 0), (1, 0), (4, 12), (16, 12), (1, 12)]),
+        (0.1, {1: 1, 4: 1, 16: 1}, [(16, 0), (4, 0), (1, 0), (16, 12), (4, 12), (1, 12)]),
+        # Without remat it only fits over fsdp 16.
+        (1.4, {1: 1, 4: 2, 16: 3}, [(16, 0), (16, 2), (4, 3), (16, 3), (4, 4), (4, 5), (1, 7)]),
+    ],
+    ids=["waits least", "least memory", "recomputes least"],
+)
+def test_the_fastest_recomputes_least_then_waits_least(planned, by_layer, waits, ranked):
+    planned.by_layer, planned.waits = by_layer, waits
+    layouts = [flatten(layout) for layout in rank_layouts(config_of(), SIXTEEN)]
+    found = [
+        (c["mesh.fsdp"], 0 if c["model.remat"] == "none" else c["model.remat_layers"] or DEPTH)
+        for c in layouts
+    ]
+    assert found[: len(ranked)] == ranked and not planned.compiled
+
+
+def test_behind_a_layout_that_may_not_fit_is_one_that_fits(planned, caplog):
+    """The run takes the first for which the compiler finds room, and says so."""
+    planned.by_layer, planned.error = 1.2, 1.2  # 14.9 GiB by calculation, 17.9 by the compiler
+    layouts = rank_layouts(config := config_of(**{"mesh.fsdp": 16}), SIXTEEN)
+    assert [(c.model.remat, c.model.remat_layers) for c in layouts] == [
+        ("none", None), ("full", 1), ("full", 2), ("full", None)
+    ]  # fmt: skip
+    with caplog.at_level(logging.INFO, "vit_jax"):
+        chosen = choose_layout(config, mesh_of(SIXTEEN))
+    assert planned.compiled == [(16, False, 0), (16, False, 1), (16, False, 2)]
+    assert (chosen.model.remat, chosen.model.remat_layers) == ("full", 2)
+    refused = "the compiler finds no room for --config.mesh.fsdp=16"
+    assert f"{refused} --config.model.scan=False --config.model.remat=none; the next" in caplog.text
+    assert f"{refused} --config.model.scan=False --config.model.remat=full" in caplog.text
+
+
+def test_without_auto_the_layout_is_the_config_s(planned, capsys):
+    config = config_of(auto=False)
+    assert rank_layouts(config, SIXTEEN) == [config] and not planned.calculated
+    assert main([*PLAN, "--config.auto=false", "--format=json"]) == 0
+    assert planned.compiled == [(1, False, 0)]
+    assert main([*PLAN, "--format=json"]) == 0
+    assert planned.compiled[1:] == [(16, False, 0)]
+
+
+@pytest.mark.parametrize(("by_layer", "code"), [(10, 0), (14, 0), (15, 3)])
+def test_only_what_cannot_fit_in_any_layout_exits_with_3(planned, capsys, by_layer, code):
+    """Scanned layers, recomputed over fsdp 16, of 12.5, 17.3 and 18.5 GiB; 15.75 GiB +- 15 %."""
+    planned.by_layer = by_layer
+    assert main([*PLAN, "--no_compile", "--format=json"]) == code
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["scan"] and figures["mesh"]["fsdp"] == 16
+    assert (figures["memory_bytes"]["may_not_fit"], "remedies" in figures) == {
+        10: (False, False), 14: (True, False), 15: (False, True)
+    }[by_layer]  # fmt: skip
+
+
+def test_exchanges_of_activations_need_not_be_known(monkeypatch):
+    """A family of the user's own over `tensor`."""
+    monkeypatch.setattr(tensor_exchanges, "_KNOWN", ())
+    config = config_of(**{"model.name": "ViT-mu/8", "mesh.tensor": 2, "optimizer.peak_lr": 1.0})
+    chosen = choose_layout(config, mesh_of(Target(Slice("H100:4", "H100", 4, 1))))
+    assert chosen.model.remat == "none" and chosen.mesh.fsdp is not None
 
 
 def test_a_run_that_fits_no_layout_is_refused(planned):
-    planned[1][0] = 99
+    planned.by_layer = 99
     with pytest.raises(InputError, match=r"auto=true: no layout fits v5e:4x4; the smallest needs"):
         choose_layout(config_of(), mesh_of(SIXTEEN))
 
 
-def test_devices_of_unknown_memory_keep_the_layout(planned, caplog):
+@pytest.mark.parametrize("devices", [jax.devices(), [DescribedDevice(0, 0, "TPU v99", "tpu")]])
+def test_devices_of_unknown_memory_keep_the_layout(planned, caplog, devices):
+    mesh = types.SimpleNamespace(devices=np.array(devices, dtype=object))
     with caplog.at_level(logging.INFO, "vit_jax"):
-        config = config_of()
-        assert choose_layout(config, make_mesh(replica=1, data=-1, fsdp=1, tensor=1)) is config
-    assert "not known" in caplog.text and not planned[0]
+        assert choose_layout(config := config_of(), mesh) is config
+    assert ("TPU v99 is not known" in caplog.text) == (devices[0].platform == "tpu")
+    assert not planned.compiled and not planned.calculated
 
 
 def test_the_command_prints_layouts_and_the_flags_of_the_fastest(planned, capsys):
-    words = ["plan", "--config=configs/pretrain.py:ViT-B/16,imagenet21k,debug",
-             "--config.global_batch_size=256", "--topology=v5e:4x4"]  # fmt: skip
-    assert main([*words, "--search"]) == 0
+    assert main([*PLAN, "--search"]) == 0
     shown = capsys.readouterr().out
     assert "unrolled" in shown
     assert "--config.mesh.fsdp=16 --config.model.remat=none" in " ".join(shown.split())
-    planned[1][0] = 1.3
-    assert main([*words, "--search=layout", "--format=json"]) == 0
+    planned.by_layer = 1.3
+    assert main([*PLAN, "--search=layout", "--format=json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["remat_layers"] == 1
-    planned[1][0] = 99
-    assert main([*words, "--search"]) == 3
-    assert main([*words, "--search=layers"]) == 2
+    planned.by_layer = 99
+    assert main([*PLAN, "--search"]) == 3
+    assert main([*PLAN, "--search=layers"]) == 2
     assert "--search=layers: known: layout, batch" in capsys.readouterr().err
 
 
@@ -168,9 +273,9 @@ def test_the_hardware_is_known_by_its_devices(target):
 @pytest.mark.parametrize(
     ("last", "was_auto", "auto", "kept"),
     [((8, "cpu"), True, True, {"mesh.fsdp": 4, "model.remat": "full", "model.scan": True}),
-     ((4, "cpu"), True, True, {"mesh.fsdp": 1, "model.remat": "none", "model.scan": True}),
-     ((8, "cpu"), False, True, {"mesh.fsdp": 1, "model.remat": "none", "model.scan": True}),
-     ((8, "cpu"), True, False, {"mesh.fsdp": 1, "model.remat": None, "model.scan": True})],
+     ((4, "cpu"), True, True, {"mesh.fsdp": None, "model.remat": "none", "model.scan": True}),
+     ((8, "cpu"), False, True, {"mesh.fsdp": None, "model.remat": "none", "model.scan": True}),
+     ((8, "cpu"), True, False, {"mesh.fsdp": None, "model.remat": None, "model.scan": True})],
     ids=["same", "other", "turned on", "turned off"],
 )  # fmt: skip
 def test_a_run_keeps_its_layout_on_the_devices_of_its_last_start(
@@ -187,7 +292,7 @@ def test_a_run_keeps_its_layout_on_the_devices_of_its_last_start(
 
     def choose(config, mesh):
         assert mesh.size == 8
-        return changed(config, {"model.remat": "none"})
+        return with_values(config, {"model.remat": "none"})
 
     opened = Files(tmp_path, run := read_run(tmp_path), choose)
     opened.mesh = mesh

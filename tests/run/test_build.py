@@ -324,7 +324,7 @@ def test_a_model_is_called_by_its_own_sizes():
 def test_with_auto_a_run_gets_the_mesh_of_its_chosen_layout(tmp_path):
     config = make_config()
     overrides = {"model.name": "ViT-mu/4", "global_batch_size": "8", "duration": "2 steps",
-                 "optimizer.peak_lr": "0.1", "init_from": "scratch", "auto": "true"}  # fmt: skip
+                 "optimizer.peak_lr": "0.1", "init_from": "scratch"}  # fmt: skip
     assert apply_overrides(config, list(overrides.items())) == []
 
     def choose(config, mesh):
@@ -334,7 +334,7 @@ def test_with_auto_a_run_gets_the_mesh_of_its_chosen_layout(tmp_path):
 
     run = prepare(config, tmp_path / "new", choose)
     assert (run.mesh.shape["data"], run.mesh.shape["fsdp"]) == (2, 4)
-    assert run.config.mesh.fsdp == 4 and config.mesh.fsdp == 1
+    assert run.config.mesh.fsdp == 4 and config.mesh.fsdp is None
     config.auto = False
     assert prepare(config, tmp_path / "new", choose).mesh.shape["fsdp"] == 1
 

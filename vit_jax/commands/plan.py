@@ -9,6 +9,7 @@ fit, in any layout that the config leaves open.
 """
 
 import argparse
+import functools
 import json
 import logging
 import sys
@@ -84,7 +85,7 @@ def main(flags: argparse.Namespace) -> int:
     config = load_valid_config(flags)
 
     from vit_jax import metrics  # imports TensorBoard, so only after the flags are checked
-    from vit_jax.planning import cache_file
+    from vit_jax.planning import cache_file, plan
     from vit_jax.planning.estimates import estimate
     from vit_jax.planning.plan_figures import show_sharding
     from vit_jax.planning.search import (
@@ -113,7 +114,7 @@ def main(flags: argparse.Namespace) -> int:
     layouts = rank_layouts(config, target)
     if target.is_compiled_for and not cache_file(layouts[0], target).exists():
         logger.info("%s", _first_answer(layouts[0], target, price))
-    config, figures = plan_layouts(layouts, target)
+    config, figures = plan_layouts(layouts, functools.partial(plan, target=target))
     figures |= {"estimate": estimate(figures, price)}
     fits = figures["memory_bytes"]["fits"]
     if not fits:

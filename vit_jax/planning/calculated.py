@@ -117,16 +117,17 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
     """What ranks the layout of `config`, in as little time as `calculate_memory`, which it has.
 
     recomputed: share of the layers that the backward pass computes again; a scan adds a little.
-    exchange_s: seconds of a step's exchanges that add to it, and of those behind computation.
+    exchange_s: seconds of the exchanges of weights, gradients and updates that add to a step, and
+      of those behind computation. Those of activations depend on no open key of the mesh.
 
     Raises:
-      InputError: as `calculate_plan`.
+      InputError: the config does not suit the target.
     """
     mesh = plan_mesh(config, target, describe_devices(target))
     experiment, memory = _lay_out(config, target)
-    images = config.global_batch_size // batch_ways(mesh.shape)
-    table = collective_table(experiment, mesh.shape, target, images, num_microbatches(config))
-    hidden, added = exchange_s(table, target.chip)
+    exchanges, scatters = _Exchanges(mesh.shape), target.chip.is_gpu
+    _add_parameters(exchanges, experiment, num_microbatches(config), scatters_over_data=scatters)
+    hidden, added = exchange_s(exchanges.table(target), target.chip)
     model = experiment.model
     again = float(value_of(model, "remat") != "none")
     if again and config.model.remat_layers is not None:

@@ -247,14 +247,14 @@ def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
 
 
 def plan_layouts(
-    layouts: Sequence[ConfigDict], target: Target, devices: Sequence[Any] | None = None
+    layouts: Sequence[ConfigDict], plan: Plan
 ) -> tuple[ConfigDict, dict[str, Any]]:
-    """The first of `rank_layouts` that fits, and its plan; else the last.
+    """The first of `rank_layouts` that fits by `plan`, and its plan; else the last.
 
-    Only that one is compiled, and those before it, which the compiler has refused.
+    Only that one is planned, and those before it, which the compiler has refused.
     """
     for layout in layouts:
-        figures = planning.plan(layout, target, devices)
+        figures = plan(layout)
         if figures["memory_bytes"]["fits"] or layout is layouts[-1]:
             return layout, figures
         logger.info("auto: the compiler finds no room for %s; the next layout follows",
@@ -284,13 +284,17 @@ def choose_layout(config: ConfigDict, mesh: Mesh) -> ConfigDict:
             kind = devices[0].device_kind
             logger.info("auto: the memory of %s is not known; the layout stays as it is", kind)
         return config
-    layout, figures = plan_layouts(rank_layouts(config, target), target, devices)
+    plan = functools.partial(calculate_layout, target=target)
+    if target.is_compiled_for:
+        plan = functools.partial(planning.plan, target=target, devices=devices)
+    layout, figures = plan_layouts(rank_layouts(config, target), plan)
     memory = figures["memory_bytes"]
     if not memory["fits"]:
         raise InputError(
             f"auto=true: no layout fits {target.slice.name}; the smallest needs "
             f"{format_bytes(memory['peak'])} of {format_bytes(memory['capacity'])} a device; set a "
-            "smaller --config.global_batch_size or a larger --config.optimizer.accum_steps"
+            "smaller --config.global_batch_size or a larger --config.optimizer.accum_steps, or try "
+            "it with --config.auto=false"
         )
     logger.info("auto: the fastest layout for %s: %s", target.slice.name, describe_layout(layout))
     return layout
@@ -300,9 +304,7 @@ def _free_meshes(config: ConfigDict, target: Target) -> list[Changes]:
     """The meshes to try: the config's own, if it is not the default one, else several."""
     if not _is_default(config, ("mesh.data", "mesh.fsdp")):
         return [{}]
-    ways = [mesh for mesh in meshes(config, target)
-            if config.global_batch_size % batch_ways(mesh) == 0]  # fmt: skip
-    return [{"mesh.data": -1, "mesh.fsdp": mesh["fsdp"]} for mesh in ways]
+    return [{"mesh.data": -1, "mesh.fsdp": mesh["fsdp"]} for mesh in meshes(config, target)]
 
 
 def _is_default(config: ConfigDict, keys: tuple[str, ...]) -> bool:
