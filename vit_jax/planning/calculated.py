@@ -40,6 +40,7 @@ from vit_jax.planning.kept import Leaf, peak_bytes
 from vit_jax.planning.plan_figures import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
 from vit_jax.planning.tensor_exchanges import (
+    num_tokens,
     passes_of,
     recomputed_layers,
     still_of,
@@ -201,9 +202,25 @@ def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[E
             whole = 1 / mesh.shape["fsdp"]
         outputs.append(Leaf(of_update, whole))
     on_tpu = not target.chip.is_gpu
-    return experiment, peak_bytes(
-        jaxpr, arguments, outputs, tensor=mesh.shape["tensor"], on_tpu=on_tpu
+    peak = peak_bytes(jaxpr, arguments, outputs, tensor=mesh.shape["tensor"], on_tpu=on_tpu)
+    if splits:
+        peak += _shares_bytes(experiment, alone.global_batch_size // num_microbatches(alone))
+    return experiment, peak
+
+
+def _shares_bytes(experiment: Experiment, images: int) -> int:
+    """What a step of `exchange.share_gradients` holds beyond the jaxpr of one device.
+
+    Whole weights and whole gradients in the dtype of computation; and of each MLP the gradients of
+    its hidden units and its output, as the compiler puts products for weights off to the end, to
+    compute behind the exchanges: 1.5 GiB more for B/16, 4.1 for L/16 (64 images, v5e:4x4).
+    """
+    model, state = experiment.model, experiment.abstract_state
+    values = 2 * sum(
+        leaf.size for leaf in jax.tree.leaves(state.params) if "data" in leaf.sharding.spec
     )
+    values += images * model.depth * num_tokens(model) * (model.width + model.mlp_dim)
+    return values * jnp.dtype(model.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
