@@ -168,7 +168,10 @@ def test_further_terms_are_not_exchanged(monkeypatch):
         (False, {}, {"stochastic_depth": 0.1}),
         (False, {}, {"head_batch_norm": True}),
         (False, {}, {"scan": True}),
+        (True, {"indices": (0,) * 64}, {}),
         (False, {"indices": (0,) * 128}, {}),
+        (True, {"indices": (0,) * 16, "device_kind": "TPU v5 lite"}, {}),
+        (False, {"indices": (0,) * 32, "device_kind": "TPU v5 lite"}, {}),
         (False, {"replica": 2, "data": 1}, {}),
         (False, {"data": 1, "fsdp": 2}, {}),
         (False, {"indices": (0,)}, {}),
@@ -180,8 +183,9 @@ def test_when_chips_share_their_gradients(shares, mesh, model):
     assert (exchange is not None and exchange.splits_params) == shares
 
 
-def processes(platform="cpu", indices=(0, 1), **axes):
-    devices = [types.SimpleNamespace(platform=platform, process_index=i) for i in indices]
+def processes(platform="cpu", indices=(0, 1), device_kind="TPU v4", **axes):
+    about = {"platform": platform, "device_kind": device_kind}
+    devices = [types.SimpleNamespace(process_index=i, **about) for i in indices]
     shape = {"replica": 1, "data": len(indices), "fsdp": 1, "tensor": 1} | axes
     assert math.prod(shape.values()) == len(indices)
     return types.SimpleNamespace(devices=np.array(devices), shape=shape)

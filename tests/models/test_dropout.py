@@ -87,3 +87,16 @@ def test_devices_draw_apart_where_they_hold_other_values():
     assert len(shares(AXES, (8, 5, 16))) == 8
     assert len(shares(("batch", None, None), (8, 5, 16))) == 4  # alike over tensor
     assert len(shares(AXES, (8, 5, 15))) == 4  # tensor does not divide 15
+
+
+def test_a_device_that_computes_its_own_rows_draws_its_own_bytes():
+    mesh, shape = mesh_of(data=8), (2, 5, 16)
+
+    def of_rows(_):
+        key = jax.random.fold_in(KEY, jax.lax.axis_index("data"))
+        return draw_bytes_by_device(key, shape, AXES, mesh)
+
+    rows = jnp.zeros(8)
+    drawn = jax.shard_map(of_rows, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(rows)
+    assert drawn.shape == (16, 5, 16)
+    assert len({bytes(np.asarray(shard.data)) for shard in drawn.addressable_shards}) == 8

@@ -38,17 +38,16 @@ def plan(monkeypatch, tmp_path, capsys):
     return plan
 
 
-def test_b16_without_remat_takes_no_more_than_was_measured(monkeypatch, tmp_path, capsys):
-    """76.8 Mcycles and 3.76 GB with libtpu 0.0.52; big_vision's step takes 115.8 Mcycles."""
+def test_b16_as_shipped_takes_no_more_than_was_measured(monkeypatch, tmp_path, capsys):
+    """82.0 Mcycles and 4.94 GB with libtpu 0.0.52, with dropout 0.1 and 21,843 classes."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    words = ("--config=configs/pretrain.py:ViT-B/16,imagenet2012", "--topology=v5e:4x4",
-             "--config.global_batch_size=1024", "--config.model.hidden_head=false",
-             "--config.model.dropout=0")  # fmt: skip
+    words = ("--config=configs/pretrain.py:ViT-B/16,imagenet21k", "--topology=v5e:4x4",
+             "--config.global_batch_size=1024")  # fmt: skip
     assert main(["plan", *words, "--format=json"]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert figures["compiler_cycles"] <= 1.03 * 76.8e6
-    assert figures["memory_bytes"]["peak"] <= 1.03 * 3.76e9
+    assert figures["compiler_cycles"] <= 1.03 * 82.0e6
+    assert figures["memory_bytes"]["peak"] <= 1.03 * 4.94e9
     sent = {rows: sum(row["sent_bytes"] for row in figures["collectives"]
                       if row["asynchronous"] == rows) for rows in (True, False)}  # fmt: skip
     assert sent[False] <= 0.02 * sent[True]
