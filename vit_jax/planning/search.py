@@ -246,9 +246,7 @@ def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
     return [layout for (fails, *_), layout in found if not fails] or [found[0][1]]
 
 
-def plan_layouts(
-    layouts: Sequence[ConfigDict], plan: Plan
-) -> tuple[ConfigDict, dict[str, Any]]:
+def plan_layouts(layouts: Sequence[ConfigDict], plan: Plan) -> tuple[ConfigDict, dict[str, Any]]:
     """The first of `rank_layouts` that fits by `plan`, and its plan; else the last.
 
     Only that one is planned, and those before it, which the compiler has refused.
