@@ -86,8 +86,8 @@ def test_a_run_goes_on_over_other_devices_meshes_and_processes(tmp_path):
 def test_what_auto_chose_for_its_devices_goes_on_on_others(tmp_path, monkeypatch):
     """It is evaluated and resumed with a mesh of their own, unless the user sets one."""
     config = load_config("quickstart:debug")
-    own = {"duration": "1 steps", "schedule.warmup": "0 steps", "global_batch_size": "8", "model.depth": "1",
-           "evals.test.batch_size": "360"}  # fmt: skip
+    own = {"duration": "1 steps", "schedule.warmup": "0 steps", "global_batch_size": "8",
+           "model.depth": "1", "evals.test.batch_size": "360"}  # fmt: skip
     assert apply_overrides(config, list(own.items())) == []
     eight, found = {"mesh.data": -1, "mesh.fsdp": 8}, []
     train.train_and_evaluate(config, tmp_path, choose_layout=lambda c, mesh: with_values(c, eight))

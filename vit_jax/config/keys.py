@@ -249,7 +249,7 @@ def _add_schedule(c: ConfigDict) -> None:
 
 def _add_layout(c: ConfigDict) -> None:
     """How the devices share the work."""
-    # On TPUs and GPUs, give these keys, where they have their defaults, the fastest values that fit:
+    # On TPUs and GPUs, give these keys the fastest values that fit, where they have their defaults:
     # mesh.data and mesh.fsdp, model.scan, model.remat and model.remat_layers.
     c.auto = True
     c.mesh = ConfigDict()  # sizes of the mesh axes; -1: all remaining devices
