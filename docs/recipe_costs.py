@@ -50,7 +50,9 @@ def plan(recipe: str, topology: str, *, compiled: bool) -> dict | str:
     words = ["plan", f"--config={recipe.split()[0]}", *recipe.split()[1:], "--format=json"]
     words += [f"--topology={topology}", f"--price_per_chip_hour={price}", "--quiet"]
     words += [] if compiled else ["--no_compile"]
-    job = subprocess.run([sys.executable, "-m", "vit_jax.main", *words], capture_output=True, text=True)
+    job = subprocess.run(
+        [sys.executable, "-m", "vit_jax.main", *words], capture_output=True, text=True
+    )
     return json.loads(job.stdout) if job.stdout else job.stderr.strip().splitlines()[-1]
 
 

@@ -299,7 +299,7 @@ MUTATIONS = [
       "return multiply_on_cpu(x, kernel_CF), (x, kernel_CF)",
       "models/test_scan.py::test_remat_computes_again_what_it_does_not_keep"),
     M("vit_jax/experiment/experiment.py",
-      "o.freeze, grad_shardings, exchange", "o.freeze, None, exchange",
+      "o.freeze, grad_shardings, join", "o.freeze, None, join",
       "devices/test_sharding.py::"
       "test_the_step_and_the_norms_of_layers_give_gradients_their_sharding"),
     M("vit_jax/evaluators/patch_features.py", "rows[:num_pictures]", "rows",

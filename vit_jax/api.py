@@ -9,7 +9,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from vit_jax import files
-from vit_jax.config import REQUIRED, REQUIRED_TO_EVALUATE
+from vit_jax.config import REQUIRED, REQUIRED_TO_EVALUATE, with_values
 from vit_jax.config import stored as stored_config
 from vit_jax.config import text as config_text
 from vit_jax.errors import Faults, InputError, nearest
@@ -142,11 +142,15 @@ def evaluate(
 def config_of_run(workdir: epath.PathLike, overrides: Sequence[tuple[str, str]]) -> ConfigDict:
     """The config of the run in `workdir` with `overrides` applied: (key, text), validated.
 
+    A mesh that the run's devices decided is open again, as these devices may be others.
+
     Raises:
       InputError: if there is no run, or it has no evaluators.
     """
     workdir = files.absolute(workdir)
-    config = stored_config.read_config(workdir)
+    stored = stored_config.read_stored(workdir)
+    chosen = [key for key, by in stored.decided_by.items() if by == "devices"]
+    config = with_values(stored.resolved, {key: None for key in chosen if key.startswith("mesh.")})
     faults = config_text.apply_overrides(config, overrides)
     validate(config, faults, f"{workdir}/config.json")
     if not config.evals:

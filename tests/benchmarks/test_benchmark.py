@@ -159,14 +159,24 @@ def test_step_of_a_topology_is_its_plan(monkeypatch, capsys):
     figures = {"topology": "v5e:4x4", "mesh": {"data": 16}, "global_batch_size": 8,
                "num_params": 9, "compile_s": 1.5, "compiler_cycles": 78_000_000,
                "kernels": [kernel], "memory_bytes": {"peak": 7, "fits": True}}  # fmt: skip
-    monkeypatch.setattr(planning, "plan", lambda config, target: figures)
+    planned = []
+
+    def plan(config, target):
+        planned.append((config.mesh.fsdp, config.model.remat))
+        return figures
+
+    monkeypatch.setattr(planning, "plan", plan)
     timing = {"compiler": {"step_s": 0.1, "mfu": 0.5}}
     monkeypatch.setattr(estimates, "estimate", lambda figures, price: timing)
     monkeypatch.setattr(targets, "start_planning", lambda target: None)
     words = ["--config=configs/pretrain.py:ViT-mu/16,imagenet2012", "--format=json"]
     words += ["--config.optimizer.peak_lr=0.1", "--topology=v5e:4x4"]
-    assert main(["benchmark", "--what=step", *words, *TINY]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    words += [*TINY, "--config.global_batch_size=16"]
+    assert main(["benchmark", "--what=step", *words]) == 0
+    assert planned == [(16, "none")]  # as a run has it
+    assert main(["benchmark", "--what=step", *words, "--config.auto=false"]) == 0
+    assert planned[1:] == [(None, None)]
+    printed, _ = json.JSONDecoder().raw_decode(capsys.readouterr().out)
     assert printed["compiler_cycles"] == 78_000_000 and printed["step_s"] == 0.1
     assert printed["kernels"]["1 short_attention_forward"]["bundles"] == 2937
 

@@ -202,6 +202,17 @@ def test_behind_a_layout_that_may_not_fit_is_one_that_fits(planned, caplog):
     assert f"{refused} --config.model.scan=False --config.model.remat=full" in caplog.text
 
 
+def test_gpus_take_no_risk_where_another_layout_fits(planned):
+    """No compiler refuses what does not fit."""
+    planned.by_layer = 4.5  # 54.5 of 55.88 GiB without remat
+    gpus = Target(Slice("H100:16", "H100", 16, 2))
+    chosen = choose_layout(config_of(**{"mesh.fsdp": 16}), mesh_of(gpus))
+    assert (chosen.model.remat, chosen.model.remat_layers) == ("full", 2)
+    planned.by_layer = 45  # also the smallest layout may not fit
+    assert choose_layout(config_of(), mesh_of(gpus)).model.remat == "full"
+    assert not planned.compiled
+
+
 def test_without_auto_the_layout_is_the_config_s(planned, capsys):
     config = config_of(auto=False)
     assert rank_layouts(config, SIXTEEN) == [config] and not planned.calculated

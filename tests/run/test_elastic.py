@@ -1,5 +1,6 @@
 """A checkpoint from any number of devices and processes can be resumed with any other."""
 
+import functools
 import json
 import os
 import socket
@@ -17,10 +18,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from started_job import ROOT, Job
 
+import vit_jax
 from vit_jax.checkpoints import checkpoint
+from vit_jax.config import with_values
+from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.run import loop, opener, train
+from vit_jax.errors import InputError
+from vit_jax.experiment.experiment import make_experiment
+from vit_jax.inference import evaluate
+from vit_jax.run import build, loop, opener, train
 
 
 def free_address():
@@ -73,6 +80,38 @@ def test_a_run_goes_on_over_other_devices_meshes_and_processes(tmp_path):
     for step, row in wanted.items():
         for name, value in row.items():
             assert by_step[step][name] == pytest.approx(value, rel=1e-3), (step, name)
+
+
+@pytest.mark.usefixtures("without_checks")
+def test_what_auto_chose_for_its_devices_goes_on_on_others(tmp_path, monkeypatch):
+    """It is evaluated and resumed with a mesh of their own, unless the user sets one."""
+    config = load_config("quickstart:debug")
+    own = {"duration": "1 steps", "schedule.warmup": "0 steps", "global_batch_size": "8",
+           "model.depth": "1", "evals.test.batch_size": "360"}  # fmt: skip
+    assert apply_overrides(config, list(own.items())) == []
+    eight, found = {"mesh.data": -1, "mesh.fsdp": 8}, []
+    train.train_and_evaluate(config, tmp_path, choose_layout=lambda c, mesh: with_values(c, eight))
+    assert read_config(epath.Path(tmp_path)).mesh.fsdp == 8
+
+    def on(devices):
+        make = functools.partial(make_mesh, devices=jax.devices()[:devices])
+        monkeypatch.setattr(opener, "make_mesh", make)
+        monkeypatch.setattr(evaluate, "make_mesh", make)
+        monkeypatch.setattr(jax, "device_count", lambda: devices)
+
+    def made(config, mesh, *args):
+        found.append((mesh.size, mesh.shape["fsdp"]))
+        return make_experiment(config, mesh, *args)
+
+    monkeypatch.setattr(evaluate, "make_experiment", made)
+    on(8)
+    scores = vit_jax.evaluate(tmp_path)
+    on(1)
+    assert vit_jax.evaluate(tmp_path)["test/loss"] == pytest.approx(scores["test/loss"], rel=1e-5)
+    assert found == [(8, 8), (1, 1)]
+    assert build.prepare(config, tmp_path).mesh.size == 1
+    with pytest.raises(InputError, match=r"mesh.fsdp=8, .* there are 1"):
+        vit_jax.evaluate(tmp_path, overrides={"mesh.fsdp": 8})
 
 
 RESTORE = """

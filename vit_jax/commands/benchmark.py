@@ -6,7 +6,8 @@
 
 input: CPU milliseconds per image, compared with decoding only and with a plain float32 pipeline on
 the same images; only the training split is opened.
-step: compile seconds, images/s, CPU seconds and GFLOP per image, MFU and memory; reads no data.
+step: compile seconds, images/s, CPU seconds and GFLOP per image, MFU and memory, in the layout that
+a run would take; reads no data.
 With --topology nothing runs; it prints the TPU compiler's cycles and the bundles of each kernel.
 inference: images/s of the forward pass on one device by batch size, memory, and the largest batch;
 with --topology, a plan for a chip that you do not have: a TPU, or a GPU such as H100:1.
@@ -14,6 +15,7 @@ augmentations: a PNG, written to --output, of training images before and after a
 """
 
 import argparse
+import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -50,13 +52,18 @@ def measure_input(config: ConfigDict, flags: argparse.Namespace) -> dict[str, An
 def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any]:
     """Run `benchmarks.step.measure_step` for `flags.steps` steps in `flags.repeat` rounds."""
     from vit_jax.benchmarks import step
+    from vit_jax.planning.search import choose_layout
     from vit_jax.run.opener import Tables, check_mesh
     from vit_jax.run.resolve import resolve
 
     faults = Faults()
     mesh = check_mesh(config, faults)
     collect_faults(faults)
+    assert mesh is not None
     config = resolve(config, Tables(mesh)).config
+    if config.auto:  # as a run
+        config = choose_layout(config, mesh)
+        mesh = check_mesh(config, faults)
     return step.measure_step(config, mesh, num_steps=flags.steps, num_rounds=flags.repeat)
 
 
@@ -85,6 +92,7 @@ def compile_step(config: ConfigDict, slice_: Slice) -> dict[str, Any]:
     """Figures of the step of `config` on `slice_` by the TPU compiler, from its plan."""
     from vit_jax.planning import plan
     from vit_jax.planning.estimates import estimate
+    from vit_jax.planning.search import plan_layouts, rank_layouts
     from vit_jax.planning.targets import Target, start_planning
     from vit_jax.run.opener import Tables
     from vit_jax.run.resolve import resolve
@@ -96,7 +104,8 @@ def compile_step(config: ConfigDict, slice_: Slice) -> dict[str, Any]:
             f"--topology={slice_.name}: needs a TPU slice, and libtpu, which compiles for it: pip "
             "install -e '.[plan]'; the command plan calculates figures for others"
         )
-    figures = plan(resolve(config, Tables()).config, target)
+    layouts = rank_layouts(resolve(config, Tables()).config, target)
+    _, figures = plan_layouts(layouts, functools.partial(plan, target=target))
     kept = ("topology", "mesh", "global_batch_size", "num_params", "compile_s", "compiler_cycles")
     kernels = {
         f"{i} {row['name']}": {key: value for key, value in row.items() if key != "name"}

@@ -249,11 +249,13 @@ def _add_schedule(c: ConfigDict) -> None:
 
 def _add_layout(c: ConfigDict) -> None:
     """How the devices share the work."""
-    # Choose the fastest layout that fits the accelerators: those of LAYOUT_KEYS that are open.
+    # On TPUs and GPUs, give these keys the fastest values that fit, where they have their defaults:
+    # mesh.data and mesh.fsdp, model.scan, model.remat and model.remat_layers.
     c.auto = True
     c.mesh = ConfigDict()  # sizes of the mesh axes; -1: all remaining devices
     c.mesh.replica = placeholder(int)  # across TPU slices; None: the number of slices
-    c.mesh.data = placeholder(int)  # splits batches and the optimizer's state; None: -1
+    # Splits batches and the optimizer's state; None: -1, or as `auto` chooses.
+    c.mesh.data = placeholder(int)
     c.mesh.fsdp = placeholder(int)  # splits parameters too; None: 1, or as `auto` chooses
     c.mesh.tensor = 1  # splits heads and inner channels
     c.mesh.platform = placeholder(str)  # cpu, gpu or tpu; None: the best available

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import flax.linen as nn
@@ -21,6 +22,7 @@ from vit_jax.data import Divider, Source
 from vit_jax.data.division import read_division
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.kernels import choose_forms
+from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
@@ -60,19 +62,20 @@ def evaluate(
     """Evaluate the newest valid checkpoint: {"step": ..., "test/top1": ..., ...}; writes nothing.
 
     `config` is the run's resolved config (`config.stored.read_config`), perhaps with other
-    data. `on_predictions` gets the prediction for each image.
+    data or an open mesh. `on_predictions` gets the prediction for each image.
 
     Raises:
       InputError: if no checkpoint can be read.
     """
     workdir, faults = files.absolute(workdir), Faults()
-    mesh = check_mesh(with_values(config, {"optimizer.accum_steps": None}), faults)
+    trained = read_config(workdir)
+    mesh = _mesh_like(trained, config, faults)
     faults.check(check_store, workdir)
     saved = restore.saved_steps(workdir / "checkpoints")
     compare_requests(config, {"saved steps": bool(saved)})
     names = class_names_of(read_class_names(workdir), config.data.num_classes, str(workdir))
     collect_faults(faults)
-    divider = Divider(read_division(workdir, read_config(workdir)), str(workdir))
+    divider = Divider(read_division(workdir, trained), str(workdir))
     config, preprocessing, sources = _open_data(config, names, divider)
     experiment = make_experiment(_of_labels(config), mesh, preprocessing)
     model = experiment.model
@@ -96,6 +99,18 @@ def evaluate(
         return {"step": meta["step"]} | _evaluate_all(
             evaluators, state, config, sources, on_predictions
         )
+
+
+def _mesh_like(trained: ConfigDict, config: ConfigDict, faults: Faults) -> Mesh | None:
+    """The mesh of `config`; None if it is invalid.
+
+    If it is open, these devices split parameters as far as those of `trained`, if they can.
+    """
+    mesh = check_mesh(with_values(config, {"optimizer.accum_steps": None}), faults)
+    if mesh is None or config.mesh.data is not None or config.mesh.fsdp is not None:
+        return mesh
+    fsdp = math.gcd(mesh.shape["data"], trained.mesh.fsdp or 1)
+    return make_mesh(replica=mesh.shape["replica"], fsdp=fsdp, tensor=mesh.shape["tensor"])
 
 
 def evaluate_pretrained(

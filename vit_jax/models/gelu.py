@@ -1,5 +1,6 @@
 """GELU, with the dropout that follows it in an MLP."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -59,4 +60,4 @@ def exact_gelu(x, kept, rate):
     return y if kept is None else drop(y, kept, rate)
 
 
-GELU = {"tanh": tanh_gelu, "exact": exact_gelu}
+GELU: dict[str, Callable[..., jax.Array]] = {"tanh": tanh_gelu, "exact": exact_gelu}

@@ -230,8 +230,9 @@ def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
     """`config` in the layouts that may fit, the fastest first, by calculation, in seconds.
 
     Fewer recomputed layers are faster than any mesh; of the meshes that is the fastest whose
-    exchanges add least to a step. Without `auto`, or if none may fit, it is the config in one
-    layout: its own, or that of least memory.
+    exchanges add least to a step. For GPUs, where no compiler refuses a layout, those that may not
+    fit come last. Without `auto`, or if none may fit, it is the config in one layout: its own, or
+    that of least memory.
     """
     if not config.auto:
         return [config]
@@ -240,7 +241,8 @@ def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
     for mesh in _free_meshes(config, target):
         for changes, figures in _layouts_on(with_values(config, mesh), calculate):
             memory, again = figures["memory_bytes"], figures["recomputed"]
-            order = not memory["fits"], again, figures["exchange_s"], memory["peak"]
+            risk = target.chip.is_gpu and memory["may_not_fit"]
+            order = not memory["fits"], risk, again, figures["exchange_s"], memory["peak"]
             found.append((order, with_values(config, mesh | changes)))
     found.sort(key=lambda each: each[0])
     return [layout for (fails, *_), layout in found if not fails] or [found[0][1]]

@@ -143,8 +143,7 @@ class Files(Opener):
 
     def has_layout_of(self, stored: StoredConfig) -> bool:
         devices = jax.device_count(), jax.devices()[0].device_kind
-        chosen = stored.asked.auto and self._before.devices == devices
-        return self._choose_layout is None or chosen
+        return stored.asked.auto and self._before.devices == devices
 
     def layout(self, config: ConfigDict) -> Changes:
         stored = self._before.stored
