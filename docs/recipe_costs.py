@@ -94,8 +94,9 @@ def main() -> None:
     chosen = [r for r in RECIPES if not flags.words or any(word in r for word in flags.words)]
     for topology in SLICES:
         print(f"\n### {topology}\n")
-        print("| recipe | batch | layout | Mcycles | ms a step | MFU | peak, GiB | MiB sent: waits + hidden | "
-              "images/s | CPU ms an image | chip-hours | dollars |")  # fmt: skip
+        print("| recipe | batch | layout | Mcycles | ms a step | MFU | peak, GiB | "
+              "MiB sent: waits + hidden | images/s | CPU ms an image | "
+              "chip-hours | dollars |")  # fmt: skip
         print("|---" * 12 + "|")
         for recipe in chosen:
             figures = plan(recipe, topology, compiled=topology in flags.compile.split(","))

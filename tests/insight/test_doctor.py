@@ -11,6 +11,7 @@ import pytest
 from etils import epath
 from PIL import Image
 
+from vit_jax.config import with_values
 from vit_jax.errors import InputError
 from vit_jax.insight import doctor, reach
 from vit_jax.insight.findings import FAILED, OK, WARNING, Finding, bounded
@@ -193,13 +194,17 @@ def test_coordinator(silent):
     assert "HOST:PORT" in found.found
 
 
-def test_the_command(capsys, tmp_path, vit_jax_logger):
+def test_the_command(capsys, tmp_path, monkeypatch, vit_jax_logger):
+    def choose(config, mesh, *, may_compile):
+        return config if may_compile else with_values(config, {"mesh.fsdp": 8})
+
+    monkeypatch.setattr("vit_jax.planning.search.choose_layout", choose)
     words = ["doctor", "--config=quickstart:debug", "--format=json"]
     assert main(words) == 0
     found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
     assert {one["state"] for one in found.values()} <= {"ok", "warning"}
     chosen = found["train would choose"]["found"]
-    assert "mesh: replica 1, data 8" in chosen and "train 1,437" in chosen
+    assert "mesh: replica 1, data 1, fsdp 8" in chosen and "train 1,437" in chosen
     assert "attention" in chosen
     # What is asked for and cannot be reached; the pictures of the config are missing too.
     missing = f"--config.data.data_dir={tmp_path / 'no'}"

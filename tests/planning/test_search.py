@@ -172,7 +172,7 @@ def test_a_run_takes_the_fastest(planned, caplog):
         (0.1, {1: 3, 4: 1, 16: 2}, [(4, 0), (16, 0), (1, 0), (4, 12), (16, 12), (1, 12)]),
         (0.1, {1: 1, 4: 1, 16: 1}, [(16, 0), (4, 0), (1, 0), (16, 12), (4, 12), (1, 12)]),
         # Without remat it only fits over fsdp 16.
-        (1.4, {1: 1, 4: 2, 16: 3}, [(16, 0), (16, 2), (4, 3), (16, 3), (4, 4), (4, 5), (1, 7)]),
+        (1.4, {1: 1, 4: 2, 16: 3}, [(16, 0), (4, 3), (16, 3), (4, 4), (4, 5), (1, 7), (1, 9)]),
     ],
     ids=["waits least", "least memory", "recomputes least"],
 )
@@ -188,18 +188,19 @@ def test_the_fastest_recomputes_least_then_waits_least(planned, by_layer, waits,
 
 def test_behind_a_layout_that_may_not_fit_is_one_that_fits(planned, caplog):
     """The run takes the first for which the compiler finds room, and says so."""
-    planned.by_layer, planned.error = 1.2, 1.2  # 14.9 GiB by calculation, 17.9 by the compiler
+    planned.by_layer, planned.error = 1.2, 1.1  # 14.9 GiB by calculation, 16.4 by the compiler
     layouts = rank_layouts(config := config_of(**{"mesh.fsdp": 16}), SIXTEEN)
     assert [(c.model.remat, c.model.remat_layers) for c in layouts] == [
-        ("none", None), ("full", 1), ("full", 2), ("full", None)
+        ("none", None), ("full", 2), ("full", None)
     ]  # fmt: skip
     with caplog.at_level(logging.INFO, "vit_jax"):
         chosen = choose_layout(config, mesh_of(SIXTEEN))
-    assert planned.compiled == [(16, False, 0), (16, False, 1), (16, False, 2)]
+    assert planned.compiled == [(16, False, 0), (16, False, 2)]
     assert (chosen.model.remat, chosen.model.remat_layers) == ("full", 2)
     refused = "the compiler finds no room for --config.mesh.fsdp=16"
     assert f"{refused} --config.model.scan=False --config.model.remat=none; the next" in caplog.text
-    assert f"{refused} --config.model.scan=False --config.model.remat=full" in caplog.text
+    by_calculation = choose_layout(config, mesh_of(SIXTEEN), may_compile=False)
+    assert by_calculation.model.remat == "none" and len(planned.compiled) == 2
 
 
 def test_gpus_take_no_risk_where_another_layout_fits(planned):

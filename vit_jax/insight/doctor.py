@@ -4,6 +4,7 @@ Every check ends within a time limit and gives a `Finding`; none raises.
 """
 
 import copy
+import functools
 import io
 import itertools
 import logging
@@ -176,11 +177,13 @@ def check_training(config: ConfigDict, workdir: epath.Path | None) -> Finding:
     Without a `workdir` the run is taken to be new.
     """
     from vit_jax.models.dot_product import choose_attention
+    from vit_jax.planning.search import choose_layout
     from vit_jax.run.build import prepare
     from vit_jax.run.description import describe
 
     unused = epath.Path(tempfile.gettempdir()) / f"vit_jax-doctor-{secrets.token_hex(4)}"
-    run = prepare(config, workdir or unused)
+    by_calculation = functools.partial(choose_layout, may_compile=False)  # in seconds
+    run = prepare(config, workdir or unused, by_calculation)
     collected, before = _Lines(), (logger.handlers, logger.level, logger.propagate)
     logger.handlers, logger.propagate = [collected], False
     logger.setLevel(logging.INFO)

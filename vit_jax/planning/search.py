@@ -31,7 +31,7 @@ from vit_jax.models import create_model, find_family
 from vit_jax.models.fields import field_names, has_batch_statistics
 from vit_jax.objectives.features import compares_layers
 from vit_jax.planning import plan
-from vit_jax.planning.calculated import calculate_layout, calculate_memory
+from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout, calculate_memory
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, target_mesh, target_of
 
@@ -269,10 +269,11 @@ def describe_layout(config: ConfigDict) -> str:
     return " ".join(f"--config.{key}={value}" for key, value in known.items())
 
 
-def choose_layout(config: ConfigDict, mesh: Mesh) -> ConfigDict:
+def choose_layout(config: ConfigDict, mesh: Mesh, *, may_compile: bool = True) -> ConfigDict:
     """`config` with the fastest layout that fits the devices of `mesh`, which the log names.
 
-    CPUs, and devices of unknown memory, keep the config's layout.
+    CPUs, and devices of unknown memory, keep the config's layout. Without `may_compile` the
+    calculation decides.
 
     Raises:
       InputError: no layout fits.
@@ -284,6 +285,7 @@ def choose_layout(config: ConfigDict, mesh: Mesh) -> ConfigDict:
             kind = devices[0].device_kind
             logger.info("auto: the memory of %s is not known; the layout stays as it is", kind)
         return config
+    target = target._replace(may_compile=may_compile)
     plan = functools.partial(calculate_layout, target=target)
     if target.is_compiled_for:
         plan = functools.partial(planning.plan, target=target, devices=devices)
@@ -347,7 +349,11 @@ def _with_least_remat(
     depth = _depth(config)
     saved, layers = figures["memory_bytes"]["temporaries"] / depth, 0
     for _ in range(_LAYER_TRIES):
-        layers += max(math.ceil(-figures["memory_bytes"]["margin"] / saved), 1)
+        memory = figures["memory_bytes"]
+        short = -memory["margin"]
+        if memory["may_not_fit"]:  # the next one shall fit for certain
+            short = memory["peak"] - memory["capacity"] / (1 + UNCERTAINTY)
+        layers += max(math.ceil(short / saved), 1)
         if layers > depth:
             return
         changes = {"model.scan": False, "model.remat": "full", "model.remat_layers": layers}
