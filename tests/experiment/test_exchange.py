@@ -163,7 +163,8 @@ def test_further_terms_are_not_exchanged(monkeypatch):
     ("shares", "mesh", "model"),
     [
         (True, {}, {}),
-        (True, {}, {"dtype": jnp.bfloat16, "remat": "full"}),
+        (True, {}, {"dtype": jnp.bfloat16}),
+        (False, {}, {"remat": "full"}),
         (True, {}, {"dropout": 0.1, "attention_dropout": 0.1}),
         (False, {}, {"stochastic_depth": 0.1}),
         (False, {}, {"head_batch_norm": True}),
@@ -181,6 +182,7 @@ def test_when_chips_share_their_gradients(shares, mesh, model):
     vit = create_model("ViT-Ti/4", 10, (8, 8), **{**SMALL, "dropout": 0.0, **model})
     exchange = choose_exchange(vit, "supervised", processes("tpu", **mesh))
     assert (exchange is not None and exchange.splits_params) == shares
+    assert choose_exchange(vit, "supervised", processes("tpu", **mesh), freeze="head") is None
 
 
 def processes(platform="cpu", indices=(0, 1), device_kind="TPU v4", **axes):

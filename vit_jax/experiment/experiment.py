@@ -176,7 +176,7 @@ def make_experiment(
 
     model = make_model(config, image_size, mesh)
     check_microbatches(model, config.model.name, accum_steps)
-    exchange = choose_exchange(model, config.objective.name, mesh)
+    exchange = choose_exchange(model, config.objective.name, mesh, o.freeze)
     learner = model if exchange is None else without_constraints(model)
 
     objective_of = partial(make_config_objective, config, batch, durations, teachers)

@@ -170,7 +170,7 @@ def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[E
     experiment, jaxpr = _trace(
         _Alone(stored_config.to_json(alone) + target.slice.chip, alone, target)
     )
-    exchange = choose_exchange(experiment.model, alone.objective.name, mesh)
+    exchange = choose_exchange(experiment.model, alone.objective.name, mesh, alone.optimizer.freeze)
     splits = exchange is not None and exchange.splits_params
     experiment = dataclasses.replace(
         experiment,
