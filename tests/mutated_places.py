@@ -106,7 +106,7 @@ MUTATIONS = [
       "models/test_dropout.py::test_bytes_on_a_cpu_are_those_of_the_generator"),
     M("vit_jax/devices/kernels.py", "jax.lax.axis_index(split)", "0",
       "models/test_dropout.py::test_devices_draw_apart_where_they_hold_other_values"),
-    M("vit_jax/models/layers.py", "branch_BND / keep_rate", "branch_BND",
+    M("vit_jax/models/layers.py", "kept / keep_rate", "kept / 1.0",
       "models/test_layers.py::test_stochastic_depth_drops_each_branch_of_whole_examples"),
     M("vit_jax/models/layers.py", "max(self.depth - 1, 1)", "self.depth",
       "models/test_layers.py::test_stochastic_depth_grows_linearly_from_zero"),
