@@ -259,6 +259,7 @@ class _Program:
                 root.live(now - 1)  # the result may take its place
             if product is not None:
                 product.born, product.dies, value.by = math.inf, -1, "product"
+                value.bytes = min(value.bytes, product.bytes)  # widened only while it is computed
             value.roots, value.born, value.dies = frozenset([value]), now, now
 
     def _roots(self, value, needed, in_memory, found) -> frozenset[_Value]:
@@ -288,8 +289,7 @@ def _pad(eqn: JaxprEqn, operands: Sequence[_Value | None], results: Sequence[_Va
 
 def _ends(operand: _Value, result: _Value) -> bool:
     """Whether `result` is written instead of the product `operand`, which nothing else reads."""
-    only = operand.by == "product" and operand.readers == 1
-    return only and operand.size == result.size and result.bytes <= operand.bytes
+    return operand.by == "product" and operand.readers == 1 and operand.size == result.size
 
 
 def _carried(eqn: JaxprEqn) -> range:
