@@ -12,7 +12,6 @@ import subprocess
 import sys
 
 DATA = "--config.data.num_classes=18291 --config.data.num_examples=303000000"  # JFT-300M
-TEACHER = "--config.objective.teacher=ViT-B/16@augreg"
 RECIPES = (
     "pretrain:ViT-B/16,imagenet2012",
     "pretrain:ViT-B/16,imagenet21k",
@@ -95,7 +94,7 @@ def main() -> None:
     for topology in SLICES:
         print(f"\n### {topology}\n")
         print("| recipe | batch | layout | Mcycles | ms a step | MFU | peak, GiB | "
-              "MiB sent: waits + hidden | images/s | CPU ms an image | "
+              "MiB sent: waits + hidden | images/s | CPU ms there is | "
               "chip-hours | dollars |")  # fmt: skip
         print("|---" * 12 + "|")
         for recipe in chosen:

@@ -100,3 +100,9 @@ def test_a_device_that_computes_its_own_rows_draws_its_own_bytes():
     drawn = jax.shard_map(of_rows, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(rows)
     assert drawn.shape == (16, 5, 16)
     assert len({bytes(np.asarray(shard.data)) for shard in drawn.addressable_shards}) == 8
+
+
+def test_keys_of_other_generators_draw_too():
+    for name, draw in draws().items():
+        drawn = draw(jax.random.key(0, impl="rbg"), (8, 5, 16), AXES)
+        assert drawn.shape == (8, 5, 16) and len(np.unique(drawn)) > 100, name

@@ -179,3 +179,9 @@ def test_a_model_of_a_plug_in_is_counted(monkeypatch):
     monkeypatch.setitem(MODELS, "ViT", MODELS["ViT"]._replace(module=Other))
     narrow, wide = (calculate_memory(tiny(**{"model.width": n}), ONE) for n in (64, 96))
     assert 0 < narrow["temporaries"] < wide["temporaries"]
+
+
+def test_durations_in_epochs_are_those_of_the_whole_batch():
+    """One device's share of a batch has more steps in an epoch."""
+    durations = {"duration": "20000 steps", "schedule.warmup": "5 epochs"}
+    calculated(B16, "v5e:4x4", **FOUR_LAYERS | {"model.depth": 1} | durations)

@@ -64,6 +64,7 @@ def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any
     if config.auto:  # as a run
         config = choose_layout(config, mesh)
         mesh = check_mesh(config, faults)
+        collect_faults(faults)
     return step.measure_step(config, mesh, num_steps=flags.steps, num_rounds=flags.repeat)
 
 

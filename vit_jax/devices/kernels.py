@@ -192,7 +192,7 @@ def draw_bytes_by_device(key, shape, axes, mesh: Mesh):
     """
 
     def draw(key, shape):
-        halves = [jax.random.key_data(key)] * 2
+        halves = [jax.random.key_data(key)[:2]] * 2
         rbg_key = jax.random.wrap_key_data(jnp.concatenate(halves), impl="rbg")
         return jax.random.bits(rbg_key, shape, jnp.uint8)
 
@@ -206,11 +206,11 @@ def draw_bytes_by_device(key, shape, axes, mesh: Mesh):
     share = NamedSharding(mesh, P(*spec)).shard_shape(shape)
 
     def draw_share(key_data):
-        key = jax.random.wrap_key_data(key_data)
+        key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
         return draw(jax.random.fold_in(key, jax.lax.axis_index(split)), share)
 
     drawn = jax.shard_map(draw_share, mesh=mesh, in_specs=P(), out_specs=P(*spec), check_vma=False)
-    return drawn(jax.random.key_data(key))
+    return drawn(jax.random.key_data(key)[:2])
 
 
 def _gpu_attention(model: nn.Module) -> Attend:

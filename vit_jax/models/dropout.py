@@ -28,7 +28,7 @@ def threefry_bytes(key, shape, axes):
     *front, last = shape
     calls = (*front, -(-last // 8))
     place = jax.lax.iota(jnp.uint32, math.prod(calls)).reshape(calls)
-    words = threefry2x32_p.bind(*jax.random.key_data(key), jnp.zeros_like(place), place)
+    words = threefry2x32_p.bind(*jax.random.key_data(key)[:2], jnp.zeros_like(place), place)
     eight = jax.lax.bitcast_convert_type(jnp.stack(words, axis=-1), jnp.uint8)
     return eight.reshape(*front, -1)[..., :last]
 

@@ -21,10 +21,11 @@ from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
 from vit_jax import tree
-from vit_jax.config import num_microbatches
+from vit_jax.config import num_microbatches, with_values
 from vit_jax.config import stored as stored_config
 from vit_jax.devices.chips import GPUS_PER_HOST
 from vit_jax.devices.mesh import AXES, BATCH_AXES, make_mesh
+from vit_jax.experiment.durations import parse_durations, parse_milestones
 from vit_jax.experiment.exchange import choose_exchange
 from vit_jax.experiment.experiment import Experiment, with_shardings
 from vit_jax.experiment.optimizers.masks import leaves_that_learn
@@ -143,7 +144,10 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
 def _lay_out(config: ConfigDict, target: Target) -> tuple[Experiment, dict[str, Any]]:
     """An experiment whose state is on the config's mesh, and the memory of its step."""
     mesh = plan_mesh(config, target, describe_devices(target))
-    alone = config.copy_and_resolve_references()
+    # Durations in steps, as the epochs of a smaller batch have more of them.
+    steps = {key: f"{number} steps" for key, number in parse_durations(config).items()}
+    milestones = ", ".join(f"{number} steps" for number in parse_milestones(config))
+    alone = with_values(config, steps | {"schedule.milestones": milestones})
     alone.global_batch_size = config.global_batch_size // batch_ways(mesh.shape)
     alone.mesh.update(dict.fromkeys(AXES, 1))
     layers, alone.model.remat_layers = config.model.remat_layers, None

@@ -229,8 +229,8 @@ def find_layouts(
 def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
     """`config` in the layouts that may fit, the fastest first, by calculation, in seconds.
 
-    Fewer recomputed layers are faster than any mesh; of the meshes that is the fastest whose
-    exchanges add least to a step. For GPUs, where no compiler refuses a layout, those that may not
+    Fewer recomputed layers are faster than any mesh; then comes the mesh whose exchanges add
+    least to a step. For GPUs, where no compiler refuses a layout, those that may not
     fit come last. Without `auto`, or if none may fit, it is the config in one layout: its own, or
     that of least memory.
     """
@@ -245,7 +245,8 @@ def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
             order = not memory["fits"], risk, again, figures["exchange_s"], memory["peak"]
             found.append((order, with_values(config, mesh | changes)))
     found.sort(key=lambda each: each[0])
-    return [layout for (fails, *_), layout in found if not fails] or [found[0][1]]
+    least = min(found, key=lambda each: each[0][-1])[1]
+    return [layout for (fails, *_), layout in found if not fails] or [least]
 
 
 def plan_layouts(layouts: Sequence[ConfigDict], plan: Plan) -> tuple[ConfigDict, dict[str, Any]]:
