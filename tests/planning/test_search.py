@@ -226,7 +226,9 @@ def test_without_auto_the_layout_is_the_config_s(planned, capsys):
 @pytest.mark.parametrize(("by_layer", "code"), [(10, 0), (14, 0), (15, 3)])
 def test_only_what_cannot_fit_in_any_layout_exits_with_3(planned, capsys, by_layer, code):
     """Scanned layers, recomputed over fsdp 16, of 12.5, 17.3 and 18.5 GiB; 15.75 GiB +- 15 %."""
-    planned.by_layer, planned.waits = by_layer, {1: 1, 4: 2, 16: 3}
+    planned.by_layer = by_layer
+    if code == 3:  # not the order of what waits, but the least memory
+        planned.waits = {1: 1, 4: 2, 16: 3}
     assert main([*PLAN, "--no_compile", "--format=json"]) == code
     figures = json.loads(capsys.readouterr().out)
     assert figures["scan"] and figures["mesh"]["fsdp"] == 16
