@@ -1,6 +1,6 @@
 """Makes the tables of docs/explanation/recipe_costs.md from plans of the recipes as they stand.
 
-python docs/recipe_costs.py [--compile=v5e:4x4] [WORD...] > rows.md
+python docs/recipe_costs.py [--compile=v5e:4x4] [--slice=v5e:4x4] [WORD...] > rows.md
 
 The compiler plans the slices of --compile; others are calculated. Only recipes that contain one of
 the WORDs are planned. A plan is cached, so the second call takes seconds.
@@ -67,7 +67,9 @@ def row(recipe: str, topology: str, figures: dict) -> str:
     layers += "" if figures["remat"] == "none" else f", {figures['remat']} remat"
     layers += "" if figures["remat_layers"] is None else f" of {figures['remat_layers']}"
     mesh = " x ".join(f"{axis} {size}" for axis, size in figures["mesh"].items() if size > 1)
-    busy = 1e3 * cpus / (run["images_per_s"] / figures["num_chips"] * chips)
+    verdict = "" if memory["fits"] else " (too much)"
+    verdict = " (may not fit)" if memory["may_not_fit"] else verdict
+    there_is = 1e3 * cpus / (run["images_per_s"] / figures["num_chips"] * chips)
     cells = (
         f"`{recipe.partition(' ')[0]}`",
         f"{figures['global_batch_size']:,}",
@@ -75,10 +77,10 @@ def row(recipe: str, topology: str, figures: dict) -> str:
         f"{cycles / 1e6:,.1f}" if cycles else "",
         f"{1e3 * run['step_s']:,.1f}",
         f"{run['mfu']:.0%}",
-        f"{memory['peak'] / 2**30:.1f}" + ("" if memory["fits"] else " (too much)"),
+        f"{memory['peak'] / 2**30:.1f}{verdict}",
         f"{sent[False]:,.0f} + {sent[True]:,.0f}",
         f"{run['images_per_s']:,.0f}",
-        f"{busy:.1f}",
+        f"{there_is:.1f}",
         f"{run['chip_hours']:,.0f}",
         f"{run['cost']:,.0f}",
     )
@@ -88,10 +90,11 @@ def row(recipe: str, topology: str, figures: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--compile", default="")
+    parser.add_argument("--slice", choices=SLICES, action="append")
     parser.add_argument("words", nargs="*")
     flags = parser.parse_args()
     chosen = [r for r in RECIPES if not flags.words or any(word in r for word in flags.words)]
-    for topology in SLICES:
+    for topology in flags.slice or SLICES:
         print(f"\n### {topology}\n")
         print("| recipe | batch | layout | Mcycles | ms a step | MFU | peak, GiB | "
               "MiB sent: waits + hidden | images/s | CPU ms there is | "
