@@ -51,7 +51,9 @@ def planned(monkeypatch, pytestconfig):
     )
 
     def recomputed(m):
-        return 0 if m.remat != "full" else DEPTH if m.remat_layers is None else m.remat_layers
+        if m.remat != "full":
+            return 0.4 * DEPTH if m.remat == "dots" else 0
+        return DEPTH if m.remat_layers is None else m.remat_layers
 
     def memory_of(config, target, error, **how):
         again = recomputed(config.model)
@@ -200,7 +202,7 @@ def test_behind_a_layout_that_may_not_fit_is_one_that_fits(planned, caplog):
     refused = "the compiler finds no room for --config.mesh.fsdp=16"
     assert f"{refused} --config.model.scan=False --config.model.remat=none; the next" in caplog.text
     by_calculation = choose_layout(config, mesh_of(SIXTEEN), may_compile=False)
-    assert by_calculation.model.remat == "none" and len(planned.compiled) == 2
+    assert by_calculation.model.remat_layers == 2 and len(planned.compiled) == 2
 
 
 def test_gpus_take_no_risk_where_another_layout_fits(planned):
@@ -209,6 +211,8 @@ def test_gpus_take_no_risk_where_another_layout_fits(planned):
     gpus = Target(Slice("H100:16", "H100", 16, 2))
     chosen = choose_layout(config_of(**{"mesh.fsdp": 16}), mesh_of(gpus))
     assert (chosen.model.remat, chosen.model.remat_layers) == ("full", 2)
+    planned.by_layer = 6  # full remat of 5 layers of 12, or "dots", as if of 4.8
+    assert choose_layout(config_of(**{"mesh.fsdp": 16}), mesh_of(gpus)).model.remat == "dots"
     planned.by_layer = 45  # also the smallest layout may not fit
     assert choose_layout(config_of(), mesh_of(gpus)).model.remat == "full"
     assert not planned.compiled

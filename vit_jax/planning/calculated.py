@@ -49,6 +49,7 @@ from vit_jax.planning.tensor_exchanges import (
 )
 from vit_jax.run.teachers import planned_experiment
 
+_DOTS = 0.1  # as if so many layers were computed again: norms and activations, no products
 _SCAN = 0.05  # a scan with full remat takes 5 % longer than full remat of unrolled layers: L/16
 UNCERTAINTY = 0.15  # of a calculated peak; docs/explanation/plans.md compares it with compiled ones
 
@@ -131,7 +132,7 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
     _add_parameters(exchanges, experiment, num_microbatches(config), scatters_over_data=scatters)
     hidden, added = exchange_s(exchanges.table(target), target.chip)
     model = experiment.model
-    again = float(value_of(model, "remat") != "none")
+    again = {"none": 0.0, "dots": _DOTS, "full": 1.0}[value_of(model, "remat")]
     if again and config.model.remat_layers is not None:
         again = config.model.remat_layers / model.depth
     return {

@@ -183,7 +183,7 @@ def _memory(config: ConfigDict, target: Target, calculate: bool) -> dict[str, An
     """The memory of a plan, by calculation if that is asked for or says that it cannot fit."""
     memory = calculate_memory(config, target)
     if calculate or not memory["fits"]:
-        return memory
+        return memory | {"fits": memory["fits"] and not memory["may_not_fit"]}
     return plan(config, target)["memory_bytes"]
 
 
@@ -215,7 +215,7 @@ def find_layouts(
     plan = functools.partial(planning.plan, target=target, devices=devices)
     rows = []
     for mesh in _free_meshes(config, target):
-        for changes, figures in _layouts_on(with_values(config, mesh), plan):
+        for changes, figures in _layouts_on(with_values(config, mesh), plan, target.chip.is_gpu):
             row = {key: figures[key] for key in ("mesh", "scan", "remat", "remat_layers")}
             memory = figures["memory_bytes"]
             row |= {"changes": mesh | changes, "peak_bytes": memory["peak"]}
@@ -230,7 +230,7 @@ def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
     """`config` in the layouts that may fit, the fastest first, by calculation, in seconds.
 
     Fewer recomputed layers are faster than any mesh; then comes the mesh whose exchanges add
-    least to a step. For GPUs, where no compiler refuses a layout, those that may not
+    least to a step. Where no compiler refuses a layout, as for GPUs, those that may not
     fit come last. Without `auto`, or if none may fit, it is the config in one layout: its own, or
     that of least memory.
     """
@@ -239,9 +239,11 @@ def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
     calculate = functools.partial(calculate_layout, target=target)
     found = []
     for mesh in _free_meshes(config, target):
-        for changes, figures in _layouts_on(with_values(config, mesh), calculate):
+        for changes, figures in _layouts_on(
+            with_values(config, mesh), calculate, target.chip.is_gpu
+        ):
             memory, again = figures["memory_bytes"], figures["recomputed"]
-            risk = target.chip.is_gpu and memory["may_not_fit"]
+            risk = not target.is_compiled_for and memory["may_not_fit"]
             order = not memory["fits"], risk, again, figures["exchange_s"], memory["peak"]
             found.append((order, with_values(config, mesh | changes)))
     found.sort(key=lambda each: each[0])
@@ -315,10 +317,13 @@ def _is_default(config: ConfigDict, keys: tuple[str, ...]) -> bool:
     return all(values[key] == defaults[key] for key in keys)
 
 
-def _layouts_on(config: ConfigDict, plan: Plan) -> Iterator[tuple[Changes, dict[str, Any]]]:
+def _layouts_on(
+    config: ConfigDict, plan: Plan, tries_dots: bool
+) -> Iterator[tuple[Changes, dict[str, Any]]]:
     """Layouts of the layers on the config's mesh, with their plans.
 
-    The first needs the least memory: if it does not fit, no other is tried.
+    The first needs the least memory: if it does not fit, no other is tried. `tries_dots`: also
+    remat "dots", which on TPUs is slower than full remat of some layers.
     """
     module = find_family(config.model.name).module
     fields = field_names(module)
@@ -339,7 +344,11 @@ def _layouts_on(config: ConfigDict, plan: Plan) -> Iterator[tuple[Changes, dict[
     memory = figures["memory_bytes"]
     if memory["fits"]:
         yield none, figures
-    if (memory["may_not_fit"] or not memory["fits"]) and "remat_layers" in fields and not scan:
+    is_certain = memory["fits"] and not memory["may_not_fit"]
+    if tries_dots and not is_certain:
+        dots = none | {"model.remat": "dots"}
+        yield dots, plan(with_values(config, dots))
+    if not is_certain and "remat_layers" in fields and not scan:
         yield from _with_least_remat(config, plan, figures)
 
 

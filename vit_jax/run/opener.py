@@ -156,7 +156,7 @@ class Files(Opener):
         if stored is not None:
             logger.info("auto: was off at the last start, or the devices differ from its own")
             has_scan = "scan" in field_names(find_family(config.model.name).module)
-            if config.model.scan is None and has_scan:  # the form of its checkpoints
+            if config.model.scan is None and has_scan:
                 config = config_lib.with_values(config, {"model.scan": False})
         with watchdog.phase("compile"):
             chosen = self._choose_layout(config, self.mesh)
@@ -165,7 +165,10 @@ class Files(Opener):
         collect_faults(faults)
         assert mesh is not None
         self.mesh, flat = mesh, config_lib.flatten(chosen)
-        return {key: flat[key] for key in config_lib.LAYOUT_KEYS}
+        keys = {*config_lib.LAYOUT_KEYS}
+        if stored is not None:
+            keys -= {"model.scan"}  # the form of its checkpoints
+        return {key: flat[key] for key in keys}
 
     def microbatches(self, config: ConfigDict) -> Changes:
         if config.optimizer.accum_steps is not None:
