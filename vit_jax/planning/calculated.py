@@ -149,7 +149,9 @@ def _lay_out(config: ConfigDict, target: Target) -> tuple[Experiment, dict[str, 
     steps = {key: f"{number} steps" for key, number in parse_durations(config).items()}
     milestones = ", ".join(f"{number} steps" for number in parse_milestones(config))
     alone = with_values(config, steps | {"schedule.milestones": milestones})
-    alone.global_batch_size = config.global_batch_size // batch_ways(mesh.shape)
+    share = config.global_batch_size // batch_ways(mesh.shape)
+    alone.global_batch_size = share + (share % 2 if share > 1 else 0)  # MixUp takes pairs
+    alone.data.repeats, alone.data.streams = 1, None  # they divide the whole batch
     alone.mesh.update(dict.fromkeys(AXES, 1))
     layers, alone.model.remat_layers = config.model.remat_layers, None
     experiment, temporaries = _count_temporaries(alone, target, mesh)
