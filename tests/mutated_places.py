@@ -363,7 +363,7 @@ MUTATIONS = [
     # planning
     M("vit_jax/planning/estimates.py", "chip_hours * (1 + two_cores) / 24", "chip_hours / 24",
       "planning/test_plan.py::test_two_core_chips_count_twice"),
-    M("vit_jax/planning/calculated.py", '(2 if kind == "all-reduce" else 1)', "1",
+    M("vit_jax/planning/exchanges.py", '(2 if kind == "all-reduce" else 1)', "1",
       "planning/test_plan.py::test_gpus_of_several_hosts_exchange_over_the_network"),
     M("vit_jax/planning/kept.py", "if product is None and value not in in_memory:", "if True:",
       "planning/test_kept.py::test_what_is_elementwise_is_computed_again"),
@@ -371,7 +371,7 @@ MUTATIONS = [
       "self._count_per_image(None)",
       "experiment/test_experiment.py::"
       "test_flops_of_gradients_that_nothing_learns_from_are_not_counted"),
-    M("vit_jax/planning/calculated.py", "if not learning[name]:", "if False:",
+    M("vit_jax/planning/exchanges.py", "if not learning[name]:", "if False:",
       "planning/test_plan.py::test_what_is_frozen_is_gathered_but_has_no_gradient"),
     M("vit_jax/models/watched.py", "[:, : module.num_tokens]", "",
       "objectives/test_distillation.py::test_features_of_layers_leave_out_padded_tokens"),

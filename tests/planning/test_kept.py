@@ -185,3 +185,16 @@ def test_durations_in_epochs_are_those_of_the_whole_batch():
     """One device's share of a batch has more steps in an epoch."""
     durations = {"duration": "20000 steps", "schedule.warmup": "5 epochs"}
     calculated(B16, "v5e:4x4", **FOUR_LAYERS | {"model.depth": 1} | durations)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"global_batch_size": 16, "data.ops": "inception_crop|mixup(0.8)"},  # one image a device
+        {"global_batch_size": 96, "data.ops": "inception_crop|mixup(0.8)", "data.repeats": 3},
+        {"global_batch_size": 16, "data.order": "chunk", "data.streams": 16},
+    ],
+    ids=["pairs", "repeats", "streams"],
+)
+def test_the_order_of_a_batch_need_not_suit_one_device(changes):
+    calculated(B16, "v5e:4x4", **FOUR_LAYERS | {"model.depth": 1} | changes)

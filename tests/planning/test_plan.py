@@ -27,7 +27,7 @@ from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.main import main
 from vit_jax.models import create_model
 from vit_jax.objectives.contract import Teacher
-from vit_jax.planning import calculated, hlo, plan_figures
+from vit_jax.planning import calculated, exchanges, hlo, plan_figures
 from vit_jax.planning.compiled import collective_table, compile_plan, needed_memory
 from vit_jax.planning.estimates import estimate, speed_of
 from vit_jax.planning.search import find_remedies, largest_batch, search
@@ -229,7 +229,7 @@ def eight_chips(topology="H100:8", **changes):
     mesh = planning.targets.plan_mesh(config, target)
     experiment = planned_experiment(config, mesh)
     accum_steps = num_microbatches(config)
-    rows = calculated.collective_table(experiment, mesh.shape, target, 8, accum_steps)
+    rows = exchanges.collective_table(experiment, mesh.shape, target, 8, accum_steps)
     return experiment, {(row["kind"], *row["axes"]): row["bytes"] for row in rows}
 
 

@@ -20,11 +20,8 @@ from vit_jax.models.vit import ViT
 from vit_jax.objectives import make_objective
 from vit_jax.objectives.contract import RunFacts, TokenPass
 from vit_jax.objectives.supervised import make_loss
-from vit_jax.planning.calculated import (
-    _is_gathered_again,
-    calculate_plan,
-    collective_table,
-)
+from vit_jax.planning.calculated import calculate_plan
+from vit_jax.planning.exchanges import _is_gathered_again, collective_table
 from vit_jax.planning.hlo import Program
 from vit_jax.planning.targets import Target, describe_devices, plan_mesh
 from vit_jax.planning.tensor_exchanges import Unit, passes_of, tensor_exchanges

@@ -29,6 +29,11 @@ class Preprocessing(NamedTuple):
     eval_ops: Mapping[str, tuple[Op, ...]]
     views: Mapping[str, Views] = {}
 
+    @property
+    def mixes(self) -> bool:
+        """Whether a device op mixes pairs of images."""
+        return any(op.name in MIXING_OPS for op in self.device_ops)
+
 
 def parse_preprocessing(config: ConfigDict) -> Preprocessing:
     """Parse the preprocessing of a config that has passed its first check."""
@@ -60,7 +65,7 @@ def make_transform(config: ConfigDict, preprocessing: Preprocessing) -> DeviceTr
     d, ops = config.data, preprocessing.device_ops
     rows = {"global_batch_size": config.global_batch_size, "repeats": d.repeats}
     order, streams = resolve_order(d.order, d.streams, num_examples=d.num_examples, **rows)
-    mixes = any(op.name in MIXING_OPS for op in ops)
+    mixes = preprocessing.mixes
     check_order(order, chunk_size=d.chunk_size, streams=streams, **rows, mixes=mixes)
     return make_device_transform(
         ops,

@@ -5,14 +5,9 @@ XLA's GPU compiler needs a GPU, and does not report whether a program fits into 
 
 import dataclasses
 import functools
-import itertools
 import math
-import re
-from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
@@ -23,43 +18,27 @@ from ml_collections import ConfigDict
 from vit_jax import tree
 from vit_jax.config import num_microbatches, with_values
 from vit_jax.config import stored as stored_config
-from vit_jax.devices.chips import GPUS_PER_HOST
-from vit_jax.devices.mesh import AXES, BATCH_AXES, make_mesh
+from vit_jax.data.preprocessing import parse_preprocessing
+from vit_jax.devices.mesh import AXES, make_mesh
 from vit_jax.experiment.durations import parse_durations, parse_milestones
 from vit_jax.experiment.exchange import choose_exchange
 from vit_jax.experiment.experiment import Experiment, with_shardings
-from vit_jax.experiment.optimizers.masks import leaves_that_learn
 from vit_jax.models import find_family
-from vit_jax.models.efficientnet import EfficientNet
-from vit_jax.models.fields import field_names, has_batch_statistics, value_of
-from vit_jax.models.resnet import scans_units
-from vit_jax.models.vit import ViT
-from vit_jax.objectives.contract import TokenPass
+from vit_jax.models.fields import field_names, value_of
 from vit_jax.objectives.features import compares_layers
 from vit_jax.planning.estimates import exchange_s
+from vit_jax.planning.exchanges import axes_of, collective_table, parameter_table, update_specs
 from vit_jax.planning.kept import Leaf, peak_bytes
 from vit_jax.planning.plan_figures import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
 from vit_jax.planning.tensor_exchanges import (
     num_tokens,
-    passes_of,
-    recomputed_layers,
-    still_of,
-    tensor_exchanges,
 )
 from vit_jax.run.teachers import planned_experiment
 
 _DOTS = 0.1  # as if so many layers were computed again: norms and activations, no products
 _SCAN = 0.05  # a scan with full remat takes 5 % longer than full remat of unrolled layers: L/16
 UNCERTAINTY = 0.15  # of a calculated peak; docs/explanation/plans.md compares it with compiled ones
-
-_IN_LAYERS = re.compile(r"(?:.*/)?layer(?:s|_(\d+))/")
-_HEAD = re.compile(r"(?:head|head_distillation)/")
-_UNIT = re.compile(r"(?:.*/)?stage_(\d+)/layer_(\d+)/")
-_CONVOLUTION = re.compile(r"(?:^|/)conv\w*/kernel$")
-
-# The exchanges within a slice behind which the TPU compiler (libtpu 0.0.52) computes.
-_HIDDEN = ("all-gather", "all-to-all")
 
 
 def calculate_plan(config: ConfigDict, target: Target) -> dict[str, Any]:
@@ -128,9 +107,8 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
     """
     mesh = plan_mesh(config, target, describe_devices(target))
     experiment, memory = _lay_out(config, target)
-    exchanges, scatters = _Exchanges(mesh.shape), target.chip.is_gpu
-    _add_parameters(exchanges, experiment, num_microbatches(config), scatters_over_data=scatters)
-    hidden, added = exchange_s(exchanges.table(target), target.chip)
+    table = parameter_table(experiment, mesh.shape, target, num_microbatches(config))
+    hidden, added = exchange_s(table, target.chip)
     model = experiment.model
     again = {"none": 0.0, "dots": _DOTS, "full": 1.0}[value_of(model, "remat")]
     if again and config.model.remat_layers is not None:
@@ -150,8 +128,9 @@ def _lay_out(config: ConfigDict, target: Target) -> tuple[Experiment, dict[str, 
     milestones = ", ".join(f"{number} steps" for number in parse_milestones(config))
     alone = with_values(config, steps | {"schedule.milestones": milestones})
     share = config.global_batch_size // batch_ways(mesh.shape)
-    alone.global_batch_size = share + (share % 2 if share > 1 else 0)  # MixUp takes pairs
-    alone.data.repeats, alone.data.streams = 1, None  # they divide the whole batch
+    alone.global_batch_size = share + share % 2 * parse_preprocessing(config).mixes  # whole pairs
+    # The order of the data is of the whole batch; it takes no memory on a device.
+    alone.data.order, alone.data.streams, alone.data.repeats = "record", None, 1
     alone.mesh.update(dict.fromkeys(AXES, 1))
     layers, alone.model.remat_layers = config.model.remat_layers, None
     experiment, temporaries = _count_temporaries(alone, target, mesh)
@@ -185,16 +164,16 @@ def _count_temporaries(alone: ConfigDict, target: Target, mesh: Mesh) -> tuple[E
         abstract_frozen=with_shardings(experiment.abstract_frozen, mesh),
     )
     params = tree.flatten_names(experiment.abstract_state.params)
-    updates, scatters = _update_specs(experiment), min(mesh.shape["data"], mesh.shape["fsdp"]) > 1
+    updates, scatters = update_specs(experiment), min(mesh.shape["data"], mesh.shape["fsdp"]) > 1
 
     def share(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> float:
-        return 1 / math.prod(mesh.shape[axis] for part in spec for axis in _axes(part))
+        return 1 / math.prod(mesh.shape[axis] for part in spec for axis in axes_of(part))
 
     weights = {id(leaf) for leaf in params.values()}
     arguments = [
         Leaf(
             share(leaf, leaf.sharding.spec),
-            split=any("tensor" in _axes(part) for part in leaf.sharding.spec),
+            split=any("tensor" in axes_of(part) for part in leaf.sharding.spec),
             weight=id(leaf) in weights,
         )
         for leaf in jax.tree.leaves(experiment.arguments)
@@ -250,275 +229,3 @@ def _trace(alone: _Alone) -> tuple[Experiment, Jaxpr]:
         traced = jax.make_jaxpr(lambda *args: experiment.gradients(*args)[0])(*shapes)
     live, _ = partial_eval.dce_jaxpr(traced.jaxpr, True, instantiate=True)
     return experiment, live
-
-
-def _learning(experiment: Experiment) -> dict[str, bool]:
-    """{name: whether the leaf, or for scanned layers a part of it, is not frozen}."""
-    params = experiment.abstract_state.params
-    if experiment.freeze is None:
-        return dict.fromkeys(tree.flatten_names(params), True)
-    return tree.flatten_names(leaves_that_learn(params, experiment.freeze))
-
-
-def _count_still(experiment: Experiment) -> int:
-    """The number of the model's first parts (`tree.parts`) through which no gradient flows."""
-    params = experiment.abstract_state.params
-    learning = _learning(experiment)
-    learns = {
-        # The tokens of hidden patches are the encoder's input.
-        "embedding" if name == f"{tree.OBJECTIVE}/mask_token" else tree.part_of(unrolled)
-        for name, leaf in tree.flatten_names(params).items()
-        if learning[name]
-        for unrolled in tree.unrolled_names(name, leaf)
-    }
-    return sum(1 for _ in itertools.takewhile(lambda part: part not in learns, tree.parts(params)))
-
-
-def collective_table(
-    experiment: Experiment,
-    shape: Mapping[str, int],
-    target: Target,
-    images: int,
-    accum_steps: int,
-) -> list[dict[str, Any]]:
-    """The collectives that the sharding needs, by the ring algorithm.
-
-    On TPUs computation waits for sums over the devices of a slice, and for what is gathered after
-    the update; on GPUs, and between slices, it goes on.
-
-    A collective over several axes becomes one per axis: first between the nearest devices, then
-    over the next axis with only each device's part. The collectives of parameters follow XLA's
-    GPU programs:
-
-    - Weights that are split over fsdp are gathered in every microbatch, in the dtype of their first
-      use. Weights of layers are gathered again for the backward pass if they are stacked for a
-      scan, which a ResNet's units are in every step, or rematerialised.
-    - Gradients are summed in the dtype of the product that computes them, before the conversion to
-      float32. Every microbatch reduce-scatters them over fsdp, and over data if the optimizer's
-      state is split over it. If fsdp and data split different axes of an array, XLA all-reduces the
-      whole gradient and each device keeps its slice. Over the other axes gradients are all-reduced
-      once per step. On TPUs they are reduce-scattered over fsdp and all-reduced over data; see
-      `sharding.gradient_shardings`.
-    - Parameters that are themselves split over data (`experiment.exchange`) are gathered once, and
-      their gradients go to their places all to all.
-    - Frozen parameters are only gathered.
-    - Parameters whose optimizer state is split over data are gathered over data after the update,
-      in float32.
-    - The weights of teachers are gathered once per microbatch: frozen ones, and the averages that
-      the objective reads.
-
-    `tensor_exchanges` gives the collectives of activations over tensor. The sums of each batch
-    statistic, and of its gradient, are all-reduced over the axes that split the batch.
-
-    Args:
-      images: number of examples per device and step.
-    """
-    exchanges = _Exchanges(shape)
-    _add_parameters(exchanges, experiment, accum_steps, scatters_over_data=target.chip.is_gpu)
-    _add_teachers(exchanges, experiment, accum_steps)
-    if shape["tensor"] > 1:
-        still = _count_still(experiment)
-        for each in passes_of(experiment.model, experiment.objective):
-            _add_activations(exchanges, each, images, still_of(each, still))
-    _add_statistics(exchanges, experiment)
-    return exchanges.table(target)
-
-
-class _Exchanges:
-    """The collectives over the axes of a mesh of `shape`, summed by kind, axis and use."""
-
-    def __init__(self, shape: Mapping[str, int]):
-        self.shape = shape
-        self._counts: Counter[tuple[str, str, bool]] = Counter()
-        self._bytes: Counter[tuple[str, str, bool]] = Counter()
-
-    def add(
-        self, kind: str, axis: str, number: int, times: int = 1, *, of_update: bool = False
-    ) -> None:
-        """Add `times` collectives of `number` bytes each, if the axis has several devices.
-
-        `of_update`: they are at the end of the step, where no computation is left.
-        """
-        if self.shape[axis] > 1:
-            self._counts[kind, axis, of_update] += times
-            self._bytes[kind, axis, of_update] += times * number
-
-    def table(self, target: Target) -> list[dict[str, Any]]:
-        """One row for each kind, axis and use, sorted by bytes sent, largest first."""
-        networks = {axis: _network(axis, self.shape, target) for axis in self.shape}
-        rows = [
-            {
-                "kind": kind,
-                "axes": [axis],
-                "network": networks[axis],
-                "asynchronous": target.chip.is_gpu
-                or networks[axis] == "DCN"
-                or (kind in _HIDDEN and not of_update),
-                "count": self._counts[kind, axis, of_update],
-                "bytes": number,
-                "sent_bytes": number
-                * (1 - 1 / self.shape[axis])
-                * (2 if kind == "all-reduce" else 1),
-            }
-            for (kind, axis, of_update), number in self._bytes.items()
-        ]
-        return sorted(rows, key=lambda row: -row["sent_bytes"])
-
-
-def _add_parameters(
-    exchanges: _Exchanges, experiment: Experiment, accum_steps: int, *, scatters_over_data: bool
-) -> None:
-    """Add the collectives of weights, gradients and updates; see `collective_table`."""
-    model, shape = experiment.model, exchanges.shape
-    specs, learning = _update_specs(experiment), _learning(experiment)
-    params = experiment.abstract_state.params
-    still = set(tree.parts(params)[: _count_still(experiment)])
-    for name, leaf in tree.flatten_names(params).items():
-        weight_size, gradient_size = _sizes_in_use(name, leaf, model)
-        arrays = leaf.shape[0] if tree.is_stacked(name) else 1
-        share = math.prod(leaf.sharding.shard_shape(leaf.shape)) // arrays
-        split = [
-            {axis for axis in _axes(part) if axis in BATCH_AXES and shape[axis] > 1}
-            for part in specs[name]
-        ]
-        scattered = set().union(*split)
-        kind = over_data = "reduce-scatter" if scattered in split else "all-reduce"
-        if {"data", "fsdp"} <= scattered and not scatters_over_data:
-            kind, over_data = "reduce-scatter", "all-reduce"
-        if "data" in leaf.sharding.spec:
-            whole = share * shape["data"]
-            exchanges.add("all-gather", "data", whole * weight_size, arrays)
-            exchanges.add("all-to-all", "data", whole * gradient_size, arrays)
-            continue
-        if "fsdp" in scattered:
-            whole = share * shape["fsdp"]
-            has_backward = tree.part_of(tree.unrolled_names(name, leaf)[0]) not in still
-            passes = 1 + (has_backward and _is_gathered_again(name, model))
-            exchanges.add("all-gather", "fsdp", whole * weight_size, arrays * passes * accum_steps)
-        if not learning[name]:
-            continue
-        if "fsdp" in scattered:
-            exchanges.add(kind, "fsdp", whole * gradient_size, arrays * accum_steps)
-        if "data" in scattered:
-            exchanges.add(over_data, "data", share * gradient_size, arrays * accum_steps)
-            number = share * leaf.dtype.itemsize
-            exchanges.add("all-gather", "data", number, arrays, of_update=True)
-            share //= shape["data"]
-        for axis in reversed(BATCH_AXES):
-            if axis not in scattered:
-                exchanges.add("all-reduce", axis, share * gradient_size, arrays)
-                share //= shape[axis]
-
-
-def _is_gathered_again(name: str, model: nn.Module) -> bool:
-    """Whether the backward pass gathers the parameter `name` again."""
-    layer = _IN_LAYERS.match(name)
-    if layer is None:
-        return False
-    if layer[1] is None or _is_in_loop(name, model):
-        return True
-    return value_of(model, "remat") != "none" and (
-        not isinstance(model, ViT) or int(layer[1]) < recomputed_layers(model)
-    )
-
-
-def _is_in_loop(name: str, model: nn.Module) -> bool:
-    """Whether the parameter `name` belongs to a ResNet's unit that runs in a loop."""
-    unit = _UNIT.match(name)
-    if unit is None or not value_of(model, "scan"):
-        return False
-    return int(unit[2]) > 0 and scans_units(model.stages[int(unit[1])])
-
-
-def _add_teachers(exchanges: _Exchanges, experiment: Experiment, accum_steps: int) -> None:
-    """Add the gathers of the weights of teachers; see `collective_table`."""
-    state, objective, model = experiment.abstract_state, experiment.objective, experiment.model
-    frozen = experiment.abstract_frozen
-    taught = [(model, state.objective_state)]
-    if objective.frozen_models:
-        taught += zip(objective.frozen_models, *frozen, strict=True)
-    else:
-        taught += [(model, variables) for variables in frozen]
-    if objective.needs_average:
-        taught.append((model, state.ema))
-    for of, variables in taught:
-        for name, leaf in tree.flatten_names(variables).items():
-            size, _ = _sizes_in_use(name.removeprefix("params/"), leaf, of)
-            arrays = leaf.shape[0] if tree.is_stacked(name) else 1
-            share = math.prod(leaf.sharding.shard_shape(leaf.shape)) // arrays
-            for axis in BATCH_AXES:
-                if any(axis in _axes(part) for part in leaf.sharding.spec):
-                    share *= exchanges.shape[axis]
-                    exchanges.add("all-gather", axis, share * size, arrays * accum_steps)
-
-
-def _add_activations(exchanges: _Exchanges, own: TokenPass, examples: int, still: int) -> None:
-    """Add the collectives of the activations of a pass over `tensor`."""
-    found = [tensor_exchanges(own.model, own.tokens)]
-    if own.learns:
-        found += [
-            tensor_exchanges(own.model, own.tokens, again=True, still=still),
-            tensor_exchanges(own.model, own.tokens, backward=True, still=still),
-        ]
-    for kind in found[0]:
-        count = sum(each[kind][0] for each in found)
-        number = sum(each[kind][1] for each in found)
-        if count:
-            exchanges.add(kind, "tensor", examples * own.images * number // count, count)
-
-
-def _add_statistics(exchanges: _Exchanges, experiment: Experiment) -> None:
-    """Add the collectives of batch statistics, in float32; none for a model without them."""
-    if not has_batch_statistics(experiment.model):
-        return
-    for leaf in jax.tree.leaves(experiment.abstract_state.model_state):
-        for axis in BATCH_AXES:
-            exchanges.add("all-reduce", axis, leaf.size * leaf.dtype.itemsize, 2)
-
-
-def _update_specs(experiment: Experiment) -> dict[str, PartitionSpec]:
-    """{parameter name: sharding of its update}.
-
-    The update is sharded like the parameter's optimizer state if that is split over data, else like
-    the parameter.
-    """
-    state = experiment.abstract_state
-    followers = {
-        name: leaf.sharding.spec
-        for name, leaf in tree.flatten_names(state.opt_state).items()
-        if any("data" in _axes(part) for part in leaf.sharding.spec)
-    }
-    return {
-        name: next(
-            (spec for other, spec in followers.items() if other.endswith(f"/{name}")),
-            leaf.sharding.spec,
-        )
-        for name, leaf in tree.flatten_names(state.params).items()
-    }
-
-
-def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes that split one axis of an array."""
-    return part if isinstance(part, tuple) else (part,) if part else ()
-
-
-def _sizes_in_use(name: str, leaf: jax.ShapeDtypeStruct, model: nn.Module) -> tuple[int, int]:
-    """Bytes per value of a weight at its first use, and of its gradient when it is computed.
-
-    Both use the dtype of computation, with three exceptions: heads and batch normalisation compute
-    in float32, and a ResNet's kernels are standardised in float32.
-    """
-    size, own = jnp.dtype(value_of(model, "dtype")).itemsize, leaf.dtype.itemsize
-    if _HEAD.match(name):
-        return own, own
-    if isinstance(model, EfficientNet):
-        return (size, size) if name.endswith("/kernel") else (own, own)
-    return own if _CONVOLUTION.search(name) else size, size
-
-
-def _network(axis: str, shape: Mapping[str, int], target: Target) -> str:
-    if not target.chip.is_gpu:
-        return "DCN" if axis == "replica" and target.num_slices > 1 else "ICI"
-    # The devices along the mesh's last axes are neighbours.
-    within = math.prod(shape[inner] for inner in AXES[AXES.index(axis) :])
-    return target.chip.fast_network if within <= GPUS_PER_HOST else "network"

@@ -157,7 +157,7 @@ class _Program:
         splits = [value is not None and value.split for value in operands]
         if inner:
             outputs = [value is not None and value.split for value in inner[-1].outputs]
-        elif eqn.primitive.name in _PRODUCTS and not _batch_axes(eqn):
+        elif eqn.primitive.name in _PRODUCTS and not _is_batched(eqn):
             outputs = [sum(splits) == 1]  # a product of two split operands sums over `tensor`
         else:
             outputs = [any(splits)] * len(results)
@@ -300,8 +300,8 @@ def _carried(eqn: JaxprEqn) -> range:
     return range(first, first + eqn.params["num_carry"])
 
 
-def _batch_axes(eqn: JaxprEqn) -> bool:
-    """Whether a product has several batch axes or one, as that of queries and keys."""
+def _is_batched(eqn: JaxprEqn) -> bool:
+    """Whether a product is of many pairs of matrices, as that of queries and keys."""
     return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
 
 

@@ -230,9 +230,9 @@ def rank_layouts(config: ConfigDict, target: Target) -> list[ConfigDict]:
     """`config` in the layouts that may fit, the fastest first, by calculation, in seconds.
 
     Fewer recomputed layers are faster than any mesh; then comes the mesh whose exchanges add
-    least to a step. Where no compiler refuses a layout, as for GPUs, those that may not
-    fit come last. Without `auto`, or if none may fit, it is the config in one layout: its own, or
-    that of least memory.
+    least to a step. Where no compiler refuses a layout, as for GPUs, those that may not fit come
+    last. Without `auto` it is the config in its own layout, and if none may fit, in that of least
+    memory.
     """
     if not config.auto:
         return [config]
