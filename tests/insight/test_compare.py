@@ -8,7 +8,7 @@ import pytest
 from opened import config_json
 
 from vit_jax.config.text import load_config
-from vit_jax.insight import compare, figures
+from vit_jax.insight import plots, runs
 from vit_jax.main import main
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -26,7 +26,7 @@ def write_run(path, rows, **changes):
 
 
 @pytest.fixture
-def runs(tmp_path):
+def workdirs(tmp_path):
     curve = [{"step": s, "train/loss": 2 / s, "time/images_per_s": 9.0} for s in (1, 2, 3)]
     a = write_run(tmp_path / "a/run", [*curve, {"step": 2, "test/top1": 0.5}])
     b = write_run(
@@ -38,28 +38,27 @@ def runs(tmp_path):
     return [a, b]
 
 
-def test_differences_and_last_metrics(runs):
-    a, b = read = compare.read_runs(runs)
+def test_differences_and_last_metrics(workdirs):
+    a, b = read = runs.read_all(workdirs)[0]
     assert (a.name, b.name, a.step, b.step) == ("a/run", "b/run", 3, 2)
-    assert compare.differences(read) == {"optimizer.peak_lr": [1.5e-3, 0.5]}
-    assert compare.last_values(read) == {
+    assert runs.differences(read) == {"optimizer.peak_lr": [1.5e-3, 0.5]}
+    assert runs.last_values(read) == {
         "step": [3, 2],
         "test/top1": [0.5, None],
         "val/top1": [None, 0.25],
         "train/loss": [pytest.approx(2 / 3), 1.0],  # not the NaN of step 2
     }
-    assert compare.choose_curves(read) == ["train/loss", "test/top1", "val/top1"]
+    assert runs.choose_metrics(read) == ["train/loss", "test/top1", "val/top1"]
 
 
-def test_steps_are_whole_numbers(monkeypatch):
-    monkeypatch.setattr(figures, "_png", lambda figure: figure)
-    figure = figures.draw_runs({"loss": {"a": [(1, 0.5), (2, 0.25)]}}, ["a"])
+def test_steps_are_whole_numbers(workdirs):
+    figure = plots.draw_runs(runs.read_all(workdirs)[0], ["train/loss"])
     ticks = figure.axes[0].get_xticks()
     assert (ticks == ticks.round()).all()
 
 
-def test_tables_and_picture(runs, tmp_path, capsys):
-    words = ["compare", *map(str, runs)]
+def test_tables_and_image(workdirs, tmp_path, capsys):
+    words = ["compare", *map(str, workdirs)]
     outputs = [f"--output={tmp_path / name}" for name in ("c.png", "t.csv")]
     assert main([*words, *outputs, "--metric=train/loss"]) == 0
     out = capsys.readouterr().out
@@ -68,14 +67,14 @@ def test_tables_and_picture(runs, tmp_path, capsys):
     table = list(csv.reader(io.StringIO((tmp_path / "t.csv").read_text())))
     assert table[0] == ["kind", "name", "a/run", "b/run"]
     assert ["config", "optimizer.peak_lr", "0.0015", "0.5"] in table
-    assert ["metric", "test/top1", "0.5", ""] in table
+    assert ["metrics", "test/top1", "0.5", ""] in table
     assert main([*words, "--format=json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["runs"] == ["a/run", "b/run"]
     assert said["config"] == {"optimizer.peak_lr": [1.5e-3, 0.5]}
 
 
-def test_a_study_stands_for_its_runs(runs, tmp_path, capsys):
+def test_a_study_stands_for_its_runs(workdirs, tmp_path, capsys):
     folder = tmp_path / "a [1]"
     (tmp_path / "a").rename(folder)
     write_run(folder / "other", [], optimizer__peak_lr=0.25)
@@ -88,18 +87,18 @@ def test_a_study_stands_for_its_runs(runs, tmp_path, capsys):
 
 
 REFUSED = {
-    "one run": (["a/run"], "at least two"),
-    "twice": (["a/run", "a/run"], "at least two different"),
-    "no runs": (["a", "b"], "a: has no config.json"),
-    "ending": (["a/run", "b/run", "--output=x.pdf"], ".png or .csv"),
-    "metric": (["a/run", "b/run", "--output=x.png", "--metric=train/los"], "train/loss"),
-    "unused": (["a/run", "b/run", "--metric=train/loss"], "--output=FILE.png"),
-    "folder": (["a/run", "b/run", "--output=no/x.png"], "does not exist"),
+    "no run": ([], "got no workdir"),
+    "twice": (["a/run", "a/run"], "different workdirs"),
+    "no runs": (["a", "b"], "/a: has no config.json"),
+    "ending": (["a/run", "--output=x.pdf"], "--output="),
+    "metric": (["a/run", "--output=x.png", "--metric=train/los"], "--metric=train/los"),
+    "unused": (["a/run", "--metric=train/loss"], "--metric"),
+    "folder": (["a/run", "--output=no/x.png"], "--output="),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(runs, tmp_path, monkeypatch, capsys, case):
+def test_what_is_refused(workdirs, tmp_path, monkeypatch, capsys, case):
     words, says = REFUSED[case]
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))

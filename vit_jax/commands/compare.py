@@ -3,9 +3,9 @@
   python -m vit_jax.main compare runs/a runs/b
   python -m vit_jax.main compare runs/sweep --output=curves.png --output=table.csv
 
-The folder of a study stands for its runs. Runs may still be training. The picture has a panel for
-each --metric, by default train/loss and the evaluators' top-1, with the curves of all runs.
---output and --metric may be repeated.
+The folder of a study stands for its runs. Runs may still be training. FILE.png has a panel for each
+--metric, by default the first four of train/loss, the evaluators' top-1 and their other metrics,
+with the curves of all runs. --output and --metric may be repeated.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from vit_jax.job import exit_codes
 
 FORMATS = ("table", "json")
 ENDINGS = (".png", ".csv")
+_CURVES = 4  # panels, unless metrics are chosen
 
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,26 +44,39 @@ def main(flags: argparse.Namespace) -> int:
         if output.suffix not in ENDINGS:
             raise InputError(f"--output={output}: the name must end in {' or '.join(ENDINGS)}")
         files.check_output(output, "--output")
-    pictures = [output for output in outputs if output.suffix == ".png"]
-    if flags.metric and not pictures:
-        raise InputError("--metric: chooses the curves of a picture; add --output=FILE.png")
+    draws = any(output.suffix == ".png" for output in outputs)
+    if flags.metric and not draws:
+        raise InputError("--metric: chooses the curves to draw; add --output=FILE.png")
 
-    from vit_jax.insight import compare  # heavy imports only after the flags are checked
+    from vit_jax.insight import (
+        plots,
+        runs,
+        tables,
+    )  # heavy imports only after the flags are checked
 
-    runs = compare.read_runs(flags.runs)
-    curves = compare.choose_curves(runs, flags.metric) if pictures else []
+    found, _ = runs.read_all(flags.runs)
+    names = [run.name for run in found]
+    shown = {"config": runs.differences(found), "metrics": runs.last_values(found)}
+    contents = {}
+    if draws:
+        chosen = runs.choose_metrics(found, flags.metric)
+        if not chosen:
+            raise InputError("no run has a metric yet; wait for the first line of one")
+        chosen = chosen if flags.metric else chosen[:_CURVES]
+        contents[".png"] = plots.as_png(plots.draw_runs(found, chosen))
+    contents[".csv"] = tables.as_csv([
+        ("kind", "name", *names),
+        *((kind, name, *row) for kind, rows in shown.items() for name, row in rows.items()),
+    ])  # fmt: skip
     for output in outputs:
-        drawn = output.suffix == ".png"
-        files.write_whole(output, compare.draw(runs, curves) if drawn else compare.as_csv(runs))
-    names = [run.name for run in runs]
-    tables = {"config": compare.differences(runs), "metrics": compare.last_values(runs)}
+        files.write_whole(output, contents[output.suffix])
     if flags.format == "json":
-        print(json.dumps({"runs": names, **tables}, indent=2, default=str))
+        print(json.dumps({"runs": names, **shown}, indent=2, default=str))
         return exit_codes.DONE
     console = Console()
-    if not tables["config"]:
+    if not shown["config"]:
         console.print("The configs are the same.")
-    for title, rows in tables.items():
+    for title, rows in shown.items():
         if rows:
             console.print(as_table(title, names, rows))
     return exit_codes.DONE

@@ -37,7 +37,7 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.config import REQUIRED_TO_EVALUATE
 from vit_jax.errors import InputError
-from vit_jax.insight.table import add_row, check_table
+from vit_jax.insight.tables import add_row, read_rows
 from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")
@@ -75,14 +75,14 @@ def main(flags: argparse.Namespace) -> int:
     table = None if flags.table is None else files.absolute(flags.table)
     if table is not None:
         files.check_output(table, "--table")
-        check_table(table)
+        read_rows(table)  # raises unless it is a table
     config = config_of_run(flags.workdir, flags.overrides) if of_run else _config_of_source(flags)
     if flags.print_config:
         return print_config(config)
 
     from vit_jax import metrics, transfer
     from vit_jax.inference import evaluate as evaluation
-    from vit_jax.insight import classes
+    from vit_jax.insight.results import write_results
 
     metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
     kinds = {entry.type for entry in config.evals.values()}
@@ -96,7 +96,7 @@ def main(flags: argparse.Namespace) -> int:
     start_job(flags, config)
     # Nothing needs saving on SIGTERM, so undo the handler that JAX installs for training.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    see = functools.partial(classes.report, output)
+    see = functools.partial(write_results, output)
     if of_run:
         results = evaluation.evaluate(config, files.absolute(flags.workdir), see)
     else:

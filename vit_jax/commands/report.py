@@ -4,7 +4,7 @@
   python -m vit_jax.main report runs/a runs/b runs/study --figures=FIGURES --output=report.html
 
 It shows results with deviations over seeds, curves that zoom, times, the configs and their
-differences, results by class (of `evaluate --output=RUN/classes`), pictures in RUN/figures and in
+differences, results by class (of `evaluate --output=RUN/classes`), images in RUN/figures and in
 each --figures, and where the runs come from. Runs may still be training. --figures and --metric may
 be repeated. Needs: pip install -e '.[report]'
 """

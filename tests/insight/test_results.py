@@ -1,15 +1,18 @@
-"""Results by class, of predictions made by hand and of a run on a folder of pictures."""
+"""Results by class of predictions made by hand, and a table with a row for each model."""
 
 import csv
 import io
 
 import numpy as np
 import pytest
+from etils import epath
 from PIL import Image
 
+from vit_jax.errors import InputError
 from vit_jax.evaluators.classification import Classification, Examples
 from vit_jax.evaluators.multilabel import Shown
-from vit_jax.insight import classes, figures
+from vit_jax.insight import plots, results
+from vit_jax.insight.tables import add_row, read_rows
 from vit_jax.main import main
 from vit_jax.objectives.supervised import make_loss
 
@@ -41,8 +44,8 @@ def read(path):
 
 
 def test_rows_by_class():
-    confusions = classes.count_confusions(examples(TRUE, PREDICTED), 4)
-    ant, bee, cow, dog = classes.by_class(confusions, NAMES)
+    confusions = results.count_confusions(examples(TRUE, PREDICTED))
+    ant, bee, cow, dog = results.by_class(confusions, NAMES)
     assert ant == {
         "class": "ant", "images": 3, "correct": 1, "accuracy": pytest.approx(1 / 3),
         "predictions": 2, "precision": 0.5, "confused_with": "bee", "confusions": 2,
@@ -52,19 +55,16 @@ def test_rows_by_class():
     )  # fmt: skip
     assert (cow["images"], cow["accuracy"], cow["precision"]) == (0, None, None)
     assert (dog["correct"], dog["confused_with"]) == (0, "ant")
-    line = classes.summarize([ant, bee, cow, dog])
-    assert "dog 0.0% of 1 (1 taken for ant), ant 33.3% of 3 (2 taken for bee)" in line
-    assert "no images of 1 of 4 classes" in line
+    line = results.summarize([ant, bee, cow, dog], "accuracy")
+    assert "dog 0.0% of 1, ant 33.3% of 3" in line and "1 of 4 classes" in line
+    # A class that is always right is confused with none, and one without images has no accuracy.
+    right, absent = results.by_class({(0, 0): 2}, "ab")
+    assert (right["accuracy"], right["confused_with"], right["confusions"]) == (1.0, None, 0)
+    assert (absent["accuracy"], absent["predictions"]) == (None, 0)
 
 
-def test_a_class_that_is_always_right_is_confused_with_none():
-    rows = classes.by_class(classes.count_confusions(examples([0, 0], [0, 0]), 2), "ab")
-    assert (rows[0]["accuracy"], rows[0]["confused_with"], rows[0]["confusions"]) == (1.0, None, 0)
-    assert (rows[1]["accuracy"], rows[1]["predictions"]) == (None, 0)
-
-
-def test_a_report_writes_tables_and_a_picture(tmp_path):
-    classes.report(tmp_path, "val", examples(TRUE, PREDICTED), NamedSource)
+def test_tables_and_an_image_are_written(tmp_path):
+    results.write_results(tmp_path, "val", examples(TRUE, PREDICTED), NamedSource)
     folder = tmp_path / "val"
     assert read(folder / "confusion.csv") == [
         ["class", *NAMES],
@@ -85,13 +85,13 @@ def test_a_report_writes_tables_and_a_picture(tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_report_of_several_labels(tmp_path, caplog):
+def test_results_of_several_labels(tmp_path, caplog):
     labels = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 1]], np.float32)
     logits = np.array([[2, -1, -1, -1], [-3, 1, 0, -1], [-2, -1, -1, 1]], np.float32)
     precision = np.array([0.75, 1, np.nan, 1])
     shown = Shown(logits, labels, np.array([0, 1, 2], np.int32), precision)
     with caplog.at_level("INFO", "vit_jax"):
-        classes.report(tmp_path, "val", shown, NamedSource)
+        results.write_results(tmp_path, "val", shown, NamedSource)
     assert "lowest average precision by class: ant 75.0% of 2" in caplog.text
     head, *rows = read(tmp_path / "val/classes.csv")
     assert head[:4] == ["class", "images", "average_precision", "predictions"]
@@ -107,48 +107,28 @@ def test_a_report_of_several_labels(tmp_path, caplog):
     ]
 
 
-def test_many_classes_are_drawn_as_pairs_and_too_many_have_no_matrix(tmp_path, monkeypatch):
-    def drawn(num_classes, true, predicted):
-        found = {}
-        for kind in ("draw_heat_map", "draw_pairs"):
-            monkeypatch.setattr(
-                figures, kind, lambda *parts, kind=kind: found.update({kind: parts}) or b""
-            )
-        names = [f"c{i}" for i in range(num_classes)]
-        confusions = classes.count_confusions(examples(true, predicted), num_classes)
-        classes._write_confusions(tmp_path, confusions, names)
-        return found
+def test_many_classes_are_drawn_as_pairs_and_too_many_have_no_matrix():
+    def made(num_classes, confusions):
+        found = results.confusion_files(confusions, [f"c{i}" for i in range(num_classes)])
+        size = Image.open(io.BytesIO(found["confusion.png"])).size
+        tables = {k: [*csv.reader(io.StringIO(x.decode()))] for k, x in found.items() if "csv" in k}
+        return size, tables
 
-    everything = np.arange(1000)
-    found = drawn(1000, [*everything, 7, 7], [*np.roll(everything, 1), 9, 9])
-    pairs, number = found["draw_pairs"]
-    assert (pairs[0], len(pairs), number) == (("c7", "c9", 2), 30, 1001)
-    assert len(read(tmp_path / "confusion.csv")) == 1001
-    (tmp_path / "confusion.csv").unlink()
-    # A few classes of many: predicted classes without images have columns after the others.
-    counts, rows, columns = drawn(3000, [1, 1, 1, 1, 2000], [1, 5, 7, 7, 2000])["draw_heat_map"]
-    assert (rows, columns) == (["c1", "c2000"], ["c1", "c2000", "c7", "c5"])
-    assert counts.tolist() == [[1, 0, 2, 1], [0, 1, 0, 0]]
-    assert read(tmp_path / "confusion.csv") == [["class", "c1", "c5", "c7", "c2000"],
-                                                ["c1", "1", "1", "2", "0"],
-                                                ["c2000", "0", "0", "0", "1"]]  # fmt: skip
-    # The picture has room for the most frequent ones.
-    counts, _, columns = drawn(90, [0] * 91, [*range(90), 89])["draw_heat_map"]
-    assert columns == ["c0", "c89", *(f"c{i}" for i in range(1, 38)), "51 other classes"]
-    assert counts.tolist() == [[1, 2, *[1] * 37, 51]]
-    assert len(read(tmp_path / "confusion.csv")[0]) == 91
-    # Too many classes for a matrix.
-    (tmp_path / "confusion.csv").unlink()
-    drawn(3000, range(3000), range(3000))
-    assert not (tmp_path / "confusion.csv").exists()
+    size, tables = made(3000, {(1, 2000): 2, (1, 1): 1, (1, 5): 1})  # a few classes of many
+    assert tables == {"confusions.csv": [["class", "predicted", "images"],
+                                         ["c1", "c2000", "2"], ["c1", "c5", "1"]]}  # fmt: skip
+    confusions = {(i, (i + 1) % 60): 1 for i in range(60)}
+    (width, _), tables = made(60, confusions)
+    assert width == 8 * 120 > size[0]  # bars
+    assert [len(tables[name]) for name in ("confusions.csv", "confusion.csv")] == [61, 61]
 
 
 def test_names_that_fonts_and_formulas_dislike():
     names = ["$a_b$", "猫", "\udcff", "a\nb", "x" * 200]
-    assert figures.draw_heat_map(np.eye(5, dtype=int), names, names).startswith(b"\x89PNG")
     pairs = [(name, names[0], 1) for name in names]
-    assert figures.draw_pairs(pairs, 5).startswith(b"\x89PNG")
-    assert figures.draw_pairs([], 0).startswith(b"\x89PNG")
+    for figure in (plots.draw_confusion(np.eye(5, dtype=int), names), plots.draw_pairs(pairs, 5),
+                   plots.draw_pairs([], 0)):  # fmt: skip
+        assert plots.as_png(figure).startswith(b"\x89PNG")
 
 
 def test_examples_are_those_of_the_metrics_without_padding():
@@ -170,3 +150,22 @@ def test_a_file_in_the_place_of_the_output_is_refused_first(tmp_path, capsys):
     (tmp_path / "out").write_text("")
     assert main(["evaluate", "--workdir=no", f"--output={tmp_path / 'out'}"]) == 2
     assert "--output=" in capsys.readouterr().err
+
+
+def test_one_row_for_each_model(tmp_path):
+    path = epath.Path(tmp_path / "t.csv")
+    add_row(path, "runs/a", {"v2/top1": 0.123456789, "a/top1": None})
+    add_row(path, "runs/b", {"v2/top1": 0.75, "r/top1": 0.25})
+    add_row(path, "runs/a", {"v2/top1": 0.123456789})
+    assert path.read_text() == "model,v2/top1,r/top1\nruns/a,0.123456789,\nruns/b,0.75,0.25\n"
+    for content in (b"x,y\n1,2\n", b"\x89PNG\xff"):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match="--table="):
+            read_rows(path)
+
+
+def test_a_wrong_table_is_refused_before_the_model_is_read(tmp_path, capsys):
+    (tmp_path / "other.csv").write_text("x,y\n1,2\n")
+    words = ["evaluate", "--config=evaluate:knn,debug", "--init_from=absent.npz"]
+    assert main([*words, f"--table={tmp_path / 'other.csv'}"]) == 2
+    assert "--table=" in capsys.readouterr().err
