@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from numpy_vit import random_params
 
 from vit_jax import tree
-from vit_jax.config import base_config
+from vit_jax.config import OPTIMIZERS, base_config
 from vit_jax.devices import sharding
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.devices.sharding import (
@@ -27,7 +27,7 @@ from vit_jax.devices.sharding import (
 )
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.gradients import make_gradients
-from vit_jax.experiment.optimizers import OPTIMIZERS, make_optimizer
+from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.experiment.state import TrainState, init_state
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS

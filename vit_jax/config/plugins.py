@@ -39,12 +39,14 @@ class Plugin(NamedTuple):
 
     name: as in `config.plugins`: for a file its name without folder, my_parts.py; for a module
       my_parts.
+    module: the name of its module.
     file: path of its code.
     content: its code.
     keys: its CONFIG_KEYS.
     """
 
     name: str
+    module: str
     file: str
     content: bytes
     keys: Mapping[str, Any]
@@ -195,7 +197,7 @@ def _execute(name: str, module_name: str, file: str, content: bytes) -> Plugin:
     module = sys.modules.get(module_name)
     if getattr(module, "__file__", None) != file:
         module = _run(name, module_name, file, content)
-    _PLUGINS[name] = Plugin(name, file, content, getattr(module, "CONFIG_KEYS", {}))
+    _PLUGINS[name] = Plugin(name, module_name, file, content, getattr(module, "CONFIG_KEYS", {}))
     return _PLUGINS[name]
 
 
