@@ -14,7 +14,7 @@ from vit_jax.evaluators.multilabel import Shown
 from vit_jax.insight import plots, results
 from vit_jax.insight.tables import add_row, read_rows
 from vit_jax.main import main
-from vit_jax.objectives.supervised import make_loss
+from vit_jax.objectives.losses import make_loss
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
