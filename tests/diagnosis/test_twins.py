@@ -17,7 +17,7 @@ from vit_jax.errors import InputError
 from vit_jax.experiment.layer_norms import norms_by_group
 from vit_jax.main import main
 from vit_jax.models.dot_product import dot_product_attention
-from vit_jax.objectives import supervised
+from vit_jax.objectives import losses
 
 STORED = Twin(
     "supervised ViT",
@@ -155,7 +155,7 @@ def labels_of_the_next_row(labels, num_classes):
 SABOTAGES = {
     "learning rate times 3": ({"optimizer.peak_lr": "0.009"}, ()),
     "no weight-decay mask": ({"optimizer.weight_decay_on": ".*"}, ()),
-    "shifted labels": ({}, (supervised, "as_targets", labels_of_the_next_row)),
+    "shifted labels": ({}, (losses, "as_targets", labels_of_the_next_row)),
     "attention without its scale": (
         {},
         (kernels, "choose_attention", lambda platform: without_scale),

@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 from etils import epath
-from test_compare import write_run
+from test_runs import write_run
 
 from vit_jax.insight import plots, report, runs
 from vit_jax.main import main
@@ -134,7 +134,7 @@ def test_heading_names_the_study_and_the_runs_beside_it(folder, tmp_path, monkey
         ([folder / "study", single], "study, single 4 runs, 3 of them in 1 study."),
         ([single], "single 1 run."),
     ):
-        text = " ".join("".join(Reader(report.write(list(map(str, workdirs)))).text).split())
+        text = " ".join("".join(Reader(report.write(*runs.read_all(workdirs))).text).split())
         assert f" {heading} Written " in text
 
 
@@ -184,26 +184,6 @@ def test_a_diverged_run_is_in_no_mean(tmp_path):
     assert (group.steps, group.num_measured, len(group.runs)) == ([9], 2, 3)
     (group,) = runs.group_seeds(read[2:])
     assert (group.steps, group.values) == ([], {})
-
-
-REFUSED = {
-    "no run": ([], "got no workdir"),
-    "twice": (["run", "run"], "different workdirs"),
-    "empty": (["."], "has no config.json or study.json"),
-    "ending": (["run", "--output=x.pdf"], "--output="),
-    "figures": (["run", "--figures=no"], "--figures="),
-    "metric": (["run", "--metric=train/los"], "--metric=train/los"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(tmp_path, monkeypatch, capsys, case):
-    words, says = REFUSED[case]
-    write_run(tmp_path / "run", [{"step": 1, "train/loss": 1.0}])
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", *words]) == 2
-    assert says in capsys.readouterr().err
-    assert not (tmp_path / "report.html").exists()
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -33,9 +32,6 @@ from vit_jax.config.checks import LARGEST_BATCH
 from vit_jax.devices.mesh import start_backend
 from vit_jax.errors import Faults, InputError
 from vit_jax.job import exit_codes
-
-if TYPE_CHECKING:
-    from vit_jax.transfer import Pretrained
 
 NAMES = ("filters", "positions", "distance", "rollout", "heads", "features", "entropy", "norms",
          "similarity")  # fmt: skip
@@ -64,7 +60,7 @@ def main(flags: argparse.Namespace) -> int:
     output = files.absolute(flags.output)
     files.check_folder(output, "--output")
 
-    from vit_jax import metrics  # heavy imports only after the flags are checked
+    from vit_jax import metrics, transfer  # heavy imports only after the flags are checked
 
     metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
@@ -76,10 +72,8 @@ def main(flags: argparse.Namespace) -> int:
     if faults and not paths:
         raise InputError(*(f"{path}: {fault}" for path, fault in faults.items()))
     pretrained = read_source(flags)
-    reasons = figures.left_out(pretrained.model, names, bool(paths or flags.data))
-    names = [name for name in names if name not in reasons]
     subject = figures.Subject(pretrained, name=_name(flags.init_from or flags.workdir))
-    if figures.needs_images(names):
+    if (paths or flags.data) and figures.needs_images(names):
         if flags.data:
             source = open_data_set(flags, pretrained)
         else:
@@ -89,10 +83,12 @@ def main(flags: argparse.Namespace) -> int:
         how["progress"] = not flags.quiet
         subject.seen = measure(pretrained, source, **how)
         if flags.compare_to is not None and "similarity" in names:
-            subject.other = measure(_read_other(flags.compare_to, pretrained), source, **how)
+            other = transfer.read_pretrained(flags.compare_to)
+            if other.spec.image_size is None:
+                other = transfer.with_image_size(other, pretrained.spec.image_size)
+            subject.other = measure(other, source, **how)
             subject.other_name = _name(flags.compare_to)
-    written, not_made = figures.write_figures(subject, names, output)
-    reasons |= not_made
+    written, reasons = figures.write_figures(subject, names, output)
     if flags.format == "json":
         found = {"output": os.fspath(output), "figures": written, "left_out": reasons}
         print(json.dumps(found))
@@ -126,24 +122,6 @@ def _check_flags(flags: argparse.Namespace) -> list[str]:
     if found:
         raise InputError(*found)
     return [name for name in NAMES if name in chosen]
-
-
-def _read_other(source: str, pretrained: "Pretrained") -> "Pretrained":
-    """The model of --compare_to; where it takes any image size, at that of `pretrained`."""
-    from vit_jax import transfer
-
-    try:
-        other = transfer.read_pretrained(source)
-    except InputError as e:
-        raise InputError(f"--compare_to={source}: {e}") from None
-    if other.spec.image_size is None:
-        other = transfer.with_image_size(other, pretrained.spec.image_size)
-    if other.spec.channels != pretrained.spec.channels:
-        raise InputError(
-            f"--compare_to={source}: takes images of {other.spec.channels} channels, the first "
-            f"model of {pretrained.spec.channels}; choose models that take the same"
-        )
-    return other
 
 
 def _name(source: str) -> str:

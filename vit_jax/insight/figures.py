@@ -189,21 +189,6 @@ def needs_images(names: Iterable[str]) -> bool:
     return any(name not in _OF_PARAMETERS for name in names)
 
 
-def left_out(model: nn.Module, names: Iterable[str], has_images: bool) -> dict[str, str]:
-    """{figure: reason} for those of `names` that need attention, or images, that are not there.
-
-    `write_figures` finds the others.
-    """
-    no_attention = layers.no_attention(model)
-    reasons = {}
-    for name in names:
-        if name in _OF_ATTENTION and no_attention:
-            reasons[name] = no_attention
-        elif needs_images([name]) and not has_images:
-            reasons[name] = "needs images; give files, folders or --data=NAME:SPLIT"
-    return reasons
-
-
 def write_figures(
     subject: Subject, names: Iterable[str], output: epath.Path
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
@@ -212,8 +197,15 @@ def write_figures(
     Returns:
       ({figure: names of its files}, {figure left out: reason}).
     """
+    no_attention = layers.no_attention(subject.pretrained.model)
     written, reasons = {}, {}
     for name in names:
+        if name in _OF_ATTENTION and no_attention:
+            reasons[name] = no_attention
+            continue
+        if needs_images([name]) and subject.seen is None:
+            reasons[name] = "needs images; give files, folders or --data=NAME:SPLIT"
+            continue
         with plots.paper_style():
             made = FIGURES[name](subject)
         if isinstance(made, str):

@@ -18,7 +18,7 @@ import io
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etils import epath
 
@@ -32,7 +32,6 @@ from vit_jax.insight.runs import (
     differences,
     evaluated,
     group_seeds,
-    read_all,
     seconds_by_kind,
     short_names,
 )
@@ -58,22 +57,25 @@ def check_installed() -> None:
 
 
 def write(
-    workdirs: Sequence[str], figures: Sequence[epath.Path] = (), metrics: Sequence[str] = ()
+    runs: Sequence[Run],
+    studies: Sequence[Mapping[str, Any]],
+    figures: Sequence[epath.Path] = (),
+    metrics: Sequence[str] = (),
 ) -> str:
-    """The report on the runs and studies in `workdirs`, as HTML.
+    """The report on runs and studies, as HTML.
 
     Args:
-      workdirs: of runs, finished or not, and of studies.
+      runs, studies: as `read_all` gives them.
       figures: folders with more PNGs, or with results by class.
       metrics: what to draw; () chooses.
 
     Raises:
-      InputError: if a workdir holds neither run nor study, or no run has one of `metrics`.
+      InputError: if no run has one of `metrics`, or the packages for reports are not installed.
     """
+    check_installed()
     import jinja2
     from markupsafe import Markup
 
-    runs, studies = read_all(workdirs)
     known = choose_metrics(runs)
     chosen = choose_metrics(runs, metrics) if metrics else known[:_CURVES]
     curves = plots.chart_curves(runs, chosen)
@@ -95,8 +97,8 @@ def write(
     return environment.get_template("page.html").render(
         runs=runs,
         studies=studies,
-        study_images={study.name: read_images(study.workdir, "*.png") for study in studies},
-        alone=[run for run in runs if run.workdir.parent not in {s.workdir for s in studies}],
+        study_images=[read_images(study["workdir"], "*.png") for study in studies],
+        alone=[run for run in runs if run.workdir.parent not in {s["workdir"] for s in studies}],
         styles=[plots.style(i) for i in range(len(runs))],
         groups=group_seeds(runs),
         evaluated=evaluated(runs),

@@ -48,24 +48,11 @@ class Run(NamedTuple):
         return f"{said} step {self.step:,}"
 
 
-class Study(NamedTuple):
-    """A study: its table, its warnings, and members without a result.
-
-    unfinished: {member: its state and error}.
-    """
-
-    name: str
-    workdir: epath.Path
-    kind: str
-    complete: bool
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    warnings: Sequence[str]
-    unfinished: Mapping[str, str]
-
-
-def read_all(workdirs: Sequence[str | os.PathLike]) -> tuple[list[Run], list[Study]]:
+def read_all(workdirs: Sequence[str | os.PathLike]) -> tuple[list[Run], list[dict[str, Any]]]:
     """Read runs and studies; the members of a study are runs too.
+
+    Returns:
+      (runs, the study.json of each study with its "name" and "workdir").
 
     Raises:
       InputError: for no workdir or one given twice; names each that holds neither run nor study.
@@ -88,7 +75,10 @@ def read_all(workdirs: Sequence[str | os.PathLike]) -> tuple[list[Run], list[Stu
     runs = list(dict.fromkeys(runs))
     return (
         [_read_run(*pair) for pair in zip(short_names(runs), runs, strict=True)],
-        [_read_study(*pair) for pair in zip(short_names(studies), studies, strict=True)],
+        [
+            {"name": name, "workdir": path} | _read_json(path / "study.json")
+            for name, path in zip(short_names(studies), studies, strict=True)
+        ],
     )
 
 
@@ -122,17 +112,6 @@ def _read_run(name: str, workdir: epath.Path) -> Run:
         list(_json_lines(workdir / "starts.jsonl")),
         teachers.read_text() if teachers.exists() else "",
     )
-
-
-def _read_study(name: str, workdir: epath.Path) -> Study:
-    content = _read_json(workdir / "study.json")
-    unfinished = {
-        member: ": ".join([found["state"], *found["error"].strip().splitlines()[-1:]])
-        for member, found in content.get("members", {}).items()
-        if found["state"] != "finished"
-    }
-    fields = [content.get(key, []) for key in ("study", "complete", "columns", "rows", "warnings")]
-    return Study(name, workdir, *fields, unfinished)
 
 
 def _read_json(path: epath.Path) -> dict[str, Any]:

@@ -58,11 +58,11 @@ def test_steps_are_whole_numbers(workdirs):
 
 
 def test_tables_and_image(workdirs, tmp_path, capsys):
-    words = ["compare", *map(str, workdirs)]
+    words = ["report", *map(str, workdirs)]
     outputs = [f"--output={tmp_path / name}" for name in ("c.png", "t.csv")]
     assert main([*words, *outputs, "--metric=train/loss"]) == 0
     out = capsys.readouterr().out
-    assert "optimizer.peak_lr" in out and "50.00%" in out
+    assert "optimizer.peak_lr" in out and "50.00 %" in out
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     table = list(csv.reader(io.StringIO((tmp_path / "t.csv").read_text())))
     assert table[0] == ["kind", "name", "a/run", "b/run"]
@@ -80,28 +80,36 @@ def test_a_study_stands_for_its_runs(workdirs, tmp_path, capsys):
     write_run(folder / "other", [], optimizer__peak_lr=0.25)
     (folder / "labels").mkdir()  # a member that is no run
     (folder / "study.json").write_text("{}")
-    assert main(["compare", str(folder), str(tmp_path / "b/run"), "--format=json"]) == 0
+    assert main(["report", str(folder), str(tmp_path / "b/run"), "--format=json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["runs"] == ["a [1]/other", "a [1]/run", "b/run"]
     assert said["config"] == {"optimizer.peak_lr": [0.25, 1.5e-3, 0.5]}
 
 
+def test_no_run_has_a_row_yet(tmp_path, capsys):
+    words = ["report", str(write_run(tmp_path / "run", []))]
+    assert main(words) == 0
+    assert "The configs are the same" in capsys.readouterr().out
+    assert main([*words, f"--output={tmp_path / 'c.png'}"]) == 2
+    assert "no run has a metric yet" in capsys.readouterr().err
+
+
 REFUSED = {
-    "no run": ([], "got no workdir"),
-    "twice": (["a/run", "a/run"], "different workdirs"),
-    "no runs": (["a", "b"], "/a: has no config.json"),
-    "ending": (["a/run", "--output=x.pdf"], "--output="),
-    "metric": (["a/run", "--output=x.png", "--metric=train/los"], "--metric=train/los"),
-    "unused": (["a/run", "--metric=train/loss"], "--metric"),
-    "folder": (["a/run", "--output=no/x.png"], "--output="),
+    "no run": ([], "no workdir"),
+    "twice": (["run", "run"], "run, run"),
+    "empty": (["."], "has no config.json or study.json"),
+    "endings": (["run", "--output=x.pdf", "--output=no/x.png", "--format=xml"], "3 faults"),
+    "figures": (["run", "--figures=no"], "--figures="),
+    "metric": (["run", "--output=x.png", "--metric=train/los"], "--metric=train/los"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(workdirs, tmp_path, monkeypatch, capsys, case):
+def test_what_is_refused(tmp_path, monkeypatch, capsys, case):
     words, says = REFUSED[case]
+    write_run(tmp_path / "run", [{"step": 1, "train/loss": 1.0}])
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    assert main(["compare", *words]) == 2
+    assert main(["report", *words]) == 2
     assert says in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
