@@ -273,7 +273,7 @@ MUTATIONS = [
       "config/test_base.py::test_change_of_a_key_on_resume"),
     M("vit_jax/config/text.py", 'return text.lower() == "true"', "return bool(text)",
       "config/test_text.py::test_override"),
-    M("vit_jax/config/checks.py", "0 <= seed < 2**32", "0 <= seed",
+    M("vit_jax/config/sections.py", "[0, 4294967295]", "[0, 4294967296]",
       "run/test_validation.py::test_fault"),
     # devices
     M("vit_jax/devices/mesh.py", "if size < 1 or size % ways:", "if size < 1:",
