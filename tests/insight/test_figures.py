@@ -234,9 +234,7 @@ REFUSED = {
     "output": (["--init_from=x"], "--output: missing"),
     "figure": (["--output=new", "--figures=rolout"], "did you mean rollout"),
     "number": (["--output=new", "--shown=0"], "--shown=0: needs a positive number"),
-    "shown": (["--output=new", "--shown=9"], "--shown=9: needs at most --batch_size=8"),
     "images": (["--output=new", "a.png", "--data=digits:test"], "not both"),
-    "compare": (["--output=new", "--compare_to=b"], "--compare_to: needs images"),
     "of one": (
         ["--output=new", "--compare_to=b", "a.png", "--figures=norms"],
         "is for `similarity`",

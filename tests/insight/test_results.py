@@ -76,8 +76,8 @@ def test_tables_and_an_image_are_written(tmp_path):
     assert read(folder / "confusions.csv")[:2] == [["class", "predicted", "images"],
                                                    ["ant", "bee", "2"]]  # fmt: skip
     head, cow = read(folder / "classes.csv")[0], read(folder / "classes.csv")[3]
-    assert head[:4] == ["class", "images", "correct", "accuracy"]
-    assert cow[:4] == ["cow", "0", "0", ""]
+    assert head[:5] == ["class", "images", "predictions", "correct", "accuracy"]
+    assert cow[:5] == ["cow", "0", "0", "0", ""]
     wrong = read(folder / "wrong.csv")
     assert wrong[1] == ["ant/1.jpg", "ant", "bee", "0.82", "0.82"]  # the most confident first
     assert [row[0] for row in wrong[1:]] == ["ant/1.jpg", "ant/2.jpg", "bee/4.jpg", "dog/5.jpg"]
@@ -94,11 +94,12 @@ def test_results_of_several_labels(tmp_path, caplog):
         results.write_results(tmp_path, "val", shown, NamedSource)
     assert "lowest average precision by class: ant 75.0% of 2" in caplog.text
     head, *rows = read(tmp_path / "val/classes.csv")
-    assert head[:4] == ["class", "images", "average_precision", "predictions"]
+    assert head[1:] == ["images", "predictions", "correct", "recall", "precision",
+                        "average_precision"]  # fmt: skip
     assert rows == [
-        ["ant", "2", "0.75", "1", "1", "1", "0.5"],
+        ["ant", "2", "1", "1", "0.5", "1", "0.75"],
         ["bee", "1", "1", "1", "1", "1", "1"],
-        ["cow", "0", "", "1", "0", "0", ""],
+        ["cow", "0", "1", "0", "", "0", ""],
         ["dog", "1", "1", "1", "1", "1", "1"],
     ]
     assert read(tmp_path / "val/wrong.csv") == [

@@ -49,7 +49,7 @@ def main(flags: argparse.Namespace) -> int:
 
     from vit_jax import metrics
     from vit_jax.devices.mesh import start_backend
-    from vit_jax.diagnosis.twins import read_twin, twin_names
+    from vit_jax.diagnosis.twins import read_twin, record, twin_names, write_twin
 
     twins = {name: read_twin(name) for name in flags.names or twin_names()}
     if flags.list:
@@ -69,7 +69,8 @@ def main(flags: argparse.Namespace) -> int:
         since = time.perf_counter()
         try:
             if flags.record:
-                record_twin(name, twin, flags)
+                path = write_twin(record(twin, flags.data_dir), name)
+                print(f"{name}: recorded in {path}")
             elif not check_twin(name, twin, flags):
                 codes.add(exit_codes.FAILED)
             print(f"{name}: {time.perf_counter() - since:.0f} s", flush=True)
@@ -77,14 +78,6 @@ def main(flags: argparse.Namespace) -> int:
             print(f"error: {name}: {e}", file=sys.stderr, flush=True)
             codes.add(exit_codes.INPUT_WRONG)
     return exit_codes.FAILED if exit_codes.FAILED in codes else max(codes)
-
-
-def record_twin(name: str, twin: "Twin", flags: argparse.Namespace) -> None:
-    """Store the numbers of a twin."""
-    from vit_jax.diagnosis import twins
-
-    path = twins.write_twin(twins.record(twin, flags.data_dir), name)
-    print(f"{name}: recorded in {path}")
 
 
 def check_twin(name: str, twin: "Twin", flags: argparse.Namespace) -> bool:

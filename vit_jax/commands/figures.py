@@ -112,12 +112,8 @@ def _check_flags(flags: argparse.Namespace) -> list[str]:
         found.need_known("--figures", name, NAMES)
     for name in ("examples", "shown", "batch_size"):
         found.need_positive(f"--{name}", getattr(flags, name), LARGEST_BATCH)
-    found.need(flags.shown <= flags.batch_size, f"--shown={flags.shown}: needs at most "
-               f"--batch_size={flags.batch_size}; raise that")  # fmt: skip
     if flags.compare_to is not None:
         found.need("similarity" in chosen, "--compare_to: is for `similarity`; add it to --figures")
-        found.need(flags.images or flags.data, "--compare_to: needs images; give files, folders "
-                   "or --data=NAME:SPLIT")  # fmt: skip
     found.check(check_pictures, flags)
     if found:
         raise InputError(*found)

@@ -4,6 +4,7 @@ Every check ends within a time limit and gives a `Finding`; none raises.
 """
 
 import concurrent.futures
+import contextlib
 import contextvars
 import copy
 import functools
@@ -285,7 +286,10 @@ def check_wandb(timeout_s: float) -> Finding:
         return Finding("W&B", OK, f"WANDB_MODE={os.environ['WANDB_MODE']}: sends nothing")
     url = os.environ.get("WANDB_BASE_URL", _WANDB)
     host = urllib.parse.urlparse(url).hostname or url
-    if not os.environ.get("WANDB_API_KEY") and not _has_netrc_entry(host):
+    key = os.environ.get("WANDB_API_KEY")
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        key = key or netrc.netrc().authenticators(host)
+    if not key:
         return Finding("W&B", FAILED, f"no key for {host}",
                        "run wandb login, or set WANDB_API_KEY")  # fmt: skip
     try:
@@ -294,13 +298,6 @@ def check_wandb(timeout_s: float) -> Finding:
         if e.code >= 500:
             return Finding("W&B", FAILED, f"{url}: status {e.code}", "try later")
     return Finding("W&B", OK, f"{url} answers; a key is set")
-
-
-def _has_netrc_entry(host: str) -> bool:
-    try:
-        return netrc.netrc().authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def check_cluster(coordinator: str | None, timeout_s: float) -> Finding:

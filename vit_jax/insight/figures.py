@@ -6,7 +6,8 @@ A model that lacks what a figure shows is told so by a text instead of the figur
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import numpy as np
@@ -21,9 +22,13 @@ from vit_jax.insight.measured import MIN_IMAGES, Measured, alignment, norm_table
 from vit_jax.insight.tables import as_csv
 from vit_jax.transfer.pretrained import Pretrained
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 OUTLIER_FACTOR = 3  # times the median norm of the layer's patches
 
-Files = dict[str, bytes]
+# What a function gives: a figure, or several by name; its numbers, as arrays or as rows of a table.
+Made = tuple["Figure | dict[str, Figure]", Mapping[str, np.ndarray] | list[Sequence[Any]]]
 
 
 @dataclasses.dataclass
@@ -50,7 +55,7 @@ class Subject:
         return self.seen
 
 
-def _filters(subject: Subject) -> Files | str:
+def _filters(subject: Subject) -> Made | str:
     found = parameters.filters_of(subject.pretrained)
     if isinstance(found, str):
         return found
@@ -60,13 +65,10 @@ def _filters(subject: Subject) -> Files | str:
         return "all its filters are the same"
     components = components.reshape(-1, *found.shape[1:])
     figure = plots.draw_filters(components, shares, len(found))
-    return {
-        "filters.png": plots.as_png(figure),
-        "filters.npz": _npz(components=components, share_of_variance=shares, filters=found),
-    }
+    return figure, {"components": components, "share_of_variance": shares, "filters": found}
 
 
-def _positions(subject: Subject) -> Files | str:
+def _positions(subject: Subject) -> Made | str:
     found = parameters.positions_of(subject.pretrained)
     if isinstance(found, str):
         return found
@@ -75,63 +77,54 @@ def _positions(subject: Subject) -> Files | str:
     title = "" if name == "stem" else f"positions of {name} of {len(found)}"
     figure = plots.draw_positions(first, subject.model.grid, title)
     arrays = {name.replace(" ", "_"): x for name, x in similarity.items()}
-    return {
-        "positions.png": plots.as_png(figure),
-        "positions.npz": _npz(grid=np.array(subject.model.grid), **arrays),
-    }
+    return figure, {"grid": np.array(subject.model.grid), **arrays}
 
 
-def _distance(subject: Subject) -> Files:
+def _distance(subject: Subject) -> Made:
     seen, model = subject.measured, subject.model
     uniform = float(patch_distances(model.grid, model.token_stride).mean())
     height, width = model.image_size
-    unit = f"attention distance (px of {width} x {height})"
-    label = "uniform attention"
-    figure, columns = _by_head(seen.distances, "distance_px", uniform, label, unit)
-    columns["prefix_share"] = seen.shares.mean(axis=0)
-    return {"distance.png": plots.as_png(figure), "distance.csv": _csv_by_head(columns)}
+    labels = "uniform attention", f"attention distance (px of {width} x {height})"
+    shares = seen.shares.mean(axis=0)
+    return _by_head("distance_px", seen.distances, uniform, labels, prefix_share=shares)
 
 
-def _entropy(subject: Subject) -> Files:
+def _entropy(subject: Subject) -> Made:
     rows, columns = subject.model.grid
     num_tokens = subject.model.num_prefix_tokens + rows * columns
-    label, unit = f"uniform over {num_tokens:,} tokens", "entropy of attention (bits)"
-    values = subject.measured.entropies
-    figure, table = _by_head(values, "entropy_bits", float(np.log2(num_tokens)), label, unit)
-    return {"entropy.png": plots.as_png(figure), "entropy.csv": _csv_by_head(table)}
+    labels = f"uniform over {num_tokens:,} tokens", "entropy of attention (bits)"
+    uniform = float(np.log2(num_tokens))
+    return _by_head("entropy_bits", subject.measured.entropies, uniform, labels)
 
 
-def _by_head(values_ILH: np.ndarray, name: str, uniform: float, label: str, unit: str):
-    """The figure and the columns (L, H) of values by layer and head: mean and deviation."""
+def _by_head(
+    name: str, values_ILH: np.ndarray, uniform: float, labels: tuple[str, str], **others: np.ndarray
+) -> Made:
+    """Mean and deviation of the values NAME_UNIT; the table has `others` (L, H) too."""
     mean = values_ILH.mean(axis=0)
     spread = values_ILH.std(axis=0, ddof=min(1, len(values_ILH) - 1))  # 0 for a single image
-    figure = plots.draw_heads_by_layer(mean, spread, uniform, label, unit)
-    return figure, {name: mean, f"deviation_{name.rpartition('_')[2]}": spread}
+    columns = {name: mean, f"deviation_{name.rpartition('_')[2]}": spread, **others}
+    rows = [(*place, *(x[place] for x in columns.values())) for place in np.ndindex(mean.shape)]
+    figure = plots.draw_heads_by_layer(mean, spread, uniform, *labels)
+    return figure, [("layer", "head", *columns), *rows]
 
 
-def _csv_by_head(columns: Mapping[str, np.ndarray]) -> bytes:
-    """A CSV file with a row for each layer and head, of columns (L, H)."""
-    places = np.ndindex(*next(iter(columns.values())).shape)
-    rows = ((*place, *(x[place] for x in columns.values())) for place in places)
-    return as_csv([("layer", "head", *columns), *rows])
-
-
-def _rollout(subject: Subject) -> Files:
+def _rollout(subject: Subject) -> Made:
     seen = subject.measured
     figure = plots.draw_rollouts(seen.images, seen.rollouts, name_of_shares(subject.model))
-    return {"rollout.png": plots.as_png(figure), "rollout.npz": _maps(seen, rollout=seen.rollouts)}
+    return figure, {"rollout": seen.rollouts} | seen.shown
 
 
-def _heads(subject: Subject) -> Files:
+def _heads(subject: Subject) -> Made:
     seen, where = subject.measured, name_of_shares(subject.model)
-    found = {
-        f"heads_{i}.png": plots.as_png(plots.draw_heads(image, of_heads, where))
+    figures = {
+        f"heads_{i}": plots.draw_heads(image, of_heads, where)
         for i, (image, of_heads) in enumerate(zip(seen.images, seen.heads, strict=True), start=1)
     }
-    return found | {"heads.npz": _maps(seen, attention=seen.heads)}
+    return figures, {"attention": seen.heads} | seen.shown
 
 
-def _features(subject: Subject) -> Files | str:
+def _features(subject: Subject) -> Made | str:
     seen = subject.measured
     rows = seen.features.reshape(-1, seen.features.shape[-1])
     components, shares = principal_components(rows, 3)
@@ -139,22 +132,18 @@ def _features(subject: Subject) -> Files | str:
         return f"its {len(rows)} patches span fewer than three directions; give more images"
     projected = (rows - rows.mean(axis=0, keepdims=True)) @ components.T
     projected = projected.reshape(*seen.features.shape[:3], 3)
-    return {
-        "features.png": plots.as_png(plots.draw_features(seen.images, projected)),
-        "features.npz": _maps(seen, components=projected, share_of_variance=shares),
-    }
+    figure = plots.draw_features(seen.images, projected)
+    return figure, {"components": projected, "share_of_variance": shares} | seen.shown
 
 
-def _norms(subject: Subject) -> Files:
+def _norms(subject: Subject) -> Made:
     table = norm_table(subject.measured.norms, subject.model.num_prefix_tokens, OUTLIER_FACTOR)
     rows = enumerate(zip(*table.values(), strict=True))
-    return {
-        "norms.png": plots.as_png(plots.draw_norms(table, OUTLIER_FACTOR)),
-        "norms.csv": as_csv([("layer", *table), *((i, *row) for i, row in rows)]),
-    }
+    figure = plots.draw_norms(table, OUTLIER_FACTOR)
+    return figure, [("layer", *table), *((i, *row) for i, row in rows)]
 
 
-def _similarity(subject: Subject) -> Files | str:
+def _similarity(subject: Subject) -> Made | str:
     others = subject.other or subject.measured
     found = alignment(subject.measured.grams, others.grams)
     if found is None:
@@ -163,13 +152,10 @@ def _similarity(subject: Subject) -> Files | str:
     if subject.other is not None:
         names = (f"layer of {subject.name}", f"layer of {subject.other_name}")
     rows = ((*place, value) for place, value in np.ndenumerate(found))
-    return {
-        "similarity.png": plots.as_png(plots.draw_similarity(found, names)),
-        "similarity.csv": as_csv([("layer", "other_layer", "cka"), *rows]),
-    }
+    return plots.draw_similarity(found, names), [("layer", "other_layer", "cka"), *rows]
 
 
-FIGURES: dict[str, Callable[[Subject], Files | str]] = {
+FIGURES: dict[str, Callable[[Subject], Made | str]] = {
     "filters": _filters,
     "positions": _positions,
     "distance": _distance,
@@ -208,22 +194,24 @@ def write_figures(
             continue
         with plots.paper_style():
             made = FIGURES[name](subject)
-        if isinstance(made, str):
-            reasons[name] = made
-            continue
+            if isinstance(made, str):
+                reasons[name] = made
+                continue
+            drawn, numbers = made
+            named = drawn if isinstance(drawn, dict) else {name: drawn}
+            contents = {f"{file}.png": plots.as_png(figure) for file, figure in named.items()}
+        if isinstance(numbers, list):
+            contents[f"{name}.csv"] = as_csv(numbers)
+        else:
+            contents[f"{name}.npz"] = _npz(numbers)
         output.mkdir(parents=True, exist_ok=True)
-        for file, content in made.items():
+        for file, content in contents.items():
             files.write_whole(output / file, content)
-        written[name] = sorted(made)
+        written[name] = sorted(contents)
     return written, reasons
 
 
-def _maps(seen: Measured, **arrays: np.ndarray) -> bytes:
-    """Arrays as .npz, with the images that they belong to and their names."""
-    return _npz(**arrays, image=seen.images, name=np.array(seen.names[: len(seen.images)]))
-
-
-def _npz(**arrays: np.ndarray) -> bytes:
+def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)
     return content.getvalue()

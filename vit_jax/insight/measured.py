@@ -48,6 +48,11 @@ class Measured:
     rollouts: np.ndarray | None = None
     heads: np.ndarray | None = None
 
+    @property
+    def shown(self) -> dict[str, np.ndarray]:
+        """The shown images and their names."""
+        return {"image": self.images, "name": np.array(self.names[: len(self.images)])}
+
 
 def with_size(pretrained: Pretrained) -> nn.Module:
     """The model with the image size of its spec.
@@ -74,7 +79,7 @@ def measure(
       pretrained: the model, with an image size in its spec.
       source: the images; at most `examples` of them, evenly spaced.
       batch_size: a multiple of the number of devices.
-      shown: number of images to keep maps of, from the first batch; at most `batch_size`.
+      shown: number of images to keep maps of, from the first batch.
 
     Raises:
       InputError: if the model takes images of any size and none was chosen, or no image can be

@@ -14,7 +14,7 @@ import contextlib
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -60,7 +60,6 @@ _NUMBERED = 20  # classes; a confusion matrix of more has no numbers in its cell
 SMOOTHED = (5, 21)  # rows that a smoothed curve averages over; odd, so that the mean is centred
 _POINTS = 10_000  # of all curves of a chart together
 _CURVE_POINTS = 100, 2_000  # of a curve: at least and at most
-_HEIGHT, _BAR = 280, 30  # pixels
 
 
 class Style(NamedTuple):
@@ -339,22 +338,19 @@ def draw_heads(image: np.ndarray, maps: np.ndarray, where: str) -> Figure:
 
 
 def draw_confusion(counts: np.ndarray, names: Sequence[str]) -> Figure:
-    """A confusion matrix: the colour is the share of the row, the number is the count.
+    """A confusion matrix: the share of each true class that is taken for each class.
 
     `counts`: int (C, C), images by true class and predicted class.
     """
+    from sklearn.metrics import ConfusionMatrixDisplay
+
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     figure = _figure(2.2 + 0.36 * len(names), 3 + 0.42 * len(names), dpi=120)
-    axes = figure.add_subplot(xlabel="predicted class", ylabel="true class")
-    image = axes.imshow(share, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    places, labels = range(len(names)), [short(name) for name in names]
-    axes.set_xticks(places, labels, rotation=45, ha="right", rotation_mode="anchor")
-    axes.set_yticks(places, labels)
-    for (i, j), count in np.ndenumerate(counts) if len(names) <= _NUMBERED else ():
-        if count:
-            color = "white" if share[i, j] > 0.5 else "black"
-            axes.text(j, i, f"{count:,}", ha="center", va="center", color=color, fontsize=8)
-    figure.colorbar(image, label="share of the true class", shrink=0.8)
+    ConfusionMatrixDisplay(share, display_labels=[*map(short, names)]).plot(
+        ax=figure.add_subplot(), cmap="Blues", include_values=len(names) <= _NUMBERED,
+        values_format=".0%", xticks_rotation="vertical", im_kw={"vmin": 0, "vmax": 1},
+        text_kw={"fontsize": 8},
+    )  # fmt: skip
     return figure
 
 
@@ -398,15 +394,13 @@ def draw_runs(runs: Sequence[Run], metrics: Sequence[str]) -> Figure:
 class Chart(NamedTuple):
     """A chart on the page.
 
-    title: its metric or what it shows.
+    title: its metric.
     every: one row of that many is drawn; 1: all.
-    legend: [(name, colour)] of a chart whose colours are not those of the runs.
     """
 
     title: str
     figure: BokehFigure
-    every: int = 1
-    legend: Sequence[tuple[str, str]] = ()
+    every: int
 
 
 def smooth(values: np.ndarray, rows: int) -> np.ndarray:
@@ -433,7 +427,7 @@ def chart_curves(runs: Sequence[Run], metrics: Sequence[str]) -> list[Chart]:
 def _chart_curve(runs: Sequence[Run], metric: str, **shared: Any) -> Chart:
     from bokeh.models import ColumnDataSource, HoverTool, Line, Scatter
 
-    chart = _chart(_HEIGHT, **shared)
+    chart = _chart(**shared)
     chart.xaxis.axis_label = "step"
     room = int(np.clip(_POINTS // len(runs), *_CURVE_POINTS))
     every = -(-max(len(run.curves.get(metric, ())) for run in runs) // room)
@@ -460,27 +454,11 @@ def _chart_curve(runs: Sequence[Run], metric: str, **shared: Any) -> Chart:
     return Chart(metric, chart, every)
 
 
-def chart_times(seconds: Mapping[str, Mapping[str, float]]) -> Chart:
-    """A bar for each run, made of its times in seconds by kind: {run: {kind: seconds}}."""
-    from bokeh.models import ColumnDataSource, FactorRange
-
-    kinds = list(dict.fromkeys(kind for times in seconds.values() for kind in times))
-    labels = [f"{i}: {short(name)}" for i, name in enumerate(seconds, start=1)]
-    chart = _chart(100 + _BAR * len(labels), y_range=FactorRange(factors=labels[::-1]))
-    colors = [style(i).color for i in range(len(kinds))]
-    columns = {kind: [times.get(kind, 0.0) for times in seconds.values()] for kind in kinds}
-    source = ColumnDataSource({"run": labels, **columns})
-    chart.hbar_stack(kinds, y="run", height=0.7, color=colors, source=source, line_color="white")
-    chart.xaxis.axis_label = "seconds"
-    chart.x_range.start = 0
-    return Chart("where the time went", chart, legend=list(zip(kinds, colors, strict=True)))
-
-
-def _chart(height: int, **fields: Any) -> BokehFigure:
+def _chart(**fields: Any) -> BokehFigure:
     from bokeh.plotting import figure
 
     chart = figure(
-        height=height, min_width=200, sizing_mode="stretch_width", toolbar_location="above",
+        height=280, min_width=200, sizing_mode="stretch_width", toolbar_location="above",
         tools="box_zoom,pan,wheel_zoom,reset,save", active_drag="box_zoom", output_backend="svg",
         **fields,
     )  # fmt: skip

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 PNG = b"\x89PNG\r\n\x1a\n"
 _CURVES = 12  # charts, unless metrics are chosen
-_BARS = 24  # runs whose times are drawn
 _SPEEDS = ("time/images_per_s", "time/mfu")
 _MEASURES = ("accuracy", "average_precision")  # of classes; the second with several labels each
 _ROWS = 10  # of the tables of classes and confusions
@@ -83,8 +82,7 @@ def write(
     present = [name for name in _SPEEDS if any(name in run.curves for run in runs)]
     speeds = plots.chart_curves(runs, present)
     times = {run.name: found for run in runs if (found := seconds_by_kind(run))}
-    bars = [plots.chart_times(times)] if 0 < len(times) <= _BARS else []
-    drawn = [*curves, *speeds, *bars]
+    drawn = [*curves, *speeds]
     divs, script, library = plots.embed(drawn)
     loader = jinja2.PackageLoader("vit_jax.insight", "page")
     environment = jinja2.Environment(
@@ -104,7 +102,6 @@ def write(
         evaluated=evaluated(runs),
         curves=curves,
         speeds=speeds,
-        bars=bars,
         divs={chart.title: Markup(div) for chart, div in zip(drawn, divs, strict=True)},
         left_out=len({*known} - {*chosen}),
         times=times,

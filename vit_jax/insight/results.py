@@ -82,7 +82,7 @@ def count_confusions(examples: Examples) -> Confusions:
 
 
 def by_class(confusions: Confusions, names: Sequence[str]) -> list[dict[str, Any]]:
-    """A row per class: images, correct, accuracy, predictions, precision, its worst confusion.
+    """A row per class: images, predictions, correct, accuracy, precision, its worst confusion.
 
     `accuracy` is None for a class without images, `precision` for one that is never predicted.
     `confused_with` is the wrong class predicted most often for its images, `confusions` how often.
@@ -96,43 +96,38 @@ def by_class(confusions: Confusions, names: Sequence[str]) -> list[dict[str, Any
             worst.setdefault(true, (names[predicted], count))
     rows = []
     for c, name in enumerate(names):
-        correct, (confused_with, count) = confusions.get((c, c), 0), worst.get(c, (None, 0))
-        rows.append({
-            "class": name,
-            "images": images[c],
-            "correct": correct,
-            "accuracy": correct / images[c] if images[c] else None,
-            "predictions": predictions[c],
-            "precision": correct / predictions[c] if predictions[c] else None,
-            "confused_with": confused_with,
-            "confusions": count,
-        })  # fmt: skip
+        row = _row(name, "accuracy", images[c], predictions[c], confusions.get((c, c), 0))
+        confused_with, count = worst.get(c, (None, 0))
+        rows.append(row | {"confused_with": confused_with, "confusions": count})
     return rows
 
 
 def by_label(examples: Shown, names: Sequence[str]) -> list[dict[str, Any]]:
-    """`by_class` of images with several labels: also average precision and recall.
+    """`by_class` of images with several labels: average precision, and recall for accuracy.
 
     A class counts as predicted if its probability, the sigmoid of its logit, is at least 1/2.
-    `average_precision` and `recall` are None for a class that no image shows, `precision` for one
-    that is never predicted.
+    `average_precision` and `recall` are None for a class that no image shows.
     """
     shown_NC, predicted_NC = examples.shown_NC > 0, examples.logits_NC >= 0
     counts = (found.sum(axis=0) for found in (shown_NC, predicted_NC, shown_NC & predicted_NC))
-    return [
-        {
-            "class": name,
-            "images": images,
-            "average_precision": average_precision if images else None,
-            "predictions": predictions,
-            "correct": correct,
-            "precision": correct / predictions if predictions else None,
-            "recall": correct / images if images else None,
-        }
-        for name, average_precision, images, predictions, correct in zip(
-            names, examples.precision_C.tolist(), *(x.tolist() for x in counts), strict=True
-        )
+    rows = [
+        _row(name, "recall", *numbers)
+        for name, *numbers in zip(names, *(x.tolist() for x in counts), strict=True)
     ]
+    for row, average_precision in zip(rows, examples.precision_C.tolist(), strict=True):
+        row["average_precision"] = average_precision if row["images"] else None
+    return rows
+
+
+def _row(name: str, share: str, images: int, predictions: int, correct: int) -> dict[str, Any]:
+    return {
+        "class": name,
+        "images": images,
+        "predictions": predictions,
+        "correct": correct,
+        share: correct / images if images else None,
+        "precision": correct / predictions if predictions else None,
+    }
 
 
 def mistakes(
