@@ -154,7 +154,7 @@ MUTATIONS = [
       "objectives/test_supervised.py::test_losses"),
     M("vit_jax/objectives/supervised.py", "loss_sum=(mask_B * loss_B).sum()",
       "loss_sum=loss_B.sum()", "objectives/test_supervised.py::test_masked_rows_count_for_nothing"),
-    M("vit_jax/objectives/distillation.py", "t**2 * kl_B", "t * kl_B",
+    M("vit_jax/objectives/distillation.py", "temperature**2 * kl_B", "temperature * kl_B",
       "objectives/test_distillation.py::test_one_head_several_teachers_and_masked_rows"),
     M("vit_jax/objectives/distillation.py", "(images * std + mean - its_mean) / its_std",
       "(images * std + mean - its_mean)",

@@ -118,17 +118,17 @@ class Features:
                 y = jax.image.resize(y, (*x.shape[:3], y.shape[-1]), "bilinear", antialias=True)
         layer = nn.Dense(y.shape[-1], dtype=x.dtype)
         x = cast(jax.Array, layer.apply({"params": adapter}, x)).astype(jnp.float32)
-        each = _cosine_distance(x, y) if self.distance == "cosine" else _smooth_l1(x, y)
+        each = cosine_distance(x, y) if self.distance == "cosine" else smooth_l1(x, y)
         return each.reshape(each.shape[0], -1).mean(axis=1)
 
 
-def _cosine_distance(x, y):
-    """1 - cosine over the last axis."""
+def cosine_distance(x, y):
+    """1 - cosine over the last axis: (..., D), (..., D) -> (...)."""
     norms = jnp.sqrt(jnp.square(x).sum(-1) * jnp.square(y).sum(-1) + _EPS**2)
     return 1 - (x * y).sum(-1) / norms
 
 
-def _smooth_l1(x, y):
+def smooth_l1(x, y):
     """Mean over the last axis of the smooth L1 distance to `y`, normalised over that axis."""
     y = jax.nn.standardize(y, axis=-1, epsilon=_EPS)
     far = jnp.abs(x - y)
