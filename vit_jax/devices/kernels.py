@@ -6,7 +6,6 @@ heads over `tensor`.
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -17,9 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.devices.mesh import BATCH_AXES
-from vit_jax.models.axial import AxialViT
+from vit_jax.models.contract import about, field_names
 from vit_jax.models.dot_product import Attend, choose_attention
-from vit_jax.models.fields import field_names
 from vit_jax.models.forms import PLAIN, BlockOps, multiply_on_cpu
 from vit_jax.models.kernels import (
     bias,
@@ -28,7 +26,6 @@ from vit_jax.models.kernels import (
     relative_logits,
     short_attention,
 )
-from vit_jax.models.vit import ViT
 
 logger = logging.getLogger("vit_jax")
 
@@ -85,19 +82,18 @@ def tpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
 
 def _why_plain(model: nn.Module, mesh: Mesh) -> str | None:
     """Why the attention of `model` has no kernel on TPUs; None: it has one."""
-    if not isinstance(model, ViT):
-        return f"{type(model).__name__} may call it with arguments that no kernel supports"
-    if isinstance(model, AxialViT):
-        return "it runs within single rows and columns"
-    width, tensor = model.width // model.num_heads, mesh.shape["tensor"]
-    if model.attention_dropout > 0:
-        return f"model.attention_dropout={model.attention_dropout} drops weights"
+    shape = about(model).attention_shape
+    if isinstance(shape, str):
+        return shape
+    heads, width, tokens, dropout, relative = shape
+    tensor = mesh.shape["tensor"]
+    if dropout > 0:
+        return f"model.attention_dropout={dropout} drops weights"
     if width % _MULTIPLE:
         return f"heads are {width} wide, which {_MULTIPLE} does not divide"
-    if model.num_heads % tensor:
-        return f"mesh.tensor={tensor} does not divide model.num_heads={model.num_heads}"
-    tokens = None if model.image_size is None else math.prod(model.grid) + model.num_prefix_tokens
-    if model.pos_embed == "relative":
+    if heads % tensor:
+        return f"mesh.tensor={tensor} does not divide model.num_heads={heads}"
+    if relative:
         kind = mesh.devices.flat[0].device_kind
         if kind.startswith(_WITHOUT_RELATIVE):
             return f"model.pos_embed=relative has one for v5 and newer chips, not for {kind}"
@@ -223,19 +219,17 @@ def _gpu_attention(model: nn.Module) -> Attend:
 
 
 def _why_not_cudnn(model: nn.Module) -> str | None:
-    if not isinstance(model, ViT):
-        return f"{type(model).__name__} may call it with arguments that cuDNN does not support"
-    if isinstance(model, AxialViT):
-        return "it runs within single rows and columns"
-    width = model.width // model.num_heads
+    shape = about(model).attention_shape
+    if isinstance(shape, str):
+        return shape
     if model.dtype != jnp.bfloat16:
         return f"cuDNN computes in bfloat16, not in model.dtype={jnp.dtype(model.dtype).name}"
-    if model.pos_embed == "relative":
+    if shape.relative:
         return "model.pos_embed=relative adds to the logits"
-    if model.attention_dropout > 0:
-        return f"model.attention_dropout={model.attention_dropout} drops weights"
-    if width % 8 or width > 128:
-        return f"heads are {width} wide; cuDNN takes multiples of 8 up to 128"
+    if shape.dropout > 0:
+        return f"model.attention_dropout={shape.dropout} drops weights"
+    if shape.width % 8 or shape.width > 128:
+        return f"heads are {shape.width} wide; cuDNN takes multiples of 8 up to 128"
     return None
 
 

@@ -10,7 +10,7 @@ from vit_jax.experiment.gradients import check_num_microbatches
 from vit_jax.experiment.model import check_microbatches
 from vit_jax.experiment.optimizers import check_optimizer
 from vit_jax.experiment.schedules import check_ema_decay, check_schedule
-from vit_jax.models import find_family
+from vit_jax.models import model_of
 from vit_jax.objectives import check_objective
 from vit_jax.objectives.supervised import make_loss
 
@@ -34,9 +34,9 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         f"optimizer.accum_steps={accum_steps}: must divide global_batch_size={size}",
     )
     # models.check_config reports a name that is unknown.
-    family = config.model.name and Faults().check(find_family, config.model.name)
-    if family:
-        faults.check(check_microbatches, family.module, config.model.name, accum_steps)
+    model = config.model.name and Faults().check(model_of, config)
+    if model:
+        faults.check(check_microbatches, model, config.model.name, accum_steps)
     if config.schedule.rule is not None:
         faults.need_known("schedule.rule", config.schedule.rule, RULES)
     last_layers = config.optimizer.last_layers

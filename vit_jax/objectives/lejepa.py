@@ -29,8 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.models.t2t import T2TViT
-from vit_jax.models.vit import ViT
+from vit_jax.models.contract import Model, about
 from vit_jax.objectives.contract import (
     Collapse,
     Objective,
@@ -137,7 +136,8 @@ def make_lejepa(
         weight=weight, directions=directions, points=points,
         head_width=head_width, embedding_width=embedding_width,
     )  # fmt: skip
-    if not isinstance(model, ViT) or isinstance(model, T2TViT):  # which has constants
+    model = about(model)
+    if not model.takes_other_sizes:
         raise InputError(
             f"objective.name='lejepa': does not train a {type(model).__name__}; choose a ViT or a "
             "DeiT"
@@ -168,7 +168,7 @@ def make_lejepa(
 class _LeJepa(NamedTuple):
     """The functions of the objective; see `make_lejepa`."""
 
-    model: ViT
+    model: Model
     head: Head
     weight: float
     directions: int

@@ -6,6 +6,7 @@ Source: He et al. 2021 (arXiv:2111.06377), section 3.
 """
 
 import dataclasses
+import math
 from typing import Any, cast
 
 import flax.linen as nn
@@ -13,10 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.errors import Faults, collect_faults
+from vit_jax.models.contract import Model, SplitLayer
 from vit_jax.models.forms import unconstrained
-from vit_jax.models.layers import BlockFields, Encoder
+from vit_jax.models.layers import BlockFields, Encoder, split_blocks
 from vit_jax.models.position import sincos_2d
-from vit_jax.models.vit import ViT, extract_patches
+from vit_jax.models.vit import extract_patches
 from vit_jax.objectives import patches
 from vit_jax.objectives.contract import Objective, ObjectiveOutput, State, TokenPass
 from vit_jax.objectives.patches import Reconstruction
@@ -68,6 +70,14 @@ class Decoder(BlockFields, nn.Module):
         x_BHW = encoder(x_BNW, train=train)[:, self.num_prefix + visible :]
         head = nn.Dense(self.num_outputs, dtype=self.dtype, name="head")
         return head(x_BHW).astype(jnp.float32)
+
+    @nn.nowrap
+    def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
+        """Its blocks, which are no part of the model, and always learn."""
+        tokens = self.num_prefix + math.prod(self.grid) if tokens is None else tokens
+        recomputed = self.depth if self.remat != "none" else 0
+        blocks = split_blocks(self.depth, recomputed, tokens * self.width)
+        return [block._replace(part=None) for block in blocks]
 
 
 def check_mae(
@@ -132,8 +142,7 @@ def make_mae(
       InputError: the model is no such ViT, or the share hides no patch or all.
     """
     del loss
-    patches.check_patches(model, "mae")
-    assert isinstance(model, ViT)
+    model = patches.check_patches(model, "mae")
     collect_faults([f"objective.name='mae': {fault}" for fault in model.find_keep_faults()])
     mae = Mae(
         model,
@@ -158,7 +167,7 @@ def make_mae(
 class Mae:
     """The functions of the objective; see `make_mae`."""
 
-    model: ViT
+    model: Model
     mask_ratio: float
     norm_pixels: bool
     width: int

@@ -15,7 +15,8 @@ import optax
 from einops import rearrange
 
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.models.vit import ViT, extract_patches
+from vit_jax.models.contract import Model
+from vit_jax.models.vit import extract_patches
 from vit_jax.objectives import patches
 from vit_jax.objectives.contract import Objective, ObjectiveOutput, RunFacts, State
 from vit_jax.objectives.patches import Reconstruction
@@ -117,8 +118,7 @@ def make_masked_patches(
       InputError: the model is no ViT, or the patches cannot be resized to 4 x 4.
     """
     del loss
-    patches.check_patches(model, "masked_patches")
-    assert isinstance(model, ViT)
+    model = patches.check_patches(model, "masked_patches")
     if target == "small_patch" and any(side % _SMALL for side in model.patch_size):
         raise InputError(
             f"objective.target='small_patch': {_SMALL} must divide the patch's sides "
@@ -138,7 +138,7 @@ def make_masked_patches(
 class MaskedPatches:
     """The functions of the objective; see `make_masked_patches`."""
 
-    model: ViT
+    model: Model
     setting: RunFacts
     mask_ratio: float
     target: str

@@ -24,9 +24,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax.models.fields import with_known
+from vit_jax.models.contract import Model, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
-from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring, patches
 from vit_jax.objectives.block_masks import Hidden, draw_hidden
 from vit_jax.objectives.contract import (
@@ -96,8 +95,7 @@ def make_self_distillation(
     """
     del loss
     keys = Keys(**own)
-    patches.check_patches(model, "self_distillation")
-    assert isinstance(model, ViT)
+    model = patches.check_patches(model, "self_distillation")
     check_views(model, setting, keys)
     distillation = SelfDistillation(model, keys, setting.shapes, setting.durations)
     has_views = GLOBAL in setting.shapes  # otherwise the experiment refuses the run
@@ -139,7 +137,7 @@ class SelfDistillation:
     durations: {config key: steps}.
     """
 
-    model: ViT
+    model: Model
     keys: Keys
     shapes: Mapping[str, tuple[int, ...]]
     durations: Mapping[str, int]
@@ -261,7 +259,7 @@ class SelfDistillation:
         images: jax.Array,
         hidden: Hidden | None,
         dropout_key: jax.Array | None,
-        model: ViT | None = None,
+        model: Model | None = None,
         *,
         hides: bool = False,
         learns: jax.Array | bool = True,

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.models.vit import ViT
+from vit_jax.models.contract import Model
 from vit_jax.objectives import centring
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.objectives.gram import NEGATIVES
@@ -100,7 +100,7 @@ def check_self_distillation(**own: Any) -> None:
     collect_faults(faults)
 
 
-def check_views(model: ViT, setting: RunFacts, keys: Keys) -> None:
+def check_views(model: Model, setting: RunFacts, keys: Keys) -> None:
     """Raise InputError if the views of a batch do not suit the model and the keys."""
     views = setting.shapes.get(GLOBAL)
     if views is None:
