@@ -81,11 +81,7 @@ def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
     num_tokens = shape.num_tokens or 14 * 14 + model.num_prefix_tokens
     padded = num_tokens + -num_tokens % model.forms.token_multiple
     plain_forms = BlockOps(attend=plain_attention)
-    positions = None
-    if model.pos_embed == "relative":  # they have a kernel of their own
-        assert model.image_size is not None
-        positions = model.positions(model.image_size)
-    block = EncoderBlock(**model.block_fields(), num_tokens=num_tokens, positions=positions)
+    block = EncoderBlock(**model.block_fields(), num_tokens=num_tokens)
     block = block.clone(dropout=0.0, attention_dropout=0.0)
     plain, exact = block.clone(forms=plain_forms), block.clone(forms=plain_forms, dtype=jnp.float32)
 
