@@ -32,7 +32,8 @@ from vit_jax.evaluators.multilabel import MultiLabel, Shown
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
-from vit_jax.models.fields import check_fields, value_of, with_known
+from vit_jax.models.contract import about, with_known
+from vit_jax.models.fields import check_fields
 from vit_jax.run.agreement import compare_findings, compare_requests, compare_weights
 from vit_jax.run.opener import check_mesh
 from vit_jax.run.sources import (
@@ -199,7 +200,7 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
             "choose one with --config.data.image_size"
         )
         return
-    d.channels = value_of(pretrained.model, "channels")
+    d.channels = about(pretrained.model).channels
     d.exif = spec.exif is not False
     d.mean, d.std, d.num_classes = spec.mean, spec.std, pretrained.model.num_classes
     if pretrained.run is not None:

@@ -28,7 +28,7 @@ from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.inference import layers
-from vit_jax.models.fields import value_of
+from vit_jax.models.contract import about
 from vit_jax.transfer.images import class_names, ops_for
 from vit_jax.transfer.pretrained import Pretrained, loss_of
 
@@ -193,7 +193,7 @@ def check_size(pretrained: Pretrained) -> None:
 
 def _pooled_shape(pretrained: Pretrained) -> tuple[int, ...]:
     """The shape (D,) of one image's features."""
-    channels = value_of(pretrained.model, "channels")
+    channels = about(pretrained.model).channels
     images = jax.ShapeDtypeStruct((1, *pretrained.spec.image_size, channels), np.float32)
     features = functools.partial(pretrained.model.apply, method="features")
     return jax.eval_shape(features, pretrained.variables, images).shape[1:]

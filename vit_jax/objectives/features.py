@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.errors import InputError
-from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.contract import about, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.models.watched import Outputs, as_map, watch
 from vit_jax.objectives.contract import Teacher
@@ -139,9 +139,10 @@ def _check_layers_are_seen(model: nn.Module, pairs: Sequence[Pair]) -> None:
     if all(isinstance(pair.student, str) for pair in pairs):
         return
     for field, plain in (("scan", False), ("remat", "none")):
-        if value_of(model, field) != plain:
+        value = getattr(about(model), field)
+        if value != plain:
             raise InputError(
-                f"model.{field}={value_of(model, field)}: hides the layers that objective.features "
+                f"model.{field}={value}: hides the layers that objective.features "
                 f"compares; set --config.model.{field}={str(plain).lower()}"
             )
 
@@ -149,7 +150,7 @@ def _check_layers_are_seen(model: nn.Module, pairs: Sequence[Pair]) -> None:
 def _outputs_of(model: nn.Module, image_size: tuple[int, int]) -> Outputs:
     """The shapes of a model's outputs."""
     plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
-    images = jnp.zeros((1, *image_size, value_of(model, "channels")))
+    images = jnp.zeros((1, *image_size, about(model).channels))
 
     def call():
         with watch() as outputs:

@@ -14,10 +14,10 @@ from vit_jax import tree
 from vit_jax.devices.kernels import has_kernels
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.errors import InputError
+from vit_jax.models.contract import AttentionShape, about
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.forms import BlockOps
 from vit_jax.models.layers import EncoderBlock
-from vit_jax.models.vit import ViT
 
 logger = logging.getLogger("vit_jax")
 
@@ -44,7 +44,6 @@ def check_kernels(model: nn.Module, mesh: Mesh) -> None:
     """
     if not has_kernels(model):
         return
-    assert isinstance(model, ViT)
     errors = measure_errors(model, mesh)
     wrong = {name: error for name, error in errors.items() if not error.is_bounded}
     if wrong:
@@ -61,7 +60,7 @@ def check_kernels(model: nn.Module, mesh: Mesh) -> None:
     )  # fmt: skip
 
 
-def measure_errors(model: ViT, mesh: Mesh) -> dict[str, Error]:
+def measure_errors(model: nn.Module, mesh: Mesh) -> dict[str, Error]:
     """{array: its errors} of a block's output and gradients, with an image for each batch way.
 
     A gradient that is 0 apart from rounding, such as the gradient of the keys' bias, is compared
@@ -75,15 +74,14 @@ def measure_errors(model: ViT, mesh: Mesh) -> dict[str, Error]:
     return {name: Error(kernel[name], plain[name]) for name in kernel}
 
 
-def _measure(model: ViT, mesh: Mesh) -> tuple[Any, Any]:
-    num_tokens = _num_tokens(model)
+def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
+    shape = about(model).attention_shape
+    assert isinstance(shape, AttentionShape)
+    # Of a model for images of any size those of 14 x 14 patches.
+    num_tokens = shape.num_tokens or 14 * 14 + model.num_prefix_tokens
     padded = num_tokens + -num_tokens % model.forms.token_multiple
     plain_forms = BlockOps(attend=plain_attention)
-    positions = None
-    if model.pos_embed == "relative":  # they have a kernel of their own
-        assert model.image_size is not None
-        positions = model.positions(model.image_size)
-    block = EncoderBlock(**model.block_fields(), num_tokens=num_tokens, positions=positions)
+    block = EncoderBlock(**model.block_fields(), num_tokens=num_tokens)
     block = block.clone(dropout=0.0, attention_dropout=0.0)
     plain, exact = block.clone(forms=plain_forms), block.clone(forms=plain_forms, dtype=jnp.float32)
 
@@ -110,12 +108,6 @@ def _measure(model: ViT, mesh: Mesh) -> tuple[Any, Any]:
     with jax.default_matmul_precision("highest"):
         reference = compute(exact)
     return _errors(compute(block), reference), _errors(compute(plain), reference)
-
-
-def _num_tokens(model: ViT) -> int:
-    """Tokens of an image; of a model for images of any size those of 14 x 14 patches."""
-    patches = 14 * 14 if model.image_size is None else model.grid[0] * model.grid[1]
-    return patches + model.num_prefix_tokens
 
 
 def _random(shapes: Any, key: jax.Array) -> Any:
