@@ -360,7 +360,7 @@ def prepared_by(spec, source, folder):
         pretrained = Pretrained(name, None, {}, found)
         yield f"{name}: predict, figures, label", prediction._host_ops(pretrained, source)
         config.data.image_size, config.evals.classification.ops = found.image_size, ""
-        evaluation._fill_in_ops(config, pretrained, {key: source})
+        evaluation.fill_in_ops(config, pretrained, {key: source})
         yield f"{name}: evaluate", parse_preprocessing(config).eval_ops["classification"]
 
 

@@ -465,7 +465,7 @@ def test_a_run_goes_on_without_its_config(tmp_path, monkeypatch, refused):
 @pytest.mark.usefixtures("without_checks")
 @pytest.mark.parametrize("words", [[], ["--config=quickstart:debug"]])
 def test_a_store_whose_library_is_missing_is_not_asked(words, monkeypatch, refused):
-    monkeypatch.setattr("vit_jax.run.workdir._is_installed", lambda module: False)
+    monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
     monkeypatch.setattr("etils.epath.gpath._GPath.exists", None)
     assert "need google-cloud-storage" in refused(*words, "--workdir=gs://bucket/run")
 

@@ -65,9 +65,9 @@ def main(flags: argparse.Namespace) -> int:
     output = files.absolute(flags.output)
     files.check_folder(output, "--output")
 
-    from vit_jax import metrics  # heavy imports only after the flags are checked
+    from vit_jax.run import terminal  # heavy imports only after the flags are checked
 
-    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
     from vit_jax.data.image_files import search_images
     from vit_jax.insight import model_figures as figures

@@ -30,7 +30,7 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.config.checks import LARGEST_BATCH
 from vit_jax.devices.mesh import start_backend
-from vit_jax.errors import Faults, collect_faults, nearest
+from vit_jax.errors import Faults, collect_faults
 from vit_jax.job import exit_codes
 
 FORMATS = ("table", "json")
@@ -50,9 +50,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 def main(flags: argparse.Namespace) -> int:
     _check_flags(flags)
 
-    from vit_jax import metrics  # heavy imports only after the flags are checked
+    from vit_jax.run import terminal  # heavy imports only after the flags are checked
 
-    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
     from vit_jax.data.image_files import image_files, search_images
     from vit_jax.inference import predict as prediction
@@ -78,7 +78,7 @@ def main(flags: argparse.Namespace) -> int:
         )
         print(json.dumps(written))
         return exit_codes.FAILED if written["unreadable"] or faults else exit_codes.DONE
-    rows = prediction.predict(pretrained, source, top=flags.top, batch_size=flags.batch_size)
+    rows = prediction.classify(pretrained, source, top=flags.top, batch_size=flags.batch_size)
     absent = [{"file": path, "error": fault} for path, fault in faults.items()]
     num_errors = _print_rows(itertools.chain(rows, absent), flags.format)
     return exit_codes.FAILED if num_errors else exit_codes.DONE
@@ -87,10 +87,8 @@ def main(flags: argparse.Namespace) -> int:
 def _check_flags(flags: argparse.Namespace) -> None:
     """Raise one InputError that lists all faults of the flags."""
     faults = Faults()
-    for name, known in (("format", FORMATS), ("tokens", TOKENS)):
-        value = getattr(flags, name)
-        if value not in known:
-            faults.append(f"--{name}={value}: {nearest(value, known)}")
+    faults.need_known("--format", flags.format, FORMATS)
+    faults.need_known("--tokens", flags.tokens, TOKENS)
     for name in ("top", "batch_size"):
         faults.need_positive(f"--{name}", getattr(flags, name), LARGEST_BATCH)
     faults.need(
