@@ -7,11 +7,11 @@
 --workdir runs the evaluators of that run's config on its newest valid checkpoint; nothing is
 written to the workdir. --table=FILE.csv adds the results as a row, one for each model.
 --output=DIR writes tables for each classification evaluator into DIR/NAME: accuracy by class, the
-confusion matrix, and the wrong pictures; for a multilabel evaluator the average precision by class,
-and the wrong pictures. --init_from runs the evaluators of --config on any model that train can
+confusion matrix, and the wrong images; for a multilabel evaluator the average precision by class,
+and the wrong images. --init_from runs the evaluators of --config on any model that train can
 start from: a workdir, a file, an address or a name.
 
-Of your own pictures (--config.data.data_dir) without val/, the split val has those that the model's
+Of your own images (--config.data.data_dir) without val/, the split val has those that the model's
 run held out, or a tenth if the model held out none of them. --config.evals.NAME.split=all evaluates
 all of them.
 """

@@ -169,15 +169,15 @@ def read_source(flags: argparse.Namespace) -> "Pretrained":
     return transfer.with_image_size(pretrained, size, flags.resize)
 
 
-def define_picture_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that select pictures."""
+def define_image_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that select images."""
     parser.add_argument("images", nargs="*", metavar="IMAGE", help="files and folders")
     parser.add_argument("--data", metavar="NAME:SPLIT", help="data set to read instead of files")
     parser.add_argument("--data_dir", metavar="DIR", help="folder that holds --data")
 
 
-def check_pictures(flags: argparse.Namespace) -> None:
-    """Raise InputError if pictures come both from files and from a data set."""
+def check_image_flags(flags: argparse.Namespace) -> None:
+    """Raise InputError if images come both from files and from a data set."""
     if flags.images and flags.data:
         raise InputError("give either images (files, folders) or --data=NAME:SPLIT, not both")
 

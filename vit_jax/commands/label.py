@@ -1,9 +1,9 @@
-"""Label pictures by a model, for self-training; print a summary as JSON.
+"""Label images by a model, for self-training; print a summary as JSON.
 
   python -m vit_jax.main label --config=noisy_student --config.init_from=runs/teacher \\
     --workdir=runs/labels
 
-Labels the pictures of --config.study.unlabelled=NAME@SPLIT. The result, WORKDIR/labels.npz, is a
+Labels the images of --config.study.unlabelled=NAME@SPLIT. The result, WORKDIR/labels.npz, is a
 data set for training: --config.data.mix=pseudo@WORKDIR/labels.npz=0.75. After an interruption
 run the same command again; finished labels are kept. The study noisy_student calls this command.
 """

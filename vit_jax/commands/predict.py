@@ -3,7 +3,7 @@
   python -m vit_jax.main predict --init_from=runs/mine cat.jpg PICTURES/
   python -m vit_jax.main predict --init_from=ViT-B_16.npz --features=digits.npz --data=digits:test
 
-Images are files, or folders whose pictures (JPEG, PNG, WebP, BMP, GIF, TIFF) are read at any depth.
+Images are files, or folders whose images (JPEG, PNG, WebP, BMP, GIF, TIFF) are read at any depth.
 --data=NAME:SPLIT reads a data set instead, from --data_dir. Classes are printed as a table, or as
 JSON lines with --format=json. They have names if the model comes with class names; 1,000 classes
 without names are assumed to be ImageNet's. Images that are missing or cannot be read are reported,
@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vit_jax.commands.flags import (
-    define_picture_flags,
+    define_image_flags,
     define_source_flags,
     open_data_set,
     read_source,
@@ -39,7 +39,7 @@ TOKENS = ("pooled", "patches")
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
-    define_picture_flags(parser)
+    define_image_flags(parser)
     parser.add_argument("--features", metavar="FILE", help=".npz file to write")
     parser.add_argument("--tokens", default="pooled", help="features to save: pooled or patches")
     parser.add_argument("--format", default="table", help="table or json")

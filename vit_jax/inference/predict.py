@@ -4,6 +4,7 @@ Axes: B images, N tokens, D width, C classes.
 """
 
 import functools
+import itertools
 import logging
 import os
 import zipfile
@@ -29,7 +30,6 @@ from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.inference import layers
-from vit_jax.models.fields import value_of
 from vit_jax.transfer.images import class_names, ops_for
 from vit_jax.transfer.pretrained import Pretrained, loss_of
 
@@ -276,14 +276,6 @@ def check_size(pretrained: Pretrained) -> None:
         )
 
 
-def _pooled_shape(pretrained: Pretrained) -> tuple[int, ...]:
-    """The shape (D,) of one image's features."""
-    channels = value_of(pretrained.model, "channels")
-    images = jax.ShapeDtypeStruct((1, *pretrained.spec.image_size, channels), np.float32)
-    features = functools.partial(pretrained.model.apply, method="features")
-    return jax.eval_shape(features, pretrained.variables, images).shape[1:]
-
-
 def check_classes(pretrained: Pretrained, remedy: str = "save its features instead") -> None:
     """Raise InputError with `remedy` if the model has no classes."""
     if pretrained.model.num_classes is None:
@@ -356,19 +348,16 @@ def write_features(
     Raises:
       InputError: as `check_output`, before anything is computed.
     """
-    output = check_output(output)
-    check_size(pretrained)
-    model = pretrained.model
-    count, shape = source.num_examples, _pooled_shape(pretrained)
-    if what == "patches":
-        shape = (*model.clone(image_size=pretrained.spec.image_size).grid, *shape)
+    output, count = check_output(output), source.num_examples
     found = outputs(pretrained, source, batch_size=batch_size, what=what)
+    first = next(found)
+    shape = (count, *first[0].shape[1:])
     valid, labels = [], []
     with files.replaced(output) as file, zipfile.ZipFile(file, "w", allowZip64=True) as archive:
         with archive.open("features.npy", "w", force_zip64=True) as entry:
-            header = {"descr": "<f4", "fortran_order": False, "shape": (count, *shape)}
+            header = {"descr": "<f4", "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_2_0(entry, header)
-            for features, batch in found:
+            for features, batch in itertools.chain([first], found):
                 features = without_masked(features, batch)
                 entry.write(np.ascontiguousarray(features, "<f4").tobytes())
                 valid.append(batch["mask"] > 0)
@@ -382,6 +371,6 @@ def write_features(
                 np.lib.format.write_array(entry, array, allow_pickle=False)
     return {
         "features": os.fspath(output),
-        "shape": [count, *shape],
+        "shape": list(shape),
         "unreadable": int(count - rest["valid"].sum()),
     }

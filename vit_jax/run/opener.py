@@ -54,7 +54,7 @@ class Files(Opener):
 
     pretrained: the source of the initial weights; None: there is none, or the run resumes and does
       not need it.
-    divider: divides the user's pictures.
+    divider: divides the user's images.
     mesh, preprocessing, sources: of the resolved config.
     """
 
@@ -130,7 +130,7 @@ class Files(Opener):
         return changes | facts
 
     def _open_division(self, config: ConfigDict) -> Divider:
-        """The divider of the stored run; of a new run, it knows the pictures of `init_from`."""
+        """The divider of the stored run; of a new run, it knows the images of `init_from`."""
         before = self._before
         if before.is_begun:
             began_with = config if before.stored is None else before.stored.resolved
@@ -176,7 +176,7 @@ class Files(Opener):
 
 
 class Tables(Opener):
-    """Gives the facts of known data sets, without devices; opens only the user's own pictures.
+    """Gives the facts of known data sets, without devices; opens only the user's own images.
 
     Args:
       mesh: decides the number of microbatches; None: it stays as it is.
@@ -206,7 +206,7 @@ class Tables(Opener):
             if d.data_dir is None or not epath.Path(os.path.expanduser(d.data_dir)).exists():
                 remedies = " ".join(f"--config.data.{key}=..." for key in missing)
                 raise InputError(
-                    f"data.data_dir={d.data_dir!r}: there are no pictures to count; give their "
+                    f"data.data_dir={d.data_dir!r}: there are no images to count; give their "
                     f"place, or set {remedies}"
                 )
         taught = classes_of(abstract_teachers(config)) if gives_classes(config) else None

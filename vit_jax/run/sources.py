@@ -189,7 +189,7 @@ def open_training(
     """Open the training data: ({key of the config: fact of the data}, sources).
 
     `config.train_split(config)` is the key of the whole; for a mixture, its first part also has a
-    key of its own. `taught` are the classes that teachers give to unlabelled pictures, which have
+    key of its own. `taught` are the classes that teachers give to unlabelled images, which have
     none of their own; None: there are no such teachers. `divider` divides the user's images;
     None: anew.
 
