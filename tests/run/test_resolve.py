@@ -11,6 +11,7 @@ from etils import epath
 from opened import evaluate_run
 from PIL import Image
 
+import vit_jax
 from vit_jax import create_model, load_pretrained, save_pretrained, tree
 from vit_jax.config import flatten, with_values
 from vit_jax.config.stored import read_config, read_stored
@@ -338,7 +339,7 @@ def test_a_run_whose_config_json_is_lost_takes_its_fields_and_its_division(
     assert again.train_source.fingerprint == run.train_source.fingerprint
 
 
-def test_a_start_reads_config_json_once(tmp_path, monkeypatch):
+def test_a_start_and_an_evaluation_read_config_json_once(tmp_path, monkeypatch):
     """Process 0 reads it; under the lock its bytes are compared with those that were read."""
     config = load_config("quickstart:debug")
     apply_overrides(config, [("duration", "1 steps"), ("schedule.warmup", "0 steps")])
@@ -348,3 +349,7 @@ def test_a_start_reads_config_json_once(tmp_path, monkeypatch):
     monkeypatch.setattr("vit_jax.config.stored.read_stored", None)
     train_and_evaluate(config, tmp_path)
     assert parsed == [1]
+    again = "vit_jax.config.stored.parse_stored"
+    monkeypatch.setattr(again, lambda *a: parsed.append(2) or parse(*a))
+    vit_jax.evaluate(tmp_path, overrides={"evals.test.batch_size": 360})
+    assert parsed == [1, 2]

@@ -35,7 +35,6 @@ from vit_jax.run import loop, record, speed, writers
 from vit_jax.run import workdir as workdir_module
 from vit_jax.run.build import prepare
 from vit_jax.run.guards import NonFiniteError, check_finite
-from vit_jax.run.speed import Clock
 from vit_jax.run.teachers import compare_classes, read_teachers
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.workdir import clone_state
@@ -669,12 +668,6 @@ def test_a_tensor_axis_that_does_not_divide_the_heads_is_named(
     config = make_config(mesh__data="2", mesh__tensor="4", duration="4 steps")
     train_and_evaluate(config, tmp_path)
     assert "mesh.tensor=4 does not divide model.num_heads=2" in caplog.text
-
-
-def test_a_cpu_adds_no_chip_hours():
-    clock = Clock({"chip_hours": 80.0}, jax.devices()[:4])
-    clock._since -= 3600
-    assert clock.read() == {"chip_hours": 80.0}
 
 
 def test_time_goes_on_after_a_restart(tmp_path, monkeypatch):
