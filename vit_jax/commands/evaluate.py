@@ -54,20 +54,14 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(flags: argparse.Namespace) -> int:
-    of_run, of_source = flags.workdir is not None, flags.init_from is not None
-    if of_run and of_source:
-        raise InputError("give either --workdir=DIR or --init_from=SOURCE, not both")
-    if not (of_run or of_source or flags.print_config):
+    of_run = flags.workdir is not None
+    given = of_run, flags.init_from is not None, flags.config is not None
+    complete = [(True, False, False), (False, True, True)]
+    if given not in complete and not (flags.print_config and given == (False, False, True)):
         raise InputError(
-            "--workdir: missing; e.g. python -m vit_jax.main evaluate --workdir=runs/quickstart; "
-            "or give --init_from=SOURCE with --config=NAME"
+            "give either --workdir=DIR, a run, which is evaluated by its own config; or "
+            "--init_from=SOURCE and --config=NAME, e.g. --config=evaluate:fewshot,knn,probe,cifar10"
         )
-    if of_run and flags.config is not None:
-        raise InputError(
-            "--config: a run is evaluated by its own config; for another, give --init_from=DIR"
-        )
-    if of_source and flags.config is None:
-        raise InputError("--config: missing; e.g. --config=evaluate:fewshot,knn,probe,cifar10")
     output = None if flags.output is None else files.absolute(flags.output)
     if output is not None:
         files.check_folder(output, "--output")

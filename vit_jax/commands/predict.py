@@ -59,8 +59,7 @@ def main(flags: argparse.Namespace) -> int:
 
     paths, faults = ([], {}) if flags.data else search_images(flags.images)
     wrong = Faults()  # collected before a large model is read
-    if flags.features:
-        wrong.check(prediction.check_output, flags.features)
+    output = flags.features and wrong.check(prediction.check_output, flags.features)
     if not paths:
         wrong += [f"{path}: {fault}" for path, fault in faults.items()]
     collect_faults(wrong)
@@ -70,11 +69,11 @@ def main(flags: argparse.Namespace) -> int:
     else:
         exif = pretrained.spec.exif is not False
         source = image_files(paths, exif, pretrained.spec.channels)
-    if flags.features:
+    if output:
         for path, fault in faults.items():
             print(f"error: {path}: {fault}", file=sys.stderr)
         written = prediction.write_features(
-            pretrained, source, flags.features, batch_size=flags.batch_size, what=flags.tokens
+            pretrained, source, output, batch_size=flags.batch_size, what=flags.tokens
         )
         print(json.dumps(written))
         return exit_codes.FAILED if written["unreadable"] or faults else exit_codes.DONE

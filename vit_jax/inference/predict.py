@@ -337,7 +337,7 @@ def check_output(output: os.PathLike | str) -> epath.Path:
 
 
 def write_features(
-    pretrained: Pretrained, source: Source, output: os.PathLike | str, *, batch_size: int, what: str
+    pretrained: Pretrained, source: Source, output: epath.Path, *, batch_size: int, what: str
 ) -> dict[str, Any]:
     """Write FILE.npz with the features of every record of `source`; return a summary of it.
 
@@ -345,10 +345,9 @@ def write_features(
     `valid` (n,), False for images that could not be read, whose features are NaN; `record` (n,),
     the names of the records; and for data sets `label` (n,). Features are written batch by batch.
 
-    Raises:
-      InputError: as `check_output`, before anything is computed.
+    `output` comes from `check_output`.
     """
-    output, count = check_output(output), source.num_examples
+    count = source.num_examples
     found = outputs(pretrained, source, batch_size=batch_size, what=what)
     first = next(found)
     shape = (count, *first[0].shape[1:])

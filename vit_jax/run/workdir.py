@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import importlib
 import json
-import logging
 import os
 import pathlib
 import platform
@@ -30,8 +29,6 @@ from vit_jax.job import processes
 from vit_jax.job.lock import Lock, NoLock, check_free
 from vit_jax.job.software import software
 from vit_jax.run.resolve import Resolved
-
-logger = logging.getLogger("vit_jax")
 
 _GIT_S = 10  # git on a slow disk is not waited for
 
@@ -193,8 +190,6 @@ def record_start(
     software: versions, compiler flags and the digest of the code, as processes compare them.
     hardware: host, devices, processes, processors.
 
-    A disk that fails costs only the line, with a warning.
-
     Args:
       workdir: of the run.
       devices: of its mesh.
@@ -218,13 +213,8 @@ def record_start(
         },
     }
     path = workdir / "starts.jsonl"
-    try:
-        before = path.read_bytes() if path.exists() else b""
-        write_whole(path, before + json.dumps(line, ensure_ascii=False).encode() + b"\n")
-    except OSError as e:
-        logger.warning(
-            "%s: cannot be written (%s); this start is not recorded", path, e.strerror or e
-        )
+    before = path.read_bytes() if path.exists() else b""
+    write_whole(path, before + json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
 
 def _last_devices(workdir: epath.Path) -> tuple[int, str] | None:
