@@ -47,9 +47,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 def main(flags: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from vit_jax import metrics
     from vit_jax.devices.mesh import start_backend
     from vit_jax.diagnosis.twins import read_twin, record, twin_names, write_twin
+    from vit_jax.run import terminal
 
     twins = {name: read_twin(name) for name in flags.names or twin_names()}
     if flags.list:
@@ -62,7 +62,7 @@ def main(flags: argparse.Namespace) -> int:
     if flags.record and (flags.first_steps or flags.overrides):
         raise InputError("--record: stores all numbers of the twin itself; give only NAMEs, --all "
                          "and --data_dir with it")  # fmt: skip
-    metrics.log_to_console(Console(stderr=True), quiet=True)  # of the runs only warnings
+    terminal.log_to_console(Console(stderr=True), quiet=True)  # of the runs only warnings
     start_backend(dict(flags.overrides).get("mesh.platform", "cpu"))
     codes = {exit_codes.DONE}
     for name, twin in twins.items():

@@ -45,10 +45,10 @@ def main(flags: argparse.Namespace) -> int:
         return print_config(load_valid_config(flags))
     config = None if flags.config is None else load_valid_config(flags)
 
-    from vit_jax import metrics  # heavy imports only after the flags are checked
-    from vit_jax.diagnosis.doctor import FAILED, examine
+    from vit_jax.diagnosis.doctor import FAILED, examine  # heavy imports come last
+    from vit_jax.run import terminal
 
-    metrics.log_to_console(Console(stderr=True), quiet=True)  # of the checks only warnings
+    terminal.log_to_console(Console(stderr=True), quiet=True)  # of the checks only warnings
     workdir = None if flags.workdir is None else files.absolute(flags.workdir)
     names = ("data_dir", "wandb", "coordinator", "timeout_s")
     how = {name: getattr(flags, name) for name in names}

@@ -59,10 +59,11 @@ def main(flags: argparse.Namespace) -> int:
     if faults:
         raise InputError(*faults)
 
-    from vit_jax import metrics  # heavy imports only after the flags are checked
+    # Heavy imports only after the flags are checked.
     from vit_jax.insight import plots, report, runs, tables
+    from vit_jax.run import terminal
 
-    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     found, studies = runs.read_all(flags.runs)
     names = [run.name for run in found]
     config, last = runs.differences(found), runs.last_values(found)

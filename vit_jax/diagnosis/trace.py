@@ -1,6 +1,5 @@
 """Trains short runs without a workdir and keeps their numbers."""
 
-import contextlib
 import functools
 import pathlib
 import tempfile
@@ -15,8 +14,7 @@ from vit_jax import tree
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.layer_norms import norms_by_group
 from vit_jax.run.build import Run, prepare
-from vit_jax.run.compiled import compile_step
-from vit_jax.run.loop import train_batches
+from vit_jax.run.loop import compile_step, open_batches
 from vit_jax.run.teachers import place_teachers
 from vit_jax.run.train import start_state
 
@@ -80,7 +78,7 @@ def _trace(run: Run, first: Run, train_step: jax.stages.Compiled, curve: bool, f
     gradient_norms = e.layer_norms.lower(*e.arguments).compile() if num_detailed else None
     param_norms = jax.jit(functools.partial(norms_by_group, group=group_of))
     losses: list[float] = []
-    with contextlib.closing(train_batches(run, 0)) as batches:
+    with open_batches(run, 0) as batches:
         for step, batch in zip(range(1, total + 1), batches, strict=False):
             numbers = {}
             if step <= num_detailed:

@@ -15,11 +15,11 @@ from etils import epath
 
 from vit_jax import files
 from vit_jax.evaluators.features import principal_components
-from vit_jax.inference import layers
 from vit_jax.insight import parameters, plots
 from vit_jax.insight.attention_maps import name_of_shares, patch_distances
 from vit_jax.insight.measured import MIN_IMAGES, Measured, alignment, norm_table, with_size
 from vit_jax.insight.tables import as_csv
+from vit_jax.models.contract import about
 from vit_jax.transfer.pretrained import Pretrained
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def write_figures(
     Returns:
       ({figure: names of its files}, {figure left out: reason}).
     """
-    no_attention = layers.no_attention(subject.pretrained.model)
+    no_attention = about(subject.pretrained.model).why_no_weights
     written, reasons = {}, {}
     for name in names:
         if name in _OF_ATTENTION and no_attention:

@@ -14,7 +14,8 @@ from vit_jax import files
 from vit_jax.config import flatten
 from vit_jax.config.stored import read_config
 from vit_jax.errors import Faults, InputError, collect_faults, nearest
-from vit_jax.metrics import is_accuracy, read_history
+from vit_jax.run.terminal import is_accuracy
+from vit_jax.run.writers import read_history
 
 ABSENT = "absent"
 
