@@ -13,10 +13,9 @@ from vit_jax import create_model, predict, read_pretrained
 from vit_jax.commands.figures import NAMES
 from vit_jax.evaluators.features import principal_components
 from vit_jax.insight import attention_maps as maps
-from vit_jax.insight import figures, measured, parameters, plots
+from vit_jax.insight import figures, measured, plots
 from vit_jax.insight.measured import alignment, gram_matrix
 from vit_jax.main import main
-from vit_jax.models.position import sincos_2d
 from vit_jax.transfer.pretrained import Pretrained, Spec
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -68,7 +67,12 @@ def test_tokens_that_the_head_classifies():
 
 def test_similarity_of_sin_cos_positions():
     grid, width = (3, 5), 32
-    found = parameters.cosine_similarity(sincos_2d(grid, width))
+    fields = {"width": width, "depth": 1, "mlp_dim": 16, "num_heads": 2, "pos_embed": "sincos_2d"}
+    model = create_model("ViT-Ti/8", 3, (24, 40), **fields)
+    _, numbers = figures.FIGURES["positions"](
+        figures.Subject(Pretrained("", model, {}, Spec((24, 40), "")))
+    )
+    found = numbers["stem"]
     rows, columns = np.mgrid[: grid[0], : grid[1]].reshape(2, -1)
     frequencies = 10000.0 ** -(np.arange(width // 4) / (width // 4 - 1))
     expected = np.mean(
@@ -88,7 +92,7 @@ def test_components_of_filters_of_a_known_basis():
     # As filters of a model: a filter is a column of the embedding, (row, column, channel).
     model = create_model("ViT-Ti/2", 3, (4, 4), width=16, depth=1, mlp_dim=16, num_heads=2)
     kernel = RNG.normal(size=(12, 16)).astype(np.float32)
-    found = parameters.filters_of(
+    found = figures.filters_of(
         Pretrained("", model, {"embedding/kernel": kernel}, Spec((4, 4), ""))
     )
     assert found.shape == (16, 2, 2, 3)

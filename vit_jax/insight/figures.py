@@ -13,18 +13,19 @@ import flax.linen as nn
 import numpy as np
 from etils import epath
 
-from vit_jax import files
+from vit_jax import files, tree
 from vit_jax.evaluators.features import principal_components
-from vit_jax.insight import parameters, plots
+from vit_jax.insight import plots
 from vit_jax.insight.attention_maps import name_of_shares, patch_distances
 from vit_jax.insight.measured import MIN_IMAGES, Measured, alignment, norm_table, with_size
 from vit_jax.insight.tables import as_csv
-from vit_jax.models.contract import about
+from vit_jax.models.contract import CONSTANTS, about
 from vit_jax.transfer.pretrained import Pretrained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MAX_COMPONENTS = 28  # of the filters
 OUTLIER_FACTOR = 3  # times the median norm of the layer's patches
 
 # What a function gives: a figure, or several by name; its numbers, as arrays or as rows of a table.
@@ -55,12 +56,55 @@ class Subject:
         return self.seen
 
 
+def filters_of(pretrained: Pretrained) -> np.ndarray | str:
+    """The filters that see the pixels, float32 (filters, height, width, channels), as applied.
+
+    Those of a ViT are the columns of its patch embedding, those of hybrids, BiTs and EfficientNets
+    the kernels of the root convolution. A text says why a model has none.
+    """
+    found = about(pretrained.model).filters(pretrained.params)
+    return found if isinstance(found, str) else np.moveaxis(np.asarray(found, np.float32), -1, 0)
+
+
+def positions_of(pretrained: Pretrained) -> dict[str, np.ndarray] | str:
+    """The position embeddings of the patches, {"stem" or "layer N": float32 (S, D)}.
+
+    A text says why the model has none.
+    """
+    model, image_size = pretrained.model, pretrained.spec.image_size
+    if why := about(model).why_no_positions:
+        return why
+    if image_size is None:
+        return "the model takes images of any size; choose one with --image_size"
+    leaves = pretrained.params | {
+        name.removeprefix(f"{CONSTANTS}/"): leaf
+        for name, leaf in pretrained.model_state.items()
+        if name.startswith(f"{CONSTANTS}/")
+    }
+    positions = model.positions(image_size)
+    of_layer = [f"encoder/layer_{i}/" for i in range(model.depth)]
+    places = {f"layer {i}": place for i, place in enumerate(of_layer)}
+    if model.positions_at != "layers":
+        places = {"stem": ""}
+    found = {}
+    for name, place in places.items():
+        tables = {
+            leaf.removeprefix(place): value
+            for leaf, value in leaves.items()
+            if leaf.startswith(f"{place}pos_embedding")
+        }
+        given = tree.unflatten_names(tables).get("pos_embedding")
+        table_ND = np.asarray(positions.build(given))[0]
+        found[name] = table_ND[model.num_prefix_tokens :]
+    return found
+
+
 def _filters(subject: Subject) -> Made | str:
-    found = parameters.filters_of(subject.pretrained)
+    found = filters_of(subject.pretrained)
     if isinstance(found, str):
         return found
     rows = found.reshape(len(found), -1)
-    components, shares = principal_components(rows, parameters.MAX_COMPONENTS)
+    components, shares = principal_components(rows, MAX_COMPONENTS)
     if not len(components):
         return "all its filters are the same"
     components = components.reshape(-1, *found.shape[1:])
@@ -69,10 +113,12 @@ def _filters(subject: Subject) -> Made | str:
 
 
 def _positions(subject: Subject) -> Made | str:
-    found = parameters.positions_of(subject.pretrained)
+    from sklearn.metrics.pairwise import cosine_similarity
+
+    found = positions_of(subject.pretrained)
     if isinstance(found, str):
         return found
-    similarity = {name: parameters.cosine_similarity(x) for name, x in found.items()}
+    similarity = {name: cosine_similarity(x).astype(np.float32) for name, x in found.items()}
     name, first = next(iter(similarity.items()))
     title = "" if name == "stem" else f"positions of {name} of {len(found)}"
     figure = plots.draw_positions(first, subject.model.grid, title)
