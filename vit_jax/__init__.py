@@ -26,7 +26,7 @@ _HOMES = {
     "create_model": "vit_jax.models",
     "evaluate": "vit_jax.api",
     "load_config": "vit_jax.api",
-    "load_image": "vit_jax.transfer.images",
+    "load_image": "vit_jax.transfer.pretrained",
     "load_pretrained": "vit_jax.transfer",
     "predict": "vit_jax.api",
     "pretrained_spec": "vit_jax.transfer",

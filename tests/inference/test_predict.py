@@ -16,8 +16,7 @@ from vit_jax.errors import InputError
 from vit_jax.inference.predict import predict as classify
 from vit_jax.main import main
 from vit_jax.transfer import read_pretrained
-from vit_jax.transfer.images import class_names
-from vit_jax.transfer.pretrained import Cut, Spec
+from vit_jax.transfer.pretrained import Cut, Spec, class_names
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -185,7 +185,7 @@ BROKEN = {
         "not a readable .npz",
     ),
     "npz: a member that is no array": (
-        raw("vit_finetuned.npz", lambda b: zipped("notes.txt", b"mine")), "notes.txt is not an",
+        raw("vit_finetuned.npz", lambda b: zipped("notes.txt", b"mine")), "notes.txt has dtype",
     ),
     "npz: encrypted": (
         raw("vit_finetuned.npz", lambda b: encrypted(zipped("cls.npy", claim((1,))))),
@@ -237,14 +237,14 @@ BROKEN = {
     ),
     "tensors: of another library": (
         tensors(TIMM, lambda arrays: [arrays.pop(name) for name in list(arrays)[1:]]),
-        "neither the names of Hugging Face's nor those of timm's",
+        "the names of no known format",
     ),
     "tensors: of another family, with counters": (
         tensors(TIMM, lambda arrays: [
             arrays.clear(),
             arrays.update({"bn1.num_batches_tracked": np.array(3), "conv_stem.weight": np.ones(2)}),
         ]),
-        "nor those of T2T-ViT's authors: bn1.num_batches_tracked, conv_stem.weight",
+        "the names of no known format: conv_stem.weight",
     ),
     "hf: NaN": (tensors(HF, edit(HF_UP, poisoned(np.nan))), f"{HF_UP}: 1 of its 2048 values"),
     "hf: an array is missing": (
@@ -284,22 +284,10 @@ BROKEN = {
     "hf: half a folder": (
         folder(lambda path: (path / "model.safetensors").unlink()), "not a source of a known",
     ),
-    "hf: a folder of folders": (
-        folder(lambda path: [
-            (path / "a").mkdir(), (path / "model.safetensors").rename(path / "a/model.safetensors"),
-            (path / "b.npz").write_bytes(b""), (path / "c.npz").mkdir(),
-        ]),
-        "model.safetensors; give one of those in it: a, b.npz",
-    ),
     "hf: an index whose shard is missing": (
         folder(lambda path: (path / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))),
-        "model-2.safetensors missing from the 2 files",
-    ),
-    "hf: an index that names too much": (
-        folder(lambda path: (path / "model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": {"a": "model.safetensors"}}))),
-        "names are absent (1): a; fetch",
+        "model-2.safetensors",
     ),
     "hf: an index that leads elsewhere": (
         folder(lambda path: (path / "model.safetensors.index.json").write_text(

@@ -42,8 +42,7 @@ from vit_jax.run.sources import (
     open_evaluated,
 )
 from vit_jax.run.workdir import check_store
-from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.pretrained import Pretrained, class_names_of, loss_of
+from vit_jax.transfer.pretrained import Pretrained, class_names_of, loss_of, ops_for
 from vit_jax.transfer.resample import check_convention
 from vit_jax.transfer.workdir import read_class_names
 
@@ -140,8 +139,9 @@ def evaluate_pretrained(
     divider = Divider(pretrained.division, pretrained.source)
     config, preprocessing, sources = _open_data(config, names, divider, pretrained)
     model = _model_on(mesh, config, preprocessing.image_size, pretrained)
-    params = transfer.init_params(pretrained, model, config.init_resize, keep_head=True)
-    model_state = transfer.init_model_state(pretrained, model, config.init_resize)
+    params, model_state = transfer.init_variables(
+        pretrained, model, config.init_resize, keep_head=True
+    )
     _warn_of_other_classes(config, pretrained.spec.class_names, pretrained.source, sources)
     check_outputs(config, model, preprocessing.image_size)
     _fill_in_loss(config, pretrained)

@@ -5,12 +5,9 @@ import operator
 import re
 from typing import Any
 
-from etils import epath
-
-from vit_jax.transfer import layout, safetensors
-from vit_jax.transfer.common import join_faults
-from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.pretrained import Cut, Spec, ops_of_cut, read_preparation, share_of
+from vit_jax.errors import InputError
+from vit_jax.transfer.pretrained import Cut, Spec, ops_for, ops_of_cut, read_preparation, share_of
+from vit_jax.transfer.source import Source, read_json
 
 logger = logging.getLogger("vit_jax")
 
@@ -36,11 +33,11 @@ _FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 _RESAMPLE = {ours: theirs for theirs, ours in _FILTERS.items()}
 
 
-def read_pixels(path: epath.Path) -> dict[str, Any]:
+def read_pixels(source: Source) -> dict[str, Any]:
     """The values of preprocessor_config.json; {} if the file does not exist."""
-    file = path / "preprocessor_config.json"
-    content = safetensors.read_json(file) if path.is_dir() and file.exists() else {}
-    return layout.read_stated(content, _PIXELS, str(file))
+    file = source.path / "preprocessor_config.json"
+    content = read_json(file) if source.path.is_dir() and file.exists() else {}
+    return source.read_stated(content, _PIXELS)
 
 
 def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str) -> Spec:
@@ -67,7 +64,7 @@ def with_pixels(spec: Spec, pixels: dict[str, Any], distilled: bool, source: str
             "BitImageProcessor"
         ]
     if faults:
-        fault = join_faults(faults, where)
+        fault = str(InputError(*faults, where=where))
         logger.warning("%s; only the weights can be used", fault)
         return spec._replace(fault=fault)
     resized = _height_width(given["size"])
@@ -164,9 +161,7 @@ def write_pixels(spec: Spec) -> dict[str, Any]:
     }
     if ops_for(spec) != library_ops(spec):
         pixels["ops"] = spec.ops or ops_for(spec)
-    if spec.exif is False:
-        pixels["exif"] = False
-    return pixels
+    return pixels | {"exif": spec.exif_if_off}
 
 
 def _write_cut(cut: Cut, image_size: tuple[int, int]) -> dict[str, Any]:
