@@ -227,7 +227,7 @@ MUTATIONS = [
       'batch["mask"]', "evaluators/test_real.py::test_what_counts"),
     # checkpoints
     M("vit_jax/checkpoints/seal.py", "found != entry:", "found[0] != entry[0]:",
-      "checkpoints/test_checkpoint.py::test_one_flipped_bit_in_any_file_is_noticed"),
+      "checkpoints/test_checkpoint.py::test_a_shorter_file_and_one_flipped_bit_in_any_file_are_noticed"),
     M("vit_jax/checkpoints/restore.py", 'if meta["checksums"][name] != found:',
       "if False:",
       "checkpoints/test_checkpoint.py::test_a_leaf_that_is_not_as_saved_is_noticed_without_the_seal"),

@@ -367,7 +367,10 @@ def test_pixels_are_scaled_as_transformers_states(golden, tmp_path):
         ({"size": {"shortest_edge": 32}}, "size={'shortest_edge': 32}: needs do_center_crop=true"),
         ({"size": 24}, "size=24: needs 32 x 32, the image_size of config.json"),
         ({"do_center_crop": True}, "crop_size=None: needs 32 x 32"),
-        ({"do_center_crop": True, "size": 24, "crop_size": 32}, "size=24: needs at least crop_si"),
+        (
+            {"do_center_crop": True, "size": 24, "crop_size": 32},
+            "size=24: needs at least the crop_si",
+        ),
         ({"image_processor_type": "ConvNextImageProcessor"}, "ConvNextImageProcessor': needs ViTI"),
     ],
 )

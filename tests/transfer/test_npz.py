@@ -349,11 +349,6 @@ def test_a_model_below_other_names(tmp_path, caplog, place):
     assert f"is read from {place}; 2 other arrays are ignored" in caplog.text
 
 
-def test_a_grid_that_is_not_square_is_refused(tmp_path):
-    path, _, _, _ = make_file(tmp_path, image_size=(8, 12))
-    assert "6 patches do not form a square grid" in said(load_pretrained, path)
-
-
 class Trap:
     """Its pickle, when loaded, creates a file."""
 
