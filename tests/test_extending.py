@@ -22,7 +22,7 @@ from vit_jax.evaluators import make_evaluators
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.main import main
-from vit_jax.models.fields import with_known
+from vit_jax.models.contract import with_known
 from vit_jax.objectives.losses import make_loss
 from vit_jax.planning.calculated import calculate_memory
 from vit_jax.planning.plan_figures import describe

@@ -20,7 +20,8 @@ from vit_jax.config import image_hw
 from vit_jax.data.division import Division, hashes_from_bytes, side_file
 from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.files import absolute
-from vit_jax.models.fields import check_fields, field_names, stacks_layers, with_known
+from vit_jax.models.contract import about, field_names, with_known
+from vit_jax.models.fields import check_fields
 from vit_jax.transfer import (
     fit,
     huggingface,
@@ -202,7 +203,7 @@ def save_pretrained(
         )
     collections = jax.tree.map(np.asarray, dict(variables))
     params = collections.pop("params")
-    if stacks_layers(model):
+    if about(model).stacks_layers:
         params = fit.unstack_layers(params)
     plain, merged = fit.merge_adapters(with_known(model, scan=False), tree.flatten_names(params))
     spec = spec or Spec(plain.image_size, "antialiased")
@@ -331,7 +332,7 @@ def init_variables(
 def _as_scanned(named: dict[str, Any], model: nn.Module, source: str) -> dict[str, Any]:
     """Convert unrolled parameters to the model's form: stacked if it scans its layers."""
     params = tree.unflatten_names(named)
-    if not stacks_layers(model):
+    if not about(model).stacks_layers:
         return params
     logger.info("%s: layers stacked for scanning", source)
     return fit.stack_layers(params)

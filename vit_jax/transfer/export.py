@@ -23,7 +23,7 @@ from vit_jax.data.division import HASHES, hashes_to_bytes, side_file
 from vit_jax.errors import InputError
 from vit_jax.files import absolute, check_folder, check_names, write_whole
 from vit_jax.job.software import software
-from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.contract import about, with_known
 from vit_jax.transfer import FORMATS, Format, find_writer, load_pretrained
 from vit_jax.transfer.model_zoo import sha256
 from vit_jax.transfer.pretrained import Pretrained, ops_for
@@ -47,14 +47,14 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
       RuntimeError: if the exported files compute something else.
     """
     output = absolute(output)
-    own_dtype = jnp.dtype(value_of(pretrained.model, "dtype")).name
+    own_dtype = jnp.dtype(about(pretrained.model).dtype).name
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = pretrained._replace(model=model)
     writer = find_writer(format, model, output, "--format=")
     _check_free(output, writer)
     image_size = model.image_size or pretrained.spec.image_size
     size = image_size or tuple(2 * stride for stride in model.token_stride)  # for the comparison
-    shape = (_IMAGES, *size, value_of(model, "channels"))
+    shape = (_IMAGES, *size, about(model).channels)
     images = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
     # Pass parameters as an argument: XLA would fold constants and round differently.
     expected = np.asarray(jax.jit(model.apply)(pretrained.variables, images))

@@ -16,9 +16,9 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.errors import InputError, collect_faults
 from vit_jax.models.batch_norm import BATCH_STATS
+from vit_jax.models.contract import CONSTANTS, about, field_names, with_known
 from vit_jax.models.dense import adapter_update
-from vit_jax.models.fields import field_names, value_of, with_known
-from vit_jax.models.t2t import CONSTANTS, T2TViT
+from vit_jax.models.t2t import T2TViT
 from vit_jax.models.vit import HEAD_NORM_EPS
 from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.resample import (
@@ -194,7 +194,7 @@ def _adapt_channels(
     found: dict[str, np.ndarray], pretrained: Pretrained, model: nn.Module
 ) -> dict[str, np.ndarray]:
     """`found` with its first kernel for the channels of `model`; see `adapt_kernel`."""
-    old, new = (value_of(m, "channels") for m in (pretrained.model, model))
+    old, new = (about(m).channels for m in (pretrained.model, model))
     first = next((name for name in _FIRST_KERNELS if name in found), None)
     # The token module of a T2T-ViT normalises its patches, so no kernel alone sees the pixels.
     if old == new or first is None or isinstance(model, T2TViT):

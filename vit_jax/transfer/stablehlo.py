@@ -12,7 +12,7 @@ from etils import epath
 
 from vit_jax.errors import InputError
 from vit_jax.files import write_whole
-from vit_jax.models.fields import value_of
+from vit_jax.models.contract import about
 from vit_jax.transfer.pretrained import Pretrained
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -41,7 +41,7 @@ def write(path: epath.Path, pretrained: Pretrained) -> list[str]:
             "program with --image_size"
         )
     batch = jax.export.symbolic_shape("b")
-    images = jax.ShapeDtypeStruct((*batch, *size, value_of(model, "channels")), jnp.float32)
+    images = jax.ShapeDtypeStruct((*batch, *size, about(model).channels), jnp.float32)
     program = jax.jit(lambda images: model.apply(variables, images))
     exported = jax.export.export(program, platforms=PLATFORMS)(images)
     write_whole(path, bytes(exported.serialize()))

@@ -11,8 +11,9 @@ import flax.linen as nn
 import numpy as np
 from etils import epath
 
+from vit_jax.models.contract import CONSTANTS
 from vit_jax.models.position import SINCOS_1D
-from vit_jax.models.t2t import CONSTANTS, SPLITS, STRIDE, T2T_VARIANTS, T2TViT
+from vit_jax.models.t2t import SPLITS, STRIDE, T2T_VARIANTS, T2TViT
 from vit_jax.transfer import timm_config
 from vit_jax.transfer.fit import split_leaves
 from vit_jax.transfer.names import (
