@@ -78,7 +78,10 @@ FORMATS = {
     "timm": Format(*_of(timm), ("", ".safetensors"), timm_config.library_ops),
     "t2t": Format(*_of(t2t), ("", ".safetensors")),
     "stablehlo": Format(
-        None, None, stablehlo.check, stablehlo.write, (".stablehlo",), open=stablehlo.open_program
+        check=lambda model: [],  # a program holds every model
+        write=stablehlo.write,
+        suffixes=(".stablehlo",),
+        open=stablehlo.open_program,
     ),
 }
 

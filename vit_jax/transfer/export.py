@@ -221,7 +221,12 @@ def _card(receipt: dict[str, Any], output: epath.Path) -> str:
             f"- {library} does not support these ops; from these files it does "
             f"`{pixels['library_ops']}`"
         )
-    lines += _results_table(receipt.get("results") or {}) + _usage(receipt, output)
+    if results := receipt.get("results"):
+        lines += ["", "| metric | value | step |", "|---|---|---|"]
+        for name, found in results.items():
+            value = "not finite" if found["value"] is None else f"{found['value']:.6g}"
+            lines.append(f"| {name} | {value} | {found['step']:,} |")
+    lines += _usage(receipt, output)
     return "\n".join(lines) + "\n"
 
 
@@ -237,17 +242,6 @@ def _sizes(model: dict[str, Any]) -> str:
         "num_heads": "{} heads",
     }
     return ", ".join(text.format(model[field]) for field, text in words.items() if model.get(field))
-
-
-def _results_table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """A Markdown table of the results as lines; [] if there are none."""
-    if not results:
-        return []
-    lines = ["", "| metric | value | step |", "|---|---|---|"]
-    for name, found in results.items():
-        value = "not finite" if found["value"] is None else f"{found['value']:.6g}"
-        lines.append(f"| {name} | {value} | {found['step']:,} |")
-    return lines
 
 
 def _usage(receipt: dict[str, Any], output: epath.Path) -> list[str]:

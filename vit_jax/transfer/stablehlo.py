@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -17,12 +16,6 @@ from vit_jax.transfer.pretrained import Pretrained
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 _MOST_BYTES = 2**31 - 2**20  # maximum size of a serialised program, whose lengths have 31 bits
-
-
-def check(model: nn.Module) -> list[str]:
-    """A program holds every model."""
-    del model
-    return []
 
 
 def write(path: epath.Path, pretrained: Pretrained) -> list[str]:

@@ -9,7 +9,6 @@ and use another epsilon; they are refused. The JSON file states `architecture`, 
 tf_efficientnet_b0, or for other sizes `width` and `depth`, the factors by which B0 is scaled.
 """
 
-import logging
 import math
 from typing import Any
 
@@ -39,8 +38,6 @@ from vit_jax.transfer.names import (
 from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.source import Source, int_or_pair
 from vit_jax.transfer.timm_config import Config
-
-logger = logging.getLogger("vit_jax")
 
 _GELU = {"gelu": "exact", "gelu_tanh": "tanh"}
 _ACT_LAYER = {ours: theirs for theirs, ours in _GELU.items()}
@@ -237,14 +234,9 @@ def _read_positions(config: Config, source: Source) -> tuple[tuple[int, int] | N
 
 def _num_heads(config: Config, width: int) -> int | None:
     """The number of heads: as stated, else timm's default, else that of ViTs of this width."""
-    if "num_heads" in config.args:
-        return config.args["num_heads"]
-    if "model_args" in config.stated and not config.is_named:
-        return _DEFAULT_HEADS
-    heads = HEADS_BY_WIDTH.get(width)
-    if heads is not None:
-        logger.info("assuming %d heads, as in published ViTs of width %d", heads, width)
-    return heads
+    has_default = "model_args" in config.stated and not config.is_named
+    default = _DEFAULT_HEADS if has_default else HEADS_BY_WIDTH.get(width)
+    return config.args.get("num_heads", default)
 
 
 def _read_efficientnet(source: Source) -> Pretrained:
