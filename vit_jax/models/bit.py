@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.errors import InputError, collect_faults
+from vit_jax.errors import InputError
 from vit_jax.models.contract import Model, SplitLayer
-from vit_jax.models.fields import check_image_shape, find_class_faults, find_unknown
+from vit_jax.models.fields import check_image_shape
 from vit_jax.models.forms import Constrain, unconstrained
-from vit_jax.models.layers import REMAT_POLICIES
 from vit_jax.models.resnet import (
     BIT,
     EXPANSION,
@@ -186,14 +185,12 @@ class BiT(Model):
         units = split_units(self.image_size, self.stages, self.stem_width, self.remat != "none")
         return [unit._replace(part=1 + i) for i, unit in enumerate(units)]
 
-    def __post_init__(self):
-        faults = find_stage_faults(self.stages, self.stem_width)
+    @nn.nowrap
+    def find_faults(self) -> list[str]:
+        faults = super().find_faults() + find_stage_faults(self.stages, self.stem_width)
         if not self.stages:
             faults.append("stages=(): needs the units of each stage, e.g. (3, 4, 6, 3)")
-        faults += find_unknown(self, {"remat": tuple(REMAT_POLICIES)})
-        faults += find_class_faults(self.num_classes)
-        collect_faults(faults)
-        super().__post_init__()
+        return faults
 
 
 BIT_NAMES = tuple(

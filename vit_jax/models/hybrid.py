@@ -153,8 +153,8 @@ class HybridViT(ViT):
         return units + super().split_layers(tokens)
 
     @nn.nowrap
-    def _find_faults(self) -> list[str]:
-        return super()._find_faults() + find_stage_faults(self.stages, self.stem_width)
+    def find_faults(self) -> list[str]:
+        return super().find_faults() + find_stage_faults(self.stages, self.stem_width)
 
 
 # The hybrids of the papers; `hybrid_fields` accepts others too.
