@@ -359,7 +359,7 @@ def prepared_by(spec, source, folder):
         pretrained = Pretrained(name, None, {}, found)
         yield f"{name}: predict, figures, label", prediction._host_ops(pretrained, source)
         config.data.image_size, config.evals.classification.ops = found.image_size, ""
-        evaluation._fill_in_ops(config, pretrained, {key: source})
+        evaluation.fill_in_ops(config, pretrained, {key: source})
         yield f"{name}: evaluate", parse_preprocessing(config).eval_ops["classification"]
 
 
@@ -872,7 +872,7 @@ def test_tiny_models_have_the_tokens_of_their_family(name, tiny, side):
 
 
 @pytest.mark.parametrize("name", ["EfficientNet-B0", "BiT-R50x1", "T2T-ViT-7", "Axial-ViT-B/32"])
-def test_own_pictures_take_every_family(name):
+def test_own_images_take_every_family(name):
     for words in (name, f"{name},debug"):
         c = load("folder", words)
         create_model(c.model.name, 10, c.data.image_size, **model_fields(c))

@@ -29,7 +29,7 @@ from vit_jax.errors import InputError
 from vit_jax.models import fields_of, model_of
 from vit_jax.models.contract import about, with_known
 from vit_jax.models.fields import REMATS
-from vit_jax.objectives.features import compares_layers
+from vit_jax.objectives import objective_of
 from vit_jax.planning import plan
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout, calculate_memory
 from vit_jax.planning.estimates import estimate
@@ -60,7 +60,7 @@ def meshes(config: ConfigDict, target: Target) -> list[dict[str, int]]:
 def _remats(config: ConfigDict) -> tuple[str, ...]:
     """The remat policies of the model's family, with which the objective can compute."""
     has_remat = "remat" in fields_of(config.model.name)
-    has_remat = has_remat and not compares_layers(config.objective.features)
+    has_remat = has_remat and not objective_of(config).watches_layers
     return REMATS if has_remat else ("none",)
 
 
@@ -325,7 +325,7 @@ def _layouts_on(
     remat "dots", which on TPUs is slower than full remat of some layers.
     """
     fields = fields_of(config.model.name)
-    is_free = "remat" in fields and not compares_layers(config.objective.features)
+    is_free = "remat" in fields and not objective_of(config).watches_layers
     if not is_free or not _is_default(config, ("model.remat", "model.remat_layers")):
         yield {}, plan(config)
         return
