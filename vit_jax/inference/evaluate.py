@@ -33,7 +33,8 @@ from vit_jax.evaluators.multilabel import MultiLabel, Shown
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
-from vit_jax.models.fields import check_fields, value_of, with_known
+from vit_jax.models.contract import about, with_known
+from vit_jax.models.fields import check_fields
 from vit_jax.run.agreement import compare_findings, compare_requests
 from vit_jax.run.opener import check_mesh
 from vit_jax.run.sources import (
@@ -225,7 +226,7 @@ class _OfSource:
             f"data.image_size=None: {self.source} takes images of any size; choose one with "
             "--config.data.image_size",
         )
-        d.channels = value_of(model, "channels")
+        d.channels = about(model).channels
         d.exif = spec.exif is not False
         d.mean, d.std, d.num_classes = spec.mean, spec.std, model.num_classes
         if run is not None:

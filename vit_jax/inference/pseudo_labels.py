@@ -28,7 +28,7 @@ from vit_jax.data.pseudo import PseudoLabels, agreement, select
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.files import absolute, check_folder, write_whole
 from vit_jax.inference.predict import check_classes, outputs
-from vit_jax.models.fields import value_of
+from vit_jax.models.contract import about
 from vit_jax.run.sources import find_places
 from vit_jax.transfer import Pretrained
 from vit_jax.transfer.images import ops_for
@@ -171,7 +171,7 @@ def _open_images(
         split=split,
         data_dir=config.study.unlabelled_dir or d.data_dir,
         image_size=spec.image_size,
-        channels=value_of(pretrained.model, "channels"),
+        channels=about(pretrained.model).channels,
         divider=divider,
         exif=spec.exif is not False,
         reader=d.reader,

@@ -15,10 +15,10 @@ from vit_jax import tree
 from vit_jax.devices.kernels import has_kernels
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.errors import InputError
+from vit_jax.models.contract import AttentionShape, about
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.forms import BlockOps
 from vit_jax.models.layers import EncoderBlock
-from vit_jax.models.vit import ViT
 
 logger = logging.getLogger("vit_jax")
 
@@ -34,7 +34,6 @@ def check_kernels(model: nn.Module, mesh: Mesh) -> None:
     """
     if not has_kernels(model):
         return
-    assert isinstance(model, ViT)
     with jax.set_mesh(mesh):
         measure = functools.partial(_measure, model, mesh)
         found = jax.jit(measure, out_shardings=NamedSharding(mesh, P()))()
@@ -54,20 +53,17 @@ def check_kernels(model: nn.Module, mesh: Mesh) -> None:
     )  # fmt: skip
 
 
-def _measure(model: ViT, mesh: Mesh) -> tuple[Any, Any]:
+def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
     """The errors of a block's output and gradients with kernels, and without: two trees.
 
     There is an image for each batch way; a model for images of any size gets 14 x 14 patches.
     """
-    patches = 14 * 14 if model.image_size is None else model.grid[0] * model.grid[1]
-    num_tokens = patches + model.num_prefix_tokens
+    shape = about(model).attention_shape
+    assert isinstance(shape, AttentionShape)
+    num_tokens = shape.num_tokens or 14 * 14 + model.num_prefix_tokens
     padded = num_tokens + -num_tokens % model.forms.token_multiple
     plain_forms = BlockOps(attend=plain_attention)
-    positions = None
-    if model.pos_embed == "relative":  # they have a kernel of their own
-        assert model.image_size is not None
-        positions = model.positions(model.image_size)
-    block = EncoderBlock(**model.block_fields(), num_tokens=num_tokens, positions=positions)
+    block = EncoderBlock(**model.block_fields(), num_tokens=num_tokens)
     block = block.clone(dropout=0.0, attention_dropout=0.0)
     plain, exact = block.clone(forms=plain_forms), block.clone(forms=plain_forms, dtype=jnp.float32)
 

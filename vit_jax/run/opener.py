@@ -20,8 +20,7 @@ from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.job import watchdog
-from vit_jax.models import find_family
-from vit_jax.models.fields import field_names
+from vit_jax.models import fields_of
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.agreement import compare_requests
 from vit_jax.run.changes import KEYS_OF_THE_END, check_settings
@@ -159,7 +158,7 @@ class Files(Opener):
         if stored is not None:
             keys -= {"model.scan"}  # the form of its checkpoints
             logger.info("auto: was off at the last start, or the devices differ from its own")
-            has_scan = "scan" in field_names(find_family(config.model.name).module)
+            has_scan = "scan" in fields_of(config.model.name)
             if config.model.scan is None and has_scan:
                 config = config_lib.with_values(config, {"model.scan": False})
         with watchdog.phase("compile"):

@@ -28,8 +28,8 @@ from vit_jax.config.stored import StoredConfig, keep_resolved
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.experiment.durations import parse_duration
 from vit_jax.experiment.finetune_length import RULES, bit_warmup
-from vit_jax.models import create_model, find_family, name_of, sizes_of
-from vit_jax.models.fields import field_defaults, field_names
+from vit_jax.models import create_model, fields_of, find_family, is_of_family, name_of, sizes_of
+from vit_jax.models.fields import field_defaults
 from vit_jax.transfer.pretrained import Pretrained
 from vit_jax.transfer.shapes import abstract_params
 
@@ -173,7 +173,7 @@ def take_fields(config: ConfigDict, pretrained: Pretrained) -> Changes:
     defaults = field_defaults(family.module) | family.parse(config.model.name)
     own_sizes = {} if same_name else sizes_of(config.model.name)
     left = _NOT_TAKEN | own_sizes.keys() | (_OF_HEAD if config.init_head == "new" else set())
-    for field in (set(field_names(family.module)) & set(config.model)) - left:
+    for field in (set(fields_of(config.model.name)) & set(config.model)) - left:
         theirs = getattr(model, field)
         if config.model[field] is None and theirs != defaults.get(field):
             changes[f"model.{field}"] = theirs
@@ -206,7 +206,7 @@ def _check_name(config: ConfigDict, pretrained: Pretrained) -> bool:
     source = f"init_from={pretrained.source!r}"
     theirs = run_name or name_of(model)
     remedy = f"; give {theirs}, as in --config=finetune:{theirs},folder" if theirs else ""
-    if type(model) is not find_family(name).module:
+    if not is_of_family(model, name):
         raise InputError(f"model.name={name!r}: {source} is a {type(model).__name__}{remedy}")
     sizes = {
         field: own if config.model.get(field) is None else config.model[field]

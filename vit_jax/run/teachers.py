@@ -22,7 +22,7 @@ from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.files import write_whole
 from vit_jax.models import create_model
-from vit_jax.models.fields import stacks_layers, value_of, with_known
+from vit_jax.models.contract import about, with_known
 from vit_jax.objectives import objective_of
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.sources import say_other_names
@@ -64,14 +64,14 @@ def _read(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
     if source.startswith(UNTRAINED):
         return _new_teacher(source, config, shapes_only)
     pretrained = transfer.read_pretrained(source)
-    spec, channels = pretrained.spec, value_of(pretrained.model, "channels")
+    spec, channels = pretrained.spec, about(pretrained.model).channels
     if channels != config.data.channels:
         raise InputError(
             f"takes images of {channels} channels; the run has data.channels={config.data.channels}"
         )
     model = _in_form_of_student(pretrained.model, config)
     variables = pretrained.variables
-    if stacks_layers(model):
+    if about(model).stacks_layers:
         variables["params"] = stack_layers(variables["params"])
     if shapes_only:
         variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
