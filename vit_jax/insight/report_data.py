@@ -17,7 +17,7 @@ from vit_jax import files
 from vit_jax.errors import InputError
 from vit_jax.insight.compare import RunRecord, find_runs, read_run, short_names
 from vit_jax.run.guards import DIVERGED_FILE
-from vit_jax.studies.members import mean_and_std
+from vit_jax.studies.engine import mean_and_std
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _MEASURES = ("accuracy", "average_precision")  # of classes; the second with several labels each
