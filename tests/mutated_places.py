@@ -442,7 +442,7 @@ MUTATIONS = [
       "studies/test_scaling.py::test_the_law_of_made_data_is_recovered"),
     M("vit_jax/studies/law.py", "error[i] < error[front[-1]]", "error[i] <= error[front[-1]]",
       "studies/test_scaling.py::test_the_front_has_what_nothing_cheaper_beats"),
-    M("vit_jax/studies/scaling.py", "if p is not held_out and p.error > 0", "if p.error > 0",
+    M("vit_jax/studies/law.py", "if i != held_out and error[i] > 0", "if error[i] > 0",
       "studies/test_scaling.py::test_the_largest_run_is_held_out_and_predicted"),
     M("vit_jax/studies/planned.py", "if key not in self._plans:", "if True:",
       "studies/test_scaling.py::test_a_plan_has_a_row_for_each_member_and_plans_each_step_once"),

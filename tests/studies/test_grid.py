@@ -120,7 +120,7 @@ def test_wrong_cells_are_named(cells):
 
 
 def test_two_cells_that_would_share_a_workdir_and_an_unknown_evaluator():
-    assert {*keys_at_fault(grid_of(("a b | c: seed_=1", "a_b | c: seed_=2")))} == {"study"}
+    assert {*keys_at_fault(grid_of(("a b | c: model.depth=1", "a_b | c: model.depth=2")))} == {"study"}
     config = grid_of()
     config.study.metric = "held/top1"
     assert keys_at_fault(config) == ["study.metric"]
@@ -209,11 +209,16 @@ def test_what_is_refused(tuned):
     tuned.study.finetune, tuned.study.finetune_metric = "data.clases=5,6", None
     tuned.study.point, tuned.study.choose_by = "best", "devel/top1"
     assert keys_at_fault(tuned) == [
-        "study.finetune_metric", "--config.data.clases", "study.point", "study.choose_by"
+        "study.finetune_metric", "study.point", "study.choose_by"
     ]  # fmt: skip
     tuned.study.choose_by, tuned.checkpoint.keep_best = None, "dev/top1"
     tuned.study.metric, tuned.evals.held_out.every = "held_out/top1", "2 epochs"
     assert {"study.choose_by", "study.metric"} <= {*keys_at_fault(tuned)}
+
+
+def test_a_wrong_key_of_the_last_stage_is_told_before_the_first(tuned):
+    tuned.study.finetune = "data.clases=5,6"
+    assert keys_at_fault(tuned) == ["--config.data.clases"]
 
 
 def test_nothing_is_chosen_by_the_data_that_are_reported(tuned):

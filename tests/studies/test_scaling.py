@@ -8,7 +8,7 @@ from studied import config_of, csv_of, done, keys_at_fault, overrides_of, report
 
 from vit_jax.devices.chips import find_slice
 from vit_jax.planning.targets import Target
-from vit_jax.studies import planned, scaling
+from vit_jax.studies import law, planned
 from vit_jax.studies.law import Law, fit_law, pareto_front
 
 LAW = Law(a=0.05, b=0.35, c=0.12, d=2e-6)
@@ -88,17 +88,17 @@ def test_members_are_families_by_sizes_by_durations(config):
 
 
 def test_the_largest_run_is_held_out_and_predicted(config, monkeypatch):
-    monkeypatch.setattr(scaling, "_cached_fit", functools.partial(fit_law, num_draws=60))
+    monkeypatch.setattr(law, "_cached_fit", functools.partial(fit_law, num_draws=60))
     results = results_of(config, worse=0.1)
     report = report_of(config, results)
     assert report.is_complete
-    law = report.values["laws"]["ViT"]
-    assert law["held_out"] == ["width 32", "80 steps", 3.2e-5]
-    assert law["num_points"] == 5  # 10, 20, 40 and 80 steps of width 16, then 160 of 32 or 80
-    assert law["predicted_error"] == pytest.approx(LAW.predict(3.2e-5), rel=0.01)
-    assert law["error"] == pytest.approx(LAW.predict(3.2e-5))
-    low, high = law["band_90_percent"]
-    assert 0.01 < high - low < 0.4 and low <= law["error"] <= high
+    found = report.values["laws"]["ViT"]
+    assert (found["held_out"]["size"], found["exaflops"]) == ("width 32", 3.2e-5)
+    assert found["num_points"] == 5  # 10, 20, 40 and 80 steps of width 16, then 160 of 32 or 80
+    assert found["predicted_error"] == pytest.approx(LAW.predict(3.2e-5), rel=0.01)
+    assert found["error"] == pytest.approx(LAW.predict(3.2e-5))
+    low, high = found["low"], found["high"]
+    assert 0.01 < high - low < 0.4 and low <= found["error"] <= high
     assert {row["family"] for row in report.rows if row[""] == "front"} == {"ViT"}
     assert report.files["study.png"][:4] == b"\x89PNG"
     rows = csv_of(config, results)

@@ -319,7 +319,7 @@ def _add_study(c: ConfigDict) -> None:
     c.study.confidence = 0.3  # smallest probability of a pseudo label that is kept
     # Pictures of each class: its most confident ones, or repeated ones if it has fewer; None: all.
     c.study.per_class = placeholder(int)
-    # tuned_grid: settings, "name: key=value; key=value"; each cell keeps the best one.
+    # grid: settings, "name: key=value; key=value"; each cell keeps the best one.
     c.study.candidates = ()
     c.study.choose_by = placeholder(str)  # metric that chooses among candidates
     c.study.point = "last"  # step that counts: last, or best, as checkpoint.keep_best finds it

@@ -308,10 +308,13 @@ class Study:
         self.check_own(faults)
         self._check_metrics(faults)
         collect_faults(faults)
-        names = [member.name for member in self.members({})]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        collect_faults([f"study: two runs have the workdir {name}; rename one, or leave it out"
-                        for name in twice])  # fmt: skip
+        members = self.all_members()
+        for member in members:
+            self.config_of(member.overrides, faults)
+        names = [member.name for member in members]
+        faults += [f"study: two runs have the workdir {name}; rename one, or leave it out"
+                   for name in names if names.count(name) > 1]  # fmt: skip
+        collect_faults(list(dict.fromkeys(faults)))
 
     def _check_metrics(self, faults: Faults) -> None:
         """Adds faults of metrics that members will not report, and of choices by test data."""

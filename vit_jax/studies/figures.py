@@ -3,11 +3,12 @@
 import io
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from vit_jax.studies.engine import Measured
+from vit_jax.studies.law import Prediction, pareto_front
 
 # Okabe and Ito's colours, without yellow, which is too light for lines.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -62,52 +63,48 @@ def draw_table(table: Mapping[str, Mapping[str, Mapping[str, Measured]]]) -> byt
     return _as_png(figure)
 
 
-class ScalingCurve(NamedTuple):
-    """A law to draw, in percent of accuracy.
+def draw_scaling(
+    panels: Mapping[str, Sequence[tuple[str, float, float]]],
+    laws: Mapping[str, Prediction],
+    y_label: str,
+) -> bytes:
+    """Plot accuracy over cost as a PNG: runs, their Pareto front, laws with their bands.
 
-    at: compute, (N,); accuracy, low, high: the law and its band there, (N,).
-    held_out: compute and accuracy of the run that was held out.
+    Args:
+      panels: {label of the costs: [(family, cost, error)]}; empty ones are left out.
+      laws: {family: its law} of the costs in the first panel.
     """
-
-    at: np.ndarray
-    accuracy: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    held_out: tuple[float, float]
-
-
-class ScalingPanel(NamedTuple):
-    """Runs by cost.
-
-    points: {family: [(cost, accuracy in percent)]}.
-    front: the points that no run beats at the same cost or less, by cost.
-    laws: {family: its law}.
-    """
-
-    x_label: str
-    points: Mapping[str, Sequence[tuple[float, float]]]
-    front: Sequence[tuple[float, float]]
-    laws: Mapping[str, ScalingCurve]
-
-
-def draw_scaling(panels: Sequence[ScalingPanel], *, y_label: str) -> bytes:
-    """Plot accuracy over cost as a PNG: runs, their Pareto front, laws with their bands."""
+    panels = {label: points for label, points in panels.items() if points}
     figure, all_axes = _start_figure(len(panels))
-    for axes, panel in zip(all_axes, panels, strict=True):
-        for i, (name, points) in enumerate(panel.points.items()):
+    for axes, (x_label, points) in zip(all_axes, panels.items(), strict=True):
+        for i, family in enumerate(dict.fromkeys(family for family, _, _ in points)):
             colour, marker = _style(i)
-            axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=5, label=name)
-            if law := panel.laws.get(name):
-                axes.fill_between(law.at, law.low, law.high, color=colour, alpha=0.15, linewidth=0)
-                axes.plot(law.at, law.accuracy, color=colour, linewidth=1.2, label=f"law of {name}")
-                axes.plot(*law.held_out, "o", color=colour, markersize=11, markerfacecolor="none",
-                          label="held out" if name == list(panel.laws)[-1] else None)  # fmt: skip
-        axes.plot(*zip(*panel.front, strict=True), "--", color="#555555", linewidth=1,
+            x = [cost for name, cost, _ in points if name == family]
+            y = [100 * (1 - error) for name, _, error in points if name == family]
+            axes.plot(x, y, marker, color=colour, markersize=5, label=family)
+            law = laws.get(family) if axes is all_axes[0] else None
+            if law is not None:
+                at = np.geomspace(min(x), 1.5 * max(x), 100)
+                high, low = (100 * (1 - error) for error in law.fit.band(at))
+                axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
+                axes.plot(
+                    at,
+                    100 * (1 - law.fit.law.predict(at)),
+                    color=colour,
+                    linewidth=1.2,
+                    label=f"law of {family}",
+                )
+                axes.plot(law.compute, 100 * (1 - law.measured), "o", color=colour, markersize=11,
+                          markerfacecolor="none",
+                          label="held out" if law is list(laws.values())[-1] else None)  # fmt: skip
+        x = [cost for _, cost, _ in points]
+        y = [100 * (1 - error) for _, _, error in points]
+        front = pareto_front(x, [error for _, _, error in points])
+        axes.plot([x[i] for i in front], [y[i] for i in front], "--", color="#555555", linewidth=1,
                   label="Pareto front")  # fmt: skip
-        seen = [y for points in panel.points.values() for _, y in points]
-        margin = 0.15 * (max(seen) - min(seen)) or 1.0
-        axes.set_ylim(min(seen) - margin, max(seen) + margin)  # bands may be far wider
-        _finish(axes, panel.x_label, y_label)
+        margin = 0.15 * (max(y) - min(y)) or 1.0
+        axes.set_ylim(min(y) - margin, max(y) + margin)  # bands may be far wider
+        _finish(axes, x_label, y_label)
     return _as_png(figure)
 
 

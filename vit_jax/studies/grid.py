@@ -77,7 +77,6 @@ class Grid(Study):
             "study.finetune_metric: not set; needs the metric of the fine-tuned models, e.g. "
             "test/top1",
         )
-        self.config_of(parse_changes(self.finetune), faults)
 
     def members(self, results: Results) -> list[Member]:
         """The candidates of all cells, the other seeds of the chosen ones, then fine-tuning."""

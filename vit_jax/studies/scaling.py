@@ -14,10 +14,8 @@ Sources: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 4.4, figure 5; Zhai
 import dataclasses
 import functools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from vit_jax.devices.chips import CHIPS, find_slice
 from vit_jax.errors import Faults, InputError
@@ -32,8 +30,8 @@ from vit_jax.studies.engine import (
     join_name,
     seeded,
 )
-from vit_jax.studies.figures import ScalingCurve, ScalingPanel, draw_scaling
-from vit_jax.studies.law import LEAST_POINTS, Fit, fit_law, pareto_front
+from vit_jax.studies.figures import draw_scaling
+from vit_jax.studies.law import Prediction, pareto_front, predict_largest
 
 ALL = "all families"
 
@@ -41,9 +39,7 @@ ALL = "all families"
 class Point(NamedTuple):
     """A size with a duration: its accuracy, its compute in exaFLOPs, its cost by plan."""
 
-    family: str
-    size: str
-    duration: str
+    place: dict[str, str]
     measured: Measured
     exaflops: float
     cost: float | None
@@ -51,33 +47,6 @@ class Point(NamedTuple):
     @property
     def error(self) -> float:
         return 1 - statistics.fmean(self.measured.known)
-
-
-class Prediction(NamedTuple):
-    """A law fitted without the run that has the most compute, and what it predicts for it.
-
-    error, low, high: the predicted error, and the band with 90 % of new runs.
-    """
-
-    fit: Fit
-    num_points: int
-    held_out: Point
-    error: float
-    low: float
-    high: float
-
-    def numbers(self) -> dict[str, Any]:
-        """Content for study.json."""
-        held_out = self.held_out
-        return {
-            **self.fit.law._asdict(),
-            "num_points": self.num_points,
-            "residual_std_of_log_error": self.fit.residual_std,
-            "held_out": [held_out.size, held_out.duration, held_out.exaflops],
-            "error": held_out.error,
-            "predicted_error": self.error,
-            "band_90_percent": [self.low, self.high],
-        }
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,12 +91,14 @@ class Scaling(Study):
         """The sizes and durations for which at least one seed has finished."""
         points = []
         for place in self._places:
-            measured, members = found.measure(**place), found.at(**place)
-            summaries = [found.results[m.name].summary for m in members if m.name in found.results]
+            members = [m for m in found.at(**place) if m.name in found.results]
+            summaries = [found.results[member.name].summary for member in members]
             exaflops = [summary["exaflops"] for summary in summaries if summary]
             if exaflops:
-                mean, cost = statistics.fmean(exaflops), self._cost(members[0])
-                points.append(Point(*place.values(), measured, mean, cost))
+                cost = self._cost(members[0])
+                points.append(
+                    Point(place, found.measure(**place), statistics.fmean(exaflops), cost)
+                )
         return points
 
     def _cost(self, member: Member) -> float | None:
@@ -150,103 +121,54 @@ class Scaling(Study):
     def report(self, found: Found) -> Report:
         """A row for each size and duration, then one for each law with its prediction."""
         points = self.find_points(found)
-        front, laws = find_front(points), predictions_of(points)
+        front = pareto_front([p.exaflops for p in points], [p.error for p in points])
         rows: list[dict[str, Any]] = [
             {
-                "family": p.family, "size": p.size, "duration": p.duration,
-                "exaFLOPs": f"{p.exaflops:.4g}",
+                **p.place, "exaFLOPs": f"{p.exaflops:.4g}",
                 self._cost_unit: "-" if p.cost is None else f"{p.cost:.3g}",
-                self.label: p.measured, "": "front" if p in front else "",
+                self.label: p.measured, "": "front" if i in front else "",
             }
-            for p in points
+            for i, p in enumerate(points)
         ]  # fmt: skip
-        for name, law in laws.items():
-            held_out = law.held_out
-            accuracy, low, high = (_percent(error) for error in (law.error, law.high, law.low))
+        laws = predictions_of(points)
+        for name, (law, held_out) in laws.items():
+            accuracy, low, high = (100 * (1 - error) for error in (law.error, law.high, law.low))
             rows.append({
                 "family": f"law of {name}", "size": f"{law.num_points} runs",
-                "duration": f"predicts {held_out.size}, {held_out.duration}",
-                "exaFLOPs": f"{held_out.exaflops:.4g}",
+                "duration": f"predicts {held_out.place['size']}, {held_out.place['duration']}",
+                "exaFLOPs": f"{law.compute:.4g}",
                 self.label: f"{accuracy:.2f} [{low:.2f}, {high:.2f}]",
-                "": f"off by {100 * (held_out.error - law.error):+.2f}",
+                "": f"off by {100 * (law.measured - law.error):+.2f}",
             })  # fmt: skip
+        panels = {
+            "exaFLOPs of training": [(p.place["family"], p.exaflops, p.error) for p in points],
+            f"{self._cost_unit}, by plan": [(p.place["family"], p.cost, p.error)
+                                            for p in points if p.cost is not None],
+        }  # fmt: skip
+        curves = {name: law for name, (law, _) in laws.items() if name != ALL}
+        numbers = {name: {"held_out": held_out.place, **law.numbers()}
+                   for name, (law, held_out) in laws.items()}  # fmt: skip
         return Report(
             rows,
-            {
-                "points": [p._asdict() for p in points],
-                "laws": {name: law.numbers() for name, law in laws.items()},
-            },
+            {"points": [p._asdict() for p in points], "laws": numbers},
             complete=len(found.members) == sum(len(p.measured.known) for p in points),
-            files={"study.png": self._draw(points, laws)} if points else {},
+            files={"study.png": draw_scaling(panels, curves, self.label)} if points else {},
         )
 
-    def _draw(self, points: Sequence[Point], laws: Mapping[str, Prediction]) -> bytes:
-        """Accuracy over exaFLOPs, and over the planned cost if there is one."""
-        curves = {name: _curve(points, law) for name, law in laws.items() if name != ALL}
-        panels = []
-        for label, cost, of_panel in (
-            ("exaFLOPs of training", "exaflops", curves),
-            (f"{self._cost_unit}, by plan", "cost", {}),
-        ):
-            by_family: dict[str, list[tuple[float, float]]] = {}
-            for p in points:
-                if getattr(p, cost) is not None:
-                    place = getattr(p, cost), _percent(p.error)
-                    by_family.setdefault(p.family, []).append(place)
-            front = [(getattr(p, cost), _percent(p.error)) for p in find_front(points, cost)]
-            panels += [ScalingPanel(label, by_family, front, of_panel)] if front else []
-        return draw_scaling(panels, y_label=self.label)
 
-
-def find_front(points: Sequence[Point], cost: str = "exaflops") -> list[Point]:
-    """The points that no other beats at the same cost or less, by cost."""
-    known = [point for point in points if getattr(point, cost) is not None]
-    costs = [getattr(point, cost) for point in known]
-    return [known[i] for i in pareto_front(costs, [point.error for point in known])]
-
-
-def predict_largest(points: Sequence[Point]) -> Prediction | None:
-    """Fit the law to the front of all points but the one with the most compute; predict that one.
-
-    None if the front has fewer than LEAST_POINTS points.
-    """
-    held_out = max(points, key=lambda point: point.exaflops)
-    front = find_front([p for p in points if p is not held_out and p.error > 0])
-    if len(front) < LEAST_POINTS:
-        return None
-    fit = _cached_fit(tuple(p.exaflops for p in front), tuple(p.error for p in front))
-    at = np.array([held_out.exaflops])
-    low, high = fit.band(at, of_runs=True)
-    numbers = (float(found[0]) for found in (fit.law.predict(at), low, high))
-    return Prediction(fit, len(front), held_out, *numbers)
-
-
-_cached_fit = functools.lru_cache(fit_law)  # a report is written after every member
-
-
-def predictions_of(points: Sequence[Point]) -> dict[str, Prediction]:
-    """{family, or ALL: its prediction} where there are enough points."""
+def predictions_of(points: Sequence[Point]) -> dict[str, tuple[Prediction, Point]]:
+    """{family, or ALL: its prediction, for which point} where there are enough points."""
     groups: dict[str, list[Point]] = {}
     for point in points:
-        groups.setdefault(point.family, []).append(point)
+        groups.setdefault(point.place["family"], []).append(point)
     if len(groups) > 1:
         groups[ALL] = list(points)
-    found = {name: predict_largest(group) for name, group in groups.items()}
-    return {name: prediction for name, prediction in found.items() if prediction is not None}
-
-
-def _percent(error: Any) -> Any:
-    """The accuracy of an error, in percent."""
-    return 100 * (1 - error)
-
-
-def _curve(points: Sequence[Point], law: Prediction) -> ScalingCurve:
-    own = [p.exaflops for p in points if p.family == law.held_out.family]
-    at = np.geomspace(min(own), 1.5 * max(own), 100)
-    low, high = law.fit.band(at)
-    held_out = law.held_out.exaflops, _percent(law.held_out.error)
-    accuracy = _percent(law.fit.law.predict(at))
-    return ScalingCurve(at, accuracy, _percent(high), _percent(low), held_out)
+    found = {}
+    for name, group in groups.items():
+        law = predict_largest([p.exaflops for p in group], [p.error for p in group])
+        if law is not None:
+            found[name] = law, max(group, key=lambda point: point.exaflops)
+    return found
 
 
 @functools.cache
