@@ -93,12 +93,12 @@ def test_the_largest_run_is_held_out_and_predicted(config, monkeypatch):
     report = report_of(config, results)
     assert report.is_complete
     found = report.values["laws"]["ViT"]
-    assert (found["held_out"]["size"], found["exaflops"]) == ("width 32", 3.2e-5)
+    assert (found["held_out"]["size"], found["compute"]) == ("width 32", 3.2e-5)
     assert found["num_points"] == 5  # 10, 20, 40 and 80 steps of width 16, then 160 of 32 or 80
-    assert found["predicted_error"] == pytest.approx(LAW.predict(3.2e-5), rel=0.01)
-    assert found["error"] == pytest.approx(LAW.predict(3.2e-5))
+    assert found["error"] == pytest.approx(LAW.predict(3.2e-5), rel=0.01)
+    assert found["measured"] == pytest.approx(LAW.predict(3.2e-5))
     low, high = found["low"], found["high"]
-    assert 0.01 < high - low < 0.4 and low <= found["error"] <= high
+    assert 0.01 < high - low < 0.4 and low <= found["measured"] <= high
     assert {row["family"] for row in report.rows if row[""] == "front"} == {"ViT"}
     assert report.files["study.png"][:4] == b"\x89PNG"
     rows = csv_of(config, results)

@@ -13,7 +13,7 @@ The runs of a study are its members. They run one after another in WORKDIR/MEMBE
 command that is printed. Run the same command again to continue a study; finished members are kept.
 A member whose loss becomes non-finite has diverged: it is recorded and not chosen. After any other
 failure the remaining members still run, and the same command retries the failed one. The report is
-WORKDIR/study.md and study.json.
+WORKDIR/study.md, study.json and study.csv.
 
 --launcher="python launch/slurm.py --nodes=1" passes each member's command to that launcher, after
 `--`. If the launcher returns before the run has finished, as slurm.py does, the study hands over
@@ -127,10 +127,7 @@ def prepare_study(flags: argparse.Namespace, *, writes: bool = True) -> "tuple[S
       InputError: it is none, or naming what is wrong with it.
     """
     require_flags(flags, ("config", "workdir"), _EXAMPLE)
-    try:
-        launcher = None if flags.launcher is None else shlex.split(flags.launcher)
-    except ValueError as e:
-        raise InputError(f"--launcher={flags.launcher}: {e}; quote it as a shell does") from None
+    launcher = None if flags.launcher is None else shlex.split(flags.launcher)
     if launcher == []:
         raise InputError("--launcher: is empty; e.g. --launcher='python launch/slurm.py'")
     config = load_valid_config(flags)

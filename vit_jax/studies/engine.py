@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import eval_splits
 from vit_jax.config.text import apply_overrides
-from vit_jax.errors import Faults, InputError, collect_faults, nearest
+from vit_jax.errors import Faults, collect_faults, nearest
 from vit_jax.evaluators.metric_names import expected_metrics
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class Measured:
     """A cell of a table: a metric of the members at one place, which differ in their seeds.
 
     values: None for a member without the metric.
-    states: of the members that have ended.
+    states: of the members that have ended, for those without a value.
     note: shown behind the number.
     """
 
@@ -246,21 +246,14 @@ class Study:
         ended = {key: results.get(member.name, Result("")) for key, member in candidates.items()}
         if not {result.state for result in ended.values()} <= {FINISHED, DIVERGED}:
             return None
-        values = {key: self.value_of(result, metric) for key, result in ended.items()}
-        known = {key: value for key, value in values.items() if value is not None}
+        known = {key: value for key, result in ended.items()
+                 if (value := self.value_of(result, metric)) is not None}  # fmt: skip
         return max(known, key=known.__getitem__, default=None)
 
-    def value_of(
-        self, result: Result | None, metric: str, *, if_there: bool = False
-    ) -> float | None:
-        """A metric of a member; None if it has not finished, or lacks the metric `if_there`."""
-        if result is None or result.state != FINISHED:
-            return None
-        numbers = self.numbers_of(result)
-        known = ", ".join(name for name in numbers if "/" in name)
-        if metric not in numbers and not if_there:
-            raise InputError(f"study.metric={metric!r}: members report only {known}")
-        return numbers.get(metric)
+    def value_of(self, result: Result | None, metric: str) -> float | None:
+        """A metric of a member; None if it has not finished, or lacks the metric."""
+        is_there = result is not None and result.state == FINISHED
+        return self.numbers_of(result).get(metric) if is_there else None
 
     def numbers_of(self, result: Result) -> Mapping[str, Any]:
         """The summary of a member, with the metrics of the step that counts."""
@@ -357,18 +350,14 @@ class Found:
         """The members at a place."""
         return [member for member in self.members if place.items() <= member.place.items()]
 
-    def measure(
-        self, metric: str = "", *, note: str = "", if_there: bool = False, **place: Any
-    ) -> Measured:
-        """A metric of the members at a place, by default the study's.
-
-        Raises:
-          InputError: a member that has finished lacks the metric, unless `if_there`.
-        """
+    def measure(self, metric: str = "", *, note: str = "", **place: Any) -> Measured:
+        """A metric of the members at a place, by default the study's."""
+        metric = metric or self.study.metric
         ended = [self.results.get(member.name) for member in self.at(**place)]
-        values = [self.study.value_of(result, metric or self.study.metric, if_there=if_there)
-                  for result in ended]  # fmt: skip
-        return Measured(values, [result.state for result in ended if result is not None], note)
+        values = [self.study.value_of(result, metric) for result in ended]
+        states = [f"without {metric}" if result.state == FINISHED else result.state
+                  for result in ended if result is not None]  # fmt: skip
+        return Measured(values, states, note)
 
     def csv(self) -> str:
         """A row for each training run that has ended: its place, state and summary."""

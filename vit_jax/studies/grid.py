@@ -67,16 +67,10 @@ class Grid(Study):
         return [metric for metric in found if metric.name]
 
     def check_own(self, faults: Faults) -> None:
-        faults.need(
-            len(self.candidates) < 2 or self.choose_by,
-            "study.choose_by: not set; needs the metric that chooses among study.candidates, one "
-            "of validation data, e.g. dev/top1",
-        )
-        faults.need(
-            not self.finetune or self.finetune_metric,
-            "study.finetune_metric: not set; needs the metric of the fine-tuned models, e.g. "
-            "test/top1",
-        )
+        faults.need(len(self.candidates) < 2 or self.choose_by, "study.choose_by: not set; needs "
+                    "the metric that chooses among study.candidates, e.g. dev/top1")  # fmt: skip
+        faults.need(not self.finetune or self.finetune_metric, "study.finetune_metric: not set; "
+                    "needs the metric of the fine-tuned models, e.g. test/top1")  # fmt: skip
 
     def members(self, results: Results) -> list[Member]:
         """The candidates of all cells, the other seeds of the chosen ones, then fine-tuning."""

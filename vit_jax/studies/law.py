@@ -10,7 +10,7 @@ Source: Zhai et al. 2021 (arXiv:2106.04560), equation 1.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import scipy.optimize
@@ -79,13 +79,8 @@ def fit_law(
       error: positive numbers, (N,).
       num_draws: number of laws in the bootstrap.
       seed: of the draws; the result depends on the arguments only.
-
-    Raises:
-      ValueError: there are fewer runs, or numbers that are not positive.
     """
     x, y = np.asarray(compute, np.float64), np.asarray(error, np.float64)
-    if len(x) < LEAST_POINTS or not (x > 0).all() or not (y > 0).all():
-        raise ValueError(f"needs at least {LEAST_POINTS} runs with positive compute and error")
     unit = float(x.min())
     starts = [
         np.array([np.log(y.max()), exponent, shift, share * y.min()])
@@ -145,13 +140,6 @@ class Prediction(NamedTuple):
     error: float
     low: float
     high: float
-
-    def numbers(self) -> dict[str, Any]:
-        """Content for study.json."""
-        fit, *others = self
-        names = ("num_points", "exaflops", "error", "predicted_error", "low", "high")
-        found = {**fit.law._asdict(), "residual_std_of_log_error": fit.residual_std}
-        return found | dict(zip(names, others, strict=True))
 
 
 def predict_largest(compute: Sequence[float], error: Sequence[float]) -> Prediction | None:

@@ -63,7 +63,6 @@ class NoisyStudent(Study):
                     "label, NAME or NAME@SPLIT")  # fmt: skip
         faults.need(0 <= self.confidence < 1, f"study.confidence={self.confidence}: needs a number "
                     "from 0, less than 1")  # fmt: skip
-        faults.need_positive("study.per_class", self.per_class)
 
     def members(self, results: Results) -> list[Member]:
         """Of every seed the stages and their labels, each after the one that it needs."""
@@ -95,7 +94,7 @@ class NoisyStudent(Study):
         """A row for each stage: its accuracy, and what its labels came to, over the seeds."""
         rows = []
         for (stage,) in self.entries["stages"]:
-            kept, right = (found.measure(metric, if_there=True, labels_of=stage)
+            kept, right = (found.measure(metric, labels_of=stage)
                            for metric in ("labels/kept", "labels/top1"))  # fmt: skip
             rows.append({
                 "stage": stage,

@@ -114,15 +114,16 @@ def plan_members(study: Study, planner: Planner) -> Report:
             rows.append({"member": member.name, "note": f"not planned: {'; '.join(e.faults)}"})
             continue
         plans.append(plan)
-        row = {"member": member.name, "steps": "", "ms a step": f"{plan['step_s'] * 1e3:.3g}"}
-        rows.append(row | _format(plan) | ({} if plan["fits"] else {"note": "does not fit"}))
-    totals = {name: sum(plan[name] for plan in plans) for name in ("steps", *COSTS)
-              if plans and plans[0][name] is not None}  # fmt: skip
-    return Report([*rows, {"member": f"all {len(plans)}", **_format(totals)}])
+        note = {} if plan["fits"] else {"note": "does not fit"}
+        rows.append({"member": member.name, **_format(plan, f"{plan['step_s'] * 1e3:.3g}"), **note})
+    known = [name for name in COSTS if plans and plans[0][name] is not None]
+    totals = {name: sum(plan[name] for plan in plans) for name in ("steps", *known)}
+    return Report([*rows, {"member": f"all {len(plans)}", **_format(totals, "")}])
 
 
-def _format(plan: Mapping[str, Any]) -> dict[str, str]:
+def _format(plan: Mapping[str, Any], step_ms: str) -> dict[str, str]:
     """{column: number} of a plan, or of totals."""
-    costs = {label: f"{plan[name]:.4g}" for name, label in COSTS.items()
-             if plan.get(name) is not None}  # fmt: skip
-    return ({"steps": f"{plan['steps']:,}"} if "steps" in plan else {}) | costs
+    costs = {
+        label: f"{plan[name]:.4g}" for name, label in COSTS.items() if plan.get(name) is not None
+    }
+    return {"steps": f"{plan['steps']:,}", "ms a step": step_ms, **costs}

@@ -62,7 +62,7 @@ class Pretraining(Study):
         for method in [*(name for (name,) in self.entries["stages"]), _SCRATCH]:
             row: dict[str, Any] = {"%": method}
             for metric in of_features if method != _SCRATCH else ():
-                row[metric] = found.measure(metric, if_there=True, method=method, finetuning="")
+                row[metric] = found.measure(metric, method=method, finetuning="")
             for (tuning,) in self.entries["finetunings"]:
                 row[tuning] = found.measure(method=method, finetuning=tuning)
             rows.append(row)

@@ -272,9 +272,8 @@ def find_differences(workdir: epath.Path, names: Iterable[str]) -> list[str]:
             kind = json.dumps([c["model"], c["global_batch_size"], c["data"]["image_size"]])
             alike.setdefault(kind, {})[name] = c["optimizer"]["accum_steps"]
     return [
-        "optimizer.accum_steps differs, as members ran on different devices, so their results "
-        f"differ by rounding: {', '.join(f'{value} in {name}' for name, value in values.items())}; "
-        "set it to have one number"
+        "optimizer.accum_steps differs between devices, so results differ by rounding: "
+        f"{', '.join(f'{value} in {name}' for name, value in values.items())}; set it"
         for values in alike.values()
         if len({*values.values()}) > 1
     ]

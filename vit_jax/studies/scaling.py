@@ -146,8 +146,13 @@ class Scaling(Study):
                                             for p in points if p.cost is not None],
         }  # fmt: skip
         curves = {name: law for name, (law, _) in laws.items() if name != ALL}
-        numbers = {name: {"held_out": held_out.place, **law.numbers()}
-                   for name, (law, held_out) in laws.items()}  # fmt: skip
+        numbers = {
+            name: {
+                "held_out": held_out.place, **law._asdict(),
+                "fit": {**law.fit.law._asdict(), "residual_std_of_log_error": law.fit.residual_std},
+            }
+            for name, (law, held_out) in laws.items()
+        }  # fmt: skip
         return Report(
             rows,
             {"points": [p._asdict() for p in points], "laws": numbers},
