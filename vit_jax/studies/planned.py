@@ -123,7 +123,6 @@ def plan_members(study: Study, planner: Planner) -> Report:
 
 def _format(plan: Mapping[str, Any], step_ms: str) -> dict[str, str]:
     """{column: number} of a plan, or of totals."""
-    costs = {
-        label: f"{plan[name]:.4g}" for name, label in COSTS.items() if plan.get(name) is not None
-    }
+    costs = {COSTS[name]: f"{value:.4g}" for name, value in plan.items()
+             if name in COSTS and value is not None}  # fmt: skip
     return {"steps": f"{plan['steps']:,}", "ms a step": step_ms, **costs}

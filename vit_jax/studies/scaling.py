@@ -147,15 +147,12 @@ class Scaling(Study):
         }  # fmt: skip
         curves = {name: law for name, (law, _) in laws.items() if name != ALL}
         numbers = {
-            name: {
-                "held_out": held_out.place, **law._asdict(),
-                "fit": {**law.fit.law._asdict(), "residual_std_of_log_error": law.fit.residual_std},
-            }
+            name: {**law._asdict(), "fit": law.fit.law._asdict(), "held_out": held_out.place}
             for name, (law, held_out) in laws.items()
-        }  # fmt: skip
+        }
         return Report(
             rows,
-            {"points": [p._asdict() for p in points], "laws": numbers},
+            {"laws": numbers},
             complete=len(found.members) == sum(len(p.measured.known) for p in points),
             files={"study.png": draw_scaling(panels, curves, self.label)} if points else {},
         )
