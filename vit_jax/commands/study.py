@@ -86,11 +86,11 @@ def main(flags: argparse.Namespace) -> int:
     if flags.price_per_chip_hour is not None:
         raise InputError("--price_per_chip_hour: only works with --plan=SLICE; leave it out")
 
-    from vit_jax import metrics
+    from vit_jax.run import terminal
     from vit_jax.studies.running import conduct_study
 
     study, call = prepare_study(flags)
-    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     return conduct_study(study, call)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.errors import InputError
-from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.contract import about, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.models.watched import Outputs, as_map, watch
 from vit_jax.objectives.contract import Teacher
@@ -47,7 +47,7 @@ def parse_features(text: str) -> list[Pair]:
         match = re.fullmatch(r"(-?\d+)\s*:\s*(-?\d+)", entry)
         if match is None and entry not in ("pooled", "tokens"):
             raise InputError(
-                f"objective.features={text!r}: {entry!r} is none of pooled, tokens, and two layers "
+                f"features={text!r}: {entry!r} is none of pooled, tokens, and two layers "
                 "such as 5:11, the student's first"
             )
         pair = Pair(entry, entry, entry)
@@ -55,13 +55,8 @@ def parse_features(text: str) -> list[Pair]:
             pair = Pair(f"layer_{match[1]}", int(match[1]), int(match[2]))
         pairs.append(pair)
     if not pairs or len({pair.name for pair in pairs}) < len(pairs):
-        raise InputError(f"objective.features={text!r}: needs different outputs of the student")
+        raise InputError(f"features={text!r}: needs different outputs of the student")
     return pairs
-
-
-def compares_layers(features: str | None) -> bool:
-    """Whether `objective.features` names single layers, which scan and remat would hide."""
-    return ":" in (features or "")
 
 
 class Features:
@@ -123,17 +118,17 @@ class Features:
                 y = jax.image.resize(y, (*x.shape[:3], y.shape[-1]), "bilinear", antialias=True)
         layer = nn.Dense(y.shape[-1], dtype=x.dtype)
         x = cast(jax.Array, layer.apply({"params": adapter}, x)).astype(jnp.float32)
-        each = _cosine_distance(x, y) if self.distance == "cosine" else _smooth_l1(x, y)
+        each = cosine_distance(x, y) if self.distance == "cosine" else smooth_l1(x, y)
         return each.reshape(each.shape[0], -1).mean(axis=1)
 
 
-def _cosine_distance(x, y):
-    """1 - cosine over the last axis."""
+def cosine_distance(x, y):
+    """1 - cosine over the last axis: (..., D), (..., D) -> (...)."""
     norms = jnp.sqrt(jnp.square(x).sum(-1) * jnp.square(y).sum(-1) + _EPS**2)
     return 1 - (x * y).sum(-1) / norms
 
 
-def _smooth_l1(x, y):
+def smooth_l1(x, y):
     """Mean over the last axis of the smooth L1 distance to `y`, normalised over that axis."""
     y = jax.nn.standardize(y, axis=-1, epsilon=_EPS)
     far = jnp.abs(x - y)
@@ -144,9 +139,10 @@ def _check_layers_are_seen(model: nn.Module, pairs: Sequence[Pair]) -> None:
     if all(isinstance(pair.student, str) for pair in pairs):
         return
     for field, plain in (("scan", False), ("remat", "none")):
-        if value_of(model, field) != plain:
+        value = getattr(about(model), field)
+        if value != plain:
             raise InputError(
-                f"model.{field}={value_of(model, field)}: hides the layers that objective.features "
+                f"model.{field}={value}: hides the layers that objective.features "
                 f"compares; set --config.model.{field}={str(plain).lower()}"
             )
 
@@ -154,7 +150,7 @@ def _check_layers_are_seen(model: nn.Module, pairs: Sequence[Pair]) -> None:
 def _outputs_of(model: nn.Module, image_size: tuple[int, int]) -> Outputs:
     """The shapes of a model's outputs."""
     plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
-    images = jnp.zeros((1, *image_size, value_of(model, "channels")))
+    images = jnp.zeros((1, *image_size, about(model).channels))
 
     def call():
         with watch() as outputs:
