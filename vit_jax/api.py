@@ -210,7 +210,7 @@ def predict(
     import jax
     import numpy as np
 
-    from vit_jax.data.pictures_in_memory import open_images
+    from vit_jax.data.images.given import open_images
     from vit_jax.inference import predict as prediction
 
     pretrained = _open_model(source, image_size, output)

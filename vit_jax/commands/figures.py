@@ -69,7 +69,7 @@ def main(flags: argparse.Namespace) -> int:
 
     metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
-    from vit_jax.data.image_files import search_images
+    from vit_jax.data.images.given import search_images
     from vit_jax.insight import model_figures as figures
 
     has_pictures = bool(flags.images or flags.data)
@@ -121,7 +121,7 @@ def _check_flags(flags: argparse.Namespace) -> list[str]:
 
 def _open(flags: argparse.Namespace, pretrained: "Pretrained", paths: list[str]) -> "Source":
     """The pictures `paths`, or the records of --data."""
-    from vit_jax.data.image_files import image_files
+    from vit_jax.data.images.given import image_files
 
     if flags.data:
         return open_data_set(flags, pretrained)

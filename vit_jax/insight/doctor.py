@@ -98,8 +98,8 @@ def check_memory(workdir: epath.Path | None) -> Finding:
 
 def check_decoding(data_dir: str | None) -> Finding:
     """CPU time to decode a JPEG of 500 x 375 pixels, or some pictures below `data_dir`."""
-    from vit_jax.data.host_ops import to_pixels
     from vit_jax.data.host_tf import tf
+    from vit_jax.data.images.formats import to_pixels
 
     encoded, what = [_made_picture()] * _PICTURES, "a JPEG of 500 x 375 pixels made here"
     paths = [] if data_dir is None else _some_pictures(os.path.expanduser(data_dir))
@@ -125,7 +125,8 @@ def check_decoding(data_dir: str | None) -> Finding:
 
 def _some_pictures(folder: str) -> list[str]:
     """The first pictures below a local folder, which may hold millions, or beside a list."""
-    from vit_jax.data.pictures import EXTENSIONS, look_up
+    from vit_jax.data.images.files import look_up
+    from vit_jax.data.images.formats import EXTENSIONS
 
     if os.path.isfile(folder):
         folder = os.path.dirname(folder)
@@ -141,7 +142,7 @@ def _some_pictures(folder: str) -> list[str]:
 
 def _picture_at(path: str) -> bytes:
     """A picture in a format that is decoded here; empty if its file cannot be read."""
-    from vit_jax.data.pictures import to_known_format
+    from vit_jax.data.images.formats import to_known_format
 
     try:
         with open(path, "rb") as file:

@@ -32,7 +32,7 @@ def check_data_dir(data_dir: str, data_name: str | None = None) -> Finding:
 
     `data_name`: the data set that the config reads there; None: unknown.
     """
-    from vit_jax.data.picture_list import find_lists
+    from vit_jax.data.images.list import find_lists
 
     path = files.absolute(data_dir)
     with _reaching(path):
@@ -76,16 +76,16 @@ def _naming_the_flag(data_name: str | None) -> Iterator[None]:
 
 def _find_loose_pictures(root: pathlib.Path) -> str | None:
     """What a folder of pictures without labels holds; None if it has classes or a list."""
-    from vit_jax.data.folder_contents import class_like_folders, describe_contents
-    from vit_jax.data.image_folder import find_layout
-    from vit_jax.data.picture_list import SUFFIXES
+    from vit_jax.data.images.files import class_like_folders, describe_contents
+    from vit_jax.data.images.folder import find_layout
+    from vit_jax.data.images.list import SUFFIXES
 
     base = find_layout(root).train_root
     lists = [path for path in root.iterdir() if path.suffix.lower() in SUFFIXES]
     if lists or class_like_folders(base):
         return None
     found = describe_contents(base, "").removesuffix("; ")
-    return f"{base}: {found}, no folders of classes" if " picture" in found else None
+    return f"{base}: {found}, no folders of classes" if " image" in found else None
 
 
 def is_in_bucket(path: str | os.PathLike) -> bool:

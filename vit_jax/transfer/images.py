@@ -50,9 +50,8 @@ def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:
       InputError: if the file cannot be read or decoded.
     """
     from vit_jax.data.device_ops import per_channel  # here, because these need JAX or TensorFlow
-    from vit_jax.data.host_ops import to_pixels
     from vit_jax.data.host_tf import tf
-    from vit_jax.data.pictures import to_known_format, why_unreadable
+    from vit_jax.data.images.formats import to_known_format, to_pixels, why_unreadable
 
     ops = "decode" if spec.image_size is None else ops_for(spec)
     try:
@@ -67,7 +66,7 @@ def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:
             for op in parse_ops(ops, spec.image_size or (1, 1))[0]:
                 image = op(image, None)
     except tf.errors.OpError:  # whose text is TensorFlow's own
-        why = why_unreadable(encoded)
+        why = why_unreadable(encoded) or "it is damaged; save it again"
         raise InputError(f"{os.fspath(path)}: not a readable picture: {why}") from None
     per = (per_channel(values, spec.channels) for values in (spec.mean, spec.std))
     mean, std = (np.asarray(values, np.float32) for values in per)

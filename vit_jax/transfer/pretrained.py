@@ -11,8 +11,7 @@ import numpy as np
 
 from vit_jax import tree
 from vit_jax.data.division import Division
-from vit_jax.data.host_ops import FULL_SIZE, TAKES_ENCODED
-from vit_jax.data.ops import parse_calls, parse_ops
+from vit_jax.data.ops import OPS, full_size, parse_calls, parse_ops
 from vit_jax.errors import InputError
 
 logger = logging.getLogger("vit_jax")
@@ -82,7 +81,7 @@ class Spec(NamedTuple):
 
 def _follows_image_size(ops: str) -> bool:
     calls = parse_calls(ops, "ops")
-    return not any(args or "size" in kwargs for _, args, kwargs in calls)
+    return not any(args or "size" in kwargs for _, _, args, kwargs in calls)
 
 
 def with_resize(ops: str) -> str:
@@ -90,9 +89,9 @@ def with_resize(ops: str) -> str:
 
     Files are decoded, and resized if `ops` do not: before a central crop they keep their aspect.
     """
-    names = [FULL_SIZE.get(name, name) for name, _, _ in parse_calls(ops, "ops")]
+    names = [full_size(name) for _, name, _, _ in parse_calls(ops, "ops")]
     if {*names} & {*_RESIZES}:
-        return ops if names[0] in TAKES_ENCODED else f"decode|{ops}"
+        return ops if OPS.find(names[0]).takes_encoded else f"decode|{ops}"
     if {*names} & {*_CENTRAL_CROPS}:
         return "decode|resize_small(antialias=True)|central_crop"
     return "decode|resize(antialias=True)"
