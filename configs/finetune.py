@@ -104,7 +104,7 @@ def get_config(arg=""):
         if c.optimizer.last_layers is not None:
             c.optimizer.last_layers = 1
         c.global_batch_size, c.duration = 32, "20 steps"
-        c.schedule.name, c.schedule.warmup, c.schedule.milestones = "cosine", "0 steps", ""
+        c.schedule.name, c.schedule.warmup, c.schedule.milestones = "cosine", "0 steps", None
         c.log.every, c.checkpoint.every = "5 steps", "10 steps"
     return c
 

@@ -35,7 +35,7 @@ def get_config(arg=""):
     words, chosen = split_words(arg, WORDS)
     refuse_words(words, WORDS, __file__)
     c = base_config()
-    c.objective.name, c.objective.weight = "lejepa", 0.05
+    c.objective.name, c.objective.sigreg_weight = "lejepa", 0.05
     c.optimizer.weight_decay, c.optimizer.grad_clip_norm = 0.05, 1.0
     c.schedule.name = "cosine"
     if "cifar10" in chosen:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from vit_jax.config.parts import find_faults
+from vit_jax.config.registries import OPS, SOURCES
 from vit_jax.data.batch import BatchSpec, image_batch
 from vit_jax.data.device_ops import make_device_transform, to_value_range
 from vit_jax.data.division import Divider, Division
@@ -18,7 +18,6 @@ from vit_jax.data.mixture import concatenate, held_alike, parse_mix
 from vit_jax.data.ops import at_full_size, check_crops, parse_ops
 from vit_jax.data.order import Order, make_order, resolve_order
 from vit_jax.data.pipeline import eval_batches, host_batches, host_eval_batches, train_batches
-from vit_jax.data.registries import OPS, SOURCES
 from vit_jax.data.sources import DataSet, Request, Source, count_labels, read_labels
 from vit_jax.data.subset import (
     check_classes,
@@ -29,7 +28,7 @@ from vit_jax.data.subset import (
     soften,
 )
 from vit_jax.data.tfds import ON_DISK
-from vit_jax.errors import InputError, collect_faults
+from vit_jax.errors import InputError
 
 __all__ = [
     "ON_DISK",
@@ -108,10 +107,7 @@ def make_source(
     """
     folder = None if data_dir is None else os.path.expanduser(data_dir)
     request = Request(name, split, image_size, folder, **asked)
-    found = SOURCES.find(name)
-    keys = found.declared()
-    data_set = found(**{key: value for key, value in (own or {}).items() if key in keys})
-    collect_faults([f"data.{fault}" for fault in find_faults(data_set)])
+    data_set = SOURCES.make({"name": name, **(own or {})})
     source = give_channels(data_set.open(request), request.channels)
     _check_facts(source, request, ("multi_label",))
     if classes is not None:

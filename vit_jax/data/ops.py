@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from vit_jax.config import image_hw
 from vit_jax.config.parts import Part, find_faults, key
-from vit_jax.data.registries import OPS
+from vit_jax.config.registries import OPS
 from vit_jax.errors import InputError, collect_faults
 from vit_jax.tree import Batch
 
