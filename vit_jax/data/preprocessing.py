@@ -26,7 +26,7 @@ from vit_jax.data.ops import DeviceOp, HostOp, parse_ops
 from vit_jax.data.order import check_order, pair_distance, resolve_order
 from vit_jax.errors import InputError
 
-FIRST_LOCAL = 512  # number of the first local view
+_FIRST_LOCAL = 512  # number of the first local view
 VIEWS = {"global_views": "global", "local_views": "local"}
 
 
@@ -65,7 +65,7 @@ def parse_views(config: ConfigDict) -> dict[str, Views]:
         key, sized = f"data.{kind}_ops", "image_size" if kind == "global" else "local_size"
         size = image_hw(config.data[sized], f"data.{sized}")
         of_views = parse_view_ops(config.data[f"{kind}_ops"], size, number, key)
-        first = FIRST_LOCAL if kind == "local" else 0
+        first = _FIRST_LOCAL if kind == "local" else 0
         found[name] = Views(key, size, first, *zip(*of_views, strict=True))
     return found
 
@@ -160,7 +160,7 @@ def make_transform(config: ConfigDict, preprocessing: Preprocessing) -> DeviceTr
     rows = {"global_batch_size": config.global_batch_size, "repeats": d.repeats}
     order, streams = resolve_order(d.order, d.streams, num_examples=d.num_examples, **rows)
     mixes = preprocessing.mixes
-    check_order(order, chunk_size=d.chunk_size, streams=streams, **rows, mixes=mixes)
+    check_order(order, streams=streams, **rows, mixes=mixes)
     return make_device_transform(
         ops,
         d.mean,

@@ -34,7 +34,7 @@ from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.images.formats import to_pixels
 from vit_jax.data.records import RecordFiles, open_files, stored_labels, stored_records
 from vit_jax.data.sources import DataSet, Request, Source, fingerprint, read_tensors
-from vit_jax.errors import InputError, nearest
+from vit_jax.errors import InputError
 
 _NAME = re.compile(r"(?P<name>\w+)(/(?P<config>[\w.-]+))?(:(?P<version>\d+\.\d+\.\d+))?")
 _RECORDS_AT_ONCE = 1024
@@ -43,7 +43,6 @@ _SMALL_BYTES = 1 << 30  # files and pixels up to this size are held in memory by
 ON_DISK = "on_disk"
 # The reader of each file format; `memory` reads both.
 _BY_FORMAT = {"tfrecord": "offsets", "array_record": "array_record"}
-_READERS = ("memory", *_BY_FORMAT.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,12 +205,6 @@ def _count_examples(info, split: str) -> int:
     if backwards or num_examples < 1:
         raise InputError(f"{where} holds no examples, or ends before it begins")
     return num_examples
-
-
-def check_reader(reader: str | None) -> None:
-    """Raise InputError if `reader` is neither None nor a reader for a config."""
-    if reader is not None and reader not in _READERS:
-        raise InputError(f"data.reader={reader!r}: {nearest(reader, _READERS)}")
 
 
 def _choose_reader(reader: str | None, info, parts, num_examples: int, image_shape) -> str:

@@ -164,21 +164,13 @@ class Vtab(DataSet):
             source = open_prepared(of_tfds, task.view)
         except InputError as e:
             raise InputError(*(f"data.name={name!r}: {fault}" for fault in e.faults)) from None
-        found = f"{task.tfds_name} {task.splits[split]} has {source.num_examples} examples"
-        needed = f"VTAB's has {task.sizes[split]}"
-        if source.num_classes != task.num_classes:
-            found = f"{task.tfds_name} has {source.num_classes} classes"
-            needed = f"VTAB's has {task.num_classes}"
-        elif source.num_examples != task.sizes[split] and split == "test":
-            logger.warning(
-                "%s: %s, but %s; results are not comparable with VTAB's", name, found, needed
-            )
-        if source.num_classes != task.num_classes or (
-            source.num_examples != task.sizes[split] and split != "test"
-        ):
-            raise InputError(
-                f"data.name={name!r}: {found}, but {needed}; use the version of the TFDS catalogue"
-            )
+        needed = {"classes": task.num_classes, "examples": task.sizes[split]}
+        found = {"classes": source.num_classes, "examples": source.num_examples}
+        if found != needed:
+            said = f"{name} {split} ({task.tfds_name}) has {found}, but VTAB's has {needed}"
+            if split != "test" or found["classes"] != needed["classes"]:
+                raise InputError(f"data.name={name!r}: {said}; use the version of TFDS's catalogue")
+            logger.warning("%s; the results are not comparable with VTAB's", said)
         if split in ("train800", "train800val200"):
             _warn_of_absent(source, name, split)
         identity = fingerprint(name, split, source.fingerprint)
