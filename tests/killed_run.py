@@ -18,12 +18,12 @@ import signal
 import sys
 import threading
 
-from vit_jax import files, metrics
+from vit_jax import files
 from vit_jax.checkpoints import checkpoint
 from vit_jax.evaluators import classification
 from vit_jax.inference import pseudo_labels
 from vit_jax.main import main
-from vit_jax.run import loop, train
+from vit_jax.run import loop, speed, train
 
 
 def kill():
@@ -53,8 +53,8 @@ def arm(moment):
     if kind == "startup":
         train.start_state = lambda run: kill()
     elif kind == "step":
-        before = metrics.Profiler.before
-        metrics.Profiler.before = lambda self, step: kill() if step == count else before(self, step)
+        before = speed.Profiler.before
+        speed.Profiler.before = lambda self, step: kill() if step == count else before(self, step)
     elif kind == "evaluation":
         owner = classification.Classification
         owner.run = after(count, owner.run, kill_after)
@@ -77,7 +77,7 @@ def arm(moment):
         owner.write = write_half
     elif kind == "save":
         owner, went_on = checkpoint.Checkpoints, threading.Event()
-        before, save = metrics.Profiler.before, owner.save
+        before, save = speed.Profiler.before, owner.save
 
         def save_and_note(self, *args):
             save(self, *args)
@@ -91,7 +91,7 @@ def arm(moment):
             went_on.set()
             before(self, step)
 
-        metrics.Profiler.before, owner.save = note, save_and_note
+        speed.Profiler.before, owner.save = note, save_and_note
         owner._seal_uncommitted = after(count, owner._seal_uncommitted, hold)
     elif kind == "labels":
         write = pseudo_labels.write_whole

@@ -379,7 +379,7 @@ def test_processes_compare_digests(here, monkeypatch):
     (here / "part.py").write_text(PART)
     c, found = base_config(plugins=["part.py"]), {}
     monkeypatch.setattr(agreement.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(agreement, "_agree", lambda config, what, facts: found.update(facts))
+    monkeypatch.setattr(agreement.processes, "agree", lambda _, facts, *rest: found.update(facts))
     agreement.compare_requests(c, {})
     assert found["plug-in part.py"] == plugins.find_plugin("part.py").digest
     assert not {name for name in software() if name.startswith("plug-in")}

@@ -154,7 +154,7 @@ def test_a_run_is_evaluated_on_pictures_without_its_optional_split(tmp_path, cap
     run.stop.metric = "test/top1"  # nothing waits for it now
     assert [*find_absent(run, training=False)] == ["evals.test"]
     del run.evals["val"]
-    with pytest.raises(InputError, match=r"^evals\.test: left out.*evals\.test\.split=val"):
+    with pytest.raises(InputError, match=r"^evals\.test: left out"):
         find_absent(run, training=False)
 
 
