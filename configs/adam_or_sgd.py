@@ -42,7 +42,7 @@ def get_config(arg=""):
     c.schedule.name = "cosine"
     c.checkpoint.every, c.log.every = "400 steps", "50 steps"
 
-    c.study.name, c.study.metric, c.study.choose_by = "tuned_grid", "dev/top1", "dev/top1"
+    c.study.name, c.study.metric, c.study.choose_by = "grid", "dev/top1", "dev/top1"
     c.study.finetune, c.study.finetune_metric = FINETUNE, "test/top1"
     rates, models = PEAK_LRS, MODELS
     if "debug" in chosen:

@@ -20,8 +20,7 @@ CPU, under a minute, synthetic data: --config=configs/augreg.py:ViT-B/16,imagene
 
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.errors import InputError
-from vit_jax.models import find_family
-from vit_jax.models.vit import ViT
+from vit_jax.models import fields_of, find_family
 from vit_jax.recipes import SPLITS, find_augreg, make_tiny
 
 WORDS = {
@@ -40,9 +39,8 @@ def get_config(arg=""):
             f"medium1; optional words: {', '.join(WORDS)}"
         )
     model, data, augmentation = words
-    family = find_family(model)
-    family.parse(model)
-    if not issubclass(family.module, ViT):
+    find_family(model).parse(model)
+    if "num_heads" not in fields_of(model):
         raise InputError(
             f"model {model!r}: AugReg's recipes need a ViT or a hybrid, such as ViT-B/16"
         )

@@ -75,7 +75,7 @@ def get_config(arg=""):
         **held_out,
     )  # fmt: skip
 
-    c.study.name, c.study.seeds = "tuned_grid", 1
+    c.study.name, c.study.seeds = "grid", 1
     c.study.metric = "fewshot/10shot_top1"
     models, sizes = MODELS, (250, 1_000, 4_000, 20_000)
     if tuned:

@@ -33,14 +33,14 @@ def get_config(arg=""):
     c.schedule.name = "cosine"
     c.checkpoint.every, c.log.every = "6 epochs", "100 steps"
 
-    c.study.name, c.study.metric, c.study.choose_by = "tuned_grid", "test/top1", "dev/top1"
+    c.study.name, c.study.metric, c.study.choose_by = "grid", "test/top1", "dev/top1"
     rates = PEAK_LRS
     if "debug" in chosen:
         rates = PEAK_LRS[:2]
         c.model.name, c.model.width, c.model.mlp_dim, c.model.num_heads = "ViT-mu/4", 32, 64, 2
         c.model.depth = 1
         c.data.name, c.data.image_size, c.data.split, c.data.ops = "digits", 8, "train", ""
-        c.evals.dev = classification(split="test", every="20 steps")
+        c.evals.dev = classification(split="train", every="20 steps")
         c.evals.test = classification(split="test", every="20 steps")
         c.global_batch_size, c.duration, c.schedule.warmup = 32, "20 steps", "2 steps"
         c.checkpoint.every, c.log.every, c.study.seeds = "20 steps", "10 steps", 1

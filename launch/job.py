@@ -170,9 +170,9 @@ def study_jobs(words: Sequence[str]) -> tuple[str, list[Job]]:
     if flags.launcher is not None:
         raise InputError(f"--launcher={flags.launcher}: this one takes the members; leave it out")
     with plugins.using(flags.plugins, trusted=flags.trust_plugins):
-        study, config, call = prepare_study(flags)
-        waiting = running.waiting_members(study, config, call)
-        configs = [running.member_config(config, member) for member in waiting]
+        study, call = prepare_study(flags)
+        waiting = running.waiting_members(study, call)
+        configs = [study.config_of(member.overrides) for member in waiting]
     if not waiting:
         raise InputError(
             f"--workdir={flags.workdir}: no member waits; see what they came to: "

@@ -43,10 +43,10 @@ from vit_jax.run.resolve import resolve
 from vit_jax.run.sources import check_images
 from vit_jax.run.teachers import place_teachers, planned_experiment, read_teachers
 from vit_jax.run.validation import find_faults
-from vit_jax.studies.grid import parse_cells
+from vit_jax.studies.engine import parse_entries
 from vit_jax.transfer import huggingface_images, timm_config, workdir
-from vit_jax.transfer.images import ops_for
-from vit_jax.transfer.pretrained import Cut, Pretrained, Spec
+from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, ops_for
+from vit_jax.transfer.source import Source
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
@@ -345,12 +345,13 @@ def on_pixels(ops):
 
 def prepared_by(spec, source, folder):
     """(by whom, host ops) of the commands for a run's spec, and for those of its exports."""
-    model = types.SimpleNamespace(image_size=spec.image_size, num_classes=None)
-    timm_config.write(folder, {}, {}, spec)
+    timm_config.write(epath.Path(folder), {}, {}, spec)
     pixels = huggingface_images.write_pixels(spec)
     specs = {
         "run": spec,
-        "timm": timm_config.read_spec(timm_config.read_config(folder), model, "timm"),
+        "timm": timm_config.Config(Source(epath.Path(folder))).read_spec(
+            spec.image_size, None, "antialiased"
+        ),
         "hf": huggingface_images.with_pixels(spec, pixels, False, "hf"),
     }
     config = load("evaluate", "classification,debug")
@@ -879,8 +880,8 @@ def test_own_images_take_every_family(name):
 
 
 def test_cells_of_the_ablation_are_those_of_table_8_and_more():
-    cells = parse_cells(load("position_ablation").study.cells)
-    assert {(cell.row, cell.column) for cell in cells} == {
+    cells = parse_entries("cells", load("position_ablation").study.cells)
+    assert {*cells} == {
         ("no positions", "stem"),
         *((row, column) for row in ("1-D", "2-D")
           for column in ("stem", "every layer", "every layer, shared")),

@@ -14,9 +14,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.errors import InputError, nearest
 from vit_jax.experiment.finetune_length import BIT_LR, bit_steps, bit_warmup
-from vit_jax.models import fields_of, find_family, token_stride
-from vit_jax.models.resnet import map_stride
-from vit_jax.models.variants import VIT_VARIANTS
+from vit_jax.models import find_family, tiny_fields, token_stride
 
 # Training and validation split of each data set. The two large sets have no validation split; as
 # many images as ImageNet's validation split has are held out of their training split.
@@ -212,32 +210,12 @@ AUGREG = {
 
 
 def make_tiny(model: ConfigDict, name: str) -> int:
-    """Set `config.model` to a tiny model of the family of `name` with the same token stride.
-
-    A ResNet, including the ResNet of a hybrid, keeps at most one unit and half its width; an
-    EfficientNet keeps one block in each stage and an eighth of the width of B0; a T2T-ViT gets the
-    sizes of the variant mu.
+    """Set `config.model` to the tiny model of the family of `name`; see `models.tiny_fields`.
 
     Returns the side, in pixels, of images with 2 x 2 tokens.
     """
-    sizes = find_family(name).parse(name)
-    stride, _ = token_stride(name)
-    has = fields_of(name)
-    model.name = name
-    if "token_module" in has:
-        model.update(VIT_VARIANTS["mu"]._asdict(), token_width=16)
-    elif "patch_size" in has:
-        without_patch, _, patch = name.rpartition("/")
-        model.name = f"{without_patch.rpartition('-')[0]}-mu/{patch}"
-    if "width_factor" in has:
-        model.width_factor, model.depth_factor = 0.125, 0.1
-    if "stages" in has:
-        model.stem_width = 32
-        if sizes["stages"]:
-            model.stages = (1,)
-            if "patch_size" in has:
-                model.patch_size = stride // map_stride(model.stages)
-    return 2 * stride
+    model.update(tiny_fields(name))
+    return 2 * token_stride(name)[0]
 
 
 class DataEfficient(NamedTuple):

@@ -111,7 +111,7 @@ def test_a_hybrid_adapts_its_stem_and_not_its_embedding():
     params = abstract_params(model)
     params = {name: np.ones(leaf.shape, np.float32) for name, leaf in params.items()}
     pretrained = Pretrained("source", model, params, Spec((32, 32), "timm"))
-    found = fit(pretrained, model.clone(channels=1), reset_head=False)
+    found, _ = fit(pretrained, model.clone(channels=1), reset_head=False)
     assert found["stem/conv_root/kernel"].shape[2] == 1
     np.testing.assert_array_equal(found["stem/conv_root/kernel"], 3.0)
     assert found["embedding/kernel"] is params["embedding/kernel"]

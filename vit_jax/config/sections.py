@@ -339,7 +339,7 @@ class Study(Section):
         "all",
     )
     candidates: Texts = key(
-        (), 'tuned_grid: settings, "name: key=value; key=value"; each cell keeps the best one'
+        (), 'grid: settings, "name: key=value; key=value"; each cell keeps the best one'
     )
     choose_by: str | None = key(None, "metric that chooses among candidates")
     point: str = key("last", "step that counts: last, or best, as checkpoint.keep_best finds it")

@@ -30,8 +30,7 @@ from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.inference import layers
-from vit_jax.transfer.images import class_names, ops_for
-from vit_jax.transfer.pretrained import Pretrained, loss_of
+from vit_jax.transfer.pretrained import Pretrained, class_names, loss_of, ops_for
 
 logger = logging.getLogger("vit_jax")
 
