@@ -48,9 +48,6 @@ KINDS = {
     "TIFF with alpha": encode(smooth_image(), "TIFF", mode="RGBA"),
     "black and white TIFF": encode(smooth_image(), "TIFF", mode="1"),
     "black and white PNG": encode(smooth_image(), "PNG", mode="1"),
-    "CMYK JPEG": encode(smooth_image(), mode="CMYK", quality=95),
-    "grey JPEG": encode(smooth_image(), mode="L"),
-    "PNG with alpha": encode(smooth_image(), "PNG", mode="RGBA"),
 }
 
 
