@@ -15,7 +15,7 @@ from vit_jax.commands import COMMANDS
 from vit_jax.commands.flags import load_valid_config, require_flags
 from vit_jax.config import eval_splits, plugins
 from vit_jax.config.text import shipped_configs
-from vit_jax.data import OWN_PICTURES, SOURCES, parse_mix
+from vit_jax.data import OWN_IMAGES, SOURCES, parse_mix
 from vit_jax.errors import InputError
 from vit_jax.main import parse_flags
 
@@ -36,7 +36,7 @@ class DataSet(NamedTuple):
 
 
 # The user's own pictures, which are read from mounted disks only.
-_PICTURES = (*OWN_PICTURES, "unlabelled")
+_PICTURES = (*OWN_IMAGES, "unlabelled")
 
 
 @dataclasses.dataclass(frozen=True)

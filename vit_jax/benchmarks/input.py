@@ -13,8 +13,8 @@ from vit_jax.benchmarks.rounds import measure, spread
 from vit_jax.config import image_hw, train_split
 from vit_jax.data import order
 from vit_jax.data.elements import PARALLEL_CALLS, Elements
-from vit_jax.data.host_ops import to_pixels
 from vit_jax.data.host_tf import tf
+from vit_jax.data.images.formats import to_pixels
 from vit_jax.errors import InputError
 from vit_jax.run.opener import Tables
 from vit_jax.run.resolve import resolve
@@ -63,7 +63,7 @@ def measure_input(config: ConfigDict, *, num_rounds: int | None = None) -> dict[
     data_order = training_order(config, source)
     where: dict[str, Any] = {"seed": config.seed, "rows": rows}
     num_broken = 0
-    if config.data.name in (*data.OWN_PICTURES, "unlabelled"):  # others are rarely broken
+    if config.data.name in (*data.OWN_IMAGES, "unlabelled"):  # others are rarely broken
         steps = range((1 + num_rounds) * num_batches)
         first = data.host_batches(source, spec, steps=steps, **where, data_order=data_order)
         data_order, num_broken = _leave_out_broken(data_order, first, source.num_examples)
@@ -118,7 +118,7 @@ def _batch_makers(
     makers = {"pipeline": functools.partial(data.host_batches, source, spec, **where)}
     image_size, (host_ops,) = spec.crops["image"].size, spec.crops["image"].host_ops
     full_size = data.at_full_size(host_ops)
-    if source.encoded and not data.do_the_same(host_ops, full_size):
+    if source.encoded and full_size != host_ops:
         unscaled = data.image_batch(spec.size, image_size, full_size)
         makers["full_size"] = functools.partial(data.host_batches, source, unscaled, **where)
     if source.encoded:
