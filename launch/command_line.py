@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that launchers work in a clone that is not installed
 
-from vit_jax.errors import InputError  # noqa: E402
+from vit_jax.errors import InputError, collect_faults  # noqa: E402
 from vit_jax.job import exit_codes  # noqa: E402
 
 
@@ -42,6 +42,16 @@ def make_parser(doc: str, action: str = "") -> argparse.ArgumentParser:
     )
 
 
+def add_common_flags(parser: argparse.ArgumentParser, shown: str) -> None:
+    """Add --env, which environment.py reads, and --dry_run, which prints what is `shown`."""
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME[=VALUE]",
+        help="variable of every process; without =VALUE its value comes from this shell. "
+        "Keys, tokens and passwords stay hidden. W&B's key is passed too if the job logs to W&B",
+    )  # fmt: skip
+    parser.add_argument("--dry_run", action="store_true", help=f"print {shown} and exit")
+
+
 def shell(words: Iterable[str], environment: Mapping[str, str] | None = None) -> str:
     """A command as typed in a shell, preceded by its environment variables."""
     settings = [f"{key}={shlex.quote(value)}" for key, value in (environment or {}).items()]
@@ -67,8 +77,7 @@ def positive(flags: argparse.Namespace, *names: str) -> None:
         for name in names
         if (value := getattr(flags, name)) is not None and value < 1
     ]
-    if faults:
-        raise InputError(*faults, where="flags") if len(faults) > 1 else InputError(faults[0])
+    collect_faults(faults)
 
 
 def check_name(name: str | None) -> None:

@@ -35,8 +35,8 @@ class DataSet(NamedTuple):
     folder: str | None
 
 
-# The user's own pictures, which are read from mounted disks only.
-_PICTURES = (*OWN_PICTURES, "unlabelled")
+# The user's own images, which are read from mounted disks only.
+_OWN_IMAGES = (*OWN_PICTURES, "unlabelled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ def find_data_sets(config: ConfigDict) -> tuple[DataSet, ...]:
     return tuple(
         DataSet(key, name, folder)
         for (name, folder), key in found.items()
-        if name in _PICTURES or name not in SOURCES
+        if name in _OWN_IMAGES or name not in SOURCES
     )
 
 
@@ -238,12 +238,12 @@ def check_data_travels(
     """
     faults = []
     for key, name, folder in job.data:
-        bucket = "" if name in _PICTURES else "gs://bucket/tensorflow_datasets"
+        bucket = "" if name in _OWN_IMAGES else "gs://bucket/tensorflow_datasets"
         folder = folder or (variables.get("TFDS_DATA_DIR") if bucket else None)
         if folder is not None and (has(folder) or (bucket and "://" in folder)):
             continue
         copy = f"copy it to a bucket and give --config.{key}={bucket}, or " if bucket else ""
-        what = name if bucket else "pictures"
+        what = name if bucket else "images"
         faults.append(f"{key}={folder!r}: {where} has no {what} there; {copy}{remedy}")
     if faults:
         raise InputError(*faults)

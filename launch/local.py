@@ -22,8 +22,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from command_line import launcher_main, make_parser, positive, shell
-from environment import define_env_flag, read_environment
+from command_line import add_common_flags, launcher_main, make_parser, positive, shell
+from environment import read_environment
 from etils import epath
 from job import Job, check_job
 
@@ -45,8 +45,7 @@ def define_flags() -> argparse.ArgumentParser:
         "--devices_per_process", type=int, metavar="N", help="default: 1 on CPU; GPUs: equal shares"
     )
     parser.add_argument("--platform", choices=("cpu", "gpu"), help="default: gpu if there is one")
-    define_env_flag(parser)
-    parser.add_argument("--dry_run", action="store_true", help="print the commands and exit")
+    add_common_flags(parser, "the commands")
     return parser
 
 

@@ -28,8 +28,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from command_line import find_program, launcher_main, make_parser, positive, shell
-from environment import define_env_flag, read_environment
+from command_line import (
+    add_common_flags,
+    find_program,
+    launcher_main,
+    make_parser,
+    positive,
+    shell,
+)
+from environment import read_environment
 from job import Job, check_job, study_jobs
 
 from vit_jax import files
@@ -55,8 +62,7 @@ def define_flags() -> argparse.ArgumentParser:
         "--sbatch", action="append", default=[], metavar="OPTION",
         help="any option of sbatch, such as --sbatch=--partition=gpu; repeatable",
     )  # fmt: skip
-    define_env_flag(parser)
-    parser.add_argument("--dry_run", action="store_true", help="print the script and exit")
+    add_common_flags(parser, "the script")
     return parser
 
 

@@ -6,7 +6,7 @@
 
     summary = vit_jax.train("quickstart", "runs/quickstart")
     results = vit_jax.evaluate("runs/quickstart")
-    rows = vit_jax.predict(["cat.jpg", picture, array], "runs/mine")
+    rows = vit_jax.predict(["cat.jpg", image, array], "runs/mine")
 
 Importing this package touches no device, parses no flag and does not import TensorFlow.
 """
