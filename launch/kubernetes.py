@@ -24,11 +24,11 @@ import tpus
 import yaml
 from command_line import (
     add_common_flags,
-    check_name,
     find_program,
     launcher_main,
     make_parser,
-    parse_pairs,
+    name_of_job,
+    pair,
     positive,
     shell,
 )
@@ -46,27 +46,32 @@ def define_flags() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     where = parser.add_argument_group("where: --topology, or --nodes")
     where.add_argument("--topology", metavar="SLICE", help="TPU slice of GKE, e.g. v5e:4x4")
-    where.add_argument("--num_slices", type=int, default=1, help="TPU slices connected by DCN")
-    where.add_argument("--nodes", type=int, help="number of GPU or CPU nodes")
-    where.add_argument("--gpus_per_node", type=int, help="NVIDIA GPUs per process")
+    where.add_argument("--num_slices", type=positive, default=1, help="TPU slices connected by DCN")
+    where.add_argument("--nodes", type=positive, help="number of GPU or CPU nodes")
+    where.add_argument("--gpus_per_node", type=positive, help="NVIDIA GPUs per process")
     where.add_argument("--spot", action="store_true", help="use GKE's spot nodes")
     where.add_argument(
-        "--node_selector", action="append", default=[], metavar="LABEL=VALUE",
+        "--node_selector", type=pair("="), action="append", default=[], metavar="LABEL=VALUE",
         help="nodes to run on, e.g. cloud.google.com/gke-accelerator=nvidia-h100-80gb or "
         "cloud.google.com/reservation-name=NAME; repeatable",
     )  # fmt: skip
     parser.add_argument("--image", required=True, help="image built from launch/Dockerfile")
     parser.add_argument(
-        "--volume", action="append", default=[], metavar="CLAIM:FOLDER",
+        "--volume", type=pair(":"), action="append", default=[], metavar="CLAIM:FOLDER",
         help="persistent volume claim and the folder to mount it at; repeatable",
     )  # fmt: skip
     parser.add_argument("--service_account", help="account that may write to the workdir")
     parser.add_argument("--namespace", default="default")
-    parser.add_argument("--name", help="name of the JobSet; default: last part of the workdir")
-    parser.add_argument("--cpus_per_node", type=int, help="CPUs to request per pod")
+    parser.add_argument(
+        "--name", type=name_of_job, help="name of the JobSet; default: last part of the workdir"
+    )
+    parser.add_argument("--cpus_per_node", type=positive, help="CPUs to request per pod")
     parser.add_argument("--memory_per_node", metavar="SIZE", help="memory per pod, e.g. 64Gi")
     parser.add_argument(
-        "--save_s", type=int, default=300, help="seconds for a pod to save when it is evicted"
+        "--save_s",
+        type=positive,
+        default=300,
+        help="seconds for a pod to save when it is evicted",
     )
     parser.add_argument(
         "--max_restarts", type=int, default=10, help="limit of restarts after failures"
@@ -78,7 +83,6 @@ def define_flags() -> argparse.ArgumentParser:
 
 def check(flags: argparse.Namespace, job: Job) -> None:
     """Raise InputError for flags that contradict each other, or a job that pods cannot run."""
-    positive(flags, "num_slices", "nodes", "gpus_per_node", "cpus_per_node", "save_s")
     if (flags.topology is None) == (flags.nodes is None):
         raise InputError(
             "--topology, --nodes: give one of them; a TPU slice such as --topology=v5e:4x4, or "
@@ -88,9 +92,6 @@ def check(flags: argparse.Namespace, job: Job) -> None:
         raise InputError("--gpus_per_node: only works with --nodes, not with --topology")
     if flags.nodes is not None and flags.num_slices != 1:
         raise InputError("--num_slices: only works with --topology, not with --nodes")
-    if flags.max_restarts < 0:
-        raise InputError(f"--max_restarts={flags.max_restarts}: must be at least 0")
-    check_name(flags.name)
     if "://" not in job.workdir and not is_mounted(flags, job.workdir):
         raise InputError(
             f"--workdir={job.workdir}: would be lost with its pod; give gs://bucket/... or a "
@@ -100,8 +101,7 @@ def check(flags: argparse.Namespace, job: Job) -> None:
 
 def is_mounted(flags: argparse.Namespace, folder: str) -> bool:
     """Whether `folder` is on a volume of the pods."""
-    mounts = parse_pairs("volume", flags.volume, ":").values()
-    return any(f"{folder}/".startswith(f"{mount.rstrip('/')}/") for mount in mounts)
+    return any(f"{folder}/".startswith(f"{mount.rstrip('/')}/") for _, mount in flags.volume)
 
 
 # The JobSet of any job; `render` adds what depends on it. A Job's failures that match its
@@ -169,12 +169,12 @@ def render(flags: argparse.Namespace, job: Job, variables: Environment) -> dict[
         add_slices(flags, job, jobset, group, pod, container)
     pod["terminationGracePeriodSeconds"] = flags.save_s
     pod["serviceAccountName"] = flags.service_account
-    pod["nodeSelector"] |= parse_pairs("node_selector", flags.node_selector, "=")
+    pod["nodeSelector"] |= dict(flags.node_selector)
     if flags.spot:
         pod["nodeSelector"][_SPOT] = "true"
         spot = {"key": _SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
         pod["tolerations"].append(spot)
-    for i, (claim, folder) in enumerate(parse_pairs("volume", flags.volume, ":").items()):
+    for i, (claim, folder) in enumerate(flags.volume):
         volume = {"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}}
         pod["volumes"].append(volume)
         container["volumeMounts"].append({"name": f"volume-{i}", "mountPath": folder})

@@ -35,10 +35,10 @@ import tpus
 from command_line import (
     ROOT,
     add_common_flags,
-    check_name,
     find_program,
     launcher_main,
     make_parser,
+    name_of_job,
     positive,
     shell,
 )
@@ -66,11 +66,13 @@ ACTIONS = ("create", "run", "status", "logs", "delete")
 def define_flags() -> argparse.ArgumentParser:
     parser = make_parser(__doc__, f"{{{','.join(ACTIONS)}}} ")
     parser.add_argument("action", choices=ACTIONS)
-    parser.add_argument("--name", required=True, help="name of the queued resource")
+    parser.add_argument(
+        "--name", type=name_of_job, required=True, help="name of the queued resource"
+    )
     parser.add_argument("--zone", required=True)
     parser.add_argument("--project", help="default: gcloud's")
     parser.add_argument("--topology", metavar="SLICE", help="for create and run, e.g. v5e:4x4")
-    parser.add_argument("--num_slices", type=int, default=1, help="slices connected by DCN")
+    parser.add_argument("--num_slices", type=positive, default=1, help="slices connected by DCN")
     tier = parser.add_mutually_exclusive_group()
     tier.add_argument("--spot", action="store_true", help="cheaper, but may be preempted")
     tier.add_argument("--reserved", action="store_true", help="use the project's reservation")
@@ -318,12 +320,10 @@ def check(
     Raises:
       InputError: if flags contradict each other.
     """
-    check_name(flags.name)
     if flags.action != "run" and words:
         raise InputError(f"{flags.action}: takes no job; only run does")
     if flags.action not in ("create", "run"):
         return None, None, None
-    positive(flags, "num_slices")
     if flags.topology is None:
         raise InputError("--topology: missing; e.g. --topology=v5e:4x4")
     tpu = tpus.find_tpu_slice(flags)

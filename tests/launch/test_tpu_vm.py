@@ -335,7 +335,7 @@ def test_preempted_before_the_job_has_begun(tpu_vm, call, cloud):
         (["run", *WHERE, "--topology=v5e:5x5", "--", *WORDS], "no such slice is rented; known"),
         (["create", *WHERE, "--topology=tpu7x:4x4x4"], "; use launch/kubernetes.py"),
         (["create", *WHERE, "--topology=v5e:4x4", "--", *WORDS], "create: takes no job"),
-        (["create", *WHERE, "--topology=v5e:4x4", "--num_slices=0"], "--num_slices=0: needs a pos"),
+        (["create", *WHERE, "--topology=v5e:4x4", "--num_slices=0"], "--num_slices: 0: needs"),
         (["create", *WHERE, "--topology=v5e:4x4", "--spot", "--reserved"], "not allowed with"),
         (["run", *WHERE, "--topology=v5e:4x4", "--", QUICKSTART, "--workdir=runs/x"],
          "--workdir=runs/x: would be a different folder on each worker"),
@@ -345,7 +345,7 @@ def test_preempted_before_the_job_has_begun(tpu_vm, call, cloud):
         ([*RUN, "--", IMAGES, BUCKET, "--config.data.data_dir=mine"], "'mine': a worker"),
         (["run", *WHERE, "--topology=v5e:4x4", "--"], "no job: give its arguments after --"),
         (["runn", *WHERE], "invalid choice: 'runn'"),
-        (["status", "--name=ViT_L", "--zone=us-west4-a"], "--name=ViT_L: needs at most 40"),
+        (["status", "--name=ViT_L", "--zone=us-west4-a"], "--name: ViT_L: needs at most 40"),
         ([*RUN, "--", "--config=/tmp/mine.py", BUCKET], "/tmp/mine.py"),
     ],
 )  # fmt: skip
