@@ -147,5 +147,5 @@ def make_small(c):
     c.optimizer.peak_lr = c.optimizer.peak_lr or 0.003
     if c.optimizer.last_layers is not None:
         c.optimizer.last_layers = 1
-    c.schedule.name, c.schedule.milestones = "cosine", ""
+    c.schedule.name, c.schedule.milestones = "cosine", None
     set_length(c, 32, "20 steps", "0 steps", save="10 steps", log="5 steps")

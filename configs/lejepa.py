@@ -35,7 +35,7 @@ COLOURS = "flip|color_jitter(0.8, 0.4, 0.4, 0.2, 0.1)|greyscale(0.2)"
 
 def get_config(arg=""):
     c, chosen = begin(arg, WORDS, __file__)
-    c.objective.name, c.objective.weight = "lejepa", 0.05
+    c.objective.name, c.objective.sigreg_weight = "lejepa", 0.05
     use_adamw(c)
     if "cifar10" in chosen:
         make_small(c)

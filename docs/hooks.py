@@ -4,7 +4,6 @@ A line `<!-- made by NAME -->` in a page is replaced by the text that the functi
 returns. Nothing is copied by hand, so the reference cannot fall behind the code.
 """
 
-import ast
 import contextlib
 import importlib
 import inspect
@@ -15,36 +14,9 @@ import pathlib
 import re
 import sys
 import textwrap
-import tokenize
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LAUNCHERS = ("local", "slurm", "kubernetes", "tpu_vm")
-
-
-def key_comments(path: pathlib.Path) -> dict[str, str]:
-    """{"model.name": comment} of the assignments `c.model.name = ...` in a Python file.
-
-    A comment stands behind its assignment, or on the lines right above it.
-    """
-    source = path.read_text()
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {t.start: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-    by_line = {row: text for (row, _), text in comments.items()}
-    alone = {row for row, column in comments if not source.splitlines()[row - 1][:column].strip()}
-    found = {}
-    for node in ast.walk(ast.parse(source)):
-        if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)):
-            continue
-        name, _, key = ast.unparse(node.targets[0]).partition(".")
-        if name != "c":
-            continue
-        rows, row = [], node.lineno - 1
-        while row in alone:
-            rows.insert(0, row)
-            row -= 1
-        rows += [node.end_lineno] if node.end_lineno in by_line else []
-        found[key] = " ".join(by_line[row] for row in rows)
-    return found
 
 
 def _cell(text: str) -> str:
@@ -63,29 +35,37 @@ def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(map(_cell, row)) + " |" for row in rows)])
 
 
-def config_keys() -> str:
-    """A table for each section of the config: key, type, default, comment."""
-    from vit_jax.config import REQUIRED, base_config, flatten
+def _row(name: str, declared) -> tuple[str, ...]:
+    kind = "int or pair" if declared.kind is object else declared.kind.__name__
+    default = "required" if declared.default is ... else f"`{declared.default!r}`"
+    limits = declared.within or ", ".join(declared.choices)
+    return (f"`{name}`", kind, default, limits, _sentence(declared.meaning))
 
-    config = base_config()
-    comments = key_comments(ROOT / "vit_jax/config/keys.py")
-    order = {key: place for place, key in enumerate(comments)}
-    keys = sorted(flatten(config).items(), key=lambda item: order.get(item[0], len(order)))
-    sections: dict[str, list[tuple[str, ...]]] = {}
-    for key, value in sorted(keys, key=lambda item: order.get(item[0].rpartition(".")[0], -1)):
-        section, _, leaf = key.rpartition(".")
-        kind = (config[section] if section else config).get_type(leaf)
-        name = "int or pair" if kind is object else kind.__name__
-        default = "required" if key in REQUIRED else f"`{value!r}`"
-        row = (f"`{key}`", name, default, _sentence(comments.get(key, "")))
-        sections.setdefault(section, []).append(row)
-    parts = []
-    for section, rows in sections.items():
-        parts += [f"## {section or 'The run'}", ""]
-        if comments.get(section):
-            parts += [_sentence(comments[section]) + ".", ""]
-        parts += [_table(("key", "type", "default", "meaning"), rows), ""]
-    return "\n".join(parts)
+
+def config_keys() -> str:
+    """A table for each section of the config and each of its parts: what they declare."""
+    from vit_jax.config.registries import REGISTRIES
+    from vit_jax.config.sections import SECTIONS
+
+    heads, pieces = ("key", "type", "default", "range or choices", "meaning"), []
+    registries = {registry.section: registry for registry in REGISTRIES}
+    for name, section in SECTIONS.items():
+        prefix = f"{name}." if name else ""
+        rows = [_row(prefix + k, declared) for k, declared in section.declared().items()]
+        pieces += [
+            f"## {name or 'The run'}",
+            "",
+            inspect.getdoc(section),
+            "",
+            _table(heads, rows),
+            "",
+        ]
+        for choice in registries.get(name, ()):
+            part = registries[name].find(choice)
+            rows = [_row(prefix + k, declared) for k, declared in part.declared().items()]
+            pieces += [f"### {choice}", "", inspect.getdoc(part), ""]
+            pieces += [_table(heads, rows), ""] if rows else []
+    return "\n".join(pieces)
 
 
 def evaluator_keys() -> str:

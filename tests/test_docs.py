@@ -153,31 +153,9 @@ def test_launchers_take_the_documented_flags(monkeypatch):
 
 def test_reference_of_config_keys_has_every_key(hooks):
     text = hooks.config_keys()
-    for key, value in flatten(base_config()).items():
-        assert re.search(rf"^\| `{re.escape(key)}` \| .+ \| (required|`{re.escape(repr(value))}`)",
-                         text, re.MULTILINE), key  # fmt: skip
+    for key in flatten(base_config()):
+        assert f"| `{key}` |" in text
     assert "`--config" not in text
-
-
-def test_every_key_has_a_meaning(hooks):
-    rows = [line for line in hooks.config_keys().splitlines() if line.startswith("| `")]
-    assert [row for row in rows if row.rstrip(" |").endswith("`") or "required |  |" in row] == []
-
-
-def test_comments_of_keys(hooks, tmp_path):
-    path = tmp_path / "base.py"
-    path.write_text(
-        "def f():\n"
-        "    # Not this: a blank line follows.\n"
-        "\n"
-        "    # Above,\n"
-        "    # in two lines.\n"
-        "    c.a.b = 1\n"
-        "    c.a.c = '#'  # behind\n"
-        "    c.d = 2\n"
-        "    other.e = 3  # of another object\n"
-    )
-    assert hooks.key_comments(path) == {"a.b": "Above, in two lines.", "a.c": "behind", "d": ""}
 
 
 def test_pages_are_filled_in_from_the_code(hooks):

@@ -14,9 +14,10 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy_vit import random_params
+from short_objective import objective_of
 
 from vit_jax import tree
-from vit_jax.config import base_config
+from vit_jax.config import OPTIMIZERS, base_config
 from vit_jax.devices import sharding
 from vit_jax.devices.mesh import BATCH_AXES, make_mesh
 from vit_jax.devices.sharding import (
@@ -27,7 +28,7 @@ from vit_jax.devices.sharding import (
 )
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.gradients import make_gradients
-from vit_jax.experiment.optimizers import OPTIMIZERS, make_optimizer
+from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.experiment.state import TrainState, init_state
 from vit_jax.models import create_model
 from vit_jax.models.variants import VIT_VARIANTS
@@ -262,7 +263,9 @@ def test_gradients_can_be_given_a_sharding(accum_steps):
         return ObjectiveOutput(outputs.sum(), batch["mask"].sum(), {}, model_state)
 
     with jax.set_mesh(mesh):
-        gradients = make_gradients(loss, lambda batch, keys: batch, 0, accum_steps, None, shardings)
+        gradients = make_gradients(
+            objective_of(loss), lambda batch, keys: batch, 0, accum_steps, None, shardings
+        )
         params = {"a": jnp.ones((4, 8)), "b": jnp.ones((1, 8))}
         state = TrainState(jnp.zeros((), jnp.int32), params, {}, ())
         batch = {"image": jnp.ones((8, 4)), "mask": jnp.ones(8)}

@@ -19,7 +19,7 @@ from vit_jax.evaluators.classification import Classification, bins
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
-from vit_jax.objectives.supervised import make_loss
+from vit_jax.objectives.losses import make_loss
 
 SOFTMAX = make_loss("softmax")
 

@@ -16,7 +16,7 @@ from vit_jax.evaluators import make_evaluators
 from vit_jax.evaluators.features import NothingToMeasureError
 from vit_jax.evaluators.multilabel import MultiLabel
 from vit_jax.main import main
-from vit_jax.objectives.supervised import make_loss
+from vit_jax.objectives.losses import make_loss
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from short_objective import objective_of
 
 from vit_jax import tree
 from vit_jax.config import base_config
@@ -38,7 +39,9 @@ def loss(params, model_state, batch, rng):
 
 
 def gradients_of(mesh, accum_steps, **kwargs):
-    gradients = make_gradients(loss, lambda batch, keys: batch, 0, accum_steps, None, **kwargs)
+    gradients = make_gradients(
+        objective_of(loss), lambda batch, keys: batch, 0, accum_steps, None, **kwargs
+    )
     params = jax.tree.map(jnp.float32, WEIGHTS)
     state = TrainState(jnp.zeros((), jnp.int32), params, STATE, ())
     rng = np.random.default_rng(0)

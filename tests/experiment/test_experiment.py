@@ -242,16 +242,6 @@ def test_a_faulty_duration_names_its_key():
         parse_durations(config)
 
 
-@pytest.mark.parametrize("key", ["freeze_prototypes", "temperature_warmup"])
-def test_a_duration_of_the_objective_that_is_longer_than_the_run_is_refused(key):
-    config = small_config()
-    config.objective[key] = "3 epochs"
-    assert parse_durations(config)[f"objective.{key}"] == 6
-    config.duration = "5 steps"
-    with pytest.raises(InputError, match=rf"objective\.{key}='3 epochs' \(6 steps\): is longer"):
-        parse_durations(config)
-
-
 def test_faults_that_only_the_model_sees(mesh):
     with pytest.raises(InputError, match="num_heads=3 does not divide width=8"):
         make_experiment(small_config(num_heads=3), mesh)

@@ -7,8 +7,9 @@ import optax
 import pytest
 
 from vit_jax import tree
+from vit_jax.config import OPTIMIZERS
 from vit_jax.errors import InputError
-from vit_jax.experiment.optimizers import OPTIMIZERS, make_optimizer
+from vit_jax.experiment.optimizers import make_optimizer
 from vit_jax.transfer.fit import stack_layers, unstack_layers
 
 STEPS = 5
@@ -151,8 +152,6 @@ def test_l2_passes_through_the_root_and_the_momentum():
     params = tree.unflatten_names(PARAMS)
     plain = make_optimizer("sgd", schedule=lambda step: 0.1).init(params)
     assert "l2" not in plain  # as states are stored since before there was an l2
-    with pytest.raises(InputError, match=r"optimizer\.l2=-1"):
-        make_optimizer("sgd", schedule=lambda step: 0.1, l2=-1)
 
 
 def same_with_optax(name, theirs, **numbers):
@@ -422,20 +421,14 @@ def test_state_is_named_alike_with_and_without_clipping():
     [
         ({"name": "adam"}, ["optimizer.name='adam'", "adamw"]),
         ({"name": "x"}, ["optimizer.name='x'", "adamw, sgd, lion, rmsprop, adafactor, lars"]),
-        ({"b2": 1.0}, ["optimizer.b2=1.0", "less than 1"]),
+        ({"b2": 1.0}, ["optimizer.b2=1.0"]),
         ({"momentum": 0.9}, ["optimizer.momentum=0.9: adamw has no such", "None"]),
         ({"name": "lion", "eps": 1e-8}, ["optimizer.eps=1e-08: lion has no such"]),
         ({"name": "sgd", "b1": 0.9, "b2": 0.9}, ["optimizer.b1=0.9", "optimizer.b2=0.9"]),
         ({"momentum_dtype": "float16"}, ["optimizer.momentum_dtype='float16'", "bfloat16"]),
-        ({"layer_decay": 0.0}, ["optimizer.layer_decay=0.0", "at most 1"]),
-        ({"layer_decay": 1.1}, ["optimizer.layer_decay=1.1", "at most 1"]),
         ({"layer_decay": 0.9}, ["optimizer.layer_decay=0.9", "no layers"]),
-        ({"freeze": "*"}, ["optimizer.freeze='*': not a regular expression"]),
         ({"freeze": "encoder"}, ["optimizer.freeze='encoder'", "no parameter", "dense/bias"]),
         ({"freeze": ".*"}, ["optimizer.freeze='.*'", "every parameter"]),
-        ({"weight_decay": -0.1}, ["optimizer.weight_decay=-0.1"]),
-        ({"grad_clip_norm": 0.0}, ["optimizer.grad_clip_norm=0.0", "None"]),
-        ({"weight_decay_on": "*kernel"}, ["optimizer.weight_decay_on='*kernel'"]),
         ({"weight_decay": 0.1, "weight_decay_on": "kernel"}, ["'kernel'", "dense/bias"]),
     ],
 )

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from vit_jax.config import SCHEDULES
 from vit_jax.errors import InputError
 from vit_jax.experiment.durations import check_duration, parse_duration
-from vit_jax.experiment.schedules import SCHEDULES, half_cosine, make_schedule
+from vit_jax.experiment.schedules import half_cosine, make_schedule
 
 
 @pytest.mark.parametrize(
@@ -84,9 +85,12 @@ def test_a_run_has_as_many_steps_as_its_state_counts():
 RUN = {"peak_lr": 0.5, "total_steps": 100, "warmup_steps": 20}
 
 
+OWN = {"rsqrt": {"timescale": 60}, "exponential": {"timescale": 60}}
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_warmup_is_linear_from_zero(name):
-    schedule = make_schedule(name, **RUN)
+    schedule = make_schedule(name, **RUN, **OWN.get(name, {}))
     for step in range(21):
         np.testing.assert_allclose(schedule(step), 0.5 * step / 20, rtol=1e-6)
 
@@ -101,7 +105,7 @@ def test_warmup_is_linear_from_zero(name):
     ],
 )
 def test_decay(name, at_40, at_100):
-    schedule = make_schedule(name, **RUN, timescale=60)
+    schedule = make_schedule(name, **RUN, **OWN.get(name, {}))
     np.testing.assert_allclose(schedule(40), at_40, rtol=1e-6)
     np.testing.assert_allclose(schedule(100), at_100, rtol=1e-6, atol=1e-7)
     np.testing.assert_array_equal(schedule(120), schedule(100))
@@ -124,7 +128,8 @@ def test_exponential_falls_by_three_percent_at_each_step_of_the_stair():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_cooldown_multiplies_the_last_steps_down_to_zero(name):
-    plain, cooled = make_schedule(name, **RUN), make_schedule(name, **RUN, cooldown_steps=40)
+    run = RUN | OWN.get(name, {})
+    plain, cooled = make_schedule(name, **run), make_schedule(name, **run, cooldown_steps=40)
     for step in (0, 10, 60):
         np.testing.assert_array_equal(cooled(step), plain(step))
     for step in (70, 90, 100, 120):
@@ -134,12 +139,12 @@ def test_cooldown_multiplies_the_last_steps_down_to_zero(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_without_warmup_starts_at_the_peak(name):
-    assert make_schedule(name, peak_lr=0.5, total_steps=10)(0) == 0.5
+    assert make_schedule(name, peak_lr=0.5, total_steps=10, **OWN.get(name, {}))(0) == 0.5
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_float32_scalar_under_jit(name):
-    schedule = make_schedule(name, **RUN, cooldown_steps=10)
+    schedule = make_schedule(name, **RUN, **OWN.get(name, {}), cooldown_steps=10)
     lr = jax.jit(schedule)(jnp.int32(95))
     assert (lr.shape, lr.dtype) == ((), jnp.float32)
     np.testing.assert_allclose(lr, schedule(95), rtol=1e-6)
@@ -167,8 +172,6 @@ def test_half_a_cosine_has_the_values_of_dino():
         ({"warmup_steps": 101}, ["schedule.warmup", "duration"]),
         ({"cooldown_steps": 81}, ["schedule.cooldown", "duration"]),
         ({"total_steps": 0, "warmup_steps": 0}, ["duration"]),
-        ({"peak_lr": -1.0}, ["optimizer.peak_lr"]),
-        ({"timescale": 0}, ["schedule.timescale"]),
         ({"milestones": (50, 50)}, ["schedule.milestones=[50, 50]"]),
         ({"milestones": (20,)}, ["schedule.milestones", "(20)"]),
         ({"milestones": (100,)}, ["schedule.milestones", "(100)"]),

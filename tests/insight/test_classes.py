@@ -11,7 +11,7 @@ from vit_jax.evaluators.classification import Classification, Examples
 from vit_jax.evaluators.multilabel import Shown
 from vit_jax.insight import classes, figures
 from vit_jax.main import main
-from vit_jax.objectives.supervised import make_loss
+from vit_jax.objectives.losses import make_loss
 
 pytestmark = pytest.mark.usefixtures("one_device")
 

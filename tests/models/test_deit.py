@@ -5,8 +5,11 @@ import pytest
 from numpy_vit import dense, random_params
 
 from vit_jax.errors import InputError
+from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
-from vit_jax.objectives.supervised import make_loss, make_supervised
+from vit_jax.objectives.contract import RunFacts
+from vit_jax.objectives.losses import make_loss
+from vit_jax.objectives.supervised import Supervised
 from vit_jax.transfer.shapes import abstract_params
 
 SIZES = {"width": 16, "depth": 1, "mlp_dim": 24, "num_heads": 2}
@@ -66,7 +69,9 @@ def test_a_label_trains_both_heads():
     params = random_params(model, IMAGES)
     batch = {"image": IMAGES, "label": label, "mask": np.ones(2, np.float32)}
     loss = make_loss("softmax")
-    out = make_supervised(model, loss)(params, {}, batch, jax.random.key(0))
+    state = TrainState(0, params, {}, ())
+    objective = Supervised().bind(model, loss, RunFacts((), ()))
+    out = objective.loss(params, state, batch, None, jax.random.key(0))
     heads = model.apply({"params": params}, IMAGES, train=True)
     expected = np.mean([loss(logits, label).sum() for logits in heads.values()])
     assert float(out.loss_sum) == pytest.approx(float(expected), rel=1e-5)

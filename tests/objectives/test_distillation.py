@@ -12,9 +12,9 @@ import optax
 import pytest
 from numpy_vit import random_params
 
-from vit_jax.config import base_config
+from vit_jax.config import OBJECTIVES, base_config
 from vit_jax.devices.flops import program_flops
-from vit_jax.errors import InputError
+from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.experiment.step import make_train_step
@@ -22,15 +22,14 @@ from vit_jax.models import create_model
 from vit_jax.models.batch_norm import BatchNorm
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.forms import BlockOps
-from vit_jax.objectives import make_objective
+from vit_jax.objectives import check_config
 from vit_jax.objectives.contract import RunFacts, Teacher
 from vit_jax.objectives.distillation import (
     as_seen_by,
-    check_distillation,
     parse_teachers,
 )
 from vit_jax.objectives.features import parse_features
-from vit_jax.objectives.supervised import make_loss
+from vit_jax.objectives.losses import make_loss
 from vit_jax.run.teachers import compare_classes
 
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "golden/loss_deit.npz")
@@ -60,7 +59,8 @@ def teacher_of(logits_BC, weight=1.0, **facts):
 
 def objective_of(model, teachers, loss=None, **own):
     setting = RunFacts(*RANGE, tuple(teachers))
-    return make_objective(model, loss or make_loss("softmax"), "distillation", setting, **own)
+    keys = {"name": "distillation", "teacher": "t", **own}
+    return OBJECTIVES.make(keys).bind(model, loss or make_loss("softmax"), setting)
 
 
 def loss_of(objective, params, batch):
@@ -244,11 +244,11 @@ def test_teachers_and_features_are_parsed():
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ({"teacher": None}, r"objective\.teacher=None: needs a source"),
+        ({"teacher": None}, r"objective\.teacher: "),
         ({"teacher": "a,a"}, "needs every teacher once"),
         ({"teacher": "a=0"}, "with a positive weight"),
         ({"mode": "sft"}, "did you mean soft"),
-        ({"weight": 0.0}, r"objective\.weight=0\.0: needs a number above 0"),
+        ({"weight": 0.0}, r"objective\.weight=0\.0: "),
         ({"temperature": 2.0}, r"objective\.temperature=2\.0: goes with objective\.mode=soft"),
         ({"mode": "features", "features": "5"}, "'5' is none of pooled, tokens"),
         ({"mode": "soft", "loss_name": "sigmoid"}, "classes that exclude each other"),
@@ -256,7 +256,13 @@ def test_teachers_and_features_are_parsed():
 )
 def test_settings_that_contradict_each_other(own, said):
     with pytest.raises(InputError, match=said):
-        check_distillation(**({"loss_name": "softmax", "teacher": "a"} | own))
+        config = base_config()
+        config.loss.name = own.pop("loss_name", "softmax")
+        config.objective.update({"name": "distillation", "teacher": "a"} | own)
+        faults = Faults()
+        check_config(config, faults)
+        OBJECTIVES.make(config.objective)
+        collect_faults(faults)
 
 
 @pytest.mark.parametrize("mode", ["hard", "features"])

@@ -15,19 +15,19 @@ from numpy_vit import random_params
 from PIL import Image
 
 from vit_jax import tree
-from vit_jax.config import base_config
+from vit_jax.config import OBJECTIVES, base_config
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators.reconstruction import ReconstructionLoss
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.models import create_model
 from vit_jax.models.vit import extract_patches
-from vit_jax.objectives import check_objective, make_objective, patches
+from vit_jax.objectives import objective_of, patches
 from vit_jax.objectives.contract import RunFacts
-from vit_jax.objectives.mae import Mae
+from vit_jax.objectives.mae import Mae, _Mae
 from vit_jax.objectives.masked_patches import (
     Corruption,
-    MaskedPatches,
+    _MaskedPatches,
     colours,
     corrupt,
     draw_corruption,
@@ -46,7 +46,11 @@ def golden_mae(norm_pixels):
     config = json.loads(str(GOLDEN["config"]))
     sizes = {"width": 32, "depth": 2, "mlp_dim": 64, "num_heads": 4}
     model = create_model("ViT-mu/8", None, 32, gelu="exact", **sizes)
-    mae = Mae(model, config["mask_ratio"], norm_pixels, 24, 1, 3, 48)
+    keys = Mae(
+        mask_ratio=config["mask_ratio"], norm_pixels=norm_pixels, decoder_width=24,
+        decoder_depth=1, decoder_heads=3, decoder_mlp_dim=48,
+    )  # fmt: skip
+    mae = _Mae(model, keys)
     weights = {k.partition("/")[2]: GOLDEN[k] for k in GOLDEN if k.startswith("weights/")}
     read = functools.partial(layout.read_entries, source="golden")
     own = {name: leaf for name, leaf in weights.items() if "decoder" not in name}
@@ -113,7 +117,7 @@ def test_three_bit_colours_by_hand():
 
 def masked(target, **fields):
     model = create_model("ViT-mu/8", 5, (16, 24), width=16, mlp_dim=32, **fields)
-    return MaskedPatches(model, SETTING, 0.5, target)
+    return _MaskedPatches(model, SETTING, 0.5, target)
 
 
 @pytest.mark.parametrize("target", ["mean_colour", "small_patch", "pixels"])
@@ -241,7 +245,7 @@ def test_refused_models(name, model, own, words):
     fields = {"name": "ViT-mu/2"} | model
     network = create_model(fields.pop("name"), 4, 8, **fields)
     with pytest.raises(InputError) as e:
-        make_objective(network, None, name, SETTING, **own)
+        OBJECTIVES.make({"name": name, **own}).bind(network, None, SETTING)
     assert all(word in str(e.value) for word in words)
 
 
@@ -249,19 +253,19 @@ def test_refused_keys_are_told_before_anything_is_built():
     config = config_of("mae")
     config.objective.decoder_heads, config.objective.mask_ratio = 3, 1.0
     with pytest.raises(InputError) as e:
-        check_objective(config)
-    assert len(e.value.faults) == 2 and "does not divide" in str(e.value)
+        objective_of(config)
+    assert [fault.partition("=")[0] for fault in e.value.faults] == ["objective.mask_ratio"]
     config = config_of("masked_patches")
     config.objective.target = "pixel"
     with pytest.raises(InputError, match="did you mean pixels"):
-        check_objective(config)
+        objective_of(config)
 
 
 @pytest.mark.parametrize("name", ["mae", "masked_patches"])
 def test_reconstruction_keeps_what_the_model_sees(name):
     model = create_model("ViT-mu/2", None, 8)
     own = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2} if name == "mae" else {}
-    objective = make_objective(model, None, name, SETTING, **own)
+    objective = OBJECTIVES.make({"name": name, **own}).bind(model, None, SETTING)
     images = RNG.normal(size=(2, 8, 8, 3)).astype(np.float32)
     params = random_params(model, images)
     params["objective"], _ = jax.jit(objective.init)(jax.random.key(1))

@@ -11,12 +11,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy_vit import random_params
 from scipy.integrate import quad
 
+from vit_jax.config import OBJECTIVES
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
-from vit_jax.objectives import make_objective
 from vit_jax.objectives.contract import RunFacts
+from vit_jax.objectives.lejepa import LeJepa
 from vit_jax.objectives.sigreg import draw_directions, sigreg
-from vit_jax.objectives.supervised import make_loss
 
 RNG = np.random.default_rng(0)
 EXPECTED = np.sqrt(2 * np.pi) * (1 - 1 / np.sqrt(3))  # of standard normal samples
@@ -84,11 +84,11 @@ BATCH = {
 def objective_of(**own):
     small = {"directions": 16, "head_width": 12, "embedding_width": 6}
     setting = RunFacts((), (), shapes={name: leaf.shape for name, leaf in BATCH.items()})
-    return make_objective(MODEL, make_loss("softmax"), "lejepa", setting, **small | own)
+    return OBJECTIVES.make({"name": "lejepa", **small, **own}).bind(MODEL, None, setting)
 
 
 def test_the_loss_is_that_of_its_parts_and_masked_rows_do_not_count():
-    objective = objective_of(weight=0.2)
+    objective = objective_of(sigreg_weight=0.2)
     params = random_params(MODEL, np.zeros((1, 8, 8, 3), np.float32))
     own, _ = jax.jit(objective.init)(jax.random.key(1))
     state, rng = SimpleNamespace(model_state={}), jax.random.key(2)
@@ -118,7 +118,10 @@ def test_the_loss_is_that_of_its_parts_and_masked_rows_do_not_count():
 
 @pytest.mark.parametrize(
     ("own", "says"),
-    [({"points": 16}, r"objective\.points=16: needs an odd"), ({"weight": 1.5}, "from 0 to 1")],
+    [
+        ({"points": 16}, r"objective\.points=16: needs an odd"),
+        ({"sigreg_weight": 1.5}, "objective.sigreg_weight=1.5"),
+    ],
 )
 def test_faulty_keys(own, says):
     """And a view that cannot be compared with another."""
@@ -126,7 +129,7 @@ def test_faulty_keys(own, says):
         objective_of(**own)
     setting = RunFacts((), (), shapes={"global_views": (6, 1, 8, 8, 3), "mask": (6,)})
     with pytest.raises(InputError, match=r"data\.num_global=1: objective.name='lejepa' compares"):
-        make_objective(MODEL, make_loss("softmax"), "lejepa", setting)
+        LeJepa().bind(MODEL, None, setting)
     with_constants = create_model("T2T-ViT-7", None, 32)
     with pytest.raises(InputError, match="'lejepa': does not train a T2TViT; choose a ViT"):
-        make_objective(with_constants, make_loss("softmax"), "lejepa", setting)
+        LeJepa().bind(with_constants, None, setting)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from opened import with_known_facts
 
-from vit_jax.config import base_config
+from vit_jax.config import OBJECTIVES, base_config
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain, state_shardings
@@ -17,9 +17,8 @@ from vit_jax.models import create_model
 from vit_jax.models.bit import PreActBottleneck
 from vit_jax.models.hybrid import Bottleneck
 from vit_jax.models.vit import ViT
-from vit_jax.objectives import make_objective
 from vit_jax.objectives.contract import RunFacts, TokenPass
-from vit_jax.objectives.supervised import make_loss
+from vit_jax.objectives.losses import make_loss
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.exchanges import _is_gathered_again, collective_table
 from vit_jax.planning.hlo import Program
@@ -152,7 +151,7 @@ def test_exchanges_of_an_efficientnet_and_of_axial_blocks():
 def objective_of(name, model, shapes=None, **keys):
     durations = {"objective.temperature_warmup": 0, "objective.freeze_prototypes": 0}
     setting = RunFacts((), (), shapes=shapes or {}, durations=durations)
-    return make_objective(model, make_loss("softmax"), name, setting, **keys)
+    return OBJECTIVES.make({"name": name, **keys}).bind(model, make_loss("softmax"), setting)
 
 
 def test_views_pass_once_each():

@@ -194,7 +194,7 @@ def test_one_part_at_a_time(words):
     [
         ("init_fields", "sauce", "source"),
         ("schedule.rule", "bat", "bit"),
-        ("optimizer.last_layers", "0", "positive"),
+        ("optimizer.last_layers", "0", "last_layers=0"),
         ("init_from", "scratch", "init_fields='source'"),
     ],
 )

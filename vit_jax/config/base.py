@@ -16,7 +16,9 @@ from ml_collections.config_dict import FieldReference, placeholder
 
 from vit_jax.config import plugins as plugins_lib
 from vit_jax.config.evals import find_evaluator
-from vit_jax.config.keys import add_keys
+from vit_jax.config.parts import Key, add_keys
+from vit_jax.config.registries import REGISTRIES
+from vit_jax.config.sections import SECTIONS
 from vit_jax.errors import InputError, collect_faults
 
 LARGEST_SIDE = 65535  # pixels, as in JPEG files
@@ -28,7 +30,7 @@ LAYOUT_KEYS = ("mesh.data", "mesh.fsdp", "model.scan", "model.remat", "model.rem
 def base_config(plugins: Sequence[str] = ()) -> ConfigDict:
     """Make a config with every key, typed; locked, except for the names under `evals`.
 
-    `keys.py` has the keys, with their types, defaults and meaning.
+    The keys are those of `SECTIONS` and of the parts in `REGISTRIES`.
 
     `plugins`: the user's own modules (docs/how_to/extend.md); they are imported, and their keys
     added, together with those of --config.plugins.
@@ -42,7 +44,12 @@ def base_config(plugins: Sequence[str] = ()) -> ConfigDict:
 def default_config(plugins: Sequence[str] = ()) -> ConfigDict:
     """Make a `base_config`; `plugins`: names, as in `config.plugins`, of imported plug-ins."""
     c = ConfigDict()
-    add_keys(c)
+    for name, section in SECTIONS.items():
+        if name:
+            c[name] = ConfigDict()
+        add_keys(c[name] if name else c, section.declared())
+    for registry in REGISTRIES:
+        add_keys(c[registry.section], registry.keys_of_parts("vit_jax"))
     c.evals = ConfigDict()
     _lock(c)
     add_plugins(c, plugins)
@@ -57,38 +64,49 @@ def _lock(config: ConfigDict) -> None:
         entry.lock()
 
 
-# Sections that plug-ins may add keys to. Keys of `_SECTIONS_BY_NAME` become arguments of the part
-# that `name` selects; keys that are None are not passed.
-_SECTIONS_BY_NAME = ("model", "objective", "loss", "optimizer")
-_OPEN_SECTIONS = (*_SECTIONS_BY_NAME, "data")
+_OPEN_SECTIONS = ("model", "data")  # plug-ins add keys to them by CONFIG_KEYS
 _KINDS = (bool, int, float, str, tuple, object)
 
 
 def add_plugins(config: ConfigDict, names: Sequence[str]) -> None:
-    """Add imported plug-ins and their keys to `config`, in place.
+    """Add imported plug-ins, and the keys of their parts, to `config`, in place.
 
     Raises:
-      InputError: a plug-in has not been imported; or one of its keys is malformed, exists with
-        another type, or belongs to a section that plug-ins cannot add to.
+      InputError: a plug-in has not been imported; or one of its keys is malformed, or exists with
+        another type.
     """
     for name in names:
         if name in config.plugins:
             continue
-        keys = plugins_lib.find_plugin(name).keys
-        collect_faults(_key_faults(config, keys), f"CONFIG_KEYS of the plug-in {name}")
+        plugin = plugins_lib.find_plugin(name)
+        collect_faults(_key_faults(config, plugin.keys), f"CONFIG_KEYS of the plug-in {name}")
         config.unlock()
-        for key, default in keys.items():
+        for key, default in plugin.keys.items():
             section, _, leaf = key.partition(".")
             if leaf not in config[section]:
                 # A new reference, since configs that share one would share its value.
                 is_none = isinstance(default, FieldReference)
                 config[section][leaf] = placeholder(default.get_type()) if is_none else default
+        for registry in REGISTRIES:
+            keys = registry.keys_of_parts(plugin.module)
+            collect_faults(_type_faults(config, registry.section, keys), f"the plug-in {name}")
+            add_keys(config[registry.section], keys)
         config.plugins = (*config.plugins, name)
         _lock(config)
 
 
+def _type_faults(config: ConfigDict, section: str, keys: Mapping[str, Key]) -> list[str]:
+    node = config[section]
+    return [
+        f"{section}.{k}: exists as {node.get_type(k).__name__}, not {declared.kind.__name__}; "
+        "rename it"
+        for k, declared in keys.items()
+        if k in node and node.get_type(k) is not declared.kind
+    ]
+
+
 def _key_faults(config: ConfigDict, keys: Any) -> list[str]:
-    """Faults of the keys that a plug-in adds to `config`."""
+    """Faults of the keys that a plug-in adds to `config` by CONFIG_KEYS."""
     if not isinstance(keys, dict):
         return ['needs a dict, e.g. {"model.token_dim": placeholder(int)}']
     faults = []
@@ -104,9 +122,9 @@ def _key_faults(config: ConfigDict, keys: Any) -> list[str]:
             faults.append(f"{key}={default!r}: needs a bool, an int, a float, text, a tuple of "
                           "numbers, or placeholder(type)")  # fmt: skip
         elif section not in _OPEN_SECTIONS:
-            faults.append(f"{key}: plug-ins cannot add keys to {section}; choose one of "
-                          f"{', '.join(_OPEN_SECTIONS)}")  # fmt: skip
-        elif section in _SECTIONS_BY_NAME and not is_none:
+            faults.append(f"{key}: CONFIG_KEYS adds keys to {' and '.join(_OPEN_SECTIONS)} only; "
+                          "the fields of a part are its keys")  # fmt: skip
+        elif section == "model" and not is_none:
             faults.append(f"{key}={default!r}: needs placeholder({kind.__name__}), since the parts "
                           "that come with the package do not take it")  # fmt: skip
         elif leaf in config[section] and config[section].get_type(leaf) is not kind:
@@ -121,13 +139,30 @@ def own_keys(config: ConfigDict, section: str) -> dict[str, Any]:
     return {k: v for k, v in config[section].items() if k not in ours and v is not None}
 
 
+def declared_keys(config: ConfigDict) -> dict[str, Key]:
+    """{"section.key": declaration} for the keys of the sections and of the chosen parts."""
+    keys = {f"{name}.{k}".lstrip("."): declared for name, section in SECTIONS.items()
+            for k, declared in section.declared().items()}  # fmt: skip
+    for registry in REGISTRIES:
+        chosen = registry.get(config[registry.section].name) and registry.find(
+            config[registry.section].name
+        )
+        for k, declared in chosen.declared().items() if chosen else ():
+            keys[f"{registry.section}.{k}"] = declared
+    return keys
+
+
+def values_in_force(config: ConfigDict) -> dict[str, Any]:
+    """{"section.key": value or, of a part's key that is None, its default} for `declared_keys`."""
+    values = flatten(config)
+    return {k: declared.default if values[k] is None and declared.default is not ... else values[k]
+            for k, declared in declared_keys(config).items()}  # fmt: skip
+
+
 REQUIRED = ("global_batch_size", "duration", "model.name", "data.name", "data.image_size",
             "optimizer.peak_lr")  # fmt: skip
 
 REQUIRED_TO_EVALUATE = ("global_batch_size", "data.name")  # for a model that exists already
-
-TUPLES_OF_STRINGS = ("study.cells", "study.sweep", "study.stages", "study.finetunings",
-                     "study.candidates", "study.durations")  # fmt: skip
 
 
 def decided_later(config: ConfigDict) -> set[str]:
@@ -277,12 +312,6 @@ def step_range(text: str, key: str) -> range:
 def model_fields(config: ConfigDict) -> dict[str, Any]:
     """Keyword arguments for `create_model` that `config.model` sets."""
     return {k: v for k, v in config.model.items() if k not in ("name", "kernels") and v is not None}
-
-
-def optimizer_fields(config: ConfigDict) -> dict[str, Any]:
-    """Keyword arguments for `make_optimizer` from `config.optimizer`."""
-    of_others = ("peak_lr", "accum_steps", "ema_decay", "ema_decay_end", "last_layers")
-    return {k: v for k, v in config.optimizer.items() if k not in of_others}
 
 
 def num_microbatches(config: ConfigDict) -> int:

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 import vit_jax
 from vit_jax.config import plugins
-from vit_jax.config.base import TUPLES_OF_STRINGS, default_config, flatten
+from vit_jax.config.base import declared_keys, default_config, flatten
 from vit_jax.config.evals import OPTIONAL_KEYS
 from vit_jax.errors import InputError, nearest, say_fault_of_file
 
@@ -166,6 +166,7 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
     optional = {
         k for k, v in flatten(default_config(config.get("plugins") or ())).items() if v is None
     }
+    of_strings = {key for key, declared in declared_keys(config).items() if declared.of_strings}
     for key, text in overrides:
         if key == "plugins":
             continue
@@ -183,7 +184,7 @@ def apply_overrides(config: ConfigDict, overrides: Sequence[tuple[str, str]]) ->
             in_evals = key.startswith("evals.") and leaf in OPTIONAL_KEYS
             may_be_none = key in optional or in_evals
             with node.ignore_type():
-                node[leaf] = _parse_value(text, kind, may_be_none, key in TUPLES_OF_STRINGS)
+                node[leaf] = _parse_value(text, kind, may_be_none, key in of_strings)
         except ValueError as e:
             faults.append(f"--config.{key}={text!r}: {e}")
     return faults

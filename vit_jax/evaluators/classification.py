@@ -13,13 +13,15 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from vit_jax.config import LOSSES
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
 from vit_jax.evaluators.metric_names import Better
 from vit_jax.experiment.state import TrainState
-from vit_jax.objectives.supervised import LOSSES, LossFn, hits, make_loss
+from vit_jax.objectives.contract import LossFn
+from vit_jax.objectives.losses import hits, make_loss
 from vit_jax.tree import Batch
 
 _NUM_BINS = 15  # as in the paper on calibration
@@ -183,7 +185,7 @@ def classification(
 def make_classification(inputs: EvalInputs) -> Classification:
     """Make the evaluator for an entry from `classification`."""
     loss = inputs.loss
-    probabilities = LOSSES[loss.name].probabilities
+    probabilities = LOSSES.find(loss.name)().probabilities
     return Classification(
         inputs.apply,
         make_loss(**loss),

@@ -19,7 +19,8 @@ from vit_jax.evaluators.features import FeatureGatherer, NothingToMeasureError
 from vit_jax.evaluators.inputs import EvalInputs, OutputFn
 from vit_jax.evaluators.metric_names import Better
 from vit_jax.experiment.state import TrainState
-from vit_jax.objectives.supervised import LossFn, make_loss
+from vit_jax.objectives.contract import LossFn
+from vit_jax.objectives.losses import make_loss
 from vit_jax.tree import Batch
 
 with epy.lazy_imports():

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from vit_jax.config import OBJECTIVES
 from vit_jax.config.evals import Evaluator, typed_entry
 from vit_jax.data.device_ops import per_channel, to_value_range
 from vit_jax.errors import InputError
@@ -22,10 +23,9 @@ from vit_jax.evaluators.inputs import EvalInputs
 from vit_jax.evaluators.metric_names import Better
 from vit_jax.evaluators.picture_table import check_num_pictures, write_picture
 from vit_jax.experiment.state import TrainState
-from vit_jax.objectives import make_objective
 from vit_jax.objectives.contract import RunFacts
+from vit_jax.objectives.losses import make_loss
 from vit_jax.objectives.patches import Reconstruction, as_pixels
-from vit_jax.objectives.supervised import make_loss
 from vit_jax.tree import Batch, Params
 
 FOLDER = "reconstructions"  # in the workdir
@@ -132,8 +132,8 @@ def make_reconstruction(inputs: EvalInputs) -> ReconstructionLoss:
     own = inputs.objective or ConfigDict({"name": "supervised"})
     reconstruct = None
     if own.get("teacher") is None:
-        setting = RunFacts(mean, std)
-        objective = make_objective(inputs.model, make_loss(**inputs.loss), setting=setting, **own)
+        loss = make_loss(**inputs.loss)
+        objective = OBJECTIVES.make(own).bind(inputs.model, loss, RunFacts(mean, std))
         reconstruct = objective.reconstruct
     if reconstruct is None:
         raise InputError(

@@ -9,8 +9,8 @@ from fractions import Fraction
 
 from ml_collections import ConfigDict
 
-from vit_jax.config import flatten
-from vit_jax.errors import Faults, InputError, collect_faults, nearest
+from vit_jax.config import declared_keys, values_in_force
+from vit_jax.errors import Faults, InputError, nearest
 
 UNITS = ("steps", "epochs", "examples")
 _MOST_STEPS = 2**31 - 1  # a state counts its steps in int32
@@ -67,25 +67,13 @@ def split_duration(text: str, key: str) -> tuple[Fraction, str]:
     return number, plural
 
 
-# Keys that hold a duration or None. Those that end in "every", including evals.*.every, are
-# intervals.
-KEYS = ("duration", "schedule.warmup", "schedule.cooldown", "schedule.timescale",
-        "checkpoint.every", "checkpoint.keep_every", "log.every", "objective.temperature_warmup",
-        "objective.freeze_prototypes", "objective.gram_every")  # fmt: skip
-
-
-# Those of KEYS that begin with the run, and must end within it.
-_AT_THE_START = ("objective.temperature_warmup", "objective.freeze_prototypes")
-
-
-def duration_keys(config: ConfigDict) -> list[str]:
-    """Keys of `config` that hold a duration or None."""
-    return [*KEYS, *(f"evals.{name}.every" for name in config.evals)]
-
-
-def is_interval(key: str) -> bool:
-    """Whether the duration of `key` is an interval; intervals last at least one step."""
-    return key.endswith("every")
+def _texts_of(config: ConfigDict, *forms: str) -> dict[str, str]:
+    """{key: text} of the keys whose declared form is one of `forms`, unless they are None."""
+    keys, values = declared_keys(config), values_in_force(config)
+    found = {k: values[k] for k, declared in keys.items() if declared.form in forms}
+    if "interval" in forms:
+        found |= {f"evals.{name}.every": entry.every for name, entry in config.evals.items()}
+    return {k: text for k, text in found.items() if text is not None}
 
 
 def parse_durations(config: ConfigDict) -> dict[str, int]:
@@ -96,26 +84,16 @@ def parse_durations(config: ConfigDict) -> dict[str, int]:
     Raises:
       InputError: names each that is not a duration, or lasts longer than the run.
     """
-    texts = flatten(config)
-    steps = {}
-    for key in duration_keys(config):
-        if texts[key] is not None:
-            steps[key] = max(_steps(config, texts[key], key), int(is_interval(key)))
-    total = steps["duration"]
-    collect_faults([
-        f"{key}={texts[key]!r} ({steps[key]:,} steps): is longer than the run, which has "
-        f"duration={config.duration!r} ({total:,} steps); shorten it, e.g. "
-        f"--config.{key}='{total // 10} steps'"
-        for key in _AT_THE_START
-        if steps.get(key, 0) > total
-    ])  # fmt: skip
-    return steps
+    return {
+        **{k: _steps(config, text, k) for k, text in _texts_of(config, "duration").items()},
+        **{k: max(_steps(config, t, k), 1) for k, t in _texts_of(config, "interval").items()},
+    }
 
 
 def parse_milestones(config: ConfigDict) -> list[int]:
     """`schedule.milestones` as steps."""
     key = "schedule.milestones"
-    return [_steps(config, text, key) for text in split_durations(config.schedule.milestones)]
+    return [_steps(config, text, key) for text in split_durations(config.schedule.milestones or "")]
 
 
 def _steps(config: ConfigDict, text: str, key: str) -> int:
@@ -129,16 +107,10 @@ def _steps(config: ConfigDict, text: str, key: str) -> int:
 
 def check_config(config: ConfigDict, faults: Faults) -> None:
     """Check every duration; needs neither the data nor the batch size."""
-    texts = flatten(config)
-    for key in duration_keys(config):
-        if texts[key] is not None:
-            positive = key == "duration" or is_interval(key)
-            faults.check(check_duration, texts[key], key=key, positive=positive)
-    milestones = config.schedule.milestones
-    for text in split_durations(milestones):
-        faults.check(check_duration, text, key="schedule.milestones", positive=True)
-    takes_them = config.schedule.name == "multistep"
-    remedy = f"schedule.name={config.schedule.name!r} has no milestones; leave them out"
-    if takes_them:
-        remedy = "multistep needs milestones, e.g. '3000 steps, 6000 steps'"
-    faults.need(takes_them == bool(milestones), f"schedule.milestones={milestones!r}: {remedy}")
+    for key, text in _texts_of(config, "duration").items():
+        faults.check(check_duration, text, key=key)
+    for key, text in _texts_of(config, "interval").items():
+        faults.check(check_duration, text, key=key, positive=True)
+    for key, texts in _texts_of(config, "list").items():
+        for text in split_durations(texts):
+            faults.check(check_duration, text, key=key, positive=True)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import tree
-from vit_jax.config import num_microbatches, optimizer_fields
+from vit_jax.config import num_microbatches
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.preprocessing import (
     Preprocessing,
@@ -37,7 +37,7 @@ from vit_jax.experiment.model import (
     without_constraints,
 )
 from vit_jax.experiment.objective import make_config_objective
-from vit_jax.experiment.optimizers import make_optimizer
+from vit_jax.experiment.optimizers import make_config_optimizer
 from vit_jax.experiment.schedules import Schedule, make_config_schedule, make_ema_decay
 from vit_jax.experiment.state import TrainState, init_state
 from vit_jax.experiment.step import AbstractBatch, JittedStep, Metrics, make_train_step
@@ -185,7 +185,7 @@ def make_experiment(
     transform = make_transform(config, preprocessing)
 
     schedule = make_config_schedule(config, durations)
-    tx = make_optimizer(**optimizer_fields(config), schedule=schedule, total_steps=total_steps)
+    tx = make_config_optimizer(config, schedule, total_steps)
     ema_decay = make_ema_decay(o.ema_decay, o.ema_decay_end, total_steps)
 
     init = partial(

@@ -22,8 +22,6 @@ from vit_jax.experiment.state import TrainState
 from vit_jax.objectives.contract import (
     Objective,
     ObjectiveOutput,
-    PlainObjective,
-    as_objective,
     at_least_one,
 )
 from vit_jax.tree import Batch, Params, PyTree
@@ -33,7 +31,7 @@ Gradients = Callable[..., tuple[Params, ObjectiveOutput]]
 
 
 def make_gradients(
-    objective: Objective | PlainObjective,
+    objective: Objective,
     transform: DeviceTransform,
     seed: int,
     accum_steps: int = 1,
@@ -47,8 +45,7 @@ def make_gradients(
     batch.
 
     Args:
-      objective: an `Objective`, or a function (params, model_state, batch, rng) -> sums over the
-        batch.
+      objective: what is minimised.
       transform: (batch, keys (B,)) -> batch with float32 images in the model's value range.
       seed: the run's seed.
       accum_steps: number of microbatches; must divide each device's share of the batch.
@@ -62,8 +59,6 @@ def make_gradients(
     Raises:
       InputError: the objective couples rows, and there are microbatches.
     """
-    objective = as_objective(objective)
-    check_num_microbatches(accum_steps)
     if objective.couples_rows and accum_steps > 1:
         raise InputError(
             f"optimizer.accum_steps={accum_steps}: the loss of an image depends on the others of "
@@ -133,14 +128,6 @@ def make_gradients(
         return grads, sums
 
     return gradients
-
-
-def check_num_microbatches(accum_steps: int) -> None:
-    """Raise InputError if a batch cannot be split into as many microbatches."""
-    if accum_steps < 1:
-        raise InputError(
-            f"optimizer.accum_steps={accum_steps}: needs a positive number; 1 turns it off"
-        )
 
 
 def _add_up(part: Callable, carried: Any, number: int) -> tuple[Any, Any]:

@@ -8,9 +8,9 @@ from ml_collections import ConfigDict
 from vit_jax.data.batch import BatchSpec
 from vit_jax.data.device_ops import per_channel
 from vit_jax.errors import InputError
-from vit_jax.objectives import make_objective
+from vit_jax.objectives import objective_of
 from vit_jax.objectives.contract import Objective, RunFacts, Teacher
-from vit_jax.objectives.supervised import make_loss
+from vit_jax.objectives.losses import make_loss
 
 # Remedies for keys that a batch lacks.
 _SETS = {
@@ -44,9 +44,8 @@ def make_config_objective(
     )
     mean, std = (per_channel(config.data[key], channels) for key in ("mean", "std"))
     shapes = {name: leaf.shape for name, leaf in batch.arrays().items()}
-    setting = RunFacts(mean, std, teachers, shapes, durations, config.data.multi_label)
-    loss = make_loss(**config.loss)
-    objective = make_objective(model, loss, setting=setting, **config.objective)
+    facts = RunFacts(mean, std, teachers, shapes, durations, config.data.multi_label)
+    objective = objective_of(config).bind(model, make_loss(**config.loss), facts)
     _check_needs(objective, config, shapes)
     return objective
 

@@ -23,41 +23,83 @@ cooldown: Zhai et al. 2021 (arXiv:2106.04560), section 3.5; multistep: Kolesniko
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from vit_jax.errors import Faults, InputError, collect_faults, nearest
+from vit_jax.config import SCHEDULES, Part, key
+from vit_jax.errors import InputError
 from vit_jax.experiment.durations import parse_milestones
 
 # Number of the update, from 0 -> learning rate, a float32 scalar.
 Schedule = Callable[[jax.typing.ArrayLike], jax.Array | float]
 
 
-class Decay(NamedTuple):
-    """Numbers that a decay depends on, in steps.
+class Decay(Part):
+    """The interface of a decay. Its keys are durations, which `factor` gets in steps."""
 
-    span: from the end of the warm-up to the end of the run.
-    timescale: for rsqrt and exponential.
-    milestones: for multistep, counted from the end of the warm-up.
-    """
+    def factor(self, since: jax.Array, span: int, steps: Mapping[str, Any]) -> jax.Array | float:
+        """The factor of the peak rate, `since` steps after the end of the warm-up.
 
-    span: int
-    timescale: int
-    milestones: Sequence[int]
+        Args:
+          span: steps from there to the end of the run.
+          steps: {own key: steps}; milestones are counted from there too.
+        """
+        raise NotImplementedError
 
 
-# name -> function of (steps since the end of the warm-up, a `Decay`): a factor of the peak rate.
-SCHEDULES: dict[str, Callable[[jax.Array, Decay], jax.Array | float]] = {
-    "constant": lambda since, decay: jnp.ones_like(since),
-    "linear": lambda since, decay: 1 - since / decay.span,
-    "cosine": lambda since, decay: 0.5 * (1 + jnp.cos(jnp.pi * since / decay.span)),
-    "rsqrt": lambda since, decay: jnp.sqrt(decay.timescale / (decay.timescale + since)),
-    "exponential": lambda since, decay: 0.97 ** jnp.floor(since / decay.timescale),
-    "multistep": lambda since, decay: 0.1 ** sum(1.0 * (since >= at) for at in decay.milestones),
-}
+class Constant(Decay):
+    """1."""
+
+    def factor(self, since, span, steps):
+        return jnp.ones_like(since)
+
+
+class Linear(Decay):
+    """1 - t / T (Dosovitskiy et al. 2020, table 3)."""
+
+    def factor(self, since, span, steps):
+        return 1 - since / span
+
+
+class Cosine(Decay):
+    """(1 + cos(pi t / T)) / 2 (Dosovitskiy et al. 2020, table 3)."""
+
+    def factor(self, since, span, steps):
+        return 0.5 * (1 + jnp.cos(jnp.pi * since / span))
+
+
+class Rsqrt(Decay):
+    """sqrt(timescale / (timescale + t)) (Zhai et al. 2021, section 3.5)."""
+
+    timescale: str = key("10000 steps", "steps in which the rate falls", form="interval")
+
+    def factor(self, since, span, steps):
+        return jnp.sqrt(steps["timescale"] / (steps["timescale"] + since))
+
+
+class Exponential(Decay):
+    """0.97^floor(t / timescale) (Tan & Le 2019, section 5.2)."""
+
+    timescale: str = key("10000 steps", "steps in which the rate falls", form="interval")
+
+    def factor(self, since, span, steps):
+        return 0.97 ** jnp.floor(since / steps["timescale"])
+
+
+class Multistep(Decay):
+    """0.1^(number of milestones reached) (Kolesnikov et al. 2019, section 3.3)."""
+
+    milestones: str = key("", '"200 steps, 300 steps"; each divides the rate by 10', form="list")
+
+    def check(self):
+        faults = ["milestones='': multistep needs them, e.g. '3000 steps, 6000 steps'"]
+        return [] if self.milestones else faults
+
+    def factor(self, since, span, steps):
+        return 0.1 ** sum(1.0 * (since >= at) for at in steps["milestones"])
 
 
 def make_schedule(
@@ -67,39 +109,33 @@ def make_schedule(
     total_steps: int,
     warmup_steps: int = 0,
     cooldown_steps: int = 0,
-    timescale: int = 10_000,
     milestones: Sequence[int] = (),
+    **durations: Any,
 ) -> Schedule:
     """Make the learning rate as a function of the step: a float32 scalar, usable under jit.
 
     The equations are at the top of this module.
 
     Args:
-      name: a key of `SCHEDULES`.
+      name: a key of `SCHEDULES`, the decay.
       peak_lr: learning rate at the end of the warm-up.
       total_steps: length of the run, including warm-up and cooldown.
       warmup_steps: the rate rises linearly from 0.
       cooldown_steps: the rate falls linearly to 0 at the end of the run, on top of the decay.
-      timescale: for rsqrt and exponential, in steps.
-      milestones: for multistep, in steps from the start of the run; each divides the rate by 10.
+      milestones: for `Multistep`, in steps from the start of the run; each divides the rate by 10.
+      **durations: other keys of the decay, in steps.
 
     Raises:
-      InputError: if the name is unknown, or the numbers do not fit together.
+      InputError: there is no such decay, or the numbers do not fit together.
     """
-    check_schedule(name, peak_lr)
-    if timescale <= 0:
-        raise InputError(f"schedule.timescale={timescale}: must be more than 0 steps")
     _check_spans(total_steps, warmup_steps, cooldown_steps, milestones)
-    factor = SCHEDULES[name]
-    decay = Decay(
-        span=max(total_steps - warmup_steps, 1),  # avoids 0 / 0 if the run is all warm-up
-        timescale=timescale,
-        milestones=[at - warmup_steps for at in milestones],
-    )
+    span = max(total_steps - warmup_steps, 1)  # avoids 0 / 0 if the run is all warm-up
+    decay = SCHEDULES.find(name)()
+    steps = durations | {"milestones": [at - warmup_steps for at in milestones]}
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array | float:
         step = jnp.minimum(jnp.asarray(count, jnp.float32), total_steps)
-        lr = peak_lr * factor(jnp.maximum(step - warmup_steps, 0), decay)
+        lr = peak_lr * decay.factor(jnp.maximum(step - warmup_steps, 0), span, steps)
         if warmup_steps:
             lr *= jnp.minimum(step / warmup_steps, 1)
         if cooldown_steps:
@@ -109,24 +145,18 @@ def make_schedule(
     return schedule
 
 
-def check_schedule(name: str, peak_lr: float) -> None:
-    """Raise InputError for what is wrong in a run of any length."""
-    if name not in SCHEDULES:
-        raise InputError(f"schedule.name={name!r}: unknown; {nearest(name, list(SCHEDULES))}")
-    if peak_lr < 0:
-        raise InputError(f"optimizer.peak_lr={peak_lr}: must be at least 0")
-
-
 def make_config_schedule(config: ConfigDict, durations: Mapping[str, int]) -> Schedule:
     """The learning rate of a resolved config, whose durations in steps are `durations`."""
+    keys = SCHEDULES.find(config.schedule.name).declared()
+    own = {k: durations[f"schedule.{k}"] for k in keys if f"schedule.{k}" in durations}
     return make_schedule(
         config.schedule.name,
         peak_lr=config.optimizer.peak_lr,
         total_steps=durations["duration"],
         warmup_steps=durations["schedule.warmup"],
         cooldown_steps=durations["schedule.cooldown"],
-        timescale=durations["schedule.timescale"],
         milestones=parse_milestones(config),
+        **own,
     )
 
 
@@ -138,31 +168,12 @@ def make_ema_decay(
     It is min(ema_decay, (1 + step) / (10 + step)), so that in a short run the average does not stay
     near the initial parameters. With `ema_decay_end` the average is a teacher, whose share goes
     from ema_decay to ema_decay_end at `total_steps` by half a cosine. None: there is no average.
-
-    Raises:
-      InputError: if a number is out of range.
     """
-    check_ema_decay(ema_decay, ema_decay_end)
     if ema_decay is None:
         return None
     if ema_decay_end is not None:
         return lambda step: half_cosine(step, total_steps, ema_decay, ema_decay_end)
     return lambda step: jnp.minimum(ema_decay, (1.0 + step) / (10.0 + step))
-
-
-def check_ema_decay(ema_decay: float | None, ema_decay_end: float | None) -> None:
-    """Raise InputError if a number is out of range."""
-    faults = Faults()
-    faults.need(
-        ema_decay is None or 0.0 < ema_decay < 1.0,
-        f"optimizer.ema_decay={ema_decay}: must be between 0 and 1, or None",
-    )
-    faults.need(
-        ema_decay_end is None or (ema_decay is not None and 0.0 < ema_decay_end <= 1.0),
-        f"optimizer.ema_decay_end={ema_decay_end}: needs a number above 0, at most 1, and "
-        "optimizer.ema_decay at the start of the run; None keeps the decay constant",
-    )
-    collect_faults(faults)
 
 
 def half_cosine(

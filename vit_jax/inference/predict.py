@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from vit_jax import files, tree
+from vit_jax.config import LOSSES
 from vit_jax.data import Source, eval_batches, image_batch, parse_ops, to_value_range
 from vit_jax.data.loading import why_masked
 from vit_jax.data.ops import Op
@@ -28,7 +29,6 @@ from vit_jax.errors import InputError
 from vit_jax.evaluators.fetching import fetch
 from vit_jax.inference import layers
 from vit_jax.models.fields import value_of
-from vit_jax.objectives.supervised import LOSSES
 from vit_jax.transfer.images import class_names, ops_for
 from vit_jax.transfer.pretrained import Pretrained, loss_of
 
@@ -165,7 +165,7 @@ def _program(
         if what == "patches":
             return layers.as_map(model, model.apply(variables, images, method="tokens"), image_size)
         logits_BC = model.apply(variables, images)
-        return logits_BC if loss is None else LOSSES[loss].probabilities(logits_BC)
+        return logits_BC if loss is None else LOSSES.find(loss)().probabilities(logits_BC)
 
     return compute
 

@@ -11,7 +11,9 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+from ml_collections import ConfigDict
 
+from vit_jax.config import Part
 from vit_jax.tree import Batch, ModelState, Params, PyTree
 
 
@@ -73,8 +75,7 @@ class State(Protocol):
 
 # loss(params, state, batch, frozen, rng) -> sums over the batch.
 LossOfBatch = Callable[[Params, State, Batch, PyTree, jax.Array], ObjectiveOutput]
-# The short form, for objectives with nothing of their own: (params, model_state, batch, rng).
-PlainObjective = Callable[[Params, ModelState, Batch, jax.Array], ObjectiveOutput]
+LossFn = Callable[[jax.Array, jax.Array], jax.Array]  # logits (B, C), labels -> (B,)
 
 
 class Collapse(NamedTuple):
@@ -142,21 +143,6 @@ class Objective:
     collapse: Collapse | None = None
 
 
-def as_objective(objective: Objective | PlainObjective) -> Objective:
-    """`objective` in its full form."""
-    if isinstance(objective, Objective):
-        return objective
-    plain = objective
-
-    def loss(
-        params: Params, state: State, batch: Batch, frozen: PyTree, rng: jax.Array
-    ) -> ObjectiveOutput:
-        del frozen
-        return plain(params, state.model_state, batch, rng)
-
-    return Objective(loss)
-
-
 class Teacher(NamedTuple):
     """A frozen model that an objective learns from.
 
@@ -197,6 +183,43 @@ class RunFacts(NamedTuple):
     shapes: Mapping[str, tuple[int, ...]] = {}
     durations: Mapping[str, int] = {}
     multi_label: bool = False
+
+
+class ObjectivePart(Part):
+    """What `objective.name` selects; its fields are keys of the section `objective`."""
+
+    @property
+    def learns_labels(self) -> bool:
+        """Whether it needs labels."""
+        return False
+
+    @property
+    def teachers(self) -> Mapping[str, float]:
+        """{source: weight} of the frozen models that it learns from; the weights add up to 1."""
+        return {}
+
+    @property
+    def watches_layers(self) -> bool:
+        """Whether it reads the outputs of single layers, which scan and remat would hide."""
+        return False
+
+    def find_conflicts(self, config: ConfigDict) -> list[str]:
+        """Faults between its keys and other sections of the config."""
+        del config
+        return []
+
+    def bind(self, model: nn.Module, loss: LossFn, facts: RunFacts) -> Objective:
+        """The objective of a run.
+
+        Args:
+          model: the model that learns.
+          loss: of labels.
+          facts: about the run.
+
+        Raises:
+          InputError: the model, the facts and the keys do not fit together.
+        """
+        raise NotImplementedError
 
 
 def at_least_one(weight: jax.Array) -> jax.Array:

@@ -20,11 +20,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.config import POSITIVE, key
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.models.watched import Outputs, watch
 from vit_jax.objectives.contract import (
+    LossFn,
     Objective,
     ObjectiveOutput,
+    ObjectivePart,
     RunFacts,
     State,
     Teacher,
@@ -33,16 +36,15 @@ from vit_jax.objectives.contract import (
 )
 from vit_jax.objectives.features import DISTANCES, Features, parse_features
 from vit_jax.objectives.forward import apply_in_training
-from vit_jax.objectives.supervised import LossFn, hits, softmax_loss
+from vit_jax.objectives.losses import Softmax, hits
 from vit_jax.tree import OBJECTIVE, Batch, Params
 
-MODES = ("hard", "soft", "features")
 TeacherOutput = tuple[
     Any, Outputs
 ]  # a teacher's logits, or features without a head, and its outputs
 
 
-def parse_teachers(text: str | None) -> dict[str, float]:
+def parse_teachers(text: str) -> dict[str, float]:
     """{source: weight} of `objective.teacher`; the weights add up to 1.
 
     "SOURCE" is one teacher, "SOURCE, SOURCE" are two with equal weights, "SOURCE=3, SOURCE=1" two
@@ -52,136 +54,119 @@ def parse_teachers(text: str | None) -> dict[str, float]:
       InputError: there is none, one is named twice, or a weight is not positive.
     """
     found: dict[str, float] = {}
-    for entry in filter(None, (part.strip() for part in (text or "").split(","))):
+    for entry in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"(.*\S)\s*=\s*([-+\d.eE]+)", entry)
         source, weight = (match[1], float(match[2])) if match else (entry, 1.0)
         if source in found or not 0 < weight < math.inf:
             raise InputError(
-                f"objective.teacher={text!r}: needs every teacher once, with a positive weight, as "
+                f"teacher={text!r}: needs every teacher once, with a positive weight, as "
                 "in runs/a=3, runs/b=1"
             )
         found[source] = weight
     if not found:
         raise InputError(
-            f"objective.teacher={text!r}: needs a source, as init_from takes: a workdir, a file or "
+            f"teacher={text!r}: needs a source, as init_from takes: a workdir, a file or "
             "the name of published weights"
         )
     return {source: weight / sum(found.values()) for source, weight in found.items()}
 
 
-def check_distillation(
-    loss_name: str,
-    *,
-    teacher: str | None = None,
-    mode: str = "hard",
-    weight: float = 0.5,
-    temperature: float | None = None,
-    features: str | None = None,
-    distance: str | None = None,
-) -> None:
-    """Raise InputError if the keys of `objective` contradict each other, or `loss.name`."""
-    faults = Faults()
-    faults.check(parse_teachers, teacher)
-    faults.need_known("objective.mode", mode, MODES)
-    faults.need(
-        0 < weight <= 1, f"objective.weight={weight}: needs a number above 0, and at most 1"
-    )
-    faults.need_positive("objective.temperature", temperature)
-    for key, value, needed in (
-        ("temperature", temperature, "soft"),
-        ("features", features, "features"),
-        ("distance", distance, "features"),
-    ):
-        faults.need(
-            value is None or mode == needed,
-            f"objective.{key}={value!r}: goes with objective.mode={needed}; set it to None",
-        )
-    if features is not None:
-        faults.check(parse_features, features)
-    if distance is not None:
-        faults.need_known("objective.distance", distance, DISTANCES)
-    faults.need(
-        mode == "features" or loss_name != "sigmoid",
-        f"objective.mode={mode!r}: compares classes that exclude each other, and loss.name=sigmoid "
-        "does not; set --config.objective.mode=features, or --config.loss.name=softmax",
-    )
-    collect_faults(faults)
-
-
-def needs_labels(weight: float | None) -> bool:
-    """Whether a distillation with `objective.weight` also learns labels."""
-    return weight is None or weight < 1
-
-
-def make_distillation(
-    model: nn.Module,
-    loss: LossFn,
-    *,
-    setting: RunFacts,
-    teacher: str | None = None,
-    mode: str = "hard",
-    weight: float = 0.5,
-    temperature: float = 3.0,
-    features: str = "pooled",
-    distance: str = "cosine",
-) -> Objective:
-    """Make the objective that learns from `setting.teachers`.
+class Distillation(ObjectivePart):
+    """Learns from frozen teachers, and from labels.
 
     A student with two heads, a DeiT, learns labels with the first and the teachers with the second;
     any other learns both with its only head. Several teachers give the mean of their probabilities
     by their weights, or of their distances.
 
-    Args:
-      model: the student.
-      loss: of the labels.
-      setting: see `RunFacts`.
-      teacher: where `setting.teachers` come from.
-      mode: "hard": the cross-entropy of the teachers' most likely class. "soft": T^2 KL(teachers |
-        student), both at temperature T; with two heads also divided by C, as in DeiT. "features":
-        the distance of the teachers' features to a linear function of the student's.
-      weight: share of the teachers; with 1 no labels are read.
-      temperature: T.
-      features: what is compared; see `parse_features`. Of tokens and layers, only the patches; a
-        teacher's map is resized to the student's grid.
-      distance: "cosine": 1 - cosine. "smooth_l1": of the teacher's features, normalised to mean 0
-        and variance 1, quadratic up to 2.
+    Modes: "hard": the cross-entropy of the teachers' most likely class. "soft": T^2 KL(teachers |
+    student), both at temperature T; with two heads also divided by C, as in DeiT. "features": the
+    distance of the teachers' features to a linear function of the student's; of tokens and layers,
+    only the patches, and a teacher's map is resized to the student's grid.
 
-    Raises:
-      InputError: a teacher does not fit the student.
+    Distances: "cosine": 1 - cosine. "smooth_l1": of the teacher's features, normalised to mean 0
+    and variance 1, quadratic up to 2.
     """
-    learner: _Logits | Features
-    if mode == "features":
-        learner = Features(model, setting.teachers, parse_features(features), distance)
-    else:
-        learner = _Logits(model, setting.teachers, mode, temperature)
-    distillation = _Distillation(model, loss, setting, learner, weight)
-    models = tuple(
-        teacher.model.clone(image_size=teacher.model.image_size or model.image_size)
-        for teacher in setting.teachers
-    )
-    return Objective(
-        distillation.loss,
-        init=learner.init,
-        frozen=tuple(teacher.variables for teacher in setting.teachers),
-        frozen_models=models,
-        passes=(TokenPass(model), *(TokenPass(taught, learns=False) for taught in models)),
-        needs=("image", "label", "mask") if needs_labels(weight) else ("image", "mask"),
-    )
+
+    teacher: str = key(..., 'source, as init_from takes, or several: "runs/a=3, runs/b=1"')
+    mode: str = key("hard", "what the teachers give", choices=("hard", "soft", "features"))
+    weight: float = key(0.5, "share of the teachers; with 1 no labels are read", within="(0, 1]")
+    temperature: float | None = key(None, "of the mode soft; None: 3", within=POSITIVE)
+    features: str | None = key(
+        None, 'of the mode features: "pooled", "tokens", pairs of layers "5:11" (the student\'s '
+        "first), or several with commas; None: pooled",
+    )  # fmt: skip
+    distance: str | None = key(None, "of the features; None: cosine", choices=DISTANCES)
+
+    @property
+    def learns_labels(self):
+        return self.weight < 1
+
+    @property
+    def teachers(self):
+        return parse_teachers(self.teacher)
+
+    @property
+    def watches_layers(self):
+        return ":" in (self.features or "")
+
+    def check(self):
+        faults = Faults()
+        faults.check(parse_teachers, self.teacher)
+        for name, mode in (
+            ("temperature", "soft"), ("features", "features"), ("distance", "features"),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            faults.need(
+                value is None or self.mode == mode,
+                f"{name}={value!r}: goes with objective.mode={mode}; set it to None",
+            )
+        faults.check(parse_features, self.features or "pooled")
+        return faults
+
+    def find_conflicts(self, config):
+        if self.mode == "features" or config.loss.name != "sigmoid":
+            return []
+        return [
+            f"objective.mode={self.mode!r}: compares classes that exclude each other, and "
+            "loss.name=sigmoid does not; set --config.objective.mode=features, or "
+            "--config.loss.name=softmax"
+        ]
+
+    def bind(self, model, loss, facts):
+        learner: _Logits | Features
+        if self.mode == "features":
+            pairs = parse_features(self.features or "pooled")
+            learner = Features(model, facts.teachers, pairs, self.distance or "cosine")
+        else:
+            learner = _Logits(model, facts.teachers, self.mode, self.temperature or 3.0)
+        bound = _Distillation(model, loss, facts, learner, self.weight)
+        models = tuple(
+            teacher.model.clone(image_size=teacher.model.image_size or model.image_size)
+            for teacher in facts.teachers
+        )
+        return Objective(
+            bound.loss,
+            init=learner.init,
+            frozen=tuple(teacher.variables for teacher in facts.teachers),
+            frozen_models=models,
+            passes=(TokenPass(model), *(TokenPass(taught, learns=False) for taught in models)),
+            needs=("image", "label", "mask") if self.learns_labels else ("image", "mask"),
+        )
 
 
 class _Distillation(NamedTuple):
-    """The functions of the objective; see `make_distillation`."""
+    """The functions of the objective `Distillation` of a model."""
 
     model: nn.Module
     loss_of_labels: LossFn
-    setting: RunFacts
+    facts: RunFacts
     learner: Any
     weight: float
 
     def loss(
         self, params: Params, state: State, batch: Batch, frozen: Any, rng: jax.Array
     ) -> ObjectiveOutput:
-        mask_B, teachers = batch["mask"], self.setting.teachers
+        mask_B, teachers = batch["mask"], self.facts.teachers
         with watch() as outputs:
             logits, model_state = apply_in_training(
                 self.model, params, state.model_state, batch, rng
@@ -193,10 +178,10 @@ class _Distillation(NamedTuple):
         ]
         logits_BC = cast(jax.Array, sum(heads) / len(heads))
         metrics = _agreement(logits_BC, [found for found, _ in taught], teachers)
-        if needs_labels(self.weight):
+        if self.weight < 1:
             label_B = self.loss_of_labels(heads[0], batch["label"])
             metrics["loss_label"] = label_B
-            if not self.setting.multi_label:
+            if not self.facts.multi_label:
                 metrics["top1"] = hits(logits_BC, batch["label"])
         sums = {name: (mask_B * metric_B).sum() for name, metric_B in metrics.items()}
         distances = self.learner(params.get(OBJECTIVE), heads, outputs, taught)
@@ -209,18 +194,18 @@ class _Distillation(NamedTuple):
         return ObjectiveOutput(loss_sum, mask_B.sum(), sums, model_state, terms)
 
     def _ask(self, teacher: Teacher, variables: Any, images: jax.Array) -> TeacherOutput:
-        seen = as_seen_by(teacher, images, self.setting)
+        seen = as_seen_by(teacher, images, self.facts)
         with watch() as outputs:
             return teacher.model.apply(variables, seen, train=False), outputs
 
 
-def as_seen_by(teacher: Teacher, images: jax.Array, setting: RunFacts) -> jax.Array:
+def as_seen_by(teacher: Teacher, images: jax.Array, facts: RunFacts) -> jax.Array:
     """The images (B, H, W, channels) of a batch in a teacher's value range and image size."""
     mean, std, its_mean, its_std = (
         jnp.reshape(jnp.asarray(numbers, jnp.float32), (1, 1, 1, -1))
-        for numbers in (setting.mean, setting.std, teacher.mean, teacher.std)
+        for numbers in (facts.mean, facts.std, teacher.mean, teacher.std)
     )
-    if (setting.mean, setting.std) != (teacher.mean, teacher.std):
+    if (facts.mean, facts.std) != (teacher.mean, teacher.std):
         images = (images * std + mean - its_mean) / its_std
     size = teacher.model.image_size
     if size is None or size == images.shape[1:3]:
@@ -288,7 +273,7 @@ class _Logits:
         logits_BC, logits = heads[-1], [found for found, _ in taught]
         if self.mode == "hard":
             label_B = _mean_log_p(logits, self.teachers, 1.0).argmax(axis=1)
-            return {"hard": softmax_loss(logits_BC, label_B, 0.0)}
+            return {"hard": Softmax()(logits_BC, label_B, 0.0)}
         t = self.temperature
         log_p_BC = _mean_log_p(logits, self.teachers, t)
         log_q_BC = jax.nn.log_softmax(logits_BC / t)

@@ -47,7 +47,7 @@ def parse_features(text: str) -> list[Pair]:
         match = re.fullmatch(r"(-?\d+)\s*:\s*(-?\d+)", entry)
         if match is None and entry not in ("pooled", "tokens"):
             raise InputError(
-                f"objective.features={text!r}: {entry!r} is none of pooled, tokens, and two layers "
+                f"features={text!r}: {entry!r} is none of pooled, tokens, and two layers "
                 "such as 5:11, the student's first"
             )
         pair = Pair(entry, entry, entry)
@@ -55,13 +55,8 @@ def parse_features(text: str) -> list[Pair]:
             pair = Pair(f"layer_{match[1]}", int(match[1]), int(match[2]))
         pairs.append(pair)
     if not pairs or len({pair.name for pair in pairs}) < len(pairs):
-        raise InputError(f"objective.features={text!r}: needs different outputs of the student")
+        raise InputError(f"features={text!r}: needs different outputs of the student")
     return pairs
-
-
-def compares_layers(features: str | None) -> bool:
-    """Whether `objective.features` names single layers, which scan and remat would hide."""
-    return ":" in (features or "")
 
 
 class Features:

@@ -1,10 +1,10 @@
-"""LeJEPA: every view of a picture predicts the mean embedding of its global views.
+"""LeJEPA: every view of an image predicts the mean embedding of its global views.
 
-    loss = (1 - weight) * mean |z_v - mean of z over the global views|^2 + weight * mean SIGReg(z_v)
+    loss = (1 - w) * mean |z_v - mean of z over the global views|^2 + w * mean SIGReg(z_v)
 
-where v runs over all views, the global ones included, and SIGReg keeps the embeddings of each view
-normal in every direction, so that they cannot collapse. There is no teacher, no predictor and no
-stop of gradients.
+where w is `sigreg_weight`, v runs over all views, the global ones included, and SIGReg keeps the
+embeddings of each view normal in every direction, so that they cannot collapse. There is no
+teacher, no predictor and no stop of gradients.
 
 The batch is taken as a whole: SIGReg and the normalisation of the head are sums over all rows of
 the global batch that are not masked, on any mesh.
@@ -18,7 +18,7 @@ exp(-t^2 / s^2), with s = 1); the mean over the dimensions of an embedding in th
 two hidden layers of 2,048 with batch normalisation and ReLU in the head. Assumed: the weight 0.05
 and the 64 dimensions of an embedding.
 
-Axes: B pictures, V views, D features, K dimensions of an embedding.
+Axes: B images, V views, D features, K dimensions of an embedding.
 """
 
 from collections.abc import Mapping
@@ -28,21 +28,21 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.config import POSITIVE, SHARE, key
+from vit_jax.errors import InputError
 from vit_jax.models.t2t import T2TViT
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import (
     Collapse,
     Objective,
     ObjectiveOutput,
-    RunFacts,
+    ObjectivePart,
     State,
     Term,
     TokenPass,
 )
 from vit_jax.objectives.other_sizes import check_size
 from vit_jax.objectives.sigreg import draw_directions, sigreg
-from vit_jax.objectives.supervised import LossFn
 from vit_jax.objectives.views import features_of_views
 from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
 
@@ -81,98 +81,56 @@ class Head(nn.Module):
         return nn.Dense(self.width, name="out")(x_ND)
 
 
-def check_lejepa(
-    *,
-    weight: float = 0.05,
-    directions: int = 1024,
-    points: int = 17,
-    head_width: int = 2048,
-    embedding_width: int = 64,
-) -> None:
-    """Raise InputError if a key of `objective` is out of range."""
-    faults = Faults()
-    faults.need(
-        0 <= weight <= 1, f"objective.weight={weight}: needs a number from 0 to 1, e.g. 0.05"
-    )
-    for key, value in (
-        ("directions", directions),
-        ("head_width", head_width),
-        ("embedding_width", embedding_width),
-    ):
-        faults.need_positive(f"objective.{key}", value)
-    faults.need(
-        points >= 3 and points % 2 == 1,
-        f"objective.points={points}: needs an odd number of at least 3, e.g. 17",
-    )
-    collect_faults(faults)
+class LeJepa(ObjectivePart):
+    """Predicts the mean embedding of the global views from every view, kept apart by SIGReg."""
 
-
-def make_lejepa(
-    model: nn.Module,
-    loss: LossFn,
-    *,
-    setting: RunFacts,
-    weight: float = 0.05,
-    directions: int = 1024,
-    points: int = 17,
-    head_width: int = 2048,
-    embedding_width: int = 64,
-) -> Objective:
-    """Make the objective of LeJEPA.
-
-    Args:
-      model: the encoder; its features go through the head.
-      loss: not used, as there are no labels.
-      setting: has the shapes of the views.
-      weight: share of SIGReg in the loss; lambda in the paper. 0: none, and the run collapses.
-      directions: their number, drawn anew in every step.
-      points: of the integral of SIGReg.
-      head_width, embedding_width: width of the head's hidden layers, and K.
-
-    Raises:
-      InputError: a number is out of range, or the model does not fit.
-    """
-    del loss
-    check_lejepa(
-        weight=weight, directions=directions, points=points,
-        head_width=head_width, embedding_width=embedding_width,
+    sigreg_weight: float = key(
+        0.05, "share of SIGReg in the loss, lambda in the paper; with 0 the run collapses",
+        within=SHARE,
     )  # fmt: skip
-    if not isinstance(model, ViT) or isinstance(model, T2TViT):  # which has constants
-        raise InputError(
-            f"objective.name='lejepa': does not train a {type(model).__name__}; choose a ViT or a "
-            "DeiT"
+    directions: int = key(1024, "random directions of SIGReg, drawn in every step", within=POSITIVE)
+    points: int = key(17, "odd number of points of the integral of SIGReg", within="[3, inf)")
+    head_width: int = key(2048, "width of the hidden layers of the head", within=POSITIVE)
+    embedding_width: int = key(64, "outputs of the head", within=POSITIVE)
+
+    def check(self):
+        return [] if self.points % 2 else [f"points={self.points}: needs an odd number, e.g. 17"]
+
+    def bind(self, model, loss, facts):
+        if not isinstance(model, ViT) or isinstance(model, T2TViT):  # which has constants
+            raise InputError(
+                f"objective.name='lejepa': does not train a {type(model).__name__}; choose a ViT "
+                "or a DeiT"
+            )
+        shapes = {name: facts.shapes[name] for name in VIEWS if name in facts.shapes}
+        if sum(shape[1] for shape in shapes.values()) == 1:
+            raise InputError(
+                "data.num_global=1: objective.name='lejepa' compares views, and there are no "
+                "others; set --config.data.num_global=2"
+            )
+        for name, shape in shapes.items():
+            size_key = "data.local_size" if name == "local_views" else "data.image_size"
+            check_size(model, (shape[2], shape[3]), size_key)
+        bound = _LeJepa(model, Head(self.head_width, self.embedding_width), self, shapes)
+        return Objective(
+            bound.loss,
+            init=bound.init,
+            passes=bound.passes(),
+            needs=("global_views", "mask"),
+            couples_rows=True,
+            collapse=Collapse(
+                f"Raise objective.sigreg_weight, now {self.sigreg_weight}, global_batch_size or "
+                "the number of steps, or lower optimizer.peak_lr"
+            ),
         )
-    shapes = {name: setting.shapes[name] for name in VIEWS if name in setting.shapes}
-    if sum(shape[1] for shape in shapes.values()) == 1:
-        raise InputError(
-            "data.num_global=1: objective.name='lejepa' compares views, and there are no others; "
-            "set --config.data.num_global=2"
-        )
-    for name, shape in shapes.items():
-        key = "data.local_size" if name == "local_views" else "data.image_size"
-        check_size(model, (shape[2], shape[3]), key)
-    own = _LeJepa(model, Head(head_width, embedding_width), weight, directions, points, shapes)
-    return Objective(
-        own.loss,
-        init=own.init,
-        passes=own.passes(),
-        needs=("global_views", "mask"),
-        couples_rows=True,
-        collapse=Collapse(
-            f"Raise objective.weight, now {weight}, global_batch_size or the number of steps, or "
-            "lower optimizer.peak_lr"
-        ),
-    )
 
 
 class _LeJepa(NamedTuple):
-    """The functions of the objective; see `make_lejepa`."""
+    """The functions of the objective `LeJepa` of a model."""
 
     model: ViT
     head: Head
-    weight: float
-    directions: int
-    points: int
+    keys: LeJepa
     shapes: Mapping[str, tuple[int, ...]]
 
     def passes(self) -> tuple[TokenPass, ...]:
@@ -195,8 +153,9 @@ class _LeJepa(NamedTuple):
         centre_BK = z_VBK[:num_global].mean(axis=0)
         distance_B = jnp.square(z_VBK - centre_BK[None]).mean(axis=(0, 2))
         key = jax.random.fold_in(rng, _DIRECTIONS)
-        directions_KM = draw_directions(key, z_VBK.shape[-1], self.directions)
-        statistics = [sigreg(z_BK, directions_KM, mask_B, points=self.points) for z_BK in z_VBK]
+        directions_KM = draw_directions(key, z_VBK.shape[-1], self.keys.directions)
+        points, weight = self.keys.points, self.keys.sigreg_weight
+        statistics = [sigreg(z_BK, directions_KM, mask_B, points=points) for z_BK in z_VBK]
         statistic = sum(statistics, jnp.zeros(())) / len(statistics)
         return ObjectiveOutput(
             loss_sum=jnp.zeros(()),
@@ -204,8 +163,8 @@ class _LeJepa(NamedTuple):
             metric_sums={},
             model_state=state.model_state,
             terms={
-                "prediction": Term((mask_B * distance_B).sum(), mask_B.sum(), 1 - self.weight),
-                "sigreg": Term(statistic, jnp.ones(()), self.weight),
+                "prediction": Term((mask_B * distance_B).sum(), mask_B.sum(), 1 - weight),
+                "sigreg": Term(statistic, jnp.ones(()), weight),
             },
         )
 

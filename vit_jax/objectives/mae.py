@@ -12,15 +12,21 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.config import POSITIVE, key
 from vit_jax.errors import Faults, collect_faults
 from vit_jax.models.forms import unconstrained
 from vit_jax.models.layers import BlockFields, Encoder
 from vit_jax.models.position import sincos_2d
 from vit_jax.models.vit import ViT, extract_patches
 from vit_jax.objectives import patches
-from vit_jax.objectives.contract import Objective, ObjectiveOutput, State, TokenPass
+from vit_jax.objectives.contract import (
+    Objective,
+    ObjectiveOutput,
+    ObjectivePart,
+    State,
+    TokenPass,
+)
 from vit_jax.objectives.patches import Reconstruction
-from vit_jax.objectives.supervised import LossFn
 from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
 
 _EPS = 1e-6  # added to the variance of a patch
@@ -70,107 +76,58 @@ class Decoder(BlockFields, nn.Module):
         return head(x_BHW).astype(jnp.float32)
 
 
-def check_mae(
-    *,
-    mask_ratio: float = 0.75,
-    norm_pixels: bool = True,
-    decoder_width: int = 512,
-    decoder_depth: int = 8,
-    decoder_heads: int = 16,
-    decoder_mlp_dim: int | None = None,
-) -> None:
-    """Raise InputError if keys of `objective` are out of range, or contradict each other."""
-    del norm_pixels
-    faults = Faults()
-    faults.need(
-        0 < mask_ratio < 1, f"objective.mask_ratio={mask_ratio}: needs a number between 0 and 1"
-    )
-    sizes = {"width": decoder_width, "depth": decoder_depth, "heads": decoder_heads}
-    for key, size in (sizes | {"mlp_dim": decoder_mlp_dim}).items():
-        faults.need_positive(f"objective.decoder_{key}", size)
-    if decoder_width > 0 and decoder_heads > 0:
-        faults.need(
-            decoder_width % decoder_heads == 0,
-            f"objective.decoder_heads={decoder_heads}: does not divide "
-            f"objective.decoder_width={decoder_width}; choose a number that does",
-        )
-        faults.need(
-            decoder_width % 4 == 0 and decoder_width >= 8,
-            f"objective.decoder_width={decoder_width}: needs a multiple of 4, at least 8, for its "
-            "sine-cosine positions",
-        )
-    collect_faults(faults)
-
-
-def make_mae(
-    model: nn.Module,
-    loss: LossFn,
-    *,
-    mask_ratio: float = 0.75,
-    norm_pixels: bool = True,
-    decoder_width: int = 512,
-    decoder_depth: int = 8,
-    decoder_heads: int = 16,
-    decoder_mlp_dim: int | None = None,
-) -> Objective:
-    """Make the objective that predicts hidden patches from the visible ones.
+class Mae(ObjectivePart):
+    """Predicts hidden patches from the visible ones, with the decoder as its own parameters.
 
     The loss of an image is the mean squared error over the values of its hidden patches. Only the
-    visible patches, and the prefix tokens, pass through the encoder. The decoder's parameters are
-    the objective's own.
-
-    Args:
-      model: the encoder, a `ViT` whose layers need no patch that is hidden.
-      loss: of labels; not used.
-      mask_ratio: share of the patches that are hidden, drawn for each image and step.
-      norm_pixels: each patch of the target is normalised by its own mean and standard deviation
-        over all its values; False: the values as the model gets them.
-      decoder_width, decoder_depth, decoder_heads: of the decoder's blocks.
-      decoder_mlp_dim: hidden width of their MLPs; None: 4 times the width.
-
-    Raises:
-      InputError: the model is no such ViT, or the share hides no patch or all.
+    visible patches, and the prefix tokens, pass through the encoder.
     """
-    del loss
-    patches.check_patches(model, "mae")
-    assert isinstance(model, ViT)
-    collect_faults([f"objective.name='mae': {fault}" for fault in model.find_keep_faults()])
-    mae = Mae(
-        model,
-        mask_ratio,
-        norm_pixels,
-        decoder_width,
-        decoder_depth,
-        decoder_heads,
-        decoder_mlp_dim or 4 * decoder_width,
+
+    mask_ratio: float = key(0.75, "share of the patches that are hidden", within="(0, 1)")
+    norm_pixels: bool = key(True, "normalise each patch to predict by its mean and deviation")
+    decoder_width: int = key(512, "width of the decoder's tokens", within="[8, inf)")
+    decoder_depth: int = key(8, "number of its layers", within=POSITIVE)
+    decoder_heads: int = key(16, "heads of attention in each of its layers", within=POSITIVE)
+    decoder_mlp_dim: int | None = key(
+        None, "hidden width of its MLPs; None: 4 times the width", within=POSITIVE
     )
-    return Objective(
-        mae.loss,
-        init=mae.init,
-        reconstruct=mae.reconstruct,
-        passes=mae.passes(),
-        needs=("image", "mask"),
-        collapse=patches.COLLAPSE,
-    )
+
+    def check(self):
+        width, heads = self.decoder_width, self.decoder_heads
+        faults = Faults()
+        faults.need(width % heads == 0, f"decoder_heads={heads}: must divide decoder_width={width}")
+        faults.need(
+            width % 4 == 0,
+            f"decoder_width={width}: needs a multiple of 4, for its sine-cosine positions",
+        )
+        return faults
+
+    def bind(self, model, loss, facts):
+        patches.check_patches(model, "mae")
+        collect_faults([f"objective.name='mae': {fault}" for fault in model.find_keep_faults()])
+        bound = _Mae(model, self)
+        return Objective(
+            bound.loss,
+            init=bound.init,
+            reconstruct=bound.reconstruct,
+            passes=bound.passes(),
+            needs=("image", "mask"),
+            collapse=patches.COLLAPSE,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Mae:
-    """The functions of the objective; see `make_mae`."""
+class _Mae:
+    """The functions of the objective `Mae` of a model."""
 
     model: ViT
-    mask_ratio: float
-    norm_pixels: bool
-    width: int
-    depth: int
-    num_heads: int
-    mlp_dim: int
+    keys: Mae
 
     def count_visible(self) -> int:
         """Number of patches that the encoder sees: N (1 - mask_ratio), rounded down."""
         num = self.model.grid[0] * self.model.grid[1]
-        visible = int(num * (1 - self.mask_ratio))
-        patches.check_visible(num, visible, self.mask_ratio)
+        visible = int(num * (1 - self.keys.mask_ratio))
+        patches.check_visible(num, visible, self.keys.mask_ratio)
         return visible
 
     @property
@@ -179,13 +136,13 @@ class Mae:
         model = self.model
         common = {name: getattr(model, name) for name in ("gelu", "norm", "norm_eps", "dtype")}
         return Decoder(
-            num_heads=self.num_heads,
-            mlp_dim=self.mlp_dim,
+            num_heads=self.keys.decoder_heads,
+            mlp_dim=self.keys.decoder_mlp_dim or 4 * self.keys.decoder_width,
             constrain=model.constrain,
             grid=model.grid,
             num_prefix=model.num_prefix_tokens,
-            width=self.width,
-            depth=self.depth,
+            width=self.keys.decoder_width,
+            depth=self.keys.decoder_depth,
             num_outputs=model.patch_size[0] * model.patch_size[1] * model.channels,
             scan=model.scan,
             remat=model.remat,
@@ -252,7 +209,7 @@ class Mae:
         """(targets (B, H, P), their mean, their standard deviation, each (B, H, 1) or a number)."""
         patches_BNP = extract_patches(images.astype(jnp.float32), self.model.patch_size)
         wanted_BHP = patches.take(patches_BNP, hidden_BH)
-        if not self.norm_pixels:
+        if not self.keys.norm_pixels:
             return wanted_BHP, 0.0, 1.0
         mean_BH1 = wanted_BHP.mean(axis=2, keepdims=True)
         std_BH1 = jnp.sqrt(wanted_BHP.var(axis=2, keepdims=True, ddof=1) + _EPS)

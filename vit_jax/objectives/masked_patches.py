@@ -14,12 +14,18 @@ import jax.numpy as jnp
 import optax
 from einops import rearrange
 
-from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.config import key
+from vit_jax.errors import InputError
 from vit_jax.models.vit import ViT, extract_patches
 from vit_jax.objectives import patches
-from vit_jax.objectives.contract import Objective, ObjectiveOutput, RunFacts, State
+from vit_jax.objectives.contract import (
+    Objective,
+    ObjectiveOutput,
+    ObjectivePart,
+    RunFacts,
+    State,
+)
 from vit_jax.objectives.patches import Reconstruction
-from vit_jax.objectives.supervised import LossFn
 from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
 
 TARGETS = ("mean_colour", "small_patch", "pixels")
@@ -80,23 +86,8 @@ def pixels_of(colours: jax.Array, channels: int) -> jax.Array:
     return (levels + 0.5) * (256 / _LEVELS)
 
 
-def check_masked_patches(*, mask_ratio: float = 0.5, target: str = "mean_colour") -> None:
-    """Raise InputError if keys of `objective` are out of range."""
-    faults = Faults()
-    faults.need(0 < mask_ratio <= 1, f"objective.mask_ratio={mask_ratio}: needs a number in (0, 1]")
-    faults.need_known("objective.target", target, TARGETS)
-    collect_faults(faults)
-
-
-def make_masked_patches(
-    model: nn.Module,
-    loss: LossFn,
-    *,
-    setting: RunFacts,
-    mask_ratio: float = 0.5,
-    target: str = "mean_colour",
-) -> Objective:
-    """Make the objective that predicts corrupted patches from the encoder's output for them.
+class MaskedPatches(ObjectivePart):
+    """Predicts corrupted patches from the encoder's output for them.
 
     Of each image a share `mask_ratio` of the patch embeddings is corrupted: each of these becomes
     the learned mask token with probability 0.8, the embedding of another patch with 0.1, and stays
@@ -104,42 +95,37 @@ def make_masked_patches(
     the same image, so that no row depends on another. The mask token and a linear head are the
     objective's own parameters.
 
-    Args:
-      model: a `ViT`.
-      loss: of labels; not used.
-      setting: its mean and std turn the model's values back into pixels.
-      mask_ratio: share of the patches that are corrupted, rounded to the nearest number.
-      target: "mean_colour": the mean colour in 3 bits per channel, 512 classes. "small_patch": the
-        patch resized to 4 x 4 by means, 16 such colours. "pixels": all values, by their mean
-        squared error.
-
-    Raises:
-      InputError: the model is no ViT, or the patches cannot be resized to 4 x 4.
+    Targets: "mean_colour": the mean colour in 3 bits per channel, 512 classes. "small_patch": the
+    patch resized to 4 x 4 by means, 16 such colours. "pixels": all values, by their mean squared
+    error.
     """
-    del loss
-    patches.check_patches(model, "masked_patches")
-    assert isinstance(model, ViT)
-    if target == "small_patch" and any(side % _SMALL for side in model.patch_size):
-        raise InputError(
-            f"objective.target='small_patch': {_SMALL} must divide the patch's sides "
-            f"{model.patch_size}; choose another model.patch_size, or another target"
+
+    mask_ratio: float = key(0.5, "share of the patches that are hidden", within="(0, 1]")
+    target: str = key("mean_colour", "what is predicted of a patch", choices=TARGETS)
+
+    def bind(self, model, loss, facts):
+        patches.check_patches(model, "masked_patches")
+        if self.target == "small_patch" and any(side % _SMALL for side in model.patch_size):
+            raise InputError(
+                f"objective.target='small_patch': {_SMALL} must divide the patch's sides "
+                f"{model.patch_size}; choose another model.patch_size, or another target"
+            )
+        bound = _MaskedPatches(model, facts, self.mask_ratio, self.target)
+        return Objective(
+            bound.loss,
+            init=bound.init,
+            reconstruct=bound.reconstruct,
+            needs=("image", "mask"),
+            collapse=patches.COLLAPSE,
         )
-    masked = MaskedPatches(model, setting, mask_ratio, target)
-    return Objective(
-        masked.loss,
-        init=masked.init,
-        reconstruct=masked.reconstruct,
-        needs=("image", "mask"),
-        collapse=patches.COLLAPSE,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskedPatches:
-    """The functions of the objective; see `make_masked_patches`."""
+class _MaskedPatches:
+    """The functions of the objective `MaskedPatches` of a model."""
 
     model: ViT
-    setting: RunFacts
+    facts: RunFacts
     mask_ratio: float
     target: str
 
@@ -232,7 +218,7 @@ class MaskedPatches:
         (rows, columns), (p, q) = self.model.grid, self.model.patch_size
         side = 1 if self.target == "mean_colour" else _SMALL
         pixels = patches.as_pixels(
-            images.astype(jnp.float32), self.setting.mean, self.setting.std
+            images.astype(jnp.float32), self.facts.mean, self.facts.std
         ).reshape(-1, rows, side, p // side, columns, side, q // side, images.shape[-1])
         return rearrange(colours(pixels.mean(axis=(3, 6))), "b h i w j -> b (h w) (i j)")
 
@@ -260,7 +246,7 @@ class MaskedPatches:
         (p, q), channels = self.model.patch_size, self.model.channels
         side = 1 if self.target == "mean_colour" else _SMALL
         scores = rearrange(scores, "b m (i j k) -> b m i j k", i=side, j=side)
-        mean, std = (jnp.asarray(x)[None] for x in (self.setting.mean, self.setting.std))
+        mean, std = (jnp.asarray(x)[None] for x in (self.facts.mean, self.facts.std))
         shape = (1, 1, 1, 1, -1)
         pixels = pixels_of(scores.argmax(axis=-1), channels)
         values = (pixels / 255 - mean.reshape(shape)) / std.reshape(shape)

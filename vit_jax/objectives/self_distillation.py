@@ -15,15 +15,15 @@ Sources: Caron et al. 2021 (arXiv:2104.14294); Zhou et al. 2021 (arXiv:2111.0783
 """
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.config import FROM_0, POSITIVE, SHARE, key
+from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.models.fields import with_known
 from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.models.vit import ViT
@@ -33,18 +33,19 @@ from vit_jax.objectives.contract import (
     Collapse,
     Objective,
     ObjectiveOutput,
+    ObjectivePart,
     RunFacts,
     State,
     Term,
     TokenPass,
 )
-from vit_jax.objectives.gram import gram_distance
+from vit_jax.objectives.gram import NEGATIVES, gram_distance
 from vit_jax.objectives.koleo import koleo
-from vit_jax.objectives.other_sizes import at_size
+from vit_jax.objectives.other_sizes import at_size, check_size
 from vit_jax.objectives.prototypes import PrototypeHead
-from vit_jax.objectives.self_distillation_keys import GLOBAL, LOCAL, Keys, check_views
-from vit_jax.objectives.supervised import LossFn
 from vit_jax.tree import OBJECTIVE, Batch, ModelState, Params
+
+GLOBAL, LOCAL = "global_views", "local_views"  # keys of a batch
 
 
 def cross_entropies(
@@ -80,67 +81,145 @@ def patch_entropies(
     return each_NM.sum(axis=1) / jnp.maximum(counts_NM.sum(axis=1), 1)
 
 
-def make_self_distillation(
-    model: nn.Module, loss: LossFn, *, setting: RunFacts, **own: Any
-) -> Objective:
-    """Make the objective at the top of this module.
+class SelfDistillation(ObjectivePart):
+    """The loss at the top of this module.
 
-    Args:
-      model: a `ViT`; local views of another size see its positions resampled (`at_size`).
-      loss: of labels; not used.
-      setting: shapes of a batch and durations of the run.
-      **own: see `Keys`.
-
-    Raises:
-      InputError: the model, the views and the keys do not fit together.
+    Local views of another size see the model's positions resampled (`at_size`).
     """
-    del loss
-    keys = Keys(**own)
-    patches.check_patches(model, "self_distillation")
-    assert isinstance(model, ViT)
-    check_views(model, setting, keys)
-    distillation = SelfDistillation(model, keys, setting.shapes, setting.durations)
-    has_views = GLOBAL in setting.shapes  # otherwise the experiment refuses the run
-    return Objective(
-        distillation.loss,
-        init=distillation.init,
-        passes=distillation.passes() if has_views else (),
-        needs=(GLOBAL, "mask"),
-        couples_rows=True,
-        needs_average=True,
-        collapse=Collapse(
-            low_rank="Lower optimizer.peak_lr, or raise objective.koleo_weight",
-            entropy_limit=math.log(keys.num_prototypes),
-            low_entropy=f"Raise objective.teacher_temperature, now {keys.teacher_temperature}, or "
-            f"set objective.centring=sinkhorn, now {keys.centring}",
-            high_entropy="Lower objective.teacher_temperature, now "
-            f"{keys.teacher_temperature}, or optimizer.peak_lr",
-        ),
+
+    num_prototypes: int = key(65_536, "prototypes of each head", within=POSITIVE)
+    head_width: int = key(2048, "width of the hidden layers of the head", within=POSITIVE)
+    head_layers: int = key(3, "dense layers before the prototypes", within=POSITIVE)
+    bottleneck: int = key(256, "width of the prototypes", within=POSITIVE)
+    patch_head: str = key(
+        "shared", "head of the patches: that of the views, as in iBOT, or an own one, as in the "
+        "large models of DINOv2", choices=("shared", "own"),
+    )  # fmt: skip
+    centring: str = key("centre", "what keeps targets apart", choices=centring.CENTRINGS)
+    centre_momentum: float = key(0.9, "share of the centre that stays in a step", within=SHARE)
+    student_temperature: float = key(0.1, "of the student's logits", within=POSITIVE)
+    teacher_temperature: float = key(0.04, "of the teacher's logits", within=POSITIVE)
+    first_temperature: float | None = key(
+        None, "teacher's temperature at the start, from which it rises linearly over "
+        "temperature_warmup; None: none", within=POSITIVE,
+    )  # fmt: skip
+    temperature_warmup: str | None = key(None, "goes with first_temperature", form="duration")
+    # AdamW's moments start at 0 but count from step 0, so the first hundred updates after it are up
+    # to 6 times as large. Weight decay only changes the prototypes' length, which has no effect.
+    freeze_prototypes: str | None = key(
+        None, "duration at the start without gradients of the prototypes; None: they learn",
+        form="duration",
+    )  # fmt: skip
+    patch_weight: float = key(0.0, "of the loss of hidden patches; 0: none are", within=FROM_0)
+    masked_views: float = key(
+        0.5, "share of the global views of an image that have hidden patches", within=SHARE
     )
+    mask_min: float = key(0.1, "least share of hidden patches", within="(0, 1)")
+    mask_max: float = key(0.5, "largest share of hidden patches", within="(0, 1)")
+    koleo_weight: float = key(0.0, "of what spreads the global views apart", within=FROM_0)
+    koleo_group: int | None = key(None, "rows that are spread apart; None: all", within="[2, inf)")
+    gram_weight: float = key(0.0, "of the distance to the Gram teacher", within=FROM_0)
+    gram_every: str | None = key(
+        None, "between copies of the teacher, from step 0; goes with gram_weight", form="interval"
+    )
+    gram_group: int = key(1, "images whose patches are compared", within=POSITIVE)
+    gram_negatives: str = key("kept", "what becomes of negative similarities", choices=NEGATIVES)
+
+    def check(self):
+        faults = Faults()
+        faults.need(
+            self.mask_min <= self.mask_max,
+            f"mask_min={self.mask_min}: must be at most objective.mask_max={self.mask_max}",
+        )
+        for name, other in (
+            ("first_temperature", "temperature_warmup"), ("gram_weight", "gram_every"),
+        ):  # fmt: skip
+            value, needed = getattr(self, name), getattr(self, other)
+            faults.need(
+                bool(value) == (needed is not None),
+                f"{other}={needed!r}: goes together with objective.{name}; set both or none",
+            )
+        return faults
+
+    def bind(self, model, loss, facts):
+        patches.check_patches(model, "self_distillation")
+        _check_views(model, facts, self)
+        _check_start(facts.durations)
+        bound = _SelfDistillation(model, self, facts.shapes, facts.durations)
+        has_views = GLOBAL in facts.shapes  # otherwise the experiment refuses the run
+        return Objective(
+            bound.loss,
+            init=bound.init,
+            passes=bound.passes() if has_views else (),
+            needs=(GLOBAL, "mask"),
+            couples_rows=True,
+            needs_average=True,
+            collapse=Collapse(
+                low_rank="Lower optimizer.peak_lr, or raise objective.koleo_weight",
+                entropy_limit=math.log(self.num_prototypes),
+                low_entropy="Raise objective.teacher_temperature, now "
+                f"{self.teacher_temperature}, or set objective.centring=sinkhorn, now "
+                f"{self.centring}",
+                high_entropy="Lower objective.teacher_temperature, now "
+                f"{self.teacher_temperature}, or optimizer.peak_lr",
+            ),
+        )
 
 
-# The keys of the config are found by the signature.
-make_self_distillation.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [
-        *list(inspect.signature(make_self_distillation).parameters.values())[:-1],
-        *(
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for parameter in inspect.signature(Keys).parameters.values()
-        ),
-    ]
-)
+def _check_start(durations: Mapping[str, int]) -> None:
+    """Raise InputError for what begins with the run and does not end within it."""
+    total = durations.get("duration", math.inf)
+    collect_faults([
+        f"objective.{name}: {steps:,} steps are longer than the run, which has {total:,}; shorten "
+        f"it, e.g. --config.objective.{name}='{total // 10} steps'"
+        for name in ("temperature_warmup", "freeze_prototypes")
+        if (steps := durations.get(f"objective.{name}", 0)) > total
+    ])  # fmt: skip
+
+
+def _check_views(model: ViT, facts: RunFacts, keys: SelfDistillation) -> None:
+    """Raise InputError if the views of a batch do not suit the model and the keys."""
+    views = facts.shapes.get(GLOBAL)
+    if views is None:
+        return  # reported by the experiment, with what a batch has
+    rows, number = views[:2]
+    if number < 2:
+        raise InputError(
+            f"data.num_global={number}: objective.name='self_distillation' compares global views "
+            "with each other; set --config.data.num_global=2"
+        )
+    groups = {"koleo_group": keys.koleo_group or rows, "gram_group": keys.gram_group}
+    for name, group in groups.items():
+        if rows % group:
+            raise InputError(
+                f"objective.{name}={group}: must divide global_batch_size={rows}; choose a divisor"
+            )
+    if LOCAL in facts.shapes:
+        _, _, height, width, _ = facts.shapes[LOCAL]
+        check_size(model, (height, width), "data.local_size")
+    if keys.patch_weight and not round(number * keys.masked_views):
+        raise InputError(
+            f"objective.masked_views={keys.masked_views}: leaves no view with hidden patches; set "
+            "it to 0.5, or objective.patch_weight to 0"
+        )
+    patches_of_view = model.grid[0] * model.grid[1]
+    if keys.patch_weight and patches_of_view * keys.mask_max < 1:
+        raise InputError(
+            f"objective.mask_max={keys.mask_max}: hides none of a view's {patches_of_view} "
+            "patches; raise it, or set objective.patch_weight to 0"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class SelfDistillation:
-    """The functions of the objective; see `make_self_distillation`.
+class _SelfDistillation:
+    """The functions of the objective `SelfDistillation` of a model.
 
     shapes: of a batch.
     durations: {config key: steps}.
     """
 
     model: ViT
-    keys: Keys
+    keys: SelfDistillation
     shapes: Mapping[str, tuple[int, ...]]
     durations: Mapping[str, int]
 

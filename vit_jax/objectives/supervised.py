@@ -1,206 +1,34 @@
-"""Classification of labelled images.
+"""Classification of labelled images."""
 
-Axes: B examples, C classes.
-"""
+from typing import cast
 
-import math
-from collections.abc import Callable
-from typing import NamedTuple, cast
-
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 
-from vit_jax.config import KeyValue, choose_keys
-from vit_jax.errors import InputError, nearest
-from vit_jax.objectives.contract import ObjectiveOutput, PlainObjective, RunFacts
+from vit_jax.objectives.contract import Objective, ObjectiveOutput, ObjectivePart
 from vit_jax.objectives.forward import apply_in_training
-from vit_jax.tree import Batch, ModelState, Params
-
-LossFn = Callable[[jax.Array, jax.Array], jax.Array]
+from vit_jax.objectives.losses import hits
 
 
-class Loss(NamedTuple):
-    """A loss and the probabilities that belong to it.
+class Supervised(ObjectivePart):
+    """Classifies `batch["image"]` (B, H, W, channels) as `batch["label"]`.
 
-    fn: (logits (B, C), labels (B,) int or (B, C) float, label_smoothing, own keys) -> (B,).
-    probabilities: logits (B, C) -> class probabilities of a model trained with the loss, (B, C).
+    Its metric is the accuracy `top1`, unless an image may have several labels.
     """
 
-    fn: Callable[..., jax.Array]
-    probabilities: Callable[[jax.Array], jax.Array] = jax.nn.softmax
+    learns_labels = True
 
-
-def as_targets(labels: jax.Array, num_classes: int) -> jax.Array:
-    """Labels, int (B,) or float (B, C), as float targets (B, C)."""
-    return jax.nn.one_hot(labels, num_classes) if labels.ndim == 1 else labels
-
-
-def softmax_loss(logits_BC: jax.Array, labels: jax.Array, label_smoothing: float) -> jax.Array:
-    """-sum_c t_c log softmax(logits)_c; targets t are smoothed towards uniform. -> (B,)."""
-    targets_BC = optax.smooth_labels(as_targets(labels, logits_BC.shape[1]), label_smoothing)
-    return optax.losses.softmax_cross_entropy(logits_BC, targets_BC)
-
-
-def sigmoid_loss(logits_BC: jax.Array, labels: jax.Array, label_smoothing: float) -> jax.Array:
-    """Binary cross-entropy, summed over the classes. Shapes: -> (B,).
-
-    Source: Beyer et al. 2020 (arXiv:2006.07159), section 5.
-    """
-    targets_BC = optax.smooth_labels(as_targets(labels, logits_BC.shape[1]), label_smoothing)
-    return optax.losses.sigmoid_binary_cross_entropy(logits_BC, targets_BC).sum(axis=-1)
-
-
-LOSSES = {
-    "softmax": Loss(softmax_loss),
-    "sigmoid": Loss(sigmoid_loss, jax.nn.sigmoid),
-}
-
-
-def make_loss(
-    name: str,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    class_weights: str | None = None,
-    **own: KeyValue,
-) -> LossFn:
-    """Make loss(logits (B, C), labels (B,) int or (B, C) float) -> (B,).
-
-    Evaluators report this loss too. What is only for training goes into `loss_sum` of
-    `make_supervised`.
-
-    Args:
-      name: a key of LOSSES.
-      label_smoothing: fraction of the target that is spread evenly over all classes.
-      z_loss: for softmax, adds z_loss * log(Z)^2 with Z = sum_c exp(logit_c), which keeps the
-        logits from drifting; 0: off. Zoph et al. 2022 (arXiv:2202.08906); Chowdhery et al. 2022
-        (arXiv:2204.02311), section 5, use 1e-4.
-      class_weights: one number w_c per class, with commas; None, or "balanced" before the data are
-        known: no weights. Softmax multiplies the loss of an example by the weight of its class;
-        sigmoid multiplies the term of class c by w_c if the example has that class. See
-        `balanced_weights`.
-      **own: keys that plug-ins add to `config.loss`; None if not set.
-
-    Raises:
-      InputError: for an unknown name, a number out of range, a z_loss without softmax, or a key
-        that the loss does not take.
-    """
-    if name not in LOSSES:
-        raise InputError(f"loss.name={name!r}: {nearest(name, list(LOSSES))}")
-    if not 0.0 <= label_smoothing < 1.0:
-        raise InputError(f"loss.label_smoothing={label_smoothing}: needs a number in [0, 1)")
-    if z_loss < 0.0:
-        raise InputError(f"loss.z_loss={z_loss}: must be at least 0; 0 turns it off")
-    if z_loss and name != "softmax":
-        raise InputError(f"loss.z_loss={z_loss}: only works with loss.name=softmax; set it to 0")
-    weights = parse_class_weights(class_weights, name)
-    fn = LOSSES[name].fn
-    fields = choose_keys("loss", name, fn, own)
-
-    def loss(logits_BC: jax.Array, labels: jax.Array) -> jax.Array:
-        loss_B = fn(logits_BC, labels, label_smoothing, **fields)
-        if loss_B.shape != logits_BC.shape[:1]:
-            raise InputError(
-                f"loss.name={name!r}: gave the shape {loss_B.shape} for logits {logits_BC.shape}; "
-                f"needs {logits_BC.shape[:1]}, one number for each image; take no mean over images"
+    def bind(self, model, loss, facts):
+        def loss_of_batch(params, state, batch, frozen, rng):
+            logits, model_state = apply_in_training(model, params, state.model_state, batch, rng)
+            heads = jax.tree.leaves(logits)  # every head learns the label
+            loss_B = sum(loss(logits_BC, batch["label"]) for logits_BC in heads) / len(heads)
+            logits_BC, mask_B = cast(jax.Array, sum(heads) / len(heads)), batch["mask"]
+            top1 = {} if facts.multi_label else {"top1": hits(logits_BC, batch["label"])}
+            return ObjectiveOutput(
+                loss_sum=(mask_B * loss_B).sum(),
+                weight_sum=mask_B.sum(),
+                metric_sums={name: (mask_B * metric_B).sum() for name, metric_B in top1.items()},
+                model_state=model_state,
             )
-        if weights is not None:
-            targets_BC = as_targets(labels, logits_BC.shape[1])
-            weights_1C = jnp.reshape(jnp.asarray(weights, jnp.float32), (1, -1))
-            if name == "softmax":
-                loss_B *= (targets_BC * weights_1C).sum(axis=1)
-            else:
-                more_BC = (weights_1C - 1) * targets_BC * jax.nn.softplus(-logits_BC)
-                loss_B += more_BC.sum(axis=1)
-        if z_loss:
-            loss_B += z_loss * jax.nn.logsumexp(logits_BC, axis=-1) ** 2
-        return loss_B
 
-    return loss
-
-
-def parse_class_weights(text: str | None, loss: str) -> tuple[float, ...] | None:
-    """The numbers in `loss.class_weights`; None where they are not set, or not yet known.
-
-    Raises:
-      InputError: they are no positive numbers, or not for the `loss` of that name.
-    """
-    if text is None:
-        return None
-    if loss not in ("softmax", "sigmoid"):
-        raise InputError(
-            f"loss.class_weights={text!r}: goes with loss.name=softmax or sigmoid; set it to None"
-        )
-    if text == "balanced":
-        return None
-    try:
-        weights = tuple(float(number) for number in text.split(","))
-    except ValueError:
-        weights = ()
-    if not weights or not all(0 < weight < math.inf for weight in weights):
-        raise InputError(
-            f"loss.class_weights={text!r}: needs balanced, or positive numbers with commas, one "
-            "for each class, e.g. 1,2.5"
-        )
-    return weights
-
-
-def balanced_weights(counts_C: np.ndarray, num_examples: int, loss: str) -> np.ndarray:
-    """The class weights (C,) by which rare classes count as much as frequent ones.
-
-    With softmax N / (C n_c), n_c of the N examples being of class c, so that their mean over the
-    examples is 1; with sigmoid (N - n_c) / n_c, so that an image with the class and those without
-    weigh the same. 1 for a class without examples, or of all.
-
-    Source: King and Zeng 2001, "Logistic regression in rare events data", section 4, for the first.
-    """
-    counts_C = np.asarray(counts_C, np.float64)
-    others = num_examples - counts_C if loss == "sigmoid" else num_examples / len(counts_C)
-    weights_C = others / np.where(counts_C > 0, counts_C, 1)
-    return np.where((counts_C > 0) & (weights_C > 0), weights_C, 1.0)
-
-
-def hits(logits_BC: jax.Array, labels: jax.Array, k: int = 1) -> jax.Array:
-    """1.0 if one of the k largest logits belongs to a correct class, else 0.0. Shapes: -> (B,).
-
-    Correct classes are those with the largest target: several, if an image shows several things. Of
-    mixed labels only the one with the larger weight is correct; otherwise random guesses would
-    score twice as high.
-    """
-    _, classes_Bk = jax.lax.top_k(logits_BC, min(k, logits_BC.shape[1]))
-    targets_BC = as_targets(labels, logits_BC.shape[1])
-    greatest_B = targets_BC.max(axis=1)
-    found_B = jnp.take_along_axis(targets_BC, classes_Bk, axis=1).max(axis=1)
-    return (found_B == greatest_B) & (greatest_B > 0)
-
-
-def make_supervised(
-    model: nn.Module, loss: LossFn, setting: RunFacts | None = None
-) -> PlainObjective:
-    """Make the objective that classifies `batch["image"]` (B, H, W, 3) as `batch["label"]`.
-
-    Its metric is the accuracy `top1`, unless `setting` says that an image may have several labels.
-
-    Returns:
-      objective(params, model_state, batch, rng) -> ObjectiveOutput.
-    """
-
-    one = setting is None or not setting.multi_label
-
-    def objective(
-        params: Params, model_state: ModelState, batch: Batch, rng: jax.Array
-    ) -> ObjectiveOutput:
-        logits, model_state = apply_in_training(model, params, model_state, batch, rng)
-        heads = jax.tree.leaves(logits)  # every head learns the label
-        loss_B = sum(loss(logits_BC, batch["label"]) for logits_BC in heads) / len(heads)
-        logits_BC, mask_B = cast(jax.Array, sum(heads) / len(heads)), batch["mask"]
-        return ObjectiveOutput(
-            loss_sum=(mask_B * loss_B).sum(),
-            weight_sum=mask_B.sum(),
-            metric_sums={"top1": (mask_B * hits(logits_BC, batch["label"])).sum()} if one else {},
-            model_state=model_state,
-        )
-
-    return objective
+        return Objective(loss_of_batch)

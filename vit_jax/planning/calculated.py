@@ -25,7 +25,7 @@ from vit_jax.experiment.exchange import choose_exchange
 from vit_jax.experiment.experiment import Experiment, with_shardings
 from vit_jax.models import find_family
 from vit_jax.models.fields import field_names, value_of
-from vit_jax.objectives.features import compares_layers
+from vit_jax.objectives import objective_of
 from vit_jax.planning.estimates import exchange_s
 from vit_jax.planning.exchanges import axes_of, collective_table, parameter_table, update_specs
 from vit_jax.planning.kept import Leaf, peak_bytes
@@ -74,7 +74,7 @@ def _scanned(config: ConfigDict, mesh: Mesh) -> Experiment | None:
     by_layer = (
         config.model.remat_layers is not None
         or config.optimizer.freeze is not None
-        or compares_layers(config.objective.features)
+        or objective_of(config).watches_layers
     )
     if not has_scan or config.model.scan or by_layer:
         return None
@@ -125,7 +125,7 @@ def _lay_out(config: ConfigDict, target: Target) -> tuple[Experiment, dict[str, 
     mesh = plan_mesh(config, target, describe_devices(target))
     # Durations in steps, as the epochs of a smaller batch have more of them.
     steps = {key: f"{number} steps" for key, number in parse_durations(config).items()}
-    milestones = ", ".join(f"{number} steps" for number in parse_milestones(config))
+    milestones = ", ".join(f"{number} steps" for number in parse_milestones(config)) or None
     alone = with_values(config, steps | {"schedule.milestones": milestones})
     share = config.global_batch_size // batch_ways(mesh.shape)
     alone.global_batch_size = share + share % 2 * parse_preprocessing(config).mixes  # whole pairs

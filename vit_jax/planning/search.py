@@ -29,7 +29,7 @@ from vit_jax.devices.flops import format_bytes
 from vit_jax.errors import InputError
 from vit_jax.models import create_model, find_family
 from vit_jax.models.fields import field_names, has_batch_statistics
-from vit_jax.objectives.features import compares_layers
+from vit_jax.objectives import objective_of
 from vit_jax.planning import plan
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout, calculate_memory
 from vit_jax.planning.estimates import estimate
@@ -84,7 +84,7 @@ def meshes(config: ConfigDict, target: Target) -> list[dict[str, int]]:
 def _remats(config: ConfigDict) -> tuple[str, ...]:
     """The remat policies of the model's family, with which the objective can compute."""
     has_remat = "remat" in field_names(find_family(config.model.name).module)
-    has_remat = has_remat and not compares_layers(config.objective.features)
+    has_remat = has_remat and not objective_of(config).watches_layers
     return REMATS if has_remat else ("none",)
 
 
@@ -327,7 +327,7 @@ def _layouts_on(
     """
     module = find_family(config.model.name).module
     fields = field_names(module)
-    is_free = "remat" in fields and not compares_layers(config.objective.features)
+    is_free = "remat" in fields and not objective_of(config).watches_layers
     if not is_free or not _is_default(config, ("model.remat", "model.remat_layers")):
         yield {}, plan(config)
         return

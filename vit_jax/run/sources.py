@@ -23,8 +23,8 @@ from vit_jax.data.sources import fingerprint
 from vit_jax.data.views import fingerprint_of_views
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.metric_names import chosen_metrics
-from vit_jax.objectives import learns_labels
-from vit_jax.objectives.supervised import balanced_weights
+from vit_jax.objectives import objective_of
+from vit_jax.objectives.losses import balanced_weights
 
 logger = logging.getLogger("vit_jax")
 
@@ -320,7 +320,7 @@ def _drawn_counts(parts: Sequence[data.Source], mix: Sequence[float]) -> np.ndar
 
 def _check_learnable(config: ConfigDict, source: data.Source) -> None:
     """Raises InputError if the objective learns classes and the user's pictures have too few."""
-    if not learns_labels(config):
+    if not objective_of(config).learns_labels:
         return
     where = f"data.data_dir={config.data.data_dir!r}"
     if source.name == "unlabelled":

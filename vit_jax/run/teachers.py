@@ -23,9 +23,8 @@ from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.files import write_whole
 from vit_jax.models import create_model
 from vit_jax.models.fields import stacks_layers, value_of, with_known
-from vit_jax.objectives import learns_labels, teachers_of
+from vit_jax.objectives import objective_of
 from vit_jax.objectives.contract import Teacher
-from vit_jax.objectives.features import compares_layers
 from vit_jax.run.sources import find_other_names
 from vit_jax.transfer.fit import stack_layers
 
@@ -52,7 +51,7 @@ def read_teachers(config: ConfigDict, *, shapes_only: bool = False) -> tuple[Tea
       InputError: a source cannot be read, or takes images of other channels.
     """
     teachers, faults = [], []
-    for source, weight in teachers_of(config).items():
+    for source, weight in objective_of(config).teachers.items():
         try:
             teachers.append(_read(source, config, shapes_only)._replace(weight=weight))
         except InputError as e:
@@ -92,15 +91,15 @@ def _new_teacher(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
 
 
 def _in_form_of_student(model: nn.Module, config: ConfigDict) -> nn.Module:
-    scan = bool(config.model.scan) and not compares_layers(config.objective.features)
+    scan = bool(config.model.scan) and not objective_of(config).watches_layers
     return with_known(model, dtype=jnp.dtype(config.model.dtype), scan=scan, remat="none")
 
 
 def gives_classes(config: ConfigDict) -> bool:
-    """Whether the classes of a run on unlabelled pictures are those of its teachers."""
-    o, learns_logits = config.objective, config.objective.mode != "features"
-    unlabelled = config.data.name == "unlabelled" and not learns_labels(config)
-    return unlabelled and o.teacher is not None and learns_logits
+    """Whether the classes of a run on unlabelled images are those of its teachers."""
+    objective, learns_logits = objective_of(config), config.objective.mode != "features"
+    unlabelled = config.data.name == "unlabelled" and not objective.learns_labels
+    return unlabelled and bool(objective.teachers) and learns_logits
 
 
 def classes_of(teachers: Sequence[Teacher]) -> tuple[int | None, tuple[str, ...] | None]:

@@ -16,9 +16,9 @@ import ml_dtypes
 import numpy as np
 from einops import rearrange
 
+from vit_jax.config import LOSSES
 from vit_jax.errors import InputError
 from vit_jax.models.variants import VIT_VARIANTS
-from vit_jax.objectives.supervised import LOSSES
 from vit_jax.transfer.common import refuse
 from vit_jax.transfer.shapes import abstract_model_state, abstract_params
 

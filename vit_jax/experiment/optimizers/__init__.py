@@ -37,20 +37,26 @@ Source: Loshchilov & Hutter 2017 (arXiv:1711.05101), algorithms 1 and 2; layer_d
 """
 
 import functools
-import inspect
-import re
-from collections.abc import Callable
-from typing import Any
 
 import optax
+from ml_collections import ConfigDict
 
-from vit_jax.errors import Faults, collect_faults, nearest
+from vit_jax.config import OPTIMIZERS
 from vit_jax.experiment.optimizers import masks
 from vit_jax.experiment.optimizers.layers import over_layers, scale_embedding, scale_layers
-from vit_jax.experiment.optimizers.optimizers import MOMENTUM_DTYPES, OPTIMIZERS
+from vit_jax.experiment.optimizers.optimizers import Optimizer
 from vit_jax.experiment.schedules import half_cosine
 
-__all__ = ["MOMENTUM_DTYPES", "OPTIMIZERS", "check_optimizer", "make_optimizer", "over_layers"]
+__all__ = ["Optimizer", "make_config_optimizer", "make_optimizer", "over_layers"]
+
+
+def make_config_optimizer(
+    config: ConfigDict, schedule: optax.Schedule, total_steps: int
+) -> optax.GradientTransformation:
+    """`make_optimizer` of the section `optimizer` of a config."""
+    of_others = ("peak_lr", "accum_steps", "ema_decay", "ema_decay_end", "last_layers")
+    fields = {k: v for k, v in config.optimizer.items() if k not in of_others}
+    return make_optimizer(**fields, schedule=schedule, total_steps=total_steps)
 
 
 def make_optimizer(
@@ -66,7 +72,7 @@ def make_optimizer(
     weight_decay_end: float | None = None,
     embedding_rate: float | None = None,
     total_steps: int = 1,
-    **hyperparameters: float | str | None,
+    **own: float | str | None,
 ) -> optax.GradientTransformation:
     """Make the update at the top of this module, as a chain of named parts.
 
@@ -74,7 +80,7 @@ def make_optimizer(
     learning_rate, frozen_updates. A part that is turned off does nothing.
 
     Args:
-      name: a key of `OPTIMIZERS`.
+      name: a key of `OPTIMIZERS`, which gives the direction.
       schedule: number of the update, from 0 -> learning rate.
       weight_decay: factor of the decayed parameters.
       l2: factor of the decayed parameters in their gradients.
@@ -90,22 +96,15 @@ def make_optimizer(
       weight_decay_end: weight decay at the end of the run; None: it stays the same.
       embedding_rate: learning rate of the patch embedding, relative to that without it; None: 1.
       total_steps: length of the run, for `weight_decay_end`.
-      **hyperparameters: arguments of `OPTIMIZERS[name]`; None selects its default.
+      **own: keys of the optimizer itself; None selects its default.
 
     Raises:
-      InputError: for an unknown name, a number out of range, or an argument that the optimizer does
-        not take; `init` and `update` raise it if `weight_decay_on` matches no parameter although
-        `weight_decay` or `l2` is not 0, if `freeze` matches none or all, and if `layer_decay` is
-        set for a model without layers.
+      InputError: there is no such optimizer, or its keys are wrong; by `init` and `update`:
+        `weight_decay_on` matches no parameter although `weight_decay` or `l2` is not 0, `freeze`
+        matches none or all, or `layer_decay` is set for a model without layers.
     """
-    check_optimizer(
-        name, weight_decay=weight_decay, l2=l2, weight_decay_on=weight_decay_on,
-        grad_clip_norm=grad_clip_norm, layer_decay=layer_decay, freeze=freeze,
-        weight_decay_end=weight_decay_end, embedding_rate=embedding_rate, **hyperparameters,
-    )  # fmt: skip
-    given = {key: value for key, value in hyperparameters.items() if value is not None}
     clip = optax.identity() if grad_clip_norm is None else optax.clip_by_global_norm(grad_clip_norm)
-    direction = OPTIMIZERS[name](**given)
+    direction = OPTIMIZERS.make({"name": name, **own}).bind()
     drop_frozen = optax.identity()
     if freeze is not None:
         direction = optax.masked(direction, lambda params: masks.leaves_that_learn(params, freeze))
@@ -129,50 +128,3 @@ def make_optimizer(
         ("learning_rate", optax.scale_by_learning_rate(schedule)),
         ("frozen_updates", drop_frozen),
     )
-
-
-_FROM_0 = lambda value: value >= 0, "must be at least 0"
-_FROM_0_OR_OFF = _FROM_0[0], "must be at least 0; None turns it off"
-_BELOW_1 = lambda value: 0 <= value < 1, "must be at least 0 and less than 1"
-# Argument of `make_optimizer` -> (whether a value is in range, what it must be).
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "weight_decay": _FROM_0,
-    "l2": _FROM_0,
-    "grad_clip_norm": (lambda value: value > 0, "must be more than 0; None turns it off"),
-    "b1": _BELOW_1,
-    "b2": _BELOW_1,
-    "momentum": _BELOW_1,
-    "eps": (lambda value: value > 0, "must be more than 0"),
-    "layer_decay": (lambda value: 0 < value <= 1, "must be more than 0 and at most 1"),
-    "weight_decay_end": _FROM_0_OR_OFF,
-    "embedding_rate": _FROM_0_OR_OFF,
-}
-_OF_ALL = inspect.signature(make_optimizer).parameters  # the others are those of OPTIMIZERS[name]
-
-
-def check_optimizer(name: str, **fields: Any) -> None:
-    """Raise InputError with every fault in the arguments of `make_optimizer` but the schedule."""
-    given = {key: value for key, value in fields.items() if value is not None}
-    faults = Faults()
-
-    def need(key: str, holds: bool, what: str) -> None:
-        faults.need(holds, f"optimizer.{key}={given.get(key, name)!r}: {what}")
-
-    need("name", name in OPTIMIZERS, f"unknown; {nearest(name, list(OPTIMIZERS))}")
-    for key, (in_range, what) in _RANGES.items():
-        need(key, key not in given or in_range(given[key]), what)
-    dtype = given.get("momentum_dtype", "float32")
-    hint = f"unknown; {nearest(dtype, MOMENTUM_DTYPES)}"
-    need("momentum_dtype", dtype in MOMENTUM_DTYPES, hint)
-    for key in ("weight_decay_on", "freeze"):
-        try:
-            re.compile(given.get(key, ""))
-        except re.error as error:
-            need(key, False, f"not a regular expression: {error}")
-    hyperparameters = {key: given[key] for key in given if key not in _OF_ALL}
-    if name in OPTIMIZERS:
-        known = inspect.signature(OPTIMIZERS[name]).parameters
-        for key in hyperparameters:
-            need(key, key in known, f"{name} has no such setting; set it to None")
-    collect_faults(faults)
-    OPTIMIZERS[name](**hyperparameters)  # one of a plug-in may check them too

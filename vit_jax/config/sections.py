@@ -1,0 +1,365 @@
+"""The sections of a config: their keys, with types, defaults, meanings and ranges.
+
+A key that is None is either required (`base.REQUIRED`) or optional; the meaning of an optional key
+says what None means. Durations are strings with a unit: "90 epochs", "10000 steps" or "5e6
+examples". Parts that are chosen by name add their own keys: see `registries`.
+"""
+
+from vit_jax.config.parts import Section, key
+
+POSITIVE, FROM_0, SHARE = "(0, inf)", "[0, inf)", "[0, 1]"
+Size = int | tuple[int, int] | None
+Texts = tuple[str, ...]
+
+
+class Run(Section):
+    """The run."""
+
+    seed: int = key(
+        0,
+        "of the data order, the initial weights, augmentation and dropout",
+        within="[0, 4294967295]",
+    )
+    global_batch_size: int | None = key(None, "over all hosts and devices", within="[1, 16777216]")
+    duration: str | None = key(
+        None, '"90 epochs", "10000 steps" or "5e6 examples"', form="interval"
+    )
+    init_from: str | None = key(
+        None,
+        "initial weights: a workdir, file, address or name; None or 'scratch': random weights; "
+        "'': must be set by the user",
+    )
+    init_head: str = key(
+        "new", "of init_from: keep its head, or make a new one", choices=("new", "kept")
+    )
+    init_resize: str | None = key(None, "how to resample positions; None: as init_from's library")
+    init_fields: str = key(
+        "config",
+        "source: init_from gives the image size and the model's fields where these are None, "
+        "and the value range where it has its default",
+        choices=("config", "source"),
+    )
+    plugins: Texts = key((), "the user's own modules, imported before other keys are read")
+    auto: bool = key(
+        True,
+        "on TPUs and GPUs, give mesh.data, mesh.fsdp, model.scan, model.remat and "
+        "model.remat_layers the fastest values that fit, where they have their defaults",
+    )
+
+
+class Model(Section):
+    """The model. For all keys after `dtype`, None means the default of the model family."""
+
+    name: str | None = key(None, "such as ViT-B/16, BiT-R50x1 or EfficientNet-B0")
+    kernels: str = key(
+        "auto",
+        "auto: attention, biases and products in the fastest form on the mesh's devices; plain: "
+        "by XLA",
+        choices=("auto", "plain"),
+    )
+    dtype: str = key("float32", "for computations; parameters are always float32")
+    patch_size: Size = key(None, "int or (height, width); None: taken from the name")
+    stages: tuple[int, ...] | None = key(None, "ResNet: units per stage")
+    stem_width: int | None = key(None, "ResNet: channels of the root")
+    width_factor: float | None = key(None, "EfficientNet: channels / those of B0")
+    depth_factor: float | None = key(None, "EfficientNet: blocks / those of B0")
+    width: int | None = key(None, "of a token")
+    depth: int | None = key(None, "number of layers")
+    mlp_dim: int | None = key(None, "width of the hidden layer of each MLP")
+    token_module: str | None = key(None, "T2T-ViT: performer or transformer")
+    token_width: int | None = key(None, "T2T-ViT: width of its tokens")
+    num_heads: int | None = key(None, "heads of attention in each layer")
+    pool: str | None = key(None, "token, gap or map")
+    class_token: bool | None = key(None, "None: if `pool` needs one")
+    norm_pooled: bool | None = key(None, "final norm after pooling instead of before")
+    hidden_head: bool | None = key(None, "a hidden layer before the last linear layer")
+    head_bias: float | None = key(None, "initial bias of the last linear layer")
+    head_batch_norm: bool | None = key(None, "normalise the head's input over the batch")
+    distillation_head: bool | None = key(None, "DeiT: False leaves out the second head")
+    pos_embed: str | None = key(
+        None, "none, learned_1d, learned_2d, relative or sincos_2d; T2T-ViT: sincos_1d too"
+    )
+    pos_embed_at: str | None = key(None, "stem, layers or layers_shared; None: set by pos_embed")
+    pos_embed_class_token: bool | None = key(None, "False: only patches have positions")
+    gelu: str | None = key(None, "tanh or exact")
+    dropout: float | None = key(None, "rate, rounded to 1/256")
+    attention_dropout: float | None = key(None, "rate of dropout on attention weights")
+    parallel: bool | None = key(None, "attention and MLP in parallel")
+    norm: str | None = key(None, "layer or rms")
+    norm_eps: float | None = key(None, "epsilon of the norms")
+    norm_momentum: float | None = key(None, "EfficientNet: of the running batch statistics")
+    qk_norm: bool | None = key(None, "norms of queries and keys")
+    qkv_bias: bool | None = key(None, "biases of the projections to queries, keys and values")
+    layer_scale: float | None = key(None, "initial value of a learned scale of each branch")
+    lora_rank: int | None = key(None, "rank of the LoRA adapters on query and value; None: none")
+    stochastic_depth: float | None = key(None, "rate in the last layer; grows linearly from 0")
+    scan: bool | None = key(None, "one scan over the layers, which compiles faster")
+    remat: str | None = key(None, "none, dots or full: what the backward pass recomputes")
+    remat_layers: int | None = key(None, "it does so in the first so many layers; None: in all")
+
+
+class Data(Section):
+    """The training data and what a batch holds of it."""
+
+    name: str | None = key(None, "digits, folder, synthetic, vtab/TASK, or a TFDS data set")
+    split: str = key("train", "training split; TFDS also takes a slice, train[:90%]")
+    data_dir: str | None = key(None, "None: TFDS's default folder")
+    exif: bool = key(True, "turn your own images by their EXIF orientation")
+    image_size: Size = key(None, "int or (height, width), in pixels")
+    channels: int = key(3, "of the model's images: 1 is grey, 4 as in RGBA files", within=POSITIVE)
+    num_classes: int | None = key(None, "None: taken from the data set", within=POSITIVE)
+    classes: tuple[int, ...] | None = key(None, "labels to keep, renumbered from 0; None: all")
+    subset: str | None = key(
+        None,
+        'a part of the training data, "1000" images or "10%" of them; for each subset_seed a '
+        "smaller part is within every larger one; None: all",
+    )
+    subset_balanced: bool = key(False, "the same number of each class, as far as it has so many")
+    subset_seed: int = key(0, "of the draw")
+    multi_label: bool = key(False, "whether an image may have several labels, or none")
+    soft_labels: bool = key(
+        False,
+        "train on probabilities of the classes, as soft pseudo labels are; other labels become "
+        "0 and 1",
+    )
+    num_examples: int | None = key(
+        None,
+        "size of the training data, of a mixture that of all its data sets; so many examples "
+        "are one epoch, whatever data.repeats and the weights in data.mix; None: taken from the "
+        "data",
+        within=POSITIVE,
+    )
+    mix: str = key("", '"NAME=WEIGHT, NAME@SPLIT=WEIGHT"; data.name gets the remaining weight')
+    order: str | None = key(None, "record or chunk; None: chunk for >= 100 million examples")
+    chunk_size: int = key(64, "consecutive records that `chunk` reads together")
+    streams: int | None = key(None, "parallel streams of `chunk`; None: up to 256, by batch size")
+    repeats: int = key(1, "views of each record in a batch (arXiv:1901.09335)")
+    reader: str | None = key(None, "TFDS: memory, offsets or array_record; None: by size")
+    max_corrupt_fraction: float = key(
+        0.1, "of the examples so far; the run stops above it", within=SHARE
+    )
+    ops: str = key("", 'training ops: "decode|resize|flip" and so on')
+    num_global: int = key(
+        0,
+        "views of data.image_size that a batch has of each image, for objectives that learn "
+        "from several; with views and without data.ops, a batch has no other image",
+    )
+    global_ops: str = key(
+        "",
+        'their ops; for each view, joined by ";", where they differ: the last hold for all that '
+        "follow",
+    )
+    num_local: int = key(0, "views of data.local_size")
+    local_ops: str = key("", "their ops, as in data.global_ops")
+    local_size: Size = key(None, "int or (height, width), in pixels")
+    mean: tuple[float, ...] = key(
+        (0.5, 0.5, 0.5), "the model's input is (image / 255 - mean) / std"
+    )
+    std: tuple[float, ...] = key((0.5, 0.5, 0.5), "see data.mean")
+
+
+class Objective(Section):
+    """What is minimised over a batch."""
+
+    name: str = key("supervised", "an objective")
+
+
+class Loss(Section):
+    """The loss of one example, where an objective learns labels."""
+
+    name: str = key("softmax", "a loss")
+    label_smoothing: float = key(
+        0.0, "share of the target spread over all classes", within="[0, 1)"
+    )
+    class_weights: str | None = key(
+        None, '"balanced", or one number per class with commas; None: no weights'
+    )
+    z_loss: float = key(
+        0.0, "weight of log(Z)^2, Z the denominator of the softmax; 0: off", within=FROM_0
+    )
+
+
+class Optimizer(Section):
+    """The optimizer, gradient accumulation and the running average."""
+
+    name: str = key("adamw", "an optimizer")
+    peak_lr: float | None = key(None, "the largest learning rate of the schedule", within=FROM_0)
+    weight_decay: float = key(0.0, "multiplied by the current learning rate", within=FROM_0)
+    weight_decay_end: float | None = key(
+        None,
+        "weight decay at the end of the run, reached by half a cosine; None: it stays the same",
+        within=FROM_0,
+    )
+    embedding_rate: float | None = key(
+        None,
+        "learning rate of the patch embedding / the rate it would have otherwise; None: 1",
+        within=FROM_0,
+    )
+    l2: float = key(
+        0.0, "this factor of a parameter is added to its gradient, before clipping", within=FROM_0
+    )
+    weight_decay_on: str = key(
+        ".*/kernel", "regex over whole parameter names; of l2 too", form="regex"
+    )
+    grad_clip_norm: float | None = key(None, "global norm; None: no clipping", within=POSITIVE)
+    layer_decay: float | None = key(
+        None, "a layer's rate / the next layer's; None: 1", within="(0, 1]"
+    )
+    freeze: str | None = key(None, "regex, e.g. encoder/layer_0/.*; None: nothing", form="regex")
+    last_layers: int | None = key(
+        None,
+        "train only so many last layers and what follows them, by setting `freeze`; None: all",
+        within=POSITIVE,
+    )
+    accum_steps: int | None = key(
+        None,
+        "microbatches whose gradients are summed before an update; None: chosen when the run "
+        "starts, as 1, or on CPUs so that the activations of a microbatch stay in the cache",
+        within=POSITIVE,
+    )
+    ema_decay: float | None = key(
+        None, "running average of the parameters; None: off", within="(0, 1)"
+    )
+    ema_decay_end: float | None = key(
+        None,
+        "decay at the end of the run, reached by half a cosine, for an average that is a "
+        "teacher; None: the decay is constant, and smaller in the first steps",
+        within="(0, 1]",
+    )
+
+
+class Schedule(Section):
+    """The learning rate over time."""
+
+    name: str = key("cosine", "its decay after the warm-up")
+    warmup: str = key("0 steps", "linear from 0 at the start", form="duration")
+    cooldown: str = key("0 steps", "linear to 0 at the end, on top of the decay", form="duration")
+    rule: str | None = key(
+        None,
+        "how to set duration, optimizer.peak_lr and schedule.warmup from the number of "
+        "examples, where these have their defaults: bit; None: they must be set",
+    )
+
+
+class Mesh(Section):
+    """Sizes of the mesh axes; -1: all remaining devices."""
+
+    replica: int | None = key(None, "across TPU slices; None: the number of slices")
+    data: int | None = key(
+        None, "splits batches and the optimizer's state; None: -1, or as `auto` chooses"
+    )
+    fsdp: int | None = key(None, "splits parameters too; None: 1, or as `auto` chooses")
+    tensor: int = key(1, "splits heads and inner channels")
+    platform: str | None = key(
+        None, "cpu, gpu or tpu; None: the best available", choices=("cpu", "gpu", "tpu")
+    )
+
+
+class Checkpoint(Section):
+    """Which checkpoints are saved and kept."""
+
+    every: str = key("1000 steps", "between two saves", form="interval")
+    keep_last: int = key(
+        2, "number of newest checkpoints to keep, as the newest may be damaged", within="[2, inf)"
+    )
+    keep_every: str | None = key(
+        None, "interval of saves to keep for ever; None: off", form="interval"
+    )
+    keep_best: str | None = key(
+        None, "metric, such as val/top1, whose best step so far is saved and kept; None: off"
+    )
+
+
+class Stop(Section):
+    """When a run stops early."""
+
+    metric: str | None = key(None, "metric of an evaluator, such as val/loss; None: off")
+    patience: int = key(
+        5, "evaluations in a row without a better value that end the run", within=POSITIVE
+    )
+
+
+class Log(Section):
+    """What is logged."""
+
+    every: str = key("50 steps", "between two rows of metrics", form="interval")
+    wandb: str | None = key(None, "project in Weights & Biases; None: off")
+    by_layer: bool = key(False, "log norms of each layer; costs a backward pass per logged row")
+    profile: str | None = key(None, '"10:15" traces steps 11 to 15; None: off')
+
+
+class Job(Section):
+    """Deadlines of a run's processes, in seconds."""
+
+    join_deadline_s: int = key(1800, "until all processes have started")
+    heartbeat_s: int = key(
+        100, "a process that is silent for this long counts as dead", within=POSITIVE
+    )
+    step_deadline_s: float | None = key(
+        None, "None: 0.6 * heartbeat_s; one process: an hour", within=POSITIVE
+    )
+    compile_deadline_s: float = key(3600.0, "each phase before the first step", within=POSITIVE)
+    evaluation_deadline_s: float = key(3600.0, "each evaluator", within=POSITIVE)
+    save_deadline_s: float = key(
+        3600.0, "each save, and stopping the threads that read ahead", within=POSITIVE
+    )
+
+
+class Study(Section):
+    """Several runs, started by the command `study`; `train` ignores these keys."""
+
+    name: str | None = key(None, "a study")
+    peak_lrs: tuple[float, ...] = key((), "candidates to choose from")
+    seeds: int = key(3, "number of runs with the chosen setting")
+    train_split: str | None = key(None, "split of data.name to train on during the search")
+    dev_split: str | None = key(None, "split of data.name that selects the setting")
+    metric: str = key("held_out/top1", "metric of the only evaluator; higher is better")
+    cells: Texts = key((), 'cells of a grid: "row | column: key=value; key=value"')
+    stages: Texts = key(
+        (),
+        'of noisy_student, "name: key=value; key=value": a teacher, and students that learn '
+        "from the pseudo labels of the stage before; of pretraining: its methods",
+    )
+    finetunings: Texts = key((), 'of pretraining: "name: key=value; key=value"')
+    unlabelled: str | None = key(None, 'images that the stages label: "NAME" or "NAME@SPLIT"')
+    unlabelled_dir: str | None = key(None, "their data_dir; None: data.data_dir")
+    ratio: float = key(1.0, "images with pseudo labels for each labelled one in a batch")
+    soft_labels: bool = key(True, "pseudo labels are probabilities; False: the most likely class")
+    confidence: float = key(0.3, "smallest probability of a pseudo label that is kept")
+    per_class: int | None = key(
+        None,
+        "images of each class: its most confident ones, or repeated ones if it has fewer; None: "
+        "all",
+    )
+    candidates: Texts = key(
+        (), 'tuned_grid: settings, "name: key=value; key=value"; each cell keeps the best one'
+    )
+    choose_by: str | None = key(None, "metric that chooses among candidates")
+    point: str = key("last", "step that counts: last, or best, as checkpoint.keep_best finds it")
+    finetune: str = key(
+        "", 'keys of the fine-tuning that follows, "key=value; key=value"; "": none'
+    )
+    finetune_metric: str | None = key(None, "metric of the fine-tuned model")
+    durations: Texts = key((), "scaling: values of `duration`; (): the config's own")
+    topology: str | None = key(None, "scaling: chips on which TPU-core-days are planned")
+    sweep: Texts = key((), 'values of a sweep, as in --sweep: "optimizer.peak_lr=1e-3,3e-3"')
+
+
+# In the order of the reference; the keys of "" stand at the top of a config.
+SECTIONS: dict[str, type[Section]] = {"": Run} | {
+    section.__name__.lower(): section
+    for section in (
+        Model,
+        Data,
+        Objective,
+        Loss,
+        Optimizer,
+        Schedule,
+        Mesh,
+        Checkpoint,
+        Stop,
+        Log,
+        Job,
+        Study,
+    )
+}
