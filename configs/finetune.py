@@ -38,10 +38,10 @@ import re
 from vit_jax.config import base_config, classification, split_words
 from vit_jax.data.dataset_sizes import known_sizes
 from vit_jax.errors import InputError, nearest
+from vit_jax.experiment.finetune_length import BIT_LR
 from vit_jax.models import find_family
 from vit_jax.recipes import (
     FINE_TUNING,
-    HYPER_RULE_LR,
     fine_tuning_size,
     hyper_rule,
     make_tiny,
@@ -133,7 +133,7 @@ def follow_hyper_rule(c, row):
     c.data.ops = f"decode|resize(crop={rule.crop / rule.resize})|random_crop|flip"
     if rule.mixup:
         c.data.ops += f"|mixup({rule.mixup})"
-    c.optimizer.peak_lr, c.optimizer.grad_clip_norm = HYPER_RULE_LR, None
+    c.optimizer.peak_lr, c.optimizer.grad_clip_norm = BIT_LR, None
     c.schedule.name, c.schedule.warmup = "multistep", f"{rule.warmup} steps"
     c.schedule.milestones = ", ".join(f"{step} steps" for step in rule.milestones)
 

@@ -17,7 +17,8 @@ import pathlib
 
 from vit_jax.config.text import import_config
 from vit_jax.errors import InputError
-from vit_jax.recipes import FINE_TUNING, HYPER_RULE_LR
+from vit_jax.experiment.finetune_length import BIT_LR
+from vit_jax.recipes import FINE_TUNING
 
 FINETUNE = import_config(pathlib.Path(__file__).with_name("finetune.py"))
 WORDS = FINETUNE.WORDS
@@ -40,6 +41,6 @@ def get_config(arg=""):
         c.study.train_split, c.study.dev_split = "dev_train", "dev"
     else:
         row = FINE_TUNING[c.data.name]
-        c.study.peak_lrs = (HYPER_RULE_LR,) if c.model.name.startswith("BiT-") else row.peak_lrs
+        c.study.peak_lrs = (BIT_LR,) if c.model.name.startswith("BiT-") else row.peak_lrs
         c.study.train_split, c.study.dev_split = row.dev_splits
     return c

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.config import base_config, knn, refuse_words, split_words
 from vit_jax.errors import InputError, nearest
-from vit_jax.experiment.finetune_length import BIT_LR, bit_steps, bit_warmup
+from vit_jax.experiment.finetune_length import bit_steps, bit_warmup
 from vit_jax.models import find_family, token_stride
 from vit_jax.models.fields import field_names
 from vit_jax.models.resnet import map_stride
@@ -54,18 +54,14 @@ def use_adamw(c: ConfigDict, peak_lr: float = 1e-3, weight_decay: float = 0.05) 
     c.optimizer.grad_clip_norm, c.schedule.name = 1.0, "cosine"
 
 
-def use_vit(
-    model: ConfigDict,
-    name: str,
-    width: int | None = None,
-    depth: int | None = None,
-    mlp_dim: int | None = None,
-    num_heads: int | None = None,
-    **fields: Any,
-) -> None:
-    """Set `config.model` to a ViT with these sizes, None: those of its name, and other fields."""
-    sizes = {"width": width, "depth": depth, "mlp_dim": mlp_dim, "num_heads": num_heads}
-    model.update(name=name, **sizes, **fields)
+def use_vit(model: ConfigDict, name: str, *sizes: int, **fields: Any) -> None:
+    """Set `config.model` to a ViT with these sizes, and other fields.
+
+    `sizes` are width, depth, mlp_dim and num_heads; without them the ViT has those of its name.
+    """
+    names = ("width", "depth", "mlp_dim", "num_heads")
+    given = dict(zip(names, sizes or (None,) * len(names), strict=True))
+    model.update({"name": name} | given | fields)
 
 
 def use_cifar10(c: ConfigDict, ops: str = "decode|pad_crop(2)|flip", **keys: Any) -> None:
@@ -159,9 +155,6 @@ def fine_tuning_size(model: str, *, headline: bool = False) -> int:
     """
     stride, _ = token_stride(model)
     return round((512 if headline else 384) / stride) * stride
-
-
-HYPER_RULE_LR = BIT_LR
 
 
 class HyperRule(NamedTuple):
