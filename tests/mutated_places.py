@@ -469,11 +469,11 @@ MUTATIONS = [
       "launch/test_job.py::test_name"),
     # configs and the tables behind them
     M("configs/augreg.py", '"sigmoid", -10.0', '"sigmoid", 0.0',
-      "test_configs.py::test_augreg_s_other_choices"),
+      "test_configs.py::test_recipe_is_the_papers"),
     M("configs/finetune.py", "c.optimizer.ema_decay = 0.9999", "c.optimizer.ema_decay = None",
-      "test_configs.py::test_headline_averages_its_weights"),
-    M("vit_jax/recipes.py", '3e-3, "cosine", 0.3, 0.1', '3e-3, "cosine", 0.1, 0.1',
-      "test_configs.py::test_table_3"),
+      "test_configs.py::test_recipe_is_the_papers"),
+    M("configs/pretrain.py", '3e-3, "cosine", 0.3, 0.1', '3e-3, "cosine", 0.1, 0.1',
+      "test_configs.py::test_recipe_is_the_papers"),
     M("vit_jax/experiment/finetune_length.py", "num_examples < 20_000", "num_examples <= 20_000",
       "test_configs.py::test_hyper_rule"),
     # the package's own files
