@@ -9,10 +9,10 @@ import pytest
 from opened import config_json, open_all
 from worked_parts import write_parts
 
-from vit_jax import data, models, transfer
-from vit_jax.config import LOSSES, OBJECTIVES, OPTIMIZERS, evals, plugins
+from vit_jax import models, transfer
+from vit_jax.config import LOSSES, OBJECTIVES, OPS, OPTIMIZERS, SOURCES, evals, plugins
 from vit_jax.config.text import apply_overrides, load_config
-from vit_jax.data import device_ops, host_ops, make_source, parse_ops
+from vit_jax.data import make_source, parse_ops
 from vit_jax.data.preprocessing import parse_preprocessing
 from vit_jax.devices.chips import find_slice
 from vit_jax.devices.flops import forward_macs
@@ -35,8 +35,8 @@ from vit_jax.transfer.pretrained import Spec
 from vit_jax.transfer.shapes import abstract_params
 
 REGISTRIES = (
-    models.MODELS, OBJECTIVES, LOSSES, evals.EVALUATORS, data.SOURCES,
-    host_ops.HOST_OPS, device_ops.DEVICE_OPS, OPTIMIZERS, transfer.FORMATS,
+    models.MODELS, OBJECTIVES, LOSSES, evals.EVALUATORS, SOURCES, OPS, OPTIMIZERS,
+    transfer.FORMATS,
 )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_each_kind_is_a_line(parts):
     added = [list(registry)[-1] for registry in REGISTRIES]
     assert added == [
         "Mixer", "consistency", "poly1", "worst_class", "rings",
-        "posterize", "noise", "adan", "msgpack",
+        "noise", "adan", "msgpack",
     ]  # fmt: skip
 
 
@@ -86,9 +86,9 @@ def test_each_kind_is_a_line(parts):
         ("model.remat", "full", "model.remat: Mixer has no such field"),
         ("objective.name", "consistncy", "did you mean consistency?"),
         ("loss.name", "ploy1", "did you mean poly1?"),
-        ("data.ops", "posterise(4)", "did you mean 'posterize'?"),
-        ("data.ops", "posterize(9)", "bits must be an int from 1 to 8, not 9; usage: posterize("),
-        ("data.ops", "nose(4)", "did you mean 'noise'?"),
+        ("data.ops", "posterise(4)", "did you mean posterize?"),
+        ("data.ops", "posterize(9)", "bits=9: needs a number in [1, 8]; usage: posterize("),
+        ("data.ops", "nose(4)", "did you mean noise?"),
         ("data.ops", "noise(4)|posterize(4)", "put the device ops last"),
         ("optimizer.name", "adam", "did you mean"),
         ("evals.worst.min_examples", "0", "evals.worst.min_examples=0: needs a positive int"),
@@ -121,7 +121,7 @@ def test_keys_reach_the_part_alone(config):
         make_optimizer("adamw", schedule=lambda step: 0.0, b3=0.5)
     with pytest.raises(InputError, match=r"optimizer\.b3=2"):
         make_optimizer("adan", schedule=lambda step: 0.0, b3=2)
-    where = {"split": "test", "image_size": (8, 8), "most_rings": 4}
+    where = {"split": "test", "image_size": (8, 8), "own": {"most_rings": 4}}
     assert make_source("rings", **where).num_classes == 4
     assert make_source("digits", **where).num_classes == 10  # which does not take it
 

@@ -19,9 +19,9 @@ from sklearn.preprocessing import StandardScaler
 
 from vit_jax.config import SplitKey, base_config, fewshot
 from vit_jax.data import image_batch, make_source
-from vit_jax.data.labels import read_labels
 from vit_jax.data.pipeline import host_eval_batches
 from vit_jax.data.preprocessing import parse_preprocessing
+from vit_jax.data.sources import read_labels
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.evaluators import make_evaluators

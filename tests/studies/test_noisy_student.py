@@ -185,8 +185,8 @@ def test_labels_are_reused_and_become_a_data_set(labelled, tmp_path, monkeypatch
     source = make_source("pseudo", split=file, image_size=(8, 8))
     assert (source.num_examples, source.num_classes) == (len(labels.record), 10)
     example = source.read(np.array([3, 0]))
-    pictures = make_source("digits", split="test", image_size=(8, 8))
-    np.testing.assert_array_equal(example["image"], pictures.read(labels.record[[3, 0]])["image"])
+    images = make_source("digits", split="test", image_size=(8, 8))
+    np.testing.assert_array_equal(example["image"], images.read(labels.record[[3, 0]])["image"])
     np.testing.assert_allclose(example["label"], labels.label[[3, 0]], atol=1e-3)
     np.testing.assert_allclose(np.sum(example["label"], axis=1), 1, atol=1e-6)
     halves = dataclasses.replace(
@@ -196,8 +196,8 @@ def test_labels_are_reused_and_become_a_data_set(labelled, tmp_path, monkeypatch
     of_sigmoid = make_source("pseudo", split=str(tmp_path / "sigmoid.npz"), image_size=(8, 8))
     found = of_sigmoid.read(np.array([3, 0]))["label"]  # need not add up to 1
     np.testing.assert_allclose(found, labels.label[[3, 0]] / 2, atol=1e-3)
-    softened = soften(pictures).read(np.array([5]))["label"]
-    np.testing.assert_array_equal(softened, np.eye(10)[pictures.read(np.array([5]))["label"]])
+    softened = soften(images).read(np.array([5]))["label"]
+    np.testing.assert_array_equal(softened, np.eye(10)[images.read(np.array([5]))["label"]])
 
     student = debug_config()
     student.data.mix = f"pseudo@{file}=0.5"
@@ -224,7 +224,7 @@ def test_hard_labels_and_no_confident_ones(labelled, tmp_path):
 
 @pytest.mark.usefixtures("one_device")
 def test_labels_are_compared_by_the_names_of_the_classes(labelled, tmp_path):
-    """Whose order differs between the teacher and the pictures."""
+    """Whose order differs between the teacher and the images."""
     teacher = read_pretrained(labelled / "teacher.npz")
 
     def top1(names):

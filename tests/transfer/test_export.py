@@ -21,7 +21,7 @@ from vit_jax.checkpoints.checkpoint import Checkpoints
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.division import Division
-from vit_jax.data.image_files import image_files
+from vit_jax.data.images.given import image_files
 from vit_jax.errors import InputError
 from vit_jax.inference.predict import outputs
 from vit_jax.main import main
@@ -409,9 +409,7 @@ def test_pictures_of_any_size_that_a_run_only_crops_stay_so(run, tmp_path):
         "folder",
         "decode|central_crop",
     )
-    (tmp_path / "run/pictures.csv.gz").write_bytes(
-        Division({"train/cat/0.png": "train"}).to_bytes()
-    )
+    (tmp_path / "run/images.csv.gz").write_bytes(Division({"train/cat/0.png": "train"}).to_bytes())
     (tmp_path / "run/config.json").write_text(json.dumps(config))
     assert ops_for(pretrained_spec(tmp_path / "run")) == "decode|central_crop"
 

@@ -65,7 +65,7 @@ def main(flags: argparse.Namespace) -> int:
 
     terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
-    from vit_jax.data.image_files import image_files, search_images
+    from vit_jax.data.images.given import image_files, search_images
     from vit_jax.insight import figures
     from vit_jax.insight.measured import measure
 

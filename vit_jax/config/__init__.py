@@ -35,7 +35,7 @@ from vit_jax.config.base import (
     with_values,
 )
 from vit_jax.config.parts import Key, Part, Section, key
-from vit_jax.config.registries import LOSSES, OBJECTIVES, OPTIMIZERS, SCHEDULES
+from vit_jax.config.registries import LOSSES, OBJECTIVES, OPS, OPTIMIZERS, SCHEDULES, SOURCES
 from vit_jax.config.sections import FROM_0, POSITIVE, SHARE
 from vit_jax.config.stored import (
     FREE_ON_RESUME,
@@ -51,12 +51,14 @@ __all__ = [
     "LAYOUT_KEYS",
     "LOSSES",
     "OBJECTIVES",
+    "OPS",
     "OPTIMIZERS",
     "POSITIVE",
     "REQUIRED",
     "REQUIRED_TO_EVALUATE",
     "SCHEDULES",
     "SHARE",
+    "SOURCES",
     "InputError",
     "Key",
     "Part",

@@ -183,9 +183,8 @@ def check_memory(workdir: epath.Path | None) -> Finding:
 
 def check_decoding(data_dir: str | None) -> Finding:
     """CPU time to decode a JPEG of 500 x 375 pixels, or some images below `data_dir`."""
-    from vit_jax.data.host_ops import to_pixels
     from vit_jax.data.host_tf import tf
-    from vit_jax.data.pictures import to_known_format
+    from vit_jax.data.images.formats import to_known_format, to_pixels
 
     paths = [] if data_dir is None else some_images(os.path.expanduser(data_dir))
     what = f"{len(paths)} images of {data_dir}" if paths else "a JPEG of 500 x 375 pixels made here"
@@ -208,7 +207,8 @@ def check_decoding(data_dir: str | None) -> Finding:
 
 def some_images(folder: str) -> list[pathlib.Path]:
     """The first images below a local folder, which may hold millions, or beside a list."""
-    from vit_jax.data.pictures import EXTENSIONS, look_up
+    from vit_jax.data.images.files import look_up
+    from vit_jax.data.images.formats import EXTENSIONS
 
     if os.path.isfile(folder):
         folder = os.path.dirname(folder)
@@ -218,7 +218,7 @@ def some_images(folder: str) -> list[pathlib.Path]:
         for name in names
         if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
     )
-    readable = (path for path in found if look_up(path)[0] is not None)  # else reading may not end
+    readable = (path for path in found if look_up(path) is not None)  # else reading may not end
     return list(itertools.islice(readable, _IMAGES))
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax.data import Source, eval_batches, image_batch, to_value_range
-from vit_jax.data.ops import Op
+from vit_jax.data.ops import HostOp
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.experiment.state import TrainState
 from vit_jax.tree import Batch
@@ -40,7 +40,7 @@ class EvalInputs:
     model: nn.Module
     mesh: Mesh
     sources: Mapping[str, Source]
-    host_ops: Sequence[Op]
+    host_ops: Sequence[HostOp]
     image_size: tuple[int, int]
     batch_size: int
     mean: tuple[float, ...]

@@ -13,8 +13,7 @@ from etils import epath
 
 from vit_jax import tree
 from vit_jax.data.division import Division
-from vit_jax.data.host_ops import FULL_SIZE, TAKES_ENCODED
-from vit_jax.data.ops import check_crops, parse_calls, parse_ops
+from vit_jax.data.ops import OPS, check_crops, full_size, parse_calls, parse_ops
 from vit_jax.errors import Faults, InputError
 
 logger = logging.getLogger("vit_jax")
@@ -90,7 +89,7 @@ class Spec(NamedTuple):
 
 def _follows_image_size(ops: str) -> bool:
     calls = parse_calls(ops, "ops")
-    return not any(args or "size" in kwargs for _, args, kwargs in calls)
+    return not any(args or "size" in kwargs for _, _, args, kwargs in calls)
 
 
 def with_resize(ops: str) -> str:
@@ -98,9 +97,9 @@ def with_resize(ops: str) -> str:
 
     Files are decoded, and resized if `ops` do not: before a central crop they keep their aspect.
     """
-    names = [FULL_SIZE.get(name, name) for name, _, _ in parse_calls(ops, "ops")]
+    names = [full_size(name) for _, name, _, _ in parse_calls(ops, "ops")]
     if {*names} & {*_RESIZES}:
-        return ops if names[0] in TAKES_ENCODED else f"decode|{ops}"
+        return ops if OPS.find(names[0]).takes_encoded else f"decode|{ops}"
     if {*names} & {*_CENTRAL_CROPS}:
         return "decode|resize_small(antialias=True)|central_crop"
     return "decode|resize(antialias=True)"
@@ -200,9 +199,8 @@ def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:
       InputError: if the file cannot be read or decoded.
     """
     from vit_jax.data.device_ops import per_channel  # here, because these need JAX or TensorFlow
-    from vit_jax.data.host_ops import to_pixels
     from vit_jax.data.host_tf import tf
-    from vit_jax.data.pictures import to_known_format, why_unreadable
+    from vit_jax.data.images.formats import to_known_format, to_pixels, why_unreadable
 
     ops = "decode" if spec.image_size is None else ops_for(spec)
     try:
@@ -217,7 +215,7 @@ def load_image(path: str | os.PathLike, spec: Spec) -> np.ndarray:
             for op in parse_ops(ops, spec.image_size or (1, 1))[0]:
                 image = op(image, None)
     except tf.errors.OpError:  # whose text is TensorFlow's own
-        why = why_unreadable(encoded)
+        why = why_unreadable(encoded) or "it is damaged; save it again"
         raise InputError(f"{os.fspath(path)}: not a readable image: {why}") from None
     per = (per_channel(values, spec.channels) for values in (spec.mean, spec.std))
     mean, std = (np.asarray(values, np.float32) for values in per)

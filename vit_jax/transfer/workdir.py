@@ -16,10 +16,9 @@ from vit_jax.checkpoints import restore
 from vit_jax.config import image_hw, model_fields
 from vit_jax.config.evals import find_evaluator
 from vit_jax.config.stored import read_config
-from vit_jax.data import OWN_PICTURES
+from vit_jax.data import OWN_IMAGES
 from vit_jax.data.division import read_division
-from vit_jax.data.host_ops import FULL_SIZE
-from vit_jax.data.ops import parse_calls
+from vit_jax.data.ops import full_size, parse_calls
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
 from vit_jax.models.contract import about, with_known
@@ -164,7 +163,7 @@ def _evaluated_by(config: ConfigDict) -> str:
     if entry is None or not entry.ops:
         return "decode"
     first, _, crops = entry.ops.partition("|")
-    of_files = data_of(entry)[0] in (*OWN_PICTURES, "unlabelled")
+    of_files = data_of(entry)[0] in (*OWN_IMAGES, "unlabelled")
     if of_files or first.strip() != "decode" or with_resize(entry.ops) == entry.ops:
         return entry.ops
     return crops.strip() or "decode"
@@ -172,11 +171,9 @@ def _evaluated_by(config: ConfigDict) -> str:
 
 def _cut(ops: str, image_size: tuple[int, int]) -> Cut | None:
     """`Spec.cut`; None for the whole image, or if a `Cut` cannot describe the ops."""
-    calls = [
-        call for call in parse_calls(ops, "ops") if FULL_SIZE.get(call[0], call[0]) != "decode"
-    ]
-    crops = [("central_crop", [], {}), ("central_crop", [], {"pad": True})]
-    crops.append(("torchvision_crop", [], {}))
+    calls = [call for _, *call in parse_calls(ops, "ops") if full_size(call[0]) != "decode"]
+    crops = [["central_crop", [], {}], ["central_crop", [], {"pad": True}]]
+    crops.append(["torchvision_crop", [], {}])
     if not calls or (calls[-1] not in crops and calls[-1][0] != "torchvision_resize"):
         return None
     if len(calls) == 1 and calls[0] in crops:

@@ -1,9 +1,8 @@
-"""Files of pictures: formats and modes as Pillow reads them, EXIF, and what is skipped."""
+"""Files of images: formats and modes as Pillow reads them, EXIF, and what is skipped."""
 
 import io
 import logging
 import os
-import re
 
 import numpy as np
 import PIL.Image
@@ -11,9 +10,11 @@ import PIL.ImageOps
 import pytest
 from images import encode, pil_rgb, smooth_image
 
-from vit_jax.data import make_source, parse_ops, pictures
+from vit_jax.data import make_source, parse_ops
 from vit_jax.data.host_tf import tf
-from vit_jax.data.pictures_in_memory import open_images
+from vit_jax.data.images import formats
+from vit_jax.data.images.files import shown
+from vit_jax.data.images.given import open_images
 from vit_jax.errors import InputError
 
 ORIENTATION = 0x0112
@@ -23,7 +24,7 @@ def decode(encoded, exif=True):
     """In a data set, as the pipeline does."""
     (op,), () = parse_ops("decode", (16, 16))
     one = tf.data.Dataset.from_tensors(encoded)
-    return next(one.map(lambda e: op(pictures.as_known_format(e, exif), None)).as_numpy_iterator())
+    return next(one.map(lambda e: op(formats.as_known_format(e, exif), None)).as_numpy_iterator())
 
 
 def animated(file_format):
@@ -47,9 +48,6 @@ KINDS = {
     "TIFF with alpha": encode(smooth_image(), "TIFF", mode="RGBA"),
     "black and white TIFF": encode(smooth_image(), "TIFF", mode="1"),
     "black and white PNG": encode(smooth_image(), "PNG", mode="1"),
-    "CMYK JPEG": encode(smooth_image(), mode="CMYK", quality=95),
-    "grey JPEG": encode(smooth_image(), mode="L"),
-    "PNG with alpha": encode(smooth_image(), "PNG", mode="RGBA"),
 }
 
 
@@ -79,7 +77,7 @@ def oriented(orientation, file_format, **options):
     ("file_format", "orientation"),
     [*(("JPEG", orientation) for orientation in range(1, 9)), ("PNG", 6), ("WEBP", 5), ("TIFF", 8)],
 )
-def test_pictures_are_turned_as_exif_says(file_format, orientation):
+def test_images_are_turned_as_exif_says(file_format, orientation):
     encoded = oriented(orientation, file_format)
     stored = PIL.Image.open(io.BytesIO(encoded))
     assert stored.getexif()[ORIENTATION] == orientation
@@ -108,16 +106,16 @@ def test_exif_is_found_behind_the_pixels_of_a_png():
     assert decode(moved).shape == (300, 200, 3)
 
 
-def test_pictures_that_are_too_large_for_pillow_are_named(tmp_path):
+def test_images_that_are_too_large_for_pillow_are_named(tmp_path):
     large = encode(np.zeros((14_000, 14_000), np.uint8), "TIFF", "1", compression="group4")
-    assert pictures.to_known_format(large) == b""
+    assert formats.to_known_format(large) == b""
     (tmp_path / "large.tif").write_bytes(large)
-    assert "178 megapixels" in pictures.why_file_unreadable(tmp_path / "large.tif")
+    assert "178 megapixels" in formats.why_file_unreadable(tmp_path / "large.tif")
 
 
 def test_jpeg_and_png_bytes_are_passed_on_as_they_are():
     for encoded in (encode(smooth_image()), encode(smooth_image(), "PNG"), oriented(1, "JPEG")):
-        assert pictures.as_known_format(tf.constant(encoded)).numpy() == encoded
+        assert formats.as_known_format(tf.constant(encoded)).numpy() == encoded
 
 
 @pytest.mark.parametrize(
@@ -126,7 +124,7 @@ def test_jpeg_and_png_bytes_are_passed_on_as_they_are():
      encode(np.ones((4, 4), np.float32), "TIFF"), oriented(6, "JPEG")[:300]],
     ids=["empty", "page", "half a WebP", "32 bit", "half a JPEG"],
 )  # fmt: skip
-def test_what_is_no_picture_cannot_be_decoded(broken):
+def test_what_is_no_image_cannot_be_decoded(broken):
     with pytest.raises(tf.errors.InvalidArgumentError):
         decode(broken)
 
@@ -144,8 +142,8 @@ def test_modes_in_memory_are_taken_as_from_files_or_named():
 
 
 def test_names_are_shown_in_print():
-    assert pictures.shown("été/日本 [x].jpg") == "été/日本 [x].jpg"
-    assert pictures.shown(os.fsdecode(b"a\xff\n.jpg")) == r"a\udcff\n.jpg"
+    assert shown("été/日本 [x].jpg") == "été/日本 [x].jpg"
+    assert shown(os.fsdecode(b"a\xff\n.jpg")) == r"a\udcff\n.jpg"
 
 
 def test_what_is_skipped_is_counted_and_named(tmp_path, caplog):
@@ -161,11 +159,10 @@ def test_what_is_skipped_is_counted_and_named(tmp_path, caplog):
         source = make_source("folder", split=split, data_dir=tmp_path, image_size=(8, 8))
         assert source.class_names == ("a", "b", "empty")
     (skipped,) = (message for message in caplog.messages if ": skipped " in message)
-    for what in ("2 .heic,", "1 .jpg that is no file (b/pipe.jpg)", "1 hidden,", "convert",
+    for what in ("2 .heic (a/", "1 .jpg that is no file (b/pipe.jpg)", "1 hidden (b/.5.jpg)",
                  "5 beside the folders of the classes (", "1 without extension (b/RE"):  # fmt: skip
         assert what in skipped
-    assert re.search(r"classes \(\d\.jpg, \d\.jpg, \d\.jpg, \.\.\.\)", skipped)
     (ignored,) = (message for message in caplog.messages if ": ignored " in message)
     assert "__MACOSX, a/.cache, a/__MACOSX" in ignored
-    (empty,) = (message for message in caplog.messages if "hold no picture" in message)
-    assert empty.endswith("classes hold no picture: empty")
+    (empty,) = (message for message in caplog.messages if "hold no image" in message)
+    assert empty.endswith("classes hold no image: empty")
