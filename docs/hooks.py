@@ -90,7 +90,7 @@ def _flags(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
             continue
         value = action.metavar or (action.choices and "{" + ",".join(action.choices) + "}")
         takes_value = bool(action.option_strings) and action.nargs != 0
-        shown = f"{names[-1]}={value or names[-1].strip('-').upper()}" if takes_value else names[-1]
+        shown = f"{names[-1]}={value or 'VALUE'}" if takes_value else names[-1]
         rows.append((f"`{shown}`", (action.help or "").replace("%%", "%")))
     return rows
 
@@ -111,7 +111,8 @@ def commands() -> str:
         own = [row for row in flags if row[0] not in shared]
         parts += [f"## {name}", "", _console(inspect.cleandoc(module.__doc__))]
         parts += [_table(("flag", ""), own), ""] if own else []
-        parts += [f"As above: {', '.join(shared)}.", ""] if shared else []
+        again = ", ".join(flag.partition("=")[0].strip("`").join("``") for flag in shared)
+        parts += [f"As above: {again}.", ""] if shared else []
         shown += own
     return "\n".join(parts)
 
