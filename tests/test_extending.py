@@ -10,7 +10,7 @@ from opened import config_json, open_all
 from worked_parts import write_parts
 
 from vit_jax import data, models, transfer
-from vit_jax.config import LOSSES, OBJECTIVES, OPTIMIZERS, evals, plugins
+from vit_jax.config import EVALUATORS, LOSSES, OBJECTIVES, OPTIMIZERS, plugins
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data import device_ops, host_ops, make_source, parse_ops
 from vit_jax.data.preprocessing import parse_preprocessing
@@ -33,7 +33,7 @@ from vit_jax.transfer import fit, load_pretrained, pretrained_spec, save_pretrai
 from vit_jax.transfer.pretrained import Spec
 
 REGISTRIES = (
-    models.MODELS, OBJECTIVES, LOSSES, evals.EVALUATORS, data.SOURCES,
+    models.MODELS, OBJECTIVES, LOSSES, EVALUATORS, data.SOURCES,
     host_ops.HOST_OPS, device_ops.DEVICE_OPS, OPTIMIZERS, transfer.FORMATS, transfer.WRITERS,
 )  # fmt: skip
 
@@ -89,7 +89,7 @@ def test_each_kind_is_a_line(parts):
         ("data.ops", "nose(4)", "did you mean 'noise'?"),
         ("data.ops", "noise(4)|posterize(4)", "put the device ops last"),
         ("optimizer.name", "adam", "did you mean"),
-        ("evals.worst.min_examples", "0", "evals.worst.min_examples=0: needs a positive int"),
+        ("evals.worst.min_examples", "0", "evals.worst.min_examples=0: needs a number in"),
     ],
 )
 def test_faults_name_them(config, key, value, says):

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import FieldReference, placeholder
 
 from vit_jax.config import plugins as plugins_lib
-from vit_jax.config.evals import find_evaluator
+from vit_jax.config.evals import EVALUATORS
 from vit_jax.config.parts import Key, add_keys
 from vit_jax.config.registries import REGISTRIES
 from vit_jax.config.sections import SECTIONS
@@ -140,7 +140,7 @@ def own_keys(config: ConfigDict, section: str) -> dict[str, Any]:
 
 
 def declared_keys(config: ConfigDict) -> dict[str, Key]:
-    """{"section.key": declaration} for the keys of the sections and of the chosen parts."""
+    """{"section.key": declaration} for the keys of the sections, the chosen parts and `evals`."""
     keys = {f"{name}.{k}".lstrip("."): declared for name, section in SECTIONS.items()
             for k, declared in section.declared().items()}  # fmt: skip
     for registry in REGISTRIES:
@@ -149,6 +149,9 @@ def declared_keys(config: ConfigDict) -> dict[str, Key]:
         )
         for k, declared in chosen.declared().items() if chosen else ():
             keys[f"{registry.section}.{k}"] = declared
+    for name, entry in config.evals.items():
+        known = EVALUATORS.find(entry.type).declared() if entry.get("type") in EVALUATORS else {}
+        keys |= {f"evals.{name}.{k}": declared for k, declared in known.items()}
     return keys
 
 
@@ -222,7 +225,7 @@ def eval_splits(config: ConfigDict, entry: ConfigDict) -> dict[str, SplitKey]:
     name = d.name if entry.data_name is None else entry.data_name
     data_dir = d.data_dir if entry.data_dir is None else entry.data_dir
     own = (name, data_dir) == (d.name, d.data_dir) or name == "synthetic"
-    classes = d.classes if own or not find_evaluator(entry.type).learns_classes else None
+    classes = d.classes if own or not EVALUATORS.find(entry.type).learns_classes else None
     if entry.get("classes") is not None:
         classes = entry.classes
     keys = sorted(key for key in entry if key.endswith("split"))

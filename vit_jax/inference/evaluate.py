@@ -16,7 +16,7 @@ from vit_jax import config as config_lib
 from vit_jax import files, transfer, tree
 from vit_jax.checkpoints import restore
 from vit_jax.config import with_values
-from vit_jax.config.evals import find_evaluator, learning_kinds
+from vit_jax.config.evals import EVALUATORS, learning_kinds
 from vit_jax.config.stored import read_config
 from vit_jax.data import Divider, Source
 from vit_jax.data.division import read_division
@@ -25,10 +25,11 @@ from vit_jax.devices.kernels import choose_forms
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.evaluators import StateEvaluator, check_outputs, make_evaluators
+from vit_jax.evaluators import check_outputs, make_evaluators
 from vit_jax.evaluators import evaluate as evaluate_one
-from vit_jax.evaluators.classification import Classification, Examples, Observed
-from vit_jax.evaluators.multilabel import MultiLabel, Shown
+from vit_jax.evaluators.classification import Examples
+from vit_jax.evaluators.inputs import Measure
+from vit_jax.evaluators.multilabel import Shown
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
@@ -52,6 +53,7 @@ logger = logging.getLogger("vit_jax")
 # Called with an evaluator's name, its predictions and its data, once for each evaluator of the
 # model's own classes; on every process.
 OnPredictions = Callable[[str, Examples | Shown, Source], None]
+Predictions = dict[str, Examples | Shown]  # of the evaluator that ran last
 
 
 def evaluate(
@@ -80,7 +82,9 @@ def evaluate(
     experiment = make_experiment(_of_labels(config), mesh, preprocessing)
     model = experiment.model
     check_outputs(config, model, preprocessing.image_size)
-    evaluators = make_evaluators(config, preprocessing, model, mesh, sources)
+    seen: Predictions = {}
+    see = None if on_predictions is None else seen.setdefault  # the main weights come first
+    evaluators = make_evaluators(config, preprocessing, model, mesh, sources, see=see)
     _warn_of_other_classes(config, names, str(workdir), sources)
     compare_findings(config, sources, {"checkpoints in --workdir": saved})
     with jax.set_mesh(mesh):
@@ -97,7 +101,7 @@ def evaluate(
         state = TrainState(jnp.int32(meta["step"]), **found, opt_state=())
         logger.info("evaluating step %d of %s", meta["step"], workdir)
         return {"step": meta["step"]} | _evaluate_all(
-            evaluators, state, config, sources, on_predictions
+            evaluators, state, config, sources, seen, on_predictions
         )
 
 
@@ -145,7 +149,9 @@ def evaluate_pretrained(
     _warn_of_other_classes(config, pretrained.spec.class_names, pretrained.source, sources)
     check_outputs(config, model, preprocessing.image_size)
     _fill_in_loss(config, pretrained)
-    evaluators = make_evaluators(config, preprocessing, model, mesh, sources)
+    seen: Predictions = {}
+    see = None if on_predictions is None else seen.setdefault  # the main weights come first
+    evaluators = make_evaluators(config, preprocessing, model, mesh, sources, see=see)
     compare_findings(config, sources, {})
     compare_weights(config, params, model_state)
     with jax.set_mesh(mesh):
@@ -157,7 +163,7 @@ def evaluate_pretrained(
         state = TrainState(jnp.int32(0), **placed, opt_state=())
         logger.info("evaluating %s", pretrained.source)
         step = {} if pretrained.run is None else {"step": pretrained.run["step"]}
-        return step | _evaluate_all(evaluators, state, config, sources, on_predictions)
+        return step | _evaluate_all(evaluators, state, config, sources, seen, on_predictions)
 
 
 def _open_data(
@@ -207,7 +213,7 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
         config.loss.update(pretrained.run["config"]["loss"])
         d.multi_label = pretrained.run["config"]["data"]["multi_label"]
     for name, entry in config.evals.items():
-        if d.num_classes is None and not find_evaluator(entry.type).learns_classes:
+        if d.num_classes is None and not EVALUATORS.find(entry.type).learns_classes:
             faults.append(
                 f"evals.{name}.type={entry.type!r}: {pretrained.source} has no classes; use one of "
                 f"{', '.join(learning_kinds())}"
@@ -216,7 +222,7 @@ def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None
 
 def _fill_in_loss(config: ConfigDict, pretrained: Pretrained) -> None:
     """Set the loss of a source that is no run, which states its own."""
-    learn = [find_evaluator(entry.type).learns_classes for entry in config.evals.values()]
+    learn = [EVALUATORS.find(entry.type).learns_classes for entry in config.evals.values()]
     if pretrained.run is None and not all(learn):
         config.loss.name = loss_of(pretrained, config.loss.name)
 
@@ -241,7 +247,7 @@ def _warn_of_other_classes(
 ) -> None:
     """Warn if names of the data's classes differ from the model's; synset numbers are ignored."""
     for eval_name, entry in config.evals.items():
-        if names is None or find_evaluator(entry.type).learns_classes:
+        if names is None or EVALUATORS.find(entry.type).learns_classes:
             continue
         source = sources[config_lib.eval_splits(config, entry)["split"]]
         other = find_other_names(source.class_names, names)
@@ -271,23 +277,19 @@ def _model_on(
 
 
 def _evaluate_all(
-    evaluators: Mapping[str, StateEvaluator],
+    evaluators: Mapping[str, Measure],
     state: TrainState,
     config: ConfigDict,
     sources: Mapping[config_lib.SplitKey, Source],
+    predictions: Predictions,
     on_predictions: OnPredictions | None,
 ) -> dict[str, float]:
-    """Run all evaluators; `on_predictions` gets those of the weights that give the main metrics."""
+    """Run all evaluators; `on_predictions` gets what each then adds to `predictions`."""
     results = {}
-    for name, evaluator in evaluators.items():
-        found: list[Examples | Shown] = []
-        if on_predictions is not None and isinstance(evaluator, Classification | MultiLabel):
-            evaluator = Observed(evaluator, found.append)
+    for name, measure in evaluators.items():
         with watchdog.phase("evaluation"):
-            results |= evaluate_one(name, evaluator, state)
-        # The raw weights of a run with an average come second.
-        if on_predictions is not None and found:
-            on_predictions(
-                name, found[0], sources[config_lib.eval_splits(config, config.evals[name])["split"]]
-            )
+            results |= evaluate_one(name, measure, state)
+        if on_predictions is not None and name in predictions:
+            key = config_lib.eval_splits(config, config.evals[name])["split"]
+            on_predictions(name, predictions.pop(name), sources[key])
     return results

@@ -26,7 +26,7 @@ from vit_jax.data.loading import why_masked
 from vit_jax.data.ops import Op
 from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
 from vit_jax.errors import InputError
-from vit_jax.evaluators.fetching import fetch
+from vit_jax.evaluators.inputs import fetch
 from vit_jax.inference import layers
 from vit_jax.models.fields import value_of
 from vit_jax.transfer.images import class_names, ops_for

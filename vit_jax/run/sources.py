@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from vit_jax import config as config_lib
 from vit_jax import data
 from vit_jax.config import SplitKey
-from vit_jax.config.evals import find_evaluator
+from vit_jax.config.evals import EVALUATORS
 from vit_jax.data.folder_contents import class_like_folders, find_dataset_below
 from vit_jax.data.pictures import shown
 from vit_jax.data.preprocessing import Preprocessing, describe_batch
@@ -89,7 +89,7 @@ def open_evaluated(
     for name, entry in config.evals.items():
         for split_key, key in config_lib.eval_splits(config, entry).items():
             synthetic = key.data_name == "synthetic"
-            learns = find_evaluator(entry.type).learns_classes
+            learns = EVALUATORS.find(entry.type).learns_classes
             numbers = (d.num_classes, d.num_examples) if synthetic else (None, None)
             try:
                 source = sources.get(key) or opened.get(key)

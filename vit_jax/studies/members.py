@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from vit_jax.errors import Faults, InputError, nearest
-from vit_jax.evaluators.metric_names import expected_metrics
+from vit_jax.evaluators.metric_names import declared_metrics
 
 _IN_CSV = ("num_params", "images_seen", "exaflops")  # of a summary, beside the metrics
 
@@ -105,7 +105,7 @@ def check_report(config: ConfigDict, faults: Faults) -> None:
         faults.append(f"study.seeds={study.seeds}: needs a positive int")
     name = study.metric.partition("/")[0]
     if name in config.evals:  # checked now, not when the first member has ended
-        known = accuracies(config, name)
+        known = faults.check(accuracies, config, name)
         faults.need(
             known is None or study.metric in known,
             f"study.metric={study.metric!r}: needs an accuracy; known: {', '.join(known or ())}",
@@ -114,7 +114,7 @@ def check_report(config: ConfigDict, faults: Faults) -> None:
 
 def accuracies(config: ConfigDict, name: str) -> list[str] | None:
     """The metrics of the evaluator `name` that a study may report; None: they are not known yet."""
-    found = expected_metrics(config, name)
+    found = declared_metrics(config, name)
     return None if found is None else [m for m, better in found.items() if better == "higher"]
 
 

@@ -11,7 +11,7 @@ from vit_jax.data.dataset_sizes import known_sizes
 from vit_jax.data.mixture import parse_mix
 from vit_jax.data.subset import subset_size
 from vit_jax.errors import InputError
-from vit_jax.evaluators.metric_names import expected_metrics
+from vit_jax.evaluators.metric_names import declared_metrics
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.inference.pseudo_labels import parse_unlabelled
 from vit_jax.planning.calculated import calculate_plan
@@ -104,7 +104,7 @@ def _count_pseudo(config: ConfigDict) -> int | None:
 
 def plan_study_members(study: Study, config: ConfigDict, planner: Planner) -> list[dict[str, Any]]:
     """`plan_members` for all members, each as if those before it had finished, equally well."""
-    metrics = {m: 0.5 for name in config.evals for m in expected_metrics(config, name) or ()}
+    metrics = {m: 0.5 for name in config.evals for m in declared_metrics(config, name) or ()}
     done = Result(FINISHED, {"step": 1, "exaflops": 1.0, **metrics, "best": {"step": 1, **metrics}})
     results: dict[str, Result] = {}
     while new := [m for m in study.members(config, results) if m.name not in results]:
