@@ -15,8 +15,7 @@ If some classes are rare: --config.loss.class_weights=balanced
 import difflib
 
 from vit_jax.config import base_config, classification, multilabel, refuse_words, split_words
-from vit_jax.models import create_model, find_family
-from vit_jax.models.fields import field_names
+from vit_jax.models import create_model, fields_of
 from vit_jax.recipes import make_tiny
 
 WORDS = {
@@ -39,7 +38,7 @@ def get_config(arg=""):
     else:
         c.model.name, c.data.image_size, c.model.dtype = "ViT-Ti/8", 64, "float32"
         c.model.width, c.model.depth, c.model.mlp_dim, c.model.num_heads = 128, 6, 512, 4
-    fields = field_names(find_family(c.model.name).module)
+    fields = fields_of(c.model.name)
     if {"pool", "dropout"} <= {*fields}:
         c.model.dropout = 0.1
         # Published T2T-ViTs have a class token, and a DeiT is trained by its tokens.

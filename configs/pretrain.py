@@ -12,8 +12,7 @@ CPU, under a minute, synthetic data: --config=configs/pretrain.py:ViT-L/16,image
 
 from vit_jax.config import base_config, classification, fewshot, split_words
 from vit_jax.errors import InputError
-from vit_jax.models import find_family
-from vit_jax.models.fields import field_names
+from vit_jax.models import fields_of
 from vit_jax.recipes import SPLITS, find_pretraining, make_tiny
 
 WORDS = {
@@ -42,7 +41,7 @@ def get_config(arg=""):
     c = base_config()
     c.global_batch_size, c.duration = 4096, f"{choose_epochs(row, chosen)} epochs"
     c.model.name, c.model.dtype = model, "bfloat16"
-    if "hidden_head" in field_names(find_family(model).module):
+    if "hidden_head" in fields_of(model):
         c.model.hidden_head, c.model.dropout = True, row.dropout
 
     train_split, val_split = SPLITS[data]

@@ -11,7 +11,6 @@ python faulty_run.py FAULT ARGS...; FAULT is one of
 
 import sys
 import time
-import types
 
 import jax
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from vit_jax import tree
 from vit_jax.main import execute_and_exit
 from vit_jax.run import agreement as comparison
-from vit_jax.run import compiled, loop, record
+from vit_jax.run import loop, record
 
 
 def flip(state):
@@ -73,20 +72,13 @@ def arm(fault):
     elif kind == "slow":
         seconds = float(number)
         record.evaluate = before(record.evaluate, lambda: time.sleep(seconds))
-        compiled.flops.expected_memory = before(
-            compiled.flops.expected_memory, lambda: time.sleep(seconds)
-        )
+        loop.flops.expected_memory = before(loop.flops.expected_memory, lambda: time.sleep(seconds))
     elif kind == "code":
         software = comparison.software
         comparison.software = lambda: software() | {"code of vit_jax": "other"}
     elif kind == "program":
-        compare = compiled.compare_programs
-
-        def compare_another(config, lowered):
-            text = lowered.as_text() + " "
-            compare(config, types.SimpleNamespace(as_text=lambda: text))
-
-        compiled.compare_programs = compare_another
+        compare = loop.compare
+        loop.compare = lambda config, what, find: compare(config, what, lambda: {what: "another"})
     else:
         raise ValueError(fault)
 

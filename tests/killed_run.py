@@ -18,11 +18,11 @@ import signal
 import sys
 import threading
 
-from vit_jax import files, metrics
+from vit_jax import files
 from vit_jax.checkpoints import checkpoint
 from vit_jax.inference import pseudo_labels
 from vit_jax.main import main
-from vit_jax.run import loop, record, train
+from vit_jax.run import loop, record, speed, train
 
 
 def kill():
@@ -52,8 +52,8 @@ def arm(moment):
     if kind == "startup":
         train.start_state = lambda run: kill()
     elif kind == "step":
-        before = metrics.Profiler.before
-        metrics.Profiler.before = lambda self, step: kill() if step == count else before(self, step)
+        before = speed.Profiler.before
+        speed.Profiler.before = lambda self, step: kill() if step == count else before(self, step)
     elif kind == "evaluation":
         record.evaluate = after(count, record.evaluate, kill_after)
     elif kind == "stopped":
@@ -74,7 +74,7 @@ def arm(moment):
         owner.write = write_half
     elif kind == "save":
         owner, went_on = checkpoint.Checkpoints, threading.Event()
-        before, save = metrics.Profiler.before, owner.save
+        before, save = speed.Profiler.before, owner.save
 
         def save_and_note(self, *args):
             save(self, *args)
@@ -88,7 +88,7 @@ def arm(moment):
             went_on.set()
             before(self, step)
 
-        metrics.Profiler.before, owner.save = note, save_and_note
+        speed.Profiler.before, owner.save = note, save_and_note
         owner._seal_uncommitted = after(count, owner._seal_uncommitted, hold)
     elif kind == "labels":
         write = pseudo_labels.write_whole

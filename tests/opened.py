@@ -1,7 +1,8 @@
-"""A run's data and its config.json, without the run."""
+"""A run's data and its config.json, without the run; and its evaluation."""
 
+from vit_jax import files
 from vit_jax.config import with_values
-from vit_jax.config.stored import StoredConfig
+from vit_jax.config.stored import StoredConfig, read_config
 from vit_jax.data import Divider
 from vit_jax.data.dataset_sizes import known_facts
 from vit_jax.run.sources import find_absent, open_evaluated, open_training
@@ -25,3 +26,11 @@ def with_known_facts(config):
 def config_json(config):
     """The text of config.json of a run that resolved nothing."""
     return StoredConfig(config, config, {}).to_json()
+
+
+def evaluate_run(config, workdir):
+    """Evaluate the run in `workdir` by `config`."""
+    from vit_jax.inference.evaluate import StoredModel, evaluate_model
+
+    workdir = files.absolute(workdir)
+    return evaluate_model(config, StoredModel(workdir, read_config(workdir)))

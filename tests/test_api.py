@@ -201,7 +201,7 @@ def test_train_evaluate_predict(tmp_path, monkeypatch):
     digits = np.uint8(np.rint(load_digits().images[:4] * (255 / 16)))
     rows = predict(list(digits), tmp_path / "run", top=1)
     assert [row["file"] for row in rows] == [f"image {i}" for i in range(4)]
-    monkeypatch.setattr(evaluation, "evaluate_pretrained", lambda *args: args)
+    monkeypatch.setattr(evaluation, "evaluate_model", lambda *args: args)
     overrides = {"global_batch_size": 40}
     config, model = vit_jax.evaluate(tmp_path / "run", "evaluate:knn,digits", overrides)
     assert config.global_batch_size == 40

@@ -32,8 +32,7 @@ from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.schedules import make_config_schedule
 from vit_jax.inference import evaluate as evaluation
 from vit_jax.inference import predict as prediction
-from vit_jax.models import MODELS, create_model, find_family, token_stride
-from vit_jax.models.fields import field_names
+from vit_jax.models import MODELS, create_model, fields_of, token_stride
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.targets import Target
@@ -275,7 +274,7 @@ def without_files(name, words):
 def in_layers(name, words, number, scan):
     """The experiment of a debug form with that number of layers, on one device."""
     c = without_files(name, words)
-    fields = field_names(find_family(c.model.name).module)
+    fields = fields_of(c.model.name)
     c.model.update({key: value for key, value in (("depth", number), ("scan", scan or None))
                     if key in fields})  # fmt: skip
     mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
@@ -360,7 +359,7 @@ def prepared_by(spec, source, folder):
         pretrained = Pretrained(name, None, {}, found)
         yield f"{name}: predict, figures, label", prediction._host_ops(pretrained, source)
         config.data.image_size, config.evals.classification.ops = found.image_size, ""
-        evaluation._fill_in_ops(config, pretrained, {key: source})
+        evaluation.fill_in_ops(config, pretrained, {key: source})
         yield f"{name}: evaluate", parse_preprocessing(config).eval_ops["classification"]
 
 
@@ -873,7 +872,7 @@ def test_tiny_models_have_the_tokens_of_their_family(name, tiny, side):
 
 
 @pytest.mark.parametrize("name", ["EfficientNet-B0", "BiT-R50x1", "T2T-ViT-7", "Axial-ViT-B/32"])
-def test_own_pictures_take_every_family(name):
+def test_own_images_take_every_family(name):
     for words in (name, f"{name},debug"):
         c = load("folder", words)
         create_model(c.model.name, 10, c.data.image_size, **model_fields(c))

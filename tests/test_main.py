@@ -77,80 +77,41 @@ def train(refused, *words):
     return refused(QUICKSTART, "--workdir=WORKDIR", *words)
 
 
-# Faulty configs: (overrides, parts that the message must contain)
+# Faulty overrides that only `main`, the files or the devices refuse: {override: the key at fault}.
+# run/messages.txt has those that need neither.
 BAD_CONFIGS = {
-    "misspelt key": (["model.wdth=3"], ["--config.model.wdth: ", "did you mean model.width?"]),
-    "wrong type": (["seed=x"], ["--config.seed='x': needs an int"]),
-    "two faults": (
-        ["optimiser.name=sgd", "model.scan=maybe"],
-        ["2 faults", "did you mean optimizer.name?", "--config.model.scan='maybe': needs true or"],
-    ),
-    "fault of each kind": (
-        ["sed=1", "data.ops=flop"],
-        ["2 faults", "did you mean seed?", "data.ops: unknown op 'flop'; did you mean 'flip'?"],
-    ),
-    "patience for nothing": (
-        ["stop.patience=2"],
-        ["stop.patience=2: has no effect without stop.metric"],
-    ),
-    "unknown model": (["model.name=ViT-Q/4"], ["model.name='ViT-Q/4'", "known: mu, Ti"]),
-    "patch that does not divide": (["model.name=ViT-mu/3"], ["patch_size=(3, 3)", "height 6 or 9"]),
-    "batch size": (
-        ["global_batch_size=63"],
-        ["global_batch_size=63: must be a multiple of 8", "try 56"],
-    ),
-    "batch size of an evaluator": (
-        ["evals.test.batch_size=100"],
-        ["evals.test.batch_size=100: must be a multiple of 8", "try 96"],
-    ),
-    "mesh that does not divide": (
-        ["mesh.data=3"],
-        ["mesh.data=3", "there are 8", "--config.mesh.data=-1"],
-    ),
-    "absent platform": (
-        ["mesh.platform=gpu"],
-        ["mesh.platform=gpu: JAX finds only cpu devices", "--config.mesh.platform=cpu"],
-    ),
-    "folder without data_dir": (["data.name=folder"], ["data.data_dir=None", "needs the folder"]),
-    "missing folder": (
-        ["data.name=folder", "data.data_dir=/no/such/folder"],
-        ["data.data_dir='/no/such/folder' is not a local folder", "--config.data.data_dir="],
-    ),
-    "missing TFDS data set": (
-        ["data.name=cifar10", "data.data_dir=/no/such/folder"],
-        [
-            "data.name='cifar10': no prepared data set",
-            "tfds.builder('cifar10', data_dir=",
-            "set data.data_dir",
-        ],
-    ),
-    "misspelt TFDS data set": (
-        ["data.name=cfar10", "data.data_dir=/no/such/folder"],
-        ["data.name='cfar10': no prepared data set", "did you mean 'cifar10'?"],
-    ),
-    "unknown split": (["data.split=trian"], ["data.split='trian'", "'train' and 'test'"]),
-    "unknown split of an evaluator": (["evals.test.split=val"], ["'val'", "'train' and 'test'"]),
-    "wrong number of classes": (["data.num_classes=7"], ["data.num_classes=7", "has 10"]),
-    "wrong number of examples": (["data.num_examples=9"], ["data.num_examples=9", "has 1437"]),
-    "no steps": (["duration=0 steps"], ["duration='0 steps':", "more than 0"]),
-    "warm-up longer than the run": (
-        ["schedule.warmup=50 steps"],
-        ["schedule.warmup (50 steps)", "do not fit into duration (40 steps)", "shorten"],
-    ),
-    "decay of nothing": (
-        ["optimizer.weight_decay_on=kernel"],
-        ["optimizer.weight_decay_on='kernel':", "embedding/"],
-    ),
+    "stop.patience=2": "stop.patience=2: has no effect",
+    "model.name=ViT-mu/3": "patch_size=(3, 3)",
+    "global_batch_size=63": "global_batch_size=63: ",
+    "evals.test.batch_size=100": "evals.test.batch_size=100: ",
+    "mesh.data=3": "mesh.data=3",
+    "mesh.platform=gpu": "mesh.platform=gpu: ",
+    "data.name=folder": "data.data_dir=None",
+    "data.name=folder data.data_dir=/no/such/folder": "data.data_dir='/no/such/folder'",
+    "data.name=cifar10 data.data_dir=/no/such/folder": "set data.data_dir",
+    "data.name=cfar10 data.data_dir=/no/such/folder": "data.name='cfar10': ",
+    "data.split=trian": "data.split='trian'",
+    "evals.test.split=val": "evals.test.split: data.split='val'",
+    "data.num_classes=7": "data.num_classes=7",
+    "data.num_examples=9": "data.num_examples=9",
+    "schedule.warmup=50_steps": "schedule.warmup",
+    "optimizer.weight_decay_on=kernel": "optimizer.weight_decay_on='kernel':",
+    "init_resize=half_pixels": "init_resize='half_pixels': ",
 }
 
 
 @pytest.mark.usefixtures("without_checks")
-@pytest.mark.parametrize("what", BAD_CONFIGS)
-def test_bad_config(refused, what):
-    overrides, says = BAD_CONFIGS[what]
-    err = train(refused, *(f"--config.{override}" for override in overrides))
-    for text in says:
-        assert text in err
+@pytest.mark.parametrize("overrides", BAD_CONFIGS)
+def test_bad_config(refused, overrides):
+    words = [f"--config.{word.replace('_steps', ' steps')}" for word in overrides.split()]
+    assert BAD_CONFIGS[overrides] in train(refused, *words)
+
+
+def test_all_faults_are_named_at_once(refused):
+    err = train(refused, "--config.optimiser.name=sgd", "--config.seed=x", "--config.data.ops=flop")
+    assert "3 faults" in err
+    for key in ("--config.optimiser.name: ", "--config.seed='x': ", "data.ops: "):
+        assert f"\n  {key}" in err
 
 
 def test_existing_workdir_is_left_alone(refused, tmp_path):
@@ -209,12 +170,6 @@ def test_init_from_workdir_without_checkpoint(refused, tmp_path):
     (path / "checkpoints").mkdir()
     err = train(refused, f"--config.init_from={path}")
     assert f"init_from={str(path)!r}: has no checkpoint yet" in err
-
-
-@pytest.mark.usefixtures("without_checks")
-def test_an_unknown_convention_of_resampling(refused):
-    err = train(refused, "--config.init_resize=half_pixels")
-    assert "init_resize='half_pixels': did you mean half_pixel?" in err
 
 
 @pytest.mark.usefixtures("without_checks")
@@ -297,31 +252,27 @@ def test_image_size_that_the_data_do_not_have(refused):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["trian", QUICKSTART], ["'trian': no such command", "did you mean train?"]),
-        (["deploy", QUICKSTART], ["'deploy': no such command", "known: train, evaluate"]),
-        (["train"], ["--config, --workdir: missing", "--config=quickstart --workdir="]),
-        ([QUICKSTART], ["--workdir: missing", "--config=quickstart --workdir="]),
-        (["--workdir=WORKDIR"], ["--config: missing"]),
-        ([QUICKSTART, "--workdir=WORKDIR", "--config.seed"], ["--config.seed: no value"]),
-        ([QUICKSTART, "--config.seed", "--workdir=WORKDIR"], ["--config.seed: no value"]),
-        (["evaluate"], ["--workdir: missing; e.g. python -m vit_jax.main evaluate"]),
-        (["evaluate", "--workdir=WORKDIR"], ["/workdir: has no config.json; give the workdir"]),
-        (["evaluate", "--workdir=WORKDIR", QUICKSTART], ["--config: a run is evaluated by its"]),
-        (["evaluate", "--workdir=WORKDIR", "--init_from=X"], ["give either --workdir=DIR or"]),
-        (["evaluate", "--init_from=X"], ["--config: missing; e.g. --config=evaluate:fewshot"]),
-        (["evaluate", "--init_from=X", QUICKSTART], ["model.name='ViT-Ti/4': --init_from sets it"]),
-        (["evaluate", "--init_from=X", "--config=configs/evaluate.py:knn"],
-         ["data.name: not set; set it in the config file or by --config.data.name=..."]),
+        (["trian", QUICKSTART], "'trian': no such command; did you mean train?"),
+        (["train"], "--config, --workdir: missing"),
+        ([QUICKSTART], "--workdir: missing"),
+        (["--workdir=WORKDIR"], "--config: missing"),
+        ([QUICKSTART, "--workdir=WORKDIR", "--config.seed"], "--config.seed: no value"),
+        ([QUICKSTART, "--config.seed", "--workdir=WORKDIR"], "--config.seed: no value"),
+        (["evaluate"], "give either --workdir=DIR, "),
+        (["evaluate", "--workdir=WORKDIR"], "/workdir: has no config.json"),
+        (["evaluate", "--workdir=WORKDIR", QUICKSTART], "give either --workdir=DIR, "),
+        (["evaluate", "--workdir=WORKDIR", "--init_from=X"], "give either --workdir=DIR, "),
+        (["evaluate", "--init_from=X"], "give either --workdir=DIR, "),
+        (["evaluate", "--init_from=X", QUICKSTART], "model.name='ViT-Ti/4': --init_from sets it"),
+        (["evaluate", "--init_from=X", "--config=configs/evaluate.py:knn"], "data.name: not set"),
         ([QUICKSTART, "--workdir=WORKDIR", "--coordinator=localhost:1"],
-         ["--num_processes, --process_id: missing; give all of --coordinator, "]),
+         "--num_processes, --process_id: missing"),
         ([QUICKSTART, "--workdir=WORKDIR", "--process_id=0", "--num_processes=2"],
-         ["--coordinator: missing"]),
+         "--coordinator: missing"),
     ],
 )  # fmt: skip
 def test_bad_command_line(refused, words, says):
-    err = refused(*words)
-    for text in says:
-        assert text in err
+    assert says in refused(*words)
 
 
 @pytest.mark.parametrize(
@@ -465,7 +416,7 @@ def test_a_run_goes_on_without_its_config(tmp_path, monkeypatch, refused):
 @pytest.mark.usefixtures("without_checks")
 @pytest.mark.parametrize("words", [[], ["--config=quickstart:debug"]])
 def test_a_store_whose_library_is_missing_is_not_asked(words, monkeypatch, refused):
-    monkeypatch.setattr("vit_jax.run.workdir._is_installed", lambda module: False)
+    monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
     monkeypatch.setattr("etils.epath.gpath._GPath.exists", None)
     assert "need google-cloud-storage" in refused(*words, "--workdir=gs://bucket/run")
 

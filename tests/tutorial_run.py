@@ -13,8 +13,8 @@ import re
 import shlex
 import sys
 
-from vit_jax import metrics
 from vit_jax.main import main
+from vit_jax.run import terminal
 
 
 def read_blocks(page):
@@ -25,7 +25,7 @@ def read_blocks(page):
 def run(kind, content, names):
     """Run a block; return what it prints."""
     printed = io.StringIO()
-    metrics.CONSOLE.width = 200
+    terminal.CONSOLE.width = 200
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         if kind == "python":
             exec(compile(content, "tutorial", "exec"), names)

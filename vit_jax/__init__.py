@@ -6,7 +6,7 @@
 
     summary = vit_jax.train("quickstart", "runs/quickstart")
     results = vit_jax.evaluate("runs/quickstart")
-    rows = vit_jax.predict(["cat.jpg", picture, array], "runs/mine")
+    rows = vit_jax.predict(["cat.jpg", image, array], "runs/mine")
 
 Importing this package touches no device, parses no flag and does not import TensorFlow.
 """
@@ -24,28 +24,17 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "create_model": "vit_jax.models",
-    "evaluate": "vit_jax.api",
-    "load_config": "vit_jax.api",
+    "evaluate": "vit_jax.inference.evaluate",
+    "load_config": "vit_jax.run.validation",
     "load_image": "vit_jax.transfer.images",
     "load_pretrained": "vit_jax.transfer",
-    "predict": "vit_jax.api",
+    "predict": "vit_jax.inference.predict",
     "pretrained_spec": "vit_jax.transfer",
     "read_pretrained": "vit_jax.transfer",
     "save_pretrained": "vit_jax.transfer",
-    "train": "vit_jax.api",
+    "train": "vit_jax.commands.train",
 }
-__all__ = [
-    "create_model",
-    "evaluate",
-    "load_config",
-    "load_image",
-    "load_pretrained",
-    "predict",
-    "pretrained_spec",
-    "read_pretrained",
-    "save_pretrained",
-    "train",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str):

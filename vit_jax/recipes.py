@@ -14,8 +14,7 @@ from ml_collections import ConfigDict
 
 from vit_jax.errors import InputError, nearest
 from vit_jax.experiment.finetune_length import BIT_LR, bit_steps, bit_warmup
-from vit_jax.models import find_family, token_stride
-from vit_jax.models.fields import field_names
+from vit_jax.models import fields_of, find_family, token_stride
 from vit_jax.models.resnet import map_stride
 from vit_jax.models.variants import VIT_VARIANTS
 
@@ -221,9 +220,9 @@ def make_tiny(model: ConfigDict, name: str) -> int:
 
     Returns the side, in pixels, of images with 2 x 2 tokens.
     """
-    family, sizes = find_family(name), find_family(name).parse(name)
+    sizes = find_family(name).parse(name)
     stride, _ = token_stride(name)
-    has = field_names(family.module)
+    has = fields_of(name)
     model.name = name
     if "token_module" in has:
         model.update(VIT_VARIANTS["mu"]._asdict(), token_width=16)

@@ -21,7 +21,7 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.experiment.durations import parse_durations
 from vit_jax.experiment.state import TrainState
-from vit_jax.run.timetable import Timetable
+from vit_jax.run.build import Timetable
 
 META = {"data_fingerprint": "abc", "seconds": 1.0}
 

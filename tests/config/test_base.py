@@ -253,7 +253,7 @@ import vit_jax.data
 import vit_jax.main
 import vit_jax.recipes
 import vit_jax.run.validation
-vit_jax.train, vit_jax.predict, vit_jax.evaluate
+[getattr(vit_jax, name) for name in vit_jax.__all__]
 vit_jax.data.parse_ops("inception_crop|flip", (8, 8))
 try:
     vit_jax.data.parse_ops("decode|resize(0)", (8, 8))

@@ -26,7 +26,7 @@ from vit_jax.data.vtab import (
     vehicle_label,
 )
 from vit_jax.errors import InputError
-from vit_jax.inference.evaluate import evaluate_pretrained
+from vit_jax.inference.evaluate import evaluate_model
 from vit_jax.transfer import read_pretrained
 
 # The table once more: group, TFDS, the 200, test, its size, classes.
@@ -246,6 +246,6 @@ def test_a_model_on_all_tasks(stand_ins, tmp_path):
         config = load_config(f"configs/evaluate.py:probe,vtab/{name}")
         write_stand_in(name, stand_ins)
         config.data.data_dir, config.evals.probe.l2 = str(stand_ins), (1e-3,)
-        top1[name] = evaluate_pretrained(config, pretrained)["probe/top1"]
+        top1[name] = evaluate_model(config, pretrained)["probe/top1"]
         assert top1[name] > 2 / task.num_classes or task.num_classes == 2
     assert np.mean(list(top1.values())) > 0.5

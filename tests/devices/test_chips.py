@@ -13,7 +13,7 @@ from vit_jax.devices.chips import CHIPS, SLICES, count_chips, find_slice
 from vit_jax.devices.flops import PEAK_FLOPS, mfu
 from vit_jax.errors import InputError
 from vit_jax.planning.targets import Target, describe_devices
-from vit_jax.run.summary import Clock, _chip_hours
+from vit_jax.run.speed import Clock, rented_chips
 
 
 def test_slices_have_the_chips_of_their_shapes():
@@ -110,10 +110,9 @@ def test_chip_hours_and_mfu_are_of_chips():
     assert mfu(4 * 2307e12, device_kind="TPU7x", num_chips=count_chips(devices)) == 1
 
 
-def test_summaries_count_chip_hours_of_accelerators_only():
-    meta = {"train_s": 3600.0, "chip_hours": 4.0}
-    assert _chip_hours(meta, make_tpus("TPU7x", 2)) == {"chip_hours": 4.0}
-    assert _chip_hours(meta, jax.devices("cpu")) == {}
+def test_chip_hours_are_of_accelerators_only():
+    assert rented_chips(make_tpus("TPU7x", 2)) == 4
+    assert Clock({"chip_hours": 80.0}, jax.devices("cpu")).read() == {"chip_hours": 80.0}
 
 
 def test_importing_it_starts_nothing():

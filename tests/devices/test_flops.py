@@ -12,7 +12,6 @@ from vit_jax.devices.flops import (
     format_bytes,
     forward_macs,
     mfu,
-    vit_flops,
 )
 from vit_jax.models import create_model
 
@@ -89,7 +88,7 @@ def test_gradient_of_a_conv_costs_twice_the_conv(groups, stride):
 def test_a_vit_by_its_sizes(name, fields):
     model = create_model(name, 10, (8, 12), **fields)
     embedding = 2 * 6 * (4 * 4 * 3) * model.width  # its gradient by the pixels is not asked for
-    assert vit_flops(model) == 3 * 2 * forward_macs(model) - embedding
+    assert model.flops_by_sizes == 3 * 2 * forward_macs(model) - embedding
 
 
 def test_gradient_of_an_mlp():

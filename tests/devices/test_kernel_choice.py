@@ -14,8 +14,6 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain
 from vit_jax.models import create_model
 from vit_jax.models.forms import PLAIN, multiply_on_cpu
-from vit_jax.models.position import Relative
-from vit_jax.models.vit import ViT
 
 SIZES = {"width": 32, "depth": 2, "mlp_dim": 32, "num_heads": 4, "patch_size": 8}
 
@@ -26,7 +24,6 @@ class FakeMesh:
 
     platform: str
     tensor: int = 1
-    device_kind: str = "TPU v5 lite"
 
     @property
     def devices(self):
@@ -55,7 +52,7 @@ def test_kernels_are_chosen_by_platform_and_key():
 @pytest.mark.parametrize(
     ("platform", "fields", "tensor", "words"),
     [
-        ("tpu", {"pos_embed": "relative", "image_size": 208}, 1, ["=relative", "up to 640", "677"]),
+        ("tpu", {"pos_embed": "relative"}, 1, ["model.pos_embed=relative"]),
         ("tpu", {"attention_dropout": 0.1}, 1, ["model.attention_dropout=0.1"]),
         ("tpu", {"num_heads": 8}, 1, ["4 wide", "8 does not divide"]),
         ("tpu", {}, 3, ["mesh.tensor=3", "model.num_heads=4"]),
@@ -84,7 +81,7 @@ def test_widths_of_published_heads_have_a_kernel(width, caplog):
 @pytest.mark.parametrize(
     ("axes", "fields"),
     [
-        ({"fsdp": 2, "tensor": 2}, {"pos_embed": "relative", "depth": 1}),
+        ({"fsdp": 2, "tensor": 2}, {"depth": 1}),
         *(
             pytest.param(axes, fields, marks=pytest.mark.slow)
             for axes, fields in (
@@ -94,7 +91,7 @@ def test_widths_of_published_heads_have_a_kernel(width, caplog):
             )
         ),
     ],
-    ids=["relative", "scanned", "parallel", "normalised"],
+    ids=["unrolled", "scanned", "parallel", "normalised"],
 )
 def test_a_model_computes_the_same_by_kernels(axes, fields, interpreted_kernels):
     axes = {"replica": 1, "data": 1, "fsdp": 1, "tensor": 1} | axes
@@ -120,48 +117,13 @@ def test_a_model_computes_the_same_by_kernels(axes, fields, interpreted_kernels)
         np.testing.assert_allclose(x, reference, rtol=0, atol=2e-5 * scale)
 
 
-def test_old_chips_have_no_kernel_for_relative_positions(caplog):
-    mesh = FakeMesh("tpu", device_kind="TPU v4")
-    with caplog.at_level(logging.INFO, "vit_jax"):
-        chosen = choose_forms(small_model(pos_embed="relative"), mesh)
-    assert not has_kernels(chosen)
-    assert "v5 and newer chips, not for TPU v4" in caplog.text
-    assert has_kernels(choose_forms(small_model(), mesh))
-
-
-class ManyTokens(ViT):
-    """A plug-in's model with more prefix tokens than the kernel of relative positions takes."""
-
-    num_prefix_tokens = 5
-
-
-def test_a_model_with_many_prefix_tokens_has_no_kernel_for_relative_positions(caplog):
-    fields = SIZES | {"num_classes": 5, "image_size": (24, 24), "patch_size": (8, 8)}
-    with caplog.at_level(logging.INFO, "vit_jax"):
-        chosen = choose_forms(ManyTokens(**fields, pos_embed="relative"), FakeMesh("tpu"))
-    assert not has_kernels(chosen) and "up to 4 prefix tokens, not 5" in caplog.text
-    assert has_kernels(choose_forms(ManyTokens(**fields), FakeMesh("tpu")))
-
-
-def test_relative_positions_without_a_number_of_keys_count_all_tokens(monkeypatch):
-    seen = []
-    target = "vit_jax.devices.kernels.relative_attention.attention"
-    monkeypatch.setattr(target, lambda qkv, *args: seen.append(args[-1]) or qkv[0])
-    mesh = make_mesh(replica=1, data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-    kernel = tpu_forms(small_model(pos_embed="relative"), mesh).attention_kernel
-    q_BNHK, relative = jnp.ones((1, 8, 4, 8)), Relative(1, offsets=jnp.ones((13, 8)))
-    for num_keys in (None, 7):
-        kernel((q_BNHK,) * 3, (None,) * 3, relative, num_keys)
-    assert [(sizes.num_keys, sizes.num_prefix) for sizes in seen] == [(8, 1), (7, 0)]
-
-
 def test_kernels_of_a_device_that_computes_its_own_rows_take_its_arrays_as_they_are(monkeypatch):
     seen = []
     target = "vit_jax.devices.kernels.short_attention.attention"
     monkeypatch.setattr(target, lambda qkv, *args: seen.append(qkv[0].shape) or qkv[0])
     mesh = make_mesh(replica=1, data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
     kernel = tpu_forms(small_model(), mesh).attention_kernel
-    attend = lambda q_BNHK: kernel((q_BNHK,) * 3, (None,) * 3, None, None)  # noqa: E731
+    attend = lambda q_BNHK: kernel((q_BNHK,) * 3, (None,) * 3, None)  # noqa: E731
     own_rows = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     for on_rows in (attend, own_rows):
         with jax.set_mesh(mesh):

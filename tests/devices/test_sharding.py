@@ -14,6 +14,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy_vit import random_params
+from short_objective import objective_of
 
 from vit_jax import tree
 from vit_jax.config import OPTIMIZERS, base_config
@@ -262,7 +263,9 @@ def test_gradients_can_be_given_a_sharding(accum_steps):
         return ObjectiveOutput(outputs.sum(), batch["mask"].sum(), {}, model_state)
 
     with jax.set_mesh(mesh):
-        gradients = make_gradients(loss, lambda batch, keys: batch, 0, accum_steps, None, shardings)
+        gradients = make_gradients(
+            objective_of(loss), lambda batch, keys: batch, 0, accum_steps, None, shardings
+        )
         params = {"a": jnp.ones((4, 8)), "b": jnp.ones((1, 8))}
         state = TrainState(jnp.zeros((), jnp.int32), params, {}, ())
         batch = {"image": jnp.ones((8, 4)), "mask": jnp.ones(8)}

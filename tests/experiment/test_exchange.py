@@ -21,6 +21,7 @@ from vit_jax.experiment.exchange import Exchange, choose_exchange, join_devices,
 from vit_jax.experiment.gradients import make_gradients
 from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
+from vit_jax.models.contract import Model
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import ObjectiveOutput, Term
 
@@ -77,7 +78,7 @@ def test_shared_gradients_are_those_of_the_batch_without_large_all_reduces(
     monkeypatch.setitem(WEIGHTS, "b", np.ones((1, 4)))
     mesh = make_mesh(replica=1, data=4, fsdp=1, tensor=1, devices=jax.devices()[:4])
     shardings = {name: NamedSharding(mesh, spec) for name, spec in SPLIT.items()}
-    exchange = functools.partial(share_gradients, shardings=shardings, dtype=jnp.bfloat16)
+    exchange = functools.partial(share_gradients, shardings=shardings, model=Model())
     (grads, sums), program = gradients_of(mesh, accum_steps, exchange=exchange)
     (expected, expected_sums), _ = gradients_of(mesh, 1)
     assert program.count(" all-reduce(") == 1 and program.count(" all-to-all(") == 2
@@ -96,7 +97,7 @@ def test_chips_that_share_their_gradients_draw_their_own_values(monkeypatch):
     monkeypatch.setitem(globals(), "loss", drawn)
     mesh = make_mesh(replica=1, data=4, fsdp=1, tensor=1, devices=jax.devices()[:4])
     shardings = dict.fromkeys(WEIGHTS, NamedSharding(mesh, P()))
-    exchange = functools.partial(share_gradients, shardings=shardings, dtype=jnp.float32)
+    exchange = functools.partial(share_gradients, shardings=shardings, model=Model())
     (grads, sums), _ = gradients_of(mesh, 1, exchange=exchange)
     mean, squares = float(grads["c"][0, 0]), float(sums.metric_sums["squares"]) / 4
     assert squares - mean**2 > 0.001
@@ -123,7 +124,8 @@ def test_a_vit_in_bfloat16_learns_the_same_with_shared_gradients(monkeypatch):
     config.data.num_classes, config.data.num_examples = 8, 64
     config.optimizer.peak_lr, config.optimizer.grad_clip_norm = 1e-3, 1.0
     mesh = make_mesh(replica=1, data=8, fsdp=1, tensor=1)
-    exchange = Exchange(functools.partial(share_gradients, dtype=jnp.bfloat16), splits_params=True)
+    vit = create_model("ViT-mu/4", 8, 8, dtype="bfloat16")
+    exchange = Exchange(functools.partial(share_gradients, model=vit), splits_params=True)
     norms, states = [], []
     for chosen in (None, exchange):
         monkeypatch.setattr(experiment, "choose_exchange", lambda *args, to=chosen: to)

@@ -13,7 +13,7 @@ from vit_jax.config import REQUIRED_TO_EVALUATE
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.errors import InputError
 from vit_jax.inference import evaluate as evaluation
-from vit_jax.inference.evaluate import evaluate_pretrained
+from vit_jax.inference.evaluate import evaluate_model
 from vit_jax.main import main
 from vit_jax.run.validation import find_faults
 from vit_jax.transfer import read_pretrained
@@ -72,7 +72,7 @@ def test_the_loss_goes_with_the_weights(published, caplog):
     logits, labels = scores(published)
     cross_entropies = np.logaddexp(0, logits) - logits * np.eye(10)[labels]
     of_sigmoid = pretrained._replace(spec=pretrained.spec._replace(loss="sigmoid"))
-    results = evaluate_pretrained(evaluation_config("classification,debug"), of_sigmoid)
+    results = evaluate_model(evaluation_config("classification,debug"), of_sigmoid)
     expected = cross_entropies.sum(axis=1).mean()
     assert results["classification/loss"] == pytest.approx(expected, rel=1e-5)
     assert "the loss is not stated" not in caplog.text
@@ -81,7 +81,7 @@ def test_the_loss_goes_with_the_weights(published, caplog):
 def test_at_another_size_positions_are_resampled(published, caplog):
     caplog.set_level("INFO", "vit_jax")
     config = evaluation_config("classification,debug", data__image_size="12")
-    results = evaluate_pretrained(config, read_pretrained(published))
+    results = evaluate_model(config, read_pretrained(published))
     assert "the loss is not stated; assuming softmax" in caplog.text
     assert results["classification/num_examples"] == 360
     assert "from a grid of (2, 2) to (3, 3)" in caplog.text
@@ -95,14 +95,14 @@ def test_features_know_no_classes(published, tmp_path):
     )
     pretrained = read_pretrained(published)
     config.evals.knn.data_name = "digits"
-    assert "knn/10nn_top1" in evaluate_pretrained(config, pretrained)
+    assert "knn/10nn_top1" in evaluate_model(config, pretrained)
 
     headless = pretrained._replace(model=pretrained.model.clone(num_classes=None))
     config = evaluation_config("classification,knn,debug")
     with pytest.raises(
         InputError, match=r"evals\.classification\.type=.* has no classes; use one of"
     ):
-        evaluate_pretrained(config, headless)
+        evaluate_model(config, headless)
 
 
 @pytest.mark.usefixtures("without_checks")
@@ -113,7 +113,7 @@ def test_classes_of_other_names_are_warned_of(published, caplog, monkeypatch):
 
     def said(names):
         caplog.clear()
-        evaluate_pretrained(config, pretrained._replace(spec=pretrained.spec._replace(
+        evaluate_model(config, pretrained._replace(spec=pretrained.spec._replace(
             class_names=names)))  # fmt: skip
         return [record.message for record in caplog.records if record.levelname == "WARNING"]
 
@@ -131,18 +131,18 @@ def test_data_of_another_number_of_classes_are_refused(published):
     with pytest.raises(
         InputError, match=r"split: digits test has 3 classes, but the model has 10; use"
     ):
-        evaluate_pretrained(config, pretrained)
+        evaluate_model(config, pretrained)
 
 
 def test_what_the_source_does_not_tell_must_be_said(published):
     pretrained = read_pretrained(published)
     of_any_size = pretrained._replace(spec=pretrained.spec._replace(image_size=None))
     with pytest.raises(InputError, match=r"^data\.image_size=None: .*digits\.npz takes images of"):
-        evaluate_pretrained(evaluation_config("knn,debug"), of_any_size)
+        evaluate_model(evaluation_config("knn,debug"), of_any_size)
     with pytest.raises(InputError, match=r"init_resize='half-pixel': did you mean half_pixel"):
-        evaluate_pretrained(evaluation_config("knn,debug", init_resize="half-pixel"), pretrained)
+        evaluate_model(evaluation_config("knn,debug", init_resize="half-pixel"), pretrained)
     with pytest.raises(InputError, match=r"config\.model: pools: "):
         config = evaluation_config("knn,debug")
         config.model.unlock()
         config.model.pools = "gap"
-        evaluate_pretrained(config, pretrained)
+        evaluate_model(config, pretrained)

@@ -13,7 +13,7 @@ from PIL import Image
 from vit_jax import load_image, load_pretrained, pretrained_spec
 from vit_jax.data.image_files import image_files
 from vit_jax.errors import InputError
-from vit_jax.inference.predict import predict as classify
+from vit_jax.inference.predict import classify
 from vit_jax.main import main
 from vit_jax.transfer import read_pretrained
 from vit_jax.transfer.images import class_names
@@ -157,7 +157,7 @@ REFUSED = {
     "no such image": (["nowhere.png"], "nowhere.png: no such file or folder"),
     "an empty folder": (["empty"], "empty: holds no file ending in .jpg, .jpeg, .png"),
     "another format": (["x.png", "--format=jsonl"], "did you mean json?"),
-    "two faults": (["x.png", "--top=0", "--tokens=all"], "--top=0", "--tokens=all"),
+    "two faults": (["x.png", "--top=0", "--tokens=all"], "--top=0", "--tokens="),
     "nothing to read or write": (["no.png", "--features=f.npy"], "no.png: no such", "in .npz"),
     "data without features": (["--data=digits:test"], "--data: needs --features"),
     "features of another kind": (["x.png", "--features=f.npy"], "end in .npz"),

@@ -15,12 +15,11 @@ import types
 import pytest
 from etils import epath
 
-from vit_jax import files, metrics
+from vit_jax import files
 from vit_jax.errors import InputError
 from vit_jax.job import lock
 from vit_jax.job.lock import Holder, Lock, LostLockError, check_free
-from vit_jax.metrics import writers
-from vit_jax.run import record
+from vit_jax.run import record, writers
 
 
 @pytest.fixture
@@ -142,10 +141,10 @@ def test_a_process_whose_workdir_was_taken_writes_nothing_and_leaves_the_other_i
     monkeypatch.setattr(writers, "open_for_append", files.StoredObject)
     first = Lock(workdir)
     first.check(fresh=True)
-    writer = metrics.MetricWriter(workdir, may_write=first.is_ours)
+    writer = writers.MetricWriter(workdir, may_write=first.is_ours)
     writer.write(5, {"train/loss": 1.0})
     held_by(workdir)
-    metrics.MetricWriter(workdir, restored_step=None).close()
+    writers.MetricWriter(workdir, restored_step=None).close()
     first.check(fresh=False)  # the heartbeat has not looked yet
     with pytest.raises(LostLockError, match=r"process 17 on n7 trains there now.*without saving"):
         first.check(fresh=True)

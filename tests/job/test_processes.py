@@ -27,7 +27,7 @@ from vit_jax.job.processes import (
     check_one_workdir,
     start,
 )
-from vit_jax.run.agreement import compare_weights
+from vit_jax.run.agreement import compare_findings
 from vit_jax.run.workdir import StoredRun, agree_on_run, lock_workdir
 
 # With Adam's usual eps the noise of gradients that are zero in exact arithmetic is scaled up.
@@ -187,16 +187,15 @@ def test_every_difference_is_told_with_its_processes_everywhere(on_each):
 def test_weights_that_are_not_the_same_are_told(on_each):
     config, ours = base_config(), {"head/bias": np.zeros(3, np.float32)}
     theirs = {"head/bias": np.float32([0, 0, 1e-30])}
-    calls = [functools.partial(compare_weights, config, p, {}) for p in (ours, theirs, ours)]
+    calls = [functools.partial(compare_findings, config, {}, p) for p in (ours, theirs, ours)]
     for error in on_each(*calls):
         assert isinstance(error, InputError)
         assert re.search("weights read: .* on processes 0, 2; .* on process 1", str(error))
 
 
-def test_weights_that_are_the_same_and_none(on_each):
+def test_weights_that_are_the_same(on_each):
     params = {"head/bias": np.zeros(3, np.float32)}
-    assert on_each(*[lambda: compare_weights(base_config(), params, {})] * 2) == [None, None]
-    assert on_each(*[lambda: compare_weights(base_config(), None, {})] * 2) == [None, None]
+    assert on_each(*[lambda: compare_findings(base_config(), {}, params)] * 2) == [None, None]
 
 
 def test_what_process_0_finds_is_said_to_all(on_each):

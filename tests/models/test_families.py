@@ -24,8 +24,8 @@ from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
-from vit_jax.models import MODELS, create_model, find_family, token_stride
-from vit_jax.models.fields import field_names, stacks_layers
+from vit_jax.models import MODELS, create_model, fields_of, find_family, token_stride
+from vit_jax.models.contract import about, field_names
 from vit_jax.transfer import WRITERS
 from vit_jax.transfer.export import export
 from vit_jax.transfer.fit import stack_layers
@@ -121,7 +121,7 @@ def config_for(name, **model):
     c.optimizer.name, c.optimizer.peak_lr, c.optimizer.grad_clip_norm = "sgd", 0.1, 1.0
     c.optimizer.layer_decay = 0.9
     c.model.update(model)
-    if "scan" in field_names(find_family(name).module):
+    if "scan" in fields_of(name):
         c.model.scan = True
     return c
 
@@ -183,7 +183,7 @@ def test_a_mesh_trains_as_one_device(name):
     "R+ViT-Ti/16",
     "Axial-ViT-B/32",
     "BiT-R50x1",
-    names=[n for n in NAMES if "scan" in field_names(find_family(n).module)],
+    names=[n for n in NAMES if "scan" in fields_of(n)],
 )
 def test_scanned_is_unrolled(name):
     model = shrunk(name)
@@ -191,7 +191,7 @@ def test_scanned_is_unrolled(name):
     variables = random_variables(model, images)
     expected = logits_of(model, variables, images)
     scanned = model.clone(scan=True)
-    if stacks_layers(scanned):
+    if about(scanned).stacks_layers:
         variables |= {"params": stack_layers(variables["params"])}
     found = logits_of(scanned, variables, images)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())

@@ -11,8 +11,8 @@ from numpy_vit import random_params
 from vit_jax import tree
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
+from vit_jax.models.contract import about
 from vit_jax.models.dropout import Dropout
-from vit_jax.models.fields import has_batch_statistics
 from vit_jax.models.vit import ViT, extract_patches
 from vit_jax.transfer.merge import merge_head_norm
 
@@ -398,7 +398,7 @@ def test_encode_refuses_to_leave_out_patches_that_the_layers_need():
 
 def test_a_batch_norm_before_the_head_follows_the_batch_and_merges_into_the_head():
     model = small(head_batch_norm=True, pool="gap", depth=1)
-    assert has_batch_statistics(model) and not has_batch_statistics(small())
+    assert about(model).has_batch_statistics and not about(small()).has_batch_statistics
     images, mask = np.concatenate([IMAGES, IMAGES[::-1] + 1]), np.array([1, 1, 0, 1])
     params = random_params(model, images)
 

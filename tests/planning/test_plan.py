@@ -640,7 +640,7 @@ def test_plan_counts_own_pictures(tmp_path, capsys):
     data = json.loads(figures["config"])["data"]
     assert (code, data["num_classes"], data["num_examples"]) == (0, 3, 5)
     assert main(["plan", *words, f"--config.data.data_dir={tmp_path}/nothing"]) == 2
-    assert "/nothing': there are no pictures to count; give " in capsys.readouterr().err
+    assert "/nothing': there are no images to count; give " in capsys.readouterr().err
 
 
 def test_budget_comes_first(capsys):

@@ -16,7 +16,8 @@ from vit_jax.devices.chips import SLICES, Slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.errors import InputError
 from vit_jax.main import main
-from vit_jax.planning import tensor_exchanges
+from vit_jax.models.contract import Model
+from vit_jax.models.vit import ViT
 from vit_jax.planning.calculated import UNCERTAINTY
 from vit_jax.planning.plan_figures import judge
 from vit_jax.planning.search import choose_layout, find_layouts, rank_layouts
@@ -243,7 +244,7 @@ def test_only_what_cannot_fit_in_any_layout_exits_with_3(planned, capsys, by_lay
 
 def test_exchanges_of_activations_need_not_be_known(monkeypatch):
     """A family of the user's own over `tensor`."""
-    monkeypatch.setattr(tensor_exchanges, "_KNOWN", ())
+    monkeypatch.setattr(ViT, "split_layers", Model.split_layers)
     config = config_of(**{"model.name": "ViT-mu/8", "mesh.tensor": 2, "optimizer.peak_lr": 1.0})
     chosen = choose_layout(config, mesh_of(Target(Slice("H100:4", "H100", 4, 1))))
     assert chosen.model.remat == "none" and chosen.mesh.fsdp is not None

@@ -1,7 +1,9 @@
 """What models exchange over `tensor`, counted by hand and compiled; calculated plans."""
 
 import collections
+import types
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,17 +15,18 @@ from vit_jax.devices.chips import find_slice
 from vit_jax.devices.mesh import make_mesh
 from vit_jax.devices.sharding import constrain, state_shardings
 from vit_jax.errors import InputError
+from vit_jax.experiment.state import TrainState
 from vit_jax.models import create_model
 from vit_jax.models.bit import PreActBottleneck
+from vit_jax.models.contract import about
 from vit_jax.models.hybrid import Bottleneck
-from vit_jax.models.vit import ViT
-from vit_jax.objectives.contract import RunFacts, TokenPass
+from vit_jax.models.resnet import split_units
+from vit_jax.objectives.contract import RunFacts
 from vit_jax.objectives.losses import make_loss
 from vit_jax.planning.calculated import calculate_plan
-from vit_jax.planning.exchanges import _is_gathered_again, collective_table
+from vit_jax.planning.exchanges import collective_table
 from vit_jax.planning.hlo import Program
 from vit_jax.planning.targets import Target, describe_devices, plan_mesh
-from vit_jax.planning.tensor_exchanges import Unit, passes_of, tensor_exchanges
 from vit_jax.run.teachers import planned_experiment
 
 # An image of 32 x 64 pixels; after the root, of 32 channels, a map of 8 x 16; two units of 32 and
@@ -90,62 +93,71 @@ def compiled_exchanges(unit_of, sizes, *, backward):
 
 @pytest.mark.parametrize(
     ("unit_of", "sizes"),
-    [(PreActBottleneck, (512, 64, 512, 32)), (Bottleneck, (512, 128, 128, 64))],
+    [(PreActBottleneck, (512, 32, 512, 32)), (Bottleneck, (512, 128, 128, 64))],
 )
 def test_exchanges_are_those_of_a_compiled_unit(unit_of, sizes):
-    unit = Unit(sizes[0], sizes[2], sizes[1], sizes[3])
+    stages = (1,) if sizes[0] == sizes[2] else (1, 1)
+    unit = split_units((4 * 8, 4 * 64), stages, stem_width=32, recomputed=False)[-1]
+    (output,), (inner, before) = unit.reduced, unit.reduced_back
     forward, both = (compiled_exchanges(unit_of, sizes, backward=b) for b in (False, True))
-    inner = unit.positions_in * unit.width
     assert forward == {
-        ("all-reduce", "count"): 1, ("all-reduce", "numbers"): unit.output,
+        ("all-reduce", "count"): 1, ("all-reduce", "numbers"): output,
         ("all-gather", "count"): 1, ("all-gather", "numbers"): inner,
     }  # fmt: skip
     assert both["all-gather", "count"] == 1
     assert both["all-gather", "numbers"] == inner
     # With the gradients of some norms.
-    reduced = both["all-reduce", "numbers"] - unit.output - unit.input - inner
+    reduced = both["all-reduce", "numbers"] - output - before - inner
     assert both["all-reduce", "count"] == 3
-    assert 0 <= reduced < 0.05 * unit.input
+    assert 0 <= reduced < 0.05 * before
+
+
+def sums_of(model, tokens=None):
+    """Arrays and values that the forward pass sums, those of the backward pass, and gathered."""
+    layers = about(model).split_layers(tokens)
+    groups = ([array for each in layers for array in each[i]] for i in (2, 3, 4))
+    return [(len(arrays), sum(arrays)) for arrays in groups]
 
 
 def test_exchanges_over_the_tensor_axis():
     inner, reduced = sum(unit[0] * unit[3] for unit in UNITS), sum(map(output, UNITS))
     backward = inner + sum(map(inputs, UNITS))
     bit, hybrid = make("BiT-R50x1"), make("R26+ViT-mu/16")
-    assert tensor_exchanges(bit) == {"all-reduce": (3, 2 * reduced), "all-gather": (3, 2 * inner)}
-    found = tensor_exchanges(bit, backward=True)
-    assert found == {"all-reduce": (6, 2 * backward), "all-gather": (0, 0)}
+    assert sums_of(bit) == [(3, reduced), (6, backward), (3, inner)]
     of_blocks = 2 * (1 + 4 * 8) * 32  # both sums of its one block of tokens of width 32
-    found = tensor_exchanges(hybrid)
-    assert found["all-gather"] == (3, 2 * inner)
-    assert found["all-reduce"] == (3 + 2, 2 * (reduced + of_blocks))
-    found = tensor_exchanges(hybrid, backward=True)
-    assert found["all-reduce"] == (6 + 2, 2 * (backward + of_blocks))
-    vit = create_model("ViT-mu/8", 10, (32, 64))
-    for pass_ in ({}, {"backward": True}):
-        expected = {"all-reduce": (2, 4 * of_blocks), "all-gather": (0, 0)}
-        assert tensor_exchanges(vit, **pass_) == expected
-    none = {"all-reduce": (0, 0), "all-gather": (0, 0)}
-    assert tensor_exchanges(vit, again=True) == none
-    again = vit.clone(depth=3, remat="full", remat_layers=1)
-    assert tensor_exchanges(again, again=True) == expected
-    assert tensor_exchanges(make("BiT-R50x1"), again=True) == none
-    assert tensor_exchanges(make("BiT-R50x1", "dots"), again=True) == tensor_exchanges(bit)
+    found = sums_of(hybrid)
+    assert found == [(3 + 2, reduced + of_blocks), (6 + 2, backward + of_blocks), (3, inner)]
+    assert sums_of(create_model("ViT-mu/8", 10, (32, 64))) == [(2, of_blocks)] * 2 + [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("model", "parts", "recomputed"),
+    [
+        (create_model("ViT-mu/8", 10, 32, depth=3, remat="full", remat_layers=1), [1, 2, 3], 1),
+        (create_model("ViT-mu/8", 10, 32, depth=2, remat="dots"), [1, 2], 2),
+        (make("BiT-R50x1"), [1, 2, 3], 0),
+        (make("BiT-R50x1", "dots"), [1, 2, 3], 3),
+        (make("R26+ViT-mu/16", "full"), [0, 0, 0, 1], 4),
+    ],
+)
+def test_parts_of_a_model_and_what_is_computed_again(model, parts, recomputed):
+    layers = model.split_layers()
+    assert [layer.part for layer in layers] == parts
+    again = [layer.recomputed for layer in layers]
+    assert again == [True] * recomputed + [False] * (len(layers) - recomputed)
 
 
 def test_exchanges_of_an_efficientnet_and_of_axial_blocks():
     """Inputs and outputs of an EfficientNet's blocks; both halves of an axial one."""
-    tiny = {"width_factor": 0.125, "depth_factor": 0.1, "dtype": jnp.bfloat16}
-    model = create_model("EfficientNet-B0", 10, 32, **tiny)
+    model = create_model("EfficientNet-B0", 10, 32, width_factor=0.125, depth_factor=0.1)
     # Positions before and after, channels before and after.
     blocks = [(256, 256, 8, 8), (256, 64, 8, 8), (64, 16, 8, 8), (16, 4, 8, 16),
               (4, 4, 16, 16), (4, 1, 16, 24), (1, 1, 24, 40)]  # fmt: skip
     outputs = sum(after * width for _, after, _, width in blocks)
     inputs = sum(before * width for before, _, width, _ in blocks)
-    assert tensor_exchanges(model)["all-reduce"] == (7, 2 * outputs)
-    assert tensor_exchanges(model, backward=True)["all-reduce"] == (7, 2 * inputs)
-    axial = create_model("Axial-ViT-mu/8", 10, (32, 64), dtype=jnp.bfloat16)
-    assert tensor_exchanges(axial)["all-reduce"] == (4, 4 * 2 * 32 * 32)
+    assert sums_of(model) == [(7, outputs), (7, inputs), (0, 0)]
+    axial = create_model("Axial-ViT-mu/8", 10, (32, 64))
+    assert sums_of(axial) == [(4, 4 * 32 * 32)] * 2 + [(0, 0)]
 
 
 def objective_of(name, model, shapes=None, **keys):
@@ -159,36 +171,45 @@ def test_views_pass_once_each():
     shapes = {"global_views": (4, 2, 32, 32, 3), "local_views": (4, 5, 16, 16, 3)}
     own = {"num_prototypes": 24, "head_width": 16, "bottleneck": 8}
     dino = objective_of("self_distillation", model, shapes, **own)
-    assert [(each.images, each.learns) for each in passes_of(model, dino)] == [
+    assert [(each.images, each.learns) for each in dino.passes] == [
         (2, True), (2, False), (5, True),
     ]  # fmt: skip
-    assert passes_of(model, objective_of("supervised", model)) == (TokenPass(model),)
+    assert objective_of("supervised", model).passes == ()
 
 
 def test_masked_autoencoders_by_their_tokens():
     """An encoder of 8 visible patches, a decoder of all 32, each as a ViT of so many patches."""
-    bf16 = {"dtype": jnp.bfloat16}
-    model = create_model("ViT-mu/8", 10, (32, 64), **bf16)
+    model = create_model("ViT-mu/8", 10, (32, 64))
     sizes = {"width": 16, "depth": 3, "num_heads": 4, "mlp_dim": 48}
     keys = {f"decoder_{key.removeprefix('num_')}": size for key, size in sizes.items()}
-    encoder = create_model("ViT-mu/8", 10, (16, 32), **bf16)
-    decoder = create_model("ViT-mu/8", 10, (32, 64), **sizes, **bf16)
-    objective = objective_of("mae", model, mask_ratio=0.75, **keys)
-    for own, twin in zip(passes_of(model, objective), (encoder, decoder), strict=True):
-        found = tensor_exchanges(own.model, own.tokens, backward=True)
-        assert found == tensor_exchanges(twin, backward=True)
+    twins = (
+        create_model("ViT-mu/8", 10, (16, 32)),
+        create_model("ViT-mu/8", 10, (32, 64), **sizes),
+    )
+    passes = objective_of("mae", model, mask_ratio=0.75, **keys).passes
+    for own, twin in zip(passes, twins, strict=True):
+        assert sums_of(own.model, own.tokens) == sums_of(twin)
+    assert {layer.part for layer in passes[1].model.split_layers()} == {None}
 
 
 def test_of_other_families_it_is_unknown():
-    class Other(ViT):
-        pass
+    class Other(nn.Module):
+        num_classes: int | None
+        image_size: tuple[int, int]
 
-    model = create_model("ViT-mu/8", 10, (32, 64))
-    other = Other(
-        10, (32, 64), (8, 8), model.width, 1, num_heads=model.num_heads, mlp_dim=model.mlp_dim
+    model = Other(10, (32, 64))
+    experiment = types.SimpleNamespace(
+        model=model,
+        objective=objective_of("supervised", model),
+        abstract_state=TrainState(0, {}, {}, {}, ema={}),
+        abstract_frozen=(),
+        freeze=None,
     )
+    target = Target(find_slice("H100:8"))
     with pytest.raises(InputError, match=r"model Other: .*mesh.tensor=1"):
-        tensor_exchanges(other)
+        collective_table(
+            experiment, {"replica": 1, "data": 4, "fsdp": 1, "tensor": 2}, target, 1, 1
+        )
 
 
 def test_a_calculated_plan():
@@ -230,5 +251,5 @@ def test_scanned_units_are_gathered_again(name):
     model = create_model(name, 10, 32, stages=(4, 2), stem_width=32, scan=True)
     units = ["stage_0/layer_0", "stage_0/layer_1", "stage_0/layer_3", "stage_1/layer_1"]
     stem = "trunk" if name.startswith("BiT") else "stem"
-    found = [_is_gathered_again(f"{stem}/{unit}/conv2/kernel", model) for unit in units]
+    found = [model.reads_again(f"{stem}/{unit}/conv2/kernel") for unit in units]
     assert found == [False, True, True, False]

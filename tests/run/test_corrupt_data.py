@@ -11,7 +11,7 @@ import pytest
 from etils import epath
 
 from vit_jax.checkpoints import restore
-from vit_jax.config import text
+from vit_jax.config import base_config, text
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.host_tf import tf, tfds
 from vit_jax.data.order import record_order
@@ -115,16 +115,17 @@ def test_a_run_stops_above_the_limit_and_goes_on_with_a_higher_one(
 
 
 def test_the_limit():
-    how = {"global_batch_size": 10, "num_examples": 50, "max_fraction": 0.1}
-    few = CorruptRecords({"corrupt": 2}, **how)
-    few.count([jnp.float32(1), jnp.float32(2)])
-    few.check(1, None)  # 5 of 10, but the data set has 50
-    few.check(5, None)
-    few.count([jnp.float32(1)])
-    assert few.read() == {"corrupt": 6}
+    config = base_config()
+    config.global_batch_size, config.data.num_examples = 10, 50
+    config.data.max_corrupt_fraction = 0.1
+    few = CorruptRecords({"corrupt": 2}, config)
+    few.count([jnp.float32(1), jnp.float32(2)], 1, None)  # 5 of 10, but the data set has 50
+    few.count([], 5, None)
     with pytest.raises(CorruptDataError, match=r"step 5: 6 of 50 .* nothing is saved"):
-        few.check(5, None)
+        few.count([jnp.float32(1)], 5, None)
+    assert few.total == 6
     with pytest.raises(CorruptDataError, match="last save: step 4"):
-        few.check(5, 4)
-    few.check(6, 4)
-    CorruptRecords({}, **how | {"max_fraction": 0.0}).check(1, None)
+        few.count([], 5, 4)
+    few.count([], 6, 4)
+    config.data.max_corrupt_fraction = 0.0
+    CorruptRecords({}, config).count([], 1, None)

@@ -1,6 +1,5 @@
 """Warnings of a collapse, on rows made by hand and in a run."""
 
-import contextlib
 import json
 import logging
 import math
@@ -17,12 +16,12 @@ from vit_jax import load_pretrained, save_pretrained
 from vit_jax.config import base_config, rank
 from vit_jax.config.text import load_config
 from vit_jax.job.lock import NoLock
-from vit_jax.metrics import NullWriter
 from vit_jax.models.vit import ViT
 from vit_jax.objectives.contract import Collapse, Objective
-from vit_jax.run.health import Health
+from vit_jax.run.guards import Health
 from vit_jax.run.record import Record
 from vit_jax.run.train import train_and_evaluate
+from vit_jax.run.writers import MetricWriter
 
 LIMIT = math.log(1000)
 COLLAPSE = Collapse("raise a", LIMIT, "raise b", "raise c")
@@ -87,16 +86,16 @@ def test_a_run_logs_the_warnings_of_its_rows_and_saves_what_it_has_said(caplog):
     run = types.SimpleNamespace(
         config=c,
         fingerprint={},
-        experiment=types.SimpleNamespace(objective=objective, schedule=lambda step: 0.0),
+        experiment=types.SimpleNamespace(
+            objective=objective, schedule=lambda step: 0.0, flops_per_image=None
+        ),
+        mesh=types.SimpleNamespace(devices=np.array(jax.devices()[:1])),
         evaluators={"few": lambda state: {"rank": 1.0, "share": 0.01}},
     )
     c.global_batch_size, c.data.num_examples = 8, 100
     clock = types.SimpleNamespace(read=lambda: {})
     silent = types.SimpleNamespace(update=lambda *_: None)
-    record = Record(run, 0, {}, clock, NullWriter(), silent, NoLock())
-    record._throughput = types.SimpleNamespace(
-        read=lambda step: {}, pause=lambda why: contextlib.nullcontext(), seconds=lambda: 0.0
-    )
+    record = Record(run, 0, {}, clock, MetricWriter("", writes=False), silent, NoLock())
     state = types.SimpleNamespace(step=5, ema={}, replace=lambda **_: None)
     with caplog.at_level(logging.WARNING, "vit_jax"):
         for step in range(1, 6):

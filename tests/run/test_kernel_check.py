@@ -32,9 +32,7 @@ def model(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pos_embed", ["learned_1d", "relative"])
-def test_kernels_that_agree_are_logged(pos_embed, model, mesh, caplog, interpreted_kernels):
-    model = model.clone(pos_embed=pos_embed)
+def test_kernels_that_agree_are_logged(model, mesh, caplog, interpreted_kernels):
     with caplog.at_level(logging.INFO, "vit_jax"):
         check_kernels(model, mesh)
     assert "kernels agree" in caplog.text
@@ -44,7 +42,7 @@ def test_kernels_that_agree_are_logged(pos_embed, model, mesh, caplog, interpret
 def test_only_a_form_that_differs_stops_the_run(mesh, factor):
     """A form without a kernel in a kernel's place, since kernels compile for seconds."""
 
-    def kernel(qkv, biases, relative, num_keys):
+    def kernel(qkv, biases, num_keys):
         q, k, v = (x + b.astype(x.dtype)[None, None] for x, b in zip(qkv, biases, strict=True))
         return plain_attention(q * q.dtype.type(factor), k[:, :num_keys], v[:, :num_keys])
 

@@ -8,19 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from opened import evaluate_run
 from PIL import Image
 
+import vit_jax
 from vit_jax import create_model, load_pretrained, save_pretrained, tree
 from vit_jax.config import flatten, with_values
 from vit_jax.config.stored import read_config, read_stored
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.data.image_files import find_images, image_files
 from vit_jax.errors import InputError
-from vit_jax.inference.evaluate import evaluate, evaluate_pretrained
-from vit_jax.inference.predict import predict
+from vit_jax.inference.evaluate import evaluate_model
+from vit_jax.inference.predict import classify
 from vit_jax.run import workdir as workdir_module
 from vit_jax.run.build import prepare
-from vit_jax.run.decisions import freeze_layers, take_fields
+from vit_jax.run.resolve import freeze_layers, take_fields
 from vit_jax.run.train import train_and_evaluate
 from vit_jax.run.validation import find_faults
 from vit_jax.run.workdir import StoredRun, write_workdir
@@ -106,7 +108,7 @@ def test_the_user_decides_what_he_sets(pictures, source, tmp_path):
     ("words", "says"),
     [
         ("ViT-S/8,folder", ["model.name='ViT-S/8'", "ViT-mu/8", "finetune:ViT-mu/8,folder"]),
-        ("ViT-mu/16,folder", ["patch_size (8, 8), not (16, 16)", "finetune:ViT-mu/8,folder"]),
+        ("ViT-mu/16,folder", ["model.name='ViT-mu/16'", "finetune:ViT-mu/8,folder"]),
         ("DeiT-Ti/8,folder", ["model.name='DeiT-Ti/8'", "is a ViT", "finetune:ViT-mu/8,folder"]),
     ],
 )
@@ -194,7 +196,7 @@ def test_one_part_at_a_time(words):
     [
         ("init_fields", "sauce", "source"),
         ("schedule.rule", "bat", "bit"),
-        ("optimizer.last_layers", "0", "positive"),
+        ("optimizer.last_layers", "0", "last_layers=0"),
         ("init_from", "scratch", "init_fields='source'"),
     ],
 )
@@ -249,16 +251,16 @@ def test_lora_from_start_to_export(pictures, source, tmp_path):
         if not name.startswith("head/") and not np.array_equal(leaf, after.params[name])
     }
     assert moved == {f"encoder/layer_0/attention/{name}/kernel" for name in ("query", "value")}
-    found = evaluate(stored, workdir)
+    found = evaluate_run(stored, workdir)
     assert found["val/top1"] == summary["val/top1"]
     entry = load_config("evaluate:classification,folder")
     apply_overrides(entry, [("data.data_dir", str(pictures)), ("global_batch_size", "8")])
     for name in entry.evals:
         entry.evals[name].split = "val"
-    merged = evaluate_pretrained(entry, after)
+    merged = evaluate_model(entry, after)
     assert merged["classification/loss"] == pytest.approx(found["val/loss"], abs=1e-5)
     files = find_images([str(pictures / "cat")])
-    rows = list(predict(after, image_files(files), top=1, batch_size=8))
+    rows = list(classify(after, image_files(files), top=1, batch_size=8))
     assert {row["classes"][0]["name"] for row in rows} <= {"cat", "dog"}
     export(after, tmp_path / "exported", "timm")
     model, variables = load_pretrained(tmp_path / "exported")
@@ -270,7 +272,7 @@ def test_lora_from_start_to_export(pictures, source, tmp_path):
 def test_a_resumed_run_compares_what_was_decided(pictures, source, tmp_path):
     keys = {"duration": "3 steps", "global_batch_size": 8}
     run = prepare(make(pictures, source, **keys), tmp_path)
-    write_workdir(tmp_path, run.resolved, run.train_source, run.pictures)
+    write_workdir(tmp_path, run.resolved, run.train_source, run.division)
     again = prepare(make(pictures, source, **keys), tmp_path).config
     assert again.to_dict() == run.config.to_dict()
     said = make(pictures, source, **keys, optimizer__peak_lr=run.config.optimizer.peak_lr)
@@ -287,7 +289,7 @@ def test_config_json_says_who_decided_each_key(pictures, source, tmp_path):
     keys = {"duration": "3 steps", "data__order": "record"}
     asked = make(pictures, source, words="ViT-mu/8,folder,last1", **keys)
     run = prepare(asked, tmp_path, by_user=("duration", "init_from", "data.order"))
-    write_workdir(tmp_path, run.resolved, run.train_source, run.pictures)
+    write_workdir(tmp_path, run.resolved, run.train_source, run.division)
     stored = read_stored(epath.Path(tmp_path))
     assert stored.asked == asked and stored.resolved == run.config
     assert stored.decided_by.keys() == flatten(run.config).keys()
@@ -316,7 +318,7 @@ def test_changed_keys_are_named_before_anything_is_opened(tmp_path):
         return prepare(config, tmp_path)
 
     run = prepared()
-    write_workdir(tmp_path, run.resolved, run.train_source, run.pictures)
+    write_workdir(tmp_path, run.resolved, run.train_source, run.division)
     for key, value in (("optimizer.last_layers", "2"), ("data.name", "folder")):
         with pytest.raises(InputError, match=rf"other settings.*{key}: was .*, now '?{value}"):
             prepared(**{key: value})
@@ -327,17 +329,17 @@ def test_a_run_whose_config_json_is_lost_takes_its_fields_and_its_division(
 ):
     asked = make(pictures, source, duration="3 steps", global_batch_size=8)
     run = prepare(asked, tmp_path)
-    write_workdir(tmp_path, run.resolved, run.train_source, run.pictures)
+    write_workdir(tmp_path, run.resolved, run.train_source, run.division)
     (tmp_path / "config.json").unlink()
     more = shutil.copytree(pictures, tmp_path / "more")
     shutil.copy(more / "cat/0.png", more / "cat/new.png")
     asked.data.data_dir = str(more)
     again = prepare(asked, tmp_path, before=StoredRun(saved_steps=(1,)))
-    assert again.config.data.image_size == 16 and not again.pictures
+    assert again.config.data.image_size == 16 and not again.division
     assert again.train_source.fingerprint == run.train_source.fingerprint
 
 
-def test_a_start_reads_config_json_once(tmp_path, monkeypatch):
+def test_a_start_and_an_evaluation_read_config_json_once(tmp_path, monkeypatch):
     """Process 0 reads it; under the lock its bytes are compared with those that were read."""
     config = load_config("quickstart:debug")
     apply_overrides(config, [("duration", "1 steps"), ("schedule.warmup", "0 steps")])
@@ -347,3 +349,7 @@ def test_a_start_reads_config_json_once(tmp_path, monkeypatch):
     monkeypatch.setattr("vit_jax.config.stored.read_stored", None)
     train_and_evaluate(config, tmp_path)
     assert parsed == [1]
+    again = "vit_jax.config.stored.parse_stored"
+    monkeypatch.setattr(again, lambda *a: parsed.append(2) or parse(*a))
+    vit_jax.evaluate(tmp_path, overrides={"evals.test.batch_size": 360})
+    assert parsed == [1, 2]

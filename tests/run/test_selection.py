@@ -107,10 +107,9 @@ def test_a_metric_that_the_evaluator_does_not_give():
 @pytest.mark.parametrize("metric", ["top1", "test/", "val/top1"])
 def test_keys_that_name_no_metric(metric):
     faults = find_faults(make_config(checkpoint__keep_best=metric, stop__patience="0"))
-    assert len(faults) == 2
-    assert f"checkpoint.keep_best={metric!r}: needs a metric of an evaluator" in faults[0]
-    assert "test/..." in faults[0]
-    assert faults[1].startswith("stop.patience=0: needs a positive")
+    assert [fault.split(": ")[0] for fault in faults] == [
+        f"checkpoint.keep_best={metric!r}", "stop.patience=0",
+    ]  # fmt: skip
 
 
 def test_a_metric_of_an_optional_split_that_the_pictures_lack(tmp_path):
@@ -145,7 +144,7 @@ def test_a_run_is_evaluated_on_pictures_without_its_optional_split(tmp_path, cap
     run.stop.metric = "test/top1"  # nothing waits for it now
     assert [*find_absent(run, training=False)] == ["evals.test"]
     del run.evals["val"]
-    with pytest.raises(InputError, match=r"^evals\.test: left out.*evals\.test\.split=val"):
+    with pytest.raises(InputError, match=r"^evals\.test: left out"):
         find_absent(run, training=False)
 
 

@@ -2,7 +2,7 @@
 
 from vit_jax import config as config_lib
 from vit_jax.experiment.durations import parse_durations
-from vit_jax.run.timetable import Timetable
+from vit_jax.run.build import Timetable
 
 
 def make_timetable(keep_every):

@@ -2,7 +2,6 @@
 
 import collections
 import copy
-import errno
 import json
 import logging
 import os
@@ -18,25 +17,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from opened import evaluate_run
 from sklearn.datasets import load_digits
 
-from vit_jax import data, load_pretrained, metrics, tree
+from vit_jax import data, load_pretrained, tree
 from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.config.stored import read_config
 from vit_jax.config.text import apply_overrides, load_config
 from vit_jax.devices.mesh import start_backend
 from vit_jax.errors import InputError, SharedInputError
 from vit_jax.evaluators.features import NothingToMeasureError
-from vit_jax.inference.evaluate import evaluate
 from vit_jax.job.lock import LostLockError, NoLock
 from vit_jax.main import main
-from vit_jax.run import loop, record, starts, summary
+from vit_jax.run import loop, record, speed, writers
+from vit_jax.run import workdir as workdir_module
 from vit_jax.run.build import prepare
 from vit_jax.run.guards import NonFiniteError, check_finite
-from vit_jax.run.starts import clone_state
-from vit_jax.run.summary import Clock
 from vit_jax.run.teachers import compare_classes, read_teachers
 from vit_jax.run.train import train_and_evaluate
+from vit_jax.run.workdir import clone_state
 
 pytestmark = pytest.mark.usefixtures("one_device", "never_with_checks")
 ROOT = pathlib.Path(__file__).parents[2]
@@ -110,7 +109,7 @@ def test_ctrl_c_saves_and_every_start_is_recorded(tmp_path, monkeypatch, capsys)
         if step == 25:  # step 10 is saved for certain, as step 20 is being saved
             with pytest.raises(InputError, match=f"process {os.getpid()} on .* has been training"):
                 train_and_evaluate(make_config(), tmp_path)
-            seen.update(evaluate(read_config(epath.Path(tmp_path)), epath.Path(tmp_path)))
+            seen.update(evaluate_run(read_config(epath.Path(tmp_path)), tmp_path))
             signal.raise_signal(signal.SIGINT)
         return guard._signalled
 
@@ -158,19 +157,10 @@ def test_what_git_says_of_a_clone(tmp_path):
     assert clone_state(tmp_path) == found | {"clean": False}
 
 
-def test_a_start_that_cannot_be_recorded_only_warns(tmp_path, monkeypatch, caplog):
-    def fail(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(starts, "write_whole", fail)
-    starts.record_start(epath.Path(tmp_path), jax.devices(), None, {})
-    assert "starts.jsonl: cannot be written (No space left on device)" in caplog.text
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]\n", '{"hardware": {}}\n'])
 def test_a_damaged_record_of_starts_stops_no_run(tmp_path, text):
     (tmp_path / "starts.jsonl").write_text(text)
-    assert starts.last_devices(epath.Path(tmp_path)) is None
+    assert workdir_module.read_run(epath.Path(tmp_path)).devices is None
 
 
 def test_a_step_of_a_run_is_a_source_too(finished, tmp_path):
@@ -235,14 +225,14 @@ def tuned(finished, tmp_path_factory):
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         clock = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + passed_s[0])
-        patch.setattr(summary, "time", clock)
-        patch.setattr(summary, "_are_cpus", lambda devices: False)
-        spy(patch, metrics.MetricWriter, "write")
-        spy(patch, metrics.MetricWriter, "flush")
+        patch.setattr(speed, "time", clock)
+        patch.setattr(speed, "rented_chips", lambda devices: 1)
+        spy(patch, writers.MetricWriter, "write")
+        spy(patch, writers.MetricWriter, "flush")
         spy(patch, record, "evaluate")
         spy(patch, checkpoint.Checkpoints, "save")
         spy(patch, checkpoint.Checkpoints, "close")
-        spy(patch, metrics.MetricWriter, "__exit__")
+        spy(patch, writers.MetricWriter, "__exit__")
         patch.setattr(loop, "compile_step", slowly)
         patch.setattr(logger, "handlers", [handler])
         patch.setattr(logger, "level", logging.INFO)
@@ -588,7 +578,7 @@ def test_the_average_is_evaluated_beside_the_raw_weights(averaged):
     assert summary["test/loss"] != summary["test/loss_raw"]
     stored = read_config(epath.Path(workdir))
     stored.objective.teacher = str(workdir / "gone")
-    results = evaluate(stored, workdir)
+    results = evaluate_run(stored, workdir)
     assert results == {k: v for k, v in summary.items() if k == "step" or k in tested}
 
     # The average is loaded, so it gives the metrics without a suffix.
@@ -667,12 +657,6 @@ def test_a_tensor_axis_that_does_not_divide_the_heads_is_named(
     config = make_config(mesh__data="2", mesh__tensor="4", duration="4 steps")
     train_and_evaluate(config, tmp_path)
     assert "mesh.tensor=4 does not divide model.num_heads=2" in caplog.text
-
-
-def test_a_cpu_adds_no_chip_hours():
-    clock = Clock({"chip_hours": 80.0}, jax.devices()[:4])
-    clock._since -= 3600
-    assert clock.read() == {"chip_hours": 80.0}
 
 
 def test_time_goes_on_after_a_restart(tmp_path, monkeypatch):

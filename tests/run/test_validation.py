@@ -1,6 +1,8 @@
 """Faults of a config that are found before files or devices are touched."""
 
+import pathlib
 import re
+import shlex
 
 import pytest
 from ml_collections import ConfigDict
@@ -15,8 +17,7 @@ from vit_jax.errors import InputError
 from vit_jax.run.validation import find_faults, validate
 
 
-@pytest.fixture
-def config():
+def make_config():
     c = base_config()
     c.global_batch_size, c.duration = 64, "10 epochs"
     c.model.name, c.data.name, c.data.image_size = "ViT-mu/4", "digits", 8
@@ -26,187 +27,37 @@ def config():
     return c
 
 
+config = pytest.fixture(make_config, name="config")
+
+
 def test_valid_config(config):
     assert find_faults(config) == []
     validate(config, [], "--config=mine.py")
     assert find_faults(from_json(to_json(config))) == []
 
 
-# (overrides, start of the fault, its requirement or remedy)
-FAULTS = [
-    # required keys
-    ({"global_batch_size": "None"}, "global_batch_size: not set", "--config.global_batch_size="),
-    ({"duration": "None"}, "duration: not set", "--config.duration="),
-    ({"model.name": "None"}, "model.name: not set", "--config.model.name="),
-    ({"data.name": "None"}, "data.name: not set", "--config.data.name="),
-    ({"data.image_size": "None"}, "data.image_size: not set", "--config.data.image_size="),
-    ({"optimizer.peak_lr": "None"}, "optimizer.peak_lr: not set", "--config.optimizer.peak_lr="),
-    # durations
-    ({"duration": "90"}, "duration='90': not a duration", '"90 epochs"'),
-    ({"duration": "9 epoch s"}, "duration='9 epoch s': not a", '"90 epochs"'),
-    ({"duration": "-1 steps"}, "duration='-1 steps':", "write a number"),
-    ({"schedule.warmup": "5 eopchs"}, "schedule.warmup='5 eopchs'", "did you mean epochs?"),
-    ({"schedule.cooldown": "x"}, "schedule.cooldown='x'", '"90 epochs"'),
-    ({"schedule.timescale": "x"}, "schedule.timescale='x'", '"90 epochs"'),
-    ({"checkpoint.every": "hourly"}, "checkpoint.every='hourly'", '"90 epochs"'),
-    ({"checkpoint.keep_every": "all"}, "checkpoint.keep_every='all'", '"90 epochs"'),
-    ({"log.every": "5 s"}, "log.every='5 s'", "steps, epochs, examples"),
-    ({"evals.test.every": "often"}, "evals.test.every='often'", '"90 epochs"'),
-    ({"duration": "0 steps"}, "duration='0 steps':", "more than 0"),
-    ({"log.every": "0 epochs"}, "log.every='0 epochs':", "more than 0"),
-    ({"checkpoint.keep_every": "0 steps"}, "checkpoint.keep_every='0 steps':", "more than 0"),
-    (
-        {"data.ops": "mixup(0.2)", "global_batch_size": "63"},
-        "global_batch_size=63: data.ops mixes",
-        "a multiple of 2; try 62",
-    ),
-    (
-        {"data.ops": "cutmix(1.0)", "global_batch_size": "63", "data.repeats": "3"},
-        "global_batch_size=63: data.ops mixes",
-        "a multiple of 6, 2 x data.repeats=3; try 60",
-    ),
-    (
-        {"data.ops": "mixup(0.2)", "data.order": "chunk", "data.streams": "1", "data.repeats": "4"},
-        "data.streams=1: data.ops mixes",
-        "an even number that divides the 16 records of a batch",
-    ),
-    (
-        {"data.ops": "mixup(0.2)", "data.order": "chunk", "global_batch_size": "12"},
-        "data.streams=1: data.ops mixes",
-        "try 2",
-    ),
-    ({"data.ops": "mixup(0.2)|cutmix(1.0)"}, "data.ops: mixup(0.2) and cutmix(1.0)", "keep one"),
-    # counts
-    ({"seed": "-1"}, "seed=-1:", "from 0 to 4294967295"),
-    ({"seed": "4294967296"}, "seed=4294967296:", "from 0 to 4294967295"),
-    ({"global_batch_size": "0"}, "global_batch_size=0:", "needs a positive number"),
-    ({"global_batch_size": "1" + 20 * "0"}, "global_batch_size=1", "up to 16,777,216"),
-    ({"evals.test.batch_size": "1" + 20 * "0"}, "evals.test.batch_size=1", "up to 16,777,216"),
-    ({"data.num_classes": "0"}, "data.num_classes=0:", "needs a positive number"),
-    ({"data.num_examples": "-5"}, "data.num_examples=-5:", "needs a positive number"),
-    ({"evals.test.batch_size": "0"}, "evals.test.batch_size=0:", "needs a positive number"),
-    # sizes
-    ({"data.image_size": "0"}, "data.image_size=0:", "needs a positive int or a pair"),
-    ({"data.image_size": "8,8,3"}, "data.image_size=(8, 8, 3):", "needs a positive int or a pair"),
-    ({"data.image_size": "8.5"}, "data.image_size=8.5:", "needs a positive int or a pair"),
-    ({"model.patch_size": "0"}, "model.patch_size=0:", "needs a positive int or a pair"),
-    ({"model.patch_size": "4,-4"}, "model.patch_size=(4, -4):", "needs a positive int or a pair"),
-    # the model
-    ({"model.name": "ViT"}, "model.name='ViT'", "ViT-"),
-    ({"model.name": "ResNet-50"}, "model.name='ResNet-50': no such model", "known: ViT-mu/16"),
-    ({"model.name": "ViT-Q/16"}, "model.name='ViT-Q/16': no variant 'Q'", "known: mu, Ti"),
-    ({"model.name": "ViT-B16"}, "model.name='ViT-B16'", "needs ViT-VARIANT/PATCH"),
-    ({"model.name": "ViT-mu/5"}, "model.patch_size=(5, 5): 5 does not divide", "height 5 or 10"),
-    ({"model.patch_size": "4,3"}, "model.patch_size=(4, 3): 3 does not divide", "width 6 or 9"),
-    ({"model.name": "ViT-mu/16"}, "model.patch_size=(16, 16): 16 does not divide", "height 16"),
-    ({"model.num_heads": "3"}, "model.num_heads=3 does not divide width=32", "choose one"),
-    ({"model.width": "0"}, "model.width=0:", "needs a positive int"),
-    ({"model.depth": "-1"}, "model.depth=-1:", "needs a positive int"),
-    ({"model.mlp_dim": "0"}, "model.mlp_dim=0:", "needs a positive int"),
-    ({"model.num_heads": "0"}, "model.num_heads=0:", "needs a positive int"),
-    ({"model.pool": "tokens"}, "model.pool='tokens':", "did you mean token?"),
-    ({"model.pos_embed": "sincos"}, "model.pos_embed='sincos':", "did you mean sincos_2d?"),
-    ({"model.gelu": "fast"}, "model.gelu='fast':", "known: tanh, exact"),
-    ({"model.remat": "everything"}, "model.remat='everything':", "known: none, dots, full"),
-    ({"model.remat_layers": "1"}, "model.remat_layers=1: model.remat=None", "remat=full"),
-    ({"model.remat_layers": "9", "model.remat": "full"}, "model.remat_layers=9:", "0 to depth="),
-    (
-        {"model.remat_layers": "1", "model.remat": "dots", "model.scan": "true"},
-        "model.remat_layers=1: a scan",
-        "model.scan=false",
-    ),
-    ({"model.dtype": "float16"}, "model.dtype='float16':", "known: float32, bfloat16"),
-    ({"model.dropout": "1"}, "model.dropout=1.0:", "needs a rate in [0, 1)"),
-    ({"model.attention_dropout": "-0.1"}, "model.attention_dropout=-0.1:", "needs a rate"),
-    ({"model.stochastic_depth": "2"}, "model.stochastic_depth=2.0:", "needs a rate"),
-    # the data
-    ({"data.mean": "0.5,0.5"}, "data.mean=(0.5, 0.5):", "needs three numbers"),
-    ({"data.std": "1,1,1,1"}, "data.std=(1, 1, 1, 1):", "needs three numbers"),
-    ({"data.std": "0,1,1"}, "data.std=(0, 1, 1):", "needs numbers above 0"),
-    ({"data.std": "-1,1,1"}, "data.std=(-1, 1, 1):", "needs numbers above 0"),
-    (
-        {"data.channels": "1", "data.num_global": "2", "data.global_ops": "greyscale(0.2)"},
-        "data.channels=1: greyscale needs three channels",
-        "leave it out of data.global_ops",
-    ),
-    ({"data.ops": "decode|flop"}, "data.ops: unknown op 'flop'", "did you mean 'flip'?"),
-    ({"data.ops": "flip|decode"}, "data.ops: 'decode' runs on the host", "'decode|flip'"),
-    ({"data.ops": "resize(x)"}, "data.ops: 'resize(x)' is not an op", "such as resize(72"),
-    ({"data.ops": "pad_crop"}, "data.ops: 'pad_crop': missing", "usage: pad_crop(padding)"),
-    ({"evals.test.ops": "rezise"}, "evals.test.ops: unknown op", "did you mean 'resize'?"),
-    ({"evals.test.ops": "flip"}, "evals.test.ops='flip': flip ", "leave it out"),
-    ({"evals.test.type": "fewshots"}, "evals.test.type='fewshots':", "did you mean fewshot?"),
-    ({"evals.few.every": "often"}, "evals.few.every='often'", '"90 epochs"'),
-    ({"evals.few.ops": "flip"}, "evals.few.ops='flip': flip ", "leave it out"),
-    ({"evals.few.shots": "0,"}, "evals.few.shots=(0,): needs positive ints", "1,5,10,25"),
-    ({"evals.few.l2": "-1,"}, "evals.few.l2=(-1,): needs positive numbers", "1024,"),
-    ({"evals.few.num_draws": "0"}, "evals.few.num_draws=0: needs a positive int", "int"),
-    # loss and optimizer
-    ({"objective.name": "supervized"}, "objective.name='supervized':", "did you mean supervised?"),
-    ({"loss.name": "softmx"}, "loss.name='softmx':", "did you mean softmax?"),
-    ({"loss.label_smoothing": "1"}, "loss.label_smoothing=1.0:", "needs a number in [0, 1)"),
-    ({"loss.z_loss": "-1"}, "loss.z_loss=-1.0:", "at least 0"),
-    ({"loss.name": "sigmoid", "loss.z_loss": "1e-4"}, "loss.z_loss=0.0001:", "softmax"),
-    ({"model.layer_scale": "0"}, "model.layer_scale=0.0:", "needs a positive number, or None"),
-    ({"optimizer.name": "adam"}, "optimizer.name='adam'", "did you mean adamw?"),
-    ({"optimizer.name": "sgd", "optimizer.b1": "0.9"}, "optimizer.b1=0.9", "sgd has no such"),
-    ({"optimizer.momentum_dtype": "half"}, "optimizer.momentum_dtype='half'", "bfloat16"),
-    ({"optimizer.layer_decay": "2"}, "optimizer.layer_decay=2.0", "at most 1"),
-    ({"optimizer.freeze": "("}, "optimizer.freeze='('", "regular expression"),
-    ({"optimizer.accum_steps": "0"}, "optimizer.accum_steps=0:", "needs a positive number"),
-    ({"optimizer.accum_steps": "7"}, "optimizer.accum_steps=7:", "divide global_batch_size=64"),
-    ({"optimizer.ema_decay": "1"}, "optimizer.ema_decay=1.0:", "between 0 and 1, or None"),
-    ({"optimizer.weight_decay": "-1"}, "optimizer.weight_decay=-1.0", "must be at least 0"),
-    ({"optimizer.b1": "1"}, "optimizer.b1=1.0", "at least 0 and less than 1"),
-    ({"optimizer.momentum": "-1"}, "optimizer.momentum=-1.0", "at least 0 and less than 1"),
-    ({"optimizer.grad_clip_norm": "0"}, "optimizer.grad_clip_norm=0.0", "None turns it off"),
-    ({"optimizer.weight_decay_on": "("}, "optimizer.weight_decay_on='('", "regular expression"),
-    ({"optimizer.peak_lr": "-1"}, "optimizer.peak_lr=-1.0", "must be at least 0"),
-    ({"schedule.name": "cosin"}, "schedule.name='cosin'", "did you mean cosine?"),
-    ({"optimizer.peak_lr": "inf"}, "optimizer.peak_lr=inf:", "needs a finite number"),
-    ({"optimizer.weight_decay": "nan"}, "optimizer.weight_decay=nan:", "needs a finite number"),
-    ({"optimizer.eps": "nan"}, "optimizer.eps=nan:", "needs a finite number"),
-    ({"data.std": "1,1,1e999"}, "data.std=(1, 1, inf):", "needs a finite number"),
-    ({"optimizer.peak_lr": "1e99"}, "optimizer.peak_lr=1e+99:", "up to 3.4e+38"),
-    ({"model.depth": "1" + 20 * "0"}, "model.depth=1", "finite number, up to 1.1e+12"),
-    # data
-    ({"data.order": "chunks"}, "data.order='chunks':", "did you mean chunk?"),
-    ({"data.chunk_size": "0"}, "data.chunk_size=0:", "needs a positive number"),
-    ({"data.repeats": "3"}, "data.repeats=3:", "must divide global_batch_size=64"),
-    ({"data.repeats": "0"}, "data.repeats=0:", "needs a positive number"),
-    ({"data.streams": "12"}, "data.streams=12:", "divide the 64 records of a batch"),
-    (
-        {"data.order": "record", "data.streams": "8"},
-        "data.streams=8: data.order='record' has no streams",
-        "set data.order=chunk",
-    ),
-    ({"data.reader": "offset"}, "data.reader='offset':", "did you mean offsets?"),
-    ({"data.mix": "digits"}, "data.mix: 'digits' is not an entry", "NAME@SPLIT=WEIGHT"),
-    ({"data.max_corrupt_fraction": "2"}, "data.max_corrupt_fraction=2.0:", "from 0 to 1"),
-    # mesh and checkpoints
-    ({"mesh.platform": "cuda"}, "mesh.platform='cuda':", "known: cpu, gpu, tpu"),
-    ({"checkpoint.keep_last": "1"}, "checkpoint.keep_last=1:", "at least 2"),
-    ({"log.wandb": "a/b"}, "log.wandb='a/b':", r"without any of /\#?%:"),
-    ({"log.wandb": "a:b"}, "log.wandb='a:b':", "needs the name of a project"),
-    ({"log.wandb": " "}, "log.wandb=' ':", "needs the name of a project"),
-    ({"log.wandb": "a" * 129}, "log.wandb='aaa", "at most 128 characters"),
-    ({"job.heartbeat_s": "0"}, "job.heartbeat_s=0:", "a positive number"),
-    ({"job.save_deadline_s": "-1"}, "job.save_deadline_s=-1.0:", "a positive number"),
-    (
-        {"job.step_deadline_s": "60", "job.heartbeat_s": "60"},
-        "job.step_deadline_s=60.0: must be at most 0.75 * job.heartbeat_s=60",
-        "without saying why",
-    ),
-    ({"log.profile": "5"}, "log.profile='5':", "needs two steps, the smaller first, e.g. 10:15"),
-]
+MESSAGES = pathlib.Path(__file__).parent / "messages.txt"
 
 
-@pytest.mark.parametrize(("overrides", "begins", "says"), FAULTS, ids=lambda x: str(x)[:40])
-def test_fault(config, overrides, begins, says):
-    assert apply_overrides(config, list(overrides.items())) == []
-    (fault,) = find_faults(config)
-    assert fault.startswith(begins)
-    assert says in fault
+def faults_of(words):
+    config = make_config()
+    overrides = [tuple(word.split("=", 1)) for word in shlex.split(words)]
+    return apply_overrides(config, overrides) + find_faults(config)
+
+
+def messages():
+    """{overrides: faults} of messages.txt, which `python tests/run/test_validation.py` rewrites."""
+    blocks = MESSAGES.read_text().strip().split("\n\n")
+    return {words: faults for words, *faults in map(str.splitlines, blocks)}
+
+
+@pytest.mark.parametrize("words", messages())
+def test_fault(words):
+    faults = faults_of(words)
+    assert [f"    {fault}" for fault in faults] == messages()[words]
+    (fault,) = faults
+    following = ("data.streams", "model.patch_size")  # from other keys
+    assert fault.startswith((*(word.partition("=")[0] for word in shlex.split(words)), *following))
 
 
 @pytest.mark.parametrize("order", ["None", "record", "chunk"])
@@ -332,3 +183,8 @@ def test_config_that_is_not_born_from_base_config(config):
         for key in ("batch_size", "data_dir", "data_name", "every", "evry", "ops")
     ]
     assert all("make entries with config.classification()" in fault for fault in faults)
+
+
+if __name__ == "__main__":
+    blocks = ["\n    ".join([words, *faults_of(words)]) for words in messages()]
+    MESSAGES.write_text("\n\n".join(blocks) + "\n")

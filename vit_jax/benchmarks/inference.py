@@ -20,7 +20,7 @@ from vit_jax.benchmarks.rounds import measure, spread
 from vit_jax.config import image_hw
 from vit_jax.devices import flops
 from vit_jax.devices.mesh import make_mesh
-from vit_jax.models.fields import value_of
+from vit_jax.models.contract import about
 from vit_jax.planning.estimates import USUAL_SHARE
 from vit_jax.planning.targets import Target, find_devices
 from vit_jax.run.teachers import planned_experiment
@@ -44,7 +44,7 @@ def compile_forward(config: ConfigDict, mesh: Mesh, batch_size: int) -> Forward:
     """
     model = planned_experiment(config, mesh).model
     height, width = image_hw(config.data.image_size)
-    shape = (batch_size, height, width, value_of(model, "channels"))
+    shape = (batch_size, height, width, about(model).channels)
     everywhere = NamedSharding(mesh, P())
     images = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere)
     init = functools.partial(model.init, train=False)

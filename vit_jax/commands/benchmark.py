@@ -34,7 +34,7 @@ from vit_jax.commands.flags import (
 )
 from vit_jax.devices.chips import Slice, find_slice
 from vit_jax.devices.mesh import start_backend
-from vit_jax.errors import Faults, InputError, collect_faults, nearest
+from vit_jax.errors import InputError, nearest
 from vit_jax.job import exit_codes
 
 logger = logging.getLogger("vit_jax")
@@ -56,15 +56,11 @@ def measure_step(config: ConfigDict, flags: argparse.Namespace) -> dict[str, Any
     from vit_jax.run.opener import Tables, check_mesh
     from vit_jax.run.resolve import resolve
 
-    faults = Faults()
-    mesh = check_mesh(config, faults)
-    collect_faults(faults)
-    assert mesh is not None
+    mesh = check_mesh(config)
     config = resolve(config, Tables(mesh)).config
     if config.auto:  # as a run
         config = choose_layout(config, mesh)
-        mesh = check_mesh(config, faults)
-        collect_faults(faults)
+        mesh = check_mesh(config)
     return step.measure_step(config, mesh, num_steps=flags.steps, num_rounds=flags.repeat)
 
 
@@ -185,9 +181,9 @@ def main(flags: argparse.Namespace) -> int:
         files.check_output(output, "--output")
     config = load_valid_config(flags)
 
-    from vit_jax import metrics  # imports TensorBoard, so only after the flags are checked
+    from vit_jax.run import terminal  # imports TensorBoard, so only after the flags are checked
 
-    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     if slice_ is not None:
         figures: dict[str, Any] | None = PLANNED[flags.what](config, slice_)
     else:

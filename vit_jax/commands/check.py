@@ -50,12 +50,12 @@ def main(flags: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from vit_jax import metrics
     from vit_jax.devices.mesh import start_backend
     from vit_jax.insight.reference import is_recorded
     from vit_jax.insight.twins import TWINS, find_twin
+    from vit_jax.run import terminal
 
-    metrics.log_to_console(Console(stderr=True), quiet=True)  # of the runs only warnings
+    terminal.log_to_console(Console(stderr=True), quiet=True)  # of the runs only warnings
     twins = {name: find_twin(name) for name in flags.names or TWINS}
     if flags.all and not flags.record:
         left_out = [name for name in twins if not is_recorded(name)]

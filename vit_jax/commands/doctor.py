@@ -45,11 +45,11 @@ def main(flags: argparse.Namespace) -> int:
         return print_config(load_valid_config(flags))
     config = None if flags.config is None else load_valid_config(flags)
 
-    from vit_jax import metrics  # heavy imports only after the flags are checked
     from vit_jax.insight import doctor
     from vit_jax.insight.findings import FAILED
+    from vit_jax.run import terminal  # heavy imports only after the flags are checked
 
-    metrics.log_to_console(Console(stderr=True), quiet=True)  # of the checks only warnings
+    terminal.log_to_console(Console(stderr=True), quiet=True)  # of the checks only warnings
     findings = []
     console = Console()
     for finding in doctor.examine(

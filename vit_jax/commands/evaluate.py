@@ -7,11 +7,11 @@
 --workdir runs the evaluators of that run's config on its newest valid checkpoint; nothing is
 written to the workdir. --table=FILE.csv adds the results as a row, one for each model.
 --output=DIR writes tables for each classification evaluator into DIR/NAME: accuracy by class, the
-confusion matrix, and the wrong pictures; for a multilabel evaluator the average precision by class,
-and the wrong pictures. --init_from runs the evaluators of --config on any model that train can
+confusion matrix, and the wrong images; for a multilabel evaluator the average precision by class,
+and the wrong images. --init_from runs the evaluators of --config on any model that train can
 start from: a workdir, a file, an address or a name.
 
-Of your own pictures (--config.data.data_dir) without val/, the split val has those that the model's
+Of your own images (--config.data.data_dir) without val/, the split val has those that the model's
 run held out, or a tenth if the model held out none of them. --config.evals.NAME.split=all evaluates
 all of them.
 """
@@ -23,11 +23,9 @@ import logging
 import signal
 
 import jax
-from ml_collections import ConfigDict
 from rich.console import Console
 
 from vit_jax import files
-from vit_jax.api import check_evaluates_any, config_of_run
 from vit_jax.commands.flags import (
     define_config_flags,
     define_process_flags,
@@ -39,6 +37,7 @@ from vit_jax.config import REQUIRED_TO_EVALUATE
 from vit_jax.errors import InputError
 from vit_jax.insight.table import add_row, check_table
 from vit_jax.job import exit_codes
+from vit_jax.run.validation import check_evaluates_any, load_run
 
 logger = logging.getLogger("vit_jax")
 
@@ -55,20 +54,14 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(flags: argparse.Namespace) -> int:
-    of_run, of_source = flags.workdir is not None, flags.init_from is not None
-    if of_run and of_source:
-        raise InputError("give either --workdir=DIR or --init_from=SOURCE, not both")
-    if not (of_run or of_source or flags.print_config):
+    of_run = flags.workdir is not None
+    given = of_run, flags.init_from is not None, flags.config is not None
+    complete = [(True, False, False), (False, True, True)]
+    if given not in complete and not (flags.print_config and given == (False, False, True)):
         raise InputError(
-            "--workdir: missing; e.g. python -m vit_jax.main evaluate --workdir=runs/quickstart; "
-            "or give --init_from=SOURCE with --config=NAME"
+            "give either --workdir=DIR, a run, which is evaluated by its own config; or "
+            "--init_from=SOURCE and --config=NAME, e.g. --config=evaluate:fewshot,knn,probe,cifar10"
         )
-    if of_run and flags.config is not None:
-        raise InputError(
-            "--config: a run is evaluated by its own config; for another, give --init_from=DIR"
-        )
-    if of_source and flags.config is None:
-        raise InputError("--config: missing; e.g. --config=evaluate:fewshot,knn,probe,cifar10")
     output = None if flags.output is None else files.absolute(flags.output)
     if output is not None:
         files.check_folder(output, "--output")
@@ -76,15 +69,21 @@ def main(flags: argparse.Namespace) -> int:
     if table is not None:
         files.check_output(table, "--table")
         check_table(table)
-    config = config_of_run(flags.workdir, flags.overrides) if of_run else _config_of_source(flags)
+    if of_run:
+        workdir = files.absolute(flags.workdir)
+        config, trained = load_run(workdir, flags.overrides)
+    else:
+        config = load_valid_config(flags, REQUIRED_TO_EVALUATE)
+        check_evaluates_any(config, f"--config={flags.config}")
     if flags.print_config:
         return print_config(config)
 
-    from vit_jax import metrics, transfer
-    from vit_jax.inference import evaluate as evaluation
+    from vit_jax import transfer
+    from vit_jax.inference.evaluate import StoredModel, evaluate_model
     from vit_jax.insight import classes
+    from vit_jax.run import terminal, writers
 
-    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     kinds = {entry.type for entry in config.evals.values()}
     if output is not None and not kinds & {"classification", "multilabel"}:
         logger.warning(
@@ -97,20 +96,11 @@ def main(flags: argparse.Namespace) -> int:
     # Nothing needs saving on SIGTERM, so undo the handler that JAX installs for training.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     see = functools.partial(classes.report, output)
-    if of_run:
-        results = evaluation.evaluate(config, files.absolute(flags.workdir), see)
-    else:
-        pretrained = transfer.read_pretrained(flags.init_from)
-        results = evaluation.evaluate_pretrained(config, pretrained, see)
+    source = StoredModel(workdir, trained) if of_run else transfer.read_pretrained(flags.init_from)
+    results = evaluate_model(config, source, see)
     if jax.process_index() == 0:
-        finite = metrics.finite_or_none(results)
+        finite = writers.finite_or_none(results)
         print(json.dumps(finite, indent=2))
         if table is not None:
             add_row(table, flags.workdir if of_run else flags.init_from, finite)
     return exit_codes.DONE
-
-
-def _config_of_source(flags: argparse.Namespace) -> ConfigDict:
-    config = load_valid_config(flags, REQUIRED_TO_EVALUATE)
-    check_evaluates_any(config, f"--config={flags.config}")
-    return config

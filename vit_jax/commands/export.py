@@ -31,9 +31,9 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 def main(flags: argparse.Namespace) -> int:
     example = "python -m vit_jax.main export --workdir=runs/mine --output=mine --format=hf"
     require_flags(flags, ("output", "format"), example)
-    from vit_jax import metrics  # heavy imports only after the flags are checked
+    from vit_jax.run import terminal  # heavy imports only after the flags are checked
 
-    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
     from vit_jax.transfer.export import export
 

@@ -23,8 +23,8 @@ from rich.console import Console
 
 from vit_jax import files
 from vit_jax.commands.flags import (
-    check_pictures,
-    define_picture_flags,
+    check_image_flags,
+    define_image_flags,
     define_source_flags,
     open_data_set,
     read_source,
@@ -46,7 +46,7 @@ _LONGEST_NAME = 20  # letters
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
-    define_picture_flags(parser)
+    define_image_flags(parser)
     parser.add_argument("--output", metavar="DIR", help="folder to write to")
     parser.add_argument(
         "--figures", metavar="NAME,...", help=f"any of {', '.join(NAMES)}; default: all"
@@ -65,9 +65,9 @@ def main(flags: argparse.Namespace) -> int:
     output = files.absolute(flags.output)
     files.check_folder(output, "--output")
 
-    from vit_jax import metrics  # heavy imports only after the flags are checked
+    from vit_jax.run import terminal  # heavy imports only after the flags are checked
 
-    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
     from vit_jax.data.image_files import search_images
     from vit_jax.insight import model_figures as figures
@@ -113,7 +113,7 @@ def _check_flags(flags: argparse.Namespace) -> list[str]:
         found.need("similarity" in chosen, "--compare_to: is for `similarity`; add it to --figures")
         found.need(flags.images or flags.data, "--compare_to: needs pictures; give files, folders "
                    "or --data=NAME:SPLIT")  # fmt: skip
-    found.check(check_pictures, flags)
+    found.check(check_image_flags, flags)
     if found:
         raise InputError(*found)
     return [name for name in NAMES if name in chosen]

@@ -64,32 +64,30 @@ def start_job(flags: argparse.Namespace, config: "ConfigDict") -> None:
 
 
 def load_valid_config(
-    flags: argparse.Namespace, required: Sequence[str] | None = None
+    flags: argparse.Namespace, required: Sequence[str] | None = None, *, of_run: bool = False
 ) -> "ConfigDict":
     """Load the config given by `--config`, apply the overrides and validate it.
 
-    `required`: keys that must be set; None: those that a training run needs.
+    Args:
+      required: keys that must be set; None: those that a training run needs.
+      of_run: take what the run in `--workdir` was last started with instead of `--config`.
 
     Raises:
       InputError: if no config is named, or the config has faults; lists all faults.
     """
-    require_flags(flags, ("config",), "--config=quickstart")
-    from vit_jax.config.text import load_config
-
-    return _override(load_config(flags.config), flags, f"--config={flags.config}", required)
-
-
-def _override(
-    config: "ConfigDict",
-    flags: argparse.Namespace,
-    where: str,
-    required: Sequence[str] | None = None,
-) -> "ConfigDict":
-    """`config` with the overrides; raises InputError, naming `where`, with all faults of both."""
+    if not of_run:
+        require_flags(flags, ("config",), "--config=quickstart")
+    from vit_jax import files
     from vit_jax.config import REQUIRED
-    from vit_jax.config.text import apply_overrides
+    from vit_jax.config.stored import read_asked
+    from vit_jax.config.text import apply_overrides, load_config
     from vit_jax.run.validation import validate
 
+    if of_run:
+        workdir = files.absolute(flags.workdir)
+        config, where = read_asked(workdir), f"{workdir}/config.json"
+    else:
+        config, where = load_config(flags.config), f"--config={flags.config}"
     faults = apply_overrides(config, flags.overrides)
     if config.stop.metric is None and "stop.patience" in dict(flags.overrides):
         faults.append(
@@ -109,19 +107,6 @@ def is_run(workdir: str | None) -> bool:
 
     check_store(files.absolute(workdir))
     return (files.absolute(workdir) / "config.json").exists()
-
-
-def load_asked_config(flags: argparse.Namespace) -> "ConfigDict":
-    """The config that the run in `--workdir` was last started with, with the overrides.
-
-    Raises:
-      InputError: the stored config or the overrides have faults; lists all faults.
-    """
-    from vit_jax import files
-    from vit_jax.config.stored import read_asked
-
-    workdir = files.absolute(flags.workdir)
-    return _override(read_asked(workdir), flags, f"{workdir}/config.json")
 
 
 def print_config(config: "ConfigDict") -> int:
@@ -171,12 +156,7 @@ def read_source(flags: argparse.Namespace) -> "Pretrained":
         source = flags.workdir
         transfer.check_workdir(source)
     averaged = {None: None, "average": True, "raw": False}[flags.weights]
-    try:
-        pretrained = transfer.read_pretrained(source, averaged=averaged)
-    except InputError as e:
-        if averaged is None:
-            raise
-        raise InputError(f"--weights={flags.weights}: {e}") from None
+    pretrained = transfer.read_pretrained(source, averaged=averaged)
     if flags.image_size is None:
         return pretrained
     try:
@@ -189,15 +169,15 @@ def read_source(flags: argparse.Namespace) -> "Pretrained":
     return transfer.with_image_size(pretrained, size, flags.resize)
 
 
-def define_picture_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that select pictures."""
+def define_image_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that select images."""
     parser.add_argument("images", nargs="*", metavar="IMAGE", help="files and folders")
     parser.add_argument("--data", metavar="NAME:SPLIT", help="data set to read instead of files")
     parser.add_argument("--data_dir", metavar="DIR", help="folder that holds --data")
 
 
-def check_pictures(flags: argparse.Namespace) -> None:
-    """Raise InputError if pictures come both from files and from a data set."""
+def check_image_flags(flags: argparse.Namespace) -> None:
+    """Raise InputError if images come both from files and from a data set."""
     if flags.images and flags.data:
         raise InputError("give either images (files, folders) or --data=NAME:SPLIT, not both")
 

@@ -1,9 +1,9 @@
-"""Label pictures by a model, for self-training; print a summary as JSON.
+"""Label images by a model, for self-training; print a summary as JSON.
 
   python -m vit_jax.main label --config=noisy_student --config.init_from=runs/teacher \\
     --workdir=runs/labels
 
-Labels the pictures of --config.study.unlabelled=NAME@SPLIT. The result, WORKDIR/labels.npz, is a
+Labels the images of --config.study.unlabelled=NAME@SPLIT. The result, WORKDIR/labels.npz, is a
 data set for training: --config.data.mix=pseudo@WORKDIR/labels.npz=0.75. After an interruption
 run the same command again; finished labels are kept. The study noisy_student calls this command.
 """
@@ -38,17 +38,18 @@ def main(flags: argparse.Namespace) -> int:
     require_flags(flags, ("config", "workdir"), example)
     config = load_valid_config(flags)
 
-    from vit_jax import metrics, transfer
+    from vit_jax import transfer
     from vit_jax.config import weights_source
     from vit_jax.devices.mesh import start_backend
     from vit_jax.errors import InputError
     from vit_jax.inference.pseudo_labels import label, parse_unlabelled
+    from vit_jax.run import terminal
 
     parse_unlabelled(config)
     teacher = weights_source(config)
     if teacher is None:
         raise InputError("init_from: not set; give the teacher by --config.init_from=SOURCE")
-    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend(config.mesh.platform)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # every part is written whole
     print(json.dumps(label(config, transfer.read_pretrained(teacher), flags.workdir), indent=2))

@@ -21,7 +21,7 @@ def main(flags: argparse.Namespace) -> int:
     from vit_jax.devices.flops import forward_macs
     from vit_jax.devices.mesh import start_backend
     from vit_jax.models import MODELS, create_model, translate_name
-    from vit_jax.models.fields import with_known
+    from vit_jax.models.contract import with_known
     from vit_jax.transfer.shapes import abstract_params
 
     known = [name for family in MODELS.values() for name in family.names]

@@ -84,7 +84,6 @@ def main(flags: argparse.Namespace) -> int:
         raise InputError(f"--price_per_chip_hour={price}: needs a number >= 0")
     config = load_valid_config(flags)
 
-    from vit_jax import metrics  # imports TensorBoard, so only after the flags are checked
     from vit_jax.planning import cache_file, plan
     from vit_jax.planning.estimates import estimate
     from vit_jax.planning.plan_figures import show_sharding
@@ -96,10 +95,11 @@ def main(flags: argparse.Namespace) -> int:
         search,
     )
     from vit_jax.planning.targets import Target, start_planning
+    from vit_jax.run import terminal  # imports TensorBoard, so only after the flags are checked
     from vit_jax.run.opener import Tables
     from vit_jax.run.resolve import resolve
 
-    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     config = resolve(config, Tables()).config
     target = Target(slice_, flags.num_slices, may_compile=not flags.no_compile)
     start_planning(target)

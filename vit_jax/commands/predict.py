@@ -3,7 +3,7 @@
   python -m vit_jax.main predict --init_from=runs/mine cat.jpg PICTURES/
   python -m vit_jax.main predict --init_from=ViT-B_16.npz --features=digits.npz --data=digits:test
 
-Images are files, or folders whose pictures (JPEG, PNG, WebP, BMP, GIF, TIFF) are read at any depth.
+Images are files, or folders whose images (JPEG, PNG, WebP, BMP, GIF, TIFF) are read at any depth.
 --data=NAME:SPLIT reads a data set instead, from --data_dir. Classes are printed as a table, or as
 JSON lines with --format=json. They have names if the model comes with class names; 1,000 classes
 without names are assumed to be ImageNet's. Images that are missing or cannot be read are reported,
@@ -23,14 +23,14 @@ from rich.table import Table
 from rich.text import Text
 
 from vit_jax.commands.flags import (
-    define_picture_flags,
+    define_image_flags,
     define_source_flags,
     open_data_set,
     read_source,
 )
 from vit_jax.config.checks import LARGEST_BATCH
 from vit_jax.devices.mesh import start_backend
-from vit_jax.errors import Faults, collect_faults, nearest
+from vit_jax.errors import Faults, collect_faults
 from vit_jax.job import exit_codes
 
 FORMATS = ("table", "json")
@@ -39,7 +39,7 @@ TOKENS = ("pooled", "patches")
 
 def define_flags(parser: argparse.ArgumentParser) -> None:
     define_source_flags(parser)
-    define_picture_flags(parser)
+    define_image_flags(parser)
     parser.add_argument("--features", metavar="FILE", help=".npz file to write")
     parser.add_argument("--tokens", default="pooled", help="features to save: pooled or patches")
     parser.add_argument("--format", default="table", help="table or json")
@@ -50,17 +50,16 @@ def define_flags(parser: argparse.ArgumentParser) -> None:
 def main(flags: argparse.Namespace) -> int:
     _check_flags(flags)
 
-    from vit_jax import metrics  # heavy imports only after the flags are checked
+    from vit_jax.run import terminal  # heavy imports only after the flags are checked
 
-    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     start_backend()
     from vit_jax.data.image_files import image_files, search_images
     from vit_jax.inference import predict as prediction
 
     paths, faults = ([], {}) if flags.data else search_images(flags.images)
     wrong = Faults()  # collected before a large model is read
-    if flags.features:
-        wrong.check(prediction.check_output, flags.features)
+    output = flags.features and wrong.check(prediction.check_output, flags.features)
     if not paths:
         wrong += [f"{path}: {fault}" for path, fault in faults.items()]
     collect_faults(wrong)
@@ -70,15 +69,15 @@ def main(flags: argparse.Namespace) -> int:
     else:
         exif = pretrained.spec.exif is not False
         source = image_files(paths, exif, pretrained.spec.channels)
-    if flags.features:
+    if output:
         for path, fault in faults.items():
             print(f"error: {path}: {fault}", file=sys.stderr)
         written = prediction.write_features(
-            pretrained, source, flags.features, batch_size=flags.batch_size, what=flags.tokens
+            pretrained, source, output, batch_size=flags.batch_size, what=flags.tokens
         )
         print(json.dumps(written))
         return exit_codes.FAILED if written["unreadable"] or faults else exit_codes.DONE
-    rows = prediction.predict(pretrained, source, top=flags.top, batch_size=flags.batch_size)
+    rows = prediction.classify(pretrained, source, top=flags.top, batch_size=flags.batch_size)
     absent = [{"file": path, "error": fault} for path, fault in faults.items()]
     num_errors = _print_rows(itertools.chain(rows, absent), flags.format)
     return exit_codes.FAILED if num_errors else exit_codes.DONE
@@ -87,10 +86,8 @@ def main(flags: argparse.Namespace) -> int:
 def _check_flags(flags: argparse.Namespace) -> None:
     """Raise one InputError that lists all faults of the flags."""
     faults = Faults()
-    for name, known in (("format", FORMATS), ("tokens", TOKENS)):
-        value = getattr(flags, name)
-        if value not in known:
-            faults.append(f"--{name}={value}: {nearest(value, known)}")
+    faults.need_known("--format", flags.format, FORMATS)
+    faults.need_known("--tokens", flags.tokens, TOKENS)
     for name in ("top", "batch_size"):
         faults.need_positive(f"--{name}", getattr(flags, name), LARGEST_BATCH)
     faults.need(

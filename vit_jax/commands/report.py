@@ -39,10 +39,10 @@ def main(flags: argparse.Namespace) -> int:
         if not folder.is_dir():
             raise InputError(f"--figures={folder}: no such folder; give one with PNGs")
 
-    from vit_jax import metrics  # heavy imports only after the flags are checked
     from vit_jax.insight import report
+    from vit_jax.run import terminal  # heavy imports only after the flags are checked
 
-    metrics.log_to_console(quiet=flags.quiet)
+    terminal.log_to_console(quiet=flags.quiet)
     report.check_installed()
     page = report.write(flags.runs, folders, flags.metric)
     files.write_whole(output, page)

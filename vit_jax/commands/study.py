@@ -90,11 +90,11 @@ def main(flags: argparse.Namespace) -> int:
     if flags.price_per_chip_hour is not None:
         raise InputError("--price_per_chip_hour: only works with --plan=SLICE; leave it out")
 
-    from vit_jax import metrics
+    from vit_jax.run import terminal
     from vit_jax.studies import running
 
     study, config, call = prepare_study(flags)
-    metrics.log_to_console(Console(stderr=True), quiet=flags.quiet)
+    terminal.log_to_console(Console(stderr=True), quiet=flags.quiet)
     for member in running.placed_members(study, config, call, {}):
         running.check_member(config, call, member)
     call.workdir.mkdir(parents=True, exist_ok=True)

@@ -6,21 +6,27 @@ The same command continues an earlier run in the workdir; so does --workdir=DIR 
 """
 
 import argparse
+import os
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import jax
+from etils import epath
+from ml_collections import ConfigDict
 from rich.console import Console
 
+from vit_jax import files
 from vit_jax.commands.flags import (
     define_config_flags,
     define_process_flags,
     is_run,
-    load_asked_config,
     load_valid_config,
     print_config,
     require_flags,
     start_job,
 )
+from vit_jax.config.stored import read_asked
 from vit_jax.job import exit_codes
 
 
@@ -36,19 +42,18 @@ def main(flags: argparse.Namespace) -> int:
     goes_on = flags.config is None and is_run(flags.workdir)
     example = "python -m vit_jax.main --config=quickstart --workdir=runs/quickstart"
     require_flags(flags, ("workdir",) if goes_on else ("config", "workdir"), example)
-    config = load_asked_config(flags) if goes_on else load_valid_config(flags)
+    config = load_valid_config(flags, of_run=goes_on)
 
-    from vit_jax import metrics
     from vit_jax.checkpoints.replicas import DivergedError
     from vit_jax.job.lock import LostLockError
     from vit_jax.planning.search import choose_layout
-    from vit_jax.run import guards, loop, train
+    from vit_jax.run import guards, loop, terminal, train
 
-    console = Console(stderr=True) if flags.quiet else metrics.CONSOLE
-    metrics.log_to_console(console, quiet=flags.quiet)
+    console = Console(stderr=True) if flags.quiet else terminal.CONSOLE
+    terminal.log_to_console(console, quiet=flags.quiet)
     start_job(flags, config)
     console.quiet = jax.process_index() > 0
-    metrics.CONSOLE.quiet = flags.quiet or console.quiet
+    terminal.CONSOLE.quiet = flags.quiet or console.quiet
     command = {"config": flags.config, "overrides": dict(flags.overrides)}
     try:
         train.train_and_evaluate(config, flags.workdir, command, choose_layout)
@@ -62,3 +67,40 @@ def main(flags: argparse.Namespace) -> int:
         print(f"error: {e}", file=sys.stderr)
         return exit_codes.FAILED
     return exit_codes.DONE
+
+
+def train(
+    config: ConfigDict | str | os.PathLike | None,
+    workdir: epath.PathLike,
+    overrides: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train as `config` describes, continuing the run in `workdir` if there is one.
+
+        summary = vit_jax.train("quickstart", "runs/quickstart", {"duration": "200 steps"})
+        summary["test/top1"]
+
+    Runs the same loop as the command: it prints progress and logs to the logger "vit_jax".
+
+    Args:
+      config, overrides: as in `load_config`; None: what was asked for at the last start of the run
+        in `workdir`.
+      workdir: folder for everything that the run writes.
+
+    Returns:
+      The summary, as in `workdir/summary.json`.
+
+    Raises:
+      InputError: a ValueError that lists all faults; nothing has been written.
+      NonFiniteError, CorruptDataError: see `run.train.train_and_evaluate`.
+    """
+    from vit_jax.devices.mesh import start_backend
+    from vit_jax.planning.search import choose_layout
+    from vit_jax.run.train import train_and_evaluate
+    from vit_jax.run.validation import load_config, validate
+
+    if config is None:
+        config = read_asked(files.absolute(workdir))
+    config = load_config(config, overrides)
+    validate(config, [], "config")
+    start_backend(config.mesh.platform)
+    return train_and_evaluate(config, workdir, choose_layout=choose_layout)

@@ -31,7 +31,9 @@ class Evaluator(Part):
     multi_label: whether it evaluates images with several labels instead of one; None: either.
     """
 
-    every: str = key(..., "between two evaluations; there is one at the end too", form="interval")
+    every: str = key(
+        ..., "duration between two evaluations; the last step has one too", form="interval"
+    )
     ops: str = key("", "host ops; '': none, or those of the source of a model without a run")
     batch_size: int | None = key(
         None, "images, over all devices; None: global_batch_size", within="[1, 16777216]"

@@ -3,23 +3,19 @@
 A plug-in is one Python file or one installed module. When imported, it adds parts to the registries
 (docs/how_to/extend.md). Its `CONFIG_KEYS`, {"section.key": default or placeholder(type)}, become
 keys of the configs that list it. A run stores a copy of the file and its digest in WORKDIR/plugins.
-A command that reads this workdir later uses code with the same digest that is installed or was
-named by the user; it runs the stored copy only if the user trusts it.
+A command that reads this workdir later uses code with the same digest that the user names; it runs
+the stored copy only if the user trusts it.
 """
 
 import contextlib
 import contextvars
 import hashlib
-import importlib.machinery
 import importlib.util
-import itertools
 import json
 import os
 import pathlib
 import re
-import site
 import sys
-import sysconfig
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -221,7 +217,7 @@ def _run(name: str, module_name: str, file: str, content: bytes) -> types.Module
     return module
 
 
-def _find_known(digest: str) -> Plugin | None:
+def _find_known(digest: str | None) -> Plugin | None:
     """The imported plug-in with this digest; None: there is none."""
     return next((known for known in _PLUGINS.values() if known.digest == digest), None)
 
@@ -240,27 +236,20 @@ def store_plugins(names: Sequence[str], workdir: epath.Path) -> None:
 
 
 def import_stored(names: Sequence[str], workdir: epath.Path) -> None:
-    """Import the plug-ins of the run in `workdir` without running untrusted code.
+    """Import the plug-ins of the run in `workdir` without running code that nobody named.
 
-    Each plug-in is one that the user has named or an installed module, with the digest that the run
-    stored; or else the run's own copy, if the user trusts it.
+    Each plug-in is one that the user has named, with the digest that the run stored; or else the
+    run's own copy, if the user trusts it.
 
     Raises:
-      InputError: no code has the digest and the copy is not trusted; or the copy is damaged.
+      InputError: no named code has the digest and the copy is not trusted; or the copy is damaged.
     """
     folder = workdir / _FOLDER
     stored, missing = _read_digests(folder / _DIGESTS) if names else {}, []
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InputError(f"{workdir}/config.json: plugins={name!r}: not the name of a plug-in")
-        known = _PLUGINS.get(name)
-        if name not in stored and known is None:
-            raise InputError(
-                f"{folder}: has no copy of the plug-in {name}; list all plug-ins of the run with "
-                "--config.plugins=FILE,..."
-            )
-        if known is None:
-            known = _find_digest(name, stored[name], workdir)
+        known = _PLUGINS.get(name) or _find_known(stored.get(name))
         if known is None:
             missing.append(name)
         elif stored.get(name, known.digest) != known.digest and _has_saved(workdir):
@@ -273,12 +262,11 @@ def import_stored(names: Sequence[str], workdir: epath.Path) -> None:
             _PLUGINS[name] = known._replace(name=name)
     if missing and not _trusted.get():
         raise InputError(
-            f"{workdir}: this run uses the plug-ins {', '.join(missing)}, and no installed module "
-            f"has their code. Review {folder}, then run it with --trust_plugins; or give your own "
-            "copies with --config.plugins=FILE,..."
+            f"{workdir}: this run uses the plug-ins {', '.join(missing)}, which nobody named; give "
+            f"--config.plugins=FILE,..., or review {folder}, then run it with --trust_plugins"
         )
     for name in missing:
-        _execute_copy(name, stored[name], folder / _copy_name(name))
+        _execute_copy(name, stored.get(name), folder / _copy_name(name))
 
 
 def _has_saved(workdir: epath.Path) -> bool:
@@ -287,19 +275,7 @@ def _has_saved(workdir: epath.Path) -> bool:
     return checkpoints.exists() and any(step.name.isdecimal() for step in checkpoints.iterdir())
 
 
-def _find_digest(name: str, digest: str, workdir: epath.Path) -> Plugin | None:
-    """The plug-in with this digest, imported already or installed; None: there is none."""
-    known = _find_known(digest)
-    if known is not None:
-        return known
-    module_name = name.removesuffix(".py")
-    installed = _find_installed(module_name, workdir)
-    if installed is None or _digest(content := installed.read_bytes()) != digest:
-        return None
-    return _execute(name, module_name, str(installed), content)
-
-
-def _execute_copy(name: str, digest: str, copy: epath.Path) -> None:
+def _execute_copy(name: str, digest: str | None, copy: epath.Path) -> None:
     try:
         content = copy.read_bytes()
     except OSError as e:
@@ -307,55 +283,6 @@ def _execute_copy(name: str, digest: str, copy: epath.Path) -> None:
     if _digest(content) != digest:
         raise InputError(f"{copy}: damaged, its digest differs; give --config.plugins=FILE")
     _execute(name, f"vit_jax_plugins.{name.removesuffix('.py')}", os.fspath(copy), content)
-
-
-def _find_installed(module_name: str, workdir: epath.Path) -> pathlib.Path | None:
-    """The file of an installed module, found without running code; None: there is none.
-
-    Only packages with an `__init__.py` and modules in this Python's site-packages folders count as
-    installed. Other folders of `sys.path`, such as the clone of an editable install, may contain
-    other people's workdirs, and scripts that are not plug-ins.
-    """
-    run = pathlib.Path(os.fspath(workdir)).absolute()
-    runs, places = {run, run.resolve()}, {run, run.resolve(), pathlib.Path.cwd()}
-    folders = [
-        folder
-        for folder in _site_folders()
-        if not any(place.is_relative_to(folder) for place in places)
-        and not any(folder.is_relative_to(run) for run in runs)
-    ]
-    try:
-        file = _find_in(folders, module_name)
-    except Exception:  # a finder failed: treat the module as not found
-        return None
-    # A link may point out of the folder.
-    return file if file and any(file.is_relative_to(f) for f in folders) else None
-
-
-def _site_folders() -> list[pathlib.Path]:
-    """Folders in which this Python installs packages."""
-    names = [*site.getsitepackages(), *(sysconfig.get_path(key) for key in ("purelib", "platlib"))]
-    if site.ENABLE_USER_SITE:
-        names.append(site.getusersitepackages())
-    return list(dict.fromkeys(pathlib.Path(name).resolve() for name in names))
-
-
-def _find_in(folders: Sequence[pathlib.Path], module_name: str) -> pathlib.Path | None:
-    """The resolved file of a module that is a single Python file in one of `folders`."""
-    paths: list[str] | None = [str(folder) for folder in folders]
-    *parents, _ = itertools.accumulate(module_name.split("."), "{}.{}".format)
-    for parent in parents:
-        package = importlib.machinery.PathFinder.find_spec(parent, paths)
-        if package is None or package.origin is None:  # not found, or a namespace package
-            return None
-        paths = package.submodule_search_locations
-        if not paths:  # not a package; None would mean sys.path
-            return None
-    spec = importlib.machinery.PathFinder.find_spec(module_name, paths)
-    if spec is None or spec.submodule_search_locations is not None:
-        return None
-    file = pathlib.Path(spec.origin or "")
-    return file.resolve() if file.suffix == ".py" and file.is_file() else None
 
 
 def _read_digests(path: epath.Path) -> dict[str, str]:

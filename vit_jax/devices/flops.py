@@ -14,13 +14,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from vit_jax.devices.chips import CHIPS
-from vit_jax.models.axial import AxialViT
-from vit_jax.models.deit import DeiT
-from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.contract import about, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
-from vit_jax.models.hybrid import HybridViT
-from vit_jax.models.t2t import T2TViT
-from vit_jax.models.vit import ViT
 
 # Peaks of dense bfloat16 matrix products, FLOP/s per chip, by `jax.Device.device_kind`.
 PEAK_FLOPS = {kind: chip.peak_flops for chip in CHIPS.values() for kind in chip.device_kinds}
@@ -103,36 +98,9 @@ def forward_macs(model: nn.Module) -> int:
     Only matrix products and convolutions count, including the patch embedding and the head.
     """
     model = with_known(model, scan=True, remat="none", constrain=unconstrained, forms=PLAIN)
-    images = jax.ShapeDtypeStruct((1, *model.image_size, value_of(model, "channels")), jnp.float32)
+    images = jax.ShapeDtypeStruct((1, *model.image_size, about(model).channels), jnp.float32)
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
     return count_flops(model.apply, variables, images) // 2
-
-
-def vit_flops(model: nn.Module) -> int | None:
-    """FLOPs of the forward and the backward pass of one image, from the sizes of a ViT.
-
-    None for models with a ResNet, a token module, axial attention or relative positions.
-
-    For N tokens of width D and an MLP of width F, a block needs 2 N D (4 D + 2 F) + 4 N^2 D FLOPs.
-    The backward pass costs twice the forward pass, except for the patch embedding, which needs no
-    gradient with respect to the pixels.
-    """
-    if not isinstance(model, ViT) or isinstance(model, HybridViT | T2TViT | AxialViT):
-        return None
-    if model.pos_embed == "relative":
-        return None
-    height, width = model.image_size
-    patch_height, patch_width = model.patch_size
-    patches = (height // patch_height) * (width // patch_width)
-    tokens = patches + model.num_prefix_tokens
-    d, f = model.width, model.mlp_dim
-    embedding = 2 * patches * patch_height * patch_width * model.channels * d
-    layers = model.depth * (2 * tokens * d * (4 * d + 2 * f) + 4 * tokens**2 * d)
-    heads = 2 if isinstance(model, DeiT) and model.distillation_head else 1
-    head = heads * 2 * d * (model.num_classes or 0) + 2 * d**2 * bool(model.hidden_head)
-    if model.pool == "map":  # one query: the probe
-        head += 2 * d * (2 * d + 2 * f) + 4 * tokens * d**2 + 4 * tokens * d
-    return 2 * embedding + 3 * (layers + head)
 
 
 class Memory(NamedTuple):

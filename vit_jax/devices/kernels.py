@@ -6,7 +6,6 @@ heads over `tensor`.
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -17,18 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from vit_jax.devices.mesh import BATCH_AXES
-from vit_jax.models.axial import AxialViT
-from vit_jax.models.dot_product import Attend, choose_attention
-from vit_jax.models.fields import field_names
-from vit_jax.models.forms import PLAIN, BlockOps, multiply_on_cpu
-from vit_jax.models.kernels import (
-    bias,
-    long_attention,
-    relative_attention,
-    relative_logits,
-    short_attention,
-)
-from vit_jax.models.vit import ViT
+from vit_jax.models.contract import about, field_names
+from vit_jax.models.dot_product import choose_attention
+from vit_jax.models.forms import PLAIN, BlockOps, add_bias_on_tpu, multiply_on_cpu
+from vit_jax.models.kernels import long_attention, short_attention
 
 logger = logging.getLogger("vit_jax")
 
@@ -37,9 +28,6 @@ KERNELS = ("auto", "plain")
 # Tokens, with padding: up to the first the whole of an image fits, from the second on blocks pay.
 SHORT, LONG = 640, 1000
 _MULTIPLE = short_attention.SUBLANES
-
-# They cannot rotate every row by another number of lanes: the compiler refuses `pltpu.roll`.
-_WITHOUT_RELATIVE = ("TPU v2", "TPU v3", "TPU v4")
 
 
 def choose_forms(model: nn.Module, mesh: Mesh, kernels: str = "auto") -> nn.Module:
@@ -63,7 +51,11 @@ def _forms_on(platform: str, model: nn.Module, mesh: Mesh) -> BlockOps:
     if platform == "tpu":
         return tpu_forms(model, mesh)
     if platform == "gpu":
-        return BlockOps(attend=_gpu_attention(model))
+        without = _why_plain(model, mesh, on_tpu=False)
+        if without is None:
+            return BlockOps(attend=_cudnn_attention)
+        _say_plain(without)
+        return BlockOps(attend=choose_attention("gpu"))
     return BlockOps(attend=choose_attention(platform), multiply=multiply_on_cpu)
 
 
@@ -75,39 +67,34 @@ def has_kernels(model: nn.Module) -> bool:
 
 def tpu_forms(model: nn.Module, mesh: Mesh) -> BlockOps:
     """The forms of `model` on TPUs; see `choose_forms`."""
-    without = _why_plain(model, mesh)
+    without = _why_plain(model, mesh, on_tpu=True)
     if without is not None:
         _say_plain(without)
-        return BlockOps(attend=choose_attention("tpu"), add_bias=bias.add_bias)
+        return BlockOps(attend=choose_attention("tpu"), add_bias=add_bias_on_tpu)
     kernel = partial(_tpu_attention, mesh=mesh)
-    return BlockOps(attention_kernel=kernel, add_bias=bias.add_bias, token_multiple=_MULTIPLE)
+    return BlockOps(attention_kernel=kernel, add_bias=add_bias_on_tpu, token_multiple=_MULTIPLE)
 
 
-def _why_plain(model: nn.Module, mesh: Mesh) -> str | None:
-    """Why the attention of `model` has no kernel on TPUs; None: it has one."""
-    if not isinstance(model, ViT):
-        return f"{type(model).__name__} may call it with arguments that no kernel supports"
-    if isinstance(model, AxialViT):
-        return "it runs within single rows and columns"
-    width, tensor = model.width // model.num_heads, mesh.shape["tensor"]
-    if model.attention_dropout > 0:
-        return f"model.attention_dropout={model.attention_dropout} drops weights"
-    if width % _MULTIPLE:
-        return f"heads are {width} wide, which {_MULTIPLE} does not divide"
-    if model.num_heads % tensor:
-        return f"mesh.tensor={tensor} does not divide model.num_heads={model.num_heads}"
-    tokens = None if model.image_size is None else math.prod(model.grid) + model.num_prefix_tokens
-    if model.pos_embed == "relative":
-        kind = mesh.devices.flat[0].device_kind
-        if kind.startswith(_WITHOUT_RELATIVE):
-            return f"model.pos_embed=relative has one for v5 and newer chips, not for {kind}"
-        prefix, most = model.num_prefix_tokens, relative_logits.MOST_PREFIX_TOKENS
-        if tokens is not None and tokens > SHORT:
-            return f"model.pos_embed=relative has one for up to {SHORT} tokens, not for {tokens}"
-        if prefix > most:
-            return f"model.pos_embed=relative has one for up to {most} prefix tokens, not {prefix}"
-    if tokens is not None and SHORT < tokens < LONG:
+def _why_plain(model: nn.Module, mesh: Mesh, *, on_tpu: bool) -> str | None:
+    """Why the attention of `model` has no kernel on TPUs, or on GPUs; None: it has one."""
+    shape = about(model).attention_shape
+    if isinstance(shape, str):
+        return shape
+    heads, width, tokens, dropout, relative = shape
+    if relative:
+        return "model.pos_embed=relative adds to the logits"
+    if dropout > 0:
+        return f"model.attention_dropout={dropout} drops weights"
+    if width % 8:
+        return f"heads are {width} wide, which 8 does not divide"
+    if on_tpu and heads % mesh.shape["tensor"]:
+        return f"mesh.tensor={mesh.shape['tensor']} does not divide model.num_heads={heads}"
+    if on_tpu and tokens is not None and SHORT < tokens < LONG:
         return f"{tokens} tokens lie between {SHORT} and {LONG}"
+    if not on_tpu and width > 128:
+        return f"heads are {width} wide; cuDNN takes up to 128"
+    if not on_tpu and model.dtype != jnp.bfloat16:
+        return f"cuDNN computes in bfloat16, not in model.dtype={jnp.dtype(model.dtype).name}"
     return None
 
 
@@ -115,19 +102,13 @@ def _say_plain(reason: str) -> None:
     logger.info("attention computes without kernel: %s", reason)
 
 
-def _tpu_attention(qkv, biases, relative, num_keys, *, mesh: Mesh):
+def _tpu_attention(qkv, biases, num_keys, *, mesh: Mesh):
     """`forms.AttentionKernel` by the kernel for so many tokens, over the devices of `mesh`."""
     _, tokens, *head = qkv[0].shape
     num_keys = tokens if num_keys is None else num_keys
-    if relative is not None or tokens <= SHORT:
+    if tokens <= SHORT:
         biases = (jnp.zeros(head),) * 3 if biases[0] is None else biases
-        if relative is None:
-            attend = partial(_short_attention, num_keys=num_keys)
-            return _on_devices(attend, mesh, 2)(qkv, biases)
-        num_prefix = num_keys - relative.num_patches
-        tables = relative_logits.pack_tables(relative, tokens, num_prefix)
-        attend = partial(_short_relative_attention, num_keys=num_keys, num_prefix=num_prefix)
-        return _on_devices(attend, mesh, 3)(qkv, biases, tables)
+        return _on_devices(partial(_short_attention, num_keys=num_keys), mesh, 2)(qkv, biases)
     qkv = tuple(
         x_BNHK if bias_HK is None else x_BNHK + bias_HK.astype(x_BNHK.dtype)[None, None]
         for x_BNHK, bias_HK in zip(qkv, biases, strict=True)
@@ -136,14 +117,14 @@ def _tpu_attention(qkv, biases, relative, num_keys, *, mesh: Mesh):
         _say_plain(f"{tokens} tokens lie between {SHORT} and {LONG}")
         q_BNHK, *keys_values = qkv
         return choose_attention("tpu")(q_BNHK, *(x_BMHK[:, :num_keys] for x_BMHK in keys_values))
-    return _on_devices(partial(_long_attention, num_keys=num_keys), mesh, 1)(qkv)
+    return _on_devices(lambda qkv: long_attention.attention(*qkv, num_keys), mesh, 1)(qkv)
 
 
 def _on_devices(attend: Callable, mesh: Mesh, num_args: int) -> Callable:
     """`attend` on every device's images and heads.
 
-    It takes arrays (B, N, H, K), then (H, K), then one that is the same on all devices. Where each
-    device computes its own rows already (`experiment.exchange`), it is `attend`.
+    It takes arrays (B, N, H, K), then (H, K). Where each device computes its own rows already
+    (`experiment.exchange`), it is `attend`.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
         return attend
@@ -151,7 +132,7 @@ def _on_devices(attend: Callable, mesh: Mesh, num_args: int) -> Callable:
     return jax.shard_map(
         attend,
         mesh=mesh,
-        in_specs=(images, heads, P())[:num_args],
+        in_specs=(images, heads)[:num_args],
         out_specs=images,
         check_vma=False,
     )
@@ -160,26 +141,9 @@ def _on_devices(attend: Callable, mesh: Mesh, num_args: int) -> Callable:
 def _short_attention(qkv, biases, *, num_keys: int):
     B, N, H, K = qkv[0].shape
     sizes = short_attention.Sizes(H, num_keys)
-    out_BNW = short_attention.attention(*_side_by_side(qkv, biases), sizes)
-    return out_BNW.reshape(B, N, H, K)
-
-
-def _short_relative_attention(qkv, biases, tables_KX, *, num_keys: int, num_prefix: int):
-    B, N, H, K = qkv[0].shape
-    sizes = relative_attention.Sizes(H, num_keys, num_prefix)
-    qkv, biases = _side_by_side(qkv, biases)
-    out_BNW = relative_attention.attention(qkv, biases, tables_KX, sizes)
-    return out_BNW.reshape(B, N, H, K)
-
-
-def _side_by_side(qkv, biases):
-    """The heads of arrays (B, N, H, K) and (H, K) on one axis."""
-    B, N, H, K = qkv[0].shape
-    return tuple(x.reshape(B, N, H * K) for x in qkv), tuple(b.reshape(H * K) for b in biases)
-
-
-def _long_attention(qkv, *, num_keys: int):
-    return long_attention.attention(*qkv, num_keys)
+    qkv = tuple(x.reshape(B, N, H * K) for x in qkv)
+    biases = tuple(b.reshape(H * K) for b in biases)
+    return short_attention.attention(qkv, biases, sizes).reshape(B, N, H, K)
 
 
 def draw_bytes_by_device(key, shape, axes, mesh: Mesh):
@@ -211,32 +175,6 @@ def draw_bytes_by_device(key, shape, axes, mesh: Mesh):
 
     drawn = jax.shard_map(draw_share, mesh=mesh, in_specs=P(), out_specs=P(*spec), check_vma=False)
     return drawn(jax.random.key_data(key)[:2])
-
-
-def _gpu_attention(model: nn.Module) -> Attend:
-    """cuDNN's attention where it computes what `model` asks for, else the fastest without it."""
-    without = _why_not_cudnn(model)
-    if without is None:
-        return _cudnn_attention
-    _say_plain(without)
-    return choose_attention("gpu")
-
-
-def _why_not_cudnn(model: nn.Module) -> str | None:
-    if not isinstance(model, ViT):
-        return f"{type(model).__name__} may call it with arguments that cuDNN does not support"
-    if isinstance(model, AxialViT):
-        return "it runs within single rows and columns"
-    width = model.width // model.num_heads
-    if model.dtype != jnp.bfloat16:
-        return f"cuDNN computes in bfloat16, not in model.dtype={jnp.dtype(model.dtype).name}"
-    if model.pos_embed == "relative":
-        return "model.pos_embed=relative adds to the logits"
-    if model.attention_dropout > 0:
-        return f"model.attention_dropout={model.attention_dropout} drops weights"
-    if width % 8 or width > 128:
-        return f"heads are {width} wide; cuDNN takes multiples of 8 up to 128"
-    return None
 
 
 def _cudnn_attention(q_BNHK, k_BMHK, v_BMHK, *, bias_BHNM):

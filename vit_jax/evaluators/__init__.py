@@ -23,7 +23,7 @@ from vit_jax.data.preprocessing import Preprocessing
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.inputs import EvalInputs, Measure
 from vit_jax.experiment.state import TrainState
-from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.contract import about, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
 
 
@@ -125,7 +125,7 @@ def _find_output_fault(model: nn.Module, image_size: tuple[int, int], method: st
     family = type(model).__name__
     # Scanned layers are traced in a fraction of the time.
     plain = with_known(model, scan=True, constrain=unconstrained, forms=PLAIN)
-    images = jax.ShapeDtypeStruct((1, *image_size, value_of(model, "channels")), jnp.float32)
+    images = jax.ShapeDtypeStruct((1, *image_size, about(model).channels), jnp.float32)
     needs = "logits (B, C)" if method == "__call__" else f"{method} (B, D)"
     init = functools.partial(plain.init_with_output, method=method)
     try:

@@ -17,6 +17,7 @@ from vit_jax.evaluators.features import need_images
 from vit_jax.evaluators.image_table import TableWriter
 from vit_jax.evaluators.inputs import EvalInputs, Measure, fetch
 from vit_jax.experiment.state import TrainState
+from vit_jax.models.contract import about
 from vit_jax.objectives.contract import RunFacts
 from vit_jax.objectives.losses import make_loss
 from vit_jax.objectives.patches import Reconstruction, as_pixels
@@ -82,7 +83,7 @@ class ReconstructionLoss(SplitEvaluator):
 
 def _reconstruct_of(inputs: EvalInputs) -> Reconstruct:
     """How the objective of the run reconstructs; raises InputError if it hides no patches."""
-    channels = inputs.model.channels if hasattr(inputs.model, "channels") else 3
+    channels = about(inputs.model).channels
     data, own = inputs.config.data, inputs.config.objective
     mean, std = (per_channel(values, channels) for values in (data.mean, data.std))
     reconstruct = None

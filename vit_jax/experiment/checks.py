@@ -7,7 +7,7 @@ from vit_jax.config import num_microbatches
 from vit_jax.errors import Faults
 from vit_jax.experiment.finetune_length import RULES
 from vit_jax.experiment.model import check_microbatches
-from vit_jax.models import find_family
+from vit_jax.models import model_of
 from vit_jax.objectives.losses import make_loss
 
 
@@ -31,8 +31,8 @@ def check_config(config: ConfigDict, faults: Faults) -> None:
         f"optimizer.accum_steps={accum_steps}: must divide global_batch_size={size}",
     )
     # models.check_config reports a name that is unknown.
-    family = config.model.name and Faults().check(find_family, config.model.name)
-    if family:
-        faults.check(check_microbatches, family.module, config.model.name, accum_steps)
+    model = config.model.name and Faults().check(model_of, config)
+    if model:
+        faults.check(check_microbatches, model, config.model.name, accum_steps)
     if config.schedule.rule is not None:
         faults.need_known("schedule.rule", config.schedule.rule, RULES)

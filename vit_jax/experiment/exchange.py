@@ -12,7 +12,6 @@ gather them in the forward pass, in the dtype that computes with them.
 
 import functools
 import operator
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -20,7 +19,6 @@ from typing import NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -28,13 +26,7 @@ from jax.sharding import PartitionSpec as P
 from vit_jax import tree
 from vit_jax.devices import sharding
 from vit_jax.devices.mesh import BATCH_AXES
-from vit_jax.models.axial import AxialViT
-from vit_jax.models.bit import BiT
-from vit_jax.models.deit import DeiT
-from vit_jax.models.fields import has_batch_statistics
-from vit_jax.models.hybrid import HybridViT
-from vit_jax.models.t2t import T2TViT
-from vit_jax.models.vit import ViT
+from vit_jax.models.contract import AttentionShape, Model, about
 from vit_jax.objectives.contract import ObjectiveOutput
 from vit_jax.tree import Params, PyTree
 
@@ -55,12 +47,6 @@ class Exchange(NamedTuple):
     options: Mapping[str, bool] = MappingProxyType({})
 
 
-# Exact types: a plug-in's subclass may draw random values or couple rows in its own way.
-_KNOWN = (ViT, DeiT, T2TViT, AxialViT, HybridViT, BiT)
-
-# Rates of random draws. On CPUs a run draws the same values on every number of devices.
-_RATES = ("dropout", "attention_dropout", "stochastic_depth")
-
 # Of more, a share of a matrix of 768 rows would be fewer rows than a tile in a TPU's memory has. On
 # larger slices of v5e the compiler refuses to compute behind an all-to-all ("limited ICI").
 _MOST_SHARES = 64
@@ -70,9 +56,6 @@ _V5E = ("TPU v5 lite", "TPU v5e")
 # By default computation waits for every all-to-all. With it all 20 of a ViT of 3 layers (B/16, data
 # 16 on v5e:4x4) go on behind it.
 _ASYNCHRONOUS = MappingProxyType({"xla_tpu_enable_async_all_to_all": True})
-
-# The kernels that a ViT casts to its dtype before it multiplies with them.
-_CAST = re.compile(r"(.*/)?(embedding|query|key|value|out|up|down|head_hidden)/kernel")
 
 
 def choose_exchange(
@@ -92,12 +75,15 @@ def choose_exchange(
     devices = list(mesh.devices.flat)
     if mesh.shape["fsdp"] > 1 or mesh.shape["tensor"] > 1 or objective != "supervised":
         return None
-    if type(model) not in _KNOWN or has_batch_statistics(model):
+    model = about(model)
+    if not model.draws_rows_apart:
         return None
     if devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1:
-        draws = any(getattr(model, rate, 0.0) for rate in _RATES)
+        # On CPUs a run draws the same values on every number of devices.
+        draws = model.is_random
         return None if draws else Exchange(lambda sums, shardings: join_devices(sums, mesh))
-    if devices[0].platform != "tpu" or type(model) not in (ViT, DeiT):
+    attends = isinstance(model.attention_shape, AttentionShape)
+    if devices[0].platform != "tpu" or not (model.embeds_patches and attends):
         return None
     if model.scan or model.remat != "none" or model.stochastic_depth or freeze is not None:
         return None
@@ -106,7 +92,7 @@ def choose_exchange(
     most = _MOST_OF_V5E if devices[0].device_kind in _V5E else _MOST_SHARES
     if mesh.shape["replica"] > 1 or not 1 < mesh.shape["data"] <= most:
         return None
-    return Exchange(partial(share_gradients, dtype=model.dtype), True, _ASYNCHRONOUS)
+    return Exchange(partial(share_gradients, model=model), True, _ASYNCHRONOUS)
 
 
 def join_devices(sums: Sums, mesh: Mesh) -> Sums:
@@ -120,7 +106,7 @@ def join_devices(sums: Sums, mesh: Mesh) -> Sums:
     return _on_rows(lambda *args: _add_up(sums(*args)), P(), mesh)
 
 
-def share_gradients(sums: Sums, shardings: PyTree, dtype: jax.typing.DTypeLike) -> Sums:
+def share_gradients(sums: Sums, shardings: PyTree, model: Model) -> Sums:
     """`sums` of the whole batch: each device computes those of its rows, and keeps its shares.
 
     Shares of a kernel's gradient are sent in the dtype that computes with it, as XLA would, and
@@ -129,10 +115,10 @@ def share_gradients(sums: Sums, shardings: PyTree, dtype: jax.typing.DTypeLike) 
     Args:
       sums: as for `join_devices`, of a ViT.
       shardings: of the parameters: whole on each device, or one axis split over `data`.
-      dtype: the model's.
+      model: says in which dtype it computes with a kernel.
     """
     axes = {name: _split_axis(s.spec) for name, s in tree.flatten_names(shardings).items()}
-    sent_as = {name: dtype if _CAST.fullmatch(name) else jnp.float32 for name in axes}
+    sent_as = {name: model.dtypes_in_use(name)[1] for name in axes}
 
     def add(state, batch, frozen, key):
         shares = tree.flatten_names(state.params)

@@ -10,11 +10,8 @@ import math
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from vit_jax.config import image_hw, model_fields
 from vit_jax.devices.mesh import BATCH_AXES
-from vit_jax.models import create_model
-from vit_jax.models.fields import has_batch_statistics
-from vit_jax.models.vit import ViT
+from vit_jax.models import model_of
 
 logger = logging.getLogger("vit_jax")
 
@@ -53,11 +50,8 @@ def choose_accum_steps(config: ConfigDict, mesh: Mesh, share: int) -> int:
     """
     if mesh.devices.flat[0].platform != "cpu" or config.objective.name not in _OF_SINGLE_ROWS:
         return 1
-    size = image_hw(config.data.image_size)
-    model = create_model(config.model.name, 1, size, **model_fields(config))
-    if not isinstance(model, ViT) or has_batch_statistics(model):
+    model = model_of(config)
+    if model.block_bytes is None or model.has_batch_statistics:
         return 1
-    tokens = math.prod(model.grid) + model.num_prefix_tokens
-    bytes_per_image = 4 * tokens * (model.mlp_dim + model.num_heads * tokens)
-    rows = max(_PART_BYTES // bytes_per_image, 1)
+    rows = max(_PART_BYTES // model.block_bytes, 1)
     return next(n for n in range(1, share + 1) if share % n == 0 and share // n <= rows)

@@ -11,7 +11,7 @@ from vit_jax.devices.kernels import choose_forms
 from vit_jax.devices.sharding import constrain
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
-from vit_jax.models.fields import field_names, has_batch_statistics, with_known
+from vit_jax.models.contract import about, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
 
 logger = logging.getLogger("vit_jax")
@@ -46,9 +46,9 @@ def in_plain_form(model: nn.Module) -> nn.Module:
     return with_known(without_constraints(model), forms=PLAIN, remat="none")
 
 
-def check_microbatches(model: nn.Module | type[nn.Module], name: str, accum_steps: int) -> None:
+def check_microbatches(model: nn.Module, name: str, accum_steps: int) -> None:
     """Raise InputError if `model` cannot be trained in `accum_steps` microbatches."""
-    if has_batch_statistics(model) and accum_steps > 1:
+    if about(model).has_batch_statistics and accum_steps > 1:
         raise InputError(
             f"optimizer.accum_steps={accum_steps}: the batch statistics of model.name={name!r} are "
             "those of the whole batch; set --config.optimizer.accum_steps=1, with a smaller "
@@ -58,8 +58,8 @@ def check_microbatches(model: nn.Module | type[nn.Module], name: str, accum_step
 
 def _warn_of_uneven_split(model: nn.Module, mesh: Mesh) -> None:
     tensor = mesh.shape["tensor"]
-    split = [f for f in ("num_heads", "mlp_dim", "stem_width") if f in field_names(type(model))]
-    uneven = [field for field in split if getattr(model, field) % tensor]
+    split = ("num_heads", "mlp_dim", "stem_width")
+    uneven = [field for field in split if getattr(model, field, 0) % tensor]
     if uneven:
         logger.warning(
             "mesh.tensor=%d does not divide %s: activations are replicated instead of split; "

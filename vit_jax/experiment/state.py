@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.contract import about, with_known
 from vit_jax.models.forms import PLAIN
 from vit_jax.tree import OBJECTIVE, ModelState, Params
 
@@ -53,7 +53,7 @@ def init_state(
 
     `init_objective`: `Objective.init`.
     """
-    images = jnp.zeros((1, *image_size, value_of(model, "channels")))
+    images = jnp.zeros((1, *image_size, about(model).channels))
     model = with_known(model, forms=PLAIN)  # kernels would split the image over devices
     model_state = dict(model.init(jax.random.key(seed), images))
     params = model_state.pop("params")

@@ -4,10 +4,12 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -15,14 +17,13 @@ from ml_collections import ConfigDict
 from vit_jax import config as config_lib
 from vit_jax import files, transfer, tree
 from vit_jax.checkpoints import restore
-from vit_jax.config import with_values
-from vit_jax.config.evals import EVALUATORS, learning_kinds
-from vit_jax.config.stored import read_config
+from vit_jax.config import EVALUATORS, REQUIRED_TO_EVALUATE, with_values
+from vit_jax.config.evals import learning_kinds
 from vit_jax.data import Divider, Source
 from vit_jax.data.division import read_division
 from vit_jax.data.preprocessing import Preprocessing, parse_preprocessing
 from vit_jax.devices.kernels import choose_forms
-from vit_jax.devices.mesh import make_mesh
+from vit_jax.devices.mesh import make_mesh, start_backend
 from vit_jax.devices.sharding import constrain, place, state_shardings
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators import check_outputs, make_evaluators
@@ -33,14 +34,22 @@ from vit_jax.evaluators.multilabel import Shown
 from vit_jax.experiment.experiment import make_experiment
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
-from vit_jax.models.fields import check_fields, value_of, with_known
-from vit_jax.run.agreement import compare_findings, compare_requests, compare_weights
+from vit_jax.models.contract import about, with_known
+from vit_jax.models.fields import check_fields
+from vit_jax.run.agreement import compare_findings, compare_requests
 from vit_jax.run.opener import check_mesh
 from vit_jax.run.sources import (
     check_evaluated_images,
     find_absent,
-    find_other_names,
     open_evaluated,
+    say_other_names,
+)
+from vit_jax.run.validation import (
+    as_pairs,
+    check_evaluates_any,
+    load_config,
+    load_run,
+    validate,
 )
 from vit_jax.run.workdir import check_store
 from vit_jax.transfer.images import ops_for
@@ -54,182 +63,224 @@ logger = logging.getLogger("vit_jax")
 # model's own classes; on every process.
 OnPredictions = Callable[[str, Examples | Shown, Source], None]
 Predictions = dict[str, Examples | Shown]  # of the evaluator that ran last
+Sources = Mapping[config_lib.SplitKey, Source]
+Weights = Mapping[str, np.ndarray]  # {leaf name: array}
+
+
+class StoredModel(NamedTuple):
+    """The newest valid checkpoint of a run, with all its weights.
+
+    trained: the resolved config of the run in `workdir`.
+    """
+
+    workdir: epath.Path
+    trained: ConfigDict
 
 
 def evaluate(
-    config: ConfigDict,
-    workdir: epath.PathLike,
-    on_predictions: OnPredictions | None = None,
+    source: epath.PathLike,
+    config: ConfigDict | str | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Evaluate the newest valid checkpoint: {"step": ..., "test/top1": ..., ...}; writes nothing.
+    """Evaluate a run, or any model; writes nothing.
 
-    `config` is the run's resolved config (`config.stored.read_config`), perhaps with other
-    data or an open mesh. `on_predictions` gets the prediction for each image.
+        vit_jax.evaluate("runs/mine")                       # by its own config
+        vit_jax.evaluate("ViT-B/16@augreg", "evaluate:knn,cifar10", {"data.data_dir": DIR})
+
+    Args:
+      source: the workdir of a run; with `config`, any source of `load_pretrained`.
+      config: the evaluators and their data; None: the run's own.
+      overrides: as in `load_config`.
+
+    Returns:
+      {"test/top1": ..., ...}; for a run also its "step".
 
     Raises:
-      InputError: if no checkpoint can be read.
+      InputError: a ValueError that lists all faults.
     """
-    workdir, faults = files.absolute(workdir), Faults()
-    trained = read_config(workdir)
-    mesh = _mesh_like(trained, config, faults)
-    faults.check(check_store, workdir)
-    saved = restore.saved_steps(workdir / "checkpoints")
-    compare_requests(config, {"saved steps": bool(saved)})
-    names = class_names_of(read_class_names(workdir), config.data.num_classes, str(workdir))
-    collect_faults(faults)
-    divider = Divider(read_division(workdir, trained), str(workdir))
-    config, preprocessing, sources = _open_data(config, names, divider)
-    experiment = make_experiment(_of_labels(config), mesh, preprocessing)
-    model = experiment.model
-    check_outputs(config, model, preprocessing.image_size)
-    seen: Predictions = {}
-    see = None if on_predictions is None else seen.setdefault  # the main weights come first
-    evaluators = make_evaluators(config, preprocessing, model, mesh, sources, see=see)
-    _warn_of_other_classes(config, names, str(workdir), sources)
-    compare_findings(config, sources, {"checkpoints in --workdir": saved})
-    with jax.set_mesh(mesh):
-        wanted = {
-            field: getattr(experiment.abstract_state, field)
-            for field in ("params", "model_state", "ema", "ema_model_state")
-        }
-        restored = restore.restore_newest(workdir / "checkpoints", wanted, partial=True)
-        if restored is None:
-            raise InputError(
-                f"--workdir={workdir}: has no checkpoint yet; wait for the run's first one"
-            )
-        found, meta = restored
-        state = TrainState(jnp.int32(meta["step"]), **found, opt_state=())
-        logger.info("evaluating step %d of %s", meta["step"], workdir)
-        return {"step": meta["step"]} | _evaluate_all(
-            evaluators, state, config, sources, seen, on_predictions
-        )
+    model: StoredModel | Pretrained
+    if config is None:
+        workdir = files.absolute(source)
+        config, trained = load_run(workdir, as_pairs(overrides))
+        model = StoredModel(workdir, trained)
+        start_backend(config.mesh.platform)
+    else:
+        config = load_config(config, overrides)
+        validate(config, [], "config", REQUIRED_TO_EVALUATE)
+        check_evaluates_any(config, "config")
+        start_backend(config.mesh.platform)
+        model = transfer.read_pretrained(source)
+    return evaluate_model(config, model)
 
 
-def _mesh_like(trained: ConfigDict, config: ConfigDict, faults: Faults) -> Mesh | None:
-    """The mesh of `config`; None if it is invalid.
-
-    If it is open, these devices split parameters as far as those of `trained`, if they can.
-    """
-    mesh = check_mesh(with_values(config, {"optimizer.accum_steps": None}), faults)
-    if mesh is None or config.mesh.data is not None or config.mesh.fsdp is not None:
-        return mesh
-    fsdp = math.gcd(mesh.shape["data"], trained.mesh.fsdp or 1)
-    return make_mesh(replica=mesh.shape["replica"], fsdp=fsdp, tensor=mesh.shape["tensor"])
-
-
-def evaluate_pretrained(
+def evaluate_model(
     config: ConfigDict,
-    pretrained: Pretrained,
+    model: StoredModel | Pretrained,
     on_predictions: OnPredictions | None = None,
 ) -> dict[str, float]:
-    """Evaluate a model from any source by `config.evals`: {"knn/10nn_top1": ..., ...}.
+    """Evaluate a model by `config.evals`: {"step": ..., "test/top1": ..., ...}; writes nothing.
 
-    The source determines the value range, the loss, the image size unless `config.data.image_size`
-    is set, and the preprocessing of evaluators without ops. `config.model` may set only fields that
-    do not change the model's function, such as `dtype`. `on_predictions` gets the prediction for
-    each image. The validation pictures of a folder are those that the source holds out, if it holds
-    some.
+    A `StoredModel` is evaluated by the run's own config, perhaps with other data or an open mesh,
+    and both its averaged and its raw weights are. Any other source determines the value range, the
+    loss, the image size unless `config.data.image_size` is set, and the preprocessing of evaluators
+    without ops; `config.model` may then set only fields that do not change the model's function,
+    such as `dtype`. The validation images of a folder are those that the source holds out, if it
+    holds some.
+
+    Args:
+      on_predictions: gets the prediction for each image.
 
     Raises:
-      InputError: naming the key, before anything is computed.
+      InputError: naming the key, before anything is computed; or no checkpoint can be read.
     """
-    config = config.copy_and_resolve_references()
-    faults = Faults()
-    mesh = check_mesh(config, faults)
-    _fill_in(config, pretrained, faults)
-    faults.check(check_convention, config.init_resize, "init_resize")
-    collect_faults(faults)
-    compare_requests(config, {"--init_from": pretrained.source})
-    names = pretrained.spec.class_names
-    divider = Divider(pretrained.division, pretrained.source)
-    config, preprocessing, sources = _open_data(config, names, divider, pretrained)
-    model = _model_on(mesh, config, preprocessing.image_size, pretrained)
-    params = transfer.init_params(pretrained, model, config.init_resize, keep_head=True)
-    model_state = transfer.init_model_state(pretrained, model, config.init_resize)
-    _warn_of_other_classes(config, pretrained.spec.class_names, pretrained.source, sources)
-    check_outputs(config, model, preprocessing.image_size)
-    _fill_in_loss(config, pretrained)
+    of = _OfRun(*model) if isinstance(model, StoredModel) else _OfSource(model)
+    config = of.complete(config)
+    mesh = of.make_mesh(config)
+    compare_requests(config, of.facts)
+    config = with_values(config, find_absent(config, training=False))
+    sources = open_evaluated(config, of.class_names, Divider(of.division, of.source))
+    config = of.settle(config, sources)
+    preprocessing = parse_preprocessing(config)
+    check_evaluated_images(config, preprocessing, sources)
+    module, weights = of.build(config, mesh, preprocessing)
+    check_outputs(config, module, preprocessing.image_size)
     seen: Predictions = {}
     see = None if on_predictions is None else seen.setdefault  # the main weights come first
-    evaluators = make_evaluators(config, preprocessing, model, mesh, sources, see=see)
-    compare_findings(config, sources, {})
-    compare_weights(config, params, model_state)
+    evaluators = make_evaluators(config, preprocessing, module, mesh, sources, see=see)
+    _warn_of_other_classes(config, of.class_names, of.source, sources)
+    compare_findings(config, sources, weights)
     with jax.set_mesh(mesh):
-        found = {
-            "params": tree.unflatten_names(params),
-            "model_state": tree.unflatten_names(model_state),
-        }
-        placed = jax.tree.map(place, found, state_shardings(found, mesh))
-        state = TrainState(jnp.int32(0), **placed, opt_state=())
-        logger.info("evaluating %s", pretrained.source)
-        step = {} if pretrained.run is None else {"step": pretrained.run["step"]}
+        state, step = of.load(mesh)
+        logger.info("evaluating %s%s", of.source, f", step {step['step']}" if step else "")
         return step | _evaluate_all(evaluators, state, config, sources, seen, on_predictions)
 
 
-def _open_data(
-    config: ConfigDict,
-    class_names: Sequence[str] | None,
-    divider: Divider,
-    pretrained: Pretrained | None = None,
-) -> tuple[ConfigDict, Preprocessing, dict[config_lib.SplitKey, Source]]:
-    """(config without evaluators whose split is not there, preprocessing, sources).
+class _OfRun:
+    """How a run is evaluated: by its own experiment, whose weights go right to the mesh."""
 
-    Evaluators without ops get those of `pretrained`.
-    """
-    config = with_values(config, find_absent(config, training=False))
-    sources = open_evaluated(config, class_names, divider)
-    if pretrained is not None:
-        _fill_in_ops(config, pretrained, sources)
-    preprocessing = parse_preprocessing(config)
-    check_evaluated_images(config, preprocessing, sources)
-    return config, preprocessing, sources
+    def __init__(self, workdir: epath.Path, trained: ConfigDict):
+        check_store(workdir)
+        self.source, self._trained = str(workdir), trained
+        self._checkpoints = workdir / "checkpoints"
+        self.facts = {"checkpoints in --workdir": restore.saved_steps(self._checkpoints)}
+        names, number = read_class_names(workdir), trained.data.num_classes
+        self.class_names = class_names_of(names, number, self.source)
+        self.division = read_division(workdir, trained)
 
+    def complete(self, config: ConfigDict) -> ConfigDict:
+        return with_values(config, {"optimizer.accum_steps": None})  # it is of training only
 
-def _of_labels(config: ConfigDict) -> ConfigDict:
-    """`config` with a supervised objective where its own has teachers, which are not read."""
-    if config.objective.teacher is None:
+    def make_mesh(self, config: ConfigDict) -> Mesh:
+        """If it is open, these devices split parameters as far as the run did, if they can."""
+        mesh = check_mesh(config)
+        if config.mesh.data is not None or config.mesh.fsdp is not None:
+            return mesh
+        fsdp = math.gcd(mesh.shape["data"], self._trained.mesh.fsdp or 1)
+        return make_mesh(replica=mesh.shape["replica"], fsdp=fsdp, tensor=mesh.shape["tensor"])
+
+    def settle(self, config: ConfigDict, sources: Sources) -> ConfigDict:
         return config
-    config = copy.deepcopy(config)
-    config.objective.update(config_lib.default_config().objective.to_dict())
-    return config
 
+    def build(
+        self, config: ConfigDict, mesh: Mesh, preprocessing: Preprocessing
+    ) -> tuple[nn.Module, Weights]:
+        if config.objective.teacher is not None:  # which is not read
+            config = copy.deepcopy(config)
+            config.objective.update(config_lib.default_config().objective.to_dict())
+        self._experiment = make_experiment(config, mesh, preprocessing)
+        return self._experiment.model, {}
 
-def _fill_in(config: ConfigDict, pretrained: Pretrained, faults: Faults) -> None:
-    """Copy the source's settings into `config`."""
-    d, spec = config.data, pretrained.spec
-    if d.image_size is None:
-        d.image_size = spec.image_size
-    if d.image_size is None:
-        faults.append(
-            f"data.image_size=None: {pretrained.source} takes images of any size; "
-            "choose one with --config.data.image_size"
-        )
-        return
-    d.channels = value_of(pretrained.model, "channels")
-    d.exif = spec.exif is not False
-    d.mean, d.std, d.num_classes = spec.mean, spec.std, pretrained.model.num_classes
-    if pretrained.run is not None:
-        config_lib.add_plugins(config, pretrained.run["config"]["plugins"])
-        config.loss.update(pretrained.run["config"]["loss"])
-        d.multi_label = pretrained.run["config"]["data"]["multi_label"]
-    for name, entry in config.evals.items():
-        if d.num_classes is None and not EVALUATORS.find(entry.type).learns_classes:
-            faults.append(
-                f"evals.{name}.type={entry.type!r}: {pretrained.source} has no classes; use one of "
-                f"{', '.join(learning_kinds())}"
+    def load(self, mesh: Mesh) -> tuple[TrainState, dict[str, Any]]:
+        abstract = self._experiment.abstract_state
+        fields = ("params", "model_state", "ema", "ema_model_state")
+        wanted = {field: getattr(abstract, field) for field in fields}
+        restored = restore.restore_newest(self._checkpoints, wanted, partial=True)
+        if restored is None:
+            raise InputError(
+                f"--workdir={self.source}: has no checkpoint yet; wait for the run's first one"
             )
+        found, meta = restored
+        state = TrainState(jnp.int32(meta["step"]), **found, opt_state=())
+        return state, {"step": meta["step"]}
 
 
-def _fill_in_loss(config: ConfigDict, pretrained: Pretrained) -> None:
-    """Set the loss of a source that is no run, which states its own."""
-    learn = [EVALUATORS.find(entry.type).learns_classes for entry in config.evals.values()]
-    if pretrained.run is None and not all(learn):
-        config.loss.name = loss_of(pretrained, config.loss.name)
+class _OfSource:
+    """How a model of any source is evaluated: with what the source states."""
+
+    def __init__(self, pretrained: Pretrained):
+        self._pretrained, self.source = pretrained, pretrained.source
+        self.facts = {"--init_from": pretrained.source}
+        self.class_names, self.division = pretrained.spec.class_names, pretrained.division
+
+    def complete(self, config: ConfigDict) -> ConfigDict:
+        """`config` with the source's settings."""
+        config = config.copy_and_resolve_references()
+        faults, run = Faults(), self._pretrained.run
+        d, spec, model = config.data, self._pretrained.spec, self._pretrained.model
+        faults.check(check_convention, config.init_resize, "init_resize")
+        faults.need(
+            config.model.lora_rank is None,
+            f"model.lora_rank={config.model.lora_rank}: a model is evaluated with its adapters "
+            "merged; leave it out",
+        )
+        if d.image_size is None:
+            d.image_size = spec.image_size
+        faults.need(
+            d.image_size is not None,
+            f"data.image_size=None: {self.source} takes images of any size; choose one with "
+            "--config.data.image_size",
+        )
+        d.channels = about(model).channels
+        d.exif = spec.exif is not False
+        d.mean, d.std, d.num_classes = spec.mean, spec.std, model.num_classes
+        if run is not None:
+            config_lib.add_plugins(config, run["config"]["plugins"])
+            config.loss.update(run["config"]["loss"])
+            d.multi_label = run["config"]["data"]["multi_label"]
+        for name, entry in config.evals.items():
+            faults.need(
+                d.num_classes is not None or EVALUATORS.find(entry.type).learns_classes,
+                f"evals.{name}.type={entry.type!r}: {self.source} has no classes; use one of "
+                f"{', '.join(learning_kinds())}",
+            )
+        collect_faults(faults)
+        return config
+
+    def make_mesh(self, config: ConfigDict) -> Mesh:
+        return check_mesh(config)
+
+    def settle(self, config: ConfigDict, sources: Sources) -> ConfigDict:
+        """Set the ops of evaluators without ops, and the loss of a source that is no run."""
+        fill_in_ops(config, self._pretrained, sources)
+        learn = [EVALUATORS.find(entry.type).learns_classes for entry in config.evals.values()]
+        if self._pretrained.run is None and not all(learn):
+            config.loss.name = loss_of(self._pretrained, config.loss.name)
+        return config
+
+    def build(
+        self, config: ConfigDict, mesh: Mesh, preprocessing: Preprocessing
+    ) -> tuple[nn.Module, Weights]:
+        source, resize = self._pretrained, config.init_resize
+        family = type(source.model)
+        fields = check_fields(family, config_lib.model_fields(config), "config.model")
+        model = source.model.clone(**fields, image_size=preprocessing.image_size)
+        model = choose_forms(with_known(model, constrain=constrain), mesh, config.model.kernels)
+        self._params = transfer.init_params(source, model, resize, keep_head=True)
+        self._model_state = transfer.init_model_state(source, model, resize)
+        return model, {**self._params, **self._model_state}
+
+    def load(self, mesh: Mesh) -> tuple[TrainState, dict[str, Any]]:
+        found = {
+            "params": tree.unflatten_names(self._params),
+            "model_state": tree.unflatten_names(self._model_state),
+        }
+        placed = jax.tree.map(place, found, state_shardings(found, mesh))
+        run = self._pretrained.run
+        state = TrainState(jnp.int32(0), **placed, opt_state=())
+        return state, {} if run is None else {"step": run["step"]}
 
 
-def _fill_in_ops(
-    config: ConfigDict, pretrained: Pretrained, sources: Mapping[config_lib.SplitKey, Source]
-) -> None:
+def fill_in_ops(config: ConfigDict, pretrained: Pretrained, sources: Sources) -> None:
     """Set the ops of evaluators without ops: a run's evaluation ops, else the source's."""
     size = config_lib.image_hw(config.data.image_size)
     for entry in config.evals.values():
@@ -240,56 +291,35 @@ def _fill_in_ops(
 
 
 def _warn_of_other_classes(
-    config: ConfigDict,
-    names: Sequence[str] | None,
-    model_source: str,
-    sources: Mapping[config_lib.SplitKey, Source],
+    config: ConfigDict, names: Sequence[str] | None, model_source: str, sources: Sources
 ) -> None:
     """Warn if names of the data's classes differ from the model's; synset numbers are ignored."""
-    for eval_name, entry in config.evals.items():
-        if names is None or EVALUATORS.find(entry.type).learns_classes:
+    for name, entry in config.evals.items():
+        if EVALUATORS.find(entry.type).learns_classes:
             continue
         source = sources[config_lib.eval_splits(config, entry)["split"]]
-        other = find_other_names(source.class_names, names)
+        other = say_other_names(source.class_names, names, source.name, model_source)
         if other:
-            label, theirs, ours = other[0]
             logger.warning(
-                "evals.%s: %d of %d classes have other names in %s than in %s: label %d is %r, "
-                "but output %d is %r; accuracy is meaningful only if they are the same classes",
-                eval_name, len(other), len(names), source.name, model_source,
-                label, theirs, label, ours,
+                "evals.%s: %s; accuracy is meaningful only if they are the same classes",
+                name, other,
             )  # fmt: skip
-
-
-def _model_on(
-    mesh: Mesh, config: ConfigDict, image_size: tuple[int, int], pretrained: Pretrained
-) -> nn.Module:
-    """The source's model, set up to compute on a mesh."""
-    family = type(pretrained.model)
-    if config.model.lora_rank is not None:
-        raise InputError(
-            f"model.lora_rank={config.model.lora_rank}: a model is evaluated with its adapters "
-            "merged; leave it out"
-        )
-    fields = check_fields(family, config_lib.model_fields(config), "config.model")
-    model = pretrained.model.clone(**fields, image_size=image_size)
-    return choose_forms(with_known(model, constrain=constrain), mesh, config.model.kernels)
 
 
 def _evaluate_all(
     evaluators: Mapping[str, Measure],
     state: TrainState,
     config: ConfigDict,
-    sources: Mapping[config_lib.SplitKey, Source],
-    predictions: Predictions,
+    sources: Sources,
+    seen: Predictions,
     on_predictions: OnPredictions | None,
 ) -> dict[str, float]:
-    """Run all evaluators; `on_predictions` gets what each then adds to `predictions`."""
+    """Run all evaluators; `on_predictions` gets what each then adds to `seen`."""
     results = {}
     for name, measure in evaluators.items():
         with watchdog.phase("evaluation"):
             results |= evaluate_one(name, measure, state)
-        if on_predictions is not None and name in predictions:
+        if on_predictions is not None and name in seen:
             key = config_lib.eval_splits(config, config.evals[name])["split"]
-            on_predictions(name, predictions.pop(name), sources[key])
+            on_predictions(name, seen.pop(name), sources[key])
     return results

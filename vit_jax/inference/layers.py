@@ -13,15 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.errors import InputError
-from vit_jax.models.axial import AxialViT
+from vit_jax.models.contract import about, with_known
 from vit_jax.models.dot_product import dot_product_attention
-from vit_jax.models.fields import field_names, value_of, with_known
 from vit_jax.models.forms import BlockOps
 from vit_jax.models.watched import as_map, watch
 from vit_jax.tree import ModelState, Params
 
 __all__ = [
-    "as_map", "attention_weights", "check_layer", "layer_outputs", "no_attention", "pool",
+    "as_map", "attention_weights", "check_layer", "layer_outputs", "pool",
     "watch_attention",
 ]  # fmt: skip
 
@@ -58,21 +57,9 @@ def attention_weights(
 
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), appendix A, Eq. 7.
     """
-    if fault := no_attention(model):
+    if fault := about(model).why_no_weights:
         raise InputError(f"output='attention': {fault}; take output='dense'")
     return watch_attention(model, params, images, lambda weights: weights, model_state)
-
-
-def no_attention(model: nn.Module) -> str | None:
-    """The reason why a model has no attention weights between all tokens; None if it has."""
-    if "forms" not in field_names(type(model)):
-        return f"a {type(model).__name__} has no attention"
-    if isinstance(model, AxialViT):
-        return (
-            "an Axial-ViT attends within rows and within columns, so there are no weights between "
-            "all tokens"
-        )
-    return None
 
 
 def watch_attention(
@@ -111,7 +98,7 @@ def check_layer(
     Raises:
       InputError: if the model has no such layer.
     """
-    shape = (1, *image_size, value_of(model, "channels"))
+    shape = (1, *image_size, about(model).channels)
     images = jax.ShapeDtypeStruct(shape, jnp.float32)
     outputs = functools.partial(layer_outputs, model)
     depth = len(jax.eval_shape(outputs, params, images, model_state))

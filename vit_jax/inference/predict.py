@@ -4,10 +4,11 @@ Axes: B images, N tokens, D width, C classes.
 """
 
 import functools
+import itertools
 import logging
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -19,20 +20,99 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import track
 
-from vit_jax import files, tree
+from vit_jax import files, transfer, tree
 from vit_jax.config import LOSSES
 from vit_jax.data import Source, eval_batches, image_batch, parse_ops, to_value_range
 from vit_jax.data.loading import why_masked
 from vit_jax.data.ops import Op
+from vit_jax.data.pictures_in_memory import open_images
 from vit_jax.devices.mesh import batch_sharding, check_batch_size, make_mesh
-from vit_jax.errors import InputError
+from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.evaluators.inputs import fetch
 from vit_jax.inference import layers
-from vit_jax.models.fields import value_of
 from vit_jax.transfer.images import class_names, ops_for
 from vit_jax.transfer.pretrained import Pretrained, loss_of
 
 logger = logging.getLogger("vit_jax")
+
+
+# {output of `predict`: what `outputs` calls it}.
+_OUTPUTS = {
+    "classes": "probabilities",
+    "probabilities": "probabilities",
+    "logits": "logits",
+    "features": "pooled",
+    "dense": "patches",
+    "attention": "attention",
+}
+_OF_LAYERS = ("features", "dense", "attention")
+_BATCH_SIZE = 64
+
+
+def predict(
+    images: Any,
+    source: epath.PathLike | Pretrained,
+    *,
+    output: str = "classes",
+    layer: int | None = None,
+    top: int = 5,
+    image_size: int | Sequence[int] | None = None,
+    batch_size: int | None = None,
+) -> list[dict[str, Any]] | np.ndarray:
+    """Classify images, or compute features of any layer.
+
+        vit_jax.predict("cat.jpg", "runs/mine")[0]["classes"][0]["name"]
+        model = vit_jax.read_pretrained("ViT-B/16@augreg")      # read once, use often
+        x = vit_jax.predict([image, array], model, output="dense", layer=6)   # (2, 14, 14, 768)
+
+    Args:
+      images: one image or a list: paths of files and folders, Pillow images, and arrays of uint8
+        pixels, (H, W), (H, W, C) or (N, H, W, C). Sizes may differ: images are resized and cropped
+        as the model's evaluation does.
+      source: a source of `load_pretrained`, or a model from `read_pretrained`.
+      output: "classes": for each image {"file", "classes": [{"name", "index", "probability"}]};
+        "probabilities" or "logits": (N, C); "features": (N, D), one vector per image; "dense":
+        (N, rows, columns, D), one vector per patch; "attention": (N, H, T, T), the weights that
+        each of T tokens (rows) gives to each token, prefix tokens first.
+      layer: for the last three: the layer, counted from 0, negative from the end. None: the
+        model's final output, or the last layer's attention. A layer's output is not yet
+        normalised; its "features" are the class token if the model classifies that, else the mean
+        of the patches.
+      top: number of classes of "classes".
+      image_size: another size than the model's own; positions are resampled.
+      batch_size: images at once, over all devices; None: up to 64.
+
+    Returns:
+      A list for "classes", else float32 arrays. An image that cannot be read has the key "error"
+      instead of "classes", or NaN in an array, and is named in a warning.
+
+    Raises:
+      InputError: a ValueError; names the argument.
+    """
+    faults = Faults()
+    faults.need_known("output", output, _OUTPUTS)
+    faults.need(
+        layer is None or output in _OF_LAYERS,
+        f"layer={layer}: goes with output={' or '.join(_OF_LAYERS)}; leave it out",
+    )
+    faults.need_positive("top", top)
+    collect_faults(faults)
+    pretrained = source if isinstance(source, Pretrained) else transfer.read_pretrained(source)
+    if image_size is not None:
+        pretrained = transfer.with_image_size(pretrained, image_size)
+    check_size(pretrained)
+    if output not in _OF_LAYERS:
+        check_classes(pretrained)
+    spec = pretrained.spec
+    found = open_images(images, spec.exif is not False, spec.channels)
+    if batch_size is None:
+        ways, needed = jax.device_count(), min(found.num_examples, _BATCH_SIZE)
+        batch_size = -(-needed // ways) * ways
+    how: dict[str, Any] = {"batch_size": batch_size, "progress": False}
+    if output == "classes":
+        return list(classify(pretrained, found, top=top, **how))
+    parts = outputs(pretrained, found, what=_OUTPUTS[output], layer=layer, **how)
+    return np.concatenate([without_masked(x, batch) for x, batch in parts])
 
 
 def outputs(
@@ -183,29 +263,26 @@ def _host_ops(pretrained: Pretrained, source: Source) -> tuple[Op, ...]:
     return parse_ops(ops_for(spec, shape and shape[:2]), spec.image_size, key="preprocessing")[0]
 
 
+def without_masked(x: np.ndarray, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+    """`x` (b, ...) with NaN for the records that could not be read."""
+    return np.where(batch["mask"] > 0, x.T, np.nan).T
+
+
 def check_size(pretrained: Pretrained) -> None:
     """Raise InputError if the model takes images of any size, so that one must be chosen."""
     if pretrained.spec.image_size is None:
         raise InputError(
-            f"{pretrained.source}: takes images of any size; choose one with --image_size"
+            f"image_size=None: {pretrained.source} takes images of any size; choose one"
         )
 
 
-def _pooled_shape(pretrained: Pretrained) -> tuple[int, ...]:
-    """The shape (D,) of one image's features."""
-    channels = value_of(pretrained.model, "channels")
-    images = jax.ShapeDtypeStruct((1, *pretrained.spec.image_size, channels), np.float32)
-    features = functools.partial(pretrained.model.apply, method="features")
-    return jax.eval_shape(features, pretrained.variables, images).shape[1:]
-
-
-def check_classes(pretrained: Pretrained, remedy: str = "use --features=FILE.npz instead") -> None:
+def check_classes(pretrained: Pretrained, remedy: str = "save its features instead") -> None:
     """Raise InputError with `remedy` if the model has no classes."""
     if pretrained.model.num_classes is None:
         raise InputError(f"{pretrained.source}: the model has no classes; {remedy}")
 
 
-def predict(
+def classify(
     pretrained: Pretrained, source: Source, *, batch_size: int, top: int, progress: bool = True
 ) -> Iterator[dict[str, Any]]:
     """Classify images: {"file": ..., "classes": [{"name", "index", "probability"}, ...]} for each.
@@ -221,8 +298,8 @@ def predict(
     head = pretrained.params.get("head/kernel")
     if head is not None and not np.any(head):
         logger.warning(
-            "%s: its head was never trained, so all classes are equally probable; use "
-            "--features=FILE.npz, or fine-tune first",
+            "%s: its head was never trained, so all classes are equally probable; save its "
+            "features instead, or fine-tune first",
             pretrained.source,
         )
     names = class_names(pretrained.spec, pretrained.model.num_classes)
@@ -260,7 +337,7 @@ def check_output(output: os.PathLike | str) -> epath.Path:
 
 
 def write_features(
-    pretrained: Pretrained, source: Source, output: os.PathLike | str, *, batch_size: int, what: str
+    pretrained: Pretrained, source: Source, output: epath.Path, *, batch_size: int, what: str
 ) -> dict[str, Any]:
     """Write FILE.npz with the features of every record of `source`; return a summary of it.
 
@@ -268,23 +345,19 @@ def write_features(
     `valid` (n,), False for images that could not be read, whose features are NaN; `record` (n,),
     the names of the records; and for data sets `label` (n,). Features are written batch by batch.
 
-    Raises:
-      InputError: as `check_output`, before anything is computed.
+    `output` comes from `check_output`.
     """
-    output = check_output(output)
-    check_size(pretrained)
-    model = pretrained.model
-    count, shape = source.num_examples, _pooled_shape(pretrained)
-    if what == "patches":
-        shape = (*model.clone(image_size=pretrained.spec.image_size).grid, *shape)
+    count = source.num_examples
     found = outputs(pretrained, source, batch_size=batch_size, what=what)
+    first = next(found)
+    shape = (count, *first[0].shape[1:])
     valid, labels = [], []
     with files.replaced(output) as file, zipfile.ZipFile(file, "w", allowZip64=True) as archive:
         with archive.open("features.npy", "w", force_zip64=True) as entry:
-            header = {"descr": "<f4", "fortran_order": False, "shape": (count, *shape)}
+            header = {"descr": "<f4", "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_2_0(entry, header)
-            for features, batch in found:
-                features = np.where(batch["mask"] > 0, features.T, np.nan).T
+            for features, batch in itertools.chain([first], found):
+                features = without_masked(features, batch)
                 entry.write(np.ascontiguousarray(features, "<f4").tobytes())
                 valid.append(batch["mask"] > 0)
                 labels.append(batch["label"])
@@ -297,6 +370,6 @@ def write_features(
                 np.lib.format.write_array(entry, array, allow_pickle=False)
     return {
         "features": os.fspath(output),
-        "shape": [count, *shape],
+        "shape": list(shape),
         "unreadable": int(count - rest["valid"].sum()),
     }

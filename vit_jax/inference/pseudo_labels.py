@@ -1,4 +1,4 @@
-"""Labels unlabelled pictures by a model, for self-training.
+"""Labels unlabelled images by a model, for self-training.
 
     WORKDIR/labels.json      what was labelled, by which model
     WORKDIR/part_00000.npz   probabilities of the first records, and so on
@@ -28,7 +28,7 @@ from vit_jax.data.pseudo import PseudoLabels, agreement, select
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.files import absolute, check_folder, write_whole
 from vit_jax.inference.predict import check_classes, outputs
-from vit_jax.models.fields import value_of
+from vit_jax.models.contract import about
 from vit_jax.run.sources import find_places
 from vit_jax.transfer import Pretrained
 from vit_jax.transfer.images import ops_for
@@ -44,30 +44,35 @@ _CHOICE = (
 
 
 def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -> dict[str, Any]:
-    """Label the pictures of `config.study.unlabelled` by `pretrained`; return the summary.
+    """Label the images of `config.study.unlabelled` by `pretrained`; return the summary.
 
     Uses the keys `unlabelled`, `unlabelled_dir`, `soft_labels`, `confidence` and `per_class` of
-    `config.study`, and how `config.data` reads pictures. The pictures are preprocessed as in the
+    `config.study`, and how `config.data` reads images. The images are preprocessed as in the
     model's evaluation.
 
     Raises:
-      InputError: the pictures or the classes are missing, an image may have several labels,
-        `workdir` holds a run or the labels of other pictures or another model, or no picture is
+      InputError: the images or the classes are missing, an image may have several labels,
+        `workdir` holds a run or the labels of other images or another model, or no image is
         labelled with the needed confidence.
     """
     workdir, study = absolute(workdir), config.study
     _check_inputs(config, pretrained, workdir)
     size = pretrained.spec.image_size or image_hw(config.data.image_size)
-    divider = data.Divider(pretrained.division, anew=True)  # labels new pictures too
-    source = _open_pictures(config, size, pretrained, divider)
+    divider = data.Divider(pretrained.division, anew=True)  # labels new images too
     pretrained = pretrained._replace(spec=pretrained.spec.at(size))
-    facts = _describe(config, pretrained, source)
-    _check_facts(workdir, facts)
+    source, facts = _open_images(config, pretrained, divider)
+    path, num_classes = workdir / "labels.json", pretrained.model.num_classes
+    before = json.loads(path.read_text()) if path.exists() else facts
+    for key in facts:
+        if key != "data_dir" and before.get(key) != facts[key]:
+            raise InputError(
+                f"--workdir={workdir}: holds labels with another {key}: {before.get(key)!r}, now "
+                f"{facts[key]!r}; use a new --workdir"
+            )
     workdir.mkdir(parents=True, exist_ok=True)
-    write_whole(workdir / "labels.json", json.dumps(facts, indent=2) + "\n")
+    write_whole(path, json.dumps(facts, indent=2) + "\n")
     found = _label_parts(config, pretrained, source, workdir)
 
-    num_classes = pretrained.model.num_classes
     records = select(
         found["top"],
         found["label"],
@@ -78,7 +83,7 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
     )
     if not len(records):
         raise InputError(
-            f"study.confidence={study.confidence}: no picture is labelled with it; the greatest "
+            f"study.confidence={study.confidence}: no image is labelled with it; the greatest "
             f"probability is {found['top'].max(initial=0):.3g}; choose a smaller one"
         )
     labels = found["label"][records].astype(np.int32)
@@ -89,19 +94,19 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
         "class_names": pretrained.spec.class_names,
         "loss": pretrained.spec.loss or "softmax",  # as `outputs` assumes
     }
-    pictures = data.Division(divider.decided).to_bytes() if divider.decided else b""
-    write_whole(workdir / "labels.npz", PseudoLabels(records, labels, facts, pictures).to_bytes())
+    division = data.Division(divider.decided).to_bytes() if divider.decided else b""
+    write_whole(workdir / "labels.npz", PseudoLabels(records, labels, facts, division).to_bytes())
+    flat = config_lib.flatten(config)
     summary = {
         "labels/examples": source.num_examples,
         "labels/kept": len(np.unique(records)),
         "labels/written": len(records),
         "labels/classes": len(np.unique(found["label"][records])),
+        "choice": {key: flat[key] for key in _CHOICE},
     }
     true = _true_labels(source, pretrained, found["true"])
     if true is not None:
         summary["labels/top1"] = agreement(records, found["label"], true)
-    flat = config_lib.flatten(config)
-    summary["choice"] = {key: flat[key] for key in _CHOICE}
     write_whole(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
@@ -109,7 +114,7 @@ def label(config: ConfigDict, pretrained: Pretrained, workdir: epath.PathLike) -
 def _true_labels(
     source: data.Source, pretrained: Pretrained, labels: np.ndarray
 ) -> np.ndarray | None:
-    """The pictures' own `labels` (n,) as outputs of the model; None if it has other classes."""
+    """The images' own `labels` (n,) as outputs of the model; None if it has other classes."""
     if source.multi_label:
         return None
     try:
@@ -124,17 +129,19 @@ def _true_labels(
 def _check_inputs(config: ConfigDict, pretrained: Pretrained, workdir: epath.Path) -> None:
     """Raise InputError if the teacher, `study.per_class` or the workdir do not suit."""
     check_classes(pretrained, "label with another teacher")
+    check_folder(workdir, "--workdir")
     faults = Faults()
     faults.need_positive("study.per_class", config.study.per_class)
+    faults.need(
+        not (workdir / "config.json").exists(),
+        f"--workdir={workdir}: holds a run; give the labels a folder of their own",
+    )
+    faults.need(
+        pretrained.run is None or not pretrained.run["config"]["data"]["multi_label"],
+        f"init_from={pretrained.source!r}: was trained with data.multi_label=true, and an image "
+        "gets one pseudo label; label with a teacher of exclusive classes",
+    )
     collect_faults(faults)
-    check_folder(workdir, "--workdir")
-    if (workdir / "config.json").exists():
-        raise InputError(f"--workdir={workdir}: holds a run; give the labels a folder of their own")
-    if pretrained.run is not None and pretrained.run["config"]["data"]["multi_label"]:
-        raise InputError(
-            f"init_from={pretrained.source!r}: was trained with data.multi_label=true, and a "
-            "picture gets one pseudo label; label with a teacher of exclusive classes"
-        )
 
 
 def parse_unlabelled(config: ConfigDict) -> tuple[str, str]:
@@ -146,59 +153,43 @@ def parse_unlabelled(config: ConfigDict) -> tuple[str, str]:
     name, at, split = (config.study.unlabelled or "").partition("@")
     if not name or (at and not split):
         raise InputError(
-            f"study.unlabelled={config.study.unlabelled!r}: needs NAME or NAME@SPLIT, the pictures "
+            f"study.unlabelled={config.study.unlabelled!r}: needs NAME or NAME@SPLIT, the images "
             "to label"
         )
     return name, split or config.data.split
 
 
-def _open_pictures(
-    config: ConfigDict, size: tuple[int, int], pretrained: Pretrained, divider: data.Divider
-) -> data.Source:
-    d = config.data
+def _open_images(
+    config: ConfigDict, pretrained: Pretrained, divider: data.Divider
+) -> tuple[data.Source, dict[str, Any]]:
+    """The images to label, and the facts that make them and their labels."""
+    d, spec = config.data, pretrained.spec
     name, split = parse_unlabelled(config)
-    synthetic = name == "synthetic"
-    return data.make_source(
+    made = name == "synthetic"
+    source = data.make_source(
         name,
         split=split,
         data_dir=config.study.unlabelled_dir or d.data_dir,
-        image_size=size,
-        channels=value_of(pretrained.model, "channels"),
+        image_size=spec.image_size,
+        channels=about(pretrained.model).channels,
         divider=divider,
-        exif=pretrained.spec.exif is not False,
+        exif=spec.exif is not False,
         reader=d.reader,
-        num_classes=d.num_classes if synthetic else None,
-        num_examples=d.num_examples if synthetic else None,
+        num_classes=d.num_classes if made else None,
+        num_examples=d.num_examples if made else None,
         **config_lib.own_keys(config, "data"),
     )
-
-
-def _describe(config: ConfigDict, pretrained: Pretrained, source: data.Source) -> dict[str, Any]:
-    name, split = parse_unlabelled(config)
-    synthetic = name == "synthetic"
-    return {
+    return source, {
         "name": name,
         "split": split,
         "data_dir": config.study.unlabelled_dir,
-        "num_classes": source.num_classes if synthetic else None,
-        "num_examples": source.num_examples if synthetic else None,
+        "num_classes": source.num_classes if made else None,
+        "num_examples": source.num_examples if made else None,
         "fingerprint": source.fingerprint,
         "model": pretrained.source,
         "weights": hash_params({**pretrained.params, **pretrained.model_state}),
-        "ops": ops_for(pretrained.spec, source.image_shape and source.image_shape[:2]),
+        "ops": ops_for(spec, source.image_shape and source.image_shape[:2]),
     }
-
-
-def _check_facts(workdir: epath.Path, facts: dict[str, Any]) -> None:
-    path = workdir / "labels.json"
-    before = json.loads(path.read_text()) if path.exists() else facts
-    changed = [key for key in facts if key != "data_dir" and before.get(key) != facts[key]]
-    if changed:
-        key = changed[0]
-        raise InputError(
-            f"--workdir={workdir}: holds labels with another {key}: {before.get(key)!r}, now "
-            f"{facts[key]!r}; use a new --workdir"
-        )
 
 
 def _part(workdir: epath.Path, first: int) -> epath.Path:

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.models.deit import DeiT
-from vit_jax.models.vit import ViT
+from vit_jax.models.contract import Model
 
 _EXACT = jax.lax.Precision.HIGHEST  # accelerators multiply with fewer bits otherwise
 
@@ -70,7 +69,7 @@ def rollout_step(weights_BHNN: jax.Array, before_BNN: jax.Array | None) -> jax.A
     return jnp.matmul(with_residual_BNN, before_BNN, precision=_EXACT)
 
 
-def token_shares(model: ViT) -> np.ndarray:
+def token_shares(model: Model) -> np.ndarray:
     """The share of each output token in the representation that the head classifies, (N,).
 
     With the class token 1 for it; a DeiT with two heads halves it with the distillation token. A
@@ -78,22 +77,16 @@ def token_shares(model: ViT) -> np.ndarray:
     weights depend on the image. The model must have an image size.
     """
     num_patches = model.grid[0] * model.grid[1]
-    shares_N = np.zeros(model.num_prefix_tokens + num_patches, np.float32)
-    if model.pool != "token":
-        shares_N[model.num_prefix_tokens :] = 1 / num_patches
-    elif isinstance(model, DeiT) and model.distillation_head:
-        shares_N[:2] = 0.5
-    else:
-        shares_N[0] = 1
+    pooled, prefix = model.num_pooled_tokens, model.num_prefix_tokens
+    shares_N = np.zeros(prefix + num_patches, np.float32)
+    shares_N[slice(pooled) if pooled else slice(prefix, None)] = 1 / (pooled or num_patches)
     return shares_N
 
 
-def name_of_shares(model: ViT) -> str:
+def name_of_shares(model: Model) -> str:
     """Words for the tokens of `token_shares`."""
-    if model.pool != "token":
-        return "mean of the patches"
-    both = isinstance(model, DeiT) and model.distillation_head
-    return "class and distillation token" if both else "class token"
+    names = ("mean of the patches", "class token", "class and distillation token")
+    return names[model.num_pooled_tokens]
 
 
 def over_patches(weights: jax.Array, shares_N: np.ndarray, grid: tuple[int, int]) -> jax.Array:

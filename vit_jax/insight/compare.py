@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 from etils import epath
 
-from vit_jax import files, metrics
+from vit_jax import files
 from vit_jax.config import flatten
 from vit_jax.config.stored import read_config
 from vit_jax.errors import Faults, InputError, collect_faults, nearest
 from vit_jax.insight import figures
+from vit_jax.run import writers
 
 _CURVES = 4  # panels, unless metrics are chosen
 ABSENT = "absent"
@@ -73,7 +74,7 @@ def read_run(name: str, workdir: epath.Path) -> RunRecord:
     """Read the run in `workdir`, finished or not, under that name."""
     points: dict[str, dict[int, float]] = {}
     step = 0
-    for row in metrics.read_history(workdir):
+    for row in writers.read_history(workdir):
         at = int(row.pop("step") or 0)
         step = max(step, at)
         for metric, value in row.items():

@@ -178,8 +178,7 @@ def check_training(config: ConfigDict, workdir: epath.Path | None) -> Finding:
     """
     from vit_jax.models.dot_product import choose_attention
     from vit_jax.planning.search import choose_layout
-    from vit_jax.run.build import prepare
-    from vit_jax.run.description import describe
+    from vit_jax.run.build import describe, prepare
 
     unused = epath.Path(tempfile.gettempdir()) / f"vit_jax-doctor-{secrets.token_hex(4)}"
     by_calculation = functools.partial(choose_layout, may_compile=False)  # in seconds

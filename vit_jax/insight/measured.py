@@ -18,6 +18,7 @@ from vit_jax.inference import layers
 from vit_jax.inference.predict import check_size, computed
 from vit_jax.insight import attention_maps as maps
 from vit_jax.insight.similarity import MIN_IMAGES, alignment, gram_matrix
+from vit_jax.models.contract import about
 from vit_jax.models.watched import watch
 from vit_jax.transfer.pretrained import Pretrained
 
@@ -123,7 +124,7 @@ def make_program(
 
     The attention weights of a layer are reduced before those of the next one are needed.
     """
-    has_attention = layers.no_attention(model) is None
+    has_attention = about(model).why_no_weights is None
     grid, num_prefix = model.grid, model.num_prefix_tokens
     if has_attention:
         distances = maps.patch_distances(grid, model.token_stride)

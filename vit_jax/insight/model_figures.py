@@ -18,11 +18,11 @@ from vit_jax import files
 from vit_jax.data import Source
 from vit_jax.errors import InputError
 from vit_jax.evaluators.features import principal_components
-from vit_jax.inference import layers
 from vit_jax.insight import draw, parameters
 from vit_jax.insight.attention_maps import name_of_shares, patch_distances
 from vit_jax.insight.measured import Measured, align, measure, norm_table, with_size
 from vit_jax.insight.similarity import MIN_IMAGES
+from vit_jax.models.contract import about
 from vit_jax.transfer.pretrained import Pretrained
 
 OUTLIER_FACTOR = 3  # times the median norm of the layer's patches
@@ -184,7 +184,7 @@ def left_out(model: nn.Module, names: Iterable[str], has_pictures: bool) -> dict
 
     `write_figures` finds the others.
     """
-    no_attention = layers.no_attention(model)
+    no_attention = about(model).why_no_weights
     reasons = {}
     for name in names:
         if name in _OF_ATTENTION and no_attention:

@@ -1,16 +1,9 @@
 """What parameters show without an image: filters of the first layer, similar positions."""
 
-import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import tree
-from vit_jax.models.bit import BiT
-from vit_jax.models.efficientnet import EfficientNet
-from vit_jax.models.fields import value_of
-from vit_jax.models.hybrid import HybridViT
-from vit_jax.models.resnet import BIT, HYBRID
-from vit_jax.models.t2t import CONSTANTS, T2TViT
-from vit_jax.models.vit import ViT
+from vit_jax.models.contract import CONSTANTS, about
 from vit_jax.transfer.pretrained import Pretrained
 
 MAX_COMPONENTS = 28
@@ -22,21 +15,8 @@ def filters_of(pretrained: Pretrained) -> np.ndarray | str:
     Those of a ViT are the columns of its patch embedding, those of hybrids, BiTs and EfficientNets
     the kernels of the root convolution. A text says why a model has none.
     """
-    model, params = pretrained.model, pretrained.params
-    if isinstance(model, T2TViT):
-        return "the first tokens of a T2T-ViT come from attention over pixels, not from filters"
-    if isinstance(model, HybridViT):
-        kernel = HYBRID.standardize(jnp.asarray(params["stem/conv_root/kernel"]))
-    elif isinstance(model, BiT):
-        kernel = BIT.standardize(jnp.asarray(params["trunk/conv_root/kernel"]))
-    elif isinstance(model, EfficientNet):
-        kernel = params["trunk/conv_root/kernel"]
-    elif isinstance(model, ViT):
-        sides = (*model.patch_size, value_of(model, "channels"))
-        kernel = params["embedding/kernel"].reshape(*sides, -1)
-    else:
-        return f"the first layer of a {type(model).__name__} is not known"
-    return np.moveaxis(np.asarray(kernel, np.float32), -1, 0)
+    found = about(pretrained.model).filters(pretrained.params)
+    return found if isinstance(found, str) else np.moveaxis(np.asarray(found, np.float32), -1, 0)
 
 
 def positions_of(pretrained: Pretrained) -> dict[str, np.ndarray] | str:
@@ -45,12 +25,8 @@ def positions_of(pretrained: Pretrained) -> dict[str, np.ndarray] | str:
     A text says why the model has none.
     """
     model, image_size = pretrained.model, pretrained.spec.image_size
-    if not isinstance(model, ViT):
-        return f"a {type(model).__name__} has no position embedding"
-    if model.pos_embed == "none":
-        return "the model has no position embedding"
-    if model.pos_embed == "relative":
-        return "its positions are relative: they belong to pairs of patches, not to a patch"
+    if why := about(model).why_no_positions:
+        return why
     if image_size is None:
         return "the model takes images of any size; choose one with --image_size"
     leaves = pretrained.params | {

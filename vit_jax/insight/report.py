@@ -24,7 +24,7 @@ import vit_jax
 from vit_jax.errors import InputError
 from vit_jax.insight import charts, compare
 from vit_jax.insight import report_data as data
-from vit_jax.metrics import is_accuracy
+from vit_jax.run.terminal import is_accuracy
 
 if TYPE_CHECKING:
     import markupsafe

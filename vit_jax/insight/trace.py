@@ -1,11 +1,10 @@
 """Trains a short run without a workdir and keeps its numbers."""
 
-import contextlib
 import dataclasses
 import functools
 import pathlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +16,7 @@ from vit_jax.evaluators import evaluate
 from vit_jax.experiment.layer_norms import norms_by_group
 from vit_jax.experiment.state import TrainState
 from vit_jax.run.build import Run, prepare
-from vit_jax.run.compiled import compile_step
-from vit_jax.run.loop import close_batches, train_batches
+from vit_jax.run.loop import compile_step, open_batches
 from vit_jax.run.teachers import place_teachers
 from vit_jax.run.train import start_state
 
@@ -97,7 +95,7 @@ def _trace(run: Run, train_step: jax.stages.Compiled, *, first_steps: bool, curv
     gradient_norms = e.layer_norms.lower(*e.arguments).compile() if first_steps else None
     param_norms = jax.jit(functools.partial(norms_by_group, group=group_of))
     losses: list[float] = []
-    with _batches(run) as batches:
+    with open_batches(run, 0) as batches:
         for step, batch in zip(range(1, total + 1), batches, strict=False):
             detailed = gradient_norms is not None and step <= FIRST_STEPS
             numbers = {}
@@ -130,15 +128,6 @@ def _evaluate(run: Run, state: TrainState, step: int) -> dict[str, float]:
         for key, value in evaluate(name, run.evaluators[name], state).items()
         if key.endswith(_IN_CURVE)
     }
-
-
-@contextlib.contextmanager
-def _batches(run: Run) -> Iterator[Iterator[tree.Batch]]:
-    batches = train_batches(run, 0)
-    try:
-        yield batches
-    finally:
-        close_batches(batches)
 
 
 def _data_numbers(batch: tree.Batch) -> dict[str, float]:

@@ -11,9 +11,10 @@ from vit_jax.config import image_hw, model_fields
 from vit_jax.errors import Faults, InputError, nearest
 from vit_jax.models.axial import AXIAL_NAMES, AxialViT
 from vit_jax.models.bit import BIT_NAMES, BiT, bit_fields
+from vit_jax.models.contract import Model, about, field_names
 from vit_jax.models.deit import DEIT_NAMES, DeiT
 from vit_jax.models.efficientnet import EFFICIENTNET_NAMES, EfficientNet, efficientnet_fields
-from vit_jax.models.fields import check_fields, field_defaults, field_names
+from vit_jax.models.fields import check_fields, field_defaults
 from vit_jax.models.hybrid import HYBRID_NAMES, HybridViT, hybrid_fields
 from vit_jax.models.t2t import T2T_NAMES, T2TViT, t2t_fields
 from vit_jax.models.variants import VIT_NAMES, VIT_VARIANTS, vit_fields
@@ -89,6 +90,25 @@ def find_family(name: str) -> Family:
     return family
 
 
+def fields_of(name: str) -> list[str]:
+    """The names of the fields that the model called `name` has.
+
+    Raises:
+      InputError: for an unknown name.
+    """
+    return field_names(find_family(name).module)
+
+
+def model_of(config: ConfigDict) -> Model:
+    """The model of `config`, with one class.
+
+    Raises:
+      InputError: as `create_model`.
+    """
+    fields = model_fields(config)
+    return about(create_model(config.model.name, 1, config.data.image_size, **fields))
+
+
 SIZES = (
     "width", "depth", "mlp_dim", "num_heads", "patch_size", "stages", "stem_width",
     "width_factor", "depth_factor",
@@ -151,6 +171,11 @@ def translate_name(name: str) -> str | None:
     if family == "DeiT" and "distilled" not in plain:
         family = "ViT"  # the same network, without the distillation token
     return f"it is called {family}-{_SIZES_ELSEWHERE[match[2]]}/{match[3]} here"
+
+
+def is_of_family(model: nn.Module, name: str) -> bool:
+    """Whether `model` is of the family of the model called `name`."""
+    return type(model) is find_family(name).module
 
 
 def token_stride(name: str) -> tuple[int, int]:

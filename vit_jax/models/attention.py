@@ -104,7 +104,7 @@ class Attention(nn.Module):
 
 
 class KernelAttention(Attention):
-    """`Attention` by a kernel: see `forms.AttentionKernel`. It has no dropout.
+    """`Attention` by a kernel: see `forms.AttentionKernel`. No dropout, no relative positions.
 
     Only the first `num_keys` tokens count, the others are padding; None: all count. The kernel adds
     the biases, unless they are needed before, for `qk_norm`.
@@ -114,7 +114,8 @@ class KernelAttention(Attention):
 
     @nn.compact
     def __call__(self, queries_BND, tokens_BMD, *, relative: Relative | None = None, train=False):
-        assert self.dropout == 0 and self.forms.attention_kernel is not None
+        assert self.forms.attention_kernel is not None
+        assert self.dropout == 0 and relative is None
 
         def with_all_heads(y_BND):
             # Without it XLA multiplies head by head, forward and backward, with results that are
@@ -130,5 +131,5 @@ class KernelAttention(Attention):
 
         inputs = {"query": queries_BND, "key": tokens_BMD, "value": tokens_BMD}
         qkv, biases = zip(*(project(name, x) for name, x in inputs.items()), strict=True)
-        out_BNHK = self.forms.attention_kernel(qkv, biases, relative, self.num_keys)
+        out_BNHK = self.forms.attention_kernel(qkv, biases, self.num_keys)
         return self._project_out(with_all_heads(rearrange(out_BNHK, "b n h k -> b n (h k)")))

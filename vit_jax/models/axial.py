@@ -68,6 +68,13 @@ class AxialViT(ViT):
     pool: str = "gap"
 
     block_class = AxialBlock
+    attention_shape = "it runs within single rows and columns"
+    why_no_weights = (
+        "an Axial-ViT attends within rows and within columns, so there are no weights between all "
+        "tokens"
+    )
+    flops_by_sizes = None
+    sums_of_block = 4
 
     @nn.nowrap
     def _find_faults(self) -> list[str]:

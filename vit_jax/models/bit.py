@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from vit_jax.errors import InputError, collect_faults
+from vit_jax.models.contract import Model, SplitLayer
 from vit_jax.models.fields import check_image_shape, find_class_faults, find_unknown
 from vit_jax.models.forms import Constrain, unconstrained
 from vit_jax.models.layers import REMAT_POLICIES
@@ -26,9 +27,12 @@ from vit_jax.models.resnet import (
     STEM_WIDTH,
     StdConv,
     apply_stages,
+    convolution_dtypes,
     find_stage_faults,
     group_norm,
     map_stride,
+    runs_in_loop,
+    split_units,
 )
 
 
@@ -92,7 +96,7 @@ class Trunk(nn.Module):
         return nn.relu(group_norm(BIT, self.dtype, "norm")(x_BHWC))
 
 
-class BiT(nn.Module):
+class BiT(Model):
     """ResNet-v2: images (B, H, W, 3) in its value range -> logits (B, C), float32.
 
     With `num_classes` None the model has no head and `__call__` returns the features. With
@@ -116,7 +120,6 @@ class BiT(nn.Module):
     dtype: Any = jnp.float32
     constrain: Constrain = unconstrained
 
-    num_prefix_tokens = 0
     stacks_layers = False
 
     def setup(self):
@@ -163,12 +166,25 @@ class BiT(nn.Module):
         """Stride of the last feature map in pixels, vertically and horizontally."""
         return (map_stride(self.stages),) * 2
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of the last feature map; the model must have an image size."""
+    @nn.nowrap
+    def filters(self, params):
+        """The standardised kernel of the root convolution."""
+        return BIT.standardize(jnp.asarray(params["trunk/conv_root/kernel"]))
+
+    @nn.nowrap
+    def dtypes_in_use(self, name):
+        return convolution_dtypes(name, self.dtype) or super().dtypes_in_use(name)
+
+    @nn.nowrap
+    def reads_again(self, name):
+        return runs_in_loop(name, self.stages, self.scan) or super().reads_again(name)
+
+    @nn.nowrap
+    def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
+        del tokens
         assert self.image_size is not None
-        stride = map_stride(self.stages)
-        return -(-self.image_size[0] // stride), -(-self.image_size[1] // stride)
+        units = split_units(self.image_size, self.stages, self.stem_width, self.remat != "none")
+        return [unit._replace(part=1 + i) for i, unit in enumerate(units)]
 
     def __post_init__(self):
         faults = find_stage_faults(self.stages, self.stem_width)

@@ -61,6 +61,10 @@ class DeiT(ViT):
         """The class token and the distillation token."""
         return 2
 
+    @property
+    def num_pooled_tokens(self) -> int:
+        return 2 if self.distillation_head else 1
+
     @nn.nowrap
     def _find_faults(self) -> list[str]:
         faults = super()._find_faults()

@@ -19,6 +19,7 @@ from einops import rearrange
 
 from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.models.batch_norm import BatchNorm
+from vit_jax.models.contract import Model, SplitLayer
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import (
     check_image_shape,
@@ -224,7 +225,7 @@ class Trunk(nn.Module):
         return constrain(x_BHWC, ("batch", None, None, None))
 
 
-class EfficientNet(nn.Module):
+class EfficientNet(Model):
     """EfficientNet: images (B, H, W, 3) in its value range -> logits (B, C), float32.
 
     With `num_classes` None the model has no head and `__call__` returns the features. With
@@ -258,7 +259,6 @@ class EfficientNet(nn.Module):
     constrain: Constrain = unconstrained
 
     has_batch_statistics = True
-    num_prefix_tokens = 0
 
     def setup(self):
         self.trunk = Trunk(
@@ -324,11 +324,39 @@ class EfficientNet(nn.Module):
         """Stride of the last feature map in pixels, vertically and horizontally."""
         return _STRIDE, _STRIDE
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of the last feature map; the model must have an image size."""
+    @nn.nowrap
+    def filters(self, params):
+        """The kernel of the root convolution."""
+        return params["trunk/conv_root/kernel"]
+
+    @nn.nowrap
+    def dtypes_in_use(self, name):
+        """Convolutions and dense layers cast their kernels; norms compute in float32."""
+        if name.startswith("head/") or not name.endswith("/kernel"):
+            return jnp.float32, jnp.float32
+        return self.dtype, self.dtype
+
+    @nn.nowrap
+    def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
+        """The blocks, split over their inner channels; without the few values of their squeeze.
+
+        Each pass sums one map: the forward pass the output, the backward pass the gradient of the
+        input.
+        """
+        del tokens
         assert self.image_size is not None
-        return -(-self.image_size[0] // _STRIDE), -(-self.image_size[1] // _STRIDE)
+        sides, channels = [-(-side // 2) for side in self.image_size], self.root_width
+        layers: list[SplitLayer] = []
+        for stage in self.stage_sizes:
+            for number in range(stage.blocks):
+                before = math.prod(sides) * channels
+                if number == 0:
+                    sides = [-(-side // stage.stride) for side in sides]
+                channels = stage.width
+                output = math.prod(sides) * channels
+                part, recomputed = 1 + len(layers), self.remat != "none"
+                layers.append(SplitLayer(part, recomputed, (output,), (before,)))
+        return layers
 
     def __post_init__(self):
         faults = [

@@ -16,20 +16,17 @@ import jax.numpy as jnp
 
 from vit_jax.config import image_hw
 from vit_jax.errors import InputError, collect_faults, nearest
+from vit_jax.models.contract import Model, field_names
 
 DTYPES = ("float32", "bfloat16")
 
 
-# The behaviour of a family that lacks one of these fields.
+# What a family that lacks one of these fields accepts for it.
 _WITHOUT = {
-    "dtype": "float32", "remat": "none", "remat_layers": None, "scan": False, "channels": 3,
+    "dtype": Model.dtype, "remat": Model.remat, "remat_layers": None, "scan": Model.scan,
+    "channels": Model.channels,
 }  # fmt: skip
 _NOTHING = object()  # equals no value
-
-
-def field_names(module: type[nn.Module]) -> list[str]:
-    """The names of a module's fields, without Flax's own."""
-    return [f for f in inspect.signature(module).parameters if f not in ("parent", "name")]
 
 
 def field_defaults(module: type[nn.Module]) -> dict[str, Any]:
@@ -58,35 +55,6 @@ def _kinds_of_fields(module: type[nn.Module]) -> dict[str, tuple[type, ...]]:
         if all(kind in _KINDS for kind in accepted):
             kinds[name] = accepted
     return kinds
-
-
-def with_known(model: nn.Module, **fields: Any) -> nn.Module:
-    """A copy of `model` with those `fields` that its family has; the others are ignored."""
-    known = field_names(type(model))
-    return model.clone(**{name: value for name, value in fields.items() if name in known})
-
-
-def value_of(model: nn.Module, field: str) -> Any:
-    """A model's `dtype`, `remat`, `remat_layers`, `scan` or `channels`; a default without it."""
-    return getattr(model, field, _WITHOUT[field])
-
-
-def stacks_layers(model: nn.Module) -> bool:
-    """Whether the parameters of scanned layers are stacked in `model`, along a new first axis.
-
-    A class whose `scan` keeps the parameters of each layer apart has the attribute
-    `stacks_layers = False`.
-    """
-    return value_of(model, "scan") and getattr(model, "stacks_layers", True)
-
-
-def has_batch_statistics(model: nn.Module | type[nn.Module]) -> bool:
-    """Whether the rows of a training batch depend on each other in `model`, as its class declares.
-
-    Such a class has the attribute `has_batch_statistics = True`; see `objectives.forward`. Where a
-    field decides, it is a property, and the class itself counts as one without.
-    """
-    return getattr(model, "has_batch_statistics", False) is True
 
 
 def check_fields(module: type[nn.Module], fields: dict[str, Any], where: str) -> dict[str, Any]:

@@ -18,10 +18,9 @@ AddBias = Callable[[jax.Array, jax.Array], jax.Array]
 # multiply(x, kernel_CF) -> (..., F) of x (..., C).
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
-# kernel(qkv, biases, relative, num_keys) -> (B, N, H, K): attention without dropout of three arrays
-# (B, N, H, K) plus their biases (H, K), which may all be None, with the logits of a
-# `position.Relative` unless it is None. Only the first `num_keys` tokens are keys, the others are
-# padding; None: all are keys.
+# kernel(qkv, biases, num_keys) -> (B, N, H, K): attention without dropout of three arrays
+# (B, N, H, K) plus their biases (H, K), which may all be None. Only the first `num_keys` tokens are
+# keys, the others are padding; None: all are keys.
 AttentionKernel = Callable[..., jax.Array]
 
 
@@ -30,6 +29,26 @@ def add_bias_plainly(x, bias_D):
     if bias_D is None:
         return x
     return x + jnp.reshape(bias_D.astype(x.dtype), (1,) * (x.ndim - 1) + (-1,))
+
+
+add_bias_on_tpu = jax.custom_vjp(add_bias_plainly)
+"""`add_bias_plainly`; the bias gets the gradient sum(g) = 1 g by a product, summed in float32."""
+
+
+def _add_bias_forward(x, bias_D):
+    return add_bias_plainly(x, bias_D), None
+
+
+def _add_bias_backward(_, grad):
+    # One row of ones: of more rows all would be reduced over the devices.
+    ones = jnp.ones((1, *grad.shape[:-1]), grad.dtype)
+    summed = tuple(range(grad.ndim - 1))
+    over = (tuple(i + 1 for i in summed), summed)
+    grad_1D = jax.lax.dot_general(ones, grad, (over, ((), ())), preferred_element_type=jnp.float32)
+    return grad, grad_1D[0]
+
+
+add_bias_on_tpu.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 @jax.custom_vjp

@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.errors import InputError
+from vit_jax.models.contract import SplitLayer
 from vit_jax.models.forms import Constrain, unconstrained
 from vit_jax.models.resnet import (
     EXPANSION,
@@ -22,9 +23,12 @@ from vit_jax.models.resnet import (
     STEM_WIDTH,
     StdConv,
     apply_stages,
+    convolution_dtypes,
     find_stage_faults,
     group_norm,
     map_stride,
+    runs_in_loop,
+    split_units,
 )
 from vit_jax.models.variants import parse_vit_name
 from vit_jax.models.vit import ViT
@@ -122,6 +126,31 @@ class HybridViT(ViT):
         """Height and width in pixels of the image area behind one token."""
         stride = map_stride(self.stages)
         return self.patch_size[0] * stride, self.patch_size[1] * stride
+
+    embeds_patches = False
+    flops_by_sizes = None
+
+    @nn.nowrap
+    def filters(self, params):
+        """The standardised kernel of the root convolution."""
+        return HYBRID.standardize(jnp.asarray(params["stem/conv_root/kernel"]))
+
+    @nn.nowrap
+    def dtypes_in_use(self, name):
+        return convolution_dtypes(name, self.dtype) or super().dtypes_in_use(name)
+
+    @nn.nowrap
+    def reads_again(self, name):
+        if not name.startswith("stem/stage_"):
+            return super().reads_again(name)
+        return self.remat != "none" or runs_in_loop(name, self.stages, self.scan)
+
+    @nn.nowrap
+    def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
+        """The units of the ResNet, which is all embedding, then the blocks."""
+        assert self.image_size is not None
+        units = split_units(self.image_size, self.stages, self.stem_width, self.remat != "none")
+        return units + super().split_layers(tokens)
 
     @nn.nowrap
     def _find_faults(self) -> list[str]:

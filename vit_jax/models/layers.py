@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.models.attention import NORM_EPS, NORMS, Attention, KernelAttention
+from vit_jax.models.contract import SplitLayer
 from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.forms import PLAIN, BlockOps, Constrain, unconstrained
@@ -246,6 +247,19 @@ class Encoder(BlockFields, nn.Module):
             prevent_cse=not self.scan,
             static_argnums=(3,),  # train; 0 is self
         )
+
+
+def split_blocks(depth: int, recomputed: int, values: int, sums: int = 2) -> list[SplitLayer]:
+    """`Model.split_layers` of `depth` blocks with `values` numbers in their tokens.
+
+    A block is split over heads and hidden units. Its forward pass sums the outputs of attention and
+    MLP, its backward pass the gradients of their inputs: `sums` arrays each.
+
+    Args:
+      recomputed: number of the first blocks that the backward pass computes again.
+    """
+    arrays = (values,) * sums
+    return [SplitLayer(1 + i, i < recomputed, arrays, arrays) for i in range(depth)]
 
 
 class MapHead(BlockFields, nn.Module):

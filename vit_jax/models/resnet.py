@@ -4,7 +4,9 @@ Axes: B images, H rows, W columns, C channels.
 Parameters and statistics are float32; the computation uses `dtype`.
 """
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.models.contract import SplitLayer
 from vit_jax.models.forms import Constrain, unconstrained
 
 # Number of layers -> units of each stage (He et al. 2015, arXiv:1512.03385, table 1; R26: Steiner
@@ -30,6 +33,9 @@ EXPANSION = 4  # output channels of a unit / channels of its first convolution
 # The kernel axes (inputs, outputs) that are split over the mesh's `tensor` axis.
 INPUTS, OUTPUTS = ("tensor", None), (None, "tensor")
 
+_CONVOLUTION = re.compile(r"(?:^|/)conv\w*/kernel$")
+_UNIT = re.compile(r"(?:.*/)?stage_(\d+)/layer_(\d+)/")
+
 
 def map_stride(stages: tuple[int, ...]) -> int:
     """The stride of the last stage's feature map in pixels of the image."""
@@ -46,6 +52,42 @@ def find_stage_faults(stages: Any, stem_width: int) -> list[str]:
             f"stem_width={stem_width}: needs a multiple of {NUM_GROUPS}, the groups of each norm"
         )
     return faults
+
+
+def convolution_dtypes(name: str, dtype: Any) -> tuple[Any, Any] | None:
+    """`Model.dtypes_in_use` of a kernel, which is standardised in float32; None for others."""
+    return (jnp.float32, dtype) if _CONVOLUTION.search(name) else None
+
+
+def runs_in_loop(name: str, stages: Sequence[int], scan: bool) -> bool:
+    """Whether the parameter `name` belongs to a unit that runs in a loop; see `Stage`."""
+    unit = _UNIT.match(name)
+    if unit is None or not scan:
+        return False
+    return int(unit[2]) > 0 and scans_units(stages[int(unit[1])])
+
+
+def split_units(
+    image_size: tuple[int, int], stages: Sequence[int], stem_width: int, recomputed: bool
+) -> list[SplitLayer]:
+    """`Model.split_layers` of the units of all stages, as part 0.
+
+    A unit is split over the channels between its convolutions. Its forward pass gathers the first
+    convolution's output and sums the last one's; its backward pass sums the gradients of the inputs
+    of both.
+    """
+    sides, channels, units = [-(-side // ROOT_STRIDE) for side in image_size], stem_width, []
+    for stage, depth in enumerate(stages):
+        positions, width = math.prod(sides), stem_width * 2**stage
+        if stage:
+            sides = [-(-side // 2) for side in sides]
+        for _ in range(depth):
+            inner, before = positions * width, positions * channels
+            positions, channels = math.prod(sides), width * EXPANSION
+            units.append(
+                SplitLayer(0, recomputed, (positions * channels,), (inner, before), (inner,))
+            )
+    return units
 
 
 def _by_std(kernel):

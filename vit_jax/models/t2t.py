@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from vit_jax.errors import InputError, nearest
+from vit_jax.models.contract import CONSTANTS
 from vit_jax.models.dense import Dense
 from vit_jax.models.dot_product import dot_product_attention
 from vit_jax.models.fields import find_not_positive, find_unknown
@@ -25,7 +26,6 @@ from vit_jax.models.position import POS_EMBEDS, SINCOS_1D, sincos_1d
 from vit_jax.models.variants import Variant
 from vit_jax.models.vit import ViT
 
-CONSTANTS = "constants"  # the collection of variables that are neither trained nor updated
 TOKEN_MODULES = ("performer", "transformer")
 _FEATURE_RATIO = 2  # token width / number of random features
 _EPS = 1e-8  # in the performer's denominator
@@ -179,6 +179,9 @@ class T2TViT(ViT):
     token_width: int = 64
 
     pos_embeds = (*POS_EMBEDS, SINCOS_1D)
+    embeds_patches = False
+    takes_other_sizes = False  # its positions may be constants
+    flops_by_sizes = None
 
     def setup(self):
         super().setup()
@@ -200,6 +203,11 @@ class T2TViT(ViT):
 
     def _embed(self, images):
         return self.embedding(self.stem(images))
+
+    @nn.nowrap
+    def filters(self, params):
+        del params
+        return "the first tokens of a T2T-ViT come from attention over pixels, not from filters"
 
     @nn.nowrap
     def _find_faults(self) -> list[str]:

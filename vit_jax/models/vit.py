@@ -4,6 +4,7 @@ Axes: B images, N tokens, D width, C classes.
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1.
 """
 
+import math
 from typing import ClassVar
 
 import flax.linen as nn
@@ -14,6 +15,7 @@ from einops import rearrange
 from vit_jax.errors import collect_faults
 from vit_jax.models.attention import NORMS
 from vit_jax.models.batch_norm import BatchNorm
+from vit_jax.models.contract import AttentionShape, Model, SplitLayer
 from vit_jax.models.dense import Dense
 from vit_jax.models.dropout import Dropout
 from vit_jax.models.fields import (
@@ -25,7 +27,14 @@ from vit_jax.models.fields import (
     find_unknown,
 )
 from vit_jax.models.gelu import GELU
-from vit_jax.models.layers import REMAT_POLICIES, BlockFields, Encoder, EncoderBlock, MapHead
+from vit_jax.models.layers import (
+    REMAT_POLICIES,
+    BlockFields,
+    Encoder,
+    EncoderBlock,
+    MapHead,
+    split_blocks,
+)
 from vit_jax.models.position import (
     LEARNED,
     POS_EMBEDS,
@@ -55,7 +64,7 @@ def extract_patches(images: jax.Array, patch_size: tuple[int, int]) -> jax.Array
     return rearrange(images, "b (h p) (w q) c -> b (h w) (p q c)", p=p, q=q)
 
 
-class ViT(BlockFields, nn.Module):
+class ViT(BlockFields, Model):
     """Vision Transformer: images (B, H, W, channels) in its value range -> logits (B, C), float32.
 
     In training (`train=True`), dropout and stochastic depth need the random stream `dropout`.
@@ -113,6 +122,9 @@ class ViT(BlockFields, nn.Module):
 
     pos_embeds: ClassVar[tuple[str, ...]] = POS_EMBEDS  # the kinds of positions that the class has
     block_class: ClassVar[type[nn.Module]] = EncoderBlock  # of each of the `depth` blocks
+    sums_of_block: ClassVar[int] = 2  # see `layers.split_blocks`
+    embeds_patches = True
+    takes_other_sizes = True
 
     def setup(self):
         # The reference embeds patches by a convolution: initialise as it does, not as `Dense`.
@@ -216,7 +228,7 @@ class ViT(BlockFields, nn.Module):
             x_BND, shared = self._take(x_BND, keep), self._take(shared, keep)
         x_BND = self.embedding_dropout(x_BND, ("batch", None, None), train=train)
         x_BND = self.constrain(x_BND, ("batch", None, None))
-        grid = None if self.block_class is EncoderBlock else self._grid(image_size)
+        grid = None if self.block_class is EncoderBlock else self.grid_of(image_size)
         return self.encoder(x_BND, grid=grid, shared=shared, train=train)
 
     @nn.nowrap
@@ -286,16 +298,6 @@ class ViT(BlockFields, nn.Module):
         """Height and width in pixels of the image area behind one token."""
         return self.patch_size
 
-    @nn.nowrap
-    def _grid(self, image_size: tuple[int, int]) -> tuple[int, int]:
-        return image_size[0] // self.token_stride[0], image_size[1] // self.token_stride[1]
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of the patch grid; the model must have an image size."""
-        assert self.image_size is not None
-        return self._grid(self.image_size)
-
     @property
     def has_class_token(self) -> bool:
         """Whether a class token precedes the patches."""
@@ -324,11 +326,68 @@ class ViT(BlockFields, nn.Module):
         """The position embedding for images of that size; the model must have one."""
         return Positions(
             kind=self.pos_embed,
-            grid=self._grid(image_size),
+            grid=self.grid_of(image_size),
             num_prefix=self.num_prefix_tokens,
             prefix_has_some=self.num_prefix_positions > 0,
             width=self.width // (self.num_heads if self.pos_embed == "relative" else 1),
         )
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of one image; the model must have an image size."""
+        return math.prod(self.grid) + self.num_prefix_tokens
+
+    @property
+    def attention_shape(self) -> AttentionShape | str:
+        tokens = None if self.image_size is None else self.num_tokens
+        head, relative = self.width // self.num_heads, self.pos_embed == "relative"
+        return AttentionShape(self.num_heads, head, tokens, self.attention_dropout, relative)
+
+    @property
+    def why_no_positions(self) -> str | None:
+        if self.pos_embed == "relative":
+            return "its positions are relative: they belong to pairs of patches, not to a patch"
+        return "the model has no position embedding" if self.pos_embed == "none" else None
+
+    @property
+    def num_pooled_tokens(self) -> int:
+        return int(self.pool == "token")
+
+    @nn.nowrap
+    def filters(self, params):
+        """The columns of the patch embedding."""
+        return params["embedding/kernel"].reshape(*self.patch_size, self.channels, -1)
+
+    @property
+    def block_bytes(self) -> int:
+        return 4 * self.num_tokens * (self.mlp_dim + self.num_heads * self.num_tokens)
+
+    @property
+    def flops_by_sizes(self) -> int | None:
+        """FLOPs of one image: see `Model`; None with relative positions.
+
+        For N tokens of width D and an MLP of width F, a block needs 2 N D (4 D + 2 F) + 4 N^2 D
+        FLOPs. The backward pass costs twice the forward pass, except for the patch embedding, which
+        needs no gradient with respect to the pixels.
+        """
+        if self.pos_embed == "relative":
+            return None
+        tokens, d, f = self.num_tokens, self.width, self.mlp_dim
+        values = math.prod(self.patch_size) * self.channels
+        embedding = 2 * math.prod(self.grid) * values * d
+        layers = self.depth * (2 * tokens * d * (4 * d + 2 * f) + 4 * tokens**2 * d)
+        heads = max(self.num_pooled_tokens, 1)
+        head = heads * 2 * d * (self.num_classes or 0) + 2 * d**2 * self.hidden_head
+        if self.pool == "map":  # one query: the probe
+            head += 2 * d * (2 * d + 2 * f) + 4 * tokens * d**2 + 4 * tokens * d
+        return 2 * embedding + 3 * (layers + head)
+
+    @nn.nowrap
+    def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
+        recomputed = self.depth if self.remat_layers is None else self.remat_layers
+        values = (self.num_tokens if tokens is None else tokens) * self.width
+        recomputed *= self.remat != "none"
+        return split_blocks(self.depth, recomputed, values, self.sums_of_block)
 
     def __post_init__(self):
         collect_faults(self._find_faults())

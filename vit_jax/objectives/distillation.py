@@ -274,8 +274,13 @@ class _Logits:
         if self.mode == "hard":
             label_B = _mean_log_p(logits, self.teachers, 1.0).argmax(axis=1)
             return {"hard": Softmax()(logits_BC, label_B, 0.0)}
-        t = self.temperature
-        log_p_BC = _mean_log_p(logits, self.teachers, t)
-        log_q_BC = jax.nn.log_softmax(logits_BC / t)
-        kl_B = (jnp.exp(log_p_BC) * (log_p_BC - log_q_BC)).sum(axis=1)
-        return {"soft": t**2 * kl_B / (logits_BC.shape[1] if len(heads) > 1 else 1)}
+        log_p_BC = _mean_log_p(logits, self.teachers, self.temperature)
+        loss_B = soft_loss(logits_BC, log_p_BC, self.temperature)
+        return {"soft": loss_B / (logits_BC.shape[1] if len(heads) > 1 else 1)}
+
+
+def soft_loss(logits_BC: jax.Array, log_p_BC: jax.Array, temperature: float) -> jax.Array:
+    """T^2 KL(p | softmax(logits / T)) -> (B,), T the temperature (Hinton et al., section 2)."""
+    log_q_BC = jax.nn.log_softmax(logits_BC / temperature)
+    kl_B = (jnp.exp(log_p_BC) * (log_p_BC - log_q_BC)).sum(axis=1)
+    return temperature**2 * kl_B

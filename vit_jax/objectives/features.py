@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.errors import InputError
-from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.contract import about, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.models.watched import Outputs, as_map, watch
 from vit_jax.objectives.contract import Teacher
@@ -118,17 +118,17 @@ class Features:
                 y = jax.image.resize(y, (*x.shape[:3], y.shape[-1]), "bilinear", antialias=True)
         layer = nn.Dense(y.shape[-1], dtype=x.dtype)
         x = cast(jax.Array, layer.apply({"params": adapter}, x)).astype(jnp.float32)
-        each = _cosine_distance(x, y) if self.distance == "cosine" else _smooth_l1(x, y)
+        each = cosine_distance(x, y) if self.distance == "cosine" else smooth_l1(x, y)
         return each.reshape(each.shape[0], -1).mean(axis=1)
 
 
-def _cosine_distance(x, y):
-    """1 - cosine over the last axis."""
+def cosine_distance(x, y):
+    """1 - cosine over the last axis: (..., D), (..., D) -> (...)."""
     norms = jnp.sqrt(jnp.square(x).sum(-1) * jnp.square(y).sum(-1) + _EPS**2)
     return 1 - (x * y).sum(-1) / norms
 
 
-def _smooth_l1(x, y):
+def smooth_l1(x, y):
     """Mean over the last axis of the smooth L1 distance to `y`, normalised over that axis."""
     y = jax.nn.standardize(y, axis=-1, epsilon=_EPS)
     far = jnp.abs(x - y)
@@ -139,9 +139,10 @@ def _check_layers_are_seen(model: nn.Module, pairs: Sequence[Pair]) -> None:
     if all(isinstance(pair.student, str) for pair in pairs):
         return
     for field, plain in (("scan", False), ("remat", "none")):
-        if value_of(model, field) != plain:
+        value = getattr(about(model), field)
+        if value != plain:
             raise InputError(
-                f"model.{field}={value_of(model, field)}: hides the layers that objective.features "
+                f"model.{field}={value}: hides the layers that objective.features "
                 f"compares; set --config.model.{field}={str(plain).lower()}"
             )
 
@@ -149,7 +150,7 @@ def _check_layers_are_seen(model: nn.Module, pairs: Sequence[Pair]) -> None:
 def _outputs_of(model: nn.Module, image_size: tuple[int, int]) -> Outputs:
     """The shapes of a model's outputs."""
     plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
-    images = jnp.zeros((1, *image_size, value_of(model, "channels")))
+    images = jnp.zeros((1, *image_size, about(model).channels))
 
     def call():
         with watch() as outputs:

@@ -5,7 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from vit_jax.models.fields import has_batch_statistics
+from vit_jax.models.contract import about
 from vit_jax.tree import Batch, ModelState, Params
 
 
@@ -29,7 +29,7 @@ def apply_in_training(
     """
     variables = {"params": params, **model_state}
     kwargs |= {"train": True, "rngs": {"dropout": rng}}
-    if not has_batch_statistics(model):
+    if not about(model).has_batch_statistics:
         return model.apply(variables, batch["image"], **kwargs), model_state
     kwargs |= {"mask": batch["mask"], "mutable": [*model_state]}
     output, changed = model.apply(variables, batch["image"], **kwargs)

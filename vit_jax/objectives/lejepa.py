@@ -30,8 +30,7 @@ import jax.numpy as jnp
 
 from vit_jax.config import POSITIVE, SHARE, key
 from vit_jax.errors import InputError
-from vit_jax.models.t2t import T2TViT
-from vit_jax.models.vit import ViT
+from vit_jax.models.contract import Model, about
 from vit_jax.objectives.contract import (
     Collapse,
     Objective,
@@ -97,7 +96,8 @@ class LeJepa(ObjectivePart):
         return [] if self.points % 2 else [f"points={self.points}: needs an odd number, e.g. 17"]
 
     def bind(self, model, loss, facts):
-        if not isinstance(model, ViT) or isinstance(model, T2TViT):  # which has constants
+        model = about(model)
+        if not model.takes_other_sizes:
             raise InputError(
                 f"objective.name='lejepa': does not train a {type(model).__name__}; choose a ViT "
                 "or a DeiT"
@@ -128,7 +128,7 @@ class LeJepa(ObjectivePart):
 class _LeJepa(NamedTuple):
     """The functions of the objective `LeJepa` of a model."""
 
-    model: ViT
+    model: Model
     head: Head
     keys: LeJepa
     shapes: Mapping[str, tuple[int, ...]]

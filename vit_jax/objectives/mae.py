@@ -6,6 +6,7 @@ Source: He et al. 2021 (arXiv:2111.06377), section 3.
 """
 
 import dataclasses
+import math
 from typing import Any, cast
 
 import flax.linen as nn
@@ -14,10 +15,11 @@ import jax.numpy as jnp
 
 from vit_jax.config import POSITIVE, key
 from vit_jax.errors import Faults, collect_faults
+from vit_jax.models.contract import Model, SplitLayer
 from vit_jax.models.forms import unconstrained
-from vit_jax.models.layers import BlockFields, Encoder
+from vit_jax.models.layers import BlockFields, Encoder, split_blocks
 from vit_jax.models.position import sincos_2d
-from vit_jax.models.vit import ViT, extract_patches
+from vit_jax.models.vit import extract_patches
 from vit_jax.objectives import patches
 from vit_jax.objectives.contract import (
     Objective,
@@ -75,6 +77,14 @@ class Decoder(BlockFields, nn.Module):
         head = nn.Dense(self.num_outputs, dtype=self.dtype, name="head")
         return head(x_BHW).astype(jnp.float32)
 
+    @nn.nowrap
+    def split_layers(self, tokens: int | None = None) -> list[SplitLayer]:
+        """Its blocks, which are no part of the model, and always learn."""
+        tokens = self.num_prefix + math.prod(self.grid) if tokens is None else tokens
+        recomputed = self.depth if self.remat != "none" else 0
+        blocks = split_blocks(self.depth, recomputed, tokens * self.width)
+        return [block._replace(part=None) for block in blocks]
+
 
 class Mae(ObjectivePart):
     """Predicts hidden patches from the visible ones, with the decoder as its own parameters.
@@ -103,7 +113,7 @@ class Mae(ObjectivePart):
         return faults
 
     def bind(self, model, loss, facts):
-        patches.check_patches(model, "mae")
+        model = patches.check_patches(model, "mae")
         collect_faults([f"objective.name='mae': {fault}" for fault in model.find_keep_faults()])
         bound = _Mae(model, self)
         return Objective(
@@ -120,7 +130,7 @@ class Mae(ObjectivePart):
 class _Mae:
     """The functions of the objective `Mae` of a model."""
 
-    model: ViT
+    model: Model
     keys: Mae
 
     def count_visible(self) -> int:

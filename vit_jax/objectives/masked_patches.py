@@ -16,7 +16,8 @@ from einops import rearrange
 
 from vit_jax.config import key
 from vit_jax.errors import InputError
-from vit_jax.models.vit import ViT, extract_patches
+from vit_jax.models.contract import Model
+from vit_jax.models.vit import extract_patches
 from vit_jax.objectives import patches
 from vit_jax.objectives.contract import (
     Objective,
@@ -104,7 +105,7 @@ class MaskedPatches(ObjectivePart):
     target: str = key("mean_colour", "what is predicted of a patch", choices=TARGETS)
 
     def bind(self, model, loss, facts):
-        patches.check_patches(model, "masked_patches")
+        model = patches.check_patches(model, "masked_patches")
         if self.target == "small_patch" and any(side % _SMALL for side in model.patch_size):
             raise InputError(
                 f"objective.target='small_patch': {_SMALL} must divide the patch's sides "
@@ -124,7 +125,7 @@ class MaskedPatches(ObjectivePart):
 class _MaskedPatches:
     """The functions of the objective `MaskedPatches` of a model."""
 
-    model: ViT
+    model: Model
     facts: RunFacts
     mask_ratio: float
     target: str

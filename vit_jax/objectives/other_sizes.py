@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.errors import InputError
-from vit_jax.models.vit import ViT
+from vit_jax.models.contract import Model
 from vit_jax.tree import Params
 
 
-def check_size(model: ViT, size: tuple[int, int], key: str) -> None:
+def check_size(model: Model, size: tuple[int, int], key: str) -> None:
     """Raise InputError if the positions of `model` cannot be resampled to images of `size`."""
     fits = all(side % patch == 0 for side, patch in zip(size, model.token_stride, strict=True))
     if not fits:
@@ -26,7 +26,7 @@ def check_size(model: ViT, size: tuple[int, int], key: str) -> None:
         )
 
 
-def at_size(model: ViT, params: Params, size: tuple[int, int]) -> tuple[ViT, Params]:
+def at_size(model: Model, params: Params, size: tuple[int, int]) -> tuple[Model, Params]:
     """`model` for images of `size` (height, width), and `params` with positions that fit it.
 
     Tables are resampled by bicubic interpolation without antialiasing (a = -1/2, where the

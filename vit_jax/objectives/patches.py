@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from vit_jax.errors import InputError, collect_faults
-from vit_jax.models.hybrid import HybridViT
-from vit_jax.models.t2t import T2TViT
-from vit_jax.models.vit import ViT
+from vit_jax.errors import InputError
+from vit_jax.models.contract import Model, about
 from vit_jax.objectives.contract import Collapse
 
 COLLAPSE = Collapse("Lower optimizer.peak_lr, lengthen schedule.warmup, or train for longer")
@@ -32,15 +30,21 @@ class Reconstruction(NamedTuple):
     restored: jax.Array
 
 
-def check_patches(model: nn.Module, name: str) -> None:
-    """Raise InputError if the tokens of `model` are not the patches of its images."""
-    if not isinstance(model, ViT) or isinstance(model, HybridViT | T2TViT):
+def check_patches(model: nn.Module, name: str) -> Model:
+    """`model`, whose tokens are the patches of its images.
+
+    Raises:
+      InputError: they are not.
+    """
+    model = about(model)
+    if not model.embeds_patches:
         raise InputError(
             f"objective.name={name!r}: hides patches of the image, and the tokens of a "
             f"{type(model).__name__} see more than one patch; choose a ViT or a DeiT"
         )
     if model.image_size is None or model.grid[0] * model.grid[1] < 2:
-        collect_faults([f"objective.name={name!r}: needs images of at least two patches"])
+        raise InputError(f"objective.name={name!r}: needs images of at least two patches")
+    return model
 
 
 def row_keys(rng: jax.Array, num_rows: int) -> jax.Array:

@@ -24,9 +24,8 @@ import jax.numpy as jnp
 
 from vit_jax.config import FROM_0, POSITIVE, SHARE, key
 from vit_jax.errors import Faults, InputError, collect_faults
-from vit_jax.models.fields import with_known
+from vit_jax.models.contract import Model, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
-from vit_jax.models.vit import ViT
 from vit_jax.objectives import centring, patches
 from vit_jax.objectives.block_masks import Hidden, draw_hidden
 from vit_jax.objectives.contract import (
@@ -142,7 +141,7 @@ class SelfDistillation(ObjectivePart):
         return faults
 
     def bind(self, model, loss, facts):
-        patches.check_patches(model, "self_distillation")
+        model = patches.check_patches(model, "self_distillation")
         _check_views(model, facts, self)
         _check_start(facts.durations)
         bound = _SelfDistillation(model, self, facts.shapes, facts.durations)
@@ -177,7 +176,7 @@ def _check_start(durations: Mapping[str, int]) -> None:
     ])  # fmt: skip
 
 
-def _check_views(model: ViT, facts: RunFacts, keys: SelfDistillation) -> None:
+def _check_views(model: Model, facts: RunFacts, keys: SelfDistillation) -> None:
     """Raise InputError if the views of a batch do not suit the model and the keys."""
     views = facts.shapes.get(GLOBAL)
     if views is None:
@@ -218,7 +217,7 @@ class _SelfDistillation:
     durations: {config key: steps}.
     """
 
-    model: ViT
+    model: Model
     keys: SelfDistillation
     shapes: Mapping[str, tuple[int, ...]]
     durations: Mapping[str, int]
@@ -340,7 +339,7 @@ class _SelfDistillation:
         images: jax.Array,
         hidden: Hidden | None,
         dropout_key: jax.Array | None,
-        model: ViT | None = None,
+        model: Model | None = None,
         *,
         hides: bool = False,
         learns: jax.Array | bool = True,

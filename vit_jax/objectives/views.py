@@ -6,12 +6,12 @@ Axes: B pictures, V views, D features.
 import jax
 import jax.numpy as jnp
 
-from vit_jax.models.vit import ViT
+from vit_jax.models.contract import Model
 from vit_jax.objectives.other_sizes import at_size
 from vit_jax.tree import Params
 
 
-def features_of_views(model: ViT, params: Params, views: jax.Array, rng: jax.Array) -> jax.Array:
+def features_of_views(model: Model, params: Params, views: jax.Array, rng: jax.Array) -> jax.Array:
     """The features of views (B, V, h, w, channels), float32 (B, V, D), in training.
 
     For views of another size than the model's images, its positions are resampled.

@@ -18,7 +18,7 @@ from vit_jax import files
 from vit_jax.config import stored as stored_config
 from vit_jax.config.plugins import digests
 from vit_jax.job.software import software
-from vit_jax.models.fields import field_names
+from vit_jax.models.contract import field_names
 from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.compiled import compile_plan
 from vit_jax.planning.targets import Target

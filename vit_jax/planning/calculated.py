@@ -23,17 +23,14 @@ from vit_jax.devices.mesh import AXES, make_mesh
 from vit_jax.experiment.durations import parse_durations, parse_milestones
 from vit_jax.experiment.exchange import choose_exchange
 from vit_jax.experiment.experiment import Experiment, with_shardings
-from vit_jax.models import find_family
-from vit_jax.models.fields import field_names, value_of
+from vit_jax.models import fields_of
+from vit_jax.models.contract import about
 from vit_jax.objectives import objective_of
 from vit_jax.planning.estimates import exchange_s
 from vit_jax.planning.exchanges import axes_of, collective_table, parameter_table, update_specs
 from vit_jax.planning.kept import Leaf, peak_bytes
 from vit_jax.planning.plan_figures import describe, judge, state_bytes
 from vit_jax.planning.targets import Target, batch_ways, describe_devices, plan_mesh
-from vit_jax.planning.tensor_exchanges import (
-    num_tokens,
-)
 from vit_jax.run.teachers import planned_experiment
 
 _DOTS = 0.1  # as if so many layers were computed again: norms and activations, no products
@@ -70,7 +67,7 @@ def _scanned(config: ConfigDict, mesh: Mesh) -> Experiment | None:
     None where a scan would not compute the same: layers that are recomputed, frozen or compared one
     by one.
     """
-    has_scan = "scan" in field_names(find_family(config.model.name).module)
+    has_scan = "scan" in fields_of(config.model.name)
     by_layer = (
         config.model.remat_layers is not None
         or config.optimizer.freeze is not None
@@ -109,13 +106,13 @@ def calculate_layout(config: ConfigDict, target: Target) -> dict[str, Any]:
     experiment, memory = _lay_out(config, target)
     table = parameter_table(experiment, mesh.shape, target, num_microbatches(config))
     hidden, added = exchange_s(table, target.chip)
-    model = experiment.model
-    again = {"none": 0.0, "dots": _DOTS, "full": 1.0}[value_of(model, "remat")]
+    model = about(experiment.model)
+    again = {"none": 0.0, "dots": _DOTS, "full": 1.0}[model.remat]
     if again and config.model.remat_layers is not None:
         again = config.model.remat_layers / model.depth
     return {
         "memory_bytes": memory,
-        "recomputed": again + _SCAN * value_of(model, "scan"),
+        "recomputed": again + _SCAN * model.scan,
         "exchange_s": (added, hidden),
     }
 
@@ -205,7 +202,7 @@ def _shares_bytes(experiment: Experiment, images: int) -> int:
     values = 2 * sum(
         leaf.size for leaf in jax.tree.leaves(state.params) if "data" in leaf.sharding.spec
     )
-    values += images * model.depth * num_tokens(model) * (model.width + model.mlp_dim)
+    values += images * model.depth * model.num_tokens * (model.width + model.mlp_dim)
     return values * jnp.dtype(model.dtype).itemsize
 
 

@@ -2,12 +2,10 @@
 
 import itertools
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -15,25 +13,12 @@ from jax.sharding import PartitionSpec
 from vit_jax import tree
 from vit_jax.devices.chips import GPUS_PER_HOST
 from vit_jax.devices.mesh import AXES, BATCH_AXES
+from vit_jax.errors import InputError
 from vit_jax.experiment.experiment import Experiment
 from vit_jax.experiment.optimizers.masks import leaves_that_learn
-from vit_jax.models.efficientnet import EfficientNet
-from vit_jax.models.fields import has_batch_statistics, value_of
-from vit_jax.models.resnet import scans_units
-from vit_jax.models.vit import ViT
+from vit_jax.models.contract import Model, about
 from vit_jax.objectives.contract import TokenPass
 from vit_jax.planning.targets import Target
-from vit_jax.planning.tensor_exchanges import (
-    passes_of,
-    recomputed_layers,
-    still_of,
-    tensor_exchanges,
-)
-
-_IN_LAYERS = re.compile(r"(?:.*/)?layer(?:s|_(\d+))/")
-_HEAD = re.compile(r"(?:head|head_distillation)/")
-_UNIT = re.compile(r"(?:.*/)?stage_(\d+)/layer_(\d+)/")
-_CONVOLUTION = re.compile(r"(?:^|/)conv\w*/kernel$")
 
 # The exchanges within a slice behind which the TPU compiler (libtpu 0.0.52) computes.
 _HIDDEN = ("all-gather", "all-to-all")
@@ -94,7 +79,7 @@ def collective_table(
     - The weights of teachers are gathered once per microbatch: frozen ones, and the averages that
       the objective reads.
 
-    `tensor_exchanges` gives the collectives of activations over tensor. The sums of each batch
+    `_add_activations` adds the collectives of activations over tensor. The sums of each batch
     statistic, and of its gradient, are all-reduced over the axes that split the batch.
 
     Args:
@@ -105,8 +90,8 @@ def collective_table(
     _add_teachers(exchanges, experiment, accum_steps)
     if shape["tensor"] > 1:
         still = _count_still(experiment)
-        for each in passes_of(experiment.model, experiment.objective):
-            _add_activations(exchanges, each, images, still_of(each, still))
+        for each in experiment.objective.passes or (TokenPass(experiment.model),):
+            _add_activations(exchanges, each, images, still)
     _add_statistics(exchanges, experiment)
     return exchanges.table(target)
 
@@ -165,12 +150,12 @@ def _add_parameters(
     exchanges: _Exchanges, experiment: Experiment, accum_steps: int, *, scatters_over_data: bool
 ) -> None:
     """Add the collectives of weights, gradients and updates; see `collective_table`."""
-    model, shape = experiment.model, exchanges.shape
+    model, shape = about(experiment.model), exchanges.shape
     specs, learning = update_specs(experiment), _learning(experiment)
     params = experiment.abstract_state.params
     still = set(tree.parts(params)[: _count_still(experiment)])
     for name, leaf in tree.flatten_names(params).items():
-        weight_size, gradient_size = _sizes_in_use(name, leaf, model)
+        weight_size, gradient_size = _sizes_in_use(name, model)
         arrays = leaf.shape[0] if tree.is_stacked(name) else 1
         share = math.prod(leaf.sharding.shard_shape(leaf.shape)) // arrays
         split = [
@@ -189,7 +174,7 @@ def _add_parameters(
         if "fsdp" in scattered:
             whole = share * shape["fsdp"]
             has_backward = tree.part_of(tree.unrolled_names(name, leaf)[0]) not in still
-            passes = 1 + (has_backward and _is_gathered_again(name, model))
+            passes = 1 + (has_backward and model.reads_again(name))
             exchanges.add("all-gather", "fsdp", whole * weight_size, arrays * passes * accum_steps)
         if not learning[name]:
             continue
@@ -206,26 +191,6 @@ def _add_parameters(
                 share //= shape[axis]
 
 
-def _is_gathered_again(name: str, model: nn.Module) -> bool:
-    """Whether the backward pass gathers the parameter `name` again."""
-    layer = _IN_LAYERS.match(name)
-    if layer is None:
-        return False
-    if layer[1] is None or _is_in_loop(name, model):
-        return True
-    return value_of(model, "remat") != "none" and (
-        not isinstance(model, ViT) or int(layer[1]) < recomputed_layers(model)
-    )
-
-
-def _is_in_loop(name: str, model: nn.Module) -> bool:
-    """Whether the parameter `name` belongs to a ResNet's unit that runs in a loop."""
-    unit = _UNIT.match(name)
-    if unit is None or not value_of(model, "scan"):
-        return False
-    return int(unit[2]) > 0 and scans_units(model.stages[int(unit[1])])
-
-
 def _add_teachers(exchanges: _Exchanges, experiment: Experiment, accum_steps: int) -> None:
     """Add the gathers of the weights of teachers; see `collective_table`."""
     state, objective, model = experiment.abstract_state, experiment.objective, experiment.model
@@ -239,7 +204,7 @@ def _add_teachers(exchanges: _Exchanges, experiment: Experiment, accum_steps: in
         taught.append((model, state.ema))
     for of, variables in taught:
         for name, leaf in tree.flatten_names(variables).items():
-            size, _ = _sizes_in_use(name.removeprefix("params/"), leaf, of)
+            size, _ = _sizes_in_use(name.removeprefix("params/"), about(of))
             arrays = leaf.shape[0] if tree.is_stacked(name) else 1
             share = math.prod(leaf.sharding.shard_shape(leaf.shape)) // arrays
             for axis in BATCH_AXES:
@@ -249,23 +214,36 @@ def _add_teachers(exchanges: _Exchanges, experiment: Experiment, accum_steps: in
 
 
 def _add_activations(exchanges: _Exchanges, own: TokenPass, examples: int, still: int) -> None:
-    """Add the collectives of the activations of a pass over `tensor`."""
-    found = [tensor_exchanges(own.model, own.tokens)]
-    if own.learns:
-        found += [
-            tensor_exchanges(own.model, own.tokens, again=True, still=still),
-            tensor_exchanges(own.model, own.tokens, backward=True, still=still),
-        ]
-    for kind in found[0]:
-        count = sum(each[kind][0] for each in found)
-        number = sum(each[kind][1] for each in found)
-        if count:
-            exchanges.add(kind, "tensor", examples * own.images * number // count, count)
+    """Add the collectives of the activations of a pass over `tensor`; see `Model.split_layers`.
+
+    No gradient flows through the first `still` parts of the model.
+
+    Raises:
+      InputError: the model does not say what its layers exchange.
+    """
+    model = about(own.model)
+    layers = model.split_layers(own.tokens)
+    if layers is None:
+        raise InputError(
+            f"model {type(own.model).__name__}: its exchanges over mesh.tensor cannot be "
+            "calculated; set --config.mesh.tensor=1, or plan it for TPUs with their compiler "
+            "(pip install -e '.[plan]', and no --no_compile)"
+        )
+    arrays: dict[str, tuple[int, ...]] = {"all-reduce": (), "all-gather": ()}
+    for layer in layers:
+        learns = own.learns and (layer.part is None or layer.part >= still)
+        forward = 1 + (learns and layer.recomputed)
+        arrays["all-reduce"] += layer.reduced * forward + layer.reduced_back * learns
+        arrays["all-gather"] += layer.gathered * forward
+    for kind, values in arrays.items():
+        if values:
+            number = examples * own.images * sum(values) * jnp.dtype(model.dtype).itemsize
+            exchanges.add(kind, "tensor", number // len(values), len(values))
 
 
 def _add_statistics(exchanges: _Exchanges, experiment: Experiment) -> None:
     """Add the collectives of batch statistics, in float32; none for a model without them."""
-    if not has_batch_statistics(experiment.model):
+    if not about(experiment.model).has_batch_statistics:
         return
     for leaf in jax.tree.leaves(experiment.abstract_state.model_state):
         for axis in BATCH_AXES:
@@ -298,18 +276,9 @@ def axes_of(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return part if isinstance(part, tuple) else (part,) if part else ()
 
 
-def _sizes_in_use(name: str, leaf: jax.ShapeDtypeStruct, model: nn.Module) -> tuple[int, int]:
-    """Bytes per value of a weight at its first use, and of its gradient when it is computed.
-
-    Both use the dtype of computation, with three exceptions: heads and batch normalisation compute
-    in float32, and a ResNet's kernels are standardised in float32.
-    """
-    size, own = jnp.dtype(value_of(model, "dtype")).itemsize, leaf.dtype.itemsize
-    if _HEAD.match(name):
-        return own, own
-    if isinstance(model, EfficientNet):
-        return (size, size) if name.endswith("/kernel") else (own, own)
-    return own if _CONVOLUTION.search(name) else size, size
+def _sizes_in_use(name: str, model: Model) -> list[int]:
+    """Bytes per value of a weight at its first use, and of its gradient when it is computed."""
+    return [jnp.dtype(dtype).itemsize for dtype in model.dtypes_in_use(name)]
 
 
 def _network(axis: str, shape: Mapping[str, int], target: Target) -> str:

@@ -1,7 +1,13 @@
 """What the kernels of a program take, which the TPU compiler's own estimate leaves out.
 
 The compiler can write down its final schedule of a kernel: bundles of instructions, one a cycle.
-Only a process that is started for it can ask for that: planning/schedules.py is run in one.
+Only a process that is started for it can ask for that. It runs this file as a program:
+
+  python -m vit_jax.planning.kernel_cycles FOLDER TOPOLOGY
+
+FOLDER/0.exported, 1.exported, ... are kernels, as `jax.export` writes them. LIBTPU_INIT_ARGS must
+have the compiler write its schedules into FOLDER/dump. On standard output: [bundles, ...], null for
+a kernel without schedule.
 """
 
 import json
@@ -9,6 +15,7 @@ import logging
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,8 +25,10 @@ from typing import Any, NamedTuple
 import jax
 from jax import export
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.sharding import SingleDeviceSharding
 
-from vit_jax.planning.targets import Target
+from vit_jax.devices.chips import find_slice
+from vit_jax.planning.targets import Target, find_devices, start_planning
 
 logger = logging.getLogger("vit_jax")
 
@@ -103,13 +112,8 @@ def _bundles(calls: list[KernelCall], target: Target) -> list[int | None]:
         dump.mkdir()
         options = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
-        command = [
-            sys.executable,
-            "-m",
-            "vit_jax.planning.kernel_bundles",
-            folder,
-            target.slice.name,
-        ]
+        module = "vit_jax.planning.kernel_cycles"
+        command = [sys.executable, "-m", module, folder, target.slice.name]
         done = subprocess.run(
             command,
             env=os.environ | {"LIBTPU_INIT_ARGS": f"{given} {options}".strip()},
@@ -131,3 +135,33 @@ def _exported(eqn: JaxprEqn) -> bytes:
 
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
     return export.export(jax.jit(call), platforms=["tpu"])(*shapes).serialize()
+
+
+def _print_bundles(folder: pathlib.Path, topology: str) -> None:
+    target = Target(find_slice(topology))
+    start_planning(target)
+    device = find_devices(target)[0]
+    kernels = sorted(folder.glob("*.exported"), key=lambda path: int(path.stem))
+    print(json.dumps([_count(path, device, folder / "dump") for path in kernels]))
+
+
+def _count(path: pathlib.Path, device: jax.Device, dump: pathlib.Path) -> int | None:
+    """Bundles of the longest program in the schedule: it is the kernel, the others are copies."""
+    for old in dump.iterdir():
+        old.unlink()
+    exported = export.deserialize(bytearray(path.read_bytes()))
+    where = SingleDeviceSharding(device)
+    call = jax.jit(exported.call, in_shardings=where, out_shardings=where)
+    call.lower(*exported.in_avals).compile()
+    schedules = dump.glob("*final_hlo-static-per-bundle-utilization.txt")
+    return max((count_bundles(schedule.read_text()) for schedule in schedules), default=None)
+
+
+def count_bundles(text: str) -> int:
+    """The lines of a schedule's table: one is a bundle, with its use of each unit."""
+    table = text.partition("== UTILIZATION:")[2]
+    return sum(re.match(r"\s*\d+(\s+\d+)*\s*$", line) is not None for line in table.splitlines())
+
+
+if __name__ == "__main__":
+    _print_bundles(pathlib.Path(sys.argv[1]), sys.argv[2])

@@ -10,11 +10,11 @@ from ml_collections import ConfigDict
 
 from vit_jax import tree
 from vit_jax.config import stored as stored_config
-from vit_jax.devices import flops, sharding
+from vit_jax.devices import sharding
 from vit_jax.devices.chips import count_chips
 from vit_jax.experiment.experiment import Experiment
 from vit_jax.experiment.model_name import describe_model
-from vit_jax.models.fields import value_of
+from vit_jax.models.contract import about
 from vit_jax.planning.targets import Target, batch_ways, plan_mesh
 from vit_jax.run.teachers import planned_experiment
 
@@ -32,10 +32,10 @@ def describe(
       counted: an experiment with the same FLOPs that is traced faster; None: `experiment`.
     """
     ways = batch_ways(mesh.shape)
-    counted = counted or experiment
+    counted, model = counted or experiment, about(experiment.model)
     by_sizes = None
     if config.objective.name == "supervised" and experiment.freeze is None:
-        by_sizes = flops.vit_flops(experiment.model)
+        by_sizes = model.flops_by_sizes
     with jax.set_mesh(mesh):
         step_flops = counted.flops_per_step
     return {
@@ -47,14 +47,14 @@ def describe(
         "num_hosts": target.slice.num_hosts * target.num_slices,
         "devices_per_chip": target.chip.devices,
         "mesh": dict(mesh.shape),
-        "remat": value_of(experiment.model, "remat"),
-        "remat_layers": value_of(experiment.model, "remat_layers"),
-        "scan": value_of(experiment.model, "scan"),
+        "remat": model.remat,
+        "remat_layers": model.remat_layers,
+        "scan": model.scan,
         "global_batch_size": config.global_batch_size,
         "images_per_way": config.global_batch_size // ways,
         "total_steps": experiment.total_steps,
         "num_params": experiment.num_params,
-        "dropout": getattr(experiment.model, "dropout", 0.0),
+        "dropout": getattr(model, "dropout", 0.0),
         "host_bytes_at_save": host_bytes_at_save(experiment, mesh),
         "flops": {
             "forward_macs_per_image": counted.forward_flops_per_image // 2,

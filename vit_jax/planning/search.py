@@ -20,15 +20,14 @@ from vit_jax.config import (
     LAYOUT_KEYS,
     default_config,
     flatten,
-    model_fields,
     num_microbatches,
     with_values,
 )
 from vit_jax.devices.chips import SLICES
 from vit_jax.devices.flops import format_bytes
 from vit_jax.errors import InputError
-from vit_jax.models import create_model, find_family
-from vit_jax.models.fields import field_names, has_batch_statistics
+from vit_jax.models import fields_of, model_of
+from vit_jax.models.contract import about, with_known
 from vit_jax.objectives import objective_of
 from vit_jax.planning import plan
 from vit_jax.planning.calculated import UNCERTAINTY, calculate_layout, calculate_memory
@@ -83,7 +82,7 @@ def meshes(config: ConfigDict, target: Target) -> list[dict[str, int]]:
 
 def _remats(config: ConfigDict) -> tuple[str, ...]:
     """The remat policies of the model's family, with which the objective can compute."""
-    has_remat = "remat" in field_names(find_family(config.model.name).module)
+    has_remat = "remat" in fields_of(config.model.name)
     has_remat = has_remat and not objective_of(config).watches_layers
     return REMATS if has_remat else ("none",)
 
@@ -172,7 +171,7 @@ def _changes(
     }  # fmt: skip
     share, accum = figures["images_per_way"], num_microbatches(config)
     parts = [accum * times for times in (2, 4, 8) if share % (accum * times) == 0]
-    if has_batch_statistics(find_family(config.model.name).module):
+    if model_of(config).has_batch_statistics:
         parts = []
     both = full | split
     tries = [*heavier, split, both, *(both | {"optimizer.accum_steps": steps} for steps in parts)]
@@ -325,15 +324,14 @@ def _layouts_on(
     The first needs the least memory: if it does not fit, no other is tried. `tries_dots`: also
     remat "dots", which on TPUs is slower than full remat of some layers.
     """
-    module = find_family(config.model.name).module
-    fields = field_names(module)
+    fields = fields_of(config.model.name)
     is_free = "remat" in fields and not objective_of(config).watches_layers
     if not is_free or not _is_default(config, ("model.remat", "model.remat_layers")):
         yield {}, plan(config)
         return
     scan = config.model.scan
     # A scan that keeps the parameters apart, as a BiT's, only saves time to compile.
-    free = "scan" in fields and scan is None and getattr(module, "stacks_layers", True)
+    free = scan is None and about(with_known(model_of(config), scan=True)).stacks_layers
     least = {"model.remat": "full"} | ({"model.scan": True} if free else {})
     none = {"model.remat": "none"} | ({"model.scan": False} if free else {})
     figures = plan(with_values(config, least))
@@ -356,7 +354,7 @@ def _with_least_remat(
     config: ConfigDict, plan: Plan, figures: dict[str, Any]
 ) -> Iterator[tuple[Changes, dict[str, Any]]]:
     """The unrolled layout whose fewest layers recompute; `figures`: the plan without remat."""
-    depth = _depth(config)
+    depth = model_of(config).depth
     saved, layers = figures["memory_bytes"]["temporaries"] / depth, 0
     for _ in range(_LAYER_TRIES):
         memory = figures["memory_bytes"]
@@ -372,9 +370,3 @@ def _with_least_remat(
             yield changes, figures
         if figures["memory_bytes"]["fits"] and not figures["memory_bytes"]["may_not_fit"]:
             return
-
-
-def _depth(config: ConfigDict) -> int:
-    """Number of layers of the config's model."""
-    fields = model_fields(config)
-    return create_model(config.model.name, 1, config.data.image_size, **fields).depth

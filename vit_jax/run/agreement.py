@@ -8,14 +8,12 @@ Every function raises:
   ProcessError: if processes miss the deadline; names them.
 """
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
 from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
@@ -26,72 +24,45 @@ from vit_jax.config.plugins import digests
 from vit_jax.job import processes, watchdog
 from vit_jax.job.software import software
 
-_BATCHES_COMPARED = 2
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-def compare_requests(config: ConfigDict, more: Mapping[str, Any] = MappingProxyType({})) -> None:
+def compare(config: ConfigDict, what: str, find: Callable[[], Mapping[str, Any]]) -> None:
+    """Check that all processes `find` the same facts, {name: value}; `what` names them in errors.
+
+    `find` is not called in a job of one process.
+    """
+    if jax.process_count() > 1:
+        with watchdog.phase("comparison"):
+            processes.agree(what, find(), config.job.compile_deadline_s)
+
+
+def compare_requests(config: ConfigDict, more: Mapping[str, Any] = _NONE) -> None:
     """Check that all processes have the same config, `more` facts, software and local devices."""
-    if jax.process_count() == 1:
-        return
-    facts = {
-        f"--config.{key}": value
-        for key, value in config_lib.flatten(config).items()
-        if not key.endswith("data_dir")  # each process may have its own copy of the data
-    }
-    facts["devices per process"] = (jax.local_device_count(), jax.local_devices()[0].device_kind)
-    _agree(
-        config,
-        "config, software or devices",
-        facts | software() | digests(config.plugins) | dict(more),
-    )
+
+    def find() -> dict[str, Any]:
+        facts = {
+            f"--config.{key}": value
+            for key, value in config_lib.flatten(config).items()
+            if not key.endswith("data_dir")  # each process may have its own copy of the data
+        }
+        devices = jax.local_device_count(), jax.local_devices()[0].device_kind
+        facts |= {"devices per process": devices}
+        return facts | software() | digests(config.plugins) | dict(more)
+
+    compare(config, "config, software or devices", find)
 
 
 def compare_findings(
-    config: ConfigDict, sources: Mapping[SplitKey, data.Source], more: Mapping[str, Any]
-) -> None:
-    """Check that all processes found the same data, and agree on the facts in `more`."""
-    if jax.process_count() == 1:
-        return
-    facts = {f"{k.data_name} {k.split}": s.fingerprint for k, s in sources.items()}
-    _agree(config, "data or files", facts | dict(more))
-
-
-def compare_workdirs(config: ConfigDict, workdir: epath.Path) -> None:
-    """Check that all processes see the same workdir; a path may be another disk on another host."""
-    with watchdog.phase("comparison"):
-        processes.check_one_workdir(workdir, config.job.compile_deadline_s)
-
-
-def compare_weights(
     config: ConfigDict,
-    params: Mapping[str, np.ndarray] | None,
-    model_state: Mapping[str, np.ndarray],
+    sources: Mapping[SplitKey, data.Source],
+    weights: Mapping[str, np.ndarray] = _NONE,
+    more: Mapping[str, Any] = _NONE,
 ) -> None:
-    """Check that all processes have read the same initial weights; None: there are none."""
-    if jax.process_count() == 1 or params is None:
-        return
-    _agree(config, "initial weights", {"weights read": hash_params({**params, **model_state})})
+    """Check that all processes found the same data, weights and `more` facts."""
 
+    def find() -> dict[str, Any]:
+        facts = {f"{k.data_name} {k.split}": s.fingerprint for k, s in sources.items()}
+        return facts | {"weights read": hash_params(weights)} | dict(more)
 
-def compare_programs(config: ConfigDict, lowered: jax.stages.Lowered) -> None:
-    """Check that all processes are about to compile the same step."""
-    if jax.process_count() == 1:
-        return
-    digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-    _agree(config, "lowered program", {"lowered step": digest})
-
-
-def compare_starts(config: ConfigDict, order: data.Order, start: int) -> None:
-    """Check that all processes continue after step `start`, with examples in the same order."""
-    size = config.global_batch_size
-    first = np.arange(start * size, (start + _BATCHES_COMPARED) * size)
-    facts = {
-        "first step": start + 1,
-        "ids of the first batches": np.asarray(order(first)).tobytes(),
-    }
-    _agree(config, "starting point", facts)
-
-
-def _agree(config: ConfigDict, what: str, facts: Mapping[str, Any]) -> None:
-    with watchdog.phase("comparison"):
-        processes.agree(what, facts, config.job.compile_deadline_s)
+    compare(config, "data or files", find)

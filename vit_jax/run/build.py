@@ -2,9 +2,11 @@
 
 import dataclasses
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh
@@ -13,22 +15,57 @@ from ml_collections import ConfigDict
 from vit_jax import config as config_lib
 from vit_jax import data, files, transfer
 from vit_jax.config import SplitKey
+from vit_jax.data.order import local_rows
 from vit_jax.data.preprocessing import Preprocessing
+from vit_jax.devices import flops, sharding
+from vit_jax.devices.mesh import BATCH_AXES, batch_sharding
 from vit_jax.errors import InputError
 from vit_jax.evaluators import check_outputs, make_evaluators
 from vit_jax.evaluators.inputs import Measure
 from vit_jax.evaluators.metric_names import check_metrics
 from vit_jax.experiment.experiment import Experiment, make_experiment
+from vit_jax.experiment.model_name import describe_model
 from vit_jax.objectives.contract import Teacher
-from vit_jax.run.opener import Files
+from vit_jax.run.changes import check_unchanged
+from vit_jax.run.opener import ChooseLayout, Files
 from vit_jax.run.resolve import Resolved, resolve
 from vit_jax.run.sources import data_fingerprint, find_places, training_order
 from vit_jax.run.teachers import check_same_teachers, compare_classes, describe_teachers
-from vit_jax.run.timetable import Timetable
-from vit_jax.run.workdir import ChooseLayout, StoredRun, check_unchanged, read_run
+from vit_jax.run.workdir import StoredRun, read_run
 from vit_jax.transfer.fit import reorder_head
 
 logger = logging.getLogger("vit_jax")
+
+
+class Timetable:
+    """The steps at which a run logs, evaluates and saves; the last step does all three.
+
+    Args:
+      durations: {key: steps} for every duration of the config, from `parse_durations`.
+
+    keep_every: interval, in steps, of the checkpoints that are kept for ever; None: none are.
+    """
+
+    def __init__(self, durations: Mapping[str, int]):
+        self._durations, self._total_steps = durations, durations["duration"]
+        self._evals = [key.split(".")[1] for key in durations if key.startswith("evals.")]
+        self.keep_every = durations.get("checkpoint.keep_every")
+
+    def _is_due(self, key: str, step: int) -> bool:
+        return step == self._total_steps or step % self._durations[key] == 0
+
+    def logs(self, step: int) -> bool:
+        """Whether the run logs training metrics at `step`."""
+        return self._is_due("log.every", step)
+
+    def evaluators(self, step: int) -> list[str]:
+        """Names of the evaluators that run at `step`, in the order of the config."""
+        return [name for name in self._evals if self._is_due(f"evals.{name}.every", step)]
+
+    def saves(self, step: int) -> bool:
+        """Whether the run saves at `step`; multiples of `keep_every` are always saved."""
+        kept = self.keep_every is not None and step % self.keep_every == 0
+        return kept or self._is_due("checkpoint.every", step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +81,7 @@ class Run:
     timetable: the steps at which the run logs, evaluates and saves.
     initial_params: {leaf name: array} from `init_from`; None if it is not used.
     initial_model_state: {name: array} from `init_from`, such as batch statistics.
-    pictures: content of `division.FILE` of a run that begins; empty if it has none of the user's.
+    division: content of `division.FILE` of a run that begins; empty if it has no own images.
     teachers: the frozen models that the objective learns from.
     described_teachers: source, weight and digest of each.
     """
@@ -61,7 +98,7 @@ class Run:
     timetable: Timetable
     initial_params: Mapping[str, np.ndarray] | None = None
     initial_model_state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    pictures: bytes = b""
+    division: bytes = b""
     teachers: tuple[Teacher, ...] = ()
     described_teachers: Sequence[Mapping[str, Any]] = ()
 
@@ -133,11 +170,53 @@ def build(resolved: Resolved, opened: Files, workdir: epath.Path) -> Run:
         experiment=experiment,
         evaluators=evaluators,
         timetable=Timetable(experiment.durations),
-        pictures=opened.division(),
+        division=opened.division(),
         teachers=teachers,
         described_teachers=described,
         **_first_weights(config, experiment, opened.pretrained, train_source.class_names),
     )
+
+
+def describe(run: Run) -> None:
+    """Log the devices, batch, data and model of a run."""
+    devices = run.mesh.devices.flatten()
+    axes = ", ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items())
+    logger.info(
+        "devices: %d x %s on %d host(s); mesh: %s",
+        devices.size, devices[0].device_kind, jax.process_count(), axes,
+    )  # fmt: skip
+    size = run.config.global_batch_size
+    rows = len(local_rows(batch_sharding(run.mesh), size))
+    ways = math.prod(run.mesh.shape[axis] for axis in BATCH_AXES)
+    logger.info("batch: %d globally, %d per host, %d per device", size, rows, size // ways)
+    e, data_config = run.experiment, run.config.data
+    own = data_config.name
+    splits = ", ".join(
+        f"{key.split if key.data_name == own else f'{key.data_name} {key.split}'} "
+        f"{source.num_examples:,}"
+        for key, source in run.sources.items()
+    )
+    logger.info(
+        "data: %s, %d classes, examples: %s; %s steps",
+        data_config.name, data_config.num_classes, splits, f"{e.total_steps:,}",
+    )  # fmt: skip
+    if size > data_config.num_examples:
+        logger.warning(
+            "global_batch_size=%d exceeds the %d examples: each batch repeats some of them",
+            size, data_config.num_examples,
+        )  # fmt: skip
+    for teacher in run.described_teachers:
+        logger.info(
+            "teacher: %s, %s, weight %.3g", teacher["source"], teacher["model"], teacher["weight"]
+        )
+    logger.info(
+        "model: %s, %s parameters%s, %.3g GFLOP per image forward and backward; "
+        "state %s per device",
+        describe_model(run.config), f"{e.num_params:,}",
+        "" if e.num_trained == e.num_params else f" ({e.num_trained:,} trained)",
+        e.flops_per_image / 1e9,
+        flops.format_bytes(sharding.bytes_per_device(e.abstract_state, e.shardings)),
+    )  # fmt: skip
 
 
 def _first_weights(

@@ -1,17 +1,24 @@
-"""Errors that end a run: non-finite losses or gradients, and too many corrupt records."""
+"""What ends a run, or warns of it: non-finite values, corrupt records, collapsed features."""
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+from ml_collections import ConfigDict
 
 from vit_jax.errors import RaisedByAll
+from vit_jax.objectives.contract import Collapse
 
 DIVERGED_FILE = "diverged.json"  # in the workdir of a run ended by a NonFiniteError
 # A fraction of fewer examples means little; a smaller data set is judged by its own size.
 _EXAMPLES_TO_JUDGE_BY = 10_000
+
+_LEAST_SHARE = 0.05  # of the width that the effective rank of healthy features fills
+_NEAR = 0.01  # of the greatest entropy: as near to 0 or to it counts as there
+_ROWS = 5  # one after another, so that a single row warns of nothing
+_MORE = "docs/explanation/does_it_learn.md shows healthy and sick runs"
 
 
 class NonFiniteError(RuntimeError, RaisedByAll):
@@ -20,6 +27,11 @@ class NonFiniteError(RuntimeError, RaisedByAll):
 
 class CorruptDataError(RuntimeError, RaisedByAll):
     """Too many records cannot be read or decoded."""
+
+
+def say_saved(saved: int | None) -> str:
+    """What an error says of the newest checkpoint, of step `saved`; None: there is none."""
+    return "nothing is saved" if saved is None else f"last save: step {saved}"
 
 
 def check_finite(pending: collections.deque, saved: int | None) -> dict[str, float]:
@@ -32,14 +44,13 @@ def check_finite(pending: collections.deque, saved: int | None) -> dict[str, flo
     for step, values in zip(steps, jax.device_get([m for _, m in pending]), strict=True):
         bad = [f"{k} is {v}" for k, v in values.items() if "/" not in k and not math.isfinite(v)]
         if bad:
-            grads = {k.partition("/")[2]: v for k, v in values.items() if k[:10] == "grad_norm/"}
-            layers = [layer for layer, norm in grads.items() if not math.isfinite(norm)]
+            norms = {k: v for k, v in values.items() if k.startswith("grad_norm/")}
+            layers = [k.partition("/")[2] for k, v in norms.items() if not math.isfinite(v)]
             if layers:
                 bad.append(f"non-finite gradients in {', '.join(layers)}")
-            kept = "nothing is saved" if saved is None else f"last save: step {saved}"
             raise NonFiniteError(
-                f"step {step}: {', '.join(bad)}; {kept}. Lower optimizer.peak_lr, lengthen "
-                "schedule.warmup or set optimizer.grad_clip_norm, and use a new --workdir"
+                f"step {step}: {', '.join(bad)}; {say_saved(saved)}. Lower optimizer.peak_lr, "
+                "lengthen schedule.warmup or set optimizer.grad_clip_norm, and use a new --workdir"
             )
     pending.clear()
     return {name: float(value) for name, value in values.items()}
@@ -50,39 +61,96 @@ class CorruptRecords:
 
     Args:
       meta: saved with the state that the run continues from; {} from scratch.
-      global_batch_size: B.
-      num_examples: size of the data set.
-      max_fraction: largest allowed fraction of corrupt examples among those seen so far.
+      config: of the run, resolved.
+
+    total: the count, to be saved with the state.
     """
 
-    def __init__(
-        self,
-        meta: Mapping[str, Any],
-        *,
-        global_batch_size: int,
-        num_examples: int,
-        max_fraction: float,
-    ):
+    def __init__(self, meta: Mapping[str, Any], config: ConfigDict):
         self.total = int(meta.get("corrupt", 0))
-        self._global_batch_size, self._max_fraction = global_batch_size, max_fraction
-        self._at_least = min(num_examples, _EXAMPLES_TO_JUDGE_BY)
+        self._global_batch_size = config.global_batch_size
+        self._max_fraction = config.data.max_corrupt_fraction
+        self._at_least = min(config.data.num_examples, _EXAMPLES_TO_JUDGE_BY)
 
-    def count(self, by_step: Sequence[jax.Array]) -> None:
-        """Add the counts of some steps."""
+    def count(self, by_step: Sequence[jax.Array], step: int, saved: int | None) -> None:
+        """Add the counts of the last steps, up to `step`; `saved` is as in `check_finite`.
+
+        Raises CorruptDataError if there are too many among all examples so far.
+        """
         self.total += round(math.fsum(jax.device_get(by_step)))
-
-    def check(self, step: int, saved: int | None) -> None:
-        """Raise CorruptDataError if there are too many; `saved` is the newest checkpoint's step."""
         seen = step * self._global_batch_size
         if self.total > self._max_fraction * max(seen, self._at_least):
-            kept = "nothing is saved" if saved is None else f"last save: step {saved}"
             raise CorruptDataError(
                 f"step {step}: {self.total} of {seen} examples are corrupt and were masked, more "
-                f"than data.max_corrupt_fraction={self._max_fraction}; {kept}. The warnings above "
-                "name the records: repair them, or raise data.max_corrupt_fraction, and run the "
-                "same command again"
+                f"than data.max_corrupt_fraction={self._max_fraction}; {say_saved(saved)}. The "
+                "warnings above name the records: repair them, or raise "
+                "data.max_corrupt_fraction, and run the same command again"
             )
 
-    def read(self) -> dict[str, int]:
-        """The count, to be saved with the state."""
-        return {"corrupt": self.total}
+
+class Health:
+    """Watches the rows of a run's metrics; each finding is said once, and again after a recovery.
+
+    Args:
+      collapse: from the objective; None: nothing is watched.
+      ranks: names of the evaluators of type `rank`.
+      meta: saved with the state that the run continues from; {} from scratch.
+    """
+
+    def __init__(self, collapse: Collapse | None, ranks: Collection[str], meta: Mapping[str, Any]):
+        self._collapse, self._ranks = collapse, ranks
+        known = meta.get("health", {})
+        self._rows: dict[str, int] = {"low": 0, "high": 0} | known.get("rows", {})
+        self._said: set[str] = {*known.get("said", ())}
+
+    def add(self, row: Mapping[str, float]) -> list[str]:
+        """Add a row, {"train/loss": 2.3, ...} or {"rank/share": 0.4, ...}; return new warnings."""
+        if self._collapse is None:
+            return []
+        return self._judge_entropy(row, self._collapse) + self._judge_ranks(row, self._collapse)
+
+    def _judge_entropy(self, row: Mapping[str, float], collapse: Collapse) -> list[str]:
+        entropy, limit = row.get("train/teacher_entropy"), collapse.entropy_limit
+        if entropy is None or not limit:
+            return []
+        found = []
+        for kind, near, what, remedy in (
+            ("low", entropy <= _NEAR * limit, "0: the teacher is sure of every image, as it is "
+             "where all images get one prototype", collapse.low_entropy),
+            ("high", entropy >= (1 - _NEAR) * limit, f"{limit:.4g}, its greatest value: the "
+             "teacher prefers no prototype for any image", collapse.high_entropy),
+        ):  # fmt: skip
+            self._rows[kind] = self._rows[kind] + 1 if near else 0
+            found += self._say(
+                f"entropy_{kind}",
+                self._rows[kind] >= _ROWS,
+                f"train/teacher_entropy={entropy:.4g}: for {_ROWS} rows within 1 % of {what}. "
+                f"{remedy}; {_MORE}",
+            )
+        return found
+
+    def _judge_ranks(self, row: Mapping[str, float], collapse: Collapse) -> list[str]:
+        found = []
+        for name in self._ranks:
+            share = row.get(f"{name}/share")
+            if share is not None:
+                found += self._say(
+                    name,
+                    share < _LEAST_SHARE,
+                    f"{name}/rank={row[f'{name}/rank']:.3g}: the features fill {100 * share:.2g} % "
+                    f"of the model's width, less than {100 * _LEAST_SHARE:.0f} %, so they hardly "
+                    f"tell images apart. {collapse.low_rank}; {_MORE}",
+                )
+        return found
+
+    def _say(self, finding: str, is_there: bool, text: str) -> list[str]:
+        """[text] if the finding has come up with this row."""
+        is_new = is_there and finding not in self._said
+        (self._said.add if is_there else self._said.discard)(finding)
+        return [text] if is_new else []
+
+    def read(self) -> dict[str, Any]:
+        """What a resumed run must know, to be saved with the state; {} if nothing was found."""
+        if not any(self._rows.values()) and not self._said:
+            return {}
+        return {"health": {"rows": self._rows.copy(), "said": sorted(self._said)}}

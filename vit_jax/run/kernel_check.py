@@ -2,11 +2,12 @@
 
 import functools
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,26 +15,15 @@ from vit_jax import tree
 from vit_jax.devices.kernels import has_kernels
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.errors import InputError
+from vit_jax.models.contract import AttentionShape, about
 from vit_jax.models.dot_product import plain_attention
 from vit_jax.models.forms import BlockOps
 from vit_jax.models.layers import EncoderBlock
-from vit_jax.models.vit import ViT
 
 logger = logging.getLogger("vit_jax")
 
 # A kernel may err by so much more than the plain form, both against float32.
 _FACTOR, _MARGIN = 3.0, 1e-3
-
-
-class Error(NamedTuple):
-    """Relative errors of an array, in the Euclidean norm, against float32."""
-
-    kernel: float
-    plain: float
-
-    @property
-    def is_bounded(self) -> bool:
-        return self.kernel <= _FACTOR * self.plain + _MARGIN  # False for NaN
 
 
 def check_kernels(model: nn.Module, mesh: Mesh) -> None:
@@ -44,46 +34,36 @@ def check_kernels(model: nn.Module, mesh: Mesh) -> None:
     """
     if not has_kernels(model):
         return
-    assert isinstance(model, ViT)
-    errors = measure_errors(model, mesh)
-    wrong = {name: error for name, error in errors.items() if not error.is_bounded}
+    with jax.set_mesh(mesh):
+        measure = functools.partial(_measure, model, mesh)
+        found = jax.jit(measure, out_shardings=NamedSharding(mesh, P()))()
+    kernel, plain = ({n: float(x) for n, x in tree.flatten_names(each).items()} for each in found)
+    # Not bounded, which NaN is not either.
+    wrong = [n for n, error in kernel.items() if not error <= _FACTOR * plain[n] + _MARGIN]
+    worst = max(wrong or kernel, key=lambda name: kernel[name])
     if wrong:
-        name, error = max(wrong.items(), key=lambda item: item[1].kernel)
         raise InputError(
-            f"model.kernels=auto: on {mesh.devices.flat[0].device_kind} a kernel computes {name} "
-            f"with a relative error of {error.kernel:.2g}, and XLA with {error.plain:.2g} "
-            f"({len(wrong)} of {len(errors)} arrays differ); set --config.model.kernels=plain"
+            f"model.kernels=auto: on {mesh.devices.flat[0].device_kind} a kernel computes {worst} "
+            f"with a relative error of {kernel[worst]:.2g}, and XLA with {plain[worst]:.2g} "
+            f"({len(wrong)} of {len(kernel)} arrays differ); set --config.model.kernels=plain"
         )
-    worst = max(errors.values(), key=lambda error: error.kernel)
     logger.info(
         "kernels agree with the plain form: outputs and gradients of a block err by %.2g at most, "
-        "without kernels by %.2g", worst.kernel, worst.plain,
+        "without kernels by %.2g", kernel[worst], plain[worst],
     )  # fmt: skip
 
 
-def measure_errors(model: ViT, mesh: Mesh) -> dict[str, Error]:
-    """{array: its errors} of a block's output and gradients, with an image for each batch way.
+def _measure(model: nn.Module, mesh: Mesh) -> tuple[Any, Any]:
+    """The errors of a block's output and gradients with kernels, and without: two trees.
 
-    A gradient that is 0 apart from rounding, such as the gradient of the keys' bias, is compared
-    with the size of the others.
+    There is an image for each batch way; a model for images of any size gets 14 x 14 patches.
     """
-    with jax.set_mesh(mesh):
-        found = jax.jit(
-            functools.partial(_measure, model, mesh), out_shardings=NamedSharding(mesh, P())
-        )()
-    kernel, plain = ({n: float(x) for n, x in tree.flatten_names(each).items()} for each in found)
-    return {name: Error(kernel[name], plain[name]) for name in kernel}
-
-
-def _measure(model: ViT, mesh: Mesh) -> tuple[Any, Any]:
-    num_tokens = _num_tokens(model)
+    shape = about(model).attention_shape
+    assert isinstance(shape, AttentionShape)
+    num_tokens = shape.num_tokens or 14 * 14 + model.num_prefix_tokens
     padded = num_tokens + -num_tokens % model.forms.token_multiple
     plain_forms = BlockOps(attend=plain_attention)
-    positions = None
-    if model.pos_embed == "relative":  # they have a kernel of their own
-        assert model.image_size is not None
-        positions = model.positions(model.image_size)
-    block = EncoderBlock(**model.block_fields(), num_tokens=num_tokens, positions=positions)
+    block = EncoderBlock(**model.block_fields(), num_tokens=num_tokens)
     block = block.clone(dropout=0.0, attention_dropout=0.0)
     plain, exact = block.clone(forms=plain_forms), block.clone(forms=plain_forms, dtype=jnp.float32)
 
@@ -94,7 +74,11 @@ def _measure(model: ViT, mesh: Mesh) -> tuple[Any, Any]:
     shapes = jax.eval_shape(
         lambda x: plain.init(keys[2], x, 0.0, False)["params"], x[:, :num_tokens]
     )
-    params = _random(shapes, keys[2])
+    # Kernels keep the size of their input.
+    params = jax.tree.map(
+        lambda x: x * x.shape[0] ** -0.5 if x.ndim > 1 else x,
+        optax.tree.random_like(keys[2], shapes),
+    )
 
     def compute(block):
         def apply(params, x):
@@ -112,27 +96,12 @@ def _measure(model: ViT, mesh: Mesh) -> tuple[Any, Any]:
     return _errors(compute(block), reference), _errors(compute(plain), reference)
 
 
-def _num_tokens(model: ViT) -> int:
-    """Tokens of an image; of a model for images of any size those of 14 x 14 patches."""
-    patches = 14 * 14 if model.image_size is None else model.grid[0] * model.grid[1]
-    return patches + model.num_prefix_tokens
-
-
-def _random(shapes: Any, key: jax.Array) -> Any:
-    """Parameters of these shapes: kernels that keep the size of their input, others around 1."""
-    leaves, structure = jax.tree.flatten(shapes)
-
-    def draw(shape, key):
-        x = jax.random.normal(key, shape.shape)
-        return x * shape.shape[0] ** -0.5 if len(shape.shape) > 1 else x
-
-    keys = jax.random.split(key, len(leaves))
-    drawn = [draw(leaf, key) for leaf, key in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(structure, drawn)
-
-
 def _errors(found: Any, reference: Any) -> Any:
-    """The error of each array, relative to its norm, which is at least a tenth of the usual one."""
+    """The error of each array, relative to its norm, which is at least a tenth of the usual one.
+
+    A gradient that is 0 apart from rounding, such as the gradient of the keys' bias, is so compared
+    with the size of the others.
+    """
     leaves = jax.tree.leaves(reference)
     usual = jnp.sqrt(sum(jnp.sum(x**2) for x in leaves) / sum(x.size for x in leaves))
 

@@ -2,26 +2,29 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import logging
+import time
 from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 import jax
 
-from vit_jax import data, metrics, tree
+from vit_jax import data, tree
 from vit_jax.checkpoints import checkpoint
 from vit_jax.checkpoints.replicas import check_replicas
+from vit_jax.devices import flops
 from vit_jax.devices.mesh import batch_sharding
 from vit_jax.errors import RaisedByAll
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.job.processes import PreemptionGuard
+from vit_jax.run.agreement import compare
 from vit_jax.run.build import Run
-from vit_jax.run.compiled import compile_layer_norms, compile_step
 from vit_jax.run.record import Record, evaluate_missed, open_record
 from vit_jax.run.selection import Selection, share_selection
-from vit_jax.run.summary import Clock
+from vit_jax.run.speed import Clock, Profiler
 from vit_jax.run.teachers import place_teachers
 
 logger = logging.getLogger("vit_jax")
@@ -43,7 +46,7 @@ def loop(run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | NoLock)
     Raises:
       Preempted: on SIGTERM, after saving; an Interrupted on Ctrl-C.
     """
-    start, selection = int(state.step), catch_up(run, state, lock, is_new=not meta)
+    start, selection = int(state.step), catch_up(run, state, meta, lock)
     if start == run.experiment.total_steps or selection.stops:
         return
     with open_loop(run, start, meta, lock, selection) as r:
@@ -81,7 +84,7 @@ class Loop:
     frozen: tuple[tree.PyTree, ...]
     guard: PreemptionGuard
     record: Record
-    profiler: metrics.Profiler
+    profiler: Profiler
     checkpoints: checkpoint.Checkpoints
     read_ahead: Iterator[tree.Batch]
 
@@ -112,11 +115,11 @@ class Loop:
 
     def due(self, step: int) -> Due | None:
         """What is due after `step`; None: nothing. All processes call it at every step."""
-        timetable = self.run.timetable
         signal = None
         if self.guard.should_stop(step) and step < self.run.experiment.total_steps:
             # Agreed on by all processes in should_stop, not later.
             signal = "Ctrl-C" if self.guard.interrupted else "SIGTERM"
+        timetable = self.run.timetable
         evaluators, saves = timetable.evaluators(step), timetable.saves(step) or signal is not None
         due = Due(step, timetable.logs(step), evaluators, saves, signal)
         return due if due.logs or due.evaluators or due.saves else None
@@ -169,31 +172,54 @@ def open_loop(
     Until the step is compiled there is nothing to save, and SIGTERM ends a single process at once.
     """
     clock = Clock(meta, run.mesh.devices.flatten().tolist())
-    train_step, layer_norms = compile_step(run), compile_layer_norms(run)
+    train_step = compile_step(run)
+    layer_norms = compile_layer_norms(run) if run.config.log.by_layer else None
     frozen = place_teachers(run.teachers, run.experiment.abstract_frozen)
-    profiler = metrics.Profiler(run.config.log.profile, run.workdir / "profile")
+    profiler = Profiler(run.config.log.profile, run.workdir / "profile")
     with (
         PreemptionGuard() as guard,
         open_record(run, start, meta, clock, lock) as record,
         profiler,
         open_checkpoints(run, selection, lock) as checkpoints,
+        open_batches(run, start) as batches,
     ):
-        record.begin()
-        batches = train_batches(run, start)
-        try:
-            yield Loop(run, start + 1, selection, train_step, layer_norms, frozen, guard, record,
-                       profiler, checkpoints, batches)  # fmt: skip
-        finally:
-            close_batches(batches)
+        yield Loop(run, start + 1, selection, train_step, layer_norms, frozen, guard, record,
+                   profiler, checkpoints, batches)  # fmt: skip
 
 
-def catch_up(run: Run, state: TrainState, lock: Lock | NoLock, *, is_new: bool) -> Selection:
+def compile_step(run: Run) -> jax.stages.Compiled:
+    """The compiled train step; logs the memory that it needs."""
+    since, lowered = time.perf_counter(), run.experiment.lower()
+
+    def digest() -> dict[str, str]:
+        return {"lowered step": hashlib.sha256(lowered.as_text().encode()).hexdigest()}
+
+    compare(run.config, "lowered program", digest)
+    with watchdog.phase("compile"):
+        compiled = lowered.compile()
+    memory = flops.expected_memory(compiled.memory_analysis())
+    logger.info(
+        "compiled in %.0f s; expected memory per device: %s, including %s of temporaries",
+        time.perf_counter() - since,
+        flops.format_bytes(memory.total),
+        flops.format_bytes(memory.temporaries),
+    )
+    return compiled
+
+
+def compile_layer_norms(run: Run) -> jax.stages.Compiled:
+    """The compiled norms by layer."""
+    with watchdog.phase("compile"):
+        return run.experiment.layer_norms.lower(*run.experiment.arguments).compile()
+
+
+def catch_up(run: Run, state: TrainState, meta: dict[str, Any], lock: Lock | NoLock) -> Selection:
     """Run evaluations missed at the restored step; return the decisions so far."""
     step = int(state.step)
-    due = [] if is_new else run.timetable.evaluators(step)
+    due = run.timetable.evaluators(step) if meta else []
     if due:
         evaluate_missed(run, state, due, lock)
-    selection = share_selection(run, 0 if is_new else step)
+    selection = share_selection(run, step if meta else 0)
     if selection.stops:
         evaluate_missed(run, state, list(run.config.evals), lock)
         logger.info("stopped early: %s", selection.describe_end())
@@ -244,7 +270,12 @@ def train_batches(run: Run, start: int) -> Generator[tree.Batch, None, None]:
     )
 
 
-def close_batches(batches: Generator[tree.Batch, None, None]) -> None:
-    """Stop the threads that read ahead, however long that takes."""
-    with watchdog.phase("leave"):
-        batches.close()
+@contextlib.contextmanager
+def open_batches(run: Run, start: int) -> Iterator[Iterator[tree.Batch]]:
+    """`train_batches`; on exit, stop the threads that read ahead, however long that takes."""
+    batches = train_batches(run, start)
+    try:
+        yield batches
+    finally:
+        with watchdog.phase("leave"):
+            batches.close()

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 from etils import epath
@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from vit_jax import config as config_lib
-from vit_jax import data, metrics, transfer
+from vit_jax import data, transfer
 from vit_jax.config import SplitKey
 from vit_jax.config.stored import StoredConfig
 from vit_jax.data.dataset_sizes import known_facts
@@ -20,13 +20,11 @@ from vit_jax.devices.mesh import check_accum_steps, check_batch_size, make_mesh
 from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.experiment.microbatches import settle_microbatches
 from vit_jax.job import watchdog
-from vit_jax.models import find_family
-from vit_jax.models.fields import field_names
+from vit_jax.models import fields_of
 from vit_jax.objectives.contract import Teacher
 from vit_jax.run.agreement import compare_requests
-from vit_jax.run.decisions import Changes, take_fields
-from vit_jax.run.extension import KEYS_OF_THE_END
-from vit_jax.run.resolve import DECIDED_ANEW, Opener
+from vit_jax.run.changes import KEYS_OF_THE_END, check_settings
+from vit_jax.run.resolve import DECIDED_ANEW, Changes, Opener, take_fields
 from vit_jax.run.sources import (
     TaughtClasses,
     check_images,
@@ -35,10 +33,14 @@ from vit_jax.run.sources import (
     open_training,
 )
 from vit_jax.run.teachers import abstract_teachers, classes_of, gives_classes, read_teachers
-from vit_jax.run.workdir import NEW_RUN, ChooseLayout, StoredRun, check_settings, check_writable
+from vit_jax.run.weights_and_biases import check_installed
+from vit_jax.run.workdir import NEW_RUN, StoredRun, check_writable
 from vit_jax.transfer.resample import check_convention
 
 logger = logging.getLogger("vit_jax")
+
+# choose(config, mesh) -> config with the fastest layout that fits the devices of the mesh.
+ChooseLayout = Callable[[ConfigDict, Mesh], ConfigDict]
 
 
 class Files(Opener):
@@ -51,7 +53,7 @@ class Files(Opener):
 
     pretrained: the source of the initial weights; None: there is none, or the run resumes and does
       not need it.
-    divider: divides the user's pictures.
+    divider: divides the user's images.
     mesh, preprocessing, sources: of the resolved config.
     """
 
@@ -73,12 +75,12 @@ class Files(Opener):
 
     def find_faults(self, config: ConfigDict) -> list[str]:
         faults = Faults()
-        mesh = check_mesh(config, faults)
+        mesh = faults.check(check_mesh, config)
         if mesh is not None:
             self.mesh = mesh
         faults.check(check_writable, self._workdir)
         if config.log.wandb is not None:
-            faults.check(metrics.check_installed, config.log.wandb)
+            faults.check(check_installed, config.log.wandb)
         compare_requests(config)
         still_open = [key for key, value in config_lib.flatten(config).items() if value is None]
         free = (*still_open, *DECIDED_ANEW, *KEYS_OF_THE_END)
@@ -127,7 +129,7 @@ class Files(Opener):
         return changes | facts
 
     def _open_division(self, config: ConfigDict) -> Divider:
-        """The divider of the stored run; of a new run, it knows the pictures of `init_from`."""
+        """The divider of the stored run; of a new run, it knows the images of `init_from`."""
         before = self._before
         if before.is_begun:
             began_with = config if before.stored is None else before.stored.resolved
@@ -148,26 +150,20 @@ class Files(Opener):
         return stored.asked.auto and self._before.devices == devices
 
     def layout(self, config: ConfigDict) -> Changes:
-        stored = self._before.stored
+        stored, keys = self._before.stored, {*config_lib.LAYOUT_KEYS}
         if not config.auto or self._choose_layout is None:
             return {}
         if stored is not None and self.has_layout_of(stored):
             return {}
         if stored is not None:
+            keys -= {"model.scan"}  # the form of its checkpoints
             logger.info("auto: was off at the last start, or the devices differ from its own")
-            has_scan = "scan" in field_names(find_family(config.model.name).module)
+            has_scan = "scan" in fields_of(config.model.name)
             if config.model.scan is None and has_scan:
                 config = config_lib.with_values(config, {"model.scan": False})
         with watchdog.phase("compile"):
             chosen = self._choose_layout(config, self.mesh)
-        faults = Faults()
-        mesh = check_mesh(chosen, faults)
-        collect_faults(faults)
-        assert mesh is not None
-        self.mesh, flat = mesh, config_lib.flatten(chosen)
-        keys = {*config_lib.LAYOUT_KEYS}
-        if stored is not None:
-            keys -= {"model.scan"}  # the form of its checkpoints
+        self.mesh, flat = check_mesh(chosen), config_lib.flatten(chosen)
         return {key: flat[key] for key in keys}
 
     def microbatches(self, config: ConfigDict) -> Changes:
@@ -179,7 +175,7 @@ class Files(Opener):
 
 
 class Tables(Opener):
-    """Gives the facts of known data sets, without devices; opens only the user's own pictures.
+    """Gives the facts of known data sets, without devices; opens only the user's own images.
 
     Args:
       mesh: decides the number of microbatches; None: it stays as it is.
@@ -209,7 +205,7 @@ class Tables(Opener):
             if d.data_dir is None or not epath.Path(os.path.expanduser(d.data_dir)).exists():
                 remedies = " ".join(f"--config.data.{key}=..." for key in missing)
                 raise InputError(
-                    f"data.data_dir={d.data_dir!r}: there are no pictures to count; give their "
+                    f"data.data_dir={d.data_dir!r}: there are no images to count; give their "
                     f"place, or set {remedies}"
                 )
         taught = classes_of(abstract_teachers(config)) if gives_classes(config) else None
@@ -222,16 +218,19 @@ class Tables(Opener):
         return {"optimizer.accum_steps": settle_microbatches(config, self._mesh)}
 
 
-def check_mesh(config: ConfigDict, faults: Faults) -> Mesh | None:
-    """The mesh of the config, or None if it is invalid; checks that batches divide over it."""
+def check_mesh(config: ConfigDict) -> Mesh:
+    """The mesh of the config.
+
+    Raises:
+      InputError: it is invalid, or a batch does not divide over it.
+    """
     axes = {axis: size for axis, size in config.mesh.items() if axis != "platform"}
-    mesh = faults.check(make_mesh, **axes)
-    if mesh is not None:
-        faults.check(check_batch_size, mesh, config.global_batch_size, "global_batch_size")
-        if config.optimizer.accum_steps is not None:
-            accum_steps = config.optimizer.accum_steps
-            faults.check(check_accum_steps, mesh, config.global_batch_size, accum_steps)
-        for name, entry in config.evals.items():
-            if entry.batch_size is not None:
-                faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
+    mesh, faults, size = make_mesh(**axes), Faults(), config.global_batch_size
+    faults.check(check_batch_size, mesh, size, "global_batch_size")
+    if config.optimizer.accum_steps is not None:
+        faults.check(check_accum_steps, mesh, size, config.optimizer.accum_steps)
+    for name, entry in config.evals.items():
+        if entry.batch_size is not None:
+            faults.check(check_batch_size, mesh, entry.batch_size, f"evals.{name}.batch_size")
+    collect_faults(faults)
     return mesh

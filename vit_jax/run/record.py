@@ -13,16 +13,16 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from vit_jax import metrics
 from vit_jax.devices.chips import count_chips
 from vit_jax.evaluators import evaluate
 from vit_jax.experiment.state import TrainState
 from vit_jax.job import watchdog
 from vit_jax.job.lock import Lock, NoLock
 from vit_jax.run.build import Run
-from vit_jax.run.guards import CorruptRecords, check_finite
-from vit_jax.run.health import Health
-from vit_jax.run.summary import Clock
+from vit_jax.run.guards import CorruptRecords, Health, check_finite
+from vit_jax.run.speed import Clock, Throughput
+from vit_jax.run.terminal import Progress, readable
+from vit_jax.run.writers import MetricWriter, values_at
 
 logger = logging.getLogger("vit_jax")
 
@@ -34,7 +34,7 @@ class Record:
 
     Args:
       run: the run and its parts.
-      start: the step that the run continues from.
+      start: the step that the run continues from; its speed is measured from now on.
       meta: saved with the state of that step; {} from scratch.
       clock: started at the very beginning of this part of the run.
       writer, progress: outputs for the rows.
@@ -49,36 +49,28 @@ class Record:
         start: int,
         meta: Mapping[str, Any],
         clock: Clock,
-        writer: metrics.MetricWriter | metrics.NullWriter,
-        progress: metrics.Progress,
+        writer: MetricWriter,
+        progress: Progress,
         lock: Lock | NoLock,
     ):
-        c = run.config
+        config, e, devices = run.config, run.experiment, run.mesh.devices.flatten()
         self.saved = start if meta else None
         self._run, self._writer, self._progress, self._lock = run, writer, progress, lock
-        self._train_s = meta.get("train_s", 0.0)
-        self._clock, self._start = clock, start
-        self._schedule = jax.jit(run.experiment.schedule)  # as one program
+        self._clock = clock
+        self._schedule = jax.jit(e.schedule)  # as one program
         self._pending: collections.deque = collections.deque()
         self._last: dict[str, float] = {}
-        self._health = watch_health(run, meta)
-        self._corrupt = CorruptRecords(
-            meta,
-            global_batch_size=c.global_batch_size,
-            num_examples=c.data.num_examples,
-            max_fraction=c.data.max_corrupt_fraction,
-        )
-
-    def begin(self) -> None:
-        """Start measuring speed, just before the first step."""
-        devices, e = self._run.mesh.devices, self._run.experiment
-        self._throughput = metrics.Throughput(
-            self._start,
-            global_batch_size=self._run.config.global_batch_size,
+        ranks = [name for name, entry in config.evals.items() if entry.type == "rank"]
+        collapse = None if e.objective is None else e.objective.collapse
+        self._health = Health(collapse, ranks, meta)
+        self._corrupt = CorruptRecords(meta, config)
+        self._throughput = Throughput(
+            start,
+            global_batch_size=config.global_batch_size,
             flops_per_image=e.flops_per_image,
-            device_kind=devices.flat[0].device_kind,
-            num_chips=count_chips(devices.flat),
-            total_s=self._train_s,
+            device_kind=devices[0].device_kind,
+            num_chips=count_chips(devices),
+            total_s=meta.get("train_s", 0.0),
         )
 
     def add(self, step: int, step_metrics: dict[str, jax.Array]) -> None:
@@ -94,8 +86,7 @@ class Record:
         """
         corrupt = [step_metrics.pop("masked") for _, step_metrics in self._pending]
         self._last = check_finite(self._pending, self.saved)
-        self._corrupt.count(corrupt)
-        self._corrupt.check(step, self.saved)
+        self._corrupt.count(corrupt, step, self.saved)
         self._lock.check(fresh=False)
 
     def log(self, step: int) -> None:
@@ -128,19 +119,12 @@ class Record:
         Raises LostLockError if another job trains in the workdir now.
         """
         self._lock.check(fresh=True)
-        times = {"train_s": self._throughput.seconds()}
+        facts = {"corrupt": self._corrupt.total, "train_s": self._throughput.seconds()}
         with watchdog.phase("save"), self._throughput.pause("save"):
             self.saved = step
             self._writer.flush()
-            facts = self._corrupt.read() | self._health.read() | times | self._clock.read()
+            facts |= self._health.read() | self._clock.read()
             yield {"data_fingerprint": self._run.fingerprint} | facts
-
-
-def watch_health(run: Run, meta: Mapping[str, Any]) -> Health:
-    """The watch over the rows of a run that continues from a state saved with `meta`."""
-    objective = run.experiment.objective
-    ranks = [name for name, entry in run.config.evals.items() if entry.type == "rank"]
-    return Health(None if objective is None else objective.collapse, ranks, meta)
 
 
 @contextlib.contextmanager
@@ -148,40 +132,31 @@ def open_record(
     run: Run, start: int, meta: Mapping[str, Any], clock: Clock, lock: Lock | NoLock
 ) -> Iterator[Record]:
     """Open the record of a run that continues from `start`, with its writer and progress bar."""
-    restored_step = start if meta else None
-    total = run.experiment.total_steps
     with (
-        open_writer(run, restored_step, lock) as writer,
-        metrics.Progress(total, start) as progress,
+        open_writer(run, start if meta else None, lock) as writer,
+        Progress(run.experiment.total_steps, start) as progress,
     ):
         yield Record(run, start, meta, clock, writer, progress, lock)
 
 
-def open_writer(
-    run: Run, restored_step: int | None, lock: Lock | NoLock
-) -> metrics.MetricWriter | metrics.NullWriter:
-    """The writer of the run's rows, on process 0; rows after the restored step are dropped.
+def open_writer(run: Run, restored_step: int | None, lock: Lock | NoLock) -> MetricWriter:
+    """The writer of the run's rows; rows after the restored step are dropped.
 
     It adds nothing to metrics.jsonl once `lock` is lost.
     """
-    if jax.process_index() > 0:
-        return metrics.NullWriter()
     lock.check(fresh=True)  # opening the files replaces them
-    c = run.config
-    return metrics.MetricWriter(
+    return MetricWriter(
         run.workdir,
         restored_step=restored_step,
-        wandb_project=c.log.wandb,
-        config=c.to_dict(),
+        wandb_project=run.config.log.wandb,
+        config=run.config.to_dict(),
         may_write=lock.is_ours,
+        writes=jax.process_index() == 0,
     )
 
 
 def evaluate_all(
-    run: Run,
-    state: TrainState,
-    names: Sequence[str],
-    writer: metrics.MetricWriter | metrics.NullWriter,
+    run: Run, state: TrainState, names: Sequence[str], writer: MetricWriter
 ) -> dict[str, float]:
     """Run the evaluators `names` on `state`, writing each row as soon as it is computed.
 
@@ -193,7 +168,7 @@ def evaluate_all(
         with watchdog.phase("evaluation"):
             row = evaluate(name, run.evaluators[name], state)
             writer.write(step, row)
-            logger.info("step %d: %s", step, metrics.readable(row))
+            logger.info("step %d: %s", step, readable(row))
         found |= row
     return found
 
@@ -205,8 +180,7 @@ def evaluate_missed(run: Run, state: TrainState, due: Sequence[str], lock: Lock 
     decides for all, since a shared disk may show the others an older metrics.jsonl.
     """
     step = int(state.step)
-    rows = metrics.values_at(step, run.workdir) if jax.process_index() == 0 else {}
-    evaluated = {name.partition("/")[0] for name in rows}
+    evaluated = {name.partition("/")[0] for name in values_at(step, run.workdir)}
     is_missed = np.array([name not in evaluated for name in due], np.int32)
     is_missed = multihost_utils.broadcast_one_to_all(is_missed)
     missed = [name for name, miss in zip(due, is_missed, strict=True) if miss]

@@ -12,12 +12,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from vit_jax import metrics
 from vit_jax.checkpoints import restore
-from vit_jax.errors import Faults, SharedInputError, nearest
+from vit_jax.errors import SharedInputError, nearest
 from vit_jax.evaluators.metric_names import Better, chosen_metrics, find_direction
 from vit_jax.job import processes
 from vit_jax.run.build import Run
+from vit_jax.run.writers import values_of
 
 
 class Series:
@@ -77,12 +77,11 @@ class Selection:
           SharedInputError: the evaluator, which declares no metrics, does not give the metric.
         """
         for key, series in self._series.items():
-            if series.metric in row:
-                series.add(step, float(row[series.metric]))
-                continue
             evaluator = series.metric.partition("/")[0]
             found = [name for name in row if name.partition("/")[0] == evaluator]
-            if found:
+            if series.metric in found:
+                series.add(step, float(row[series.metric]))
+            elif found:
                 raise SharedInputError(f"{key}={series.metric!r}: {nearest(series.metric, found)}")
 
     @property
@@ -98,12 +97,9 @@ class Selection:
     def describe_end(self) -> str:
         """Why the run ends early."""
         assert self._stop is not None
-        best = "" if self._stop.best_step is None else f" than at step {self._stop.best_step:,}"
-        number = self._stop.since_best
-        evaluations = "1 evaluation" if number == 1 else f"{number} evaluations"
         return (
-            f"{self._stop.metric} was not better{best} in {evaluations} "
-            f"(stop.patience={self._patience})"
+            f"{self._stop.metric} was best at step {self._stop.best_step}, "
+            f"{self._stop.since_best} evaluations ago (stop.patience={self._patience})"
         )
 
     def summary(self) -> dict[str, Any]:
@@ -121,8 +117,6 @@ def read_selection(run: Run, step: int) -> Selection:
 
 def share_selection(run: Run, step: int) -> Selection:
     """`read_selection` from the rows that process 0 sees; all processes call it."""
-    if not chosen_metrics(run.config):
-        return Selection(run.config, {})
     text = processes.say_to_all(
         "the evaluations so far",
         lambda: json.dumps(_read_values(run, step)),
@@ -139,23 +133,10 @@ def _read_values(run: Run, step: int) -> dict[str, dict[int, float | None]]:
     A run that began with this key has saved its best step; another may have lost it.
     """
     found = {
-        key: metrics.values_of(metric, run.workdir, step)
+        key: values_of(metric, run.workdir, step)
         for key, metric in chosen_metrics(run.config).items()
     }
     if of_best := found.get("checkpoint.keep_best"):
         saved = restore.saved_steps(run.workdir / "checkpoints")
         found["checkpoint.keep_best"] = {at: of_best[at] for at in of_best if at in saved}
     return found
-
-
-def check_config(config: ConfigDict, faults: Faults) -> None:
-    """Checks the keys by which a run decides."""
-    for key, metric in chosen_metrics(config).items():
-        name, slash, kind = metric.partition("/")
-        known = [f"{evaluator}/..." for evaluator in config.evals]
-        faults.need(
-            slash and kind and name in config.evals,
-            f"{key}={metric!r}: needs a metric of an evaluator, such as val/top1; the config has "
-            f"{', '.join(known) or 'no evals'}",
-        )
-    faults.need_positive("stop.patience", config.stop.patience)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-import pathlib
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +15,6 @@ from vit_jax import config as config_lib
 from vit_jax import data
 from vit_jax.config import SplitKey
 from vit_jax.config.evals import EVALUATORS
-from vit_jax.data.folder_contents import class_like_folders, find_dataset_below
-from vit_jax.data.pictures import shown
 from vit_jax.data.preprocessing import Preprocessing, describe_batch
 from vit_jax.data.sources import fingerprint
 from vit_jax.data.views import fingerprint_of_views
@@ -34,13 +31,27 @@ _GENERIC_NAME = re.compile(r"LABEL_\d+")  # as Hugging Face calls classes that w
 _NUMBER = re.compile(f"{SYNSET.pattern}|{_GENERIC_NAME.pattern}")
 
 
-def find_other_names(
+def say_other_names(
+    theirs: Sequence[str] | None, ours: Sequence[str] | None, place: str, source: str
+) -> str:
+    """Which classes of `place` have other names in `source`, the model; "" if none has.
+
+    Their case does not count. "" if one side has no names, or has synset numbers.
+    """
+    pairs = _other_names(theirs, ours)
+    if not pairs:
+        return ""
+    label, name, output = pairs[0]
+    return (
+        f"{len(pairs)} of {len(ours or ())} classes have other names in {place} than in {source}: "
+        f"label {label} is {name!r}, but output {label} is {output!r}"
+    )
+
+
+def _other_names(
     theirs: Sequence[str] | None, ours: Sequence[str] | None
 ) -> list[tuple[int, str, str]]:
-    """(label, their name, our name) where the names differ, but not only in case.
-
-    [] if one side has no names, or has synset numbers.
-    """
+    """(label, their name, our name) where the names differ; see `say_other_names`."""
     pairs = list(zip(theirs or (), ours or (), strict=False))
     if any(all(map(SYNSET.fullmatch, side)) for side in zip(*pairs, strict=True)):
         return []
@@ -59,7 +70,7 @@ def find_places(
     """
     if not names or not known or any(all(map(_NUMBER.fullmatch, side)) for side in (names, known)):
         return None
-    if len(names) <= len(known) and not find_other_names(names, known):
+    if len(names) <= len(known) and not _other_names(names, known):
         return list(range(len(names)))
     for name in names:
         if (number := known.count(name)) != 1:
@@ -76,105 +87,98 @@ def open_evaluated(
 ) -> dict[SplitKey, data.Source]:
     """The splits that `config.evals` reads; those in `opened` are not opened again.
 
-    `class_names` are those of a model that is only evaluated, None if unknown: own pictures get the
-    labels that their classes have in the model, by name. `divider` divides the user's pictures.
+    `class_names` are those of a model that is only evaluated, None if unknown: own images get the
+    labels that their classes have in the model, by name. `divider` divides the user's images.
 
     Raises:
       InputError: lists the faults of all splits.
     """
-    d, faults = config.data, Faults()
+    d, sources = config.data, dict[SplitKey, data.Source]()
     divider = divider or data.Divider(anew=True)
-    sources: dict[SplitKey, data.Source] = {}
-    reported: list[str] = []
+    faults: dict[str, str] = {}  # each is said once, however many splits are read
     for name, entry in config.evals.items():
+        learns = EVALUATORS.find(entry.type).learns_classes
         for split_key, key in config_lib.eval_splits(config, entry).items():
+            where = f"evals.{name}.{split_key}"
             synthetic = key.data_name == "synthetic"
-            learns = EVALUATORS.find(entry.type).learns_classes
             numbers = (d.num_classes, d.num_examples) if synthetic else (None, None)
             try:
                 source = sources.get(key) or opened.get(key)
                 source = source or _open_split(config, key, *numbers, divider=divider)
-            except InputError as e:  # the same for other splits of the data
-                new = [fault for fault in e.faults if fault not in reported]
-                faults += [f"evals.{name}.{split_key}: {fault}" for fault in new]
-                reported += new
-                continue
-            if class_names is not None and key not in sources:
-                try:
-                    source = _match_own(source, key, class_names, learns)
-                except InputError as e:
+                if class_names is not None and key not in sources:
                     of = "data" if key.data_dir == d.data_dir else f"evals.{name}"
-                    fault = f"{of}.data_dir={key.data_dir!r}: {e}"
-                    faults.need(fault in faults, fault)  # once, however many splits are read
-                    continue
+                    source = _match_own(source, key, class_names, learns, f"{of}.data_dir")
+            except InputError as e:
+                for fault in e.faults:
+                    faults.setdefault(fault, f"{where}: {fault}")
+                continue
             sources[key] = source
             if not learns and source.num_classes != d.num_classes:
-                faults.append(
-                    f"evals.{name}.{split_key}: {source.name} {source.split} has "
-                    f"{source.num_classes:,} classes, but the model has {d.num_classes:,}; use a "
-                    "data set with the classes that the model was trained on"
+                faults[where] = (
+                    f"{where}: {source.name} {source.split} has {source.num_classes:,} classes, "
+                    f"but the model has {d.num_classes:,}; use a data set with the classes that "
+                    "the model was trained on"
                 )
-    collect_faults(faults)
+    collect_faults([*faults.values()])
     return sources
 
 
 def find_absent(config: ConfigDict, *, training: bool) -> dict[str, None]:
     """{"evals.NAME": None} for the evaluators whose split ends in "?" and is not there.
 
-    Only own pictures have such splits.
+    Only own images have such splits.
 
     Raises:
       InputError: no evaluator is left to evaluate, or training would wait for a metric of one that
         is left out.
     """
-    absent: dict[str, None] = {}
-    faults = Faults()
+    absent: dict[str, str] = {}
     for name, entry in config.evals.items():
         if not entry.get("split", "").endswith("?"):
             continue
         key = config_lib.eval_splits(config, entry)["split"]
         is_own = key.data_name in data.OWN_PICTURES
-        if is_own and key.split in data.own_splits(key.data_name, key.data_dir, config.data):
-            continue
-        absent[f"evals.{name}"] = None
-        if not training:
-            left_out = f"evals.{name}: left out, as {key.data_dir} has no split {key.split!r}"
-            logger.info("%s", left_out)
-            faults.need(
-                len(absent) < len(config.evals),
-                f"{left_out}; choose one, e.g. --config.evals.{name}.split=val",
-            )
-        for metric_key, metric in chosen_metrics(config).items() if training else ():
-            faults.need(
-                metric.partition("/")[0] != name,
-                f"{metric_key}={metric!r}: evals.{name} is left out, as the pictures have no "
-                f"split {key.split!r}; add it, or choose a metric of another evaluator",
-            )
-    collect_faults(faults)
-    return absent
+        if not is_own or key.split not in data.own_splits(key.data_name, key.data_dir, config.data):
+            absent[name] = f"evals.{name}: left out, as {key.data_dir} has no split {key.split!r}"
+    if training:
+        waits = [
+            f"{key}={metric!r}: {absent[metric.partition('/')[0]]}; add it, or choose a metric of "
+            "another evaluator"
+            for key, metric in chosen_metrics(config).items()
+            if metric.partition("/")[0] in absent
+        ]
+        collect_faults(waits)
+    elif absent and len(absent) == len(config.evals):
+        raise InputError(*(f"{said}; choose another, as split=val" for said in absent.values()))
+    else:
+        for said in absent.values():
+            logger.info("%s", said)
+    return dict.fromkeys(f"evals.{name}" for name in absent)
 
 
 def _match_own(
-    source: data.Source,
-    key: SplitKey,
-    class_names: Sequence[str],
-    learns: bool,
+    source: data.Source, key: SplitKey, class_names: Sequence[str], learns: bool, where: str
 ) -> data.Source:
-    """A source of own pictures with the labels of a model's `class_names`, where it has them all.
+    """A source of own images with the labels of a model's `class_names`, where it has them all.
+
+    `where`: the key of the config that gives its folder.
 
     Raises:
       InputError: the model lacks some of the classes, and the evaluator does not learn its own.
     """
     names = source.class_names
-    own_pictures = key.data_name in data.OWN_PICTURES and key.classes is None
-    if not own_pictures or names is None or all(map(_GENERIC_NAME.fullmatch, class_names)):
+    is_own = key.data_name in data.OWN_PICTURES and key.classes is None
+    if not is_own or names is None or all(map(_GENERIC_NAME.fullmatch, class_names)):
         return source
-    if learns and not {*names} <= {*class_names}:
-        return source
-    of_imagenet = len(names) == len(class_names) and all(map(SYNSET.fullmatch, names))
-    if of_imagenet and not {*names} <= {*class_names}:
-        return source  # models call these classes by words, in the same order
-    return data.match_classes(source, class_names)
+    if not {*names} <= {*class_names}:
+        # Models call the classes of ImageNet by words, in the same order.
+        of_imagenet = len(names) == len(class_names) and all(map(SYNSET.fullmatch, names))
+        if learns or of_imagenet:
+            return source
+    try:
+        return data.match_classes(source, class_names)
+    except InputError as e:
+        raise InputError(f"{where}={key.data_dir!r}: {e}") from None
 
 
 def open_training(
@@ -185,8 +189,8 @@ def open_training(
     """Open the training data: ({key of the config: fact of the data}, sources).
 
     `config.train_split(config)` is the key of the whole; for a mixture, its first part also has a
-    key of its own. `taught` are the classes that teachers give to unlabelled pictures, which have
-    none of their own; None: there are no such teachers. `divider` divides the user's pictures;
+    key of its own. `taught` are the classes that teachers give to unlabelled images, which have
+    none of their own; None: there are no such teachers. `divider` divides the user's images;
     None: anew.
 
     Raises:
@@ -198,7 +202,7 @@ def open_training(
     if d.split == "all" and d.name in (*data.OWN_PICTURES, "unlabelled"):
         raise InputError("data.split='all': is for evaluation only; train on 'train'")
     open_split = functools.partial(_open_split, config, divider=divider)
-    source = open_split(
+    first = open_split(
         own,
         None if taught else d.num_classes,
         None if parts else d.num_examples,
@@ -206,24 +210,23 @@ def open_training(
         max_corrupt_fraction=1.0 if parts or d.classes else d.max_corrupt_fraction,
     )
     if taught is not None and taught[0] is not None:
-        source = dataclasses.replace(source, num_classes=taught[0], class_names=taught[1])
-    sources, opened = {own: source}, [source]
-    _check_learnable(config, source)
-    if parts:
-        opened = _open_mixture(config, source, open_split)
-        sources[own] = opened[0]
-        if d.soft_labels:
-            opened = [data.soften(part) for part in opened]
-        _check_soft(config, opened)
-        sources[config_lib.train_split(config)] = source = data.concatenate(opened)
-    elif d.soft_labels:
-        source = data.soften(source)
-        sources[own] = source
-    else:
-        _check_soft(config, opened)
+        first = dataclasses.replace(first, num_classes=taught[0], class_names=taught[1])
+    _check_learnable(config, first)
+    opened = _open_mixture(config, first, open_split) if parts else [first]
+    sources = {own: opened[0]}
+    if d.soft_labels:
+        opened = [data.soften(part) for part in opened]
+    for part in opened:
+        if part.soft_labels and not d.soft_labels:
+            raise InputError(
+                f"data.soft_labels=False: {part.split} has probabilities for labels; set "
+                "--config.data.soft_labels=true"
+            )
+    source = data.concatenate(opened) if parts else opened[0]
+    sources[config_lib.train_split(config)] = source
     if missing := divider.find_missing():
         raise InputError(
-            f"data.data_dir={d.data_dir!r}: {len(missing):,} of the pictures that the run began to "
+            f"data.data_dir={d.data_dir!r}: {len(missing):,} of the images that the run began to "
             f"train on are missing: {data.say_names(missing)}; restore them, or begin a new run in "
             "another --workdir"
         )
@@ -271,16 +274,6 @@ def _open_mixture(
     ]
 
 
-def _check_soft(config: ConfigDict, parts: Sequence[data.Source]) -> None:
-    """Raise InputError if one of `parts` has soft labels that `config` does not ask for."""
-    soft = [part.split for part in parts if part.soft_labels]
-    if soft and not config.data.soft_labels:
-        raise InputError(
-            f"data.soft_labels=False: {soft[0]} has probabilities for labels; set "
-            "--config.data.soft_labels=true"
-        )
-
-
 def _class_weights(
     config: ConfigDict, source: data.Source, parts: Sequence[data.Source]
 ) -> str | None:
@@ -291,11 +284,16 @@ def _class_weights(
     Raises:
       InputError: it has another number of weights than there are classes.
     """
-    weights = config.loss.class_weights
+    weights, total = config.loss.class_weights, source.num_examples
     if weights == "balanced":
         mix = [part.weight for part in data.parse_mix(config.data.mix)]
-        counts_C = _drawn_counts(parts, mix) if mix else data.count_labels(source)
-        numbers = balanced_weights(counts_C, source.num_examples, config.loss.name)
+        shares = [1 - sum(mix), *mix]
+        # Expected images of each class among as many draws as there are images.
+        counts_C = sum(
+            total * share / part.num_examples * data.count_labels(part)
+            for part, share in zip(parts, shares, strict=True)
+        )
+        numbers = balanced_weights(np.asarray(counts_C), total, config.loss.name)
         return ",".join(f"{number:.6g}" for number in numbers)
     if weights is not None and len(weights.split(",")) != source.num_classes:
         raise InputError(
@@ -305,52 +303,22 @@ def _class_weights(
     return weights
 
 
-def _drawn_counts(parts: Sequence[data.Source], mix: Sequence[float]) -> np.ndarray:
-    """Expected images of each class among as many draws as `parts` have images: float64 (C,).
-
-    `mix`: the weights of all parts but the first, which gets the rest.
-    """
-    total = sum(part.num_examples for part in parts)
-    counts = [
-        total * share / part.num_examples * data.count_labels(part)
-        for part, share in zip(parts, [1 - sum(mix), *mix], strict=True)
-    ]
-    return np.sum(counts, axis=0)
-
-
 def _check_learnable(config: ConfigDict, source: data.Source) -> None:
-    """Raises InputError if the objective learns classes and the user's pictures have too few."""
+    """Raises InputError if the objective learns classes and the user's images have too few."""
     if not objective_of(config).learns_labels:
         return
-    where = f"data.data_dir={config.data.data_dir!r}"
     if source.name == "unlabelled":
         raise InputError(
             "data.name='unlabelled': has no labels, which "
-            f"objective.name={config.objective.name!r} learns; put the pictures into a folder for "
+            f"objective.name={config.objective.name!r} learns; put the images into a folder for "
             "each class (data.name=folder), or choose another objective, such as distillation with "
             "--config.objective.weight=1"
         )
     if source.name in data.OWN_PICTURES and source.num_classes < 2:
-        remedy = "; needed: at least 2"
-        if source.name == "folder":
-            remedy += _advise_folder(data.find_layout(config.data.data_dir).train_root)
-        raise InputError(f"{where} has 1 class, {source.class_names}{remedy}")
-
-
-def _advise_folder(train_root: pathlib.Path) -> str:
-    """The folder to give instead, if the one class in `train_root` holds a data set; or ""."""
-    below = find_dataset_below(train_root)
-    if below is not None:
-        return f"; as {below.name}/ has train/ in it, give --config.data.data_dir={below}"
-    folders = class_like_folders(train_root)
-    inner = class_like_folders(folders[0]) if len(folders) == 1 else []
-    if len(inner) < 2:
-        return ""
-    names = [shown(path.name) for path in inner[:4]] + ["..."] * (len(inner) > 4)
-    return (
-        f"; {shown(folders[0].name)}/ holds {len(inner)} folders ({', '.join(names)}); if they are "
-        f"the classes, give --config.data.data_dir={folders[0]}"
-    )
+        raise InputError(
+            f"data.data_dir={config.data.data_dir!r} has 1 class, {source.class_names}; needed: at "
+            "least 2; give the folder that holds a folder for each class, or train/ with them"
+        )
 
 
 def _open_split(

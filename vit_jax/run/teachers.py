@@ -18,14 +18,14 @@ from vit_jax import transfer, tree
 from vit_jax.checkpoints.checksums import hash_params
 from vit_jax.config import image_hw
 from vit_jax.devices.sharding import place
-from vit_jax.errors import InputError, collect_faults
+from vit_jax.errors import Faults, InputError, collect_faults
 from vit_jax.experiment.experiment import Experiment, make_experiment
 from vit_jax.files import write_whole
 from vit_jax.models import create_model
-from vit_jax.models.fields import stacks_layers, value_of, with_known
+from vit_jax.models.contract import about, with_known
 from vit_jax.objectives import objective_of
 from vit_jax.objectives.contract import Teacher
-from vit_jax.run.sources import find_other_names
+from vit_jax.run.sources import say_other_names
 from vit_jax.transfer.fit import stack_layers
 
 logger = logging.getLogger("vit_jax")
@@ -50,12 +50,12 @@ def read_teachers(config: ConfigDict, *, shapes_only: bool = False) -> tuple[Tea
     Raises:
       InputError: a source cannot be read, or takes images of other channels.
     """
-    teachers, faults = [], []
+    teachers, faults = [], Faults()
     for source, weight in objective_of(config).teachers.items():
-        try:
-            teachers.append(_read(source, config, shapes_only)._replace(weight=weight))
-        except InputError as e:
-            faults += [f"objective.teacher={source!r}: {fault}" for fault in e.faults]
+        where = f"objective.teacher={source!r}: "
+        teacher = faults.check(_read, source, config, shapes_only, prefix=where)
+        if teacher is not None:
+            teachers.append(teacher._replace(weight=weight))
     collect_faults(faults)
     return tuple(teachers)
 
@@ -64,14 +64,14 @@ def _read(source: str, config: ConfigDict, shapes_only: bool) -> Teacher:
     if source.startswith(UNTRAINED):
         return _new_teacher(source, config, shapes_only)
     pretrained = transfer.read_pretrained(source)
-    spec, channels = pretrained.spec, value_of(pretrained.model, "channels")
+    spec, channels = pretrained.spec, about(pretrained.model).channels
     if channels != config.data.channels:
         raise InputError(
             f"takes images of {channels} channels; the run has data.channels={config.data.channels}"
         )
     model = _in_form_of_student(pretrained.model, config)
     variables = pretrained.variables
-    if stacks_layers(model):
+    if about(model).stacks_layers:
         variables["params"] = stack_layers(variables["params"])
     if shapes_only:
         variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables)
@@ -119,38 +119,25 @@ def compare_classes(
     Raises:
       InputError: a teacher's logits have the classes of the data in another order.
     """
+    names, faults = None if class_names is None else tuple(class_names), Faults()
     if config.objective.mode == "features":
         return tuple(
-            teacher._replace(
-                same_classes=class_names is not None
-                and teacher.class_names is not None
-                and tuple(class_names) == tuple(teacher.class_names)
-            )
+            teacher._replace(same_classes=names is not None and teacher.class_names == names)
             for teacher in teachers
         )
-    if class_names is None:
+    if names is None:
         return tuple(teachers)
-    collect_faults(
-        [
-            f"objective.teacher={teacher.source!r}: has the classes of the data in another order "
-            f"({', '.join(teacher.class_names[:3])}, ... instead of {', '.join(class_names[:3])}, "
-            "...); train it on these data, or set --config.objective.mode=features"
-            for teacher in teachers
-            if teacher.class_names is not None
-            and sorted(teacher.class_names) == sorted(class_names)
-            and list(teacher.class_names) != list(class_names)
-        ]
-    )
     for teacher in teachers:
-        other = find_other_names(class_names, teacher.class_names)
-        if other:
-            label, theirs, ours = other[0]
-            logger.warning(
-                "objective.teacher=%r: %d of %d classes have other names than in the data: label "
-                "%d is %r, but output %d is %r; it teaches only if they are the same classes",
-                teacher.source, len(other), len(class_names),
-                label, theirs, label, ours,
-            )  # fmt: skip
+        where, theirs = f"objective.teacher={teacher.source!r}", teacher.class_names or ()
+        if theirs != names and sorted(theirs) == sorted(names):
+            faults.append(
+                f"{where}: has the classes of the data in another order "
+                f"({', '.join(theirs[:3])}, ... instead of {', '.join(names[:3])}, ...); train it "
+                "on these data, or set --config.objective.mode=features"
+            )
+        elif other := say_other_names(names, theirs, "the data", "the teacher"):
+            logger.warning("%s: %s; it teaches only if they are the same classes", where, other)
+    collect_faults(faults)
     return tuple(teachers)
 
 
@@ -214,10 +201,9 @@ def check_same_teachers(workdir: epath.Path, found: Sequence[Mapping[str, Any]])
     if not path.exists():
         return
     before = {teacher["source"]: teacher["digest"] for teacher in json.loads(path.read_text())}
-    changed = [
+    collect_faults([
         f"objective.teacher={teacher['source']!r}: has other weights than when this run began "
         f"({path}); restore them, or use a new --workdir"
         for teacher in found
         if before.get(teacher["source"], teacher["digest"]) != teacher["digest"]
-    ]
-    collect_faults(changed)
+    ])  # fmt: skip

@@ -13,24 +13,20 @@ from vit_jax import files, tree
 from vit_jax.checkpoints import checkpoint, restore
 from vit_jax.devices import sharding
 from vit_jax.experiment.state import TrainState, start_from
-from vit_jax.job import watchdog
-from vit_jax.run.agreement import (
-    compare_findings,
-    compare_starts,
-    compare_weights,
-    compare_workdirs,
-)
-from vit_jax.run.build import Run, prepare
-from vit_jax.run.description import describe
+from vit_jax.job import processes, watchdog
+from vit_jax.run.agreement import compare, compare_findings
+from vit_jax.run.build import Run, describe, prepare
 from vit_jax.run.guards import NonFiniteError
 from vit_jax.run.kernel_check import check_kernels
 from vit_jax.run.loop import loop
-from vit_jax.run.starts import record_start
-from vit_jax.run.summary import read_summary, remove_summary, write_diverged, write_summary
+from vit_jax.run.opener import ChooseLayout
+from vit_jax.run.summary import read_summary, write_diverged, write_summary
 from vit_jax.run.teachers import write_teachers
-from vit_jax.run.workdir import ChooseLayout, agree_on_run, lock_workdir, write_workdir
+from vit_jax.run.workdir import agree_on_run, lock_workdir, record_start, write_workdir
 
 logger = logging.getLogger("vit_jax")
+
+_BATCHES_COMPARED = 2
 
 
 def train_and_evaluate(
@@ -65,7 +61,7 @@ def train_and_evaluate(
     before = agree_on_run(workdir, timeout_s)
     run = prepare(asked, workdir, choose_layout, before, command.get("overrides", ()))
     finished = read_summary(run)
-    _compare(run, {"already finished": finished is not None})
+    compare_runs(run, {"already finished": finished is not None})
     if finished is not None and is_intact(run, finished["step"]):
         how = (
             "stopped early at step %d; to go on, raise stop.patience"
@@ -82,7 +78,7 @@ def train_and_evaluate(
             state, meta = start_state(run)
             lock.check(fresh=True)
             begin(run, int(state.step) if meta else None, command)
-            compare_starts(run.config, run.order, int(state.step))
+            compare_starts(run, int(state.step))
             try:
                 loop(run, state, meta, lock)
             except NonFiniteError as e:
@@ -96,18 +92,34 @@ def begin(run: Run, resumed_at: int | None, command: Mapping[str, Any]) -> None:
     """Write, on process 0, what the run is and how it was started."""
     if jax.process_index() > 0:
         return
-    write_workdir(run.workdir, run.resolved, run.train_source, run.pictures)
+    write_workdir(run.workdir, run.resolved, run.train_source, run.division)
     write_teachers(run.workdir, run.described_teachers)
-    remove_summary(run)
+    (run.workdir / "summary.json").unlink(missing_ok=True)  # of an earlier end
     record_start(run.workdir, run.mesh.devices.flatten().tolist(), resumed_at, command)
 
 
-def _compare(run: Run, facts: Mapping[str, Any]) -> None:
-    """Check that all processes have prepared the same run and agree on `facts`."""
+def compare_runs(run: Run, facts: Mapping[str, Any]) -> None:
+    """Check that all processes have prepared the same run, agree on `facts` and see one workdir.
+
+    A path may be another disk on another host.
+    """
+    weights = {**(run.initial_params or {}), **run.initial_model_state}
     facts = {**facts, "teachers": run.described_teachers}
-    compare_findings(run.config, run.sources, facts)
-    compare_weights(run.config, run.initial_params, run.initial_model_state)
-    compare_workdirs(run.config, run.workdir)
+    compare_findings(run.config, run.sources, weights, facts)
+    with watchdog.phase("comparison"):
+        processes.check_one_workdir(run.workdir, run.config.job.compile_deadline_s)
+
+
+def compare_starts(run: Run, start: int) -> None:
+    """Check that all processes continue after step `start`, with examples in the same order."""
+
+    def find() -> dict[str, Any]:
+        size = run.config.global_batch_size
+        first = np.arange(start * size, (start + _BATCHES_COMPARED) * size)
+        ids = np.asarray(run.order(first)).tobytes()
+        return {"first step": start + 1, "ids of the first batches": ids}
+
+    compare(run.config, "starting point", find)
 
 
 def is_intact(run: Run, step: int) -> bool:

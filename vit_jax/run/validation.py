@@ -1,23 +1,55 @@
-"""The first check of a config: every fault that can be found without files or devices.
+"""Configs as users give them, and their first check: every fault that needs no file and no device.
 
 Each room checks its own section of the config; CHECKS lists these checks.
 """
 
+import copy
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from etils import epath
 from ml_collections import ConfigDict
 
 from vit_jax import checkpoints, models
-from vit_jax.config import REQUIRED, checks, decided_later, evals
+from vit_jax.config import REQUIRED, checks, decided_later, evals, step_range, with_values
+from vit_jax.config import text as config_text
+from vit_jax.config.stored import read_stored
 from vit_jax.data import checks as data
 from vit_jax.devices import mesh
-from vit_jax.errors import Faults, collect_faults
+from vit_jax.errors import Faults, InputError, collect_faults
+from vit_jax.evaluators.metric_names import chosen_metrics
 from vit_jax.experiment import checks as experiment
 from vit_jax.experiment import durations
 from vit_jax.job import watchdog
-from vit_jax.metrics import profiler, weights_and_biases
-from vit_jax.run import selection
+
+_NOT_IN_NAMES = r"/\#?%:"  # characters that W&B rejects
+_MAX_NAME = 128
+
+
+def check_run(config: ConfigDict, faults: Faults) -> None:
+    """Check what a run writes, and the metrics by which it decides; works without wandb."""
+    if config.log.profile is not None:
+        faults.check(step_range, config.log.profile, key="log.profile")
+    project = config.log.wandb
+    if project is not None:
+        named = project.strip() and len(project) <= _MAX_NAME
+        faults.need(
+            named and not set(project) & set(_NOT_IN_NAMES),
+            f"log.wandb={project!r}: needs the name of a project, of at most {_MAX_NAME} "
+            f"characters, without any of {_NOT_IN_NAMES}",
+        )
+    for key, metric in chosen_metrics(config).items():
+        name, _, kind = metric.partition("/")
+        known = [f"{evaluator}/..." for evaluator in config.evals]
+        faults.need(
+            kind and name in config.evals,
+            f"{key}={metric!r}: needs a metric of an evaluator, such as val/top1; the config has "
+            f"{', '.join(known) or 'no evals'}",
+        )
+    faults.need_positive("stop.patience", config.stop.patience)
+
 
 # Each adds the faults that it finds; the config has all keys, with values of the right types.
 CHECKS: tuple[Callable[[ConfigDict, Faults], None], ...] = (
@@ -29,11 +61,9 @@ CHECKS: tuple[Callable[[ConfigDict, Faults], None], ...] = (
     mesh.check_config,
     checkpoints.check_config,
     watchdog.check_config,
-    profiler.check_profile,
-    weights_and_biases.check_project,
     evals.check_config,
     data.check_eval_ops,
-    selection.check_config,
+    check_run,
 )
 
 
@@ -62,3 +92,62 @@ def validate(
 ) -> None:
     """Raise one InputError with all faults of a config and of the overrides applied to it."""
     collect_faults(override_faults + find_faults(config, required), where)
+
+
+def load_config(
+    config: ConfigDict | str | os.PathLike, overrides: Mapping[str, Any] | None = None
+) -> ConfigDict:
+    """Load a config, or copy one, and set some of its keys.
+
+        config = vit_jax.load_config("quickstart:debug", {"duration": "20 steps"})
+        config.optimizer.peak_lr = 3e-3
+
+    Args:
+      config: as --config: the name of a shipped config or the path of a file, and its words; or a
+        config, which is copied.
+      overrides: {key: value}, e.g. {"model.depth": 6}.
+
+    Raises:
+      InputError: lists every key that does not exist and every value of a wrong type.
+    """
+    if isinstance(config, ConfigDict):
+        config = copy.deepcopy(config)  # keeps the types of keys that are None
+    else:
+        config = config_text.load_config(os.fspath(config))
+    collect_faults(config_text.apply_overrides(config, as_pairs(overrides)), "overrides")
+    return config
+
+
+def as_pairs(overrides: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """`overrides` as the command line gives them: (key, text)."""
+    return [
+        (key, repr(tuple(value)) if isinstance(value, (tuple, list)) else str(value))
+        for key, value in (overrides or {}).items()
+    ]
+
+
+def load_run(
+    workdir: epath.Path, overrides: Sequence[tuple[str, str]]
+) -> tuple[ConfigDict, ConfigDict]:
+    """The config of the run in `workdir` with `overrides`, (key, text), validated; and as it is.
+
+    A mesh that the run's devices decided is open again, as these devices may be others.
+
+    Raises:
+      InputError: if there is no run, or it has no evaluators.
+    """
+    stored = read_stored(workdir)
+    chosen = [key for key, by in stored.decided_by.items() if by == "devices"]
+    config = with_values(stored.resolved, {key: None for key in chosen if key.startswith("mesh.")})
+    validate(config, config_text.apply_overrides(config, overrides), f"{workdir}/config.json")
+    if not config.evals:
+        raise InputError(f"--workdir={workdir}: its config lists no evaluators (evals)")
+    return config, stored.resolved
+
+
+def check_evaluates_any(config: ConfigDict, where: str) -> None:
+    """Raise InputError, naming `where`, unless `config` can evaluate a model from any source."""
+    if config.model.name is not None:
+        raise InputError(f"model.name={config.model.name!r}: --init_from sets it; leave it out")
+    if not config.evals:
+        raise InputError(f"{where}: lists no evaluators (evals)")

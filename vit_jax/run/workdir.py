@@ -1,37 +1,36 @@
 """The workdir of a run: checked before anything is written, then created."""
 
 import contextlib
-import importlib.util
+import datetime
+import importlib
 import json
-import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+import pathlib
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
-from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
+import vit_jax
 from vit_jax.checkpoints import restore
-from vit_jax.config import changed_evals, changed_keys, say_changes
 from vit_jax.config.plugins import store_plugins
 from vit_jax.config.stored import StoredConfig, parse_stored
 from vit_jax.data import Source
 from vit_jax.data.division import FILE
-from vit_jax.errors import InputError, collect_faults
+from vit_jax.errors import InputError
 from vit_jax.files import check_folder, write_whole
 from vit_jax.job import processes
 from vit_jax.job.lock import Lock, NoLock, check_free
-from vit_jax.run.extension import KEYS_OF_THE_END, find_other_past, say_extension
+from vit_jax.job.software import software
 from vit_jax.run.resolve import Resolved
-from vit_jax.run.starts import last_devices
 
-logger = logging.getLogger("vit_jax")
-
-
-# choose(config, mesh) -> config with the fastest layout that fits the devices of the mesh.
-ChooseLayout = Callable[[ConfigDict, Mesh], ConfigDict]
+_GIT_S = 10  # git on a slow disk is not waited for
 
 
 class StoredRun(NamedTuple):
@@ -66,7 +65,7 @@ def _describe_run(workdir: epath.Path) -> str:
     facts = {
         "text": _read_if_there(workdir / "config.json"),
         "saved_steps": restore.saved_steps(workdir / "checkpoints"),
-        "devices": last_devices(workdir),
+        "devices": _last_devices(workdir),
     }
     return json.dumps(facts)
 
@@ -80,72 +79,20 @@ def _parse_run(description: str, workdir: epath.Path) -> StoredRun:
 
 def check_store(workdir: epath.Path) -> None:
     """Raise InputError if the library needed for checkpoints in `workdir` is not installed."""
-    if os.fspath(workdir).startswith("gs://") and not _is_installed("google.cloud.storage"):
-        raise InputError(
-            f"--workdir={workdir}: checkpoints on gs:// need google-cloud-storage, which is not "
-            "installed; run pip install -e '.[gcs]'"
-        )
+    if os.fspath(workdir).startswith("gs://"):
+        try:
+            importlib.import_module("google.cloud.storage")
+        except ImportError:
+            raise InputError(
+                f"--workdir={workdir}: checkpoints on gs:// need google-cloud-storage, which is "
+                "not installed; run pip install -e '.[gcs]'"
+            ) from None
 
 
 def check_writable(workdir: epath.Path) -> None:
     """Raise InputError unless `workdir` is a directory that can be created or written to."""
     check_store(workdir)
     check_folder(workdir, "--workdir")
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent module is missing
-        return False
-
-
-def check_settings(
-    config: ConfigDict, before: StoredRun, workdir: epath.Path, free: Sequence[str]
-) -> None:
-    """Raise InputError if `config` and the run that was `before` differ in a fixed key.
-
-    `free`: keys that may change, besides those that always may.
-    """
-    if before.stored is None:
-        return
-    changed = changed_keys(before.stored.resolved, config)
-    collect_faults(
-        say_changes({key: values for key, values in changed.items() if key not in free}),
-        f"--workdir={workdir} already holds a run with other settings; restore them, use a new "
-        "--workdir, or start from its weights with --config.init_from=...",
-    )
-
-
-def check_unchanged(
-    config: ConfigDict, before: StoredRun, workdir: epath.Path, free: Sequence[str] = ()
-) -> None:
-    """Raise InputError if the run that was `before` has other settings; warn of other evaluators.
-
-    `free`: keys that may differ.
-    """
-    if before.stored is None:
-        return
-    check_settings(config, before, workdir, (*free, *KEYS_OF_THE_END))
-    resolved = before.stored.resolved
-    changed = changed_keys(resolved, config)
-    of_end = {key: changed[key] for key in KEYS_OF_THE_END if key in changed}
-    if of_end:
-        steps_done = next(iter(before.saved_steps), 0)
-        fault = find_other_past(resolved, config, steps_done, workdir)
-        if fault is not None:
-            raise InputError(f"--workdir={workdir}: {fault}")
-        logger.info("%s: the run gets another end: %s", workdir, say_extension(of_end))
-    both = {*resolved.evals} & {*config.evals}
-    changed = changed_evals(resolved, config)
-    changed = {key: values for key, values in changed.items() if key.split(".")[1] in both}
-    if changed:
-        logger.warning(
-            "%s: evaluators have changed since the run began, so results may not be comparable "
-            "with earlier ones: %s",
-            workdir,
-            "; ".join(say_changes(changed)),
-        )
 
 
 def agree_on_run(workdir: epath.Path, timeout_s: float) -> StoredRun:
@@ -186,7 +133,12 @@ def lock_workdir(
     made = jax.process_index() == 0 and not workdir.exists()
 
     def take() -> str:
-        _make(workdir)
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise InputError(
+                f"--workdir={workdir}: {e.strerror}; choose another directory"
+            ) from None
         locks.append(Lock(workdir))
         if _read_if_there(workdir / "config.json") != before.text:
             raise InputError(
@@ -205,26 +157,94 @@ def lock_workdir(
             workdir.rmdir()
 
 
-def _make(workdir: epath.Path) -> None:
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise InputError(f"--workdir={workdir}: {e.strerror}; choose another directory") from None
-
-
 def write_workdir(
-    workdir: epath.Path, resolved: Resolved, source: Source, pictures: bytes = b""
+    workdir: epath.Path, resolved: Resolved, source: Source, division: bytes = b""
 ) -> None:
     """Create the workdir with config.json and the class names of the training `source`.
 
-    `pictures`: content of `division.FILE` of a run that begins; a run keeps the file that it has.
+    `division`: content of `division.FILE` of a run that begins; a run keeps the file that it has.
     classes.json holds null if the source names no classes.
     """
-    _make(workdir)
-    if pictures:  # before config.json, which says that the run has begun
-        write_whole(workdir / FILE, pictures)
+    workdir.mkdir(parents=True, exist_ok=True)
+    if division:  # before config.json, which says that the run has begun
+        write_whole(workdir / FILE, division)
     store_plugins(resolved.config.plugins, workdir)
     stored = StoredConfig(resolved.asked, resolved.config, resolved.decided_by)
     write_whole(workdir / "config.json", stored.to_json())
     text = json.dumps(source.class_names, indent=2, ensure_ascii=False) + "\n"
     write_whole(workdir / "classes.json", text)
+
+
+def record_start(
+    workdir: epath.Path,
+    devices: Sequence[jax.Device],
+    resumed_at: int | None,
+    command: Mapping[str, Any],
+) -> None:
+    """Adds the line of this start to WORKDIR/starts.jsonl; called by process 0, which holds it.
+
+    time, command, config, overrides: when, and the words of the command line.
+    resumed_at: the step that it went on from; null: from the beginning.
+    commit, clean: state of the clone of vit_jax; null if it is no clone, as after pip install.
+      Clean: no file that git follows was changed.
+    software: versions, compiler flags and the digest of the code, as processes compare them.
+    hardware: host, devices, processes, processors.
+
+    Args:
+      workdir: of the run.
+      devices: of its mesh.
+      resumed_at: the step that it goes on from; None: it begins.
+      command: what else is known of the command, as "config" and "overrides".
+    """
+    line = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
+        **command,
+        "resumed_at": resumed_at,
+        **clone_state(pathlib.Path(vit_jax.__file__).resolve().parents[1]),
+        "software": {"vit_jax": vit_jax.__version__, **software()},
+        "hardware": {
+            "host": socket.gethostname(),
+            "system": platform.platform(),
+            "processors": os.cpu_count(),
+            "devices": len(devices),
+            "device_kind": devices[0].device_kind,
+            "processes": jax.process_count(),
+        },
+    }
+    path = workdir / "starts.jsonl"
+    before = path.read_bytes() if path.exists() else b""
+    write_whole(path, before + json.dumps(line, ensure_ascii=False).encode() + b"\n")
+
+
+def _last_devices(workdir: epath.Path) -> tuple[int, str] | None:
+    """Number and kind of the devices of the last start in `workdir`; None: no line tells them."""
+    try:
+        lines = (workdir / "starts.jsonl").read_text().splitlines()
+        hardware = json.loads(lines[-1])["hardware"]
+        return hardware["devices"], hardware["device_kind"]
+    except (OSError, ValueError, LookupError, TypeError):  # no file, or a damaged one
+        return None
+
+
+def clone_state(root: pathlib.Path) -> dict[str, str | bool | None]:
+    """{"commit": hash, "clean": whether files that git follows are as committed} of a clone.
+
+    Both are None if `root` is not the top of a clone, or git is not there.
+    """
+    top = _git(root, "rev-parse", "--show-toplevel")
+    state = _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    if top is None or state is None or pathlib.Path(top).resolve() != root:
+        return {"commit": None, "clean": None}
+    commit, dirty, _ = state.partition("-")
+    return {"commit": commit, "clean": not dirty}
+
+
+def _git(root: pathlib.Path, *words: str) -> str | None:
+    """What git says of the folder `root`; None: it cannot."""
+    command = ["git", "-C", str(root), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

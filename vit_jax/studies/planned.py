@@ -18,9 +18,8 @@ from vit_jax.planning.calculated import calculate_plan
 from vit_jax.planning.estimates import estimate
 from vit_jax.planning.search import rank_layouts
 from vit_jax.planning.targets import Target
-from vit_jax.run.decisions import Changes
 from vit_jax.run.opener import Tables
-from vit_jax.run.resolve import resolve
+from vit_jax.run.resolve import Changes, resolve
 from vit_jax.studies.members import FINISHED, Member, Result, Study
 from vit_jax.studies.running import member_config
 

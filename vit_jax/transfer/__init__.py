@@ -21,7 +21,8 @@ from vit_jax.config import image_hw
 from vit_jax.data.division import Division, hashes_from_bytes, side_file
 from vit_jax.errors import InputError, collect_faults, nearest
 from vit_jax.files import absolute
-from vit_jax.models.fields import check_fields, field_names, stacks_layers, value_of, with_known
+from vit_jax.models.contract import about, field_names, with_known
+from vit_jax.models.fields import check_fields
 from vit_jax.models.forms import PLAIN, unconstrained
 from vit_jax.transfer import (
     fit,
@@ -223,7 +224,7 @@ def save_pretrained(
     check_variables(model, variables)
     collections = jax.tree.map(np.asarray, dict(variables))
     params = collections.pop("params")
-    if stacks_layers(model):
+    if about(model).stacks_layers:
         params = fit.unstack_layers(params)
     plain = with_known(model, scan=False, remat="none", constrain=unconstrained, forms=PLAIN)
     plain, merged = merge_adapters(plain, tree.flatten_names(params))
@@ -246,7 +247,7 @@ def check_variables(model: nn.Module, variables: Mapping[str, Any]) -> None:
 
 def check_holds(format: str, model: nn.Module, key: str) -> None:
     """Raise InputError if `format`, one of WRITERS, cannot hold `model`; names those that can."""
-    channels = value_of(model, "channels")
+    channels = about(model).channels
     of_channels = [] if channels == 3 else [f"channels={channels}: files hold models of 3 channels"]
     others = [name for name, writer in WRITERS.items() if not writer.check(model)]
     # stablehlo, a program, holds every model.
@@ -367,7 +368,7 @@ def init_model_state(
 def _as_scanned(named: dict[str, Any], model: nn.Module, source: str) -> dict[str, Any]:
     """Convert unrolled parameters to the model's form: stacked if it scans its layers."""
     params = tree.unflatten_names(named)
-    if not stacks_layers(model):
+    if not about(model).stacks_layers:
         return params
     logger.info("%s: layers stacked for scanning", source)
     return fit.stack_layers(params)

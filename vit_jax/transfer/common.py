@@ -12,7 +12,7 @@ import numpy as np
 
 from vit_jax import tree
 from vit_jax.errors import InputError
-from vit_jax.models.t2t import CONSTANTS
+from vit_jax.models.contract import CONSTANTS
 from vit_jax.transfer.pretrained import Pretrained
 
 logger = logging.getLogger("vit_jax")

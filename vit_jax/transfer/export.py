@@ -27,7 +27,7 @@ from vit_jax.data.division import HASHES, hashes_to_bytes, side_file
 from vit_jax.errors import InputError, nearest
 from vit_jax.files import absolute, check_names, write_whole
 from vit_jax.job.software import software
-from vit_jax.models.fields import value_of, with_known
+from vit_jax.models.contract import about, with_known
 from vit_jax.transfer import WRITERS, check_holds, load_pretrained
 from vit_jax.transfer.common import to_json
 from vit_jax.transfer.images import ops_for
@@ -65,7 +65,7 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
         raise InputError(f"--format={format}: {nearest(format, known)}")
     output = absolute(output)
     _check_output(output, format)
-    own_dtype = jnp.dtype(value_of(pretrained.model, "dtype")).name
+    own_dtype = jnp.dtype(about(pretrained.model).dtype).name
     model = with_known(pretrained.model, dtype=jnp.dtype("float32"))
     pretrained = pretrained._replace(model=model)
     if format != STABLEHLO:
@@ -77,7 +77,7 @@ def export(pretrained: Pretrained, output: epath.PathLike, format: str) -> dict[
             "program with --image_size"
         )
     size = image_size or tuple(2 * stride for stride in model.token_stride)  # for the comparison
-    shape = (_IMAGES, *size, value_of(model, "channels"))
+    shape = (_IMAGES, *size, about(model).channels)
     images = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
     variables = pretrained.variables
     expected = np.asarray(jax.jit(model.apply)(variables, images))
@@ -244,7 +244,7 @@ def _write_stablehlo(
             "serialised program holds at most 2; export as timm, hf or npz"
         )
     batch = jax.export.symbolic_shape("b")
-    images = jax.ShapeDtypeStruct((*batch, *image_size, value_of(model, "channels")), jnp.float32)
+    images = jax.ShapeDtypeStruct((*batch, *image_size, about(model).channels), jnp.float32)
     program = jax.jit(lambda images: model.apply(variables, images))
     exported = jax.export.export(program, platforms=PLATFORMS)(images)
     write_whole(path, bytes(exported.serialize()))

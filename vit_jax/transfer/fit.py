@@ -12,9 +12,9 @@ import numpy as np
 
 from vit_jax.errors import InputError
 from vit_jax.models.batch_norm import BATCH_STATS
-from vit_jax.models.fields import field_names, value_of, with_known
+from vit_jax.models.contract import CONSTANTS, about, field_names, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
-from vit_jax.models.t2t import CONSTANTS, T2TViT
+from vit_jax.models.t2t import T2TViT
 from vit_jax.transfer.common import POSITIONS, refuse
 from vit_jax.transfer.merge import ADAPTER, is_of_head_norm
 from vit_jax.transfer.pretrained import Pretrained
@@ -178,7 +178,7 @@ def _adapt_channels(
     found: dict[str, np.ndarray], pretrained: Pretrained, model: nn.Module
 ) -> dict[str, np.ndarray]:
     """`found` with its first kernel for the channels of `model`; see `adapt_kernel`."""
-    old, new = (value_of(m, "channels") for m in (pretrained.model, model))
+    old, new = (about(m).channels for m in (pretrained.model, model))
     first = next((name for name in _FIRST_KERNELS if name in found), None)
     # The token module of a T2T-ViT normalises its patches, so no kernel alone sees the pixels.
     if old == new or first is None or isinstance(model, T2TViT):

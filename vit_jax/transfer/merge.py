@@ -7,8 +7,8 @@ import flax.linen as nn
 import numpy as np
 
 from vit_jax.models.batch_norm import BATCH_STATS
+from vit_jax.models.contract import with_known
 from vit_jax.models.dense import adapter_update
-from vit_jax.models.fields import with_known
 from vit_jax.models.vit import HEAD_NORM_EPS
 
 _HEAD_NORM = f"{BATCH_STATS}/head_norm/"

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax import tree
-from vit_jax.models.fields import stacks_layers, value_of, with_known
+from vit_jax.models.contract import about, with_known
 from vit_jax.models.forms import PLAIN, unconstrained
 
 
 def abstract_params(model: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """{leaf name: shape} of a model's parameters, without creating them."""
     params, _ = _shapes(_Traced(model))
-    if stacks_layers(model):
+    if about(model).stacks_layers:
         return dict(params)
     return {
         unrolled: jax.ShapeDtypeStruct(leaf.shape[tree.is_stacked(name) :], leaf.dtype)
@@ -53,7 +53,7 @@ def _shapes(traced: _Traced) -> tuple[dict[str, jax.ShapeDtypeStruct], ...]:
     """
     model = traced.model
     size = model.image_size or model.token_stride  # without an image size, any one will do
-    images = jnp.zeros((1, *size, value_of(model, "channels")))
+    images = jnp.zeros((1, *size, about(model).channels))
     collections = dict(jax.eval_shape(model.init, jax.random.key(0), images))
     params = collections.pop("params")
     return tree.flatten_names(params), tree.flatten_names(collections)

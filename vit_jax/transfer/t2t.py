@@ -12,8 +12,9 @@ import flax.linen as nn
 import numpy as np
 from etils import epath
 
+from vit_jax.models.contract import CONSTANTS
 from vit_jax.models.position import SINCOS_1D
-from vit_jax.models.t2t import CONSTANTS, SPLITS, STRIDE, T2T_VARIANTS, T2TViT
+from vit_jax.models.t2t import SPLITS, STRIDE, T2T_VARIANTS, T2TViT
 from vit_jax.transfer import fit, layout, safetensors, timm_config
 from vit_jax.transfer.common import check_blocks, check_family, refuse, square_side
 from vit_jax.transfer.layout import Entry, joined, same, torch_linear, torch_norm, transposed

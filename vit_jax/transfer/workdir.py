@@ -20,7 +20,7 @@ from vit_jax.data.host_ops import FULL_SIZE
 from vit_jax.data.ops import parse_calls
 from vit_jax.errors import InputError
 from vit_jax.models import create_model
-from vit_jax.models.fields import stacks_layers, with_known
+from vit_jax.models.contract import about, with_known
 from vit_jax.transfer.fit import unstack_layers
 from vit_jax.transfer.merge import merge_adapters, merge_head_norm
 from vit_jax.transfer.pretrained import Cut, Pretrained, Spec, class_names_of, share_of, with_resize
@@ -110,7 +110,7 @@ def _restore(
             f"init_from={str(workdir)!r}: has no checkpoint yet; wait for the run's first one"
         )
     found = jax.tree.map(np.asarray, restored[0])
-    params = unstack_layers(found[weights]) if stacks_layers(model) else found[weights]
+    params = unstack_layers(found[weights]) if about(model).stacks_layers else found[weights]
     return restored[1]["step"], params, found.get(state, {})
 
 

@@ -71,7 +71,7 @@ def attention(qkv, biases, sizes: Sizes):
 
 def _forward(qkv, biases, sizes):
     qkv = tuple(x + b.astype(x.dtype)[None, None] for x, b in zip(qkv, biases, strict=True))
-    layout = Layout.of(qkv[0], sizes)
+    layout = _Layout.of(qkv[0], sizes)
     out_BNW = pl.pallas_call(
         functools.partial(_forward_kernel, heads=layout.heads, num_keys=sizes.num_keys),
         grid=layout.grid,
@@ -86,7 +86,7 @@ def _forward(qkv, biases, sizes):
 
 
 def _backward(sizes, qkv, grad_BNW):
-    layout = Layout.of(grad_BNW, sizes)
+    layout = _Layout.of(grad_BNW, sizes)
     like_grad = jax.ShapeDtypeStruct(grad_BNW.shape, grad_BNW.dtype)
     of_biases = jax.ShapeDtypeStruct((grad_BNW.shape[0], 3, grad_BNW.shape[2]), jnp.float32)
     *grads, grads_B3W = pl.pallas_call(
@@ -126,7 +126,7 @@ class _Head(NamedTuple):
     is_last: bool
 
 
-class Layout(NamedTuple):
+class _Layout(NamedTuple):
     """How a kernel goes through its arrays: image by image, as many heads at once as are few.
 
     grid: images, blocks of heads; heads: those of a block; tokens, biases: the blocks of (B, N, W)
@@ -139,15 +139,15 @@ class Layout(NamedTuple):
     biases: pl.BlockSpec
 
     @classmethod
-    def of(cls, x_BNW, sizes: Sizes, most_scores: int | None = None) -> "Layout":
-        """That of arrays like `x_BNW`; None: MOST_SCORES."""
+    def of(cls, x_BNW, sizes: Sizes) -> "_Layout":
+        """That of arrays like `x_BNW`."""
         B, N, W = x_BNW.shape
         size = W // sizes.num_heads
         in_group = math.lcm(size, LANES) // size  # heads that fill whole tiles of lanes
         in_group = sizes.num_heads if sizes.num_heads % in_group else in_group
         groups = sizes.num_heads // in_group
         lanes = in_group * size
-        most = max((most_scores or MOST_SCORES) // (in_group * N * N), 1)
+        most = max(MOST_SCORES // (in_group * N * N), 1)
         at_once = max(n for n in range(1, min(most, groups) + 1) if groups % n == 0)
         heads = [
             _Head(slice(start, start + lanes), slice(i * size, (i + 1) * size), i == in_group - 1)
@@ -162,7 +162,7 @@ class Layout(NamedTuple):
         )
 
 
-def ahead(heads: Sequence[_Head], start: Callable[[_Head], Any], number: int) -> Iterator:
+def _ahead(heads: Sequence[_Head], start: Callable[[_Head], Any], number: int) -> Iterator:
     """(head, start(head)) of each head, started so many heads ahead.
 
     The compiler keeps the order of the program: the matrix units work on the next heads' scores
@@ -176,7 +176,7 @@ def ahead(heads: Sequence[_Head], start: Callable[[_Head], Any], number: int) ->
         yield head, begun
 
 
-def transposed(*refs) -> Callable[[int, _Head], jax.Array]:
+def _transposed(*refs) -> Callable[[int, _Head], jax.Array]:
     """head_of(i, head): the rows of a head in the i-th of `refs`; each group is transposed once."""
     groups: dict[tuple[int, int], jax.Array] = {}
 
@@ -191,7 +191,7 @@ def transposed(*refs) -> Callable[[int, _Head], jax.Array]:
 
 def _scores(q_KN, k_KM, num_keys: int):
     """log2(e) k q^T / sqrt(K), -1e30 for padding: (M, N), float32."""
-    s_MN = product(k_KM, q_KN, (0, 0)) * (LOG2_E / math.sqrt(q_KN.shape[0]))
+    s_MN = _product(k_KM, q_KN, (0, 0)) * (LOG2_E / math.sqrt(q_KN.shape[0]))
     whole = num_keys // SUBLANES * SUBLANES  # only the last rows hold padding
     if num_keys == s_MN.shape[0]:
         return s_MN
@@ -201,23 +201,23 @@ def _scores(q_KN, k_KM, num_keys: int):
     return jnp.concatenate([s_MN[:whole], last_MN]) if whole else last_MN
 
 
-def product(a, b, contracted: tuple[int, int]):
+def _product(a, b, contracted: tuple[int, int]):
     """The matrix product over one axis of each, in float32."""
     of_a, of_b = contracted
     return lax.dot_general(a, b, (((of_a,), (of_b,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _forward_kernel(q_ref, k_ref, v_ref, out_ref, *, heads: Sequence[_Head], num_keys: int):
-    head_of = transposed(q_ref, k_ref, v_ref)
+    head_of = _transposed(q_ref, k_ref, v_ref)
 
     def start(head):
         return _scores(head_of(0, head), head_of(1, head), num_keys)
 
     group = []
-    for head, s_MN in ahead(heads, start, _FORWARD_AHEAD):
+    for head, s_MN in _ahead(heads, start, _FORWARD_AHEAD):
         e_MN = jnp.exp2(s_MN - s_MN.max(0, keepdims=True))
         r_1N = 1.0 / e_MN.sum(0, keepdims=True)
-        group.append(product(head_of(2, head), e_MN.astype(v_ref.dtype), (1, 0)) * r_1N)
+        group.append(_product(head_of(2, head), e_MN.astype(v_ref.dtype), (1, 0)) * r_1N)
         if head.is_last:
             out_ref[:, head.lanes] = jnp.concatenate(group).T.astype(out_ref.dtype)
             group = []
@@ -227,24 +227,24 @@ def _backward_kernel(
     q_ref, k_ref, v_ref, g_ref, dq_ref, dk_ref, dv_ref, biases_ref,
     *, heads: Sequence[_Head], num_keys: int,
 ):  # fmt: skip
-    head_of = transposed(q_ref, k_ref, v_ref, g_ref)
+    head_of = _transposed(q_ref, k_ref, v_ref, g_ref)
     dtype = q_ref.dtype
 
     def start(head):
         s_MN = _scores(head_of(0, head), head_of(1, head), num_keys)
-        return s_MN, product(head_of(2, head), head_of(3, head), (0, 0))
+        return s_MN, _product(head_of(2, head), head_of(3, head), (0, 0))
 
     group: tuple[list, ...] = ([], [], [])
-    for head, (s_MN, dp_MN) in ahead(heads, start, _BACKWARD_AHEAD):
+    for head, (s_MN, dp_MN) in _ahead(heads, start, _BACKWARD_AHEAD):
         e_MN = jnp.exp2(s_MN - s_MN.max(0, keepdims=True))
         r_1N = 1.0 / e_MN.sum(0, keepdims=True)
         mean_1N = (e_MN * dp_MN).sum(0, keepdims=True) * r_1N
         p_MN = e_MN * r_1N
         ds_MN = (p_MN * (dp_MN - mean_1N)).astype(dtype)
         scale = 1 / math.sqrt(head.rows.stop - head.rows.start)
-        group[0].append(product(head_of(1, head), ds_MN, (1, 0)) * scale)
-        group[1].append(product(head_of(0, head), ds_MN, (1, 1)) * scale)
-        group[2].append(product(head_of(3, head), p_MN.astype(dtype), (1, 1)))
+        group[0].append(_product(head_of(1, head), ds_MN, (1, 0)) * scale)
+        group[1].append(_product(head_of(0, head), ds_MN, (1, 1)) * scale)
+        group[2].append(_product(head_of(3, head), p_MN.astype(dtype), (1, 1)))
         if head.is_last:
             for i, ref in enumerate((dq_ref, dk_ref, dv_ref)):
                 grad_NL = jnp.concatenate(group[i]).T

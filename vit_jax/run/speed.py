@@ -1,10 +1,19 @@
-"""Training speed, excluding pauses."""
+"""The speed of a run: throughput without pauses, chip-hours, and traces of some steps."""
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
+from etils import epath
+
+from vit_jax.config import step_range
+from vit_jax.devices.chips import count_chips
 from vit_jax.devices.flops import mfu
+
+logger = logging.getLogger("vit_jax")
 
 
 class Throughput:
@@ -80,3 +89,57 @@ class Throughput:
             if share is not None:
                 scalars["time/mfu"] = share
         return scalars
+
+
+def rented_chips(devices: Sequence[jax.Device]) -> int:
+    """Number of chips that `devices` are on; 0 for CPUs, which nobody rents by the chip."""
+    return 0 if devices[0].platform == "cpu" else count_chips(devices)
+
+
+class Clock:
+    """The chip-hours of a run, including its earlier parts, which may have used other meshes.
+
+    Args:
+      meta: saved with the state that the run continues from; {} from scratch.
+      devices: devices of this part of the run.
+    """
+
+    def __init__(self, meta: Mapping[str, Any], devices: Sequence[jax.Device]):
+        self._since = time.perf_counter()
+        self._rented_chips = rented_chips(devices)
+        self._chip_hours = meta.get("chip_hours", 0.0)
+
+    def read(self) -> dict[str, float]:
+        """The total to save; it counts everything that the run does."""
+        hours = (time.perf_counter() - self._since) / 3600
+        return {"chip_hours": self._chip_hours + hours * self._rented_chips}
+
+
+class Profiler:
+    """Traces the steps in `log.profile` to a directory, by `jax.profiler`."""
+
+    def __init__(self, steps: str | None, directory: epath.Path):
+        self._steps = step_range(steps, "log.profile") if steps else range(0)
+        self._directory = directory
+        self._tracing = False
+
+    def __enter__(self) -> "Profiler":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        if self._tracing:
+            jax.profiler.stop_trace()
+
+    def before(self, step: int) -> None:
+        """Call before the step numbered `step` is dispatched."""
+        if step - 1 in self._steps and not self._tracing:
+            jax.profiler.start_trace(self._directory)
+            self._tracing = True
+
+    def after(self, step: int, result: Any) -> None:
+        """Call with the result of `step`; waits for it before ending a trace."""
+        if self._tracing and step not in self._steps:
+            jax.block_until_ready(result)
+            jax.profiler.stop_trace()
+            self._tracing = False
+            logger.info("trace written to %s; open it with TensorBoard or XProf", self._directory)

@@ -17,7 +17,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from vit_jax.files import LiteralPath, open_for_append
-from vit_jax.metrics.weights_and_biases import WeightsAndBiases
+from vit_jax.run.weights_and_biases import WeightsAndBiases
 
 
 class MetricWriter:
@@ -25,7 +25,7 @@ class MetricWriter:
 
     A resumed run continues both as if it had never stopped: rows that an earlier, killed try wrote
     after the restored step are removed from the JSON lines and hidden in TensorBoard. Only one
-    process may open it.
+    process may write.
 
     Every row is visible to readers at once and survives the death of the process; after `flush` it
     also survives the death of the machine. Object stores (gs://), which have no append, receive the
@@ -39,6 +39,7 @@ class MetricWriter:
       config: the run's config as nested dicts, for W&B.
       may_write: asked before metrics.jsonl is uploaded or closed; if False, rows since the last
         flush are dropped, since another process now writes the file.
+      writes: False: nothing is written, as on processes other than 0.
     """
 
     def __init__(
@@ -49,17 +50,21 @@ class MetricWriter:
         wandb_project: str | None = None,
         config: Mapping[str, Any] | None = None,
         may_write: Callable[[], bool] = lambda: True,
+        writes: bool = True,
     ):
+        self._writers: list[JsonLines | TensorBoard | WeightsAndBiases] = []
+        if not writes:
+            return
         workdir = epath.Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         first_step = 0 if restored_step is None else restored_step + 1
-        self._writers = [
+        self._writers += [
             JsonLines(workdir, first_step, may_write),
             TensorBoard(workdir, first_step),
         ]
         self.flush()
         if wandb_project is not None:
-            rows = _read_rows(workdir)
+            rows = read_history(workdir)
             self._writers.append(WeightsAndBiases(workdir, wandb_project, config or {}, rows))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -138,25 +143,6 @@ class TensorBoard:
         self._records.write(event.SerializeToString())
 
 
-class NullWriter:
-    """Stands in for a MetricWriter on processes that write nothing."""
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> "NullWriter":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        pass
-
-
 def finite_or_none(scalars: Mapping[str, float]) -> dict[str, float | None]:
     """`scalars` with None in place of NaN and infinity, for JSON."""
     return {name: v if math.isfinite(v) else None for name, v in scalars.items()}
@@ -186,31 +172,18 @@ def _event_file_name(workdir: epath.Path) -> str:
     return f"events.out.tfevents.{now:010d}.{socket.gethostname()}.{os.getpid()}"
 
 
-def _read_rows(workdir: epath.Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """(step, scalars) of every row in WORKDIR/metrics.jsonl; null becomes NaN."""
-    for line in (workdir / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        yield row.pop("step"), {n: math.nan if v is None else v for n, v in row.items()}
+def read_history(workdir: epath.Path) -> list[dict[str, Any]]:
+    """The rows of WORKDIR/metrics.jsonl, each with its `step`; None: not finite."""
+    return [row for _, row in _whole_rows(workdir / "metrics.jsonl")]
 
 
 def values_of(metric: str, workdir: epath.Path, last_step: int) -> dict[int, float | None]:
     """{step: value} that WORKDIR/metrics.jsonl has of `metric` up to and with `last_step`."""
-    rows = (row for _, row in _whole_rows(workdir / "metrics.jsonl"))
+    rows = read_history(workdir)
     return {row["step"]: row[metric] for row in rows if metric in row and row["step"] <= last_step}
 
 
 def values_at(step: int, workdir: epath.Path) -> dict[str, float | None]:
     """Metrics that WORKDIR/metrics.jsonl has at `step`; None: not finite."""
-    rows = (row for _, row in _whole_rows(workdir / "metrics.jsonl"))
-    return {
-        name: value
-        for row in rows
-        if row["step"] == step
-        for name, value in row.items()
-        if name != "step"
-    }
-
-
-def read_history(workdir: epath.Path) -> list[dict[str, float | None]]:
-    """The rows of WORKDIR/metrics.jsonl, each with its `step`; None: not finite."""
-    return [row for _, row in _whole_rows(workdir / "metrics.jsonl")]
+    rows = [row for row in read_history(workdir) if row["step"] == step]
+    return {name: value for row in rows for name, value in row.items() if name != "step"}

@@ -2,23 +2,21 @@
 
 import importlib.util
 import logging
+import math
 import os
 import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from etils import epath
-from ml_collections import ConfigDict
 
-from vit_jax.errors import Faults, InputError
+from vit_jax.errors import InputError
 from vit_jax.files import write_whole
 
 logger = logging.getLogger("vit_jax")
 
 _INIT_TIMEOUT_S = 30.0
 _FINISH_TIMEOUT_S = 60.0
-_NOT_IN_NAMES = r"/\#?%:"  # characters that W&B rejects
-_MAX_NAME = 128
 
 
 def check_installed(project: str) -> None:
@@ -47,7 +45,7 @@ class WeightsAndBiases:
       workdir: directory of the run; its name becomes the name of the W&B run.
       project: W&B project.
       config: the run's config as nested dicts.
-      rows: (step, scalars) of all steps so far, in order.
+      rows: of all steps so far, in order, each with its `step`; None: not finite.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class WeightsAndBiases:
         workdir: epath.Path,
         project: str,
         config: Mapping[str, Any],
-        rows: Iterable[tuple[int, Mapping[str, float]]],
+        rows: Iterable[Mapping[str, float | None]],
     ):
         import wandb  # takes a second, and is rarely needed
 
@@ -63,7 +61,7 @@ class WeightsAndBiases:
         if not id_file.exists():
             write_whole(id_file, secrets.token_hex(4))
 
-        def init(mode: str | None):
+        def init(mode: Any) -> Any:
             return wandb.init(
                 project=project,
                 id=id_file.read_text(),
@@ -97,21 +95,12 @@ class WeightsAndBiases:
         elif self._run.url:  # None with WANDB_MODE=disabled
             logger.info("W&B: %s", self._run.url)
         self._next_step = self._run.step
-        self._said = True  # say nothing about stored rows that W&B already has
-        for step, scalars in rows:
-            self.write(step, scalars)
-        self._said = False
+        for row in rows:
+            values = {name: math.nan if v is None else v for name, v in row.items()}
+            self.write(int(values.pop("step")), values)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        if self._run is None:
-            return
-        if step < self._next_step:
-            if not self._said:
-                logger.info(
-                    "W&B: already has the rows before step %d; rows repeated from step %d on, and "
-                    "evaluations missed there, are only in metrics.jsonl", self._next_step, step,
-                )  # fmt: skip
-                self._said = True
+        if self._run is None or step < self._next_step:
             return
         try:
             self._run.log(dict(scalars), step=step)
@@ -129,15 +118,3 @@ class WeightsAndBiases:
             self._run.finish()
         except Exception as e:  # no failure of W&B may end the run
             logger.warning("log.wandb: W&B failed at the end (%s)", e)
-
-
-def check_project(config: ConfigDict, faults: Faults) -> None:
-    """Check `log.wandb`; works without the package."""
-    project = config.log.wandb
-    if project is not None:
-        named = project.strip() and len(project) <= _MAX_NAME
-        faults.need(
-            named and not set(project) & set(_NOT_IN_NAMES),
-            f"log.wandb={project!r}: needs the name of a project, of at most {_MAX_NAME} "
-            f"characters, without any of {_NOT_IN_NAMES}",
-        )

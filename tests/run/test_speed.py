@@ -3,7 +3,7 @@
 import pytest
 from fake_clock import FakeClock
 
-from vit_jax.metrics import Throughput
+from vit_jax.run.speed import Throughput
 
 
 def make_throughput(clock, **fields):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from etils import epath
-from opened import open_all
+from opened import evaluate_run, open_all
 from PIL import Image
 
 from vit_jax import data
@@ -97,7 +97,7 @@ def test_foreign_classes_are_refused_before_a_loss_is_assumed(run, others, caplo
     config = load_config("evaluate:classification,folder")
     config.data.data_dir = str(others(ant="cow", bee="zebra"))
     with pytest.raises(InputError, match="zebra"):
-        evaluation.evaluate_pretrained(config, foreign)
+        evaluation.evaluate_model(config, foreign)
     assert "assuming" not in caplog.text
 
 
@@ -175,10 +175,10 @@ def test_training_and_all_commands_follow_the_run_s_division(
 
     assert prepare(config, run).fingerprint == before
     assert "30 pictures are not among those that this run began with" in caplog.text
-    evaluation.evaluate(config, run)
+    evaluate_run(config, run)
     words = load_config("evaluate:classification,knn,folder")
     words.data.data_dir, words.global_batch_size = str(root), 8
-    evaluation.evaluate_pretrained(words, read_pretrained(str(run)))
+    evaluation.evaluate_model(words, read_pretrained(str(run)))
     where = [f"--features={tmp_path}/f.npz", "--data=folder:val", f"--data_dir={root}"]
     assert main(["predict", f"--init_from={run}", *where]) == 0
     assert opened == [(split, held if split == "val" else train) for split, _ in opened]
@@ -191,7 +191,7 @@ def test_training_and_all_commands_follow_the_run_s_division(
     assert dict(opened)["val"] >= held and not dict(opened)["val"] & train
     assert {name for name in dict(opened)["val"] if name[:3] != "cow"} == held
     assert dict(opened)["train"] > train
-    write_workdir(tuned.workdir, tuned.resolved, tuned.train_source, tuned.pictures)
+    write_workdir(tuned.workdir, tuned.resolved, tuned.train_source, tuned.division)
     assert read_division(tuned.workdir, config).splits == {
         name: split for split, found in opened for name in found
     }
@@ -199,7 +199,7 @@ def test_training_and_all_commands_follow_the_run_s_division(
     (root / gone).unlink()
     config = read_config(epath.Path(run))
     config.data.data_dir, config.data.num_examples = str(root), None
-    with pytest.raises(InputError, match=f"1 of the pictures that the run .* missing: {gone};"):
+    with pytest.raises(InputError, match=f"1 of the images that the run .* missing: {gone};"):
         prepare(config, run)
 
 
@@ -216,7 +216,7 @@ def test_an_export_holds_out_what_its_run_did(run, others, opened, tmp_path, for
     config.data.data_dir, config.global_batch_size = str(root), 8
     exported = read_pretrained(str(output))
     assert exported.division.held_out() == {hash_of(name) for name in held}
-    evaluation.evaluate_pretrained(config, exported)
+    evaluation.evaluate_model(config, exported)
     assert opened == [("val", held)]
     (tmp_path / "model.held_out.npy" if format == "npz" else output / "model.held_out.npy").unlink()
     assert not any(read_pretrained(str(output)).division)
@@ -229,13 +229,13 @@ def test_other_pictures_are_evaluated_whole_by_the_user_s_word(run, others, open
         path.rename(path.with_name(f"renamed_{path.name}"))
     config = read_config(epath.Path(run))
     config.data.data_dir = str(root)
-    evaluation.evaluate(config, run)
+    evaluate_run(config, run)
     assert [(split, len(found)) for split, found in opened] == [("val", 2)]
     assert (
         f"holds none of the pictures that {run} holds out; val is a tenth (2 of 20)" in caplog.text
     )
     config.evals.val.split = "all"
-    evaluation.evaluate(config, run)
+    evaluate_run(config, run)
     assert len(opened[-1][1]) == 20
     config.data.split = "all"
     with pytest.raises(InputError, match=r"data\.split='all': is for evaluation only"):
@@ -250,7 +250,7 @@ def test_a_damaged_or_lost_division_is_named(run):
         read_pretrained(str(run))
     (run / "pictures.csv.gz").unlink()
     for read in (lambda: read_pretrained(str(run)),
-                 lambda: evaluation.evaluate(read_config(epath.Path(run)), run)):  # fmt: skip
+                 lambda: evaluate_run(read_config(epath.Path(run)), run)):  # fmt: skip
         with pytest.raises(InputError, match=said):
             read()
 
@@ -261,10 +261,10 @@ def test_names_are_read_from_the_run(run, others, monkeypatch, caplog):
     config.data.data_dir = str(others())
     (run / "classes.json").write_text(json.dumps(["bee", "cat"]))
     with caplog.at_level("INFO", "vit_jax"), pytest.raises(InputError, match="'ant'"):
-        evaluation.evaluate(config, run)
+        evaluate_run(config, run)
     assert not caplog.messages  # of what would have been evaluated
     (run / "classes.json").unlink()
-    for read in (lambda: evaluation.evaluate(config, run), lambda: read_pretrained(run)):
+    for read in (lambda: evaluate_run(config, run), lambda: read_pretrained(run)):
         with pytest.raises(InputError, match=r"classes\.json: is missing; copy it from the run"):
             read()
     (run / "classes.json").write_text("null")

@@ -10,8 +10,8 @@ import pytest
 from fake_clock import FakeClock
 from rich.console import Console
 
-from vit_jax import metrics
-from vit_jax.metrics import Progress
+from vit_jax.run import terminal
+from vit_jax.run.terminal import Progress
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_progress_prints_lines_where_there_is_no_terminal():
 
 def test_progress_keeps_one_line_on_a_terminal():
     out = console(terminal=True)
-    metrics.log_to_console(out)
+    terminal.log_to_console(out)
     with Progress(3000, console=out) as progress:
         progress.update(1000, SCALARS)
         logging.getLogger("vit_jax.run.train").info("saved step 1000")
@@ -91,8 +91,8 @@ def test_a_narrow_terminal_cuts_the_line():
 
 def test_log_messages_name_their_level_from_warnings_on():
     out = console(terminal=False)
-    metrics.log_to_console(out)
-    metrics.log_to_console(out)
+    terminal.log_to_console(out)
+    terminal.log_to_console(out)
     logger = logging.getLogger("vit_jax.devices.sharding")
     logger.info("[bold] is no markup, " + "and a long line is not wrapped " * 10)
     logger.warning("not divided")
@@ -104,10 +104,10 @@ def test_log_messages_name_their_level_from_warnings_on():
 def test_quiet_shows_warnings_only(caplog):
     out = console(terminal=False)
     for quiet in (True, False):  # orbax, for one
-        metrics.log_to_console(out, quiet=quiet)
+        terminal.log_to_console(out, quiet=quiet)
         absl.logging.warning("Waiting for previous save to complete took 2 seconds.")
         assert len(caplog.records) == (not quiet)
-    metrics.log_to_console(out, quiet=True)
+    terminal.log_to_console(out, quiet=True)
     logger = logging.getLogger("vit_jax.run")
     logger.info("compiled")
     logger.warning("not divided")
@@ -116,6 +116,6 @@ def test_quiet_shows_warnings_only(caplog):
 
 def test_metrics_in_a_message():
     values = {"test/top1": 0.5, "test/num_examples": 1000, "test/ece": 0.012346, "test/loss": None}
-    assert metrics.readable(values) == (
+    assert terminal.readable(values) == (
         "test/top1 50.00%, test/num_examples 1,000, test/ece 0.01235, test/loss not finite"
     )

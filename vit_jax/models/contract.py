@@ -1,0 +1,227 @@
+"""What the rest of the package may ask a model.
+
+Every family is a `Model` and answers for itself. `about` asks any Linen module: one that is no
+`Model`, such as a plug-in's, gives the answers of this class, or its own where it has an attribute
+of that name. No code outside this folder asks which family a model is; only the tables of names in
+`transfer/` know families.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+CONSTANTS = "constants"  # the collection of variables that are neither trained nor updated
+
+_IN_LAYERS = re.compile(r"(?:.*/)?layer(?:s|_(\d+))/")
+_HEAD = re.compile(r"(?:head|head_distillation)/")
+
+
+class AttentionShape(NamedTuple):
+    """The sizes of a model's attention between all tokens of an image.
+
+    width: of a head.
+    num_tokens: of an image; None: the model takes images of any size.
+    dropout: the rate at which training drops attention weights.
+    relative: whether relative positions add to the logits.
+    """
+
+    num_heads: int
+    width: int
+    num_tokens: int | None
+    dropout: float
+    relative: bool
+
+
+class SplitLayer(NamedTuple):
+    """A layer whose heads, hidden units or channels are split: what devices exchange for one image.
+
+    part: the layer's number in `tree.parts`; None: it belongs to an objective.
+    recomputed: whether the backward pass computes it again.
+    reduced, gathered: numbers of values of each array that the forward pass sums, or gathers.
+    reduced_back: the same for each array that the backward pass sums.
+    """
+
+    part: int | None
+    recomputed: bool
+    reduced: tuple[int, ...]
+    reduced_back: tuple[int, ...]
+    gathered: tuple[int, ...] = ()
+
+
+class Model(nn.Module):
+    """The answers of a model that says nothing else; `about` gives them for any Linen module."""
+
+    # The behaviour of a model without fields of these names.
+    dtype = "float32"
+    remat = "none"
+    scan = False
+    channels = 3
+
+    @property
+    def remat_layers(self) -> int | None:
+        """The number of layers that the backward pass computes again, under `remat`; None: all."""
+        return None
+
+    @property
+    def stacks_layers(self) -> bool:
+        """Whether the parameters of scanned layers are stacked, along a new first axis.
+
+        False for a class whose `scan` keeps the parameters of each layer apart.
+        """
+        return self.scan
+
+    @property
+    def has_batch_statistics(self) -> bool:
+        """Whether training computes statistics of a batch, so that its rows depend on each other.
+
+        Such a model takes `mask` in training; see `objectives.forward`.
+        """
+        return False
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """The number of tokens before those of the image."""
+        return 0
+
+    @nn.nowrap
+    def grid_of(self, image_size: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of the tokens of an image of that size."""
+        stride = self.token_stride
+        return -(-image_size[0] // stride[0]), -(-image_size[1] // stride[1])
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the tokens; the model must have an image size."""
+        assert self.image_size is not None
+        return self.grid_of(self.image_size)
+
+    @property
+    def embeds_patches(self) -> bool:
+        """Whether each token is embedded from one patch of the image, and no other pixels."""
+        return False
+
+    @property
+    def takes_other_sizes(self) -> bool:
+        """Whether its parameters fit images of other sizes once `pos_embedding` is resampled."""
+        return False
+
+    @property
+    def draws_rows_apart(self) -> bool:
+        """Whether a row of a batch, its random draws included, depends on no other row.
+
+        A class outside this package may couple rows: nothing is known of it.
+        """
+        is_ours = type(self).__module__.startswith("vit_jax.")
+        return is_ours and not self.has_batch_statistics
+
+    @property
+    def is_random(self) -> bool:
+        """Whether training draws random values."""
+        rates = ("dropout", "attention_dropout", "stochastic_depth")
+        return any(getattr(self, rate, 0.0) for rate in rates)
+
+    @property
+    def attention_shape(self) -> AttentionShape | str:
+        """The sizes of its attention between all tokens; or why kernels cannot compute it."""
+        return f"{type(self).__name__} may call it with arguments that no kernel supports"
+
+    @property
+    def why_no_weights(self) -> str | None:
+        """Why it has no attention weights between all tokens; None: it has, by its `forms`."""
+        has_forms = "forms" in field_names(type(self))
+        return None if has_forms else f"a {type(self).__name__} has no attention"
+
+    @property
+    def why_no_positions(self) -> str | None:
+        """Why it has no position embedding of single patches; None: it has."""
+        return f"a {type(self).__name__} has no position embedding"
+
+    @property
+    def num_pooled_tokens(self) -> int:
+        """The number of first tokens whose mean the head classifies; 0: it pools the others."""
+        return 0
+
+    @nn.nowrap
+    def filters(self, params: Mapping[str, Any]) -> jax.Array | str:
+        """The filters that see the pixels, (height, width, channels, filters), as applied.
+
+        A text says why there are none. `params`: {name: leaf}.
+        """
+        return f"the first layer of a {type(self).__name__} is not known"
+
+    @property
+    def block_bytes(self) -> int | None:
+        """The float32 bytes of a block's largest activations for one image; None: not known."""
+        return None
+
+    @property
+    def flops_by_sizes(self) -> int | None:
+        """FLOPs of forward and backward pass of one image, by a formula; None: there is none."""
+        return None
+
+    @nn.nowrap
+    def dtypes_in_use(self, name: str) -> tuple[Any, Any]:
+        """The dtype of the parameter `name` at its first use, and that of its gradient there.
+
+        Both are the model's, but heads compute in float32, and a ResNet's kernels are standardised
+        in float32.
+        """
+        if _HEAD.match(name):
+            return jnp.float32, jnp.float32
+        return self.dtype, self.dtype
+
+    @nn.nowrap
+    def reads_again(self, name: str) -> bool:
+        """Whether the backward pass reads the parameter `name` for a layer that it recomputes.
+
+        A loop over layers reads its stacked parameters again too.
+        """
+        layer = _IN_LAYERS.match(name)
+        if layer is None or layer[1] is None:
+            return layer is not None
+        last = self.remat_layers
+        return self.remat != "none" and (last is None or int(layer[1]) < last)
+
+    @nn.nowrap
+    def split_layers(self, tokens: int | None = None) -> list[SplitLayer] | None:
+        """Its layers in order, with what devices that split them exchange; None: not known.
+
+        `tokens`: of an image, with its prefix tokens; None: of an image of the model's size.
+        """
+        del tokens
+        return None
+
+
+@functools.cache
+def _as_model(module: type[nn.Module]) -> type[Model]:
+    """`module` with the answers of `Model` to what it does not say itself."""
+    own: dict[str, Any] = {"__module__": module.__module__, "__doc__": module.__doc__}
+    # Fields without a default would be hidden by the properties.
+    own |= {name: getattr(module, name, None) for name in field_names(module)}
+    return type(module.__name__, (module, Model), own)
+
+
+def about(model: nn.Module) -> Model:
+    """`model`, which a Linen module of any class becomes with the answers of `Model`."""
+    if isinstance(model, Model):
+        return model
+    module = type(model)
+    fields = {name: getattr(model, name) for name in field_names(module)}
+    return _as_model(module)(**fields)  # type: ignore[arg-type] # mypy wants a hash of instances
+
+
+def field_names(module: type[nn.Module]) -> list[str]:
+    """The names of a module's fields, without Flax's own."""
+    return [f for f in inspect.signature(module).parameters if f not in ("parent", "name")]
+
+
+def with_known(model: nn.Module, **fields: Any) -> nn.Module:
+    """A copy of `model` with those `fields` that its family has; the others are ignored."""
+    known = field_names(type(model))
+    return model.clone(**{name: value for name, value in fields.items() if name in known})

@@ -1,0 +1,111 @@
+"""What may change when a run goes on; its end may, where its past stays as it was.
+
+The past is the schedules of all steps done.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+from etils import epath
+from ml_collections import ConfigDict
+
+from vit_jax.config import changed_evals, changed_keys, say_changes
+from vit_jax.errors import InputError, collect_faults
+from vit_jax.experiment.durations import parse_durations
+from vit_jax.experiment.schedules import half_cosine, make_config_schedule
+from vit_jax.run.workdir import StoredRun
+
+logger = logging.getLogger("vit_jax")
+
+# Keys that decide where a run ends, and how.
+KEYS_OF_THE_END = ("duration", "schedule.cooldown")
+
+
+def check_settings(
+    config: ConfigDict, before: StoredRun, workdir: epath.Path, free: Sequence[str]
+) -> None:
+    """Raise InputError if `config` and the run that was `before` differ in a fixed key.
+
+    `free`: keys that may change, besides those that always may.
+    """
+    if before.stored is None:
+        return
+    changed = changed_keys(before.stored.resolved, config)
+    collect_faults(
+        say_changes({key: values for key, values in changed.items() if key not in free}),
+        f"--workdir={workdir} already holds a run with other settings; restore them, use a new "
+        "--workdir, or start from its weights with --config.init_from=...",
+    )
+
+
+def check_unchanged(
+    config: ConfigDict, before: StoredRun, workdir: epath.Path, free: Sequence[str] = ()
+) -> None:
+    """Raise InputError if the run that was `before` has other settings; warn of other evaluators.
+
+    `free`: keys that may differ.
+    """
+    if before.stored is None:
+        return
+    check_settings(config, before, workdir, (*free, *KEYS_OF_THE_END))
+    resolved = before.stored.resolved
+    changed = changed_keys(resolved, config)
+    of_end = {key: changed[key] for key in KEYS_OF_THE_END if key in changed}
+    if of_end:
+        steps_done = next(iter(before.saved_steps), 0)
+        cause = find_other_past(resolved, config, steps_done)
+        if cause is not None:
+            raise InputError(
+                f"--workdir={workdir}: the run cannot get another end, as {cause}; "
+                f"{'; '.join(say_changes(of_end))}; or train on from its weights: "
+                f"--config.init_from={workdir} --config.init_head=kept and a new --workdir"
+            )
+        ends = ", ".join(f"{key} {was!r} -> {now!r}" for key, (was, now) in of_end.items())
+        logger.info("%s: the run gets another end: %s", workdir, ends)
+    both = {*resolved.evals} & {*config.evals}
+    changed = changed_evals(resolved, config)
+    changed = {key: values for key, values in changed.items() if key.split(".")[1] in both}
+    if changed:
+        logger.warning(
+            "%s: evaluators have changed since the run began, so results may not be comparable "
+            "with earlier ones: %s",
+            workdir,
+            "; ".join(say_changes(changed)),
+        )
+
+
+def find_other_past(stored: ConfigDict, config: ConfigDict, steps_done: int) -> str | None:
+    """Why a run cannot go on to the end that `config` gives it; None: it can.
+
+    Args:
+      stored: the config that it began with, resolved.
+      config: that it is to go on with, which differs from `stored` in KEYS_OF_THE_END only.
+      steps_done: of its newest checkpoint.
+
+    Raises:
+      InputError: the new schedule does not fit into the new duration.
+    """
+    if parse_durations(config)["duration"] < steps_done:
+        return f"duration={config.duration!r} ends before step {steps_done:,}, where it is"
+    was, now = _past_of(stored, steps_done), _past_of(config, steps_done)
+    for name in was:
+        differing = np.flatnonzero(was[name] != now[name])
+        if len(differing):
+            first = differing[0]
+            return (
+                f"step {first + 1:,} had {name}={was[name][first]:.9g}, and would have had "
+                f"{now[name][first]:.9g}"
+            )
+    return None
+
+
+def _past_of(config: ConfigDict, steps_done: int) -> dict[str, np.ndarray]:
+    """{name: its values in the first `steps_done` steps} of all that changes during a run."""
+    updates, durations, o = np.arange(steps_done), parse_durations(config), config.optimizer
+    found = {"the learning rate": make_config_schedule(config, durations)(updates)}
+    for key in ("weight_decay", "ema_decay"):
+        end = o[f"{key}_end"]
+        if end is not None:
+            found[f"optimizer.{key}"] = half_cosine(updates, durations["duration"], o[key], end)
+    return {name: np.asarray(values) for name, values in found.items()}
