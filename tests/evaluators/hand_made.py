@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from sklearn.datasets import load_digits
 
 from vit_jax.config import base_config, eval_splits
@@ -43,12 +44,12 @@ def make_inputs(batches, **given):
 
     `batches`: those of a pass, or split key, record ids -> batches.
     """
+    mesh = make_mesh(replica=1, data=-1, fsdp=1, tensor=1)
     inputs = types.SimpleNamespace(
         name="own", config=base_config(), folder=None, see=None, image_size=(4, 4), batch_size=4,
         apply=lambda state, images, method="__call__": state * images,
         batches=batches if callable(batches) else lambda *_, **__: batches,
-        mesh=make_mesh(replica=1, data=-1, fsdp=1, tensor=1),
-        replicated=jax.sharding.SingleDeviceSharding(jax.devices()[0]),
+        mesh=mesh, replicated=NamedSharding(mesh, PartitionSpec()),
     )  # fmt: skip
     inputs.__dict__.update(given)
     return inputs

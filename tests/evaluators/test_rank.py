@@ -57,7 +57,8 @@ def test_evaluators_of_a_run_on_pictures_without_classes(tmp_path):
     c = base_config()
     c.data.name, c.data.data_dir, c.data.image_size = "unlabelled", str(tmp_path), 8
     c.data.mean, c.data.std, c.data.ops = (0.0,) * 3, (1.0,) * 3, "decode|resize"
-    c.objective.name, c.objective.weight, c.global_batch_size = "distillation", 1.0, 64
+    c.objective.name, c.objective.teacher, c.objective.weight = "distillation", "runs/mine", 1.0
+    c.global_batch_size = 64
     of = {"train_split": "train", "test_split": "test", "data_name": "digits", "every": "1 epochs"}
     c.evals.own = rank(split="train", every="1 epochs", ops="decode|resize", num_images=7)
     c.evals.all = rank(split="all", every="1 epochs", ops="decode|resize")
